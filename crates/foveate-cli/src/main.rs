@@ -1,0 +1,3 @@
+//! The `foveate` command.
+
+fn main() {}

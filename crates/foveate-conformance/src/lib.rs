@@ -1,0 +1,1 @@
+//! One corpus of attention cases that every backend runs

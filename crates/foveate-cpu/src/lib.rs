@@ -1,0 +1,1 @@
+//! Fused attention on the CPU, forward and backward

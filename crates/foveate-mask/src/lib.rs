@@ -1,0 +1,1 @@
+//! Block masks: the live tiles of a mask as runs per row of tiles

@@ -1,0 +1,213 @@
+//! What a mod captures: buffers and run-time scalars.
+//!
+//! A buffer is an immutable array behind a shared pointer. The structure of a mod (what is
+//! hashed, compiled, cached) holds its type and rank only; its contents and lengths are bound
+//! to a slot and can be replaced without tracing or compiling anything again
+//! ([`crate::Program::rebind`]).
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::error::ModError;
+use crate::ir::Type;
+
+/// The elements of a captured buffer, in row-major order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum BufferData {
+    /// Truth values.
+    Bool(Vec<bool>),
+    /// Integers.
+    I32(Vec<i32>),
+    /// Floats; f16 and bf16 are widened when the buffer is made.
+    F32(Vec<f32>),
+}
+
+impl BufferData {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            BufferData::Bool(v) => v.len(),
+            BufferData::I32(v) => v.len(),
+            BufferData::F32(v) => v.len(),
+        }
+    }
+
+    /// True when there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+#[derive(Debug)]
+struct Inner {
+    name: String,
+    shape: Vec<usize>,
+    data: BufferData,
+    learned: bool,
+}
+
+/// A captured buffer of any element type. Cloning shares the elements.
+#[derive(Clone, Debug)]
+pub struct AnyBuffer(Arc<Inner>);
+
+impl AnyBuffer {
+    /// A row-major buffer of `shape`.
+    ///
+    /// # Errors
+    /// When the product of `shape` is not the number of elements, the shape has no axis, or a
+    /// buffer that is not f32 is to be learned.
+    pub fn new(
+        name: impl Into<String>,
+        shape: &[usize],
+        data: BufferData,
+        learned: bool,
+    ) -> Result<Self, ModError> {
+        let name = name.into();
+        let elems = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        if shape.is_empty() || elems != Some(data.len()) {
+            return Err(ModError::buffer_shape(name, shape, data.len()));
+        }
+        if learned && !matches!(data, BufferData::F32(_)) {
+            return Err(ModError::not_learnable(name));
+        }
+        Ok(Self(Arc::new(Inner { name, shape: shape.to_vec(), data, learned })))
+    }
+
+    /// The name it is printed and rebound under.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Length of each axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.0.shape
+    }
+
+    /// The elements, row-major.
+    pub fn data(&self) -> &BufferData {
+        &self.0.data
+    }
+
+    /// True when a gradient is wanted.
+    pub fn learned(&self) -> bool {
+        self.0.learned
+    }
+
+    /// The element type.
+    pub fn ty(&self) -> Type {
+        match self.0.data {
+            BufferData::Bool(_) => Type::Bool,
+            BufferData::I32(_) => Type::I32,
+            BufferData::F32(_) => Type::F32,
+        }
+    }
+
+    /// True when both share one allocation.
+    pub fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// Element types of captured buffers, and of values in a mod.
+pub trait Element: Copy + Send + Sync + 'static {
+    /// The IR type.
+    const TYPE: Type;
+    /// Wraps elements.
+    fn into_data(elems: Vec<Self>) -> BufferData;
+}
+
+impl Element for bool {
+    const TYPE: Type = Type::Bool;
+    fn into_data(elems: Vec<Self>) -> BufferData {
+        BufferData::Bool(elems)
+    }
+}
+
+impl Element for i32 {
+    const TYPE: Type = Type::I32;
+    fn into_data(elems: Vec<Self>) -> BufferData {
+        BufferData::I32(elems)
+    }
+}
+
+impl Element for f32 {
+    const TYPE: Type = Type::F32;
+    fn into_data(elems: Vec<Self>) -> BufferData {
+        BufferData::F32(elems)
+    }
+}
+
+/// A captured buffer whose element type Rust knows.
+#[derive(Clone, Debug)]
+pub struct Buffer<T: Element>(AnyBuffer, PhantomData<T>);
+
+impl<T: Element> Buffer<T> {
+    /// A row-major buffer of `shape`, read-only.
+    ///
+    /// # Errors
+    /// When the product of `shape` is not `elems.len()`.
+    pub fn new(name: impl Into<String>, shape: &[usize], elems: Vec<T>) -> Result<Self, ModError> {
+        Ok(Self(AnyBuffer::new(name, shape, T::into_data(elems), false)?, PhantomData))
+    }
+
+    /// A buffer with one axis.
+    pub fn vector(name: impl Into<String>, elems: Vec<T>) -> Self {
+        let len = elems.len();
+        Self::new(name, &[len], elems).expect("a vector's shape is its length")
+    }
+
+    /// The buffer without its static type.
+    pub fn any(&self) -> &AnyBuffer {
+        &self.0
+    }
+
+    /// Length of each axis.
+    pub fn shape(&self) -> &[usize] {
+        self.0.shape()
+    }
+}
+
+impl Buffer<f32> {
+    /// A buffer that receives a gradient in the backward pass.
+    ///
+    /// # Errors
+    /// When the product of `shape` is not `elems.len()`.
+    pub fn learned(
+        name: impl Into<String>,
+        shape: &[usize],
+        elems: Vec<f32>,
+    ) -> Result<Self, ModError> {
+        Ok(Self(AnyBuffer::new(name, shape, BufferData::F32(elems), true)?, PhantomData))
+    }
+}
+
+/// A run-time scalar: its value can change without tracing or compiling again.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scalar {
+    /// The name it is printed and set under.
+    pub name: String,
+    /// Its value.
+    pub value: ScalarValue,
+}
+
+/// The value of a run-time scalar or of a constant.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ScalarValue {
+    /// Truth value.
+    Bool(bool),
+    /// Integer.
+    I32(i32),
+    /// Float.
+    F32(f32),
+}
+
+impl Scalar {
+    /// Its type.
+    pub fn ty(&self) -> Type {
+        match self.value {
+            ScalarValue::Bool(_) => Type::Bool,
+            ScalarValue::I32(_) => Type::I32,
+            ScalarValue::F32(_) => Type::F32,
+        }
+    }
+}

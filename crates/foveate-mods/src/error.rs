@@ -1,0 +1,133 @@
+//! The error of this crate.
+
+use std::fmt;
+
+use crate::ir::Type;
+
+/// What went wrong while a mod was built, parsed, bound or differentiated.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{kind}")]
+pub struct ModError {
+    kind: Box<ModErrorKind>,
+}
+
+/// The kinds of [`ModError`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum ModErrorKind {
+    /// A buffer's shape does not hold its elements.
+    BufferShape {
+        /// Name of the buffer.
+        name: String,
+        /// The shape given.
+        shape: Vec<usize>,
+        /// The elements given.
+        elems: usize,
+    },
+    /// A buffer of integers or truth values was to be learned.
+    NotLearnable {
+        /// Name of the buffer.
+        name: String,
+    },
+    /// An operand has a type the operation does not take.
+    Type {
+        /// The operation.
+        operation: String,
+        /// What it takes.
+        expected: String,
+        /// What it was given.
+        found: Type,
+    },
+    /// A buffer was indexed with the wrong number of indices.
+    Rank {
+        /// Name of the buffer.
+        name: String,
+        /// Its number of axes.
+        rank: usize,
+        /// The indices given.
+        given: usize,
+    },
+    /// No captured buffer or scalar has this name (or this type, this rank).
+    Binding {
+        /// The name.
+        name: String,
+        /// Why it cannot be bound.
+        reason: String,
+    },
+    /// A mask that reads the score, or a root of the wrong type.
+    Root {
+        /// What is wrong.
+        reason: String,
+    },
+    /// An operation without a derivative stands between the score (or a learned buffer) and the result.
+    NoDerivative {
+        /// The operation.
+        operation: String,
+    },
+    /// The text form could not be read.
+    Parse {
+        /// Byte offset into the text.
+        position: usize,
+        /// What was expected or is wrong.
+        message: String,
+        /// The text itself.
+        text: String,
+    },
+    /// A named mask or score was given an argument it cannot take.
+    Argument {
+        /// The mask or score.
+        of: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+}
+
+impl ModError {
+    /// The kind, with its details.
+    pub fn kind(&self) -> &ModErrorKind {
+        &self.kind
+    }
+
+    pub(crate) fn buffer_shape(name: String, shape: &[usize], elems: usize) -> Self {
+        ModErrorKind::BufferShape { name, shape: shape.to_vec(), elems }.into()
+    }
+
+    pub(crate) fn not_learnable(name: String) -> Self {
+        ModErrorKind::NotLearnable { name }.into()
+    }
+}
+
+impl From<ModErrorKind> for ModError {
+    fn from(kind: ModErrorKind) -> Self {
+        Self { kind: Box::new(kind) }
+    }
+}
+
+impl fmt::Display for ModErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BufferShape { name, shape, elems } => {
+                write!(f, "buffer `{name}` of shape {shape:?} cannot hold {elems} elements")
+            }
+            Self::NotLearnable { name } => {
+                write!(f, "buffer `{name}` cannot be learned: only f32 buffers have gradients")
+            }
+            Self::Type { operation, expected, found } => {
+                write!(f, "{operation} takes {expected}, not {found}")
+            }
+            Self::Rank { name, rank, given } => {
+                write!(f, "buffer `{name}` has {rank} axes but was given {given} indices")
+            }
+            Self::Binding { name, reason } => write!(f, "`{name}` cannot be bound: {reason}"),
+            Self::Root { reason } => f.write_str(reason),
+            Self::NoDerivative { operation } => {
+                write!(f, "{operation} has no derivative, but a gradient has to pass through it")
+            }
+            Self::Parse { position, message, text } => {
+                let column = text[..(*position).min(text.len())].chars().count();
+                write!(f, "{message} at column {}\n  {text}\n  {:column$}^", column + 1, "")
+            }
+            Self::Argument { of, reason } => write!(f, "{of}: {reason}"),
+        }
+    }
+}

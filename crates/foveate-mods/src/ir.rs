@@ -1,0 +1,338 @@
+//! The intermediate representation of masks and scores.
+//!
+//! A [`Graph`] is a list of typed nodes in topological order: every operand of a node stands
+//! before it. Nodes are hash-consed, so one value is one node, and a graph never changes what
+//! it has once said: passes (simplification, differentiation) append nodes or build a new graph.
+//!
+//! Three types are enough: `bool`, `i32`, `f32`. Integer arithmetic wraps; `/` on integers
+//! rounds towards minus infinity and `%` is the Euclidean remainder, and both are 0 for a
+//! divisor of 0, so that no index expression can trap.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use crate::capture::{AnyBuffer, Scalar};
+
+/// Type of a value in a mask or score.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Type {
+    /// Truth value.
+    Bool,
+    /// 32-bit signed integer.
+    I32,
+    /// 32-bit IEEE float.
+    F32,
+}
+
+impl fmt::Display for Type {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Type::Bool => "bool",
+            Type::I32 => "i32",
+            Type::F32 => "f32",
+        })
+    }
+}
+
+/// What a mod is given: coordinates (i32) and, for scores, the scaled dot product (f32).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Leaf {
+    /// Batch index, or the sequence index of a varlen problem.
+    B,
+    /// Query head.
+    H,
+    /// Key/value head, `h / (heads_q / heads_kv)`.
+    HKv,
+    /// Global position of the query.
+    Q,
+    /// Global position of the key.
+    Kv,
+    /// Number of queries of the sequence.
+    QLen,
+    /// Number of keys of the sequence.
+    KvLen,
+    /// The scaled dot product (f32), or what an earlier score made of it.
+    Score,
+}
+
+impl Leaf {
+    /// Every leaf, in the order of the enum.
+    pub const ALL: [Leaf; 8] =
+        [Leaf::B, Leaf::H, Leaf::HKv, Leaf::Q, Leaf::Kv, Leaf::QLen, Leaf::KvLen, Leaf::Score];
+
+    /// Its name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Leaf::B => "b",
+            Leaf::H => "h",
+            Leaf::HKv => "h_kv",
+            Leaf::Q => "q",
+            Leaf::Kv => "kv",
+            Leaf::QLen => "q_len",
+            Leaf::KvLen => "kv_len",
+            Leaf::Score => "score",
+        }
+    }
+
+    /// Its type: f32 for the score, i32 for every coordinate.
+    pub fn ty(self) -> Type {
+        if self == Leaf::Score { Type::F32 } else { Type::I32 }
+    }
+}
+
+/// Operations on one value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum UnaryOp {
+    /// `!x` on bool.
+    Not,
+    /// `-x` on i32 (wrapping) or f32.
+    Neg,
+    /// `|x|` on i32 (wrapping) or f32.
+    Abs,
+    /// Rounds towards minus infinity (f32).
+    Floor,
+    /// `e^x` (f32).
+    Exp,
+    /// `2^x` (f32).
+    Exp2,
+    /// Natural logarithm (f32).
+    Log,
+    /// Binary logarithm (f32).
+    Log2,
+    /// Square root (f32).
+    Sqrt,
+    /// `1/√x` (f32).
+    Rsqrt,
+    /// Hyperbolic tangent (f32).
+    Tanh,
+    /// `1/(1+e^-x)` (f32).
+    Sigmoid,
+    /// Error function (f32).
+    Erf,
+    /// Sine (f32).
+    Sin,
+    /// Cosine (f32).
+    Cos,
+    /// i32 bits to an f32 in `[0, 1)`: `(x as u32 >> 8) · 2⁻²⁴`.
+    Unit,
+}
+
+/// Operations on two values of one type. `>` and `>=` are `<` and `<=` with operands swapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum BinaryOp {
+    /// Sum of i32 (wrapping) or f32.
+    Add,
+    /// Difference of i32 (wrapping) or f32.
+    Sub,
+    /// Product of i32 (wrapping) or f32.
+    Mul,
+    /// Quotient of f32; of i32 rounded towards minus infinity, 0 when the divisor is 0.
+    Div,
+    /// Euclidean remainder of i32, 0 when the divisor is 0; of f32, `x - y·floor(x/y)`.
+    Rem,
+    /// Smaller of i32 or f32.
+    Min,
+    /// Larger of i32 or f32.
+    Max,
+    /// `x^y` (f32).
+    Pow,
+    /// Equality of bool, i32 or f32.
+    Eq,
+    /// Inequality of bool, i32 or f32.
+    Ne,
+    /// `x < y` on i32 or f32.
+    Lt,
+    /// `x <= y` on i32 or f32.
+    Le,
+    /// Conjunction of bool. Both sides are always evaluated; nothing can trap.
+    And,
+    /// Disjunction of bool.
+    Or,
+    /// Exclusive or of bool.
+    Xor,
+    /// Counter-based hash of two i32 into one, see [`mix`].
+    Mix,
+}
+
+/// The hash behind [`BinaryOp::Mix`], the same bits on every backend: the 32-bit finaliser
+/// of MurmurHash3 over `x · 0x9E3779B1 + y + 0x7F4A7C15`.
+pub fn mix(x: i32, y: i32) -> i32 {
+    let mut z =
+        (x as u32).wrapping_mul(0x9E37_79B1).wrapping_add(y as u32).wrapping_add(0x7F4A_7C15);
+    z = (z ^ (z >> 16)).wrapping_mul(0x85EB_CA6B);
+    z = (z ^ (z >> 13)).wrapping_mul(0xC2B2_AE35);
+    (z ^ (z >> 16)) as i32
+}
+
+/// Index of a node in its graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(pub(crate) u32);
+
+impl NodeId {
+    /// Position in [`Graph::nodes`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One operation. Operands are ids of earlier nodes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Node {
+    /// A coordinate or the score.
+    Leaf(Leaf),
+    /// A truth constant.
+    Bool(bool),
+    /// An integer constant.
+    I32(i32),
+    /// A float constant, by its bits.
+    F32(u32),
+    /// Run-time scalar: index into [`Graph::scalars`].
+    Scalar(u32),
+    /// Element of a captured buffer: index into [`Graph::buffers`], one i32 index an axis.
+    Load {
+        /// Slot of the buffer.
+        buffer: u32,
+        /// One index for each axis of the buffer.
+        index: Vec<NodeId>,
+    },
+    /// Operation on one value.
+    Unary(UnaryOp, NodeId),
+    /// Operation on two values.
+    Binary(BinaryOp, NodeId, NodeId),
+    /// `if cond { then } else { other }`; both sides are evaluated.
+    Select {
+        /// Condition (bool).
+        cond: NodeId,
+        /// Value where the condition holds.
+        then: NodeId,
+        /// Value elsewhere, of the same type.
+        other: NodeId,
+    },
+    /// Conversion: bool to number is 0 or 1, f32 to i32 truncates and saturates (NaN is 0).
+    Cast(Type, NodeId),
+}
+
+impl Node {
+    /// Calls `f` with each operand, in order.
+    pub fn for_each_operand(&self, mut f: impl FnMut(NodeId)) {
+        match self {
+            Node::Leaf(_) | Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_) => {}
+            Node::Load { index, .. } => index.iter().copied().for_each(f),
+            Node::Unary(_, x) | Node::Cast(_, x) => f(*x),
+            Node::Binary(_, x, y) => {
+                f(*x);
+                f(*y);
+            }
+            Node::Select { cond, then, other } => {
+                f(*cond);
+                f(*then);
+                f(*other);
+            }
+        }
+    }
+}
+
+/// Hash-consed nodes in topological order, with the buffers and scalars they refer to.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    nodes: Vec<Node>,
+    types: Vec<Type>,
+    interned: HashMap<Node, NodeId>,
+    buffers: Vec<AnyBuffer>,
+    scalars: Vec<Scalar>,
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// All nodes, operands first.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The node `id` stands for.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// The type of `id`.
+    pub fn ty(&self, id: NodeId) -> Type {
+        self.types[id.index()]
+    }
+
+    /// Captured buffers, by slot.
+    pub fn buffers(&self) -> &[AnyBuffer] {
+        &self.buffers
+    }
+
+    /// Run-time scalars, by slot.
+    pub fn scalars(&self) -> &[Scalar] {
+        &self.scalars
+    }
+
+    /// Replaces the contents of a buffer slot. The caller has checked type and rank.
+    pub(crate) fn set_buffer(&mut self, slot: usize, buffer: AnyBuffer) {
+        self.buffers[slot] = buffer;
+    }
+
+    /// Replaces the value of a scalar slot. The caller has checked the type.
+    pub(crate) fn set_scalar(&mut self, slot: usize, scalar: Scalar) {
+        self.scalars[slot] = scalar;
+    }
+
+    /// Slot of `buffer`, added when it is new. The same allocation is the same slot.
+    pub fn buffer_slot(&mut self, buffer: &AnyBuffer) -> u32 {
+        let found = self.buffers.iter().position(|b| b.same(buffer));
+        found.unwrap_or_else(|| {
+            self.buffers.push(buffer.clone());
+            self.buffers.len() - 1
+        }) as u32
+    }
+
+    /// Slot of `scalar`, added when it is new. The same name and value is the same slot.
+    pub fn scalar_slot(&mut self, scalar: &Scalar) -> u32 {
+        let found = self.scalars.iter().position(|s| s == scalar);
+        found.unwrap_or_else(|| {
+            self.scalars.push(scalar.clone());
+            self.scalars.len() - 1
+        }) as u32
+    }
+
+    /// Adds `node` as it stands, or finds the equal one that is there already.
+    ///
+    /// The operands' types are an invariant of the callers ([`crate::expr`] by Rust's types,
+    /// [`crate::text`] by its checker).
+    pub fn intern(&mut self, node: Node) -> NodeId {
+        if let Some(&id) = self.interned.get(&node) {
+            return id;
+        }
+        let ty = self.type_of(&node);
+        let id = NodeId(u32::try_from(self.nodes.len()).expect("a mod has fewer than 2^32 nodes"));
+        self.nodes.push(node.clone());
+        self.types.push(ty);
+        self.interned.insert(node, id);
+        id
+    }
+
+    fn type_of(&self, node: &Node) -> Type {
+        match node {
+            Node::Leaf(leaf) => leaf.ty(),
+            Node::Bool(_) => Type::Bool,
+            Node::I32(_) => Type::I32,
+            Node::F32(_) => Type::F32,
+            Node::Scalar(slot) => self.scalars[*slot as usize].ty(),
+            Node::Load { buffer, .. } => self.buffers[*buffer as usize].ty(),
+            Node::Unary(UnaryOp::Unit, _) => Type::F32,
+            Node::Unary(_, x) => self.ty(*x),
+            Node::Binary(op, x, _) => match op {
+                BinaryOp::Eq | BinaryOp::Ne | BinaryOp::Lt | BinaryOp::Le => Type::Bool,
+                _ => self.ty(*x),
+            },
+            Node::Select { then, .. } => self.ty(*then),
+            Node::Cast(ty, _) => *ty,
+        }
+    }
+}

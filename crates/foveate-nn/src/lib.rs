@@ -1,0 +1,1 @@
+//! Fused transformer blocks with hand-written forward and backward

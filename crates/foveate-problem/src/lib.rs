@@ -1,0 +1,239 @@
+//! What an attention backend is asked to compute.
+//!
+//! The oracle, the CPU and the GPU take the same three things: a [`Spec`] (the program: mask,
+//! score, scale, dropout; no shapes), [`Dims`] checked against the operands, and the operands
+//! with their destinations ([`ForwardArgs`], [`BackwardArgs`]). Dense and packed problems look
+//! alike to a backend: a list of [`Sequence`]s. The contract of the numbers is in the
+//! documentation of the crate `foveate`.
+
+mod error;
+
+pub use error::ProblemError;
+
+use foveate_mods::{MaskMod, ScoreMod};
+use foveate_tensor::{TensorMut, TensorRef, Varlen};
+
+/// The program: what is computed, whatever the shapes.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// Which keys a query sees; `None` is all of them.
+    pub mask: Option<MaskMod>,
+    /// What becomes of a score; `None` leaves it as it is.
+    pub score: Option<ScoreMod>,
+    /// Factor on `q·k`; `None` is `1/√D`.
+    pub scale: Option<f32>,
+    /// Dropout of probabilities after the softmax.
+    pub dropout: Option<Dropout>,
+}
+
+/// Dropout that depends on (seed, b, h, q, kv) only, never on tiling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Probability that an entry is dropped, in `[0, 1)`. Kept entries are scaled by `1/(1-p)`.
+    pub p: f32,
+    /// Seed of the counter-based generator.
+    pub seed: u64,
+}
+
+/// The sizes of a problem. For packed operands `batch` is the number of sequences and the
+/// lengths are those of the packed axes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Dims {
+    /// Number of batch entries or sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key/value heads; divides `heads_q`.
+    pub heads_kv: usize,
+    /// Rows of q (packed: of all sequences and the unused tail).
+    pub len_q: usize,
+    /// Rows of k and v (packed: of all sequences and the unused tail).
+    pub len_k: usize,
+    /// Length of a query or key vector.
+    pub dim: usize,
+    /// Length of a value vector.
+    pub dim_v: usize,
+    /// True when k and v have one batch entry that all of q's share.
+    pub shared_kv: bool,
+    /// True when the operands are packed sequences.
+    pub packed: bool,
+}
+
+impl Dims {
+    /// The sizes of `operands`, once they fit together.
+    ///
+    /// # Errors
+    /// Names the first operand that does not fit, its shape, and what it would have to be.
+    pub fn of(operands: &Operands<'_>) -> Result<Self, ProblemError> {
+        let Operands { q, k, v, sink, varlen } = operands;
+        let [q_batch, heads_q, len_q, dim] = q.shape();
+        let [k_batch, heads_kv, len_k, k_dim] = k.shape();
+        let [v_batch, v_heads, v_len, dim_v] = v.shape();
+        let fail = |message: String| Err(ProblemError::new(message));
+        if dim == 0 || dim_v == 0 {
+            return fail(format!("head dim is 0: q has {dim}, v has {dim_v}; both must be given"));
+        }
+        if k_dim != dim {
+            return fail(format!("k has head dim {k_dim} but q has {dim}; they must be equal"));
+        }
+        if (v_batch, v_heads, v_len) != (k_batch, heads_kv, len_k) {
+            return fail(format!(
+                "v has batch {v_batch}, heads {v_heads}, length {v_len} but k has \
+                 {k_batch}, {heads_kv}, {len_k}; they must be equal"
+            ));
+        }
+        if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
+            return fail(format!(
+                "q is {}, k is {}, v is {}; they must have one dtype",
+                q.dtype(),
+                k.dtype(),
+                v.dtype()
+            ));
+        }
+        if heads_q == 0 || heads_kv == 0 || heads_q % heads_kv != 0 {
+            return fail(format!(
+                "{heads_q} query heads cannot share {heads_kv} key/value heads; \
+                 the first must be a multiple of the second"
+            ));
+        }
+        if k_batch != q_batch && k_batch != 1 {
+            return fail(format!("k and v have batch {k_batch}; q needs {q_batch}, or 1 to share"));
+        }
+        if let Some(sink) = sink
+            && sink.len() != heads_q
+        {
+            return fail(format!("the sink has {} logits for {heads_q} query heads", sink.len()));
+        }
+        if varlen.is_some() && q_batch != 1 {
+            return fail(format!("packed operands have batch 1 before packing, not {q_batch}"));
+        }
+        Ok(Self {
+            batch: varlen.map_or(q_batch, |v| v.sequences()),
+            heads_q,
+            heads_kv,
+            len_q,
+            len_k,
+            dim,
+            dim_v,
+            shared_kv: varlen.is_none() && k_batch == 1 && q_batch != 1,
+            packed: varlen.is_some(),
+        })
+    }
+
+    /// The independent problems inside operands of these sizes, in order of `b`.
+    pub fn sequences(&self, varlen: Option<Varlen<'_>>) -> Vec<Sequence> {
+        (0..self.batch)
+            .map(|b| match varlen {
+                None => Sequence {
+                    b,
+                    q_batch: b,
+                    k_batch: if self.shared_kv { 0 } else { b },
+                    q_start: 0,
+                    q_len: self.len_q,
+                    k_start: 0,
+                    k_len: self.len_k,
+                },
+                Some(v) => Sequence {
+                    b,
+                    q_batch: 0,
+                    k_batch: 0,
+                    q_start: v.q_rows(b).start,
+                    q_len: v.q_rows(b).len(),
+                    k_start: v.k_rows(b).start,
+                    k_len: v.k_rows(b).len(),
+                },
+            })
+            .collect()
+    }
+
+    /// Query heads to one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads_q / self.heads_kv
+    }
+}
+
+/// One independent attention problem inside the operands: rows `q_start..q_start + q_len` of
+/// batch entry `q_batch` attend to rows `k_start..k_start + k_len` of entry `k_batch`. Mods see
+/// `b`, and positions from 0 inside the sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// The batch index that mods see.
+    pub b: usize,
+    /// Index on the batch axis of q, out, lse.
+    pub q_batch: usize,
+    /// Index on the batch axis of k and v.
+    pub k_batch: usize,
+    /// First row on the length axis of q.
+    pub q_start: usize,
+    /// Number of queries.
+    pub q_len: usize,
+    /// First row on the length axis of k and v.
+    pub k_start: usize,
+    /// Number of keys.
+    pub k_len: usize,
+}
+
+/// What attention reads. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
+/// `v [Bk, Hkv, Sk, Dv]`; packed operands have `B = Bk = 1` and the packed rows on the length axis.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<'a> {
+    /// Queries.
+    pub q: TensorRef<'a>,
+    /// Keys.
+    pub k: TensorRef<'a>,
+    /// Values.
+    pub v: TensorRef<'a>,
+    /// A logit per query head that joins the softmax's denominator only, `[Hq]`.
+    pub sink: Option<&'a [f32]>,
+    /// Sequence offsets of packed operands.
+    pub varlen: Option<Varlen<'a>>,
+}
+
+/// Operands and destinations of a forward pass.
+#[derive(Debug)]
+pub struct ForwardArgs<'a> {
+    /// What is read.
+    pub operands: Operands<'a>,
+    /// `out [B, Hq, Sq, Dv]`.
+    pub out: TensorMut<'a>,
+    /// Natural log of the softmax's denominator, `lse [B, Hq, Sq]`, f32.
+    pub lse: TensorMut<'a, 3>,
+    /// Largest score of each row, `[B, Hq, Sq]`, f32; `-∞` for an empty row.
+    pub max_score: Option<TensorMut<'a, 3>>,
+}
+
+/// Operands and destinations of a backward pass.
+#[derive(Debug)]
+pub struct BackwardArgs<'a> {
+    /// What the forward pass read.
+    pub operands: Operands<'a>,
+    /// What it wrote.
+    pub out: TensorRef<'a>,
+    /// What it wrote.
+    pub lse: TensorRef<'a, 3>,
+    /// Gradient of the loss with respect to `out`.
+    pub d_out: TensorRef<'a>,
+    /// Gradient of the loss with respect to `lse`.
+    pub d_lse: Option<TensorRef<'a, 3>>,
+    /// Gradient of q.
+    pub dq: TensorMut<'a>,
+    /// Gradient of k (summed over the batch when k is shared).
+    pub dk: TensorMut<'a>,
+    /// Gradient of v (summed over the batch when v is shared).
+    pub dv: TensorMut<'a>,
+    /// Add to dq, dk, dv, d_sink and d_captures instead of overwriting them.
+    pub accumulate: bool,
+    /// Gradient of the sink, `[Hq]`.
+    pub d_sink: Option<&'a mut [f32]>,
+    /// Gradients of learned captured buffers of the score, row-major like the buffers.
+    pub d_captures: Vec<CaptureGrad<'a>>,
+}
+
+/// Destination for the gradient of one captured buffer.
+#[derive(Debug)]
+pub struct CaptureGrad<'a> {
+    /// Name of the buffer.
+    pub name: &'a str,
+    /// One f32 for each element of the buffer, row-major.
+    pub into: &'a mut [f32],
+}

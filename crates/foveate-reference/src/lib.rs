@@ -1,0 +1,1 @@
+//! The f64 oracle of attention, forward and backward

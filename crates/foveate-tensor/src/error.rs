@@ -1,0 +1,78 @@
+//! The error of this crate.
+
+use std::fmt;
+
+/// A layout or a view that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kind}")]
+pub struct TensorError {
+    kind: Box<TensorErrorKind>,
+}
+
+/// The kinds of [`TensorError`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TensorErrorKind {
+    /// The layout reaches past the end of the storage.
+    OutOfBounds {
+        /// Shape of the layout.
+        shape: Vec<usize>,
+        /// Strides in elements.
+        strides: Vec<usize>,
+        /// Offset in elements.
+        offset: usize,
+        /// Elements in the storage.
+        len: usize,
+    },
+    /// Two elements of a destination would share memory.
+    Overlap {
+        /// Shape of the layout.
+        shape: Vec<usize>,
+        /// Strides in elements.
+        strides: Vec<usize>,
+    },
+    /// Sequence offsets that are not `0 = c₀ ≤ c₁ ≤ …` within the packed length.
+    Offsets {
+        /// What they are of: `cu_seqlens_q` or `cu_seqlens_k`.
+        of: &'static str,
+        /// What is wrong, with index and values.
+        reason: String,
+    },
+    /// A packed projection whose buffer or head counts do not fit.
+    Packed {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+impl TensorError {
+    /// The kind, with its details.
+    pub fn kind(&self) -> &TensorErrorKind {
+        &self.kind
+    }
+}
+
+impl From<TensorErrorKind> for TensorError {
+    fn from(kind: TensorErrorKind) -> Self {
+        Self { kind: Box::new(kind) }
+    }
+}
+
+impl fmt::Display for TensorErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OutOfBounds { shape, strides, offset, len } => write!(
+                f,
+                "shape {shape:?} with strides {strides:?} from element {offset} reaches past the \
+                 {len} elements of the storage"
+            ),
+            Self::Overlap { shape, strides } => write!(
+                f,
+                "a destination of shape {shape:?} with strides {strides:?} would write some \
+                 elements twice; give every axis longer than 1 a stride of its own"
+            ),
+            Self::Offsets { of, reason } => write!(f, "{of}: {reason}"),
+            Self::Packed { reason } => f.write_str(reason),
+        }
+    }
+}

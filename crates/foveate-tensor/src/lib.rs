@@ -1,0 +1,16 @@
+//! Strided tensors, dtypes and packed layouts for attention operands.
+//!
+//! Axes are logical (`[batch, heads, length, dim]` for operands, `[batch, heads, length]` for
+//! statistics) and strides are free, so every memory order is a view and nothing here copies.
+
+pub mod dtype;
+pub mod error;
+pub mod layout;
+pub mod varlen;
+pub mod view;
+
+pub use dtype::{DType, Data};
+pub use error::{TensorError, TensorErrorKind};
+pub use layout::Layout;
+pub use varlen::Varlen;
+pub use view::{Tensor, TensorMut, TensorRef};

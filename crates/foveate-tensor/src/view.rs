@@ -1,0 +1,333 @@
+//! Borrowed and owned tensors.
+//!
+//! A [`TensorMut`] is a destination: it can be written from several threads and several
+//! destinations can lie interleaved in one buffer (dq, dk and dv of one packed projection), so
+//! it holds a pointer rather than a slice. Its invariants, checked when it is made: every
+//! element lies inside the borrowed storage, no two elements of one view share memory.
+
+use std::marker::PhantomData;
+
+use half::{bf16, f16};
+
+use crate::dtype::{DType, Data};
+use crate::error::TensorError;
+use crate::layout::Layout;
+
+/// Elements behind a shared view.
+#[derive(Clone, Copy, Debug)]
+pub enum Slice<'a> {
+    /// f32 elements.
+    F32(&'a [f32]),
+    /// f16 elements.
+    F16(&'a [f16]),
+    /// bf16 elements.
+    BF16(&'a [bf16]),
+    /// f64 elements.
+    F64(&'a [f64]),
+}
+
+impl Slice<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Slice::F32(v) => v.len(),
+            Slice::F16(v) => v.len(),
+            Slice::BF16(v) => v.len(),
+            Slice::F64(v) => v.len(),
+        }
+    }
+
+    /// True when there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Slice::F32(_) => DType::F32,
+            Slice::F16(_) => DType::F16,
+            Slice::BF16(_) => DType::BF16,
+            Slice::F64(_) => DType::F64,
+        }
+    }
+
+    /// Element `i`, widened.
+    pub fn get_f64(&self, i: usize) -> f64 {
+        match self {
+            Slice::F32(v) => v[i].into(),
+            Slice::F16(v) => v[i].to_f64(),
+            Slice::BF16(v) => v[i].to_f64(),
+            Slice::F64(v) => v[i],
+        }
+    }
+}
+
+/// A read-only view. `N` is 4 for operands, 3 for statistics.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a, const N: usize = 4> {
+    data: Slice<'a>,
+    layout: Layout<N>,
+}
+
+impl<'a, const N: usize> TensorRef<'a, N> {
+    /// A view of `data`.
+    ///
+    /// # Errors
+    /// When the layout reaches past the storage.
+    pub fn new(data: Slice<'a>, layout: Layout<N>) -> Result<Self, TensorError> {
+        layout.check(data.len())?;
+        Ok(Self { data, layout })
+    }
+
+    /// A view of f32 elements.
+    ///
+    /// # Errors
+    /// When the layout reaches past the storage.
+    pub fn f32(data: &'a [f32], layout: Layout<N>) -> Result<Self, TensorError> {
+        Self::new(Slice::F32(data), layout)
+    }
+
+    /// The storage, which the layout indexes.
+    pub fn data(&self) -> Slice<'a> {
+        self.data
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Layout<N> {
+        &self.layout
+    }
+
+    /// Length of each axis.
+    pub fn shape(&self) -> [usize; N] {
+        self.layout.shape
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+
+    /// The element at `index`, widened.
+    pub fn get_f64(&self, index: [usize; N]) -> f64 {
+        self.data.get_f64(self.layout.at(index))
+    }
+}
+
+impl TensorRef<'_, 4> {
+    /// Copies the vector at `[b, h, s, ..]` into `into`, rounded to f32.
+    pub fn load_row(&self, b: usize, h: usize, s: usize, into: &mut [f32]) {
+        debug_assert_eq!(into.len(), self.layout.shape[3]);
+        let start = self.layout.at([b, h, s, 0]);
+        let step = self.layout.strides[3];
+        let at = |i: usize| start + i * step;
+        match self.data {
+            Slice::F32(v) if step == 1 => into.copy_from_slice(&v[start..start + into.len()]),
+            Slice::F32(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)]),
+            Slice::F16(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)].to_f32()),
+            Slice::BF16(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)].to_f32()),
+            Slice::F64(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)] as f32),
+        }
+    }
+}
+
+/// A destination. See the module for its invariants.
+#[derive(Debug)]
+pub struct TensorMut<'a, const N: usize = 4> {
+    pointer: *mut u8,
+    dtype: DType,
+    layout: Layout<N>,
+    borrowed: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a `TensorMut` is an exclusive borrow of its elements, which are plain numbers.
+unsafe impl<const N: usize> Send for TensorMut<'_, N> {}
+// SAFETY: shared access writes only through `store_row`/`set`, whose callers promise that no
+// two threads touch one row.
+unsafe impl<const N: usize> Sync for TensorMut<'_, N> {}
+
+impl<'a, const N: usize> TensorMut<'a, N> {
+    /// A destination in `data`.
+    ///
+    /// # Errors
+    /// When the layout reaches past the storage or writes an element twice.
+    pub fn new(data: &'a mut Data, layout: Layout<N>) -> Result<Self, TensorError> {
+        layout.check(data.len())?;
+        layout.check_disjoint()?;
+        let dtype = data.dtype();
+        let pointer = match data {
+            Data::F32(v) => v.as_mut_ptr().cast(),
+            Data::F16(v) => v.as_mut_ptr().cast(),
+            Data::BF16(v) => v.as_mut_ptr().cast(),
+            Data::F64(v) => v.as_mut_ptr().cast(),
+        };
+        Ok(Self { pointer, dtype, layout, borrowed: PhantomData })
+    }
+
+    /// A destination in f32 elements.
+    ///
+    /// # Errors
+    /// When the layout reaches past the storage or writes an element twice.
+    pub fn f32(data: &'a mut [f32], layout: Layout<N>) -> Result<Self, TensorError> {
+        layout.check(data.len())?;
+        layout.check_disjoint()?;
+        let pointer = data.as_mut_ptr().cast();
+        Ok(Self { pointer, dtype: DType::F32, layout, borrowed: PhantomData })
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Layout<N> {
+        &self.layout
+    }
+
+    /// Length of each axis.
+    pub fn shape(&self) -> [usize; N] {
+        self.layout.shape
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Writes `value` at `index`, rounded to the dtype.
+    ///
+    /// # Safety
+    /// No other thread reads or writes this element at the same time.
+    pub unsafe fn set(&self, index: [usize; N], value: f64) {
+        assert!(index.iter().zip(self.layout.shape).all(|(i, n)| *i < n), "index inside the shape");
+        let at = self.layout.at(index);
+        // SAFETY: `at` is inside the storage by the layout's check; the caller excludes races.
+        unsafe {
+            match self.dtype {
+                DType::F32 => *self.pointer.cast::<f32>().add(at) = value as f32,
+                DType::F16 => *self.pointer.cast::<f16>().add(at) = f16::from_f64(value),
+                DType::BF16 => *self.pointer.cast::<bf16>().add(at) = bf16::from_f64(value),
+                DType::F64 => *self.pointer.cast::<f64>().add(at) = value,
+            }
+        }
+    }
+}
+
+impl TensorMut<'_, 4> {
+    /// Writes the vector at `[b, h, s, ..]`, rounded once to the dtype; adds to what is there
+    /// (in f32, f64 for f64) when `accumulate`.
+    ///
+    /// # Safety
+    /// No other thread reads or writes this row at the same time.
+    pub unsafe fn store_row(&self, b: usize, h: usize, s: usize, row: &[f32], accumulate: bool) {
+        let [nb, nh, ns, nd] = self.layout.shape;
+        assert!(b < nb && h < nh && s < ns && row.len() <= nd, "row inside the shape");
+        let start = self.layout.at([b, h, s, 0]);
+        let step = self.layout.strides[3];
+        for (i, &x) in row.iter().enumerate() {
+            let at = start + i * step;
+            // SAFETY: `at` is inside the storage by the layout's check; the caller excludes races.
+            unsafe {
+                match self.dtype {
+                    DType::F32 => {
+                        let p = self.pointer.cast::<f32>().add(at);
+                        *p = if accumulate { *p + x } else { x };
+                    }
+                    DType::F16 => {
+                        let p = self.pointer.cast::<f16>().add(at);
+                        *p = f16::from_f32(if accumulate { (*p).to_f32() + x } else { x });
+                    }
+                    DType::BF16 => {
+                        let p = self.pointer.cast::<bf16>().add(at);
+                        *p = bf16::from_f32(if accumulate { (*p).to_f32() + x } else { x });
+                    }
+                    DType::F64 => {
+                        let p = self.pointer.cast::<f64>().add(at);
+                        *p = if accumulate { *p + f64::from(x) } else { f64::from(x) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// An owned tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor<const N: usize = 4> {
+    data: Data,
+    layout: Layout<N>,
+}
+
+impl<const N: usize> Tensor<N> {
+    /// `data` seen through `layout`.
+    ///
+    /// # Errors
+    /// When the layout reaches past the storage.
+    pub fn new(data: Data, layout: Layout<N>) -> Result<Self, TensorError> {
+        layout.check(data.len())?;
+        Ok(Self { data, layout })
+    }
+
+    /// A row-major tensor filled with `value`.
+    pub fn filled(dtype: DType, shape: [usize; N], value: f64) -> Self {
+        let layout = Layout::contiguous(shape);
+        Self { data: Data::filled(dtype, layout.elems(), value), layout }
+    }
+
+    /// A row-major tensor of `dtype` whose element at `index` is `f(index)`.
+    pub fn from_fn(dtype: DType, shape: [usize; N], mut f: impl FnMut([usize; N]) -> f64) -> Self {
+        let layout = Layout::contiguous(shape);
+        let values = (0..layout.elems()).map(|i| f(unravel(i, shape)));
+        Self { data: Data::from_f64(dtype, values), layout }
+    }
+
+    /// The view of all of it.
+    pub fn view(&self) -> TensorRef<'_, N> {
+        let data = match &self.data {
+            Data::F32(v) => Slice::F32(v),
+            Data::F16(v) => Slice::F16(v),
+            Data::BF16(v) => Slice::BF16(v),
+            Data::F64(v) => Slice::F64(v),
+        };
+        TensorRef { data, layout: self.layout }
+    }
+
+    /// All of it as a destination.
+    ///
+    /// # Errors
+    /// When the layout writes an element twice.
+    pub fn view_mut(&mut self) -> Result<TensorMut<'_, N>, TensorError> {
+        TensorMut::new(&mut self.data, self.layout)
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Layout<N> {
+        &self.layout
+    }
+
+    /// Length of each axis.
+    pub fn shape(&self) -> [usize; N] {
+        self.layout.shape
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+
+    /// The storage, which the layout indexes.
+    pub fn data(&self) -> &Data {
+        &self.data
+    }
+
+    /// The elements in row-major order, widened.
+    pub fn to_f64(&self) -> Vec<f64> {
+        let view = self.view();
+        (0..self.layout.elems()).map(|i| view.get_f64(unravel(i, self.layout.shape))).collect()
+    }
+}
+
+fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
+    let mut index = [0; N];
+    for axis in (0..N).rev() {
+        index[axis] = i % shape[axis].max(1);
+        i /= shape[axis].max(1);
+    }
+    index
+}

@@ -1,0 +1,1 @@
+//! Data, packing, checkpoints, optimiser and recipes of the Foveate trainer

@@ -1,0 +1,1 @@
+//! Programmable attention for training transformers
