@@ -190,6 +190,44 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         self.dtype
     }
 
+    /// The same destination, borrowed for less long.
+    pub fn reborrow(&mut self) -> TensorMut<'_, N> {
+        TensorMut {
+            pointer: self.pointer,
+            dtype: self.dtype,
+            layout: self.layout,
+            borrowed: PhantomData,
+        }
+    }
+
+    /// The parts before and from index `at` of `axis`. They share no element, so each can be
+    /// written by a thread of its own, with [`Self::write`] and [`TensorMut::write_row`].
+    ///
+    /// # Panics
+    /// When `at` is past the end of the axis.
+    pub fn split_at(self, axis: usize, at: usize) -> (Self, Self) {
+        let n = self.layout.shape[axis];
+        assert!(at <= n, "split at {at} of an axis of {n}");
+        let part = |start: usize, len: usize| {
+            let mut layout = self.layout;
+            layout.shape[axis] = len;
+            if start < n {
+                layout.offset += start * layout.strides[axis];
+            }
+            TensorMut { pointer: self.pointer, dtype: self.dtype, layout, borrowed: PhantomData }
+        };
+        (part(0, at), part(at, n - at))
+    }
+
+    /// Writes `value` at `index`, rounded to the dtype.
+    ///
+    /// # Panics
+    /// When the index is outside the shape.
+    pub fn write(&mut self, index: [usize; N], value: f64) {
+        // SAFETY: the exclusive borrow of this view excludes other writers of its elements.
+        unsafe { self.set(index, value) }
+    }
+
     /// Writes `value` at `index`, rounded to the dtype.
     ///
     /// # Safety
@@ -210,6 +248,16 @@ impl<'a, const N: usize> TensorMut<'a, N> {
 }
 
 impl TensorMut<'_, 4> {
+    /// Writes the vector at `[b, h, s, ..]`, rounded once to the dtype; adds to what is there
+    /// (in f32, f64 for f64) when `accumulate`.
+    ///
+    /// # Panics
+    /// When the row is outside the shape or longer than the last axis.
+    pub fn write_row(&mut self, b: usize, h: usize, s: usize, row: &[f32], accumulate: bool) {
+        // SAFETY: the exclusive borrow of this view excludes other writers of its elements.
+        unsafe { self.store_row(b, h, s, row, accumulate) }
+    }
+
     /// Writes the vector at `[b, h, s, ..]`, rounded once to the dtype; adds to what is there
     /// (in f32, f64 for f64) when `accumulate`.
     ///
@@ -330,4 +378,29 @@ fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
         i /= shape[axis].max(1);
     }
     index
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_split_destination_are_written_apart() {
+        let mut data = Data::filled(DType::F32, 12, 0.0);
+        let layout = Layout { shape: [1, 2, 3, 2], strides: [0, 2, 4, 1], offset: 0 };
+        let mut whole = TensorMut::new(&mut data, layout).unwrap();
+        let (first, rest) = whole.reborrow().split_at(1, 1);
+        let (mut a, mut b) = rest.split_at(2, 2);
+        for (i, part) in [&mut a, &mut b].into_iter().enumerate() {
+            let rows = part.shape()[2];
+            for s in 0..rows {
+                part.write_row(0, 0, s, &[1.0 + i as f32, 3.0 + i as f32], true);
+            }
+        }
+        assert_eq!(first.shape(), [1, 1, 3, 2]);
+        let (_, empty) = whole.split_at(2, 3);
+        assert_eq!(empty.shape(), [1, 2, 0, 2]);
+        let Data::F32(v) = data else { unreachable!() };
+        assert_eq!(v, [0., 0., 1., 3., 0., 0., 1., 3., 0., 0., 2., 4.]);
+    }
 }
