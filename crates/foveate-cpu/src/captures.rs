@@ -1,0 +1,95 @@
+//! Gradients of learned captured buffers.
+//!
+//! Any element of a tile may add to any element of a buffer, so tasks cannot own parts of it.
+//! Instead tasks are dealt to a fixed number of *slots*, each with its own f32 sums, and the
+//! tasks of a slot run one after another; the slots are added up in order. Memory is one copy of
+//! the learned buffers per slot: sixteen slots when they fit 64 MiB, never fewer than four.
+
+use foveate_problem::CaptureGrad;
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::slice::ParallelSliceMut;
+
+use crate::error::CpuError;
+use crate::mods::Mods;
+
+/// Floats that all slots together may take before there are fewer of them.
+const BUDGET_ELEMS: usize = 16 << 20;
+
+/// Sums of one slot: for each learned buffer of the mods, empty when its gradient is not wanted.
+#[derive(Debug, Default)]
+pub struct Slot {
+    pub sums: Vec<Vec<f32>>,
+}
+
+/// The slots of a call and where their totals go.
+pub struct CaptureSums<'a> {
+    slots: Vec<Slot>,
+    /// Destination of each learned buffer.
+    into: Vec<Option<&'a mut [f32]>>,
+}
+
+impl<'a> CaptureSums<'a> {
+    /// Slots for the buffers that `wanted` names.
+    ///
+    /// # Errors
+    /// When a name is not a learned buffer of the score, stands twice, or has another length.
+    pub fn new(mods: &Mods, wanted: Vec<CaptureGrad<'a>>) -> Result<Self, CpuError> {
+        let learned = mods.learned();
+        let mut into: Vec<Option<&'a mut [f32]>> = learned.iter().map(|_| None).collect();
+        let mut elems = 0;
+        for grad in wanted {
+            let refuse =
+                |reason| Err(CpuError::destination(format!("gradient of `{}`", grad.name), reason));
+            let Some(i) = learned.iter().position(|l| l.name == grad.name) else {
+                let names: Vec<_> = learned.iter().map(|l| l.name.as_str()).collect();
+                return refuse(format!("the learned buffers of the score are {names:?}"));
+            };
+            if grad.into.len() != learned[i].elems() {
+                let (has, needs) = (grad.into.len(), learned[i].elems());
+                return refuse(format!("has {has} elements; the buffer has {needs}"));
+            }
+            if into[i].is_some() {
+                return refuse("is given twice".to_owned());
+            }
+            elems += grad.into.len();
+            into[i] = Some(grad.into);
+        }
+        let mut slots = Vec::new();
+        if elems > 0 {
+            slots.resize_with((BUDGET_ELEMS / elems).clamp(4, 16), || Slot {
+                sums: into.iter().map(|i| vec![0.0; i.as_ref().map_or(0, |i| i.len())]).collect(),
+            });
+        }
+        Ok(Self { slots, into })
+    }
+
+    /// Deals tasks to slots in turn. Without gradients to sum each task is alone.
+    pub fn share<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot, Vec<T>)> {
+        if self.into.iter().all(Option::is_none) {
+            self.slots.resize_with(tasks.len(), Slot::default);
+        }
+        let count = self.slots.len();
+        let mut hands: Vec<Vec<T>> = (0..count).map(|_| Vec::new()).collect();
+        for (i, task) in tasks.into_iter().enumerate() {
+            hands[i % count].push(task);
+        }
+        self.slots.iter_mut().zip(hands)
+    }
+
+    /// Adds the slots up into the destinations.
+    pub fn store(self, accumulate: bool) {
+        const PART: usize = 4096;
+        for (i, into) in self.into.into_iter().enumerate() {
+            let Some(into) = into else { continue };
+            into.par_chunks_mut(PART).enumerate().for_each(|(part, into)| {
+                if !accumulate {
+                    into.fill(0.0);
+                }
+                for slot in &self.slots {
+                    let own = &slot.sums[i][part * PART..][..into.len()];
+                    into.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+                }
+            });
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Tile sizes, from the caches and the problem.
+//!
+//! A query tile is a task's rows; a key tile is what one product covers. The score tile (and in
+//! the backward its gradient) should stay in the first-level cache beside the operands that
+//! stream through, and the keys, values and gradients of a chunk of key tiles in the second.
+//! Small problems get small tiles, so that there are tasks to share and little padding. The
+//! sizes depend on the problem only, never on the machine's threads, because results do depend
+//! on tiles in the last bits.
+
+use foveate_problem::Dims;
+
+use crate::error::{CpuError, CpuErrorKind};
+use crate::simd::{LANES, padded};
+
+/// Second-level cache a task counts on, in floats (512 KiB).
+const L2_ELEMS: usize = 128 << 10;
+/// Tasks a call aims for, so that tens of threads have work.
+const TASKS: usize = 32;
+/// Partial sums of dq at most.
+const MAX_LANES: usize = 8;
+
+/// What a user may ask of the CPU backend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuOptions {
+    /// Rows of a query tile, 1 to 1024; chosen when `None`.
+    pub tile_q: Option<usize>,
+    /// Columns of a key tile, a multiple of 16 from 16 to 1024; chosen when `None`.
+    pub tile_kv: Option<usize>,
+}
+
+/// Tile sizes of a call, with the head dims padded to whole vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiles {
+    /// Queries in a tile.
+    pub q: usize,
+    /// Keys in a tile, whole vectors.
+    pub kv: usize,
+    /// Key tiles in a chunk of the backward.
+    pub chunk: usize,
+    /// Head dim of q and k, padded.
+    pub dim: usize,
+    /// Head dim of v, padded.
+    pub dim_v: usize,
+}
+
+impl CpuOptions {
+    /// Refuses sizes out of range.
+    pub(crate) fn check(&self) -> Result<(), CpuError> {
+        let refuse = |name, reason| Err(CpuErrorKind::Option { name, reason }.into());
+        if let Some(q) = self.tile_q
+            && !(1..=1024).contains(&q)
+        {
+            return refuse("tile_q", format!("{q} rows; a query tile has 1 to 1024"));
+        }
+        if let Some(kv) = self.tile_kv
+            && (!(LANES..=1024).contains(&kv) || kv % LANES != 0)
+        {
+            let reason = format!("{kv} columns; a key tile has a multiple of {LANES}, to 1024");
+            return refuse("tile_kv", reason);
+        }
+        Ok(())
+    }
+}
+
+impl Tiles {
+    /// The tiles for a problem of these sizes.
+    pub fn choose(dims: &Dims, options: &CpuOptions) -> Self {
+        let (dim, dim_v) = (padded(dims.dim), padded(dims.dim_v));
+        let mut q = 64;
+        let rows = dims.heads_q * dims.len_q * if dims.packed { 1 } else { dims.batch };
+        while q > 16 && rows.div_ceil(q) < TASKS {
+            q /= 2;
+        }
+        let q = options.tile_q.unwrap_or(q.min(dims.len_q.max(1)));
+        let kv = options.tile_kv.unwrap_or(128.min(padded(dims.len_k.max(1))));
+        // Per key: k twice, v once more transposed, dk and dv.
+        let chunk = (L2_ELEMS / ((3 * dim + 3 * dim_v) * kv)).max(1);
+        Self { q, kv, chunk, dim, dim_v }
+    }
+
+    /// Rows of keys that one partial sum of dq covers, whole chunks, when there are `units`
+    /// key/value heads to share among tasks.
+    pub fn lane(&self, len_k: usize, units: usize) -> usize {
+        let chunk = self.chunk * self.kv;
+        let chunks = len_k.div_ceil(chunk).max(1);
+        let lanes = TASKS.div_ceil(units.max(1)).clamp(1, MAX_LANES).min(chunks);
+        chunks.div_ceil(lanes) * chunk
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dims(heads: usize, len: usize, dim: usize) -> Dims {
+        Dims {
+            batch: 1,
+            heads_q: heads,
+            heads_kv: heads,
+            len_q: len,
+            len_k: len,
+            dim,
+            dim_v: dim,
+            shared_kv: false,
+            packed: false,
+        }
+    }
+
+    #[test]
+    fn small_problems_get_small_tiles() {
+        let t = Tiles::choose(&dims(1, 5, 7), &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
+        let t = Tiles::choose(&dims(8, 4096, 128), &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (64, 128, 128));
+    }
+
+    #[test]
+    fn partial_sums_are_few_whatever_the_length() {
+        for len in [1, 100, 5000, 1_000_000] {
+            let t = Tiles::choose(&dims(1, len, 64), &CpuOptions::default());
+            let lane = t.lane(len, 1);
+            assert!(len.div_ceil(lane) <= MAX_LANES && lane % (t.chunk * t.kv) == 0);
+        }
+    }
+
+    #[test]
+    fn tile_options_out_of_range_are_refused_with_numbers() {
+        let e = CpuOptions { tile_kv: Some(100), ..Default::default() }.check().unwrap_err();
+        assert_eq!(
+            e.to_string(),
+            "option tile_kv: 100 columns; a key tile has a multiple of 16, to 1024"
+        );
+        let e = CpuOptions { tile_q: Some(0), ..Default::default() }.check().unwrap_err();
+        assert_eq!(e.to_string(), "option tile_q: 0 rows; a query tile has 1 to 1024");
+    }
+}
