@@ -6,8 +6,13 @@
 //! alike to a backend: a list of [`Sequence`]s. The contract of the numbers is in the
 //! documentation of the crate `foveate`.
 
+mod check;
+mod dropout;
 mod error;
+#[cfg(test)]
+mod tests;
 
+pub use dropout::{Dropout, dropout_keep};
 pub use error::ProblemError;
 
 use foveate_mods::{MaskMod, ScoreMod};
@@ -24,15 +29,6 @@ pub struct Spec {
     pub scale: Option<f32>,
     /// Dropout of probabilities after the softmax.
     pub dropout: Option<Dropout>,
-}
-
-/// Dropout that depends on (seed, b, h, q, kv) only, never on tiling.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
-    /// Probability that an entry is dropped, in `[0, 1)`. Kept entries are scaled by `1/(1-p)`.
-    pub p: f32,
-    /// Seed of the counter-based generator.
-    pub seed: u64,
 }
 
 /// The sizes of a problem. For packed operands `batch` is the number of sequences and the
@@ -58,6 +54,8 @@ pub struct Dims {
     /// True when the operands are packed sequences.
     pub packed: bool,
 }
+
+const LONGEST: usize = i32::MAX as usize;
 
 impl Dims {
     /// The sizes of `operands`, once they fit together.
@@ -106,6 +104,24 @@ impl Dims {
         }
         if varlen.is_some() && q_batch != 1 {
             return fail(format!("packed operands have batch 1 before packing, not {q_batch}"));
+        }
+        if let Some(varlen) = varlen {
+            let ends = |rows: &dyn Fn(usize) -> usize| (0..varlen.sequences()).map(rows).max();
+            for (name, len, end) in [
+                ("q", len_q, ends(&|b| varlen.q_rows(b).end)),
+                ("k", len_k, ends(&|b| varlen.k_rows(b).end)),
+            ] {
+                if let Some(end) = end
+                    && end > len
+                {
+                    return fail(format!(
+                        "cu_seqlens_{name} ends at {end}, past the {len} packed rows of {name}"
+                    ));
+                }
+            }
+        }
+        if let Some(n) = [q_batch, heads_q, len_q, len_k].into_iter().find(|&n| n > LONGEST) {
+            return fail(format!("an axis has length {n}; masks count in i32, up to {LONGEST}"));
         }
         Ok(Self {
             batch: varlen.map_or(q_batch, |v| v.sequences()),

@@ -1,0 +1,191 @@
+//! Whether destinations fit the operands. Backends call these first and trust what passed.
+
+use foveate_mods::AnyBuffer;
+use foveate_tensor::{DType, Layout};
+
+use crate::{BackwardArgs, Dims, ForwardArgs, Operands, ProblemError, Spec};
+
+impl Spec {
+    /// # Errors
+    /// When the scale is not finite, dropout's `p` is not in `[0, 1)`, or two learned buffers of
+    /// the score have one name, so that their gradients could not be told apart.
+    pub fn check(&self) -> Result<(), ProblemError> {
+        if let Some(scale) = self.scale
+            && !scale.is_finite()
+        {
+            return Err(ProblemError::new(format!("the scale is {scale}; it must be finite")));
+        }
+        if let Some(dropout) = &self.dropout {
+            dropout.check()?;
+        }
+        let mut names: Vec<_> = self.learned().into_iter().map(AnyBuffer::name).collect();
+        names.sort_unstable();
+        match names.windows(2).find(|w| w[0] == w[1]) {
+            None => Ok(()),
+            Some(w) => Err(ProblemError::new(format!(
+                "two learned buffers of the score are called `{}`; give each a name of its own",
+                w[0]
+            ))),
+        }
+    }
+
+    /// The buffers of the score that receive a gradient.
+    pub fn learned(&self) -> Vec<&AnyBuffer> {
+        let buffers = self.score.iter().flat_map(|s| s.program().graph().buffers());
+        buffers.filter(|b| b.learned()).collect()
+    }
+}
+
+impl Dims {
+    /// Length of the batch axis of q, out, lse and their gradients: 1 for packed operands.
+    pub fn q_axis(&self) -> usize {
+        if self.packed { 1 } else { self.batch }
+    }
+
+    /// Length of the batch axis of k, v and their gradients: 1 for packed or shared ones.
+    pub fn kv_axis(&self) -> usize {
+        if self.packed || self.shared_kv { 1 } else { self.batch }
+    }
+
+    /// Shape of q and dq, `[B, Hq, Sq, D]`.
+    pub fn q_shape(&self) -> [usize; 4] {
+        [self.q_axis(), self.heads_q, self.len_q, self.dim]
+    }
+
+    /// Shape of k and dk, `[Bk, Hkv, Sk, D]`.
+    pub fn k_shape(&self) -> [usize; 4] {
+        [self.kv_axis(), self.heads_kv, self.len_k, self.dim]
+    }
+
+    /// Shape of v and dv, `[Bk, Hkv, Sk, Dv]`.
+    pub fn v_shape(&self) -> [usize; 4] {
+        [self.kv_axis(), self.heads_kv, self.len_k, self.dim_v]
+    }
+
+    /// Shape of out and d_out, `[B, Hq, Sq, Dv]`.
+    pub fn out_shape(&self) -> [usize; 4] {
+        [self.q_axis(), self.heads_q, self.len_q, self.dim_v]
+    }
+
+    /// Shape of lse, max_score and d_lse, `[B, Hq, Sq]`.
+    pub fn row_shape(&self) -> [usize; 3] {
+        [self.q_axis(), self.heads_q, self.len_q]
+    }
+
+    fn check_operands(&self, operands: &Operands<'_>) -> Result<(), ProblemError> {
+        let found = Dims::of(operands)?;
+        if found == *self {
+            return Ok(());
+        }
+        Err(ProblemError::new(format!("the operands are {found}, but the plan is for {self}")))
+    }
+}
+
+impl std::fmt::Display for Dims {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Dims { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, shared_kv, packed } = self;
+        let batches = if *packed { "sequences" } else { "batch" };
+        write!(f, "{batches} {batch}, heads {heads_q}/{heads_kv}, lengths {len_q}/{len_k}, ")?;
+        write!(f, "dims {dim}/{dim_v}{}", if *shared_kv { ", shared k and v" } else { "" })
+    }
+}
+
+fn shape<const N: usize>(
+    name: &str,
+    found: &Layout<N>,
+    needed: [usize; N],
+) -> Result<(), ProblemError> {
+    if found.shape == needed {
+        return Ok(());
+    }
+    let found = found.shape;
+    Err(ProblemError::new(format!("{name} has shape {found:?}; it must be {needed:?}")))
+}
+
+fn statistic(
+    name: &str,
+    layout: &Layout<3>,
+    dtype: DType,
+    dims: &Dims,
+) -> Result<(), ProblemError> {
+    shape(name, layout, dims.row_shape())?;
+    if dtype == DType::F32 {
+        return Ok(());
+    }
+    Err(ProblemError::new(format!("{name} is {dtype}; statistics of rows are f32")))
+}
+
+fn length(name: &str, found: usize, needed: usize) -> Result<(), ProblemError> {
+    if found == needed {
+        return Ok(());
+    }
+    Err(ProblemError::new(format!("{name} has {found} elements; it must have {needed}")))
+}
+
+impl ForwardArgs<'_> {
+    /// Checks the operands against the `dims` that were planned for, and every destination's
+    /// shape; `lse` and `max_score` must be f32. `out` may have any dtype.
+    ///
+    /// # Errors
+    /// Names the first that does not fit, what it has and what it must have.
+    pub fn check(&self, dims: &Dims) -> Result<(), ProblemError> {
+        dims.check_operands(&self.operands)?;
+        shape("out", self.out.layout(), dims.out_shape())?;
+        statistic("lse", self.lse.layout(), self.lse.dtype(), dims)?;
+        match &self.max_score {
+            None => Ok(()),
+            Some(max) => statistic("max_score", max.layout(), max.dtype(), dims),
+        }
+    }
+}
+
+impl BackwardArgs<'_> {
+    /// Checks the operands against the `dims` that were planned for, every other tensor's shape,
+    /// and that each destination of a captured buffer's gradient is for a learned buffer of the
+    /// score and holds as many elements. `lse` and `d_lse` must be f32; gradients may have any
+    /// dtype. A learned buffer without a destination is left out.
+    ///
+    /// # Errors
+    /// Names the first that does not fit, what it has and what it must have.
+    pub fn check(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
+        dims.check_operands(&self.operands)?;
+        shape("out", self.out.layout(), dims.out_shape())?;
+        shape("d_out", self.d_out.layout(), dims.out_shape())?;
+        statistic("lse", self.lse.layout(), self.lse.dtype(), dims)?;
+        if let Some(d_lse) = &self.d_lse {
+            statistic("d_lse", d_lse.layout(), d_lse.dtype(), dims)?;
+        }
+        shape("dq", self.dq.layout(), dims.q_shape())?;
+        shape("dk", self.dk.layout(), dims.k_shape())?;
+        shape("dv", self.dv.layout(), dims.v_shape())?;
+        if let Some(d_sink) = &self.d_sink {
+            if self.operands.sink.is_none() {
+                let message = "d_sink is asked for, but there is no sink; leave it out";
+                return Err(ProblemError::new(message));
+            }
+            length("d_sink", d_sink.len(), dims.heads_q)?;
+        }
+        let learned = spec.learned();
+        for (i, grad) in self.d_captures.iter().enumerate() {
+            let name = grad.name;
+            let Some(buffer) = learned.iter().find(|b| b.name() == name) else {
+                let names: Vec<_> = learned.iter().map(|b| b.name()).collect();
+                return Err(ProblemError::new(format!(
+                    "a gradient of buffer `{name}` is asked for; the learned buffers of the score \
+                     are {names:?}"
+                )));
+            };
+            length(
+                &format!("the gradient of buffer `{name}`"),
+                grad.into.len(),
+                buffer.data().len(),
+            )?;
+            if self.d_captures[..i].iter().any(|other| other.name == name) {
+                return Err(ProblemError::new(format!(
+                    "buffer `{name}` has two destinations for its gradient; give it one"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
