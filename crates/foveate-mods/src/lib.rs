@@ -1,13 +1,19 @@
 //! Mask and score functions as values: traced, simplified, differentiated, bounded, evaluated.
 
 pub mod capture;
+pub mod depends;
 pub mod error;
+pub mod eval;
 pub mod expr;
 pub mod ir;
+mod math;
 pub mod program;
+pub mod vector;
 
 pub use capture::{AnyBuffer, Buffer, BufferData, Element, Scalar, ScalarValue};
 pub use error::{ModError, ModErrorKind};
+pub use eval::{OutOfRange, Point};
 pub use expr::{DynExpr, Expr};
 pub use ir::{Graph, Leaf, Node, NodeId, Type};
 pub use program::{MaskMod, Program, ScoreMod};
+pub use vector::{Head, Kernel, Machine};
