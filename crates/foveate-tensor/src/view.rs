@@ -371,6 +371,18 @@ impl<const N: usize> Tensor<N> {
     }
 }
 
+impl<'a, const N: usize> From<&'a Tensor<N>> for TensorRef<'a, N> {
+    fn from(tensor: &'a Tensor<N>) -> Self {
+        tensor.view()
+    }
+}
+
+impl<'a, const N: usize> From<&TensorRef<'a, N>> for TensorRef<'a, N> {
+    fn from(view: &TensorRef<'a, N>) -> Self {
+        *view
+    }
+}
+
 fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
     let mut index = [0; N];
     for axis in (0..N).rev() {

@@ -1,0 +1,122 @@
+//! Attention programs: what is computed, whatever the shapes and the device.
+
+use foveate_mods::{MaskMod, ScoreMod};
+use foveate_problem::{Dropout, Spec};
+
+use crate::device::Device;
+use crate::error::Error;
+use crate::plan::Plan;
+use crate::positions::Positions;
+use crate::problem::Problem;
+
+/// A program: mask, score, scale, dropout and the meaning of positions. It has no shapes and no
+/// device; [`Attention::plan`] joins it with a [`Problem`] on a [`Device`].
+///
+/// Without a mask every query sees every key; without a score the scaled dot product is the
+/// score.
+#[derive(Clone, Debug, Default)]
+pub struct Attention {
+    mask: Option<MaskMod>,
+    score: Option<ScoreMod>,
+    scale: Option<f32>,
+    dropout: Option<Dropout>,
+    q_positions: Positions,
+    kv_positions: Positions,
+}
+
+impl Attention {
+    /// Plain attention.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Lets a query see a key only where `mask` is true too; masks given one after another all
+    /// have to hold.
+    pub fn mask(mut self, mask: MaskMod) -> Self {
+        self.mask = Some(match self.mask {
+            Some(earlier) => earlier & mask,
+            None => mask,
+        });
+        self
+    }
+
+    /// Puts every score through `score`; scores given one after another run in that order.
+    pub fn score(mut self, score: ScoreMod) -> Self {
+        self.score = Some(match self.score {
+            Some(earlier) => earlier.then(&score),
+            None => score,
+        });
+        self
+    }
+
+    /// The factor on `q·k`, `1/√D` when none is given.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Drops each probability with chance `p` after the softmax and scales the others by
+    /// `1/(1 - p)`. What is dropped depends on (seed, b, h, q, kv) alone.
+    pub fn dropout(mut self, p: f32, seed: u64) -> Self {
+        self.dropout = Some(Dropout { p, seed });
+        self
+    }
+
+    /// Says where the rows of q, and those of k and v, stand in the whole problem: a shard or a
+    /// cache passes an offset or a map and the same mask gives the same answer.
+    pub fn positions(mut self, q: Positions, kv: Positions) -> Self {
+        self.q_positions = q;
+        self.kv_positions = kv;
+        self
+    }
+
+    /// The mask, as it was given.
+    pub fn get_mask(&self) -> Option<&MaskMod> {
+        self.mask.as_ref()
+    }
+
+    /// The score, as it was given.
+    pub fn get_score(&self) -> Option<&ScoreMod> {
+        self.score.as_ref()
+    }
+
+    /// Joins the program with a problem on a device. Nothing runs, nothing is read from the
+    /// operands, and the same three arguments always give the same plan.
+    ///
+    /// # Errors
+    /// When the program has an option outside its range, a learned buffer that has no gradient,
+    /// or every backend of the device declined: then each is listed with its reason.
+    pub fn plan(&self, problem: &Problem, device: &Device) -> Result<Plan, Error> {
+        Plan::new(self.spec()?, problem, device)
+    }
+
+    /// The program as backends take it: positions are substituted, so that the mods read the
+    /// rows of the operands and answer for the whole problem.
+    fn spec(&self) -> Result<Spec, Error> {
+        let place = crate::positions::substitution(&self.q_positions, &self.kv_positions);
+        let learned = |p: &foveate_mods::Program| {
+            p.graph().buffers().iter().find(|b| b.learned()).map(|b| b.name().to_owned())
+        };
+        if let Some(name) = self.mask.as_ref().and_then(|m| learned(m.program())) {
+            let reason = format!(
+                "it captures `{name}`, which is to be learned, but a mask has no gradient; \
+                 capture a copy that is not learned, or move it into the score"
+            );
+            return Err(Error::option("mask", reason));
+        }
+        let moved = |p: &Positions| !matches!(p, Positions::Rows);
+        if self.dropout.is_some() && (moved(&self.q_positions) || moved(&self.kv_positions)) {
+            let reason = "it counts rows from 0 and cannot be combined with positions; drop out \
+                          where the whole problem is computed";
+            return Err(Error::option("dropout", reason));
+        }
+        let spec = Spec {
+            mask: self.mask.as_ref().map(|m| place.mask(m)).transpose()?,
+            score: self.score.as_ref().map(|s| place.score(s)).transpose()?,
+            scale: self.scale,
+            dropout: self.dropout,
+        };
+        spec.check()?;
+        Ok(spec)
+    }
+}

@@ -1,0 +1,63 @@
+//! What a backend is to the planner.
+//!
+//! A backend either takes a problem or declines it with a reason; the planner asks the
+//! candidates of a device in order and keeps every reason. A backend is the only thing that knows
+//! its plan; to the rest of the crate a plan is a [`Planned`].
+
+mod cpu;
+
+use std::sync::Arc;
+
+use foveate_mods::{AnyBuffer, ScalarValue};
+use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
+
+use crate::device::Device;
+use crate::error::{Declined, Error, ErrorKind};
+use crate::explain::Work;
+use crate::problem::Problem;
+
+/// A way to compute attention.
+pub(crate) trait Backend: Sync {
+    /// Its name in explanations and refusals.
+    fn name(&self) -> &'static str;
+    /// A plan, or why not.
+    fn plan(&self, spec: &Spec, problem: &Problem) -> Result<Arc<dyn Planned>, String>;
+}
+
+/// A backend's plan. It runs every problem of its class: lengths, batch, strides and buffer
+/// contents are free.
+pub(crate) trait Planned: std::fmt::Debug + Send + Sync {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error>;
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), Error>;
+    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn Planned>, Error>;
+    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn Planned>, Error>;
+    /// What it computes, after every substitution and rebinding.
+    fn spec(&self) -> &Spec;
+    /// How it would run `problem`.
+    fn work(&self, problem: &Problem) -> Work;
+}
+
+/// A plan and the name of its backend, with the candidates that declined before it.
+pub(crate) struct Chosen {
+    pub(crate) backend: &'static str,
+    pub(crate) plan: Arc<dyn Planned>,
+    pub(crate) declined: Vec<Declined>,
+}
+
+/// The candidates of a device, the preferred one first.
+fn candidates(device: &Device) -> &'static [&'static dyn Backend] {
+    match device {
+        Device::Cpu => &[&cpu::Cpu],
+    }
+}
+
+pub(crate) fn choose(spec: &Spec, problem: &Problem, device: &Device) -> Result<Chosen, Error> {
+    let mut declined = Vec::new();
+    for backend in candidates(device) {
+        match backend.plan(spec, problem) {
+            Ok(plan) => return Ok(Chosen { backend: backend.name(), plan, declined }),
+            Err(reason) => declined.push(Declined { backend: backend.name(), reason }),
+        }
+    }
+    Err(ErrorKind::Declined { device: device.to_string(), declined }.into())
+}

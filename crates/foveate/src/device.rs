@@ -1,0 +1,28 @@
+//! Where a plan runs.
+
+use std::fmt;
+
+/// A device. Further kinds come without breaking a match: the enum is non-exhaustive.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Device {
+    /// The processor, on the threads of the rayon pool that `forward` and `backward` are called
+    /// in. Results do not depend on how many there are.
+    #[default]
+    Cpu,
+}
+
+impl Device {
+    /// The processor.
+    pub fn cpu() -> Self {
+        Self::Cpu
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("CPU"),
+        }
+    }
+}

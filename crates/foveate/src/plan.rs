@@ -1,0 +1,254 @@
+//! Plans: a program joined with a problem on a device.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use foveate_mods::expr::IntoScalar;
+use foveate_mods::{AnyBuffer, Buffer, Element};
+use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Spec};
+use foveate_tensor::{DType, Tensor, TensorRef};
+
+use crate::backend::{self, Chosen, Planned};
+use crate::device::Device;
+use crate::error::{Declined, Error};
+use crate::explain::Explanation;
+use crate::problem::Problem;
+
+/// A program ready to run. A plan is immutable and cheap to clone, and may be used by several
+/// threads at once. It was made for one problem and runs every problem of its class: dtype, head
+/// counts and head dims are fixed; batch, lengths, strides and the contents of captured buffers
+/// are free.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    problem: Problem,
+    device: Device,
+    backend: &'static str,
+    planned: Arc<dyn Planned>,
+    declined: Vec<Declined>,
+    gradients_in: Option<DType>,
+}
+
+/// What a forward pass gives: contiguous tensors.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Forward {
+    /// `[B, Hq, Sq, Dv]` in the dtype of the operands. Rows of packed operands that belong to no
+    /// sequence are 0.
+    pub out: Tensor,
+    /// Natural log of the softmax's denominator, `[B, Hq, Sq]`, f32; `-∞` for an empty row.
+    pub lse: Tensor<3>,
+    /// Largest score of each row, `[B, Hq, Sq]`, f32; `-∞` for an empty row.
+    pub max_score: Tensor<3>,
+}
+
+/// What a backward pass gives: contiguous tensors of the shapes of q, k and v.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Gradients {
+    /// Gradient of q.
+    pub dq: Tensor,
+    /// Gradient of k, summed over the batch when k is shared.
+    pub dk: Tensor,
+    /// Gradient of v, summed over the batch when v is shared.
+    pub dv: Tensor,
+    /// Gradient of the sink, `[Hq]`, when there is one.
+    pub d_sink: Option<Vec<f32>>,
+    /// Gradient of each learned captured buffer by its name, row-major like the buffer.
+    pub captures: BTreeMap<String, Vec<f32>>,
+}
+
+impl Plan {
+    pub(crate) fn new(spec: Spec, problem: &Problem, device: &Device) -> Result<Self, Error> {
+        let Chosen { backend, plan, declined } = backend::choose(&spec, problem, device)?;
+        Ok(Self {
+            problem: problem.clone(),
+            device: device.clone(),
+            backend,
+            planned: plan,
+            declined,
+            gradients_in: None,
+        })
+    }
+
+    /// Computes attention.
+    ///
+    /// # Errors
+    /// When the operands are not of the class that was planned for, or a mod reads a captured
+    /// buffer outside its axis.
+    pub fn forward<'a>(
+        &self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+    ) -> Result<Forward, Error> {
+        let operands = self.operands(q.into(), k.into(), v.into())?;
+        let dims = Dims::of(&operands)?;
+        let mut out = Tensor::filled(operands.q.dtype(), dims.out_shape(), 0.0);
+        let mut lse = Tensor::filled(DType::F32, dims.row_shape(), f64::NEG_INFINITY);
+        let mut max_score = lse.clone();
+        self.forward_into(ForwardArgs {
+            operands,
+            out: out.view_mut()?,
+            lse: lse.view_mut()?,
+            max_score: Some(max_score.view_mut()?),
+        })?;
+        Ok(Forward { out, lse, max_score })
+    }
+
+    /// Computes the gradients of q, k, v, the sink and every learned captured buffer, in the
+    /// dtype of the operands or that of [`Plan::gradients_in`] (sink and captures in f32).
+    ///
+    /// # Errors
+    /// Those of [`Plan::forward`], a `d_out` that has not the shape of `out`, or a score that has
+    /// no derivative.
+    pub fn backward<'a>(
+        &self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+        forward: &Forward,
+        d_out: impl Into<TensorRef<'a>>,
+    ) -> Result<Gradients, Error> {
+        let operands = self.operands(q.into(), k.into(), v.into())?;
+        let dims = Dims::of(&operands)?;
+        let dtype = self.gradients_in.unwrap_or(operands.q.dtype());
+        let mut dq = Tensor::filled(dtype, dims.q_shape(), 0.0);
+        let mut dk = Tensor::filled(dtype, dims.k_shape(), 0.0);
+        let mut dv = Tensor::filled(dtype, dims.v_shape(), 0.0);
+        let mut d_sink = operands.sink.map(|s| vec![0.0; s.len()]);
+        let learned = self.planned.spec().learned();
+        let zeros = |b: &&AnyBuffer| (b.name().to_owned(), vec![0.0; b.data().len()]);
+        let mut captures: BTreeMap<_, _> = learned.iter().map(zeros).collect();
+        let d_captures = captures.iter_mut().map(|(name, into)| CaptureGrad { name, into });
+        self.backward_into(BackwardArgs {
+            operands,
+            out: forward.out.view(),
+            lse: forward.lse.view(),
+            d_out: d_out.into(),
+            d_lse: None,
+            dq: dq.view_mut()?,
+            dk: dk.view_mut()?,
+            dv: dv.view_mut()?,
+            accumulate: false,
+            d_sink: d_sink.as_deref_mut(),
+            d_captures: d_captures.collect(),
+        })?;
+        Ok(Gradients { dq, dk, dv, d_sink, captures })
+    }
+
+    /// Computes attention into destinations of any strides and dtype. The sink and the sequence
+    /// offsets are those of `args`.
+    ///
+    /// # Errors
+    /// When operands or destinations do not fit the plan or each other: nothing is written then.
+    /// Also when a mod reads a captured buffer outside its axis: the index is clamped and the
+    /// results are written.
+    pub fn forward_into(&self, args: ForwardArgs<'_>) -> Result<(), Error> {
+        args.check(&Dims::of(&args.operands)?)?;
+        self.planned.forward(args)
+    }
+
+    /// Computes gradients into destinations of any strides and dtype, and adds to what is there
+    /// when asked to.
+    ///
+    /// # Errors
+    /// Those of [`Plan::forward_into`], or a score that has no derivative.
+    pub fn backward_into(&self, args: BackwardArgs<'_>) -> Result<(), Error> {
+        args.check(&Dims::of(&args.operands)?, self.planned.spec())?;
+        self.planned.backward(args)
+    }
+
+    /// The operands with the sink and the offsets of the problem that was planned for, as
+    /// [`Plan::forward_into`] and [`Plan::backward_into`] take them.
+    ///
+    /// # Errors
+    /// When the offsets end past the rows of the operands.
+    pub fn operands<'a>(
+        &'a self,
+        q: TensorRef<'a>,
+        k: TensorRef<'a>,
+        v: TensorRef<'a>,
+    ) -> Result<Operands<'a>, Error> {
+        let varlen = self.problem.offsets_within(q.shape()[2], k.shape()[2])?;
+        Ok(Operands { q, k, v, sink: self.problem.get_sink(), varlen })
+    }
+
+    /// The plan with another buffer in place of the captured one of the same name.
+    ///
+    /// # Errors
+    /// When no mod captures a buffer of that name, or its type or number of axes differ.
+    pub fn rebind(&self, buffer: impl AsBuffer) -> Result<Self, Error> {
+        Ok(Self { planned: self.planned.rebind(buffer.as_buffer())?, ..self.clone() })
+    }
+
+    /// The plan with another value for the run-time scalar called `name`.
+    ///
+    /// # Errors
+    /// When no mod has a scalar of that name, or its type differs.
+    pub fn set_scalar(&self, name: &str, value: impl IntoScalar) -> Result<Self, Error> {
+        Ok(Self { planned: self.planned.set_scalar(name, value.into_scalar())?, ..self.clone() })
+    }
+
+    /// The plan with other sequence offsets; the program is not planned again.
+    ///
+    /// # Errors
+    /// Those of [`Problem::varlen`].
+    pub fn with_varlen(&self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
+        Ok(Self { problem: self.problem.clone().varlen(cu_q, cu_k)?, ..self.clone() })
+    }
+
+    /// The plan with other logits for the sink; the program is not planned again.
+    ///
+    /// # Errors
+    /// Those of [`Problem::sink`].
+    pub fn with_sink(&self, sink: &[f32]) -> Result<Self, Error> {
+        Ok(Self { problem: self.problem.clone().sink(sink)?, ..self.clone() })
+    }
+
+    /// The plan with `dq`, `dk` and `dv` of [`Plan::backward`] in `dtype`.
+    pub fn gradients_in(mut self, dtype: DType) -> Self {
+        self.gradients_in = Some(dtype);
+        self
+    }
+
+    /// What will run, and why not something else.
+    pub fn explain(&self) -> Explanation {
+        let work = self.planned.work(&self.problem);
+        Explanation::new(
+            self.backend,
+            &self.device,
+            &self.problem,
+            self.planned.spec(),
+            work,
+            &self.declined,
+        )
+    }
+
+    /// The problem that was planned for.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The name of the backend that runs the plan.
+    pub fn backend(&self) -> &'static str {
+        self.backend
+    }
+}
+
+/// A captured buffer, with or without its static element type.
+pub trait AsBuffer {
+    /// The buffer without its static type.
+    fn as_buffer(&self) -> &AnyBuffer;
+}
+
+impl AsBuffer for &AnyBuffer {
+    fn as_buffer(&self) -> &AnyBuffer {
+        self
+    }
+}
+
+impl<T: Element> AsBuffer for &Buffer<T> {
+    fn as_buffer(&self) -> &AnyBuffer {
+        self.any()
+    }
+}

@@ -1,0 +1,167 @@
+//! Problems: shapes, strides, dtype and sequence offsets, without code and without elements.
+
+use std::sync::Arc;
+
+use foveate_problem::{Dims, Operands, Sequence};
+use foveate_tensor::view::Slice;
+use foveate_tensor::{DType, Layout, TensorRef, Varlen};
+use half::{bf16, f16};
+
+use crate::error::Error;
+
+/// The sequence offsets of packed operands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Offsets {
+    cu_q: Vec<i32>,
+    cu_k: Vec<i32>,
+}
+
+/// What attention is asked of: the sizes, strides and dtype of q, k and v, the offsets of packed
+/// sequences and the sink. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
+/// `v [Bk, Hkv, Sk, Dv]` with `Bk` equal to `B` or 1.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    dims: Dims,
+    dtype: DType,
+    layouts: [Layout; 3],
+    offsets: Option<Arc<Offsets>>,
+    sink: Option<Arc<[f32]>>,
+    forward_only: bool,
+}
+
+impl Problem {
+    /// The problem these operands pose.
+    ///
+    /// # Errors
+    /// When shapes, heads or dtypes do not fit together; the message names the operand, what it
+    /// has and what it needs.
+    pub fn of<'a>(
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+    ) -> Result<Self, Error> {
+        let (q, k, v) = (q.into(), k.into(), v.into());
+        let dims = Dims::of(&Operands { q, k, v, sink: None, varlen: None })?;
+        Ok(Self {
+            dims,
+            dtype: q.dtype(),
+            layouts: [*q.layout(), *k.layout(), *v.layout()],
+            offsets: None,
+            sink: None,
+            forward_only: false,
+        })
+    }
+
+    /// The problem of contiguous operands of these shapes, without the operands: for planning
+    /// and explaining what does not exist yet.
+    ///
+    /// # Errors
+    /// Those of [`Problem::of`].
+    pub fn shaped(
+        dtype: DType,
+        q: [usize; 4],
+        k: [usize; 4],
+        v: [usize; 4],
+    ) -> Result<Self, Error> {
+        let element = match dtype {
+            DType::F32 => Slice::F32(&[0.0]),
+            DType::F16 => Slice::F16(&[f16::ZERO]),
+            DType::BF16 => Slice::BF16(&[bf16::ZERO]),
+            DType::F64 => Slice::F64(&[0.0]),
+        };
+        let broadcast = |shape| {
+            let layout = Layout { shape, strides: [0; 4], offset: 0 };
+            TensorRef::new(element, layout)
+        };
+        let mut problem = Self::of(broadcast(q)?, broadcast(k)?, broadcast(v)?)?;
+        problem.layouts = [q, k, v].map(Layout::contiguous);
+        Ok(problem)
+    }
+
+    /// Says that the operands, of batch 1, hold sequences one after another on the length axis:
+    /// sequence `b` owns rows `cu_q[b]..cu_q[b + 1]` of q and `cu_k[b]..cu_k[b + 1]` of k and v.
+    ///
+    /// # Errors
+    /// When offsets decrease, end past the rows or differ in number, or the batch is not 1.
+    pub fn varlen(mut self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
+        let [q, k, v] = self.layouts.map(|l| l.shape);
+        let offsets =
+            Offsets { cu_q: cu_q.to_vec(), cu_k: cu_k.to_vec(), packed_q: q[2], packed_k: k[2] };
+        Varlen::new(cu_q, cu_k, q[2], k[2])?;
+        if q[0] != 1 || k[0] != 1 || v[0] != 1 {
+            let reason = format!("packed operands have batch 1, not {} (q) and {} (k)", q[0], k[0]);
+            return Err(Error::option("varlen", reason));
+        }
+        self.dims.batch = cu_q.len() - 1;
+        self.dims.packed = true;
+        self.dims.shared_kv = false;
+        self.offsets = Some(Arc::new(Offsets { cu_q: cu_q.to_vec(), cu_k: cu_k.to_vec() }));
+        Ok(self)
+    }
+
+    /// A logit for each query head that joins the softmax's denominator only.
+    ///
+    /// # Errors
+    /// When there is not one for each query head.
+    pub fn sink(mut self, sink: &[f32]) -> Result<Self, Error> {
+        if sink.len() != self.dims.heads_q {
+            let reason =
+                format!("{} logits for {} query heads; one each", sink.len(), self.dims.heads_q);
+            return Err(Error::option("sink", reason));
+        }
+        self.sink = Some(sink.into());
+        Ok(self)
+    }
+
+    /// Says that no backward pass is wanted, so a score without a derivative is no obstacle.
+    pub fn forward_only(mut self) -> Self {
+        self.forward_only = true;
+        self
+    }
+
+    /// The sizes.
+    pub fn dims(&self) -> &Dims {
+        &self.dims
+    }
+
+    /// The dtype of q, k and v.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The layouts of q, k and v.
+    pub fn layouts(&self) -> &[Layout; 3] {
+        &self.layouts
+    }
+
+    /// The independent problems inside, in order of `b`.
+    pub fn sequences(&self) -> Vec<Sequence> {
+        self.dims.sequences(self.get_varlen())
+    }
+
+    /// True when no backward pass is wanted.
+    pub fn is_forward_only(&self) -> bool {
+        self.forward_only
+    }
+
+    /// The sink's logits.
+    pub fn get_sink(&self) -> Option<&[f32]> {
+        self.sink.as_deref()
+    }
+
+    /// The sequence offsets of packed operands.
+    pub fn get_varlen(&self) -> Option<Varlen<'_>> {
+        let [q, k, _] = self.layouts.map(|l| l.shape[2]);
+        self.offsets_within(q, k).expect("offsets are checked when they are taken")
+    }
+
+    /// The sequence offsets of operands with these packed lengths.
+    pub(crate) fn offsets_within(
+        &self,
+        packed_q: usize,
+        packed_k: usize,
+    ) -> Result<Option<Varlen<'_>>, Error> {
+        let Some(offsets) = &self.offsets else { return Ok(None) };
+        Ok(Some(Varlen::new(&offsets.cu_q, &offsets.cu_k, packed_q, packed_k)?))
+    }
+}
