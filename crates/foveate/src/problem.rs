@@ -85,8 +85,6 @@ impl Problem {
     /// When offsets decrease, end past the rows or differ in number, or the batch is not 1.
     pub fn varlen(mut self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
         let [q, k, v] = self.layouts.map(|l| l.shape);
-        let offsets =
-            Offsets { cu_q: cu_q.to_vec(), cu_k: cu_k.to_vec(), packed_q: q[2], packed_k: k[2] };
         Varlen::new(cu_q, cu_k, q[2], k[2])?;
         if q[0] != 1 || k[0] != 1 || v[0] != 1 {
             let reason = format!("packed operands have batch 1, not {} (q) and {} (k)", q[0], k[0]);
