@@ -1,1 +1,93 @@
-//! The f64 oracle of attention, forward and backward
+//! The f64 oracle of attention: what the semantics say, in the shortest code that says it.
+//!
+//! One naive program ([`attention`], three nested loops over rows, no tiles) is run in f64 as
+//! `gold` ([`forward`], [`backward`]) and in f32 with every stored tensor rounded to the operands'
+//! dtype as `low` ([`low`]), which is what an eager framework computes. [`Tolerance`] compares a
+//! backend with both. Mods are evaluated by an interpreter of its own ([`eval`]), and
+//! differentiated forwards with dual numbers, so that neither the vectorised evaluator nor the
+//! reverse-mode derivative is checked against itself.
+//!
+//! Results are row-major. Rows of packed operands that belong to no sequence hold NaN: a backend
+//! does not touch them.
+
+mod attention;
+mod error;
+pub mod eval;
+mod real;
+mod tolerance;
+
+#[cfg(test)]
+mod tests;
+
+pub use attention::{Forward, Gradients, Upstream};
+pub use error::{ReferenceError, ReferenceErrorKind};
+pub use real::Real;
+pub use tolerance::{Measure, Rule, Tolerance, unit_roundoff};
+
+use foveate_problem::{Operands, Spec};
+
+/// Attention in f64.
+///
+/// # Errors
+/// When the spec or operands do not describe a problem, or a captured buffer is indexed outside
+/// its axes by an entry that is evaluated.
+pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
+    Ok(attention::run::<f64>(spec, operands, &|x| x, None)?.0)
+}
+
+/// Gradients of `Σ out·d_out + Σ lse·d_lse` in f64.
+///
+/// # Errors
+/// Those of [`forward`], and a score whose derivative passes an operation that has none.
+pub fn backward(
+    spec: &Spec,
+    operands: &Operands<'_>,
+    upstream: &Upstream<'_>,
+) -> Result<Gradients, ReferenceError> {
+    Ok(attention::run::<f64>(spec, operands, &|x| x, Some(upstream))?.1)
+}
+
+/// The plain implementation in the operands' own precision that backends are measured against:
+/// f32 arithmetic, and each tensor that an eager program stores (`q·k`, the probabilities, out,
+/// and their gradients) rounded to the operands' dtype.
+pub mod low {
+    use foveate_problem::{Operands, Spec};
+    use foveate_tensor::DType;
+    use half::{bf16, f16};
+
+    use crate::attention::{self, Forward, Gradients, Upstream};
+    use crate::error::ReferenceError;
+
+    /// # Errors
+    /// Those of [`crate::forward`].
+    pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
+        Ok(attention::run::<f32>(spec, operands, round(operands.q.dtype()), None)?.0)
+    }
+
+    /// # Errors
+    /// Those of [`crate::backward`].
+    pub fn backward(
+        spec: &Spec,
+        operands: &Operands<'_>,
+        upstream: &Upstream<'_>,
+    ) -> Result<Gradients, ReferenceError> {
+        Ok(attention::run::<f32>(spec, operands, round(operands.q.dtype()), Some(upstream))?.1)
+    }
+
+    /// The forward pass with nothing rounded below f32: the measure for `lse` and `max_score`,
+    /// which are f32 whatever the operands are.
+    ///
+    /// # Errors
+    /// Those of [`crate::forward`].
+    pub fn statistics(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
+        Ok(attention::run::<f32>(spec, operands, &|x| x, None)?.0)
+    }
+
+    fn round(dtype: DType) -> &'static dyn Fn(f32) -> f32 {
+        match dtype {
+            DType::F16 => &|x| f16::from_f32(x).to_f32(),
+            DType::BF16 => &|x| bf16::from_f32(x).to_f32(),
+            DType::F32 | DType::F64 => &|x| x,
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! When a backend's numbers are right: the rule "Accuracy" of the semantics.
+//!
+//! - f32: max |gold − ours| ≤ 10 · max |gold − low| + 1e-6.
+//! - f16, bf16: mean |gold − ours| ≤ 1.1 · mean |gold − low|, and
+//!   max |gold − ours| ≤ 2 · max |gold − low| + one rounding of the largest value; 3 instead of 2
+//!   with tanh-like scores.
+//!
+//! Half types accumulate in f32, so where `low` happens to be exact (a row with one key) the
+//! allowance of f32, 1e-6, is added on the mean too.
+//!
+//! What is infinite or NaN in gold must be the same in ours.
+
+use foveate_tensor::DType;
+
+const F32_ALLOWANCE: f64 = 1e-6;
+
+/// Which scores a case has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rule {
+    /// Factor 2 on the largest error of half types.
+    #[default]
+    Plain,
+    /// Factor 3: the score goes through something like tanh.
+    TanhLike,
+}
+
+/// How far one tensor may be from gold.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    /// Dtype the numbers were computed and stored in.
+    pub dtype: DType,
+    /// The factor's rule.
+    pub rule: Rule,
+}
+
+/// Errors found, and what was allowed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measure {
+    /// Largest error.
+    pub max: f64,
+    /// The largest allowed.
+    pub max_allowed: f64,
+    /// Mean error.
+    pub mean: f64,
+    /// The mean allowed; infinite for f32, whose rule has none.
+    pub mean_allowed: f64,
+    /// Position of the largest error.
+    pub at: usize,
+    /// Elements that are infinite or NaN in one and not the same in the other.
+    pub strays: usize,
+}
+
+impl Measure {
+    /// True when every error is allowed.
+    pub fn passes(&self) -> bool {
+        self.strays == 0 && self.max <= self.max_allowed && self.mean <= self.mean_allowed
+    }
+}
+
+impl std::fmt::Display for Measure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Measure { max, max_allowed, mean, mean_allowed, at, strays } = self;
+        write!(f, "max error {max:.3e} of {max_allowed:.3e} at {at}, ")?;
+        write!(f, "mean {mean:.3e} of {mean_allowed:.3e}, {strays} not finite alike")
+    }
+}
+
+impl Tolerance {
+    /// Measures `ours` against `gold`, allowing what `low` needs.
+    ///
+    /// # Panics
+    /// When the three lengths differ: the caller compares different things.
+    pub fn measure(&self, gold: &[f64], low: &[f64], ours: &[f64]) -> Measure {
+        assert_eq!((gold.len(), gold.len()), (low.len(), ours.len()), "three of one shape");
+        let same = |x: f64, y: f64| x == y || (x.is_nan() && y.is_nan());
+        let error = |x: f64, y: f64| if same(x, y) { 0.0 } else { (x - y).abs() };
+        let (mut strays, mut at, mut max, mut sum) = (0, 0, 0.0, 0.0);
+        let (mut low_max, mut low_sum, mut largest) = (0f64, 0.0, 0f64);
+        for (i, ((&g, &l), &o)) in gold.iter().zip(low).zip(ours).enumerate() {
+            if !same(g, o) && !(g.is_finite() && o.is_finite()) {
+                strays += 1;
+                continue;
+            }
+            if error(g, o) > max {
+                (at, max) = (i, error(g, o));
+            }
+            sum += error(g, o);
+            if g.is_finite() && l.is_finite() {
+                low_max = low_max.max(error(g, l));
+                low_sum += error(g, l);
+                largest = largest.max(g.abs());
+            }
+        }
+        let count = gold.len().max(1) as f64;
+        let (max_allowed, mean_allowed) = match self.dtype {
+            DType::F32 | DType::F64 => (10.0 * low_max + F32_ALLOWANCE, f64::INFINITY),
+            DType::F16 | DType::BF16 => {
+                let factor = if self.rule == Rule::TanhLike { 3.0 } else { 2.0 };
+                let rounding = largest * unit_roundoff(self.dtype);
+                (factor * low_max + rounding + F32_ALLOWANCE, 1.1 * low_sum / count + F32_ALLOWANCE)
+            }
+        };
+        Measure { max, max_allowed, mean: sum / count, mean_allowed, at, strays }
+    }
+}
+
+/// Largest relative error of one rounding to nearest: half a unit in the last place of 1.
+pub fn unit_roundoff(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        DType::F32 => 2f64.powi(-24),
+        DType::F64 => 2f64.powi(-53),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BF16: Tolerance = Tolerance { dtype: DType::BF16, rule: Rule::Plain };
+
+    #[test]
+    fn f32_allows_ten_times_the_plain_error() {
+        let f32 = Tolerance { dtype: DType::F32, rule: Rule::Plain };
+        let (gold, low) = ([1.0, 2.0], [1.0, 2.00001]);
+        assert!(f32.measure(&gold, &low, &[1.0 + 9.9e-5, 2.0]).passes());
+        assert!(!f32.measure(&gold, &low, &[1.0 + 1.02e-4, 2.0]).passes());
+    }
+
+    #[test]
+    fn half_types_are_held_to_the_mean_as_well() {
+        let (gold, low) = ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.01]);
+        assert!(BF16.measure(&gold, &low, &[1.02, 1.0, 1.0, 1.0]).max < 0.024);
+        assert!(!BF16.measure(&gold, &low, &[1.02, 1.0, 1.0, 1.0]).passes(), "mean is twice low's");
+        assert!(BF16.measure(&gold, &low, &[1.0, 1.0, 1.01, 1.0]).passes());
+    }
+
+    #[test]
+    fn a_tanh_like_score_has_a_third_more_room_on_the_max() {
+        let gold = [0.0; 4];
+        let (low, ours) = ([0.01, 0.01, 0.01, 0.01], [0.025, 0.0, 0.0, 0.0]);
+        assert!(!BF16.measure(&gold, &low, &ours).passes());
+        let tanh = Tolerance { rule: Rule::TanhLike, ..BF16 };
+        assert!(tanh.measure(&gold, &low, &ours).passes());
+    }
+
+    #[test]
+    fn a_nan_or_infinity_where_gold_has_none_never_passes() {
+        for bad in [f64::NAN, f64::INFINITY] {
+            let found = BF16.measure(&[1.0, 1.0], &[1.5, 1.5], &[1.0, bad]);
+            assert!(!found.passes() && found.strays == 1);
+        }
+        let minus = f64::NEG_INFINITY;
+        assert!(BF16.measure(&[minus], &[minus], &[minus]).passes());
+        assert!(!BF16.measure(&[minus], &[minus], &[-1e9]).passes());
+    }
+}
