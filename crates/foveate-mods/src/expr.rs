@@ -14,17 +14,36 @@ use crate::capture::{AnyBuffer, Buffer, Element, Scalar, ScalarValue};
 use crate::error::{ModError, ModErrorKind};
 use crate::ir::{BinaryOp, Leaf, Type, UnaryOp};
 
-/// One traced operation, with its operands.
-#[derive(Debug)]
-pub(crate) enum ExprNode {
+/// What one traced node does to its operands.
+#[derive(Clone, Debug)]
+pub(crate) enum Op {
     Leaf(Leaf),
     Const(ScalarValue),
     Scalar(Scalar),
-    Load { buffer: AnyBuffer, index: Vec<DynExpr> },
-    Unary(UnaryOp, DynExpr),
-    Binary(BinaryOp, DynExpr, DynExpr),
-    Select { cond: DynExpr, then: DynExpr, other: DynExpr },
-    Cast(Type, DynExpr),
+    Load(AnyBuffer),
+    Unary(UnaryOp),
+    Binary(BinaryOp),
+    Select,
+    Cast(Type),
+}
+
+/// One traced operation, with its operands.
+#[derive(Debug)]
+pub(crate) struct ExprNode {
+    pub(crate) op: Op,
+    pub(crate) args: Vec<DynExpr>,
+}
+
+/// Long chains, as loops build them, are taken apart one by one rather than by recursion.
+impl Drop for ExprNode {
+    fn drop(&mut self) {
+        let mut rest = std::mem::take(&mut self.args);
+        while let Some(mut expr) = rest.pop() {
+            if let Some(node) = Arc::get_mut(&mut expr.node) {
+                rest.append(&mut node.args);
+            }
+        }
+    }
 }
 
 /// A traced expression whose type is known at run time.
@@ -35,8 +54,8 @@ pub struct DynExpr {
 }
 
 impl DynExpr {
-    fn make(ty: Type, node: ExprNode) -> Self {
-        Self { ty, node: Arc::new(node) }
+    fn make(ty: Type, op: Op, args: Vec<DynExpr>) -> Self {
+        Self { ty, node: Arc::new(ExprNode { op, args }) }
     }
 
     pub(crate) fn node(&self) -> &ExprNode {
@@ -54,7 +73,7 @@ impl DynExpr {
 
     /// A coordinate or the score.
     pub fn leaf(leaf: Leaf) -> Self {
-        Self::make(leaf.ty(), ExprNode::Leaf(leaf))
+        Self::make(leaf.ty(), Op::Leaf(leaf), Vec::new())
     }
 
     /// A constant: part of the structure, a different value is a different mod.
@@ -64,12 +83,12 @@ impl DynExpr {
             ScalarValue::I32(_) => Type::I32,
             ScalarValue::F32(_) => Type::F32,
         };
-        Self::make(ty, ExprNode::Const(value))
+        Self::make(ty, Op::Const(value), Vec::new())
     }
 
     /// A run-time scalar.
     pub fn scalar(scalar: Scalar) -> Self {
-        Self::make(scalar.ty(), ExprNode::Scalar(scalar))
+        Self::make(scalar.ty(), Op::Scalar(scalar), Vec::new())
     }
 
     /// An element of a captured buffer.
@@ -88,7 +107,7 @@ impl DynExpr {
         for i in &index {
             expect(|| format!("an index of `{}`", buffer.name()), i.ty, &[Type::I32])?;
         }
-        Ok(Self::make(buffer.ty(), ExprNode::Load { buffer: buffer.clone(), index }))
+        Ok(Self::make(buffer.ty(), Op::Load(buffer.clone()), index))
     }
 
     /// An operation on one value.
@@ -105,7 +124,7 @@ impl DynExpr {
         };
         expect(|| format!("{op:?}").to_lowercase(), x.ty, takes)?;
         let ty = if op == Unit { Type::F32 } else { x.ty };
-        Ok(Self::make(ty, ExprNode::Unary(op, x)))
+        Ok(Self::make(ty, Op::Unary(op), vec![x]))
     }
 
     /// An operation on two values of one type.
@@ -125,7 +144,7 @@ impl DynExpr {
         expect(name, x.ty, takes)?;
         expect(name, y.ty, &[x.ty])?;
         let ty = if matches!(op, Eq | Ne | Lt | Le) { Type::Bool } else { x.ty };
-        Ok(Self::make(ty, ExprNode::Binary(op, x, y)))
+        Ok(Self::make(ty, Op::Binary(op), vec![x, y]))
     }
 
     /// `if cond { then } else { other }`.
@@ -135,7 +154,7 @@ impl DynExpr {
     pub fn select(cond: DynExpr, then: DynExpr, other: DynExpr) -> Result<Self, ModError> {
         expect(|| "the condition of if".into(), cond.ty, &[Type::Bool])?;
         expect(|| "the else branch".into(), other.ty, &[then.ty])?;
-        Ok(Self::make(then.ty, ExprNode::Select { cond, then, other }))
+        Ok(Self::make(then.ty, Op::Select, vec![cond, then, other]))
     }
 
     /// A conversion. To bool means `!= 0`.
@@ -152,7 +171,7 @@ impl DynExpr {
                 Self::binary(BinaryOp::Ne, self, Self::constant(ScalarValue::F32(0.0)))
                     .expect("both are f32")
             }
-            _ => Self::make(to, ExprNode::Cast(to, self)),
+            _ => Self::make(to, Op::Cast(to), vec![self]),
         }
     }
 

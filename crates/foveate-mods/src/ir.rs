@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::capture::{AnyBuffer, Scalar};
+use crate::structure::{Fnv, hash_node};
 
 /// Type of a value in a mask or score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -232,11 +233,31 @@ impl Node {
     }
 }
 
+impl Node {
+    /// The same operation on other operands.
+    pub fn map_operands(&self, mut f: impl FnMut(NodeId) -> NodeId) -> Node {
+        match self {
+            Node::Load { buffer, index } => {
+                Node::Load { buffer: *buffer, index: index.iter().map(|&x| f(x)).collect() }
+            }
+            Node::Unary(op, x) => Node::Unary(*op, f(*x)),
+            Node::Cast(ty, x) => Node::Cast(*ty, f(*x)),
+            Node::Binary(op, x, y) => Node::Binary(*op, f(*x), f(*y)),
+            Node::Select { cond, then, other } => {
+                Node::Select { cond: f(*cond), then: f(*then), other: f(*other) }
+            }
+            leaf => leaf.clone(),
+        }
+    }
+}
+
 /// Hash-consed nodes in topological order, with the buffers and scalars they refer to.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     nodes: Vec<Node>,
     types: Vec<Type>,
+    /// A hash of what each node says, without slots: orders commutative operands.
+    keys: Vec<u64>,
     interned: HashMap<Node, NodeId>,
     buffers: Vec<AnyBuffer>,
     scalars: Vec<Scalar>,
@@ -311,10 +332,26 @@ impl Graph {
         }
         let ty = self.type_of(&node);
         let id = NodeId(u32::try_from(self.nodes.len()).expect("a mod has fewer than 2^32 nodes"));
+        let mut key = Fnv::new();
+        match &node {
+            Node::Scalar(_) => key.word(ty as u64 + 1),
+            Node::Load { buffer, index } => {
+                key.word(ty as u64 + 4);
+                key.word(self.buffers[*buffer as usize].shape().len() as u64);
+                index.iter().for_each(|x| key.word(self.order_key(*x)));
+            }
+            node => hash_node(&mut key, node, |x| self.order_key(x)),
+        }
+        self.keys.push(key.0);
         self.nodes.push(node.clone());
         self.types.push(ty);
         self.interned.insert(node, id);
         id
+    }
+
+    /// Orders the operands of commutative operations; ties keep the order they were written in.
+    pub(crate) fn order_key(&self, id: NodeId) -> u64 {
+        self.keys[id.index()]
     }
 
     fn type_of(&self, node: &Node) -> Type {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::capture::{AnyBuffer, Scalar, ScalarValue};
 use crate::error::{ModError, ModErrorKind};
-use crate::expr::{DynExpr, Expr, ExprNode};
+use crate::expr::{DynExpr, Expr, ExprNode, Op};
 use crate::ir::{Graph, Leaf, Node, NodeId, Type};
 
 /// A graph and the nodes in it that are results.
@@ -17,17 +17,51 @@ pub struct Program {
 }
 
 impl Program {
-    /// Lowers traced expressions into one graph, simplified and without duplicates.
+    /// Lowers traced expressions into one graph: simplified, without duplicates, without dead
+    /// nodes, in a canonical order.
     pub fn build(roots: &[DynExpr]) -> Self {
         let mut graph = Graph::new();
-        let mut memo = HashMap::new();
-        let roots = roots.iter().map(|e| lower(&mut graph, &mut memo, e)).collect();
-        Self { graph: Arc::new(graph), roots }
+        let roots = lower(&mut graph, roots);
+        Self::from_graph(&graph, &roots)
     }
 
-    /// Joins a finished graph with its results.
-    pub(crate) fn from_graph(graph: Graph, roots: Vec<NodeId>) -> Self {
-        Self { graph: Arc::new(graph), roots }
+    /// What `roots` reach in `graph`, in canonical order: depth first from the roots, operands
+    /// in order, buffers and scalars numbered as they are met.
+    pub(crate) fn from_graph(graph: &Graph, roots: &[NodeId]) -> Self {
+        let mut canonical = Graph::new();
+        let mut moved: Vec<Option<NodeId>> = vec![None; graph.nodes().len()];
+        let mut stack: Vec<NodeId> = roots.iter().rev().copied().collect();
+        while let Some(&id) = stack.last() {
+            if moved[id.index()].is_some() {
+                stack.pop();
+                continue;
+            }
+            let before = stack.len();
+            graph.node(id).for_each_operand(|x| {
+                if moved[x.index()].is_none() {
+                    stack.push(x);
+                }
+            });
+            if stack.len() > before {
+                stack[before..].reverse();
+                continue;
+            }
+            let node = graph.node(id).map_operands(|x| moved[x.index()].expect("operands first"));
+            let node = match node {
+                Node::Load { buffer, index } => {
+                    let buffer = canonical.buffer_slot(&graph.buffers()[buffer as usize]);
+                    Node::Load { buffer, index }
+                }
+                Node::Scalar(slot) => {
+                    Node::Scalar(canonical.scalar_slot(&graph.scalars()[slot as usize]))
+                }
+                node => node,
+            };
+            moved[id.index()] = Some(canonical.intern(node));
+            stack.pop();
+        }
+        let roots = roots.iter().map(|r| moved[r.index()].expect("every root was met")).collect();
+        Self { graph: Arc::new(canonical), roots }
     }
 
     /// The nodes.
@@ -74,54 +108,63 @@ impl Program {
         made[self.roots[root].index()].clone()
     }
 
-    /// The same program with another buffer in the slot called `name`.
+    /// Slot of `buffer`, added when no node reads it.
+    pub(crate) fn keep_buffer(&mut self, buffer: &AnyBuffer) -> u32 {
+        Arc::make_mut(&mut self.graph).buffer_slot(buffer)
+    }
+
+    /// The same program with `buffer` in every slot of its name.
     ///
     /// # Errors
-    /// When there is no such slot, or type or rank differ.
+    /// When there is no such slot, or type, rank or learnedness differ.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, ModError> {
         let name = buffer.name();
-        let slot = self.graph.buffers().iter().position(|b| b.name() == name);
-        let slot = slot.ok_or_else(|| {
+        let slots = matching(self.graph.buffers(), |b| b.name() == name);
+        if slots.is_empty() {
             let names: Vec<_> = self.graph.buffers().iter().map(AnyBuffer::name).collect();
-            binding(name, format!("the captured buffers are {names:?}"))
-        })?;
-        let old = &self.graph.buffers()[slot];
-        if old.ty() != buffer.ty() || old.shape().len() != buffer.shape().len() {
-            return Err(binding(
-                name,
-                format!(
-                    "the slot holds {} with {} axes, not {} with {}",
-                    old.ty(),
-                    old.shape().len(),
-                    buffer.ty(),
-                    buffer.shape().len()
-                ),
-            ));
+            return Err(binding(name, format!("the captured buffers are {names:?}")));
         }
         let mut graph = (*self.graph).clone();
-        graph.set_buffer(slot, buffer.clone());
+        for slot in slots {
+            let old = &self.graph.buffers()[slot];
+            let class = |b: &AnyBuffer| {
+                let learned = if b.learned() { "learned " } else { "" };
+                format!("a {learned}{} buffer with {} axes", b.ty(), b.shape().len())
+            };
+            if class(old) != class(buffer) {
+                let reason = format!("the slot holds {}, not {}", class(old), class(buffer));
+                return Err(binding(name, reason));
+            }
+            graph.set_buffer(slot, buffer.clone());
+        }
         Ok(Self { graph: Arc::new(graph), roots: self.roots.clone() })
     }
 
-    /// The same program with another value for the run-time scalar called `name`.
+    /// The same program with another value for the run-time scalars called `name`.
     ///
     /// # Errors
     /// When there is no such scalar, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, ModError> {
         let scalar = Scalar { name: name.to_owned(), value };
-        let slot = self.graph.scalars().iter().position(|s| s.name == name);
-        let slot = slot.ok_or_else(|| {
+        let slots = matching(self.graph.scalars(), |s| s.name == name);
+        if slots.is_empty() {
             let names: Vec<_> = self.graph.scalars().iter().map(|s| s.name.as_str()).collect();
-            binding(name, format!("the run-time scalars are {names:?}"))
-        })?;
-        let ty = self.graph.scalars()[slot].ty();
-        if ty != scalar.ty() {
-            return Err(binding(name, format!("the scalar is {ty}, not {}", scalar.ty())));
+            return Err(binding(name, format!("the run-time scalars are {names:?}")));
         }
         let mut graph = (*self.graph).clone();
-        graph.set_scalar(slot, scalar);
+        for slot in slots {
+            let ty = self.graph.scalars()[slot].ty();
+            if ty != scalar.ty() {
+                return Err(binding(name, format!("the scalar is {ty}, not {}", scalar.ty())));
+            }
+            graph.set_scalar(slot, scalar.clone());
+        }
         Ok(Self { graph: Arc::new(graph), roots: self.roots.clone() })
     }
+}
+
+fn matching<T>(slots: &[T], wanted: impl Fn(&T) -> bool) -> Vec<usize> {
+    (0..slots.len()).filter(|&i| wanted(&slots[i])).collect()
 }
 
 const WELL_TYPED: &str = "a graph is well-typed";
@@ -130,34 +173,42 @@ fn binding(name: &str, reason: String) -> ModError {
     ModErrorKind::Binding { name: name.to_owned(), reason }.into()
 }
 
-fn lower(graph: &mut Graph, memo: &mut HashMap<usize, NodeId>, expr: &DynExpr) -> NodeId {
-    if let Some(&id) = memo.get(&expr.address()) {
-        return id;
+/// Nodes of `roots` in `graph`, operands first, without recursion.
+fn lower(graph: &mut Graph, roots: &[DynExpr]) -> Vec<NodeId> {
+    let mut done: HashMap<usize, NodeId> = HashMap::new();
+    let mut stack: Vec<&DynExpr> = roots.iter().rev().collect();
+    while let Some(&expr) = stack.last() {
+        if done.contains_key(&expr.address()) {
+            stack.pop();
+            continue;
+        }
+        let ExprNode { op, args } = expr.node();
+        let before = stack.len();
+        stack.extend(args.iter().rev().filter(|a| !done.contains_key(&a.address())));
+        if stack.len() > before {
+            continue;
+        }
+        let arg = |i: usize| done[&args[i].address()];
+        let node = match op {
+            Op::Leaf(leaf) => Node::Leaf(*leaf),
+            Op::Const(ScalarValue::Bool(v)) => Node::Bool(*v),
+            Op::Const(ScalarValue::I32(v)) => Node::I32(*v),
+            Op::Const(ScalarValue::F32(v)) => Node::F32(v.to_bits()),
+            Op::Scalar(scalar) => Node::Scalar(graph.scalar_slot(scalar)),
+            Op::Load(buffer) => {
+                let index = (0..args.len()).map(arg).collect();
+                Node::Load { buffer: graph.buffer_slot(buffer), index }
+            }
+            Op::Unary(op) => Node::Unary(*op, arg(0)),
+            Op::Binary(op) => Node::Binary(*op, arg(0), arg(1)),
+            Op::Select => Node::Select { cond: arg(0), then: arg(1), other: arg(2) },
+            Op::Cast(ty) => Node::Cast(*ty, arg(0)),
+        };
+        let id = graph.simplified(node);
+        done.insert(expr.address(), id);
+        stack.pop();
     }
-    let node = match expr.node() {
-        ExprNode::Leaf(leaf) => Node::Leaf(*leaf),
-        ExprNode::Const(ScalarValue::Bool(v)) => Node::Bool(*v),
-        ExprNode::Const(ScalarValue::I32(v)) => Node::I32(*v),
-        ExprNode::Const(ScalarValue::F32(v)) => Node::F32(v.to_bits()),
-        ExprNode::Scalar(scalar) => Node::Scalar(graph.scalar_slot(scalar)),
-        ExprNode::Load { buffer, index } => {
-            let index = index.iter().map(|i| lower(graph, memo, i)).collect();
-            Node::Load { buffer: graph.buffer_slot(buffer), index }
-        }
-        ExprNode::Unary(op, x) => Node::Unary(*op, lower(graph, memo, x)),
-        ExprNode::Binary(op, x, y) => {
-            Node::Binary(*op, lower(graph, memo, x), lower(graph, memo, y))
-        }
-        ExprNode::Select { cond, then, other } => Node::Select {
-            cond: lower(graph, memo, cond),
-            then: lower(graph, memo, then),
-            other: lower(graph, memo, other),
-        },
-        ExprNode::Cast(ty, x) => Node::Cast(*ty, lower(graph, memo, x)),
-    };
-    let id = graph.intern(node);
-    memo.insert(expr.address(), id);
-    id
+    roots.iter().map(|r| done[&r.address()]).collect()
 }
 
 /// Which keys a query may see: a program with one bool result that does not read the score.
