@@ -1,0 +1,137 @@
+//! How a command fails: what is shown and what the process ends with.
+
+use std::io;
+use std::process::ExitCode;
+
+use foveate::mods::{ModError, ModErrorKind};
+use miette::{Diagnostic, GraphicalReportHandler, LabeledSpan, NamedSource, SourceCode};
+
+/// Why a command stops.
+#[derive(Debug)]
+pub enum Failure {
+    /// Something went wrong; the report says what, where and what to do.
+    Failed(Box<Report>),
+    /// The command line asks for something that cannot be.
+    Usage(Box<Report>),
+    /// The user pressed Ctrl-C.
+    Interrupted,
+    /// Standard output could not be written.
+    Output(io::Error),
+}
+
+/// One error with, when there is one, the text it points into.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Report {
+    message: String,
+    help: Option<String>,
+    excerpt: Option<(NamedSource<String>, LabeledSpan)>,
+}
+
+impl Diagnostic for Report {
+    fn help<'a>(&'a self) -> Option<Box<dyn std::fmt::Display + 'a>> {
+        self.help.as_ref().map(|h| Box::new(h) as _)
+    }
+
+    fn source_code(&self) -> Option<&dyn SourceCode> {
+        self.excerpt.as_ref().map(|(text, _)| text as _)
+    }
+
+    fn labels(&self) -> Option<Box<dyn Iterator<Item = LabeledSpan> + '_>> {
+        let (_, label) = self.excerpt.as_ref()?;
+        Some(Box::new(std::iter::once(label.clone())))
+    }
+}
+
+impl Failure {
+    /// A failure that says `message`.
+    pub fn new(message: impl Into<String>) -> Self {
+        let report = Report { message: message.into(), help: None, excerpt: None };
+        Self::Failed(Box::new(report))
+    }
+
+    /// A fault of the command line, which says `message`.
+    pub fn usage(message: impl Into<String>) -> Self {
+        let report = Report { message: message.into(), help: None, excerpt: None };
+        Self::Usage(Box::new(report))
+    }
+
+    /// The failure with a line on what to do.
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        if let Self::Failed(report) | Self::Usage(report) = &mut self {
+            report.help = Some(help.into());
+        }
+        self
+    }
+
+    /// A mod given as text on the command line that is wrong; `what` names the argument. A typo is
+    /// shown with its place.
+    pub fn of_text(what: &str, error: &ModError) -> Self {
+        let ModErrorKind::Parse { position, message, text } = error.kind() else {
+            return Self::usage(format!("{what}: {error}"));
+        };
+        let position = (*position).min(text.len());
+        let width = text[position..].chars().next().map_or(0, char::len_utf8);
+        let label = LabeledSpan::at(position..position + width, message.clone());
+        Self::Usage(Box::new(Report {
+            message: format!("{what} cannot be read"),
+            help: None,
+            excerpt: Some((NamedSource::new(what, text.clone()), label)),
+        }))
+    }
+
+    /// Shows the failure on stderr and gives the exit code. A closed pipe is no failure: whoever
+    /// reads has seen enough.
+    pub fn report(&self) -> ExitCode {
+        match self {
+            Self::Failed(report) => {
+                show(report);
+                ExitCode::from(1)
+            }
+            Self::Usage(report) => {
+                show(report);
+                ExitCode::from(2)
+            }
+            Self::Interrupted => ExitCode::from(130),
+            Self::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+            Self::Output(e) => {
+                eprintln!("error: standard output cannot be written: {e}");
+                ExitCode::from(1)
+            }
+        }
+    }
+}
+
+fn show(report: &Report) {
+    if report.excerpt.is_none() {
+        eprintln!("error: {}", report.message);
+        if let Some(help) = &report.help {
+            eprintln!("help: {help}");
+        }
+        return;
+    }
+    let mut text = String::new();
+    let handler = GraphicalReportHandler::new();
+    match handler.render_report(&mut text, report) {
+        Ok(()) => eprint!("{}", text.trim_start_matches('\n')),
+        Err(_) => eprintln!("error: {report}"),
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(e: io::Error) -> Self {
+        Self::Output(e)
+    }
+}
+
+impl From<foveate::Error> for Failure {
+    fn from(e: foveate::Error) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<ModError> for Failure {
+    fn from(e: ModError) -> Self {
+        Self::of_text("the expression", &e)
+    }
+}
