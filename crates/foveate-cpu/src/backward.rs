@@ -19,7 +19,7 @@
 use foveate_problem::BackwardArgs;
 use foveate_tensor::{TensorMut, TensorRef};
 
-use crate::call::Call;
+use crate::call::{Call, head};
 use crate::captures::{CaptureSums, Slot};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
@@ -80,16 +80,13 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
     let mut dq = Pieces::cut(dq, &spans, |_| tiles.q);
     let mut dk = Pieces::cut(dk, &keys, lane_len);
     let mut dv = Pieces::cut(dv, &keys, lane_len);
-    let mut captures = CaptureSums::new(call.mods, args.d_captures)?;
+    let mut captures = CaptureSums::new(call.mods, args.d_captures, accumulate)?;
+    let captures_wanted = captures.wanted();
     let mut d_sink = vec![0.0; call.dims.heads_q];
 
     let lanes = |unit: &Unit| unit.keys.len.div_ceil(lane_len(unit.keys.len));
-    let rows = |unit: &Unit| call.heads_of(unit).map(|(b, _)| call.sequences[b].q_len).sum();
-    let elems = |unit: &Unit| {
-        let rows: usize = rows(unit);
-        pack::elems(&tiles, unit.keys.len, true) + rows * (lanes(unit) * tiles.dim + 2)
-    };
-    for wave in waves(&call.units, elems) {
+    let rows = |unit: &Unit| rows_of(call, unit);
+    for wave in waves(&call.units, |unit| wave_elems(call, unit)) {
         let places = Places::new(wave, rows, lanes, tiles.dim);
         let data = call.pool.take(wave.iter().map(|u| pack::elems(&tiles, u.keys.len, true)).sum());
         let packed = Packed::new(operands.k, operands.v, wave, tiles, true, data);
@@ -116,7 +113,8 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
                 let range = first_key / tiles.kv..end.div_ceil(tiles.kv);
                 let mut cost = 0;
                 for (b, h) in call.heads_of(unit) {
-                    cost += call.live(b, h)?.tiles_among(&range);
+                    let tiles = 0..call.sequences[b].q_len.div_ceil(tiles.q);
+                    cost += tiles.map(|t| call.live(b, h).count(t, &range)).sum::<usize>();
                 }
                 tasks.push(Task {
                     unit: u,
@@ -131,7 +129,7 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         tasks.sort_by_key(|t| std::cmp::Reverse(t.cost));
         let chunk = tiles.chunk * tiles.kv;
         let scratch = || Scratch {
-            evaluator: call.mods.evaluator(tiles.kv),
+            evaluator: call.mods.evaluator(tiles.kv, Some(captures_wanted)),
             q: vec![0.0; tiles.q * tiles.dim],
             d_out: vec![0.0; tiles.q * tiles.dim_v],
             p: vec![0.0; tiles.q * tiles.kv],
@@ -190,6 +188,18 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         }
     }
     call.finish()
+}
+
+/// Query rows of all heads of a unit.
+fn rows_of(call: &Call<'_>, unit: &Unit) -> usize {
+    call.heads_of(unit).map(|(b, _)| call.sequences[b].q_len).sum()
+}
+
+/// Floats of workspace a unit takes: packed keys, parts of dq, row statistics.
+pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
+    let (tiles, len) = (&call.tiles, unit.keys.len);
+    let lanes = len.div_ceil(tiles.lane(len, call.units.len()));
+    pack::elems(tiles, len, true) + rows_of(call, unit) * (lanes * tiles.dim + 2)
 }
 
 impl Places {
@@ -313,7 +323,7 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
                 task.dv.write_row(0, 0, at, dv, self.accumulate);
             }
         }
-        call.note(&scratch.evaluator);
+        call.note(&mut scratch.evaluator);
     }
 
     /// All query rows of a head against one chunk of keys.
@@ -329,9 +339,9 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
     ) {
         let (call, tiles) = (self.call, self.call.tiles);
         let sequence = &call.sequences[b];
-        let live = call.live(b, h).expect("made before the tasks");
+        let live = call.live(b, h);
         let key_tiles = keys.start / tiles.kv..keys.end.div_ceil(tiles.kv);
-        scratch.evaluator.enter(call.head(b, h));
+        scratch.evaluator.enter(head(&call.dims, sequence, h));
         for query_tile in 0..sequence.q_len.div_ceil(tiles.q) {
             let mut live = live.tiles(query_tile, &key_tiles).peekable();
             if live.peek().is_none() {
@@ -389,7 +399,7 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
             }
             let q = place.start + r;
             p[keys..].fill(f32::NEG_INFINITY);
-            evaluator.score(q, &mut p[..keys], place.partial);
+            evaluator.score(q, &mut p[..keys]);
             simd::exp_sum(p, statistics.lse[r]);
             evaluator.drop_out(q, &mut ds[..keys]);
             simd::d_softmax(p, ds, statistics.delta[r]);

@@ -1,10 +1,13 @@
 //! What both passes of one call share.
 
+use std::sync::Mutex;
+
+use foveate_mods::vector::Head;
 use foveate_problem::{Dims, Sequence};
 
-use crate::error::CpuError;
+use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
-use crate::mods::{Evaluator, Head, Mods};
+use crate::mods::{Evaluator, Mods};
 use crate::tiles::Tiles;
 use crate::work::{Pool, Unit};
 
@@ -14,6 +17,8 @@ pub struct Call<'a> {
     pub sequences: Vec<Sequence>,
     pub units: Vec<Unit>,
     pub tiles: Tiles,
+    /// Of each head, sequence by sequence.
+    pub live: Vec<Live>,
     /// Factor on `q·k`.
     pub scale: f32,
     /// Logit of each query head that joins the denominator.
@@ -22,6 +27,7 @@ pub struct Call<'a> {
     pub keep_factor: f32,
     pub mods: &'a Mods,
     pub pool: &'a Pool,
+    pub out_of_range: Mutex<Option<String>>,
 }
 
 impl Call<'_> {
@@ -33,27 +39,40 @@ impl Call<'_> {
     }
 
     /// The live tiles of a head.
-    pub fn live(&self, b: usize, _h: usize) -> Result<Live, CpuError> {
-        Ok(Live { tiles: self.sequences[b].k_len.div_ceil(self.tiles.kv) })
+    pub fn live(&self, b: usize, h: usize) -> &Live {
+        &self.live[b * self.dims.heads_q + h]
     }
 
-    /// What mods are told about a head.
-    pub fn head(&self, b: usize, h: usize) -> Head {
-        let s = &self.sequences[b];
-        Head {
-            b: b as i32,
-            h: h as i32,
-            h_kv: (h / self.dims.group()) as i32,
-            q_len: s.q_len as i32,
-            kv_len: s.k_len as i32,
+    /// Columns of tiles that the keys of a sequence have.
+    pub fn key_tiles(&self, b: usize) -> std::ops::Range<usize> {
+        0..self.sequences[b].k_len.div_ceil(self.tiles.kv)
+    }
+
+    /// Remembers the first index out of range that the mods of `evaluator` have met.
+    pub fn note(&self, evaluator: &mut Evaluator) {
+        if let Some(reason) = evaluator.out_of_range() {
+            let mut noted = self.out_of_range.lock().unwrap_or_else(|e| e.into_inner());
+            noted.get_or_insert(reason);
         }
     }
 
-    /// Remembers an index out of range that `evaluator` has met.
-    pub fn note(&self, _evaluator: &Evaluator) {}
-
     /// Reports what was noted.
     pub fn finish(&self) -> Result<(), CpuError> {
-        Ok(())
+        let mut noted = self.out_of_range.lock().unwrap_or_else(|e| e.into_inner());
+        match noted.take() {
+            Some(reason) => Err(CpuErrorKind::OutOfRange { reason }.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What mods are told about a head.
+pub fn head(dims: &Dims, s: &Sequence, h: usize) -> Head {
+    Head {
+        b: s.b as i32,
+        h: h as i32,
+        h_kv: (h / dims.group()) as i32,
+        q_len: s.q_len as i32,
+        kv_len: s.k_len as i32,
     }
 }

@@ -29,43 +29,46 @@ pub struct CaptureSums<'a> {
 }
 
 impl<'a> CaptureSums<'a> {
-    /// Slots for the buffers that `wanted` names.
+    /// Slots for the buffers that `wanted` names, which are learned buffers of the score and have
+    /// as many elements. One that the score does not depend on smoothly gets zeros.
     ///
     /// # Errors
-    /// When a name is not a learned buffer of the score, stands twice, or has another length.
-    pub fn new(mods: &Mods, wanted: Vec<CaptureGrad<'a>>) -> Result<Self, CpuError> {
-        let learned = mods.learned();
+    /// When the score has no derivative.
+    pub fn new(
+        mods: &Mods,
+        wanted: Vec<CaptureGrad<'a>>,
+        accumulate: bool,
+    ) -> Result<Self, CpuError> {
+        let learned = mods.differentiable()?;
         let mut into: Vec<Option<&'a mut [f32]>> = learned.iter().map(|_| None).collect();
         let mut elems = 0;
         for grad in wanted {
-            let refuse =
-                |reason| Err(CpuError::destination(format!("gradient of `{}`", grad.name), reason));
-            let Some(i) = learned.iter().position(|l| l.name == grad.name) else {
-                let names: Vec<_> = learned.iter().map(|l| l.name.as_str()).collect();
-                return refuse(format!("the learned buffers of the score are {names:?}"));
-            };
-            if grad.into.len() != learned[i].elems() {
-                let (has, needs) = (grad.into.len(), learned[i].elems());
-                return refuse(format!("has {has} elements; the buffer has {needs}"));
+            match learned.iter().position(|l| l.name == grad.name) {
+                Some(i) => {
+                    elems += grad.into.len();
+                    into[i] = Some(grad.into);
+                }
+                None if !accumulate => grad.into.fill(0.0),
+                None => {}
             }
-            if into[i].is_some() {
-                return refuse("is given twice".to_owned());
-            }
-            elems += grad.into.len();
-            into[i] = Some(grad.into);
         }
         let mut slots = Vec::new();
-        if elems > 0 {
-            slots.resize_with((BUDGET_ELEMS / elems).clamp(4, 16), || Slot {
+        if let Some(count) = BUDGET_ELEMS.checked_div(elems) {
+            slots.resize_with(count.clamp(4, 16), || Slot {
                 sums: into.iter().map(|i| vec![0.0; i.as_ref().map_or(0, |i| i.len())]).collect(),
             });
         }
         Ok(Self { slots, into })
     }
 
+    /// Whether any gradient is wanted.
+    pub fn wanted(&self) -> bool {
+        self.into.iter().any(Option::is_some)
+    }
+
     /// Deals tasks to slots in turn. Without gradients to sum each task is alone.
     pub fn share<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot, Vec<T>)> {
-        if self.into.iter().all(Option::is_none) {
+        if !self.wanted() {
             self.slots.resize_with(tasks.len(), Slot::default);
         }
         let count = self.slots.len();

@@ -34,14 +34,7 @@ pub enum CpuErrorKind {
         /// What differs.
         reason: String,
     },
-    /// A destination of the wrong shape or dtype.
-    Destination {
-        /// The destination.
-        name: String,
-        /// What it has and what it needs.
-        reason: String,
-    },
-    /// The operands do not fit together.
+    /// The program, or operands or destinations, that do not fit together.
     Problem(ProblemError),
     /// The program cannot be differentiated, or bound as asked.
     Mod(ModError),
@@ -57,10 +50,6 @@ impl CpuError {
     /// The kind, with its details.
     pub fn kind(&self) -> &CpuErrorKind {
         &self.kind
-    }
-
-    pub(crate) fn destination(name: impl Into<String>, reason: String) -> Self {
-        CpuErrorKind::Destination { name: name.into(), reason }.into()
     }
 }
 
@@ -90,7 +79,6 @@ impl fmt::Display for CpuErrorKind {
             }
             Self::Option { name, reason } => write!(f, "option {name}: {reason}"),
             Self::Operands { reason } => f.write_str(reason),
-            Self::Destination { name, reason } => write!(f, "{name}: {reason}"),
             Self::Problem(e) => e.fmt(f),
             Self::Mod(e) => e.fmt(f),
             Self::OutOfRange { reason } => f.write_str(reason),

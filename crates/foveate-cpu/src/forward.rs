@@ -8,12 +8,12 @@
 use foveate_problem::ForwardArgs;
 use foveate_tensor::TensorMut;
 
-use crate::call::Call;
+use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
 use crate::simd::{self, Matrix};
-use crate::work::{Pieces, Span, run, waves};
+use crate::work::{Pieces, Span, Unit, run, waves};
 
 /// A query tile of a head, and where its results go.
 struct Task<'a> {
@@ -44,6 +44,11 @@ struct Scratch {
     sum: Vec<f32>,
 }
 
+/// Floats of workspace a unit takes: packed keys.
+pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
+    pack::elems(&call.tiles, unit.keys.len, false)
+}
+
 /// Runs the forward pass of `call`.
 pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let ForwardArgs { operands, out, lse, max_score } = args;
@@ -52,22 +57,22 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut out = Pieces::cut(out, &spans, |_| tiles.q);
     let mut lse = Pieces::cut(lse, &spans, |_| tiles.q);
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
-    let block_elems = |len: usize| pack::elems(&tiles, len, false);
-    for wave in waves(&call.units, |unit| block_elems(unit.keys.len)) {
-        let data = call.pool.take(wave.iter().map(|u| block_elems(u.keys.len)).sum());
+    for wave in waves(&call.units, |unit| wave_elems(call, unit)) {
+        let data = call.pool.take(wave.iter().map(|unit| wave_elems(call, unit)).sum());
         let packed = Packed::new(operands.k, operands.v, wave, tiles, false, data);
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
             let first = tasks.len();
             for (b, h) in call.heads_of(unit) {
-                let live = call.live(b, h)?;
+                let live = call.live(b, h);
+                let keys = call.key_tiles(b);
                 for tile in 0..call.sequences[b].q_len.div_ceil(tiles.q) {
                     tasks.push(Task {
                         unit: u,
                         b,
                         h,
                         tile,
-                        cost: live.tiles_in(tile),
+                        cost: live.count(tile, &keys),
                         out: out.take(b, h, tile),
                         lse: lse.take(b, h, tile),
                         max_score: max_score.as_mut().map(|m| m.take(b, h, tile)),
@@ -78,7 +83,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
             tasks[first..].sort_by_key(|t| std::cmp::Reverse(t.cost));
         }
         let scratch = || Scratch {
-            evaluator: call.mods.evaluator(tiles.kv),
+            evaluator: call.mods.evaluator(tiles.kv, None),
             q: vec![0.0; tiles.q * tiles.dim],
             scores: vec![0.0; tiles.q * tiles.kv],
             out: vec![0.0; tiles.q * tiles.dim_v],
@@ -108,11 +113,10 @@ fn query_tile(
     scratch.out[..rows * tiles.dim_v].fill(0.0);
     scratch.max.fill(f32::NEG_INFINITY);
     scratch.sum.fill(0.0);
-    scratch.evaluator.enter(call.head(task.b, task.h));
+    scratch.evaluator.enter(head(&call.dims, sequence, task.h));
 
-    let live = call.live(task.b, task.h).expect("made before the tasks");
-    let all = 0..sequence.k_len.div_ceil(tiles.kv);
-    for (tile, partial) in live.tiles(task.tile, &all) {
+    let live = call.live(task.b, task.h);
+    for (tile, partial) in live.tiles(task.tile, &call.key_tiles(task.b)) {
         let first_key = tile * tiles.kv;
         let keys = tiles.kv.min(sequence.k_len - first_key);
         let block = packed.block(task.unit, tile);
@@ -129,7 +133,7 @@ fn query_tile(
         for r in 0..rows {
             let row = &mut scratch.scores[r * tiles.kv..][..width];
             row[keys..].fill(f32::NEG_INFINITY);
-            scratch.evaluator.score(start + r, &mut row[..keys], partial);
+            scratch.evaluator.score(start + r, &mut row[..keys]);
             let max = simd::larger(scratch.max[r], simd::max(row));
             if max == f32::NEG_INFINITY {
                 row.fill(0.0);
@@ -153,7 +157,7 @@ fn query_tile(
             true,
         );
     }
-    call.note(&scratch.evaluator);
+    call.note(&mut scratch.evaluator);
     store(call, scratch, task, rows);
 }
 

@@ -1,7 +1,39 @@
-//! Fused attention on the CPU, forward and backward
+//! Fused attention on the CPU, forward and backward.
+//!
+//! A [`CpuPlan`] is a program (mask, score, dropout) checked and compiled for operands of one
+//! dtype and head geometry; [`CpuPlan::forward`] and [`CpuPlan::backward`] run it on operands of
+//! any lengths and strides, never holding a row of scores longer than a tile.
+//!
+//! How a call runs, module by module:
+//!
+//! - [`tiles`] chooses tile sizes from the problem and the caches.
+//! - `masks` finds the live tiles of each head; the others cost nothing.
+//! - `work` cuts the call into tasks that own their rows of the results, and into waves of
+//!   key/value heads whose workspace is bounded.
+//! - `pack` brings keys and values of a wave into f32 blocks, whatever their dtype and strides.
+//! - `forward` and `backward` say what a task does; `mods` evaluates masks, scores and dropout
+//!   inside a tile; `captures` sums the gradients of learned buffers.
+//! - `simd` has the inner loops, and all of the crate's `unsafe`.
+//!
+//! # Reproducible
+//!
+//! Which rows a task owns and in which order sums are made depends on the problem and the
+//! options, never on threads: the same call gives the same bits for any number of them, and for
+//! any strides of the same numbers. Another machine may differ in the last bits, where its
+//! instruction set fuses multiply-adds differently.
+//!
+//! # Memory
+//!
+//! Linear in the lengths. A wave of key/value heads holds its keys and values in f32 (twice in
+//! the backward, once transposed), and in the backward up to eight f32 copies of dq for its
+//! query heads: 256 MiB, or what one key/value head needs if that is more. Learned captured
+//! buffers take four to sixteen f32 copies in the backward. Workspace is kept by the plan and
+//! used again.
+
 mod backward;
 mod call;
 mod captures;
+pub mod describe;
 pub mod error;
 mod forward;
 mod masks;
@@ -12,6 +44,7 @@ mod simd;
 pub mod tiles;
 mod work;
 
+pub use describe::Description;
 pub use error::{CpuError, CpuErrorKind};
 pub use plan::CpuPlan;
 pub use tiles::CpuOptions;

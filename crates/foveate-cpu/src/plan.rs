@@ -1,10 +1,15 @@
 //! Plans: a program checked and compiled for a class of problems.
 
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};
-use foveate_tensor::{DType, TensorMut, TensorRef};
+use std::sync::{Arc, Mutex};
+
+use foveate_mods::{AnyBuffer, MaskMod, ModError, Program, ScalarValue};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence, Spec, dropout_keep};
+use foveate_tensor::{DType, Varlen};
 
 use crate::call::Call;
+use crate::describe::Description;
 use crate::error::{CpuError, CpuErrorKind};
+use crate::masks::Live;
 use crate::mods::Mods;
 use crate::tiles::{CpuOptions, Tiles};
 use crate::work::{Pool, units};
@@ -13,21 +18,25 @@ use crate::work::{Pool, units};
 ///
 /// A plan is made for a dtype, head counts and head dims; it runs problems of any batch size,
 /// lengths and strides of that class. It may be used by several threads at once.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct CpuPlan {
     spec: Spec,
     dims: Dims,
     dtype: DType,
     options: CpuOptions,
-    mods: Mods,
-    pool: Pool,
+    /// The mask of kept entries, for dropout.
+    keep: Option<MaskMod>,
+    mods: Arc<Mods>,
+    pool: Arc<Pool>,
 }
 
 impl CpuPlan {
     /// Plans `spec` for operands of `dtype` (f32, f16 or bf16) and sizes like `dims`.
     ///
     /// # Errors
-    /// When the dtype is not one of those, or an option is out of its range.
+    /// When the dtype is not one of those, an option is out of its range, or [`Spec::check`]
+    /// refuses the program. A score that cannot
+    /// be differentiated is an error of [`Self::backward`], and of [`Self::differentiable`].
     pub fn new(
         spec: &Spec,
         dims: &Dims,
@@ -38,18 +47,85 @@ impl CpuPlan {
             return Err(CpuErrorKind::DType { found: dtype }.into());
         }
         options.check()?;
-        if spec.mask.is_some() || spec.score.is_some() || spec.dropout.is_some() {
-            let reason = "masks, scores and dropout are not supported on the CPU".to_owned();
-            return Err(CpuErrorKind::Operands { reason }.into());
-        }
+        spec.check()?;
+        let keep = spec.dropout.as_ref().map(dropout_keep);
         Ok(Self {
+            mods: Arc::new(Mods::new(spec.mask.as_ref(), spec.score.as_ref(), keep.as_ref())),
             spec: spec.clone(),
             dims: *dims,
             dtype,
             options,
-            mods: Mods {},
-            pool: Pool::default(),
+            keep,
+            pool: Arc::default(),
         })
+    }
+
+    /// Says whether the backward pass can run.
+    ///
+    /// # Errors
+    /// When the score has no derivative, naming the operation.
+    pub fn differentiable(&self) -> Result<(), CpuError> {
+        self.mods.differentiable()?;
+        Ok(())
+    }
+
+    /// The plan with another captured buffer in place of the one of that name.
+    ///
+    /// # Errors
+    /// When no mod captures a buffer of that name, or type or rank differ.
+    pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CpuError> {
+        let holds = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == buffer.name());
+        let spec = self.bound(holds, &|p| p.rebind(buffer))?;
+        spec.ok_or_else(|| unknown("captured buffer", buffer.name()))
+    }
+
+    /// The plan with another value of the run-time scalar called `name`.
+    ///
+    /// # Errors
+    /// When no mod has a scalar of that name, or its type differs.
+    pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CpuError> {
+        let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
+        let mut plan = self
+            .bound(holds, &|p| p.set_scalar(name, value))?
+            .ok_or_else(|| unknown("run-time scalar", name))?;
+        if let (Some(dropout), "dropout_p", ScalarValue::F32(p)) =
+            (&mut plan.spec.dropout, name, value)
+        {
+            dropout.p = p;
+            dropout.check()?;
+        }
+        Ok(plan)
+    }
+
+    /// The plan with `f` applied to every program that `holds` what changes; `None` if none does.
+    fn bound(
+        &self,
+        holds: impl Fn(&Program) -> bool,
+        f: &dyn Fn(&Program) -> Result<Program, ModError>,
+    ) -> Result<Option<Self>, CpuError> {
+        let mut plan = self.clone();
+        let mut any = false;
+        if let Some(mask) = &mut plan.spec.mask
+            && holds(mask.program())
+        {
+            *mask = mask.map(f)?;
+            any = true;
+        }
+        if let Some(score) = &mut plan.spec.score
+            && holds(score.program())
+        {
+            *score = score.map(f)?;
+            any = true;
+        }
+        if let Some(keep) = &mut plan.keep
+            && holds(keep.program())
+        {
+            *keep = keep.map(f)?;
+            any = true;
+        }
+        let Spec { mask, score, .. } = &plan.spec;
+        plan.mods = Arc::new(Mods::new(mask.as_ref(), score.as_ref(), plan.keep.as_ref()));
+        Ok(any.then_some(plan))
     }
 
     /// Computes `out`, `lse` and, when asked, `max_score`.
@@ -58,16 +134,9 @@ impl CpuPlan {
     /// When operands or destinations do not fit the plan or each other. Also when a mod read a
     /// captured buffer outside its bounds; the results are written then, the index clamped.
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CpuError> {
-        let call = self.call(&args.operands)?;
-        let Dims { heads_q, dim_v, .. } = call.dims;
-        let [batch, _, len_q, _] = args.operands.q.shape();
-        check_shape("out", &args.out, [batch, heads_q, len_q, dim_v])?;
-        check_shape("lse", &args.lse, [batch, heads_q, len_q])?;
-        check_f32("lse", args.lse.dtype())?;
-        if let Some(max_score) = &args.max_score {
-            check_shape("max_score", max_score, [batch, heads_q, len_q])?;
-            check_f32("max_score", max_score.dtype())?;
-        }
+        let dims = self.admit(&args.operands)?;
+        args.check(&dims)?;
+        let call = self.call(dims, args.operands.varlen, args.operands.sink);
         crate::forward::forward(&call, args)
     }
 
@@ -79,32 +148,25 @@ impl CpuPlan {
     /// differentiated. Also when a mod read a captured buffer outside its bounds; the gradients
     /// are written then, the index clamped.
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CpuError> {
-        let call = self.call(&args.operands)?;
-        let Dims { heads_q, dim_v, .. } = call.dims;
-        let [batch, _, len_q, _] = args.operands.q.shape();
-        check_source("out", &args.out, [batch, heads_q, len_q, dim_v])?;
-        check_source("d_out", &args.d_out, [batch, heads_q, len_q, dim_v])?;
-        check_source("lse", &args.lse, [batch, heads_q, len_q])?;
-        if let Some(d_lse) = &args.d_lse {
-            check_source("d_lse", d_lse, [batch, heads_q, len_q])?;
-        }
-        check_shape("dq", &args.dq, args.operands.q.shape())?;
-        check_shape("dk", &args.dk, args.operands.k.shape())?;
-        check_shape("dv", &args.dv, args.operands.v.shape())?;
-        if let Some(d_sink) = &args.d_sink {
-            let reason = match args.operands.sink {
-                None => "was asked for, but the operands have no sink".to_owned(),
-                Some(_) if d_sink.len() != heads_q => {
-                    format!("has {} elements for {heads_q} query heads", d_sink.len())
-                }
-                Some(_) => return crate::backward::backward(&call, args),
-            };
-            return Err(CpuError::destination("d_sink", reason));
-        }
+        let dims = self.admit(&args.operands)?;
+        args.check(&dims, &self.spec)?;
+        let call = self.call(dims, args.operands.varlen, args.operands.sink);
         crate::backward::backward(&call, args)
     }
 
-    fn call<'a>(&'a self, operands: &Operands<'a>) -> Result<Call<'a>, CpuError> {
+    /// What a call of the planned sizes does: see [`Description`]. Packed problems need their
+    /// offsets; without any, the description is that of no sequences.
+    pub fn describe(&self, varlen: Option<Varlen<'_>>) -> Description {
+        let mut dims = self.dims;
+        if dims.packed {
+            dims.batch = varlen.map_or(0, |v| v.sequences());
+        }
+        let varlen = varlen.filter(|_| dims.packed);
+        Description::of(&self.call(dims, varlen, None))
+    }
+
+    /// The sizes of operands that are of the planned class.
+    fn admit(&self, operands: &Operands<'_>) -> Result<Dims, CpuError> {
         let dims = Dims::of(operands)?;
         let planned = [self.dims.heads_q, self.dims.heads_kv, self.dims.dim, self.dims.dim_v];
         let given = [dims.heads_q, dims.heads_kv, dims.dim, dims.dim_v];
@@ -125,47 +187,38 @@ impl CpuPlan {
             );
             return Err(CpuErrorKind::Operands { reason }.into());
         }
-        let sequences = dims.sequences(operands.varlen);
-        Ok(Call {
+        Ok(dims)
+    }
+
+    /// Cuts a problem of sizes `dims` up.
+    fn call<'a>(
+        &'a self,
+        dims: Dims,
+        varlen: Option<Varlen<'_>>,
+        sink: Option<&'a [f32]>,
+    ) -> Call<'a> {
+        let sequences = dims.sequences(varlen);
+        let tiles = Tiles::choose(&dims, &self.options);
+        let partial = self.spec.mask.is_some();
+        let live = |s: &Sequence| Live { tiles: s.k_len.div_ceil(tiles.kv), partial };
+        let live = sequences.iter().flat_map(|s| vec![live(s); dims.heads_q]).collect();
+        Call {
             units: units(&dims, &sequences),
             sequences,
-            tiles: Tiles::choose(&dims, &self.options),
+            tiles,
+            live,
             scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
-            sink: operands.sink,
-            keep_factor: self.spec.dropout.map_or(1.0, |d| 1.0 / (1.0 - d.p)),
+            sink,
+            keep_factor: self.spec.dropout.map_or(1.0, |d| d.kept_scale()),
             mods: &self.mods,
             pool: &self.pool,
+            out_of_range: Mutex::new(None),
             dims,
-        })
+        }
     }
 }
 
-fn check_shape<const N: usize>(
-    name: &str,
-    t: &TensorMut<'_, N>,
-    want: [usize; N],
-) -> Result<(), CpuError> {
-    if t.shape() == want {
-        return Ok(());
-    }
-    Err(CpuError::destination(name, format!("has shape {:?}; it must be {want:?}", t.shape())))
-}
-
-fn check_source<const N: usize>(
-    name: &str,
-    t: &TensorRef<'_, N>,
-    want: [usize; N],
-) -> Result<(), CpuError> {
-    if t.shape() == want {
-        return Ok(());
-    }
-    let reason = format!("{name} has shape {:?}; it must be {want:?}", t.shape());
-    Err(CpuErrorKind::Operands { reason }.into())
-}
-
-fn check_f32(name: &str, dtype: DType) -> Result<(), CpuError> {
-    if dtype == DType::F32 {
-        return Ok(());
-    }
-    Err(CpuError::destination(name, format!("is {dtype}; it must be f32")))
+fn unknown(what: &str, name: &str) -> CpuError {
+    let reason = format!("no mask or score of the plan has a {what} called `{name}`");
+    CpuErrorKind::Operands { reason }.into()
 }

@@ -53,7 +53,7 @@ impl CpuOptions {
             return refuse("tile_q", format!("{q} rows; a query tile has 1 to 1024"));
         }
         if let Some(kv) = self.tile_kv
-            && (!(LANES..=1024).contains(&kv) || kv % LANES != 0)
+            && (!(LANES..=1024).contains(&kv) || !kv.is_multiple_of(LANES))
         {
             let reason = format!("{kv} columns; a key tile has a multiple of {LANES}, to 1024");
             return refuse("tile_kv", reason);
@@ -119,7 +119,7 @@ mod tests {
         for len in [1, 100, 5000, 1_000_000] {
             let t = Tiles::choose(&dims(1, len, 64), &CpuOptions::default());
             let lane = t.lane(len, 1);
-            assert!(len.div_ceil(lane) <= MAX_LANES && lane % (t.chunk * t.kv) == 0);
+            assert!(len.div_ceil(lane) <= MAX_LANES && lane.is_multiple_of(t.chunk * t.kv));
         }
     }
 

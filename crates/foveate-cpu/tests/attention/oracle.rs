@@ -1,0 +1,231 @@
+//! The CPU backend against the f64 oracle.
+
+use crate::common::{Case, Random};
+use foveate_cpu::CpuOptions;
+use foveate_mods::expr::{b, h, h_kv, kv, kv_len, q, q_len, scalar, score};
+use foveate_mods::{Buffer, Expr, MaskMod, ScoreMod};
+use foveate_problem::Dropout;
+use foveate_reference::Rule;
+use foveate_tensor::DType;
+
+pub fn mask(e: Expr<bool>) -> Option<MaskMod> {
+    Some(MaskMod::new(e.dynamic()).unwrap())
+}
+
+pub fn score_mod(e: Expr<f32>) -> Option<ScoreMod> {
+    Some(ScoreMod::new(e.dynamic()).unwrap())
+}
+
+pub fn causal() -> Expr<bool> {
+    q().ge(kv())
+}
+
+fn documents(len: usize) -> Expr<bool> {
+    let doc = Buffer::vector("doc", (0..len as i32).map(|i| i * i / 700).collect());
+    doc.at([q()]).eq(doc.at([kv()]))
+}
+
+#[test]
+fn full_attention_of_uneven_shapes_is_right() {
+    for (seed, (lens, dims)) in
+        [([37, 53], [20, 7]), ([1, 1], [1, 1]), ([65, 16], [64, 48]), ([16, 130], [3, 33])]
+            .into_iter()
+            .enumerate()
+    {
+        for options in [CpuOptions::default(), Case::default().options] {
+            let case = Case {
+                seed: seed as u64,
+                batch: 2,
+                heads: [4, 2],
+                lens,
+                dims,
+                options,
+                ..Case::default()
+            };
+            case.check(&format!("{lens:?} {dims:?}"));
+        }
+    }
+}
+
+#[test]
+fn half_types_are_right() {
+    for dtype in [DType::F16, DType::BF16] {
+        let case =
+            Case { dtype, heads: [6, 2], lens: [67, 91], mask: mask(causal()), ..Case::default() };
+        case.check(dtype.name());
+    }
+}
+
+#[test]
+fn masks_choose_keys() {
+    let window = (q() - kv()).abs().lt(scalar("window", 9));
+    let by_head = (q() + h() * 3 + b() * 5 - kv()).rem_is_small();
+    let masks = [
+        ("causal", causal()),
+        ("aligned to the end", (q() + (kv_len() - q_len())).ge(kv())),
+        ("window", window.clone()),
+        ("documents", documents(90) & causal()),
+        ("window in a document", documents(90) & window),
+        ("by batch and head", by_head),
+        ("by key/value head", (kv() + h_kv()).gt(q())),
+        ("nothing", q().lt(0)),
+    ];
+    for (name, m) in masks {
+        for lens in [[71, 71], [40, 90], [90, 33]] {
+            let case =
+                Case { batch: 2, heads: [4, 2], lens, mask: mask(m.clone()), ..Case::default() };
+            case.check(name);
+        }
+    }
+}
+
+trait Small {
+    fn rem_is_small(self) -> Expr<bool>;
+}
+
+impl Small for Expr<i32> {
+    fn rem_is_small(self) -> Expr<bool> {
+        (self % 7).lt(3)
+    }
+}
+
+#[test]
+fn scores_and_their_derivatives_are_right() {
+    let slope = h().to_f32() * 0.25 + 0.125;
+    let cap = scalar("cap", 3.0);
+    let soft_cap = (score() / cap.clone()).tanh() * cap;
+    let alibi = score() - (q() - kv()).abs().to_f32() * slope;
+    for (name, rule, s) in [
+        ("alibi", Rule::Plain, alibi.clone()),
+        ("soft cap", Rule::TanhLike, soft_cap.clone()),
+        ("square", Rule::Plain, score() * score() * 0.25),
+    ] {
+        for m in [None, mask(causal())] {
+            let case = Case {
+                heads: [4, 2],
+                rule,
+                mask: m,
+                score: score_mod(s.clone()),
+                ..Case::default()
+            };
+            case.check(name);
+        }
+    }
+}
+
+#[test]
+fn learned_buffers_get_their_gradients() {
+    let mut random = Random::new(5);
+    let relative = Buffer::learned("relative", &[4, 41], random.vector(164)).unwrap();
+    let gain = Buffer::learned("gain", &[4], random.vector(4)).unwrap();
+    let distance = (q() - kv() + 20).max(0).min(40);
+    let read_twice = relative.at([h(), distance.clone()]) + relative.at([h(), (distance * 3) % 41]);
+    let s = score() * (gain.at([h()]) + 1.5) + read_twice;
+    for m in [None, mask(causal())] {
+        let case = Case {
+            batch: 2,
+            heads: [4, 2],
+            score: score_mod(s.clone()),
+            mask: m,
+            ..Case::default()
+        };
+        case.check("relative bias and gain");
+    }
+}
+
+#[test]
+fn sinks_dropout_and_the_gradient_of_lse_are_right() {
+    let dropout = Some(Dropout { p: 0.3, seed: 0xDEAD_BEEF_1234 });
+    for (sink, dropout, d_lse) in
+        [(true, None, false), (false, dropout, false), (false, None, true), (true, dropout, true)]
+    {
+        for m in [None, mask(causal())] {
+            let case =
+                Case { batch: 2, heads: [4, 2], sink, dropout, d_lse, mask: m, ..Case::default() };
+            case.check(&format!("sink {sink} dropout {} d_lse {d_lse}", dropout.is_some()));
+        }
+    }
+}
+
+#[test]
+fn packed_sequences_of_any_length_leave_the_tail_alone() {
+    let offsets = [vec![2, 2, 40, 41, 41, 77], vec![0, 30, 30, 63, 64, 90]];
+    for (m, sink) in [(None, false), (mask(causal()), true), (mask((q() + b()).ge(kv())), false)] {
+        let case = Case {
+            heads: [4, 2],
+            lens: [85, 95],
+            offsets: Some(offsets.clone()),
+            mask: m,
+            sink,
+            d_lse: true,
+            ..Case::default()
+        };
+        case.check("packed");
+        let tail = case.run();
+        assert!(tail.out.view().get_f64([0, 3, 84, 0]).is_nan());
+        assert!(tail.dk.view().get_f64([0, 1, 94, 0]).is_nan());
+    }
+}
+
+#[test]
+fn keys_shared_by_a_batch_sum_its_gradients() {
+    for heads in [[4, 4], [6, 2], [5, 1]] {
+        let case =
+            Case { batch: 3, heads, shared_kv: true, mask: mask(causal()), ..Case::default() };
+        case.check(&format!("{heads:?}"));
+    }
+}
+
+#[test]
+fn lengths_of_zero_are_legal() {
+    for (lens, sink) in [([0, 5], false), ([5, 0], false), ([5, 0], true), ([0, 0], true)] {
+        let case = Case { batch: 2, lens, sink, mask: mask(causal()), ..Case::default() };
+        case.check(&format!("{lens:?}"));
+        Case { batch: 0, ..case }.check("no batch");
+    }
+}
+
+#[test]
+fn features_agree_with_the_oracle_in_any_combination() {
+    let bias = Buffer::learned("bias", &[6, 8], Random::new(9).vector(48)).unwrap();
+    let scores = [
+        None,
+        score_mod((score() * 0.5).tanh() * 2.0),
+        score_mod(score() + bias.at([h(), (q() + kv()) % 8])),
+    ];
+    let masks = [
+        None,
+        mask(causal()),
+        mask((q() - kv()).abs().lt(20)),
+        mask(documents(100)),
+        mask((h() + b() * 2 + q()).gt(kv())),
+    ];
+    for seed in 0..40 {
+        let mut random = Random::new(100 + seed);
+        let packed = random.below(3) == 0;
+        let lens = [1 + random.below(80), 1 + random.below(80)];
+        let cut = |n: usize| vec![0, n as i32 / 3, n as i32 / 3, n as i32 - (n > 4) as i32];
+        let case = Case {
+            seed,
+            batch: if packed { 1 } else { 1 + random.below(2) },
+            heads: [[6, 6], [6, 2], [6, 1]][random.below(3)],
+            lens,
+            dims: [[16, 16], [24, 9], [5, 32]][random.below(3)],
+            dtype: [DType::F32, DType::F32, DType::BF16][random.below(3)],
+            mask: masks[random.below(5)].clone(),
+            score: scores[random.below(3)].clone(),
+            scale: [None, Some(0.3)][random.below(2)],
+            dropout: (random.below(3) == 0).then_some(Dropout { p: 0.2, seed }),
+            sink: random.below(2) == 0,
+            d_lse: random.below(2) == 0,
+            shared_kv: !packed && random.below(3) == 0,
+            offsets: packed.then(|| [cut(lens[0]), cut(lens[1])]),
+            options: CpuOptions {
+                tile_q: [None, Some(7), Some(32)][random.below(3)],
+                tile_kv: [None, Some(16), Some(48)][random.below(3)],
+            },
+            rule: Rule::TanhLike,
+        };
+        case.check("combination");
+    }
+}
