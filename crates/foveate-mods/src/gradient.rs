@@ -21,8 +21,10 @@ use crate::program::{Program, ScoreMod};
 /// The derivative of a score function.
 #[derive(Clone, Debug)]
 pub struct ScoreGradient {
-    program: Program,
-    captures: Vec<CaptureGradient>,
+    /// Root 0 is the derivative by the score; the others are those of `captures`.
+    pub program: Program,
+    /// One entry for each distinct read of a learned buffer.
+    pub captures: Vec<CaptureGradient>,
 }
 
 /// How one read of a learned buffer contributes to the buffer's gradient.
@@ -34,18 +36,6 @@ pub struct CaptureGradient {
     pub value: usize,
     /// Roots with the indices read (i32), one an axis. Clamp them as reads are clamped.
     pub index: Vec<usize>,
-}
-
-impl ScoreGradient {
-    /// Root 0 is the derivative by the score; the others are those of [`Self::captures`].
-    pub fn program(&self) -> &Program {
-        &self.program
-    }
-
-    /// One entry for each distinct read of a learned buffer.
-    pub fn captures(&self) -> &[CaptureGradient] {
-        &self.captures
-    }
 }
 
 impl ScoreMod {
@@ -392,7 +382,7 @@ mod tests {
         let ahead = value(score.program(), 0, at + step);
         let behind = value(score.program(), 0, at - step);
         let central = (ahead - behind) / (2.0 * step);
-        let exact = value(score.gradient().unwrap().program(), 0, at);
+        let exact = value(&score.gradient().unwrap().program, 0, at);
         let error = (central - exact).abs() / exact.abs().max(1.0);
         assert!(error < 2e-3, "{name} at {at}: central {central}, exact {exact}");
     }
@@ -426,9 +416,9 @@ mod tests {
         let s = expr::score();
         let guarded = s.gt(0.0).select(s.log(), &s * 2.0);
         let gradient = ScoreMod::new(guarded.dynamic()).unwrap().gradient().unwrap();
-        assert_eq!(value(gradient.program(), 0, 0.0), 2.0);
-        assert_eq!(value(gradient.program(), 0, -1.0), 2.0);
-        assert_eq!(value(gradient.program(), 0, 4.0), 0.25);
+        assert_eq!(value(&gradient.program, 0, 0.0), 2.0);
+        assert_eq!(value(&gradient.program, 0, -1.0), 2.0);
+        assert_eq!(value(&gradient.program, 0, 4.0), 0.25);
     }
 
     #[test]
@@ -437,12 +427,12 @@ mod tests {
         let read = bias.at([expr::h(), expr::q() - expr::kv()]);
         let score = expr::score() * &read + bias.at([expr::h(), expr::q()]);
         let gradient = ScoreMod::new(score.dynamic()).unwrap().gradient().unwrap();
-        assert_eq!(gradient.captures().len(), 2);
+        assert_eq!(gradient.captures.len(), 2);
         let point = Point { h: 1, q: 3, kv: 2, score: 7.0, ..Default::default() };
-        let roots = gradient.program().eval(&point).unwrap();
+        let roots = gradient.program.eval(&point).unwrap();
         assert_eq!(roots[0], ScalarValue::F32(0.5));
         let mut seen: Vec<_> = gradient
-            .captures()
+            .captures
             .iter()
             .map(|c| (roots[c.value], c.index.iter().map(|&i| roots[i]).collect::<Vec<_>>()))
             .collect();

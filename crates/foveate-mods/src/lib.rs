@@ -1,5 +1,6 @@
 //! Mask and score functions as values: traced, simplified, differentiated, bounded, evaluated.
 
+pub mod bounds;
 pub mod capture;
 pub mod depends;
 pub mod error;
@@ -13,6 +14,7 @@ mod simplify;
 mod structure;
 pub mod vector;
 
+pub use bounds::{Bounds, Cover};
 pub use capture::{AnyBuffer, Buffer, BufferData, Element, Scalar, ScalarValue};
 pub use error::{ModError, ModErrorKind};
 pub use eval::{OutOfRange, Point};

@@ -1,0 +1,174 @@
+//! What a mask can be over a whole rectangle of queries and keys.
+//!
+//! Interval arithmetic over the graph: each node gets a range that holds every value it takes
+//! for the queries and keys of the rectangle. If the mask's range is only `true` or only
+//! `false` the rectangle is decided without looking at its points. Captured buffers take part
+//! through tables of range minima and maxima, made once ([`Bounds::new`]). The answer is always
+//! sound and may be undecided: the two sides of `x - x` are not known to be equal.
+
+mod interval;
+mod table;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::eval::Point;
+use crate::ir::{Leaf, Node};
+use crate::program::Program;
+use crate::vector::Head;
+use interval::Interval;
+use table::Table;
+
+/// What a mask is over a rectangle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cover {
+    /// False everywhere.
+    Empty,
+    /// True everywhere.
+    Full,
+    /// Not decided by bounds.
+    Undecided,
+}
+
+/// A mask program ready to be bounded.
+#[derive(Clone, Debug)]
+pub struct Bounds {
+    program: Program,
+    tables: Arc<Vec<Table>>,
+}
+
+impl Bounds {
+    /// Prepares the captured buffers of a program whose root 0 is bool: time and memory are
+    /// linear in their lengths.
+    pub fn new(program: &Program) -> Self {
+        let tables = program.graph().buffers().iter().map(Table::new).collect();
+        Self { program: program.clone(), tables: Arc::new(tables) }
+    }
+
+    /// What root 0 is over the queries and keys of a rectangle that is not empty.
+    ///
+    /// # Panics
+    /// When root 0 is not bool.
+    pub fn cover(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> Cover {
+        let graph = self.program.graph();
+        let point = Point {
+            b: head.b,
+            h: head.h,
+            h_kv: head.h_kv,
+            q_len: head.q_len,
+            kv_len: head.kv_len,
+            ..Point::default()
+        };
+        let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
+        for node in graph.nodes() {
+            let of = |id: &crate::NodeId| ranges[id.index()];
+            let range = match node {
+                Node::Leaf(Leaf::Q) => Interval::I32 { lo: q.start, hi: q.end - 1 },
+                Node::Leaf(Leaf::Kv) => Interval::I32 { lo: kv.start, hi: kv.end - 1 },
+                Node::Leaf(Leaf::Score) => Interval::ANY_F32,
+                Node::Leaf(leaf) => Interval::one(point.leaf(*leaf)),
+                Node::Bool(v) => Interval::one(crate::ScalarValue::Bool(*v)),
+                Node::I32(v) => Interval::one(crate::ScalarValue::I32(*v)),
+                Node::F32(v) => Interval::one(crate::ScalarValue::F32(f32::from_bits(*v))),
+                Node::Scalar(slot) => Interval::one(graph.scalars()[*slot as usize].value),
+                Node::Load { buffer, index } => {
+                    let slot = *buffer as usize;
+                    self.tables[slot].range(&graph.buffers()[slot], index.iter().map(of))
+                }
+                Node::Unary(op, x) => interval::unary(*op, of(x)),
+                Node::Binary(op, x, y) => interval::binary(*op, of(x), of(y)),
+                Node::Select { cond, then, other } => match of(cond) {
+                    Interval::Bool { yes: true, no: false } => of(then),
+                    Interval::Bool { yes: false, no: true } => of(other),
+                    _ => of(then).union(of(other)),
+                },
+                Node::Cast(to, x) => interval::cast(*to, of(x)),
+            };
+            ranges.push(range);
+        }
+        match ranges[self.program.roots()[0].index()] {
+            Interval::Bool { yes: true, no: false } => Cover::Full,
+            Interval::Bool { yes: false, no: true } => Cover::Empty,
+            Interval::Bool { .. } => Cover::Undecided,
+            _ => panic!("the root of a mask is bool"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture::{Buffer, ScalarValue};
+    use crate::expr::{self, Expr};
+    use crate::program::MaskMod;
+
+    const LEN: i32 = 24;
+
+    fn exact(program: &Program, q: &Range<i32>, kv: &Range<i32>) -> Cover {
+        let mut seen = [false; 2];
+        for q in q.clone() {
+            for kv in kv.clone() {
+                let point = Point { q, kv, q_len: LEN, kv_len: LEN, ..Default::default() };
+                let value = program.eval(&point).unwrap()[0];
+                seen[usize::from(value == ScalarValue::Bool(true))] = true;
+            }
+        }
+        match seen {
+            [false, true] => Cover::Full,
+            [true, false] => Cover::Empty,
+            _ => Cover::Undecided,
+        }
+    }
+
+    fn agrees(mask: &MaskMod, must_be_exact: bool) {
+        let bounds = Bounds::new(mask.program());
+        let head = Head { q_len: LEN, kv_len: LEN, ..Default::default() };
+        for size in [1, 3, 5, 8] {
+            for q in (0..LEN).step_by(size) {
+                for kv in (0..LEN).step_by(size) {
+                    let rect = (q..(q + size as i32).min(LEN), kv..(kv + size as i32).min(LEN));
+                    let want = exact(mask.program(), &rect.0, &rect.1);
+                    let got = bounds.cover(&head, rect.0.clone(), rect.1.clone());
+                    let sound = got == want || got == Cover::Undecided;
+                    assert!(sound, "{rect:?}: bounds say {got:?}, the points {want:?}");
+                    assert!(!must_be_exact || got == want, "{rect:?}: {got:?} for {want:?}");
+                }
+            }
+        }
+    }
+
+    fn mask(e: Expr<bool>) -> MaskMod {
+        MaskMod::new(e.dynamic()).unwrap()
+    }
+
+    #[test]
+    fn the_masks_people_use_are_decided_exactly() {
+        let (q, kv) = (expr::q, expr::kv);
+        agrees(&mask(q().ge(kv())), true);
+        agrees(&mask(q().ge(kv()) & (q() - kv()).lt(5)), true);
+        agrees(&mask(q().ge(kv()) | kv().lt(7)), true);
+        agrees(&mask((q() / 6).eq(kv() / 6)), true);
+        let doc = Buffer::vector("doc", (0..LEN).map(|i| (i * i) / 90).collect());
+        agrees(&mask(doc.at([q()]).eq(doc.at([kv()]))), true);
+        let tiles = Buffer::new("tiles", &[4, 4], (0..16).map(|i| i % 3 == 0).collect()).unwrap();
+        agrees(&mask(tiles.at([q() / 6, kv() / 6])), true);
+    }
+
+    #[test]
+    fn hard_masks_are_bounded_soundly() {
+        let (q, kv) = (expr::q, expr::kv);
+        agrees(&mask(((q() - kv()) % 4).eq(0)), false);
+        agrees(&mask(((q() * kv()) % 7).lt(3) ^ q().lt(kv())), false);
+        agrees(&mask((q() - 9).abs().lt((kv() - 4).abs())), false);
+        agrees(&mask(((q() - 5) / (kv() - 8)).gt(1)), false);
+        agrees(&mask(((q() - 11) % (kv() - 8)).gt(1)), false);
+        agrees(&mask(q().to_f32().sin().gt(kv().to_f32() * 0.1)), false);
+        agrees(&mask((q().to_f32() / kv().to_f32()).exp().lt(3.0)), false);
+        agrees(&mask(q().mix(kv()).unit().lt(0.5)), false);
+        agrees(&mask((q() * 200_000_000).lt(kv() * 100_000_000)), false);
+        agrees(&mask((kv().to_f32() - 3.0).log().max(0.5).lt(q().to_f32().sqrt())), false);
+        let wave = Buffer::vector("wave", (0..LEN).map(|i| (i as f32).sin()).collect::<Vec<_>>());
+        agrees(&mask(wave.at([q()]).lt(wave.at([kv()]).abs())), false);
+        agrees(&mask(q().lt(8).select(wave.at([q()]), 0.3f32).le(wave.at([kv()]))), false);
+    }
+}
