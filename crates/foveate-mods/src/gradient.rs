@@ -21,10 +21,20 @@ use crate::program::{Program, ScoreMod};
 /// The derivative of a score function.
 #[derive(Clone, Debug)]
 pub struct ScoreGradient {
-    /// Root 0 is the derivative by the score; the others are those of `captures`.
-    pub program: Program,
+    program: Program,
+    captures: Vec<CaptureGradient>,
+}
+
+impl ScoreGradient {
+    /// Root 0 is the derivative by the score; the others are those of [`Self::captures`].
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
     /// One entry for each distinct read of a learned buffer.
-    pub captures: Vec<CaptureGradient>,
+    pub fn captures(&self) -> &[CaptureGradient] {
+        &self.captures
+    }
 }
 
 /// How one read of a learned buffer contributes to the buffer's gradient.
