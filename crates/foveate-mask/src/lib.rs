@@ -1,1 +1,331 @@
-//! Block masks: the live tiles of a mask as runs per row of tiles
+//! Block masks: the live tiles of a mask, as runs per row of tiles.
+//!
+//! # Should I use this?
+//!
+//! The crate `foveate` builds block masks where it needs them. Use this one to look at a mask's
+//! sparsity, to draw it, or to write a backend.
+//!
+//! # What it is
+//!
+//! The plane of queries and keys is cut into tiles. A tile is *empty* (no query in it sees a key
+//! in it), *full* (every query sees every key) or *partial*. A [`BlockMask`] keeps, for each row
+//! of tiles, the runs of neighbouring full or partial tiles. Usual masks have a few runs a row,
+//! so the memory is proportional to the rows, not to the tiles.
+//!
+//! ```
+//! use foveate_mask::{BlockMask, Kind, Tile};
+//! use foveate_mods::{Head, MaskMod, expr};
+//!
+//! let causal = MaskMod::new(expr::q().ge(expr::kv()).dynamic())?;
+//! let mask = BlockMask::build(&causal, Head::default(), 300, 300, Tile { q: 128, kv: 128 });
+//! let row = mask.row(2);
+//! assert_eq!((row[0].first, row[0].count, row[0].kind), (0, 2, Kind::Full));
+//! assert_eq!((row[1].first, row[1].count, row[1].kind), (2, 1, Kind::Partial));
+//! assert_eq!(mask.stats().live_entries, 300 * 301 / 2);
+//! # Ok::<(), foveate_mods::ModError>(())
+//! ```
+//!
+//! # How it is built
+//!
+//! From the whole plane downwards: [`foveate_mods::Bounds`] proves a rectangle empty or full, or
+//! it is halved along its longer side. Single tiles that remain undecided are evaluated point by
+//! point, so the result is exact. For causal, window, prefix and document masks the work is
+//! proportional to the rows of tiles and to the tiles on the masks' edges.
+
+mod build;
+pub mod picture;
+
+use std::ops::Range;
+
+use foveate_mods::{Head, Leaf, MaskMod};
+
+/// Size of a tile: queries by keys, at least 1 each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Queries.
+    pub q: u32,
+    /// Keys.
+    pub kv: u32,
+}
+
+/// What a live tile is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Every query of the tile sees every key of it: the mask need not be evaluated.
+    Full,
+    /// Some do not.
+    Partial,
+}
+
+/// Neighbouring live tiles of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Run {
+    /// First tile.
+    pub first: u32,
+    /// Number of tiles, at least 1.
+    pub count: u32,
+    /// What they are.
+    pub kind: Kind,
+}
+
+impl Run {
+    /// The tiles.
+    pub fn tiles(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+}
+
+/// The live tiles of one head: for each row of tiles its runs, from left to right, not touching
+/// unless their kinds differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockMask {
+    q_len: usize,
+    kv_len: usize,
+    tile: Tile,
+    /// `runs[starts[i]..starts[i + 1]]` are those of row `i`.
+    starts: Vec<u32>,
+    runs: Vec<Run>,
+    live_entries: u64,
+}
+
+/// Counts over a [`BlockMask`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Tiles of the plane.
+    pub tiles: u64,
+    /// Full tiles.
+    pub full: u64,
+    /// Partial tiles.
+    pub partial: u64,
+    /// Points where the mask is true.
+    pub live_entries: u64,
+    /// Points of the plane, queries times keys.
+    pub entries: u64,
+    /// Runs.
+    pub runs: u64,
+    /// Memory of the runs, in bytes.
+    pub bytes: u64,
+}
+
+impl Stats {
+    /// Share of the points where the mask is false, between 0 and 1.
+    pub fn sparsity(&self) -> f64 {
+        if self.entries == 0 { 0.0 } else { 1.0 - self.live_entries as f64 / self.entries as f64 }
+    }
+
+    /// Share of the tiles that are live, between 0 and 1.
+    pub fn live_tile_share(&self) -> f64 {
+        if self.tiles == 0 { 0.0 } else { (self.full + self.partial) as f64 / self.tiles as f64 }
+    }
+}
+
+impl BlockMask {
+    /// The live tiles of `mask` for one head, exactly. `q_len` and `kv_len` may be 0 and need
+    /// not be multiples of the tile; `head` gives the mask its `b`, `h` and lengths.
+    ///
+    /// # Panics
+    /// When a tile has no queries or no keys, or a length is over `i32::MAX`.
+    pub fn build(mask: &MaskMod, head: Head, q_len: usize, kv_len: usize, tile: Tile) -> Self {
+        build::build(mask, head, q_len, kv_len, tile)
+    }
+
+    /// Everything live: what no mask is.
+    pub fn full(q_len: usize, kv_len: usize, tile: Tile) -> Self {
+        let columns = kv_len.div_ceil(tile.kv as usize) as u32;
+        let run = Run { first: 0, count: columns, kind: Kind::Full };
+        let rows = q_len.div_ceil(tile.q as usize);
+        let row = if columns == 0 { vec![] } else { vec![run] };
+        let live = q_len as u64 * kv_len as u64;
+        Self::from_rows(q_len, kv_len, tile, vec![row; rows], live)
+    }
+
+    fn from_rows(
+        q_len: usize,
+        kv_len: usize,
+        tile: Tile,
+        rows: Vec<Vec<Run>>,
+        live_entries: u64,
+    ) -> Self {
+        let mut starts = Vec::with_capacity(rows.len() + 1);
+        let mut runs = Vec::with_capacity(rows.iter().map(Vec::len).sum());
+        starts.push(0);
+        for row in rows {
+            runs.extend(row);
+            starts.push(runs.len() as u32);
+        }
+        Self { q_len, kv_len, tile, starts, runs, live_entries }
+    }
+
+    /// Number of queries.
+    pub fn q_len(&self) -> usize {
+        self.q_len
+    }
+
+    /// Number of keys.
+    pub fn kv_len(&self) -> usize {
+        self.kv_len
+    }
+
+    /// Size of the tiles.
+    pub fn tile(&self) -> Tile {
+        self.tile
+    }
+
+    /// Number of rows of tiles.
+    pub fn rows(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// Number of columns of tiles.
+    pub fn columns(&self) -> usize {
+        self.kv_len.div_ceil(self.tile.kv as usize)
+    }
+
+    /// The runs of row `row`, from left to right.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn row(&self, row: usize) -> &[Run] {
+        &self.runs[self.starts[row] as usize..self.starts[row + 1] as usize]
+    }
+
+    /// What tile `(row, column)` is; `None` when it is empty.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn kind(&self, row: usize, column: u32) -> Option<Kind> {
+        self.row(row).iter().find(|r| r.tiles().contains(&column)).map(|r| r.kind)
+    }
+
+    /// The same tiles with queries and keys exchanged: for each column of tiles the runs of
+    /// rows. Work and memory follow the changes from row to row, not the number of tiles.
+    pub fn transpose(&self) -> Self {
+        let mut columns: Vec<Vec<Run>> = vec![Vec::new(); self.columns()];
+        let mut open: Vec<Option<(u32, Kind)>> = vec![None; self.columns()];
+        let nothing: &[Run] = &[];
+        for row in 0..=self.rows() {
+            let before = if row == 0 { nothing } else { self.row(row - 1) };
+            let now = if row == self.rows() { nothing } else { self.row(row) };
+            changes(before, now, |tiles, kind| {
+                for column in tiles {
+                    let column = column as usize;
+                    if let Some((first, was)) = open[column].take() {
+                        let run = Run { first, count: row as u32 - first, kind: was };
+                        columns[column].push(run);
+                    }
+                    open[column] = kind.map(|kind| (row as u32, kind));
+                }
+            });
+        }
+        let tile = Tile { q: self.tile.kv, kv: self.tile.q };
+        Self::from_rows(self.kv_len, self.q_len, tile, columns, self.live_entries)
+    }
+
+    /// The rows of tiles `rows`, as a block mask of its own over the same keys: what a shard of
+    /// the queries needs. `live_entries` counts whole tiles where the original was exact.
+    ///
+    /// # Panics
+    /// When the range reaches past the rows.
+    pub fn slice_rows(&self, rows: Range<usize>) -> Self {
+        let tile = self.tile.q as usize;
+        let q_len = self.q_len.min(rows.end * tile).saturating_sub(rows.start * tile);
+        let taken: Vec<Vec<Run>> = rows.map(|r| self.row(r).to_vec()).collect();
+        let mut sliced = Self::from_rows(q_len, self.kv_len, self.tile, taken, 0);
+        sliced.live_entries = sliced.live_tile_entries();
+        sliced
+    }
+
+    /// The columns of tiles `columns`, as a block mask of its own: what a prefix of a cache of
+    /// keys needs. `live_entries` counts whole tiles.
+    pub fn slice_columns(&self, columns: Range<usize>) -> Self {
+        let tile = self.tile.kv as usize;
+        let kv_len = self.kv_len.min(columns.end * tile).saturating_sub(columns.start * tile);
+        let (from, to) = (columns.start as u32, columns.end as u32);
+        let cut = |run: &Run| {
+            let (first, end) = (run.first.max(from), run.tiles().end.min(to));
+            (first < end).then(|| Run { first: first - from, count: end - first, ..*run })
+        };
+        let taken = (0..self.rows()).map(|r| self.row(r).iter().filter_map(cut).collect());
+        let mut sliced = Self::from_rows(self.q_len, kv_len, self.tile, taken.collect(), 0);
+        sliced.live_entries = sliced.live_tile_entries();
+        sliced
+    }
+
+    /// Points in live tiles: what kernels that skip empty tiles compute.
+    pub fn live_tile_entries(&self) -> u64 {
+        let extent = |tiles: Range<usize>, tile: usize, len: usize| {
+            (len.min(tiles.end * tile) - tiles.start * tile) as u64
+        };
+        let (q, kv) = (self.tile.q as usize, self.tile.kv as usize);
+        (0..self.rows())
+            .map(|row| {
+                let tall = extent(row..row + 1, q, self.q_len);
+                let wide = self
+                    .row(row)
+                    .iter()
+                    .map(|r| extent(r.first as usize..r.tiles().end as usize, kv, self.kv_len));
+                tall * wide.sum::<u64>()
+            })
+            .sum()
+    }
+
+    /// Counts.
+    pub fn stats(&self) -> Stats {
+        let of = |kind| {
+            let runs = self.runs.iter().filter(|r| r.kind == kind);
+            runs.map(|r| u64::from(r.count)).sum()
+        };
+        Stats {
+            tiles: self.rows() as u64 * self.columns() as u64,
+            full: of(Kind::Full),
+            partial: of(Kind::Partial),
+            live_entries: self.live_entries,
+            entries: self.q_len as u64 * self.kv_len as u64,
+            runs: self.runs.len() as u64,
+            bytes: (self.runs.capacity() * size_of::<Run>() + self.starts.capacity() * 4) as u64,
+        }
+    }
+}
+
+/// Calls `f` for each stretch of tiles whose kind differs between two rows, with its new kind.
+fn changes(before: &[Run], now: &[Run], mut f: impl FnMut(Range<u32>, Option<Kind>)) {
+    let mut edges: Vec<u32> =
+        before.iter().chain(now).flat_map(|r| [r.first, r.tiles().end]).collect();
+    edges.sort_unstable();
+    edges.dedup();
+    let (mut i, mut j) = (0, 0);
+    for edge in edges.windows(2) {
+        let at = edge[0];
+        let find = |runs: &[Run], i: &mut usize| {
+            while *i < runs.len() && runs[*i].tiles().end <= at {
+                *i += 1;
+            }
+            runs.get(*i).filter(|r| r.first <= at).map(|r| r.kind)
+        };
+        let (was, is) = (find(before, &mut i), find(now, &mut j));
+        if was != is {
+            f(edge[0]..edge[1], is);
+        }
+    }
+}
+
+/// Whether a mask differs between batch entries and between heads. Callers build one block mask
+/// for each distinct combination only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Varies {
+    /// It reads `b`.
+    pub by_batch: bool,
+    /// It reads `h` or `h_kv`.
+    pub by_head: bool,
+}
+
+impl Varies {
+    /// What `mask` depends on.
+    pub fn of(mask: &MaskMod) -> Self {
+        let leaves = mask.program().roots_depend();
+        Self {
+            by_batch: leaves.contains(Leaf::B),
+            by_head: leaves.contains(Leaf::H) || leaves.contains(Leaf::HKv),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! From a mask to runs.
+
+use std::ops::Range;
+
+use foveate_mods::{Bounds, Cover, Head, Kernel, Machine, MaskMod};
+
+use crate::{BlockMask, Kind, Run, Tile};
+
+pub(crate) fn build(
+    mask: &MaskMod,
+    head: Head,
+    q_len: usize,
+    kv_len: usize,
+    tile: Tile,
+) -> BlockMask {
+    assert!(tile.q > 0 && tile.kv > 0, "a tile has queries and keys");
+    let fits = |len: usize| i32::try_from(len).expect("positions are i32");
+    let mut machine = Kernel::compile(mask.program()).machine(tile.kv as usize);
+    machine.set_head(head);
+    let rows = q_len.div_ceil(tile.q as usize);
+    let mut builder = Builder {
+        bounds: Bounds::new(mask.program()),
+        machine,
+        head,
+        q_len: fits(q_len),
+        kv_len: fits(kv_len),
+        tile,
+        rows: vec![Vec::new(); rows],
+        live_entries: 0,
+    };
+    builder.visit(0..rows as u32, 0..kv_len.div_ceil(tile.kv as usize) as u32);
+    BlockMask::from_rows(q_len, kv_len, tile, builder.rows, builder.live_entries)
+}
+
+struct Builder {
+    bounds: Bounds,
+    machine: Machine,
+    head: Head,
+    q_len: i32,
+    kv_len: i32,
+    tile: Tile,
+    rows: Vec<Vec<Run>>,
+    live_entries: u64,
+}
+
+impl Builder {
+    /// Decides the tiles `rows × columns`. Every row meets its columns from left to right. The
+    /// depth is the number of halvings, at most 62.
+    fn visit(&mut self, rows: Range<u32>, columns: Range<u32>) {
+        if rows.is_empty() || columns.is_empty() {
+            return;
+        }
+        let q = span(&rows, self.tile.q, self.q_len);
+        let kv = span(&columns, self.tile.kv, self.kv_len);
+        match self.bounds.cover(&self.head, q.clone(), kv.clone()) {
+            Cover::Empty => {}
+            Cover::Full => {
+                self.live_entries += q.len() as u64 * kv.len() as u64;
+                for row in rows {
+                    self.push(row, columns.clone(), Kind::Full);
+                }
+            }
+            Cover::Undecided if rows.len() == 1 && columns.len() == 1 => {
+                let live = self.count(q.clone(), kv.clone());
+                self.live_entries += live;
+                if live == q.len() as u64 * kv.len() as u64 {
+                    self.push(rows.start, columns, Kind::Full);
+                } else if live > 0 {
+                    self.push(rows.start, columns, Kind::Partial);
+                }
+            }
+            Cover::Undecided if rows.len() > columns.len() => {
+                let middle = rows.start + rows.len() as u32 / 2;
+                self.visit(rows.start..middle, columns.clone());
+                self.visit(middle..rows.end, columns);
+            }
+            Cover::Undecided => {
+                let middle = columns.start + columns.len() as u32 / 2;
+                self.visit(rows.clone(), columns.start..middle);
+                self.visit(rows, middle..columns.end);
+            }
+        }
+    }
+
+    /// Points of one tile where the mask is true.
+    fn count(&mut self, q: Range<i32>, kv: Range<i32>) -> u64 {
+        self.machine.set_columns(kv.start, kv.len());
+        let mut live = 0;
+        for q in q {
+            self.machine.run_row(q, &[]);
+            live += self.machine.bools(0).iter().map(|&x| u64::from(x)).sum::<u64>();
+        }
+        live
+    }
+
+    fn push(&mut self, row: u32, columns: Range<u32>, kind: Kind) {
+        let runs = &mut self.rows[row as usize];
+        match runs.last_mut() {
+            Some(last) if last.kind == kind && last.tiles().end == columns.start => {
+                last.count += columns.len() as u32;
+            }
+            _ => runs.push(Run { first: columns.start, count: columns.len() as u32, kind }),
+        }
+    }
+}
+
+/// Positions of a stretch of tiles.
+fn span(tiles: &Range<u32>, tile: u32, len: i32) -> Range<i32> {
+    let at = |t: u32| (u64::from(t) * u64::from(tile)).min(len as u64) as i32;
+    at(tiles.start)..at(tiles.end)
+}

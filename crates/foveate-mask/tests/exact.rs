@@ -1,0 +1,180 @@
+//! Block masks against brute force.
+
+use foveate_mask::{BlockMask, Kind, Tile};
+use foveate_mods::{Buffer, Expr, Head, MaskMod, Point, ScalarValue, expr};
+use proptest::prelude::*;
+
+/// A random i32 expression over positions.
+fn number() -> impl Strategy<Value = Expr<i32>> {
+    let leaf = prop_oneof![
+        Just(expr::q()),
+        Just(expr::kv()),
+        Just(expr::kv_len() - expr::q_len()),
+        (-3..12i32).prop_map(Expr::from),
+        (0..9i32).prop_map(|v| expr::scalar("n", v)),
+        prop::collection::vec(0..4i32, 40).prop_map(|mut ids| {
+            ids.sort_unstable();
+            Buffer::vector("doc", ids).at([expr::kv()])
+        }),
+        prop::collection::vec(-5..5i32, 40).prop_map(|v| Buffer::vector("v", v).at([expr::q()])),
+    ];
+    leaf.prop_recursive(3, 12, 2, |inner| {
+        (inner.clone(), inner, 0..7u8).prop_map(|(x, y, op)| match op {
+            0 => x + y,
+            1 => x - y,
+            2 => x * y,
+            3 => x / y,
+            4 => x % y,
+            5 => x.min(y),
+            _ => x.max(y).abs(),
+        })
+    })
+}
+
+/// A random mask.
+fn mask() -> impl Strategy<Value = MaskMod> {
+    let leaf = (number(), number(), 0..4u8).prop_map(|(x, y, op)| match op {
+        0 => x.ge(y),
+        1 => x.lt(y),
+        2 => x.eq(y),
+        _ => (x.to_f32() * 0.3).tanh().lt(y.to_f32() * 0.2),
+    });
+    let tree = leaf.prop_recursive(3, 8, 2, |inner| {
+        (inner.clone(), inner, 0..5u8).prop_map(|(x, y, op)| match op {
+            0 => x & y,
+            1 => x | y,
+            2 => x ^ y,
+            3 => !x,
+            _ => x.select(y, true),
+        })
+    });
+    tree.prop_map(|e| MaskMod::new(e.dynamic()).expect("a bool without the score"))
+}
+
+fn dense(mask: &MaskMod, q_len: usize, kv_len: usize) -> Vec<Vec<bool>> {
+    let at = |q: usize, kv: usize| {
+        let (q_len, kv_len) = (q_len as i32, kv_len as i32);
+        let point = Point { q: q as i32, kv: kv as i32, q_len, kv_len, ..Default::default() };
+        mask.program().eval(&point).expect("in range")[0] == ScalarValue::Bool(true)
+    };
+    (0..q_len).map(|q| (0..kv_len).map(|kv| at(q, kv)).collect()).collect()
+}
+
+fn kind(dense: &[Vec<bool>], tile: Tile, row: usize, column: usize) -> Option<Kind> {
+    let rows = dense.iter().skip(row * tile.q as usize).take(tile.q as usize);
+    let points: Vec<bool> = rows
+        .flat_map(|r| r.iter().skip(column * tile.kv as usize).take(tile.kv as usize))
+        .copied()
+        .collect();
+    match (points.iter().all(|&x| x), points.iter().any(|&x| x)) {
+        (true, _) => Some(Kind::Full),
+        (_, true) => Some(Kind::Partial),
+        _ => None,
+    }
+}
+
+fn build(mask: &MaskMod, q_len: usize, kv_len: usize, tile: Tile) -> BlockMask {
+    let head = Head { q_len: q_len as i32, kv_len: kv_len as i32, ..Default::default() };
+    BlockMask::build(mask, head, q_len, kv_len, tile)
+}
+
+fn check_runs(built: &BlockMask) {
+    for row in 0..built.rows() {
+        for pair in built.row(row).windows(2) {
+            assert!(pair[0].tiles().end <= pair[1].first, "runs are ordered");
+            let touching = pair[0].tiles().end == pair[1].first;
+            assert!(!touching || pair[0].kind != pair[1].kind, "runs are as long as can be");
+        }
+        assert!(built.row(row).iter().all(|r| r.count > 0), "no run is empty");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..Default::default() })]
+
+    #[test]
+    fn every_tile_is_what_its_points_are(
+        mask in mask(),
+        q_len in 0..40usize,
+        kv_len in 0..40usize,
+        q in 1..9u32,
+        kv in 1..9u32,
+    ) {
+        let tile = Tile { q, kv };
+        let dense = dense(&mask, q_len, kv_len);
+        let built = build(&mask, q_len, kv_len, tile);
+        check_runs(&built);
+        let turned = built.transpose();
+        check_runs(&turned);
+        for row in 0..built.rows() {
+            for column in 0..built.columns() {
+                let want = kind(&dense, tile, row, column);
+                prop_assert_eq!(built.kind(row, column as u32), want);
+                prop_assert_eq!(turned.kind(column, row as u32), want);
+            }
+        }
+        let live = dense.iter().flatten().filter(|&&x| x).count() as u64;
+        prop_assert_eq!(built.stats().live_entries, live);
+        prop_assert_eq!(&turned.transpose(), &built);
+    }
+
+    #[test]
+    fn a_slice_has_the_tiles_of_the_whole(
+        mask in mask(),
+        len in 1..40usize,
+        tile in 1..9u32,
+        cut in 0..20usize,
+    ) {
+        let built = build(&mask, len, len, Tile { q: tile, kv: tile });
+        let from = cut.min(built.rows());
+        let rows = built.slice_rows(from..built.rows());
+        let columns = built.slice_columns(from..built.columns());
+        for row in 0..built.rows() {
+            for column in 0..built.columns() {
+                let want = built.kind(row, column as u32);
+                if row >= from {
+                    prop_assert_eq!(rows.kind(row - from, column as u32), want);
+                }
+                if column >= from {
+                    prop_assert_eq!(columns.kind(row, (column - from) as u32), want);
+                }
+            }
+        }
+        let tile_entries = rows.live_tile_entries();
+        prop_assert_eq!(rows.stats().live_entries, tile_entries);
+    }
+}
+
+#[test]
+fn a_long_mask_needs_a_few_runs_a_row() {
+    let len = 1 << 17;
+    let (q, kv) = (expr::q, expr::kv);
+    let documents: Vec<i32> = (0..len).map(|i| i / 1311).collect();
+    let doc = Buffer::vector("doc", documents);
+    let masks = [
+        ("causal", q().ge(kv())),
+        ("window", q().ge(kv()) & (q() - kv()).lt(4096)),
+        ("prefix", q().ge(kv()) | kv().lt(1000)),
+        ("documents", doc.at([q()]).eq(doc.at([kv()]))),
+    ];
+    for (name, expr) in masks {
+        let mask = MaskMod::new(expr.dynamic()).unwrap();
+        let built = build(&mask, len as usize, len as usize, Tile { q: 128, kv: 128 });
+        let stats = built.stats();
+        assert!(stats.runs <= 4 * built.rows() as u64, "{name}: {} runs", stats.runs);
+        assert_eq!(built.transpose().stats().full, stats.full, "{name}");
+    }
+}
+
+#[test]
+fn pictures_show_full_partial_and_empty_tiles() {
+    let causal = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).unwrap();
+    let built = build(&causal, 300, 300, Tile { q: 100, kv: 100 });
+    let picture = built.to_terminal(8, 8);
+    assert_eq!(picture, "▒··\n█▒·\n██▒\neach cell: 100 queries x 100 keys\n");
+    let svg = built.to_svg("causal & <more>");
+    assert!(svg.contains("<title>causal &amp; &lt;more&gt;</title>"));
+    // The background, one partial tile a row, one run of full tiles in two rows, the frame.
+    assert_eq!(svg.matches("<rect").count(), 1 + 3 + 2 + 1);
+    assert!(build(&causal, 0, 5, Tile { q: 2, kv: 2 }).to_terminal(4, 4).is_empty());
+}
