@@ -60,6 +60,11 @@ impl CpuPlan {
         })
     }
 
+    /// What is computed, after every rebinding.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
     /// Says whether the backward pass can run.
     ///
     /// # Errors

@@ -84,10 +84,17 @@ impl Attention {
     /// operands, and the same three arguments always give the same plan.
     ///
     /// # Errors
-    /// When the program has an option outside its range, a learned buffer that has no gradient,
-    /// or every backend of the device declined: then each is listed with its reason.
+    /// When the program has an option outside its range, a learned buffer in its mask, or an
+    /// operation without a derivative on the way of a gradient (unless the problem says
+    /// [`Problem::forward_only`]); or when every backend of the device declined: then each is listed with its reason.
     pub fn plan(&self, problem: &Problem, device: &Device) -> Result<Plan, Error> {
-        Plan::new(self.spec()?, problem, device)
+        let spec = self.spec()?;
+        if let Some(score) = &spec.score
+            && !problem.is_forward_only()
+        {
+            score.gradient()?;
+        }
+        Plan::new(spec, problem, device)
     }
 
     /// The program as backends take it: positions are substituted, so that the mods read the

@@ -26,10 +26,6 @@ pub struct Work {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
-    /// Runs of tiles in the block masks, each a few bytes.
-    pub runs: usize,
-    /// Block masks that batch entries and heads share; 0 without a mask.
-    pub block_masks: usize,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes.
@@ -46,6 +42,8 @@ pub struct Explanation {
     pub device: String,
     /// Candidates that declined, with their reasons.
     pub declined: Vec<Declined>,
+    /// True for sequences packed one after another.
+    pub packed: bool,
     /// Batch entries, or sequences of packed operands.
     pub batch: usize,
     /// Query heads.
@@ -62,6 +60,12 @@ pub struct Explanation {
     pub dim_v: usize,
     /// The dtype of the operands.
     pub dtype: &'static str,
+    /// Factor on `q·k`.
+    pub scale: f32,
+    /// Buffers that the mask and the score capture, and what they have.
+    pub captures: Vec<String>,
+    /// True when a backward pass was planned for.
+    pub backward: bool,
     /// Strides seen, in elements.
     pub strides: [[usize; 4]; 3],
     /// Copies of operands that the plan makes. Empty: every stride is read in place.
@@ -83,7 +87,7 @@ impl Explanation {
         backend: &'static str,
         device: &Device,
         problem: &Problem,
-        _spec: &Spec,
+        spec: &Spec,
         work: Work,
         declined: &[Declined],
     ) -> Self {
@@ -104,6 +108,7 @@ impl Explanation {
             backend,
             device: device.to_string(),
             declined: declined.to_vec(),
+            packed: dims.packed,
             batch: dims.batch,
             heads_q: dims.heads_q,
             heads_kv: dims.heads_kv,
@@ -112,6 +117,9 @@ impl Explanation {
             dim: dims.dim,
             dim_v: dims.dim_v,
             dtype: problem.dtype().name(),
+            scale: spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
+            captures: captures(spec),
+            backward: !problem.is_forward_only(),
             strides: problem.layouts().map(|l| l.strides),
             copies: Vec::new(),
             work,
@@ -123,8 +131,103 @@ impl Explanation {
     }
 }
 
+/// Every buffer of the program: `bias: f32 [8, 64], learned`.
+fn captures(spec: &Spec) -> Vec<String> {
+    let mask = spec.mask.as_ref().map(|m| m.program());
+    let score = spec.score.as_ref().map(|s| s.program());
+    let mut said = Vec::new();
+    for buffer in [mask, score].into_iter().flatten().flat_map(|p| p.graph().buffers()) {
+        let learned = if buffer.learned() { ", learned" } else { "" };
+        let (name, ty, shape) = (buffer.name(), buffer.ty(), buffer.shape());
+        said.push(format!("{name}: {ty} {shape:?}{learned}"));
+    }
+    said.sort();
+    said.dedup();
+    said
+}
+
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "backend   {} on the {}", self.backend, self.device)
+        let mut line = |name: &str, text: String| writeln!(f, "{name:<10} {text}");
+        let Self { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, dtype, work, .. } = self;
+        line(
+            "backend",
+            format!(
+                "{} on the {}: {}, {} threads",
+                self.backend, self.device, work.instructions, work.threads
+            ),
+        )?;
+        let batches = if self.packed { "sequences" } else { "batch" };
+        line(
+            "problem",
+            format!(
+                "{batches} {batch}, heads {heads_q}/{heads_kv}, lengths {len_q}/{len_k}, \
+                 dims {dim}/{dim_v}, {dtype}, scale {}",
+                self.scale
+            ),
+        )?;
+        let [q, k, v] = self.strides;
+        line("strides", format!("q {q:?}, k {k:?}, v {v:?}"))?;
+        let copies = if self.copies.is_empty() { "none".into() } else { self.copies.join(", ") };
+        line("copies", copies)?;
+        if !self.captures.is_empty() {
+            line("captures", self.captures.join("; "))?;
+        }
+        let part = |n: usize| 100.0 * n as f64 / work.tiles.max(1) as f64;
+        let empty = work.tiles - work.full_tiles - work.partial_tiles;
+        line(
+            "tiles",
+            format!(
+                "{} of {} x {}: {:.1} % full, {:.1} % partial, {:.1} % empty",
+                work.tiles,
+                work.tile_q,
+                work.tile_kv,
+                part(work.full_tiles),
+                part(work.partial_tiles),
+                part(empty)
+            ),
+        )?;
+        let flops = |dense: f64, live: f64| format!("{} dense, {} live", si(dense), si(live));
+        line("forward", flops(self.dense_forward_flops, self.live_forward_flops))?;
+        if self.backward {
+            line("backward", flops(self.dense_backward_flops, self.live_backward_flops))?;
+        }
+        let mut workspace = format!("{} forward", binary(work.forward_bytes));
+        if self.backward {
+            workspace += &format!(", {} backward", binary(work.backward_bytes));
+        }
+        line("workspace", workspace)?;
+        match self.declined.is_empty() {
+            true => line("declined", "none".into()),
+            false => self
+                .declined
+                .iter()
+                .try_for_each(|d| line("declined", format!("{}: {}", d.backend, d.reason))),
+        }
     }
+}
+
+/// Operations for people: `1.07 TFLOP`.
+fn si(mut flops: f64) -> String {
+    let mut units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"].into_iter();
+    let mut unit = units.next().expect("there are units");
+    while flops >= 1000.0
+        && let Some(next) = units.next()
+    {
+        (flops, unit) = (flops / 1000.0, next);
+    }
+    format!("{flops:.3} {unit}")
+}
+
+/// Bytes for people: `1.5 MiB`.
+fn binary(bytes: usize) -> String {
+    let mut n = bytes as f64;
+    let mut units = ["B", "KiB", "MiB", "GiB", "TiB"].into_iter();
+    let mut unit = units.next().expect("there are units");
+    while n >= 1024.0
+        && let Some(next) = units.next()
+    {
+        (n, unit) = (n / 1024.0, next);
+    }
+    format!("{n:.1} {unit}")
 }
