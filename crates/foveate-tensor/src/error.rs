@@ -38,6 +38,13 @@ pub enum TensorErrorKind {
         /// What is wrong, with index and values.
         reason: String,
     },
+    /// An axis that does not exist or cannot be cut or repeated so.
+    Axis {
+        /// The axis.
+        axis: usize,
+        /// What is wrong.
+        reason: String,
+    },
     /// A packed projection whose buffer or head counts do not fit.
     Packed {
         /// What is wrong.
@@ -72,6 +79,7 @@ impl fmt::Display for TensorErrorKind {
                  elements twice; give every axis longer than 1 a stride of its own"
             ),
             Self::Offsets { of, reason } => write!(f, "{of}: {reason}"),
+            Self::Axis { axis, reason } => write!(f, "axis {axis}: {reason}"),
             Self::Packed { reason } => f.write_str(reason),
         }
     }

@@ -6,11 +6,13 @@
 pub mod dtype;
 pub mod error;
 pub mod layout;
+pub mod packed;
 pub mod varlen;
 pub mod view;
 
 pub use dtype::{DType, Data};
 pub use error::{TensorError, TensorErrorKind};
-pub use layout::Layout;
-pub use varlen::Varlen;
-pub use view::{Tensor, TensorMut, TensorRef};
+pub use layout::{Fold, Layout};
+pub use packed::{Order, PackedShape, Part, QkvMut, QkvPacked, QkvRef};
+pub use varlen::{Packing, Varlen};
+pub use view::{Slice, SliceMut, Tensor, TensorMut, TensorRef};

@@ -7,6 +7,7 @@
 
 use std::marker::PhantomData;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
@@ -63,6 +64,58 @@ impl Slice<'_> {
     }
 }
 
+impl<'a> From<&'a Data> for Slice<'a> {
+    fn from(data: &'a Data) -> Self {
+        match data {
+            Data::F32(v) => Slice::F32(v),
+            Data::F16(v) => Slice::F16(v),
+            Data::BF16(v) => Slice::BF16(v),
+            Data::F64(v) => Slice::F64(v),
+        }
+    }
+}
+
+/// Elements behind a destination.
+#[derive(Debug)]
+pub enum SliceMut<'a> {
+    /// f32 elements.
+    F32(&'a mut [f32]),
+    /// f16 elements.
+    F16(&'a mut [f16]),
+    /// bf16 elements.
+    BF16(&'a mut [bf16]),
+    /// f64 elements.
+    F64(&'a mut [f64]),
+}
+
+impl<'a> From<&'a mut Data> for SliceMut<'a> {
+    fn from(data: &'a mut Data) -> Self {
+        match data {
+            Data::F32(v) => SliceMut::F32(v),
+            Data::F16(v) => SliceMut::F16(v),
+            Data::BF16(v) => SliceMut::BF16(v),
+            Data::F64(v) => SliceMut::F64(v),
+        }
+    }
+}
+
+macro_rules! from_slices {
+    ($($variant:ident $t:ty),*) => {$(
+        impl<'a> From<&'a [$t]> for Slice<'a> {
+            fn from(elems: &'a [$t]) -> Self {
+                Slice::$variant(elems)
+            }
+        }
+        impl<'a> From<&'a mut [$t]> for SliceMut<'a> {
+            fn from(elems: &'a mut [$t]) -> Self {
+                SliceMut::$variant(elems)
+            }
+        }
+    )*};
+}
+
+from_slices!(F32 f32, F16 f16, BF16 bf16, F64 f64);
+
 /// A read-only view. `N` is 4 for operands, 3 for statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a, const N: usize = 4> {
@@ -114,21 +167,46 @@ impl<'a, const N: usize> TensorRef<'a, N> {
     }
 }
 
-impl TensorRef<'_, 4> {
+impl<'a> TensorRef<'a, 4> {
     /// Copies the vector at `[b, h, s, ..]` into `into`, rounded to f32.
+    ///
+    /// # Panics
+    /// When `into` is longer than what is left of the storage.
     pub fn load_row(&self, b: usize, h: usize, s: usize, into: &mut [f32]) {
         debug_assert_eq!(into.len(), self.layout.shape[3]);
         let start = self.layout.at([b, h, s, 0]);
-        let step = self.layout.strides[3];
-        let at = |i: usize| start + i * step;
-        match self.data {
-            Slice::F32(v) if step == 1 => into.copy_from_slice(&v[start..start + into.len()]),
-            Slice::F32(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)]),
-            Slice::F16(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)].to_f32()),
-            Slice::BF16(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)].to_f32()),
-            Slice::F64(v) => into.iter_mut().enumerate().for_each(|(i, x)| *x = v[at(i)] as f32),
+        let n = into.len();
+        let step = match &self.layout.fold {
+            Some(fold) if fold.axis == 3 => None,
+            _ => Some(self.layout.strides[3]),
+        };
+        match (self.data, step) {
+            (Slice::F32(v), Some(1)) => into.copy_from_slice(&v[start..start + n]),
+            (Slice::F16(v), Some(1)) => v[start..start + n].convert_to_f32_slice(into),
+            (Slice::BF16(v), Some(1)) => v[start..start + n].convert_to_f32_slice(into),
+            (Slice::F32(v), Some(step)) => gather(into, |i| v[start + i * step]),
+            (Slice::F16(v), Some(step)) => gather(into, |i| v[start + i * step].to_f32()),
+            (Slice::BF16(v), Some(step)) => gather(into, |i| v[start + i * step].to_f32()),
+            (data, _) => gather(into, |i| data.get_f64(self.layout.at([b, h, s, i])) as f32),
         }
     }
+
+    /// The vector at `[b, h, s, ..]` where it lies, when it is f32 and its elements are neighbours.
+    pub fn row(&self, b: usize, h: usize, s: usize) -> Option<&'a [f32]> {
+        let n = self.layout.shape[3];
+        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
+        match self.data {
+            Slice::F32(v) if (self.layout.strides[3] == 1 && !folded) || n == 1 => {
+                let start = self.layout.at([b, h, s, 0]);
+                v.get(start..start + n)
+            }
+            _ => None,
+        }
+    }
+}
+
+fn gather(into: &mut [f32], get: impl Fn(usize) -> f32) {
+    into.iter_mut().enumerate().for_each(|(i, x)| *x = get(i));
 }
 
 /// A destination. See the module for its invariants.
@@ -147,21 +225,14 @@ unsafe impl<const N: usize> Send for TensorMut<'_, N> {}
 unsafe impl<const N: usize> Sync for TensorMut<'_, N> {}
 
 impl<'a, const N: usize> TensorMut<'a, N> {
-    /// A destination in `data`.
+    /// A destination in `data`: `&mut Data` or a mutable slice of one of the dtypes.
     ///
     /// # Errors
     /// When the layout reaches past the storage or writes an element twice.
-    pub fn new(data: &'a mut Data, layout: Layout<N>) -> Result<Self, TensorError> {
-        layout.check(data.len())?;
-        layout.check_disjoint()?;
-        let dtype = data.dtype();
-        let pointer = match data {
-            Data::F32(v) => v.as_mut_ptr().cast(),
-            Data::F16(v) => v.as_mut_ptr().cast(),
-            Data::BF16(v) => v.as_mut_ptr().cast(),
-            Data::F64(v) => v.as_mut_ptr().cast(),
-        };
-        Ok(Self { pointer, dtype, layout, borrowed: PhantomData })
+    pub fn new(data: impl Into<SliceMut<'a>>, layout: Layout<N>) -> Result<Self, TensorError> {
+        // SAFETY: one layout shares no element with another.
+        let [part] = unsafe { Self::parts(data.into(), [Some(layout)]) }?;
+        Ok(part.expect("a destination for the layout given"))
     }
 
     /// A destination in f32 elements.
@@ -169,10 +240,32 @@ impl<'a, const N: usize> TensorMut<'a, N> {
     /// # Errors
     /// When the layout reaches past the storage or writes an element twice.
     pub fn f32(data: &'a mut [f32], layout: Layout<N>) -> Result<Self, TensorError> {
-        layout.check(data.len())?;
-        layout.check_disjoint()?;
-        let pointer = data.as_mut_ptr().cast();
-        Ok(Self { pointer, dtype: DType::F32, layout, borrowed: PhantomData })
+        Self::new(data, layout)
+    }
+
+    /// A destination for each layout.
+    ///
+    /// # Safety
+    /// No two of the layouts share an element.
+    ///
+    /// # Errors
+    /// When a layout reaches past the storage or writes an element twice.
+    pub(crate) unsafe fn parts<const M: usize>(
+        data: SliceMut<'a>,
+        layouts: [Option<Layout<N>>; M],
+    ) -> Result<[Option<Self>; M], TensorError> {
+        let (pointer, len, dtype) = match data {
+            SliceMut::F32(v) => (v.as_mut_ptr().cast(), v.len(), DType::F32),
+            SliceMut::F16(v) => (v.as_mut_ptr().cast(), v.len(), DType::F16),
+            SliceMut::BF16(v) => (v.as_mut_ptr().cast(), v.len(), DType::BF16),
+            SliceMut::F64(v) => (v.as_mut_ptr().cast(), v.len(), DType::F64),
+        };
+        for layout in layouts.iter().flatten() {
+            layout.check(len)?;
+            layout.check_disjoint()?;
+        }
+        let part = |layout| Self { pointer, dtype, layout, borrowed: PhantomData };
+        Ok(layouts.map(|layout| layout.map(part)))
     }
 
     /// The layout.
@@ -209,11 +302,7 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         let n = self.layout.shape[axis];
         assert!(at <= n, "split at {at} of an axis of {n}");
         let part = |start: usize, len: usize| {
-            let mut layout = self.layout;
-            layout.shape[axis] = len;
-            if start < n {
-                layout.offset += start * layout.strides[axis];
-            }
+            let layout = self.layout.narrowed(axis, start, len).expect("inside the axis");
             TensorMut { pointer: self.pointer, dtype: self.dtype, layout, borrowed: PhantomData }
         };
         (part(0, at), part(at, n - at))
@@ -266,10 +355,30 @@ impl TensorMut<'_, 4> {
     pub unsafe fn store_row(&self, b: usize, h: usize, s: usize, row: &[f32], accumulate: bool) {
         let [nb, nh, ns, nd] = self.layout.shape;
         assert!(b < nb && h < nh && s < ns && row.len() <= nd, "row inside the shape");
-        let start = self.layout.at([b, h, s, 0]);
-        let step = self.layout.strides[3];
+        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
+        if self.layout.strides[3] == 1 && !folded && !accumulate && !row.is_empty() {
+            let start = self.layout.at([b, h, s, 0]);
+            // SAFETY: the row's elements are neighbours inside the storage by the layout's check;
+            // the caller excludes races.
+            unsafe {
+                match self.dtype {
+                    DType::F32 => elems::<f32>(self.pointer, start, row.len()).copy_from_slice(row),
+                    DType::F16 => {
+                        elems::<f16>(self.pointer, start, row.len()).convert_from_f32_slice(row);
+                    }
+                    DType::BF16 => {
+                        elems::<bf16>(self.pointer, start, row.len()).convert_from_f32_slice(row);
+                    }
+                    DType::F64 => {
+                        let to = elems::<f64>(self.pointer, start, row.len());
+                        to.iter_mut().zip(row).for_each(|(to, &x)| *to = x.into());
+                    }
+                }
+            }
+            return;
+        }
         for (i, &x) in row.iter().enumerate() {
-            let at = start + i * step;
+            let at = self.layout.at([b, h, s, i]);
             // SAFETY: `at` is inside the storage by the layout's check; the caller excludes races.
             unsafe {
                 match self.dtype {
@@ -293,6 +402,15 @@ impl TensorMut<'_, 4> {
             }
         }
     }
+}
+
+/// Elements `start..start + len` behind `pointer`.
+///
+/// # Safety
+/// They are inside one allocation of `T`s, and nobody else reads or writes them during `'a`.
+unsafe fn elems<'a, T>(pointer: *mut u8, start: usize, len: usize) -> &'a mut [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(pointer.cast::<T>().add(start), len) }
 }
 
 /// An owned tensor.
@@ -327,13 +445,7 @@ impl<const N: usize> Tensor<N> {
 
     /// The view of all of it.
     pub fn view(&self) -> TensorRef<'_, N> {
-        let data = match &self.data {
-            Data::F32(v) => Slice::F32(v),
-            Data::F16(v) => Slice::F16(v),
-            Data::BF16(v) => Slice::BF16(v),
-            Data::F64(v) => Slice::F64(v),
-        };
-        TensorRef { data, layout: self.layout }
+        TensorRef { data: (&self.data).into(), layout: self.layout }
     }
 
     /// All of it as a destination.
@@ -383,7 +495,7 @@ impl<'a, const N: usize> From<&TensorRef<'a, N>> for TensorRef<'a, N> {
     }
 }
 
-fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
+pub(crate) fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
     let mut index = [0; N];
     for axis in (0..N).rev() {
         index[axis] = i % shape[axis].max(1);
@@ -397,9 +509,48 @@ mod tests {
     use super::*;
 
     #[test]
+    fn rows_are_read_and_written_alike_whatever_the_dtype_and_steps() {
+        let grouped = crate::Fold { axis: 1, inner: 2, outer: 7, first: 1 };
+        let layouts = [
+            Layout::strided([2, 3, 2, 3], [100, 9, 3, 1], 5),
+            Layout::strided([2, 3, 2, 3], [1, 2, 6, 12], 0),
+            Layout { fold: Some(grouped), ..Layout::strided([2, 3, 2, 3], [40, 3, 20, 1], 2) },
+        ];
+        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+            for layout in layouts {
+                let mut data = Data::filled(dtype, 200, f64::NAN);
+                let value = |b: usize, h: usize, s: usize, d: usize| {
+                    (1 + d + 3 * (s + 2 * (h + 3 * b))) as f32
+                };
+                let rows = (0..12).map(|i| unravel(i, [2, 3, 2]));
+                let mut to = TensorMut::new(&mut data, layout).unwrap();
+                for [b, h, s] in rows.clone() {
+                    let row = [0, 1, 2].map(|d| value(b, h, s, d));
+                    to.write_row(b, h, s, &row, false);
+                    to.write_row(b, h, s, &row, true);
+                }
+                let from = TensorRef::new((&data).into(), layout).unwrap();
+                for [b, h, s] in rows {
+                    let expected = [0, 1, 2].map(|d| 2.0 * value(b, h, s, d));
+                    let mut row = [0.0; 3];
+                    from.load_row(b, h, s, &mut row);
+                    assert_eq!(row, expected, "{dtype} {layout:?}");
+                    if let Some(row) = from.row(b, h, s) {
+                        assert_eq!(row, expected);
+                    }
+                }
+                let direct = from.row(1, 2, 1).is_some();
+                assert_eq!(direct, dtype == DType::F32 && layout.strides[3] == 1);
+                let view = (0..200).map(|i| from.data().get_f64(i));
+                assert_eq!(view.filter(|x| !x.is_nan()).count(), 36, "nothing else is written");
+            }
+        }
+    }
+
+    #[test]
     fn the_parts_of_a_split_destination_are_written_apart() {
         let mut data = Data::filled(DType::F32, 12, 0.0);
-        let layout = Layout { shape: [1, 2, 3, 2], strides: [0, 2, 4, 1], offset: 0 };
+        let layout = Layout::strided([1, 2, 3, 2], [0, 2, 4, 1], 0);
         let mut whole = TensorMut::new(&mut data, layout).unwrap();
         let (first, rest) = whole.reborrow().split_at(1, 1);
         let (mut a, mut b) = rest.split_at(2, 2);

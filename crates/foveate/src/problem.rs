@@ -70,7 +70,7 @@ impl Problem {
             DType::F64 => Slice::F64(&[0.0]),
         };
         let broadcast = |shape| {
-            let layout = Layout { shape, strides: [0; 4], offset: 0 };
+            let layout = Layout::strided(shape, [0; 4], 0);
             TensorRef::new(element, layout)
         };
         let mut problem = Self::of(broadcast(q)?, broadcast(k)?, broadcast(v)?)?;

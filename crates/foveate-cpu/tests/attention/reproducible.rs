@@ -50,7 +50,7 @@ fn scattered<const N: usize>(t: &Tensor<N>, random: &mut Random) -> Tensor<N> {
         strides[axis] = step;
         step = step * shape[axis].max(1) + random.below(4);
     }
-    let layout = Layout { shape, strides, offset: random.below(9) };
+    let layout = Layout::strided(shape, strides, random.below(9));
     let mut data = Data::filled(t.dtype(), layout.end().unwrap(), f64::NAN);
     let mut into = foveate_tensor::TensorMut::new(&mut data, layout).unwrap();
     let mut index = [0; N];
