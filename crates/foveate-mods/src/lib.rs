@@ -1,7 +1,11 @@
 //! Mask and score functions as values: traced, simplified, differentiated, bounded, evaluated.
 
+// The attributes name this crate as other crates do.
+extern crate self as foveate_mods;
+
 pub mod bounds;
 pub mod capture;
+pub mod closure;
 pub mod depends;
 pub mod error;
 pub mod eval;
@@ -12,6 +16,7 @@ mod math;
 pub mod program;
 mod simplify;
 mod structure;
+pub mod trace;
 pub mod vector;
 
 pub use bounds::{Bounds, Cover};
@@ -23,3 +28,12 @@ pub use gradient::{CaptureGradient, ScoreGradient};
 pub use ir::{Graph, Leaf, Node, NodeId, Type};
 pub use program::{MaskMod, Program, ScoreMod};
 pub use vector::{Head, Kernel, Machine};
+
+#[doc(inline)]
+pub use foveate_macros::{mask_mod, score_mod};
+
+/// For the expansion of [`closure`]'s macros.
+#[doc(hidden)]
+pub mod __macros {
+    pub use foveate_macros::{mask_closure, score_closure};
+}

@@ -1,0 +1,212 @@
+//! Parameters: which are coordinates, which are captures, and the mod that is made of both.
+
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use quote::{quote, quote_spanned};
+use syn::parse::{Parse, ParseStream, Parser};
+use syn::spanned::Spanned;
+use syn::{Error, Expr, ExprClosure, FnArg, Ident, ItemFn, Pat, Path, ReturnType, Token, Type};
+
+use crate::body::Body;
+use crate::crate_path;
+
+/// What is made.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Kind {
+    /// A `MaskMod`.
+    Mask,
+    /// A `ScoreMod`.
+    Score,
+}
+
+impl Kind {
+    fn result(self) -> &'static str {
+        match self {
+            Kind::Mask => "bool",
+            Kind::Score => "f32",
+        }
+    }
+}
+
+const COORDINATES: [&str; 7] = ["b", "h", "h_kv", "q", "kv", "q_len", "kv_len"];
+
+/// A coordinate or the score among the parameters.
+struct Leaf {
+    name: Ident,
+}
+
+impl Leaf {
+    /// The leaf called `name`, or `None` when there is none.
+    fn find(kind: Kind, name: &Ident, ty: Option<&Type>) -> Result<Option<Self>, Error> {
+        let is_score = name == "score";
+        if !is_score && !COORDINATES.iter().any(|c| name == c) {
+            return Ok(None);
+        }
+        if is_score && kind == Kind::Mask {
+            return Err(Error::new(
+                name.span(),
+                "a mask cannot read the score; make a score function with `score_mod`",
+            ));
+        }
+        let wanted = if is_score { "f32" } else { "i32" };
+        if let Some(ty) = ty.filter(|ty| !is(ty, wanted) && !matches!(ty, Type::Infer(_))) {
+            let what = if is_score { "the score" } else { "a coordinate" };
+            return Err(Error::new(
+                ty.span(),
+                format!("{what} is an {wanted}: write `{name}: {wanted}`, or rename the capture"),
+            ));
+        }
+        Ok(Some(Self { name: name.clone() }))
+    }
+}
+
+fn is(ty: &Type, name: &str) -> bool {
+    matches!(ty, Type::Path(p) if p.qself.is_none() && p.path.is_ident(name))
+}
+
+/// `{ let q = q(); …; mask(body) }`.
+fn assemble(
+    krate: &TokenStream,
+    kind: Kind,
+    leaves: &[Leaf],
+    extra: TokenStream,
+    body: &Expr,
+) -> Result<TokenStream, Error> {
+    let value = Body::new(krate).expr(body)?;
+    let bind = leaves.iter().map(|Leaf { name }| {
+        quote! { #[allow(unused_variables)] let #name = #krate::expr::#name(); }
+    });
+    let finish = match kind {
+        Kind::Mask => quote_spanned!(body.span()=> mask),
+        Kind::Score => quote_spanned!(body.span()=> score),
+    };
+    Ok(quote! {{ #(#bind)* #extra #krate::trace::#finish(#value) }})
+}
+
+/// The attributes on functions.
+pub fn function(kind: Kind, args: TokenStream, item: TokenStream) -> TokenStream {
+    try_function(kind, args, item).unwrap_or_else(Error::into_compile_error)
+}
+
+fn try_function(kind: Kind, args: TokenStream, item: TokenStream) -> Result<TokenStream, Error> {
+    let krate = (|input: ParseStream| {
+        if input.is_empty() {
+            return Ok(crate_path::detect());
+        }
+        input.parse::<Token![crate]>()?;
+        input.parse::<Token![=]>()?;
+        let path = input.call(Path::parse_mod_style)?;
+        Ok(quote!(#path))
+    })
+    .parse2(args)?;
+    let mut item: ItemFn = syn::parse2(item)?;
+    let result = kind.result();
+    match &item.sig.output {
+        ReturnType::Type(_, ty) if is(ty, result) => {}
+        other => {
+            let what = if kind == Kind::Mask { "mask" } else { "score function" };
+            let span = match other {
+                ReturnType::Default => item.sig.ident.span(),
+                ReturnType::Type(_, ty) => ty.span(),
+            };
+            return Err(Error::new(
+                span,
+                format!("a {what} returns {result}: write `-> {result}`"),
+            ));
+        }
+    }
+    let mut leaves = Vec::new();
+    let mut captures = syn::punctuated::Punctuated::<FnArg, Token![,]>::new();
+    let mut constants = Vec::new();
+    for input in &item.sig.inputs {
+        let mut input = input.clone();
+        if let FnArg::Typed(typed) = &mut input {
+            let Pat::Ident(pat) = &*typed.pat else {
+                return Err(Error::new(typed.pat.span(), "a parameter of a mod is a plain name"));
+            };
+            if let Some(leaf) = Leaf::find(kind, &pat.ident, Some(&typed.ty))? {
+                leaves.push(leaf);
+                continue;
+            }
+            let before = typed.attrs.len();
+            typed.attrs.retain(|a| !a.path().is_ident("constant"));
+            if typed.attrs.len() < before {
+                let name = &pat.ident;
+                constants.push(quote_spanned! { name.span()=>
+                    let #name = #krate::trace::constant(#name);
+                });
+            }
+        }
+        captures.push(input);
+    }
+    let body = Expr::Block(syn::ExprBlock { attrs: vec![], label: None, block: *item.block });
+    let block = assemble(&krate, kind, &leaves, quote!(#(#constants)*), &body)?;
+    item.sig.inputs = captures;
+    let made = match kind {
+        Kind::Mask => quote!(#krate::MaskMod),
+        Kind::Score => quote!(#krate::ScoreMod),
+    };
+    let (attrs, vis, mut sig) = (&item.attrs, &item.vis, item.sig);
+    sig.output = syn::parse2(quote!(-> #made))?;
+    Ok(quote! { #(#attrs)* #vis #sig #block })
+}
+
+struct Closure {
+    krate: TokenStream,
+    closure: ExprClosure,
+}
+
+impl Parse for Closure {
+    fn parse(input: ParseStream) -> Result<Self, Error> {
+        let krate = match input.parse::<TokenTree>()? {
+            TokenTree::Group(g) if g.delimiter() == Delimiter::Bracket => g.stream(),
+            other => return Err(Error::new(other.span(), "expected the crate's path in brackets")),
+        };
+        let closure = match input.parse::<Expr>() {
+            Ok(Expr::Closure(closure)) => closure,
+            Ok(other) => {
+                return Err(Error::new(other.span(), "expected a closure: `|q, kv| q >= kv`"));
+            }
+            Err(e) => return Err(e),
+        };
+        input.parse::<Option<Token![,]>>()?;
+        Ok(Self { krate, closure })
+    }
+}
+
+/// The macros around closures.
+pub fn closure(kind: Kind, input: TokenStream) -> TokenStream {
+    try_closure(kind, input).unwrap_or_else(Error::into_compile_error)
+}
+
+fn try_closure(kind: Kind, input: TokenStream) -> Result<TokenStream, Error> {
+    let Closure { krate, closure } = syn::parse2(input)?;
+    if let ReturnType::Type(_, ty) = &closure.output
+        && !is(ty, kind.result())
+    {
+        return Err(Error::new(ty.span(), format!("this closure returns {}", kind.result())));
+    }
+    let mut leaves = Vec::new();
+    for param in &closure.inputs {
+        let (pat, ty) = match param {
+            Pat::Type(typed) => (&*typed.pat, Some(&*typed.ty)),
+            pat => (pat, None),
+        };
+        let name = match pat {
+            Pat::Ident(p) => &p.ident,
+            Pat::Wild(_) => continue,
+            other => return Err(Error::new(other.span(), "a parameter of a mod is a plain name")),
+        };
+        leaves.push(Leaf::find(kind, name, ty)?.ok_or_else(|| {
+            Error::new(
+                name.span(),
+                format!(
+                    "`{name}` is not a coordinate: they are {}{}; variables around the closure \
+                     are captured without being parameters",
+                    if kind == Kind::Score { "score, " } else { "" },
+                    COORDINATES.join(", ")
+                ),
+            )
+        })?);
+    }
+    assemble(&krate, kind, &leaves, TokenStream::new(), &closure.body)
+}
