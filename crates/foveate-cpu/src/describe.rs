@@ -1,6 +1,7 @@
 //! What a plan will do, as data.
 
 use crate::call::Call;
+use crate::masks::Live;
 use crate::work::{Unit, waves};
 use crate::{backward, forward, simd};
 
@@ -22,6 +23,8 @@ pub struct Description {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
+    /// Block masks that heads share; 0 without a mask.
+    pub block_masks: usize,
     /// Workspace of a forward pass in bytes, without a few tiles for each thread.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes, without a few tiles for each thread and the sums
@@ -32,11 +35,15 @@ pub struct Description {
 impl Description {
     pub(crate) fn of(call: &Call<'_>) -> Self {
         let (mut tiles, mut kinds) = (0, [0, 0]);
+        let mut masks = std::collections::HashSet::new();
         for s in &call.sequences {
             let rows = s.q_len.div_ceil(call.tiles.q);
             for h in 0..call.dims.heads_q {
                 let live = call.live(s.b, h);
                 tiles += rows * call.key_tiles(s.b).len();
+                if let Live::Some(mask) = live {
+                    masks.insert(std::sync::Arc::as_ptr(mask) as usize);
+                }
                 for row in 0..rows {
                     let [full, partial] = live.kinds(row);
                     kinds = [kinds[0] + full, kinds[1] + partial];
@@ -56,6 +63,7 @@ impl Description {
             tiles,
             full_tiles: kinds[0],
             partial_tiles: kinds[1],
+            block_masks: masks.len(),
             forward_bytes: largest(&|unit| forward::wave_elems(call, unit)),
             backward_bytes: largest(&|unit| backward::wave_elems(call, unit)),
         }

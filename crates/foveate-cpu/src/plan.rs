@@ -6,10 +6,10 @@ use foveate_mods::{AnyBuffer, MaskMod, ModError, Program, ScalarValue};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence, Spec, dropout_keep};
 use foveate_tensor::{DType, Varlen};
 
-use crate::call::Call;
+use crate::call::{Call, head};
 use crate::describe::Description;
 use crate::error::{CpuError, CpuErrorKind};
-use crate::masks::Live;
+use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
 use crate::tiles::{CpuOptions, Tiles};
 use crate::work::{Pool, units};
@@ -27,6 +27,7 @@ pub struct CpuPlan {
     /// The mask of kept entries, for dropout.
     keep: Option<MaskMod>,
     mods: Arc<Mods>,
+    masks: Arc<MaskCache>,
     pool: Arc<Pool>,
 }
 
@@ -56,6 +57,7 @@ impl CpuPlan {
             dtype,
             options,
             keep,
+            masks: Arc::default(),
             pool: Arc::default(),
         })
     }
@@ -74,7 +76,8 @@ impl CpuPlan {
         Ok(())
     }
 
-    /// The plan with another captured buffer in place of the one of that name.
+    /// The plan with another captured buffer in place of the one of that name. Block masks are
+    /// built again if the mask reads it.
     ///
     /// # Errors
     /// When no mod captures a buffer of that name, or type or rank differ.
@@ -84,7 +87,8 @@ impl CpuPlan {
         spec.ok_or_else(|| unknown("captured buffer", buffer.name()))
     }
 
-    /// The plan with another value of the run-time scalar called `name`.
+    /// The plan with another value of the run-time scalar called `name`. Block masks are built
+    /// again if the mask reads it.
     ///
     /// # Errors
     /// When no mod has a scalar of that name, or its type differs.
@@ -114,6 +118,7 @@ impl CpuPlan {
             && holds(mask.program())
         {
             *mask = mask.map(f)?;
+            plan.masks = Arc::default();
             any = true;
         }
         if let Some(score) = &mut plan.spec.score
@@ -204,9 +209,19 @@ impl CpuPlan {
     ) -> Call<'a> {
         let sequences = dims.sequences(varlen);
         let tiles = Tiles::choose(&dims, &self.options);
-        let partial = self.spec.mask.is_some();
-        let live = |s: &Sequence| Live { tiles: s.k_len.div_ceil(tiles.kv), partial };
-        let live = sequences.iter().flat_map(|s| vec![live(s); dims.heads_q]).collect();
+        let live = match &self.spec.mask {
+            None => {
+                let all = |s: &Sequence| Live::All(s.k_len.div_ceil(tiles.kv));
+                sequences.iter().flat_map(|s| vec![all(s); dims.heads_q]).collect()
+            }
+            Some(mask) => {
+                let heads = sequences.iter().flat_map(|s| {
+                    let dims = &dims;
+                    (0..dims.heads_q).map(move |h| head(dims, s, h))
+                });
+                self.masks.live(mask, &heads.collect::<Vec<_>>(), [tiles.q, tiles.kv])
+            }
+        };
         Call {
             units: units(&dims, &sequences),
             sequences,
