@@ -3,6 +3,7 @@
 // The attributes name this crate as other crates do.
 extern crate self as foveate_mods;
 
+mod blocks;
 pub mod bounds;
 pub mod capture;
 pub mod closure;
@@ -12,8 +13,10 @@ pub mod eval;
 pub mod expr;
 pub mod gradient;
 pub mod ir;
+pub mod masks;
 mod math;
 pub mod program;
+pub mod scores;
 mod simplify;
 mod structure;
 pub mod trace;

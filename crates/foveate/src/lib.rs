@@ -20,7 +20,7 @@ pub use problem::Problem;
 pub use foveate_mods as mods;
 pub use foveate_mods::{
     AnyBuffer, Buffer, BufferData, Expr, MaskMod, ModError, Scalar, ScalarValue, ScoreMod, closure,
-    mask_mod, score_mod,
+    mask_mod, masks, score_mod, scores,
 };
 pub use foveate_problem::{BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands};
 pub use foveate_tensor as tensor;
