@@ -29,6 +29,23 @@
 //! query heads: 256 MiB, or what one key/value head needs if that is more. Learned captured
 //! buffers take four to sixteen f32 copies in the backward. Workspace is kept by the plan and
 //! used again.
+//!
+//! # Speed
+//!
+//! `examples/speed.rs` compares with a large f32 product of the `gemm` crate on the same threads,
+//! in one run. On two AVX-512 cores (Zen 4), 8 heads, the share of that rate reached, by live
+//! area:
+//!
+//! | f32 | forward | backward |
+//! | --- | --- | --- |
+//! | D 64, S 2048, full / causal | 0.75 / 0.65 | 0.70 / 0.69 |
+//! | D 128, S 2048, full / causal | 0.84 / 0.72 | 0.74 / 0.69 |
+//! | D 64, S 512, full / causal | 0.65 / 0.46 | 0.64 / 0.54 |
+//!
+//! A causal pass takes 0.55 of the time of a full one at S 2048, and bf16 is within 5 % of f32.
+//! What bounds it: the products of tiles run below the large product's rate, the more so the
+//! smaller the head dim; after them the row passes; under a mask and at short lengths what
+//! tiles at the edge compute in vain.
 
 mod backward;
 mod call;

@@ -208,7 +208,7 @@ impl CpuPlan {
         sink: Option<&'a [f32]>,
     ) -> Call<'a> {
         let sequences = dims.sequences(varlen);
-        let tiles = Tiles::choose(&dims, &self.options);
+        let tiles = Tiles::choose(&dims, self.spec.mask.is_some(), &self.options);
         let live = match &self.spec.mask {
             None => {
                 let all = |s: &Sequence| Live::All(s.k_len.div_ceil(tiles.kv));

@@ -63,16 +63,18 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles for a problem of these sizes.
-    pub fn choose(dims: &Dims, options: &CpuOptions) -> Self {
+    /// The tiles for a problem of these sizes. Under a mask they are smaller: what a tile at the
+    /// edge computes in vain costs more than the larger products gain.
+    pub fn choose(dims: &Dims, masked: bool, options: &CpuOptions) -> Self {
         let (dim, dim_v) = (padded(dims.dim), padded(dims.dim_v));
-        let mut q = 64;
+        let side = if masked { 64 } else { 128 };
+        let mut q = side;
         let rows = dims.heads_q * dims.len_q * if dims.packed { 1 } else { dims.batch };
         while q > 16 && rows.div_ceil(q) < TASKS {
             q /= 2;
         }
         let q = options.tile_q.unwrap_or(q.min(dims.len_q.max(1)));
-        let kv = options.tile_kv.unwrap_or(128.min(padded(dims.len_k.max(1))));
+        let kv = options.tile_kv.unwrap_or(side.min(padded(dims.len_k.max(1))));
         // Per key: k twice, v once more transposed, dk and dv.
         let chunk = (L2_ELEMS / ((3 * dim + 3 * dim_v) * kv)).max(1);
         Self { q, kv, chunk, dim, dim_v }
@@ -108,16 +110,18 @@ mod tests {
 
     #[test]
     fn small_problems_get_small_tiles() {
-        let t = Tiles::choose(&dims(1, 5, 7), &CpuOptions::default());
+        let t = Tiles::choose(&dims(1, 5, 7), false, &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
-        let t = Tiles::choose(&dims(8, 4096, 128), &CpuOptions::default());
-        assert_eq!((t.q, t.kv, t.dim), (64, 128, 128));
+        let t = Tiles::choose(&dims(8, 4096, 128), false, &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));
+        let t = Tiles::choose(&dims(8, 4096, 128), true, &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (64, 64, 128));
     }
 
     #[test]
     fn partial_sums_are_few_whatever_the_length() {
         for len in [1, 100, 5000, 1_000_000] {
-            let t = Tiles::choose(&dims(1, len, 64), &CpuOptions::default());
+            let t = Tiles::choose(&dims(1, len, 64), true, &CpuOptions::default());
             let lane = t.lane(len, 1);
             assert!(len.div_ceil(lane) <= MAX_LANES && lane.is_multiple_of(t.chunk * t.kv));
         }

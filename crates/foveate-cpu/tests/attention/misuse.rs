@@ -1,7 +1,7 @@
-//! What is refused, and rebinding.
+//! What is refused, rebinding, and what a plan says of itself.
 
 use foveate_cpu::{CpuErrorKind, CpuOptions, CpuPlan};
-use foveate_mods::expr::{kv, q, scalar, score};
+use foveate_mods::expr::{b, h, kv, q, scalar, score};
 use foveate_mods::{Buffer, ScalarValue};
 use foveate_problem::Dims;
 use foveate_tensor::DType;
@@ -81,4 +81,23 @@ fn rebinding_and_setting_scalars_equal_a_new_plan() {
     assert_eq!(error, "no mask or score of the plan has a captured buffer called `docs`");
     let error = plan.set_scalar("wide", ScalarValue::I32(1)).unwrap_err().to_string();
     assert_eq!(error, "no mask or score of the plan has a run-time scalar called `wide`");
+}
+
+#[test]
+fn a_plan_describes_its_live_tiles_and_shares_block_masks() {
+    let tiles = CpuOptions { tile_q: Some(16), tile_kv: Some(16) };
+    let of = |m, heads| {
+        let case =
+            Case { batch: 3, heads, lens: [64, 64], options: tiles, mask: m, ..Case::default() };
+        case.plan(&case.inputs()).describe(None)
+    };
+    let full = of(None, [4, 2]);
+    assert_eq!((full.tiles, full.full_tiles, full.partial_tiles), (192, 192, 0));
+    assert_eq!(full.block_masks, 0);
+    assert!(full.backward_bytes > full.forward_bytes && full.forward_bytes >= 3 * 2 * 64 * 32 * 4);
+    let causal = of(mask(q().ge(kv())), [4, 2]);
+    assert_eq!((causal.tiles, causal.full_tiles, causal.partial_tiles), (192, 72, 48));
+    assert_eq!(causal.block_masks, 1);
+    assert_eq!(of(mask((q() + h()).ge(kv())), [4, 2]).block_masks, 4);
+    assert_eq!(of(mask((q() + h() + b()).ge(kv())), [4, 2]).block_masks, 12);
 }
