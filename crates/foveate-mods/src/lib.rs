@@ -6,6 +6,7 @@ extern crate self as foveate_mods;
 mod blocks;
 pub mod bounds;
 pub mod capture;
+pub mod catalogue;
 pub mod closure;
 pub mod depends;
 pub mod error;
@@ -19,6 +20,7 @@ pub mod program;
 pub mod scores;
 mod simplify;
 mod structure;
+pub mod text;
 pub mod trace;
 pub mod vector;
 

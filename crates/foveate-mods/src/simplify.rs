@@ -29,6 +29,8 @@ impl Graph {
         self.intern(match value {
             ScalarValue::Bool(v) => Node::Bool(v),
             ScalarValue::I32(v) => Node::I32(v),
+            // One NaN: its sign and payload differ between machines.
+            ScalarValue::F32(v) if v.is_nan() => Node::F32(f32::NAN.to_bits()),
             ScalarValue::F32(v) => Node::F32(v.to_bits()),
         })
     }
@@ -43,6 +45,7 @@ impl Graph {
                 Some(v) => self.constant_node(eval::cast(to, v)),
                 None => self.intern(node),
             },
+            Node::F32(bits) => self.constant_node(ScalarValue::F32(f32::from_bits(bits))),
             node => self.intern(node),
         }
     }

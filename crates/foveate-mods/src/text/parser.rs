@@ -1,0 +1,603 @@
+//! Tokens to traced expressions, checked as they are read.
+
+use std::collections::HashMap;
+
+use super::Names;
+use super::lexer::{Token, error, tokens};
+use crate::capture::{AnyBuffer, Scalar, ScalarValue};
+use crate::catalogue::{self, Arg};
+use crate::error::{ModError, ModErrorKind};
+use crate::expr::DynExpr;
+use crate::ir::{BinaryOp, Leaf, Type, UnaryOp};
+use crate::program::ScoreMod;
+
+/// What a text is to be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Wanted {
+    Mask,
+    Score,
+}
+
+/// Brackets, branches and prefixes inside each other. Deeper text is refused before it can
+/// overflow the stack.
+const MAX_DEPTH: usize = 80;
+
+pub(super) fn parse(text: &str, names: &Names, wanted: Wanted) -> Result<DynExpr, ModError> {
+    let tokens = tokens(text)?;
+    let mut parser =
+        Parser { text, tokens, next: 0, names, lets: HashMap::new(), depth: 0, wanted };
+    let value = parser.sequence()?;
+    if *parser.token() != Token::End {
+        return Err(parser.expected("an operator or the end"));
+    }
+    let ty = if wanted == Wanted::Mask { Type::Bool } else { Type::F32 };
+    parser.as_type(
+        value,
+        ty,
+        match wanted {
+            Wanted::Mask => "a mask",
+            Wanted::Score => "a score",
+        },
+    )
+}
+
+/// A parsed value and where it starts. Integer literals wait for a type.
+#[derive(Clone, Debug)]
+struct Value {
+    at: usize,
+    what: What,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Literal(i64),
+    Expr(DynExpr),
+    Buffer(AnyBuffer),
+}
+
+struct Parser<'a> {
+    text: &'a str,
+    tokens: Vec<(usize, Token)>,
+    next: usize,
+    names: &'a Names,
+    lets: HashMap<String, Value>,
+    depth: usize,
+    wanted: Wanted,
+}
+
+type Parsed = Result<Value, ModError>;
+
+/// Binary operators: mark, how tightly it binds, operation, whether operands are exchanged.
+const OPERATORS: [(&str, u8, BinaryOp, bool); 16] = [
+    ("||", 1, BinaryOp::Or, false),
+    ("|", 1, BinaryOp::Or, false),
+    ("^", 2, BinaryOp::Xor, false),
+    ("&&", 3, BinaryOp::And, false),
+    ("&", 3, BinaryOp::And, false),
+    ("==", COMPARE, BinaryOp::Eq, false),
+    ("!=", COMPARE, BinaryOp::Ne, false),
+    ("<", COMPARE, BinaryOp::Lt, false),
+    ("<=", COMPARE, BinaryOp::Le, false),
+    (">", COMPARE, BinaryOp::Lt, true),
+    (">=", COMPARE, BinaryOp::Le, true),
+    ("+", 5, BinaryOp::Add, false),
+    ("-", 5, BinaryOp::Sub, false),
+    ("*", 6, BinaryOp::Mul, false),
+    ("/", 6, BinaryOp::Div, false),
+    ("%", 6, BinaryOp::Rem, false),
+];
+
+const COMPARE: u8 = 4;
+
+const UNARY: [(&str, UnaryOp); 14] = [
+    ("abs", UnaryOp::Abs),
+    ("floor", UnaryOp::Floor),
+    ("exp", UnaryOp::Exp),
+    ("exp2", UnaryOp::Exp2),
+    ("log", UnaryOp::Log),
+    ("log2", UnaryOp::Log2),
+    ("sqrt", UnaryOp::Sqrt),
+    ("rsqrt", UnaryOp::Rsqrt),
+    ("tanh", UnaryOp::Tanh),
+    ("sigmoid", UnaryOp::Sigmoid),
+    ("erf", UnaryOp::Erf),
+    ("sin", UnaryOp::Sin),
+    ("cos", UnaryOp::Cos),
+    ("unit", UnaryOp::Unit),
+];
+
+const BINARY: [(&str, BinaryOp); 4] = [
+    ("min", BinaryOp::Min),
+    ("max", BinaryOp::Max),
+    ("pow", BinaryOp::Pow),
+    ("mix", BinaryOp::Mix),
+];
+
+const TYPES: [(&str, Type); 3] = [("bool", Type::Bool), ("i32", Type::I32), ("f32", Type::F32)];
+
+/// The function of an operation in the text form, for those that have no operator.
+pub(super) fn function_name(op: Result<UnaryOp, BinaryOp>) -> Option<&'static str> {
+    match op {
+        Ok(op) => UNARY.iter().find(|(_, o)| *o == op).map(|(name, _)| *name),
+        Err(op) => BINARY.iter().find(|(_, o)| *o == op).map(|(name, _)| *name),
+    }
+}
+
+/// The operator of an operation and how tightly it binds.
+pub(super) fn operator(op: BinaryOp) -> Option<(&'static str, u8)> {
+    let found = OPERATORS.iter().rev().find(|(_, _, o, swapped)| *o == op && !swapped);
+    found.map(|(mark, tight, ..)| (*mark, *tight))
+}
+
+impl<'a> Parser<'a> {
+    fn token(&self) -> &Token {
+        &self.tokens[self.next].1
+    }
+
+    fn position(&self) -> usize {
+        self.tokens[self.next].0
+    }
+
+    fn advance(&mut self) -> Token {
+        let token = self.tokens[self.next].1.clone();
+        self.next = (self.next + 1).min(self.tokens.len() - 1);
+        token
+    }
+
+    fn eat(&mut self, mark: &str) -> bool {
+        let found = matches!(self.token(), Token::Mark(m) if *m == mark);
+        if found {
+            self.advance();
+        }
+        found
+    }
+
+    fn eat_word(&mut self, word: &str) -> bool {
+        let found = matches!(self.token(), Token::Name(n) if n == word);
+        if found {
+            self.advance();
+        }
+        found
+    }
+
+    fn need(&mut self, mark: &str) -> Result<(), ModError> {
+        if self.eat(mark) { Ok(()) } else { Err(self.expected(&format!("`{mark}`"))) }
+    }
+
+    fn fail(&self, at: usize, message: impl Into<String>) -> ModError {
+        error(self.text, at, message)
+    }
+
+    fn expected(&self, what: &str) -> ModError {
+        let found = self.token().shown();
+        self.fail(self.position(), format!("expected {what}, found {found}"))
+    }
+
+    /// The same error, at a place in the text.
+    fn located(&self, at: usize, e: ModError) -> ModError {
+        match e.kind() {
+            ModErrorKind::Parse { .. } => e,
+            kind => self.fail(at, kind.to_string()),
+        }
+    }
+
+    /// `let`s and a value, then scores that follow it.
+    fn sequence(&mut self) -> Parsed {
+        let outer = self.lets.clone();
+        let mut value = self.block()?;
+        while matches!(self.token(), Token::Name(n) if n == "then") {
+            let at = self.position();
+            if self.wanted == Wanted::Mask {
+                return Err(self.fail(at, "`then` joins scores; join masks with `&` or `|`"));
+            }
+            self.advance();
+            let first = self.as_type(value, Type::F32, "the score before `then`")?;
+            let next = self.block()?;
+            let next = self.as_type(next, Type::F32, "the score after `then`")?;
+            let joined = ScoreMod::new(&next)?.at(&|leaf| match leaf {
+                Leaf::Score => first.clone(),
+                leaf => DynExpr::leaf(leaf),
+            });
+            value = Value { at, what: What::Expr(joined.dynamic().clone()) };
+        }
+        self.lets = outer;
+        Ok(value)
+    }
+
+    fn block(&mut self) -> Parsed {
+        while self.eat_word("let") {
+            let at = self.position();
+            let Token::Name(name) = self.advance() else {
+                return Err(self.fail(at, "expected a name after `let`"));
+            };
+            if Leaf::ALL.iter().any(|l| l.name() == name) {
+                return Err(self.fail(at, format!("`{name}` is a coordinate; choose another name")));
+            }
+            self.need("=")?;
+            let value = self.binary(0)?;
+            self.need(";")?;
+            self.lets.insert(name, value);
+        }
+        self.binary(0)
+    }
+
+    fn nested<T>(
+        &mut self,
+        f: impl FnOnce(&mut Self) -> Result<T, ModError>,
+    ) -> Result<T, ModError> {
+        if self.depth == MAX_DEPTH {
+            let message = format!("nested over {MAX_DEPTH} deep; name parts of it with `let`");
+            return Err(self.fail(self.position(), message));
+        }
+        self.depth += 1;
+        let result = f(self);
+        self.depth -= 1;
+        result
+    }
+
+    /// Operators that bind at least as tightly as `least`.
+    fn binary(&mut self, least: u8) -> Parsed {
+        let mut left = self.prefix()?;
+        let mut compared = false;
+        loop {
+            let Token::Mark(mark) = *self.token() else { return Ok(left) };
+            let found = OPERATORS.iter().find(|(m, ..)| *m == mark);
+            let Some(&(_, tight, op, swapped)) = found.filter(|(_, t, ..)| *t >= least) else {
+                return Ok(left);
+            };
+            if tight == COMPARE && compared {
+                let message = "comparisons do not chain; write `a < b && b < c`";
+                return Err(self.fail(self.position(), message));
+            }
+            compared = tight == COMPARE;
+            let at = self.position();
+            self.advance();
+            let right = self.nested(|p| p.binary(tight + 1))?;
+            let start = left.at;
+            let (x, y) = if swapped { (right, left) } else { (left, right) };
+            left = Value { at: start, what: What::Expr(self.join(at, mark, op, x, y)?) };
+        }
+    }
+
+    fn prefix(&mut self) -> Parsed {
+        let at = self.position();
+        if self.eat("-") {
+            let x = self.nested(Self::prefix)?;
+            if let What::Literal(v) = x.what {
+                return Ok(Value { at, what: What::Literal(-v) });
+            }
+            let x = self.expr(x)?;
+            return self.unary(at, UnaryOp::Neg, x);
+        }
+        if self.eat("!") {
+            let x = self.nested(Self::prefix)?;
+            let x = self.expr(x)?;
+            return self.unary(at, UnaryOp::Not, x);
+        }
+        self.postfix()
+    }
+
+    fn postfix(&mut self) -> Parsed {
+        let mut value = self.primary()?;
+        loop {
+            let at = self.position();
+            if self.eat(".") {
+                let Token::Name(name) = self.advance() else {
+                    return Err(self.fail(at, "expected a function after `.`"));
+                };
+                self.need("(")?;
+                let mut args = vec![value];
+                self.arguments(")", &mut args)?;
+                value = self.call(at + 1, &name, args)?;
+            } else if self.eat_word("as") {
+                let at = self.position();
+                let token = self.advance();
+                let ty = TYPES.iter().find(|(n, _)| token == Token::Name((*n).to_owned()));
+                let Some(&(_, ty)) = ty else {
+                    return Err(self.fail(at, "expected `bool`, `i32` or `f32` after `as`"));
+                };
+                value = self.convert(value, ty)?;
+            } else {
+                return Ok(value);
+            }
+        }
+    }
+
+    fn primary(&mut self) -> Parsed {
+        let at = self.position();
+        let constant = |v| Ok(Value { at, what: What::Expr(DynExpr::constant(v)) });
+        match self.token().clone() {
+            Token::Int(v) => {
+                self.advance();
+                Ok(Value { at, what: What::Literal(v) })
+            }
+            Token::Float(v) => {
+                self.advance();
+                constant(ScalarValue::F32(v))
+            }
+            Token::Mark("(") => {
+                self.advance();
+                let value = self.nested(Self::sequence)?;
+                self.need(")")?;
+                Ok(Value { at, ..value })
+            }
+            Token::Name(name) => {
+                self.advance();
+                match name.as_str() {
+                    "true" => constant(ScalarValue::Bool(true)),
+                    "false" => constant(ScalarValue::Bool(false)),
+                    "inf" => constant(ScalarValue::F32(f32::INFINITY)),
+                    "nan" => constant(ScalarValue::F32(f32::NAN)),
+                    "if" => self.nested(|p| p.branch(at)),
+                    _ if self.eat("(") => {
+                        let mut args = Vec::new();
+                        self.nested(|p| p.arguments(")", &mut args))?;
+                        self.call(at, &name, args)
+                    }
+                    _ if self.eat("[") => self.nested(|p| p.load(at, &name)),
+                    _ => self.name(at, &name),
+                }
+            }
+            _ => Err(self.expected("a value")),
+        }
+    }
+
+    fn branch(&mut self, at: usize) -> Parsed {
+        let cond = self.binary(0)?;
+        let cond = self.as_type(cond, Type::Bool, "the condition of `if`")?;
+        self.need("{")?;
+        let then = self.sequence()?;
+        self.need("}")?;
+        if !self.eat_word("else") {
+            return Err(self.expected("`else`: an `if` is a value, it needs both sides"));
+        }
+        let other = if self.eat_word("if") {
+            let at = self.position();
+            self.nested(|p| p.branch(at))?
+        } else {
+            self.need("{")?;
+            let other = self.sequence()?;
+            self.need("}")?;
+            other
+        };
+        let other_at = other.at;
+        let (then, other) = self.matched(then, other)?;
+        let made = DynExpr::select(cond, then, other);
+        let made = made.map_err(|e| self.located(other_at, e))?;
+        Ok(Value { at, what: What::Expr(made) })
+    }
+
+    fn arguments(&mut self, close: &str, into: &mut Vec<Value>) -> Result<(), ModError> {
+        if self.eat(close) {
+            return Ok(());
+        }
+        loop {
+            into.push(self.nested(|p| p.binary(0))?);
+            if self.eat(close) {
+                return Ok(());
+            }
+            if !self.eat(",") {
+                return Err(self.expected(&format!("`,` or `{close}`")));
+            }
+            if self.eat(close) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn load(&mut self, at: usize, name: &str) -> Parsed {
+        let Some(buffer) = self.names.get_buffer(name).cloned() else {
+            let known: Vec<&str> = self.names.iter().collect();
+            let message = match known.as_slice() {
+                [] => format!("there is no captured buffer `{name}`; none is given"),
+                known => {
+                    format!("there is no captured buffer `{name}`; given are {}", known.join(", "))
+                }
+            };
+            return Err(self.fail(at, message));
+        };
+        let mut index = Vec::new();
+        self.arguments("]", &mut index)?;
+        let index = index
+            .into_iter()
+            .map(|i| self.as_type(i, Type::I32, "an index"))
+            .collect::<Result<Vec<_>, _>>()?;
+        let made = DynExpr::load(&buffer, index).map_err(|e| self.located(at, e))?;
+        Ok(Value { at, what: What::Expr(made) })
+    }
+
+    fn name(&mut self, at: usize, name: &str) -> Parsed {
+        if let Some(value) = self.lets.get(name) {
+            return Ok(Value { at, what: value.what.clone() });
+        }
+        let what = if let Some(leaf) = Leaf::ALL.into_iter().find(|l| l.name() == name) {
+            if leaf == Leaf::Score && self.wanted == Wanted::Mask {
+                return Err(self.fail(at, "a mask cannot read the score"));
+            }
+            What::Expr(DynExpr::leaf(leaf))
+        } else if let Some(value) = self.names.get_scalar(name) {
+            What::Expr(DynExpr::scalar(Scalar { name: name.to_owned(), value }))
+        } else if let Some(buffer) = self.names.get_buffer(name) {
+            What::Buffer(buffer.clone())
+        } else if let Some(made) = catalogue::resolve(name, &[], self.names) {
+            What::Expr(made.map_err(|e| self.located(at, e))?)
+        } else {
+            return Err(self.unknown(at, name));
+        };
+        Ok(Value { at, what })
+    }
+
+    fn call(&mut self, at: usize, name: &str, args: Vec<Value>) -> Parsed {
+        let count = |n: usize| -> Result<(), ModError> {
+            if args.len() == n {
+                return Ok(());
+            }
+            let s = if n == 1 { "" } else { "s" };
+            Err(self.fail(at, format!("`{name}` takes {n} argument{s}, not {}", args.len())))
+        };
+        if let Some(&(_, op)) = UNARY.iter().find(|(n, _)| *n == name) {
+            count(1)?;
+            let [x] = take(args);
+            let ty = match op {
+                UnaryOp::Abs | UnaryOp::Unit => Type::I32,
+                _ => Type::F32,
+            };
+            let x = self.literal_as(x, ty)?;
+            return self.unary(at, op, x);
+        }
+        if let Some(&(_, op)) = BINARY.iter().find(|(n, _)| *n == name) {
+            count(2)?;
+            let [x, y] = take(args);
+            return Ok(Value { at, what: What::Expr(self.join(at, name, op, x, y)?) });
+        }
+        if let Some(&(_, ty)) = TYPES.iter().find(|(n, _)| *n == name) {
+            count(1)?;
+            let [x] = take(args);
+            return self.convert(Value { at, ..x }, ty);
+        }
+        if name == "select" {
+            count(3)?;
+            let [cond, x, y] = take(args);
+            let cond = self.as_type(cond, Type::Bool, "the condition of `select`")?;
+            let (x, y) = self.matched(x, y)?;
+            let made = DynExpr::select(cond, x, y).map_err(|e| self.located(at, e))?;
+            return Ok(Value { at, what: What::Expr(made) });
+        }
+        let args: Vec<Arg> = args.into_iter().map(argument).collect();
+        match catalogue::resolve(name, &args, self.names) {
+            Some(made) => {
+                Ok(Value { at, what: What::Expr(made.map_err(|e| self.located(at, e))?) })
+            }
+            None => Err(self.unknown(at, name)),
+        }
+    }
+
+    fn unary(&self, at: usize, op: UnaryOp, x: DynExpr) -> Parsed {
+        let made = DynExpr::unary(op, x).map_err(|e| self.located(at, e))?;
+        Ok(Value { at, what: What::Expr(made) })
+    }
+
+    fn join(
+        &self,
+        at: usize,
+        name: &str,
+        op: BinaryOp,
+        x: Value,
+        y: Value,
+    ) -> Result<DynExpr, ModError> {
+        let (x, y) = self.matched(x, y)?;
+        if x.ty() != y.ty() {
+            let message = format!(
+                "`{name}` takes two values of one type, not {} and {}; convert one with \
+                 `as i32` or `as f32`",
+                x.ty(),
+                y.ty()
+            );
+            return Err(self.fail(at, message));
+        }
+        DynExpr::binary(op, x, y).map_err(|e| match e.kind() {
+            ModErrorKind::Type { expected, found, .. } => {
+                self.fail(at, format!("`{name}` takes {expected}, not {found}"))
+            }
+            _ => self.located(at, e),
+        })
+    }
+
+    /// Two operands; a literal takes the other's type.
+    fn matched(&self, x: Value, y: Value) -> Result<(DynExpr, DynExpr), ModError> {
+        let of = |v: &Value| match &v.what {
+            What::Expr(e) => e.ty(),
+            _ => Type::I32,
+        };
+        let (tx, ty) = (of(&x), of(&y));
+        Ok((self.literal_as(x, ty)?, self.literal_as(y, tx)?))
+    }
+
+    fn literal_as(&self, value: Value, ty: Type) -> Result<DynExpr, ModError> {
+        match value.what {
+            What::Literal(v) if ty == Type::F32 => {
+                Ok(DynExpr::constant(ScalarValue::F32(v as f32)))
+            }
+            _ => self.expr(value),
+        }
+    }
+
+    fn expr(&self, value: Value) -> Result<DynExpr, ModError> {
+        match value.what {
+            What::Expr(e) => Ok(e),
+            What::Literal(v) => match i32::try_from(v) {
+                Ok(v) => Ok(DynExpr::constant(ScalarValue::I32(v))),
+                Err(_) => Err(self.fail(value.at, format!("{v} does not fit an i32"))),
+            },
+            What::Buffer(buffer) => {
+                let axes = buffer.shape().len();
+                let message = format!(
+                    "`{}` is a buffer; index its axes ({axes}) with `[...]`",
+                    buffer.name()
+                );
+                Err(self.fail(value.at, message))
+            }
+        }
+    }
+
+    fn as_type(&self, value: Value, ty: Type, role: &str) -> Result<DynExpr, ModError> {
+        let at = value.at;
+        let e = self.literal_as(value, ty)?;
+        if e.ty() == ty {
+            return Ok(e);
+        }
+        Err(self.fail(at, format!("{role} is {ty}, but this is {}", e.ty())))
+    }
+
+    fn convert(&self, value: Value, ty: Type) -> Parsed {
+        let at = value.at;
+        let e = self.literal_as(value, ty)?;
+        Ok(Value { at, what: What::Expr(e.cast(ty)) })
+    }
+
+    fn unknown(&self, at: usize, name: &str) -> ModError {
+        let mut known: Vec<&str> = vec!["select", "then", "let", "if"];
+        known.extend(Leaf::ALL.iter().map(|l| l.name()));
+        known.extend(UNARY.iter().map(|f| f.0).chain(BINARY.iter().map(|f| f.0)));
+        let named: Vec<&str> = catalogue::names().collect();
+        known.extend(named);
+        known.extend(self.names.iter().chain(self.lets.keys().map(String::as_str)));
+        let near = known.into_iter().map(|n| (distance(n, name), n)).min();
+        let hint = match near {
+            Some((d, n)) if d <= 1 + name.chars().count() / 4 => format!("; did you mean `{n}`?"),
+            _ => String::new(),
+        };
+        self.fail(at, format!("there is no `{name}`{hint}"))
+    }
+}
+
+fn take<const N: usize>(args: Vec<Value>) -> [Value; N] {
+    args.try_into().expect("the count was checked")
+}
+
+fn argument(value: Value) -> Arg {
+    match value.what {
+        What::Literal(v) => Arg::Int(v),
+        What::Buffer(b) => Arg::Buffer(b),
+        What::Expr(e) => match e.constant_value() {
+            Some(ScalarValue::F32(v)) => Arg::Float(v),
+            _ => Arg::Expr(e),
+        },
+    }
+}
+
+/// Edits (insert, delete, replace) between two names.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
