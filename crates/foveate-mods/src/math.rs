@@ -62,8 +62,8 @@ pub fn log(x: f32) -> f32 {
     let scaled = if subnormal { x * 8_388_608.0 } else { x };
     let bits = scaled.to_bits() as i32;
     // Mantissa in [√½, √2).
-    let exponent = (bits - 0x3F35_04F3) >> 23;
-    let m = f32::from_bits((bits - (exponent << 23)) as u32) - 1.0;
+    let exponent = bits.wrapping_sub(0x3F35_04F3) >> 23;
+    let m = f32::from_bits(bits.wrapping_sub(exponent << 23) as u32) - 1.0;
     let e = exponent as f32 - if subnormal { 23.0 } else { 0.0 };
     let z = m * m;
     let mut p = 7.037_683_6e-2;
@@ -186,6 +186,7 @@ mod tests {
         assert_eq!(log(f32::INFINITY), f32::INFINITY);
         assert_eq!(tanh(f32::INFINITY), 1.0);
         assert_eq!(erf(f32::NEG_INFINITY), -1.0);
+        assert!(log(-1e30).is_nan() && log(f32::NEG_INFINITY).is_nan());
         assert!(log(-1.0).is_nan() && exp(f32::NAN).is_nan() && tanh(f32::NAN).is_nan());
         assert!(erf(f32::NAN).is_nan() && exp2(f32::NAN).is_nan() && log(f32::NAN).is_nan());
     }
