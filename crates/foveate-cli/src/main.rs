@@ -4,6 +4,7 @@
 //! well, 1 when something failed, 2 when the command line itself is wrong, 130 when it was
 //! interrupted.
 
+mod bench;
 mod doctor;
 mod failure;
 mod output;
@@ -25,12 +26,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Bench(bench::Args),
     Doctor(doctor::Args),
 }
 
 impl Command {
     fn run(&self, out: &mut Output) -> Result<(), Failure> {
         match self {
+            Command::Bench(args) => bench::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),
         }
     }

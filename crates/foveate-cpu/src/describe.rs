@@ -1,5 +1,10 @@
 //! What a plan will do, as data.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use foveate_mask::Stats;
+
 use crate::call::Call;
 use crate::masks::Live;
 use crate::work::{Unit, waves};
@@ -23,8 +28,16 @@ pub struct Description {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
+    /// Pairs of a query and a key in live tiles, of all heads: what is computed.
+    pub live_pairs: u64,
     /// Block masks that heads share; 0 without a mask.
     pub block_masks: usize,
+    /// Runs of live tiles in those block masks.
+    pub runs: u64,
+    /// Memory of those block masks in bytes.
+    pub block_mask_bytes: u64,
+    /// Share of points that the mask lets through, in those block masks; 1 without a mask.
+    pub live_share: f64,
     /// Workspace of a forward pass in bytes, without a few tiles for each thread.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes, without a few tiles for each thread and the sums
@@ -35,21 +48,29 @@ pub struct Description {
 impl Description {
     pub(crate) fn of(call: &Call<'_>) -> Self {
         let (mut tiles, mut kinds) = (0, [0, 0]);
-        let mut masks = std::collections::HashSet::new();
+        let mut masks = HashMap::new();
+        let mut live_pairs = 0;
         for s in &call.sequences {
             let rows = s.q_len.div_ceil(call.tiles.q);
             for h in 0..call.dims.heads_q {
                 let live = call.live(s.b, h);
                 tiles += rows * call.key_tiles(s.b).len();
-                if let Live::Some(mask) = live {
-                    masks.insert(std::sync::Arc::as_ptr(mask) as usize);
-                }
+                live_pairs += match live {
+                    Live::All(_) => s.q_len as u64 * s.k_len as u64,
+                    Live::Some(mask) => {
+                        let seen = masks.entry(Arc::as_ptr(mask));
+                        seen.or_insert_with(|| (mask.stats(), mask.live_tile_entries())).1
+                    }
+                };
                 for row in 0..rows {
                     let [full, partial] = live.kinds(row);
                     kinds = [kinds[0] + full, kinds[1] + partial];
                 }
             }
         }
+        let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(|(stats, _)| of(stats)).sum();
+        let entries: u64 = sum(&|s| s.entries);
+        let live_entries: u64 = sum(&|s| s.live_entries);
         let largest = |elems: &dyn Fn(&Unit) -> usize| {
             let waves = waves(&call.units, elems);
             let wave = |wave: &[Unit]| wave.iter().map(elems).sum::<usize>();
@@ -63,7 +84,11 @@ impl Description {
             tiles,
             full_tiles: kinds[0],
             partial_tiles: kinds[1],
+            live_pairs,
             block_masks: masks.len(),
+            runs: sum(&|s| s.runs),
+            block_mask_bytes: sum(&|s| s.bytes),
+            live_share: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
             forward_bytes: largest(&|unit| forward::wave_elems(call, unit)),
             backward_bytes: largest(&|unit| backward::wave_elems(call, unit)),
         }

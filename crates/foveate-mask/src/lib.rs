@@ -33,12 +33,9 @@
 //! proportional to the rows of tiles and to the tiles on the masks' edges.
 
 mod build;
-mod lists;
 pub mod picture;
 
 use std::ops::Range;
-
-pub use lists::MaskError;
 
 use foveate_mods::{Head, Leaf, MaskMod};
 

@@ -26,6 +26,16 @@ pub struct Work {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
+    /// Pairs of a query and a key in live tiles, of all heads: what is computed.
+    pub live_pairs: u64,
+    /// Block masks that batch entries and heads share; 0 without a mask.
+    pub block_masks: usize,
+    /// Runs of live tiles in those block masks.
+    pub runs: u64,
+    /// Memory of those block masks in bytes.
+    pub block_mask_bytes: u64,
+    /// Share of points that the mask lets through, in those block masks; 1 without a mask.
+    pub live_share: f64,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes.
@@ -99,11 +109,7 @@ impl Explanation {
             .sum();
         let (dim, dim_v) = (dims.dim as f64, dims.dim_v as f64);
         let (forward, backward) = (2.0 * (dim + dim_v), 2.0 * (3.0 * dim + 2.0 * dim_v));
-        let live = if work.tiles == 0 {
-            1.0
-        } else {
-            (work.full_tiles + work.partial_tiles) as f64 / work.tiles as f64
-        };
+        let live = work.live_pairs as f64;
         Self {
             backend,
             device: device.to_string(),
@@ -125,8 +131,8 @@ impl Explanation {
             work,
             dense_forward_flops: pairs * forward,
             dense_backward_flops: pairs * backward,
-            live_forward_flops: pairs * forward * live,
-            live_backward_flops: pairs * backward * live,
+            live_forward_flops: live * forward,
+            live_backward_flops: live * backward,
         }
     }
 }
@@ -187,6 +193,18 @@ impl fmt::Display for Explanation {
                 part(empty)
             ),
         )?;
+        if work.block_masks > 0 {
+            line(
+                "block mask",
+                format!(
+                    "{} runs in {} masks, {}; the mask lets {:.1} % of pairs through",
+                    work.runs,
+                    work.block_masks,
+                    binary(work.block_mask_bytes as usize),
+                    100.0 * work.live_share
+                ),
+            )?;
+        }
         let flops = |dense: f64, live: f64| format!("{} dense, {} live", si(dense), si(live));
         line("forward", flops(self.dense_forward_flops, self.live_forward_flops))?;
         if self.backward {

@@ -17,6 +17,7 @@ pub use plan::{AsBuffer, Forward, Gradients, Plan};
 pub use positions::Positions;
 pub use problem::Problem;
 
+pub use foveate_mask as mask;
 pub use foveate_mods as mods;
 pub use foveate_mods::{
     AnyBuffer, Buffer, BufferData, Expr, MaskMod, ModError, Scalar, ScalarValue, ScoreMod, closure,

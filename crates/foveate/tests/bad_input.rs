@@ -157,13 +157,13 @@ fn a_score_without_a_derivative_plans_for_the_forward_pass_only() {
 #[test]
 fn a_destination_that_would_be_written_twice_is_refused() {
     let mut data = Data::filled(DType::F32, 64, f64::NAN);
-    let layout = Layout { shape: [1, 2, 4, 8], strides: [64, 0, 8, 1], offset: 0 };
+    let layout = Layout::strided([1, 2, 4, 8], [64, 0, 8, 1], 0);
     assert_eq!(
         TensorMut::new(&mut data, layout).unwrap_err().to_string(),
         "a destination of shape [1, 2, 4, 8] with strides [64, 0, 8, 1] would write some elements \
          twice; give every axis longer than 1 a stride of its own"
     );
-    let layout = Layout { shape: [1, 2, 5, 8], strides: [64, 32, 8, 1], offset: 0 };
+    let layout = Layout::strided([1, 2, 5, 8], [64, 32, 8, 1], 0);
     assert_eq!(
         TensorMut::new(&mut data, layout).unwrap_err().to_string(),
         "shape [1, 2, 5, 8] with strides [64, 32, 8, 1] from element 0 reaches past the 64 \

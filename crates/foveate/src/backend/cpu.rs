@@ -58,6 +58,11 @@ impl Planned for CpuPlan {
             tiles: found.tiles,
             full_tiles: found.full_tiles,
             partial_tiles: found.partial_tiles,
+            live_pairs: found.live_pairs,
+            block_masks: found.block_masks,
+            runs: found.runs,
+            block_mask_bytes: found.block_mask_bytes,
+            live_share: found.live_share,
             forward_bytes: found.forward_bytes,
             backward_bytes: found.backward_bytes,
         }

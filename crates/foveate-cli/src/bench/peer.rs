@@ -1,0 +1,175 @@
+//! Attention without fusion: whole score matrices, products by `gemm`, f32.
+//!
+//! The backward keeps the probabilities of the forward, as frameworks do that do not fuse, so it
+//! needs four products where the fused one needs five.
+
+use rayon::prelude::*;
+
+use super::cases::{Case, Prepared};
+
+/// Operands and workspace of the unfused implementation.
+pub struct Peer {
+    case: Case,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    d_out: Vec<f32>,
+    out: Vec<f32>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    /// Per head `[len, len]`.
+    probabilities: Vec<f32>,
+    /// Per head `[len, len]`: the slope of the score function.
+    slopes: Vec<f32>,
+    /// One head's `[len, len]`.
+    d_score: Vec<f32>,
+}
+
+impl Peer {
+    /// The same operands, with a forward pass run.
+    pub fn new(prepared: &Prepared) -> Self {
+        let case = prepared.case;
+        let [q, k, v, d_out] = prepared.widened();
+        let square = case.len * case.len;
+        let mut peer = Self {
+            out: vec![0.0; q.len()],
+            dq: vec![0.0; q.len()],
+            dk: vec![0.0; k.len()],
+            dv: vec![0.0; v.len()],
+            probabilities: vec![0.0; case.heads * square],
+            slopes: vec![1.0; case.heads * square],
+            d_score: vec![0.0; square],
+            case,
+            q,
+            k,
+            v,
+            d_out,
+        };
+        peer.forward();
+        peer
+    }
+
+    /// `out` and the probabilities.
+    pub fn forward(&mut self) {
+        let case = self.case;
+        let Case { heads, len, dim, .. } = case;
+        let scale = 1.0 / (dim as f32).sqrt();
+        for h in 0..heads {
+            let (own, shared) = self.rows(h);
+            let square = h * len * len..(h + 1) * len * len;
+            let p = &mut self.probabilities[square.clone()];
+            let (q, k, v) = (&self.q[own.clone()], &self.k[shared.clone()], &self.v[shared]);
+            product([len, len, dim], (q, dim, 1), (k, 1, dim), p, false);
+            let slopes = self.slopes[square].par_chunks_mut(len);
+            p.par_chunks_mut(len).zip(slopes).enumerate().for_each(|(row, (p, slopes))| {
+                for (column, (p, slope)) in p.iter_mut().zip(slopes).enumerate() {
+                    (*p, *slope) = case.scored(*p * scale);
+                    if !case.keeps(row, column) {
+                        *p = f32::NEG_INFINITY;
+                    }
+                }
+                let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                p.iter_mut().for_each(|p| *p = (*p - max).exp());
+                let sum: f32 = p.iter().sum();
+                p.iter_mut().for_each(|p| *p /= sum);
+            });
+            product([len, dim, len], (p, len, 1), (v, dim, 1), &mut self.out[own], false);
+        }
+    }
+
+    /// `dq`, `dk` and `dv` from the probabilities of the forward.
+    pub fn backward(&mut self) {
+        let Case { heads, len, dim, .. } = self.case;
+        let group = heads / self.case.heads_kv;
+        let scale = 1.0 / (dim as f32).sqrt();
+        for h in 0..heads {
+            let (own, shared) = self.rows(h);
+            let square = h * len * len..(h + 1) * len * len;
+            let (p, slopes) = (&self.probabilities[square.clone()], &self.slopes[square]);
+            let (q, k, v) =
+                (&self.q[own.clone()], &self.k[shared.clone()], &self.v[shared.clone()]);
+            let d_out = &self.d_out[own.clone()];
+            let later = h % group != 0;
+            let d_score = &mut self.d_score;
+            product(
+                [len, dim, len],
+                (p, 1, len),
+                (d_out, dim, 1),
+                &mut self.dv[shared.clone()],
+                later,
+            );
+            product([len, len, dim], (d_out, dim, 1), (v, 1, dim), d_score, false);
+            let rows = d_score.par_chunks_mut(len).zip(p.par_chunks(len));
+            rows.zip(slopes.par_chunks(len)).for_each(|((d, p), slopes)| {
+                let delta: f32 = d.iter().zip(p).map(|(d, p)| d * p).sum();
+                for ((d, p), slope) in d.iter_mut().zip(p).zip(slopes) {
+                    *d = p * (*d - delta) * slope * scale;
+                }
+            });
+            product([len, dim, len], (d_score, len, 1), (k, dim, 1), &mut self.dq[own], false);
+            product([len, dim, len], (d_score, 1, len), (q, dim, 1), &mut self.dk[shared], later);
+        }
+    }
+
+    /// The elements of query head `h`, and of its key/value head.
+    fn rows(&self, h: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+        let Case { heads, heads_kv, len, dim, .. } = self.case;
+        let (each, g) = (len * dim, h / (heads / heads_kv));
+        (h * each..(h + 1) * each, g * each..(g + 1) * each)
+    }
+
+    #[cfg(test)]
+    pub fn out(&self) -> &[f32] {
+        &self.out
+    }
+
+    #[cfg(test)]
+    pub fn gradients(&self) -> [&[f32]; 3] {
+        [&self.dq, &self.dk, &self.dv]
+    }
+}
+
+/// A matrix in a slice: elements, row stride, column stride.
+type Matrix<'a> = (&'a [f32], usize, usize);
+
+/// `into [m, n] = a [m, k] · b [k, n]`, added to what is there when `accumulate`.
+fn product(
+    [m, n, k]: [usize; 3],
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    into: &mut [f32],
+    accumulate: bool,
+) {
+    let end = |(_, row, column): Matrix<'_>, [rows, columns]: [usize; 2]| {
+        (rows - 1) * row + (columns - 1) * column
+    };
+    assert!(m > 0 && n > 0 && k > 0 && m * n <= into.len(), "the result fits its slice");
+    assert!(end(a, [m, k]) < a.0.len() && end(b, [k, n]) < b.0.len(), "the factors fit theirs");
+    let threads = gemm::Parallelism::Rayon(rayon::current_num_threads());
+    // SAFETY: every element addressed is inside its slice by the asserts above, and `into` is
+    // borrowed exclusively.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            into.as_mut_ptr(),
+            1,
+            n as isize,
+            accumulate,
+            a.0.as_ptr(),
+            a.2 as isize,
+            a.1 as isize,
+            b.0.as_ptr(),
+            b.2 as isize,
+            b.1 as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            threads,
+        );
+    }
+}

@@ -1,0 +1,208 @@
+//! Plans as users meet them: positions, packed sequences, run-time values, options.
+
+use foveate::mods::expr::{b, h, kv, q, scalar, score};
+use foveate::{
+    Attention, Buffer, DType, Device, Expr, Forward, Layout, MaskMod, Plan, Positions, Problem,
+    ScoreMod, Tensor, TensorRef,
+};
+
+/// Elements in [-1, 1) from a counter: what a seed gives is the same everywhere.
+fn random(seed: u64, dtype: DType, shape: [usize; 4]) -> Tensor {
+    let mut state = seed;
+    Tensor::from_fn(dtype, shape, |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
+        (state >> 40) as f64 / f64::from(1 << 23) - 1.0
+    })
+}
+
+fn masked(expr: Expr<bool>) -> MaskMod {
+    MaskMod::new(expr.dynamic()).expect("a mask")
+}
+
+fn scored(expr: Expr<f32>) -> ScoreMod {
+    ScoreMod::new(expr.dynamic()).expect("a score")
+}
+
+fn plan(program: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Plan {
+    program.plan(&Problem::of(q, k, v).expect("a problem"), &Device::cpu()).expect("a plan")
+}
+
+fn assert_close(found: &[f64], expected: &[f64], within: f64) {
+    assert_eq!(found.len(), expected.len());
+    for (i, (a, e)) in found.iter().zip(expected).enumerate() {
+        assert!(a == e || (a - e).abs() <= within, "element {i}: {a}, expected {e}");
+    }
+}
+
+/// Rows `from..` of a tensor's length axis.
+fn rows_from(t: &Tensor, from: usize) -> Tensor {
+    let [nb, nh, ns, nd] = t.shape();
+    let view = t.view();
+    Tensor::from_fn(t.dtype(), [nb, nh, ns - from, nd], |[b, h, s, d]| {
+        view.get_f64([b, h, s + from, d])
+    })
+}
+
+#[test]
+fn a_shard_of_the_queries_at_its_offset_gives_its_rows_of_the_whole() {
+    println!("seeds 1, 2, 3");
+    let [q_all, k, v] = [1, 2, 3].map(|seed| random(seed, DType::F32, [2, 4, 37, 24]));
+    let slope = scored(score() - (q() - kv()).to_f32() * 0.05);
+    let causal = Attention::new().mask(masked(kv().le(q()))).score(slope);
+    let whole = plan(&causal, &q_all, &k, &v).forward(&q_all, &k, &v).unwrap();
+    let expected = rows_from(&whole.out, 20).to_f64();
+
+    let shard = rows_from(&q_all, 20);
+    let at = |p: Positions| causal.clone().positions(p, Positions::Rows);
+    let offset = plan(&at(Positions::offset(20)), &shard, &k, &v);
+    assert_close(&offset.forward(&shard, &k, &v).unwrap().out.to_f64(), &expected, 2e-6);
+
+    let map = Buffer::vector("shard_rows", (20..37).collect());
+    let mapped = plan(&at(Positions::map(map).unwrap()), &shard, &k, &v);
+    assert_close(&mapped.forward(&shard, &k, &v).unwrap().out.to_f64(), &expected, 2e-6);
+
+    let moved = plan(&at(Positions::offset(0)), &shard, &k, &v).set_scalar("q_offset", 20).unwrap();
+    assert_close(&moved.forward(&shard, &k, &v).unwrap().out.to_f64(), &expected, 2e-6);
+}
+
+#[test]
+fn a_position_map_of_three_axes_is_refused() {
+    let map = Buffer::new("map", &[1, 1, 2], vec![0, 1]).unwrap();
+    let e = Positions::map(map).unwrap_err();
+    assert_eq!(e.to_string(), "buffer `map` has 3 axes but was given 2 indices");
+}
+
+#[test]
+fn masks_and_scores_given_one_after_another_compose() {
+    println!("seed 4");
+    let t = random(4, DType::F32, [1, 3, 29, 17]);
+    let near = || masked((q() - kv()).lt(7));
+    let causal = || masked(kv().le(q()));
+    let double = || scored(score() * 2.0);
+    let shift = || scored(score() + h().to_f32());
+    let chained = Attention::new().mask(near()).mask(causal()).score(double()).score(shift());
+    let joined = Attention::new().mask(near() & causal()).score(double().then(&shift()));
+    let run = |a: &Attention| plan(a, &t, &t, &t).forward(&t, &t, &t).unwrap();
+    assert_eq!(run(&chained).out, run(&joined).out);
+    let reversed = Attention::new().mask(causal()).score(shift()).score(double());
+    assert_ne!(run(&chained).lse, run(&reversed).lse);
+}
+
+#[test]
+fn packed_sequences_give_what_each_gives_alone_and_other_offsets_need_no_other_plan() {
+    println!("seeds 5, 6, 7");
+    let [q_all, k, v] = [5, 6, 7].map(|seed| random(seed, DType::F32, [1, 2, 40, 16]));
+    let program = Attention::new().mask(masked(kv().le(q()))).score(scored(score() * 0.5));
+    let problem = Problem::of(&q_all, &k, &v).unwrap().varlen(&[0, 40], &[0, 40]).unwrap();
+    let one = program.plan(&problem, &Device::cpu()).unwrap();
+    let packed = one.with_varlen(&[0, 11, 11, 33], &[0, 11, 11, 33]).unwrap();
+    let all = packed.forward(&q_all, &k, &v).unwrap();
+    for (from, to) in [(0, 11), (11, 33)] {
+        let part = |t: &Tensor| {
+            let view = t.view();
+            Tensor::from_fn(DType::F32, [1, 2, to - from, 16], |[b, h, s, d]| {
+                view.get_f64([b, h, s + from, d])
+            })
+        };
+        let [q, k, v] = [&q_all, &k, &v].map(part);
+        let alone = plan(&program, &q, &k, &v).forward(&q, &k, &v).unwrap();
+        assert_close(&part(&all.out).to_f64(), &alone.out.to_f64(), 2e-6);
+    }
+    assert!(rows_from(&all.out, 33).to_f64().iter().all(|&x| x == 0.0), "the tail is untouched");
+}
+
+#[test]
+fn one_plan_runs_other_lengths_batches_and_strides_of_its_class() {
+    println!("seeds 8, 9");
+    let small = random(8, DType::F32, [1, 2, 5, 16]);
+    let causal = Attention::new().mask(masked(kv().le(q())));
+    let made = plan(&causal, &small, &small, &small);
+    let large = random(9, DType::F32, [3, 2, 70, 16]);
+    let expected = plan(&causal, &large, &large, &large).forward(&large, &large, &large).unwrap();
+    assert_eq!(made.forward(&large, &large, &large).unwrap().out, expected.out);
+
+    // The same elements in [length, batch, heads, dim] order.
+    let strides = [2 * 16, 16, 3 * 2 * 16, 1];
+    let mut elements = vec![0f32; 3 * 2 * 70 * 16];
+    let layout = Layout::strided([3, 2, 70, 16], strides, 0);
+    for b in 0..3 {
+        for h in 0..2 {
+            for s in 0..70 {
+                for d in 0..16 {
+                    elements[layout.at([b, h, s, d])] = large.view().get_f64([b, h, s, d]) as f32;
+                }
+            }
+        }
+    }
+    let sbhd = TensorRef::f32(&elements, layout).unwrap();
+    assert_eq!(made.forward(sbhd, sbhd, sbhd).unwrap().out, expected.out);
+}
+
+#[test]
+fn gradients_come_in_the_dtype_of_the_operands_or_in_the_one_asked_for() {
+    println!("seeds 10, 11");
+    let t = random(10, DType::BF16, [1, 2, 19, 16]);
+    let d_out = random(11, DType::BF16, [1, 2, 19, 16]);
+    let bias = Buffer::learned("bias", &[2], vec![0.3, -0.2]).unwrap();
+    let program = Attention::new().score(scored(score() * bias.at([h()])));
+    let made = plan(&program, &t, &t, &t).with_sink(&[0.1, -0.3]).unwrap();
+    let forward: Forward = made.forward(&t, &t, &t).unwrap();
+    let half = made.backward(&t, &t, &t, &forward, &d_out).unwrap();
+    let full = made.clone().gradients_in(DType::F32);
+    let full = full.backward(&t, &t, &t, &forward, &d_out).unwrap();
+    assert_eq!((half.dq.dtype(), full.dq.dtype()), (DType::BF16, DType::F32));
+    assert_close(&half.dk.to_f64(), &full.dk.to_f64(), 2e-2);
+    assert_eq!(half.captures["bias"].len(), 2);
+    assert!(half.captures["bias"].iter().all(|x| x.is_finite() && *x != 0.0));
+    assert_eq!(half.d_sink.unwrap().len(), 2);
+}
+
+#[test]
+fn a_rebound_buffer_and_a_set_scalar_change_what_the_plan_computes() {
+    println!("seed 12");
+    let t = random(12, DType::F32, [2, 1, 23, 16]);
+    let doc = |ids: Vec<i32>| Buffer::new("doc", &[2, 23], ids).unwrap();
+    let program = |ids: Vec<i32>, window: i32| {
+        let doc = doc(ids);
+        let same = doc.at([b(), q()]).eq(doc.at([b(), kv()]));
+        Attention::new().mask(masked(same & (q() - kv()).lt(scalar("window", window))))
+    };
+    let (one, many) = (vec![0; 46], (0..46).map(|i| i / 5).collect::<Vec<i32>>());
+    let made = plan(&program(one, 30), &t, &t, &t);
+    let changed = made.rebind(&doc(many.clone())).unwrap().set_scalar("window", 3).unwrap();
+    let expected = plan(&program(many, 3), &t, &t, &t).forward(&t, &t, &t).unwrap();
+    assert_eq!(changed.forward(&t, &t, &t).unwrap().out, expected.out);
+    assert_ne!(made.forward(&t, &t, &t).unwrap().out, expected.out);
+}
+
+#[test]
+fn dropout_with_positions_is_refused_rather_than_counted_from_zero() {
+    let problem = Problem::shaped(DType::F32, [1, 1, 4, 8], [1, 1, 4, 8], [1, 1, 4, 8]).unwrap();
+    let moved = Attention::new().dropout(0.1, 1).positions(Positions::offset(4), Positions::Rows);
+    assert_eq!(
+        moved.plan(&problem, &Device::cpu()).unwrap_err().to_string(),
+        "dropout: it counts rows from 0 and cannot be combined with positions; drop out where the \
+         whole problem is computed"
+    );
+}
+
+#[test]
+fn an_explanation_counts_dense_and_live_work() {
+    let shape = [2, 4, 512, 64];
+    let problem = Problem::shaped(DType::F32, shape, [2, 2, 512, 64], [2, 2, 512, 32]).unwrap();
+    let dense = Attention::new().plan(&problem, &Device::cpu()).unwrap().explain();
+    let pairs = (2 * 4 * 512 * 512) as f64;
+    assert_eq!(dense.dense_forward_flops, pairs * 2.0 * (64.0 + 32.0));
+    assert_eq!(dense.dense_backward_flops, pairs * 2.0 * (3.0 * 64.0 + 2.0 * 32.0));
+    assert_eq!(dense.live_forward_flops, dense.dense_forward_flops);
+    assert!(dense.copies.is_empty() && dense.declined.is_empty());
+
+    let causal = Attention::new().mask(masked(kv().le(q())));
+    let half = causal.plan(&problem, &Device::cpu()).unwrap().explain();
+    let share = half.live_forward_flops / half.dense_forward_flops;
+    assert!((0.5..0.7).contains(&share), "{share}");
+    let text = half.to_string();
+    for part in ["backend    cpu", "heads 4/2, lengths 512/512, dims 64/32", "copies     none"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
