@@ -168,6 +168,30 @@ impl<T: Element> Buffer<T> {
 }
 
 impl Buffer<f32> {
+    /// A read-only buffer of f16 elements, widened.
+    ///
+    /// # Errors
+    /// When the product of `shape` is not `elems.len()`.
+    pub fn from_f16(
+        name: impl Into<String>,
+        shape: &[usize],
+        elems: &[half::f16],
+    ) -> Result<Self, ModError> {
+        Self::new(name, shape, elems.iter().map(|x| x.to_f32()).collect())
+    }
+
+    /// A read-only buffer of bf16 elements, widened.
+    ///
+    /// # Errors
+    /// When the product of `shape` is not `elems.len()`.
+    pub fn from_bf16(
+        name: impl Into<String>,
+        shape: &[usize],
+        elems: &[half::bf16],
+    ) -> Result<Self, ModError> {
+        Self::new(name, shape, elems.iter().map(|x| x.to_f32()).collect())
+    }
+
     /// A buffer that receives a gradient in the backward pass.
     ///
     /// # Errors

@@ -328,6 +328,13 @@ impl std::ops::BitOr for MaskMod {
     }
 }
 
+impl std::ops::BitXor for MaskMod {
+    type Output = MaskMod;
+    fn bitxor(self, rhs: MaskMod) -> MaskMod {
+        joined(self.expr() ^ rhs.expr())
+    }
+}
+
 impl std::ops::Not for MaskMod {
     type Output = MaskMod;
     fn not(self) -> MaskMod {
