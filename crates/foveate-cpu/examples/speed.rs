@@ -63,7 +63,7 @@ fn main() {
     let mut args = std::env::args().skip(1);
     let wanted = args.next().unwrap_or_default();
     let mut tile = || args.next().map(|a| a.parse().expect("a tile size is a number"));
-    let options = CpuOptions { tile_q: tile(), tile_kv: tile() };
+    let options = CpuOptions { tile_q: tile(), tile_kv: tile(), ..CpuOptions::default() };
     let mut product = Product::new();
     println!("{} threads", rayon::current_num_threads());
     println!(

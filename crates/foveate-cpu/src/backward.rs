@@ -86,7 +86,7 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
 
     let lanes = |unit: &Unit| unit.keys.len.div_ceil(lane_len(unit.keys.len));
     let rows = |unit: &Unit| rows_of(call, unit);
-    for wave in waves(&call.units, |unit| wave_elems(call, unit)) {
+    for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let places = Places::new(wave, rows, lanes, tiles.dim);
         let data = call.pool.take(wave.iter().map(|u| pack::elems(&tiles, u.keys.len, true)).sum());
         let packed = Packed::new(operands.k, operands.v, wave, tiles, true, data);

@@ -17,6 +17,8 @@ pub struct Call<'a> {
     pub sequences: Vec<Sequence>,
     pub units: Vec<Unit>,
     pub tiles: Tiles,
+    /// Workspace of a wave.
+    pub wave_bytes: usize,
     /// Of each head, sequence by sequence.
     pub live: Vec<Live>,
     /// Factor on `q·k`.

@@ -72,7 +72,7 @@ impl Description {
         let entries: u64 = sum(&|s| s.entries);
         let live_entries: u64 = sum(&|s| s.live_entries);
         let largest = |elems: &dyn Fn(&Unit) -> usize| {
-            let waves = waves(&call.units, elems);
+            let waves = waves(&call.units, call.wave_bytes, elems);
             let wave = |wave: &[Unit]| wave.iter().map(elems).sum::<usize>();
             4 * waves.into_iter().map(wave).max().unwrap_or(0)
         };

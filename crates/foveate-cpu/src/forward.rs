@@ -57,7 +57,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut out = Pieces::cut(out, &spans, |_| tiles.q);
     let mut lse = Pieces::cut(lse, &spans, |_| tiles.q);
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
-    for wave in waves(&call.units, |unit| wave_elems(call, unit)) {
+    for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let data = call.pool.take(wave.iter().map(|unit| wave_elems(call, unit)).sum());
         let packed = Packed::new(operands.k, operands.v, wave, tiles, false, data);
         let mut tasks = Vec::new();

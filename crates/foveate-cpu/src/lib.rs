@@ -26,7 +26,7 @@
 //!
 //! Linear in the lengths. A wave of key/value heads holds its keys and values in f32 (twice in
 //! the backward, once transposed), and in the backward up to eight f32 copies of dq for its
-//! query heads: 256 MiB, or what one key/value head needs if that is more. Learned captured
+//! query heads: 256 MiB (an option), or what one key/value head needs if that is more. Learned captured
 //! buffers take four to sixteen f32 copies in the backward. Workspace is kept by the plan and
 //! used again.
 //!

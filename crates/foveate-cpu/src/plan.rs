@@ -12,7 +12,7 @@ use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
 use crate::tiles::{CpuOptions, Tiles};
-use crate::work::{Pool, units};
+use crate::work::{Pool, WAVE_BYTES, units};
 
 /// A program ready to run on the CPU.
 ///
@@ -226,6 +226,7 @@ impl CpuPlan {
             units: units(&dims, &sequences),
             sequences,
             tiles,
+            wave_bytes: self.options.workspace_bytes.unwrap_or(WAVE_BYTES),
             live,
             scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             sink,

@@ -26,6 +26,10 @@ pub struct CpuOptions {
     pub tile_q: Option<usize>,
     /// Columns of a key tile, a multiple of 16 from 16 to 1024; chosen when `None`.
     pub tile_kv: Option<usize>,
+    /// Bytes of workspace to stay below where one key/value head does not need more; 256 MiB
+    /// when `None`. Of the results only the gradients of learned buffers depend on it, in the
+    /// last bits.
+    pub workspace_bytes: Option<usize>,
 }
 
 /// Tile sizes of a call, with the head dims padded to whole vectors.

@@ -10,8 +10,8 @@ use foveate_problem::{Dims, Sequence};
 use foveate_tensor::TensorMut;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
-/// Floats of workspace a wave may use (256 MiB), unless one unit alone needs more.
-const WAVE_ELEMS: usize = 64 << 20;
+/// Bytes of workspace a wave may use when nobody says.
+pub const WAVE_BYTES: usize = 256 << 20;
 
 /// Rows `start..start + len` of batch entry `batch`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,13 +64,13 @@ pub fn units(dims: &Dims, sequences: &[Sequence]) -> Vec<Unit> {
     units
 }
 
-/// Consecutive units whose workspace, `elems(unit)` floats each, fits one wave.
-pub fn waves(units: &[Unit], elems: impl Fn(&Unit) -> usize) -> Vec<&[Unit]> {
+/// Consecutive units whose workspace, `elems(unit)` floats each, fits `bytes`; at least one.
+pub fn waves(units: &[Unit], bytes: usize, elems: impl Fn(&Unit) -> usize) -> Vec<&[Unit]> {
     let mut waves = Vec::new();
     let (mut start, mut used) = (0, 0);
     for (i, unit) in units.iter().enumerate() {
         let need = elems(unit);
-        if i > start && used + need > WAVE_ELEMS {
+        if i > start && used + need > bytes / size_of::<f32>() {
             waves.push(&units[start..i]);
             (start, used) = (i, 0);
         }

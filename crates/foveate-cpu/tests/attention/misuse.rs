@@ -85,7 +85,7 @@ fn rebinding_and_setting_scalars_equal_a_new_plan() {
 
 #[test]
 fn a_plan_describes_its_live_tiles_and_shares_block_masks() {
-    let tiles = CpuOptions { tile_q: Some(16), tile_kv: Some(16) };
+    let tiles = Case::default().options;
     let of = |m, heads| {
         let case =
             Case { batch: 3, heads, lens: [64, 64], options: tiles, mask: m, ..Case::default() };

@@ -153,3 +153,21 @@ fn accumulating_adds_to_what_is_there() {
         assert!((twice - 2.0 * once).abs() <= 1e-5 * once.abs().max(1.0));
     }
 }
+
+#[test]
+fn little_workspace_gives_the_same_bits_but_for_learned_buffers() {
+    let without_captures = |case: &Case| {
+        let mut results = case.run();
+        results.captures.clear();
+        results.bits()
+    };
+    let bytes = |case: &Case| case.plan(&case.inputs()).describe(None).backward_bytes;
+    let plenty = busy_case();
+    for workspace_bytes in [Some(0), Some(300_000)] {
+        let options = CpuOptions { workspace_bytes, ..plenty.options };
+        let little = Case { options, ..busy_case() };
+        assert!(bytes(&little) < bytes(&plenty));
+        assert!(without_captures(&little) == without_captures(&plenty));
+        little.check("little workspace");
+    }
+}
