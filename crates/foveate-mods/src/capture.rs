@@ -8,7 +8,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::error::ModError;
+use crate::error::{ModError, ModErrorKind};
 use crate::ir::Type;
 
 /// The elements of a captured buffer, in row-major order.
@@ -154,6 +154,19 @@ impl<T: Element> Buffer<T> {
     pub fn vector(name: impl Into<String>, elems: Vec<T>) -> Self {
         let len = elems.len();
         Self::new(name, &[len], elems).expect("a vector's shape is its length")
+    }
+
+    /// A buffer whose element type becomes static.
+    ///
+    /// # Errors
+    /// When it holds another type.
+    pub fn from_any(buffer: AnyBuffer) -> Result<Self, ModError> {
+        if buffer.ty() != T::TYPE {
+            let reason = format!("it holds {}, not {}", buffer.ty(), T::TYPE);
+            let name = buffer.name().to_owned();
+            return Err(ModErrorKind::Binding { name, reason }.into());
+        }
+        Ok(Self(buffer, PhantomData))
     }
 
     /// The buffer without its static type.

@@ -1,11 +1,15 @@
-//! Named masks and scores, as the text form calls them.
+//! Masks and scores by name: what the text form calls, and the table that `--help` prints.
 //!
-//! [`resolve`] turns a name and its arguments into an expression over the coordinates (for a
-//! score, over `score` too). A name without arguments is the same as a call with none.
+//! One list holds name, signature, a line of documentation and the constructor, so that what is
+//! documented is what can be called. Arguments are values or captured buffers; a buffer that is
+//! not given is looked up under its usual name (`document` reads `doc`).
 
-use crate::capture::{AnyBuffer, ScalarValue};
-use crate::error::{ModError, ModErrorKind};
-use crate::expr::{self, DynExpr, Expr};
+use crate::capture::{AnyBuffer, Buffer, Element, ScalarValue};
+use crate::error::ModError;
+use crate::expr::{DynExpr, Op};
+use crate::masks::{self, argument};
+use crate::program::{MaskMod, ScoreMod};
+use crate::scores;
 use crate::text::Names;
 
 /// An argument of a named mask or score, as written.
@@ -21,63 +25,325 @@ pub enum Arg {
     Expr(DynExpr),
 }
 
-const NAMES: [&str; 4] = ["full", "causal", "document", "softcap"];
-
-/// Every name there is.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    NAMES.into_iter()
+/// A row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The name, without arguments.
+    pub name: &'static str,
+    /// How it is called, `name(arguments)`; an argument in brackets may be left out.
+    pub signature: &'static str,
+    /// What it does, in one line.
+    pub doc: &'static str,
+    /// True for a score, false for a mask.
+    pub is_score: bool,
 }
 
-/// The mask (bool) or score (f32) called `name`; `None` when there is none.
-pub fn resolve(name: &str, args: &[Arg], names: &Names) -> Option<Result<DynExpr, ModError>> {
-    let made = match name {
-        "full" => no_arguments(name, args).map(|()| Expr::from(true).dynamic().clone()),
-        "causal" => no_arguments(name, args).map(|()| expr::q().ge(expr::kv()).dynamic().clone()),
-        "document" => no_arguments(name, args).and_then(|()| document(names)),
-        "softcap" => match args {
-            [Arg::Int(cap)] => Ok(softcap(*cap as f32)),
-            [Arg::Float(cap)] => Ok(softcap(*cap)),
-            _ => Err(argument(name, "takes one number, the cap: `softcap(30)`")),
-        },
-        _ => return None,
-    };
-    Some(made)
+struct Call<'a> {
+    name: &'a str,
+    signature: &'a str,
+    args: &'a [Arg],
+    names: &'a Names,
 }
 
-fn argument(of: &str, reason: impl Into<String>) -> ModError {
-    ModErrorKind::Argument { of: of.to_owned(), reason: reason.into() }.into()
-}
+impl Call<'_> {
+    fn refuse<T>(&self, reason: impl std::fmt::Display) -> Result<T, ModError> {
+        Err(argument(self.name, format!("{reason}; write `{}`", self.signature)))
+    }
 
-fn no_arguments(name: &str, args: &[Arg]) -> Result<(), ModError> {
-    if args.is_empty() { Ok(()) } else { Err(argument(name, "takes no arguments")) }
-}
+    fn at_most(&self, count: usize) -> Result<(), ModError> {
+        match self.args.len() {
+            given if given > count => {
+                self.refuse(format!("takes at most {count} arguments, not {given}"))
+            }
+            _ => Ok(()),
+        }
+    }
 
-fn document(names: &Names) -> Result<DynExpr, ModError> {
-    let Some(doc) = names.get_buffer("doc") else {
-        return Err(argument("document", "needs a captured i32 buffer `doc` of document ids"));
-    };
-    let at = |position: Expr<i32>| {
-        let index = match doc.shape().len() {
-            1 => vec![position.dynamic().clone()],
-            _ => vec![expr::b().dynamic().clone(), position.dynamic().clone()],
+    fn optional_int(&self, i: usize) -> Result<Option<i32>, ModError> {
+        match self.args.get(i) {
+            None => Ok(None),
+            Some(Arg::Int(v)) => match i32::try_from(*v) {
+                Ok(v) => Ok(Some(v)),
+                Err(_) => self.refuse(format!("argument {} does not fit an i32: {v}", i + 1)),
+            },
+            Some(_) => self.refuse(format!("argument {} must be an integer", i + 1)),
+        }
+    }
+
+    fn int(&self, i: usize) -> Result<i32, ModError> {
+        let found = self.optional_int(i)?;
+        found.map_or_else(|| self.refuse(format!("argument {} is missing", i + 1)), Ok)
+    }
+
+    fn float(&self, i: usize) -> Result<f32, ModError> {
+        match self.args.get(i) {
+            Some(Arg::Float(v)) => Ok(*v),
+            Some(Arg::Int(v)) => Ok(*v as f32),
+            Some(_) => self.refuse(format!("argument {} must be a number", i + 1)),
+            None => self.refuse(format!("argument {} is missing", i + 1)),
+        }
+    }
+
+    fn ints(&self) -> Result<Vec<i32>, ModError> {
+        (0..self.args.len()).map(|i| self.int(i)).collect()
+    }
+
+    /// Buffer argument `i`, or the one called `usual`.
+    fn buffer<T: Element>(&self, i: usize, usual: &str) -> Result<Buffer<T>, ModError> {
+        let buffer = match self.args.get(i) {
+            Some(Arg::Buffer(buffer)) => Some(buffer.clone()),
+            Some(_) => {
+                return self.refuse(format!("argument {} must be a buffer", i + 1));
+            }
+            None => self.names.get_buffer(usual).cloned(),
         };
-        DynExpr::load(doc, index)
-    };
-    DynExpr::binary(crate::ir::BinaryOp::Eq, at(expr::q())?, at(expr::kv())?)
+        match buffer {
+            Some(buffer) => Buffer::from_any(buffer),
+            None => self.refuse(format!("no captured buffer is called `{usual}`")),
+        }
+    }
+
+    /// The first argument is a buffer, or there are none.
+    fn wants_buffer(&self) -> bool {
+        matches!(self.args.first(), None | Some(Arg::Buffer(_)))
+    }
 }
 
-fn softcap(cap: f32) -> DynExpr {
-    let cap = expr::scalar("cap", cap);
-    let capped = &cap * (expr::score() / &cap).tanh();
-    capped.dynamic().clone()
+type Maker<M> = fn(&Call<'_>) -> Result<M, ModError>;
+/// Signature (the name stands before the parenthesis), most arguments, documentation, maker.
+type Row<M> = (&'static str, usize, &'static str, Maker<M>);
+
+const MASKS: &[Row<MaskMod>] = &[
+    ("full", 0, "every query sees every key", |_| Ok(masks::full())),
+    ("causal", 0, "q >= kv, aligned at the top left", |_| Ok(masks::causal())),
+    ("causal_bottom_right", 0, "q + kv_len - q_len >= kv: the last query sees all", |_| {
+        Ok(masks::causal_bottom_right())
+    }),
+    ("window(left, [right])", 2, "q - left <= kv <= q + right; right is 0 when left out", |c| {
+        Ok(masks::window(c.int(0)?, c.optional_int(1)?.unwrap_or(0)))
+    }),
+    ("sliding_window(size)", 1, "0 <= q - kv < size: the last `size` keys", |c| {
+        Ok(masks::sliding_window(c.int(0)?))
+    }),
+    (
+        "prefix([n | lengths])",
+        1,
+        "kv < n or causal; n a number or buffer `prefixes` [batch]",
+        |c| {
+            if c.wants_buffer() {
+                masks::prefix_lm_per_batch(&c.buffer(0, "prefixes")?)
+            } else {
+                Ok(masks::prefix_lm(c.int(0)?))
+            }
+        },
+    ),
+    (
+        "document([ids], [kv_ids])",
+        2,
+        "same document id, of buffer `doc` [len] or [batch, len]",
+        |c| {
+            let ids = c.buffer(0, "doc")?;
+            if c.args.len() < 2 {
+                return masks::document(&ids);
+            }
+            masks::document_pair(&ids, &c.buffer(1, "kv_doc")?)
+        },
+    ),
+    ("documents(length, …)", usize::MAX, "same document, of documents with these lengths", |c| {
+        masks::document_lengths(&c.ints()?)
+    }),
+    ("chunked(size)", 1, "q and kv in the same chunk of `size` positions", |c| {
+        masks::chunked(c.int(0)?)
+    }),
+    ("dilated(reach, step)", 2, "every `step`-th key up to `reach` away", |c| {
+        masks::dilated(c.int(0)?, c.int(1)?)
+    }),
+    ("global_tokens(n)", 1, "the first n positions see all and are seen by all", |c| {
+        Ok(masks::global_tokens(c.int(0)?))
+    }),
+    (
+        "neighbourhood(size, …, kernel, …)",
+        6,
+        "neighbourhood attention on a grid of 1 to 3 axes: sizes, then odd kernels",
+        |c| {
+            let ints = c.ints()?;
+            let (sizes, kernels) = ints.split_at(ints.len() / 2);
+            masks::neighbourhood(sizes, kernels)
+        },
+    ),
+];
+
+const SCORES: &[Row<ScoreMod>] = &[
+    ("soft_cap(cap)", 1, "cap * tanh(score / cap); also `softcap`", |c| {
+        let cap = c.float(0)?;
+        if cap <= 0.0 || !cap.is_finite() {
+            return c.refuse(format!("the cap must be a positive number, not {cap}"));
+        }
+        Ok(scores::soft_cap(cap))
+    }),
+    ("alibi([heads])", 1, "score - slope[h] * |q - kv|; heads is the problem's or given", |c| {
+        let heads = match c.names.head_count().filter(|_| c.args.is_empty()) {
+            Some(heads) => Ok(heads),
+            None => usize::try_from(c.int(0)?),
+        };
+        match heads {
+            Ok(heads) => scores::alibi(heads),
+            Err(_) => c.refuse("the number of heads cannot be negative"),
+        }
+    }),
+    ("relative_bias([table])", 1, "score + rel_bias[h, clamp(q - kv) + max]", |c| {
+        scores::relative_bias(&c.buffer(0, "rel_bias")?)
+    }),
+    (
+        "t5([max_distance])",
+        1,
+        "T5's bidirectional buckets, buffer `t5_bias` [buckets, heads]",
+        |c| scores::t5_buckets(&c.buffer(1, "t5_bias")?, true, c.optional_int(0)?.unwrap_or(128)),
+    ),
+    (
+        "t5_causal([max_distance])",
+        1,
+        "T5's decoder buckets, buffer `t5_bias` [buckets, heads]",
+        |c| scores::t5_buckets(&c.buffer(1, "t5_bias")?, false, c.optional_int(0)?.unwrap_or(128)),
+    ),
+    ("bias([tensor])", 1, "score + attn_bias[b, h, q, kv], axes of length 1 broadcast", |c| {
+        scores::additive_bias(&c.buffer(0, "attn_bias")?)
+    }),
+    ("temperature([values])", 1, "score / temperatures[h]", |c| {
+        scores::temperature(&c.buffer(0, "temperatures")?)
+    }),
+    ("head_scale([values])", 1, "score * head_scales[h]", |c| {
+        scores::head_scale(&c.buffer(0, "head_scales")?)
+    }),
+    ("head_bias([values])", 1, "score + head_biases[h]", |c| {
+        scores::head_bias(&c.buffer(0, "head_biases")?)
+    }),
+];
+
+/// Other spellings, and the names they stand for.
+const ALIASES: &[(&str, &str)] =
+    &[("softcap", "soft_cap"), ("prefix_lm", "prefix"), ("neighborhood", "neighbourhood")];
+
+fn name_of(signature: &'static str) -> &'static str {
+    signature.split('(').next().expect("split gives one part at least")
+}
+
+fn make<M>(
+    rows: &[Row<M>],
+    name: &str,
+    args: &[Arg],
+    names: &Names,
+) -> Option<Result<M, ModError>> {
+    let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name);
+    let (signature, most, _, maker) = rows.iter().find(|row| name_of(row.0) == name)?;
+    let call = Call { name, signature, args, names };
+    Some(call.at_most(*most).and_then(|()| maker(&call)))
+}
+
+/// The mask (bool) or score (f32) called `name`, as an expression over the coordinates (for a
+/// score, over `score` too); `None` when there is none. A name without arguments is the same as a
+/// call with none.
+///
+/// The inner error says which argument is wrong and how the call is written.
+pub fn resolve(name: &str, args: &[Arg], names: &Names) -> Option<Result<DynExpr, ModError>> {
+    let mask = || make(MASKS, name, args, names).map(|m| m.map(|m| m.expr().dynamic().clone()));
+    let score = || make(SCORES, name, args, names).map(|m| m.map(|m| m.expr().dynamic().clone()));
+    mask().or_else(score)
+}
+
+/// Every name there is, other spellings included.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    entries().map(|entry| entry.name).chain(ALIASES.iter().map(|(alias, _)| *alias))
+}
+
+/// Every named mask, then every named score.
+pub fn entries() -> impl Iterator<Item = Entry> {
+    let entry =
+        |signature, doc, is_score| Entry { name: name_of(signature), signature, doc, is_score };
+    let masks = MASKS.iter().map(move |row| entry(row.0, row.2, false));
+    masks.chain(SCORES.iter().map(move |row| entry(row.0, row.2, true)))
 }
 
 impl DynExpr {
     /// The value of a constant.
     pub(crate) fn constant_value(&self) -> Option<ScalarValue> {
         match self.node().op {
-            expr::Op::Const(v) => Some(v),
+            Op::Const(v) => Some(v),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::{parse_mask, parse_score};
+
+    fn captured() -> Names {
+        let floats = |name: &str, shape: &[usize]| {
+            let elems = vec![0.5; shape.iter().product()];
+            Buffer::learned(name, shape, elems).expect("the shape fits").any().clone()
+        };
+        let names = Names::new().heads(2);
+        let names = names.buffer(Buffer::vector("doc", vec![0, 0, 1]).any());
+        let names = names.buffer(Buffer::vector("prefixes", vec![2]).any());
+        let names = names.buffer(&floats("rel_bias", &[2, 3])).buffer(&floats("t5_bias", &[8, 2]));
+        let per_head = ["temperatures", "head_scales", "head_biases"];
+        let names = per_head.iter().fold(names, |n, name| n.buffer(&floats(name, &[2])));
+        names.buffer(&floats("attn_bias", &[1, 2, 3, 3]))
+    }
+
+    #[test]
+    fn every_entry_can_be_written_and_read_back() {
+        let names = captured();
+        for entry in entries() {
+            let args = match entry.name {
+                "window" | "sliding_window" | "chunked" | "global_tokens" | "soft_cap" => "(3)",
+                "dilated" => "(4, 2)",
+                "documents" => "(1, 2)",
+                "neighbourhood" => "(4, 5, 3, 3)",
+                _ => "",
+            };
+            let text = format!("{}{args}", entry.name);
+            if entry.is_score {
+                let score = parse_score(&text, &names).unwrap_or_else(|e| panic!("{e}"));
+                let (printed, names) = score.program().text();
+                assert_eq!(parse_score(&printed, &names).unwrap(), score, "{text}: {printed}");
+            } else {
+                let mask = parse_mask(&text, &names).unwrap_or_else(|e| panic!("{e}"));
+                let (printed, names) = mask.program().text();
+                assert_eq!(parse_mask(&printed, &names).unwrap(), mask, "{text}: {printed}");
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_aliases_make_what_they_say() {
+        let names = captured();
+        assert_eq!(parse_mask("window(256)", &names).unwrap(), masks::window(256, 0));
+        assert_eq!(parse_score("softcap(30)", &names).unwrap(), scores::soft_cap(30.0));
+        assert_eq!(parse_score("alibi", &names).unwrap(), scores::alibi(2).unwrap());
+        assert_eq!(parse_score("alibi(3)", &names).unwrap(), scores::alibi(3).unwrap());
+        let both =
+            masks::causal() & masks::document(&Buffer::vector("doc", vec![0, 0, 1])).unwrap();
+        assert_eq!(parse_mask("causal & document", &names).unwrap(), both);
+    }
+
+    #[test]
+    fn a_wrong_argument_shows_how_the_call_is_written() {
+        let names = captured();
+        for (text, says) in [
+            ("window()", "argument 1 is missing; write `window(left, [right])`"),
+            ("window(0.5)", "argument 1 must be an integer"),
+            ("window(4000000000)", "4000000000 does not fit an i32"),
+            ("causal(1)", "takes at most 0 arguments, not 1"),
+            ("document(1)", "argument 1 must be a buffer"),
+            ("document(rel_bias)", "`rel_bias` cannot be bound: it holds f32, not i32"),
+        ] {
+            let error = parse_mask(text, &names).expect_err(text).to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        let cap = parse_score("soft_cap(0)", &names).unwrap_err().to_string();
+        assert!(cap.contains("the cap must be a positive number, not 0"), "{cap}");
     }
 }

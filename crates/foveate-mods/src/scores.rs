@@ -270,6 +270,18 @@ mod tests {
     }
 
     #[test]
+    fn t5_buckets_of_far_keys_grow_by_octaves() {
+        // Twelve buckets behind the query, six exact: bucket 6 + 2k begins at 6·2^k.
+        let elems: Vec<f32> = (0..12).map(|i| i as f32).collect();
+        let table = Buffer::new("t5", &[12, 1], elems).unwrap();
+        let score = t5_buckets(&table, false, 48).unwrap();
+        for (q, bucket) in [(5, 5.0), (7, 6.0), (13, 8.0), (25, 10.0), (47, 11.0), (900, 11.0)] {
+            let value = score.program().eval(&Point { q, ..Point::default() }).unwrap()[0];
+            assert_eq!(value, ScalarValue::F32(bucket), "distance {q}");
+        }
+    }
+
+    #[test]
     fn a_bias_is_broadcast_along_axes_of_length_one() {
         for mask in 0..16 {
             let full = [2, 3, 5, 7];
