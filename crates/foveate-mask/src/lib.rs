@@ -31,6 +31,17 @@
 //! it is halved along its longer side. Single tiles that remain undecided are evaluated point by
 //! point, so the result is exact. For causal, window, prefix and document masks the work is
 //! proportional to the rows of tiles and to the tiles on the masks' edges.
+//!
+//! Over 1,048,576 × 1,048,576 positions in tiles of 128 × 128, on one core of a 2026 server CPU
+//! that was shared with other work (`cargo run --release -p foveate-mask --example million`):
+//!
+//! | mask | ms | runs, kB |
+//! | --- | --- | --- |
+//! | causal | 58 | 229 |
+//! | causal window of 4096 | 244 | 327 |
+//! | prefix of 1000, then causal | 77 | 229 |
+//! | 100 documents | 279 | 321 |
+//! | causal inside 100 documents | 345 | 321 |
 
 mod build;
 pub mod picture;

@@ -138,13 +138,11 @@ mod tests {
         let full = BlockLists { counts: &full_counts, tiles: &full_tiles };
         let mask = block_lists((2, 3), partial, Some(full), &causal()).unwrap();
         let kinds = [[[1, 0, 0], [2, 1, 0], [0, 0, 0]], [[0, 0, 2], [1, 1, 0], [0, 0, 1]]];
-        for h in 0..2 {
+        for (h, tiles) in kinds.iter().enumerate() {
             for q in 0..9 {
                 for kv in 0..13 {
-                    let kind = kinds[h]
-                        .get(q as usize / 2)
-                        .and_then(|row| row.get(kv as usize / 3))
-                        .copied();
+                    let kind =
+                        tiles.get(q as usize / 2).and_then(|row| row.get(kv as usize / 3)).copied();
                     let wanted = kind == Some(2) || kind == Some(1) && kv <= q;
                     let point = Point { b: 1, h: h as i32, q, kv, ..Point::default() };
                     let value = mask.program().eval(&point).unwrap()[0];
