@@ -44,9 +44,12 @@
 //! | causal inside 100 documents | 345 | 321 |
 
 mod build;
+mod lists;
 pub mod picture;
 
 use std::ops::Range;
+
+pub use lists::MaskError;
 
 use foveate_mods::{Head, Leaf, MaskMod};
 

@@ -76,7 +76,7 @@ impl Program {
 
     /// True when a result depends on `leaf`.
     pub fn uses(&self, leaf: Leaf) -> bool {
-        self.graph.nodes().iter().any(|n| *n == Node::Leaf(leaf))
+        self.graph.nodes().contains(&Node::Leaf(leaf))
     }
 
     /// Result `root` as a traced expression, each leaf replaced by what `leaf` gives for it.

@@ -36,10 +36,8 @@ impl Interval {
         match self {
             Bool { yes, no } if yes != no => Some(ScalarValue::Bool(yes)),
             I32 { lo, hi } if lo == hi => Some(ScalarValue::I32(lo)),
-            // ±0 are equal but not the same value.
-            F32 { lo, hi, nan: false } if lo.to_bits() == hi.to_bits() => {
-                Some(ScalarValue::F32(lo))
-            }
+            // The ends of a range do not tell the two zeros apart.
+            F32 { lo, hi, nan: false } if lo == hi && lo != 0.0 => Some(ScalarValue::F32(lo)),
             _ => None,
         }
     }

@@ -7,6 +7,8 @@
 //! sound and may be undecided: the two sides of `x - x` are not known to be equal.
 
 mod interval;
+#[cfg(test)]
+mod random;
 mod table;
 
 use std::ops::Range;
