@@ -8,6 +8,8 @@
 //! This is the only module of the crate with `unsafe` in it: calls of functions compiled for a
 //! feature that was found at run time, and the pointers that `gemm` takes.
 
+use std::sync::OnceLock;
+
 /// Floats in a group. Rows given to this module are padded to a multiple of it.
 pub const LANES: usize = 16;
 
@@ -39,8 +41,14 @@ impl Level {
     }
 }
 
-/// The best level of this machine.
+/// The best level of this machine. Asked for every row, so found once.
+#[inline]
 pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(detect)
+}
+
+fn detect() -> Level {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         if is_x86_feature_detected!("avx512f")
