@@ -71,12 +71,13 @@ impl Failure {
             return Self::usage(format!("{what}: {error}"));
         };
         let position = (*position).min(text.len());
-        let width = text[position..].chars().next().map_or(0, char::len_utf8);
+        let width = text[position..].chars().next().map_or(1, char::len_utf8);
+        // The blank is what a fault at the end of the text points at.
         let label = LabeledSpan::at(position..position + width, message.clone());
         Self::Usage(Box::new(Report {
             message: format!("{what} cannot be read"),
             help: None,
-            excerpt: Some((NamedSource::new(what, text.clone()), label)),
+            excerpt: Some((NamedSource::new(what, format!("{text} ")), label)),
         }))
     }
 

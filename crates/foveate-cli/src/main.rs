@@ -5,8 +5,11 @@
 //! interrupted.
 
 mod bench;
+mod captures;
 mod doctor;
+mod explain;
 mod failure;
+mod mask;
 mod output;
 
 use std::process::ExitCode;
@@ -26,15 +29,19 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Bench(bench::Args),
+    Mask(mask::Args),
+    Explain(explain::Args),
     Doctor(doctor::Args),
+    Bench(bench::Args),
 }
 
 impl Command {
     fn run(&self, out: &mut Output) -> Result<(), Failure> {
         match self {
-            Command::Bench(args) => bench::run(args, out),
+            Command::Mask(args) => mask::run(args, out),
+            Command::Explain(args) => explain::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),
+            Command::Bench(args) => bench::run(args, out),
         }
     }
 }

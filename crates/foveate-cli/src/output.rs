@@ -23,6 +23,14 @@ impl Output {
         writeln!(self.to, "{text}")
     }
 
+    /// Text that ends its own lines.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn text(&mut self, text: impl std::fmt::Display) -> io::Result<()> {
+        write!(self.to, "{text}")
+    }
+
     /// One JSON object on a line of its own, shown at once.
     ///
     /// # Errors

@@ -70,6 +70,10 @@ pub struct Explanation {
     pub dim_v: usize,
     /// The dtype of the operands.
     pub dtype: &'static str,
+    /// The mask as it runs: simplified, positions substituted; `None` is all keys.
+    pub mask: Option<String>,
+    /// The score as it runs; `None` leaves it as it is.
+    pub score: Option<String>,
     /// Factor on `q·k`.
     pub scale: f32,
     /// Buffers that the mask and the score capture, and what they have.
@@ -123,6 +127,8 @@ impl Explanation {
             dim: dims.dim,
             dim_v: dims.dim_v,
             dtype: problem.dtype().name(),
+            mask: spec.mask.as_ref().map(ToString::to_string),
+            score: spec.score.as_ref().map(ToString::to_string),
             scale: spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             captures: captures(spec),
             backward: !problem.is_forward_only(),
@@ -176,6 +182,8 @@ impl fmt::Display for Explanation {
         line("strides", format!("q {q:?}, k {k:?}, v {v:?}"))?;
         let copies = if self.copies.is_empty() { "none".into() } else { self.copies.join(", ") };
         line("copies", copies)?;
+        line("mask", self.mask.clone().unwrap_or_else(|| "none".into()))?;
+        line("score", self.score.clone().unwrap_or_else(|| "none".into()))?;
         if !self.captures.is_empty() {
             line("captures", self.captures.join("; "))?;
         }

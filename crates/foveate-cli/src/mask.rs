@@ -1,0 +1,158 @@
+//! `foveate mask`: a mask drawn, with its tiles, statistics and the time they took.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use foveate::mask::{BlockMask, Tile};
+use foveate::mods::Head;
+use foveate::mods::text::parse_mask;
+use serde::Serialize;
+
+use crate::captures::Captures;
+use crate::failure::Failure;
+use crate::output::{Output, bytes, count};
+
+/// Draw a mask and its tiles, with statistics and build time
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The mask, such as "causal & document" or "q >= kv && q - kv < 256"
+    text: String,
+    /// Number of queries (the sum of --doc-lens when left out)
+    #[arg(long, value_name = "N")]
+    len: Option<usize>,
+    /// Number of keys (as many as queries when left out)
+    #[arg(long, value_name = "M")]
+    kv_len: Option<usize>,
+    /// Size of the tiles: queries x keys
+    #[arg(long, value_name = "QxKV", default_value = "128x128", value_parser = tile)]
+    tile: Tile,
+    /// Batch entry that is drawn
+    #[arg(long, value_name = "B", default_value_t = 0)]
+    batch_index: i32,
+    /// Query head that is drawn
+    #[arg(long, value_name = "H", default_value_t = 0)]
+    head: i32,
+    #[command(flatten)]
+    captures: Captures,
+    /// Write a picture to this file too
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print one JSON object, without the picture
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Facts {
+    mask: String,
+    simplified: String,
+    q_len: usize,
+    kv_len: usize,
+    tile: [u32; 2],
+    tiles: u64,
+    full: u64,
+    partial: u64,
+    empty: u64,
+    runs: u64,
+    bytes: u64,
+    live_entries: u64,
+    entries: u64,
+    sparsity: f64,
+    build_ms: f64,
+}
+
+/// `128x64`.
+fn tile(text: &str) -> Result<Tile, String> {
+    let side = |text: &str| text.trim().parse::<u32>().ok().filter(|n| (1..=1 << 20).contains(n));
+    let sides = text.split_once('x').and_then(|(q, kv)| Some((side(q)?, side(kv)?)));
+    let (q, kv) = sides.ok_or("two lengths of at least 1 with an x between, such as 128x128")?;
+    Ok(Tile { q, kv })
+}
+
+/// Builds the block mask and prints it.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let Some(len) = args.len.or(args.captures.documents_len()) else {
+        return Err(Failure::usage("--len is missing").help("say how many queries: --len 2048"));
+    };
+    let kv_len = args.kv_len.unwrap_or(len);
+    let (q_len, kv_len_i32) = match (i32::try_from(len), i32::try_from(kv_len)) {
+        (Ok(q), Ok(kv)) => (q, kv),
+        _ => return Err(Failure::usage(format!("lengths go up to {}", i32::MAX))),
+    };
+    let names = args.captures.names(len.max(kv_len))?;
+    let mask = parse_mask(&args.text, &names).map_err(|e| Failure::of_text("the mask", &e))?;
+    let head =
+        Head { b: args.batch_index, h: args.head, h_kv: args.head, q_len, kv_len: kv_len_i32 };
+    let began = Instant::now();
+    let block = BlockMask::build(&mask, head, len, kv_len, args.tile);
+    let build_ms = began.elapsed().as_secs_f64() * 1e3;
+    if let Some(file) = &args.svg {
+        fs::write(file, block.to_svg(&args.text))
+            .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
+    }
+    let stats = block.stats();
+    let facts = Facts {
+        mask: args.text.clone(),
+        simplified: mask.to_string(),
+        q_len: len,
+        kv_len,
+        tile: [args.tile.q, args.tile.kv],
+        tiles: stats.tiles,
+        full: stats.full,
+        partial: stats.partial,
+        empty: stats.tiles - stats.full - stats.partial,
+        runs: stats.runs,
+        bytes: stats.bytes,
+        live_entries: stats.live_entries,
+        entries: stats.entries,
+        sparsity: stats.sparsity(),
+        build_ms,
+    };
+    if args.json {
+        return Ok(out.json(&facts)?);
+    }
+    out.line(block.to_terminal(32, 64))?;
+    show(&facts, out)?;
+    if let Some(file) = &args.svg {
+        out.line(format_args!("picture  {}", file.display()))?;
+    }
+    Ok(())
+}
+
+fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
+    let share = |n: u64| format!("{:.1} %", 100.0 * n as f64 / facts.tiles.max(1) as f64);
+    out.line(format_args!("mask     {}", facts.simplified))?;
+    out.line(format_args!("size     {} queries x {} keys", facts.q_len, facts.kv_len))?;
+    out.line(format_args!(
+        "pairs    {} of {} seen, {:.2} % masked",
+        count(facts.live_entries as f64),
+        count(facts.entries as f64),
+        100.0 * facts.sparsity
+    ))?;
+    out.line(format_args!(
+        "tiles    {} of {}x{}: {} full, {} partial, {} empty",
+        facts.tiles,
+        facts.tile[0],
+        facts.tile[1],
+        share(facts.full),
+        share(facts.partial),
+        share(facts.empty)
+    ))?;
+    out.line(format_args!("runs     {} in {}", facts.runs, bytes(facts.bytes as f64)))?;
+    out.line(format_args!("built    in {:.3} ms", facts.build_ms))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_two_lengths_of_at_least_one() {
+        assert_eq!(tile("128x64"), Ok(Tile { q: 128, kv: 64 }));
+        for wrong in ["128", "0x4", "4x", "axb", "-1x4"] {
+            assert!(tile(wrong).is_err(), "{wrong}");
+        }
+    }
+}
