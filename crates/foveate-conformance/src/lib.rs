@@ -1,1 +1,25 @@
-//! One corpus of attention cases that every backend runs
+//! One corpus of attention cases that every backend runs.
+//!
+//! A case is a few lines of TOML in `conformance/cases`: shapes, dtype, memory layout, mask and
+//! score in text form, options, and why it is there. The harness makes random data for it, runs
+//! the f64 oracle, runs forward and backward on every backend present into destinations filled
+//! with NaN, and compares by the accuracy rule of the semantics. What a backend must not touch
+//! (rows of no sequence, elements between strided rows) has to hold NaN still.
+//!
+//! ```no_run
+//! let cases = foveate_conformance::load("conformance/cases".as_ref())?;
+//! let report = foveate_conformance::run(&cases, &foveate_conformance::backends());
+//! println!("{report}");
+//! # Ok::<(), foveate_conformance::CaseError>(())
+//! ```
+
+pub mod backend;
+pub mod case;
+pub mod data;
+mod report;
+mod run;
+
+pub use backend::{Backend, Prepared, backends};
+pub use case::{Case, CaseError, load, parse};
+pub use report::{Outcome, Report, Row};
+pub use run::{check, run};

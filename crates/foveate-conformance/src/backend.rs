@@ -1,0 +1,146 @@
+//! What can run a case.
+
+use foveate_cpu::{CpuOptions, CpuPlan};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
+use foveate_reference::{Upstream, low};
+use foveate_tensor::{DType, TensorMut};
+
+use crate::data::for_each;
+
+/// Something that computes attention.
+pub trait Backend: Sync {
+    /// Its name in the report.
+    fn name(&self) -> &'static str;
+
+    /// Gets ready to run a problem.
+    ///
+    /// # Errors
+    /// Why it declines.
+    fn prepare(
+        &self,
+        spec: &Spec,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String>;
+}
+
+/// A backend that took a problem.
+pub trait Prepared {
+    /// Runs the forward pass.
+    ///
+    /// # Errors
+    /// What went wrong.
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), String>;
+
+    /// Runs the backward pass.
+    ///
+    /// # Errors
+    /// What went wrong.
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String>;
+}
+
+/// Every backend of this build: the plain implementation of the oracle (which checks the harness),
+/// the CPU with the tiles it chooses, and the CPU with tiles that most cases leave partly filled.
+pub fn backends() -> Vec<Box<dyn Backend>> {
+    let odd = CpuOptions { tile_q: Some(5), tile_kv: Some(16) };
+    vec![
+        Box::new(Plain),
+        Box::new(Cpu { name: "cpu", options: CpuOptions::default() }),
+        Box::new(Cpu { name: "cpu, tiles 5x16", options: odd }),
+    ]
+}
+
+struct Cpu {
+    name: &'static str,
+    options: CpuOptions,
+}
+
+impl Backend for Cpu {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn prepare(
+        &self,
+        spec: &Spec,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        let plan = CpuPlan::new(spec, dims, dtype, self.options);
+        Ok(Box::new(plan.map_err(|e| e.to_string())?))
+    }
+}
+
+impl Prepared for CpuPlan {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), String> {
+        CpuPlan::forward(self, args).map_err(|e| e.to_string())
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
+        CpuPlan::backward(self, args).map_err(|e| e.to_string())
+    }
+}
+
+/// The oracle's implementation in the operands' precision, written through the same destinations.
+struct Plain;
+
+struct PlainPlan(Spec);
+
+impl Backend for Plain {
+    fn name(&self) -> &'static str {
+        "plain"
+    }
+
+    fn prepare(&self, spec: &Spec, _: &Dims, _: DType) -> Result<Box<dyn Prepared>, String> {
+        Ok(Box::new(PlainPlan(spec.clone())))
+    }
+}
+
+impl Prepared for PlainPlan {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), String> {
+        let ForwardArgs { operands, mut out, mut lse, max_score } = args;
+        let found = low::forward(&self.0, &operands).map_err(|e| e.to_string())?;
+        let statistics = low::statistics(&self.0, &operands).map_err(|e| e.to_string())?;
+        write(&mut out, &found.out, None);
+        write(&mut lse, &statistics.lse, None);
+        if let Some(mut max_score) = max_score {
+            write(&mut max_score, &statistics.max_score, None);
+        }
+        Ok(())
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
+        let BackwardArgs { operands, d_out, d_lse, mut dq, mut dk, mut dv, accumulate, .. } = args;
+        // The destinations cannot be read, so this backend learns what they hold from the harness:
+        // every element starts at the same value.
+        let start = accumulate.then_some(crate::run::START);
+        let upstream = Upstream { d_out, d_lse };
+        let found = low::backward(&self.0, &operands, &upstream).map_err(|e| e.to_string())?;
+        write(&mut dq, &found.dq, start);
+        write(&mut dk, &found.dk, start);
+        write(&mut dv, &found.dv, start);
+        let add = |into: &mut [f32], from: &[f64]| {
+            for (into, x) in into.iter_mut().zip(from) {
+                *into = *x as f32 + if accumulate { *into } else { 0.0 };
+            }
+        };
+        if let Some(d_sink) = args.d_sink {
+            add(d_sink, &found.d_sink);
+        }
+        for grad in args.d_captures {
+            add(grad.into, &found.captures[grad.name]);
+        }
+        Ok(())
+    }
+}
+
+/// Row-major values into a destination; NaN is what a backend leaves alone.
+fn write<const N: usize>(to: &mut TensorMut<'_, N>, values: &[f64], start: Option<f64>) {
+    let mut values = values.iter();
+    for_each(to.shape(), |index| {
+        let value = *values.next().expect("as many values as elements");
+        if !value.is_nan() {
+            to.write(index, value + start.unwrap_or(0.0));
+        }
+    });
+}

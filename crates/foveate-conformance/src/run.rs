@@ -1,0 +1,266 @@
+//! Runs cases.
+
+use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Sequence};
+use foveate_reference::{Forward, Gradients, Rule, Tolerance, Upstream, backward, forward, low};
+use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef};
+use rayon::prelude::*;
+
+use crate::backend::Backend;
+use crate::case::{Case, CaseError};
+use crate::data::{Random, fill, for_each, place};
+use crate::report::{Outcome, Report, Row};
+
+/// What gradients that are accumulated start from.
+pub(crate) const START: f64 = 0.5;
+
+/// Runs every case on every backend, cases in parallel.
+pub fn run(cases: &[Case], backends: &[Box<dyn Backend>]) -> Report {
+    let rows = cases.par_iter().flat_map(|case| match check(case, backends) {
+        Ok(rows) => rows,
+        Err(error) => vec![Row {
+            case: case.name.clone(),
+            seed: case.seed(),
+            backend: "harness",
+            outcome: Outcome::Failed(vec![error.to_string()]),
+        }],
+    });
+    Report { rows: rows.collect() }
+}
+
+/// Runs one case on each of `backends`.
+///
+/// # Errors
+/// When the case itself cannot be: a text that does not parse, sizes that do not fit, or no answer
+/// from the oracle.
+pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, CaseError> {
+    let fail = |e: &dyn std::fmt::Display| CaseError::new(&case.name, e);
+    let mut random = Random::new(case.seed());
+    let spec = case.spec(&mut random)?;
+    let dtype = case.dtype()?;
+    let place = place(case)?;
+
+    let packing = match &case.varlen {
+        None => None,
+        Some(lengths) => Some(Packing::new(&lengths.q, &lengths.k).map_err(|e| fail(&e))?),
+    };
+    let rows = case.len.map(|n| n + case.tail);
+    let varlen = packing.as_ref().map(|p| p.varlen(rows[0], rows[1])).transpose();
+    let varlen = varlen.map_err(|e| fail(&e))?;
+    let used = |operand: usize, row: usize| match &packing {
+        None => true,
+        Some(p) => row < if operand == 0 { p.rows_q() } else { p.rows_k() },
+    };
+    let magnitude = case.magnitude.unwrap_or(1.0);
+    let data = fill(dtype, &place.sizes, &place.operands, used, || random.normal() * magnitude);
+    let view = |i: usize| {
+        let (buffer, layout) = place.operands[i];
+        TensorRef::new((&data[buffer]).into(), layout).map_err(|e| fail(&e))
+    };
+    let sink: Option<Vec<f32>> =
+        case.sink.then(|| (0..case.heads[0]).map(|_| random.normal() as f32).collect());
+    let operands =
+        Operands { q: view(0)?, k: view(1)?, v: view(2)?, sink: sink.as_deref(), varlen };
+    let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
+    let d_out =
+        fill(dtype, &[place.out.1], &[(0, place.out.0)], used, || random.normal()).remove(0);
+    let d_out = TensorRef::new((&d_out).into(), place.out.0).map_err(|e| fail(&e))?;
+    let rows = Layout::contiguous(dims.row_shape());
+    let d_lse: Option<Vec<f32>> =
+        case.d_lse.then(|| (0..rows.elems()).map(|_| random.normal() as f32).collect());
+    let d_lse = d_lse.as_deref().map(|v| TensorRef::f32(v, rows)).transpose();
+    let upstream = Upstream { d_out, d_lse: d_lse.map_err(|e| fail(&e))? };
+
+    let problem = Problem {
+        case,
+        place: &place,
+        operands,
+        dims,
+        upstream,
+        gold: (
+            forward(&spec, &operands).map_err(|e| fail(&e))?,
+            backward(&spec, &operands, &upstream).map_err(|e| fail(&e))?,
+        ),
+        low: (
+            low::forward(&spec, &operands).map_err(|e| fail(&e))?,
+            low::backward(&spec, &operands, &upstream).map_err(|e| fail(&e))?,
+        ),
+        statistics: low::statistics(&spec, &operands).map_err(|e| fail(&e))?,
+    };
+    let row = |backend: &Box<dyn Backend>| {
+        let outcome = match backend.prepare(&spec, &dims, dtype) {
+            Err(reason) => Outcome::Declined(reason),
+            Ok(plan) => match problem.run(&*plan) {
+                Err(reason) => Outcome::Failed(vec![reason]),
+                Ok(lines) if lines.is_empty() => Outcome::Passed,
+                Ok(lines) => Outcome::Failed(lines),
+            },
+        };
+        Row { case: case.name.clone(), seed: case.seed(), backend: backend.name(), outcome }
+    };
+    Ok(backends.iter().map(row).collect())
+}
+
+/// A case with its data and the answers.
+struct Problem<'a> {
+    case: &'a Case,
+    place: &'a crate::data::Place,
+    operands: Operands<'a>,
+    dims: Dims,
+    upstream: Upstream<'a>,
+    gold: (Forward, Gradients),
+    low: (Forward, Gradients),
+    statistics: Forward,
+}
+
+impl Problem<'_> {
+    /// Both passes of a plan; a line for each result that is wrong.
+    fn run(&self, plan: &dyn crate::Prepared) -> Result<Vec<String>, String> {
+        let Problem { case, dims, operands, upstream, gold, low, .. } = self;
+        let dtype = operands.q.dtype();
+        let gradients = case.gradient_dtype().map_err(|e| e.to_string())?;
+        let text = |e: foveate_tensor::TensorError| e.to_string();
+
+        let (layout, size) = self.place.out;
+        let mut out = Data::filled(dtype, size, f64::NAN);
+        let [mut lse, mut max_score] =
+            [(); 2].map(|()| Tensor::<3>::filled(DType::F32, dims.row_shape(), f64::NAN));
+        plan.forward(ForwardArgs {
+            operands: *operands,
+            out: TensorMut::new(&mut out, layout).map_err(text)?,
+            lse: lse.view_mut().map_err(text)?,
+            max_score: Some(max_score.view_mut().map_err(text)?),
+        })?;
+
+        let mut wrong = Wrong { rule: case.rule(), lines: Vec::new() };
+        wrong.strays("out", &out, &[layout]);
+        let view = TensorRef::new((&out).into(), layout).map_err(text)?;
+        wrong.compare("out", dtype, &gold.0.out, &low.0.out, &row_major(&view));
+        let statistics = &self.statistics;
+        wrong.compare("lse", DType::F32, &gold.0.lse, &statistics.lse, &lse.to_f64());
+        let (gold_max, low_max) = (&gold.0.max_score, &statistics.max_score);
+        wrong.compare("max_score", DType::F32, gold_max, low_max, &max_score.to_f64());
+
+        let start = if case.accumulate { START } else { f64::NAN };
+        let (sizes, layouts) = self.gradient_places();
+        let covered = |operand: usize, row: usize| {
+            let has = |s: &Sequence| match operand {
+                0 => (s.q_start..s.q_start + s.q_len).contains(&row),
+                _ => (s.k_start..s.k_start + s.k_len).contains(&row),
+            };
+            dims.sequences(operands.varlen).iter().any(has)
+        };
+        let mut grads = fill(gradients, &sizes, &layouts, covered, || start);
+        let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
+        let mut captures: Vec<(&str, Vec<f32>)> = gold.1.captures.iter()
+            .map(|(name, values)| (name.as_str(), vec![start as f32; values.len()]))
+            .collect();
+        {
+            let [dq, dk, dv] = self.destinations(&mut grads, &layouts).map_err(text)?;
+            plan.backward(BackwardArgs {
+                operands: *operands,
+                out: view,
+                lse: lse.view(),
+                d_out: upstream.d_out,
+                d_lse: upstream.d_lse,
+                dq,
+                dk,
+                dv,
+                accumulate: case.accumulate,
+                d_sink: d_sink.as_deref_mut(),
+                d_captures: captures
+                    .iter_mut()
+                    .map(|(name, into)| CaptureGrad { name, into })
+                    .collect(),
+            })?;
+        }
+        let start = if case.accumulate { START } else { 0.0 };
+        let started = |values: &[f64]| values.iter().map(|x| x + start).collect::<Vec<_>>();
+        let mut compare = |name: &str, dtype, gold: &[f64], low: &[f64], ours: &[f64]| {
+            wrong.compare(name, dtype, &started(gold), &started(low), ours);
+        };
+        let names = ["dq", "dk", "dv"];
+        let golds = [&gold.1.dq, &gold.1.dk, &gold.1.dv];
+        let lows = [&low.1.dq, &low.1.dk, &low.1.dv];
+        for i in 0..3 {
+            let (buffer, layout) = layouts[i];
+            let ours = TensorRef::new((&grads[buffer]).into(), layout).map_err(text)?;
+            compare(names[i], dtype, golds[i], lows[i], &row_major(&ours));
+        }
+        let wide = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+        if let Some(d_sink) = &d_sink {
+            compare("d_sink", dtype, &gold.1.d_sink, &low.1.d_sink, &wide(d_sink));
+        }
+        for (name, ours) in &captures {
+            let (gold, low) = (&gold.1.captures[*name], &low.1.captures[*name]);
+            compare(&format!("gradient of `{name}`"), dtype, gold, low, &wide(ours));
+        }
+        for (buffer, data) in grads.iter().enumerate() {
+            let here = layouts.iter().filter(|(b, _)| *b == buffer).map(|(_, l)| *l);
+            wrong.strays("a gradient's buffer", data, &here.collect::<Vec<_>>());
+        }
+        Ok(wrong.lines)
+    }
+
+    /// Buffers and layouts of dq, dk, dv: those of q, k, v, dense where these repeat a head.
+    fn gradient_places(&self) -> (Vec<usize>, [(usize, Layout); 3]) {
+        let mut sizes = self.place.sizes.clone();
+        let mut layouts = self.place.operands;
+        if self.place.dense_gradients {
+            for (buffer, layout) in &mut layouts[1..] {
+                *layout = Layout::contiguous(layout.shape);
+                sizes[*buffer] = layout.elems();
+            }
+        }
+        (sizes, layouts)
+    }
+
+    fn destinations<'d>(
+        &self,
+        grads: &'d mut [Data],
+        layouts: &[(usize, Layout); 3],
+    ) -> Result<[TensorMut<'d>; 3], foveate_tensor::TensorError> {
+        if let Some(packed) = &self.place.packed {
+            let parts = packed.views_mut(&mut grads[0])?;
+            return Ok([parts.q, parts.k, parts.v]);
+        }
+        let [dq, dk, dv] = grads else { unreachable!("a buffer for each operand") };
+        Ok([
+            TensorMut::new(dq, layouts[0].1)?,
+            TensorMut::new(dk, layouts[1].1)?,
+            TensorMut::new(dv, layouts[2].1)?,
+        ])
+    }
+}
+
+struct Wrong {
+    rule: Rule,
+    lines: Vec<String>,
+}
+
+impl Wrong {
+    fn compare(&mut self, name: &str, dtype: DType, gold: &[f64], low: &[f64], ours: &[f64]) {
+        let found = Tolerance { dtype, rule: self.rule }.measure(gold, low, ours);
+        if !found.passes() {
+            self.lines.push(format!("{name}: {found}"));
+        }
+    }
+
+    /// Notes elements outside `layouts` that are no longer NaN.
+    fn strays(&mut self, name: &str, data: &Data, layouts: &[Layout]) {
+        let mut inside = vec![false; data.len()];
+        for layout in layouts {
+            for_each(layout.shape, |index| inside[layout.at(index)] = true);
+        }
+        let all = foveate_tensor::Slice::from(data);
+        let stray = (0..data.len()).find(|&i| !inside[i] && !all.get_f64(i).is_nan());
+        if let Some(at) = stray {
+            self.lines.push(format!("{name}: element {at} lies outside the view and was written"));
+        }
+    }
+}
+
+fn row_major(view: &TensorRef<'_>) -> Vec<f64> {
+    let mut values = Vec::new();
+    for_each(view.shape(), |index| values.push(view.get_f64(index)));
+    values
+}

@@ -1,0 +1,110 @@
+//! The corpus on every backend of this build.
+
+use std::path::Path;
+
+use foveate_conformance::{Outcome, backends, load, parse, run};
+
+fn cases() -> Vec<foveate_conformance::Case> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/cases");
+    load(&folder).unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[test]
+fn every_case_passes_on_every_backend_that_takes_it() {
+    let only = std::env::var("FOVEATE_CASE").unwrap_or_default();
+    let mut cases = cases();
+    cases.retain(|case| case.name.contains(&only));
+    let report = run(&cases, &backends());
+    println!("{report}");
+    assert_eq!(report.failures().count(), 0, "\n{report}");
+    let refused = report.declined().find(|row| row.backend.starts_with("cpu"));
+    assert!(refused.is_none(), "the CPU takes every case of the corpus\n{report}");
+}
+
+#[test]
+fn the_corpus_has_at_least_two_hundred_different_cases() {
+    assert!(cases().len() >= 200, "{} cases", cases().len());
+}
+
+const CASE: &str = r#"
+[[case]]
+name = "two heads"
+why = "a case"
+heads = [2, 1]
+len = [5, 7]
+dim = [4, 3]
+dtype = "f32"
+"#;
+
+#[test]
+fn a_grid_is_the_product_of_its_lists() {
+    let grid = "grid = { len = [[1, 2], [3, 4]], dtype = [\"f16\", \"bf16\", \"f32\"] }\n";
+    let cases = parse("here", &format!("{CASE}{grid}")).expect("a grid");
+    assert_eq!(cases.len(), 6);
+    assert!(cases.iter().any(|c| c.name.contains("3/4") && c.name.contains("bf16")));
+}
+
+#[test]
+fn an_unknown_key_is_refused_by_name() {
+    let error = parse("here", &format!("{CASE}heds = 3\n")).expect_err("no such key").to_string();
+    assert!(error.contains("`two heads`") && error.contains("heds"), "{error}");
+}
+
+/// A backend that is wrong in one element, late, or writes where it must not.
+struct Broken(fn(&mut [f32]));
+
+impl foveate_conformance::Backend for Broken {
+    fn name(&self) -> &'static str {
+        "broken"
+    }
+
+    fn prepare(
+        &self,
+        spec: &foveate_problem::Spec,
+        dims: &foveate_problem::Dims,
+        dtype: foveate_tensor::DType,
+    ) -> Result<Box<dyn foveate_conformance::Prepared>, String> {
+        let cpu = backends().remove(1).prepare(spec, dims, dtype)?;
+        Ok(Box::new(BrokenPlan(cpu, self.0)))
+    }
+}
+
+struct BrokenPlan(Box<dyn foveate_conformance::Prepared>, fn(&mut [f32]));
+
+impl foveate_conformance::Prepared for BrokenPlan {
+    fn forward(&self, mut args: foveate_problem::ForwardArgs<'_>) -> Result<(), String> {
+        let out = args.out.reborrow();
+        let lse = args.lse.reborrow();
+        let forward = foveate_problem::ForwardArgs {
+            operands: args.operands,
+            out,
+            lse,
+            max_score: args.max_score.as_mut().map(|m| m.reborrow()),
+        };
+        self.0.forward(forward)?;
+        let mut row = vec![0.25; args.out.shape()[3]];
+        (self.1)(&mut row);
+        args.out.write_row(0, 1, 4, &row, true);
+        Ok(())
+    }
+
+    fn backward(&self, args: foveate_problem::BackwardArgs<'_>) -> Result<(), String> {
+        self.0.backward(args)
+    }
+}
+
+#[test]
+fn one_wrong_row_fails_the_case_and_is_named() {
+    let cases = parse("here", CASE).expect("a case");
+    let harmless: Vec<Box<dyn foveate_conformance::Backend>> =
+        vec![Box::new(Broken(|row| row.fill(0.0)))];
+    assert_eq!(run(&cases, &harmless).failures().count(), 0);
+    for breaks in [|row: &mut [f32]| row[0] = 1e-3, |row: &mut [f32]| row[0] = f32::NAN] {
+        let backends: Vec<Box<dyn foveate_conformance::Backend>> = vec![Box::new(Broken(breaks))];
+        let report = run(&cases, &backends);
+        let Some(Outcome::Failed(lines)) = report.rows.first().map(|r| r.outcome.clone()) else {
+            panic!("{report}");
+        };
+        assert!(lines[0].starts_with("out: "), "{report}");
+    }
+}
