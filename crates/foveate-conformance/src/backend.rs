@@ -16,12 +16,7 @@ pub trait Backend: Sync {
     ///
     /// # Errors
     /// Why it declines.
-    fn prepare(
-        &self,
-        spec: &Spec,
-        dims: &Dims,
-        dtype: DType,
-    ) -> Result<Box<dyn Prepared>, String>;
+    fn prepare(&self, spec: &Spec, dims: &Dims, dtype: DType) -> Result<Box<dyn Prepared>, String>;
 }
 
 /// A backend that took a problem.
@@ -42,7 +37,7 @@ pub trait Prepared {
 /// Every backend of this build: the plain implementation of the oracle (which checks the harness),
 /// the CPU with the tiles it chooses, and the CPU with tiles that most cases leave partly filled.
 pub fn backends() -> Vec<Box<dyn Backend>> {
-    let odd = CpuOptions { tile_q: Some(5), tile_kv: Some(16) };
+    let odd = CpuOptions { tile_q: Some(5), tile_kv: Some(16), ..CpuOptions::default() };
     vec![
         Box::new(Plain),
         Box::new(Cpu { name: "cpu", options: CpuOptions::default() }),
@@ -60,12 +55,7 @@ impl Backend for Cpu {
         self.name
     }
 
-    fn prepare(
-        &self,
-        spec: &Spec,
-        dims: &Dims,
-        dtype: DType,
-    ) -> Result<Box<dyn Prepared>, String> {
+    fn prepare(&self, spec: &Spec, dims: &Dims, dtype: DType) -> Result<Box<dyn Prepared>, String> {
         let plan = CpuPlan::new(spec, dims, dtype, self.options);
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }

@@ -210,9 +210,10 @@ impl Case {
 
 fn dtype(at: &str, name: &str) -> Result<DType, CaseError> {
     let known = [DType::F32, DType::F16, DType::BF16];
-    known.into_iter().find(|d| d.name() == name).ok_or_else(|| {
-        CaseError::new(at, format!("dtype `{name}`; a case takes f32, f16 or bf16"))
-    })
+    known
+        .into_iter()
+        .find(|d| d.name() == name)
+        .ok_or_else(|| CaseError::new(at, format!("dtype `{name}`; a case takes f32, f16 or bf16")))
 }
 
 /// The cases of every `.toml` file in `folder`, in the order of file names.
@@ -269,8 +270,7 @@ fn expanded(at: &str, text: &str) -> Result<Vec<(Case, String)>, CaseError> {
         let here = format!("{at}, `{name}`");
         let fail = |e: &dyn std::fmt::Display| CaseError::new(&here, e);
         let grid: Table = take(&mut table, "grid").map_err(|e| fail(&e))?.unwrap_or_default();
-        let variants: Option<Vec<Table>> =
-            take(&mut table, "variants").map_err(|e| fail(&e))?;
+        let variants: Option<Vec<Table>> = take(&mut table, "variants").map_err(|e| fail(&e))?;
         let mut tables: Vec<Table> = match variants {
             None => vec![table],
             Some(all) => all.into_iter().map(|v| overridden(&table, v)).collect(),

@@ -55,16 +55,24 @@ pub(crate) fn buffer(
     all.extend(ints.clone().map(BufferData::I32));
     all.extend(floats.clone().map(BufferData::F32));
     all.extend(doc_lens.as_ref().map(|lens| {
-        let ends: Vec<usize> = lens.iter().scan(0, |end, n| Some({ *end += n; *end })).collect();
+        let ends: Vec<usize> = lens
+            .iter()
+            .scan(0, |end, n| {
+                Some({
+                    *end += n;
+                    *end
+                })
+            })
+            .collect();
         let of = |i: usize| ends.iter().filter(|&&end| end <= i).count().min(lens.len() - 1);
         BufferData::I32((0..elems).map(|i| of(i % last.max(1)) as i32).collect())
     }));
     all.extend(below.map(|n| {
         BufferData::I32((0..elems).map(|_| random.below(n.max(1) as usize) as i32).collect())
     }));
-    all.extend(normal.map(|x| {
-        BufferData::F32((0..elems).map(|_| random.normal() as f32 * x).collect())
-    }));
+    all.extend(
+        normal.map(|x| BufferData::F32((0..elems).map(|_| random.normal() as f32 * x).collect())),
+    );
     all.extend(chance.map(|p| BufferData::Bool((0..elems).map(|_| random.unit() < p).collect())));
     let fail = |e: &dyn std::fmt::Display| CaseError::new(at, format!("buffer `{name}`: {e}"));
     let [data] = <[BufferData; 1]>::try_from(all)
@@ -188,7 +196,9 @@ pub fn place(case: &Case) -> Result<Place, CaseError> {
                 odd.offset = 3 + i;
                 (odd, b * h * s * d + 3 + i)
             }
-            "columns" => (Layout::strided([b, h, s, d], [h * s, s, 1, b * h * s], 0), b * h * s * d),
+            "columns" => {
+                (Layout::strided([b, h, s, d], [h * s, s, 1, b * h * s], 0), b * h * s * d)
+            }
             _ => return Err(fail(&format!("layout `{}`", case.layout))),
         };
         place.operands[i] = (i, layout);

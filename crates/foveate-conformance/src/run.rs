@@ -151,7 +151,10 @@ impl Problem<'_> {
         };
         let mut grads = fill(gradients, &sizes, &layouts, covered, || start);
         let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
-        let mut captures: Vec<(&str, Vec<f32>)> = gold.1.captures.iter()
+        let mut captures: Vec<(&str, Vec<f32>)> = gold
+            .1
+            .captures
+            .iter()
             .map(|(name, values)| (name.as_str(), vec![start as f32; values.len()]))
             .collect();
         {

@@ -162,7 +162,11 @@ pub(crate) fn run<F: Real>(
             let dp: Vec<F> = (0..k_len)
                 .map(|kv| weighted(factor[kv], round(dot(d_out, &v[key(kv) * dim_v..]))))
                 .collect();
-            let delta = (0..k_len).map(|kv| weighted(p[kv], dp[kv])).fold(zero, |x, y| x + y);
+            // Σ p·dp by way of out, as programs that do not keep p have it. The sum runs backwards:
+            // in the order of dp it would cancel exactly in a row with one key, and the plain
+            // implementation would seem to need no tolerance there.
+            let terms = d_out.iter().zip(&out[row * dim_v..][..dim_v]).rev();
+            let delta = terms.fold(zero, |sum, (&d, &o)| sum + d * o);
             if operands.sink.is_some() {
                 d_sink[h] += share(weight(sink)) * (d_lse - delta);
             }
