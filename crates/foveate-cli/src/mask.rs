@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use foveate::mask::{BlockMask, Tile};
 use foveate::mods::Head;
+use foveate::mods::catalogue;
 use foveate::mods::text::parse_mask;
 use serde::Serialize;
 
@@ -15,6 +16,7 @@ use crate::output::{Output, bytes, count};
 
 /// Draw a mask and its tiles, with statistics and build time
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = named())]
 pub struct Args {
     /// The mask, such as "causal & document" or "q >= kv && q - kv < 256"
     text: String,
@@ -60,6 +62,13 @@ struct Facts {
     entries: u64,
     sparsity: f64,
     build_ms: f64,
+}
+
+/// The table of named masks that `--help` ends with.
+fn named() -> String {
+    let masks = catalogue::entries().filter(|e| !e.is_score);
+    let lines = masks.map(|e| format!("\n  {:<36} {}", e.signature, e.doc));
+    format!("Named masks:{}", lines.collect::<String>())
 }
 
 /// `128x64`.
@@ -147,6 +156,15 @@ fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_documentation_of_the_text_form_lists_every_name_as_the_catalogue_has_it() {
+        let page = include_str!("../../../docs/text-form.md");
+        for entry in catalogue::entries() {
+            let row = format!("| `{}` | {} |", entry.signature, entry.doc);
+            assert!(page.contains(&row), "docs/text-form.md lacks: {row}");
+        }
+    }
 
     #[test]
     fn tiles_are_two_lengths_of_at_least_one() {
