@@ -9,6 +9,7 @@ mod captures;
 mod doctor;
 mod explain;
 mod failure;
+mod interrupt;
 mod mask;
 mod output;
 
