@@ -1,0 +1,104 @@
+//! What a step is given and what it reports.
+
+use crate::config::ModelConfig;
+use crate::error::NnError;
+
+/// The label of a token that has no loss.
+pub const IGNORE: i32 = -100;
+
+/// Packed sequences: `rows` rows of `len` tokens each, row-major.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub len: usize,
+    /// Token ids, `[rows, len]`.
+    pub tokens: &'a [u32],
+    /// The token each one has to predict, or [`IGNORE`], `[rows, len]`.
+    pub labels: &'a [i32],
+    /// The document each one belongs to, `[rows, len]`.
+    pub documents: &'a [i32],
+    /// Its position in its document, which RoPE rotates by, `[rows, len]`.
+    pub positions: &'a [i32],
+}
+
+/// The loss of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LossSum {
+    /// Cross-entropy summed over all tokens that have a label, in nats.
+    pub sum_nats: f64,
+    /// Tokens that have a label.
+    pub tokens: usize,
+    /// Time spent in attention, forward and backward, in seconds.
+    pub attention_seconds: f64,
+    /// Time of the whole step, in seconds.
+    pub seconds: f64,
+}
+
+impl LossSum {
+    /// Mean loss of a token, in nats; 0 when no token has a label.
+    pub fn mean_nats(&self) -> f64 {
+        self.sum_nats / self.tokens.max(1) as f64
+    }
+}
+
+impl Batch<'_> {
+    /// Tokens in all rows.
+    pub fn tokens_total(&self) -> usize {
+        self.rows * self.len
+    }
+
+    /// Checks that the batch is whole and fits `config`.
+    ///
+    /// # Errors
+    /// Names the array that has the wrong length, or the first token, label or position that is
+    /// out of range and where it stands.
+    pub fn validate(&self, config: &ModelConfig) -> Result<(), NnError> {
+        let n = self.rows.checked_mul(self.len).filter(|&n| n > 0 && i32::try_from(n).is_ok());
+        let Some(n) = n else {
+            let (rows, len) = (self.rows, self.len);
+            return Err(NnError::batch(format!("a batch of {rows} rows of {len} tokens")));
+        };
+        for (name, found) in [
+            ("tokens", self.tokens.len()),
+            ("labels", self.labels.len()),
+            ("documents", self.documents.len()),
+            ("positions", self.positions.len()),
+        ] {
+            if found != n {
+                return Err(NnError::batch(format!(
+                    "{name} has {found} elements; a batch of {} rows of {} has {n}",
+                    self.rows, self.len
+                )));
+            }
+        }
+        let vocab = config.vocab_size;
+        let at = |i: usize| format!("at row {}, column {}", i / self.len, i % self.len);
+        if let Some(i) = self.tokens.iter().position(|&t| t as usize >= vocab) {
+            let token = self.tokens[i];
+            return Err(NnError::batch(format!(
+                "token {token} {}; the vocabulary has {vocab}",
+                at(i)
+            )));
+        }
+        let bad = |&l: &i32| l != IGNORE && !usize::try_from(l).is_ok_and(|l| l < vocab);
+        if let Some(i) = self.labels.iter().position(bad) {
+            let label = self.labels[i];
+            return Err(NnError::batch(format!(
+                "label {label} {}; labels are {IGNORE} or below the vocabulary's {vocab}",
+                at(i)
+            )));
+        }
+        let limit = config.max_position_embeddings;
+        let bad = |&p: &i32| !usize::try_from(p).is_ok_and(|p| p < limit);
+        if let Some(i) = self.positions.iter().position(bad) {
+            let position = self.positions[i];
+            return Err(NnError::batch(format!(
+                "position {position} {}; max_position_embeddings is {limit}",
+                at(i)
+            )));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,273 @@
+//! What a model is: sizes in the words of a Hugging Face `config.json`, and its attention
+//! program in text form.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::NnError;
+
+/// Sizes of a Llama-family model; the fields are those of a Hugging Face Llama `config.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelConfig {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward part.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key/value heads; as many as query heads when not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_key_value_heads: Option<usize>,
+    /// Length of a query, key or value vector; `hidden_size / num_attention_heads` when not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
+    /// What RMSNorm adds to the mean square.
+    #[serde(default = "default_eps")]
+    pub rms_norm_eps: f32,
+    /// Base of the rotary frequencies.
+    #[serde(default = "default_theta")]
+    pub rope_theta: f64,
+    /// Scaling of the rotary frequencies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_scaling: Option<RopeScaling>,
+    /// Which components of a head are rotated together.
+    #[serde(default, skip_serializing_if = "RopePairing::is_half_split")]
+    pub rope_pairing: RopePairing,
+    /// Longest sequence the model is meant for.
+    #[serde(default = "default_positions")]
+    pub max_position_embeddings: usize,
+    /// True when the output projection is the embedding.
+    #[serde(default)]
+    pub tie_word_embeddings: bool,
+}
+
+fn default_eps() -> f32 {
+    1e-6
+}
+
+fn default_theta() -> f64 {
+    10_000.0
+}
+
+fn default_positions() -> usize {
+    2048
+}
+
+/// Which components of a head of dim `D` are rotated together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RopePairing {
+    /// `i` with `i + D/2`: Hugging Face's order.
+    #[default]
+    HalfSplit,
+    /// `2i` with `2i + 1`: the order of Meta's original checkpoints.
+    Interleaved,
+}
+
+impl RopePairing {
+    fn is_half_split(&self) -> bool {
+        *self == Self::HalfSplit
+    }
+}
+
+/// How rotary frequencies are stretched for sequences longer than those of pretraining.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RopeScaling {
+    /// `"llama3"`, `"linear"` or `"default"`.
+    #[serde(alias = "type")]
+    pub rope_type: String,
+    /// By how much low frequencies are divided.
+    #[serde(default = "one")]
+    pub factor: f64,
+    /// llama3: wavelengths longer than `original / low_freq_factor` are divided by `factor`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub low_freq_factor: Option<f64>,
+    /// llama3: wavelengths shorter than `original / high_freq_factor` stay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub high_freq_factor: Option<f64>,
+    /// llama3: the context length of pretraining.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub original_max_position_embeddings: Option<f64>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+impl ModelConfig {
+    /// Key/value heads.
+    pub fn kv_heads(&self) -> usize {
+        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
+    }
+
+    /// Length of a query, key or value vector.
+    pub fn dim(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    }
+
+    /// Width of the packed projection: all query heads, all key heads, all value heads.
+    pub fn qkv_width(&self) -> usize {
+        (self.num_attention_heads + 2 * self.kv_heads()) * self.dim()
+    }
+
+    /// Width of all query heads together.
+    pub fn attention_width(&self) -> usize {
+        self.num_attention_heads * self.dim()
+    }
+
+    /// Checks that a model can be made of these sizes.
+    ///
+    /// # Errors
+    /// Names the first field that does not fit, its value and what it must be.
+    pub fn validate(&self) -> Result<(), NnError> {
+        let sizes = [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.kv_heads()),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        for (field, n) in sizes {
+            if n == 0 {
+                return Err(NnError::config(field, "is 0; it must be at least 1"));
+            }
+            if i32::try_from(n).is_err() {
+                return Err(NnError::config(field, format!("is {n}; the limit is {}", i32::MAX)));
+            }
+        }
+        let (heads, kv) = (self.num_attention_heads, self.kv_heads());
+        if !heads.is_multiple_of(kv) {
+            let reason = format!("is {kv}; it must divide num_attention_heads ({heads})");
+            return Err(NnError::config("num_key_value_heads", reason));
+        }
+        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
+            let reason = format!(
+                "is {}; num_attention_heads ({heads}) must divide it, or give head_dim",
+                self.hidden_size
+            );
+            return Err(NnError::config("hidden_size", reason));
+        }
+        if self.dim() == 0 || !self.dim().is_multiple_of(2) {
+            let reason = format!("is {}; it must be even, as RoPE rotates pairs", self.dim());
+            return Err(NnError::config("head_dim", reason));
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps.is_finite()) {
+            let reason = format!("is {}; it must be positive", self.rms_norm_eps);
+            return Err(NnError::config("rms_norm_eps", reason));
+        }
+        if !(self.rope_theta > 1.0 && self.rope_theta.is_finite()) {
+            let reason = format!("is {}; it must be larger than 1", self.rope_theta);
+            return Err(NnError::config("rope_theta", reason));
+        }
+        self.rope_scaling.as_ref().map_or(Ok(()), RopeScaling::validate)
+    }
+}
+
+impl RopeScaling {
+    fn validate(&self) -> Result<(), NnError> {
+        let fail = |field: &str, reason: String| {
+            Err(NnError::config(format!("rope_scaling.{field}"), reason))
+        };
+        if !matches!(self.rope_type.as_str(), "llama3" | "linear" | "default") {
+            let reason = format!("is {:?}; known are llama3, linear and default", self.rope_type);
+            return fail("rope_type", reason);
+        }
+        if !(self.factor >= 1.0 && self.factor.is_finite()) {
+            return fail("factor", format!("is {}; it must be at least 1", self.factor));
+        }
+        if self.rope_type != "llama3" {
+            return Ok(());
+        }
+        for (field, value) in [
+            ("low_freq_factor", self.low_freq_factor),
+            ("high_freq_factor", self.high_freq_factor),
+            ("original_max_position_embeddings", self.original_max_position_embeddings),
+        ] {
+            match value {
+                None => return fail(field, "is missing; llama3 scaling needs it".into()),
+                Some(v) if !(v > 0.0 && v.is_finite()) => {
+                    return fail(field, format!("is {v}; it must be positive"));
+                }
+                Some(_) => {}
+            }
+        }
+        if self.low_freq_factor >= self.high_freq_factor {
+            return fail("high_freq_factor", "must be larger than low_freq_factor".into());
+        }
+        Ok(())
+    }
+}
+
+/// The attention program of a model, in text form.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AttentionConfig {
+    /// Which keys a query sees, such as `causal & document`. `document` reads the i32 buffer
+    /// `doc [rows, len]` that every batch brings.
+    pub mask: String,
+    /// What becomes of a score, such as `softcap(30)`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score: Option<String>,
+    /// Float buffers that the score reads and that are trained, one of each for every layer:
+    /// parameters `model.layers.N.self_attn.<name>`.
+    pub learned: BTreeMap<String, LearnedBuffer>,
+    /// Constant buffers that mask and score read.
+    pub buffers: BTreeMap<String, BufferConfig>,
+    /// Run-time scalars that mask and score read.
+    pub scalars: BTreeMap<String, ScalarConfig>,
+}
+
+/// A buffer that is trained.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LearnedBuffer {
+    /// Length of each axis.
+    pub shape: Vec<usize>,
+    /// Mean of its first values.
+    #[serde(default)]
+    pub init: f32,
+    /// Standard deviation of its first values.
+    #[serde(default)]
+    pub std: f32,
+}
+
+/// A buffer that stays as it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BufferConfig {
+    /// Length of each axis.
+    pub shape: Vec<usize>,
+    /// Its elements, row-major.
+    pub values: BufferValues,
+}
+
+/// Elements of one type.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum BufferValues {
+    /// Truth values.
+    Bool(Vec<bool>),
+    /// Integers.
+    I32(Vec<i32>),
+    /// Floats.
+    F32(Vec<f32>),
+}
+
+/// The value of a run-time scalar.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum ScalarConfig {
+    /// Truth value.
+    Bool(bool),
+    /// Integer.
+    I32(i32),
+    /// Float.
+    F32(f32),
+}

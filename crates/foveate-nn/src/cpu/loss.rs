@@ -1,0 +1,69 @@
+//! Linear + cross-entropy in chunks of tokens: logits of one chunk exist at a time, and turn
+//! into their own gradient `softmax − onehot` in place.
+
+use rayon::prelude::*;
+
+use super::math::{exp, largest};
+use crate::batch::IGNORE;
+use crate::matmul::{Matrix, matmul};
+
+/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`. `gradients` are
+/// d_x (overwritten) and d_weight (added to).
+pub(super) fn cross_entropy(
+    width: usize,
+    x: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    logits: &mut [f32],
+    mut gradients: Option<(&mut Vec<f32>, &mut Vec<f32>)>,
+) -> f64 {
+    let vocab = weight.len() / width;
+    let chunk = (logits.len() / vocab).max(1);
+    let mut total = 0.0;
+    for (i, labels) in labels.chunks(chunk).enumerate() {
+        let tokens = labels.len();
+        let x = &x[i * chunk * width..][..tokens * width];
+        let z = &mut logits[..tokens * vocab];
+        let w = Matrix::transposed(weight, width);
+        matmul([tokens, vocab, width], Matrix::rows(x, width), w, z, vocab, false);
+        let wanted = gradients.is_some();
+        let losses: Vec<f64> = z
+            .par_chunks_mut(vocab)
+            .zip(labels)
+            .with_min_len(8)
+            .map(|(z, &label)| token(z, label, wanted))
+            .collect();
+        total += losses.iter().sum::<f64>();
+        if let Some((d_x, d_weight)) = &mut gradients {
+            let d_x = &mut d_x[i * chunk * width..][..tokens * width];
+            let w = Matrix::rows(weight, width);
+            matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
+            let zt = Matrix::transposed(z, vocab);
+            matmul([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width, true);
+        }
+    }
+    total
+}
+
+/// The loss of one token; its logits become their gradient when that is wanted.
+fn token(z: &mut [f32], label: i32, gradient: bool) -> f64 {
+    if label == IGNORE {
+        if gradient {
+            z.fill(0.0);
+        }
+        return 0.0;
+    }
+    let label = label as usize;
+    let at_label = z[label];
+    let most = largest(z);
+    for x in z.iter_mut() {
+        *x = exp(*x - most);
+    }
+    let sum = super::math::sum(z, z, |a, _| a);
+    if gradient {
+        let factor = 1.0 / sum;
+        z.iter_mut().for_each(|x| *x *= factor);
+        z[label] -= 1.0;
+    }
+    f64::from(most) + f64::from(sum).ln() - f64::from(at_label)
+}

@@ -1,0 +1,122 @@
+//! RMSNorm, with and without the residual addition.
+//!
+//! `y = x·r·w` with `r = 1/√(mean x² + ε)`, so for a gradient `g` of `y`
+//! `dw = Σ_t g·x·r` and `dx = r·(g·w − x·r²·mean(g·w·x))`.
+
+use rayon::prelude::*;
+
+use super::TASK;
+use super::math::sum;
+
+fn normalise(x: &[f32], weight: &[f32], inverse: f32, out: &mut [f32]) {
+    for ((o, &x), &w) in out.iter_mut().zip(x).zip(weight) {
+        *o = x * inverse * w;
+    }
+}
+
+fn inverse_root(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum(x, x, |a, b| a * b) / x.len() as f32 + eps).sqrt()
+}
+
+pub(super) fn forward(x: &[f32], weight: &[f32], eps: f32, inverse: &mut [f32], out: &mut [f32]) {
+    let width = weight.len();
+    let chunk = width * TASK;
+    let tasks =
+        out.par_chunks_mut(chunk).zip(inverse.par_chunks_mut(TASK)).zip(x.par_chunks(chunk));
+    tasks.for_each(|((out, inverse), x)| {
+        let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
+        for ((out, inverse), x) in rows {
+            *inverse = inverse_root(x, eps);
+            normalise(x, weight, *inverse, out);
+        }
+    });
+}
+
+pub(super) fn add_forward(
+    residual: &[f32],
+    x: &mut [f32],
+    weight: &[f32],
+    eps: f32,
+    inverse: &mut [f32],
+    out: &mut [f32],
+) {
+    let width = weight.len();
+    let chunk = width * TASK;
+    let tasks = out
+        .par_chunks_mut(chunk)
+        .zip(inverse.par_chunks_mut(TASK))
+        .zip(x.par_chunks_mut(chunk))
+        .zip(residual.par_chunks(chunk));
+    tasks.for_each(|(((out, inverse), x), residual)| {
+        let rows = out
+            .chunks_exact_mut(width)
+            .zip(inverse)
+            .zip(x.chunks_exact_mut(width))
+            .zip(residual.chunks_exact(width));
+        for (((out, inverse), x), residual) in rows {
+            x.iter_mut().zip(residual).for_each(|(x, r)| *x += r);
+            *inverse = inverse_root(x, eps);
+            normalise(x, weight, *inverse, out);
+        }
+    });
+}
+
+pub(super) fn again(x: &[f32], weight: &[f32], inverse: &[f32], out: &mut [f32]) {
+    let width = weight.len();
+    let chunk = width * TASK;
+    let tasks = out.par_chunks_mut(chunk).zip(inverse.par_chunks(TASK)).zip(x.par_chunks(chunk));
+    tasks.for_each(|((out, inverse), x)| {
+        let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
+        for ((out, &inverse), x) in rows {
+            normalise(x, weight, inverse, out);
+        }
+    });
+}
+
+pub(super) fn backward(
+    x: &[f32],
+    weight: &[f32],
+    inverse: &[f32],
+    d_out: &[f32],
+    d_x: &mut [f32],
+    accumulate: bool,
+    d_weight: &mut [f32],
+) {
+    let width = weight.len();
+    // Tokens that one partial sum of d_weight covers: fixed, so that its order is.
+    let tokens = 8 * TASK;
+    let chunk = width * tokens;
+    let partials: Vec<Vec<f32>> = d_x
+        .par_chunks_mut(chunk)
+        .zip(x.par_chunks(chunk))
+        .zip(d_out.par_chunks(chunk))
+        .zip(inverse.par_chunks(tokens))
+        .map(|(((d_x, x), d_out), inverse)| {
+            let mut d_weight = vec![0.0f32; width];
+            let mut d_scaled = vec![0.0f32; width];
+            let rows = d_x
+                .chunks_exact_mut(width)
+                .zip(x.chunks_exact(width))
+                .zip(d_out.chunks_exact(width))
+                .zip(inverse);
+            for (((d_x, x), g), &r) in rows {
+                for (((s, dw), (&g, &x)), &w) in
+                    d_scaled.iter_mut().zip(&mut d_weight).zip(g.iter().zip(x)).zip(weight)
+                {
+                    *dw += g * (x * r);
+                    *s = g * w;
+                }
+                let mean = sum(&d_scaled, x, |a, b| a * b) / width as f32;
+                let slope = mean * r * r;
+                for ((d, &s), &x) in d_x.iter_mut().zip(&d_scaled).zip(x) {
+                    let value = r * (s - x * slope);
+                    *d = if accumulate { *d + value } else { value };
+                }
+            }
+            d_weight
+        })
+        .collect();
+    for partial in partials {
+        d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
+    }
+}

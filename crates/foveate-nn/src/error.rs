@@ -1,0 +1,80 @@
+//! The error of this crate.
+
+/// What is wrong with a configuration, a batch or an attention program. One line says what,
+/// where and what to do.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{kind}")]
+pub struct NnError {
+    kind: Box<NnErrorKind>,
+}
+
+/// The kinds of [`NnError`].
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NnErrorKind {
+    /// A field of a configuration has a value it cannot have.
+    #[error("{field}: {reason}")]
+    Config {
+        /// The field, by its name in the configuration.
+        field: String,
+        /// Its value and what it must be.
+        reason: String,
+    },
+    /// A batch or a prompt does not fit the model or itself.
+    #[error("{0}")]
+    Batch(String),
+    /// The attention program could not be built, planned or run.
+    #[error("attention: {0}")]
+    Attention(foveate::Error),
+    /// A parameter or a gradient that the model does not have in this shape.
+    #[error("parameter `{name}`: {reason}")]
+    Parameter {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+impl NnError {
+    /// The kind, with its details.
+    pub fn kind(&self) -> &NnErrorKind {
+        &self.kind
+    }
+
+    pub(crate) fn config(field: impl Into<String>, reason: impl Into<String>) -> Self {
+        NnErrorKind::Config { field: field.into(), reason: reason.into() }.into()
+    }
+
+    pub(crate) fn batch(reason: impl Into<String>) -> Self {
+        NnErrorKind::Batch(reason.into()).into()
+    }
+
+    pub(crate) fn parameter(name: impl Into<String>, reason: impl Into<String>) -> Self {
+        NnErrorKind::Parameter { name: name.into(), reason: reason.into() }.into()
+    }
+}
+
+impl From<NnErrorKind> for NnError {
+    fn from(kind: NnErrorKind) -> Self {
+        Self { kind: Box::new(kind) }
+    }
+}
+
+impl From<foveate::Error> for NnError {
+    fn from(e: foveate::Error) -> Self {
+        NnErrorKind::Attention(e).into()
+    }
+}
+
+impl From<foveate::ModError> for NnError {
+    fn from(e: foveate::ModError) -> Self {
+        foveate::Error::from(e).into()
+    }
+}
+
+impl From<foveate::TensorError> for NnError {
+    fn from(e: foveate::TensorError) -> Self {
+        foveate::Error::from(e).into()
+    }
+}

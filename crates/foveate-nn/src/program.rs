@@ -1,0 +1,200 @@
+//! The attention program of a model, and its plans: one for training, where a row is a whole
+//! sequence, and one for generation, where queries follow a cache.
+//!
+//! A plan is made once. What changes from batch to batch (the documents) and from step to step
+//! (learned buffers) is bound to it.
+
+use foveate::mods::Leaf;
+use foveate::mods::text::{Names, parse_mask, parse_score};
+use foveate::{
+    AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Plan, Positions, Problem,
+    ScalarValue, ScoreMod,
+};
+
+use crate::config::{AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, ScalarConfig};
+use crate::error::NnError;
+use crate::parameters::Parameter;
+
+/// The buffer of document ids, `[rows, len]` i32, that every batch brings.
+pub(crate) const DOCUMENTS: &str = "doc";
+
+/// What a query sees and what becomes of its scores.
+#[derive(Clone, Debug, Default)]
+pub struct AttentionProgram {
+    /// The mask; none lets every query see every key. It may capture an i32 buffer `doc` with
+    /// two axes, which every batch replaces by its document ids.
+    pub mask: Option<MaskMod>,
+    /// The score. Learned buffers it captures must be in `learned`.
+    pub score: Option<ScoreMod>,
+    /// Learned buffers by name: each layer trains its own.
+    pub learned: Vec<(String, LearnedBuffer)>,
+}
+
+impl AttentionProgram {
+    /// The program that `config` describes, for `heads` query heads. An empty mask lets every
+    /// query see every key.
+    ///
+    /// # Errors
+    /// When mask or score cannot be read (with the place), or a buffer's shape does not hold
+    /// its values.
+    pub fn parse(config: &AttentionConfig, heads: usize) -> Result<Self, NnError> {
+        let doc = AnyBuffer::new(DOCUMENTS, &[1, 1], BufferData::I32(vec![0]), false)?;
+        let mut names = Names::new().heads(heads).buffer(&doc);
+        for (name, buffer) in &config.buffers {
+            let data = match &buffer.values {
+                BufferValues::Bool(v) => BufferData::Bool(v.clone()),
+                BufferValues::I32(v) => BufferData::I32(v.clone()),
+                BufferValues::F32(v) => BufferData::F32(v.clone()),
+            };
+            names = names.buffer(&AnyBuffer::new(name, &buffer.shape, data, false)?);
+        }
+        for (name, LearnedBuffer { shape, init, .. }) in &config.learned {
+            if name == DOCUMENTS || config.buffers.contains_key(name) {
+                let reason = "there is a buffer of this name already; rename one";
+                return Err(NnError::config(format!("attention.learned.{name}"), reason));
+            }
+            let elems = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+            let Some(elems) = elems.filter(|&n| n > 0 && n <= i32::MAX as usize) else {
+                let reason = format!("shape {shape:?} has no elements, or too many");
+                return Err(NnError::config(format!("attention.learned.{name}"), reason));
+            };
+            let data = BufferData::F32(vec![*init; elems]);
+            names = names.buffer(&AnyBuffer::new(name, shape, data, true)?);
+        }
+        for (name, &value) in &config.scalars {
+            let value = match value {
+                ScalarConfig::Bool(v) => ScalarValue::Bool(v),
+                ScalarConfig::I32(v) => ScalarValue::I32(v),
+                ScalarConfig::F32(v) => ScalarValue::F32(v),
+            };
+            names = names.scalar(name, value);
+        }
+        let mask = Some(config.mask.trim()).filter(|m| !m.is_empty());
+        Ok(Self {
+            mask: mask.map(|m| parse_mask(m, &names)).transpose()?,
+            score: config.score.as_deref().map(|s| parse_score(s, &names)).transpose()?,
+            learned: config.learned.iter().map(|(n, b)| (n.clone(), b.clone())).collect(),
+        })
+    }
+
+    fn captures(&self) -> impl Iterator<Item = &AnyBuffer> {
+        let mask = self.mask.iter().flat_map(|m| m.program().graph().buffers());
+        let score = self.score.iter().flat_map(|s| s.program().graph().buffers());
+        mask.chain(score)
+    }
+
+    fn reads(&self, leaf: Leaf) -> bool {
+        self.mask.as_ref().is_some_and(|m| m.program().uses(leaf))
+            || self.score.as_ref().is_some_and(|s| s.program().uses(leaf))
+    }
+
+    fn check(&self) -> Result<(), NnError> {
+        for (name, LearnedBuffer { shape, .. }) in &self.learned {
+            let field = format!("attention.learned.{name}");
+            let Some(captured) = self.captures().find(|b| b.name() == name) else {
+                return Err(NnError::config(field, "is not read by the score; remove it"));
+            };
+            if !captured.learned() || captured.shape().len() != shape.len() {
+                let reason = format!(
+                    "has {} axes; the score reads {} buffer with {}",
+                    shape.len(),
+                    if captured.learned() { "a learned" } else { "a constant" },
+                    captured.shape().len()
+                );
+                return Err(NnError::config(field, reason));
+            }
+        }
+        let missing =
+            |b: &&AnyBuffer| b.learned() && self.learned.iter().all(|(n, _)| n != b.name());
+        match self.captures().find(missing) {
+            Some(b) => {
+                let reason = "the score reads it as learned, but its shape is not given";
+                Err(NnError::config(format!("attention.learned.{}", b.name()), reason))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// A program joined with the sizes of a model.
+#[derive(Clone, Debug)]
+pub(crate) struct Plans {
+    train: Plan,
+    generate: Plan,
+    learned: Vec<String>,
+    reads_documents: bool,
+    reads_query: bool,
+}
+
+impl Plans {
+    pub fn new(program: &AttentionProgram, config: &ModelConfig) -> Result<Self, NnError> {
+        program.check()?;
+        let q = [1, config.num_attention_heads, 1, config.dim()];
+        let kv = [1, config.kv_heads(), 1, config.dim()];
+        let problem = Problem::shaped(DType::F32, q, kv, kv)?;
+        let mut attention = Attention::new();
+        if let Some(mask) = &program.mask {
+            attention = attention.mask(mask.clone());
+        }
+        if let Some(score) = &program.score {
+            attention = attention.score(score.clone());
+        }
+        let device = Device::cpu();
+        let train = attention.clone().plan(&problem, &device)?;
+        let cached = attention.positions(Positions::offset(0), Positions::Rows);
+        Ok(Self {
+            train,
+            generate: cached.plan(&problem.forward_only(), &device)?,
+            learned: program.learned.iter().map(|(name, _)| name.clone()).collect(),
+            reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
+            reads_query: program.reads(Leaf::Q),
+        })
+    }
+
+    /// Names of the learned buffers of a layer.
+    pub fn learned(&self) -> &[String] {
+        &self.learned
+    }
+
+    fn bind(
+        &self,
+        plan: &Plan,
+        shape: [usize; 2],
+        documents: &[i32],
+        learned: &[Parameter],
+    ) -> Result<Plan, NnError> {
+        let mut plan = plan.clone();
+        if self.reads_documents {
+            let data = BufferData::I32(documents.to_vec());
+            plan = plan.rebind(&AnyBuffer::new(DOCUMENTS, &shape, data, false)?)?;
+        }
+        for (name, parameter) in self.learned.iter().zip(learned) {
+            let data = BufferData::F32(parameter.data.clone());
+            plan = plan.rebind(&AnyBuffer::new(name, &parameter.shape, data, true)?)?;
+        }
+        Ok(plan)
+    }
+
+    /// The plan of one layer for a batch whose documents are `[rows, len]`.
+    pub fn training(
+        &self,
+        shape: [usize; 2],
+        documents: &[i32],
+        learned: &[Parameter],
+    ) -> Result<Plan, NnError> {
+        self.bind(&self.train, shape, documents, learned)
+    }
+
+    /// The plan of one layer for a cache of `capacity` positions that hold one document.
+    pub fn generation(&self, capacity: usize, learned: &[Parameter]) -> Result<Plan, NnError> {
+        self.bind(&self.generate, [1, capacity], &vec![0; capacity], learned)
+    }
+
+    /// `plan` for queries that start at `position`.
+    pub fn at(&self, plan: &Plan, position: usize) -> Result<Plan, NnError> {
+        if !self.reads_query {
+            return Ok(plan.clone());
+        }
+        Ok(plan.set_scalar("q_offset", position as i32)?)
+    }
+}

@@ -1,0 +1,140 @@
+//! What a step saves: explicit arrays, made once and used again by every step.
+//!
+//! A layer saves three groups. Its input always stays. What attention needs and what the
+//! feed-forward part needs each have an array per layer, or one that all layers share when the
+//! group is recomputed. Recomputation runs the same blocks on the same numbers, so gradients
+//! are bitwise equal in all modes.
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Blocks;
+use crate::config::ModelConfig;
+use crate::rope::RopeTable;
+
+/// Which activations are computed again in the backward pass instead of being kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// None: most memory, least work.
+    #[default]
+    None,
+    /// The packed projection and attention.
+    Attention,
+    /// Everything but the inputs of the layers: least memory, one more forward pass.
+    Full,
+}
+
+impl Recompute {
+    /// Layers whose (attention, feed-forward) activations are kept at once.
+    pub(crate) fn kept(self, layers: usize) -> (usize, usize) {
+        match self {
+            Recompute::None => (layers, layers),
+            Recompute::Attention => (1, layers),
+            Recompute::Full => (1, 1),
+        }
+    }
+}
+
+/// What attention saves, `T` being all tokens of the batch.
+#[derive(Debug, Default)]
+pub(crate) struct AttentionTape<A> {
+    /// Reciprocal root mean squares before attention, `[T]`.
+    pub inverse: A,
+    /// Packed, rotated queries, keys and values, `[T, qkv_width]`.
+    pub qkv: A,
+    /// Output of attention, `[T, attention_width]`.
+    pub out: A,
+    /// Its log denominators, `[rows, heads, len]`.
+    pub lse: A,
+}
+
+/// What the feed-forward part saves.
+#[derive(Debug, Default)]
+pub(crate) struct MlpTape<A> {
+    /// The residual stream after attention, `[T, hidden]`.
+    pub x: A,
+    /// Reciprocal root mean squares of `x`, `[T]`.
+    pub inverse: A,
+    /// Gate and up projections side by side, `[T, 2·intermediate]`.
+    pub gate_up: A,
+}
+
+/// Arrays of a step.
+#[derive(Debug, Default)]
+pub(crate) struct Workspace<A> {
+    /// Inputs of the layers, and the output of the last: `layers + 1` of `[T, hidden]`.
+    pub inputs: Vec<A>,
+    pub attention: Vec<AttentionTape<A>>,
+    pub mlp: Vec<MlpTape<A>>,
+    /// Reciprocal root mean squares of the last norm, `[T]`.
+    pub inverse: A,
+    /// A normalised stream, or the gradient of one, `[T, hidden]`.
+    pub normed: A,
+    /// Gradient of a normalised stream, `[T, hidden]`.
+    pub d_normed: A,
+    /// Running gradient of the residual stream, `[T, hidden]`.
+    pub d_x: A,
+    /// Output of SwiGLU or its gradient, `[T, intermediate]`.
+    pub activated: A,
+    /// Gradient of the output of attention, `[T, attention_width]`.
+    pub d_attention: A,
+    /// Gradient of the packed projection, `[T, qkv_width]`.
+    pub d_qkv: A,
+    /// Logits of one chunk of tokens.
+    pub logits: A,
+    pub rope: RopeTable,
+}
+
+impl<A: Default> Workspace<A> {
+    /// Makes the arrays fit a forward pass over `tokens` tokens in which the groups of
+    /// `kept` layers and `inputs` inputs stay.
+    pub fn fit<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &B,
+        config: &ModelConfig,
+        tokens: usize,
+        inputs: usize,
+        (attention, mlp): (usize, usize),
+    ) {
+        let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+        self.inputs.resize_with(inputs, A::default);
+        self.attention.resize_with(attention, AttentionTape::default);
+        self.mlp.resize_with(mlp, MlpTape::default);
+        for x in &mut self.inputs {
+            blocks.resize(x, tokens * hidden);
+        }
+        for a in &mut self.attention {
+            blocks.resize(&mut a.inverse, tokens);
+            blocks.resize(&mut a.qkv, tokens * config.qkv_width());
+            blocks.resize(&mut a.out, tokens * config.attention_width());
+            blocks.resize(&mut a.lse, tokens * config.num_attention_heads);
+        }
+        for m in &mut self.mlp {
+            blocks.resize(&mut m.x, tokens * hidden);
+            blocks.resize(&mut m.inverse, tokens);
+            blocks.resize(&mut m.gate_up, tokens * 2 * wide);
+        }
+        blocks.resize(&mut self.inverse, tokens);
+        blocks.resize(&mut self.normed, tokens * hidden);
+        blocks.resize(&mut self.activated, tokens * wide);
+        blocks.resize(&mut self.logits, loss_chunk(config, tokens) * config.vocab_size);
+    }
+
+    /// Makes the arrays of the backward pass fit.
+    pub fn fit_backward<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &B,
+        config: &ModelConfig,
+        tokens: usize,
+    ) {
+        blocks.resize(&mut self.d_normed, tokens * config.hidden_size);
+        blocks.resize(&mut self.d_x, tokens * config.hidden_size);
+        blocks.resize(&mut self.d_attention, tokens * config.attention_width());
+        blocks.resize(&mut self.d_qkv, tokens * config.qkv_width());
+    }
+}
+
+/// Tokens whose logits are held at once: 16 MiB of f32, but never fewer than 64 tokens.
+pub(crate) fn loss_chunk(config: &ModelConfig, tokens: usize) -> usize {
+    ((1 << 22) / config.vocab_size.max(1)).max(64).min(tokens.max(1))
+}

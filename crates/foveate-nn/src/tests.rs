@@ -1,0 +1,237 @@
+//! Tests of the whole model. Those of a block are beside it.
+
+use crate::parameters::Random;
+use crate::{
+    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, Recompute,
+    Sampling,
+};
+
+/// Sizes that divide nothing.
+pub(crate) fn tiny(tied: bool) -> ModelConfig {
+    ModelConfig {
+        vocab_size: 13,
+        hidden_size: 10,
+        intermediate_size: 14,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        head_dim: Some(6),
+        rms_norm_eps: 1e-5,
+        rope_theta: 100.0,
+        rope_scaling: None,
+        rope_pairing: Default::default(),
+        max_position_embeddings: 64,
+        tie_word_embeddings: tied,
+    }
+}
+
+pub(crate) fn attention() -> AttentionConfig {
+    let bias = LearnedBuffer { shape: vec![4, 4], init: 0.1, std: 0.5 };
+    AttentionConfig {
+        mask: "causal & document".into(),
+        score: Some("3 * tanh((score + bias[h, max(min(q - kv, 3), 0)]) / 3)".into()),
+        learned: [("bias".to_owned(), bias)].into(),
+        ..AttentionConfig::default()
+    }
+}
+
+/// A model whose weights are large enough for every part to matter.
+pub(crate) fn model(config: ModelConfig, attention: &AttentionConfig, seed: u64) -> Model {
+    let mut model = Model::new(config, attention, seed).unwrap();
+    let mut random = Random::new(seed);
+    for p in model.parameters_mut() {
+        p.data.iter_mut().for_each(|x| *x += 0.4 * random.normal());
+    }
+    model
+}
+
+/// Documents of the given lengths, packed one after another.
+struct Text {
+    tokens: Vec<u32>,
+    labels: Vec<i32>,
+    documents: Vec<i32>,
+    positions: Vec<i32>,
+}
+
+impl Text {
+    fn new(lengths: &[usize], seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let mut text =
+            Self { tokens: vec![], labels: vec![], documents: vec![], positions: vec![] };
+        for (document, &len) in lengths.iter().enumerate() {
+            for position in 0..len {
+                text.tokens.push((random.next() % 13) as u32);
+                let last = position + 1 == len;
+                text.labels.push(if last { IGNORE } else { (random.next() % 13) as i32 });
+                text.documents.push(document as i32);
+                text.positions.push(position as i32);
+            }
+        }
+        text
+    }
+
+    fn batch(&self, rows: usize) -> Batch<'_> {
+        Batch {
+            rows,
+            len: self.tokens.len() / rows,
+            tokens: &self.tokens,
+            labels: &self.labels,
+            documents: &self.documents,
+            positions: &self.positions,
+        }
+    }
+
+    fn part(&self, range: std::ops::Range<usize>) -> Self {
+        Self {
+            tokens: self.tokens[range.clone()].to_vec(),
+            labels: self.labels[range.clone()].to_vec(),
+            documents: vec![0; range.len()],
+            positions: self.positions[range].to_vec(),
+        }
+    }
+}
+
+fn gradients(model: &Model, batch: &Batch<'_>, recompute: Recompute) -> (f64, Gradients) {
+    let mut gradients = Gradients::zeros(model);
+    let loss = model.forward_backward(batch, &mut gradients, recompute).unwrap();
+    (loss.sum_nats, gradients)
+}
+
+fn close(a: &[f32], b: &[f32], tolerance: f32, what: &str) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    let scale = a.iter().fold(1.0f32, |m, x| m.max(x.abs()));
+    for (i, (x, y)) in a.iter().zip(b).enumerate() {
+        assert!((x - y).abs() <= tolerance * scale, "{what}[{i}]: {x} and {y}, scale {scale}");
+    }
+}
+
+#[test]
+fn every_gradient_of_the_model_is_its_central_difference() {
+    for (tied, seed) in [(true, 1), (false, 2)] {
+        let mut model = model(tiny(tied), &attention(), seed);
+        let text = Text::new(&[5, 1, 3, 5], 10 + seed);
+        let batch = text.batch(2);
+        let (_, gradients) = gradients(&model, &batch, Recompute::None);
+        for p in 0..model.parameters().len() {
+            let name = model.parameters()[p].name.clone();
+            let g = &gradients.arrays[p];
+            let most = g.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            assert!(most > 0.0, "{name} has no gradient (seed {seed})");
+            // A few elements of each array, and the direction of the whole gradient.
+            let mut random = Random::new(seed + p as u64);
+            for _ in 0..4 {
+                let i = random.next() as usize % g.len();
+                let step = 4e-3f32;
+                let old = model.parameters()[p].data[i];
+                let mut at = |x: f32| {
+                    model.parameters_mut()[p].data[i] = x;
+                    model.loss(&batch).unwrap().sum_nats
+                };
+                let slope = (at(old + step) - at(old - step)) / f64::from(2.0 * step);
+                at(old);
+                let error = (slope - f64::from(g[i])).abs();
+                let allowed = 6e-3 * (1.0 + f64::from(most));
+                assert!(error < allowed, "{name}[{i}]: {} but {slope} (seed {seed})", g[i]);
+            }
+        }
+    }
+}
+
+#[test]
+fn packed_documents_train_as_separate_documents() {
+    let model = model(tiny(true), &attention(), 3);
+    let lengths = [7, 1, 4, 9];
+    let text = Text::new(&lengths, 30);
+    let (loss, packed) = gradients(&model, &text.batch(1), Recompute::None);
+    let mut apart = Gradients::zeros(&model);
+    let (mut sum, mut start) = (0.0, 0);
+    for len in lengths {
+        let part = text.part(start..start + len);
+        let loss = model.forward_backward(&part.batch(1), &mut apart, Recompute::None).unwrap();
+        sum += loss.sum_nats;
+        start += len;
+    }
+    assert!((loss - sum).abs() < 1e-4, "{loss} packed, {sum} apart");
+    for ((p, a), b) in model.parameters().iter().zip(&packed.arrays).zip(&apart.arrays) {
+        close(a, b, 1e-5, &p.name);
+    }
+}
+
+#[test]
+fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_run() {
+    let model = model(tiny(false), &attention(), 4);
+    let text = Text::new(&[40, 21, 60, 3, 2], 40);
+    let batch = text.batch(3);
+    let wanted = gradients(&model, &batch, Recompute::None);
+    for threads in [1, 2, 3] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
+            let found = pool.install(|| gradients(&model, &batch, recompute));
+            assert_eq!(found, wanted, "{recompute:?} on {threads} threads");
+        }
+    }
+    let loss = model.loss(&batch).unwrap();
+    assert_eq!(loss.sum_nats, wanted.0);
+}
+
+#[test]
+fn a_cache_fed_in_pieces_gives_the_logits_of_the_whole_text() {
+    let model = model(tiny(false), &attention(), 5);
+    let text = Text::new(&[19], 50);
+    let sampling = Sampling::default();
+    let mut whole = model.generator(19, sampling).unwrap();
+    let wanted = whole.feed(&text.tokens).unwrap();
+    let mut pieces = model.generator(30, sampling).unwrap();
+    let mut found = Vec::new();
+    for piece in [0..5, 5..6, 6..7, 7..15, 15..19] {
+        found.extend(pieces.feed(&text.tokens[piece]).unwrap());
+    }
+    close(&found, &wanted, 1e-5, "logits");
+    // The same logits as the training path: its loss from them.
+    let sum: f64 = (0..19)
+        .filter(|&t| text.labels[t] != IGNORE)
+        .map(|t| {
+            let row = &wanted[t * 13..(t + 1) * 13];
+            let sum: f64 = row.iter().map(|&z| f64::from(z).exp()).sum();
+            sum.ln() - f64::from(row[text.labels[t] as usize])
+        })
+        .sum();
+    let loss = model.loss(&text.batch(1)).unwrap();
+    assert_eq!(loss.tokens, 18);
+    assert!((loss.sum_nats - sum).abs() < 1e-4, "{} and {sum}", loss.sum_nats);
+}
+
+#[test]
+fn bad_sizes_batches_and_programs_are_refused_with_the_place() {
+    let fails = |change: &dyn Fn(&mut ModelConfig)| {
+        let mut config = tiny(true);
+        change(&mut config);
+        Model::new(config, &AttentionConfig::default(), 0).unwrap_err().to_string()
+    };
+    assert!(
+        fails(&|c| c.num_key_value_heads = Some(3)).contains("must divide num_attention_heads")
+    );
+    assert!(fails(&|c| c.head_dim = Some(5)).starts_with("head_dim: is 5"));
+    assert!(fails(&|c| c.head_dim = None).starts_with("hidden_size: is 10"));
+    assert!(fails(&|c| c.vocab_size = 0).starts_with("vocab_size: is 0"));
+    let typo = AttentionConfig { mask: "causal & documnet".into(), ..AttentionConfig::default() };
+    let error = Model::new(tiny(true), &typo, 0).unwrap_err().to_string();
+    assert!(error.contains("documnet") && error.contains("column 10"), "{error}");
+    let mut unused = attention();
+    unused.score = None;
+    let error = Model::new(tiny(true), &unused, 0).unwrap_err().to_string();
+    assert!(error.contains("attention.learned.bias"), "{error}");
+
+    let model = Model::new(tiny(true), &attention(), 0).unwrap();
+    let text = Text::new(&[4, 4], 6);
+    let mut batch = text.batch(2);
+    batch.labels = &text.labels[1..];
+    let error = model.loss(&batch).unwrap_err().to_string();
+    assert_eq!(error, "labels has 7 elements; a batch of 2 rows of 4 has 8");
+    let mut text = Text::new(&[4, 4], 6);
+    text.tokens[6] = 13;
+    let error = model.loss(&text.batch(2)).unwrap_err().to_string();
+    assert_eq!(error, "token 13 at row 1, column 2; the vocabulary has 13");
+    let error = model.generator(65, Sampling::default()).unwrap_err().to_string();
+    assert!(error.contains("65") && error.contains("64"), "{error}");
+}
