@@ -14,6 +14,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::interrupt::Interrupt;
 use crate::output::Output;
 use cases::{Case, Pass, Prepared};
 
@@ -75,7 +76,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         let peer = if args.no_peer { "" } else { "   unfused ms    ratio" };
         out.line(head + peer)?;
     }
+    let interrupt = Interrupt::watch()?;
     for case in &cases {
+        interrupt.check()?;
         let outcome = measure(case, args)?;
         if args.json {
             out.json(&outcome)?;

@@ -15,7 +15,7 @@ pub struct Captures {
     #[arg(long, value_name = "N,N,...", value_delimiter = ',')]
     pub doc_lens: Vec<usize>,
     /// A captured buffer: numbers (or true and false) with commas between, or a file of them.
-    /// NAME[8,64]=... gives it axes
+    /// `NAME[8,64]=...` gives it axes
     #[arg(long = "buffer", value_name = "NAME=VALUES|FILE")]
     buffers: Vec<String>,
     /// A run-time scalar: a number, true or false

@@ -9,6 +9,7 @@ mod captures;
 mod doctor;
 mod explain;
 mod failure;
+mod interrupt;
 mod mask;
 mod output;
 
@@ -53,5 +54,23 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_help_of_every_command_is_as_reviewed() {
+        let mut cli = Cli::command().term_width(100);
+        cli.build();
+        let mut text = cli.render_long_help().to_string();
+        for command in cli.get_subcommands_mut().filter(|c| c.get_name() != "help") {
+            let name = command.get_name().to_owned();
+            text += &format!("\n==== {name}\n{}", command.render_long_help());
+        }
+        insta::assert_snapshot!("help", text);
     }
 }

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use foveate::mask::{BlockMask, Tile};
-use foveate::mods::Head;
+use foveate::mods::catalogue;
 use foveate::mods::text::parse_mask;
+use foveate::mods::{Head, Kernel, MaskMod};
 use serde::Serialize;
 
 use crate::captures::Captures;
@@ -15,6 +16,7 @@ use crate::output::{Output, bytes, count};
 
 /// Draw a mask and its tiles, with statistics and build time
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = named())]
 pub struct Args {
     /// The mask, such as "causal & document" or "q >= kv && q - kv < 256"
     text: String,
@@ -62,6 +64,13 @@ struct Facts {
     build_ms: f64,
 }
 
+/// The table of named masks that `--help` ends with.
+fn named() -> String {
+    let masks = catalogue::entries().filter(|e| !e.is_score);
+    let lines = masks.map(|e| format!("\n  {:<36} {}", e.signature, e.doc));
+    format!("Named masks:{}", lines.collect::<String>())
+}
+
 /// `128x64`.
 fn tile(text: &str) -> Result<Tile, String> {
     let side = |text: &str| text.trim().parse::<u32>().ok().filter(|n| (1..=1 << 20).contains(n));
@@ -87,6 +96,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let began = Instant::now();
     let block = BlockMask::build(&mask, head, len, kv_len, args.tile);
     let build_ms = began.elapsed().as_secs_f64() * 1e3;
+    in_range(&mask, head)?;
     if let Some(file) = &args.svg {
         fs::write(file, block.to_svg(&args.text))
             .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
@@ -120,6 +130,28 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Reads every captured buffer along the edges of the plane, where indices are at their extremes.
+fn in_range(mask: &MaskMod, head: Head) -> Result<(), Failure> {
+    const WIDTH: i32 = 4096;
+    let mut machine = Kernel::compile(mask.program()).machine(WIDTH as usize);
+    machine.set_head(head);
+    let (last_q, last_kv) = (head.q_len - 1, head.kv_len - 1);
+    for start in (0..=last_kv).step_by(WIDTH as usize) {
+        machine.set_columns(start, WIDTH.min(head.kv_len - start) as usize);
+        for q in [0, last_q].into_iter().filter(|&q| q >= 0) {
+            machine.run_row(q, &[]);
+        }
+    }
+    for column in [0, last_kv].into_iter().filter(|&kv| kv >= 0) {
+        machine.set_columns(column, 1);
+        (0..=last_q).for_each(|q| machine.run_row(q, &[]));
+    }
+    match machine.out_of_range() {
+        None => Ok(()),
+        Some(read) => Err(Failure::usage(read.to_string())),
+    }
+}
+
 fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
     let share = |n: u64| format!("{:.1} %", 100.0 * n as f64 / facts.tiles.max(1) as f64);
     out.line(format_args!("mask     {}", facts.simplified))?;
@@ -147,6 +179,15 @@ fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_documentation_of_the_text_form_lists_every_name_as_the_catalogue_has_it() {
+        let page = include_str!("../../../docs/text-form.md");
+        for entry in catalogue::entries() {
+            let row = format!("| `{}` | {} |", entry.signature, entry.doc);
+            assert!(page.contains(&row), "docs/text-form.md lacks: {row}");
+        }
+    }
 
     #[test]
     fn tiles_are_two_lengths_of_at_least_one() {

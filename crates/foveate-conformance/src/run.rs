@@ -86,7 +86,7 @@ pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, Cas
         ),
         statistics: low::statistics(&spec, &operands).map_err(|e| fail(&e))?,
     };
-    let row = |backend: &Box<dyn Backend>| {
+    let row = |backend: &dyn Backend| {
         let outcome = match backend.prepare(&spec, &dims, dtype) {
             Err(reason) => Outcome::Declined(reason),
             Ok(plan) => match problem.run(&*plan) {
@@ -97,7 +97,7 @@ pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, Cas
         };
         Row { case: case.name.clone(), seed: case.seed(), backend: backend.name(), outcome }
     };
-    Ok(backends.iter().map(row).collect())
+    Ok(backends.iter().map(|backend| row(&**backend)).collect())
 }
 
 /// A case with its data and the answers.
