@@ -62,3 +62,42 @@ impl RopeTable {
         (&self.cos[start..start + self.pairs], &self.sin[start..start + self.pairs])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::tiny;
+
+    #[test]
+    fn scaling_slows_low_frequencies_and_leaves_high_ones() {
+        let mut config = tiny(true);
+        config.head_dim = Some(128);
+        config.rope_theta = 500_000.0;
+        let plain = inverse_frequencies(&config);
+        let scaling = |rope_type: &str| RopeScaling {
+            rope_type: rope_type.into(),
+            factor: 8.0,
+            low_freq_factor: Some(1.0),
+            high_freq_factor: Some(4.0),
+            original_max_position_embeddings: Some(8192.0),
+        };
+        config.rope_scaling = Some(scaling("linear"));
+        let linear = inverse_frequencies(&config);
+        assert!(plain.iter().zip(&linear).all(|(p, l)| p / 8.0 == *l));
+        config.rope_scaling = Some(scaling("llama3"));
+        config.validate().unwrap();
+        let llama3 = inverse_frequencies(&config);
+        for (p, l) in plain.iter().zip(&llama3) {
+            // Turns within the original context decide: more than 4 stay, fewer than 1 slow down.
+            let turns = 8192.0 * p / std::f64::consts::TAU;
+            match turns {
+                t if t > 4.0 => assert_eq!(l, p),
+                t if t < 1.0 => assert!((l - p / 8.0).abs() < 1e-18),
+                _ => assert!(*l < *p && *l > p / 8.0),
+            }
+        }
+        config.rope_scaling = Some(RopeScaling { low_freq_factor: None, ..scaling("llama3") });
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.starts_with("rope_scaling.low_freq_factor: is missing"), "{error}");
+    }
+}

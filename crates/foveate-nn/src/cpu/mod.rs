@@ -10,6 +10,8 @@ mod loss;
 pub(crate) mod math;
 mod norm;
 mod swiglu;
+#[cfg(test)]
+mod tests;
 
 use foveate::Plan;
 use rayon::prelude::*;

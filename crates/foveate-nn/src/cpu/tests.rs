@@ -1,0 +1,264 @@
+//! Every block against an f64 twin: the forward by value, the backward by central differences of
+//! the twin. Sizes divide nothing, and destinations that are overwritten start as NaN.
+
+use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
+use crate::batch::IGNORE;
+use crate::config::RopePairing;
+use crate::cpu::Cpu;
+use crate::matmul::{Matrix, matmul};
+use crate::parameters::Random;
+use crate::rope::{RopeTable, inverse_frequencies};
+use crate::tests::tiny;
+
+fn random(n: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    (0..n).map(|_| random.normal()).collect()
+}
+
+fn nan(n: usize) -> Vec<f32> {
+    vec![f32::NAN; n]
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| x.into()).collect()
+}
+
+fn assert_close(found: &[f32], gold: &[f64], what: &str) {
+    assert_eq!(found.len(), gold.len(), "{what}");
+    let scale = gold.iter().fold(1.0f64, |m, x| m.max(x.abs()));
+    for (i, (&x, &y)) in found.iter().zip(gold).enumerate() {
+        assert!((f64::from(x) - y).abs() <= 3e-6 * scale, "{what}[{i}]: {x}, the twin has {y}");
+    }
+}
+
+/// Gradient of `f` at `x`.
+fn differences(x: &[f32], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    let mut x = wide(x);
+    (0..x.len())
+        .map(|i| {
+            let (old, step) = (x[i], 1e-5);
+            x[i] = old + step;
+            let up = f(&x);
+            x[i] = old - step;
+            let down = f(&x);
+            x[i] = old;
+            (up - down) / (2.0 * step)
+        })
+        .collect()
+}
+
+fn dot(a: &[f64], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, &b)| a * f64::from(b)).sum()
+}
+
+fn norm_twin(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
+    let rows = x.chunks(w.len()).flat_map(|row| {
+        let mean = row.iter().map(|x| x * x).sum::<f64>() / w.len() as f64;
+        let scaled = row.iter().zip(w).map(move |(x, w)| x * w / (mean + eps).sqrt());
+        scaled.collect::<Vec<_>>()
+    });
+    rows.collect()
+}
+
+#[test]
+fn rms_norm_and_its_gradients_are_those_of_its_twin() {
+    let (tokens, width, eps) = (37, 19, 1e-3f32);
+    let (x, r, w, g) = (
+        random(tokens * width, 1),
+        random(tokens * width, 2),
+        random(width, 3),
+        random(tokens * width, 4),
+    );
+    let gold = |x: &[f64], w: &[f64]| norm_twin(x, w, eps.into());
+    let (mut inverse, mut out, mut again) = (nan(tokens), nan(x.len()), nan(x.len()));
+    Cpu.rms_norm(&x, &w, eps, &mut inverse, &mut out);
+    assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
+    Cpu.rms_norm_again(&x, &w, &inverse, &mut again);
+    assert_eq!(out, again);
+
+    let (mut sum, mut fused) = (x.clone(), nan(x.len()));
+    Cpu.add_rms_norm(&r, &mut sum, &w, eps, &mut inverse, &mut fused);
+    let plain: Vec<f32> = x.iter().zip(&r).map(|(a, b)| a + b).collect();
+    assert_eq!(sum, plain);
+    assert_close(&fused, &gold(&wide(&plain), &wide(&w)), "fused");
+
+    Cpu.rms_norm(&x, &w, eps, &mut inverse, &mut out);
+    let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
+    Cpu.rms_norm_backward(&x, &w, &inverse, &g, &mut d_x, false, &mut d_w);
+    let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
+    let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
+    assert_close(&d_x, &gold_x, "d_x");
+    assert_close(&d_w, &gold_w, "d_weight, added to 1");
+    let mut added = x.clone();
+    Cpu.rms_norm_backward(&x, &w, &inverse, &g, &mut added, true, &mut d_w);
+    let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
+    assert_close(&added, &gold_added, "d_x, added to x");
+}
+
+#[test]
+fn swiglu_and_its_gradients_are_those_of_its_twin() {
+    let (tokens, width) = (35, 11);
+    let (x, g) = (random(tokens * 2 * width, 5), random(tokens * width, 6));
+    let gold = |x: &[f64]| -> Vec<f64> {
+        let row = |row: &[f64]| -> Vec<f64> {
+            let (gate, up) = row.split_at(width);
+            gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
+        };
+        x.chunks(2 * width).flat_map(row).collect()
+    };
+    let mut out = nan(tokens * width);
+    Cpu.swiglu(width, &x, &mut out);
+    assert_close(&out, &gold(&wide(&x)), "out");
+    let (mut d_x, mut again) = (x.clone(), g.clone());
+    Cpu.swiglu_backward(width, &mut d_x, &mut again);
+    assert_eq!(again, out, "the backward pass recomputes the same bits");
+    assert_close(&d_x, &differences(&x, |x| dot(&gold(x), &g)), "d_gate_up");
+}
+
+#[test]
+fn a_linear_block_fills_its_columns_only_and_its_gradients_are_those_of_its_twin() {
+    let (tokens, inputs, outputs) = (9, 7, 5);
+    let columns = Columns { width: 12, first: 4 };
+    let shape = LinearShape { tokens, inputs, outputs, y: columns };
+    let (x, w) = (random(tokens * inputs, 7), random(outputs * inputs, 8));
+    let g = random(tokens * 12, 9);
+    let inside = |c: usize| (4..9).contains(&c);
+    let gold = |x: &[f64], w: &[f64]| -> Vec<f64> {
+        let cell = |t: usize, c: usize| -> f64 {
+            (0..inputs).map(|i| x[t * inputs + i] * w[(c - 4) * inputs + i]).sum()
+        };
+        let at = |i: usize| if inside(i % 12) { cell(i / 12, i % 12) } else { 2.0 };
+        (0..tokens * 12).map(at).collect()
+    };
+    let mut y = vec![2.0; tokens * 12];
+    Cpu.linear(shape, &x, &w, &mut y, false);
+    assert_close(&y, &gold(&wide(&x), &wide(&w)), "y");
+    let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
+    Cpu.linear_backward_input(shape, &g, &w, &mut d_x, false);
+    Cpu.linear_backward_weight(shape, &g, &x, &mut d_w);
+    assert_close(&d_x, &differences(&x, |x| dot(&gold(x, &wide(&w)), &g)), "d_x");
+    assert_close(&d_w, &differences(&w, |w| dot(&gold(&wide(&x), w), &g)), "d_weight");
+    let once = d_w.clone();
+    Cpu.linear_backward_weight(shape, &g, &x, &mut d_w);
+    let twice: Vec<f64> = once.iter().map(|&x| 2.0 * f64::from(x)).collect();
+    assert_close(&d_w, &twice, "d_weight, added twice");
+}
+
+#[test]
+fn a_matrix_product_has_the_same_bits_on_any_number_of_threads() {
+    // Sizes around the edges of gemm's blocks, and both orders of every factor.
+    for (seed, [m, n, k]) in
+        [[1, 300, 700], [515, 1, 129], [37, 41, 2049], [513, 257, 385], [2050, 65, 64]]
+            .into_iter()
+            .enumerate()
+    {
+        let (a, b) = (random(m * k, seed as u64), random(k * n, 100 + seed as u64));
+        let orders = [
+            (Matrix::rows(&a, k), Matrix::rows(&b, n)),
+            (Matrix::rows(&a, k), Matrix::transposed(&b, k)),
+            (Matrix::transposed(&a, m), Matrix::rows(&b, n)),
+        ];
+        for (order, (a, b)) in orders.into_iter().enumerate() {
+            let run = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let mut c = vec![0.5f32; m * n];
+                pool.install(|| matmul([m, n, k], a, b, &mut c, n, true));
+                c
+            };
+            let one = run(1);
+            for threads in [2, 3, 7] {
+                let same = run(threads).iter().zip(&one).all(|(x, y)| x.to_bits() == y.to_bits());
+                assert!(same, "{m}×{n}×{k}, order {order}: {threads} threads differ from one");
+            }
+        }
+    }
+}
+
+#[test]
+fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
+    let config = tiny(true);
+    let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
+    let width = 8 * 6;
+    let x = random(40 * width, 10);
+    let positions: Vec<i32> = (0..40).map(|t| t % 23).collect();
+    let mut table = RopeTable::default();
+    table.reach(&config, 5);
+    table.reach(&config, 23);
+    let frequencies = inverse_frequencies(&config);
+    for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
+        let mut y = x.clone();
+        Cpu.rope(heads, pairing, &table, &positions, Rotation::Forward, &mut y);
+        let mut gold = wide(&x);
+        for (t, row) in gold.chunks_mut(width).enumerate() {
+            for head in row[..6 * 6].chunks_mut(6) {
+                for (i, f) in frequencies.iter().enumerate() {
+                    let (a, b) = match pairing {
+                        RopePairing::HalfSplit => (i, i + 3),
+                        RopePairing::Interleaved => (2 * i, 2 * i + 1),
+                    };
+                    let (sin, cos) = (f64::from(positions[t]) * f).sin_cos();
+                    let (u, v) = (head[a], head[b]);
+                    (head[a], head[b]) = (u * cos - v * sin, v * cos + u * sin);
+                }
+            }
+        }
+        assert_close(&y, &gold, "turned");
+        Cpu.rope(heads, pairing, &table, &positions, Rotation::Backward, &mut y);
+        assert_close(&y, &wide(&x), "turned back");
+    }
+}
+
+#[test]
+fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
+    let (vocab, width) = (53, 7);
+    let table = random(vocab * width, 11);
+    let tokens: Vec<u32> = (0..90).map(|t| t * t % 53).collect();
+    let mut out = nan(90 * width);
+    Cpu.embed(&tokens, &table, width, &mut out);
+    let d = random(90 * width, 12);
+    let mut gradient = vec![0.25; vocab * width];
+    let mut plain = gradient.clone();
+    Cpu.embed_backward(&tokens, &d, width, &mut gradient);
+    for (t, &token) in tokens.iter().enumerate() {
+        for i in 0..width {
+            assert_eq!(out[t * width + i], table[token as usize * width + i]);
+            plain[token as usize * width + i] += d[t * width + i];
+        }
+    }
+    assert_eq!(gradient, plain);
+}
+
+#[test]
+fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
+    let (tokens, width, vocab) = (23, 6, 17);
+    let mut x = random(tokens * width, 13);
+    // One token with logits in the thousands: the softmax has to stay finite.
+    x[..width].iter_mut().for_each(|x| *x *= 500.0);
+    let w = random(vocab * width, 14);
+    let mut labels: Vec<i32> = (0..tokens as i32).map(|t| t * 5 % 17).collect();
+    labels[4] = IGNORE;
+    labels[22] = IGNORE;
+    let gold = |x: &[f64], w: &[f64]| -> f64 {
+        let token = |t: usize| {
+            let logit =
+                |v: usize| -> f64 { (0..width).map(|i| x[t * width + i] * w[v * width + i]).sum() };
+            let most = (0..vocab).map(logit).fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = (0..vocab).map(|v| (logit(v) - most).exp()).sum();
+            most + sum.ln() - logit(labels[t] as usize)
+        };
+        (0..tokens).filter(|&t| labels[t] != IGNORE).map(token).sum()
+    };
+    let (gold_x, gold_w) =
+        (differences(&x, |x| gold(x, &wide(&w))), differences(&w, |w| gold(&wide(&x), w)));
+    for chunk in [1, 5, 23] {
+        let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
+        let mut logits = nan(chunk * vocab);
+        let loss = Cpu.loss_backward(width, &x, &w, &labels, &mut logits, &mut d_x, &mut d_w);
+        let wanted = gold(&wide(&x), &wide(&w));
+        assert!((loss - wanted).abs() < 1e-6 * wanted, "{loss}, the twin has {wanted}");
+        assert_eq!(Cpu.loss(width, &x, &w, &labels, &mut logits), loss);
+        assert_close(&d_x, &gold_x, "d_x");
+        assert_close(&d_w, &gold_w, "d_weight");
+        assert!(d_x[4 * width..5 * width].iter().all(|&d| d == 0.0));
+    }
+}
