@@ -70,7 +70,8 @@ fn main() -> Result<(), NnError> {
 /// Operations a second of a product of 1536 × 1536 matrices.
 fn product_rate() -> f64 {
     let n = 1536;
-    let shape = LinearShape { tokens: n, inputs: n, outputs: n, y: Columns::all(n) };
+    let shape =
+        LinearShape { tokens: n, inputs: n, outputs: n, first_output: 0, y: Columns::all(n) };
     let (a, b, mut c) = (vec![0.5; n * n], vec![0.25; n * n], vec![0.0; n * n]);
     let once = |c: &mut Vec<f32>| {
         let start = Instant::now();

@@ -6,7 +6,7 @@
 
 use foveate::Plan;
 
-use crate::config::RopePairing;
+use crate::config::{QkvOrder, RopePairing};
 use crate::error::NnError;
 use crate::rope::RopeTable;
 
@@ -27,7 +27,8 @@ impl Columns {
 }
 
 /// The sizes of a linear block `y [T, outputs] = x [T, inputs] · weightᵀ`, where `y` is some
-/// columns of a wider matrix: a packed projection is several blocks that share one `y`.
+/// columns of a wider matrix: a packed projection is several blocks that share one `y`. The
+/// weight may be some rows of a larger one.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearShape {
     /// Rows of x and y.
@@ -36,11 +37,13 @@ pub struct LinearShape {
     pub inputs: usize,
     /// Rows of the weight.
     pub outputs: usize,
+    /// The first of these rows in the weight's array.
+    pub first_output: usize,
     /// Where y lies.
     pub y: Columns,
 }
 
-/// A packed projection in the stacked order: all query heads, all key heads, all value heads.
+/// A packed projection `[rows, len, (heads_q + 2·heads_kv) · dim]`.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedHeads {
     /// Batch entries.
@@ -53,6 +56,26 @@ pub struct PackedHeads {
     pub heads_kv: usize,
     /// Length of a head's vector.
     pub dim: usize,
+    /// Order of the heads.
+    pub order: QkvOrder,
+}
+
+impl PackedHeads {
+    /// Heads of all three kinds.
+    pub fn slots(&self) -> usize {
+        self.heads_q + 2 * self.heads_kv
+    }
+
+    /// True when a slot of the packed projection holds a value head.
+    pub fn is_value(&self, slot: usize) -> bool {
+        match self.order {
+            QkvOrder::Stacked => slot >= self.heads_q + self.heads_kv,
+            QkvOrder::Interleaved => {
+                let group = self.heads_q / self.heads_kv + 2;
+                slot % group == group - 1
+            }
+        }
+    }
 }
 
 /// Which way RoPE turns.

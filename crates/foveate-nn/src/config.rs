@@ -222,6 +222,19 @@ pub struct AttentionConfig {
     pub buffers: BTreeMap<String, BufferConfig>,
     /// Run-time scalars that mask and score read.
     pub scalars: BTreeMap<String, ScalarConfig>,
+    /// Order of the packed projection in memory. Parameters do not depend on it.
+    pub qkv_order: QkvOrder,
+}
+
+/// Order of the heads in a packed projection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QkvOrder {
+    /// All query heads, all key heads, all value heads.
+    #[default]
+    Stacked,
+    /// For each key/value head: the query heads that share it, the key head, the value head.
+    Interleaved,
 }
 
 /// A buffer that is trained.

@@ -7,6 +7,7 @@
 use foveate::{ForwardArgs, Layout, Operands, Plan, TensorMut, TensorRef};
 
 use crate::backend::{Blocks, PackedHeads, Rotation};
+use crate::config::QkvOrder;
 use crate::cpu::Cpu;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul};
@@ -179,6 +180,7 @@ impl Generator<'_> {
             heads_q: config.num_attention_heads,
             heads_kv: config.kv_heads(),
             dim: config.dim(),
+            order: QkvOrder::Stacked,
         };
         let end = self.position + n;
         let positions: Vec<i32> = (self.position..end).map(|p| p as i32).collect();
@@ -192,7 +194,7 @@ impl Generator<'_> {
         Cpu.embed(tokens, &model.parameters[places.embedding()].data, hidden, &mut x);
         for layer in 0..config.num_hidden_layers {
             Cpu.rms_norm(&x, weight(layer, at::NORM), eps, &mut inverse, &mut normed);
-            for (which, shape) in qkv_shapes(config, n) {
+            for (which, shape) in qkv_shapes(config, QkvOrder::Stacked, n) {
                 Cpu.linear(shape, &normed, weight(layer, which), &mut qkv, false);
             }
             let pairing = config.rope_pairing;

@@ -30,7 +30,7 @@ pub use account::{FlopCount, MemoryEstimate};
 pub use backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
 pub use batch::{Batch, IGNORE, LossSum};
 pub use config::{
-    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, RopePairing,
+    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, QkvOrder, RopePairing,
     RopeScaling, ScalarConfig,
 };
 pub use cpu::Cpu;

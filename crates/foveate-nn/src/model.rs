@@ -146,6 +146,7 @@ impl Model {
             blocks: &Cpu,
             config: &self.config,
             places: self.places,
+            order: self.plans.order(),
             parameters: self.parameters.iter().map(|p| &p.data).collect(),
             plans,
             learned: self.plans.learned(),

@@ -11,7 +11,9 @@ use foveate::{
     ScalarValue, ScoreMod,
 };
 
-use crate::config::{AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, ScalarConfig};
+use crate::config::{
+    AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, QkvOrder, ScalarConfig,
+};
 use crate::error::NnError;
 use crate::parameters::Parameter;
 
@@ -28,6 +30,8 @@ pub struct AttentionProgram {
     pub score: Option<ScoreMod>,
     /// Learned buffers by name: each layer trains its own.
     pub learned: Vec<(String, LearnedBuffer)>,
+    /// Order of the packed projection in memory.
+    pub qkv_order: QkvOrder,
 }
 
 impl AttentionProgram {
@@ -74,6 +78,7 @@ impl AttentionProgram {
             mask: mask.map(|m| parse_mask(m, &names)).transpose()?,
             score: config.score.as_deref().map(|s| parse_score(s, &names)).transpose()?,
             learned: config.learned.iter().map(|(n, b)| (n.clone(), b.clone())).collect(),
+            qkv_order: config.qkv_order,
         })
     }
 
@@ -124,6 +129,7 @@ pub(crate) struct Plans {
     learned: Vec<String>,
     reads_documents: bool,
     reads_query: bool,
+    order: QkvOrder,
 }
 
 impl Plans {
@@ -148,7 +154,13 @@ impl Plans {
             learned: program.learned.iter().map(|(name, _)| name.clone()).collect(),
             reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
             reads_query: program.reads(Leaf::Q),
+            order: program.qkv_order,
         })
+    }
+
+    /// Order of the packed projection.
+    pub fn order(&self) -> QkvOrder {
+        self.order
     }
 
     /// Names of the learned buffers of a layer.

@@ -12,7 +12,7 @@ use foveate::Plan;
 
 use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
 use crate::batch::Batch;
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkvOrder};
 use crate::error::NnError;
 use crate::parameters::{Places, at};
 use crate::tape::{Recompute, Workspace};
@@ -22,6 +22,7 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub blocks: &'a B,
     pub config: &'a ModelConfig,
     pub places: Places,
+    pub order: QkvOrder,
     pub parameters: Vec<&'a B::Array>,
     /// One for each layer, bound to the batch.
     pub plans: Vec<Plan>,
@@ -266,11 +267,12 @@ impl<B: Blocks> Step<'_, B> {
             heads_q: self.config.num_attention_heads,
             heads_kv: self.config.kv_heads(),
             dim: self.config.dim(),
+            order: self.order,
         }
     }
 
-    fn qkv_shapes(&self) -> [(usize, LinearShape); 3] {
-        qkv_shapes(self.config, self.batch.tokens_total())
+    fn qkv_shapes(&self) -> Vec<(usize, LinearShape)> {
+        qkv_shapes(self.config, self.order, self.batch.tokens_total())
     }
 
     fn gate_up_shapes(&self) -> [(usize, LinearShape); 2] {
@@ -295,23 +297,35 @@ fn slot(layer: usize, kept: usize) -> usize {
 
 /// A linear block that fills its whole output.
 pub(crate) fn plain_shape(tokens: usize, inputs: usize, outputs: usize) -> LinearShape {
-    LinearShape { tokens, inputs, outputs, y: Columns::all(outputs) }
+    LinearShape { tokens, inputs, outputs, first_output: 0, y: Columns::all(outputs) }
 }
 
-/// The three linear blocks that fill the packed projection, stacked.
-pub(crate) fn qkv_shapes(config: &ModelConfig, tokens: usize) -> [(usize, LinearShape); 3] {
-    let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
-    let (inputs, width) = (config.hidden_size, config.qkv_width());
-    [(at::Q, q, 0), (at::K, kv, q), (at::V, kv, q + kv)].map(|(which, outputs, first)| {
-        (which, LinearShape { tokens, inputs, outputs, y: Columns { width, first } })
-    })
+/// The linear blocks that fill the packed projection: one for each run of heads of one kind.
+pub(crate) fn qkv_shapes(
+    config: &ModelConfig,
+    order: QkvOrder,
+    tokens: usize,
+) -> Vec<(usize, LinearShape)> {
+    let (kv, dim, inputs) = (config.kv_heads(), config.dim(), config.hidden_size);
+    let groups = if order == QkvOrder::Stacked { 1 } else { kv };
+    let (queries, keys) = (config.num_attention_heads / groups * dim, kv / groups * dim);
+    let (mut shapes, mut first) = (Vec::new(), 0);
+    for group in 0..groups {
+        for (which, outputs) in [(at::Q, queries), (at::K, keys), (at::V, keys)] {
+            let y = Columns { width: config.qkv_width(), first };
+            let first_output = group * outputs;
+            shapes.push((which, LinearShape { tokens, inputs, outputs, first_output, y }));
+            first += outputs;
+        }
+    }
+    shapes
 }
 
 /// The two linear blocks that fill the gate and up projections, side by side.
 pub(crate) fn gate_up_shapes(config: &ModelConfig, tokens: usize) -> [(usize, LinearShape); 2] {
-    let (inputs, outputs) = (config.hidden_size, config.intermediate_size);
+    let outputs = config.intermediate_size;
     [(at::GATE, 0), (at::UP, outputs)].map(|(which, first)| {
         let y = Columns { width: 2 * outputs, first };
-        (which, LinearShape { tokens, inputs, outputs, y })
+        (which, LinearShape { y, ..plain_shape(tokens, config.hidden_size, outputs) })
     })
 }

@@ -2,8 +2,8 @@
 
 use crate::parameters::Random;
 use crate::{
-    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, Recompute,
-    Sampling,
+    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, QkvOrder,
+    Recompute, Sampling,
 };
 
 /// Sizes that divide nothing.
@@ -172,6 +172,19 @@ fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_r
     }
     let loss = model.loss(&batch).unwrap();
     assert_eq!(loss.sum_nats, wanted.0);
+}
+
+#[test]
+fn both_orders_of_the_packed_projection_train_alike() {
+    let interleaved = AttentionConfig { qkv_order: QkvOrder::Interleaved, ..attention() };
+    let models = [attention(), interleaved].map(|a| model(tiny(true), &a, 7));
+    let text = Text::new(&[9, 14, 1], 70);
+    let [(loss, a), (other, b)] =
+        models.each_ref().map(|m| gradients(m, &text.batch(2), Recompute::Full));
+    assert!((loss - other).abs() < 1e-4, "{loss} stacked, {other} interleaved");
+    for ((p, a), b) in models[0].parameters().iter().zip(&a.arrays).zip(&b.arrays) {
+        close(a, b, 1e-5, &p.name);
+    }
 }
 
 #[test]

@@ -1,37 +1,39 @@
 //! Attention through the crate `foveate`, on strided views of the packed projection: nothing is
 //! copied, and the gradients of queries, keys and values are written back packed.
 
+use foveate::tensor::packed::{Order, PackedShape, QkvMut, QkvPacked, QkvRef};
 use foveate::{
     BackwardArgs, CaptureGrad, ForwardArgs, Layout, Operands, Plan, TensorMut, TensorRef,
 };
 
 use crate::backend::PackedHeads;
+use crate::config::QkvOrder;
 use crate::error::NnError;
 
-/// `heads` neighbouring heads of a `[rows, len, width]` buffer, from head `first` on.
-fn heads_layout(p: PackedHeads, all_heads: usize, first: usize, heads: usize) -> Layout {
-    let width = all_heads * p.dim;
-    let shape = [p.rows, heads, p.len, p.dim];
-    Layout::strided(shape, [p.len * width, p.dim, width, 1], first * p.dim)
-}
-
-fn packed_heads(p: PackedHeads) -> usize {
-    p.heads_q + 2 * p.heads_kv
-}
-
-fn operands(p: PackedHeads, qkv: &[f32]) -> Result<Operands<'_>, NnError> {
-    let view = |first, heads| TensorRef::f32(qkv, heads_layout(p, packed_heads(p), first, heads));
-    Ok(Operands {
-        q: view(0, p.heads_q)?,
-        k: view(p.heads_q, p.heads_kv)?,
-        v: view(p.heads_q + p.heads_kv, p.heads_kv)?,
-        sink: None,
-        varlen: None,
+fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
+    let shape = PackedShape {
+        order: Order::Bshd,
+        batch: p.rows,
+        len: p.len,
+        heads_q: p.heads_q,
+        heads_kv: p.heads_kv,
+        dim: p.dim,
+        dim_v: p.dim,
+    };
+    Ok(match p.order {
+        QkvOrder::Stacked => QkvPacked::stacked(&shape)?,
+        QkvOrder::Interleaved => QkvPacked::interleaved(&shape)?,
     })
 }
 
+fn operands(p: PackedHeads, qkv: &[f32]) -> Result<Operands<'_>, NnError> {
+    let QkvRef { q, k, v, .. } = packing(p)?.views(qkv)?;
+    Ok(Operands { q, k, v, sink: None, varlen: None })
+}
+
 fn out_layout(p: PackedHeads) -> Layout {
-    heads_layout(p, p.heads_q, 0, p.heads_q)
+    let width = p.heads_q * p.dim;
+    Layout::strided([p.rows, p.heads_q, p.len, p.dim], [p.len * width, p.dim, width, 1], 0)
 }
 
 fn lse_layout(p: PackedHeads) -> Layout<3> {
@@ -73,10 +75,7 @@ pub(super) fn backward(
     if accumulate {
         d_qkv.fill(0.0);
     }
-    let all = packed_heads(heads);
-    let packed = TensorMut::f32(d_qkv, heads_layout(heads, all, 0, all))?;
-    let (dq, rest) = packed.split_at(1, heads.heads_q);
-    let (dk, dv) = rest.split_at(1, heads.heads_kv);
+    let QkvMut { q: dq, k: dk, v: dv, .. } = packing(heads)?.views_mut(d_qkv)?;
     plan.backward_into(BackwardArgs {
         operands: operands(heads, qkv)?,
         out: TensorRef::f32(out, out_layout(heads))?,

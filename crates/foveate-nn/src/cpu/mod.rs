@@ -111,9 +111,9 @@ impl Blocks for Cpu {
         y: &mut Vec<f32>,
         accumulate: bool,
     ) {
-        let LinearShape { tokens, inputs, outputs, y: columns } = shape;
+        let LinearShape { tokens, inputs, outputs, first_output, y: columns } = shape;
         let a = Matrix::rows(x, inputs);
-        let b = Matrix::transposed(weight, inputs);
+        let b = Matrix::transposed(&weight[first_output * inputs..], inputs);
         let y = &mut y[columns.first..];
         matmul([tokens, outputs, inputs], a, b, y, columns.width, accumulate);
     }
@@ -126,9 +126,9 @@ impl Blocks for Cpu {
         d_x: &mut Vec<f32>,
         accumulate: bool,
     ) {
-        let LinearShape { tokens, inputs, outputs, y: columns } = shape;
+        let LinearShape { tokens, inputs, outputs, first_output, y: columns } = shape;
         let a = Matrix::rows(&d_y[columns.first..], columns.width);
-        let b = Matrix::rows(weight, inputs);
+        let b = Matrix::rows(&weight[first_output * inputs..], inputs);
         matmul([tokens, inputs, outputs], a, b, d_x, inputs, accumulate);
     }
 
@@ -139,9 +139,10 @@ impl Blocks for Cpu {
         x: &Vec<f32>,
         d_weight: &mut Vec<f32>,
     ) {
-        let LinearShape { tokens, inputs, outputs, y: columns } = shape;
+        let LinearShape { tokens, inputs, outputs, first_output, y: columns } = shape;
         let a = Matrix::transposed(&d_y[columns.first..], columns.width);
         let b = Matrix::rows(x, inputs);
+        let d_weight = &mut d_weight[first_output * inputs..];
         matmul([outputs, inputs, tokens], a, b, d_weight, inputs, true);
     }
 
@@ -154,14 +155,16 @@ impl Blocks for Cpu {
         rotation: Rotation,
         qkv: &mut Vec<f32>,
     ) {
-        let PackedHeads { heads_q, heads_kv, dim, .. } = heads;
-        let width = (heads_q + 2 * heads_kv) * dim;
-        let turned = (heads_q + heads_kv) * dim;
+        let dim = heads.dim;
+        let width = heads.slots() * dim;
         let sign = if rotation == Rotation::Forward { 1.0 } else { -1.0 };
         qkv.par_chunks_mut(width * TASK).zip(positions.par_chunks(TASK)).for_each(|(rows, ps)| {
             for (row, &position) in rows.chunks_exact_mut(width).zip(ps) {
                 let (cos, sin) = table.at(position);
-                for head in row[..turned].chunks_exact_mut(dim) {
+                for (slot, head) in row.chunks_exact_mut(dim).enumerate() {
+                    if heads.is_value(slot) {
+                        continue;
+                    }
                     match pairing {
                         RopePairing::HalfSplit => {
                             let (xs, ys) = head.split_at_mut(dim / 2);

@@ -3,7 +3,7 @@
 
 use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
 use crate::batch::IGNORE;
-use crate::config::RopePairing;
+use crate::config::{QkvOrder, RopePairing};
 use crate::cpu::Cpu;
 use crate::matmul::{Matrix, matmul};
 use crate::parameters::Random;
@@ -119,13 +119,13 @@ fn swiglu_and_its_gradients_are_those_of_its_twin() {
 fn a_linear_block_fills_its_columns_only_and_its_gradients_are_those_of_its_twin() {
     let (tokens, inputs, outputs) = (9, 7, 5);
     let columns = Columns { width: 12, first: 4 };
-    let shape = LinearShape { tokens, inputs, outputs, y: columns };
-    let (x, w) = (random(tokens * inputs, 7), random(outputs * inputs, 8));
+    let shape = LinearShape { tokens, inputs, outputs, first_output: 2, y: columns };
+    let (x, w) = (random(tokens * inputs, 7), random((outputs + 3) * inputs, 8));
     let g = random(tokens * 12, 9);
     let inside = |c: usize| (4..9).contains(&c);
     let gold = |x: &[f64], w: &[f64]| -> Vec<f64> {
         let cell = |t: usize, c: usize| -> f64 {
-            (0..inputs).map(|i| x[t * inputs + i] * w[(c - 4) * inputs + i]).sum()
+            (0..inputs).map(|i| x[t * inputs + i] * w[(c - 4 + 2) * inputs + i]).sum()
         };
         let at = |i: usize| if inside(i % 12) { cell(i / 12, i % 12) } else { 2.0 };
         (0..tokens * 12).map(at).collect()
@@ -177,7 +177,6 @@ fn a_matrix_product_has_the_same_bits_on_any_number_of_threads() {
 #[test]
 fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
     let config = tiny(true);
-    let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
     let width = 8 * 6;
     let x = random(40 * width, 10);
     let positions: Vec<i32> = (0..40).map(|t| t % 23).collect();
@@ -185,12 +184,18 @@ fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
     table.reach(&config, 5);
     table.reach(&config, 23);
     let frequencies = inverse_frequencies(&config);
-    for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
+    // The value heads of either order: the last two of eight, or the last of each four.
+    for (order, pairing, values) in [
+        (QkvOrder::Stacked, RopePairing::HalfSplit, [6, 7]),
+        (QkvOrder::Interleaved, RopePairing::Interleaved, [3, 7]),
+    ] {
+        let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6, order };
         let mut y = x.clone();
         Cpu.rope(heads, pairing, &table, &positions, Rotation::Forward, &mut y);
         let mut gold = wide(&x);
         for (t, row) in gold.chunks_mut(width).enumerate() {
-            for head in row[..6 * 6].chunks_mut(6) {
+            let turned = row.chunks_mut(6).enumerate().filter(|(i, _)| !values.contains(i));
+            for (_, head) in turned {
                 for (i, f) in frequencies.iter().enumerate() {
                     let (a, b) = match pairing {
                         RopePairing::HalfSplit => (i, i + 3),
