@@ -8,7 +8,7 @@
 
 use std::collections::HashSet;
 
-use proc_macro2::{Span, TokenStream};
+use proc_macro2::{Span, TokenStream, TokenTree};
 use quote::{quote, quote_spanned};
 use syn::spanned::Spanned;
 use syn::{BinOp, Block, Error, Expr, Lit, Member, Pat, Stmt, Type, UnOp};
@@ -41,9 +41,19 @@ impl<'a> Body<'a> {
         Self { krate, bound: HashSet::new() }
     }
 
-    fn call(&self, span: Span, name: &str, args: &[TokenStream]) -> TokenStream {
+    /// The crate's path, shown at `span` in messages.
+    fn krate_at(&self, span: Span) -> TokenStream {
+        let at = |mut token: TokenTree| {
+            token.set_span(token.span().located_at(span));
+            token
+        };
+        self.krate.clone().into_iter().map(at).collect()
+    }
+
+    /// A call of `trace::name`.
+    pub fn call(&self, span: Span, name: &str, args: &[TokenStream]) -> TokenStream {
         let name = syn::Ident::new(name, span);
-        let krate = self.krate;
+        let krate = self.krate_at(span);
         quote_spanned!(span=> #krate::trace::#name(#(#args),*))
     }
 
@@ -62,7 +72,7 @@ impl<'a> Body<'a> {
                     Member::Named(name) => name.to_string(),
                     Member::Unnamed(index) => format!("field{}", index.index),
                 };
-                Ok(self.call(span, "get", &[quote!(&#x), quote!(#name)]))
+                Ok(self.call(span, "get", &[quote_spanned!(span=> &#x), quote!(#name)]))
             }
             Expr::Unary(x) => self.unary(x),
             Expr::Binary(x) => self.binary(x),
@@ -134,7 +144,8 @@ impl<'a> Body<'a> {
             );
         };
         let value = self.expr(value)?;
-        Ok(quote!({ #out #value }))
+        // A block without bindings is its value: the compiler then points at the value.
+        Ok(if out.is_empty() { value } else { quote!({ #out #value }) })
     }
 
     fn binding(&mut self, stmt: &Stmt) -> Result<TokenStream> {
@@ -166,7 +177,7 @@ impl<'a> Body<'a> {
         self.bound.insert(name.to_string());
         Ok(match ty {
             Some(ty) => {
-                let krate = self.krate;
+                let krate = self.krate_at(init.expr.span());
                 quote_spanned!(init.expr.span()=> let #name = #krate::trace::typed::<#ty, _>(#value);)
             }
             None => quote!(let #name = #value;),
@@ -175,8 +186,8 @@ impl<'a> Body<'a> {
 
     /// A literal; without a suffix it takes the type of what it is combined with.
     fn literal(&self, lit: &Lit, negative: bool) -> Result<TokenStream> {
-        let krate = self.krate;
         let span = lit.span();
+        let krate = self.krate_at(span);
         let sign = if negative { "-" } else { "" };
         let adaptive = |kind: &str, value: TokenStream| {
             let kind = syn::Ident::new(kind, span);
@@ -237,7 +248,7 @@ impl<'a> Body<'a> {
                 if upper && !self.bound.contains(&text) {
                     self.call(span, "constant", &[quote!(#name)])
                 } else {
-                    self.call(span, "get", &[quote!(&#name), quote!(#text)])
+                    self.call(span, "get", &[quote_spanned!(span=> &#name), quote!(#text)])
                 }
             }
             _ => self.call(span, "constant", &[quote!(#path)]),
@@ -284,17 +295,20 @@ impl<'a> Body<'a> {
             _ => return refuse(x.op.span(), "a mod assigns nothing: bind a new name with `let`"),
         };
         let (left, right) = (self.expr(&x.left)?, self.expr(&x.right)?);
-        Ok(self.call(x.span(), name, &[left, right]))
+        Ok(self.call(x.op.span(), name, &[left, right]))
     }
 
     fn if_else(&mut self, x: &syn::ExprIf) -> Result<TokenStream> {
         if let Expr::Let(cond) = &*x.cond {
             return self.expr(&Expr::Let(cond.clone()));
         }
+        let cond = self.expr(&x.cond)?;
+        if let [Stmt::Expr(Expr::Return(early), _)] = x.then_branch.stmts.as_slice() {
+            return self.expr(&Expr::Return(early.clone()));
+        }
         let Some((_, other)) = &x.else_branch else {
             return refuse(x.if_token.span, "an `if` in a mod is a value: add an `else`");
         };
-        let cond = self.expr(&x.cond)?;
         let then = self.block(&x.then_branch)?;
         let other = self.expr(other)?;
         Ok(self.call(x.span(), "select", &[cond, then, other]))
@@ -316,7 +330,7 @@ impl<'a> Body<'a> {
         let mut indices = Vec::new();
         for index in groups.iter().rev().flatten() {
             let value = self.expr(index)?;
-            let krate = self.krate;
+            let krate = self.krate_at(index.span());
             indices.push(quote_spanned!(index.span()=> #krate::trace::typed::<i32, _>(#value)));
         }
         Ok(self.call(e.span(), "index", &[base, quote!([#(#indices),*])]))
@@ -370,7 +384,7 @@ impl<'a> Body<'a> {
         callee: TokenStream,
         args: impl Iterator<Item = &'e Expr>,
     ) -> Result<TokenStream> {
-        let krate = self.krate;
+        let krate = self.krate_at(span);
         let mut passed = Vec::new();
         for arg in args {
             let value = self.expr(arg)?;
@@ -379,7 +393,9 @@ impl<'a> Body<'a> {
         Ok(quote_spanned! { span=> {
             #[allow(unused_imports)]
             use #krate::trace::{CallFunction as _, CallMaker as _};
-            (&&&#krate::trace::Call { of: &#callee, args: &(#(#passed,)*) }).value()
+            #krate::trace::called(
+                (&&&#krate::trace::Call { of: &#callee, args: &(#(#passed,)*) }).value()
+            )
         }})
     }
 

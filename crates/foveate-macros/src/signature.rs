@@ -71,15 +71,25 @@ fn assemble(
     extra: TokenStream,
     body: &Expr,
 ) -> Result<TokenStream, Error> {
-    let value = Body::new(krate).expr(body)?;
+    let mut translation = Body::new(krate);
+    let value = translation.expr(body)?;
     let bind = leaves.iter().map(|Leaf { name }| {
         quote! { #[allow(unused_variables)] let #name = #krate::expr::#name(); }
     });
     let finish = match kind {
-        Kind::Mask => quote_spanned!(body.span()=> mask),
-        Kind::Score => quote_spanned!(body.span()=> score),
+        Kind::Mask => "mask",
+        Kind::Score => "score",
     };
-    Ok(quote! {{ #(#bind)* #extra #krate::trace::#finish(#value) }})
+    let made = translation.call(result_span(body), finish, &[value]);
+    Ok(quote! {{ #(#bind)* #extra #made }})
+}
+
+/// Where the result of a body stands.
+fn result_span(body: &Expr) -> proc_macro2::Span {
+    match body {
+        Expr::Block(block) => block.block.stmts.last().map_or(body.span(), Spanned::span),
+        other => other.span(),
+    }
 }
 
 /// The attributes on functions.

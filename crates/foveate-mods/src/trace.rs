@@ -614,9 +614,9 @@ impl<Args, M: Mod<Args> + ?Sized> Mod<Args> for &M {
     }
 }
 
-/// A call in the making. `(&&&Call { .. }).value()` picks, in this order: a function or closure
-/// that takes the arguments, a function without parameters that makes a mod which takes them
-/// (what `#[mask_mod]` makes of a function without captures), a mod.
+/// A call in the making. `called((&&&Call { .. }).value())` picks, in this order: a function or
+/// closure that takes the arguments, a function without parameters that makes a mod which takes
+/// them (what `#[mask_mod]` makes of a function without captures), a mod.
 #[derive(Debug)]
 pub struct Call<'a, F, Args> {
     /// What is called.
@@ -625,12 +625,21 @@ pub struct Call<'a, F, Args> {
     pub args: &'a Args,
 }
 
+/// The value of a call that was made.
+#[derive(Debug)]
+pub struct Done<T>(T);
+
+/// A call that only a mod can answer. It is checked apart from the choice, so that what the
+/// compiler says is [`Mod`]'s message.
+#[derive(Debug)]
+pub struct Pending<'a, F, Args>(&'a F, Args);
+
 /// Calls of functions and closures.
 pub trait CallFunction {
     /// What the call gives.
     type Value;
     /// Calls it.
-    fn value(&self) -> Self::Value;
+    fn value(&self) -> Done<Self::Value>;
 }
 
 macro_rules! function_calls {
@@ -641,9 +650,9 @@ macro_rules! function_calls {
         {
             type Value = R;
             #[allow(non_snake_case)]
-            fn value(&self) -> R {
+            fn value(&self) -> Done<R> {
                 let ($($arg,)*) = self.args;
-                (self.of)($($arg.clone()),*)
+                Done((self.of)($($arg.clone()),*))
             }
         }
     )*};
@@ -666,7 +675,7 @@ pub trait CallMaker {
     /// What the call gives.
     type Value;
     /// Makes the mod and calls it.
-    fn value(&self) -> Self::Value;
+    fn value(&self) -> Done<Self::Value>;
 }
 
 impl<F, M, Args: Clone> CallMaker for &Call<'_, F, Args>
@@ -675,19 +684,43 @@ where
     M: Mod<Args>,
 {
     type Value = M::Value;
-    fn value(&self) -> M::Value {
-        (self.of)().apply(self.args.clone())
+    fn value(&self) -> Done<M::Value> {
+        Done((self.of)().apply(self.args.clone()))
     }
 }
 
-impl<F, Args: Clone> Call<'_, F, Args> {
-    /// The value of a mod.
-    pub fn value(&self) -> <F as Mod<Args>>::Value
-    where
-        F: Mod<Args>,
-    {
-        self.of.apply(self.args.clone())
+impl<'a, F, Args: Clone> Call<'a, F, Args> {
+    /// The call of a mod.
+    pub fn value(&self) -> Pending<'a, F, Args> {
+        Pending(self.of, self.args.clone())
     }
+}
+
+/// Calls on their way to a value.
+pub trait Called {
+    /// What the call gives.
+    type Value;
+    /// The value.
+    fn finish(self) -> Self::Value;
+}
+
+impl<T> Called for Done<T> {
+    type Value = T;
+    fn finish(self) -> T {
+        self.0
+    }
+}
+
+impl<F: Mod<Args>, Args> Called for Pending<'_, F, Args> {
+    type Value = F::Value;
+    fn finish(self) -> F::Value {
+        self.0.apply(self.1)
+    }
+}
+
+/// The value of a call.
+pub fn called<C: Called>(call: C) -> C::Value {
+    call.finish()
 }
 
 // ---------------------------------------------------------------------------------------------
