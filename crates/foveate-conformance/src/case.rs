@@ -194,7 +194,7 @@ impl Case {
             mask: mask.map_err(|e| fail(&e))?,
             score: score.map_err(|e| fail(&e))?,
             scale: self.scale,
-            dropout: self.dropout.map(|p| Dropout { p, seed: self.seed() }),
+            dropout: self.dropout.map(|p| Dropout::new(p, self.seed())),
         })
     }
 

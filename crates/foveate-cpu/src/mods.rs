@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use foveate_mods::vector::{Head, Kernel, Machine};
 use foveate_mods::{MaskMod, ModError, Node, ScoreMod};
+use foveate_problem::Spec;
 
 use crate::captures::Slot;
 
@@ -41,13 +42,14 @@ pub struct Mods {
 impl Mods {
     /// Compiles the programs. That a score has no derivative is reported by
     /// [`Self::differentiable`].
-    pub fn new(mask: Option<&MaskMod>, score: Option<&ScoreMod>, keep: Option<&MaskMod>) -> Self {
+    pub fn new(spec: &Spec) -> Self {
+        let Spec { mask, score, dropout, .. } = spec;
         let of_mask = |m: &MaskMod| Kernel::compile(m.program());
         Self {
-            mask: mask.map(of_mask),
-            score: score.map(|s| Kernel::compile(s.program())),
-            gradient: score.map(Gradient::new),
-            keep: keep.map(of_mask),
+            mask: mask.as_ref().map(of_mask),
+            score: score.as_ref().map(|s| Kernel::compile(s.program())),
+            gradient: score.as_ref().map(Gradient::new),
+            keep: dropout.as_ref().map(|d| of_mask(d.keep())),
         }
     }
 

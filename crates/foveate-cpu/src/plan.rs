@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use foveate_mods::{AnyBuffer, MaskMod, ModError, Program, ScalarValue};
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence, Spec, dropout_keep};
+use foveate_mods::{AnyBuffer, ModError, Program, ScalarValue};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence, Spec};
 use foveate_tensor::{DType, Varlen};
 
 use crate::call::{Call, head};
@@ -24,8 +24,6 @@ pub struct CpuPlan {
     dims: Dims,
     dtype: DType,
     options: CpuOptions,
-    /// The mask of kept entries, for dropout.
-    keep: Option<MaskMod>,
     mods: Arc<Mods>,
     masks: Arc<MaskCache>,
     pool: Arc<Pool>,
@@ -49,14 +47,12 @@ impl CpuPlan {
         }
         options.check()?;
         spec.check()?;
-        let keep = spec.dropout.as_ref().map(dropout_keep);
         Ok(Self {
-            mods: Arc::new(Mods::new(spec.mask.as_ref(), spec.score.as_ref(), keep.as_ref())),
+            mods: Arc::new(Mods::new(spec)),
             spec: spec.clone(),
             dims: *dims,
             dtype,
             options,
-            keep,
             masks: Arc::default(),
             pool: Arc::default(),
         })
@@ -94,16 +90,8 @@ impl CpuPlan {
     /// When no mod has a scalar of that name, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CpuError> {
         let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
-        let mut plan = self
-            .bound(holds, &|p| p.set_scalar(name, value))?
-            .ok_or_else(|| unknown("run-time scalar", name))?;
-        if let (Some(dropout), "dropout_p", ScalarValue::F32(p)) =
-            (&mut plan.spec.dropout, name, value)
-        {
-            dropout.p = p;
-            dropout.check()?;
-        }
-        Ok(plan)
+        let spec = self.bound(holds, &|p| p.set_scalar(name, value))?;
+        spec.ok_or_else(|| unknown("run-time scalar", name))
     }
 
     /// The plan with `f` applied to every program that `holds` what changes; `None` if none does.
@@ -127,14 +115,14 @@ impl CpuPlan {
             *score = score.map(f)?;
             any = true;
         }
-        if let Some(keep) = &mut plan.keep
-            && holds(keep.program())
+        if let Some(dropout) = &mut plan.spec.dropout
+            && holds(dropout.keep().program())
         {
-            *keep = keep.map(f)?;
+            *dropout = dropout.map(|keep| keep.map(f))?;
             any = true;
         }
-        let Spec { mask, score, .. } = &plan.spec;
-        plan.mods = Arc::new(Mods::new(mask.as_ref(), score.as_ref(), plan.keep.as_ref()));
+        plan.spec.check()?;
+        plan.mods = Arc::new(Mods::new(&plan.spec));
         Ok(any.then_some(plan))
     }
 
@@ -230,7 +218,7 @@ impl CpuPlan {
             live,
             scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             sink,
-            keep_factor: self.spec.dropout.map_or(1.0, |d| d.kept_scale()),
+            keep_factor: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             mods: &self.mods,
             pool: &self.pool,
             out_of_range: Mutex::new(None),

@@ -12,7 +12,7 @@ mod error;
 #[cfg(test)]
 mod tests;
 
-pub use dropout::{Dropout, dropout_keep};
+pub use dropout::Dropout;
 pub use error::ProblemError;
 
 use foveate_mods::{MaskMod, ScoreMod};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use foveate_mods::Program;
 use foveate_mods::ir::{Leaf, Node};
-use foveate_problem::{Dims, Operands, Sequence, Spec, dropout_keep};
+use foveate_problem::{Dims, Dropout, Operands, Sequence, Spec};
 use foveate_tensor::TensorRef;
 
 use crate::error::ReferenceError;
@@ -66,8 +66,8 @@ pub(crate) fn run<F: Real>(
     let c = F::of;
     let (zero, empty) = (c(0.0), c(f64::NEG_INFINITY));
     let scale = c(spec.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from));
-    let keep = spec.dropout.as_ref().map(dropout_keep);
-    let kept_scale = c(spec.dropout.map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p))));
+    let keep = spec.dropout.as_ref().map(Dropout::keep);
+    let kept_scale = c(spec.dropout.as_ref().map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p()))));
     let learned = spec.score.as_ref().map_or(Vec::new(), |s| learned_loads(s.program()));
 
     let (q, k, v) = (dense::<F>(&operands.q), dense::<F>(&operands.k), dense::<F>(&operands.v));
@@ -128,7 +128,7 @@ pub(crate) fn run<F: Real>(
                 {
                     continue;
                 }
-                if let Some(keep) = &keep
+                if let Some(keep) = keep
                     && !holds(keep)?
                 {
                     factor[kv] = zero;

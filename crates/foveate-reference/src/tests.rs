@@ -47,7 +47,7 @@ impl Case {
     fn spec(&self, bias: &[f32]) -> Spec {
         let bias = Buffer::learned("bias", &[3, 4], bias.to_vec()).expect("12 elements");
         let score = (self.score)(&bias);
-        Spec { mask: self.mask.clone(), score, scale: Some(0.75), dropout: self.dropout }
+        Spec { mask: self.mask.clone(), score, scale: Some(0.75), dropout: self.dropout.clone() }
     }
 
     fn operands<'a>(&'a self, inputs: &'a Inputs) -> Operands<'a> {
@@ -144,7 +144,7 @@ fn gradients_of_grouped_heads_with_two_dims_match_central_differences() {
 
 #[test]
 fn gradients_of_sinks_dropout_and_a_shared_key_match_central_differences() {
-    let dropout = Some(Dropout { p: 0.3, seed: 42 });
+    let dropout = Some(Dropout::new(0.3, 42));
     let case = Case { varlen: None, dropout, score: |_| None, mask: None };
     check(&case, &inputs(2, [3, 2, 3, 2], [1, 1, 5, 2], 4, true), 12);
 }
@@ -152,7 +152,7 @@ fn gradients_of_sinks_dropout_and_a_shared_key_match_central_differences() {
 #[test]
 fn gradients_of_packed_sequences_with_empty_ones_and_a_tail_match_central_differences() {
     let varlen = Some((vec![0, 3, 3, 5, 6], vec![1, 3, 6, 6, 8]));
-    let dropout = Some(Dropout { p: 0.25, seed: 7 });
+    let dropout = Some(Dropout::new(0.25, 7));
     let case = Case { varlen, dropout, score: |_| None, mask: Some(causal()) };
     check(&case, &inputs(3, [1, 2, 8, 3], [1, 2, 9, 3], 3, true), 13);
 }

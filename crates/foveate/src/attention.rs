@@ -58,7 +58,7 @@ impl Attention {
     /// Drops each probability with chance `p` after the softmax and scales the others by
     /// `1/(1 - p)`. What is dropped depends on (seed, b, h, q, kv) alone.
     pub fn dropout(mut self, p: f32, seed: u64) -> Self {
-        self.dropout = Some(Dropout { p, seed });
+        self.dropout = Some(Dropout::new(p, seed));
         self
     }
 
@@ -111,17 +111,11 @@ impl Attention {
             );
             return Err(Error::option("mask", reason));
         }
-        let moved = |p: &Positions| !matches!(p, Positions::Rows);
-        if self.dropout.is_some() && (moved(&self.q_positions) || moved(&self.kv_positions)) {
-            let reason = "it counts rows from 0 and cannot be combined with positions; drop out \
-                          where the whole problem is computed";
-            return Err(Error::option("dropout", reason));
-        }
         let spec = Spec {
             mask: self.mask.as_ref().map(|m| place.mask(m)).transpose()?,
             score: self.score.as_ref().map(|s| place.score(s)).transpose()?,
             scale: self.scale,
-            dropout: self.dropout,
+            dropout: self.dropout.as_ref().map(|d| d.map(|keep| place.mask(keep))).transpose()?,
         };
         spec.check()?;
         Ok(spec)

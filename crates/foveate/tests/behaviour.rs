@@ -34,13 +34,18 @@ fn assert_close(found: &[f64], expected: &[f64], within: f64) {
     }
 }
 
+/// Rows `rows` of a tensor's length axis.
+fn rows(t: &Tensor, rows: std::ops::Range<usize>) -> Tensor {
+    let [nb, nh, _, nd] = t.shape();
+    let view = t.view();
+    Tensor::from_fn(t.dtype(), [nb, nh, rows.len(), nd], |[b, h, s, d]| {
+        view.get_f64([b, h, s + rows.start, d])
+    })
+}
+
 /// Rows `from..` of a tensor's length axis.
 fn rows_from(t: &Tensor, from: usize) -> Tensor {
-    let [nb, nh, ns, nd] = t.shape();
-    let view = t.view();
-    Tensor::from_fn(t.dtype(), [nb, nh, ns - from, nd], |[b, h, s, d]| {
-        view.get_f64([b, h, s + from, d])
-    })
+    rows(t, from..t.shape()[2])
 }
 
 #[test]
@@ -176,14 +181,31 @@ fn a_rebound_buffer_and_a_set_scalar_change_what_the_plan_computes() {
 }
 
 #[test]
-fn dropout_with_positions_is_refused_rather_than_counted_from_zero() {
-    let problem = Problem::shaped(DType::F32, [1, 1, 4, 8], [1, 1, 4, 8], [1, 1, 4, 8]).unwrap();
-    let moved = Attention::new().dropout(0.1, 1).positions(Positions::offset(4), Positions::Rows);
-    assert_eq!(
-        moved.plan(&problem, &Device::cpu()).unwrap_err().to_string(),
-        "dropout: it counts rows from 0 and cannot be combined with positions; drop out where the \
-         whole problem is computed"
-    );
+fn a_shard_drops_out_what_the_whole_problem_drops_to_the_bit() {
+    println!("seeds 21, 22, 23, 24");
+    let [q_all, k, v, d_all] =
+        [21, 22, 23, 24].map(|seed| random(seed, DType::F32, [2, 2, 96, 16]));
+    let program = Attention::new().mask(masked(kv().le(q()))).dropout(0.3, 0xFEED_5EED_0042);
+    let run = |program: &Attention, q: &Tensor, d: &Tensor| {
+        let plan = plan(program, q, &k, &v);
+        let forward = plan.forward(q, &k, &v).unwrap();
+        let dq = plan.backward(q, &k, &v, &forward, d).unwrap().dq;
+        (forward.out, dq)
+    };
+    let whole = run(&program, &q_all, &d_all);
+    let undropped = run(&Attention::new().mask(masked(kv().le(q()))), &q_all, &d_all);
+    assert_ne!(whole.0, undropped.0);
+
+    let [q, d] = [&q_all, &d_all].map(|t| rows(t, 32..64));
+    let map = Positions::map(Buffer::vector("rows", (32..64).collect())).unwrap();
+    for positions in [Positions::offset(32), map] {
+        let shard = program.clone().positions(positions, Positions::Rows);
+        let found = run(&shard, &q, &d);
+        assert_eq!(found.0, rows(&whole.0, 32..64));
+        assert_eq!(found.1, rows(&whole.1, 32..64));
+    }
+    let local = run(&program, &q, &d);
+    assert_ne!(local.0, rows(&whole.0, 32..64), "without its offset it drops others");
 }
 
 #[test]

@@ -124,7 +124,7 @@ impl Case {
             mask: self.mask.clone(),
             score: self.score.clone(),
             scale: self.scale,
-            dropout: self.dropout,
+            dropout: self.dropout.clone(),
         }
     }
 

@@ -18,7 +18,7 @@ fn busy_case() -> Case {
         dims: [20, 9],
         mask: mask(causal()),
         score: score_mod(score() + bias.at([h(), (q() + kv()) % 5])),
-        dropout: Some(Dropout { p: 0.1, seed: 7 }),
+        dropout: Some(Dropout::new(0.1, 7)),
         sink: true,
         ..Case::default()
     }
