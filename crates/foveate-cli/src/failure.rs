@@ -131,6 +131,18 @@ impl From<foveate::Error> for Failure {
     }
 }
 
+impl From<foveate_train::TrainError> for Failure {
+    fn from(e: foveate_train::TrainError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl From<foveate_nn::NnError> for Failure {
+    fn from(e: foveate_nn::NnError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
 impl From<ModError> for Failure {
     fn from(e: ModError) -> Self {
         Self::of_text("the expression", &e)

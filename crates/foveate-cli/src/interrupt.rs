@@ -27,11 +27,16 @@ impl Interrupt {
         Ok(Self(pressed))
     }
 
+    /// True once the user wants to stop.
+    pub fn pressed(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
     /// Goes on, or stops when the user wants so.
     ///
     /// # Errors
     /// [`Failure::Interrupted`] after Ctrl-C.
     pub fn check(&self) -> Result<(), Failure> {
-        if self.0.load(Ordering::SeqCst) { Err(Failure::Interrupted) } else { Ok(()) }
+        if self.pressed() { Err(Failure::Interrupted) } else { Ok(()) }
     }
 }

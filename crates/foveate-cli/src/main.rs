@@ -7,11 +7,14 @@
 mod bench;
 mod captures;
 mod doctor;
+mod eval;
 mod explain;
 mod failure;
+mod generate;
 mod interrupt;
 mod mask;
 mod output;
+mod train;
 
 use std::process::ExitCode;
 
@@ -30,6 +33,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Train(train::Args),
+    Generate(generate::Args),
+    Eval(eval::Args),
     Mask(mask::Args),
     Explain(explain::Args),
     Doctor(doctor::Args),
@@ -39,6 +45,9 @@ enum Command {
 impl Command {
     fn run(&self, out: &mut Output) -> Result<(), Failure> {
         match self {
+            Command::Train(args) => train::run(args, out),
+            Command::Generate(args) => generate::run(args, out),
+            Command::Eval(args) => eval::run(args, out),
             Command::Mask(args) => mask::run(args, out),
             Command::Explain(args) => explain::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),

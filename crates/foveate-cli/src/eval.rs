@@ -1,0 +1,88 @@
+//! `foveate eval`: the loss of a checkpoint on files.
+
+use std::path::{Path, PathBuf};
+
+use foveate_nn::Model;
+use foveate_train::chat::{ChatTemplate, DEFAULT_TEMPLATE};
+use foveate_train::checkpoint;
+use foveate_train::corpus::{BadDocument, Corpus, Format, Sources};
+use foveate_train::pack::PackOptions;
+use foveate_train::trainer::held_out_loss;
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::output::Output;
+
+/// Measure the loss of a checkpoint on files
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Folder of the checkpoint
+    checkpoint: PathBuf,
+    /// Files or globs; .jsonl files are one document a line
+    #[arg(required = true)]
+    files: Vec<String>,
+    /// Tokens of a packed row (the model's longest sequence when left out)
+    #[arg(long, value_name = "N")]
+    len: Option<usize>,
+    /// Packed rows computed at once
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    batch_rows: usize,
+    /// Leave out documents that are empty or not UTF-8 instead of stopping
+    #[arg(long)]
+    skip_bad: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reads every document once and prints loss and perplexity.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let config = checkpoint::read_config(&args.checkpoint)?;
+    let limit = config.model.max_position_embeddings;
+    let len = args.len.unwrap_or(limit);
+    if len == 0 || len > limit || args.batch_rows == 0 {
+        let message = format!("--len is {len} and --batch-rows {}", args.batch_rows);
+        let help = format!(
+            "--len takes 1 to {limit}, the model's longest sequence; --batch-rows 1 or more"
+        );
+        return Err(Failure::usage(message).help(help));
+    }
+    let mut model = Model::new(config.model, &config.attention, 0)?;
+    checkpoint::load_weights(&args.checkpoint, &mut model)?;
+    let template = config.chat_template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
+    let template = ChatTemplate::new(template, Path::new("chat template"), "", "")?;
+    let sources = Sources {
+        root: PathBuf::new(),
+        files: args.files.clone(),
+        exclude: Vec::new(),
+        format: Format::Auto,
+        on_bad_document: if args.skip_bad { BadDocument::Skip } else { BadDocument::Error },
+    };
+    let corpus = Corpus::scan(&sources, config.tokenizer, Some(template))?;
+    let all: Vec<usize> = (0..corpus.len()).collect();
+    let bytes: usize = all.iter().map(|&i| corpus.bytes(i)).sum();
+    let options = PackOptions { len, split: true, shuffle: None };
+    let total = held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX)?;
+    let bits_per_byte = total.nats / bytes.max(1) as f64 / std::f64::consts::LN_2;
+    if args.json {
+        out.json(&json!({
+            "loss": total.mean(),
+            "perplexity": total.mean().exp(),
+            "bits_per_byte": bits_per_byte,
+            "tokens": total.tokens,
+            "documents": corpus.len(),
+            "skipped": corpus.skipped().len(),
+        }))?;
+        return Ok(());
+    }
+    out.line(format!("loss           {:.4} nats a token", total.mean()))?;
+    out.line(format!("perplexity     {:.3}", total.mean().exp()))?;
+    out.line(format!("bits per byte  {bits_per_byte:.4}"))?;
+    out.line(format!(
+        "over           {} tokens of {} documents ({} skipped)",
+        total.tokens,
+        corpus.len(),
+        corpus.skipped().len()
+    ))?;
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! `foveate generate`: text from a checkpoint.
+
+use std::path::PathBuf;
+
+use foveate_nn::{Model, Sampling};
+use foveate_train::checkpoint;
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::output::Output;
+
+/// Write text with a trained model
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Folder of the checkpoint
+    checkpoint: PathBuf,
+    /// What the text starts with
+    #[arg(long, default_value = "")]
+    prompt: String,
+    /// Tokens to write at most
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    temperature: f32,
+    /// Draw from this many of the likeliest tokens only; 0 draws from all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Draw from the likeliest tokens only whose probabilities reach this sum
+    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    top_p: f32,
+    /// Fixes the draws
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Writes the text as it comes.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let config = checkpoint::read_config(&args.checkpoint)?;
+    let mut model = Model::new(config.model, &config.attention, 0)?;
+    checkpoint::load_weights(&args.checkpoint, &mut model)?;
+    let tokenizer = config.tokenizer;
+    let mut prompt: Vec<u32> = tokenizer.bos().into_iter().collect();
+    prompt.extend(tokenizer.encode(&args.prompt)?.ids);
+    if prompt.is_empty() {
+        return Err(Failure::usage("there is nothing to start from").help("give --prompt"));
+    }
+    let limit = model.config().max_position_embeddings;
+    if prompt.len() >= limit {
+        let message =
+            format!("the prompt has {} tokens; the model takes {limit} in all", prompt.len());
+        return Err(Failure::usage(message).help("shorten --prompt"));
+    }
+    let capacity = limit.min(prompt.len() + args.max_tokens);
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        seed: args.seed,
+    };
+    let mut generator = model.generator(capacity.max(1), sampling)?;
+    let interrupt = Interrupt::watch()?;
+    generator.prompt(&prompt)?;
+    let mut written = Vec::new();
+    let mut shown = 0;
+    if !args.json {
+        out.text(&args.prompt)?;
+        out.flush()?;
+    }
+    for _ in prompt.len()..capacity {
+        interrupt.check()?;
+        let token = generator.next_token()?;
+        if Some(token) == tokenizer.eos() {
+            break;
+        }
+        written.push(token);
+        let text = tokenizer.decode(&written)?;
+        // A character may need more tokens: its replacement mark is held back.
+        let whole = text.trim_end_matches('\u{FFFD}').len();
+        if !args.json && whole > shown {
+            out.text(&text[shown..whole])?;
+            out.flush()?;
+            shown = whole;
+        }
+    }
+    let text = tokenizer.decode(&written)?;
+    if args.json {
+        let tokens = written.len();
+        out.json(&json!({ "prompt": args.prompt, "text": text, "tokens": tokens }))?;
+    } else {
+        out.line(&text[shown..])?;
+    }
+    Ok(())
+}

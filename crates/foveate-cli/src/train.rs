@@ -1,0 +1,159 @@
+//! `foveate train`: a recipe, run.
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use foveate_train::metrics::{EvalMetrics, StepMetrics};
+use foveate_train::recipe::Recipe;
+use foveate_train::trainer::{Observer, Started, Summary, train};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::output::{Output, count};
+
+/// Train a model by a recipe
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The recipe, a TOML file (docs/recipes.md lists every field)
+    recipe: PathBuf,
+    /// Override a field, such as train.steps=100; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Continue from the newest checkpoint of the run's folder
+    #[arg(long)]
+    resume: bool,
+    /// Print one JSON object a line: steps and evaluations, at the end a summary
+    #[arg(long)]
+    json: bool,
+}
+
+/// Trains and says what came of it.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let recipe = Recipe::load(&args.recipe, &args.set)?;
+    let place = args.recipe.parent().unwrap_or(Path::new(""));
+    let mut view = View::new(Interrupt::watch()?);
+    let result = train(&recipe, place, args.resume, &mut view);
+    view.bar.finish_and_clear();
+    let summary = result?;
+    if summary.interrupted {
+        eprintln!(
+            "interrupted after step {}; continue with: foveate train {} --resume{}",
+            summary.steps,
+            args.recipe.display(),
+            args.set.iter().map(|s| format!(" --set '{s}'")).collect::<String>(),
+        );
+        return Err(Failure::Interrupted);
+    }
+    if args.json {
+        for line in std::mem::take(&mut view.lines) {
+            out.json(&line)?;
+        }
+        out.json(&json!({
+            "held_out_loss": summary.held_out_loss,
+            "tokens_per_s": summary.tokens_per_s,
+            "steps": summary.steps,
+            "checkpoint": summary.checkpoint,
+            "train_loss": summary.train_loss,
+            "seconds": summary.seconds,
+        }))?;
+        return Ok(());
+    }
+    report(&recipe, &summary, out)
+}
+
+fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Failure> {
+    match summary.held_out_loss {
+        Some(loss) => out.line(format!(
+            "held-out loss {loss:.4} nats a token (perplexity {:.2}) after {} steps",
+            loss.exp(),
+            summary.steps
+        ))?,
+        None => out.line(format!("{} steps done; no document is held out", summary.steps))?,
+    }
+    out.line(format!(
+        "{} tokens/s, {:.0} s of training",
+        count(summary.tokens_per_s.round()),
+        summary.seconds
+    ))?;
+    let dir = recipe.run.dir.display();
+    out.line(format!("checkpoint  {}", summary.checkpoint.display()))?;
+    out.line(format!("metrics     {dir}/metrics.jsonl, TensorBoard files in {dir}"))?;
+    out.line(format!("curve       {dir}/loss.svg"))?;
+    out.line(format!(
+        "try it      foveate generate {} --prompt \"fn main() {{\"",
+        summary.checkpoint.display()
+    ))?;
+    Ok(())
+}
+
+/// A progress bar on stderr; plain lines now and then where stderr is no terminal.
+struct View {
+    bar: ProgressBar,
+    interrupt: Interrupt,
+    lines: Vec<serde_json::Value>,
+    plain: bool,
+    held_out: Option<f64>,
+    steps: u64,
+}
+
+impl View {
+    fn new(interrupt: Interrupt) -> Self {
+        let plain = !std::io::stderr().is_terminal();
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        Self { bar, interrupt, lines: Vec::new(), plain, held_out: None, steps: 0 }
+    }
+}
+
+impl Observer for View {
+    fn started(&mut self, run: &Started) {
+        eprintln!(
+            "{} parameters; {} documents to train on, {} held out; run folder {}",
+            count(run.parameters as f64),
+            run.train_documents,
+            run.held_out_documents,
+            run.dir.display()
+        );
+        if run.skipped_documents > 0 {
+            eprintln!("{} documents skipped: empty, not UTF-8 or not JSON", run.skipped_documents);
+        }
+        for name in &run.fresh_buffers {
+            eprintln!("{name} is not in the checkpoint and starts from its first values");
+        }
+        if run.step > 0 {
+            eprintln!("resumed after step {}", run.step);
+        }
+        self.steps = run.steps;
+        self.bar.set_length(run.steps);
+        self.bar.set_position(run.step);
+        self.bar.reset_eta();
+        let style = ProgressStyle::with_template(
+            "{bar:30} {pos}/{len} steps  {msg}  {elapsed} elapsed, {eta} left",
+        );
+        self.bar.set_style(style.expect("the template is valid"));
+        self.bar.enable_steady_tick(Duration::from_millis(500));
+    }
+
+    fn step(&mut self, m: &StepMetrics) {
+        let held_out = self.held_out.map_or(String::new(), |l| format!("  held out {l:.3}"));
+        let message =
+            format!("loss {:.3}{held_out}  {} tokens/s", m.loss, count(m.tokens_per_s.round()));
+        if self.plain && (m.step % 50 == 0 || m.step == 1) {
+            eprintln!("step {}/{}  {message}", m.step, self.steps);
+        }
+        self.bar.set_message(message);
+        self.bar.set_position(m.step);
+        self.lines.push(json!({ "kind": "step", "metrics": m }));
+    }
+
+    fn evaluated(&mut self, m: &EvalMetrics) {
+        self.held_out = Some(m.held_out_loss);
+        self.lines.push(json!({ "kind": "eval", "metrics": m }));
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.interrupt.pressed()
+    }
+}

@@ -1,0 +1,182 @@
+//! Conversations to text by the model's own chat template, with the assistant's turns marked.
+//!
+//! A template says nothing about who speaks where in its output, so the spans are found by rendering prefixes:
+//! the conversation up to an assistant's turn, ending with the generation prompt, must be a prefix of the same
+//! conversation with that turn, and what follows is the turn. A template that rewrites earlier turns (some drop
+//! old reasoning) breaks that, which is an error rather than a wrong label.
+
+use std::ops::Range;
+use std::path::Path;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind, Value, context};
+use serde::{Deserialize, Serialize};
+
+use crate::error::TrainError;
+
+/// A plain template, used where neither the recipe nor the checkpoint gives one.
+pub const DEFAULT_TEMPLATE: &str = "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n\
+    {% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user`, `assistant` or whatever else the template knows.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+/// A conversation as text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rendered {
+    /// The whole conversation.
+    pub text: String,
+    /// The byte ranges that an assistant wrote, in order: the ones to learn from.
+    pub learned: Vec<Range<usize>>,
+}
+
+/// A compiled chat template.
+#[derive(Clone, Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`; `bos` and `eos` are the texts of the tokens a template may print itself.
+    ///
+    /// # Errors
+    /// If the template is not valid Jinja, naming `place` and the line.
+    pub fn new(source: &str, place: &Path, bos: &str, eos: &str) -> Result<Self, TrainError> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.expect("the standard delimiters are consistent"));
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> Result<Value, minijinja::Error> {
+                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+            },
+        );
+        environment.add_template_owned("chat", source.to_owned()).map_err(|e| {
+            TrainError::data(place, e.line(), format!("the chat template is not valid: {e}"))
+        })?;
+        Ok(Self { environment, bos: bos.to_owned(), eos: eos.to_owned() })
+    }
+
+    /// The conversation with the spans to learn from.
+    ///
+    /// # Errors
+    /// A one-line reason: the template refused the conversation, nobody speaks as `assistant`, or an earlier turn
+    /// changes when a later one is added.
+    pub fn render(&self, messages: &[Message]) -> Result<Rendered, String> {
+        let text = self.text(messages, false)?;
+        let mut learned = Vec::new();
+        for (turn, _) in
+            messages.iter().enumerate().filter(|(_, message)| message.role == "assistant")
+        {
+            let start = self.text(&messages[..turn], true)?;
+            let end = self.text(&messages[..=turn], false)?;
+            if !end.starts_with(&start) || !text.starts_with(&end) {
+                return Err(format!(
+                    "the chat template rewrites earlier turns, so turn {} cannot be labelled; \
+                     split the conversation or use a template that only appends",
+                    turn + 1
+                ));
+            }
+            learned.push(start.len()..end.len());
+        }
+        if learned.is_empty() {
+            return Err(
+                "no message has the role `assistant`, so there is nothing to learn".to_owned()
+            );
+        }
+        Ok(Rendered { text, learned })
+    }
+
+    /// The conversation as a prompt that the model is to continue.
+    ///
+    /// # Errors
+    /// A one-line reason if the template refuses the conversation.
+    pub fn text(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<String, String> {
+        let messages: Vec<Value> = messages
+            .iter()
+            .map(|m| context! { role => m.role.as_str(), content => m.content.as_str() })
+            .collect();
+        let template = self.environment.get_template("chat").map_err(|e| e.to_string())?;
+        template
+            .render(context! { messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str() })
+            .map_err(|e| format!("the chat template failed: {e}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn says(role: &str, content: &str) -> Message {
+        Message { role: role.to_owned(), content: content.to_owned() }
+    }
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source, Path::new("template"), "<s>", "</s>").unwrap()
+    }
+
+    #[test]
+    fn only_the_assistants_words_are_learned() {
+        let messages = [
+            says("system", "Be brief."),
+            says("user", "Hi"),
+            says("assistant", "Hé"),
+            says("user", "2+2?"),
+            says("assistant", "4"),
+        ];
+        let rendered = template(DEFAULT_TEMPLATE).render(&messages).unwrap();
+        let spans: Vec<&str> =
+            rendered.learned.iter().map(|span| &rendered.text[span.clone()]).collect();
+        assert_eq!(spans, ["Hé\n", "4\n"]);
+    }
+
+    #[test]
+    fn python_methods_of_published_templates_work() {
+        let source = "{{ bos_token }}{% for m in messages %}[{{ m['role'].upper() }}]{{ m['content'].strip() }}{{ eos_token }}\
+                      {% endfor %}{% if add_generation_prompt %}[ASSISTANT]{% endif %}";
+        let rendered =
+            template(source).render(&[says("user", " a "), says("assistant", " b ")]).unwrap();
+        assert_eq!(rendered.text, "<s>[USER]a</s>[ASSISTANT]b</s>");
+        assert_eq!(&rendered.text[rendered.learned[0].clone()], "b</s>");
+    }
+
+    #[test]
+    fn a_template_that_rewrites_turns_is_refused() {
+        let source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
+        let error =
+            template(source).render(&[says("user", "a"), says("assistant", "b")]).unwrap_err();
+        assert!(error.contains("rewrites earlier turns"), "{error}");
+    }
+
+    #[test]
+    fn a_broken_template_names_its_line() {
+        let error = ChatTemplate::new("a\n{% for %}", Path::new("chat.jinja"), "", "")
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("chat.jinja:2: the chat template is not valid"), "{error}");
+    }
+
+    #[test]
+    fn a_conversation_without_an_assistant_is_refused() {
+        assert!(
+            template(DEFAULT_TEMPLATE)
+                .render(&[says("user", "a")])
+                .unwrap_err()
+                .contains("assistant")
+        );
+    }
+}

@@ -1,0 +1,522 @@
+//! Checkpoints in the layout of Hugging Face, plus what an exact resume needs.
+//!
+//! ```text
+//! runs/x/checkpoints/step-000200/
+//!   config.json                    sizes, and under `foveate` the attention program
+//!   model.safetensors              weights in the saved dtype (or shards and an index)
+//!   tokenizer.json                 where the tokenizer is a file
+//!   masters.safetensors            f32 weights and AdamW's moments
+//!   state.json                     step, data cursor, fingerprint of the data
+//! ```
+//!
+//! A checkpoint is written into a folder beside its place, every file is flushed to the disk,
+//! and the folder is renamed: whoever looks finds a whole checkpoint or none, whenever the
+//! process dies. Only then are older ones removed.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use foveate_nn::{AttentionConfig, Model, ModelConfig, Parameter};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::error::TrainError;
+use crate::optimizer::Moments;
+use crate::pack::Cursor;
+use crate::recipe::SaveDtype;
+use crate::tokens::Tokenizer;
+
+/// Bytes of weights in one file before they are divided into shards.
+const SHARD_BYTES: usize = 2 << 30;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const MASTERS: &str = "masters.safetensors";
+const STATE: &str = "state.json";
+
+/// What a run has reached, besides its weights.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Optimiser steps done.
+    pub step: u64,
+    /// Labelled tokens seen.
+    pub tokens: u64,
+    /// Where the data stream stands.
+    pub cursor: Cursor,
+    /// Fingerprint of the documents.
+    pub fingerprint: u64,
+}
+
+/// How files are written; tests put a full disk in its place.
+pub(crate) type WriteFile<'a> = &'a dyn Fn(&Path, &[u8]) -> io::Result<()>;
+
+/// Writes a file and waits until it is on the disk.
+pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Writes a file beside its place, then renames it: readers see the old or the new one.
+pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    let temporary = path.with_extension("tmp");
+    write_file(&temporary, bytes)
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| TrainError::write(path, e))
+}
+
+/// What a checkpoint is made of.
+pub struct Snapshot<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// Its attention program.
+    pub attention: &'a AttentionConfig,
+    /// AdamW's moments, one for each parameter.
+    pub moments: &'a [Moments],
+    /// What the run has reached.
+    pub state: &'a State,
+    /// Dtype of the weights.
+    pub dtype: SaveDtype,
+    /// The tokenizer.
+    pub tokenizer: &'a Tokenizer,
+}
+
+/// Saves a checkpoint under `folder` and removes all but the newest `keep`.
+///
+/// # Errors
+/// When something cannot be written; earlier checkpoints are untouched then.
+pub fn save(folder: &Path, snapshot: &Snapshot<'_>, keep: usize) -> Result<PathBuf, TrainError> {
+    save_with(folder, snapshot, keep, &write_file, SHARD_BYTES)
+}
+
+fn save_with(
+    folder: &Path,
+    snapshot: &Snapshot<'_>,
+    keep: usize,
+    write: WriteFile<'_>,
+    shard_bytes: usize,
+) -> Result<PathBuf, TrainError> {
+    let place = folder.join(format!("step-{:06}", snapshot.state.step));
+    let temporary = folder.join(format!(".writing-{:06}", snapshot.state.step));
+    let failed = |e: io::Error| TrainError::write(&place, e);
+    fs::create_dir_all(folder).map_err(failed)?;
+    remove_leftovers(folder).map_err(failed)?;
+    fs::create_dir(&temporary).map_err(failed)?;
+    let written = write_all(&temporary, snapshot, write, shard_bytes).and_then(|()| {
+        let synced = File::open(&temporary).and_then(|dir| dir.sync_all());
+        synced.map_err(|e| TrainError::write(&temporary, e))
+    });
+    if let Err(e) = written {
+        // The disk may be full: give back what was taken, then tell of the first failure.
+        let _ = fs::remove_dir_all(&temporary);
+        return Err(e);
+    }
+    if place.exists() {
+        fs::remove_dir_all(&place).map_err(failed)?;
+    }
+    fs::rename(&temporary, &place).map_err(failed)?;
+    File::open(folder).and_then(|dir| dir.sync_all()).map_err(failed)?;
+    let mut all = list(folder);
+    while all.len() > keep.max(1) {
+        let (_, oldest) = all.remove(0);
+        fs::remove_dir_all(&oldest).map_err(|e| TrainError::write(&oldest, e))?;
+    }
+    Ok(place)
+}
+
+fn remove_leftovers(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(".writing-") {
+            fs::remove_dir_all(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Whole checkpoints under `folder`, oldest first.
+fn list(folder: &Path) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut found: Vec<(u64, PathBuf)> = entries
+        .filter_map(|e| {
+            let step = e.file_name().to_string_lossy().strip_prefix("step-")?.parse().ok()?;
+            Some((step, e.path()))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// The newest checkpoint under `folder`.
+pub fn latest(folder: &Path) -> Option<PathBuf> {
+    list(folder).pop().map(|(_, path)| path)
+}
+
+fn write_all(
+    to: &Path,
+    snapshot: &Snapshot<'_>,
+    write: WriteFile<'_>,
+    shard_bytes: usize,
+) -> Result<(), TrainError> {
+    let put = |name: &str, bytes: &[u8]| {
+        let path = to.join(name);
+        write(&path, bytes).map_err(|e| TrainError::write(&path, e))
+    };
+    let config = config_json(snapshot).to_string_pretty();
+    put("config.json", config.as_bytes())?;
+    if let Some(path) = snapshot.tokenizer.path() {
+        let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
+        put("tokenizer.json", &bytes)?;
+    }
+    let parameters = snapshot.model.parameters();
+    let size = |p: &Parameter| p.data.len() * dtype_bytes(snapshot.dtype);
+    let mut shards: Vec<Vec<&Parameter>> = vec![Vec::new()];
+    let mut used = 0;
+    for p in parameters {
+        if used > 0 && used + size(p) > shard_bytes {
+            shards.push(Vec::new());
+            used = 0;
+        }
+        used += size(p);
+        shards.last_mut().expect("there is a shard").push(p);
+    }
+    let mut weight_map = BTreeMap::new();
+    let count = shards.len();
+    for (i, shard) in shards.iter().enumerate() {
+        let name = match count {
+            1 => SINGLE.to_owned(),
+            n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
+        };
+        let tensors: Vec<_> = shard
+            .iter()
+            .map(|p| (p.name.clone(), p.shape.clone(), encode(&p.data, snapshot.dtype)))
+            .collect();
+        put(&name, &serialised(&tensors, dtype_of(snapshot.dtype), to)?)?;
+        weight_map.extend(shard.iter().map(|p| (p.name.clone(), name.clone())));
+    }
+    if count > 1 {
+        let total: usize = parameters.iter().map(size).sum();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+        put(INDEX, index.to_string_pretty().as_bytes())?;
+    }
+    let mut masters = Vec::with_capacity(3 * parameters.len());
+    for (p, m) in parameters.iter().zip(snapshot.moments) {
+        for (kind, data) in [("weight", &p.data), ("mean", &m.mean), ("square", &m.square)] {
+            let name = format!("{kind}:{}", p.name);
+            masters.push((name, p.shape.clone(), encode(data, SaveDtype::F32)));
+        }
+    }
+    put(MASTERS, &serialised(&masters, Dtype::F32, to)?)?;
+    let state = serde_json::to_value(snapshot.state).expect("plain numbers");
+    put(STATE, state.to_string_pretty().as_bytes())
+}
+
+trait Pretty {
+    fn to_string_pretty(&self) -> String;
+}
+
+impl Pretty for Value {
+    fn to_string_pretty(&self) -> String {
+        format!("{self:#}\n")
+    }
+}
+
+fn dtype_of(dtype: SaveDtype) -> Dtype {
+    match dtype {
+        SaveDtype::F32 => Dtype::F32,
+        SaveDtype::Bf16 => Dtype::BF16,
+        SaveDtype::F16 => Dtype::F16,
+    }
+}
+
+fn dtype_bytes(dtype: SaveDtype) -> usize {
+    if dtype == SaveDtype::F32 { 4 } else { 2 }
+}
+
+fn encode(data: &[f32], dtype: SaveDtype) -> Vec<u8> {
+    match dtype {
+        SaveDtype::F32 => data.par_iter().flat_map_iter(|x| x.to_le_bytes()).collect(),
+        SaveDtype::Bf16 => {
+            data.par_iter().flat_map_iter(|x| bf16::from_f32(*x).to_le_bytes()).collect()
+        }
+        SaveDtype::F16 => {
+            data.par_iter().flat_map_iter(|x| f16::from_f32(*x).to_le_bytes()).collect()
+        }
+    }
+}
+
+fn serialised(
+    tensors: &[(String, Vec<usize>, Vec<u8>)],
+    dtype: Dtype,
+    place: &Path,
+) -> Result<Vec<u8>, TrainError> {
+    let failed = |e: safetensors::SafeTensorError| TrainError::checkpoint(place, e.to_string());
+    let mut views = Vec::with_capacity(tensors.len());
+    for (name, shape, bytes) in tensors {
+        views.push((name, TensorView::new(dtype, shape.clone(), bytes).map_err(failed)?));
+    }
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize(views, Some(metadata)).map_err(failed)
+}
+
+/// What `config.json` says about Foveate's own things.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Extra {
+    attention: AttentionConfig,
+    /// `bytes`, or `file` for the `tokenizer.json` beside it.
+    tokenizer: String,
+}
+
+fn config_json(snapshot: &Snapshot<'_>) -> Value {
+    let tokenizer = snapshot.tokenizer;
+    let mut config = json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": false,
+        "mlp_bias": false,
+        "torch_dtype": match snapshot.dtype {
+            SaveDtype::F32 => "float32",
+            SaveDtype::Bf16 => "bfloat16",
+            SaveDtype::F16 => "float16",
+        },
+        "bos_token_id": tokenizer.bos(),
+        "eos_token_id": tokenizer.eos(),
+    });
+    let sizes = serde_json::to_value(snapshot.model.config()).expect("plain numbers");
+    let extra = Extra {
+        attention: snapshot.attention.clone(),
+        tokenizer: if tokenizer.is_bytes() { "bytes" } else { "file" }.to_owned(),
+    };
+    let map = config.as_object_mut().expect("an object");
+    map.extend(sizes.as_object().expect("a struct").clone());
+    map.insert("foveate".to_owned(), serde_json::to_value(extra).expect("plain data"));
+    config
+}
+
+/// A checkpoint's `config.json`.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Sizes.
+    pub model: ModelConfig,
+    /// The attention program; causal where the checkpoint is not one of ours.
+    pub attention: AttentionConfig,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The chat template, where the checkpoint brings one.
+    pub chat_template: Option<String>,
+}
+
+fn read_json(path: &Path) -> Result<Value, TrainError> {
+    let text = fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
+    serde_json::from_str(&text)
+        .map_err(|e| TrainError::checkpoint(path, format!("is not the JSON it should be: {e}")))
+}
+
+fn unreadable(path: &Path, e: &io::Error) -> TrainError {
+    let remedy = match e.kind() {
+        io::ErrorKind::NotFound => "; give the folder of a checkpoint that holds it",
+        _ => "",
+    };
+    TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
+}
+
+/// Reads `config.json` and the tokenizer of a Hugging Face Llama checkpoint, ours included.
+///
+/// # Errors
+/// When a file is missing or damaged, or the model is not of the Llama family.
+pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
+    let path = folder.join("config.json");
+    let json = read_json(&path)?;
+    let fail = |message: String| Err(TrainError::checkpoint(&path, message));
+    let kind = json.get("model_type").and_then(Value::as_str).unwrap_or("llama");
+    if kind != "llama" {
+        return fail(format!("model_type is `{kind}`; Llama-family checkpoints have `llama`"));
+    }
+    for (key, plain) in [
+        ("hidden_act", json!("silu")),
+        ("attention_bias", json!(false)),
+        ("mlp_bias", json!(false)),
+    ] {
+        if let Some(value) = json.get(key).filter(|v| !v.is_null() && **v != plain) {
+            return fail(format!("{key} is {value}, which is not supported; it must be {plain}"));
+        }
+    }
+    let model: ModelConfig = match serde_json::from_value(json.clone()) {
+        Ok(model) => model,
+        Err(e) => return fail(format!("does not describe a Llama model: {e}")),
+    };
+    model.validate().map_err(|e| TrainError::checkpoint(&path, e.to_string()))?;
+    let extra: Option<Extra> = match json.get("foveate").cloned().map(serde_json::from_value) {
+        None => None,
+        Some(Ok(extra)) => Some(extra),
+        Some(Err(e)) => return fail(format!("foveate: {e}")),
+    };
+    let id = |key: &str| {
+        let value = json.get(key)?;
+        let first = value.as_array().and_then(|a| a.first()).unwrap_or(value);
+        first.as_u64().and_then(|v| u32::try_from(v).ok())
+    };
+    let file = folder.join("tokenizer.json");
+    let bytes = extra.as_ref().is_some_and(|e| e.tokenizer == "bytes");
+    let tokenizer = if bytes {
+        Tokenizer::bytes()
+    } else {
+        Tokenizer::from_file(&file, id("bos_token_id"), id("eos_token_id"))?
+    };
+    let attention = extra.map_or_else(
+        || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
+        |e| e.attention,
+    );
+    Ok(Config { model, attention, tokenizer, chat_template: chat_template(folder)? })
+}
+
+fn chat_template(folder: &Path) -> Result<Option<String>, TrainError> {
+    let alone = folder.join("chat_template.jinja");
+    if alone.exists() {
+        return fs::read_to_string(&alone).map(Some).map_err(|e| unreadable(&alone, &e));
+    }
+    let config = folder.join("tokenizer_config.json");
+    if !config.exists() {
+        return Ok(None);
+    }
+    Ok(read_json(&config)?.get("chat_template").and_then(Value::as_str).map(str::to_owned))
+}
+
+/// Reads weights into `model`. Learned attention buffers that the files do not have keep their
+/// first values; their names are returned.
+///
+/// # Errors
+/// Names the file, and the tensor, that is missing, damaged, of another shape or not known.
+pub fn load_weights(folder: &Path, model: &mut Model) -> Result<Vec<String>, TrainError> {
+    let index = folder.join(INDEX);
+    let files: Vec<PathBuf> = if index.exists() {
+        let json = read_json(&index)?;
+        let Some(map) = json.get("weight_map").and_then(Value::as_object) else {
+            return Err(TrainError::checkpoint(&index, "has no `weight_map`"));
+        };
+        let mut names: Vec<&str> = map.values().filter_map(Value::as_str).collect();
+        names.sort_unstable();
+        names.dedup();
+        names.into_iter().map(|n| folder.join(n)).collect()
+    } else {
+        vec![folder.join(SINGLE)]
+    };
+    let tied = model.config().tie_word_embeddings;
+    let mut missing: BTreeMap<String, usize> =
+        model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
+    for file in &files {
+        read_tensors(file, |name, shape, data| {
+            let derived =
+                name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
+            if derived {
+                return Ok(());
+            }
+            let Some(i) = missing.remove(name) else {
+                let message =
+                    format!("tensor `{name}` is not one of this model's, or stands twice");
+                return Err(TrainError::checkpoint(file, message));
+            };
+            let parameter = &mut model.parameters_mut()[i];
+            if parameter.shape != shape {
+                let message = format!(
+                    "tensor `{name}` has shape {shape:?}, but config.json makes it {:?}",
+                    parameter.shape
+                );
+                return Err(TrainError::checkpoint(file, message));
+            }
+            parameter.data = data;
+            Ok(())
+        })?;
+    }
+    let standard = |name: &str| name.ends_with(".weight");
+    if let Some(name) = missing.keys().find(|n| standard(n)) {
+        let file = files.last().expect("there is a file");
+        return Err(TrainError::checkpoint(file, format!("tensor `{name}` is missing")));
+    }
+    Ok(missing.into_keys().collect())
+}
+
+/// Reads f32 masters, moments and state of one of our own checkpoints.
+///
+/// # Errors
+/// Names the file and the tensor that is missing or damaged.
+pub fn load_state(folder: &Path, model: &mut Model) -> Result<(Vec<Moments>, State), TrainError> {
+    let path = folder.join(STATE);
+    let state: State = serde_json::from_value(read_json(&path)?)
+        .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
+    let path = folder.join(MASTERS);
+    let mut moments: Vec<Moments> = vec![Moments::default(); model.parameters().len()];
+    let places: HashMap<String, usize> =
+        model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
+    let mut found = 0;
+    read_tensors(&path, |name, shape, data| {
+        let unknown = || {
+            let message = format!("tensor `{name}` is not one of this model's in shape {shape:?}");
+            TrainError::checkpoint(&path, message)
+        };
+        let (kind, parameter) = name.split_once(':').ok_or_else(unknown)?;
+        let &i = places.get(parameter).ok_or_else(unknown)?;
+        if model.parameters()[i].shape != shape {
+            return Err(unknown());
+        }
+        match kind {
+            "weight" => model.parameters_mut()[i].data = data,
+            "mean" => moments[i].mean = data,
+            "square" => moments[i].square = data,
+            _ => return Err(unknown()),
+        }
+        found += 1;
+        Ok(())
+    })?;
+    if found != 3 * moments.len() {
+        let message = format!("holds {found} tensors; this model has {}", 3 * moments.len());
+        return Err(TrainError::checkpoint(&path, message));
+    }
+    Ok((moments, state))
+}
+
+/// Calls `take` with every tensor of a file, widened to f32.
+fn read_tensors(
+    path: &Path,
+    mut take: impl FnMut(&str, &[usize], Vec<f32>) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    let bytes = fs::read(path).map_err(|e| unreadable(path, &e))?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| {
+        let message =
+            format!("is damaged or cut short ({e}); restore it or use another checkpoint");
+        TrainError::checkpoint(path, message)
+    })?;
+    for (name, view) in tensors.iter() {
+        let data = view.data();
+        let values: Vec<f32> = match view.dtype() {
+            Dtype::F32 => data
+                .par_chunks_exact(4)
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                .collect(),
+            Dtype::BF16 => data
+                .par_chunks_exact(2)
+                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
+                .collect(),
+            Dtype::F16 => data
+                .par_chunks_exact(2)
+                .map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())
+                .collect(),
+            other => {
+                let message =
+                    format!("tensor `{name}` is {other:?}; f32, f16 and bf16 can be read");
+                return Err(TrainError::checkpoint(path, message));
+            }
+        };
+        take(name, view.shape(), values)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,198 @@
+use super::*;
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        vocab_size: 257,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        head_dim: None,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: None,
+        rope_pairing: Default::default(),
+        max_position_embeddings: 64,
+        tie_word_embeddings: true,
+    }
+}
+
+fn attention() -> AttentionConfig {
+    AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() }
+}
+
+fn model(seed: u64) -> Model {
+    Model::new(config(), &attention(), seed).unwrap()
+}
+
+struct Run {
+    model: Model,
+    attention: AttentionConfig,
+    moments: Vec<Moments>,
+    state: State,
+    tokenizer: Tokenizer,
+}
+
+impl Run {
+    fn new(seed: u64, step: u64) -> Self {
+        let model = model(seed);
+        let fill = |i: usize, n: usize| (0..n).map(|j| (i * 31 + j) as f32 * 1e-3).collect();
+        let parameters = model.parameters().iter().enumerate();
+        let moments = parameters
+            .map(|(i, p)| Moments {
+                mean: fill(i, p.data.len()),
+                square: fill(i + 7, p.data.len()),
+            })
+            .collect();
+        let state = State { step, tokens: 99, fingerprint: u64::MAX - 3, ..Default::default() };
+        Self { model, attention: attention(), moments, state, tokenizer: Tokenizer::bytes() }
+    }
+
+    fn snapshot(&self, dtype: SaveDtype) -> Snapshot<'_> {
+        Snapshot {
+            model: &self.model,
+            attention: &self.attention,
+            moments: &self.moments,
+            state: &self.state,
+            dtype,
+            tokenizer: &self.tokenizer,
+        }
+    }
+}
+
+#[test]
+fn what_was_saved_is_loaded_bit_for_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 20);
+    let place = save(dir.path(), &run.snapshot(SaveDtype::Bf16), 2).unwrap();
+    assert_eq!(place, dir.path().join("step-000020"));
+    let read = read_config(&place).unwrap();
+    assert_eq!((read.model.clone(), read.attention), (config(), attention()));
+    assert!(read.tokenizer.is_bytes());
+    let mut other = model(2);
+    let (moments, state) = load_state(&place, &mut other).unwrap();
+    assert_eq!((moments, state), (run.moments.clone(), run.state.clone()));
+    assert_eq!(other.parameters(), run.model.parameters());
+    let mut rounded = model(3);
+    assert!(load_weights(&place, &mut rounded).unwrap().is_empty());
+    for (a, b) in rounded.parameters().iter().zip(run.model.parameters()) {
+        let want: Vec<f32> = b.data.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_eq!(a.data, want, "{}", a.name);
+    }
+}
+
+#[test]
+fn large_models_are_saved_in_shards_with_an_index() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 5);
+    let snapshot = run.snapshot(SaveDtype::F32);
+    let place = save_with(dir.path(), &snapshot, 1, &write_file, 4000).unwrap();
+    assert!(place.join(INDEX).exists() && !place.join(SINGLE).exists());
+    let mut other = model(2);
+    load_weights(&place, &mut other).unwrap();
+    assert_eq!(other.parameters(), run.model.parameters());
+    let shard = fs::read_dir(&place).unwrap().flatten().map(|e| e.path());
+    let shard = shard.into_iter().find(|p| p.to_string_lossy().contains("-of-")).unwrap();
+    fs::remove_file(&shard).unwrap();
+    let told = load_weights(&place, &mut other).unwrap_err().to_string();
+    assert!(told.contains(&shard.display().to_string()), "{told}");
+    assert!(told.contains("could not be read"), "{told}");
+}
+
+#[test]
+fn the_newest_checkpoints_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    for step in [3, 10, 200] {
+        save(dir.path(), &Run::new(1, step).snapshot(SaveDtype::F32), 2).unwrap();
+    }
+    let steps: Vec<u64> = list(dir.path()).into_iter().map(|(s, _)| s).collect();
+    assert_eq!(steps, [10, 200]);
+    assert_eq!(latest(dir.path()), Some(dir.path().join("step-000200")));
+}
+
+#[test]
+fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    for room in [0usize, 1, 2, 3] {
+        let left = std::cell::Cell::new(room);
+        let full = |path: &Path, bytes: &[u8]| {
+            if left.get() == 0 {
+                fs::write(path, &bytes[..bytes.len() / 2])?;
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            left.set(left.get() - 1);
+            write_file(path, bytes)
+        };
+        let later = Run::new(2, 2);
+        let snapshot = later.snapshot(SaveDtype::F32);
+        let told = save_with(dir.path(), &snapshot, 2, &full, SHARD_BYTES).unwrap_err();
+        assert!(told.to_string().contains("free some space"), "{told}");
+        assert_eq!(latest(dir.path()), Some(first.clone()));
+        load_state(&first, &mut model(5)).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing half-written stays");
+    }
+}
+
+#[test]
+fn a_process_that_died_while_saving_is_cleaned_up_after() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join(".writing-000007")).unwrap();
+    fs::write(dir.path().join(".writing-000007/config.json"), "{").unwrap();
+    assert_eq!(latest(dir.path()), None);
+    save(dir.path(), &Run::new(1, 8).snapshot(SaveDtype::F32), 1).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn damage_is_named_with_file_and_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 1);
+    let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap();
+    let file = place.join(SINGLE);
+    let whole = fs::read(&file).unwrap();
+    let mut target = model(2);
+    let mut told = |bytes: &[u8]| {
+        fs::write(&file, bytes).unwrap();
+        let told = load_weights(&place, &mut target).unwrap_err().to_string();
+        assert!(told.contains("model.safetensors"), "{told}");
+        told
+    };
+    assert!(told(&whole[..whole.len() - 7]).contains("cut short"));
+    assert!(told(&whole[..4]).contains("cut short"));
+    let mut lying = whole.clone();
+    lying[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    assert!(told(&lying).contains("damaged"));
+    let text = String::from_utf8_lossy(&whole[8..2000]).into_owned();
+    let start = 8 + text.find("[16,16]").unwrap();
+    let mut wrong = whole.clone();
+    wrong[start..start + 7].copy_from_slice(b"[16,17]");
+    assert!(told(&wrong).contains("damaged"), "the offsets do not agree with the shape");
+    let mut renamed = whole.clone();
+    let at = 8 + text.find("model.norm.weight").unwrap_or_else(|| text.find("q_proj").unwrap());
+    renamed[at] = b'x';
+    let told_renamed = told(&renamed);
+    assert!(told_renamed.contains("is not one of this model's"), "{told_renamed}");
+    fs::write(&file, &whole).unwrap();
+    let other = ModelConfig { intermediate_size: 32, ..config() };
+    let mut other = Model::new(other, &attention(), 1).unwrap();
+    let told = load_weights(&place, &mut other).unwrap_err().to_string();
+    assert!(told.contains("mlp.") && told.contains("but config.json makes it"), "{told}");
+}
+
+#[test]
+fn configurations_that_are_not_llama_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let told = |text: &str| {
+        fs::write(dir.path().join("config.json"), text).unwrap();
+        read_config(dir.path()).unwrap_err().to_string()
+    };
+    assert!(told("{").contains("is not the JSON it should be"));
+    assert!(told(r#"{"model_type": "gpt2"}"#).contains("model_type is `gpt2`"));
+    assert!(told(r#"{"hidden_act": "gelu"}"#).contains("hidden_act is \"gelu\""));
+    assert!(told(r#"{"vocab_size": 3}"#).contains("does not describe a Llama model"));
+    fs::remove_file(dir.path().join("config.json")).unwrap();
+    let missing = read_config(dir.path()).unwrap_err().to_string();
+    assert!(missing.contains("config.json: could not be read"), "{missing}");
+}

@@ -1,0 +1,127 @@
+//! The error of this crate: one opaque type whose kind carries the place and the remedy.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What went wrong in a recipe, the data, a checkpoint or a training run.
+#[derive(Debug, thiserror::Error)]
+#[error("{kind}")]
+pub struct TrainError {
+    kind: Box<TrainErrorKind>,
+}
+
+/// The kinds of [`TrainError`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum TrainErrorKind {
+    /// A recipe that cannot be read or asks for something impossible.
+    Recipe {
+        /// The recipe file, or the `--set` text that is wrong.
+        place: String,
+        /// Line and column, counted from one, where the text is wrong.
+        position: Option<(usize, usize)>,
+        /// What is wrong and what to do.
+        message: String,
+    },
+    /// A document or a data file that cannot be used.
+    Data {
+        /// The file.
+        file: PathBuf,
+        /// The line, counted from one, in a file of one document a line.
+        line: Option<usize>,
+        /// What is wrong and what to do.
+        message: String,
+    },
+    /// A checkpoint that is missing, damaged or of another model.
+    Checkpoint {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        message: String,
+    },
+    /// A file could not be written; earlier checkpoints are untouched.
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The loss or the gradient stopped being a finite number.
+    Diverged {
+        /// The optimiser step, counted from one.
+        step: u64,
+        /// What is not finite, with its value.
+        message: String,
+    },
+    /// The model refused its configuration or its input.
+    Model {
+        /// The model's own words.
+        message: String,
+    },
+}
+
+impl TrainError {
+    /// The kind, with its details.
+    pub fn kind(&self) -> &TrainErrorKind {
+        &self.kind
+    }
+
+    pub(crate) fn recipe(place: impl Into<String>, message: impl Into<String>) -> Self {
+        TrainErrorKind::Recipe { place: place.into(), position: None, message: message.into() }
+            .into()
+    }
+
+    pub(crate) fn data(file: &Path, line: Option<usize>, message: impl Into<String>) -> Self {
+        TrainErrorKind::Data { file: file.to_path_buf(), line, message: message.into() }.into()
+    }
+
+    pub(crate) fn checkpoint(path: &Path, message: impl Into<String>) -> Self {
+        TrainErrorKind::Checkpoint { path: path.to_path_buf(), message: message.into() }.into()
+    }
+
+    pub(crate) fn write(path: &Path, source: io::Error) -> Self {
+        TrainErrorKind::Write { path: path.to_path_buf(), source }.into()
+    }
+
+    pub(crate) fn model(message: impl fmt::Display) -> Self {
+        TrainErrorKind::Model { message: message.to_string() }.into()
+    }
+}
+
+impl From<TrainErrorKind> for TrainError {
+    fn from(kind: TrainErrorKind) -> Self {
+        Self { kind: Box::new(kind) }
+    }
+}
+
+impl fmt::Display for TrainErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Recipe { place, position: Some((line, column)), message } => {
+                write!(f, "{place}:{line}:{column}: {message}")
+            }
+            Self::Recipe { place, position: None, message } => write!(f, "{place}: {message}"),
+            Self::Data { file, line: Some(line), message } => {
+                write!(f, "{}:{line}: {message}", file.display())
+            }
+            Self::Data { file, line: None, message } => write!(f, "{}: {message}", file.display()),
+            Self::Checkpoint { path, message } => write!(f, "{}: {message}", path.display()),
+            Self::Write { path, source } => {
+                write!(f, "{}: could not be written: {source}", path.display())?;
+                if source.kind() == io::ErrorKind::StorageFull {
+                    f.write_str(
+                        "; free some space and resume: the earlier checkpoints are intact",
+                    )?;
+                }
+                Ok(())
+            }
+            Self::Diverged { step, message } => write!(
+                f,
+                "step {step}: {message}; training stopped and the last checkpoint was kept. Lower optimizer.lr, \
+                 lengthen schedule.warmup_steps or tighten optimizer.clip_norm, then resume"
+            ),
+            Self::Model { message } => f.write_str(message),
+        }
+    }
+}

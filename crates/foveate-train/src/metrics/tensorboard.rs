@@ -1,0 +1,189 @@
+//! TensorBoard event files.
+//!
+//! A file is a sequence of frames: length (u64), masked CRC-32C of the length, payload, masked
+//! CRC-32C of the payload, all little-endian (the framing of TensorFlow's record files). Each
+//! payload is a protocol-buffer `Event`: wall time (field 1, double), step (2, varint), and a
+//! file version (3, string) or a summary (5) of values (1) with tag (1, string) and simple value
+//! (2, float).
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::Record;
+
+/// An event file.
+#[derive(Debug)]
+pub struct TensorBoardLog(File);
+
+impl TensorBoardLog {
+    /// A new event file in `dir`; a resumed run adds another one.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn create(dir: &Path) -> io::Result<Self> {
+        let now = now();
+        let name = format!("events.out.tfevents.{}.{}", now as u64, std::process::id());
+        let mut log = Self(File::create(dir.join(name))?);
+        let mut event = Vec::new();
+        double(&mut event, 1, now);
+        bytes(&mut event, 3, b"brain.Event:2");
+        log.frame(&event)?;
+        Ok(log)
+    }
+
+    /// Adds the numbers of a record.
+    ///
+    /// # Errors
+    /// When they cannot be written.
+    pub fn append(&mut self, record: &Record) -> io::Result<()> {
+        let values: Vec<(&str, f64)> = match record {
+            Record::Step(m) => vec![
+                ("train/loss", m.loss),
+                ("train/grad_norm", m.grad_norm),
+                ("train/lr", m.lr),
+                ("speed/tokens_per_s", m.tokens_per_s),
+                ("speed/tflops_dense", m.tflops_dense),
+                ("speed/tflops_live", m.tflops_live),
+                ("speed/attention_share", m.attention_share),
+                ("memory/resident_bytes", m.memory_bytes as f64),
+            ],
+            Record::Eval(m) => {
+                vec![("held_out/loss", m.held_out_loss), ("held_out/perplexity", m.perplexity)]
+            }
+        };
+        let mut summary = Vec::new();
+        for (tag, value) in values {
+            let mut entry = Vec::new();
+            bytes(&mut entry, 1, tag.as_bytes());
+            entry.push(2 << 3 | 5);
+            entry.extend((value as f32).to_le_bytes());
+            bytes(&mut summary, 1, &entry);
+        }
+        let mut event = Vec::new();
+        double(&mut event, 1, now());
+        event.push(2 << 3);
+        varint(&mut event, record.step());
+        bytes(&mut event, 5, &summary);
+        self.frame(&event)
+    }
+
+    fn frame(&mut self, payload: &[u8]) -> io::Result<()> {
+        let length = (payload.len() as u64).to_le_bytes();
+        let mut frame = length.to_vec();
+        frame.extend(masked_crc(&length).to_le_bytes());
+        frame.extend(payload);
+        frame.extend(masked_crc(payload).to_le_bytes());
+        self.0.write_all(&frame)
+    }
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}
+
+fn double(into: &mut Vec<u8>, field: u8, value: f64) {
+    into.push(field << 3 | 1);
+    into.extend(value.to_le_bytes());
+}
+
+fn bytes(into: &mut Vec<u8>, field: u8, value: &[u8]) {
+    into.push(field << 3 | 2);
+    varint(into, value.len() as u64);
+    into.extend(value);
+}
+
+fn varint(into: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        into.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    into.push(value as u8);
+}
+
+/// CRC-32C (Castagnoli), reflected polynomial 0x82F63B78.
+fn crc32c(data: &[u8]) -> u32 {
+    let step = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ 0x82F6_3B78 } else { crc >> 1 };
+    !data.iter().fold(!0u32, |crc, &byte| (0..8).fold(crc ^ u32::from(byte), step))
+}
+
+fn masked_crc(data: &[u8]) -> u32 {
+    crc32c(data).rotate_right(15).wrapping_add(0xA282_EAD8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::EvalMetrics;
+
+    #[test]
+    fn the_checksum_is_castagnolis() {
+        assert_eq!(crc32c(b"123456789"), 0xE306_9283);
+        assert_eq!(crc32c(&[0; 32]), 0x8A91_36AA);
+    }
+
+    /// The frames of a file, their checksums verified.
+    fn frames(mut file: &[u8]) -> Vec<Vec<u8>> {
+        let mut found = Vec::new();
+        let u32_at = |b: &[u8]| u32::from_le_bytes(b[..4].try_into().unwrap());
+        while !file.is_empty() {
+            let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+            assert_eq!(u32_at(&file[8..]), masked_crc(&file[..8]));
+            let payload = &file[12..12 + length];
+            assert_eq!(u32_at(&file[12 + length..]), masked_crc(payload));
+            found.push(payload.to_vec());
+            file = &file[16 + length..];
+        }
+        found
+    }
+
+    fn read_varint(data: &mut &[u8]) -> u64 {
+        let mut value = 0;
+        for shift in (0..).step_by(7) {
+            let byte = data[0];
+            *data = &data[1..];
+            value |= u64::from(byte & 0x7F) << shift;
+            if byte < 0x80 {
+                break;
+            }
+        }
+        value
+    }
+
+    fn take<'a>(data: &mut &'a [u8], n: usize) -> &'a [u8] {
+        let (taken, rest) = data.split_at(n);
+        *data = rest;
+        taken
+    }
+
+    #[test]
+    fn what_was_written_is_decoded_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = TensorBoardLog::create(dir.path()).unwrap();
+        let metrics = EvalMetrics { step: 300, held_out_loss: 2.25, perplexity: 9.5, tokens: 1 };
+        log.append(&Record::Eval(metrics)).unwrap();
+        let path = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
+        let frames = frames(&std::fs::read(path).unwrap());
+        assert_eq!(frames.len(), 2);
+        assert!(frames[0].ends_with(b"brain.Event:2"));
+        let mut event = frames[1].as_slice();
+        assert_eq!(take(&mut event, 1), [0x09]);
+        take(&mut event, 8);
+        assert_eq!(take(&mut event, 1), [0x10]);
+        assert_eq!(read_varint(&mut event), 300);
+        assert_eq!(take(&mut event, 1), [0x2A]);
+        assert_eq!(read_varint(&mut event) as usize, event.len());
+        for (tag, value) in [("held_out/loss", 2.25f32), ("held_out/perplexity", 9.5)] {
+            assert_eq!(take(&mut event, 1), [0x0A]);
+            let n = read_varint(&mut event) as usize;
+            let mut entry = take(&mut event, n);
+            assert_eq!(take(&mut entry, 1), [0x0A]);
+            let n = read_varint(&mut entry) as usize;
+            assert_eq!(take(&mut entry, n), tag.as_bytes());
+            assert_eq!(take(&mut entry, 1), [0x15]);
+            assert_eq!(f32::from_le_bytes(entry.try_into().unwrap()), value);
+        }
+        assert!(event.is_empty());
+    }
+}

@@ -1,0 +1,350 @@
+//! Documents to rows of one length, streaming, without a token lost or a boundary crossed.
+//!
+//! Rows are filled from left to right. Each piece of a document in a row gets its own document id (counted from
+//! zero in each row) and positions from zero, so the mask `document`, rotary positions and labels all follow from
+//! the same boundaries. The label of a token is the next token *of its document*, even when that one lies in the
+//! next row; the last token of a document has none. Padding, where a row cannot be filled, has document −1.
+//!
+//! The state between two rows is a [`Cursor`] of three numbers, so resuming is exact by construction.
+
+use serde::{Deserialize, Serialize};
+
+use crate::corpus::{Corpus, Document};
+use crate::error::TrainError;
+use crate::rng::permutation;
+
+/// The label of a token that has no target.
+pub const IGNORE: i32 = -100;
+
+/// A place in the endless stream of tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Passes over the documents that are complete.
+    pub epoch: u64,
+    /// Documents of this pass that are complete.
+    pub document: usize,
+    /// Tokens of the next document that are packed already.
+    pub token: usize,
+}
+
+/// Rows of tokens, `[rows, len]` in row order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Packed {
+    /// Rows.
+    pub rows: usize,
+    /// Tokens a row.
+    pub len: usize,
+    /// Token ids; zero in padding.
+    pub tokens: Vec<u32>,
+    /// The next token of the same document, or [`IGNORE`].
+    pub labels: Vec<i32>,
+    /// Document ids, from zero in each row; −1 in padding.
+    pub documents: Vec<i32>,
+    /// Positions, from zero in each piece of a document.
+    pub positions: Vec<i32>,
+}
+
+impl Packed {
+    /// Tokens that have a target.
+    pub fn labelled(&self) -> usize {
+        self.labels.iter().filter(|&&label| label != IGNORE).count()
+    }
+
+    /// Pairs (query, key) that causal attention within documents computes.
+    pub fn causal_pairs(&self) -> u64 {
+        let real =
+            self.positions.iter().zip(&self.documents).filter(|(_, document)| **document >= 0);
+        real.map(|(&position, _)| position as u64 + 1).sum()
+    }
+
+    fn with_rows(rows: usize, len: usize) -> Self {
+        let cells = rows * len;
+        Self {
+            rows,
+            len,
+            tokens: vec![0; cells],
+            labels: vec![IGNORE; cells],
+            documents: vec![-1; cells],
+            positions: (0..cells).map(|cell| (cell % len) as i32).collect(),
+        }
+    }
+}
+
+/// How rows are filled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PackOptions {
+    /// Tokens a row.
+    pub len: usize,
+    /// Whether a document may continue in the next row. If not, it starts a new row when it does not fit, and is cut
+    /// when it is longer than a row.
+    pub split: bool,
+    /// The seed of the order, which differs in each pass; none keeps the order of the corpus.
+    pub shuffle: Option<u64>,
+}
+
+/// A stream of rows over some documents of a corpus.
+#[derive(Clone, Debug)]
+pub struct Packer<'a> {
+    corpus: &'a Corpus,
+    documents: Vec<usize>,
+    options: PackOptions,
+    cursor: Cursor,
+    order: Option<(u64, Vec<usize>)>,
+    current: Option<(usize, Document)>,
+    cut_tokens: usize,
+}
+
+impl<'a> Packer<'a> {
+    /// A stream over `documents` (at least one, indices into `corpus`) from `cursor` on; `options.len` is at least one.
+    pub fn new(
+        corpus: &'a Corpus,
+        documents: Vec<usize>,
+        options: PackOptions,
+        cursor: Cursor,
+    ) -> Self {
+        Self { corpus, documents, options, cursor, order: None, current: None, cut_tokens: 0 }
+    }
+
+    /// Where the next row starts.
+    pub fn cursor(&self) -> Cursor {
+        self.cursor
+    }
+
+    /// Tokens cut from documents longer than a row so far; zero where documents may split.
+    pub fn cut_tokens(&self) -> usize {
+        self.cut_tokens
+    }
+
+    /// The next `rows` rows of the endless stream.
+    ///
+    /// # Errors
+    /// If a document cannot be read.
+    pub fn batch(&mut self, rows: usize) -> Result<Packed, TrainError> {
+        let mut packed = Packed::with_rows(rows, self.options.len);
+        for row in 0..rows {
+            self.fill(&mut packed, row, u64::MAX)?;
+        }
+        Ok(packed)
+    }
+
+    /// The next rows of the current pass, at most `rows`; none when the pass is over.
+    ///
+    /// # Errors
+    /// If a document cannot be read.
+    pub fn batch_of_pass(&mut self, rows: usize, pass: u64) -> Result<Option<Packed>, TrainError> {
+        let mut packed = Packed::with_rows(rows, self.options.len);
+        let mut used = 0;
+        while used < rows && self.cursor.epoch <= pass {
+            self.fill(&mut packed, used, pass)?;
+            used += 1;
+        }
+        let cells = used * self.options.len;
+        packed.rows = used;
+        packed.tokens.truncate(cells);
+        packed.labels.truncate(cells);
+        packed.documents.truncate(cells);
+        packed.positions.truncate(cells);
+        Ok((used > 0).then_some(packed))
+    }
+
+    fn fill(&mut self, packed: &mut Packed, row: usize, last_pass: u64) -> Result<(), TrainError> {
+        let len = self.options.len;
+        let (mut at, mut id) = (0, 0);
+        while at < len && self.cursor.epoch <= last_pass {
+            let from = self.cursor.token;
+            let split = self.options.split;
+            let document = self.load()?;
+            let all = document.tokens.len();
+            if !split && at > 0 && all > len - at {
+                break;
+            }
+            let count = (all - from).min(len - at);
+            let base = row * len + at;
+            for i in 0..count {
+                let (cell, token) = (base + i, from + i);
+                packed.tokens[cell] = document.tokens[token];
+                packed.documents[cell] = id;
+                packed.positions[cell] = i as i32;
+                if token + 1 < all && document.learned[token + 1] {
+                    packed.labels[cell] = document.tokens[token + 1] as i32;
+                }
+            }
+            let mut done = from + count == all;
+            if !split && !done {
+                self.cut_tokens += all - count;
+                done = true;
+            }
+            if done {
+                self.advance()
+            } else {
+                self.cursor.token += count
+            }
+            at += count;
+            id += 1;
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self) {
+        self.current = None;
+        self.cursor.token = 0;
+        self.cursor.document += 1;
+        if self.cursor.document == self.documents.len() {
+            self.cursor.document = 0;
+            self.cursor.epoch += 1;
+        }
+    }
+
+    fn load(&mut self) -> Result<&Document, TrainError> {
+        let epoch = self.cursor.epoch;
+        if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            let order = match self.options.shuffle {
+                Some(seed) => permutation(self.documents.len(), seed, epoch),
+                None => (0..self.documents.len()).collect(),
+            };
+            self.order = Some((epoch, order));
+        }
+        let (_, order) = self.order.as_ref().expect("set above");
+        let index = self.documents[order[self.cursor.document]];
+        if self.current.as_ref().is_none_or(|(of, _)| *of != index) {
+            self.current = Some((index, self.corpus.document(index)?));
+        }
+        Ok(&self.current.as_ref().expect("set above").1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::corpus::Sources;
+    use crate::tokens::Tokenizer;
+
+    fn corpus(texts: &[String]) -> (tempfile::TempDir, Corpus) {
+        let dir = tempfile::tempdir().unwrap();
+        for (i, text) in texts.iter().enumerate() {
+            std::fs::write(dir.path().join(format!("{i:03}.txt")), text).unwrap();
+        }
+        let sources = Sources {
+            root: dir.path().to_path_buf(),
+            files: vec!["*.txt".to_owned()],
+            ..Default::default()
+        };
+        let corpus = Corpus::scan(&sources, Tokenizer::bytes(), None).unwrap();
+        (dir, corpus)
+    }
+
+    fn texts() -> Vec<String> {
+        [3usize, 1, 17, 40, 2, 8, 100, 5]
+            .iter()
+            .enumerate()
+            .map(|(i, &n)| "abcdefgh"[i..=i].repeat(n))
+            .collect()
+    }
+
+    fn options(split: bool, shuffle: Option<u64>) -> PackOptions {
+        PackOptions { len: 13, split, shuffle }
+    }
+
+    /// Every row's boundaries, positions and labels agree with each other.
+    fn check_rows(packed: &Packed) {
+        for row in 0..packed.rows {
+            for i in 0..packed.len {
+                let cell = row * packed.len + i;
+                let fresh = i == 0 || packed.documents[cell] != packed.documents[cell - 1];
+                if packed.documents[cell] < 0 {
+                    assert_eq!(packed.labels[cell], IGNORE);
+                    continue;
+                }
+                assert_eq!(
+                    packed.positions[cell],
+                    if fresh { 0 } else { packed.positions[cell - 1] + 1 }
+                );
+                if i + 1 < packed.len && packed.documents[cell] == packed.documents[cell + 1] {
+                    assert_eq!(packed.labels[cell], packed.tokens[cell + 1] as i32);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_pass_holds_every_token_and_every_target_once() {
+        let texts = texts();
+        let (_dir, corpus) = corpus(&texts);
+        let mut packer = Packer::new(
+            &corpus,
+            (0..texts.len()).collect(),
+            options(true, Some(3)),
+            Cursor::default(),
+        );
+        let (mut seen, mut targets) = (0, 0);
+        while let Some(packed) = packer.batch_of_pass(3, 0).unwrap() {
+            check_rows(&packed);
+            seen += packed.documents.iter().filter(|&&document| document >= 0).count();
+            targets += packed.labelled();
+        }
+        let bytes: usize = texts.iter().map(String::len).sum();
+        assert_eq!(seen, bytes + 2 * texts.len());
+        assert_eq!(targets, bytes + texts.len());
+        assert_eq!(packer.cursor(), Cursor { epoch: 1, document: 0, token: 0 });
+    }
+
+    #[test]
+    fn a_label_never_belongs_to_the_next_document() {
+        let (_dir, corpus) = corpus(&["aaa".to_owned(), "bbb".to_owned()]);
+        let mut packer = Packer::new(&corpus, vec![0, 1], options(true, None), Cursor::default());
+        let packed = packer.batch(1).unwrap();
+        assert_eq!(packed.documents, [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]);
+        assert_eq!(packed.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]);
+        assert_eq!(packed.labels[..6], [97, 97, 97, 256, IGNORE, 98]);
+        assert_eq!(packed.labels[12], 97, "the target of a row's last token lies in the next row");
+        assert_eq!(packed.causal_pairs(), 15 + 15 + 6);
+    }
+
+    #[test]
+    fn any_cursor_resumes_the_same_stream() {
+        let (_dir, corpus) = corpus(&texts());
+        for split in [true, false] {
+            let all = (0..corpus.len()).collect::<Vec<_>>();
+            let mut straight =
+                Packer::new(&corpus, all.clone(), options(split, Some(9)), Cursor::default());
+            for step in 0..40 {
+                let mut resumed =
+                    Packer::new(&corpus, all.clone(), options(split, Some(9)), straight.cursor());
+                assert_eq!(
+                    resumed.batch(2).unwrap(),
+                    straight.batch(2).unwrap(),
+                    "step {step}, split {split}"
+                );
+            }
+            assert!(straight.cursor().epoch > 2);
+        }
+    }
+
+    #[test]
+    fn passes_differ_in_order_and_seeds_decide_it() {
+        let (_dir, corpus) = corpus(&texts());
+        let tokens = |seed, epoch| {
+            let cursor = Cursor { epoch, ..Default::default() };
+            Packer::new(&corpus, (0..8).collect(), options(true, Some(seed)), cursor)
+                .batch(4)
+                .unwrap()
+        };
+        assert_eq!(tokens(1, 0), tokens(1, 0));
+        assert_ne!(tokens(1, 0), tokens(1, 1));
+        assert_ne!(tokens(1, 0), tokens(2, 0));
+    }
+
+    #[test]
+    fn documents_that_may_not_split_start_rows_and_are_cut_at_their_length() {
+        let (_dir, corpus) = corpus(&["a".repeat(9), "b".repeat(4), "c".repeat(30)]);
+        let mut packer =
+            Packer::new(&corpus, vec![0, 1, 2], options(false, None), Cursor::default());
+        let packed = packer.batch_of_pass(5, 0).unwrap().unwrap();
+        check_rows(&packed);
+        assert_eq!(packed.rows, 3);
+        assert_eq!(packed.documents[11..13], [-1, -1]);
+        assert_eq!(packed.documents[13 + 6..26], [-1; 7]);
+        assert_eq!(packed.documents[26..], [0; 13]);
+        assert_eq!(packer.cut_tokens(), 32 - 13);
+    }
+}

@@ -1,0 +1,547 @@
+//! Recipes: everything a run is, in one TOML file.
+//!
+//! Unknown keys are refused at every level, values are checked before anything is read or
+//! written, and each error says file, line and column. Overrides (`--set train.steps=100`)
+//! change the parsed file before it is checked. Paths in a recipe are relative to the recipe's
+//! folder, except `run.dir`, which is relative to where the command runs.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use foveate_nn::{AttentionConfig, ModelConfig, Recompute, RopePairing, RopeScaling};
+use serde::{Deserialize, Serialize};
+
+use crate::corpus::{BadDocument, Format};
+use crate::error::{TrainError, TrainErrorKind};
+use crate::schedule::{Schedule, ScheduleKind};
+
+/// A training run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// Where the run writes, and its seed.
+    pub run: Run,
+    /// The model: sizes to start from nothing, or a checkpoint to start from.
+    pub model: Model,
+    /// Mask and score. A checkpoint's own are used where this section is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention: Option<AttentionConfig>,
+    /// The documents.
+    pub data: Data,
+    /// Steps, batch, memory and how often to look and to save.
+    #[serde(default)]
+    pub train: Train,
+    /// AdamW.
+    #[serde(default)]
+    pub optimizer: Optimizer,
+    /// The learning rate over the steps.
+    #[serde(default)]
+    pub schedule: ScheduleSection,
+}
+
+/// Where a run writes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Run {
+    /// Folder of checkpoints, metrics and curves, relative to where the command runs.
+    pub dir: PathBuf,
+    /// Seed of first weights, data order and held-out split.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+/// The model section: either `checkpoint`, or sizes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Model {
+    /// Folder of a Hugging Face Llama checkpoint to start from; then no size may be given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<PathBuf>,
+    /// Number of token ids; the tokenizer's when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vocab_size: Option<usize>,
+    /// Width of the residual stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hidden_size: Option<usize>,
+    /// Width of the feed-forward part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub intermediate_size: Option<usize>,
+    /// Number of layers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_hidden_layers: Option<usize>,
+    /// Query heads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_attention_heads: Option<usize>,
+    /// Key/value heads; as many as query heads when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub num_key_value_heads: Option<usize>,
+    /// Length of a query, key or value vector; `hidden_size / num_attention_heads` when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
+    /// What RMSNorm adds to the mean square (default 1e-6).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rms_norm_eps: Option<f32>,
+    /// Base of the rotary frequencies (default 10000).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_theta: Option<f64>,
+    /// Scaling of the rotary frequencies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_scaling: Option<RopeScaling>,
+    /// `half_split` (default) or `interleaved`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_pairing: Option<RopePairing>,
+    /// Longest sequence; `data.len` when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_position_embeddings: Option<usize>,
+    /// True when the output projection is the embedding (default false).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tie_word_embeddings: Option<bool>,
+}
+
+/// The data section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Data {
+    /// Folder that `files` and `exclude` start from.
+    #[serde(default = "here")]
+    pub root: PathBuf,
+    /// Paths or globs. A `.jsonl` file is one document a line, any other file one document.
+    pub files: Vec<String>,
+    /// Globs of files to leave out.
+    #[serde(default)]
+    pub exclude: Vec<String>,
+    /// `auto` (by extension), `text` or `jsonl`.
+    #[serde(default)]
+    pub format: Format,
+    /// `error` or `skip` for a document that is empty or not UTF-8.
+    #[serde(default)]
+    pub on_bad_document: BadDocument,
+    /// Tokens of a packed row.
+    pub len: usize,
+    /// False keeps each document in one row: it starts a new row where it does not fit and is
+    /// cut at a row's length.
+    #[serde(default = "yes")]
+    pub split_documents: bool,
+    /// False takes documents in the order of their files.
+    #[serde(default = "yes")]
+    pub shuffle: bool,
+    /// Share of the documents to hold out, from 0 to 1.
+    #[serde(default = "held_out")]
+    pub held_out: f64,
+    /// A `tokenizers` JSON file; without one, bytes (or the checkpoint's tokenizer).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
+    /// A Jinja file for conversations; the checkpoint's or a plain one when not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<PathBuf>,
+}
+
+fn here() -> PathBuf {
+    PathBuf::from(".")
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn held_out() -> f64 {
+    0.05
+}
+
+/// The train section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Train {
+    /// Optimiser steps.
+    pub steps: u64,
+    /// Packed rows of a batch.
+    pub batch_rows: usize,
+    /// Batches whose gradients are added up for one step.
+    pub accumulate: usize,
+    /// Activations computed again in the backward pass: `none`, `attention` or `full`.
+    pub recompute: RecomputeMode,
+    /// Steps between held-out evaluations; 0 for one at the end only.
+    pub eval_every: u64,
+    /// Held-out rows of an evaluation during training; the last one takes all.
+    pub eval_rows: usize,
+    /// Steps between checkpoints; 0 for one at the end only.
+    pub save_every: u64,
+    /// Newest checkpoints to keep.
+    pub keep: usize,
+    /// Dtype of saved weights: `f32`, `bf16` or `f16`. Masters for resuming are always f32.
+    pub save_dtype: SaveDtype,
+}
+
+impl Default for Train {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            batch_rows: 8,
+            accumulate: 1,
+            recompute: RecomputeMode::None,
+            eval_every: 100,
+            eval_rows: 32,
+            save_every: 100,
+            keep: 2,
+            save_dtype: SaveDtype::F32,
+        }
+    }
+}
+
+/// What the backward pass computes again instead of keeping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RecomputeMode {
+    /// Nothing.
+    #[default]
+    None,
+    /// The attention part of each layer.
+    Attention,
+    /// Each layer as a whole.
+    Full,
+}
+
+impl From<RecomputeMode> for Recompute {
+    fn from(mode: RecomputeMode) -> Self {
+        match mode {
+            RecomputeMode::None => Recompute::None,
+            RecomputeMode::Attention => Recompute::Attention,
+            RecomputeMode::Full => Recompute::Full,
+        }
+    }
+}
+
+/// Dtype of saved weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SaveDtype {
+    /// IEEE binary32.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE binary16.
+    F16,
+}
+
+/// The optimizer section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Optimizer {
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled decay of parameters with two axes or more.
+    pub weight_decay: f64,
+    /// Largest global norm of the gradients; 0 for no limit.
+    pub clip_norm: f64,
+}
+
+impl Default for Optimizer {
+    fn default() -> Self {
+        Self { lr: 3e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
+    }
+}
+
+/// The schedule section.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ScheduleSection {
+    /// `constant`, `linear`, `cosine` or `wsd`.
+    pub kind: ScheduleKind,
+    /// Steps of the rise to the peak.
+    pub warmup_steps: u64,
+    /// Steps of the final fall of `wsd`.
+    pub decay_steps: u64,
+    /// The floor, as a fraction of the peak.
+    pub min_ratio: f64,
+}
+
+impl Default for ScheduleSection {
+    fn default() -> Self {
+        Self { kind: ScheduleKind::Cosine, warmup_steps: 20, decay_steps: 100, min_ratio: 0.1 }
+    }
+}
+
+impl Recipe {
+    /// Reads a recipe and applies `key.path=value` overrides.
+    ///
+    /// # Errors
+    /// When the file cannot be read, is not TOML, has an unknown or ill-typed key, or asks for
+    /// something impossible: with file, line and column, or the override.
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Self, TrainError> {
+        let place = path.display().to_string();
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| TrainError::recipe(&place, format!("could not be read: {e}")))?;
+        Self::parse(&text, &place, overrides)
+    }
+
+    /// Reads the text of a recipe; `place` names it in errors.
+    ///
+    /// # Errors
+    /// Those of [`Self::load`].
+    pub fn parse(text: &str, place: &str, overrides: &[String]) -> Result<Self, TrainError> {
+        let mut recipe: Self = toml::from_str(text).map_err(|e| located(place, text, &e))?;
+        if !overrides.is_empty() {
+            let mut table: toml::Table =
+                toml::from_str(text).map_err(|e| located(place, text, &e))?;
+            for set in overrides {
+                override_value(&mut table, set)?;
+                recipe = table.clone().try_into().map_err(|e: toml::de::Error| {
+                    TrainError::recipe(format!("--set {set}"), with_hint(e.message()))
+                })?;
+            }
+        }
+        recipe.check(place)?;
+        Ok(recipe)
+    }
+
+    fn check(&self, place: &str) -> Result<(), TrainError> {
+        let fail = |key: &str, why: String| Err(TrainError::recipe(place, format!("{key} {why}")));
+        let positive = [
+            ("data.len", self.data.len as u64),
+            ("train.steps", self.train.steps),
+            ("train.batch_rows", self.train.batch_rows as u64),
+            ("train.accumulate", self.train.accumulate as u64),
+            ("train.eval_rows", self.train.eval_rows as u64),
+            ("train.keep", self.train.keep as u64),
+        ];
+        for (key, value) in positive {
+            if value == 0 {
+                return fail(key, "is 0; it must be at least 1".to_owned());
+            }
+        }
+        if !(0.0..1.0).contains(&self.data.held_out) {
+            let held_out = self.data.held_out;
+            return fail(
+                "data.held_out",
+                format!("is {held_out}; it must be at least 0 and below 1"),
+            );
+        }
+        for (key, value, below) in [
+            ("optimizer.lr", self.optimizer.lr, f64::INFINITY),
+            ("optimizer.beta1", self.optimizer.beta1, 1.0),
+            ("optimizer.beta2", self.optimizer.beta2, 1.0),
+            ("optimizer.eps", self.optimizer.eps, f64::INFINITY),
+            ("optimizer.weight_decay", self.optimizer.weight_decay, f64::INFINITY),
+            ("optimizer.clip_norm", self.optimizer.clip_norm, f64::INFINITY),
+            ("schedule.min_ratio", self.schedule.min_ratio, 1.0 + f64::EPSILON),
+        ] {
+            if !(value >= 0.0 && value < below) {
+                return fail(key, format!("is {value}; it must be at least 0 and below {below}"));
+            }
+        }
+        let sizes = Model { checkpoint: None, ..self.model.clone() };
+        if self.model.checkpoint.is_some() && sizes != Model::default() {
+            return fail("model.checkpoint", "brings its own sizes; remove them".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The model's sizes, for a tokenizer of `vocab` ids; `None` when a checkpoint brings them.
+    ///
+    /// # Errors
+    /// Names a size that is missing or that the tokenizer exceeds.
+    pub fn model_config(&self, vocab: usize) -> Result<Option<ModelConfig>, TrainError> {
+        let m = &self.model;
+        if m.checkpoint.is_some() {
+            return Ok(None);
+        }
+        let need = |key: &str, value: Option<usize>| {
+            let message = format!("model.{key} is missing; give it, or give model.checkpoint");
+            value.ok_or_else(|| TrainError::recipe("recipe", message))
+        };
+        let vocab_size = m.vocab_size.unwrap_or(vocab);
+        if vocab_size < vocab {
+            let message =
+                format!("model.vocab_size is {vocab_size}, below the tokenizer's {vocab}");
+            return Err(TrainError::recipe("recipe", message));
+        }
+        let config = ModelConfig {
+            vocab_size,
+            hidden_size: need("hidden_size", m.hidden_size)?,
+            intermediate_size: need("intermediate_size", m.intermediate_size)?,
+            num_hidden_layers: need("num_hidden_layers", m.num_hidden_layers)?,
+            num_attention_heads: need("num_attention_heads", m.num_attention_heads)?,
+            num_key_value_heads: m.num_key_value_heads,
+            head_dim: m.head_dim,
+            rms_norm_eps: m.rms_norm_eps.unwrap_or(1e-6),
+            rope_theta: m.rope_theta.unwrap_or(10_000.0),
+            rope_scaling: m.rope_scaling.clone(),
+            rope_pairing: m.rope_pairing.unwrap_or_default(),
+            max_position_embeddings: m.max_position_embeddings.unwrap_or(self.data.len),
+            tie_word_embeddings: m.tie_word_embeddings.unwrap_or(false),
+        };
+        config.validate().map_err(TrainError::model)?;
+        Ok(Some(config))
+    }
+
+    /// The learning rate's schedule.
+    pub fn learning_rate(&self) -> Schedule {
+        Schedule {
+            kind: self.schedule.kind,
+            warmup_steps: self.schedule.warmup_steps,
+            decay_steps: self.schedule.decay_steps,
+            steps: self.train.steps,
+            min_ratio: self.schedule.min_ratio,
+        }
+    }
+
+    /// The recipe with every default filled in, as TOML.
+    ///
+    /// # Errors
+    /// When a value has no TOML form.
+    pub fn to_toml(&self) -> Result<String, TrainError> {
+        toml::to_string_pretty(self)
+            .map_err(|e| TrainError::recipe("recipe", format!("cannot be written: {e}")))
+    }
+}
+
+fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> {
+    let place = format!("--set {set}");
+    let fail = |message: &str| Err(TrainError::recipe(&place, message));
+    let Some((path, value)) = set.split_once('=') else {
+        return fail("has no `=`; write --set key.path=value");
+    };
+    let value = value.trim();
+    // `value` as TOML where it is, as a plain string where it is not.
+    let parsed: Result<BTreeMap<String, toml::Value>, _> = toml::from_str(&format!("v = {value}"));
+    let value = match parsed {
+        Ok(mut one) if one.len() == 1 => one.remove("v").expect("just written"),
+        _ => toml::Value::String(value.to_owned()),
+    };
+    let mut keys: Vec<&str> = path.trim().split('.').collect();
+    let last = keys.pop().expect("split gives one part at least");
+    if last.is_empty() || keys.iter().any(|k| k.is_empty()) {
+        return fail("has an empty key; write --set key.path=value");
+    }
+    let mut at = table;
+    for key in keys {
+        let next = at.entry(key).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        let toml::Value::Table(next) = next else {
+            return fail(&format!("`{key}` is a value, not a section"));
+        };
+        at = next;
+    }
+    at.insert(last.to_owned(), value);
+    Ok(())
+}
+
+fn located(place: &str, text: &str, e: &toml::de::Error) -> TrainError {
+    let position = e.span().map(|span| {
+        let before = &text[..span.start.min(text.len())];
+        let line = before.matches('\n').count() + 1;
+        let column = before.rsplit('\n').next().map_or(0, |l| l.chars().count()) + 1;
+        (line, column)
+    });
+    let (place, message) = (place.to_owned(), with_hint(e.message()));
+    TrainErrorKind::Recipe { place, position, message }.into()
+}
+
+/// Adds the nearest of the names that serde expected.
+fn with_hint(message: &str) -> String {
+    let message = message.trim().replace('\n', " ");
+    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    if let (true, Some((wrong, known))) =
+        (message.starts_with("unknown field"), quoted.split_first())
+        && let Some(near) = known.iter().min_by_key(|k| edits(k, wrong))
+        && edits(near, wrong) <= 1 + wrong.len() / 3
+    {
+        return format!("{message}; did you mean `{near}`?");
+    }
+    message
+}
+
+fn edits(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"
+[run]
+dir = "runs/x"
+
+[model]
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+
+[attention]
+mask = "causal & document"
+
+[data]
+files = ["*.md"]
+len = 128
+
+[train]
+steps = 10
+"#;
+
+    fn told(text: &str, sets: &[&str]) -> String {
+        let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
+        Recipe::parse(text, "r.toml", &sets).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_resolved_recipe_reads_back_as_itself() {
+        let recipe = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
+        let again = Recipe::parse(&recipe.to_toml().unwrap(), "again", &[]).unwrap();
+        assert_eq!(recipe, again);
+        let config = recipe.model_config(257).unwrap().unwrap();
+        assert_eq!((config.vocab_size, config.max_position_embeddings), (257, 128));
+    }
+
+    #[test]
+    fn overrides_change_values_of_every_type() {
+        let sets =
+            ["train.steps=20", "optimizer.lr=1e-3", "run.dir=elsewhere", "data.shuffle=false"];
+        let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
+        let recipe = Recipe::parse(TEXT, "r.toml", &sets).unwrap();
+        assert_eq!(recipe.train.steps, 20);
+        assert_eq!(recipe.optimizer.lr, 1e-3);
+        assert_eq!(recipe.run.dir, Path::new("elsewhere"));
+        assert!(!recipe.data.shuffle);
+    }
+
+    #[test]
+    fn every_mistake_is_named_with_its_place() {
+        let typo = told(&TEXT.replace("steps = 10", "stepz = 10"), &[]);
+        assert!(typo.starts_with("r.toml:19:1: unknown field `stepz`"), "{typo}");
+        assert!(typo.ends_with("did you mean `steps`?"), "{typo}");
+        let ill = told(&TEXT.replace("steps = 10", "steps = \"ten\""), &[]);
+        assert!(ill.starts_with("r.toml:19:9: invalid type: string"), "{ill}");
+        let section = told(&TEXT.replace("[train]", "[trian]"), &[]);
+        assert!(section.contains("did you mean `train`?"), "{section}");
+        let set = told(TEXT, &["train.stesp=3"]);
+        assert!(set.starts_with("--set train.stesp=3: unknown field `stesp`"), "{set}");
+        assert!(told(TEXT, &["train.steps"]).contains("has no `=`"));
+        assert!(told(TEXT, &["train.steps.x=1"]).contains("`steps` is a value, not a section"));
+        assert_eq!(
+            told(TEXT, &["train.steps=0"]),
+            "r.toml: train.steps is 0; it must be at least 1"
+        );
+        assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
+        assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
+        assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
+    }
+}

@@ -1,0 +1,468 @@
+//! The training loop: a pure function of recipe, documents and seed, watched by an observer.
+//!
+//! Everything a step needs is recomputed from the step number and the data cursor, so a run
+//! that was interrupted, by Ctrl-C or by `kill -9`, continues from its last checkpoint with the
+//! losses it would have had.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use foveate_nn::{AttentionConfig, Batch, Gradients, Model};
+
+use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
+use crate::checkpoint::{self, Snapshot, State};
+use crate::corpus::{Corpus, Sources};
+use crate::error::{TrainError, TrainErrorKind};
+use crate::metrics::{
+    EvalMetrics, JsonlLog, Record, StepMetrics, TensorBoardLog, curve, memory_bytes,
+};
+use crate::optimizer::{AdamW, Moments, clip_factor, global_norm};
+use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::recipe::Recipe;
+use crate::tokens::Tokenizer;
+
+/// What a run starts with.
+#[derive(Clone, Debug)]
+pub struct Started {
+    /// Step it starts after; 0 unless resumed.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Trained values.
+    pub parameters: u64,
+    /// Documents to train on.
+    pub train_documents: usize,
+    /// Documents held out.
+    pub held_out_documents: usize,
+    /// Documents left out because they are empty, not UTF-8 or not the JSON expected.
+    pub skipped_documents: usize,
+    /// Learned attention buffers that a checkpoint to start from did not have.
+    pub fresh_buffers: Vec<String>,
+    /// Folder of the run.
+    pub dir: PathBuf,
+}
+
+/// Watches a run; every method has an empty default.
+pub trait Observer {
+    /// The run is about to take its first step.
+    fn started(&mut self, _run: &Started) {}
+    /// A step was taken.
+    fn step(&mut self, _metrics: &StepMetrics) {}
+    /// The held-out documents were looked at.
+    fn evaluated(&mut self, _metrics: &EvalMetrics) {}
+    /// A checkpoint was saved.
+    fn saved(&mut self, _path: &Path) {}
+    /// Asked after every step: true saves a checkpoint and ends the run, to be resumed.
+    fn interrupted(&mut self) -> bool {
+        false
+    }
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Summary {
+    /// Mean loss of a held-out token in nats; `None` without held-out documents or when the run
+    /// was interrupted.
+    pub held_out_loss: Option<f64>,
+    /// Mean training loss of the last step, in nats.
+    pub train_loss: Option<f64>,
+    /// Tokens a second over all steps of this process.
+    pub tokens_per_s: f64,
+    /// Steps done, those before a resume included.
+    pub steps: u64,
+    /// Seconds of the steps of this process.
+    pub seconds: f64,
+    /// The last checkpoint.
+    pub checkpoint: PathBuf,
+    /// True when the observer ended the run.
+    pub interrupted: bool,
+}
+
+/// Runs a recipe. `place` is the recipe's folder, which its paths are relative to; `resume`
+/// continues from the newest checkpoint of `run.dir`.
+///
+/// # Errors
+/// What is wrong with recipe, documents, checkpoint or disk, in one line; earlier checkpoints
+/// stay. Without `resume`, a run folder that already holds checkpoints is refused.
+pub fn train(
+    recipe: &Recipe,
+    place: &Path,
+    resume: bool,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let mut run = Setup::new(recipe, place, resume)?;
+    observer.started(&run.started);
+    run.steps(observer)
+}
+
+struct Setup<'a> {
+    recipe: &'a Recipe,
+    dir: PathBuf,
+    corpus: Corpus,
+    train: Vec<usize>,
+    held_out: Vec<usize>,
+    model: Model,
+    attention: AttentionConfig,
+    moments: Vec<Moments>,
+    state: State,
+    started: Started,
+    jsonl: JsonlLog,
+    board: TensorBoardLog,
+    records: Vec<Record>,
+}
+
+impl<'a> Setup<'a> {
+    fn new(recipe: &'a Recipe, place: &Path, resume: bool) -> Result<Self, TrainError> {
+        let dir = recipe.run.dir.clone();
+        let checkpoints = dir.join("checkpoints");
+        let last = checkpoint::latest(&checkpoints);
+        if !resume && let Some(last) = &last {
+            let message =
+                "a run is already here; continue it with --resume, or choose another run.dir";
+            return Err(TrainError::checkpoint(last, message));
+        }
+        let last = last.filter(|_| resume);
+        if resume && last.is_none() {
+            let message = "there is no checkpoint to resume from; start without --resume";
+            return Err(TrainError::checkpoint(&checkpoints, message));
+        }
+        let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
+        let from = base.as_deref().map(checkpoint::read_config).transpose()?;
+        let tokenizer = match (&recipe.data.tokenizer, &from) {
+            (Some(file), from) => {
+                let given = from.as_ref().map(|f| &f.tokenizer);
+                let (bos, eos) = given.map_or((None, None), |t| (t.bos(), t.eos()));
+                Tokenizer::from_file(&place.join(file), bos, eos)?
+            }
+            (None, Some(from)) => from.tokenizer.clone(),
+            (None, None) => Tokenizer::bytes(),
+        };
+        let template = chat_template(recipe, place, from.as_ref())?;
+        let data = &recipe.data;
+        let sources = Sources {
+            root: place.join(&data.root),
+            files: data.files.clone(),
+            exclude: data.exclude.clone(),
+            format: data.format,
+            on_bad_document: data.on_bad_document,
+        };
+        let corpus = Corpus::scan(&sources, tokenizer, Some(template))?;
+        let (train, held_out) = corpus.split(data.held_out, recipe.run.seed);
+
+        let config = match (&from, recipe.model_config(corpus.tokenizer().vocab_size())?) {
+            (Some(from), _) => from.model.clone(),
+            (None, Some(config)) => config,
+            (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
+        };
+        let attention = match (&recipe.attention, &from) {
+            (Some(attention), _) => attention.clone(),
+            (None, Some(from)) => from.attention.clone(),
+            (None, None) => {
+                let message =
+                    "the section [attention] is missing; write mask = \"causal & document\"";
+                return Err(TrainError::recipe("recipe", message));
+            }
+        };
+        let mut model =
+            Model::new(config, &attention, recipe.run.seed).map_err(TrainError::model)?;
+        let mut fresh_buffers = Vec::new();
+        let fingerprint = corpus.fingerprint();
+        let (moments, state) = match (&last, &base) {
+            (Some(last), _) => {
+                let (moments, state) = checkpoint::load_state(last, &mut model)?;
+                if state.fingerprint != fingerprint {
+                    let message = "the documents are not those this run was trained on; restore \
+                                   them, or start a new run";
+                    return Err(TrainError::checkpoint(last, message));
+                }
+                (moments, state)
+            }
+            (None, base) => {
+                if let Some(base) = base {
+                    fresh_buffers = checkpoint::load_weights(base, &mut model)?;
+                }
+                let moments =
+                    model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
+                (moments, State { fingerprint, ..Default::default() })
+            }
+        };
+
+        std::fs::create_dir_all(&dir).map_err(|e| TrainError::write(&dir, e))?;
+        checkpoint::replace_file(&dir.join("recipe.toml"), recipe.to_toml()?.as_bytes())?;
+        let log = dir.join("metrics.jsonl");
+        let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
+        let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
+        let board = TensorBoardLog::create(&dir).map_err(|e| TrainError::write(&dir, e))?;
+        let started = Started {
+            step: state.step,
+            steps: recipe.train.steps,
+            parameters: model.parameters().iter().map(|p| p.data.len() as u64).sum(),
+            train_documents: train.len(),
+            held_out_documents: held_out.len(),
+            skipped_documents: corpus.skipped().len(),
+            fresh_buffers,
+            dir: dir.clone(),
+        };
+        Ok(Self {
+            recipe,
+            dir,
+            corpus,
+            train,
+            held_out,
+            model,
+            attention,
+            moments,
+            state,
+            started,
+            jsonl,
+            board,
+            records,
+        })
+    }
+
+    fn steps(&mut self, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
+        let corpus = self.corpus.clone();
+        let train = &self.recipe.train;
+        let mut packer = Packer::new(
+            &corpus,
+            self.train.clone(),
+            PackOptions {
+                len: self.recipe.data.len,
+                split: self.recipe.data.split_documents,
+                shuffle: self.recipe.data.shuffle.then_some(self.recipe.run.seed),
+            },
+            self.state.cursor,
+        );
+        let mut gradients = Gradients::zeros(&self.model);
+        let (mut seconds, mut tokens) = (0.0, 0u64);
+        let mut train_loss = None;
+        let mut saved = None;
+        let mut interrupted = false;
+        while self.state.step < train.steps && !interrupted {
+            let metrics = self.step(&mut packer, &mut gradients)?;
+            seconds += metrics.seconds;
+            tokens += (train.batch_rows * train.accumulate * self.recipe.data.len) as u64;
+            train_loss = Some(metrics.loss);
+            self.record(Record::Step(metrics.clone()))?;
+            observer.step(&metrics);
+            let step = self.state.step;
+            let due = |every: u64| every > 0 && step % every == 0 && step < train.steps;
+            if due(train.eval_every) {
+                self.evaluate(train.eval_rows, observer)?;
+            }
+            interrupted = step < train.steps && observer.interrupted();
+            if due(train.save_every) || interrupted {
+                saved = Some(self.save(observer)?);
+            }
+        }
+        let held_out_loss = match interrupted {
+            true => None,
+            false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
+        };
+        let checkpoint = match saved.filter(|_| interrupted) {
+            Some(path) => path,
+            None => self.save(observer)?,
+        };
+        let curve = self.dir.join("loss.svg");
+        curve::write_svg(&curve, "loss", &self.records)
+            .map_err(|e| TrainError::write(&curve, e))?;
+        Ok(Summary {
+            held_out_loss,
+            train_loss,
+            tokens_per_s: if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
+            steps: self.state.step,
+            seconds,
+            checkpoint,
+            interrupted,
+        })
+    }
+
+    fn step(
+        &mut self,
+        packer: &mut Packer<'_>,
+        gradients: &mut Gradients,
+    ) -> Result<StepMetrics, TrainError> {
+        let start = Instant::now();
+        let train = &self.recipe.train;
+        gradients.clear();
+        let (mut nats, mut labelled, mut attention_seconds) = (0.0, 0, 0.0);
+        let (mut cells, mut pairs) = (0usize, 0u64);
+        for _ in 0..train.accumulate {
+            let packed = packer.batch(train.batch_rows)?;
+            let recompute = train.recompute.into();
+            let loss = self
+                .model
+                .forward_backward(&batch(&packed), gradients, recompute)
+                .map_err(TrainError::model)?;
+            nats += loss.sum_nats;
+            labelled += loss.tokens;
+            attention_seconds += loss.attention_seconds;
+            cells += packed.tokens.len();
+            pairs += packed.causal_pairs();
+        }
+        let step = self.state.step + 1;
+        let mean = nats / labelled.max(1) as f64;
+        let scale = 1.0 / labelled.max(1) as f64;
+        let norm = global_norm(gradients.arrays.iter().map(Vec::as_slice)) * scale;
+        for (what, value) in [("the loss", mean), ("the gradient norm", norm)] {
+            if !value.is_finite() {
+                let message = format!("{what} is {value}");
+                return Err(TrainErrorKind::Diverged { step, message }.into());
+            }
+        }
+        let o = &self.recipe.optimizer;
+        let adam =
+            AdamW { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay };
+        let lr = o.lr * self.recipe.learning_rate().ratio(self.state.step);
+        let scale = scale * clip_factor(norm, o.clip_norm);
+        let moments = self.moments.iter_mut();
+        for ((p, g), m) in
+            self.model.parameters_mut().iter_mut().zip(&gradients.arrays).zip(moments)
+        {
+            let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
+            adam.update(&mut p.data, g, m, step, lr, scale, decay);
+        }
+        self.state.step = step;
+        self.state.tokens += labelled as u64;
+        self.state.cursor = packer.cursor();
+        let seconds = start.elapsed().as_secs_f64();
+        let config = self.model.config();
+        let tflops =
+            |keys: f64| cells as f64 * config.flops_per_token(keys).total() / seconds * 1e-12;
+        Ok(StepMetrics {
+            step,
+            loss: mean,
+            grad_norm: norm,
+            lr,
+            tokens: self.state.tokens,
+            tokens_per_s: cells as f64 / seconds,
+            tflops_dense: tflops(self.recipe.data.len as f64),
+            tflops_live: tflops(pairs as f64 / cells.max(1) as f64),
+            memory_bytes: memory_bytes(),
+            attention_share: attention_seconds / seconds,
+            seconds,
+        })
+    }
+
+    /// Mean loss of the held-out documents, over at most `rows` rows.
+    fn evaluate(
+        &mut self,
+        rows: usize,
+        observer: &mut dyn Observer,
+    ) -> Result<Option<EvalMetrics>, TrainError> {
+        if self.held_out.is_empty() {
+            return Ok(None);
+        }
+        let len = self.recipe.data.len;
+        let split = self.recipe.data.split_documents;
+        let found = held_out_loss(
+            &self.model,
+            &self.corpus,
+            &self.held_out,
+            PackOptions { len, split, shuffle: None },
+            self.recipe.train.batch_rows,
+            rows,
+        )?;
+        let metrics = EvalMetrics {
+            step: self.state.step,
+            held_out_loss: found.mean(),
+            perplexity: found.mean().exp(),
+            tokens: found.tokens as u64,
+        };
+        self.record(Record::Eval(metrics.clone()))?;
+        observer.evaluated(&metrics);
+        Ok(Some(metrics))
+    }
+
+    fn record(&mut self, record: Record) -> Result<(), TrainError> {
+        let failed = |e| TrainError::write(&self.dir.join("metrics.jsonl"), e);
+        self.jsonl.append(&record).map_err(failed)?;
+        self.board.append(&record).map_err(|e| TrainError::write(&self.dir, e))?;
+        self.records.push(record);
+        Ok(())
+    }
+
+    fn save(&mut self, observer: &mut dyn Observer) -> Result<PathBuf, TrainError> {
+        let snapshot = Snapshot {
+            model: &self.model,
+            attention: &self.attention,
+            moments: &self.moments,
+            state: &self.state,
+            dtype: self.recipe.train.save_dtype,
+            tokenizer: self.corpus.tokenizer(),
+        };
+        let keep = self.recipe.train.keep;
+        let path = checkpoint::save(&self.dir.join("checkpoints"), &snapshot, keep)?;
+        observer.saved(&path);
+        Ok(path)
+    }
+}
+
+/// A loss summed over tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TotalLoss {
+    /// Sum over labelled tokens, in nats.
+    pub nats: f64,
+    /// Labelled tokens.
+    pub tokens: usize,
+}
+
+impl TotalLoss {
+    /// Mean loss of a token in nats; 0 without tokens.
+    pub fn mean(&self) -> f64 {
+        self.nats / self.tokens.max(1) as f64
+    }
+}
+
+/// The loss of `model` on `documents`, in order, over at most `rows` packed rows.
+///
+/// # Errors
+/// When a document cannot be read or does not fit the model.
+pub fn held_out_loss(
+    model: &Model,
+    corpus: &Corpus,
+    documents: &[usize],
+    options: PackOptions,
+    batch_rows: usize,
+    rows: usize,
+) -> Result<TotalLoss, TrainError> {
+    let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
+    let mut total = TotalLoss::default();
+    let mut left = rows;
+    while left > 0
+        && let Some(packed) = packer.batch_of_pass(batch_rows.min(left), 0)?
+    {
+        left -= packed.rows;
+        let loss = model.loss(&batch(&packed)).map_err(TrainError::model)?;
+        total.nats += loss.sum_nats;
+        total.tokens += loss.tokens;
+    }
+    Ok(total)
+}
+
+/// Packed rows as the model takes them.
+pub fn batch(packed: &Packed) -> Batch<'_> {
+    Batch {
+        rows: packed.rows,
+        len: packed.len,
+        tokens: &packed.tokens,
+        labels: &packed.labels,
+        documents: &packed.documents,
+        positions: &packed.positions,
+    }
+}
+
+fn chat_template(
+    recipe: &Recipe,
+    place: &Path,
+    from: Option<&checkpoint::Config>,
+) -> Result<ChatTemplate, TrainError> {
+    if let Some(file) = &recipe.data.chat_template {
+        let path = place.join(file);
+        let source = std::fs::read_to_string(&path)
+            .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
+        return ChatTemplate::new(&source, &path, "", "");
+    }
+    let own = from.and_then(|f| f.chat_template.as_deref());
+    ChatTemplate::new(own.unwrap_or(DEFAULT_TEMPLATE), Path::new("chat template"), "", "")
+}
