@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use foveate::mask::{BlockMask, Tile};
+use foveate::mods::Head;
 use foveate::mods::catalogue;
 use foveate::mods::text::parse_mask;
-use foveate::mods::{Head, Kernel, MaskMod};
 use serde::Serialize;
 
 use crate::captures::Captures;
@@ -96,7 +96,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let began = Instant::now();
     let block = BlockMask::build(&mask, head, len, kv_len, args.tile);
     let build_ms = began.elapsed().as_secs_f64() * 1e3;
-    in_range(&mask, head)?;
+    if let Some(read) = block.out_of_range() {
+        return Err(Failure::usage(read.to_string()));
+    }
     if let Some(file) = &args.svg {
         fs::write(file, block.to_svg(&args.text))
             .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
@@ -128,28 +130,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         out.line(format_args!("picture  {}", file.display()))?;
     }
     Ok(())
-}
-
-/// Reads every captured buffer along the edges of the plane, where indices are at their extremes.
-fn in_range(mask: &MaskMod, head: Head) -> Result<(), Failure> {
-    const WIDTH: i32 = 4096;
-    let mut machine = Kernel::compile(mask.program()).machine(WIDTH as usize);
-    machine.set_head(head);
-    let (last_q, last_kv) = (head.q_len - 1, head.kv_len - 1);
-    for start in (0..=last_kv).step_by(WIDTH as usize) {
-        machine.set_columns(start, WIDTH.min(head.kv_len - start) as usize);
-        for q in [0, last_q].into_iter().filter(|&q| q >= 0) {
-            machine.run_row(q, &[]);
-        }
-    }
-    for column in [0, last_kv].into_iter().filter(|&kv| kv >= 0) {
-        machine.set_columns(column, 1);
-        (0..=last_q).for_each(|q| machine.run_row(q, &[]));
-    }
-    match machine.out_of_range() {
-        None => Ok(()),
-        Some(read) => Err(Failure::usage(read.to_string())),
-    }
 }
 
 fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {

@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use foveate_mask::{BlockMask, Kind, Run, Tile, Varies};
-use foveate_mods::MaskMod;
 use foveate_mods::vector::Head;
+use foveate_mods::{MaskMod, OutOfRange};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 /// Rows of tiles that a cache keeps; one that would hold more is emptied first.
@@ -37,6 +37,14 @@ impl Live {
             (tiles.start as usize..tiles.end as usize, r.kind == Kind::Partial)
         };
         all.into_iter().chain(runs.iter().map(of_run))
+    }
+
+    /// An index out of range that the mask reads somewhere.
+    pub fn out_of_range(&self) -> Option<&OutOfRange> {
+        match self {
+            Live::All(_) => None,
+            Live::Some(mask) => mask.out_of_range(),
+        }
     }
 
     /// Numbers of full and of partial tiles of a row.

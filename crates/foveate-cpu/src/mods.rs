@@ -178,10 +178,10 @@ impl Evaluator {
         }
     }
 
-    /// Sets what dropout drops from query `q` to 0.
+    /// Sets what dropout drops from query `q`, the one that [`Self::score`] was given last, to 0.
     pub fn drop_out(&mut self, q: usize, row: &mut [f32]) {
         if let Some(keep) = &mut self.keep {
-            keep.run_row(q as i32, &[]);
+            run_where(keep, q, &[], visible(&self.mask, self.partial));
         }
         self.drop_again(row);
     }

@@ -210,6 +210,8 @@ impl CpuPlan {
                 self.masks.live(mask, &heads.collect::<Vec<_>>(), [tiles.q, tiles.kv])
             }
         };
+        // The first head's, so that neither tiles nor threads decide whether it is reported.
+        let out_of_range = live.iter().find_map(Live::out_of_range).map(ToString::to_string);
         Call {
             units: units(&dims, &sequences),
             sequences,
@@ -221,7 +223,7 @@ impl CpuPlan {
             keep_factor: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             mods: &self.mods,
             pool: &self.pool,
-            out_of_range: Mutex::new(None),
+            out_of_range: Mutex::new(out_of_range),
             dims,
         }
     }

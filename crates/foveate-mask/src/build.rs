@@ -29,7 +29,9 @@ pub(crate) fn build(
         live_entries: 0,
     };
     builder.visit(0..rows as u32, 0..kv_len.div_ceil(tile.kv as usize) as u32);
-    BlockMask::from_rows(q_len, kv_len, tile, builder.rows, builder.live_entries)
+    let out_of_range = builder.machine.out_of_range().cloned();
+    let mask = BlockMask::from_rows(q_len, kv_len, tile, builder.rows, builder.live_entries);
+    BlockMask { out_of_range, ..mask }
 }
 
 struct Builder {

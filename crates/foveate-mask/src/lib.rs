@@ -51,7 +51,7 @@ use std::ops::Range;
 
 pub use lists::MaskError;
 
-use foveate_mods::{Head, Leaf, MaskMod};
+use foveate_mods::{Head, Leaf, MaskMod, OutOfRange};
 
 /// Size of a tile: queries by keys, at least 1 each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,6 +100,7 @@ pub struct BlockMask {
     starts: Vec<u32>,
     runs: Vec<Run>,
     live_entries: u64,
+    out_of_range: Option<OutOfRange>,
 }
 
 /// Counts over a [`BlockMask`].
@@ -167,7 +168,14 @@ impl BlockMask {
             runs.extend(row);
             starts.push(runs.len() as u32);
         }
-        Self { q_len, kv_len, tile, starts, runs, live_entries }
+        Self { q_len, kv_len, tile, starts, runs, live_entries, out_of_range: None }
+    }
+
+    /// An index, outside the axis of its captured buffer, that the mask reads at some position of
+    /// the plane. [`Self::build`] finds one whenever there is any, whatever the tile; which of
+    /// several depends on the tile. Parts and transposes of a block mask do not know.
+    pub fn out_of_range(&self) -> Option<&OutOfRange> {
+        self.out_of_range.as_ref()
     }
 
     /// Number of queries.

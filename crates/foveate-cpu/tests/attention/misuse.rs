@@ -23,6 +23,63 @@ fn an_index_out_of_range_is_an_error_that_names_the_buffer() {
 }
 
 #[test]
+fn an_index_out_of_range_of_a_score_counts_at_visible_entries_only_hoisted_or_not() {
+    // Read once a column, once a row, once a head; the mask hides what lies outside.
+    let (few, one) = (Buffer::vector("few", vec![0.5f32; 30]), Buffer::vector("one", vec![0.5f32]));
+    let by_head = Buffer::vector("by_head", vec![0.5f32]);
+    let everything = [
+        (score() + few.at([kv()]), kv().lt(30)),
+        (score() + few.at([q()]), q().lt(30)),
+        (score() + by_head.at([h()]), h().eq(0)),
+        (score() + one.at([kv() - q()]), kv().eq(q())),
+    ];
+    for (i, (score, visible)) in everything.into_iter().enumerate() {
+        for tile in [1, 16, 64] {
+            let options =
+                CpuOptions { tile_q: Some(tile), tile_kv: Some(16), ..CpuOptions::default() };
+            let case = Case { options, score: score_mod(score.clone()), ..Case::default() };
+            let hidden = Case { mask: mask(visible.clone()), ..case.clone() };
+            hidden.check(&format!("score {i}, tiles of {tile}"));
+            let inputs = case.inputs();
+            let error = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap_err();
+            assert!(matches!(error.kind(), CpuErrorKind::OutOfRange { .. }), "score {i}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_mask_that_reads_past_a_buffer_is_reported_whatever_the_tiles() {
+    let short = Buffer::vector("short", vec![0; 50]);
+    let never = Buffer::new("never", &[1], vec![false]).unwrap();
+    for (i, m) in [
+        // Clamped, the last element is that of the others: bounds would see a full plane.
+        short.at([kv()]).eq(0),
+        // Causal keeps the last keys from most rows, and the empty ones are skipped.
+        q().ge(kv()) & short.at([kv()]).eq(0),
+        // The last query and the last key alone, in an empty plane.
+        never.at([(q() + kv() - 87).max(0)]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for tile in [None, Some(1), Some(8), Some(16), Some(64)] {
+            let options = CpuOptions {
+                tile_q: tile,
+                tile_kv: tile.map(|t| t.max(16)),
+                ..CpuOptions::default()
+            };
+            let case = Case { options, mask: mask(m.clone()), ..Case::default() };
+            let inputs = case.inputs();
+            let error = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap_err();
+            assert!(
+                matches!(error.kind(), CpuErrorKind::OutOfRange { .. }),
+                "mask {i}, {tile:?}: {error}"
+            );
+        }
+    }
+}
+
+#[test]
 fn other_heads_dims_or_dtypes_than_planned_are_refused() {
     let case = Case::default();
     let plan = case.plan(&case.inputs());

@@ -32,6 +32,11 @@ impl Interval {
         }
     }
 
+    /// Whether every value is an index of an axis of length `len`.
+    pub(super) fn within(self, len: usize) -> bool {
+        matches!(self, I32 { lo, hi } if lo >= 0 && (hi as usize) < len)
+    }
+
     fn known(self) -> Option<ScalarValue> {
         match self {
             Bool { yes, no } if yes != no => Some(ScalarValue::Bool(yes)),

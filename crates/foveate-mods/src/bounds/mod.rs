@@ -4,7 +4,9 @@
 //! for the queries and keys of the rectangle. If the mask's range is only `true` or only
 //! `false` the rectangle is decided without looking at its points. Captured buffers take part
 //! through tables of range minima and maxima, made once ([`Bounds::new`]). The answer is always
-//! sound and may be undecided: the two sides of `x - x` are not known to be equal.
+//! sound and may be undecided: the two sides of `x - x` are not known to be equal. A rectangle
+//! that may read a captured buffer outside its axes is never decided, so whoever evaluates what
+//! bounds leave open meets every index out of range, however the plane is cut.
 
 mod interval;
 #[cfg(test)]
@@ -61,6 +63,7 @@ impl Bounds {
             kv_len: head.kv_len,
             ..Point::default()
         };
+        let mut inside = true;
         let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
         for node in graph.nodes() {
             let of = |id: &crate::NodeId| ranges[id.index()];
@@ -75,7 +78,10 @@ impl Bounds {
                 Node::Scalar(slot) => Interval::one(graph.scalars()[*slot as usize].value),
                 Node::Load { buffer, index } => {
                     let slot = *buffer as usize;
-                    self.tables[slot].range(&graph.buffers()[slot], index.iter().map(of))
+                    let buffer = &graph.buffers()[slot];
+                    let mut axes = index.iter().map(of).zip(buffer.shape());
+                    inside &= axes.all(|(index, &len)| index.within(len));
+                    self.tables[slot].range(buffer, index.iter().map(of))
                 }
                 Node::Unary(op, x) => interval::unary(*op, of(x)),
                 Node::Binary(op, x, y) => interval::binary(*op, of(x), of(y)),
@@ -89,6 +95,7 @@ impl Bounds {
             ranges.push(range);
         }
         match ranges[self.program.roots()[0].index()] {
+            Interval::Bool { .. } if !inside => Cover::Undecided,
             Interval::Bool { yes: true, no: false } => Cover::Full,
             Interval::Bool { yes: false, no: true } => Cover::Empty,
             Interval::Bool { .. } => Cover::Undecided,
@@ -154,6 +161,19 @@ mod tests {
         agrees(&mask(doc.at([q()]).eq(doc.at([kv()]))), true);
         let tiles = Buffer::new("tiles", &[4, 4], (0..16).map(|i| i % 3 == 0).collect()).unwrap();
         agrees(&mask(tiles.at([q() / 6, kv() / 6])), true);
+    }
+
+    #[test]
+    fn a_rectangle_that_may_read_outside_a_buffer_is_never_decided() {
+        let ids = Buffer::vector("ids", vec![7; 10]);
+        let bounds = Bounds::new(mask(ids.at([expr::kv()]).eq(7)).program());
+        let head = Head { q_len: LEN, kv_len: LEN, ..Default::default() };
+        assert_eq!(bounds.cover(&head, 0..4, 0..10), Cover::Full);
+        assert_eq!(bounds.cover(&head, 0..4, 0..11), Cover::Undecided);
+        assert_eq!(bounds.cover(&head, 0..4, 10..11), Cover::Undecided);
+        let hidden = Bounds::new(mask(ids.at([expr::kv() - 1]).eq(7) & expr::q().lt(0)).program());
+        assert_eq!(hidden.cover(&head, 0..4, 1..11), Cover::Empty);
+        assert_eq!(hidden.cover(&head, 0..4, 0..11), Cover::Undecided);
     }
 
     #[test]

@@ -6,8 +6,9 @@
 //! time over slices in loops that the compiler vectorises. Rows are a tile wide (64 to 256
 //! elements), so every intermediate stays in the first-level cache.
 //!
-//! Captured-buffer indices are clamped to their axis; the first one that had to be is kept for
-//! [`Machine::out_of_range`]. Both sides of an `if` are evaluated, so both must index in range.
+//! Captured-buffer indices are clamped to their axis; the first one that had to be, at an entry
+//! that counts, is kept for [`Machine::out_of_range`]. Loads that were hoisted out of the row
+//! count like the others: at the entries of a row that use them. Both sides of an `if` are evaluated, so both must index in range.
 
 mod rows;
 
@@ -114,6 +115,7 @@ impl Kernel {
             head: Head::default(),
             width: 0,
             wrong: None,
+            hoisted: Default::default(),
             kernel: self.clone(),
         }
     }
@@ -141,15 +143,38 @@ pub struct Machine {
     head: Head,
     width: usize,
     wrong: Option<OutOfRange>,
+    hoisted: Hoisted,
+}
+
+/// Indices out of range met outside the loop over a row, which count once an entry uses them.
+#[derive(Clone, Debug, Default)]
+struct Hoisted {
+    head: Option<OutOfRange>,
+    row: Option<OutOfRange>,
+    /// With the column.
+    columns: Vec<(usize, OutOfRange)>,
+}
+
+impl Hoisted {
+    /// The first that an entry counts of.
+    fn counted(&self, live: Option<&[bool]>) -> Option<&OutOfRange> {
+        let counts = |column: usize| live.is_none_or(|l| l[column]);
+        let any = || live.is_none_or(|l| l.contains(&true));
+        let scalar = self.head.as_ref().or(self.row.as_ref()).filter(|_| any());
+        scalar.or_else(|| self.columns.iter().find(|(c, _)| counts(*c)).map(|(_, wrong)| wrong))
+    }
 }
 
 impl Machine {
     /// Evaluates what depends on the head alone.
     pub fn set_head(&mut self, head: Head) {
         self.head = head;
+        self.hoisted = Hoisted::default();
         let compiled = Arc::clone(&self.kernel.0);
         for &i in &compiled.head {
-            self.run_scalar(&compiled, i, 0);
+            if let Some(wrong) = self.run_scalar(&compiled, i, 0) {
+                self.hoisted.head.get_or_insert(wrong);
+            }
         }
     }
 
@@ -160,6 +185,7 @@ impl Machine {
     pub fn set_columns(&mut self, kv_start: i32, width: usize) {
         assert!(width <= self.positions.len(), "a row is at most max_width wide");
         self.width = width;
+        self.hoisted.columns.clear();
         let compiled = Arc::clone(&self.kernel.0);
         for &i in &compiled.column {
             if compiled.program.graph().nodes()[i] == Node::Leaf(Leaf::Kv) {
@@ -168,7 +194,7 @@ impl Machine {
                     *x = kv_start + j as i32;
                 }
             } else {
-                self.run_lane(&compiled, i, None);
+                self.run_lane(&compiled, i, Entries::Columns);
             }
         }
     }
@@ -187,15 +213,21 @@ impl Machine {
 
     fn run(&mut self, q: i32, score: &[f32], live: Option<&[bool]>) {
         let compiled = Arc::clone(&self.kernel.0);
+        self.hoisted.row = None;
         for &i in &compiled.row {
-            self.run_scalar(&compiled, i, q);
+            if let Some(wrong) = self.run_scalar(&compiled, i, q) {
+                self.hoisted.row.get_or_insert(wrong);
+            }
+        }
+        if self.wrong.is_none() && self.width > 0 {
+            self.wrong = self.hoisted.counted(live).cloned();
         }
         for &i in &compiled.full {
             if compiled.program.graph().nodes()[i] == Node::Leaf(Leaf::Score) {
                 let Lane::F32(lane) = &mut self.lanes[i] else { unreachable!("the score is f32") };
                 lane[..self.width].copy_from_slice(&score[..self.width]);
             } else {
-                self.run_lane(&compiled, i, live);
+                self.run_lane(&compiled, i, Entries::Row(live));
             }
         }
         for root in compiled.program.roots() {
@@ -247,7 +279,8 @@ impl Machine {
         &self.lanes[self.kernel.program().roots()[root].index()]
     }
 
-    fn run_scalar(&mut self, compiled: &Compiled, i: usize, q: i32) {
+    fn run_scalar(&mut self, compiled: &Compiled, i: usize, q: i32) -> Option<OutOfRange> {
+        let mut outside = None;
         let graph = compiled.program.graph();
         let value = |x: &NodeId| self.values[x.index()];
         self.values[i] = match &graph.nodes()[i] {
@@ -262,9 +295,7 @@ impl Machine {
             Node::Load { buffer, index } => {
                 let buffer = &graph.buffers()[*buffer as usize];
                 let (at, wrong) = eval::locate(buffer, index.iter().map(|x| eval::int(value(x))));
-                if self.wrong.is_none() {
-                    self.wrong = wrong;
-                }
+                outside = wrong;
                 eval::element(buffer, at)
             }
             Node::Unary(op, x) => eval::unary(*op, value(x)),
@@ -278,5 +309,15 @@ impl Machine {
             }
             Node::Cast(to, x) => eval::cast(*to, value(x)),
         };
+        outside
     }
+}
+
+/// The entries that lanes are computed for.
+#[derive(Clone, Copy)]
+enum Entries<'a> {
+    /// Columns, before any row.
+    Columns,
+    /// A row; indices count at its live entries.
+    Row(Option<&'a [bool]>),
 }

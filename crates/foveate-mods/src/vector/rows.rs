@@ -1,6 +1,6 @@
 //! One operation along a row.
 
-use super::{Compiled, Lane, Machine};
+use super::{Compiled, Entries, Lane, Machine};
 use crate::capture::{AnyBuffer, BufferData, ScalarValue};
 use crate::eval::{self, OutOfRange, euclid_rem, floor_div, unary_f32};
 use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp, mix};
@@ -85,12 +85,12 @@ impl Machine {
     }
 
     /// Evaluates column or full node `i` over the current columns.
-    pub(super) fn run_lane(&mut self, compiled: &Compiled, i: usize, live: Option<&[bool]>) {
+    pub(super) fn run_lane(&mut self, compiled: &Compiled, i: usize, entries: Entries<'_>) {
         let graph = compiled.program.graph();
         let width = self.width;
         if let Node::Load { buffer, index } = &graph.nodes()[i] {
             let mut lane = std::mem::replace(&mut self.lanes[i], Lane::Bool(Vec::new()));
-            self.load(compiled, &graph.buffers()[*buffer as usize], index, &mut lane, live);
+            self.load(compiled, &graph.buffers()[*buffer as usize], index, &mut lane, entries);
             self.lanes[i] = lane;
             return;
         }
@@ -251,7 +251,7 @@ impl Machine {
         buffer: &AnyBuffer,
         index: &[NodeId],
         lane: &mut Lane,
-        live: Option<&[bool]>,
+        entries: Entries<'_>,
     ) {
         let width = self.width;
         let mut positions = std::mem::take(&mut self.positions);
@@ -274,8 +274,18 @@ impl Machine {
                 }
             }
         }
-        if outside && self.wrong.is_none() {
-            self.wrong = self.first_outside(compiled, buffer, index, live);
+        match entries {
+            Entries::Columns if outside => {
+                for j in 0..width {
+                    let wrong = self.outside(compiled, buffer, index, j);
+                    self.hoisted.columns.extend(wrong.map(|wrong| (j, wrong)));
+                }
+            }
+            Entries::Row(live) if outside && self.wrong.is_none() => {
+                let mut counted = (0..width).filter(|&j| live.is_none_or(|l| l[j]));
+                self.wrong = counted.find_map(|j| self.outside(compiled, buffer, index, j));
+            }
+            _ => {}
         }
         let positions_in = &positions[..width];
         let contiguous = !outside
@@ -291,20 +301,19 @@ impl Machine {
         self.positions = positions;
     }
 
-    fn first_outside(
+    /// What is out of range in the indices of entry `j`.
+    fn outside(
         &self,
         compiled: &Compiled,
         buffer: &AnyBuffer,
         index: &[NodeId],
-        live: Option<&[bool]>,
+        j: usize,
     ) -> Option<OutOfRange> {
-        (0..self.width).filter(|&j| live.is_none_or(|l| l[j])).find_map(|j| {
-            let at = index.iter().map(|&id| match self.i32_src(compiled, id) {
-                Src::One(i) => i,
-                Src::Row(row) => row[j],
-            });
-            eval::locate(buffer, at).1
-        })
+        let at = index.iter().map(|&id| match self.i32_src(compiled, id) {
+            Src::One(i) => i,
+            Src::Row(row) => row[j],
+        });
+        eval::locate(buffer, at).1
     }
 }
 
