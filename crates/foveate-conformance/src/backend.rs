@@ -1,10 +1,12 @@
 //! What can run a case.
 
+use foveate::{Attention, Device, Plan, Problem};
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
 use foveate_tensor::{DType, TensorMut};
 
+use crate::case::Question;
 use crate::data::for_each;
 
 /// Something that computes attention.
@@ -16,7 +18,12 @@ pub trait Backend: Sync {
     ///
     /// # Errors
     /// Why it declines.
-    fn prepare(&self, spec: &Spec, dims: &Dims, dtype: DType) -> Result<Box<dyn Prepared>, String>;
+    fn prepare(
+        &self,
+        question: &Question,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String>;
 }
 
 /// A backend that took a problem.
@@ -35,13 +42,15 @@ pub trait Prepared {
 }
 
 /// Every backend of this build: the plain implementation of the oracle (which checks the harness),
-/// the CPU with the tiles it chooses, and the CPU with tiles that most cases leave partly filled.
+/// the CPU with the tiles it chooses, the CPU with tiles that most cases leave partly filled, and the
+/// crate `foveate`, which is given global positions.
 pub fn backends() -> Vec<Box<dyn Backend>> {
     let odd = CpuOptions { tile_q: Some(5), tile_kv: Some(16), ..CpuOptions::default() };
     vec![
         Box::new(Plain),
         Box::new(Cpu { name: "cpu", options: CpuOptions::default() }),
         Box::new(Cpu { name: "cpu, tiles 5x16", options: odd }),
+        Box::new(Public),
     ]
 }
 
@@ -55,8 +64,13 @@ impl Backend for Cpu {
         self.name
     }
 
-    fn prepare(&self, spec: &Spec, dims: &Dims, dtype: DType) -> Result<Box<dyn Prepared>, String> {
-        let plan = CpuPlan::new(spec, dims, dtype, self.options);
+    fn prepare(
+        &self,
+        question: &Question,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        let plan = CpuPlan::new(&question.local, dims, dtype, self.options);
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }
 }
@@ -71,6 +85,50 @@ impl Prepared for CpuPlan {
     }
 }
 
+/// What users call: the program in global positions, planned by the crate `foveate`.
+struct Public;
+
+impl Backend for Public {
+    fn name(&self) -> &'static str {
+        "public"
+    }
+
+    fn prepare(
+        &self,
+        question: &Question,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        let Question { global, positions: [q, kv], seed, .. } = question;
+        let mut program = Attention::new().positions(q.clone(), kv.clone());
+        if let Some(mask) = &global.mask {
+            program = program.mask(mask.clone());
+        }
+        if let Some(score) = &global.score {
+            program = program.score(score.clone());
+        }
+        if let Some(scale) = global.scale {
+            program = program.scale(scale);
+        }
+        if let Some(dropout) = &global.dropout {
+            program = program.dropout(dropout.p(), *seed);
+        }
+        let problem = Problem::shaped(dtype, dims.q_shape(), dims.k_shape(), dims.v_shape());
+        let plan = problem.and_then(|problem| program.plan(&problem, &Device::cpu()));
+        Ok(Box::new(plan.map_err(|e| e.to_string())?))
+    }
+}
+
+impl Prepared for Plan {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), String> {
+        self.forward_into(args).map_err(|e| e.to_string())
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
+        self.backward_into(args).map_err(|e| e.to_string())
+    }
+}
+
 /// The oracle's implementation in the operands' precision, written through the same destinations.
 struct Plain;
 
@@ -81,8 +139,13 @@ impl Backend for Plain {
         "plain"
     }
 
-    fn prepare(&self, spec: &Spec, _: &Dims, _: DType) -> Result<Box<dyn Prepared>, String> {
-        Ok(Box::new(PlainPlan(spec.clone())))
+    fn prepare(
+        &self,
+        question: &Question,
+        _: &Dims,
+        _: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        Ok(Box::new(PlainPlan(question.local.clone())))
     }
 }
 

@@ -7,8 +7,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use foveate::Positions;
+use foveate_mods::expr::{kv, q};
 use foveate_mods::text::{Names, parse_mask, parse_score};
-use foveate_mods::{DynExpr, Leaf, MaskMod, ScoreMod};
+use foveate_mods::{Buffer, DynExpr, Expr, Leaf, MaskMod, ModError, ScoreMod};
 use foveate_problem::{Dropout, Spec};
 use foveate_reference::Rule;
 use foveate_tensor::DType;
@@ -84,6 +86,10 @@ pub struct Case {
     /// Global position of row 0 of q and of k.
     #[serde(default)]
     pub offsets: [i32; 2],
+    /// Global position of each row of q; `offsets` is 0 then.
+    pub q_map: Option<Vec<i32>>,
+    /// Global position of each row of k and v.
+    pub kv_map: Option<Vec<i32>>,
     /// Gradients are added to what the destinations hold.
     #[serde(default)]
     pub accumulate: bool,
@@ -166,13 +172,13 @@ impl Case {
         self.name.bytes().fold(0xcbf2_9ce4_8422_2325, hash)
     }
 
-    /// The program, its buffers filled from `random`, with local positions.
+    /// The program, its buffers filled from `random`, in global positions and in local ones.
     ///
     /// # Errors
     /// When a text does not parse or a buffer cannot be made.
-    pub fn spec(&self, random: &mut Random) -> Result<Spec, CaseError> {
+    pub fn question(&self, random: &mut Random) -> Result<Question, CaseError> {
         let fail = |e: &dyn std::fmt::Display| CaseError::new(&self.name, e);
-        let mut names = Names::new();
+        let mut names = Names::new().heads(self.heads[0]);
         for (name, spec) in &self.buffers {
             names = names.buffer(&buffer(&self.name, name, spec, random)?);
         }
@@ -187,25 +193,58 @@ impl Case {
         let mask = self.mask.as_ref().map(|text| parse_mask(text, &names)).transpose();
         let score = self.score.as_ref().map(|text| parse_score(text, &names)).transpose();
         let (mask, score) = (mask.map_err(|e| fail(&e))?, score.map_err(|e| fail(&e))?);
-        let shift = |leaf| self.shifted(leaf);
-        let mask = mask.map(|m| MaskMod::new(m.at(&shift).dynamic())).transpose();
-        let score = score.map(|s| ScoreMod::new(s.at(&shift).dynamic())).transpose();
-        Ok(Spec {
-            mask: mask.map_err(|e| fail(&e))?,
-            score: score.map_err(|e| fail(&e))?,
-            scale: self.scale,
-            dropout: self.dropout.map(|p| Dropout::new(p, self.seed())),
-        })
+        let dropout = self.dropout.map(|p| Dropout::new(p, self.seed()));
+        let global = Spec { mask, score, scale: self.scale, dropout };
+        let local = self.local(&global).map_err(|e| fail(&e))?;
+        let seed = self.seed();
+        Ok(Question { global, local, positions: self.positions(), seed })
     }
 
-    fn shifted(&self, leaf: Leaf) -> DynExpr {
+    fn positions(&self) -> [Positions; 2] {
+        let of = |map: &Option<Vec<i32>>, offset, name| match map {
+            Some(map) => Positions::Map(Buffer::vector(name, map.clone())),
+            None if offset != 0 => Positions::offset(offset),
+            None => Positions::Rows,
+        };
         let [q, kv] = self.offsets;
-        match leaf {
-            Leaf::Q if q != 0 => (foveate_mods::expr::q() + q).dynamic().clone(),
-            Leaf::Kv if kv != 0 => (foveate_mods::expr::kv() + kv).dynamic().clone(),
-            other => DynExpr::leaf(other),
-        }
+        [of(&self.q_map, q, "q_map"), of(&self.kv_map, kv, "kv_map")]
     }
+
+    /// `global` with rows for positions: offsets are constants here, not run-time scalars as in
+    /// the crate `foveate`, which does this for its users.
+    fn local(&self, global: &Spec) -> Result<Spec, ModError> {
+        let [q_offset, kv_offset] = self.offsets;
+        let place = |map: &Option<Vec<i32>>, name, row: Expr<i32>, offset| match map {
+            Some(map) => Buffer::vector(name, map.clone()).at([row]),
+            None => row + offset,
+        };
+        let at = |leaf: Leaf| match leaf {
+            Leaf::Q => place(&self.q_map, "q_map", q(), q_offset).dynamic().clone(),
+            Leaf::Kv => place(&self.kv_map, "kv_map", kv(), kv_offset).dynamic().clone(),
+            other => DynExpr::leaf(other),
+        };
+        let mask = |m: &MaskMod| MaskMod::new(m.at(&at).dynamic());
+        let score = |s: &ScoreMod| ScoreMod::new(s.at(&at).dynamic());
+        Ok(Spec {
+            mask: global.mask.as_ref().map(mask).transpose()?,
+            score: global.score.as_ref().map(score).transpose()?,
+            scale: global.scale,
+            dropout: global.dropout.as_ref().map(|d| d.map(mask)).transpose()?,
+        })
+    }
+}
+
+/// What a backend is asked.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// The program in global positions.
+    pub global: Spec,
+    /// Where the rows of q, and those of k and v, stand.
+    pub positions: [Positions; 2],
+    /// The same program in rows: what stands below the crate `foveate` takes.
+    pub local: Spec,
+    /// Seed of the dropout.
+    pub seed: u64,
 }
 
 fn dtype(at: &str, name: &str) -> Result<DType, CaseError> {

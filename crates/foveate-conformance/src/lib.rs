@@ -20,6 +20,6 @@ mod report;
 mod run;
 
 pub use backend::{Backend, Prepared, backends};
-pub use case::{Case, CaseError, load, parse};
+pub use case::{Case, CaseError, Question, load, parse};
 pub use report::{Outcome, Report, Row};
 pub use run::{check, run};

@@ -35,7 +35,8 @@ pub fn run(cases: &[Case], backends: &[Box<dyn Backend>]) -> Report {
 pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, CaseError> {
     let fail = |e: &dyn std::fmt::Display| CaseError::new(&case.name, e);
     let mut random = Random::new(case.seed());
-    let spec = case.spec(&mut random)?;
+    let question = case.question(&mut random)?;
+    let spec = &question.local;
     let dtype = case.dtype()?;
     let place = place(case)?;
 
@@ -77,17 +78,17 @@ pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, Cas
         dims,
         upstream,
         gold: (
-            forward(&spec, &operands).map_err(|e| fail(&e))?,
-            backward(&spec, &operands, &upstream).map_err(|e| fail(&e))?,
+            forward(spec, &operands).map_err(|e| fail(&e))?,
+            backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
         ),
         low: (
-            low::forward(&spec, &operands).map_err(|e| fail(&e))?,
-            low::backward(&spec, &operands, &upstream).map_err(|e| fail(&e))?,
+            low::forward(spec, &operands).map_err(|e| fail(&e))?,
+            low::backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
         ),
-        statistics: low::statistics(&spec, &operands).map_err(|e| fail(&e))?,
+        statistics: low::statistics(spec, &operands).map_err(|e| fail(&e))?,
     };
     let row = |backend: &dyn Backend| {
-        let outcome = match backend.prepare(&spec, &dims, dtype) {
+        let outcome = match backend.prepare(&question, &dims, dtype) {
             Err(reason) => Outcome::Declined(reason),
             Ok(plan) => match problem.run(&*plan) {
                 Err(reason) => Outcome::Failed(vec![reason]),

@@ -1,5 +1,7 @@
 //! Mods are values: built, compared, rebound and combined like any other.
 
+#![expect(clippy::erasing_op, reason = "a product with 0 that must not fold away is the point")]
+
 use foveate_mods::{
     Buffer, Expr, Leaf, MaskMod, ModErrorKind, Point, Program, ScalarValue, ScoreMod, expr,
 };
