@@ -140,7 +140,7 @@ impl Observer for View {
         let held_out = self.held_out.map_or(String::new(), |l| format!("  held out {l:.3}"));
         let message =
             format!("loss {:.3}{held_out}  {} tokens/s", m.loss, count(m.tokens_per_s.round()));
-        if self.plain && (m.step % 50 == 0 || m.step == 1) {
+        if self.plain && (m.step.is_multiple_of(50) || m.step == 1) {
             eprintln!("step {}/{}  {message}", m.step, self.steps);
         }
         self.bar.set_message(message);

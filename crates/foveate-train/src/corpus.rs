@@ -345,7 +345,7 @@ fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
         for path in
             glob::glob_with(&full.to_string_lossy(), options).map_err(|e| refuse(pattern, &e))?
         {
-            let path = path.map_err(|e| unreadable(&e.path().to_path_buf(), e.error()))?;
+            let path = path.map_err(|e| unreadable(e.path(), e.error()))?;
             if !path.is_file() {
                 continue;
             }

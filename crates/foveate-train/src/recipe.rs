@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use foveate::mods::text::nearest;
 use foveate_nn::{AttentionConfig, ModelConfig, Recompute, RopePairing, RopeScaling};
 use serde::{Deserialize, Serialize};
 
@@ -449,27 +450,11 @@ fn with_hint(message: &str) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     if let (true, Some((wrong, known))) =
         (message.starts_with("unknown field"), quoted.split_first())
-        && let Some(near) = known.iter().min_by_key(|k| edits(k, wrong))
-        && edits(near, wrong) <= 1 + wrong.len() / 3
+        && let Some(near) = nearest(wrong, known.iter().copied())
     {
         return format!("{message}; did you mean `{near}`?");
     }
     message
-}
-
-fn edits(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

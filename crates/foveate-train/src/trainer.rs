@@ -246,7 +246,7 @@ impl<'a> Setup<'a> {
             self.record(Record::Step(metrics.clone()))?;
             observer.step(&metrics);
             let step = self.state.step;
-            let due = |every: u64| every > 0 && step % every == 0 && step < train.steps;
+            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < train.steps;
             if due(train.eval_every) {
                 self.evaluate(train.eval_rows, observer)?;
             }

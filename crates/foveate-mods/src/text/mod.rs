@@ -113,6 +113,29 @@ impl Program {
     }
 }
 
+/// The one of `known` that `name` was probably meant to be: at most one edit (a character put in,
+/// taken out or replaced) and one more for every four characters away.
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let near = known.into_iter().map(|n| (distance(n, name), n)).min()?;
+    (near.0 <= 1 + name.chars().count() / 4).then_some(near.1)
+}
+
+/// Edits (insert, delete, replace) between two names.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
 impl std::fmt::Display for MaskMod {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.program().text().0)

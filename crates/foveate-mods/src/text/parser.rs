@@ -562,11 +562,8 @@ impl<'a> Parser<'a> {
         let named: Vec<&str> = catalogue::names().collect();
         known.extend(named);
         known.extend(self.names.iter().chain(self.lets.keys().map(String::as_str)));
-        let near = known.into_iter().map(|n| (distance(n, name), n)).min();
-        let hint = match near {
-            Some((d, n)) if d <= 1 + name.chars().count() / 4 => format!("; did you mean `{n}`?"),
-            _ => String::new(),
-        };
+        let near = super::nearest(name, known);
+        let hint = near.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
         self.fail(at, format!("there is no `{name}`{hint}"))
     }
 }
@@ -584,20 +581,4 @@ fn argument(value: Value) -> Arg {
             _ => Arg::Expr(e),
         },
     }
-}
-
-/// Edits (insert, delete, replace) between two names.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
