@@ -1,6 +1,6 @@
 //! The f64 oracle of attention: what the semantics say, in the shortest code that says it.
 //!
-//! One naive program ([`attention`], three nested loops over rows, no tiles) is run in f64 as
+//! One naive program (`attention`, three nested loops over rows, no tiles) is run in f64 as
 //! `gold` ([`forward`], [`backward`]) and in f32 with every stored tensor rounded to the operands'
 //! dtype as `low` ([`low`]), which is what an eager framework computes. [`Tolerance`] compares a
 //! backend with both. Mods are evaluated by an interpreter of its own ([`eval`]), and
