@@ -136,10 +136,13 @@ impl Model {
         let start = Instant::now();
         batch.validate(&self.config)?;
         self.check_parameters()?;
+        let shape = [batch.rows, batch.len];
+        let live_pairs = self.plans.live_pairs(shape, batch.documents)?;
+        let bound = self.plans.training(shape, batch.documents)?;
         let plans = (0..self.config.num_hidden_layers)
             .map(|layer| {
                 let learned = &self.parameters[self.places.learned(layer)];
-                self.plans.training([batch.rows, batch.len], batch.documents, learned)
+                self.plans.layer(&bound, learned)
             })
             .collect::<Result<_, _>>()?;
         let mut step = Step {
@@ -159,6 +162,7 @@ impl Model {
         Ok(LossSum {
             sum_nats,
             tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
+            live_pairs,
             attention_seconds: step.attention_seconds,
             seconds: start.elapsed().as_secs_f64(),
         })

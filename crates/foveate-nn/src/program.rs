@@ -4,6 +4,8 @@
 //! A plan is made once. What changes from batch to batch (the documents) and from step to step
 //! (learned buffers) is bound to it.
 
+use foveate::mask::{BlockMask, Tile, Varies};
+use foveate::mods::Head;
 use foveate::mods::Leaf;
 use foveate::mods::text::{Names, parse_mask, parse_score};
 use foveate::{
@@ -130,6 +132,9 @@ pub(crate) struct Plans {
     reads_documents: bool,
     reads_query: bool,
     order: QkvOrder,
+    mask: Option<MaskMod>,
+    heads: usize,
+    group: usize,
 }
 
 impl Plans {
@@ -155,6 +160,9 @@ impl Plans {
             reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
             reads_query: program.reads(Leaf::Q),
             order: program.qkv_order,
+            mask: program.mask.clone(),
+            heads: config.num_attention_heads,
+            group: config.num_attention_heads / config.kv_heads(),
         })
     }
 
@@ -168,18 +176,24 @@ impl Plans {
         &self.learned
     }
 
-    fn bind(
+    /// `plan` over the documents `[rows, len]` of a batch. Layers made from it share its block
+    /// masks.
+    fn documents(
         &self,
         plan: &Plan,
         shape: [usize; 2],
         documents: &[i32],
-        learned: &[Parameter],
     ) -> Result<Plan, NnError> {
-        let mut plan = plan.clone();
-        if self.reads_documents {
-            let data = BufferData::I32(documents.to_vec());
-            plan = plan.rebind(&AnyBuffer::new(DOCUMENTS, &shape, data, false)?)?;
+        if !self.reads_documents {
+            return Ok(plan.clone());
         }
+        let data = BufferData::I32(documents.to_vec());
+        Ok(plan.rebind(&AnyBuffer::new(DOCUMENTS, &shape, data, false)?)?)
+    }
+
+    /// `plan` with the learned buffers of a layer.
+    pub fn layer(&self, plan: &Plan, learned: &[Parameter]) -> Result<Plan, NnError> {
+        let mut plan = plan.clone();
         for (name, parameter) in self.learned.iter().zip(learned) {
             let data = BufferData::F32(parameter.data.clone());
             plan = plan.rebind(&AnyBuffer::new(name, &parameter.shape, data, true)?)?;
@@ -187,19 +201,43 @@ impl Plans {
         Ok(plan)
     }
 
-    /// The plan of one layer for a batch whose documents are `[rows, len]`.
-    pub fn training(
-        &self,
-        shape: [usize; 2],
-        documents: &[i32],
-        learned: &[Parameter],
-    ) -> Result<Plan, NnError> {
-        self.bind(&self.train, shape, documents, learned)
+    /// The plan of a batch whose documents are `[rows, len]`, before [`Self::layer`].
+    pub fn training(&self, shape: [usize; 2], documents: &[i32]) -> Result<Plan, NnError> {
+        self.documents(&self.train, shape, documents)
+    }
+
+    /// Pairs of query and key that the mask lets through in a batch, in the mean of the heads.
+    pub fn live_pairs(&self, [rows, len]: [usize; 2], documents: &[i32]) -> Result<f64, NnError> {
+        let Some(mask) = &self.mask else { return Ok((rows * len * len) as f64) };
+        let bound;
+        let mask = if self.reads_documents {
+            let data = BufferData::I32(documents.to_vec());
+            let doc = AnyBuffer::new(DOCUMENTS, &[rows, len], data, false)?;
+            bound = mask.map(|program| program.rebind(&doc))?;
+            &bound
+        } else {
+            mask
+        };
+        let varies = Varies::of(mask);
+        let heads = if varies.by_head { self.heads } else { 1 };
+        let batch = if varies.by_batch { rows } else { 1 };
+        let mut live = 0.0;
+        for b in 0..batch {
+            for h in 0..heads {
+                let (q_len, kv_len) = (len as i32, len as i32);
+                let h_kv = (h / self.group) as i32;
+                let head = Head { b: b as i32, h: h as i32, h_kv, q_len, kv_len };
+                let tile = Tile { q: 64, kv: 64 };
+                live += BlockMask::build(mask, head, len, len, tile).stats().live_entries as f64;
+            }
+        }
+        Ok(live * rows as f64 / (batch * heads) as f64)
     }
 
     /// The plan of one layer for a cache of `capacity` positions that hold one document.
     pub fn generation(&self, capacity: usize, learned: &[Parameter]) -> Result<Plan, NnError> {
-        self.bind(&self.generate, [1, capacity], &vec![0; capacity], learned)
+        let plan = self.documents(&self.generate, [1, capacity], &vec![0; capacity])?;
+        self.layer(&plan, learned)
     }
 
     /// `plan` for queries that start at `position`.

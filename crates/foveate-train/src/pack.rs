@@ -50,13 +50,6 @@ impl Packed {
         self.labels.iter().filter(|&&label| label != IGNORE).count()
     }
 
-    /// Pairs (query, key) that causal attention within documents computes.
-    pub fn causal_pairs(&self) -> u64 {
-        let real =
-            self.positions.iter().zip(&self.documents).filter(|(_, document)| **document >= 0);
-        real.map(|(&position, _)| position as u64 + 1).sum()
-    }
-
     fn with_rows(rows: usize, len: usize) -> Self {
         let cells = rows * len;
         Self {
@@ -297,7 +290,6 @@ mod tests {
         assert_eq!(packed.positions, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]);
         assert_eq!(packed.labels[..6], [97, 97, 97, 256, IGNORE, 98]);
         assert_eq!(packed.labels[12], 97, "the target of a row's last token lies in the next row");
-        assert_eq!(packed.causal_pairs(), 15 + 15 + 6);
     }
 
     #[test]

@@ -286,7 +286,7 @@ impl<'a> Setup<'a> {
         let train = &self.recipe.train;
         gradients.clear();
         let (mut nats, mut labelled, mut attention_seconds) = (0.0, 0, 0.0);
-        let (mut cells, mut pairs) = (0usize, 0u64);
+        let (mut cells, mut pairs) = (0usize, 0.0);
         for _ in 0..train.accumulate {
             let packed = packer.batch(train.batch_rows)?;
             let recompute = train.recompute.into();
@@ -298,7 +298,7 @@ impl<'a> Setup<'a> {
             labelled += loss.tokens;
             attention_seconds += loss.attention_seconds;
             cells += packed.tokens.len();
-            pairs += packed.causal_pairs();
+            pairs += loss.live_pairs;
         }
         let step = self.state.step + 1;
         let mean = nats / labelled.max(1) as f64;
@@ -337,7 +337,7 @@ impl<'a> Setup<'a> {
             tokens: self.state.tokens,
             tokens_per_s: cells as f64 / seconds,
             tflops_dense: tflops(self.recipe.data.len as f64),
-            tflops_live: tflops(pairs as f64 / cells.max(1) as f64),
+            tflops_live: tflops(pairs / cells.max(1) as f64),
             memory_bytes: memory_bytes(),
             attention_share: attention_seconds / seconds,
             seconds,

@@ -26,7 +26,7 @@ pub struct StepMetrics {
     pub tokens_per_s: f64,
     /// Model TFLOP/s, every query counted with a whole row of keys.
     pub tflops_dense: f64,
-    /// Model TFLOP/s, queries counted with the keys of their document up to themselves.
+    /// Model TFLOP/s, queries counted with the keys that the mask lets through.
     pub tflops_live: f64,
     /// Resident memory of the process, in bytes.
     pub memory_bytes: u64,
