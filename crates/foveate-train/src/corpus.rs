@@ -264,7 +264,7 @@ impl Corpus {
         });
         if read.is_err() || hash(&bytes) != entry.hash {
             let message =
-                "the document changed while it was in use; start again from the last checkpoint";
+                "the document changed while it was in use; put back what it was and resume";
             return Err(TrainError::data(path, entry.line, message));
         }
         let parts = self

@@ -1,0 +1,227 @@
+//! The trainer as a user runs it: a whole run, runs that die, wrong input.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+const RECIPE: &str = r#"
+[run]
+dir = "DIR"
+seed = 3
+
+[model]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+tie_word_embeddings = true
+
+[attention]
+mask = "causal & document"
+score = "softcap(30) then relative_bias"
+
+[attention.learned.rel_bias]
+shape = [2, 17]
+
+[data]
+files = ["*.txt"]
+len = 32
+held_out = 0.2
+
+[train]
+steps = 24
+batch_rows = 2
+eval_every = 10
+save_every = 4
+
+[schedule]
+warmup_steps = 4
+"#;
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for i in 0..12 {
+            let text = format!("document {i}: ") + &"the quick brown fox ".repeat(i + 2);
+            std::fs::write(dir.path().join(format!("{i:02}.txt")), text).unwrap();
+        }
+        let place = Self(dir);
+        place.recipe(|r| r);
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Writes the recipe as `change` makes it.
+    fn recipe(&self, change: impl Fn(String) -> String) {
+        let text = RECIPE.replace("DIR", &self.path("run").display().to_string());
+        std::fs::write(self.path("recipe.toml"), change(text)).unwrap();
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        command.args(args).current_dir(self.0.path()).stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// Runs what must succeed and gives its last line of JSON.
+    fn json(&self, args: &[&str]) -> serde_json::Value {
+        let done = self.run(args);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let text = String::from_utf8(done.stdout).unwrap();
+        serde_json::from_str(text.lines().last().unwrap()).unwrap()
+    }
+
+    /// Runs what must fail and gives its one line.
+    fn told(&self, code: i32, args: &[&str]) -> String {
+        let done = self.run(args);
+        let text = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(code), "{text}");
+        assert!(!text.contains("panicked"), "{text}");
+        text.lines().find(|l| l.starts_with("error: ")).expect("an error line").to_owned()
+    }
+
+    /// Loss and gradient norm of every step, as written.
+    fn steps(&self, run: &str) -> Vec<(u64, String, String)> {
+        let log = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
+        let records = log.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+        let steps = records.filter(|r| r["kind"] == "step");
+        steps
+            .map(|r| {
+                (r["step"].as_u64().unwrap(), r["loss"].to_string(), r["grad_norm"].to_string())
+            })
+            .collect()
+    }
+
+    fn weights(&self, run: &str) -> Vec<u8> {
+        let last = self.path(run).join("checkpoints/step-000024");
+        std::fs::read(last.join("masters.safetensors")).unwrap()
+    }
+}
+
+#[test]
+fn a_run_leaves_all_it_promises() {
+    let place = Place::new();
+    let summary = place.json(&["train", "recipe.toml", "--json"]);
+    assert!(summary["held_out_loss"].as_f64().unwrap() < 5.6);
+    assert!(summary["tokens_per_s"].as_f64().unwrap() > 0.0);
+    assert_eq!(summary["steps"], 24);
+    let checkpoint = summary["checkpoint"].as_str().unwrap();
+    for file in ["config.json", "model.safetensors", "masters.safetensors", "state.json"] {
+        assert!(Path::new(checkpoint).join(file).exists(), "{file}");
+    }
+    for file in ["recipe.toml", "metrics.jsonl", "loss.svg"] {
+        assert!(place.path("run").join(file).exists(), "{file}");
+    }
+    assert_eq!(place.steps("run").len(), 24);
+    let weights = std::fs::read(Path::new(checkpoint).join("model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&weights).unwrap();
+    let bias = tensors.tensor("model.layers.1.self_attn.rel_bias").unwrap();
+    assert_eq!(bias.shape(), [2, 17]);
+    assert!(bias.data().iter().any(|&b| b != 0), "the learned bias has moved");
+    let text =
+        place.json(&["generate", checkpoint, "--prompt", "the", "--max-tokens", "5", "--json"]);
+    assert!(text["tokens"].as_u64().unwrap() <= 5);
+    let found = place.json(&["eval", checkpoint, "00.txt", "01.txt", "--json"]);
+    assert_eq!(found["documents"], 2);
+    assert!(found["loss"].as_f64().unwrap() > 0.0);
+    let again = place.told(1, &["train", "recipe.toml"]);
+    assert!(again.contains("a run is already here"), "{again}");
+}
+
+#[test]
+fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
+    let place = Place::new();
+    let straight = place.path("straight").display().to_string();
+    place.json(&["train", "recipe.toml", "--json", "--set", &format!("run.dir={straight}")]);
+    for round in 0.. {
+        let mut args = vec!["train", "recipe.toml"];
+        if place.path("run/checkpoints").exists()
+            && std::fs::read_dir(place.path("run/checkpoints"))
+                .unwrap()
+                .any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
+        {
+            args.push("--resume");
+        }
+        let mut child =
+            place.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // From before the first step to well inside the run.
+        std::thread::sleep(Duration::from_millis(20 + 35 * round));
+        if round < 8 && child.try_wait().unwrap().is_none() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            continue;
+        }
+        assert!(child.wait().unwrap().success());
+        break;
+    }
+    assert_eq!(place.steps("run"), place.steps("straight"));
+    assert_eq!(place.weights("run"), place.weights("straight"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_saves_and_the_run_goes_on_as_if_it_had_not_been() {
+    let place = Place::new();
+    place.json(&["train", "recipe.toml", "--json", "--set", "run.dir=straight"]);
+    let slow = ["train", "recipe.toml", "--set", "train.batch_rows=2"];
+    let child = place.command(&slow).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let log = place.path("run/metrics.jsonl");
+    while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 2 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    let done = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&done.stderr).into_owned();
+    // A run that was over before the signal came ends well; nothing is left to resume then.
+    if done.status.code() == Some(130) {
+        assert!(told.contains("continue with: foveate train recipe.toml --resume"), "{told}");
+        place.json(&["train", "recipe.toml", "--resume", "--json"]);
+    }
+    assert_eq!(place.steps("run"), place.steps("straight"));
+    assert_eq!(place.weights("run"), place.weights("straight"));
+}
+
+#[test]
+fn wrong_input_gets_one_line_with_the_place() {
+    let place = Place::new();
+    let told = |args: &[&str]| place.told(1, args);
+    assert!(told(&["train", "nowhere.toml"]).contains("nowhere.toml: could not be read"));
+    assert!(told(&["train", "recipe.toml", "--resume"]).contains("no checkpoint to resume from"));
+    let typo = told(&["train", "recipe.toml", "--set", "train.stesp=3"]);
+    assert!(typo.contains("did you mean `steps`?"), "{typo}");
+    let heads = told(&["train", "recipe.toml", "--set", "model.num_attention_heads=3"]);
+    assert!(heads.contains("num_attention_heads"), "{heads}");
+    let mask = told(&["train", "recipe.toml", "--set", "attention.mask=causal & documnet"]);
+    assert!(mask.contains("did you mean `document`?"), "{mask}");
+    let missing = told(&["generate", "nowhere"]);
+    assert!(missing.contains("config.json: could not be read"), "{missing}");
+    std::fs::write(place.path("99.txt"), b"\xff\xfe").unwrap();
+    let utf8 = told(&["train", "recipe.toml"]);
+    assert!(utf8.contains("99.txt: the document is not UTF-8"), "{utf8}");
+    std::fs::write(place.path("99.txt"), "").unwrap();
+    assert!(told(&["train", "recipe.toml"]).contains("99.txt: the document is empty"));
+    std::fs::remove_file(place.path("99.txt")).unwrap();
+    assert!(!place.path("run").exists(), "nothing was written");
+
+    let summary = place.json(&["train", "recipe.toml", "--json", "--set", "train.steps=4"]);
+    let checkpoint = summary["checkpoint"].as_str().unwrap();
+    let file = Path::new(checkpoint).join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+    let cut = told(&["eval", checkpoint, "00.txt"]);
+    assert!(cut.contains("model.safetensors: is damaged or cut short"), "{cut}");
+    std::fs::write(place.path("00.txt"), "another text").unwrap();
+    let changed = told(&["train", "recipe.toml", "--resume"]);
+    assert!(changed.contains("the documents are not those"), "{changed}");
+}
