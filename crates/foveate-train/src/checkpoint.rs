@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use foveate_nn::{AttentionConfig, Model, ModelConfig, Parameter};
 use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -29,6 +29,7 @@ use crate::error::TrainError;
 use crate::optimizer::Moments;
 use crate::pack::Cursor;
 use crate::recipe::SaveDtype;
+use crate::safetensors::Tensors;
 use crate::tokens::Tokenizer;
 
 /// Bytes of weights in one file before they are divided into shards.
@@ -102,6 +103,10 @@ fn save_with(
     shard_bytes: usize,
 ) -> Result<PathBuf, TrainError> {
     let place = folder.join(format!("step-{:06}", snapshot.state.step));
+    if place.exists() {
+        // Steps are reproducible, so what is here is what would be written.
+        return Ok(place);
+    }
     let temporary = folder.join(format!(".writing-{:06}", snapshot.state.step));
     let failed = |e: io::Error| TrainError::write(&place, e);
     fs::create_dir_all(folder).map_err(failed)?;
@@ -116,15 +121,16 @@ fn save_with(
         let _ = fs::remove_dir_all(&temporary);
         return Err(e);
     }
-    if place.exists() {
-        fs::remove_dir_all(&place).map_err(failed)?;
-    }
     fs::rename(&temporary, &place).map_err(failed)?;
     File::open(folder).and_then(|dir| dir.sync_all()).map_err(failed)?;
     let mut all = list(folder);
     while all.len() > keep.max(1) {
-        let (_, oldest) = all.remove(0);
-        fs::remove_dir_all(&oldest).map_err(|e| TrainError::write(&oldest, e))?;
+        let (step, oldest) = all.remove(0);
+        // Out of sight first: a process that dies while it removes leaves no half checkpoint.
+        let leaving = folder.join(format!(".writing-{step:06}"));
+        fs::rename(&oldest, &leaving)
+            .and_then(|()| fs::remove_dir_all(&leaving))
+            .map_err(|e| TrainError::write(&oldest, e))?;
     }
     Ok(place)
 }
@@ -411,18 +417,21 @@ pub fn load_weights(folder: &Path, model: &mut Model) -> Result<Vec<String>, Tra
     let mut missing: BTreeMap<String, usize> =
         model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
     for file in &files {
-        read_tensors(file, |name, shape, data| {
+        let mut tensors = Tensors::open(file)?;
+        let names: Vec<String> = tensors.names().map(str::to_owned).collect();
+        for name in names {
             let derived =
                 name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
             if derived {
-                return Ok(());
+                continue;
             }
-            let Some(i) = missing.remove(name) else {
+            let Some(i) = missing.remove(&name) else {
                 let message =
                     format!("tensor `{name}` is not one of this model's, or stands twice");
                 return Err(TrainError::checkpoint(file, message));
             };
             let parameter = &mut model.parameters_mut()[i];
+            let shape = tensors.shape(&name).expect("it is one of the names");
             if parameter.shape != shape {
                 let message = format!(
                     "tensor `{name}` has shape {shape:?}, but config.json makes it {:?}",
@@ -430,9 +439,8 @@ pub fn load_weights(folder: &Path, model: &mut Model) -> Result<Vec<String>, Tra
                 );
                 return Err(TrainError::checkpoint(file, message));
             }
-            parameter.data = data;
-            Ok(())
-        })?;
+            parameter.data = tensors.read(&name)?;
+        }
     }
     let standard = |name: &str| name.ends_with(".weight");
     if let Some(name) = missing.keys().find(|n| standard(n)) {
@@ -451,71 +459,24 @@ pub fn load_state(folder: &Path, model: &mut Model) -> Result<(Vec<Moments>, Sta
     let state: State = serde_json::from_value(read_json(&path)?)
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
     let path = folder.join(MASTERS);
-    let mut moments: Vec<Moments> = vec![Moments::default(); model.parameters().len()];
-    let places: HashMap<String, usize> =
-        model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
-    let mut found = 0;
-    read_tensors(&path, |name, shape, data| {
-        let unknown = || {
-            let message = format!("tensor `{name}` is not one of this model's in shape {shape:?}");
-            TrainError::checkpoint(&path, message)
-        };
-        let (kind, parameter) = name.split_once(':').ok_or_else(unknown)?;
-        let &i = places.get(parameter).ok_or_else(unknown)?;
-        if model.parameters()[i].shape != shape {
-            return Err(unknown());
-        }
-        match kind {
-            "weight" => model.parameters_mut()[i].data = data,
-            "mean" => moments[i].mean = data,
-            "square" => moments[i].square = data,
-            _ => return Err(unknown()),
-        }
-        found += 1;
-        Ok(())
-    })?;
-    if found != 3 * moments.len() {
-        let message = format!("holds {found} tensors; this model has {}", 3 * moments.len());
-        return Err(TrainError::checkpoint(&path, message));
-    }
-    Ok((moments, state))
-}
-
-/// Calls `take` with every tensor of a file, widened to f32.
-fn read_tensors(
-    path: &Path,
-    mut take: impl FnMut(&str, &[usize], Vec<f32>) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
-    let bytes = fs::read(path).map_err(|e| unreadable(path, &e))?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|e| {
-        let message =
-            format!("is damaged or cut short ({e}); restore it or use another checkpoint");
-        TrainError::checkpoint(path, message)
-    })?;
-    for (name, view) in tensors.iter() {
-        let data = view.data();
-        let values: Vec<f32> = match view.dtype() {
-            Dtype::F32 => data
-                .par_chunks_exact(4)
-                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect(),
-            Dtype::BF16 => data
-                .par_chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect(),
-            Dtype::F16 => data
-                .par_chunks_exact(2)
-                .map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect(),
-            other => {
-                let message =
-                    format!("tensor `{name}` is {other:?}; f32, f16 and bf16 can be read");
-                return Err(TrainError::checkpoint(path, message));
+    let mut tensors = Tensors::open(&path)?;
+    let mut moments = Vec::with_capacity(model.parameters().len());
+    for p in model.parameters_mut() {
+        let mut read = |kind: &str| {
+            let name = format!("{kind}:{}", p.name);
+            match tensors.shape(&name) {
+                Some(shape) if shape != p.shape => {
+                    let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
+                    Err(TrainError::checkpoint(&path, message))
+                }
+                _ => tensors.read(&name),
             }
         };
-        take(name, view.shape(), values)?;
+        let weight = read("weight")?;
+        moments.push(Moments { mean: read("mean")?, square: read("square")? });
+        p.data = weight;
     }
-    Ok(())
+    Ok((moments, state))
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ pub mod optimizer;
 pub mod pack;
 pub mod recipe;
 pub mod rng;
+mod safetensors;
 pub mod schedule;
 pub mod tokens;
 pub mod trainer;

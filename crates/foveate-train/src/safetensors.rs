@@ -1,0 +1,301 @@
+//! Reading safetensors files, with every claim of the header checked.
+//!
+//! A file is eight bytes with the header's length, a JSON header, and the tensors' bytes without
+//! gaps. A header is believed only where the file agrees: offsets inside the file, no gap or
+//! overlap, and as many bytes as dtype and shape need; what is wrong is said with the tensor's
+//! name. Tensors are read one at a time and widened to f32, so that a large checkpoint is never in
+//! memory twice.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use serde::Deserialize;
+
+use crate::error::TrainError;
+
+/// The longest header that is believed, in bytes.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// Elements converted at once.
+const CHUNK: usize = 1 << 16;
+
+/// A dtype that is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Precision {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Precision {
+    fn bytes(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    fn of_tag(tag: &str) -> Option<Self> {
+        match tag {
+            "F32" => Some(Self::F32),
+            "BF16" => Some(Self::Bf16),
+            "F16" => Some(Self::F16),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+/// A safetensors file whose header was checked.
+#[derive(Debug)]
+pub struct Tensors {
+    path: PathBuf,
+    file: File,
+    data_start: u64,
+    entries: BTreeMap<String, Entry>,
+}
+
+impl Tensors {
+    /// Opens a file and checks its header against its size.
+    ///
+    /// # Errors
+    /// If the file is missing, cut short, or its header does not describe it; the message names the tensor.
+    pub fn open(path: &Path) -> Result<Self, TrainError> {
+        let refuse = |message: String| TrainError::checkpoint(path, message);
+        let broken = |e: io::Error| refuse(format!("could not be read: {e}"));
+        let mut file = File::open(path).map_err(broken)?;
+        let size = file.metadata().map_err(broken)?.len();
+        let mut length = [0; 8];
+        if size < 8 {
+            return Err(refuse(format!(
+                "is cut short: a safetensors file has at least 8 bytes, this has {size}"
+            )));
+        }
+        file.read_exact(&mut length).map_err(broken)?;
+        let length = u64::from_le_bytes(length);
+        if length > size - 8 || length > MAX_HEADER {
+            return Err(refuse(format!(
+                "claims a header of {length} bytes in a file of {size}: it is cut short or not safetensors"
+            )));
+        }
+        let mut header = vec![0; length as usize];
+        file.read_exact(&mut header).map_err(broken)?;
+        let mut header: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(&header)
+                .map_err(|e| refuse(format!("has a header that is not a JSON object: {e}")))?;
+        header.remove("__metadata__");
+        let mut entries = BTreeMap::new();
+        for (name, value) in header {
+            let entry: Entry = serde_json::from_value(value).map_err(|e| {
+                refuse(format!("tensor `{name}` is not described as a tensor: {e}"))
+            })?;
+            entries.insert(name, entry);
+        }
+        let tensors = Self { path: path.to_path_buf(), file, data_start: 8 + length, entries };
+        tensors.check(size - 8 - length)?;
+        Ok(tensors)
+    }
+
+    fn check(&self, bytes: u64) -> Result<(), TrainError> {
+        let mut in_order: Vec<(&String, &Entry)> = self.entries.iter().collect();
+        in_order.sort_by_key(|(_, entry)| entry.data_offsets);
+        let mut end = 0;
+        for (name, entry) in in_order {
+            let (start, stop) = entry.data_offsets;
+            let lies = |message: String| {
+                TrainError::checkpoint(
+                    &self.path,
+                    format!("the header lies about tensor `{name}`: {message}"),
+                )
+            };
+            if start != end || stop < start {
+                return Err(lies(format!(
+                    "its bytes {start}..{stop} leave a gap or overlap after byte {end}"
+                )));
+            }
+            if let Some(size) = element_bytes(&entry.dtype) {
+                let elems = entry.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64));
+                if elems.and_then(|n| n.checked_mul(size)) != Some(stop - start) {
+                    return Err(lies(format!(
+                        "{} of shape {:?} does not fill its {} bytes",
+                        entry.dtype,
+                        entry.shape,
+                        stop - start
+                    )));
+                }
+            }
+            if stop > bytes {
+                let message = format!(
+                    "is cut short: tensor `{name}` ends at byte {stop} of the data, but there are {bytes}"
+                );
+                return Err(TrainError::checkpoint(&self.path, message));
+            }
+            end = stop;
+        }
+        if end != bytes {
+            let message = format!("has {} bytes that belong to no tensor", bytes - end);
+            return Err(TrainError::checkpoint(&self.path, message));
+        }
+        Ok(())
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// The shape of a tensor.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.entries.get(name).map(|entry| entry.shape.as_slice())
+    }
+
+    /// Reads a tensor, widened to f32.
+    ///
+    /// # Errors
+    /// If it is missing, holds no floats that can be read, or cannot be read.
+    pub fn read(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
+        let refuse = |message: String| TrainError::checkpoint(&self.path, message);
+        let Some(entry) = self.entries.get(name) else {
+            return Err(refuse(format!("tensor `{name}` is missing")));
+        };
+        let Some(precision) = Precision::of_tag(&entry.dtype) else {
+            let dtype = &entry.dtype;
+            let message = format!("tensor `{name}` is {dtype}; F32, BF16 and F16 can be read");
+            return Err(refuse(message));
+        };
+        let failed = |e: io::Error| {
+            let message = format!("tensor `{name}` could not be read: {e}");
+            TrainError::checkpoint(&self.path, message)
+        };
+        let (start, end) = entry.data_offsets;
+        self.file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
+        let mut left = (end - start) as usize;
+        let mut values = Vec::with_capacity(left / precision.bytes());
+        let mut bytes = Vec::new();
+        while left > 0 {
+            bytes.resize(left.min(CHUNK * precision.bytes()), 0);
+            left -= bytes.len();
+            self.file.read_exact(&mut bytes).map_err(failed)?;
+            let (words, halves) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
+            match precision {
+                Precision::F32 => values.extend(words.map(|b| f32::from_le_bytes(*b))),
+                Precision::Bf16 => values.extend(halves.map(|b| bf16::from_le_bytes(*b).to_f32())),
+                Precision::F16 => values.extend(halves.map(|b| f16::from_le_bytes(*b).to_f32())),
+            }
+        }
+        Ok(values)
+    }
+}
+
+/// Bytes of an element of the format's dtypes of whole bytes.
+fn element_bytes(tag: &str) -> Option<u64> {
+    match tag {
+        "F64" | "I64" | "U64" => Some(8),
+        "F32" | "I32" | "U32" => Some(4),
+        "F16" | "BF16" | "I16" | "U16" => Some(2),
+        "I8" | "U8" | "BOOL" | "F8_E5M2" | "F8_E4M3" => Some(1),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::{Dtype, TensorView};
+
+    fn values(len: usize) -> Vec<f32> {
+        (0..len).map(|i| (i as f32 - 3.0) * 0.37).collect()
+    }
+
+    fn written(dtype: Dtype) -> Vec<u8> {
+        let bytes = |len| -> Vec<u8> {
+            let of = |x: f32| match dtype {
+                Dtype::F32 => x.to_le_bytes().to_vec(),
+                Dtype::BF16 => bf16::from_f32(x).to_le_bytes().to_vec(),
+                _ => f16::from_f32(x).to_le_bytes().to_vec(),
+            };
+            values(len).into_iter().flat_map(of).collect()
+        };
+        let (a, b) = (bytes(6), bytes(5));
+        let a = TensorView::new(dtype, vec![2, 3], &a).unwrap();
+        let b = TensorView::new(dtype, vec![5], &b).unwrap();
+        safetensors::serialize([("b", b), ("a", a)], None).unwrap()
+    }
+
+    fn open(bytes: &[u8]) -> Result<Tensors, TrainError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        std::fs::write(&path, bytes).unwrap();
+        Tensors::open(&path)
+    }
+
+    #[test]
+    fn files_of_the_reference_crate_are_read() {
+        for (dtype, step) in
+            [(Dtype::F32, 0.0f32), (Dtype::BF16, 1.0 / 256.0), (Dtype::F16, 1.0 / 2048.0)]
+        {
+            let mut tensors = open(&written(dtype)).unwrap();
+            assert_eq!(tensors.names().collect::<Vec<_>>(), ["a", "b"]);
+            assert_eq!(tensors.shape("a"), Some(&[2, 3][..]));
+            let read = tensors.read("a").unwrap();
+            assert_eq!(read.len(), 6);
+            for (x, y) in read.iter().zip(values(6)) {
+                assert!((x - y).abs() <= y.abs() * step, "{x} {y}");
+            }
+        }
+        let error = open(&written(Dtype::F32)).unwrap().read("c").unwrap_err().to_string();
+        assert!(error.contains("tensor `c` is missing"), "{error}");
+    }
+
+    #[test]
+    fn every_truncation_is_noticed() {
+        let bytes = written(Dtype::F32);
+        for len in 0..bytes.len() {
+            let error = open(&bytes[..len]).unwrap_err().to_string();
+            let named = error.contains("cut short") && error.contains("model.safetensors");
+            assert!(named, "{len}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_lies_is_caught_by_tensor() {
+        let file = |header: &str, data: usize| {
+            let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+            bytes.extend(header.as_bytes());
+            bytes.resize(bytes.len() + data, 0);
+            open(&bytes).map(|_| ()).unwrap_err().to_string()
+        };
+        let one = |shape: &str, offsets: &str| {
+            format!(r#"{{"w":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
+        };
+        for (header, data, expected) in [
+            (one("[2]", "[0,4]"), 4, "lies about tensor `w`: F32 of shape [2] does not fill its 4"),
+            (one("[1]", "[4,8]"), 8, "leave a gap or overlap after byte 0"),
+            (one("[1]", "[8,4]"), 8, "leave a gap"),
+            (one("[4294967296,4294967296,4]", "[0,64]"), 64, "does not fill"),
+            (one("[1]", "[0,4]"), 9, "5 bytes that belong to no tensor"),
+            (one("[1]", "[0]"), 4, "`w` is not described"),
+            ("[1, 2]".to_owned(), 0, "not a JSON object"),
+        ] {
+            let error = file(&header, data);
+            assert!(error.contains(expected), "{header}: {error}");
+        }
+        let mut huge = u64::MAX.to_le_bytes().to_vec();
+        huge.extend([0; 32]);
+        assert!(open(&huge).unwrap_err().to_string().contains("claims a header of"));
+    }
+
+    #[test]
+    fn integers_cannot_be_weights() {
+        let view = TensorView::new(Dtype::I32, vec![1], &[0; 4]).unwrap();
+        let bytes = safetensors::serialize([("w", view)], None).unwrap();
+        let error = open(&bytes).unwrap().read("w").unwrap_err().to_string();
+        assert!(error.contains("tensor `w` is I32"), "{error}");
+    }
+}
