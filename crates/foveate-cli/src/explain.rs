@@ -1,7 +1,11 @@
 //! `foveate explain`: what would run for a problem that is given by its sizes.
 
+use std::path::PathBuf;
+
 use foveate::mods::text::{parse_mask, parse_score};
 use foveate::{Attention, DType, Device, Problem};
+
+mod budget;
 
 use crate::captures::Captures;
 use crate::failure::Failure;
@@ -11,8 +15,8 @@ use crate::output::Output;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Query heads, or query heads/key-value heads
-    #[arg(long, value_name = "HQ[/HKV]", value_parser = pair)]
-    heads: (usize, usize),
+    #[arg(long, value_name = "HQ[/HKV]", value_parser = pair, required_unless_present = "recipe")]
+    heads: Option<(usize, usize)>,
     /// Number of queries (the sum of --doc-lens when left out)
     #[arg(long, value_name = "N")]
     len: Option<usize>,
@@ -20,8 +24,8 @@ pub struct Args {
     #[arg(long, value_name = "M")]
     kv_len: Option<usize>,
     /// Head dim, or that of queries and keys/that of values
-    #[arg(long, value_name = "D[/DV]", value_parser = pair)]
-    dim: (usize, usize),
+    #[arg(long, value_name = "D[/DV]", value_parser = pair, required_unless_present = "recipe")]
+    dim: Option<(usize, usize)>,
     /// Batch entries
     #[arg(long, value_name = "B", default_value_t = 1)]
     batch: usize,
@@ -39,6 +43,13 @@ pub struct Args {
     backward: bool,
     #[command(flatten)]
     captures: Captures,
+    /// Explain what a recipe takes instead: parameters, memory, attention; no weights or data
+    /// are needed
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["heads", "dim", "len", "kv_len", "mask", "score"])]
+    recipe: Option<PathBuf>,
+    /// Override a field of the recipe, such as data.len=4096
+    #[arg(long, value_name = "KEY=VALUE", requires = "recipe")]
+    set: Vec<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -61,11 +72,16 @@ fn dtype(text: &str) -> Result<DType, String> {
 
 /// Plans and prints the explanation.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    if let Some(path) = &args.recipe {
+        return budget::run(path, &args.set, args.json, out);
+    }
     let Some(len) = args.len.or(args.captures.documents_len()) else {
         return Err(Failure::usage("--len is missing").help("say how many queries: --len 4096"));
     };
     let kv_len = args.kv_len.unwrap_or(len);
-    let ((heads, heads_kv), (dim, dim_v)) = (args.heads, args.dim);
+    let (Some((heads, heads_kv)), Some((dim, dim_v))) = (args.heads, args.dim) else {
+        return Err(Failure::usage("--heads and --dim are missing"));
+    };
     let names = args.captures.names(len.max(kv_len))?.heads(heads);
     let mut program = Attention::new();
     if let Some(text) = &args.mask {

@@ -225,3 +225,49 @@ fn wrong_input_gets_one_line_with_the_place() {
     let changed = told(&["train", "recipe.toml", "--resume"]);
     assert!(changed.contains("the documents are not those"), "{changed}");
 }
+
+#[test]
+fn published_models_are_explained_without_their_files() {
+    let recipes = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
+    let place = Place::new();
+    for (name, parameters) in [("smollm-135m", 134_515_008u64), ("llama3-8b", 8_030_261_248)] {
+        let file = recipes.join(format!("{name}.toml")).display().to_string();
+        let found = place.json(&["explain", "--recipe", &file, "--json"]);
+        assert_eq!(found["parameters"], parameters, "{name}");
+        let total = |mode: &str| found["memory_bytes"][mode]["total"].as_u64().unwrap();
+        assert!(total("none") > total("attention") && total("attention") > total("full"));
+    }
+}
+
+#[test]
+fn a_checkpoint_is_fine_tuned_on_conversations() {
+    let place = Place::new();
+    let base = place.json(&["train", "recipe.toml", "--json", "--set", "train.steps=4"]);
+    let chat = r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}"#;
+    std::fs::write(place.path("chat.jsonl"), format!("{chat}\n").repeat(8)).unwrap();
+    let from = format!("model.checkpoint={}", base["checkpoint"].as_str().unwrap());
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/finetune-chat.toml");
+    let root = format!("data.root={}", place.path("").display());
+    let args = [
+        "train",
+        &recipe.display().to_string(),
+        "--json",
+        "--set",
+        &from,
+        "--set",
+        &root,
+        "--set",
+        "data.files=[\"chat.jsonl\"]",
+        "--set",
+        "data.len=32",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "run.dir=tuned",
+        "--set",
+        "data.held_out=0.0",
+    ];
+    let tuned = place.json(&args);
+    assert_eq!(tuned["steps"], 3);
+    assert!(tuned["train_loss"].as_f64().unwrap().is_finite());
+}

@@ -84,7 +84,8 @@ impl AttentionProgram {
         })
     }
 
-    fn captures(&self) -> impl Iterator<Item = &AnyBuffer> {
+    /// The buffers that mask and score read.
+    pub fn captures(&self) -> impl Iterator<Item = &AnyBuffer> {
         let mask = self.mask.iter().flat_map(|m| m.program().graph().buffers());
         let score = self.score.iter().flat_map(|s| s.program().graph().buffers());
         mask.chain(score)

@@ -529,4 +529,22 @@ steps = 10
         assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
         assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
     }
+
+    #[test]
+    fn every_recipe_of_the_repository_reads_and_every_field_is_documented() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let manual = std::fs::read_to_string(root.join("docs/recipes.md")).unwrap();
+        let mut read = 0;
+        for entry in std::fs::read_dir(root.join("recipes")).unwrap() {
+            let recipe = Recipe::load(&entry.unwrap().path(), &[]).unwrap();
+            read += 1;
+            let table: toml::Table = toml::from_str(&recipe.to_toml().unwrap()).unwrap();
+            for (section, fields) in &table {
+                for field in fields.as_table().unwrap().keys() {
+                    assert!(manual.contains(&format!("`{section}.{field}")), "{section}.{field}");
+                }
+            }
+        }
+        assert!(read >= 5);
+    }
 }

@@ -1,0 +1,103 @@
+//! `foveate explain --recipe`: what a recipe takes, before there are weights or data.
+
+use std::path::Path;
+
+use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Problem};
+use foveate_nn::{AttentionProgram, Recompute};
+use foveate_train::checkpoint;
+use foveate_train::recipe::Recipe;
+use foveate_train::tokens::BYTE_VOCAB;
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::output::{Output, bytes, count};
+
+/// Prints parameters, memory, operations and the attention plan of one layer.
+pub fn run(path: &Path, set: &[String], as_json: bool, out: &mut Output) -> Result<(), Failure> {
+    let recipe = Recipe::load(path, set)?;
+    let place = path.parent().unwrap_or(Path::new(""));
+    let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
+    let from = base.as_deref().map(checkpoint::read_config).transpose()?;
+    let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
+    let config = match (recipe.model_config(vocab)?, &from) {
+        (Some(config), _) => config,
+        (None, Some(from)) => from.model.clone(),
+        (None, None) => {
+            return Err(Failure::new("the recipe gives neither sizes nor a checkpoint"));
+        }
+    };
+    let attention = recipe.attention.clone().or_else(|| from.map(|f| f.attention));
+    let attention = attention.unwrap_or_default();
+    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
+    let heads = config.num_attention_heads;
+    let program = AttentionProgram::parse(&attention, heads)?;
+
+    let learned: Vec<_> = attention.learned.clone().into_iter().collect();
+    let parameters = config.parameter_count_with(&learned);
+    let chosen: Recompute = recipe.train.recompute.into();
+    let modes =
+        [("none", Recompute::None), ("attention", Recompute::Attention), ("full", Recompute::Full)];
+    let memory = modes
+        .map(|(name, mode)| (name, mode == chosen, config.memory_estimate(rows, len, 4, mode)));
+    let flops = config.flops_per_token(len as f64);
+
+    let q = [rows, heads, len, config.dim()];
+    let kv = [rows, config.kv_heads(), len, config.dim()];
+    let mut layer = Attention::new();
+    if let Some(mask) = &program.mask {
+        layer = layer.mask(mask.clone());
+    }
+    if let Some(score) = &program.score {
+        layer = layer.score(score.clone());
+    }
+    let mut plan = layer.plan(&Problem::shaped(DType::F32, q, kv, kv)?, &Device::cpu())?;
+    if program.captures().any(|b| b.name() == "doc") {
+        let one_document = BufferData::I32(vec![0; rows * len]);
+        plan = plan.rebind(&AnyBuffer::new("doc", &[rows, len], one_document, false)?)?;
+    }
+    let explanation = plan.explain();
+
+    if as_json {
+        let memory: serde_json::Map<_, _> = memory
+            .iter()
+            .map(|(name, _, m)| {
+                let parts = json!({
+                    "weights": m.weights,
+                    "gradients": m.gradients,
+                    "optimizer": m.optimizer,
+                    "activations": m.activations,
+                    "total": m.total(),
+                });
+                ((*name).to_owned(), parts)
+            })
+            .collect();
+        out.json(&json!({
+            "parameters": parameters,
+            "memory_bytes": memory,
+            "flops_per_token": flops.total(),
+            "attention": explanation,
+        }))?;
+        return Ok(());
+    }
+    out.line(format!("parameters       {parameters} ({})", count(parameters as f64)))?;
+    out.line(format!("batch            {rows} rows of {len} tokens, f32 on the CPU"))?;
+    for (name, is_chosen, m) in &memory {
+        let mark = if *is_chosen { "*" } else { " " };
+        out.line(format!(
+            "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {}",
+            bytes(m.total() as f64),
+            bytes(m.weights as f64),
+            bytes(m.gradients as f64),
+            bytes(m.optimizer as f64),
+            bytes(m.activations as f64),
+        ))?;
+    }
+    out.line("                 by what the backward pass computes again; * is the recipe's")?;
+    out.line(format!(
+        "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
+        count(flops.linear),
+        count(flops.attention)
+    ))?;
+    out.line("\nattention of one layer, one document a row:")?;
+    Ok(out.text(&explanation)?)
+}
