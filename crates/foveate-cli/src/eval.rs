@@ -1,9 +1,8 @@
 //! `foveate eval`: the loss of a checkpoint on files.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use foveate_nn::Model;
-use foveate_train::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{BadDocument, Corpus, Format, Sources};
 use foveate_train::pack::PackOptions;
@@ -47,10 +46,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         );
         return Err(Failure::usage(message).help(help));
     }
+    let template = config.template()?;
     let mut model = Model::new(config.model, &config.attention, 0)?;
     checkpoint::load_weights(&args.checkpoint, &mut model)?;
-    let template = config.chat_template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
-    let template = ChatTemplate::new(template, Path::new("chat template"), "", "")?;
     let sources = Sources {
         root: PathBuf::new(),
         files: args.files.clone(),
@@ -60,10 +58,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     };
     let corpus = Corpus::scan(&sources, config.tokenizer, Some(template))?;
     let all: Vec<usize> = (0..corpus.len()).collect();
-    let bytes: usize = all.iter().map(|&i| corpus.bytes(i)).sum();
+    let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };
     let total = held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX)?;
-    let bits_per_byte = total.nats / bytes.max(1) as f64 / std::f64::consts::LN_2;
+    let bits_per_byte = bytes.map(|n| total.nats / n.max(1) as f64 / std::f64::consts::LN_2);
     if args.json {
         out.json(&json!({
             "loss": total.mean(),
@@ -77,7 +75,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     out.line(format!("loss           {:.4} nats a token", total.mean()))?;
     out.line(format!("perplexity     {:.3}", total.mean().exp()))?;
-    out.line(format!("bits per byte  {bits_per_byte:.4}"))?;
+    if let Some(bits) = bits_per_byte {
+        out.line(format!("bits per byte  {bits:.4}"))?;
+    }
     out.line(format!(
         "over           {} tokens of {} documents ({} skipped)",
         total.tokens,

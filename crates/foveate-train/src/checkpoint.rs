@@ -5,6 +5,8 @@
 //!   config.json                    sizes, and under `foveate` the attention program
 //!   model.safetensors              weights in the saved dtype (or shards and an index)
 //!   tokenizer.json                 where the tokenizer is a file
+//!   tokenizer_config.json, …       the rest of the tokenizer, of the checkpoint it started from
+//!   chat_template.jinja            where the recipe gave one
 //!   masters.safetensors            f32 weights and AdamW's moments
 //!   state.json                     step, data cursor, fingerprint of the data
 //! ```
@@ -25,6 +27,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::optimizer::Moments;
 use crate::pack::Cursor;
@@ -39,6 +42,11 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const MASTERS: &str = "masters.safetensors";
 const STATE: &str = "state.json";
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// What belongs to a tokenizer besides `tokenizer.json`.
+const COMPANIONS: [&str; 4] =
+    ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", CHAT_TEMPLATE];
 
 /// What a run has reached, besides its weights.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -85,6 +93,10 @@ pub struct Snapshot<'a> {
     pub dtype: SaveDtype,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
+    /// The checkpoint the run started from, whose tokenizer files are kept.
+    pub origin: Option<&'a Path>,
+    /// Source of the chat template, where the recipe gave one.
+    pub chat_template: Option<&'a str>,
 }
 
 /// Saves a checkpoint under `folder` and removes all but the newest `keep`.
@@ -178,6 +190,14 @@ fn write_all(
     if let Some(path) = snapshot.tokenizer.path() {
         let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
         put("tokenizer.json", &bytes)?;
+    }
+    for name in COMPANIONS {
+        let found = snapshot.origin.map(|folder| folder.join(name)).filter(|path| path.is_file());
+        match (found, snapshot.chat_template) {
+            (_, Some(source)) if name == CHAT_TEMPLATE => put(name, source.as_bytes())?,
+            (Some(path), _) => put(name, &fs::read(&path).map_err(|e| unreadable(&path, &e))?)?,
+            (None, _) => {}
+        }
     }
     let parameters = snapshot.model.parameters();
     let size = |p: &Parameter| p.data.len() * dtype_bytes(snapshot.dtype);
@@ -305,17 +325,41 @@ fn config_json(snapshot: &Snapshot<'_>) -> Value {
     config
 }
 
-/// A checkpoint's `config.json`.
+/// What a checkpoint says about itself: all but its weights.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// Its folder.
+    pub folder: PathBuf,
     /// Sizes.
     pub model: ModelConfig,
     /// The attention program; causal where the checkpoint is not one of ours.
     pub attention: AttentionConfig,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// The chat template, where the checkpoint brings one.
+    /// Source of the chat template, where the checkpoint brings one.
     pub chat_template: Option<String>,
+    /// Texts of the tokens that begin and end a text, which templates print themselves.
+    pub special: SpecialTexts,
+}
+
+/// Texts of special tokens; empty where there is none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SpecialTexts {
+    /// Begins a text.
+    pub bos: String,
+    /// Ends a text.
+    pub eos: String,
+}
+
+impl Config {
+    /// The checkpoint's chat template, or the plain one.
+    ///
+    /// # Errors
+    /// When the template is not valid, with its line.
+    pub fn template(&self) -> Result<ChatTemplate, TrainError> {
+        let source = self.chat_template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
+        ChatTemplate::new(source, &self.folder, &self.special.bos, &self.special.eos)
+    }
 }
 
 fn read_json(path: &Path) -> Result<Value, TrainError> {
@@ -353,7 +397,7 @@ pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
             return fail(format!("{key} is {value}, which is not supported; it must be {plain}"));
         }
     }
-    let model: ModelConfig = match serde_json::from_value(json.clone()) {
+    let model: ModelConfig = match serde_json::from_value(with_plain_rope(json.clone())) {
         Ok(model) => model,
         Err(e) => return fail(format!("does not describe a Llama model: {e}")),
     };
@@ -379,19 +423,40 @@ pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
         || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
         |e| e.attention,
     );
-    Ok(Config { model, attention, tokenizer, chat_template: chat_template(folder)? })
+    let (chat_template, special) = chat(folder)?;
+    let folder = folder.to_path_buf();
+    Ok(Config { folder, model, attention, tokenizer, chat_template, special })
 }
 
-fn chat_template(folder: &Path) -> Result<Option<String>, TrainError> {
-    let alone = folder.join("chat_template.jinja");
-    if alone.exists() {
-        return fs::read_to_string(&alone).map(Some).map_err(|e| unreadable(&alone, &e));
+/// Newer files hold all rotary settings in `rope_parameters`; sizes are read from the older keys.
+fn with_plain_rope(mut json: Value) -> Value {
+    let Some(map) = json.as_object_mut() else { return json };
+    if let Some(Value::Object(mut rope)) = map.remove("rope_parameters") {
+        if let Some(theta) = rope.remove("rope_theta") {
+            map.insert("rope_theta".to_owned(), theta);
+        }
+        map.insert("rope_scaling".to_owned(), Value::Object(rope));
     }
-    let config = folder.join("tokenizer_config.json");
-    if !config.exists() {
-        return Ok(None);
-    }
-    Ok(read_json(&config)?.get("chat_template").and_then(Value::as_str).map(str::to_owned))
+    json
+}
+
+/// The source of the chat template and what it may print.
+fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
+    let path = folder.join("tokenizer_config.json");
+    let config = if path.exists() { read_json(&path)? } else { Value::Null };
+    // A special token is its text, or an object with `content`.
+    let text = |key: &str| {
+        let token = config.get(key);
+        let text = token.and_then(|token| token.get("content").unwrap_or(token).as_str());
+        text.unwrap_or_default().to_owned()
+    };
+    let special = SpecialTexts { bos: text("bos_token"), eos: text("eos_token") };
+    let alone = folder.join(CHAT_TEMPLATE);
+    let template = match alone.exists() {
+        true => Some(fs::read_to_string(&alone).map_err(|e| unreadable(&alone, &e))?),
+        false => config.get("chat_template").and_then(Value::as_str).map(str::to_owned),
+    };
+    Ok((template, special))
 }
 
 /// Reads weights into `model`. Learned attention buffers that the files do not have keep their

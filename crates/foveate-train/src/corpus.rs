@@ -221,9 +221,10 @@ impl Corpus {
         &self.tokenizer
     }
 
-    /// The size in the files of document `index`, in bytes.
-    pub fn bytes(&self, index: usize) -> usize {
-        self.entries[index].bytes
+    /// The size of document `index` in bytes; none for a line of JSON, whose text is shorter.
+    pub fn text_bytes(&self, index: usize) -> Option<usize> {
+        let entry = &self.entries[index];
+        entry.line.is_none().then_some(entry.bytes)
     }
 
     /// A hash of all contents in order: two corpora that give the same documents have the same fingerprint.

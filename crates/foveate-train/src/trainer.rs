@@ -99,6 +99,8 @@ struct Setup<'a> {
     recipe: &'a Recipe,
     dir: PathBuf,
     corpus: Corpus,
+    origin: Option<PathBuf>,
+    template_source: Option<String>,
     train: Vec<usize>,
     held_out: Vec<usize>,
     model: Model,
@@ -126,6 +128,9 @@ impl<'a> Setup<'a> {
             let message = "there is no checkpoint to resume from; start without --resume";
             return Err(TrainError::checkpoint(&checkpoints, message));
         }
+        if resume {
+            same_run(recipe, &dir.join("recipe.toml"))?;
+        }
         let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
         let from = base.as_deref().map(checkpoint::read_config).transpose()?;
         let tokenizer = match (&recipe.data.tokenizer, &from) {
@@ -137,7 +142,7 @@ impl<'a> Setup<'a> {
             (None, Some(from)) => from.tokenizer.clone(),
             (None, None) => Tokenizer::bytes(),
         };
-        let template = chat_template(recipe, place, from.as_ref())?;
+        let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
         let data = &recipe.data;
         let sources = Sources {
             root: place.join(&data.root),
@@ -154,6 +159,17 @@ impl<'a> Setup<'a> {
             (None, Some(config)) => config,
             (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
         };
+        let (longest, vocab) = (config.max_position_embeddings, corpus.tokenizer().vocab_size());
+        if data.len > longest {
+            let message =
+                format!("data.len is {}, but the model takes {longest} tokens at most", data.len);
+            return Err(TrainError::recipe("recipe", message));
+        }
+        if vocab > config.vocab_size {
+            let known = config.vocab_size;
+            let message = format!("the tokenizer has {vocab} tokens, but the model knows {known}");
+            return Err(TrainError::recipe("recipe", message));
+        }
         let attention = match (&recipe.attention, &from) {
             (Some(attention), _) => attention.clone(),
             (None, Some(from)) => from.attention.clone(),
@@ -207,6 +223,8 @@ impl<'a> Setup<'a> {
             recipe,
             dir,
             corpus,
+            origin: base,
+            template_source,
             train,
             held_out,
             model,
@@ -390,6 +408,8 @@ impl<'a> Setup<'a> {
             state: &self.state,
             dtype: self.recipe.train.save_dtype,
             tokenizer: self.corpus.tokenizer(),
+            origin: self.origin.as_deref(),
+            chat_template: self.template_source.as_deref(),
         };
         let keep = self.recipe.train.keep;
         let path = checkpoint::save(&self.dir.join("checkpoints"), &snapshot, keep)?;
@@ -452,17 +472,52 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
     }
 }
 
+/// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
+/// Steps, rates and what is saved when may change.
+fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
+    let saved = Recipe::load(path, &[])?;
+    let (old, new) = (&saved.train, &recipe.train);
+    let differs = [
+        ("run.seed", saved.run.seed != recipe.run.seed),
+        ("[model]", saved.model != recipe.model),
+        ("[attention]", saved.attention != recipe.attention),
+        ("[data]", saved.data != recipe.data),
+        ("train.batch_rows", old.batch_rows != new.batch_rows),
+        ("train.accumulate", old.accumulate != new.accumulate),
+    ];
+    match differs.iter().find(|(_, differs)| *differs) {
+        Some((key, _)) => {
+            let message = format!(
+                "{key} is not what this run was started with; restore it, or start a new run in \
+                 another run.dir"
+            );
+            Err(TrainError::checkpoint(path, message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The template conversations are rendered with, and its source where the recipe gives it.
 fn chat_template(
     recipe: &Recipe,
     place: &Path,
     from: Option<&checkpoint::Config>,
-) -> Result<ChatTemplate, TrainError> {
-    if let Some(file) = &recipe.data.chat_template {
-        let path = place.join(file);
-        let source = std::fs::read_to_string(&path)
-            .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
-        return ChatTemplate::new(&source, &path, "", "");
+) -> Result<(ChatTemplate, Option<String>), TrainError> {
+    let special = from.map(|f| f.special.clone()).unwrap_or_default();
+    match (&recipe.data.chat_template, from) {
+        (Some(file), _) => {
+            let path = place.join(file);
+            let source = std::fs::read_to_string(&path)
+                .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
+            let template = ChatTemplate::new(&source, &path, &special.bos, &special.eos)?;
+            Ok((template, Some(source)))
+        }
+        (None, Some(from)) => Ok((from.template()?, None)),
+        (None, None) => {
+            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, Path::new("chat template"), "", "")?, None))
+        }
     }
-    let own = from.and_then(|f| f.chat_template.as_deref());
-    ChatTemplate::new(own.unwrap_or(DEFAULT_TEMPLATE), Path::new("chat template"), "", "")
 }
+
+#[cfg(test)]
+mod tests;

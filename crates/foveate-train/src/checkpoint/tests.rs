@@ -57,6 +57,8 @@ impl Run {
             state: &self.state,
             dtype,
             tokenizer: &self.tokenizer,
+            origin: None,
+            chat_template: None,
         }
     }
 }
@@ -196,4 +198,44 @@ fn configurations_that_are_not_llama_are_refused() {
     fs::remove_file(dir.path().join("config.json")).unwrap();
     let missing = read_config(dir.path()).unwrap_err().to_string();
     assert!(missing.contains("config.json: could not be read"), "{missing}");
+}
+
+#[test]
+fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
+    let (origin, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let special = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "a"}"#;
+    fs::write(origin.path().join("tokenizer_config.json"), special).unwrap();
+    fs::write(origin.path().join("generation_config.json"), "{}").unwrap();
+    let run = Run::new(1, 1);
+    let mut snapshot = run.snapshot(SaveDtype::F32);
+    snapshot.origin = Some(origin.path());
+    let place = save(dir.path(), &snapshot, 2).unwrap();
+    assert!(place.join("generation_config.json").exists());
+    let config = read_config(&place).unwrap();
+    assert_eq!(config.chat_template.as_deref(), Some("a"));
+    assert_eq!((config.special.bos.as_str(), config.special.eos.as_str()), ("<s>", "</s>"));
+    let later = Run::new(1, 2);
+    let mut snapshot = later.snapshot(SaveDtype::F32);
+    snapshot.origin = Some(origin.path());
+    snapshot.chat_template = Some("{{ bos_token }}b");
+    let config = read_config(&save(dir.path(), &snapshot, 2).unwrap()).unwrap();
+    assert_eq!(config.template().unwrap().text(&[], false).unwrap(), "<s>b");
+}
+
+#[test]
+fn rotary_settings_are_read_from_the_newer_key_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    let path = place.join("config.json");
+    let mut json = read_json(&path).unwrap();
+    let map = json.as_object_mut().unwrap();
+    map.remove("rope_theta");
+    map.insert(
+        "rope_parameters".to_owned(),
+        json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 }),
+    );
+    fs::write(&path, json.to_string()).unwrap();
+    let model = read_config(&place).unwrap().model;
+    assert_eq!(model.rope_theta, 5e5);
+    assert_eq!(model.rope_scaling.unwrap().rope_type, "linear");
 }

@@ -1,0 +1,229 @@
+use super::*;
+
+/// A folder with some documents, and recipes about them.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for i in 0..12usize {
+            let text = format!("fn document_{i}() {{ {} }}\n", "let x = y;".repeat(1 + i * 5 % 7));
+            std::fs::write(dir.path().join(format!("{i}.txt")), text).unwrap();
+        }
+        let turn =
+            |role: &str, content: &str| format!(r#"{{"role":"{role}","content":"{content}"}}"#);
+        let chats: String = (0..8)
+            .map(|i| {
+                let (user, said) =
+                    (turn("user", &format!("say {i}")), turn("assistant", "yes yes"));
+                format!("{{\"messages\":[{user},{said}]}}\n")
+            })
+            .collect();
+        std::fs::write(dir.path().join("chat.jsonl"), chats).unwrap();
+        Self(dir)
+    }
+
+    fn recipe(&self, sets: &[&str]) -> Recipe {
+        let text = r#"
+            [run]
+            dir = "replaced below"
+            seed = 3
+            [model]
+            hidden_size = 16
+            intermediate_size = 24
+            num_hidden_layers = 2
+            num_attention_heads = 4
+            num_key_value_heads = 2
+            [attention]
+            mask = "causal & document"
+            [data]
+            files = ["*.txt"]
+            len = 24
+            held_out = 0.2
+            [train]
+            steps = 6
+            batch_rows = 3
+            eval_every = 4
+            save_every = 2
+            [optimizer]
+            lr = 1e-2
+        "#;
+        let dir = format!("run.dir={}", self.0.path().join("run").display());
+        let sets: Vec<String> =
+            [dir.as_str()].iter().chain(sets).map(|set| set.to_string()).collect();
+        Recipe::parse(text, "test.toml", &sets).unwrap()
+    }
+
+    fn run(&self, recipe: &Recipe, resume: bool) -> Result<(Summary, Log), TrainError> {
+        let mut log = Log::default();
+        let summary = train(recipe, self.0.path(), resume, &mut log)?;
+        Ok((summary, log))
+    }
+}
+
+/// The bits of every loss.
+#[derive(Debug, Default, PartialEq)]
+struct Log {
+    losses: Vec<u64>,
+    held_out: Vec<u64>,
+    tokens: u64,
+    stop_after: Option<u64>,
+}
+
+impl Observer for Log {
+    fn step(&mut self, metrics: &StepMetrics) {
+        self.losses.push(metrics.loss.to_bits());
+        self.tokens = metrics.tokens;
+        self.stop_after = self.stop_after.map(|left| left - 1);
+    }
+
+    fn evaluated(&mut self, metrics: &EvalMetrics) {
+        self.held_out.push(metrics.held_out_loss.to_bits());
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.stop_after == Some(0)
+    }
+}
+
+#[test]
+fn losses_do_not_depend_on_threads_or_recomputation() {
+    let run = |threads, recompute: &str| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let place = Place::new();
+        let recipe = place.recipe(&[&format!("train.recompute={recompute}")]);
+        pool.install(|| place.run(&recipe, false).unwrap().1)
+    };
+    let one = run(1, "none");
+    assert_eq!((one.losses.len(), one.held_out.len()), (6, 2));
+    assert!(f64::from_bits(one.losses[5]) < f64::from_bits(one.losses[0]));
+    assert_eq!(one, run(3, "none"));
+    assert_eq!(one, run(2, "full"));
+}
+
+#[test]
+fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
+    let straight = Place::new();
+    let (summary, whole) = straight.run(&straight.recipe(&[]), false).unwrap();
+    let place = Place::new();
+    // Saved weights are rounded; what resuming reads is not.
+    let recipe = place.recipe(&["train.save_dtype=bf16"]);
+    let mut first = Log { stop_after: Some(3), ..Log::default() };
+    let stopped = train(&recipe, place.0.path(), false, &mut first).unwrap();
+    assert!(stopped.interrupted && stopped.steps == 3);
+    let (resumed, second) = place.run(&recipe, true).unwrap();
+    assert_eq!([first.losses, second.losses].concat(), whole.losses);
+    assert_eq!(resumed.held_out_loss, summary.held_out_loss);
+    let again = place.run(&recipe, false).unwrap_err().to_string();
+    assert!(again.contains("--resume"), "{again}");
+}
+
+#[test]
+fn accumulated_batches_are_one_large_batch() {
+    let losses = |rows: usize, accumulate: usize| {
+        let place = Place::new();
+        let rows = format!("train.batch_rows={rows}");
+        let recipe = place.recipe(&[&rows, &format!("train.accumulate={accumulate}")]);
+        place.run(&recipe, false).unwrap().1.losses
+    };
+    for (a, b) in losses(4, 1).into_iter().zip(losses(2, 2)) {
+        let (a, b) = (f64::from_bits(a), f64::from_bits(b));
+        assert!((a - b).abs() < 1e-4 * a, "{a} {b}");
+    }
+}
+
+#[test]
+fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
+    let place = Place::new();
+    let recipe = place.recipe(&[
+        "attention.score=score + bias[h]",
+        "attention.learned.bias.shape=[4]",
+        "attention.learned.bias.init=0.25",
+        "train.recompute=attention",
+    ]);
+    let (summary, _) = place.run(&recipe, false).unwrap();
+    let config = checkpoint::read_config(&summary.checkpoint).unwrap();
+    assert_eq!(config.attention.score.as_deref(), Some("score + bias[h]"));
+    let mut model = Model::new(config.model, &config.attention, 0).unwrap();
+    assert!(checkpoint::load_weights(&summary.checkpoint, &mut model).unwrap().is_empty());
+    for layer in 0..2 {
+        let name = format!("model.layers.{layer}.self_attn.bias");
+        let bias = &model.parameter(&name).unwrap().data;
+        // A bias that every key of a row shares has no gradient in a softmax without a sink.
+        assert!(bias.iter().all(|&b| (b - 0.25).abs() < 1e-3), "{bias:?}");
+    }
+    let place = Place::new();
+    let recipe = place.recipe(&[
+        "attention.score=score + bias[h, min(q - kv, 7)]",
+        "attention.learned.bias.shape=[4, 8]",
+    ]);
+    let (summary, _) = place.run(&recipe, false).unwrap();
+    let config = checkpoint::read_config(&summary.checkpoint).unwrap();
+    let mut model = Model::new(config.model, &config.attention, 0).unwrap();
+    checkpoint::load_weights(&summary.checkpoint, &mut model).unwrap();
+    let bias = &model.parameter("model.layers.1.self_attn.bias").unwrap().data;
+    assert!(bias.iter().all(|&b| b != 0.0 && b.is_finite()), "{bias:?}");
+}
+
+#[test]
+fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
+    let place = Place::new();
+    let base = place.recipe(&["model.max_position_embeddings=64"]);
+    let (summary, _) = place.run(&base, false).unwrap();
+    let text = format!(
+        "[run]\ndir = {:?}\n[model]\ncheckpoint = {:?}\n[data]\nfiles = [\"chat.jsonl\"]\nlen = 64\n\
+         held_out = 0\nsplit_documents = false\n[train]\nsteps = 20\nbatch_rows = 8\nsave_every = 0\n\
+         [optimizer]\nlr = 1e-2\n",
+        place.0.path().join("tuned"),
+        summary.checkpoint
+    );
+    let long = Recipe::parse(&text.replace("len = 64", "len = 65"), "tune.toml", &[]).unwrap();
+    let error = place.run(&long, false).unwrap_err().to_string();
+    assert!(error.contains("data.len is 65, but the model takes 64"), "{error}");
+    let recipe = Recipe::parse(&text, "tune.toml", &[]).unwrap();
+    let (tuned, log) = place.run(&recipe, false).unwrap();
+    // Each conversation fills a row, and its labels are `yes yes`, a newline and the end.
+    assert_eq!(log.tokens, 20 * 8 * 9);
+    let loss = |i: usize| f64::from_bits(log.losses[i]);
+    assert!(loss(19) < 0.8 * loss(0), "{} {}", loss(0), loss(19));
+    assert_eq!(
+        checkpoint::read_config(&tuned.checkpoint).unwrap().attention.mask,
+        "causal & document"
+    );
+}
+
+#[test]
+fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
+    let place = Place::new();
+    let recipe =
+        place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=1"]);
+    let error = place.run(&recipe, false).unwrap_err();
+    assert!(matches!(error.kind(), TrainErrorKind::Diverged { step: 2, .. }), "{error}");
+    assert!(error.to_string().contains("Lower optimizer.lr"), "{error}");
+    let kept = checkpoint::latest(&place.0.path().join("run/checkpoints")).unwrap();
+    assert!(kept.ends_with("step-000001"), "{}", kept.display());
+}
+
+#[test]
+fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
+    let place = Place::new();
+    let mut first = Log { stop_after: Some(2), ..Log::default() };
+    train(&place.recipe(&[]), place.0.path(), false, &mut first).unwrap();
+    for (set, key) in [
+        ("model.num_hidden_layers=1", "[model]"),
+        ("attention.mask=causal", "[attention]"),
+        ("data.len=23", "[data]"),
+        ("run.seed=4", "run.seed"),
+        ("train.batch_rows=2", "train.batch_rows"),
+    ] {
+        let error = place.run(&place.recipe(&[set]), true).unwrap_err().to_string();
+        assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
+    }
+    let file = place.0.path().join("3.txt");
+    let before = std::fs::read(&file).unwrap();
+    std::fs::write(&file, "other words").unwrap();
+    let error = place.run(&place.recipe(&[]), true).unwrap_err().to_string();
+    assert!(error.contains("documents are not those"), "{error}");
+    std::fs::write(&file, before).unwrap();
+    assert_eq!(place.run(&place.recipe(&["train.steps=7"]), true).unwrap().0.steps, 7);
+}
