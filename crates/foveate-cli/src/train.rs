@@ -34,9 +34,12 @@ pub struct Args {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let recipe = Recipe::load(&args.recipe, &args.set)?;
     let place = args.recipe.parent().unwrap_or(Path::new(""));
-    let mut view = View::new(Interrupt::watch()?);
+    let mut view = View::new(Interrupt::watch()?, args.json.then_some(&mut *out));
     let result = train(&recipe, place, args.resume, &mut view);
     view.bar.finish_and_clear();
+    if let Some(e) = view.unwritten.take() {
+        return Err(e.into());
+    }
     let summary = result?;
     if summary.interrupted {
         eprintln!(
@@ -48,9 +51,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::Interrupted);
     }
     if args.json {
-        for line in std::mem::take(&mut view.lines) {
-            out.json(&line)?;
-        }
         out.json(&json!({
             "held_out_loss": summary.held_out_loss,
             "tokens_per_s": summary.tokens_per_s,
@@ -90,24 +90,33 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
 }
 
 /// A progress bar on stderr; plain lines now and then where stderr is no terminal.
-struct View {
+struct View<'a> {
     bar: ProgressBar,
     interrupt: Interrupt,
-    lines: Vec<serde_json::Value>,
+    /// Where JSON lines go, when they are wanted.
+    json: Option<&'a mut Output>,
+    /// The first failure to write one; it ends the run as an interruption does.
+    unwritten: Option<std::io::Error>,
     plain: bool,
     held_out: Option<f64>,
     steps: u64,
 }
 
-impl View {
-    fn new(interrupt: Interrupt) -> Self {
+impl<'a> View<'a> {
+    fn new(interrupt: Interrupt, json: Option<&'a mut Output>) -> Self {
         let plain = !std::io::stderr().is_terminal();
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        Self { bar, interrupt, lines: Vec::new(), plain, held_out: None, steps: 0 }
+        Self { bar, interrupt, json, unwritten: None, plain, held_out: None, steps: 0 }
+    }
+
+    fn line(&mut self, value: serde_json::Value) {
+        if let Some(Err(e)) = self.json.as_mut().map(|out| out.json(&value)) {
+            self.unwritten.get_or_insert(e);
+        }
     }
 }
 
-impl Observer for View {
+impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
         eprintln!(
             "{} parameters; {} documents to train on, {} held out; run folder {}",
@@ -145,15 +154,15 @@ impl Observer for View {
         }
         self.bar.set_message(message);
         self.bar.set_position(m.step);
-        self.lines.push(json!({ "kind": "step", "metrics": m }));
+        self.line(json!({ "kind": "step", "metrics": m }));
     }
 
     fn evaluated(&mut self, m: &EvalMetrics) {
         self.held_out = Some(m.held_out_loss);
-        self.lines.push(json!({ "kind": "eval", "metrics": m }));
+        self.line(json!({ "kind": "eval", "metrics": m }));
     }
 
     fn interrupted(&mut self) -> bool {
-        self.interrupt.pressed()
+        self.interrupt.pressed() || self.unwritten.is_some()
     }
 }

@@ -220,7 +220,7 @@ fn wrong_input_gets_one_line_with_the_place() {
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     let cut = told(&["eval", checkpoint, "00.txt"]);
-    assert!(cut.contains("model.safetensors: is damaged or cut short"), "{cut}");
+    assert!(cut.contains("model.safetensors") && cut.contains("cut short"), "{cut}");
     std::fs::write(place.path("00.txt"), "another text").unwrap();
     let changed = told(&["train", "recipe.toml", "--resume"]);
     assert!(changed.contains("the documents are not those"), "{changed}");
