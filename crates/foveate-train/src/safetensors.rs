@@ -132,7 +132,7 @@ impl Tensors {
             }
             if stop > bytes {
                 let message = format!(
-                    "is cut short: tensor `{name}` ends at byte {stop} of the data, but there are {bytes}"
+                    "is cut short: tensor `{name}` ends at byte {stop} of the data, but there are {bytes}; restore the file or use another checkpoint"
                 );
                 return Err(TrainError::checkpoint(&self.path, message));
             }
