@@ -1,0 +1,90 @@
+// What the host hands to a kernel. Mirrored field by field in src/abi.rs, which has the tests.
+//
+// Strides are in elements. Every problem is a list of sequences and a list of tiles: a dense
+// problem has one sequence for each batch entry, a packed one has one for each pair of offsets.
+// A block computes one tile for one head, so the order of the list is the schedule.
+
+typedef long long i64;
+
+// [batch, head, row, element] of an operand or a destination.
+struct View {
+    void* data;
+    i64 batch, head, row, elem;
+};
+
+// [batch, head, row] of lse, max_score, delta: f32.
+struct RowView {
+    float* data;
+    i64 batch, head, row;
+};
+
+struct Sequence {
+    int b;              // the batch index that mods see
+    int q_batch;        // index on the batch axis of q, out, lse
+    int k_batch;        // index on the batch axis of k and v
+    int q_start, q_len; // rows of q
+    int k_start, k_len; // rows of k and v
+    int first_row;      // row of Lists of its first tile
+};
+
+// Rows tile * BLOCK .. of a sequence: of queries in the forward, of keys in the backward.
+struct Tile {
+    int sequence;
+    int tile;
+};
+
+// A run of consecutive live tiles on the other axis: tiles first .. first + (count_kind >> 1);
+// the mask is evaluated in them when count_kind & 1.
+struct Run {
+    int first;
+    int count_kind;
+};
+
+// For each tile of the list's axis, the runs it works on. The row of a tile is
+// sequence.first_row + tile + head * head_stride, where head_stride is 0 for a mask that is the
+// same for every head.
+struct Lists {
+    const int* counts;  // [rows] number of runs
+    const Run* runs;    // [rows, capacity]
+    int capacity;
+    int head_stride;
+};
+
+struct ForwardParams {
+    View q, k, v, out;
+    RowView lse, max_score;   // max_score.data may be null
+    const float* sink;        // [heads_q], or null
+    const Sequence* sequences;
+    const Tile* tiles;
+    Lists lists;
+    float scale;              // on q.k
+    int heads_q, heads_kv;
+    int tile_count;
+    // Split over keys: block z computes runs z of `splits` equal shares of a tile's live tiles
+    // and leaves an unnormalised partial result. [splits, lse rows, dim_v], [splits, lse rows].
+    int splits;
+    float* partial_out;
+    float* partial_max;
+    float* partial_sum;
+    i64 partial_rows;
+    // Paged keys and values: row r of sequence b is row r % page_size of page
+    // page_table[b * page_stride + r / page_size], which stands on the batch axis of k and v.
+    const int* page_table;
+    int page_size, page_stride;
+};
+
+struct BackwardParams {
+    View q, k, v, out, d_out, dq, dk, dv;
+    RowView lse, d_lse, delta;   // d_lse.data may be null; delta[row] = sum(out * d_out) - d_lse
+    const float* sink;
+    float* d_sink;               // [heads_q], or null
+    const Sequence* sequences;
+    const Tile* tiles;           // tiles of keys
+    Lists lists;                 // for a tile of keys, the tiles of queries
+    float* dq_sum;               // [heads_q, dq_rows, dim] f32, summed over tiles of keys
+    i64 dq_rows;
+    float scale;
+    int heads_q, heads_kv;
+    int tile_count;
+    int accumulate;              // add to dq, dk, dv instead of overwriting
+};

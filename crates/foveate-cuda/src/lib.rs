@@ -1,0 +1,13 @@
+//! Fused attention on NVIDIA GPUs.
+//!
+//! Everything up to a launch is pure and runs on a machine without a GPU: mods are printed as
+//! CUDA C++, a configuration is chosen by an exact model of what it takes of the device, and the
+//! source is put together. What NVIDIA ships (driver, NVRTC, cuBLASLt) is loaded at run time.
+//!
+//! A kernel's source is, in this order: the macros of its configuration, `kernels/params.cuh`
+//! (the arguments, mirrored in [`abi`]), the printed mods, the shared device functions, and one
+//! kernel file.
+
+#![deny(clippy::undocumented_unsafe_blocks)]
+
+pub mod abi;
