@@ -25,6 +25,7 @@ struct Sequence {
     int q_start, q_len; // rows of q
     int k_start, k_len; // rows of k and v
     int first_row;      // row of Lists of its first tile
+    int sum_row;        // row of dq_sum of its first query, a multiple of 16 (backward only)
 };
 
 // Rows tile * BLOCK .. of a sequence: of queries in the forward, of keys in the backward.
@@ -79,12 +80,18 @@ struct BackwardParams {
     const float* sink;
     float* d_sink;               // [heads_q], or null
     const Sequence* sequences;
-    const Tile* tiles;           // tiles of keys
-    Lists lists;                 // for a tile of keys, the tiles of queries
-    float* dq_sum;               // [heads_q, dq_rows, dim] f32, summed over tiles of keys
-    i64 dq_rows;
+    const Tile* tiles;           // fv_backward: of FV_BN keys; every other kernel: of FV_BM queries
+    Lists lists;                 // for a tile, the tiles of the other axis
+    // Sums over tiles of keys, zeroed by the host: [heads_q, sum_rows, FV_DP] f32 in the order of
+    // accumulators: 16 rows x 8 columns at a time, see sum_fragment in backward_device.cuh.
+    // A sequence has its query 0 at row sum_row, and q_len rounded up to 16 rows.
+    float* dq_sum;
+    i64 sum_rows;                // a multiple of 16
     float scale;
     int heads_q, heads_kv;
     int tile_count;
     int accumulate;              // add to dq, dk, dv instead of overwriting
+    // Sequences tile.sequence .. + sharing read the same keys and values: 1, or the batch size
+    // when k and v are shared over the batch. Their gradients are summed by the block.
+    int sharing;
 };

@@ -53,6 +53,8 @@ pub struct Sequence {
     pub k_len: i32,
     /// Row of [`Lists`] of its first tile.
     pub first_row: i32,
+    /// Row of `dq_sum` of its first query, a multiple of 16 (backward only).
+    pub sum_row: i32,
 }
 
 /// One tile of a sequence: the work of one block for one head.
@@ -171,14 +173,15 @@ pub struct BackwardParams {
     pub d_sink: Address,
     /// [`Sequence`]s.
     pub sequences: Address,
-    /// [`Tile`]s of keys.
+    /// [`Tile`]s of keys for `fv_backward`, of queries for every other kernel.
     pub tiles: Address,
-    /// For a tile of keys, the tiles of queries.
+    /// For a tile, the tiles of the other axis.
     pub lists: Lists,
-    /// f32 `[heads_q, dq_rows, dim]`, summed over tiles of keys.
+    /// Sums over tiles of keys, to be zeroed before the launch: f32 `[heads_q, sum_rows, dim]`
+    /// with `dim` rounded up to 16, in the order of accumulators.
     pub dq_sum: Address,
-    /// Rows of `dq_sum` for a head.
-    pub dq_rows: i64,
+    /// Rows of `dq_sum` for a head: every sequence's queries, rounded up to 16.
+    pub sum_rows: i64,
     /// Factor on q·k.
     pub scale: f32,
     /// Query heads.
@@ -189,4 +192,6 @@ pub struct BackwardParams {
     pub tile_count: i32,
     /// 1 to add to dq, dk and dv.
     pub accumulate: i32,
+    /// Sequences from a tile's own on that read the same keys and values.
+    pub sharing: i32,
 }
