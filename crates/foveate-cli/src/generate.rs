@@ -74,7 +74,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     for _ in prompt.len()..capacity {
         interrupt.check()?;
         let token = generator.next_token()?;
-        if Some(token) == tokenizer.eos() {
+        if config.stops.contains(&token) {
             break;
         }
         written.push(token);
@@ -82,7 +82,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         // A character may need more tokens: its replacement mark is held back.
         let whole = text.trim_end_matches('\u{FFFD}').len();
         if !args.json && whole > shown {
-            out.text(&text[shown..whole])?;
+            out.text(text.get(shown..whole).unwrap_or_default())?;
             out.flush()?;
             shown = whole;
         }
@@ -92,7 +92,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         let tokens = written.len();
         out.json(&json!({ "prompt": args.prompt, "text": text, "tokens": tokens }))?;
     } else {
-        out.line(&text[shown..])?;
+        out.line(text.get(shown..).unwrap_or_default())?;
     }
     Ok(())
 }

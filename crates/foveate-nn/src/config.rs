@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::error::NnError;
 
@@ -27,7 +27,7 @@ pub struct ModelConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
     /// What RMSNorm adds to the mean square.
-    #[serde(default = "default_eps")]
+    #[serde(default = "default_eps", serialize_with = "shortest")]
     pub rms_norm_eps: f32,
     /// Base of the rotary frequencies.
     #[serde(default = "default_theta")]
@@ -48,6 +48,11 @@ pub struct ModelConfig {
 
 fn default_eps() -> f32 {
     1e-6
+}
+
+/// Writes the shortest number that reads back as `x`, not the exact value of its bits.
+fn shortest<S: Serializer>(x: &f32, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(x.to_string().parse().unwrap_or(f64::from(*x)))
 }
 
 fn default_theta() -> f64 {

@@ -20,14 +20,13 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Model, ModelConfig, Parameter};
+use foveate_nn::{AttentionConfig, Model, Parameter};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::optimizer::Moments;
 use crate::pack::Cursor;
@@ -35,11 +34,17 @@ use crate::recipe::SaveDtype;
 use crate::safetensors::Tensors;
 use crate::tokens::Tokenizer;
 
+mod config;
+
+pub use config::{Config, SpecialTexts, read_config, read_tokenizer, special_texts};
+use config::{config_json, read_json, unreadable};
+
 /// Bytes of weights in one file before they are divided into shards.
 const SHARD_BYTES: usize = 2 << 30;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const PICKLED_INDEX: &str = "pytorch_model.bin.index.json";
 const MASTERS: &str = "masters.safetensors";
 const STATE: &str = "state.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
@@ -185,7 +190,7 @@ fn write_all(
         let path = to.join(name);
         write(&path, bytes).map_err(|e| TrainError::write(&path, e))
     };
-    let config = config_json(snapshot).to_string_pretty();
+    let config = config_json(snapshot)?.to_string_pretty();
     put("config.json", config.as_bytes())?;
     if let Some(path) = snapshot.tokenizer.path() {
         let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
@@ -290,175 +295,6 @@ fn serialised(
     safetensors::serialize(views, Some(metadata)).map_err(failed)
 }
 
-/// What `config.json` says about Foveate's own things.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct Extra {
-    attention: AttentionConfig,
-    /// `bytes`, or `file` for the `tokenizer.json` beside it.
-    tokenizer: String,
-}
-
-fn config_json(snapshot: &Snapshot<'_>) -> Value {
-    let tokenizer = snapshot.tokenizer;
-    let mut config = json!({
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": false,
-        "mlp_bias": false,
-        "torch_dtype": match snapshot.dtype {
-            SaveDtype::F32 => "float32",
-            SaveDtype::Bf16 => "bfloat16",
-            SaveDtype::F16 => "float16",
-        },
-        "bos_token_id": tokenizer.bos(),
-        "eos_token_id": tokenizer.eos(),
-    });
-    let sizes = serde_json::to_value(snapshot.model.config()).expect("plain numbers");
-    let extra = Extra {
-        attention: snapshot.attention.clone(),
-        tokenizer: if tokenizer.is_bytes() { "bytes" } else { "file" }.to_owned(),
-    };
-    let map = config.as_object_mut().expect("an object");
-    map.extend(sizes.as_object().expect("a struct").clone());
-    map.insert("foveate".to_owned(), serde_json::to_value(extra).expect("plain data"));
-    config
-}
-
-/// What a checkpoint says about itself: all but its weights.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Its folder.
-    pub folder: PathBuf,
-    /// Sizes.
-    pub model: ModelConfig,
-    /// The attention program; causal where the checkpoint is not one of ours.
-    pub attention: AttentionConfig,
-    /// The tokenizer.
-    pub tokenizer: Tokenizer,
-    /// Source of the chat template, where the checkpoint brings one.
-    pub chat_template: Option<String>,
-    /// Texts of the tokens that begin and end a text, which templates print themselves.
-    pub special: SpecialTexts,
-}
-
-/// Texts of special tokens; empty where there is none.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct SpecialTexts {
-    /// Begins a text.
-    pub bos: String,
-    /// Ends a text.
-    pub eos: String,
-}
-
-impl Config {
-    /// The checkpoint's chat template, or the plain one.
-    ///
-    /// # Errors
-    /// When the template is not valid, with its line.
-    pub fn template(&self) -> Result<ChatTemplate, TrainError> {
-        let source = self.chat_template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
-        ChatTemplate::new(source, &self.folder, &self.special.bos, &self.special.eos)
-    }
-}
-
-fn read_json(path: &Path) -> Result<Value, TrainError> {
-    let text = fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
-    serde_json::from_str(&text)
-        .map_err(|e| TrainError::checkpoint(path, format!("is not the JSON it should be: {e}")))
-}
-
-fn unreadable(path: &Path, e: &io::Error) -> TrainError {
-    let remedy = match e.kind() {
-        io::ErrorKind::NotFound => "; give the folder of a checkpoint that holds it",
-        _ => "",
-    };
-    TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
-}
-
-/// Reads `config.json` and the tokenizer of a Hugging Face Llama checkpoint, ours included.
-///
-/// # Errors
-/// When a file is missing or damaged, or the model is not of the Llama family.
-pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
-    let path = folder.join("config.json");
-    let json = read_json(&path)?;
-    let fail = |message: String| Err(TrainError::checkpoint(&path, message));
-    let kind = json.get("model_type").and_then(Value::as_str).unwrap_or("llama");
-    if kind != "llama" {
-        return fail(format!("model_type is `{kind}`; Llama-family checkpoints have `llama`"));
-    }
-    for (key, plain) in [
-        ("hidden_act", json!("silu")),
-        ("attention_bias", json!(false)),
-        ("mlp_bias", json!(false)),
-    ] {
-        if let Some(value) = json.get(key).filter(|v| !v.is_null() && **v != plain) {
-            return fail(format!("{key} is {value}, which is not supported; it must be {plain}"));
-        }
-    }
-    let model: ModelConfig = match serde_json::from_value(with_plain_rope(json.clone())) {
-        Ok(model) => model,
-        Err(e) => return fail(format!("does not describe a Llama model: {e}")),
-    };
-    model.validate().map_err(|e| TrainError::checkpoint(&path, e.to_string()))?;
-    let extra: Option<Extra> = match json.get("foveate").cloned().map(serde_json::from_value) {
-        None => None,
-        Some(Ok(extra)) => Some(extra),
-        Some(Err(e)) => return fail(format!("foveate: {e}")),
-    };
-    let id = |key: &str| {
-        let value = json.get(key)?;
-        let first = value.as_array().and_then(|a| a.first()).unwrap_or(value);
-        first.as_u64().and_then(|v| u32::try_from(v).ok())
-    };
-    let file = folder.join("tokenizer.json");
-    let bytes = extra.as_ref().is_some_and(|e| e.tokenizer == "bytes");
-    let tokenizer = if bytes {
-        Tokenizer::bytes()
-    } else {
-        Tokenizer::from_file(&file, id("bos_token_id"), id("eos_token_id"))?
-    };
-    let attention = extra.map_or_else(
-        || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
-        |e| e.attention,
-    );
-    let (chat_template, special) = chat(folder)?;
-    let folder = folder.to_path_buf();
-    Ok(Config { folder, model, attention, tokenizer, chat_template, special })
-}
-
-/// Newer files hold all rotary settings in `rope_parameters`; sizes are read from the older keys.
-fn with_plain_rope(mut json: Value) -> Value {
-    let Some(map) = json.as_object_mut() else { return json };
-    if let Some(Value::Object(mut rope)) = map.remove("rope_parameters") {
-        if let Some(theta) = rope.remove("rope_theta") {
-            map.insert("rope_theta".to_owned(), theta);
-        }
-        map.insert("rope_scaling".to_owned(), Value::Object(rope));
-    }
-    json
-}
-
-/// The source of the chat template and what it may print.
-fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
-    let path = folder.join("tokenizer_config.json");
-    let config = if path.exists() { read_json(&path)? } else { Value::Null };
-    // A special token is its text, or an object with `content`.
-    let text = |key: &str| {
-        let token = config.get(key);
-        let text = token.and_then(|token| token.get("content").unwrap_or(token).as_str());
-        text.unwrap_or_default().to_owned()
-    };
-    let special = SpecialTexts { bos: text("bos_token"), eos: text("eos_token") };
-    let alone = folder.join(CHAT_TEMPLATE);
-    let template = match alone.exists() {
-        true => Some(fs::read_to_string(&alone).map_err(|e| unreadable(&alone, &e))?),
-        false => config.get("chat_template").and_then(Value::as_str).map(str::to_owned),
-    };
-    Ok((template, special))
-}
-
 /// Reads weights into `model`. Learned attention buffers that the files do not have keep their
 /// first values; their names are returned.
 ///
@@ -476,7 +312,17 @@ pub fn load_weights(folder: &Path, model: &mut Model) -> Result<Vec<String>, Tra
         names.dedup();
         names.into_iter().map(|n| folder.join(n)).collect()
     } else {
-        vec![folder.join(SINGLE)]
+        let file = folder.join(SINGLE);
+        let pickled = || ["pytorch_model.bin", PICKLED_INDEX].map(|n| folder.join(n));
+        if !file.exists() && pickled().iter().any(|other| other.exists()) {
+            let message =
+                "is missing; only safetensors are read, so convert pytorch_model.bin first";
+            return Err(TrainError::checkpoint(&file, message));
+        }
+        if let Err(e) = File::open(&file) {
+            return Err(unreadable(&file, &e));
+        }
+        vec![file]
     };
     let tied = model.config().tie_word_embeddings;
     let mut missing: BTreeMap<String, usize> =

@@ -58,6 +58,16 @@ impl Tokenizer {
         })
     }
 
+    /// The same tokenizer, with the tokens of these texts to open and to close a document where
+    /// it has none; texts that are no tokens (the empty one) change nothing.
+    pub fn or_ends(mut self, opening: &str, closing: &str) -> Self {
+        if let Kind::Json { tokenizer, bos, eos, .. } = &mut self.kind {
+            *bos = bos.or_else(|| tokenizer.token_to_id(opening));
+            *eos = eos.or_else(|| tokenizer.token_to_id(closing));
+        }
+        self
+    }
+
     /// The file it came from; none for bytes.
     pub fn path(&self) -> Option<&Path> {
         match &self.kind {

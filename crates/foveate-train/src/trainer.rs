@@ -137,7 +137,7 @@ impl<'a> Setup<'a> {
             (Some(file), from) => {
                 let given = from.as_ref().map(|f| &f.tokenizer);
                 let (bos, eos) = given.map_or((None, None), |t| (t.bos(), t.eos()));
-                Tokenizer::from_file(&place.join(file), bos, eos)?
+                checkpoint::read_tokenizer(&place.join(file), bos, eos)?
             }
             (None, Some(from)) => from.tokenizer.clone(),
             (None, None) => Tokenizer::bytes(),
@@ -503,7 +503,11 @@ fn chat_template(
     place: &Path,
     from: Option<&checkpoint::Config>,
 ) -> Result<(ChatTemplate, Option<String>), TrainError> {
-    let special = from.map(|f| f.special.clone()).unwrap_or_default();
+    let special = match (from, &recipe.data.tokenizer) {
+        (Some(from), _) => from.special.clone(),
+        (None, Some(file)) => checkpoint::special_texts(&place.join(file))?,
+        (None, None) => Default::default(),
+    };
     match (&recipe.data.chat_template, from) {
         (Some(file), _) => {
             let path = place.join(file);
@@ -514,7 +518,8 @@ fn chat_template(
         }
         (None, Some(from)) => Ok((from.template()?, None)),
         (None, None) => {
-            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, Path::new("chat template"), "", "")?, None))
+            let place = Path::new("chat template");
+            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
         }
     }
 }

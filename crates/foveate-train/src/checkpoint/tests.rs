@@ -1,3 +1,5 @@
+use foveate_nn::ModelConfig;
+
 use super::*;
 
 fn config() -> ModelConfig {
@@ -205,7 +207,9 @@ fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
     let (origin, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let special = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "a"}"#;
     fs::write(origin.path().join("tokenizer_config.json"), special).unwrap();
-    fs::write(origin.path().join("generation_config.json"), "{}").unwrap();
+    for name in ["config.json", "generation_config.json"] {
+        fs::write(origin.path().join(name), "{}").unwrap();
+    }
     let run = Run::new(1, 1);
     let mut snapshot = run.snapshot(SaveDtype::F32);
     snapshot.origin = Some(origin.path());
@@ -238,4 +242,34 @@ fn rotary_settings_are_read_from_the_newer_key_too() {
     let model = read_config(&place).unwrap().model;
     assert_eq!(model.rope_theta, 5e5);
     assert_eq!(model.rope_scaling.unwrap().rope_type, "linear");
+}
+
+#[test]
+fn the_tokens_that_end_a_document_are_those_named_beside_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    let missing = read_tokenizer(&path, None, None).unwrap_err().to_string();
+    assert!(missing.ends_with("tokenizer.json: is missing; put the model's tokenizer.json there"));
+    let vocab = json!({ "a": 0, "<s>": 1, "</s>": 2 });
+    let model = json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "a" });
+    fs::write(&path, json!({ "version": "1.0", "model": model }).to_string()).unwrap();
+    let ends = |bos, eos| {
+        let tokenizer = read_tokenizer(&path, bos, eos).unwrap();
+        (tokenizer.bos(), tokenizer.eos())
+    };
+    assert_eq!(ends(None, None), (None, None));
+    let named = json!({ "bos_token": "<s>", "eos_token": { "content": "</s>" } });
+    fs::write(dir.path().join("tokenizer_config.json"), named.to_string()).unwrap();
+    assert_eq!(ends(None, None), (Some(1), Some(2)));
+    assert_eq!(ends(Some(0), None), (Some(0), Some(2)));
+}
+
+#[test]
+fn of_several_chat_templates_the_default_one_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    let of = |name: &str| json!({ "name": name, "template": format!("{name}!") });
+    let config = json!({ "chat_template": [of("tool_use"), of("default")] });
+    fs::write(place.join("tokenizer_config.json"), config.to_string()).unwrap();
+    assert_eq!(read_config(&place).unwrap().chat_template.as_deref(), Some("default!"));
 }

@@ -1,0 +1,255 @@
+//! What a checkpoint says about itself, all but its weights: `config.json` with the sizes, the
+//! tokenizer and the chat template. Written by us or by other tools, some of which use newer
+//! names, let several tokens end a text, or add fields that say nothing to a Llama.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use foveate_nn::{AttentionConfig, ModelConfig};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::{CHAT_TEMPLATE, Snapshot};
+use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
+use crate::error::TrainError;
+use crate::recipe::SaveDtype;
+use crate::tokens::Tokenizer;
+
+const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+
+/// What `config.json` says about Foveate's own things.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Extra {
+    attention: AttentionConfig,
+    /// `bytes`, or `file` for the `tokenizer.json` beside it.
+    tokenizer: String,
+}
+
+/// The `config.json` of a snapshot. Fields of the checkpoint it started from stay where we have
+/// none of that name, the tokens that begin and end a text always.
+pub(super) fn config_json(snapshot: &Snapshot<'_>) -> Result<Value, TrainError> {
+    let tokenizer = snapshot.tokenizer;
+    let mut map = match snapshot.origin.map(|folder| read_json(&folder.join(CONFIG))) {
+        Some(Ok(Value::Object(map))) => map,
+        Some(Err(e)) => return Err(e),
+        _ => Map::new(),
+    };
+    // Written anew below, under the names that every version of the format has.
+    for renamed in ["dtype", "rope_parameters", "rope_scaling", "rope_theta"] {
+        map.remove(renamed);
+    }
+    map.entry("bos_token_id").or_insert(tokenizer.bos().into());
+    map.entry("eos_token_id").or_insert(tokenizer.eos().into());
+    let ours = json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": false,
+        "mlp_bias": false,
+        "torch_dtype": match snapshot.dtype {
+            SaveDtype::F32 => "float32",
+            SaveDtype::Bf16 => "bfloat16",
+            SaveDtype::F16 => "float16",
+        },
+    });
+    let sizes = serde_json::to_value(snapshot.model.config()).expect("plain numbers");
+    let extra = Extra {
+        attention: snapshot.attention.clone(),
+        tokenizer: if tokenizer.is_bytes() { "bytes" } else { "file" }.to_owned(),
+    };
+    for part in [ours, sizes, json!({ "foveate": extra })] {
+        let Value::Object(part) = part else { unreachable!("each part is an object") };
+        map.extend(part);
+    }
+    Ok(Value::Object(map))
+}
+
+/// What a checkpoint says about itself: all but its weights.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Sizes.
+    pub model: ModelConfig,
+    /// The attention program; causal where the checkpoint is not one of ours.
+    pub attention: AttentionConfig,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Every token that ends a text: those of `config.json` and of `generation_config.json`.
+    pub stops: Vec<u32>,
+    /// Source of the chat template, where the checkpoint brings one.
+    pub chat_template: Option<String>,
+    /// Texts of the tokens that begin and end a text, which templates print themselves.
+    pub special: SpecialTexts,
+}
+
+/// Texts of special tokens; empty where there is none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SpecialTexts {
+    /// Begins a text.
+    pub bos: String,
+    /// Ends a text.
+    pub eos: String,
+}
+
+impl SpecialTexts {
+    fn of(tokenizer_config: &Value) -> Self {
+        // A special token is its text, or an object with `content`.
+        let text = |key: &str| {
+            let token = tokenizer_config.get(key);
+            let text = token.and_then(|token| token.get("content").unwrap_or(token).as_str());
+            text.unwrap_or_default().to_owned()
+        };
+        Self { bos: text("bos_token"), eos: text("eos_token") }
+    }
+}
+
+impl Config {
+    /// The checkpoint's chat template, or the plain one.
+    ///
+    /// # Errors
+    /// When the template is not valid, with its line.
+    pub fn template(&self) -> Result<ChatTemplate, TrainError> {
+        let source = self.chat_template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
+        ChatTemplate::new(source, &self.folder, &self.special.bos, &self.special.eos)
+    }
+}
+
+pub(super) fn read_json(path: &Path) -> Result<Value, TrainError> {
+    let text = fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
+    serde_json::from_str(&text)
+        .map_err(|e| TrainError::checkpoint(path, format!("is not the JSON it should be: {e}")))
+}
+
+fn read_json_if_there(path: &Path) -> Result<Value, TrainError> {
+    if path.exists() { read_json(path) } else { Ok(Value::Null) }
+}
+
+pub(super) fn unreadable(path: &Path, e: &io::Error) -> TrainError {
+    let remedy = match e.kind() {
+        io::ErrorKind::NotFound => "; give the folder of a checkpoint that holds it",
+        _ => "",
+    };
+    TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
+}
+
+/// The token ids of a field that holds one, a list, or nothing.
+fn ids(json: &Value, key: &str) -> Vec<u32> {
+    let value = json.get(key).unwrap_or(&Value::Null);
+    let all = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    all.iter().filter_map(|v| v.as_u64()?.try_into().ok()).collect()
+}
+
+/// Reads `config.json` and the tokenizer of a Hugging Face Llama checkpoint, ours included.
+///
+/// # Errors
+/// When a file is missing or damaged, or the model is not of the Llama family.
+pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
+    let path = folder.join(CONFIG);
+    let json = read_json(&path)?;
+    let fail = |message: String| Err(TrainError::checkpoint(&path, message));
+    let kind = json.get("model_type").and_then(Value::as_str).unwrap_or("llama");
+    if kind != "llama" {
+        return fail(format!("model_type is `{kind}`; Llama-family checkpoints have `llama`"));
+    }
+    for (key, plain) in [
+        ("hidden_act", json!("silu")),
+        ("attention_bias", json!(false)),
+        ("mlp_bias", json!(false)),
+    ] {
+        if let Some(value) = json.get(key).filter(|v| !v.is_null() && **v != plain) {
+            return fail(format!("{key} is {value}, which is not supported; it must be {plain}"));
+        }
+    }
+    let model: ModelConfig = match serde_json::from_value(with_plain_rope(json.clone())) {
+        Ok(model) => model,
+        Err(e) => return fail(format!("does not describe a Llama model: {e}")),
+    };
+    model.validate().map_err(|e| TrainError::checkpoint(&path, e.to_string()))?;
+    let extra: Option<Extra> = match json.get("foveate").cloned().map(serde_json::from_value) {
+        None => None,
+        Some(Ok(extra)) => Some(extra),
+        Some(Err(e)) => return fail(format!("foveate: {e}")),
+    };
+    let tokenizer = if extra.as_ref().is_some_and(|e| e.tokenizer == "bytes") {
+        Tokenizer::bytes()
+    } else {
+        let first = |key: &str| ids(&json, key).first().copied();
+        read_tokenizer(&folder.join(TOKENIZER), first("bos_token_id"), first("eos_token_id"))?
+    };
+    let mut stops: Vec<u32> = tokenizer.eos().into_iter().collect();
+    stops.extend(ids(&json, "eos_token_id"));
+    stops.extend(ids(&read_json_if_there(&folder.join(GENERATION))?, "eos_token_id"));
+    let attention = extra.map_or_else(
+        || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
+        |e| e.attention,
+    );
+    let (chat_template, special) = chat(folder)?;
+    let folder = folder.to_path_buf();
+    Ok(Config { folder, model, attention, tokenizer, stops, chat_template, special })
+}
+
+/// Reads a `tokenizer.json`. Tokens that begin and end a text and are not given are those that
+/// a `tokenizer_config.json` beside it names.
+///
+/// # Errors
+/// When a file is missing or damaged.
+pub fn read_tokenizer(
+    path: &Path,
+    bos: Option<u32>,
+    eos: Option<u32>,
+) -> Result<Tokenizer, TrainError> {
+    if !path.exists() {
+        let message = "is missing; put the model's tokenizer.json there";
+        return Err(TrainError::checkpoint(path, message));
+    }
+    let special = special_texts(path)?;
+    Tokenizer::from_file(path, bos, eos).map(|t| t.or_ends(&special.bos, &special.eos))
+}
+
+/// Texts of the tokens that begin and end a text, as named beside a `tokenizer.json`.
+///
+/// # Errors
+/// When the `tokenizer_config.json` there is damaged.
+pub fn special_texts(tokenizer: &Path) -> Result<SpecialTexts, TrainError> {
+    let beside = tokenizer.with_file_name(TOKENIZER_CONFIG);
+    Ok(SpecialTexts::of(&read_json_if_there(&beside)?))
+}
+
+/// Rotary settings under their older names. Newer files hold all of them in `rope_parameters`;
+/// some give the kind of scaling as `type` and as `rope_type`.
+fn with_plain_rope(mut json: Value) -> Value {
+    let Some(map) = json.as_object_mut() else { return json };
+    if let Some(Value::Object(mut rope)) = map.remove("rope_parameters") {
+        if let Some(theta) = rope.remove("rope_theta") {
+            map.insert("rope_theta".to_owned(), theta);
+        }
+        map.insert("rope_scaling".to_owned(), Value::Object(rope));
+    }
+    if let Some(Value::Object(rope)) = map.get_mut("rope_scaling")
+        && rope.contains_key("rope_type")
+    {
+        rope.remove("type");
+    }
+    json
+}
+
+/// The source of the chat template and what it may print.
+fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
+    let config = read_json_if_there(&folder.join(TOKENIZER_CONFIG))?;
+    let alone = folder.join(CHAT_TEMPLATE);
+    let template = match (alone.exists(), config.get("chat_template")) {
+        (true, _) => Some(fs::read_to_string(&alone).map_err(|e| unreadable(&alone, &e))?),
+        // Several templates with names, of which one is for conversations.
+        (false, Some(Value::Array(all))) => {
+            let plain = all.iter().find(|t| t.get("name").is_some_and(|name| name == "default"));
+            plain.and_then(|t| t.get("template")?.as_str()).map(str::to_owned)
+        }
+        (false, one) => one.and_then(Value::as_str).map(str::to_owned),
+    };
+    Ok((template, SpecialTexts::of(&config)))
+}
