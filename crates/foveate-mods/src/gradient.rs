@@ -5,12 +5,17 @@
 //! beside the forward pass. Conventions where a derivative is not unique: `abs` has 0 at 0;
 //! `min` and `max` give a tie to their first operand; an `if` passes the gradient to the side
 //! taken, whatever its condition depends on. A gradient of zero from the side not taken stays
-//! zero even where that side's derivative is infinite.
+//! zero even where that side's derivative is infinite or NaN: `x^0` has 0 everywhere for the same
+//! reason, and `0^y` has 0 by a positive `y`.
+//!
+//! Each node's gradient is added up to one value before it is passed on, so a gradient is as long
+//! as its score function times a constant, however deep branches are stacked.
 //!
 //! What has no useful derivative (`floor`, a number made from a comparison or an integer that
 //! depends on the score, a buffer index that does) is refused when the gradient is asked for,
 //! rather than counted as zero.
 
+use std::collections::HashMap;
 use std::f32::consts::{FRAC_2_SQRT_PI, LN_2, LOG2_E};
 
 use crate::capture::ScalarValue;
@@ -56,12 +61,12 @@ impl ScoreMod {
     pub fn gradient(&self) -> Result<ScoreGradient, ModError> {
         let forward = self.program();
         let active = active(forward)?;
-        let mut tape = Tape { graph: forward.graph().clone(), parts: Vec::new() };
         let forward_nodes = forward.graph().nodes().len();
-        tape.parts.resize(forward_nodes, Vec::new());
+        let mut tape =
+            Tape { graph: forward.graph().clone(), parts: vec![Vec::new(); forward_nodes] };
         let root = forward.roots()[0];
         let one = tape.float(1.0);
-        tape.parts[root.index()].push(one);
+        tape.parts[root.index()].push(Adjoint { value: one, guard: None, fades: false });
 
         let mut d_score = None;
         let mut reads = Vec::new();
@@ -71,15 +76,13 @@ impl ScoreMod {
             if parts.is_empty() || !active[i] {
                 continue;
             }
-            let parts = tape.merged(parts);
+            let adjoint = tape.combined(parts);
             match tape.graph.node(id).clone() {
-                Node::Leaf(Leaf::Score) => d_score = Some(tape.sum(&parts)),
-                Node::Load { buffer, index } => reads.push((buffer, tape.sum(&parts), index)),
-                node => {
-                    for part in parts {
-                        tape.pass_down(&node, id, part, &active);
-                    }
+                Node::Leaf(Leaf::Score) => d_score = Some(tape.closed(adjoint).0),
+                Node::Load { buffer, index } => {
+                    reads.push((buffer, tape.closed(adjoint).0, index));
                 }
+                node => tape.pass_down(&node, id, adjoint, &active),
             }
         }
 
@@ -137,10 +140,21 @@ fn active(program: &Program) -> Result<Vec<bool>, ModError> {
     Ok(touched)
 }
 
+/// A gradient on its way to a node.
+#[derive(Clone, Copy, Debug)]
+struct Adjoint {
+    value: NodeId,
+    /// `(c, side)`: `value` counts where the condition `c` is `side`, elsewhere zero does. Kept
+    /// apart so that what multiplies `value` goes inside the branch.
+    guard: Option<(NodeId, bool)>,
+    /// `value` itself may be the zero of a side not taken.
+    fades: bool,
+}
+
 struct Tape {
     graph: Graph,
     /// Gradients arriving at each forward node, to be added up.
-    parts: Vec<Vec<NodeId>>,
+    parts: Vec<Vec<Adjoint>>,
 }
 
 impl Tape {
@@ -164,78 +178,128 @@ impl Tape {
         self.graph.simplified(Node::Select { cond, then, other })
     }
 
-    fn sum(&mut self, parts: &[NodeId]) -> NodeId {
-        let (&first, rest) = parts.split_first().expect("a node that is reached has a gradient");
-        rest.iter().fold(first, |sum, &part| self.binary(BinaryOp::Add, sum, part))
-    }
-
     fn is_zero(&self, id: NodeId) -> bool {
         *self.graph.node(id) == Node::F32(0)
     }
 
-    /// `if c { x } else { 0 }` or the other way round: kept apart from other parts, so that
-    /// what multiplies it can be put inside the branch.
-    fn is_guarded(&self, id: NodeId) -> bool {
-        match *self.graph.node(id) {
-            Node::Select { then, other, .. } => self.is_zero(then) || self.is_zero(other),
+    /// True when a product with `id` cannot make NaN of a zero.
+    fn is_finite(&self, id: NodeId) -> bool {
+        match self.graph.node(id) {
+            Node::F32(bits) => f32::from_bits(*bits).is_finite(),
+            Node::Cast(..) | Node::Unary(UnaryOp::Unit, _) => true,
             _ => false,
         }
     }
 
-    fn merged(&mut self, parts: Vec<NodeId>) -> Vec<NodeId> {
-        let (mut merged, plain): (Vec<_>, Vec<_>) =
-            parts.into_iter().partition(|&p| self.is_guarded(p));
-        if !plain.is_empty() {
-            merged.push(self.sum(&plain));
-        }
-        merged
+    /// The value of `adjoint` with its guard applied, and whether that fades.
+    fn closed(&mut self, adjoint: Adjoint) -> (NodeId, bool) {
+        let Some((cond, side)) = adjoint.guard else { return (adjoint.value, adjoint.fades) };
+        let zero = self.float(0.0);
+        let value = match side {
+            true => self.select(cond, adjoint.value, zero),
+            false => self.select(cond, zero, adjoint.value),
+        };
+        (value, true)
     }
 
-    /// `local(part)` for a function linear in its argument, inside the guards of `part`.
-    fn scaled(&mut self, part: NodeId, local: &dyn Fn(&mut Self, NodeId) -> NodeId) -> NodeId {
-        match *self.graph.node(part) {
-            Node::Select { cond, then, other } if self.is_zero(other) => {
-                let then = self.scaled(then, local);
-                self.select(cond, then, other)
-            }
-            Node::Select { cond, then, other } if self.is_zero(then) => {
-                let other = self.scaled(other, local);
-                self.select(cond, then, other)
-            }
-            _ => local(self, part),
+    /// The sum of `parts`. The two sides of one condition become one branch.
+    fn combined(&mut self, parts: Vec<Adjoint>) -> Adjoint {
+        /// What arrives under one condition, or under none.
+        struct Group {
+            cond: Option<NodeId>,
+            /// By side; where there is no condition, in the first.
+            sums: [Option<NodeId>; 2],
+            fades: bool,
         }
+        let mut groups: Vec<Group> = Vec::new();
+        let mut found: HashMap<Option<NodeId>, usize> = HashMap::new();
+        for part in parts {
+            let (cond, side) = part.guard.map_or((None, false), |(c, side)| (Some(c), side));
+            let at = *found.entry(cond).or_insert(groups.len());
+            if at == groups.len() {
+                groups.push(Group { cond, sums: [None; 2], fades: false });
+            }
+            let old = groups[at].sums[usize::from(side)];
+            let sum = old.map_or(part.value, |old| self.binary(BinaryOp::Add, old, part.value));
+            groups[at].sums[usize::from(side)] = Some(sum);
+            groups[at].fades |= part.fades;
+        }
+        let joined: Vec<Adjoint> = groups
+            .into_iter()
+            .map(|Group { cond, sums, fades }| match (cond, sums) {
+                (Some(cond), [Some(other), Some(then)]) => {
+                    Adjoint { value: self.select(cond, then, other), guard: None, fades }
+                }
+                (cond, [first, second]) => Adjoint {
+                    value: first.or(second).expect("a group has a part"),
+                    guard: cond.map(|c| (c, second.is_some())),
+                    fades,
+                },
+            })
+            .collect();
+        if let [only] = joined[..] {
+            return only;
+        }
+        let closed: Vec<(NodeId, bool)> = joined.into_iter().map(|a| self.closed(a)).collect();
+        let sum = closed.into_iter().reduce(|(sum, fades), (value, value_fades)| {
+            (self.binary(BinaryOp::Add, sum, value), fades | value_fades)
+        });
+        let (value, fades) = sum.expect("a node that is reached has a gradient");
+        Adjoint { value, guard: None, fades }
     }
 
+    /// Adds `local(adjoint)` to the gradient of `to`, for a `local` that is linear. `tame` says
+    /// that it makes zero of zero, whatever the operands' values are.
     fn give(
         &mut self,
         to: NodeId,
-        part: NodeId,
+        adjoint: Adjoint,
         active: &[bool],
+        tame: bool,
         local: &dyn Fn(&mut Self, NodeId) -> NodeId,
     ) {
-        if active[to.index()] {
-            let part = self.scaled(part, local);
-            if !self.is_zero(part) {
-                self.parts[to.index()].push(part);
-            }
+        if !active[to.index()] {
+            return;
+        }
+        let mut value = local(self, adjoint.value);
+        if adjoint.fades && !tame {
+            let zero = self.float(0.0);
+            let faded = self.binary(BinaryOp::Eq, adjoint.value, zero);
+            value = self.select(faded, zero, value);
+        }
+        if !self.is_zero(value) {
+            self.parts[to.index()].push(Adjoint { value, ..adjoint });
         }
     }
 
-    /// Hands the gradient `part` of node `id` to its operands.
-    fn pass_down(&mut self, node: &Node, id: NodeId, part: NodeId, active: &[bool]) {
+    /// Adds `adjoint` to the gradient of `then` where `cond` holds and to that of `other` elsewhere.
+    fn branch(
+        &mut self,
+        cond: NodeId,
+        then: NodeId,
+        other: NodeId,
+        adjoint: Adjoint,
+        active: &[bool],
+    ) {
+        let (value, fades) = self.closed(adjoint);
+        for (to, side) in [(then, true), (other, false)] {
+            let adjoint = Adjoint { value, guard: Some((cond, side)), fades };
+            self.give(to, adjoint, active, true, &|_, a| a);
+        }
+    }
+
+    /// Hands the gradient of node `id` to its operands.
+    fn pass_down(&mut self, node: &Node, id: NodeId, adjoint: Adjoint, active: &[bool]) {
         match *node {
-            Node::Unary(op, x) => self.give(x, part, active, &|t, a| t.unary_rule(op, x, id, a)),
-            Node::Binary(op, x, y) => self.binary_rule(op, x, y, id, part, active),
-            Node::Select { cond, then, other } => {
-                self.give(then, part, active, &|t, a| {
-                    let zero = t.float(0.0);
-                    t.select(cond, a, zero)
-                });
-                self.give(other, part, active, &|t, a| {
-                    let zero = t.float(0.0);
-                    t.select(cond, zero, a)
-                });
+            Node::Unary(op, x) => {
+                // At 0 the derivative of `abs` is a zero like that of a side not taken.
+                let fades = adjoint.fades || op == UnaryOp::Abs;
+                let tame = matches!(op, UnaryOp::Neg | UnaryOp::Abs);
+                let adjoint = Adjoint { fades, ..adjoint };
+                self.give(x, adjoint, active, tame, &|t, a| t.unary_rule(op, x, id, a));
             }
+            Node::Binary(op, x, y) => self.binary_rule(op, x, y, id, adjoint, active),
+            Node::Select { cond, then, other } => self.branch(cond, then, other, adjoint, active),
             _ => {}
         }
     }
@@ -316,58 +380,64 @@ impl Tape {
         x: NodeId,
         y: NodeId,
         v: NodeId,
-        part: NodeId,
+        adjoint: Adjoint,
         active: &[bool],
     ) {
-        type Rule<'a> = &'a dyn Fn(&mut Tape, NodeId) -> NodeId;
+        type Rule<'a> = (bool, &'a dyn Fn(&mut Tape, NodeId) -> NodeId);
         let (to_x, to_y): (Rule<'_>, Rule<'_>) = match op {
-            BinaryOp::Add => (&|_, a| a, &|_, a| a),
-            BinaryOp::Sub => (&|_, a| a, &|t, a| t.unary(UnaryOp::Neg, a)),
-            BinaryOp::Mul => (&|t, a| t.mul(a, y), &|t, a| t.mul(a, x)),
-            BinaryOp::Div => (&|t, a| t.binary(BinaryOp::Div, a, y), &|t, a| {
-                let d = t.binary(BinaryOp::Div, v, y);
-                let d = t.unary(UnaryOp::Neg, d);
-                t.mul(a, d)
-            }),
-            BinaryOp::Rem => (&|_, a| a, &|t, a| {
-                let quotient = t.binary(BinaryOp::Div, x, y);
-                let whole = t.unary(UnaryOp::Floor, quotient);
-                let d = t.unary(UnaryOp::Neg, whole);
-                t.mul(a, d)
-            }),
+            BinaryOp::Add => ((true, &|_, a| a), (true, &|_, a| a)),
+            BinaryOp::Sub => ((true, &|_, a| a), (true, &|t, a| t.unary(UnaryOp::Neg, a))),
+            BinaryOp::Mul => {
+                let (tame_x, tame_y) = (self.is_finite(y), self.is_finite(x));
+                ((tame_x, &|t, a| t.mul(a, y)), (tame_y, &|t, a| t.mul(a, x)))
+            }
+            BinaryOp::Div => (
+                (false, &|t, a| t.binary(BinaryOp::Div, a, y)),
+                (false, &|t, a| {
+                    let d = t.binary(BinaryOp::Div, v, y);
+                    let d = t.unary(UnaryOp::Neg, d);
+                    t.mul(a, d)
+                }),
+            ),
+            BinaryOp::Rem => (
+                (true, &|_, a| a),
+                (false, &|t, a| {
+                    let quotient = t.binary(BinaryOp::Div, x, y);
+                    let whole = t.unary(UnaryOp::Floor, quotient);
+                    let d = t.unary(UnaryOp::Neg, whole);
+                    t.mul(a, d)
+                }),
+            ),
             BinaryOp::Min | BinaryOp::Max => {
                 let first = match op {
                     BinaryOp::Min => self.binary(BinaryOp::Le, x, y),
                     _ => self.binary(BinaryOp::Le, y, x),
                 };
-                self.give(x, part, active, &|t, a| {
-                    let zero = t.float(0.0);
-                    t.select(first, a, zero)
-                });
-                self.give(y, part, active, &|t, a| {
-                    let zero = t.float(0.0);
-                    t.select(first, zero, a)
-                });
-                return;
+                return self.branch(first, x, y, adjoint, active);
             }
             BinaryOp::Pow => (
-                &|t, a| {
-                    let one = t.float(1.0);
+                (false, &|t, a| {
+                    let (zero, one) = (t.float(0.0), t.float(1.0));
                     let less = t.binary(BinaryOp::Sub, y, one);
                     let power = t.binary(BinaryOp::Pow, x, less);
                     let d = t.mul(y, power);
+                    let flat = t.binary(BinaryOp::Eq, y, zero);
+                    let d = t.select(flat, zero, d);
                     t.mul(a, d)
-                },
-                &|t, a| {
+                }),
+                (false, &|t, a| {
+                    let zero = t.float(0.0);
                     let log = t.unary(UnaryOp::Log, x);
                     let d = t.mul(v, log);
+                    let flat = t.binary(BinaryOp::Eq, v, zero);
+                    let d = t.select(flat, zero, d);
                     t.mul(a, d)
-                },
+                }),
             ),
             _ => unreachable!("the other operations do not give an f32"),
         };
-        self.give(x, part, active, to_x);
-        self.give(y, part, active, to_y);
+        self.give(x, adjoint, active, to_x.0, to_x.1);
+        self.give(y, adjoint, active, to_y.0, to_y.1);
     }
 }
 
@@ -422,6 +492,38 @@ mod tests {
     }
 
     #[test]
+    fn gradients_of_stacked_branches_grow_by_the_branch() {
+        let nodes = |levels: usize, step: &dyn Fn(Expr<f32>, i32) -> Expr<f32>| {
+            let e = (0..levels).fold(expr::score(), |e, i| step(e, i as i32));
+            let gradient = ScoreMod::new(e.dynamic()).unwrap().gradient().unwrap();
+            gradient.program.graph().nodes().len()
+        };
+        let per_head = |e: Expr<f32>, i: i32| expr::h().eq(i).select(&e + i as f32, &e * 1.5);
+        let leaky = |e: Expr<f32>, _| e.max(&e * 0.1);
+        let guarded = |e: Expr<f32>, i: i32| expr::q().lt(i).select(e.log(), e.sqrt());
+        let steps: [&dyn Fn(Expr<f32>, i32) -> Expr<f32>; 3] = [&per_head, &leaky, &guarded];
+        for step in steps {
+            let (some, more) = (nodes(50, step), nodes(100, step));
+            assert!(more < 2 * some + 50 && more < 3000, "{some} nodes, then {more}");
+        }
+        nodes(20_000, &guarded);
+    }
+
+    #[test]
+    fn a_power_of_zero_has_no_nan_in_its_gradient() {
+        let s = expr::score();
+        let at = |e: Expr<f32>, score: f32| {
+            let gradient = ScoreMod::new(e.dynamic()).unwrap().gradient().unwrap();
+            value(&gradient.program, 0, score)
+        };
+        assert_eq!(at(s.pow(0.0), 0.0), 0.0);
+        assert_eq!(at(s.pow(expr::scalar("y", 0.0)), 0.0), 0.0);
+        assert_eq!(at(Expr::from(0.0).pow(&s), 2.0), 0.0);
+        assert_eq!(at(s.pow(2.0), 0.0), 0.0);
+        assert_eq!(at(s.pow(1.0), 0.0), 1.0);
+    }
+
+    #[test]
     fn the_side_not_taken_adds_no_nan() {
         let s = expr::score();
         let guarded = s.gt(0.0).select(s.log(), &s * 2.0);
@@ -429,6 +531,14 @@ mod tests {
         assert_eq!(value(&gradient.program, 0, 0.0), 2.0);
         assert_eq!(value(&gradient.program, 0, -1.0), 2.0);
         assert_eq!(value(&gradient.program, 0, 4.0), 0.25);
+
+        // The guard stands outside a read used twice, a second branch, and a function of both.
+        let log = s.log();
+        let inner = expr::q().eq(3).select(&log * s.sqrt(), (-log.clone()).exp());
+        let nested = s.gt(0.0).select((&inner + &log).tanh(), &s * 2.0) + s.min(0.0);
+        let gradient = ScoreMod::new(nested.dynamic()).unwrap().gradient().unwrap();
+        assert_eq!(value(&gradient.program, 0, -1.0), 3.0);
+        assert!(value(&gradient.program, 0, 1.5).is_finite());
     }
 
     #[test]
