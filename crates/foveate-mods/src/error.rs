@@ -124,8 +124,19 @@ impl fmt::Display for ModErrorKind {
                 write!(f, "{operation} has no derivative, but a gradient has to pass through it")
             }
             Self::Parse { position, message, text } => {
-                let column = text[..(*position).min(text.len())].chars().count();
-                write!(f, "{message} at column {}\n  {text}\n  {:column$}^", column + 1, "")
+                let position = text.floor_char_boundary(*position);
+                let start = text[..position].rfind('\n').map_or(0, |i| i + 1);
+                let line = text[start..].lines().next().unwrap_or_default();
+                // Tabs stay tabs, so that the caret stands where the terminal puts the place.
+                let before = text[start..position].chars();
+                let indent: String =
+                    before.clone().map(|c| if c == '\t' { '\t' } else { ' ' }).collect();
+                let column = before.count() + 1;
+                write!(f, "{message} at ")?;
+                if text.trim_end().contains('\n') {
+                    write!(f, "line {}, ", text[..start].matches('\n').count() + 1)?;
+                }
+                write!(f, "column {column}\n  {line}\n  {indent}^")
             }
             Self::Argument { of, reason } => write!(f, "{of}: {reason}"),
         }

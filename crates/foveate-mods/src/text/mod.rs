@@ -10,9 +10,12 @@
 //!
 //! Values are bool, i32 or f32. The coordinates are `b h h_kv q kv q_len kv_len`, a score also
 //! has `score`. Operators, from loose to tight: `then` (scores), `| ||`, `^`, `& &&`,
-//! comparisons (which do not chain), `+ -`, `* / %`, prefix `- !`, `as f32`/`.abs()`. Unlike in
+//! comparisons (which do not chain), `+ -`, `* / %`, `as f32`, prefix `- !`, `.abs()`. Unlike in
 //! Rust, `&` and `|` bind as loosely as `&&` and `||`: there are no bits to work on. Integer
 //! literals are f32 where an f32 is needed; nothing else converts by itself.
+//!
+//! After `then`, `score` and the named scores are on the score before it. A `let` keeps the value
+//! it was given: in `let raw = score; softcap(30) then score + raw`, `raw` is not capped.
 //!
 //! Functions: `abs min max floor exp exp2 log log2 sqrt rsqrt tanh sigmoid erf sin cos pow mix
 //! unit select`, conversions `i32(x) f32(x) bool(x)`, and every name of [`crate::catalogue`].
@@ -84,6 +87,11 @@ impl Names {
         self.heads
     }
 
+    /// The names of the buffers.
+    pub(crate) fn buffer_names(&self) -> impl Iterator<Item = &str> {
+        self.buffers.keys().map(String::as_str)
+    }
+
     /// All names of buffers and scalars.
     pub fn iter(&self) -> impl Iterator<Item = &str> {
         self.buffers.keys().chain(self.scalars.keys()).map(String::as_str)
@@ -114,10 +122,12 @@ impl Program {
 }
 
 /// The one of `known` that `name` was probably meant to be: at most one edit (a character put in,
-/// taken out or replaced) and one more for every four characters away.
+/// taken out or replaced) and one more for every four characters away, with something in common.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let near = known.into_iter().map(|n| (distance(n, name), n)).min()?;
-    (near.0 <= 1 + name.chars().count() / 4).then_some(near.1)
+    let len = name.chars().count();
+    let near = known.into_iter().map(|n| (distance(n, name), n));
+    let near = near.filter(|(edits, n)| *edits < len.max(n.chars().count())).min()?;
+    (near.0 <= 1 + len / 4).then_some(near.1)
 }
 
 /// Edits (insert, delete, replace) between two names.

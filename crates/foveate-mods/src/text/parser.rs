@@ -24,8 +24,9 @@ const MAX_DEPTH: usize = 80;
 
 pub(super) fn parse(text: &str, names: &Names, wanted: Wanted) -> Result<DynExpr, ModError> {
     let tokens = tokens(text)?;
-    let mut parser =
-        Parser { text, tokens, next: 0, names, lets: HashMap::new(), depth: 0, wanted };
+    let score = DynExpr::leaf(Leaf::Score);
+    let (lets, hidden) = (HashMap::new(), Vec::new());
+    let mut parser = Parser { text, tokens, next: 0, names, lets, hidden, score, depth: 0, wanted };
     let value = parser.sequence()?;
     if *parser.token() != Token::End {
         return Err(parser.expected("an operator or the end"));
@@ -61,6 +62,10 @@ struct Parser<'a> {
     next: usize,
     names: &'a Names,
     lets: HashMap<String, Value>,
+    /// What each `let` of the open blocks hides, to be put back when its block closes.
+    hidden: Vec<(String, Option<Value>)>,
+    /// What `score` is here: the leaf, or the score before the last `then`.
+    score: DynExpr,
     depth: usize,
     wanted: Wanted,
 }
@@ -114,6 +119,10 @@ const BINARY: [(&str, BinaryOp); 4] = [
 ];
 
 const TYPES: [(&str, Type); 3] = [("bool", Type::Bool), ("i32", Type::I32), ("f32", Type::F32)];
+
+/// Words that cannot be the names of values.
+pub(super) const WORDS: [&str; 9] =
+    ["let", "if", "else", "then", "as", "true", "false", "inf", "nan"];
 
 /// The function of an operation in the text form, for those that have no operator.
 pub(super) fn function_name(op: Result<UnaryOp, BinaryOp>) -> Option<&'static str> {
@@ -183,7 +192,8 @@ impl<'a> Parser<'a> {
 
     /// `let`s and a value, then scores that follow it.
     fn sequence(&mut self) -> Parsed {
-        let outer = self.lets.clone();
+        let outer_lets = self.hidden.len();
+        let outer_score = self.score.clone();
         let mut value = self.block()?;
         while matches!(self.token(), Token::Name(n) if n == "then") {
             let at = self.position();
@@ -191,16 +201,18 @@ impl<'a> Parser<'a> {
                 return Err(self.fail(at, "`then` joins scores; join masks with `&` or `|`"));
             }
             self.advance();
-            let first = self.as_type(value, Type::F32, "the score before `then`")?;
+            self.score = self.as_type(value, Type::F32, "the score before `then`")?;
             let next = self.block()?;
             let next = self.as_type(next, Type::F32, "the score after `then`")?;
-            let joined = ScoreMod::new(&next)?.at(&|leaf| match leaf {
-                Leaf::Score => first.clone(),
-                leaf => DynExpr::leaf(leaf),
-            });
-            value = Value { at, what: What::Expr(joined.dynamic().clone()) };
+            value = Value { at, what: What::Expr(next) };
         }
-        self.lets = outer;
+        self.score = outer_score;
+        for (name, before) in self.hidden.split_off(outer_lets).into_iter().rev() {
+            match before {
+                Some(value) => self.lets.insert(name, value),
+                None => self.lets.remove(&name),
+            };
+        }
         Ok(value)
     }
 
@@ -213,12 +225,34 @@ impl<'a> Parser<'a> {
             if Leaf::ALL.iter().any(|l| l.name() == name) {
                 return Err(self.fail(at, format!("`{name}` is a coordinate; choose another name")));
             }
+            if WORDS.contains(&name.as_str()) {
+                return Err(self.fail(at, format!("`{name}` has a meaning; choose another name")));
+            }
             self.need("=")?;
             let value = self.binary(0)?;
             self.need(";")?;
-            self.lets.insert(name, value);
+            let before = self.lets.insert(name.clone(), value);
+            self.hidden.push((name, before));
         }
         self.binary(0)
+    }
+
+    /// A named mask or score of the catalogue, on the score as it is here.
+    fn named(&self, at: usize, name: &str, args: &[Arg]) -> Option<Parsed> {
+        let made = catalogue::resolve(name, args, self.names)?;
+        Some(made.map_err(|e| self.located(at, e)).and_then(|e| self.here(at, e)))
+    }
+
+    /// `e`, which reads the leaf of the score, on the score as it is here.
+    fn here(&self, at: usize, e: DynExpr) -> Parsed {
+        if e.ty() == Type::Bool {
+            return Ok(Value { at, what: What::Expr(e) });
+        }
+        let placed = ScoreMod::new(&e)?.at(&|leaf| match leaf {
+            Leaf::Score => self.score.clone(),
+            leaf => DynExpr::leaf(leaf),
+        });
+        Ok(Value { at, what: What::Expr(placed.dynamic().clone()) })
     }
 
     fn nested<T>(
@@ -237,7 +271,7 @@ impl<'a> Parser<'a> {
 
     /// Operators that bind at least as tightly as `least`.
     fn binary(&mut self, least: u8) -> Parsed {
-        let mut left = self.prefix()?;
+        let mut left = self.cast()?;
         let mut compared = false;
         loop {
             let Token::Mark(mark) = *self.token() else { return Ok(left) };
@@ -257,6 +291,20 @@ impl<'a> Parser<'a> {
             let (x, y) = if swapped { (right, left) } else { (left, right) };
             left = Value { at: start, what: What::Expr(self.join(at, mark, op, x, y)?) };
         }
+    }
+
+    fn cast(&mut self) -> Parsed {
+        let mut value = self.prefix()?;
+        while self.eat_word("as") {
+            let at = self.position();
+            let token = self.advance();
+            let ty = TYPES.iter().find(|(n, _)| token == Token::Name((*n).to_owned()));
+            let Some(&(_, ty)) = ty else {
+                return Err(self.fail(at, "expected `bool`, `i32` or `f32` after `as`"));
+            };
+            value = self.convert(value, ty)?;
+        }
+        Ok(value)
     }
 
     fn prefix(&mut self) -> Parsed {
@@ -281,25 +329,16 @@ impl<'a> Parser<'a> {
         let mut value = self.primary()?;
         loop {
             let at = self.position();
-            if self.eat(".") {
-                let Token::Name(name) = self.advance() else {
-                    return Err(self.fail(at, "expected a function after `.`"));
-                };
-                self.need("(")?;
-                let mut args = vec![value];
-                self.arguments(")", &mut args)?;
-                value = self.call(at + 1, &name, args)?;
-            } else if self.eat_word("as") {
-                let at = self.position();
-                let token = self.advance();
-                let ty = TYPES.iter().find(|(n, _)| token == Token::Name((*n).to_owned()));
-                let Some(&(_, ty)) = ty else {
-                    return Err(self.fail(at, "expected `bool`, `i32` or `f32` after `as`"));
-                };
-                value = self.convert(value, ty)?;
-            } else {
+            if !self.eat(".") {
                 return Ok(value);
             }
+            let Token::Name(name) = self.advance() else {
+                return Err(self.fail(at, "expected a function after `.`"));
+            };
+            self.need("(")?;
+            let mut args = vec![value];
+            self.arguments(")", &mut args)?;
+            value = self.call(at + 1, &name, args)?;
         }
     }
 
@@ -387,14 +426,7 @@ impl<'a> Parser<'a> {
 
     fn load(&mut self, at: usize, name: &str) -> Parsed {
         let Some(buffer) = self.names.get_buffer(name).cloned() else {
-            let known: Vec<&str> = self.names.iter().collect();
-            let message = match known.as_slice() {
-                [] => format!("there is no captured buffer `{name}`; none is given"),
-                known => {
-                    format!("there is no captured buffer `{name}`; given are {}", known.join(", "))
-                }
-            };
-            return Err(self.fail(at, message));
+            return Err(self.fail(at, self.no_buffer(name)));
         };
         let mut index = Vec::new();
         self.arguments("]", &mut index)?;
@@ -414,13 +446,14 @@ impl<'a> Parser<'a> {
             if leaf == Leaf::Score && self.wanted == Wanted::Mask {
                 return Err(self.fail(at, "a mask cannot read the score"));
             }
-            What::Expr(DynExpr::leaf(leaf))
+            let score = leaf == Leaf::Score;
+            What::Expr(if score { self.score.clone() } else { DynExpr::leaf(leaf) })
         } else if let Some(value) = self.names.get_scalar(name) {
             What::Expr(DynExpr::scalar(Scalar { name: name.to_owned(), value }))
         } else if let Some(buffer) = self.names.get_buffer(name) {
             What::Buffer(buffer.clone())
-        } else if let Some(made) = catalogue::resolve(name, &[], self.names) {
-            What::Expr(made.map_err(|e| self.located(at, e))?)
+        } else if let Some(made) = self.named(at, name, &[]) {
+            return made;
         } else {
             return Err(self.unknown(at, name));
         };
@@ -464,12 +497,7 @@ impl<'a> Parser<'a> {
             return Ok(Value { at, what: What::Expr(made) });
         }
         let args: Vec<Arg> = args.into_iter().map(argument).collect();
-        match catalogue::resolve(name, &args, self.names) {
-            Some(made) => {
-                Ok(Value { at, what: What::Expr(made.map_err(|e| self.located(at, e))?) })
-            }
-            None => Err(self.unknown(at, name)),
-        }
+        self.named(at, name, &args).unwrap_or_else(|| Err(self.unknown(at, name)))
     }
 
     fn unary(&self, at: usize, op: UnaryOp, x: DynExpr) -> Parsed {
@@ -553,6 +581,26 @@ impl<'a> Parser<'a> {
         let at = value.at;
         let e = self.literal_as(value, ty)?;
         Ok(Value { at, what: What::Expr(e.cast(ty)) })
+    }
+
+    fn no_buffer(&self, name: &str) -> String {
+        let is = if self.lets.contains_key(name) {
+            Some("the name of a value")
+        } else if Leaf::ALL.iter().any(|l| l.name() == name) {
+            Some("a coordinate")
+        } else {
+            self.names.get_scalar(name).map(|_| "a run-time scalar")
+        };
+        if let Some(is) = is {
+            return format!("`{name}` is {is}; only captured buffers are indexed with `[...]`");
+        }
+        let known: Vec<&str> = self.names.buffer_names().collect();
+        if known.is_empty() {
+            return format!("there is no captured buffer `{name}`; none is given");
+        }
+        let near = super::nearest(name, known.iter().copied());
+        let hint = near.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+        format!("there is no captured buffer `{name}`; given are {}{hint}", known.join(", "))
     }
 
     fn unknown(&self, at: usize, name: &str) -> ModError {

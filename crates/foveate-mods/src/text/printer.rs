@@ -4,10 +4,10 @@
 //! tree; so does what would nest too deep for the parser. Buffers and scalars keep their names
 //! where those can be written and differ; others get new ones.
 
-use std::collections::BTreeSet;
+use std::collections::{HashMap, HashSet};
 
 use super::Names;
-use super::parser::{function_name, operator};
+use super::parser::{WORDS, function_name, operator};
 use crate::capture::ScalarValue;
 use crate::catalogue;
 use crate::ir::{Leaf, Node, NodeId, UnaryOp};
@@ -31,11 +31,11 @@ const PREFIX: u8 = 7;
 pub(super) fn print(program: &Program) -> (String, Names) {
     let graph = program.graph();
     let root = program.roots()[0];
-    let mut taken: BTreeSet<String> = catalogue::names().map(str::to_owned).collect();
+    let mut taken: HashSet<String> = catalogue::names().map(str::to_owned).collect();
     taken.extend(Leaf::ALL.map(|l| l.name().to_owned()));
-    taken.extend(
-        ["let", "if", "else", "then", "as", "true", "false", "inf", "nan"].map(str::to_owned),
-    );
+    taken.extend(WORDS.map(str::to_owned));
+    // Where numbering goes on, by stem.
+    let mut numbered: HashMap<String, usize> = HashMap::new();
     let mut names = Names::new();
     let mut fresh = |wanted: &str| {
         let plain: String =
@@ -43,10 +43,10 @@ pub(super) fn print(program: &Program) -> (String, Names) {
         let starts = plain.starts_with(|c: char| c.is_alphabetic() || c == '_');
         let stem = if starts { plain } else { format!("_{plain}") };
         let mut name = stem.clone();
-        let mut n = 2;
         while !taken.insert(name.clone()) {
+            let n = numbered.entry(stem.clone()).or_insert(1);
+            *n += 1;
             name = format!("{stem}_{n}");
-            n += 1;
         }
         name
     };
