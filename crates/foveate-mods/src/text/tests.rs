@@ -80,8 +80,16 @@ fn errors_name_the_place_and_what_was_meant() {
         (
             "docs[q] == 1",
             0,
-            "there is no captured buffer `docs`; given are bias, doc, slope, window",
+            "there is no captured buffer `docs`; given are bias, doc; did you mean `doc`?",
         ),
+        (
+            "slope[q] > 1.0",
+            0,
+            "`slope` is a run-time scalar; only captured buffers are indexed with `[...]`",
+        ),
+        ("q[kv] > 1", 0, "`q` is a coordinate; only captured buffers are indexed with `[...]`"),
+        ("let then = 1; q > then", 4, "`then` has a meaning; choose another name"),
+        ("(let x = q; x > 1) & x > 2", 21, "there is no `x`"),
         ("doc == 1", 0, "`doc` is a buffer; index its axes (1) with `[...]`"),
         ("doc[q, kv] == 1", 0, "buffer `doc` has 1 axes but was given 2 indices"),
         ("score > 0", 0, "a mask cannot read the score"),
@@ -102,6 +110,45 @@ fn errors_name_the_place_and_what_was_meant() {
     }
     let whole = parse_mask("q >= kvv", &names()).unwrap_err().to_string();
     assert_eq!(whole, "there is no `kvv`; did you mean `kv`? at column 6\n  q >= kvv\n       ^");
+    let lines = parse_mask("causal\n\t& kvv > 1\n| true", &names()).unwrap_err().to_string();
+    let place = "at line 2, column 4\n  \t& kvv > 1\n  \t  ^";
+    assert_eq!(lines, format!("there is no `kvv`; did you mean `kv`? {place}"));
+}
+
+#[test]
+fn a_let_keeps_its_value_and_ends_with_its_block() {
+    let scores = |text: &str| parse_score(text, &names()).unwrap();
+    let capped = scores("softcap(30.0)");
+    let raw = scores("let raw = score; softcap(30.0) then score + raw");
+    let at = |s: &ScoreMod, score: f32| {
+        let point = Point { score, ..Default::default() };
+        match s.program().eval(&point).unwrap()[0] {
+            ScalarValue::F32(v) => v,
+            other => panic!("{other:?} is not f32"),
+        }
+    };
+    assert_eq!(at(&raw, 50.0), at(&capped, 50.0) + 50.0);
+    assert_eq!(
+        scores("let x = 1.0; (let x = 2.0; score * x) + x"),
+        scores("score * 2.0 + 1.0"),
+        "the outer `x` is back after the inner block"
+    );
+    assert_eq!(scores("-q as f32 + score"), scores("f32(-q) + score"));
+}
+
+#[test]
+fn a_long_program_prints_and_parses_back_in_linear_time() {
+    let steps = |n: i32| (0..n).fold(expr::score(), |e, i| (&e * 0.5).max(&e - i as f32));
+    let spent = |n: i32| {
+        let score = ScoreMod::new(steps(n).dynamic()).unwrap();
+        let began = std::time::Instant::now();
+        let (text, names) = score.program().text();
+        assert_eq!(parse_score(&text, &names).unwrap(), score);
+        began.elapsed().as_secs_f64()
+    };
+    // Four times as long takes sixteen times as long where the work is quadratic.
+    let (short, long) = (spent(5_000), spent(20_000));
+    assert!(long < 10.0 * short.max(0.01), "{short:.3} s for 5,000 steps, {long:.3} s for 20,000");
 }
 
 #[test]
