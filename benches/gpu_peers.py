@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Times PyTorch's attention on the cases of `foveate bench gpu`, on the same data.
+
+    foveate bench gpu --list --json > cases.jsonl
+    python3 benches/gpu_peers.py cases.jsonl > peers.jsonl
+    foveate bench gpu --peers peers.jsonl
+
+Peers: `cudnn` and `flash2` (scaled_dot_product_attention restricted to one backend; full and
+causal without a score only), `flex` (flex_attention under torch.compile) and `flex-autotune`
+(the same with max-autotune-no-cudagraphs). A peer that cannot run a case is reported with its
+reason, not left out. One JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by
+live pairs), sample (a few elements of the result, to compare with Foveate's), or `declined`.
+
+Needs PyTorch 2.6 or newer with a CUDA device.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+MASK32 = 0xFFFFFFFF
+SAMPLES = 16
+
+
+def mix(x: int, y: torch.Tensor) -> torch.Tensor:
+    """The counter-based hash of Foveate's mods, on int64 tensors that hold 32-bit values."""
+    z = (x * 0x9E3779B1 + y + 0x7F4A7C15) & MASK32
+    z = ((z ^ (z >> 16)) * 0x85EBCA6B) & MASK32
+    z = ((z ^ (z >> 13)) * 0xC2B2AE35) & MASK32
+    return z ^ (z >> 16)
+
+
+def random(seed: int, shape, dtype) -> torch.Tensor:
+    """Element i is the sum of the four bytes of mix(seed, i), centred, with variance 1."""
+    count = 1
+    for n in shape:
+        count *= n
+    bits = mix(seed, torch.arange(count, device="cuda", dtype=torch.int64))
+    total = (bits & 255) + (bits >> 8 & 255) + (bits >> 16 & 255) + (bits >> 24)
+    deviation = (4 * (256**2 - 1) / 12) ** 0.5
+    return ((total.to(torch.float32) - 510.0) / deviation).to(dtype).reshape(shape)
+
+
+def mask_of(case, documents):
+    """The mask_mod of a case, or None."""
+    kind, causal = case["mask"], lambda b, h, q, kv: q >= kv
+    if kind == "full":
+        return None
+    if kind == "causal":
+        return causal
+    if kind == "window":
+        width = case["width"]
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < width)
+    if kind == "prefix":
+        width = case["width"]
+        return lambda b, h, q, kv: (q >= kv) | (kv < width)
+    if kind == "documents":
+        return lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])
+    raise ValueError(f"no mask {kind!r}")
+
+
+def score_of(case, bias):
+    """The score_mod of a case, or None."""
+    kind, heads, length = case["score"], case["heads"], case["len"]
+    if kind == "none":
+        return None
+    if kind == "alibi":
+        return lambda s, b, h, q, kv: s + torch.exp2(-(h + 1) * (8.0 / heads)) * (kv - q)
+    if kind == "softcap":
+        return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
+    if kind == "relative":
+        reach = (bias.shape[1] - 1) // 2
+        return lambda s, b, h, q, kv: s + bias[h, torch.clamp(kv - q, -reach, reach) + reach]
+    raise ValueError(f"no score {kind!r}, length {length}")
+
+
+def median_ms(run, seconds: float):
+    """Median and minimum of single runs between device events, after a warm-up."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    times, until = [], time.monotonic() + seconds
+    while len(times) < 5 or (time.monotonic() < until and len(times) < 200):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    times.sort()
+    return times[len(times) // 2], times[0], len(times)
+
+
+@functools.cache
+def compiled(mode):
+    torch._dynamo.config.cache_size_limit = 1000
+    return torch.compile(flex_attention, dynamic=False, mode=mode)
+
+
+def attention(peer: str, case, q, k, v, bias):
+    """A function of q, k, v that runs the peer."""
+    grouped = q.shape[1] != k.shape[1]
+    if peer in ("cudnn", "flash2"):
+        if case["mask"] not in ("full", "causal") or case["score"] != "none":
+            raise NotImplementedError("scaled_dot_product_attention has no such mask or score")
+        backend = SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION
+        causal = case["mask"] == "causal"
+
+        def sdpa(q, k, v):
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=grouped
+                )
+
+        return sdpa
+    length = case["len"]
+    documents = None
+    if case["mask"] == "documents":
+        documents = torch.arange(length, device="cuda") * case["width"] // length
+    mask = mask_of(case, documents)
+    block = create_block_mask(mask, None, None, length, length) if mask else None
+    score = score_of(case, bias)
+    flex = compiled("max-autotune-no-cudagraphs" if peer == "flex-autotune" else "default")
+    return lambda q, k, v: flex(q, k, v, score_mod=score, block_mask=block, enable_gqa=grouped)
+
+
+def measure(peer: str, case, seconds: float):
+    batch, heads, heads_kv = case["batch"], case["heads"], case["heads_kv"]
+    length, dim, dtype = case["len"], case["dim"], DTYPES[case["dtype"]]
+    backward = case["pass"] == "backward"
+    q = random(1, (batch, heads, length, dim), dtype)
+    k = random(2, (batch, heads_kv, length, dim), dtype)
+    v = random(3, (batch, heads_kv, length, dim), dtype)
+    bias = None
+    if case["score"] == "relative":
+        bias = random(5, (heads, 2 * case["reach"] + 1), torch.float32)
+    learned = [q, k, v] + ([bias] if bias is not None else [])
+    if backward:
+        for x in learned:
+            x.requires_grad_()
+    run = attention(peer, case, q, k, v, bias)
+    out = run(q, k, v)
+    if not backward:
+        result, timed = out, lambda: run(q, k, v)
+    else:
+        d_out = random(4, tuple(out.shape), dtype)
+        result = torch.autograd.grad(out, q, d_out, retain_graph=True)[0]
+        timed = lambda: torch.autograd.grad(out, learned, d_out, retain_graph=True)  # noqa: E731
+    with torch.set_grad_enabled(backward):
+        median, least, runs = median_ms(timed, seconds)
+    step = max(1, result.numel() // SAMPLES)
+    sample = result.detach().flatten()[::step][:SAMPLES].float().tolist()
+    return {
+        "ms": median,
+        "min_ms": least,
+        "runs": runs,
+        "tflops": case["flops"] / median / 1e9,
+        "sample": sample,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", type=argparse.FileType("r"), help="JSON lines, - for stdin")
+    parser.add_argument("--peers", default="cudnn,flash2,flex,flex-autotune")
+    parser.add_argument("--seconds", type=float, default=0.3, help="timing of one case and peer")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_peers: PyTorch sees no CUDA device", file=sys.stderr)
+        return 1
+    cases = [json.loads(line) for line in args.cases if line.strip()]
+    peers = args.peers.split(",")
+    began = time.monotonic()
+    for done, case in enumerate(cases):
+        for peer in peers:
+            line = {"case": case["case"], "peer": peer}
+            try:
+                line |= measure(peer, case, args.seconds)
+            except Exception as error:  # a peer's refusal is a result
+                line["declined"] = str(error).strip().splitlines()[0][:200] or repr(error)
+            print(json.dumps(line), flush=True)
+            torch.cuda.empty_cache()
+        spent = time.monotonic() - began
+        left = spent / (done + 1) * (len(cases) - done - 1)
+        print(f"{done + 1}/{len(cases)} cases, {left:.0f} s left", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
