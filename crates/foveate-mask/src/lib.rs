@@ -244,11 +244,10 @@ impl BlockMask {
     }
 
     /// The rows of tiles `rows`, as a block mask of its own over the same keys: what a shard of
-    /// the queries needs. `live_entries` counts whole tiles where the original was exact.
-    ///
-    /// # Panics
-    /// When the range reaches past the rows.
+    /// the queries needs. `live_entries` counts whole tiles where the original was exact. What
+    /// reaches past the rows is left out.
     pub fn slice_rows(&self, rows: Range<usize>) -> Self {
+        let rows = rows.start.min(self.rows())..rows.end.min(self.rows());
         let tile = self.tile.q as usize;
         let q_len = self.q_len.min(rows.end * tile).saturating_sub(rows.start * tile);
         let taken: Vec<Vec<Run>> = rows.map(|r| self.row(r).to_vec()).collect();
@@ -258,8 +257,9 @@ impl BlockMask {
     }
 
     /// The columns of tiles `columns`, as a block mask of its own: what a prefix of a cache of
-    /// keys needs. `live_entries` counts whole tiles.
+    /// keys needs. `live_entries` counts whole tiles. What reaches past the columns is left out.
     pub fn slice_columns(&self, columns: Range<usize>) -> Self {
+        let columns = columns.start.min(self.columns())..columns.end.min(self.columns());
         let tile = self.tile.kv as usize;
         let kv_len = self.kv_len.min(columns.end * tile).saturating_sub(columns.start * tile);
         let (from, to) = (columns.start as u32, columns.end as u32);

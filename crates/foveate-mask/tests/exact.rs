@@ -142,6 +142,10 @@ proptest! {
         }
         let tile_entries = rows.live_tile_entries();
         prop_assert_eq!(rows.stats().live_entries, tile_entries);
+        prop_assert_eq!(&built.slice_rows(from..usize::MAX), &rows);
+        prop_assert_eq!(&built.slice_columns(from..usize::MAX), &columns);
+        prop_assert_eq!(built.slice_rows(usize::MAX..usize::MAX).rows(), 0);
+        prop_assert_eq!(built.slice_columns(usize::MAX..usize::MAX).columns(), 0);
     }
 }
 

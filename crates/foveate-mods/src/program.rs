@@ -129,7 +129,9 @@ impl Program {
             let old = &self.graph.buffers()[slot];
             let class = |b: &AnyBuffer| {
                 let learned = if b.learned() { "learned " } else { "" };
-                format!("a {learned}{} buffer with {} axes", b.ty(), b.shape().len())
+                let axes = b.shape().len();
+                let plural = if axes == 1 { "axis" } else { "axes" };
+                format!("{learned}{} with {axes} {plural}", b.ty())
             };
             if class(old) != class(buffer) {
                 let reason = format!("the slot holds {}, not {}", class(old), class(buffer));

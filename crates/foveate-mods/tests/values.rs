@@ -132,7 +132,7 @@ fn a_binding_must_fit_its_slot() {
     );
     assert_eq!(
         told(Buffer::vector("doc", vec![0.5]).any()),
-        "`doc` cannot be bound: the slot holds a i32 buffer with 1 axes, not a f32 buffer with 1 axes"
+        "`doc` cannot be bound: the slot holds i32 with 1 axis, not f32 with 1 axis"
     );
     let bias = Buffer::learned("bias", &[2], vec![0.0; 2]).unwrap();
     let learned = score(expr::score() + bias.at([expr::h()]));

@@ -187,13 +187,11 @@ fn rebinding_the_wrong_type_rank_or_name_is_refused_and_the_plan_still_runs() {
     };
     assert_eq!(
         say("doc", &[5], BufferData::F32(vec![0.0; 5])),
-        "`doc` cannot be bound: the slot holds a i32 buffer with 1 axes, not a f32 buffer \
-         with 1 axes"
+        "`doc` cannot be bound: the slot holds i32 with 1 axis, not f32 with 1 axis"
     );
     assert_eq!(
         say("doc", &[1, 5], BufferData::I32(vec![0; 5])),
-        "`doc` cannot be bound: the slot holds a i32 buffer with 1 axes, not a i32 buffer \
-         with 2 axes"
+        "`doc` cannot be bound: the slot holds i32 with 1 axis, not i32 with 2 axes"
     );
     assert_eq!(
         say("documents", &[5], BufferData::I32(vec![0; 5])),
