@@ -5,6 +5,7 @@
 // A block computes one tile for one head, so the order of the list is the schedule.
 
 typedef long long i64;
+typedef unsigned int u32;
 
 // [batch, head, row, element] of an operand or a destination.
 struct View {
