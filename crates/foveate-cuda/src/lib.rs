@@ -11,3 +11,8 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 pub mod abi;
+mod error;
+pub mod library;
+pub mod nvrtc;
+
+pub use error::{CudaError, CudaErrorKind};

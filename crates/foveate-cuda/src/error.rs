@@ -1,0 +1,128 @@
+//! What can go wrong between a plan and a GPU.
+
+use std::fmt;
+
+/// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{kind}")]
+pub struct CudaError {
+    kind: Box<CudaErrorKind>,
+}
+
+/// What is wrong.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum CudaErrorKind {
+    /// A library of NVIDIA's is not on this machine, or cannot be opened.
+    Missing {
+        /// What it is, `NVRTC`.
+        library: &'static str,
+        /// How to get it.
+        advice: &'static str,
+        /// Where it was looked for.
+        tried: usize,
+    },
+    /// A library lacks a function.
+    Symbol {
+        /// What it is.
+        library: &'static str,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// The driver refused a call.
+    Driver {
+        /// What was to be done.
+        doing: String,
+        /// The driver's code.
+        code: i32,
+        /// Its name and description.
+        says: String,
+    },
+    /// The device has not enough memory.
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: usize,
+        /// Bytes free on the device.
+        free: usize,
+        /// Bytes of the device.
+        total: usize,
+    },
+    /// NVRTC refused a source.
+    Compile {
+        /// The architecture it was for.
+        arch: String,
+        /// NVRTC's log.
+        log: String,
+    },
+    /// A compiled kernel is not what was planned.
+    Resources {
+        /// The kernel.
+        kernel: String,
+        /// What differs.
+        reason: String,
+    },
+    /// The device did not finish in time.
+    Timeout {
+        /// What was waited for.
+        waiting: String,
+        /// For how long, in seconds.
+        seconds: f64,
+    },
+    /// An argument cannot be used.
+    Argument {
+        /// Which, why, and what to do.
+        reason: String,
+    },
+}
+
+impl CudaError {
+    /// What is wrong.
+    pub fn kind(&self) -> &CudaErrorKind {
+        &self.kind
+    }
+}
+
+impl From<CudaErrorKind> for CudaError {
+    fn from(kind: CudaErrorKind) -> Self {
+        Self { kind: Box::new(kind) }
+    }
+}
+
+impl fmt::Display for CudaErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing { library, advice, tried } => {
+                write!(f, "{library} was not found in {tried} places; {advice}")
+            }
+            Self::Symbol { library, symbol } => {
+                write!(f, "{library} has no `{symbol}`; it is too old, a newer one is needed")
+            }
+            Self::Driver { doing, code, says } => {
+                write!(f, "{doing}: the driver says {says} ({code})")
+            }
+            Self::OutOfMemory { bytes, free, total } => {
+                let mib = |n: usize| n as f64 / f64::from(1 << 20);
+                write!(
+                    f,
+                    "the device is out of memory: {:.1} MiB asked for, {:.1} of {:.1} MiB free",
+                    mib(*bytes),
+                    mib(*free),
+                    mib(*total)
+                )
+            }
+            Self::Compile { arch, log } => {
+                let first = log.lines().find(|l| l.contains("error")).unwrap_or("no reason given");
+                write!(f, "NVRTC refused a kernel for {arch}: {first}")
+            }
+            Self::Resources { kernel, reason } => write!(f, "kernel {kernel}: {reason}"),
+            Self::Timeout { waiting, seconds } => {
+                write!(
+                    f,
+                    "{waiting} did not finish within {seconds:.0} s; the device hangs or is shared \
+                     with heavy work"
+                )
+            }
+            Self::Argument { reason } => f.write_str(reason),
+        }
+    }
+}
