@@ -37,7 +37,7 @@ struct CpuArgs {
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
     /// Runs of each case, of which the median is reported
-    #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
     /// Leave the unfused peer out
     #[arg(long)]

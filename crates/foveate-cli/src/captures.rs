@@ -51,7 +51,11 @@ impl Captures {
             let value = match (value.parse(), value.parse(), value.parse()) {
                 (Ok(v), _, _) => ScalarValue::Bool(v),
                 (_, Ok(v), _) => ScalarValue::I32(v),
-                (_, _, Ok(v)) => ScalarValue::F32(v),
+                (_, _, Ok(v)) if value.contains(['.', 'e', 'E', 'n']) => ScalarValue::F32(v),
+                (_, _, Ok(_)) => {
+                    let message = format!("--scalar {given}: integers lie in ±{}", i32::MAX);
+                    return Err(Failure::usage(message).help("write a float with a point: 1.0"));
+                }
                 _ => return Err(Failure::usage(format!("--scalar {given}: no number"))),
             };
             names = names.scalar(name.trim(), value);

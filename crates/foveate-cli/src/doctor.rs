@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use foveate_train::machine::memory;
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -65,7 +66,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 
 impl Findings {
     fn gather() -> Self {
-        let [total, available] = ["MemTotal", "MemAvailable"].map(meminfo);
+        let [total, available] = ["MemTotal", "MemAvailable"].map(memory);
         Self {
             version: env!("CARGO_PKG_VERSION"),
             target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
@@ -85,14 +86,6 @@ fn cpu_name() -> Option<String> {
     let info = fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = info.lines().find(|l| l.starts_with("model name"))?;
     Some(line.split_once(':')?.1.trim().to_owned())
-}
-
-/// Bytes of one line of `/proc/meminfo`.
-fn meminfo(name: &str) -> Option<u64> {
-    let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find(|l| l.split(':').next() == Some(name))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib * 1024)
 }
 
 fn caches() -> Vec<Cache> {

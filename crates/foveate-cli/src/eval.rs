@@ -21,10 +21,10 @@ pub struct Args {
     #[arg(required = true)]
     files: Vec<String>,
     /// Tokens of a packed row (the model's longest sequence when left out)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     len: Option<usize>,
     /// Packed rows computed at once
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8)]
     batch_rows: usize,
     /// Leave out documents that are empty or not UTF-8 instead of stopping
     #[arg(long)]

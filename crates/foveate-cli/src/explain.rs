@@ -18,16 +18,16 @@ pub struct Args {
     #[arg(long, value_name = "HQ[/HKV]", value_parser = pair, required_unless_present = "recipe")]
     heads: Option<(usize, usize)>,
     /// Number of queries (the sum of --doc-lens when left out)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     len: Option<usize>,
     /// Number of keys (as many as queries when left out)
-    #[arg(long, value_name = "M")]
+    #[arg(long, value_name = "M", allow_negative_numbers = true)]
     kv_len: Option<usize>,
     /// Head dim, or that of queries and keys/that of values
     #[arg(long, value_name = "D[/DV]", value_parser = pair, required_unless_present = "recipe")]
     dim: Option<(usize, usize)>,
     /// Batch entries
-    #[arg(long, value_name = "B", default_value_t = 1)]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 1)]
     batch: usize,
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = dtype)]
@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["heads", "dim", "len", "kv_len", "mask", "score"])]
     recipe: Option<PathBuf>,
     /// Override a field of the recipe, such as data.len=4096
-    #[arg(long, value_name = "KEY=VALUE", requires = "recipe")]
+    #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Print one JSON object
     #[arg(long)]
@@ -74,6 +74,10 @@ fn dtype(text: &str) -> Result<DType, String> {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(path) = &args.recipe {
         return budget::run(path, &args.set, args.json, out);
+    }
+    if !args.set.is_empty() {
+        return Err(Failure::usage("--set overrides a field of a recipe, but none is given")
+            .help("give --recipe FILE, or leave --set out"));
     }
     let Some(len) = args.len.or(args.captures.documents_len()) else {
         return Err(Failure::usage("--len is missing").help("say how many queries: --len 4096"));

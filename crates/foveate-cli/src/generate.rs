@@ -19,19 +19,19 @@ pub struct Args {
     #[arg(long, default_value = "")]
     prompt: String,
     /// Tokens to write at most
-    #[arg(long, value_name = "N", default_value_t = 200)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 200)]
     max_tokens: usize,
     /// Divides the logits; 0 always takes the likeliest token
-    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.8)]
     temperature: f32,
     /// Draw from this many of the likeliest tokens only; 0 draws from all
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0)]
     top_k: usize,
     /// Draw from the likeliest tokens only whose probabilities reach this sum
-    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.95)]
     top_p: f32,
     /// Fixes the draws
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
     /// Print one JSON object
     #[arg(long)]

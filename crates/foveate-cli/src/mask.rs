@@ -14,6 +14,9 @@ use crate::captures::Captures;
 use crate::failure::Failure;
 use crate::output::{Output, bytes, count};
 
+/// Rows of tiles that are built at most: each takes some tens of bytes, or a few hundred.
+const MAX_ROWS: usize = 1 << 24;
+
 /// Draw a mask and its tiles, with statistics and build time
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = named())]
@@ -21,19 +24,19 @@ pub struct Args {
     /// The mask, such as "causal & document" or "q >= kv && q - kv < 256"
     text: String,
     /// Number of queries (the sum of --doc-lens when left out)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     len: Option<usize>,
     /// Number of keys (as many as queries when left out)
-    #[arg(long, value_name = "M")]
+    #[arg(long, value_name = "M", allow_negative_numbers = true)]
     kv_len: Option<usize>,
     /// Size of the tiles: queries x keys
     #[arg(long, value_name = "QxKV", default_value = "128x128", value_parser = tile)]
     tile: Tile,
     /// Batch entry that is drawn
-    #[arg(long, value_name = "B", default_value_t = 0)]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 0)]
     batch_index: i32,
     /// Query head that is drawn
-    #[arg(long, value_name = "H", default_value_t = 0)]
+    #[arg(long, value_name = "H", allow_negative_numbers = true, default_value_t = 0)]
     head: i32,
     #[command(flatten)]
     captures: Captures,
@@ -89,6 +92,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         (Ok(q), Ok(kv)) => (q, kv),
         _ => return Err(Failure::usage(format!("lengths go up to {}", i32::MAX))),
     };
+    let rows = len.div_ceil(args.tile.q as usize);
+    if rows > MAX_ROWS {
+        return Err(Failure::usage(format!("{rows} rows of tiles; up to {MAX_ROWS} are built"))
+            .help("make the tiles larger: --tile 1024x1024"));
+    }
     let names = args.captures.names(len.max(kv_len))?;
     let mask = parse_mask(&args.text, &names).map_err(|e| Failure::of_text("the mask", &e))?;
     let head =

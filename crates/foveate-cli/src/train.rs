@@ -1,7 +1,7 @@
 //! `foveate train`: a recipe, run.
 
 use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use foveate_train::metrics::{EvalMetrics, StepMetrics};
@@ -33,9 +33,8 @@ pub struct Args {
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let recipe = Recipe::load(&args.recipe, &args.set)?;
-    let place = args.recipe.parent().unwrap_or(Path::new(""));
     let mut view = View::new(Interrupt::watch()?, args.json.then_some(&mut *out));
-    let result = train(&recipe, place, args.resume, &mut view);
+    let result = train(&recipe, &args.recipe, args.resume, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
@@ -43,8 +42,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let summary = result?;
     if summary.interrupted {
         eprintln!(
-            "interrupted after step {}; continue with: foveate train {} --resume{}",
+            "interrupted after step {}; continue with: {} train {} --resume{}",
             summary.steps,
+            called(),
             args.recipe.display(),
             args.set.iter().map(|s| format!(" --set '{s}'")).collect::<String>(),
         );
@@ -83,10 +83,16 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
     out.line(format!("metrics     {dir}/metrics.jsonl, TensorBoard files in {dir}"))?;
     out.line(format!("curve       {dir}/loss.svg"))?;
     out.line(format!(
-        "try it      foveate generate {} --prompt \"fn main() {{\"",
+        "try it      {} generate {} --prompt \"fn main() {{\"",
+        called(),
         summary.checkpoint.display()
     ))?;
     Ok(())
+}
+
+/// How this program was called, so that the commands it proposes can be typed as they are.
+fn called() -> String {
+    std::env::args().next().unwrap_or_else(|| "foveate".to_owned())
 }
 
 /// A progress bar on stderr; plain lines now and then where stderr is no terminal.

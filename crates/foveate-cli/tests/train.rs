@@ -102,8 +102,8 @@ impl Place {
             .collect()
     }
 
-    fn weights(&self, run: &str) -> Vec<u8> {
-        let last = self.path(run).join("checkpoints/step-000024");
+    fn weights(&self, run: &str, step: u64) -> Vec<u8> {
+        let last = self.path(run).join(format!("checkpoints/step-{step:06}"));
         std::fs::read(last.join("masters.safetensors")).unwrap()
     }
 }
@@ -165,16 +165,16 @@ fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
         break;
     }
     assert_eq!(place.steps("run"), place.steps("straight"));
-    assert_eq!(place.weights("run"), place.weights("straight"));
+    assert_eq!(place.weights("run", 24), place.weights("straight", 24));
 }
 
 #[cfg(unix)]
 #[test]
 fn ctrl_c_saves_and_the_run_goes_on_as_if_it_had_not_been() {
     let place = Place::new();
-    place.json(&["train", "recipe.toml", "--json", "--set", "run.dir=straight"]);
-    let slow = ["train", "recipe.toml", "--set", "train.batch_rows=2"];
-    let child = place.command(&slow).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let steps = ["train", "recipe.toml", "--set", "train.steps=200"];
+    place.json(&[&steps[..], &["--json", "--set", "run.dir=straight"]].concat());
+    let child = place.command(&steps).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let log = place.path("run/metrics.jsonl");
     while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 2 {
         std::thread::sleep(Duration::from_millis(1));
@@ -183,19 +183,21 @@ fn ctrl_c_saves_and_the_run_goes_on_as_if_it_had_not_been() {
     assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     let done = child.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&done.stderr).into_owned();
-    // A run that was over before the signal came ends well; nothing is left to resume then.
-    if done.status.code() == Some(130) {
-        assert!(told.contains("continue with: foveate train recipe.toml --resume"), "{told}");
-        place.json(&["train", "recipe.toml", "--resume", "--json"]);
-    }
+    assert_eq!(done.status.code(), Some(130), "{told}");
+    let stopped = place.steps("run").len();
+    assert!((2..200).contains(&stopped), "{stopped}");
+    let resume = "foveate train recipe.toml --resume --set 'train.steps=200'";
+    assert!(told.contains(resume), "{told}");
+    place.json(&[&steps[..], &["--resume", "--json"]].concat());
     assert_eq!(place.steps("run"), place.steps("straight"));
-    assert_eq!(place.weights("run"), place.weights("straight"));
+    assert_eq!(place.weights("run", 200), place.weights("straight", 200));
 }
 
 #[test]
 fn wrong_input_gets_one_line_with_the_place() {
     let place = Place::new();
     let told = |args: &[&str]| place.told(1, args);
+    std::fs::create_dir(place.path("sub")).unwrap();
     assert!(told(&["train", "nowhere.toml"]).contains("nowhere.toml: could not be read"));
     assert!(told(&["train", "recipe.toml", "--resume"]).contains("no checkpoint to resume from"));
     let typo = told(&["train", "recipe.toml", "--set", "train.stesp=3"]);
@@ -204,8 +206,25 @@ fn wrong_input_gets_one_line_with_the_place() {
     assert!(heads.contains("num_attention_heads"), "{heads}");
     let mask = told(&["train", "recipe.toml", "--set", "attention.mask=causal & documnet"]);
     assert!(mask.contains("did you mean `document`?"), "{mask}");
-    let missing = told(&["generate", "nowhere"]);
-    assert!(missing.contains("config.json: could not be read"), "{missing}");
+    for (set, said) in [
+        ("attention.mask=causl", "recipe.toml: attention.mask: there is no `causl`"),
+        ("attention.score=score + bias[h]", "recipe.toml: attention.score: there is no captured"),
+        ("attention.buffers.doc={shape=[1],values=[1]}", "every batch brings this buffer"),
+        ("attention.scalars.n=\"x\"", "expected a truth value, an integer or a float"),
+        ("train.steps=-1", "expected a whole number of at least 0"),
+        ("train.batch_rows=99999999999", "times data.len (32) it may be 2147483647 at most"),
+        ("train.batch_rows=60000000", "but this machine has"),
+        ("model.hidden_size=1000000000", "but this machine has"),
+        ("model.hidden_size=99999999999", "model.hidden_size: is 99999999999; the limit is"),
+        ("model.num_hidden_layers=99999999", "model.num_hidden_layers: is 99999999; the limit"),
+        ("model.vocab_size=10", "recipe.toml: model.vocab_size is 10, below the tokenizer's 257"),
+        ("data.files=[\"sub\"]", "`sub` is a folder; write `sub/**/*`"),
+        ("data.files=[\"*.rs\"]", "no file matches `*.rs`"),
+        ("data.tokenizer=none.json", "none.json: is missing"),
+    ] {
+        let line = told(&["train", "recipe.toml", "--set", set]);
+        assert!(line.contains(said), "{set}: {line}");
+    }
     std::fs::write(place.path("99.txt"), b"\xff\xfe").unwrap();
     let utf8 = told(&["train", "recipe.toml"]);
     assert!(utf8.contains("99.txt: the document is not UTF-8"), "{utf8}");
@@ -221,6 +240,8 @@ fn wrong_input_gets_one_line_with_the_place() {
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     let cut = told(&["eval", checkpoint, "00.txt"]);
     assert!(cut.contains("model.safetensors") && cut.contains("cut short"), "{cut}");
+    let fewer = told(&["train", "recipe.toml", "--resume", "--set", "train.steps=3"]);
+    assert!(fewer.contains("train.steps is 3, but the run has taken 4 steps"), "{fewer}");
     std::fs::write(place.path("00.txt"), "another text").unwrap();
     let changed = told(&["train", "recipe.toml", "--resume"]);
     assert!(changed.contains("the documents are not those"), "{changed}");

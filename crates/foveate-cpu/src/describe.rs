@@ -47,25 +47,30 @@ pub struct Description {
 
 impl Description {
     pub(crate) fn of(call: &Call<'_>) -> Self {
-        let (mut tiles, mut kinds) = (0, [0, 0]);
+        let (mut tiles, mut kinds) = (0usize, [0usize; 2]);
         let mut masks = HashMap::new();
-        let mut live_pairs = 0;
+        let mut live_pairs = 0u64;
         for s in &call.sequences {
             let rows = s.q_len.div_ceil(call.tiles.q);
             for h in 0..call.dims.heads_q {
                 let live = call.live(s.b, h);
-                tiles += rows * call.key_tiles(s.b).len();
-                live_pairs += match live {
-                    Live::All(_) => s.q_len as u64 * s.k_len as u64,
+                let all = rows.saturating_mul(call.key_tiles(s.b).len());
+                tiles = tiles.saturating_add(all);
+                let pairs = match live {
+                    Live::All(_) => {
+                        kinds[0] = kinds[0].saturating_add(all);
+                        s.q_len as u64 * s.k_len as u64
+                    }
                     Live::Some(mask) => {
                         let seen = masks.entry(Arc::as_ptr(mask));
+                        for row in 0..rows {
+                            let [full, partial] = live.kinds(row);
+                            kinds = [kinds[0] + full, kinds[1] + partial];
+                        }
                         seen.or_insert_with(|| (mask.stats(), mask.live_tile_entries())).1
                     }
                 };
-                for row in 0..rows {
-                    let [full, partial] = live.kinds(row);
-                    kinds = [kinds[0] + full, kinds[1] + partial];
-                }
+                live_pairs = live_pairs.saturating_add(pairs);
             }
         }
         let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(|(stats, _)| of(stats)).sum();

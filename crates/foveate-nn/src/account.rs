@@ -20,7 +20,8 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// All of it, in bytes.
     pub fn total(&self) -> u64 {
-        self.weights + self.gradients + self.optimizer + self.activations
+        let parts = [self.weights, self.gradients, self.optimizer, self.activations];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 }
 
@@ -49,13 +50,15 @@ impl ModelConfig {
 
     /// [`ModelConfig::parameter_count`] with learned attention buffers in every layer.
     pub fn parameter_count_with(&self, learned: &[(String, LearnedBuffer)]) -> u64 {
-        let elems = |shape: &[usize]| shape.iter().map(|&n| n as u64).product::<u64>();
-        layout(self, learned).iter().map(|(_, shape, _)| elems(shape)).sum()
+        let elems = |shape: &[usize]| shape.iter().map(|&n| n as u64).fold(1, u64::saturating_mul);
+        let all = layout(self, learned);
+        all.iter().map(|(_, shape, _)| elems(shape)).fold(0, u64::saturating_add)
     }
 
     /// Bytes that a step over `rows` rows of `len` tokens takes, with weights and activations
     /// of `bytes` bytes an element: 4 for f32, 2 for bf16. For f32 the activations are exactly
-    /// those of the step's workspace; attention's own workspace is not counted.
+    /// those of the step's workspace; attention's own workspace is not counted. Sizes past
+    /// counting give the largest count.
     pub fn memory_estimate(
         &self,
         rows: usize,
@@ -64,7 +67,7 @@ impl ModelConfig {
         recompute: Recompute,
     ) -> MemoryEstimate {
         let parameters = self.parameter_count();
-        let tokens = rows * len;
+        let tokens = rows.saturating_mul(len);
         let (hidden, wide) = (self.hidden_size, self.intermediate_size);
         let (attention, qkv) = (self.attention_width(), self.qkv_width());
         let layers = self.num_hidden_layers;
@@ -78,10 +81,10 @@ impl ModelConfig {
         let logits = loss_chunk(self, tokens) as u64 * self.vocab_size as u64 * 4;
         let master = if bytes == 4 { 0 } else { 4 };
         MemoryEstimate {
-            weights: parameters * bytes,
-            gradients: parameters * 4,
-            optimizer: parameters * (8 + master),
-            activations: tokens as u64 * a_token + logits,
+            weights: parameters.saturating_mul(bytes),
+            gradients: parameters.saturating_mul(4),
+            optimizer: parameters.saturating_mul(8 + master),
+            activations: (tokens as u64).saturating_mul(a_token).saturating_add(logits),
         }
     }
 

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::error::NnError;
 
+/// Layers of the deepest model that is believed: past it, a count is a typing error.
+const MAX_LAYERS: usize = 10_000;
+
 /// Sizes of a Llama-family model; the fields are those of a Hugging Face Llama `config.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
@@ -138,6 +141,7 @@ impl ModelConfig {
             ("num_attention_heads", self.num_attention_heads),
             ("num_key_value_heads", self.kv_heads()),
             ("max_position_embeddings", self.max_position_embeddings),
+            ("head_dim", self.dim()),
         ];
         for (field, n) in sizes {
             if n == 0 {
@@ -146,6 +150,16 @@ impl ModelConfig {
             if i32::try_from(n).is_err() {
                 return Err(NnError::config(field, format!("is {n}; the limit is {}", i32::MAX)));
             }
+        }
+        if self.num_hidden_layers > MAX_LAYERS {
+            let reason = format!("is {}; the limit is {MAX_LAYERS}", self.num_hidden_layers);
+            return Err(NnError::config("num_hidden_layers", reason));
+        }
+        if i32::try_from(self.qkv_width()).is_err() {
+            let width = self.qkv_width();
+            let reason =
+                format!("makes queries, keys and values {width} wide; the limit is {}", i32::MAX);
+            return Err(NnError::config("head_dim", reason));
         }
         let (heads, kv) = (self.num_attention_heads, self.kv_heads());
         if !heads.is_multiple_of(kv) {
@@ -268,7 +282,7 @@ pub struct BufferConfig {
 
 /// Elements of one type.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a list of truth values, of integers or of floats")]
 pub enum BufferValues {
     /// Truth values.
     Bool(Vec<bool>),
@@ -280,7 +294,7 @@ pub enum BufferValues {
 
 /// The value of a run-time scalar.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a truth value, an integer or a float")]
 pub enum ScalarConfig {
     /// Truth value.
     Bool(bool),

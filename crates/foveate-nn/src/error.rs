@@ -26,6 +26,14 @@ pub enum NnErrorKind {
     /// The attention program could not be built, planned or run.
     #[error("attention: {0}")]
     Attention(foveate::Error),
+    /// Mask or score of an attention program cannot be read.
+    #[error("{field}: {error}")]
+    Text {
+        /// `attention.mask` or `attention.score`.
+        field: &'static str,
+        /// What is wrong and where.
+        error: foveate::ModError,
+    },
     /// A parameter or a gradient that the model does not have in this shape.
     #[error("parameter `{name}`: {reason}")]
     Parameter {

@@ -16,7 +16,7 @@ use foveate::{
 use crate::config::{
     AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, QkvOrder, ScalarConfig,
 };
-use crate::error::NnError;
+use crate::error::{NnError, NnErrorKind};
 use crate::parameters::Parameter;
 
 /// The buffer of document ids, `[rows, len]` i32, that every batch brings.
@@ -47,6 +47,10 @@ impl AttentionProgram {
         let doc = AnyBuffer::new(DOCUMENTS, &[1, 1], BufferData::I32(vec![0]), false)?;
         let mut names = Names::new().heads(heads).buffer(&doc);
         for (name, buffer) in &config.buffers {
+            if name == DOCUMENTS {
+                let reason = "every batch brings this buffer; choose another name";
+                return Err(NnError::config(format!("attention.buffers.{name}"), reason));
+            }
             let data = match &buffer.values {
                 BufferValues::Bool(v) => BufferData::Bool(v.clone()),
                 BufferValues::I32(v) => BufferData::I32(v.clone()),
@@ -76,9 +80,17 @@ impl AttentionProgram {
             names = names.scalar(name, value);
         }
         let mask = Some(config.mask.trim()).filter(|m| !m.is_empty());
+        let score = config.score.as_deref();
+        let in_field = |field| move |error| NnError::from(NnErrorKind::Text { field, error });
         Ok(Self {
-            mask: mask.map(|m| parse_mask(m, &names)).transpose()?,
-            score: config.score.as_deref().map(|s| parse_score(s, &names)).transpose()?,
+            mask: mask
+                .map(|m| parse_mask(m, &names))
+                .transpose()
+                .map_err(in_field("attention.mask"))?,
+            score: score
+                .map(|s| parse_score(s, &names))
+                .transpose()
+                .map_err(in_field("attention.score"))?,
             learned: config.learned.iter().map(|(n, b)| (n.clone(), b.clone())).collect(),
             qkv_order: config.qkv_order,
         })

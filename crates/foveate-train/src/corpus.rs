@@ -113,8 +113,12 @@ impl Corpus {
             corpus.scan_file(index, sources)?;
         }
         if corpus.entries.is_empty() {
-            let message = format!("no usable document in {} files", corpus.files.len());
-            return Err(TrainError::data(&sources.root, None, message));
+            let message = match (corpus.files.first(), corpus.skipped.first()) {
+                (Some(_), Some(first)) => format!("no usable document; {}", first.reason),
+                _ => "no file is left after data.exclude".to_owned(),
+            };
+            let place = corpus.files.first().unwrap_or(&sources.root);
+            return Err(TrainError::data(place, None, message));
         }
         Ok(corpus)
     }
@@ -323,8 +327,9 @@ fn hash(bytes: &[u8]) -> u64 {
 
 fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
     let root = sources.root.as_path();
+    let shown = if root.as_os_str().is_empty() { Path::new(".") } else { root };
     let refuse = |pattern: &str, e: &dyn std::fmt::Display| {
-        TrainError::data(root, None, format!("`{pattern}` is not a file pattern: {e}"))
+        TrainError::data(shown, None, format!("`{pattern}` is not a file pattern: {e}"))
     };
     let mut excluded = Vec::new();
     for pattern in &sources.exclude {
@@ -332,7 +337,7 @@ fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
     }
     if sources.files.is_empty() {
         return Err(TrainError::data(
-            root,
+            shown,
             None,
             "no files are named: set data.files to paths or globs",
         ));
@@ -357,14 +362,24 @@ fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
             }
         }
         if !found {
-            let message =
-                format!("no file matches `{pattern}`; patterns are relative to this folder");
-            return Err(TrainError::data(root, None, message));
+            return Err(TrainError::data(shown, None, no_match(root, pattern)));
         }
     }
     files.sort();
     files.dedup();
     Ok(files)
+}
+
+/// What to say of a pattern that matches no file under `root`.
+fn no_match(root: &Path, pattern: &str) -> String {
+    if root.join(pattern).is_dir() {
+        let inside = Path::new(pattern).join("**/*");
+        return format!(
+            "`{pattern}` is a folder; write `{}` for the files in it",
+            inside.display()
+        );
+    }
+    format!("no file matches `{pattern}`; patterns are relative to this folder")
 }
 
 #[cfg(test)]

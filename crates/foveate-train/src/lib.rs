@@ -9,6 +9,7 @@ pub mod chat;
 pub mod checkpoint;
 pub mod corpus;
 pub mod error;
+pub mod machine;
 pub mod metrics;
 pub mod optimizer;
 pub mod pack;

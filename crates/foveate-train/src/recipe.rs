@@ -317,6 +317,13 @@ impl Recipe {
                 return fail(key, "is 0; it must be at least 1".to_owned());
             }
         }
+        let tokens = self.train.batch_rows.checked_mul(self.data.len);
+        if tokens.is_none_or(|n| i32::try_from(n).is_err()) {
+            let (rows, len) = (self.train.batch_rows, self.data.len);
+            let most = i32::MAX;
+            let why = format!("is {rows}; times data.len ({len}) it may be {most} at most");
+            return fail("train.batch_rows", why);
+        }
         if !(0.0..1.0).contains(&self.data.held_out) {
             let held_out = self.data.held_out;
             return fail(
@@ -347,21 +354,19 @@ impl Recipe {
     /// The model's sizes, for a tokenizer of `vocab` ids; `None` when a checkpoint brings them.
     ///
     /// # Errors
-    /// Names a size that is missing or that the tokenizer exceeds.
-    pub fn model_config(&self, vocab: usize) -> Result<Option<ModelConfig>, TrainError> {
+    /// Names a size that is missing, that cannot be, or that the tokenizer exceeds.
+    pub fn model_config(&self, vocab: usize) -> Result<Option<ModelConfig>, String> {
         let m = &self.model;
         if m.checkpoint.is_some() {
             return Ok(None);
         }
         let need = |key: &str, value: Option<usize>| {
-            let message = format!("model.{key} is missing; give it, or give model.checkpoint");
-            value.ok_or_else(|| TrainError::recipe("recipe", message))
+            value
+                .ok_or_else(|| format!("model.{key} is missing; give it, or give model.checkpoint"))
         };
         let vocab_size = m.vocab_size.unwrap_or(vocab);
         if vocab_size < vocab {
-            let message =
-                format!("model.vocab_size is {vocab_size}, below the tokenizer's {vocab}");
-            return Err(TrainError::recipe("recipe", message));
+            return Err(format!("model.vocab_size is {vocab_size}, below the tokenizer's {vocab}"));
         }
         let config = ModelConfig {
             vocab_size,
@@ -378,7 +383,7 @@ impl Recipe {
             max_position_embeddings: m.max_position_embeddings.unwrap_or(self.data.len),
             tie_word_embeddings: m.tie_word_embeddings.unwrap_or(false),
         };
-        config.validate().map_err(TrainError::model)?;
+        config.validate().map_err(|e| format!("model.{e}"))?;
         Ok(Some(config))
     }
 
@@ -444,9 +449,19 @@ fn located(place: &str, text: &str, e: &toml::de::Error) -> TrainError {
     TrainErrorKind::Recipe { place, position, message }.into()
 }
 
-/// Adds the nearest of the names that serde expected.
+/// The message of serde in a user's words, with the nearest of the names that it expected.
 fn with_hint(message: &str) -> String {
-    let message = message.trim().replace('\n', " ");
+    let mut message = message.trim().replace('\n', " ");
+    for (typed, said) in [
+        ("expected u64", "expected a whole number of at least 0"),
+        ("expected usize", "expected a whole number of at least 0"),
+        ("expected i32", "expected a whole number"),
+        ("expected f64", "expected a number"),
+        ("expected f32", "expected a number"),
+        ("expected path string", "expected a path in quotes"),
+    ] {
+        message = message.replace(typed, said);
+    }
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     if let (true, Some((wrong, known))) =
         (message.starts_with("unknown field"), quoted.split_first())

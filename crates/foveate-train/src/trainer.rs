@@ -7,15 +7,14 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use foveate_nn::{AttentionConfig, Batch, Gradients, Model};
+use foveate_nn::{AttentionConfig, Batch, Gradients, Model, ModelConfig};
 
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::corpus::{Corpus, Sources};
 use crate::error::{TrainError, TrainErrorKind};
-use crate::metrics::{
-    EvalMetrics, JsonlLog, Record, StepMetrics, TensorBoardLog, curve, memory_bytes,
-};
+use crate::machine;
+use crate::metrics::{EvalMetrics, JsonlLog, Record, StepMetrics, TensorBoardLog, curve};
 use crate::optimizer::{AdamW, Moments, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
@@ -78,19 +77,19 @@ pub struct Summary {
     pub interrupted: bool,
 }
 
-/// Runs a recipe. `place` is the recipe's folder, which its paths are relative to; `resume`
-/// continues from the newest checkpoint of `run.dir`.
+/// Runs a recipe. `file` is where the recipe stands: its paths are relative to that folder, and
+/// errors name it. `resume` continues from the newest checkpoint of `run.dir`.
 ///
 /// # Errors
 /// What is wrong with recipe, documents, checkpoint or disk, in one line; earlier checkpoints
 /// stay. Without `resume`, a run folder that already holds checkpoints is refused.
 pub fn train(
     recipe: &Recipe,
-    place: &Path,
+    file: &Path,
     resume: bool,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let mut run = Setup::new(recipe, place, resume)?;
+    let mut run = Setup::new(recipe, file, resume)?;
     observer.started(&run.started);
     run.steps(observer)
 }
@@ -114,7 +113,9 @@ struct Setup<'a> {
 }
 
 impl<'a> Setup<'a> {
-    fn new(recipe: &'a Recipe, place: &Path, resume: bool) -> Result<Self, TrainError> {
+    fn new(recipe: &'a Recipe, file: &Path, resume: bool) -> Result<Self, TrainError> {
+        let place = file.parent().unwrap_or(Path::new(""));
+        let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let dir = recipe.run.dir.clone();
         let checkpoints = dir.join("checkpoints");
         let last = checkpoint::latest(&checkpoints);
@@ -154,21 +155,25 @@ impl<'a> Setup<'a> {
         let corpus = Corpus::scan(&sources, tokenizer, Some(template))?;
         let (train, held_out) = corpus.split(data.held_out, recipe.run.seed);
 
-        let config = match (&from, recipe.model_config(corpus.tokenizer().vocab_size())?) {
+        let vocab = corpus.tokenizer().vocab_size();
+        let config = match (&from, recipe.model_config(vocab).map_err(wrong)?) {
             (Some(from), _) => from.model.clone(),
             (None, Some(config)) => config,
             (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
         };
-        let (longest, vocab) = (config.max_position_embeddings, corpus.tokenizer().vocab_size());
+        let longest = config.max_position_embeddings;
         if data.len > longest {
             let message =
                 format!("data.len is {}, but the model takes {longest} tokens at most", data.len);
-            return Err(TrainError::recipe("recipe", message));
+            return Err(wrong(message));
         }
         if vocab > config.vocab_size {
             let known = config.vocab_size;
-            let message = format!("the tokenizer has {vocab} tokens, but the model knows {known}");
-            return Err(TrainError::recipe("recipe", message));
+            let message = format!(
+                "the tokenizer has {vocab} tokens, but the model knows {known}; leave \
+                 data.tokenizer out to take the checkpoint's own"
+            );
+            return Err(wrong(message));
         }
         let attention = match (&recipe.attention, &from) {
             (Some(attention), _) => attention.clone(),
@@ -176,11 +181,12 @@ impl<'a> Setup<'a> {
             (None, None) => {
                 let message =
                     "the section [attention] is missing; write mask = \"causal & document\"";
-                return Err(TrainError::recipe("recipe", message));
+                return Err(wrong(message.to_owned()));
             }
         };
+        fits_the_machine(recipe, &config).map_err(wrong)?;
         let mut model =
-            Model::new(config, &attention, recipe.run.seed).map_err(TrainError::model)?;
+            Model::new(config, &attention, recipe.run.seed).map_err(|e| wrong(e.to_string()))?;
         let mut fresh_buffers = Vec::new();
         let fingerprint = corpus.fingerprint();
         let (moments, state) = match (&last, &base) {
@@ -190,6 +196,13 @@ impl<'a> Setup<'a> {
                     let message = "the documents are not those this run was trained on; restore \
                                    them, or start a new run";
                     return Err(TrainError::checkpoint(last, message));
+                }
+                if state.step > recipe.train.steps {
+                    let (asked, done) = (recipe.train.steps, state.step);
+                    let message = format!(
+                        "train.steps is {asked}, but the run has taken {done} steps; ask for more"
+                    );
+                    return Err(wrong(message));
                 }
                 (moments, state)
             }
@@ -356,7 +369,7 @@ impl<'a> Setup<'a> {
             tokens_per_s: cells as f64 / seconds,
             tflops_dense: tflops(self.recipe.data.len as f64),
             tflops_live: tflops(pairs / cells.max(1) as f64),
-            memory_bytes: memory_bytes(),
+            memory_bytes: machine::resident().unwrap_or(0),
             attention_share: attention_seconds / seconds,
             seconds,
         })
@@ -470,6 +483,24 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
         documents: &packed.documents,
         positions: &packed.positions,
     }
+}
+
+/// Refuses, with the remedy, what cannot be held in memory.
+fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String> {
+    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
+    let need = config.memory_estimate(rows, len, 4, recipe.train.recompute.into());
+    let Some(there) = machine::usable().filter(|there| need.total() > *there) else {
+        return Ok(());
+    };
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    Err(format!(
+        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but this machine \
+         has {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", or \
+         choose a smaller model",
+        gib(need.total()),
+        gib(need.activations),
+        gib(there)
+    ))
 }
 
 /// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.

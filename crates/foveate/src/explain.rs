@@ -110,7 +110,7 @@ impl Explanation {
             .sequences()
             .iter()
             .map(|s| dims.heads_q as f64 * s.q_len as f64 * s.k_len as f64)
-            .sum();
+            .fold(0.0, |all, pairs| all + pairs);
         let (dim, dim_v) = (dims.dim as f64, dims.dim_v as f64);
         let (forward, backward) = (2.0 * (dim + dim_v), 2.0 * (3.0 * dim + 2.0 * dim_v));
         let live = work.live_pairs as f64;

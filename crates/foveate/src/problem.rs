@@ -69,9 +69,14 @@ impl Problem {
             DType::BF16 => Slice::BF16(&[bf16::ZERO]),
             DType::F64 => Slice::F64(&[0.0]),
         };
-        let broadcast = |shape| {
+        let broadcast = |shape: [usize; 4]| {
+            let bytes = shape.iter().try_fold(dtype.bytes(), |n, &d| n.checked_mul(d));
+            if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
+                let reason = format!("has more elements in {shape:?} than memory can address");
+                return Err(Error::option("shape", reason));
+            }
             let layout = Layout::strided(shape, [0; 4], 0);
-            TensorRef::new(element, layout)
+            Ok(TensorRef::new(element, layout)?)
         };
         let mut problem = Self::of(broadcast(q)?, broadcast(k)?, broadcast(v)?)?;
         problem.layouts = [q, k, v].map(Layout::contiguous);

@@ -16,21 +16,22 @@ use crate::output::{Output, bytes, count};
 pub fn run(path: &Path, set: &[String], as_json: bool, out: &mut Output) -> Result<(), Failure> {
     let recipe = Recipe::load(path, set)?;
     let place = path.parent().unwrap_or(Path::new(""));
+    let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
     let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
     let from = base.as_deref().map(checkpoint::read_config).transpose()?;
     let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
-    let config = match (recipe.model_config(vocab)?, &from) {
+    let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
         (Some(config), _) => config,
         (None, Some(from)) => from.model.clone(),
         (None, None) => {
-            return Err(Failure::new("the recipe gives neither sizes nor a checkpoint"));
+            return Err(wrong("neither sizes nor a checkpoint are given".to_owned()));
         }
     };
     let attention = recipe.attention.clone().or_else(|| from.map(|f| f.attention));
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
     let heads = config.num_attention_heads;
-    let program = AttentionProgram::parse(&attention, heads)?;
+    let program = AttentionProgram::parse(&attention, heads).map_err(|e| wrong(e.to_string()))?;
 
     let learned: Vec<_> = attention.learned.clone().into_iter().collect();
     let parameters = config.parameter_count_with(&learned);

@@ -28,7 +28,7 @@ pub struct StepMetrics {
     pub tflops_dense: f64,
     /// Model TFLOP/s, queries counted with the keys that the mask lets through.
     pub tflops_live: f64,
-    /// Resident memory of the process, in bytes.
+    /// Resident memory of the process, in bytes; 0 where the system does not say.
     pub memory_bytes: u64,
     /// Share of the step's time spent in attention, from 0 to 1.
     pub attention_share: f64,
@@ -67,12 +67,4 @@ impl Record {
             Record::Eval(m) => m.step,
         }
     }
-}
-
-/// Resident memory of this process in bytes; 0 where the system does not say (outside Linux).
-pub fn memory_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
-    let kilobytes = line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    kilobytes.unwrap_or(0) * 1024
 }

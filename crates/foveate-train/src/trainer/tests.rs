@@ -54,9 +54,14 @@ impl Place {
         Recipe::parse(text, "test.toml", &sets).unwrap()
     }
 
+    /// Where its recipes would stand.
+    fn file(&self) -> std::path::PathBuf {
+        self.0.path().join("test.toml")
+    }
+
     fn run(&self, recipe: &Recipe, resume: bool) -> Result<(Summary, Log), TrainError> {
         let mut log = Log::default();
-        let summary = train(recipe, self.0.path(), resume, &mut log)?;
+        let summary = train(recipe, &self.file(), resume, &mut log)?;
         Ok((summary, log))
     }
 }
@@ -109,7 +114,7 @@ fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
     // Saved weights are rounded; what resuming reads is not.
     let recipe = place.recipe(&["train.save_dtype=bf16"]);
     let mut first = Log { stop_after: Some(3), ..Log::default() };
-    let stopped = train(&recipe, place.0.path(), false, &mut first).unwrap();
+    let stopped = train(&recipe, &place.file(), false, &mut first).unwrap();
     assert!(stopped.interrupted && stopped.steps == 3);
     let (resumed, second) = place.run(&recipe, true).unwrap();
     assert_eq!([first.losses, second.losses].concat(), whole.losses);
@@ -208,7 +213,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
 fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
     let place = Place::new();
     let mut first = Log { stop_after: Some(2), ..Log::default() };
-    train(&place.recipe(&[]), place.0.path(), false, &mut first).unwrap();
+    train(&place.recipe(&[]), &place.file(), false, &mut first).unwrap();
     for (set, key) in [
         ("model.num_hidden_layers=1", "[model]"),
         ("attention.mask=causal", "[attention]"),

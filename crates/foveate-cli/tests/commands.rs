@@ -1,0 +1,100 @@
+//! What the commands say to input that cannot be: one line with the place and the remedy, the
+//! exit code, and never a panic.
+
+use std::process::{Command, Stdio};
+
+/// Runs `foveate` in a folder with a document `a.txt`; its exit code, stdout and stderr.
+fn run(args: &[&str]) -> (Option<i32>, String, String) {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("a.txt"), "words").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+    let done = command.args(args).current_dir(dir.path()).stdin(Stdio::null()).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (done.status.code(), text(done.stdout), text(done.stderr))
+}
+
+#[test]
+fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
+    for (line, said) in [
+        ("mask causal", "--len is missing"),
+        ("mask causal --len -3", "invalid value '-3' for '--len <N>'"),
+        ("mask causal --len 5000000000", "lengths go up to 2147483647"),
+        ("mask causal --len 2000000000 --tile 1x1", "make the tiles larger"),
+        ("mask causal --len 5 --tile 0x3", "two lengths of at least 1"),
+        ("mask causl --len 5", "did you mean `causal`?"),
+        ("mask q>n --len 5 --scalar n=99999999999", "integers lie in ±2147483647"),
+        ("mask document --len 5 --doc-lens 2,2", "the documents have 4 positions in all, not 5"),
+        ("mask x[q]>0 --len 5 --buffer x=1,2", "`x` was read at index 2 of axis 0"),
+        ("explain --heads 32/7 --len 9 --dim 16", "32 query heads cannot share 7"),
+        ("explain --heads 4 --len 9 --dim 0", "head dim is 0"),
+        ("explain --heads 4 --len 9", "--dim <D[/DV]>"),
+        ("explain --heads 4 --len -9 --dim 8", "invalid value '-9'"),
+        ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
+        (
+            "explain --heads 4000000000 --len 2000000000 --dim 4000000000",
+            "more elements in [1, 4000000000, 2000000000, 4000000000] than memory can address",
+        ),
+        ("generate here --temperature x", "invalid value 'x' for '--temperature <T>'"),
+        ("generate here --max-tokens -1", "invalid value '-1' for '--max-tokens <N>'"),
+        ("bench cpu --filter nothing", "no case has `nothing` in its name"),
+        ("train", "<RECIPE>"),
+        ("paint", "unrecognized subcommand 'paint'"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(2) && err.contains(said), "{line}: {code:?} {err}");
+        assert!(out.is_empty() && !err.contains("panicked"), "{line}: {out}{err}");
+    }
+}
+
+#[test]
+fn what_fails_is_said_with_the_place_and_exit_code_1() {
+    for (line, said) in [
+        ("generate nowhere", "nowhere/config.json: could not be read"),
+        ("eval nowhere a.txt", "nowhere/config.json: could not be read"),
+        ("train nowhere.toml", "nowhere.toml: could not be read"),
+        ("train .", ".: could not be read"),
+        ("explain --recipe nowhere.toml", "nowhere.toml: could not be read"),
+        ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
+        ("mask causal --len 9 --svg nowhere/mask.svg", "nowhere/mask.svg cannot be written"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(1) && err.starts_with("error: "), "{line}: {code:?} {err}");
+        assert!(out.is_empty() && err.contains(said), "{line}: {out}{err}");
+    }
+}
+
+#[test]
+fn problems_without_elements_are_explained_in_plain_zeros() {
+    for line in ["explain --heads 4 --len 0 --dim 8", "explain --heads 4 --len 9 --dim 8 --batch 0"]
+    {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert_eq!((code, err.as_str()), (Some(0), ""), "{line}");
+        assert!(out.contains("forward    0.000 FLOP dense, 0.000 FLOP live"), "{line}: {out}");
+    }
+}
+
+#[test]
+fn sizes_that_no_machine_holds_are_still_explained() {
+    let line = "explain --heads 100000 --len 2000000000 --dim 1000 --json";
+    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(found["dense_forward_flops"].as_f64().unwrap() > 1e27, "{found}");
+}
+
+#[test]
+fn every_command_that_reports_figures_prints_one_object_a_line() {
+    for (line, key) in [
+        ("mask causal --len 300 --json", "sparsity"),
+        ("explain --heads 4/2 --len 300 --dim 16 --mask causal --json", "live_forward_flops"),
+        ("doctor --json", "threads"),
+        ("bench cpu --filter causal/h8-2/s256 --repeat 1 --json", "tflops"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{line}: {err}");
+        for found in out.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()) {
+            assert!(found.get(key).is_some(), "{line}: {found}");
+        }
+        assert!(!out.is_empty(), "{line}");
+    }
+}
