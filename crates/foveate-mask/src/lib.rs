@@ -244,33 +244,40 @@ impl BlockMask {
     }
 
     /// The rows of tiles `rows`, as a block mask of its own over the same keys: what a shard of
-    /// the queries needs. `live_entries` counts whole tiles where the original was exact. What
-    /// reaches past the rows is left out.
-    pub fn slice_rows(&self, rows: Range<usize>) -> Self {
-        let rows = rows.start.min(self.rows())..rows.end.min(self.rows());
+    /// the queries needs. `live_entries` counts whole tiles where the original was exact.
+    ///
+    /// # Errors
+    /// When the range runs backwards or reaches past the last row.
+    pub fn slice_rows(&self, rows: Range<usize>) -> Result<Self, MaskError> {
+        lists::within("rows", &rows, self.rows())?;
         let tile = self.tile.q as usize;
-        let q_len = self.q_len.min(rows.end * tile).saturating_sub(rows.start * tile);
+        let q_len = self.q_len.min(rows.end * tile) - self.q_len.min(rows.start * tile);
         let taken: Vec<Vec<Run>> = rows.map(|r| self.row(r).to_vec()).collect();
-        let mut sliced = Self::from_rows(q_len, self.kv_len, self.tile, taken, 0);
-        sliced.live_entries = sliced.live_tile_entries();
-        sliced
+        Ok(Self::from_rows(q_len, self.kv_len, self.tile, taken, 0).counting_tiles())
     }
 
     /// The columns of tiles `columns`, as a block mask of its own: what a prefix of a cache of
-    /// keys needs. `live_entries` counts whole tiles. What reaches past the columns is left out.
-    pub fn slice_columns(&self, columns: Range<usize>) -> Self {
-        let columns = columns.start.min(self.columns())..columns.end.min(self.columns());
+    /// keys needs. `live_entries` counts whole tiles.
+    ///
+    /// # Errors
+    /// When the range runs backwards or reaches past the last column.
+    pub fn slice_columns(&self, columns: Range<usize>) -> Result<Self, MaskError> {
+        lists::within("columns", &columns, self.columns())?;
         let tile = self.tile.kv as usize;
-        let kv_len = self.kv_len.min(columns.end * tile).saturating_sub(columns.start * tile);
+        let kv_len = self.kv_len.min(columns.end * tile) - self.kv_len.min(columns.start * tile);
         let (from, to) = (columns.start as u32, columns.end as u32);
         let cut = |run: &Run| {
             let (first, end) = (run.first.max(from), run.tiles().end.min(to));
             (first < end).then(|| Run { first: first - from, count: end - first, ..*run })
         };
         let taken = (0..self.rows()).map(|r| self.row(r).iter().filter_map(cut).collect());
-        let mut sliced = Self::from_rows(self.q_len, kv_len, self.tile, taken.collect(), 0);
-        sliced.live_entries = sliced.live_tile_entries();
-        sliced
+        Ok(Self::from_rows(self.q_len, kv_len, self.tile, taken.collect(), 0).counting_tiles())
+    }
+
+    /// The same with `live_entries` counting whole tiles.
+    fn counting_tiles(mut self) -> Self {
+        self.live_entries = self.live_tile_entries();
+        self
     }
 
     /// Points in live tiles: what kernels that skip empty tiles compute.

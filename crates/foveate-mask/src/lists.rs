@@ -1,12 +1,14 @@
-//! Block masks listed by hand.
+//! Block masks listed by hand, and what is refused of lists and slices.
 //!
 //! A list is authoritative: a tile it leaves out is masked, a tile listed as full is not
 //! evaluated. The checks here keep the invariants of [`BlockMask`]'s runs.
 
+use std::ops::Range;
+
 use crate::{BlockMask, Kind, Run, Tile};
 
-/// A block list that does not fit its lengths. The message names the row, what was given and
-/// the limit.
+/// A block list that does not fit its lengths, or a slice that leaves its block mask. The message
+/// says what was given and the limit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct MaskError {
@@ -15,6 +17,22 @@ pub struct MaskError {
 
 fn refused<T>(message: String) -> Result<T, MaskError> {
     Err(MaskError { message })
+}
+
+/// Checks that a slice takes some of the `len` rows or columns there are.
+pub(crate) fn within(what: &str, range: &Range<usize>, len: usize) -> Result<(), MaskError> {
+    let Range { start, end } = *range;
+    if start > end {
+        return refused(format!(
+            "{what} {start}..{end} of tiles run backwards; a slice ends where it starts or later"
+        ));
+    }
+    if end > len {
+        return refused(format!(
+            "{what} {start}..{end} of tiles reach past the last; the block mask has {len}"
+        ));
+    }
+    Ok(())
 }
 
 impl BlockMask {
@@ -64,9 +82,7 @@ impl BlockMask {
             }
             joined.push(runs);
         }
-        let mut mask = Self::from_rows(q_len, kv_len, tile, joined, 0);
-        mask.live_entries = mask.live_tile_entries();
-        Ok(mask)
+        Ok(Self::from_rows(q_len, kv_len, tile, joined, 0).counting_tiles())
     }
 
     /// A block mask listed tile by tile: for each row of tiles the columns of its partial and of
@@ -140,5 +156,20 @@ mod tests {
         let twice = BlockMask::from_kv_blocks(4, 4, TILE, &[vec![0]], &[vec![0]]);
         assert!(twice.is_err());
         assert!(BlockMask::from_kv_blocks(4, 4, TILE, &[vec![0]], &[]).is_err());
+    }
+
+    #[test]
+    #[expect(clippy::reversed_empty_ranges, reason = "these are what must be refused")]
+    fn a_slice_that_leaves_the_block_mask_is_refused_with_what_there_is() {
+        let whole = BlockMask::full(7, 10, TILE);
+        let told = |sliced: Result<BlockMask, MaskError>| sliced.expect_err("refused").to_string();
+        let past = "of tiles reach past the last; the block mask has";
+        assert_eq!(told(whole.slice_rows(1..3)), format!("rows 1..3 {past} 2"));
+        assert_eq!(told(whole.slice_columns(4..4)), format!("columns 4..4 {past} 3"));
+        assert!(told(whole.slice_rows(0..usize::MAX)).ends_with("has 2"));
+        assert!(told(whole.slice_rows(2..1)).starts_with("rows 2..1 of tiles run backwards"));
+        assert!(told(whole.slice_columns(usize::MAX..0)).contains("run backwards"));
+        assert_eq!(whole.slice_rows(2..2).unwrap().q_len(), 0);
+        assert_eq!(whole.slice_columns(3..3).unwrap().kv_len(), 0);
     }
 }

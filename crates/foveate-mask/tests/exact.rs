@@ -127,8 +127,8 @@ proptest! {
     ) {
         let built = build(&mask, len, len, Tile { q: tile, kv: tile });
         let from = cut.min(built.rows());
-        let rows = built.slice_rows(from..built.rows());
-        let columns = built.slice_columns(from..built.columns());
+        let rows = built.slice_rows(from..built.rows()).unwrap();
+        let columns = built.slice_columns(from..built.columns()).unwrap();
         for row in 0..built.rows() {
             for column in 0..built.columns() {
                 let want = built.kind(row, column as u32);
@@ -142,10 +142,7 @@ proptest! {
         }
         let tile_entries = rows.live_tile_entries();
         prop_assert_eq!(rows.stats().live_entries, tile_entries);
-        prop_assert_eq!(&built.slice_rows(from..usize::MAX), &rows);
-        prop_assert_eq!(&built.slice_columns(from..usize::MAX), &columns);
-        prop_assert_eq!(built.slice_rows(usize::MAX..usize::MAX).rows(), 0);
-        prop_assert_eq!(built.slice_columns(usize::MAX..usize::MAX).columns(), 0);
+        prop_assert_eq!(rows.q_len() + from * tile as usize, len.max(from * tile as usize));
     }
 }
 
