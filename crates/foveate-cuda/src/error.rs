@@ -80,6 +80,10 @@ impl CudaError {
     pub fn kind(&self) -> &CudaErrorKind {
         &self.kind
     }
+
+    pub(crate) fn argument(reason: impl Into<String>) -> Self {
+        CudaErrorKind::Argument { reason: reason.into() }.into()
+    }
 }
 
 impl From<CudaErrorKind> for CudaError {

@@ -1,0 +1,23 @@
+//! The driver: devices, memory, streams, kernels.
+//!
+//! A small table of the driver's functions, loaded at run time, with safe types on top. Our own
+//! loader and not a crate of bindings: the forty functions used have been stable since CUDA 11,
+//! and a missing driver or symbol has to be an error with advice, never a panic at a first call.
+//!
+//! All types keep their device's primary context alive and make it current before they call the
+//! driver, so they work on any thread and beside PyTorch, which uses the same context.
+//!
+//! Memory is given out for use on one stream ([`Pool`]): a block that is dropped while work of
+//! that stream still reads it can be given out again at once, since the next work is queued
+//! behind it.
+
+mod device;
+mod memory;
+mod module;
+mod stream;
+mod sys;
+
+pub use device::{Device, DeviceInfo};
+pub use memory::{Block, Pinned, Pool};
+pub use module::{Function, Module};
+pub use stream::{Event, Stream};

@@ -1,0 +1,179 @@
+//! Streams, events, and waiting with a deadline.
+
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use super::device::Device;
+use super::sys::{Handle, NOT_READY};
+use crate::error::{CudaError, CudaErrorKind};
+
+/// A queue of work on a device: our own, or one that belongs to somebody else (PyTorch, candle).
+#[derive(Debug)]
+pub struct Stream {
+    device: Device,
+    handle: Handle,
+    owned: bool,
+}
+
+// SAFETY: the driver lets every thread use a stream.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver orders concurrent calls.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(device: &Device) -> Result<Self, CudaError> {
+        let driver = device.current()?;
+        let mut handle = ptr::null_mut();
+        const NON_BLOCKING: u32 = 1;
+        // SAFETY: `handle` is valid for a write, and the context is current.
+        let code = unsafe { (driver.stream_create)(&mut handle, NON_BLOCKING) };
+        driver.check(code, || "making a stream".into())?;
+        Ok(Self { device: device.clone(), handle, owned: true })
+    }
+
+    /// A stream that somebody else made on `device` and keeps alive; 0 is the default stream.
+    ///
+    /// # Safety
+    /// `raw` is 0 or a `CUstream` of the device's primary context that outlives the value.
+    pub unsafe fn borrowed(device: &Device, raw: usize) -> Self {
+        Self { device: device.clone(), handle: raw as Handle, owned: false }
+    }
+
+    /// The device it queues work on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Waits until everything queued so far is done, at most `limit`.
+    ///
+    /// # Errors
+    /// [`CudaErrorKind::Timeout`] naming `waiting`, or the failure of queued work.
+    pub fn wait(&self, limit: Duration, waiting: &str) -> Result<(), CudaError> {
+        let event = Event::new(&self.device)?;
+        event.record(self)?;
+        event.wait(limit, waiting)
+    }
+
+    /// Makes everything queued from here on wait for `event`.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn after(&self, event: &Event) -> Result<(), CudaError> {
+        let driver = self.device.current()?;
+        // SAFETY: stream and event are alive.
+        let code = unsafe { (driver.stream_wait)(self.handle, event.handle, 0) };
+        driver.check(code, || "making a stream wait".into())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let (true, Ok(driver)) = (self.owned, self.device.current()) {
+            // SAFETY: made in `new`. The driver finishes queued work before it lets go.
+            unsafe { (driver.stream_destroy)(self.handle) };
+        }
+    }
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub struct Event {
+    device: Device,
+    handle: Handle,
+}
+
+// SAFETY: the driver lets every thread use an event.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that takes the time.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(device: &Device) -> Result<Self, CudaError> {
+        let driver = device.current()?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: `handle` is valid for a write, and the context is current.
+        let code = unsafe { (driver.event_create)(&mut handle, 0) };
+        driver.check(code, || "making an event".into())?;
+        Ok(Self { device: device.clone(), handle })
+    }
+
+    /// Marks the present end of the stream's work.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        let driver = self.device.current()?;
+        // SAFETY: both are alive.
+        let code = unsafe { (driver.event_record)(self.handle, stream.handle) };
+        driver.check(code, || "recording an event".into())
+    }
+
+    /// Whether the work before it is done.
+    ///
+    /// # Errors
+    /// The failure of that work.
+    pub fn done(&self) -> Result<bool, CudaError> {
+        let driver = self.device.current()?;
+        // SAFETY: the event is alive.
+        match unsafe { (driver.event_query)(self.handle) } {
+            NOT_READY => Ok(false),
+            code => driver.check(code, || "running kernels".into()).map(|()| true),
+        }
+    }
+
+    /// Waits until the work before it is done, at most `limit`: a kernel that hangs becomes an
+    /// error. Spins at first and then sleeps, so short work is not made longer.
+    ///
+    /// # Errors
+    /// [`CudaErrorKind::Timeout`] naming `waiting`, or the failure of that work.
+    pub fn wait(&self, limit: Duration, waiting: &str) -> Result<(), CudaError> {
+        let began = Instant::now();
+        while !self.done()? {
+            let spent = began.elapsed();
+            if spent > limit {
+                let (waiting, seconds) = (waiting.to_owned(), limit.as_secs_f64());
+                return Err(CudaErrorKind::Timeout { waiting, seconds }.into());
+            }
+            if spent > Duration::from_millis(20) {
+                std::thread::sleep(Duration::from_micros(200));
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of device time since `earlier`. Both must be done.
+    ///
+    /// # Errors
+    /// When one has not been recorded or is not done.
+    pub fn ms_since(&self, earlier: &Event) -> Result<f32, CudaError> {
+        let driver = self.device.current()?;
+        let mut ms = 0.0;
+        // SAFETY: `ms` is valid for a write, both events are alive.
+        let code = unsafe { (driver.event_elapsed)(&mut ms, earlier.handle, self.handle) };
+        driver.check(code, || "reading a time".into())?;
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(driver) = self.device.current() {
+            // SAFETY: made in `new`.
+            unsafe { (driver.event_destroy)(self.handle) };
+        }
+    }
+}

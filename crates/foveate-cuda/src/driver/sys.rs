@@ -1,0 +1,106 @@
+//! The driver's functions, with the types of cuda.h.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use crate::error::{CudaError, CudaErrorKind};
+use crate::library::Library;
+
+pub type Handle = *mut c_void;
+pub type Code = c_int;
+
+pub const SUCCESS: Code = 0;
+pub const INVALID_VALUE: Code = 1;
+pub const OUT_OF_MEMORY: Code = 2;
+pub const NOT_READY: Code = 600;
+
+macro_rules! driver {
+    ($($field:ident $symbol:literal ($($arg:ty),*);)*) => {
+        /// The driver's functions.
+        pub struct Driver {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> Code,)*
+        }
+
+        impl Driver {
+            fn load() -> Result<Self, CudaError> {
+                let library = Library::Driver.open()?;
+                // SAFETY: each type is that of the function in cuda.h.
+                unsafe { Ok(Self { $($field: library.function($symbol)?,)* }) }
+            }
+        }
+    };
+}
+
+driver! {
+    init "cuInit" (c_uint);
+    version "cuDriverGetVersion" (*mut c_int);
+    error_name "cuGetErrorName" (Code, *mut *const c_char);
+    error_string "cuGetErrorString" (Code, *mut *const c_char);
+    device_count "cuDeviceGetCount" (*mut c_int);
+    device_get "cuDeviceGet" (*mut c_int, c_int);
+    device_name "cuDeviceGetName" (*mut c_char, c_int, c_int);
+    device_memory "cuDeviceTotalMem_v2" (*mut usize, c_int);
+    device_attribute "cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
+    context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
+    context_release "cuDevicePrimaryCtxRelease_v2" (c_int);
+    context_set "cuCtxSetCurrent" (Handle);
+    memory_info "cuMemGetInfo_v2" (*mut usize, *mut usize);
+    alloc "cuMemAlloc_v2" (*mut u64, usize);
+    free "cuMemFree_v2" (u64);
+    host_alloc "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
+    host_free "cuMemFreeHost" (*mut c_void);
+    to_device "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle);
+    to_host "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle);
+    set_bytes "cuMemsetD8Async" (u64, u8, usize, Handle);
+    pointer_attribute "cuPointerGetAttribute" (*mut c_void, c_int, u64);
+    stream_create "cuStreamCreate" (*mut Handle, c_uint);
+    stream_destroy "cuStreamDestroy_v2" (Handle);
+    stream_wait "cuStreamWaitEvent" (Handle, Handle, c_uint);
+    event_create "cuEventCreate" (*mut Handle, c_uint);
+    event_destroy "cuEventDestroy_v2" (Handle);
+    event_record "cuEventRecord" (Handle, Handle);
+    event_query "cuEventQuery" (Handle);
+    event_elapsed "cuEventElapsedTime" (*mut f32, Handle, Handle);
+    module_load "cuModuleLoadData" (*mut Handle, *const c_void);
+    module_unload "cuModuleUnload" (Handle);
+    module_function "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
+    function_set "cuFuncSetAttribute" (Handle, c_int, c_int);
+    function_parameter "cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize);
+    launch "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
+                             Handle, *mut *mut c_void, *mut *mut c_void);
+}
+
+impl Driver {
+    /// The driver of this machine, initialised.
+    ///
+    /// # Errors
+    /// When there is none, it is too old, or it finds no device.
+    pub fn get() -> Result<&'static Self, CudaError> {
+        static DRIVER: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
+        let open = || {
+            let driver = Self::load()?;
+            // SAFETY: flags must be 0.
+            let code = unsafe { (driver.init)(0) };
+            driver.check(code, || "starting the driver".into())?;
+            Ok(driver)
+        };
+        DRIVER.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
+    /// An error for every code but success.
+    pub fn check(&self, code: Code, doing: impl FnOnce() -> String) -> Result<(), CudaError> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        let text = |f: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
+            let mut said = std::ptr::null();
+            // SAFETY: `said` is valid for a write; the driver's strings are static.
+            let known = unsafe { f(code, &mut said) } == SUCCESS && !said.is_null();
+            // SAFETY: a string the driver gave is NUL-terminated and static.
+            known.then(|| unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned())
+        };
+        let name = text(self.error_name).unwrap_or_else(|| "an unknown error".into());
+        let says = text(self.error_string).map_or(name.clone(), |s| format!("{name}, {s}"));
+        Err(CudaErrorKind::Driver { doing: doing(), code, says }.into())
+    }
+}
