@@ -36,6 +36,7 @@ pub use config::{
 pub use cpu::Cpu;
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
+pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model};
 pub use parameters::Parameter;
 pub use program::AttentionProgram;

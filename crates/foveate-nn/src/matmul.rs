@@ -6,10 +6,13 @@
 use gemm::Parallelism;
 
 /// A matrix in a slice; strides are in elements.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    /// Where its elements lie.
     pub data: &'a [f32],
+    /// From a row to the next.
     pub row_stride: usize,
+    /// From a column to the next.
     pub column_stride: usize,
 }
 
@@ -24,15 +27,21 @@ impl<'a> Matrix<'a> {
         Self { data, row_stride: 1, column_stride: stride }
     }
 
+    /// Whether `rows × columns` elements, at least one, lie inside the slice.
     fn holds(&self, rows: usize, columns: usize) -> bool {
-        let end = (rows - 1) * self.row_stride + (columns - 1) * self.column_stride;
-        end < self.data.len()
+        let row = (rows - 1).checked_mul(self.row_stride);
+        let column = (columns - 1).checked_mul(self.column_stride);
+        let end = row.zip(column).and_then(|(row, column)| row.checked_add(column));
+        end.is_some_and(|end| end < self.data.len())
     }
 }
 
 /// `into [m, n] = a [m, k] · b [k, n]`, added to what is there when `accumulate`. `into` is
 /// row-major with rows `stride` apart.
-pub(crate) fn matmul(
+///
+/// # Panics
+/// When a factor or the result does not fit its slice, rows of the result overlap, or `k` is 0.
+pub fn matmul(
     [m, n, k]: [usize; 3],
     a: Matrix<'_>,
     b: Matrix<'_>,
@@ -43,7 +52,9 @@ pub(crate) fn matmul(
     if m == 0 || n == 0 {
         return;
     }
-    assert!(stride >= n && (m - 1) * stride + n <= into.len(), "the result fits its slice");
+    let end = (m - 1).checked_mul(stride).and_then(|rows| rows.checked_add(n));
+    let fits = end.is_some_and(|end| end <= into.len());
+    assert!(fits && stride >= n, "the result fits its slice");
     assert!(k > 0 && a.holds(m, k) && b.holds(k, n), "the factors fit their slices");
     let threads = rayon::current_num_threads();
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };

@@ -3,6 +3,7 @@
 //! The backward keeps the probabilities of the forward, as frameworks do that do not fuse, so it
 //! needs four products where the fused one needs five.
 
+use foveate_nn::{Matrix, matmul};
 use rayon::prelude::*;
 
 use super::cases::{Case, Prepared};
@@ -60,7 +61,14 @@ impl Peer {
             let square = h * len * len..(h + 1) * len * len;
             let p = &mut self.probabilities[square.clone()];
             let (q, k, v) = (&self.q[own.clone()], &self.k[shared.clone()], &self.v[shared]);
-            product([len, len, dim], (q, dim, 1), (k, 1, dim), p, false);
+            matmul(
+                [len, len, dim],
+                Matrix::rows(q, dim),
+                Matrix::transposed(k, dim),
+                p,
+                len,
+                false,
+            );
             let slopes = self.slopes[square].par_chunks_mut(len);
             p.par_chunks_mut(len).zip(slopes).enumerate().for_each(|(row, (p, slopes))| {
                 for (column, (p, slope)) in p.iter_mut().zip(slopes).enumerate() {
@@ -74,7 +82,8 @@ impl Peer {
                 let sum: f32 = p.iter().sum();
                 p.iter_mut().for_each(|p| *p /= sum);
             });
-            product([len, dim, len], (p, len, 1), (v, dim, 1), &mut self.out[own], false);
+            let out = &mut self.out[own];
+            matmul([len, dim, len], Matrix::rows(p, len), Matrix::rows(v, dim), out, dim, false);
         }
     }
 
@@ -92,14 +101,23 @@ impl Peer {
             let d_out = &self.d_out[own.clone()];
             let later = h % group != 0;
             let d_score = &mut self.d_score;
-            product(
+            let dv = &mut self.dv[shared.clone()];
+            matmul(
                 [len, dim, len],
-                (p, 1, len),
-                (d_out, dim, 1),
-                &mut self.dv[shared.clone()],
+                Matrix::transposed(p, len),
+                Matrix::rows(d_out, dim),
+                dv,
+                dim,
                 later,
             );
-            product([len, len, dim], (d_out, dim, 1), (v, 1, dim), d_score, false);
+            matmul(
+                [len, len, dim],
+                Matrix::rows(d_out, dim),
+                Matrix::transposed(v, dim),
+                d_score,
+                len,
+                false,
+            );
             let rows = d_score.par_chunks_mut(len).zip(p.par_chunks(len));
             rows.zip(slopes.par_chunks(len)).for_each(|((d, p), slopes)| {
                 let delta: f32 = d.iter().zip(p).map(|(d, p)| d * p).sum();
@@ -107,8 +125,23 @@ impl Peer {
                     *d = p * (*d - delta) * slope * scale;
                 }
             });
-            product([len, dim, len], (d_score, len, 1), (k, dim, 1), &mut self.dq[own], false);
-            product([len, dim, len], (d_score, 1, len), (q, dim, 1), &mut self.dk[shared], later);
+            let (dq, dk) = (&mut self.dq[own], &mut self.dk[shared]);
+            matmul(
+                [len, dim, len],
+                Matrix::rows(d_score, len),
+                Matrix::rows(k, dim),
+                dq,
+                dim,
+                false,
+            );
+            matmul(
+                [len, dim, len],
+                Matrix::transposed(d_score, len),
+                Matrix::rows(q, dim),
+                dk,
+                dim,
+                later,
+            );
         }
     }
 
@@ -127,49 +160,5 @@ impl Peer {
     #[cfg(test)]
     pub fn gradients(&self) -> [&[f32]; 3] {
         [&self.dq, &self.dk, &self.dv]
-    }
-}
-
-/// A matrix in a slice: elements, row stride, column stride.
-type Matrix<'a> = (&'a [f32], usize, usize);
-
-/// `into [m, n] = a [m, k] · b [k, n]`, added to what is there when `accumulate`.
-fn product(
-    [m, n, k]: [usize; 3],
-    a: Matrix<'_>,
-    b: Matrix<'_>,
-    into: &mut [f32],
-    accumulate: bool,
-) {
-    let end = |(_, row, column): Matrix<'_>, [rows, columns]: [usize; 2]| {
-        (rows - 1) * row + (columns - 1) * column
-    };
-    assert!(m > 0 && n > 0 && k > 0 && m * n <= into.len(), "the result fits its slice");
-    assert!(end(a, [m, k]) < a.0.len() && end(b, [k, n]) < b.0.len(), "the factors fit theirs");
-    let threads = gemm::Parallelism::Rayon(rayon::current_num_threads());
-    // SAFETY: every element addressed is inside its slice by the asserts above, and `into` is
-    // borrowed exclusively.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            into.as_mut_ptr(),
-            1,
-            n as isize,
-            accumulate,
-            a.0.as_ptr(),
-            a.2 as isize,
-            a.1 as isize,
-            b.0.as_ptr(),
-            b.2 as isize,
-            b.1 as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            threads,
-        );
     }
 }
