@@ -88,9 +88,10 @@ __device__ Rows rows_of(const View& view, int batch, int head, int first, int co
     return {static_cast<const char*>(view.data) + offset * ELEM_BYTES, view.row, view.elem, count};
 }
 
-// A tile of ROWS rows of DIM elements, zeros up to COLUMNS, by all threads of the block.
-template <int ROWS, int DIM, int COLUMNS>
-__device__ void load_tile(u32 tile, const Rows& rows) {
+// A tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by all threads
+// of the block. `data(row)` is where a row begins.
+template <int ROWS, int DIM, int COLUMNS, typename F>
+__device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
     constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
     if constexpr (FV_ALIGN >= 4) {
         constexpr int CHUNKS = COLUMNS * ELEM_BYTES / FV_ALIGN;
@@ -99,21 +100,26 @@ __device__ void load_tile(u32 tile, const Rows& rows) {
             int i = first + threadIdx.x;
             if (ROWS * CHUNKS % THREADS != 0 && i >= ROWS * CHUNKS) break;
             int row = i / CHUNKS, byte = i % CHUNKS * FV_ALIGN;
-            int valid = row < rows.count ? min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN) : 0;
-            const char* source = valid > 0 ? rows.data + row * rows.row * ELEM_BYTES + byte : rows.data;
+            int valid = row < count ? min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN) : 0;
+            const char* source = valid > 0 ? data(row) + byte : data(0);
             copy_async<FV_ALIGN>(tile + row * PITCH + byte, source, valid);
         }
     } else {
-        const Elem* data = reinterpret_cast<const Elem*>(rows.data);
         for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
             int row = i / COLUMNS, column = i % COLUMNS;
             Elem x = 0;
-            if (row < rows.count && column < DIM) x = __ldg(data + row * rows.row + column * rows.elem);
+            if (row < count && column < DIM) x = __ldg(reinterpret_cast<const Elem*>(data(row)) + column * elem);
             u32 target = tile + row * PITCH + column * ELEM_BYTES;
             if constexpr (FV_DTYPE == 2) asm volatile("st.shared.f32 [%0], %1;" :: "r"(target), "f"(float(x)) : "memory");
             else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
         }
     }
+}
+
+template <int ROWS, int DIM, int COLUMNS>
+__device__ void load_tile(u32 tile, const Rows& rows) {
+    load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
+                                       [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
 }
 
 // One f32 for each of ROWS rows (lse, delta), zeros where there is no row; threads FIRST ..

@@ -62,13 +62,15 @@ struct ForwardParams {
     float scale;              // on q.k
     int heads_q, heads_kv;
     int tile_count;
-    // Split over keys: block z computes runs z of `splits` equal shares of a tile's live tiles
-    // and leaves an unnormalised partial result. [splits, lse rows, dim_v], [splits, lse rows].
+    // Split over keys: block z computes share z of a tile's live tiles and leaves what it has,
+    // unnormalised: out [splits, partial_rows, FV_DV], the largest exponent (score * log2 e) and
+    // the sum of powers, [splits, partial_rows] each. Row q of a head is partial row
+    // q_batch * partial_batch + head * partial_head + q_start + q.
     int splits;
     float* partial_out;
     float* partial_max;
     float* partial_sum;
-    i64 partial_rows;
+    i64 partial_rows, partial_batch, partial_head;
     // Paged keys and values: row r of sequence b is row r % page_size of page
     // page_table[b * page_stride + r / page_size], which stands on the batch axis of k and v.
     const int* page_table;

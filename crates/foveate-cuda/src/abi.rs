@@ -125,14 +125,18 @@ pub struct ForwardParams {
     pub tile_count: i32,
     /// Shares that the keys of a tile are split in.
     pub splits: i32,
-    /// f32 `[splits, lse rows, dim_v]`.
+    /// f32 `[splits, partial_rows, dim_v]`.
     pub partial_out: Address,
-    /// f32 `[splits, lse rows]`.
+    /// f32 `[splits, partial_rows]`.
     pub partial_max: Address,
-    /// f32 `[splits, lse rows]`.
+    /// f32 `[splits, partial_rows]`.
     pub partial_sum: Address,
     /// Rows of a share.
     pub partial_rows: i64,
+    /// Partial rows from one batch entry to the next.
+    pub partial_batch: i64,
+    /// Partial rows from one head to the next.
+    pub partial_head: i64,
     /// i32 `[batch, page_stride]`, or 0.
     pub page_table: Address,
     /// Rows of a page.

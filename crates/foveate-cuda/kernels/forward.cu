@@ -1,0 +1,328 @@
+// Attention, forward: fv_forward<<<(tiles of queries, heads_q, splits), FV_WARPS * 32>>>
+//
+// A block owns FV_BM queries of one head and steps over the tiles of FV_BN keys that they see. A
+// warp owns FV_BM / FV_WARPS queries, so the softmax of a row stays within four lanes:
+//
+//     S = Q K^T    S = score(scale S), -inf where the mask is false
+//     top' = max(top, S)    P = 2^((S - top') unit)    sum = sum 2^((top - top') unit) + P
+//     O = O 2^((top - top') unit) + P V
+//
+// `unit` turns what S is kept in into exponents of 2: log2 e for scores, scale * log2 e where there
+// is no score function and S stays unscaled (which needs scale > 0). P becomes the operand of the
+// second product without leaving the registers.
+//
+// One step, with two stages of K and V:         with one stage:
+//
+//     K, V of this step have landed, barrier        K has landed, barrier, start V
+//     start K, V of the next step                   S
+//     S, softmax, O                                 V has landed, barrier, start the next K
+//                                                   softmax, O, barrier
+//
+// Only a step whose run says so evaluates the mask, and only the last keys of a sequence are
+// checked against its length. A row that sees nothing gives out = 0 and lse = -inf.
+//
+// Shared memory, with row(c) = c * sizeof(element) + 16 bytes:
+//     FV_BM * row(FV_DP)                                       Q
+//   + FV_STAGES * FV_BN * (row(FV_DP) + row(FV_DVP))           K, V
+// FV_BM is a multiple of 16 * FV_WARPS, FV_BN a multiple of 16; FV_STAGES is 1 or 2.
+
+constexpr int PITCH_K = FV_DP * ELEM_BYTES + PAD_BYTES;    // of K and Q
+constexpr int PITCH_V = FV_DVP * ELEM_BYTES + PAD_BYTES;
+constexpr int AT_STAGES = FV_BM * PITCH_K;
+constexpr int AT_V = FV_BN * PITCH_K;                      // in a stage
+constexpr int STAGE_BYTES = AT_V + FV_BN * PITCH_V;
+constexpr int SHARED_BYTES = AT_STAGES + FV_STAGES * STAGE_BYTES;
+extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
+
+constexpr int M = FV_BM / 16 / FV_WARPS;                   // accumulators of a warp: 16 rows,
+constexpr int N = FV_BN / 8;                               // 8 keys,
+constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
+
+static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
+static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
+
+// The steps of a block: tiles of keys, one after the other.
+struct Steps {
+    const Run* runs;
+    int left;                           // runs behind the present one
+    int budget;                         // steps of this block's share that are left
+    int tile = 0, end = 0;              // what is left of the present run
+    bool run_evaluates = false;
+
+    int key;                            // of the present step: its first key,
+    bool evaluate;                      // whether the mask is evaluated
+
+    // Share `split` of the tiles of keys that tile `queries` sees.
+    __device__ Steps(const ForwardParams& p, const Sequence& sequence, const Tile& queries, int head, int split) {
+        if constexpr (FV_MASK) {
+            int row = sequence.first_row + queries.tile + head * p.lists.head_stride;
+            runs = p.lists.runs + i64(row) * p.lists.capacity;
+            left = __ldg(p.lists.counts + row);
+        } else {
+            left = 0;
+            end = ceil_div(sequence.k_len, FV_BN);
+        }
+        budget = 0x7fffffff;
+        if constexpr (FV_SPLIT) {
+            int total = end;
+            for (int i = 0; i < left; ++i) total += __ldg(&runs[i].count_kind) >> 1;
+            int from = int(i64(total) * split / p.splits);
+            budget = int(i64(total) * (split + 1) / p.splits) - from;
+            while (from > 0) {
+                open();
+                int skipped = min(from, end - tile);
+                tile += skipped;
+                from -= skipped;
+            }
+        }
+    }
+
+    // Goes on to the next run where the present one is used up.
+    __device__ bool open() {
+        while (tile == end) {
+            if (left == 0) return false;
+            int count_kind = __ldg(&runs->count_kind);
+            tile = __ldg(&runs->first);
+            end = tile + (count_kind >> 1);
+            run_evaluates = count_kind & 1;
+            ++runs;
+            --left;
+        }
+        return true;
+    }
+
+    __device__ bool next() {
+        if (budget-- == 0 || !open()) return false;
+        key = tile++ * FV_BN;
+        evaluate = run_evaluates;
+        return true;
+    }
+};
+
+// Keys or values first .. first + count of a sequence, zeros after them.
+template <int DIM, int COLUMNS>
+__device__ void load_keys(const ForwardParams& p, const View& view, const Sequence& sequence, int head_kv,
+                          int first, u32 target) {
+    int count = sequence.k_len - first;
+    if constexpr (FV_PAGED) {
+        const int* pages = p.page_table + i64(sequence.b) * p.page_stride;
+        load_tile_from<FV_BN, DIM, COLUMNS>(target, count, view.elem, [&](int row) {
+            int page = __ldg(pages + (first + row) / p.page_size), in_page = (first + row) % p.page_size;
+            return rows_of(view, page, head_kv, in_page, 1).data;
+        });
+    } else {
+        load_tile<FV_BN, DIM, COLUMNS>(target, rows_of(view, sequence.k_batch, head_kv, sequence.k_start + first, count));
+    }
+}
+
+// A warp's share of P as the left operand of P V, keys 16 k .. (8 k .. in f32).
+__device__ FragmentA weights(const float (&p)[N][4], int k) {
+    FragmentA a;
+#if FV_DTYPE == 2
+    // Slots t and t + 4 of the summed axis hold keys 2 t and 2 t + 1, as the accumulator has them.
+    a.set(0, __float_as_uint(p[k][0]));
+    a.set(1, __float_as_uint(p[k][2]));
+    a.set(2, __float_as_uint(p[k][1]));
+    a.set(3, __float_as_uint(p[k][3]));
+#else
+    a.bits[0] = narrow2<FV_DTYPE>(p[2 * k][0], p[2 * k][1]);
+    a.bits[1] = narrow2<FV_DTYPE>(p[2 * k][2], p[2 * k][3]);
+    a.bits[2] = narrow2<FV_DTYPE>(p[2 * k + 1][0], p[2 * k + 1][1]);
+    a.bits[3] = narrow2<FV_DTYPE>(p[2 * k + 1][2], p[2 * k + 1][3]);
+#endif
+    return a;
+}
+
+// Where this lane's share of V begins, in the order of `weights`.
+__device__ u32 lane_offset_values() {
+    if constexpr (FV_DTYPE != 2) return lane_offset_b<true>(PITCH_V);
+    int lane = threadIdx.x % 32;
+    return (lane & 3) * 2 * PITCH_V + (lane >> 2) * 4;
+}
+
+// out += P V
+__device__ void multiply_values(float (&out)[M][N_OUT][4], const float (&p)[M][N][4], u32 values) {
+    #pragma unroll
+    for (int k = 0; k < FV_BN / STEP; ++k) {
+        FragmentA fragment[M];
+        #pragma unroll
+        for (int m = 0; m < M; ++m) fragment[m] = weights(p[m], k);
+        #pragma unroll
+        for (int n = 0; n < N_OUT; n += 2) {
+            u32 pair[4];
+            u32 address = values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES;
+#if FV_DTYPE == 2
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                pair[i] = __float_as_uint(load_shared(address + i / 2 * 8 * 4 + i % 2 * PITCH_V));
+#else
+            load_matrices<true>(pair, address);
+#endif
+            #pragma unroll
+            for (int m = 0; m < M; ++m) {
+                multiply_add(out[m][n], fragment[m], pair[0], pair[1]);
+                multiply_add(out[m][n + 1], fragment[m], pair[2], pair[3]);
+            }
+        }
+    }
+}
+
+__device__ float over_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ float over_quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods) {
+    extern __shared__ __align__(16) char shared[];
+    const u32 base = shared_address(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int head = blockIdx.y, head_kv = head / FV_GROUP;
+    const Tile tile = p.tiles[blockIdx.x];
+    const Sequence sequence = p.sequences[tile.sequence];
+    const int query0 = tile.tile * FV_BM;
+    const int row0 = warp * M * 16 + lane / 4;             // this lane's first row and column of S
+    const int column0 = lane % 4 * 2;
+    const float unit = FV_SCORE ? LOG2_E : p.scale * LOG2_E;
+
+    Steps steps(p, sequence, tile, head, blockIdx.z);
+    load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, sequence.q_batch, head, sequence.q_start + query0, sequence.q_len - query0));
+    auto load_k = [&](const Steps& s, u32 stage) { load_keys<FV_D, FV_DP>(p, p.k, sequence, head_kv, s.key, stage); };
+    auto load_v = [&](const Steps& s, u32 stage) { load_keys<FV_DV, FV_DVP>(p, p.v, sequence, head_kv, s.key, stage + AT_V); };
+    bool more = steps.next();
+    if (more) {
+        load_k(steps, base + AT_STAGES);
+        if constexpr (FV_STAGES == 2) load_v(steps, base + AT_STAGES);
+    }
+
+    const u32 queries = base + warp * M * 16 * PITCH_K + lane_offset_a<false>(PITCH_K);
+    const u32 keys = lane_offset_b<false>(PITCH_K);
+    const u32 values = AT_V + lane_offset_values();
+
+    float out[M][N_OUT][4], top[M][2], sum[M][2];
+    clear(out);
+    #pragma unroll
+    for (int i = 0; i < M * 2; ++i) {
+        top[i / 2][i % 2] = -infinity();
+        sum[i / 2][i % 2] = 0.f;
+    }
+
+    int parity = 0;
+    while (more) {
+        const u32 stage = base + AT_STAGES + parity * STAGE_BYTES;
+        const int key0 = steps.key;
+        const bool evaluate = steps.evaluate;
+        wait_copies();
+        __syncthreads();
+        if constexpr (FV_STAGES == 1) load_v(steps, stage);
+        more = steps.next();
+        if constexpr (FV_STAGES == 2) {
+            parity ^= 1;
+            if (more) {
+                load_k(steps, base + AT_STAGES + parity * STAGE_BYTES);
+                load_v(steps, base + AT_STAGES + parity * STAGE_BYTES);
+            }
+        }
+
+        float s[M][N][4];
+        clear(s);
+        multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(s, queries, stage + keys);
+        if constexpr (FV_STAGES == 1) {
+            wait_copies();
+            __syncthreads();
+            if (more) load_k(steps, stage);
+        }
+
+        // Scores, and -inf for what is not seen.
+        const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
+        const bool ends = key0 + FV_BN > sequence.k_len;
+        auto for_each = [&](auto f) {
+            #pragma unroll
+            for (int m = 0; m < M; ++m)
+                #pragma unroll
+                for (int n = 0; n < N; ++n)
+                    #pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        f(s[m][n][i], query0 + row0 + m * 16 + i / 2 * 8, key0 + column0 + n * 8 + i % 2);
+        };
+        if constexpr (FV_SCORE)
+            for_each([&](float& x, int q, int kv) { x = fv_score(mods, place, q, kv, x * p.scale); });
+        if (ends || (FV_MASK && evaluate))
+            for_each([&](float& x, int q, int kv) {
+                bool live = kv < sequence.k_len;
+                if constexpr (FV_MASK) live = live && (!evaluate || fv_mask(mods, place, q, kv));
+                if (!live) x = -infinity();
+            });
+
+        // Softmax over the keys so far.
+        #pragma unroll
+        for (int m = 0; m < M; ++m)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float highest = top[m][half];
+                #pragma unroll
+                for (int n = 0; n < N; ++n)
+                    highest = fmaxf(highest, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                highest = over_quad_max(highest);
+                // Against -inf - -inf in a row that has seen nothing yet.
+                const float safe = highest == -infinity() ? 0.f : highest;
+                const float shrink = exp2_score((top[m][half] - safe) * unit);
+                top[m][half] = highest;
+                float total = 0.f;
+                #pragma unroll
+                for (int n = 0; n < N; ++n)
+                    #pragma unroll
+                    for (int i = half * 2; i < half * 2 + 2; ++i) {
+                        s[m][n][i] = FV_DTYPE == 2 ? exp2_score((s[m][n][i] - safe) * unit)
+                                                   : exp2_score(fmaf(s[m][n][i], unit, -safe * unit));
+                        total += s[m][n][i];
+                    }
+                sum[m][half] = sum[m][half] * shrink + total;
+                #pragma unroll
+                for (int n = 0; n < N_OUT; ++n) {
+                    out[m][n][half * 2] *= shrink;
+                    out[m][n][half * 2 + 1] *= shrink;
+                }
+            }
+        if constexpr (FV_KEEP) {
+            const float keep_scale = fv_keep_scale(mods);
+            for_each([&](float& x, int q, int kv) { x = fv_keep(mods, place, q, kv) ? x * keep_scale : 0.f; });
+        }
+        multiply_values(out, s, stage + values);
+    }
+
+    // What the rows have come to.
+    #pragma unroll
+    for (int m = 0; m < M; ++m)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = query0 + row0 + m * 16 + half * 8;
+            const float total = over_quad_sum(sum[m][half]);
+            const float exponent = top[m][half] == -infinity() ? -infinity() : top[m][half] * unit;
+            if (query >= sequence.q_len) continue;
+            if constexpr (FV_SPLIT) {
+                i64 row = blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch
+                        + head * p.partial_head + sequence.q_start + query;
+                if (lane % 4 == 0) {
+                    p.partial_max[row] = exponent;
+                    p.partial_sum[row] = total;
+                }
+                #pragma unroll
+                for (int n = 0; n < N_OUT; ++n)
+                    #pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        int column = n * 8 + column0 + i;
+                        if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i];
+                    }
+            } else {
+                const Row row = finish_row(p, sequence, head, query, exponent, total, lane % 4 == 0);
+                #pragma unroll
+                for (int n = 0; n < N_OUT; ++n)
+                    store_out(row, n * 8 + column0, out[m][n][half * 2], out[m][n][half * 2 + 1]);
+            }
+        }
+}

@@ -1,0 +1,57 @@
+// The end of a row of the forward: fv_forward and fv_combine finish rows alike.
+
+#if FV_OUT_DTYPE == 2
+typedef float OutElem;
+#else
+typedef unsigned short OutElem;
+#endif
+
+// Where a row of out lies, and what its sums are multiplied with.
+struct Row {
+    OutElem* out;
+    i64 elem;
+    float factor;
+};
+
+// `exponent` is the row's largest score times log2 e, `total` the sum of 2^(score log2 e - exponent).
+// Joins the sink, writes lse and max_score where `writes`.
+__device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int head, int query,
+                          float exponent, float total, bool writes) {
+    constexpr float LN_2 = 0.6931471805599453f;
+    const i64 at = sequence.q_start + query;
+    float highest = exponent, factor = 1.f;
+    if constexpr (FV_SINK) {
+        const float sink = __ldg(p.sink + head) * LOG2_E;
+        highest = fmaxf(exponent, sink);
+        factor = highest == -infinity() ? 0.f : exp2f(exponent - highest);
+        total = total * factor + (highest == -infinity() ? 0.f : exp2f(sink - highest));
+    }
+    if (writes) {
+        const i64 of_head = sequence.q_batch * p.lse.batch + head * p.lse.head;
+        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : (highest + log2f(total)) * LN_2;
+        if (p.max_score.data)
+            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = exponent * LN_2;
+    }
+    OutElem* out = static_cast<OutElem*>(p.out.data) + sequence.q_batch * p.out.batch + head * p.out.head + at * p.out.row;
+    return {out, p.out.elem, total == 0.f ? 0.f : factor / total};
+}
+
+// Columns column, column + 1 of a row; column is even.
+__device__ void store_out(const Row& row, int column, float x, float y) {
+    if (column >= FV_DV) return;
+    x *= row.factor;
+    y *= row.factor;
+    if constexpr (FV_ALIGN >= (FV_OUT_DTYPE == 2 ? 8 : 4)) {
+        if (column + 1 < FV_DV) {
+            if constexpr (FV_OUT_DTYPE == 2) *reinterpret_cast<float2*>(row.out + column) = make_float2(x, y);
+            else *reinterpret_cast<u32*>(row.out + column) = narrow2<FV_OUT_DTYPE>(x, y);
+            return;
+        }
+    }
+    auto store = [&](int c, float value) {
+        if constexpr (FV_OUT_DTYPE == 2) row.out[c * row.elem] = value;
+        else row.out[c * row.elem] = narrow2<FV_OUT_DTYPE>(value, 0.f);
+    };
+    store(column, x);
+    if (column + 1 < FV_DV) store(column + 1, y);
+}
