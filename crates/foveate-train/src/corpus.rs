@@ -115,7 +115,8 @@ impl Corpus {
         if corpus.entries.is_empty() {
             let message = match (corpus.files.first(), corpus.skipped.first()) {
                 (Some(_), Some(first)) => format!("no usable document; {}", first.reason),
-                _ => "no file is left after data.exclude".to_owned(),
+                (Some(_), None) => "has no document in it".to_owned(),
+                (None, _) => "no file is left after data.exclude".to_owned(),
             };
             let place = corpus.files.first().unwrap_or(&sources.root);
             return Err(TrainError::data(place, None, message));
@@ -237,7 +238,8 @@ impl Corpus {
     }
 
     /// The indices of the training and of the held-out documents: about `fraction` of the documents are held out,
-    /// chosen by content and `seed`. A fraction above zero holds out at least one document of two or more.
+    /// chosen by content and `seed`. A fraction above zero holds out at least one document of two or more; at least
+    /// one is always trained on.
     pub fn split(&self, fraction: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
         let draw = |index: usize| mix(self.entries[index].hash ^ mix(seed));
         let limit = (fraction.clamp(0.0, 1.0) * u64::MAX as f64) as u64;
@@ -248,8 +250,8 @@ impl Corpus {
                 (0..train.len()).min_by_key(|&i| draw(train[i])).expect("two documents or more");
             held_out.push(train.remove(lowest));
         }
-        if train.is_empty() && held_out.len() > 1 {
-            train.push(held_out.pop().expect("two documents or more"));
+        if train.is_empty() {
+            train.extend(held_out.pop());
         }
         (train, held_out)
     }
@@ -497,6 +499,29 @@ mod tests {
         assert_eq!(corpus.split(0.0, 1).1.len(), 0);
         assert_eq!(corpus.split(1e-9, 1).1.len(), 1);
         assert_eq!(corpus.split(1.0, 1).0.len(), 1);
+        let alone = scan(&sources(&folder(&[("a.txt", b"words")]), &["a.txt"])).unwrap();
+        for fraction in [0.0, 0.5, 0.999] {
+            assert_eq!(alone.split(fraction, 1), (vec![0], vec![]), "{fraction}");
+        }
+    }
+
+    #[test]
+    fn a_corpus_without_a_document_says_why() {
+        let dir = folder(&[("none.jsonl", b""), ("blank.txt", b" \n"), ("sub/a.rs", b"a")]);
+        let told = |files: &[&str], exclude: &str| {
+            let mut sources = sources(&dir, files);
+            sources.on_bad_document = BadDocument::Skip;
+            sources.exclude = vec![exclude.to_owned()];
+            scan(&sources).unwrap_err().to_string()
+        };
+        assert!(told(&["none.jsonl"], "x").ends_with("none.jsonl: has no document in it"));
+        let blank = told(&["blank.txt"], "x");
+        assert!(blank.ends_with("blank.txt: no usable document; the document is empty"), "{blank}");
+        assert!(told(&["blank.txt"], "*.txt").ends_with("no file is left after data.exclude"));
+        assert!(
+            told(&["sub"], "x")
+                .ends_with("`sub` is a folder; write `sub/**/*` for the files in it")
+        );
     }
 
     #[test]

@@ -286,13 +286,14 @@ impl<'a> Setup<'a> {
                 saved = Some(self.save(observer)?);
             }
         }
-        let held_out_loss = match interrupted {
-            true => None,
-            false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
-        };
+        // Saved first: looking at all that is held out may take long.
         let checkpoint = match saved.filter(|_| interrupted) {
             Some(path) => path,
             None => self.save(observer)?,
+        };
+        let held_out_loss = match interrupted {
+            true => None,
+            false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
         };
         let curve = self.dir.join("loss.svg");
         curve::write_svg(&curve, "loss", &self.records)
