@@ -50,6 +50,10 @@ use signature::Kind;
 /// `other(q, kv)`, `same_document(doc)(q, kv)`.
 /// Both branches of an `if` and both sides of `&&` are always evaluated; nothing can trap.
 ///
+/// What Rust's types do not show (a buffer with another number of axes than the body indexes, a
+/// captured expression that reads the score) makes a mask that holds the error, with the place
+/// of the body. `MaskMod::check` says it, and planning returns it.
+///
 /// `#[mask_mod(crate = path)]` names the crate when it was renamed in `Cargo.toml`.
 #[proc_macro_attribute]
 pub fn mask_mod(args: TokenStream, item: TokenStream) -> TokenStream {

@@ -136,7 +136,8 @@ impl Stats {
 
 impl BlockMask {
     /// The live tiles of `mask` for one head, exactly. `q_len` and `kv_len` may be 0 and need
-    /// not be multiples of the tile; `head` gives the mask its `b`, `h` and lengths.
+    /// not be multiples of the tile; `head` gives the mask its `b`, `h` and lengths. A mask that
+    /// holds an error ([`MaskMod::check`]) is false everywhere.
     ///
     /// # Panics
     /// When a tile has no queries or no keys, or a length is over `i32::MAX`.

@@ -1,14 +1,24 @@
 //! The error of this crate.
 
 use std::fmt;
+use std::panic::Location;
 
 use crate::ir::Type;
 
 /// What went wrong while a mod was built, parsed, bound or differentiated.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("{kind}")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ModError {
     kind: Box<ModErrorKind>,
+    place: Option<&'static Location<'static>>,
+}
+
+impl std::error::Error for ModError {}
+
+impl fmt::Display for ModError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)?;
+        self.place.map_or(Ok(()), |place| write!(f, ", in the mod at {place}"))
+    }
 }
 
 /// The kinds of [`ModError`].
@@ -88,6 +98,17 @@ impl ModError {
         &self.kind
     }
 
+    /// Where in the source the mod stands that a macro made.
+    pub fn place(&self) -> Option<&'static Location<'static>> {
+        self.place
+    }
+
+    /// The error with the place of its mod. The innermost place is kept.
+    pub(crate) fn at(mut self, place: &'static Location<'static>) -> Self {
+        self.place.get_or_insert(place);
+        self
+    }
+
     pub(crate) fn buffer_shape(name: String, shape: &[usize], elems: usize) -> Self {
         ModErrorKind::BufferShape { name, shape: shape.to_vec(), elems }.into()
     }
@@ -99,7 +120,7 @@ impl ModError {
 
 impl From<ModErrorKind> for ModError {
     fn from(kind: ModErrorKind) -> Self {
-        Self { kind: Box::new(kind) }
+        Self { kind: Box::new(kind), place: None }
     }
 }
 
@@ -116,7 +137,9 @@ impl fmt::Display for ModErrorKind {
                 write!(f, "{operation} takes {expected}, not {found}")
             }
             Self::Rank { name, rank, given } => {
-                write!(f, "buffer `{name}` has {rank} axes but was given {given} indices")
+                let axes = if *rank == 1 { "axis" } else { "axes" };
+                let indices = if *given == 1 { "index" } else { "indices" };
+                write!(f, "buffer `{name}` has {rank} {axes} but was given {given} {indices}")
             }
             Self::Binding { name, reason } => write!(f, "`{name}` cannot be bound: {reason}"),
             Self::Root { reason } => f.write_str(reason),

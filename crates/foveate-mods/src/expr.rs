@@ -6,6 +6,13 @@
 //!
 //! Expressions are plain values: they can be captured by closures, returned, put into vectors
 //! and built in loops.
+//!
+//! What Rust's types cannot refuse while a mod is traced (a buffer indexed with too few indices)
+//! is kept in the expression as an error, and is what [`MaskMod::new`] and [`ScoreMod::new`]
+//! return. So a body reads like arithmetic and nothing panics.
+//!
+//! [`MaskMod::new`]: crate::MaskMod::new
+//! [`ScoreMod::new`]: crate::ScoreMod::new
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -25,6 +32,8 @@ pub(crate) enum Op {
     Binary(BinaryOp),
     Select,
     Cast(Type),
+    /// What could not be made, and why.
+    Wrong(ModError),
 }
 
 /// One traced operation, with its operands.
@@ -89,6 +98,11 @@ impl DynExpr {
     /// A run-time scalar.
     pub fn scalar(scalar: Scalar) -> Self {
         Self::make(scalar.ty(), Op::Scalar(scalar), Vec::new())
+    }
+
+    /// A value of type `ty` that could not be made. The program built from it says `error`.
+    pub(crate) fn wrong(ty: Type, error: ModError) -> Self {
+        Self::make(ty, Op::Wrong(error), Vec::new())
     }
 
     /// An element of a captured buffer.
@@ -438,16 +452,13 @@ operators! {
 }
 
 impl<T: Element> Buffer<T> {
-    /// The element at `index`, one index an axis.
-    ///
-    /// # Panics
-    /// When the number of indices is not the number of axes: the program is wrong, not its input.
+    /// The element at `index`, one index an axis. With another number of indices the mod made of
+    /// it is an error.
     pub fn at<const N: usize>(&self, index: [Expr<i32>; N]) -> Expr<T> {
         let index = index.into_iter().map(|i| i.dyn_expr).collect();
-        match DynExpr::load(self.any(), index) {
-            Ok(dyn_expr) => Expr { dyn_expr, of: PhantomData },
-            Err(e) => panic!("{e}"),
-        }
+        let made = DynExpr::load(self.any(), index);
+        let dyn_expr = made.unwrap_or_else(|error| DynExpr::wrong(T::TYPE, error));
+        Expr { dyn_expr, of: PhantomData }
     }
 }
 

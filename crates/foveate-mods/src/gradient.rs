@@ -57,8 +57,9 @@ impl ScoreMod {
     /// The derivative by the score and by the learned buffers.
     ///
     /// # Errors
-    /// Names the operation that has no derivative on the way.
+    /// Names the operation that has no derivative on the way; those of [`Self::check`].
     pub fn gradient(&self) -> Result<ScoreGradient, ModError> {
+        self.check()?;
         let forward = self.program();
         let active = active(forward)?;
         let forward_nodes = forward.graph().nodes().len();
@@ -128,7 +129,7 @@ fn active(program: &Program) -> Result<Vec<bool>, ModError> {
             Node::Unary(UnaryOp::Floor, _) if from_touched => return refuse("floor".into()),
             Node::Unary(UnaryOp::Unit, _) if from_touched => return refuse("unit".into()),
             Node::Cast(Type::F32, x) if from_touched => {
-                return refuse(format!("the conversion of a {} to f32", graph.ty(*x)));
+                return refuse(format!("the conversion from {} to f32", graph.ty(*x)));
             }
             _ => {}
         }

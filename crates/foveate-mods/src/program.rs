@@ -1,5 +1,10 @@
 //! Programs: finished expressions over one graph. [`MaskMod`] and [`ScoreMod`] are the two
 //! kinds a user meets.
+//!
+//! A program keeps the first error of the expressions it was built from ([`Program::check`]).
+//! [`MaskMod::new`] and [`ScoreMod::new`] return it; the functions that `#[mask_mod]` makes give
+//! a mod that holds it, so that mods are made and joined without a `?` at every step. Planning
+//! returns it. Until then such a mask is false and such a score NaN everywhere.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,6 +19,8 @@ use crate::ir::{Graph, Leaf, Node, NodeId, Type};
 pub struct Program {
     graph: Arc<Graph>,
     roots: Vec<NodeId>,
+    /// Why it is not a program, the first reason met.
+    wrong: Option<ModError>,
 }
 
 impl Program {
@@ -21,8 +28,21 @@ impl Program {
     /// nodes, in a canonical order.
     pub fn build(roots: &[DynExpr]) -> Self {
         let mut graph = Graph::new();
-        let roots = lower(&mut graph, roots);
-        Self::from_graph(&graph, &roots)
+        let (roots, wrong) = lower(&mut graph, roots);
+        Self { wrong, ..Self::from_graph(&graph, &roots) }
+    }
+
+    /// Whether it could be made.
+    ///
+    /// # Errors
+    /// What was wrong with the expressions it was built from.
+    pub fn check(&self) -> Result<(), ModError> {
+        self.wrong.clone().map_or(Ok(()), Err)
+    }
+
+    /// The error it holds.
+    pub(crate) fn wrong(&self) -> Option<&ModError> {
+        self.wrong.as_ref()
     }
 
     /// What `roots` reach in `graph`, in canonical order: depth first from the roots, operands
@@ -61,7 +81,7 @@ impl Program {
             stack.pop();
         }
         let roots = roots.iter().map(|r| moved[r.index()].expect("every root was met")).collect();
-        Self { graph: Arc::new(canonical), roots }
+        Self { graph: Arc::new(canonical), roots, wrong: None }
     }
 
     /// The nodes.
@@ -82,6 +102,9 @@ impl Program {
     /// Result `root` as a traced expression, each leaf replaced by what `leaf` gives for it.
     pub fn trace(&self, root: usize, leaf: &dyn Fn(Leaf) -> DynExpr) -> DynExpr {
         let graph = self.graph();
+        if let Some(error) = &self.wrong {
+            return DynExpr::wrong(graph.ty(self.roots[root]), error.clone());
+        }
         let mut made: Vec<DynExpr> = Vec::with_capacity(graph.nodes().len());
         for node in graph.nodes() {
             let of = |id: &NodeId| made[id.index()].clone();
@@ -139,7 +162,7 @@ impl Program {
             }
             graph.set_buffer(slot, buffer.clone());
         }
-        Ok(Self { graph: Arc::new(graph), roots: self.roots.clone() })
+        Ok(Self { graph: Arc::new(graph), ..self.clone() })
     }
 
     /// The same program with another value for the run-time scalars called `name`.
@@ -161,7 +184,7 @@ impl Program {
             }
             graph.set_scalar(slot, scalar.clone());
         }
-        Ok(Self { graph: Arc::new(graph), roots: self.roots.clone() })
+        Ok(Self { graph: Arc::new(graph), ..self.clone() })
     }
 }
 
@@ -175,8 +198,9 @@ fn binding(name: &str, reason: String) -> ModError {
     ModErrorKind::Binding { name: name.to_owned(), reason }.into()
 }
 
-/// Nodes of `roots` in `graph`, operands first, without recursion.
-fn lower(graph: &mut Graph, roots: &[DynExpr]) -> Vec<NodeId> {
+/// Nodes of `roots` in `graph`, operands first, without recursion, and the first error met.
+fn lower(graph: &mut Graph, roots: &[DynExpr]) -> (Vec<NodeId>, Option<ModError>) {
+    let mut wrong = None;
     let mut done: HashMap<usize, NodeId> = HashMap::new();
     let mut stack: Vec<&DynExpr> = roots.iter().rev().collect();
     while let Some(&expr) = stack.last() {
@@ -205,12 +229,20 @@ fn lower(graph: &mut Graph, roots: &[DynExpr]) -> Vec<NodeId> {
             Op::Binary(op) => Node::Binary(*op, arg(0), arg(1)),
             Op::Select => Node::Select { cond: arg(0), then: arg(1), other: arg(2) },
             Op::Cast(ty) => Node::Cast(*ty, arg(0)),
+            Op::Wrong(error) => {
+                wrong.get_or_insert_with(|| error.clone());
+                match expr.ty() {
+                    Type::Bool => Node::Bool(false),
+                    Type::I32 => Node::I32(0),
+                    Type::F32 => Node::F32(f32::NAN.to_bits()),
+                }
+            }
         };
         let id = graph.simplified(node);
         done.insert(expr.address(), id);
         stack.pop();
     }
-    roots.iter().map(|r| done[&r.address()]).collect()
+    (roots.iter().map(|r| done[&r.address()]).collect(), wrong)
 }
 
 /// Which keys a query may see: a program with one bool result that does not read the score.
@@ -221,9 +253,11 @@ impl MaskMod {
     /// The mask that an expression says.
     ///
     /// # Errors
-    /// When the expression is not bool or reads the score.
+    /// When the expression is not bool or reads the score, or indexes a buffer with another
+    /// number of indices than it has axes.
     pub fn new(expr: &DynExpr) -> Result<Self, ModError> {
         let program = Program::build(std::slice::from_ref(expr));
+        program.check()?;
         if expr.ty() != Type::Bool {
             let reason = format!("a mask is a bool, not {}", expr.ty());
             return Err(ModErrorKind::Root { reason }.into());
@@ -233,6 +267,19 @@ impl MaskMod {
             return Err(ModErrorKind::Root { reason }.into());
         }
         Ok(Self(program))
+    }
+
+    /// The mask that an expression says, or one that holds the error.
+    pub(crate) fn holding(made: Result<Self, ModError>) -> Self {
+        made.unwrap_or_else(|error| Self(Program::build(&[DynExpr::wrong(Type::Bool, error)])))
+    }
+
+    /// Whether it is a mask. Planning asks this; a mask that holds an error is false everywhere.
+    ///
+    /// # Errors
+    /// What was wrong where it was made, with the place when a macro made it.
+    pub fn check(&self) -> Result<(), ModError> {
+        self.0.check()
     }
 
     /// The program behind it; its only root is the mask.
@@ -253,11 +300,12 @@ impl MaskMod {
     /// The mask with `f` applied to its program (rebinding, setting scalars).
     ///
     /// # Errors
-    /// Those of `f`.
+    /// Those of [`Self::check`] and of `f`.
     pub fn map(
         &self,
         f: impl FnOnce(&Program) -> Result<Program, ModError>,
     ) -> Result<Self, ModError> {
+        self.check()?;
         f(&self.0).map(Self)
     }
 }
@@ -270,13 +318,30 @@ impl ScoreMod {
     /// The score function that an expression says.
     ///
     /// # Errors
-    /// When the expression is not f32.
+    /// When the expression is not f32, or indexes a buffer with another number of indices than
+    /// it has axes.
     pub fn new(expr: &DynExpr) -> Result<Self, ModError> {
+        let program = Program::build(std::slice::from_ref(expr));
+        program.check()?;
         if expr.ty() != Type::F32 {
             let reason = format!("a score is an f32, not {}", expr.ty());
             return Err(ModErrorKind::Root { reason }.into());
         }
-        Ok(Self(Program::build(std::slice::from_ref(expr))))
+        Ok(Self(program))
+    }
+
+    /// The score function that an expression says, or one that holds the error.
+    pub(crate) fn holding(made: Result<Self, ModError>) -> Self {
+        made.unwrap_or_else(|error| Self(Program::build(&[DynExpr::wrong(Type::F32, error)])))
+    }
+
+    /// Whether it is a score function. Planning asks this; one that holds an error is NaN
+    /// everywhere.
+    ///
+    /// # Errors
+    /// What was wrong where it was made, with the place when a macro made it.
+    pub fn check(&self) -> Result<(), ModError> {
+        self.0.check()
     }
 
     /// The program behind it; its only root is the new score.
@@ -301,17 +366,18 @@ impl ScoreMod {
             Leaf::Score => first.dynamic().clone(),
             other => DynExpr::leaf(other),
         });
-        ScoreMod::new(expr.dynamic()).expect("a score is f32")
+        ScoreMod::holding(ScoreMod::new(expr.dynamic()))
     }
 
     /// The score function with `f` applied to its program (rebinding, setting scalars).
     ///
     /// # Errors
-    /// Those of `f`.
+    /// Those of [`Self::check`] and of `f`.
     pub fn map(
         &self,
         f: impl FnOnce(&Program) -> Result<Program, ModError>,
     ) -> Result<Self, ModError> {
+        self.check()?;
         f(&self.0).map(Self)
     }
 }
@@ -345,5 +411,5 @@ impl std::ops::Not for MaskMod {
 }
 
 fn joined(expr: Expr<bool>) -> MaskMod {
-    MaskMod::new(expr.dynamic()).expect("masks joined are a mask")
+    MaskMod::holding(MaskMod::new(expr.dynamic()))
 }

@@ -70,7 +70,8 @@ impl Program {
         let (a, b) = (self.graph(), other.graph());
         let slot =
             |x: &AnyBuffer| -> (Type, usize, bool) { (x.ty(), x.shape().len(), x.learned()) };
-        a.nodes() == b.nodes()
+        self.wrong() == other.wrong()
+            && a.nodes() == b.nodes()
             && self.roots() == other.roots()
             && a.buffers().iter().map(slot).eq(b.buffers().iter().map(slot))
             && a.scalars().iter().map(|s| s.ty()).eq(b.scalars().iter().map(|s| s.ty()))

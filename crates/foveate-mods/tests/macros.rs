@@ -2,7 +2,8 @@
 
 use foveate_mods::expr::{self, Expr, scalar};
 use foveate_mods::{
-    Buffer, Leaf, MaskMod, Node, Program, ScalarValue, ScoreMod, closure, mask_mod, score_mod,
+    Buffer, Leaf, MaskMod, ModErrorKind, Node, Program, ScalarValue, ScoreMod, closure, mask_mod,
+    score_mod,
 };
 
 /// Nodes, names of buffers and values of scalars: all of a mod but the buffers' addresses.
@@ -287,6 +288,42 @@ fn unused_coordinates_are_no_warning_and_no_leaf() {
     #![deny(warnings)]
     let made = closure::mask_mod!(|b, h, q, kv| q >= kv);
     assert!(!made.program().uses(Leaf::B) && !made.program().uses(Leaf::H));
+}
+
+#[test]
+fn a_body_that_is_no_mod_makes_one_that_says_why_and_where() {
+    let table = Buffer::new("table", &[2, 2], vec![0; 4]).unwrap();
+    let line = line!() + 1;
+    let short = closure::mask_mod!(|q, kv| q >= kv && table[q] == 0);
+    let error = short.check().unwrap_err();
+    assert!(matches!(error.kind(), ModErrorKind::Rank { rank: 2, given: 1, .. }), "{error:?}");
+    let place = error.place().expect("a macro knows its place");
+    assert_eq!((place.file(), place.line()), (file!(), line));
+    let text = format!("buffer `table` has 2 axes but was given 1 index, in the mod at {place}");
+    assert_eq!(error.to_string(), text);
+
+    let score = s() * 2.0;
+    let reads = closure::mask_mod!(|q, kv| q >= kv && score > 0);
+    let told = reads.check().unwrap_err().to_string();
+    assert!(told.starts_with("a mask cannot read the score, in the mod at "), "{told}");
+
+    let wide = same_document(&Buffer::new("doc", &[1, 3], vec![0; 3]).unwrap());
+    let inner = wide.check().unwrap_err();
+    let doc = Buffer::new("bias", &[3], vec![0.5; 3]).unwrap();
+    assert_eq!(biased(&doc).then(&soft_cap(3.0)).check(), biased(&doc).check());
+    assert!(biased(&doc).check().is_err() && biased(&doc).gradient().is_err());
+    // What is made of it holds the same error, and the place stays that of the body at fault.
+    for joined in [
+        causal() & wide.clone(),
+        !wide.clone() | causal(),
+        wide.clone() ^ short,
+        closure::mask_mod!(|q, kv| causal()(q, kv) && wide(q, kv)),
+    ] {
+        assert_eq!(joined.check().unwrap_err(), inner);
+        assert_eq!(MaskMod::new(joined.expr().dynamic()).unwrap_err(), inner);
+        assert!(joined.map(|program| program.set_scalar("n", ScalarValue::I32(1))).is_err());
+        assert_ne!(joined, closure::mask_mod!(|q| false));
+    }
 }
 
 #[test]

@@ -91,7 +91,7 @@ fn errors_name_the_place_and_what_was_meant() {
         ("let then = 1; q > then", 4, "`then` has a meaning; choose another name"),
         ("(let x = q; x > 1) & x > 2", 21, "there is no `x`"),
         ("doc == 1", 0, "`doc` is a buffer; index its axes (1) with `[...]`"),
-        ("doc[q, kv] == 1", 0, "buffer `doc` has 1 axes but was given 2 indices"),
+        ("doc[q, kv] == 1", 0, "buffer `doc` has 1 axis but was given 2 indices"),
         ("score > 0", 0, "a mask cannot read the score"),
         (
             "if causal { true }",
