@@ -30,6 +30,12 @@ typedef float GradElem;
 typedef unsigned short GradElem;
 #endif
 
+#if __CUDA_ARCH__ >= 900
+#define MEETING_WAIT "try_wait"
+#else
+#define MEETING_WAIT "test_wait"
+#endif
+
 __device__ float infinity() { return __int_as_float(0x7f800000); }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -118,18 +124,38 @@ __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
 
 template <int ROWS, int DIM, int COLUMNS>
 __device__ void load_tile(u32 tile, const Rows& rows) {
-    load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
-                                       [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
+    constexpr int CHUNKS = FV_ALIGN >= 4 ? COLUMNS * ELEM_BYTES / FV_ALIGN : 1;
+    constexpr int APART = THREADS % CHUNKS == 0 ? THREADS / CHUNKS : 1;
+    if constexpr (FV_ALIGN >= 4 && THREADS % CHUNKS == 0 && ROWS % APART == 0) {
+        // A thread stays in its column: addresses a constant number of rows apart. Nothing is read
+        // where there is no row.
+        const int row = threadIdx.x / CHUNKS, byte = threadIdx.x % CHUNKS * FV_ALIGN;
+        const int valid = DIM == COLUMNS ? FV_ALIGN : min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN);
+        const char* source = rows.data + row * rows.row * ELEM_BYTES + byte;
+        const u32 target = tile + row * (COLUMNS * ELEM_BYTES + PAD_BYTES) + byte;
+        #pragma unroll
+        for (int first = 0; first < ROWS; first += APART) {
+            copy_async<FV_ALIGN>(target + first * (COLUMNS * ELEM_BYTES + PAD_BYTES), source, row + first < rows.count ? valid : 0);
+            source += rows.row * (APART * ELEM_BYTES);
+        }
+    } else {
+        load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
+                                           [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
+    }
 }
 
-// One f32 for each of ROWS rows (lse, delta), zeros where there is no row; threads FIRST ..
-template <int ROWS, int FIRST>
-__device__ void load_row_values(u32 target, const RowView& view, int batch, int head, int first, int count) {
-    for (int row = int(threadIdx.x) - FIRST % THREADS; row < ROWS; row += THREADS) {
-        if (row < 0) continue;
-        const float* source = view.data + batch * view.batch + head * view.head;
-        if (row < count) source += (first + row) * view.row;
-        copy_async<4>(target + row * 4, source, row < count ? 4 : 0);
+// One f32 for each of ROWS rows from two views (lse, delta) one after the other; zeros where there
+// is no row.
+template <int ROWS>
+__device__ void load_row_values(u32 target, const RowView& x, const RowView& y, int batch, int head, int first, int count) {
+    #pragma unroll
+    for (int start = 0; start < 2 * ROWS; start += THREADS) {
+        int i = start + threadIdx.x;
+        if (i >= 2 * ROWS) break;
+        const RowView& view = i < ROWS ? x : y;
+        int row = i % ROWS;
+        const float* source = view.data + batch * view.batch + head * view.head + (first + row) * view.row;
+        copy_async<4>(target + i * 4, source, row < count ? 4 : 0);
     }
 }
 
@@ -138,6 +164,39 @@ __device__ float load_shared(u32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
     return x;
 }
+
+// ---- meetings ----
+
+// A barrier in two halves: a warp arrives, works on, and waits for the others later. Warps use it
+// in rounds 0, 1, ..; one that is a whole round ahead waits. In shared memory, 8 bytes.
+struct Meeting {
+    u32 at;
+
+    __device__ void open(int arrivals) const {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(arrivals) : "memory");
+    }
+    // The calling warp's reads and writes so far come before what waiters do next.
+    __device__ void arrive_warp() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive();
+    }
+    __device__ void arrive() const {
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" :: "r"(at) : "memory");
+    }
+    // Arrives for this thread when its copies so far have landed.
+    __device__ void arrive_with_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+    }
+    // Until all arrivals of `round`; round -1 is over from the start.
+    __device__ void wait(int round) const {
+        u32 done;
+        do {
+            asm volatile(
+                "{ .reg .pred over; mbarrier." MEETING_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                : "=r"(done) : "r"(at), "r"(round & 1) : "memory");
+        } while (!done);
+    }
+};
 
 // ---- products ----
 

@@ -1,0 +1,173 @@
+// One tile of scores and its gradients, in the registers of the block's warps: what fv_backward and
+// fv_backward_dq recompute.
+//
+//     S = Q K^T    P = exp(score(scale S) - lse)    dP = dO V^T    dS = P (dP - delta) dscore/ds
+//
+// With dropout, P is dropped where it weighs values, and dP where it passes back.
+
+constexpr Warps OF_S = divide(FV_BM, FV_BN, true);         // warps over S, P, dP and dS
+static_assert(FV_BM % 16 == 0 && FV_BN % 16 == 0, "tiles are multiples of 16");
+static_assert(OF_S.down > 0, "the warps cannot share the scores evenly");
+
+constexpr int PITCH_K = FV_DP * ELEM_BYTES + PAD_BYTES;    // of K and Q in shared memory
+constexpr int PITCH_V = FV_DVP * ELEM_BYTES + PAD_BYTES;   // of V and dO
+constexpr int PITCH_P = FV_BN * ELEM_BYTES + PAD_BYTES;    // of P and dS
+
+typedef float OfScores[OF_S.rows][OF_S.columns][4];
+
+// The tile: its queries query .. query + queries and keys key .. key + keys.
+struct Corner {
+    Place place;
+    int query, queries;
+    int key, keys;
+    bool evaluate;      // whether the mask is evaluated in it
+};
+
+// Row and column, in the tile, of the first score of this lane.
+__device__ int score_row() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 + threadIdx.x % 32 / 4; }
+__device__ int score_column() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 + threadIdx.x % 4 * 2; }
+
+// Where this lane's shares of operands begin: of S's and dP's rows, and of their columns.
+template <int PITCH>
+__device__ u32 lane_rows() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 * PITCH + lane_offset_a<false>(PITCH); }
+template <int PITCH>
+__device__ u32 lane_columns() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 * PITCH + lane_offset_b<false>(PITCH); }
+
+// Calls `f(m, n, i, row, column)` for each score of the lane: number i of accumulator (m, n).
+template <typename F>
+__device__ void for_each_score(F f) {
+    const int row = score_row(), column = score_column();
+    #pragma unroll
+    for (int m = 0; m < OF_S.rows; ++m)
+        #pragma unroll
+        for (int n = 0; n < OF_S.columns; ++n)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
+}
+
+// Writes a tile of P or dS, rounded to the operands' dtype.
+template <typename F>
+__device__ void store_scores(u32 tile, F value) {
+    const u32 at = tile + score_row() * PITCH_P + score_column() * ELEM_BYTES;
+    #pragma unroll
+    for (int m = 0; m < OF_S.rows; ++m)
+        #pragma unroll
+        for (int n = 0; n < OF_S.columns; ++n)
+            #pragma unroll
+            for (int i = 0; i < 4; i += 2)
+                store_pair(at + (m * 16 + i * 4) * PITCH_P + n * 8 * ELEM_BYTES, value(m, n, i), value(m, n, i + 1));
+}
+
+struct Scores {
+    OfScores g;             // S, then P times the derivative of the score, then dS
+#if FV_SCORE
+    OfScores weight;        // P
+#endif
+#if FV_KEEP
+    u32 kept[ceil_div(OF_S.rows * OF_S.columns * 4, 32)];   // a bit for each score
+    float keep_scale;
+#endif
+#if FV_CAPTURES
+    OfScores raw, d_score;  // scale S, and dS before the derivative of the score
+#endif
+
+    __device__ float p(int m, int n, int i) const {
+#if FV_SCORE
+        return weight[m][n][i];
+#else
+        return g[m][n][i];
+#endif
+    }
+
+    __device__ float dropped(float x, int m, int n, int i) const {
+#if FV_KEEP
+        int at = (m * OF_S.columns + n) * 4 + i;
+        return kept[at / 32] >> at % 32 & 1 ? x * keep_scale : 0.f;
+#else
+        return x;
+#endif
+    }
+
+    // From S to P; `lse_at` is the shared address of the tile's lse.
+    __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at) {
+        float lse[OF_S.rows][2];
+        #pragma unroll
+        for (int i = 0; i < OF_S.rows * 2; ++i) {
+            float x = load_shared(lse_at + (score_row() + i * 8) * 4);
+            if (x == -infinity()) x = infinity();      // a row that sees nothing: P = 0
+            lse[i / 2][i % 2] = FV_DTYPE == 2 ? x : x * LOG2_E;
+        }
+        auto exp_score = [&](float score, int m, int i) {
+            if constexpr (FV_DTYPE == 2) return exp2_score((score - lse[m][i / 2]) * LOG2_E);
+            return exp2_score(fmaf(score, LOG2_E, -lse[m][i / 2]));
+        };
+        // Rows past the end have zeros for q, d_out, lse and delta, and add nothing by themselves
+        // unless a score function makes something of them.
+        const bool check = c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM) || (FV_MASK && c.evaluate);
+        auto live = [&](int row, int column) {
+            if (column >= c.keys || (FV_SCORE && row >= c.queries)) return false;
+            if constexpr (FV_MASK) return !c.evaluate || fv_mask(mods, c.place, c.query + row, c.key + column);
+            return true;
+        };
+#if FV_SCORE
+        for_each_score([&](int m, int n, int i, int row, int column) {
+            const int q = c.query + row, kv = c.key + column;
+            const float s = g[m][n][i] * scale;
+            float x = exp_score(fv_score(mods, c.place, q, kv, s), m, i);
+            if (check && !live(row, column)) x = 0.f;
+            weight[m][n][i] = x;
+            g[m][n][i] = FV_DSCORE && x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : x;
+#if FV_CAPTURES
+            raw[m][n][i] = s;
+            d_score[m][n][i] = x;
+#endif
+        });
+#else
+        for_each_score([&](int m, int n, int i, int, int) {
+            if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i);
+            else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
+        });
+        if (check)
+            for_each_score([&](int m, int n, int i, int row, int column) {
+                if (!live(row, column)) g[m][n][i] = 0.f;
+            });
+#endif
+#if FV_KEEP
+        for (u32& bits : kept) bits = 0;
+        keep_scale = fv_keep_scale(mods);
+        for_each_score([&](int m, int n, int i, int row, int column) {
+            int at = (m * OF_S.columns + n) * 4 + i;
+            kept[at / 32] |= u32(fv_keep(mods, c.place, c.query + row, c.key + column)) << at % 32;
+        });
+#endif
+    }
+
+    // From dP to dS; `delta_at` is the shared address of the tile's delta.
+    __device__ void differentiate(const OfScores& dp, u32 delta_at) {
+        #pragma unroll
+        for (int m = 0; m < OF_S.rows; ++m)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) {
+                    const float d = dropped(dp[m][n][i], m, n, i) - delta;
+#if FV_CAPTURES
+                    d_score[m][n][i] *= d;
+#endif
+                    g[m][n][i] *= d;
+                }
+            }
+    }
+
+    // Adds to the gradients of captured buffers.
+    __device__ void capture(const Mods& mods, const Corner& c) const {
+#if FV_CAPTURES
+        for_each_score([&](int m, int n, int i, int row, int column) {
+            if (d_score[m][n][i] != 0.f)
+                fv_capture_gradients(mods, c.place, c.query + row, c.key + column, raw[m][n][i], d_score[m][n][i]);
+        });
+#endif
+    }
+};
