@@ -46,6 +46,12 @@ __device__ void for_each_score(F f) {
                 f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
 }
 
+// Two neighbours of a row of P or dS.
+__device__ void store_pair(u32 address, float x, float y) {
+    if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
+    else asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(narrow2<FV_DTYPE>(x, y)) : "memory");
+}
+
 // Writes a tile of P or dS, rounded to the operands' dtype.
 template <typename F>
 __device__ void store_scores(u32 tile, F value) {

@@ -1,0 +1,366 @@
+// What the kernels are written in: copies into tiles in shared memory, meetings of warps, and
+// products of tiles on the tensor cores.
+//
+// A tile is rows of FV_DP (or FV_DVP) elements, 16 bytes of padding after each row. A row is a
+// multiple of 32 bytes, so with the padding consecutive rows start 16 bytes apart modulo 32: the
+// eight rows that ldmatrix reads at once lie in different banks. Unlike a swizzle this keeps every
+// address of a product at a constant distance from one address for each lane.
+//
+// A product gives each warp a rectangle of 16-row, 8-column accumulators (`Warps`). Its operands
+// lie in shared memory either along the summed axis or across it (`transposed`).
+//   16-bit operands: m16n8k16, ldmatrix, with .trans for a transposed operand.
+//   f32 operands: m16n8k8 on tf32, each number split in two (x = hi + lo) and three products kept,
+//   hi*hi + hi*lo + lo*hi. The products of one step are summed apart and then added in f32,
+//   because the tensor core rounds its sums towards zero.
+
+constexpr int THREADS = FV_WARPS * 32;
+constexpr int ELEM_BYTES = FV_DTYPE == 2 ? 4 : 2;
+[[maybe_unused]] constexpr int STEP = 32 / ELEM_BYTES;   // elements of the summed axis in one tensor-core step
+[[maybe_unused]] constexpr int PAD_BYTES = 16;
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
+
+#if FV_DTYPE == 2
+typedef float Elem;
+#else
+typedef unsigned short Elem;            // the bits of an f16 or bf16
+#endif
+
+#if __CUDA_ARCH__ >= 900
+#define MEETING_WAIT "try_wait"
+#else
+#define MEETING_WAIT "test_wait"
+#endif
+
+__device__ float infinity() { return __int_as_float(0x7f800000); }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---- numbers ----
+
+template <int DTYPE>
+__device__ float widen(unsigned short bits) {
+    if constexpr (DTYPE == 1) return __uint_as_float(u32(bits) << 16);
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+template <int DTYPE>
+__device__ float widen(float x) { return x; }
+
+// Two numbers rounded to 16 bits each, `low` in the lower half.
+template <int DTYPE>
+__device__ u32 narrow2(float low, float high) {
+    u32 bits;
+    if constexpr (DTYPE == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ float exp2_score(float x) {
+    if constexpr (FV_DTYPE == 2) return exp2f(x);
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- copies into shared memory ----
+
+__device__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
+// BYTES (4, 8, 16) to shared memory, of which the first `valid` come from `source` and the rest
+// are zeros. Both addresses are multiples of BYTES.
+template <int BYTES>
+__device__ void copy_async(u32 target, const void* source, int valid) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(target), "l"(source), "r"(valid) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(target), "l"(source), "n"(BYTES), "r"(valid) : "memory");
+}
+__device__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Rows of a [rows, dim] operand: `data` is element 0 of row 0.
+struct Rows {
+    const char* data;
+    i64 row, elem;      // strides in elements
+    int count;          // rows that exist; zeros stand for the others
+};
+
+__device__ Rows rows_of(const View& view, int batch, int head, int first, int count) {
+    i64 offset = batch * view.batch + head * view.head + first * view.row;
+    return {static_cast<const char*>(view.data) + offset * ELEM_BYTES, view.row, view.elem, count};
+}
+
+// A tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by all threads
+// of the block. `data(row)` is where a row begins.
+template <int ROWS, int DIM, int COLUMNS, typename F>
+__device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
+    constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
+    if constexpr (FV_ALIGN >= 4) {
+        constexpr int CHUNKS = COLUMNS * ELEM_BYTES / FV_ALIGN;
+        #pragma unroll
+        for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
+            int i = first + threadIdx.x;
+            if (ROWS * CHUNKS % THREADS != 0 && i >= ROWS * CHUNKS) break;
+            int row = i / CHUNKS, byte = i % CHUNKS * FV_ALIGN;
+            int valid = row < count ? min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN) : 0;
+            const char* source = valid > 0 ? data(row) + byte : data(0);
+            copy_async<FV_ALIGN>(tile + row * PITCH + byte, source, valid);
+        }
+    } else {
+        for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
+            int row = i / COLUMNS, column = i % COLUMNS;
+            Elem x = 0;
+            if (row < count && column < DIM) x = __ldg(reinterpret_cast<const Elem*>(data(row)) + column * elem);
+            u32 target = tile + row * PITCH + column * ELEM_BYTES;
+            if constexpr (FV_DTYPE == 2) asm volatile("st.shared.f32 [%0], %1;" :: "r"(target), "f"(float(x)) : "memory");
+            else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
+        }
+    }
+}
+
+template <int ROWS, int DIM, int COLUMNS>
+__device__ void load_tile(u32 tile, const Rows& rows) {
+    constexpr int CHUNKS = FV_ALIGN >= 4 ? COLUMNS * ELEM_BYTES / FV_ALIGN : 1;
+    constexpr int APART = THREADS % CHUNKS == 0 ? THREADS / CHUNKS : 1;
+    if constexpr (FV_ALIGN >= 4 && THREADS % CHUNKS == 0 && ROWS % APART == 0) {
+        // A thread stays in its column: addresses a constant number of rows apart. Nothing is read
+        // where there is no row.
+        const int row = threadIdx.x / CHUNKS, byte = threadIdx.x % CHUNKS * FV_ALIGN;
+        const int valid = DIM == COLUMNS ? FV_ALIGN : min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN);
+        const char* source = rows.data + row * rows.row * ELEM_BYTES + byte;
+        const u32 target = tile + row * (COLUMNS * ELEM_BYTES + PAD_BYTES) + byte;
+        #pragma unroll
+        for (int first = 0; first < ROWS; first += APART) {
+            copy_async<FV_ALIGN>(target + first * (COLUMNS * ELEM_BYTES + PAD_BYTES), source, row + first < rows.count ? valid : 0);
+            source += rows.row * (APART * ELEM_BYTES);
+        }
+    } else {
+        load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
+                                           [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
+    }
+}
+
+// One f32 for each of ROWS rows from two views (lse, delta) one after the other; zeros where there
+// is no row.
+template <int ROWS>
+__device__ void load_row_values(u32 target, const RowView& x, const RowView& y, int batch, int head, int first, int count) {
+    #pragma unroll
+    for (int start = 0; start < 2 * ROWS; start += THREADS) {
+        int i = start + threadIdx.x;
+        if (i >= 2 * ROWS) break;
+        const RowView& view = i < ROWS ? x : y;
+        int row = i % ROWS;
+        const float* source = view.data + batch * view.batch + head * view.head + (first + row) * view.row;
+        copy_async<4>(target + i * 4, source, row < count ? 4 : 0);
+    }
+}
+
+__device__ float load_shared(u32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+
+// ---- meetings ----
+
+// A barrier in two halves: a warp arrives, works on, and waits for the others later. Warps use it
+// in rounds 0, 1, ..; one that is a whole round ahead waits. In shared memory, 8 bytes.
+struct Meeting {
+    u32 at;
+
+    __device__ void open(int arrivals) const {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(arrivals) : "memory");
+    }
+    // The calling warp's reads and writes so far come before what waiters do next.
+    __device__ void arrive_warp() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive();
+    }
+    __device__ void arrive() const {
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" :: "r"(at) : "memory");
+    }
+    // Arrives for this thread when its copies so far have landed.
+    __device__ void arrive_with_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+    }
+    // Until all arrivals of `round`; round -1 is over from the start.
+    __device__ void wait(int round) const {
+        u32 done;
+        do {
+            asm volatile(
+                "{ .reg .pred over; mbarrier." MEETING_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                : "=r"(done) : "r"(at), "r"(round & 1) : "memory");
+        } while (!done);
+    }
+};
+
+// ---- products ----
+
+// How the block's warps divide a product of M rows and N columns: `down` x `across` rectangles of
+// `rows` x `columns` accumulators (16 rows, 8 columns). The split with the fewest operand bytes
+// read, the taller grid where two are equal. With `even`, only splits without a remainder.
+struct Warps {
+    int down, across, rows, columns;
+};
+constexpr Warps divide(int m, int n, bool even) {
+    Warps best = {0, 0, 0, 0};
+    for (int down = 1; down <= FV_WARPS; ++down) {
+        if (FV_WARPS % down != 0 || m / 16 % down != 0) continue;
+        int across = FV_WARPS / down;
+        if (even && n / 8 % across != 0) continue;
+        Warps w = {down, across, m / 16 / down, ceil_div(n / 8, across)};
+        if (best.down == 0 || 2 * w.rows + w.columns <= 2 * best.rows + best.columns) best = w;
+    }
+    return best;
+}
+
+// Where a lane's share of an operand begins. `a` and `b` are rows x columns in shared memory:
+// [m][k] and [n][k], or transposed [k][m] and [k][n].
+template <bool TRANSPOSED>
+__device__ u32 lane_offset_a(int pitch) {
+    int lane = threadIdx.x % 32;
+    if constexpr (!TRANSPOSED) return (lane & 15) * pitch + (lane >> 4) * 16;
+    else if constexpr (FV_DTYPE == 2) return (lane & 3) * pitch + (lane >> 2) * 4;
+    else return ((lane & 7) + (lane >> 4) * 8) * pitch + (lane >> 3 & 1) * 16;
+}
+template <bool TRANSPOSED>
+__device__ u32 lane_offset_b(int pitch) {
+    int lane = threadIdx.x % 32;
+    if constexpr (!TRANSPOSED) return ((lane & 7) + (lane >> 4) * 8) * pitch + (lane >> 3 & 1) * 16;
+    else if constexpr (FV_DTYPE == 2) return (lane & 3) * pitch + (lane >> 2) * 4;
+    else return (lane & 15) * pitch + (lane >> 4) * 16;
+}
+
+template <bool TRANSPOSED>
+__device__ void load_matrices(u32 (&r)[4], u32 address) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+template <bool TRANSPOSED>
+__device__ void load_matrices(u32 (&r)[2], u32 address) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(r[0]), "=r"(r[1]) : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(r[0]), "=r"(r[1]) : "r"(address));
+}
+
+#if FV_DTYPE == 2
+// A number as the sum of two tf32.
+struct Split { u32 high, low; };
+__device__ Split split(u32 bits) {
+    Split s;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.high) : "f"(__uint_as_float(bits)));
+    float rest = __uint_as_float(bits) - __uint_as_float(s.high);
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.low) : "f"(rest));
+    return s;
+}
+__device__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+struct FragmentA {
+    u32 high[4], low[4];
+    __device__ void set(int i, u32 bits) { Split s = split(bits); high[i] = s.high; low[i] = s.low; }
+};
+#else
+struct FragmentA {
+    u32 bits[4];
+};
+#endif
+
+__device__ void multiply_add(float (&d)[4], const FragmentA& a, u32 b0, u32 b1) {
+#if FV_DTYPE == 2
+    Split first = split(b0), second = split(b1);
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    mma_tf32(sum, a.low, first.high, second.high);
+    mma_tf32(sum, a.high, first.low, second.low);
+    mma_tf32(sum, a.high, first.high, second.high);
+    for (int i = 0; i < 4; ++i) d[i] += sum[i];
+#elif FV_DTYPE == 1
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+template <bool TRANSPOSED, int PITCH>
+__device__ FragmentA load_a(u32 address) {
+    FragmentA a;
+#if FV_DTYPE == 2
+    if constexpr (TRANSPOSED) {
+        a.set(0, __float_as_uint(load_shared(address)));
+        a.set(1, __float_as_uint(load_shared(address + 8 * 4)));
+        a.set(2, __float_as_uint(load_shared(address + 4 * PITCH)));
+        a.set(3, __float_as_uint(load_shared(address + 4 * PITCH + 8 * 4)));
+    } else {
+        u32 bits[4];
+        load_matrices<false>(bits, address);
+        for (int i = 0; i < 4; ++i) a.set(i, bits[i]);
+    }
+#else
+    load_matrices<TRANSPOSED>(a.bits, address);
+#endif
+    return a;
+}
+
+// The 8 columns at `address`, or with COUNT 4 the 16.
+template <bool TRANSPOSED, int PITCH, int COUNT>
+__device__ void load_b(u32 (&b)[COUNT], u32 address) {
+    if constexpr (FV_DTYPE == 2 && TRANSPOSED) {
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            b[i] = __float_as_uint(load_shared(address + i / 2 * 8 * 4 + i % 2 * 4 * PITCH));
+    } else {
+        load_matrices<TRANSPOSED>(b, address);
+    }
+}
+
+// sum += A B over K steps, for the M x N accumulators of one warp. `a` and `b` are the addresses
+// of the lane's share of the warp's first row and column. Columns from `live` on are not computed.
+template <int K, bool A_TRANSPOSED, int A_PITCH, bool B_TRANSPOSED, int B_PITCH, int M, int N>
+__device__ void multiply(float (&sum)[M][N][4], u32 a, u32 b, int live = N) {
+    constexpr int A_STEP = A_TRANSPOSED ? STEP * A_PITCH : 32;
+    constexpr int A_ROW = A_TRANSPOSED ? 16 * ELEM_BYTES : 16 * A_PITCH;
+    constexpr int B_STEP = B_TRANSPOSED ? STEP * B_PITCH : 32;
+    constexpr int B_COLUMN = B_TRANSPOSED ? 8 * ELEM_BYTES : 8 * B_PITCH;
+    #pragma unroll
+    for (int k = 0; k < K; ++k) {
+        FragmentA fragment[M];
+        #pragma unroll
+        for (int m = 0; m < M; ++m) fragment[m] = load_a<A_TRANSPOSED, A_PITCH>(a + k * A_STEP + m * A_ROW);
+        #pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            if (n >= live) break;
+            if (n + 1 < N) {
+                u32 pair[4];
+                load_b<B_TRANSPOSED, B_PITCH>(pair, b + k * B_STEP + n * B_COLUMN);
+                #pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    multiply_add(sum[m][n], fragment[m], pair[0], pair[1]);
+                    multiply_add(sum[m][n + 1 < N ? n + 1 : n], fragment[m], pair[2], pair[3]);
+                }
+            } else {
+                u32 single[2];
+                load_b<B_TRANSPOSED, B_PITCH>(single, b + k * B_STEP + n * B_COLUMN);
+                #pragma unroll
+                for (int m = 0; m < M; ++m) multiply_add(sum[m][n], fragment[m], single[0], single[1]);
+            }
+        }
+    }
+}
+
+template <int M, int N>
+__device__ void clear(float (&sum)[M][N][4]) {
+    #pragma unroll
+    for (int i = 0; i < M * N * 4; ++i) sum[i / 4 / N][i / 4 % N][i % 4] = 0.f;
+}
