@@ -11,6 +11,7 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 pub mod abi;
+pub mod cache;
 pub mod config;
 pub mod driver;
 mod error;

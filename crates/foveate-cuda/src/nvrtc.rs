@@ -67,6 +67,32 @@ pub struct Compiled {
     pub kernels: Vec<KernelResources>,
 }
 
+impl Compiled {
+    /// Machine code and the log that says what its kernels take.
+    pub(crate) fn new(cubin: Vec<u8>, log: String) -> Self {
+        let kernels = resources(&log);
+        Self { cubin, log, kernels }
+    }
+
+    /// Refuses kernels that spill more than `allowed` bytes a thread.
+    ///
+    /// # Errors
+    /// [`CudaErrorKind::Resources`] naming the first such kernel.
+    pub fn check_spills(&self, allowed: u32) -> Result<(), CudaError> {
+        match self.kernels.iter().find(|k| k.spill_bytes > allowed) {
+            None => Ok(()),
+            Some(kernel) => Err(CudaErrorKind::Resources {
+                kernel: kernel.name.clone(),
+                reason: format!(
+                    "{} B of registers spill to memory, {allowed} B are allowed",
+                    kernel.spill_bytes
+                ),
+            }
+            .into()),
+        }
+    }
+}
+
 /// What a kernel takes of a multiprocessor, as the assembler reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelResources {
@@ -162,8 +188,7 @@ impl Compiler {
             return Err(refused(log));
         }
         let cubin = program.bytes(self.functions.cubin_size, self.functions.cubin);
-        let kernels = resources(&log);
-        Ok(Compiled { cubin, log, kernels })
+        Ok(Compiled::new(cubin, log))
     }
 }
 
@@ -266,6 +291,10 @@ ptxas info    : Used 8 registers, used 0 barriers
         };
         let b = KernelResources { name: "b".into(), registers: 8, ..Default::default() };
         assert_eq!(resources(log), [a, b]);
+        let compiled = Compiled::new(Vec::new(), log.into());
+        compiled.check_spills(20).unwrap();
+        let said = compiled.check_spills(19).unwrap_err().to_string();
+        assert_eq!(said, "kernel a: 20 B of registers spill to memory, 19 B are allowed");
     }
 
     /// The compiler, or a line that says why the test is skipped.

@@ -1,0 +1,283 @@
+//! Compiled kernels, kept in memory and on disk.
+//!
+//! A kernel's key is the SHA-256 of everything that decides its machine code: version of this
+//! format, NVRTC's version, options, architecture, source. One key is compiled once in a process,
+//! however many threads ask for it; processes write whole files under a temporary name and rename
+//! them, so a reader never sees half of one. A file whose checksum is wrong is built again. A
+//! folder that cannot be written costs its users nothing but the time to compile:
+//! [`Cache::trouble`] says so.
+//!
+//! The folder is `FOVEATE_CACHE_DIR`, else `foveate/kernels` in the user's cache folder.
+//! `FOVEATE_DUMP_KERNELS` names a folder that gets source, log and machine code of every kernel
+//! that is asked for.
+
+use std::collections::HashMap;
+use std::env;
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use sha2::{Digest, Sha256};
+
+use crate::error::CudaError;
+use crate::nvrtc::{Compiled, Compiler, OPTIONS};
+
+/// Where compiled kernels are kept.
+pub const FOLDER_VARIABLE: &str = "FOVEATE_CACHE_DIR";
+/// Where kernels are written for people to read.
+pub const DUMP_VARIABLE: &str = "FOVEATE_DUMP_KERNELS";
+
+/// First bytes of a file; the number changes with the format.
+const MAGIC: &[u8; 16] = b"foveate-kernel-1";
+
+/// The key of a kernel, in hexadecimal.
+type Key = String;
+type Slot = Arc<OnceLock<Result<Arc<Compiled>, CudaError>>>;
+
+/// Compiled kernels by key.
+#[derive(Debug)]
+pub struct Cache {
+    folder: Option<PathBuf>,
+    dump: Option<PathBuf>,
+    slots: Mutex<HashMap<Key, Slot>>,
+    trouble: OnceLock<String>,
+}
+
+impl Cache {
+    /// The cache of this process.
+    pub fn get() -> &'static Self {
+        static CACHE: OnceLock<Cache> = OnceLock::new();
+        CACHE.get_or_init(|| {
+            let mut cache = Self::at(folder());
+            cache.dump = env::var_os(DUMP_VARIABLE).map(PathBuf::from);
+            cache
+        })
+    }
+
+    /// A cache in `folder`, or in memory only.
+    pub fn at(folder: Option<PathBuf>) -> Self {
+        Self { folder, dump: None, slots: Mutex::default(), trouble: OnceLock::new() }
+    }
+
+    /// The folder of compiled kernels.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// The first reason why a kernel could not be written to disk.
+    pub fn trouble(&self) -> Option<&str> {
+        self.trouble.get().map(String::as_str)
+    }
+
+    /// `source` compiled for `arch` (`sm_90`), from memory, from disk, or by the compiler.
+    ///
+    /// # Errors
+    /// Those of [`Compiler::compile`]. They are kept like results.
+    pub fn compile(
+        &self,
+        compiler: &Compiler,
+        source: &str,
+        arch: &str,
+    ) -> Result<Arc<Compiled>, CudaError> {
+        let version = compiler.version();
+        self.find(key(version, arch, source), source, || compiler.compile(source, arch))
+    }
+
+    fn find(
+        &self,
+        key: Key,
+        source: &str,
+        compile: impl FnOnce() -> Result<Compiled, CudaError>,
+    ) -> Result<Arc<Compiled>, CudaError> {
+        let slot = {
+            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+            slots.entry(key.clone()).or_default().clone()
+        };
+        let made = slot.get_or_init(|| {
+            let file = self.folder.as_ref().map(|f| f.join(&key));
+            let kept = file.as_ref().and_then(|f| read(f));
+            let fresh = kept.is_none();
+            let compiled = kept.map_or_else(compile, Ok)?;
+            if let (true, Some(file)) = (fresh, &file) {
+                self.note("keep a compiled kernel", file, write(file, &pack(&compiled)));
+            }
+            if let Some(dump) = &self.dump {
+                let parts: [(&str, &[u8]); 3] = [
+                    ("cu", source.as_bytes()),
+                    ("log", compiled.log.as_bytes()),
+                    ("cubin", &compiled.cubin),
+                ];
+                for (extension, bytes) in parts {
+                    let file = dump.join(&key[..16]).with_extension(extension);
+                    self.note("dump a kernel", &file, write(&file, bytes));
+                }
+            }
+            Ok(Arc::new(compiled))
+        });
+        made.clone()
+    }
+
+    fn note(&self, doing: &str, file: &Path, done: io::Result<()>) {
+        if let Err(e) = done {
+            self.trouble.get_or_init(|| {
+                format!(
+                    "cannot {doing} in {}: {e}; kernels are compiled anew in each process until \
+                     {FOLDER_VARIABLE} names a folder that can be written",
+                    file.parent().unwrap_or(file).display()
+                )
+            });
+        }
+    }
+}
+
+fn folder() -> Option<PathBuf> {
+    let named = |variable: &str| env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from);
+    named(FOLDER_VARIABLE).or_else(|| {
+        let caches = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|h| h.join(".cache")));
+        caches.map(|c| c.join("foveate").join("kernels"))
+    })
+}
+
+fn key((major, minor): (i32, i32), arch: &str, source: &str) -> Key {
+    let mut hash = Sha256::new();
+    for part in [&format!("{major}.{minor}"), arch, &OPTIONS.join(" "), source] {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.update(MAGIC);
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Magic, checksum of the rest, length of the log, log, cubin.
+fn pack(compiled: &Compiled) -> Vec<u8> {
+    let mut body = (compiled.log.len() as u64).to_le_bytes().to_vec();
+    body.extend(compiled.log.as_bytes());
+    body.extend(&compiled.cubin);
+    [&MAGIC[..], &Sha256::digest(&body)[..], &body].concat()
+}
+
+fn unpack(bytes: &[u8]) -> Option<Compiled> {
+    let (magic, rest) = bytes.split_at_checked(MAGIC.len())?;
+    let (checksum, body) = rest.split_at_checked(32)?;
+    if magic != MAGIC || checksum != &Sha256::digest(body)[..] {
+        return None;
+    }
+    let (len, rest) = body.split_first_chunk()?;
+    let (log, cubin) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+    Some(Compiled::new(cubin.to_vec(), String::from_utf8(log.to_vec()).ok()?))
+}
+
+fn read(file: &Path) -> Option<Compiled> {
+    unpack(&fs::read(file).ok()?)
+}
+
+/// Writes a file that is either whole or not there.
+fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
+    let folder = file.parent().expect("files are in a folder");
+    fs::create_dir_all(folder)?;
+    let mut part = tempfile::NamedTempFile::new_in(folder)?;
+    part.write_all(bytes)?;
+    part.persist(file)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn made(text: &str) -> Compiled {
+        Compiled::new(text.as_bytes().to_vec(), format!("log of {text}"))
+    }
+
+    fn kernel_of(cache: &Cache, source: &str, compiled: &AtomicUsize) -> Arc<Compiled> {
+        let compile = || {
+            compiled.fetch_add(1, Ordering::SeqCst);
+            Ok(made(source))
+        };
+        cache.find(key((13, 0), "sm_90", source), source, compile).unwrap()
+    }
+
+    #[test]
+    fn many_threads_compile_a_kernel_once() {
+        let root = tempfile::tempdir().unwrap();
+        let cache = Cache::at(Some(root.path().join("deep/kernels")));
+        let compiled = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..8 {
+                s.spawn(|| assert_eq!(*kernel_of(&cache, "a", &compiled), made("a")));
+            }
+        });
+        kernel_of(&cache, "b", &compiled);
+        assert_eq!(compiled.load(Ordering::SeqCst), 2);
+        assert_eq!(cache.trouble(), None);
+    }
+
+    #[test]
+    fn another_process_reads_what_one_has_compiled_and_builds_damaged_files_again() {
+        let root = tempfile::tempdir().unwrap();
+        let compiled = AtomicUsize::new(0);
+        let again = || kernel_of(&Cache::at(Some(root.path().into())), "a", &compiled);
+        again();
+        assert_eq!(*again(), made("a"));
+        assert_eq!(compiled.load(Ordering::SeqCst), 1);
+
+        let file = root.path().join(key((13, 0), "sm_90", "a"));
+        let whole = fs::read(&file).unwrap();
+        for damage in [&whole[..whole.len() - 1], &whole[..20], &[]] {
+            let before = compiled.load(Ordering::SeqCst);
+            fs::write(&file, damage).unwrap();
+            assert_eq!(*again(), made("a"));
+            assert_eq!(compiled.load(Ordering::SeqCst), before + 1);
+            assert_eq!(fs::read(&file).unwrap(), whole, "the file is whole again");
+        }
+        let mut flipped = whole.clone();
+        *flipped.last_mut().unwrap() ^= 1;
+        assert_eq!(unpack(&flipped), None);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_reported_and_costs_only_time() {
+        let root = tempfile::tempdir().unwrap();
+        let occupied = root.path().join("file");
+        fs::write(&occupied, "").unwrap();
+        let cache = Cache::at(Some(occupied));
+        let compiled = AtomicUsize::new(0);
+        for _ in 0..2 {
+            assert_eq!(*kernel_of(&cache, "a", &compiled), made("a"));
+        }
+        assert_eq!(compiled.load(Ordering::SeqCst), 1);
+        let trouble = cache.trouble().unwrap();
+        assert!(trouble.starts_with("cannot keep a compiled kernel in"), "{trouble}");
+        assert!(trouble.contains(FOLDER_VARIABLE), "{trouble}");
+    }
+
+    #[test]
+    fn keys_differ_by_everything_that_decides_the_code() {
+        let keys = [
+            key((13, 0), "sm_90", "a"),
+            key((13, 1), "sm_90", "a"),
+            key((13, 0), "sm_80", "a"),
+            key((13, 0), "sm_90", "b"),
+        ];
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+    }
+
+    #[test]
+    fn a_warm_start_is_quick() {
+        let Ok(compiler) = Compiler::get().map_err(|e| println!("skipped: {e}")) else { return };
+        let root = tempfile::tempdir().unwrap();
+        let source = "extern \"C\" __global__ void f(float* x) { x[threadIdx.x] += 1.0f; }";
+        let at = || Cache::at(Some(root.path().into()));
+        at().compile(compiler, source, "sm_90").unwrap();
+        let began = std::time::Instant::now();
+        let compiled = at().compile(compiler, source, "sm_90").unwrap();
+        let spent = began.elapsed();
+        assert_eq!(compiled.kernels[0].name, "f");
+        println!("warm start: {spent:?}");
+        assert!(spent.as_millis() < 100, "{spent:?}");
+    }
+}
