@@ -8,7 +8,7 @@
 use crate::capture::Buffer;
 use crate::error::ModError;
 use crate::expr::{self, Expr};
-use crate::masks::argument;
+use crate::parameter::argument;
 use crate::program::MaskMod;
 
 /// Tiles of each row of query tiles: `counts [B|1, H|1, rows]` says how many of the row's entries

@@ -7,7 +7,9 @@
 use crate::capture::{AnyBuffer, Buffer, Element, ScalarValue};
 use crate::error::ModError;
 use crate::expr::{DynExpr, Op};
-use crate::masks::{self, argument};
+use crate::ir::Type;
+use crate::masks;
+use crate::parameter::{Parameter, argument};
 use crate::program::{MaskMod, ScoreMod};
 use crate::scores;
 use crate::text::Names;
@@ -59,6 +61,14 @@ impl Call<'_> {
         }
     }
 
+    /// Argument `i` of a size: an integer, or an expression that is an i32.
+    fn size(&self, i: usize) -> Result<Parameter<i32>, ModError> {
+        match self.args.get(i) {
+            Some(Arg::Expr(e)) if e.ty() == Type::I32 => Ok(e.clone().typed::<i32>()?.into()),
+            _ => self.int(i).map(Parameter::from),
+        }
+    }
+
     fn optional_int(&self, i: usize) -> Result<Option<i32>, ModError> {
         match self.args.get(i) {
             None => Ok(None),
@@ -66,6 +76,9 @@ impl Call<'_> {
                 Ok(v) => Ok(Some(v)),
                 Err(_) => self.refuse(format!("argument {} does not fit an i32: {v}", i + 1)),
             },
+            Some(Arg::Expr(e)) if e.ty() == Type::I32 => {
+                self.refuse(format!("argument {} must be an integer written out", i + 1))
+            }
             Some(_) => self.refuse(format!("argument {} must be an integer", i + 1)),
         }
     }
@@ -75,10 +88,12 @@ impl Call<'_> {
         found.map_or_else(|| self.refuse(format!("argument {} is missing", i + 1)), Ok)
     }
 
-    fn float(&self, i: usize) -> Result<f32, ModError> {
+    /// Argument `i`: a number, or an expression that is an f32.
+    fn float(&self, i: usize) -> Result<Parameter<f32>, ModError> {
         match self.args.get(i) {
-            Some(Arg::Float(v)) => Ok(*v),
-            Some(Arg::Int(v)) => Ok(*v as f32),
+            Some(Arg::Float(v)) => Ok((*v).into()),
+            Some(Arg::Int(v)) => Ok((*v as f32).into()),
+            Some(Arg::Expr(e)) if e.ty() == Type::F32 => Ok(e.clone().typed::<f32>()?.into()),
             Some(_) => self.refuse(format!("argument {} must be a number", i + 1)),
             None => self.refuse(format!("argument {} is missing", i + 1)),
         }
@@ -120,10 +135,10 @@ const MASKS: &[Row<MaskMod>] = &[
         Ok(masks::causal_bottom_right())
     }),
     ("window(left, [right])", 2, "q - left <= kv <= q + right; right is 0 when left out", |c| {
-        Ok(masks::window(c.int(0)?, c.optional_int(1)?.unwrap_or(0)))
+        masks::window(c.size(0)?, if c.args.len() > 1 { c.size(1)? } else { 0.into() })
     }),
     ("sliding_window(size)", 1, "0 <= q - kv < size: the last `size` keys", |c| {
-        Ok(masks::sliding_window(c.int(0)?))
+        masks::sliding_window(c.size(0)?)
     }),
     (
         "prefix([n | lengths])",
@@ -133,7 +148,7 @@ const MASKS: &[Row<MaskMod>] = &[
             if c.wants_buffer() {
                 masks::prefix_lm_per_batch(&c.buffer(0, "prefixes")?)
             } else {
-                Ok(masks::prefix_lm(c.int(0)?))
+                masks::prefix_lm(c.size(0)?)
             }
         },
     ),
@@ -153,13 +168,13 @@ const MASKS: &[Row<MaskMod>] = &[
         masks::document_lengths(&c.ints()?)
     }),
     ("chunked(size)", 1, "q and kv in the same chunk of `size` positions", |c| {
-        masks::chunked(c.int(0)?)
+        masks::chunked(c.size(0)?)
     }),
     ("dilated(reach, step)", 2, "every `step`-th key up to `reach` away", |c| {
-        masks::dilated(c.int(0)?, c.int(1)?)
+        masks::dilated(c.size(0)?, c.size(1)?)
     }),
     ("global_tokens(n)", 1, "the first n positions see all and are seen by all", |c| {
-        Ok(masks::global_tokens(c.int(0)?))
+        masks::global_tokens(c.size(0)?)
     }),
     (
         "neighbourhood(size, …, kernel, …)",
@@ -175,11 +190,7 @@ const MASKS: &[Row<MaskMod>] = &[
 
 const SCORES: &[Row<ScoreMod>] = &[
     ("soft_cap(cap)", 1, "cap * tanh(score / cap); also `softcap`", |c| {
-        let cap = c.float(0)?;
-        if cap <= 0.0 || !cap.is_finite() {
-            return c.refuse(format!("the cap must be a positive number, not {cap}"));
-        }
-        Ok(scores::soft_cap(cap))
+        scores::soft_cap(c.float(0)?)
     }),
     ("alibi([heads])", 1, "score - slope[h] * |q - kv|; heads is the problem's or given", |c| {
         let heads = match c.names.head_count().filter(|_| c.args.is_empty()) {
@@ -277,6 +288,7 @@ impl DynExpr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::expr;
     use crate::text::{parse_mask, parse_score};
 
     fn captured() -> Names {
@@ -320,8 +332,8 @@ mod tests {
     #[test]
     fn names_and_aliases_make_what_they_say() {
         let names = captured();
-        assert_eq!(parse_mask("window(256)", &names).unwrap(), masks::window(256, 0));
-        assert_eq!(parse_score("softcap(30)", &names).unwrap(), scores::soft_cap(30.0));
+        assert_eq!(parse_mask("window(256)", &names).unwrap(), masks::window(256, 0).unwrap());
+        assert_eq!(parse_score("softcap(30)", &names).unwrap(), scores::soft_cap(30.0).unwrap());
         assert_eq!(parse_score("alibi", &names).unwrap(), scores::alibi(2).unwrap());
         assert_eq!(parse_score("alibi(3)", &names).unwrap(), scores::alibi(3).unwrap());
         let both =
@@ -336,6 +348,8 @@ mod tests {
             ("window()", "argument 1 is missing; write `window(left, [right])`"),
             ("window(0.5)", "argument 1 must be an integer"),
             ("window(4000000000)", "4000000000 does not fit an i32"),
+            ("neighbourhood(q, 3)", "argument 1 must be an integer written out"),
+            ("window(-1)", "left must be at least 0, not -1"),
             ("causal(1)", "takes at most 0 arguments, not 1"),
             ("document(1)", "argument 1 must be a buffer"),
             ("document(rel_bias)", "`rel_bias` cannot be bound: it holds f32, not i32"),
@@ -343,7 +357,45 @@ mod tests {
             let error = parse_mask(text, &names).expect_err(text).to_string();
             assert!(error.contains(says), "{error}");
         }
-        let cap = parse_score("soft_cap(0)", &names).unwrap_err().to_string();
-        assert!(cap.contains("the cap must be a positive number, not 0"), "{cap}");
+        for (text, says) in [
+            ("soft_cap(0)", "cap must be a positive number, not 0"),
+            ("soft_cap(1 - 3.5)", "cap must be a positive number, not -2.5"),
+            ("soft_cap(firm)", "cap must be a positive number, not -1"),
+            ("soft_cap(q)", "argument 1 must be a number; write `soft_cap(cap)`"),
+        ] {
+            let names = names.clone().scalar("firm", ScalarValue::F32(-1.0));
+            let error = parse_score(text, &names).expect_err(text).to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn sizes_and_caps_may_be_scalars_and_expressions() {
+        let buffer = Buffer::vector("reach", vec![3, 5]);
+        let names = captured()
+            .buffer(buffer.any())
+            .scalar("w", ScalarValue::I32(7))
+            .scalar("firm", ScalarValue::F32(30.0));
+        let mask = |text| parse_mask(text, &names).unwrap_or_else(|e| panic!("{e}"));
+        let w = || expr::scalar("w", 7);
+        assert_eq!(mask("window(w)"), masks::window(w(), 0).unwrap());
+        let of_head = buffer.at([expr::h()]);
+        assert_eq!(mask("window(w * 2, reach[h])"), masks::window(w() * 2, &of_head).unwrap());
+        assert_eq!(mask("sliding_window(w)"), mask("q >= kv && q - kv < w"));
+        assert_eq!(mask("prefix(reach[b])"), mask("kv < reach[b] || q >= kv"));
+        for call in ["chunked(w)", "dilated(w, 2)", "dilated(8, w)", "global_tokens(w)"] {
+            let scalar = |name: &str, value| expr::scalar(name, value);
+            let made = match call {
+                "chunked(w)" => masks::chunked(w()),
+                "dilated(w, 2)" => masks::dilated(w(), scalar("step", 2)),
+                "dilated(8, w)" => masks::dilated(scalar("reach", 8), w()),
+                _ => masks::global_tokens(w()),
+            };
+            assert_eq!(mask(call), made.unwrap(), "{call}");
+        }
+        let wider = mask("window(w)").map(|p| p.set_scalar("w", ScalarValue::I32(9))).unwrap();
+        assert_eq!(wider, masks::window(9, 0).unwrap());
+        let capped = parse_score("soft_cap(firm)", &names).unwrap();
+        assert_eq!(capped, scores::soft_cap(expr::scalar("firm", 30.0f32)).unwrap());
     }
 }

@@ -53,7 +53,7 @@
 //! }
 //! let gentle = soft_cap(50.0);
 //! let firm = gentle.map(|program| program.set_scalar("cap", ScalarValue::F32(30.0)))?;
-//! assert_eq!(firm, scores::soft_cap(30.0));
+//! assert_eq!(firm, scores::soft_cap(30.0)?);
 //! # Ok::<(), foveate_mods::ModError>(())
 //! ```
 
@@ -73,6 +73,7 @@ pub mod gradient;
 pub mod ir;
 pub mod masks;
 mod math;
+mod parameter;
 pub mod program;
 pub mod scores;
 mod simplify;
@@ -88,6 +89,7 @@ pub use eval::{OutOfRange, Point};
 pub use expr::{DynExpr, Expr};
 pub use gradient::{CaptureGradient, ScoreGradient};
 pub use ir::{Graph, Leaf, Node, NodeId, Type};
+pub use parameter::Parameter;
 pub use program::{MaskMod, Program, ScoreMod};
 pub use vector::{Head, Kernel, Machine};
 

@@ -1,34 +1,26 @@
 //! Named masks.
 //!
 //! Each is one short function over the public API, so each is also an example. Sizes are
-//! run-time scalars: changing one compiles nothing. Masks compose with `&`, `|` and `!`:
+//! run-time scalars, or expressions ([`Parameter`]): changing one compiles nothing. What cannot be
+//! a size is refused when the mask is made; a scalar set later is not checked again. Masks compose
+//! with `&`, `|` and `!`:
 //!
 //! ```
 //! use foveate_mods::masks;
 //! let documents = masks::causal() & masks::document_lengths(&[300, 212])?;
-//! let longformer = masks::window(256, 256) | masks::global_tokens(4);
+//! let longformer = masks::window(256, 256)? | masks::global_tokens(4)?;
 //! # Ok::<(), foveate_mods::ModError>(())
 //! ```
 
 use foveate_macros::mask_mod;
 
 use crate::capture::Buffer;
-use crate::error::{ModError, ModErrorKind};
+use crate::error::ModError;
 use crate::expr::{self, Expr, scalar};
+use crate::parameter::{Parameter, argument};
 use crate::program::MaskMod;
 
 pub use crate::blocks::{BlockLists, block_lists};
-
-pub(crate) fn argument(of: &str, reason: impl Into<String>) -> ModError {
-    ModErrorKind::Argument { of: of.to_owned(), reason: reason.into() }.into()
-}
-
-fn positive(of: &str, name: &str, value: i32) -> Result<(), ModError> {
-    if value > 0 {
-        return Ok(());
-    }
-    Err(argument(of, format!("{name} must be at least 1, not {value}")))
-}
 
 /// Every query sees every key.
 pub fn full() -> MaskMod {
@@ -55,21 +47,43 @@ pub fn causal_bottom_right(q: i32, kv: i32, q_len: i32, kv_len: i32) -> bool {
 
 /// The `left` keys before the query, the query's own, and the `right` keys after it:
 /// `q - left <= kv <= q + right`.
-#[mask_mod]
-pub fn window(q: i32, kv: i32, left: i32, right: i32) -> bool {
-    q - kv <= left && kv - q <= right
+///
+/// # Errors
+/// When one is negative. A window without a limit on one side is a comparison, `kv - q <= right`.
+pub fn window(
+    left: impl Into<Parameter<i32>>,
+    right: impl Into<Parameter<i32>>,
+) -> Result<MaskMod, ModError> {
+    #[mask_mod]
+    fn around(q: i32, kv: i32, left: Expr<i32>, right: Expr<i32>) -> bool {
+        q - kv <= left && kv - q <= right
+    }
+    let left = left.into().at_least(0, "window", "left")?;
+    Ok(around(left, right.into().at_least(0, "window", "right")?))
 }
 
 /// The last `size` keys, the query's own among them: `0 <= q - kv < size` (Mistral).
-#[mask_mod]
-pub fn sliding_window(q: i32, kv: i32, size: i32) -> bool {
-    q >= kv && q - kv < size
+///
+/// # Errors
+/// When `size` is not positive.
+pub fn sliding_window(size: impl Into<Parameter<i32>>) -> Result<MaskMod, ModError> {
+    #[mask_mod]
+    fn last(q: i32, kv: i32, size: Expr<i32>) -> bool {
+        q >= kv && q - kv < size
+    }
+    Ok(last(size.into().at_least(1, "sliding_window", "size")?))
 }
 
 /// Causal, with the first `prefix` keys visible to all: `kv < prefix || q >= kv`.
-#[mask_mod]
-pub fn prefix_lm(q: i32, kv: i32, prefix: i32) -> bool {
-    kv < prefix || q >= kv
+///
+/// # Errors
+/// When `prefix` is negative.
+pub fn prefix_lm(prefix: impl Into<Parameter<i32>>) -> Result<MaskMod, ModError> {
+    #[mask_mod]
+    fn after_prefix(q: i32, kv: i32, prefix: Expr<i32>) -> bool {
+        kv < prefix || q >= kv
+    }
+    Ok(after_prefix(prefix.into().at_least(0, "prefix", "prefix")?))
 }
 
 /// Prefix-LM with a prefix for each sequence, `prefixes [B]`.
@@ -77,12 +91,8 @@ pub fn prefix_lm(q: i32, kv: i32, prefix: i32) -> bool {
 /// # Errors
 /// When `prefixes` has not one axis.
 pub fn prefix_lm_per_batch(prefixes: &Buffer<i32>) -> Result<MaskMod, ModError> {
-    #[mask_mod]
-    fn per_batch(b: i32, q: i32, kv: i32, prefixes: &Buffer<i32>) -> bool {
-        kv < prefixes[b] || q >= kv
-    }
-    rank("prefix_lm", prefixes, &[1])?;
-    Ok(per_batch(prefixes))
+    rank("prefix", prefixes, &[1])?;
+    prefix_lm(prefixes.at([expr::b()]))
 }
 
 fn rank(of: &str, buffer: &Buffer<i32>, ranks: &[usize]) -> Result<(), ModError> {
@@ -160,35 +170,43 @@ pub fn document_offsets(offsets: &[i32]) -> Result<MaskMod, ModError> {
 ///
 /// # Errors
 /// When `chunk` is not positive.
-pub fn chunked(chunk: i32) -> Result<MaskMod, ModError> {
+pub fn chunked(chunk: impl Into<Parameter<i32>>) -> Result<MaskMod, ModError> {
     #[mask_mod]
-    fn same_chunk(q: i32, kv: i32, chunk: i32) -> bool {
+    fn same_chunk(q: i32, kv: i32, chunk: Expr<i32>) -> bool {
         q / chunk == kv / chunk
     }
-    positive("chunked", "the chunk", chunk)?;
-    Ok(same_chunk(chunk))
+    Ok(same_chunk(chunk.into().at_least(1, "chunked", "chunk")?))
 }
 
 /// Every `step`-th key up to `reach` positions away, on both sides:
 /// `|q - kv| <= reach && |q - kv| % step == 0`.
 ///
 /// # Errors
-/// When `step` is not positive.
-pub fn dilated(reach: i32, step: i32) -> Result<MaskMod, ModError> {
+/// When `reach` is negative or `step` is not positive.
+pub fn dilated(
+    reach: impl Into<Parameter<i32>>,
+    step: impl Into<Parameter<i32>>,
+) -> Result<MaskMod, ModError> {
     #[mask_mod]
-    fn every_step(q: i32, kv: i32, reach: i32, step: i32) -> bool {
+    fn every_step(q: i32, kv: i32, reach: Expr<i32>, step: Expr<i32>) -> bool {
         let distance = (q - kv).abs();
         distance <= reach && distance % step == 0
     }
-    positive("dilated", "the step", step)?;
-    Ok(every_step(reach, step))
+    let reach = reach.into().at_least(0, "dilated", "reach")?;
+    Ok(every_step(reach, step.into().at_least(1, "dilated", "step")?))
 }
 
 /// The first `tokens` positions see all and are seen by all: `q < tokens || kv < tokens`
 /// (Longformer, with `|` [`window`]).
-#[mask_mod]
-pub fn global_tokens(q: i32, kv: i32, tokens: i32) -> bool {
-    q < tokens || kv < tokens
+///
+/// # Errors
+/// When `tokens` is negative.
+pub fn global_tokens(tokens: impl Into<Parameter<i32>>) -> Result<MaskMod, ModError> {
+    #[mask_mod]
+    fn either_among_first(q: i32, kv: i32, tokens: Expr<i32>) -> bool {
+        q < tokens || kv < tokens
+    }
+    Ok(either_among_first(tokens.into().at_least(0, "global_tokens", "tokens")?))
 }
 
 /// Neighbourhood attention on a grid of one, two or three axes, positions row-major (NATTEN).
@@ -261,16 +279,27 @@ mod tests {
 
     #[test]
     fn windows_count_keys_as_they_say() {
-        is(&window(2, 1), 9, 11, |_, q, kv| (q - 2..=q + 1).contains(&kv));
-        is(&sliding_window(3), 9, 9, |_, q, kv| kv <= q && kv > q - 3);
+        is(&window(2, 1).unwrap(), 9, 11, |_, q, kv| (q - 2..=q + 1).contains(&kv));
+        is(&sliding_window(3).unwrap(), 9, 9, |_, q, kv| kv <= q && kv > q - 3);
         is(&dilated(4, 2).unwrap(), 9, 9, |_, q, kv| [0, 2, 4].contains(&(q - kv).abs()));
         is(&chunked(4).unwrap(), 9, 11, |_, q, kv| q.div_euclid(4) == kv.div_euclid(4));
-        is(&global_tokens(2), 5, 5, |_, q, kv| q.min(kv) < 2);
+        is(&global_tokens(2).unwrap(), 5, 5, |_, q, kv| q.min(kv) < 2);
+    }
+
+    #[test]
+    fn a_size_may_be_a_scalar_or_differ_between_batch_entries() {
+        let window = sliding_window(scalar("near", 3)).unwrap();
+        is(&window, 9, 9, |_, q, kv| kv <= q && kv > q - 3);
+        let wider = window.map(|p| p.set_scalar("near", ScalarValue::I32(5))).unwrap();
+        is(&wider, 9, 9, |_, q, kv| kv <= q && kv > q - 5);
+        let sizes = Buffer::vector("sizes", vec![2, 4]);
+        let per_entry = chunked(sizes.at([expr::b()])).unwrap();
+        is(&per_entry, 9, 9, |b, q, kv| q / [2, 4][b as usize] == kv / [2, 4][b as usize]);
     }
 
     #[test]
     fn a_prefix_is_one_number_or_one_a_sequence() {
-        is(&prefix_lm(3), 6, 6, |_, q, kv| kv < 3 || kv <= q);
+        is(&prefix_lm(3).unwrap(), 6, 6, |_, q, kv| kv < 3 || kv <= q);
         let per = prefix_lm_per_batch(&Buffer::vector("p", vec![1, 4])).unwrap();
         is(&per, 6, 6, |b, q, kv| kv < [1, 4][b as usize] || kv <= q);
     }
@@ -311,8 +340,15 @@ mod tests {
     #[test]
     fn an_argument_that_cannot_be_is_refused_with_the_reason() {
         for (error, says) in [
-            (chunked(0), "chunked: the chunk must be at least 1, not 0"),
-            (dilated(4, -1), "dilated: the step must be at least 1, not -1"),
+            (window(-1, 0), "window: left must be at least 0, not -1"),
+            (window(0, expr::scalar("w", -3)), "window: right must be at least 0, not -3"),
+            (sliding_window(0), "sliding_window: size must be at least 1, not 0"),
+            (sliding_window(Expr::from(3) - 3), "sliding_window: size must be at least 1, not 0"),
+            (prefix_lm(-2), "prefix: prefix must be at least 0, not -2"),
+            (chunked(0), "chunked: chunk must be at least 1, not 0"),
+            (dilated(-1, 1), "dilated: reach must be at least 0, not -1"),
+            (dilated(4, -1), "dilated: step must be at least 1, not -1"),
+            (global_tokens(-1), "global_tokens: tokens must be at least 0, not -1"),
             (document_offsets(&[0, 3, 2]), "document: offset 2 falls from 3 to 2"),
             (document_offsets(&[]), "document: offsets must start at 0"),
             (document_lengths(&[1, -1]), "document: length 1 is negative: -1"),

@@ -5,7 +5,7 @@
 //!
 //! ```
 //! use foveate_mods::scores;
-//! let score = scores::alibi(12)?.then(&scores::soft_cap(30.0));
+//! let score = scores::alibi(12)?.then(&scores::soft_cap(30.0)?);
 //! # Ok::<(), foveate_mods::ModError>(())
 //! ```
 
@@ -14,13 +14,19 @@ use foveate_macros::score_mod;
 use crate::capture::Buffer;
 use crate::error::ModError;
 use crate::expr::{self, Expr};
-use crate::masks::argument;
+use crate::parameter::{Parameter, argument};
 use crate::program::ScoreMod;
 
-/// `cap · tanh(score / cap)` (Gemma 2). A larger cap bends less; `cap` is positive.
-#[score_mod]
-pub fn soft_cap(score: f32, cap: f32) -> f32 {
-    cap * (score / cap).tanh()
+/// `cap · tanh(score / cap)` (Gemma 2). A larger cap bends less.
+///
+/// # Errors
+/// When `cap` is not positive or not finite.
+pub fn soft_cap(cap: impl Into<Parameter<f32>>) -> Result<ScoreMod, ModError> {
+    #[score_mod]
+    fn bent(score: f32, cap: Expr<f32>) -> f32 {
+        cap * (score / cap).tanh()
+    }
+    Ok(bent(cap.into().positive("soft_cap", "cap")?))
 }
 
 /// `score - slope[h] · |q - kv|` with the slopes of [`alibi_slopes`] (Press et al. 2022,
@@ -225,7 +231,7 @@ mod tests {
 
     #[test]
     fn soft_cap_and_alibi_follow_their_formulas() {
-        is(&soft_cap(2.5), |s, _| 2.5 * (s / 2.5).tanh());
+        is(&soft_cap(2.5).unwrap(), |s, _| 2.5 * (s / 2.5).tanh());
         let slopes = [2f64.powi(-4), 2f64.powi(-8), 2f64.powi(-2)];
         is(&alibi(3).unwrap(), |s, [_, h, q, kv]| s - slopes[h] * q.abs_diff(kv) as f64);
     }
@@ -304,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_of_the_wrong_shape_are_refused() {
+    fn caps_and_tables_that_cannot_be_are_refused() {
         let buffer = |shape: &[usize]| wave("table", shape).0;
         for (made, says) in [
             (
@@ -316,6 +322,10 @@ mod tests {
             (t5_buckets(&buffer(&[8, 2]), false, 4), "t5: max_distance must be above 4, not 4"),
             (additive_bias(&buffer(&[1, 1, 1, 1, 1])), "bias: 1 to 4 axes [b, h, q, kv], not 5"),
             (temperature(&buffer(&[1, 1])), "temperature: `table` must have 1 non-empty axes"),
+            (soft_cap(0.0), "soft_cap: cap must be a positive number, not 0"),
+            (soft_cap(-3.0), "soft_cap: cap must be a positive number, not -3"),
+            (soft_cap(f32::NAN), "soft_cap: cap must be a positive number, not NaN"),
+            (soft_cap(f32::INFINITY), "soft_cap: cap must be a positive number, not inf"),
             (alibi(0), "alibi: the number of heads must be at least 1"),
         ] {
             let text = made.expect_err(says).to_string();

@@ -19,7 +19,7 @@ fn a_crate_that_knows_foveate_only_can_write_mods() {
     assert_eq!(mask, masks::document(&doc).expect("the ids have one axis"));
     assert_eq!(mask, closure::mask_mod!(|q, kv| doc[q] == doc[kv]));
     let score: ScoreMod = capped(30.0);
-    assert_eq!(score, scores::soft_cap(30.0));
+    assert_eq!(score, scores::soft_cap(30.0).expect("the cap is positive"));
     let cap = 30.0f32;
     assert_eq!(score, closure::score_mod!(|score| cap * (score / cap).tanh()));
 }

@@ -28,7 +28,7 @@
 //! let doc = Buffer::vector("doc", vec![0, 0, 0, 1, 1, 1]);
 //! let program = Attention::new()
 //!     .mask(masks::causal() & same_document(&doc))
-//!     .score(scores::soft_cap(30.0));
+//!     .score(scores::soft_cap(30.0)?);
 //!
 //! let plan = program.plan(&Problem::of(&q, &k, &v)?, &Device::cpu())?;
 //! println!("{}", plan.explain());
