@@ -1,201 +1,294 @@
 //! The arguments of kernels, as `kernels/params.cuh` declares them.
+//!
+//! Every struct knows its bytes as the kernel reads them: each field at its offset, zeros between
+//! them. A test compiles `params.cuh` and holds the offsets against these.
 
 /// A device address.
 pub type Address = u64;
 
-/// An operand or a destination, `[batch, head, row, element]`; strides in elements.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct View {
-    /// Address of element 0.
-    pub data: Address,
-    /// Stride of the batch axis.
-    pub batch: i64,
-    /// Stride of the head axis.
-    pub head: i64,
-    /// Stride of the length axis.
-    pub row: i64,
-    /// Stride of the last axis.
-    pub elem: i64,
+/// A value that a kernel reads as it lies here.
+pub trait Abi: Copy {
+    /// Writes the value to the start of `into`, which has room for it.
+    fn put(&self, into: &mut [u8]);
+
+    /// The value's bytes.
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; size_of::<Self>()];
+        self.put(&mut bytes);
+        bytes
+    }
 }
 
-/// One f32 for each row, `[batch, head, row]`; strides in elements.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RowView {
-    /// Address of element 0.
-    pub data: Address,
-    /// Stride of the batch axis.
-    pub batch: i64,
-    /// Stride of the head axis.
-    pub head: i64,
-    /// Stride of the length axis.
-    pub row: i64,
+/// The bytes of an array of values.
+pub fn array_bytes<T: Abi>(values: &[T]) -> Vec<u8> {
+    let mut bytes = vec![0; size_of_val(values)];
+    if size_of::<T>() > 0 {
+        for (value, into) in values.iter().zip(bytes.chunks_exact_mut(size_of::<T>())) {
+            value.put(into);
+        }
+    }
+    bytes
 }
 
-/// One independent problem inside the operands.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sequence {
-    /// The batch index that mods see.
-    pub b: i32,
-    /// Index on the batch axis of q, out, lse.
-    pub q_batch: i32,
-    /// Index on the batch axis of k and v.
-    pub k_batch: i32,
-    /// First row of q.
-    pub q_start: i32,
-    /// Number of queries.
-    pub q_len: i32,
-    /// First row of k and v.
-    pub k_start: i32,
-    /// Number of keys.
-    pub k_len: i32,
-    /// Row of [`Lists`] of its first tile.
-    pub first_row: i32,
-    /// Row of `dq_sum` of its first query, a multiple of 16 (backward only).
-    pub sum_row: i32,
+macro_rules! numbers {
+    ($($t:ty)*) => {$(
+        impl Abi for $t {
+            fn put(&self, into: &mut [u8]) {
+                into[..size_of::<Self>()].copy_from_slice(&self.to_ne_bytes());
+            }
+        }
+    )*};
 }
 
-/// One tile of a sequence: the work of one block for one head.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tile {
-    /// Index of the sequence.
-    pub sequence: i32,
-    /// Index of the tile in it.
-    pub tile: i32,
+numbers!(i32 i64 u64 f32);
+
+macro_rules! structs {
+    ($($(#[$doc:meta])* pub struct $name:ident {
+        $($(#[$field_doc:meta])* pub $field:ident: $t:ty,)*
+    })*) => {
+        $(
+            $(#[$doc])*
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug, Default, PartialEq)]
+            pub struct $name {
+                $($(#[$field_doc])* pub $field: $t,)*
+            }
+
+            impl Abi for $name {
+                fn put(&self, into: &mut [u8]) {
+                    $(self.$field.put(&mut into[std::mem::offset_of!(Self, $field)..]);)*
+                }
+            }
+        )*
+
+        /// Size of each struct, and the offset of each of its fields.
+        #[cfg(test)]
+        const STRUCTS: &[(&str, usize, &[(&str, usize)])] = &[
+            $((stringify!($name), size_of::<$name>(), &[
+                $((stringify!($field), std::mem::offset_of!($name, $field)),)*
+            ]),)*
+        ];
+    };
 }
 
-/// Consecutive live tiles on the other axis.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Run {
-    /// The first tile.
-    pub first: i32,
-    /// Twice the number of tiles, plus 1 when the mask has to be evaluated in them.
-    pub count_kind: i32,
+structs! {
+    /// An operand or a destination, `[batch, head, row, element]`; strides in elements.
+    pub struct View {
+        /// Address of element 0.
+        pub data: Address,
+        /// Stride of the batch axis.
+        pub batch: i64,
+        /// Stride of the head axis.
+        pub head: i64,
+        /// Stride of the length axis.
+        pub row: i64,
+        /// Stride of the last axis.
+        pub elem: i64,
+    }
+
+    /// One f32 for each row, `[batch, head, row]`; strides in elements.
+    pub struct RowView {
+        /// Address of element 0.
+        pub data: Address,
+        /// Stride of the batch axis.
+        pub batch: i64,
+        /// Stride of the head axis.
+        pub head: i64,
+        /// Stride of the length axis.
+        pub row: i64,
+    }
+
+    /// One independent problem inside the operands.
+    pub struct Sequence {
+        /// The batch index that mods see.
+        pub b: i32,
+        /// Index on the batch axis of q, out, lse.
+        pub q_batch: i32,
+        /// Index on the batch axis of k and v.
+        pub k_batch: i32,
+        /// First row of q.
+        pub q_start: i32,
+        /// Number of queries.
+        pub q_len: i32,
+        /// First row of k and v.
+        pub k_start: i32,
+        /// Number of keys.
+        pub k_len: i32,
+        /// Row of [`Lists`] of its first tile.
+        pub first_row: i32,
+        /// Row of `dq_sum` of its first query, a multiple of 16 (backward only).
+        pub sum_row: i32,
+    }
+
+    /// One tile of a sequence: the work of one block for one head.
+    pub struct Tile {
+        /// Index of the sequence.
+        pub sequence: i32,
+        /// Index of the tile in it.
+        pub tile: i32,
+    }
+
+    /// Consecutive live tiles on the other axis.
+    pub struct Run {
+        /// The first tile.
+        pub first: i32,
+        /// Twice the number of tiles, plus 1 when the mask has to be evaluated in them.
+        pub count_kind: i32,
+    }
+
+    /// The runs of every tile.
+    pub struct Lists {
+        /// i32 `[rows]`: number of runs.
+        pub counts: Address,
+        /// [`Run`] `[rows, capacity]`.
+        pub runs: Address,
+        /// Most runs a row can have.
+        pub capacity: i32,
+        /// Rows between two heads; 0 for a mask that is the same for every head.
+        pub head_stride: i32,
+    }
+
+    /// Arguments of the forward kernels.
+    pub struct ForwardParams {
+        /// Queries.
+        pub q: View,
+        /// Keys.
+        pub k: View,
+        /// Values.
+        pub v: View,
+        /// Output.
+        pub out: View,
+        /// Natural log of the denominator.
+        pub lse: RowView,
+        /// Largest score of each row, or address 0.
+        pub max_score: RowView,
+        /// f32 `[heads_q]`, or 0.
+        pub sink: Address,
+        /// [`Sequence`]s.
+        pub sequences: Address,
+        /// [`Tile`]s of queries.
+        pub tiles: Address,
+        /// For a tile of queries, the tiles of keys.
+        pub lists: Lists,
+        /// Factor on q·k.
+        pub scale: f32,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key/value heads.
+        pub heads_kv: i32,
+        /// Number of tiles.
+        pub tile_count: i32,
+        /// Shares that the keys of a tile are split in.
+        pub splits: i32,
+        /// f32 `[splits, partial_rows, dim_v]`.
+        pub partial_out: Address,
+        /// f32 `[splits, partial_rows]`.
+        pub partial_max: Address,
+        /// f32 `[splits, partial_rows]`.
+        pub partial_sum: Address,
+        /// Rows of a share.
+        pub partial_rows: i64,
+        /// Partial rows from one batch entry to the next.
+        pub partial_batch: i64,
+        /// Partial rows from one head to the next.
+        pub partial_head: i64,
+        /// i32 `[batch, page_stride]`, or 0.
+        pub page_table: Address,
+        /// Rows of a page.
+        pub page_size: i32,
+        /// Entries of the table for a sequence.
+        pub page_stride: i32,
+    }
+
+    /// Arguments of the backward kernels.
+    pub struct BackwardParams {
+        /// Queries.
+        pub q: View,
+        /// Keys.
+        pub k: View,
+        /// Values.
+        pub v: View,
+        /// What the forward wrote.
+        pub out: View,
+        /// Gradient of `out`.
+        pub d_out: View,
+        /// Gradient of q.
+        pub dq: View,
+        /// Gradient of k.
+        pub dk: View,
+        /// Gradient of v.
+        pub dv: View,
+        /// What the forward wrote.
+        pub lse: RowView,
+        /// Gradient of lse, or address 0.
+        pub d_lse: RowView,
+        /// `Σ out·d_out − d_lse` of each row.
+        pub delta: RowView,
+        /// f32 `[heads_q]`, or 0.
+        pub sink: Address,
+        /// f32 `[heads_q]`, or 0.
+        pub d_sink: Address,
+        /// [`Sequence`]s.
+        pub sequences: Address,
+        /// [`Tile`]s of keys for `fv_backward`, of queries for every other kernel.
+        pub tiles: Address,
+        /// For a tile, the tiles of the other axis.
+        pub lists: Lists,
+        /// Sums over tiles of keys, to be zeroed before the launch: f32 `[heads_q, sum_rows, dim]`
+        /// with `dim` rounded up to 16, in the order of accumulators.
+        pub dq_sum: Address,
+        /// Rows of `dq_sum` for a head: every sequence's queries, rounded up to 16.
+        pub sum_rows: i64,
+        /// Factor on q·k.
+        pub scale: f32,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key/value heads.
+        pub heads_kv: i32,
+        /// Number of tiles.
+        pub tile_count: i32,
+        /// 1 to add to dq, dk and dv.
+        pub accumulate: i32,
+        /// Sequences from a tile's own on that read the same keys and values.
+        pub sharing: i32,
+    }
 }
 
-/// The runs of every tile.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Lists {
-    /// i32 `[rows]`: number of runs.
-    pub counts: Address,
-    /// [`Run`] `[rows, capacity]`.
-    pub runs: Address,
-    /// Most runs a row can have.
-    pub capacity: i32,
-    /// Rows between two heads; 0 for a mask that is the same for every head.
-    pub head_stride: i32,
-}
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write;
 
-/// Arguments of the forward kernels.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct ForwardParams {
-    /// Queries.
-    pub q: View,
-    /// Keys.
-    pub k: View,
-    /// Values.
-    pub v: View,
-    /// Output.
-    pub out: View,
-    /// Natural log of the denominator.
-    pub lse: RowView,
-    /// Largest score of each row, or address 0.
-    pub max_score: RowView,
-    /// f32 `[heads_q]`, or 0.
-    pub sink: Address,
-    /// [`Sequence`]s.
-    pub sequences: Address,
-    /// [`Tile`]s of queries.
-    pub tiles: Address,
-    /// For a tile of queries, the tiles of keys.
-    pub lists: Lists,
-    /// Factor on q·k.
-    pub scale: f32,
-    /// Query heads.
-    pub heads_q: i32,
-    /// Key/value heads.
-    pub heads_kv: i32,
-    /// Number of tiles.
-    pub tile_count: i32,
-    /// Shares that the keys of a tile are split in.
-    pub splits: i32,
-    /// f32 `[splits, partial_rows, dim_v]`.
-    pub partial_out: Address,
-    /// f32 `[splits, partial_rows]`.
-    pub partial_max: Address,
-    /// f32 `[splits, partial_rows]`.
-    pub partial_sum: Address,
-    /// Rows of a share.
-    pub partial_rows: i64,
-    /// Partial rows from one batch entry to the next.
-    pub partial_batch: i64,
-    /// Partial rows from one head to the next.
-    pub partial_head: i64,
-    /// i32 `[batch, page_stride]`, or 0.
-    pub page_table: Address,
-    /// Rows of a page.
-    pub page_size: i32,
-    /// Entries of the table for a sequence.
-    pub page_stride: i32,
-}
+    use super::*;
+    use crate::nvrtc::Compiler;
 
-/// Arguments of the backward kernels.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct BackwardParams {
-    /// Queries.
-    pub q: View,
-    /// Keys.
-    pub k: View,
-    /// Values.
-    pub v: View,
-    /// What the forward wrote.
-    pub out: View,
-    /// Gradient of `out`.
-    pub d_out: View,
-    /// Gradient of q.
-    pub dq: View,
-    /// Gradient of k.
-    pub dk: View,
-    /// Gradient of v.
-    pub dv: View,
-    /// What the forward wrote.
-    pub lse: RowView,
-    /// Gradient of lse, or address 0.
-    pub d_lse: RowView,
-    /// `Σ out·d_out − d_lse` of each row.
-    pub delta: RowView,
-    /// f32 `[heads_q]`, or 0.
-    pub sink: Address,
-    /// f32 `[heads_q]`, or 0.
-    pub d_sink: Address,
-    /// [`Sequence`]s.
-    pub sequences: Address,
-    /// [`Tile`]s of keys for `fv_backward`, of queries for every other kernel.
-    pub tiles: Address,
-    /// For a tile, the tiles of the other axis.
-    pub lists: Lists,
-    /// Sums over tiles of keys, to be zeroed before the launch: f32 `[heads_q, sum_rows, dim]`
-    /// with `dim` rounded up to 16, in the order of accumulators.
-    pub dq_sum: Address,
-    /// Rows of `dq_sum` for a head: every sequence's queries, rounded up to 16.
-    pub sum_rows: i64,
-    /// Factor on q·k.
-    pub scale: f32,
-    /// Query heads.
-    pub heads_q: i32,
-    /// Key/value heads.
-    pub heads_kv: i32,
-    /// Number of tiles.
-    pub tile_count: i32,
-    /// 1 to add to dq, dk and dv.
-    pub accumulate: i32,
-    /// Sequences from a tile's own on that read the same keys and values.
-    pub sharing: i32,
+    #[test]
+    fn bytes_are_those_of_the_fields_with_zeros_between() {
+        let run = Run { first: 3, count_kind: -2 };
+        assert_eq!(run.bytes(), [3i32.to_ne_bytes(), (-2i32).to_ne_bytes()].concat());
+        let params = ForwardParams { partial_out: 5, splits: 7, ..Default::default() };
+        let bytes = params.bytes();
+        let at = std::mem::offset_of!(ForwardParams, splits);
+        assert_eq!(
+            bytes[at..at + 16],
+            [[7, 0, 0, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0]].concat()
+        );
+        assert_eq!(array_bytes(&[run, run]), [run.bytes(), run.bytes()].concat());
+    }
+
+    #[test]
+    fn params_cuh_declares_the_same_sizes_and_offsets() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let mut source = include_str!("../kernels/params.cuh").to_owned();
+        for (name, size, fields) in STRUCTS {
+            writeln!(source, "static_assert(sizeof({name}) == {size});").unwrap();
+            for (field, offset) in *fields {
+                writeln!(source, "static_assert(__builtin_offsetof({name}, {field}) == {offset});")
+                    .unwrap();
+            }
+        }
+        compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
+    }
 }

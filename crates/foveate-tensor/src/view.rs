@@ -308,6 +308,26 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         (part(0, at), part(at, n - at))
     }
 
+    /// The element at `index`, widened.
+    ///
+    /// # Panics
+    /// When the index is outside the shape.
+    pub fn get_f64(&self, index: [usize; N]) -> f64 {
+        assert!(index.iter().zip(self.layout.shape).all(|(i, n)| *i < n), "index inside the shape");
+        let at = self.layout.at(index);
+        // SAFETY: `at` is inside the storage by the layout's check, every element of which was
+        // initialised when it was borrowed; who writes it from another thread promised that
+        // nobody reads it.
+        unsafe {
+            match self.dtype {
+                DType::F32 => (*self.pointer.cast::<f32>().add(at)).into(),
+                DType::F16 => (*self.pointer.cast::<f16>().add(at)).to_f64(),
+                DType::BF16 => (*self.pointer.cast::<bf16>().add(at)).to_f64(),
+                DType::F64 => *self.pointer.cast::<f64>().add(at),
+            }
+        }
+    }
+
     /// Writes `value` at `index`, rounded to the dtype.
     ///
     /// # Panics
@@ -529,6 +549,7 @@ mod tests {
                     to.write_row(b, h, s, &row, false);
                     to.write_row(b, h, s, &row, true);
                 }
+                assert_eq!(to.get_f64([1, 2, 1, 2]), 2.0 * f64::from(value(1, 2, 1, 2)));
                 let from = TensorRef::new((&data).into(), layout).unwrap();
                 for [b, h, s] in rows {
                     let expected = [0, 1, 2].map(|d| 2.0 * value(b, h, s, d));
