@@ -285,8 +285,11 @@ mod tests {
         for (name, size, fields) in STRUCTS {
             writeln!(source, "static_assert(sizeof({name}) == {size});").unwrap();
             for (field, offset) in *fields {
-                writeln!(source, "static_assert(__builtin_offsetof({name}, {field}) == {offset});")
-                    .unwrap();
+                writeln!(
+                    source,
+                    "static_assert(__INTADDR__(&((({name}*)0)->{field})) == {offset});"
+                )
+                .unwrap();
             }
         }
         compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
