@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use foveate_nn::Model;
+use foveate_nn::{Model, Recompute};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{BadDocument, Corpus, Format, Sources};
 use foveate_train::pack::PackOptions;
@@ -10,7 +10,11 @@ use foveate_train::trainer::held_out_loss;
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::memory;
 use crate::output::Output;
+
+/// Tokens of a row where the user gives none and the model takes more.
+const LONGEST_ROW: usize = 4096;
 
 /// Measure the loss of a checkpoint on files
 #[derive(Debug, clap::Args)]
@@ -20,7 +24,7 @@ pub struct Args {
     /// Files or globs; .jsonl files are one document a line
     #[arg(required = true)]
     files: Vec<String>,
-    /// Tokens of a packed row (the model's longest sequence when left out)
+    /// Tokens of a packed row (the model's longest sequence when left out, 4096 at most)
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     len: Option<usize>,
     /// Packed rows computed at once
@@ -38,7 +42,7 @@ pub struct Args {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
     let limit = config.model.max_position_embeddings;
-    let len = args.len.unwrap_or(limit);
+    let len = args.len.unwrap_or(limit.min(LONGEST_ROW));
     if len == 0 || len > limit || args.batch_rows == 0 {
         let message = format!("--len is {len} and --batch-rows {}", args.batch_rows);
         let help = format!(
@@ -46,6 +50,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         );
         return Err(Failure::usage(message).help(help));
     }
+    let need = config.model.memory_estimate(args.batch_rows, len, 4, Recompute::Full);
+    let need = need.weights.saturating_add(need.activations);
+    memory::fits(need, "lower --batch-rows or --len")?;
     let template = config.template()?;
     let mut model = Model::new(config.model, &config.attention, 0)?;
     checkpoint::load_weights(&args.checkpoint, &mut model)?;

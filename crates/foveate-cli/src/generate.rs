@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use foveate_nn::{Model, Sampling};
+use foveate_nn::{Model, Recompute, Sampling};
 use foveate_train::checkpoint;
 use serde_json::json;
 
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::memory;
 use crate::output::Output;
 
 /// Write text with a trained model
@@ -41,6 +42,8 @@ pub struct Args {
 /// Writes the text as it comes.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
+    let weights = config.model.memory_estimate(1, 1, 4, Recompute::Full).weights;
+    memory::fits(weights, "choose a smaller checkpoint, or a larger machine")?;
     let mut model = Model::new(config.model, &config.attention, 0)?;
     checkpoint::load_weights(&args.checkpoint, &mut model)?;
     let tokenizer = config.tokenizer;

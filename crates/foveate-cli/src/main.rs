@@ -13,6 +13,7 @@ mod failure;
 mod generate;
 mod interrupt;
 mod mask;
+mod memory;
 mod output;
 mod train;
 

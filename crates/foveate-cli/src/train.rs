@@ -65,9 +65,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Failure> {
+    let bytes = recipe.data.tokenizer.is_none() && recipe.model.checkpoint.is_none();
+    let token = if bytes { "byte" } else { "token" };
     match summary.held_out_loss {
         Some(loss) => out.line(format!(
-            "held-out loss {loss:.4} nats a token (perplexity {:.2}) after {} steps",
+            "held-out loss {loss:.4} nats a {token} (perplexity {:.2}) after {} steps",
             loss.exp(),
             summary.steps
         ))?,

@@ -235,6 +235,8 @@ fn wrong_input_gets_one_line_with_the_place() {
 
     let summary = place.json(&["train", "recipe.toml", "--json", "--set", "train.steps=4"]);
     let checkpoint = summary["checkpoint"].as_str().unwrap();
+    let many = told(&["eval", checkpoint, "00.txt", "--batch-rows", "99999999999999"]);
+    assert!(many.contains("but the machine has"), "{many}");
     let file = Path::new(checkpoint).join("model.safetensors");
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();

@@ -89,6 +89,9 @@ pub struct QkvMut<'a> {
     pub gate: Option<TensorMut<'a>>,
 }
 
+/// Heads of the widest projection that is believed.
+const MOST_HEADS: usize = 1 << 20;
+
 impl QkvPacked {
     /// Per group of key/value heads: its query heads, its key head, its value head.
     ///
@@ -105,6 +108,7 @@ impl QkvPacked {
     /// # Errors
     /// As [`Self::interleaved`].
     pub fn stacked(shape: &PackedShape) -> Result<Self, TensorError> {
+        shape.group()?;
         let mut parts = vec![Part::Q; shape.heads_q];
         parts.extend([Part::K].repeat(shape.heads_kv));
         parts.extend([Part::V].repeat(shape.heads_kv));
@@ -117,6 +121,7 @@ impl QkvPacked {
     /// As [`Self::interleaved`], and when the numbers of heads differ.
     pub fn per_head(shape: &PackedShape) -> Result<Self, TensorError> {
         shape.one_to_one()?;
+        shape.group()?;
         Self::new(shape, &[Part::Q, Part::K, Part::V].repeat(shape.heads_q))
     }
 
@@ -126,6 +131,7 @@ impl QkvPacked {
     /// As [`Self::per_head`].
     pub fn gated_per_head(shape: &PackedShape) -> Result<Self, TensorError> {
         shape.one_to_one()?;
+        shape.group()?;
         Self::new(shape, &[Part::Q, Part::Gate, Part::K, Part::V].repeat(shape.heads_q))
     }
 
@@ -144,6 +150,7 @@ impl QkvPacked {
     /// # Errors
     /// As [`Self::interleaved`].
     pub fn gated_stacked(shape: &PackedShape) -> Result<Self, TensorError> {
+        shape.group()?;
         let mut parts = [Part::Q, Part::Gate].repeat(shape.heads_q);
         parts.extend([Part::K].repeat(shape.heads_kv));
         parts.extend([Part::V].repeat(shape.heads_kv));
@@ -160,9 +167,13 @@ impl QkvPacked {
         shape.group()?;
         let PackedShape { order, batch, len, heads_q, heads_kv, dim, dim_v } = *shape;
         let width = |part: Part| if matches!(part, Part::Q | Part::K) { dim } else { dim_v };
-        let total: usize = parts.iter().map(|&p| width(p)).sum();
-        let elems = total.checked_mul(batch).and_then(|n| n.checked_mul(len));
-        let elems = elems.ok_or_else(|| packed("the sizes overflow".to_owned()))?;
+        let overflow = || packed("the sizes overflow".to_owned());
+        let total = parts.iter().try_fold(0usize, |sum, &p| sum.checked_add(width(p)));
+        let total = total.ok_or_else(overflow)?;
+        // Strides count an empty batch or length as one.
+        let rows = batch.max(1).checked_mul(len.max(1)).ok_or_else(overflow)?;
+        total.checked_mul(rows).ok_or_else(overflow)?;
+        let elems = total * batch * len;
         let layout = |part: Part, heads: usize| {
             let mut start = 0;
             let mut starts = Vec::new();
@@ -267,6 +278,9 @@ impl PackedShape {
                 "{heads_q} query heads cannot share {heads_kv} key/value heads; the first must be \
                  a multiple of the second"
             )));
+        }
+        if heads_q > MOST_HEADS {
+            return Err(packed(format!("{heads_q} query heads; up to {MOST_HEADS} can be packed")));
         }
         if dim == 0 || dim_v == 0 {
             return Err(packed(format!("head dims are {dim} and {dim_v}; neither may be 0")));
@@ -403,6 +417,12 @@ mod tests {
         assert!(says(QkvPacked::new(&grouped, &[Q, Q, Q, Q, K, V])).contains("1 parts K for 2"));
         let long = PackedShape { len: usize::MAX, ..grouped };
         assert!(says(QkvPacked::stacked(&long)).contains("overflow"));
+        let wide = PackedShape { dim: usize::MAX / 2, batch: 0, ..grouped };
+        assert!(says(QkvPacked::interleaved(&wide)).contains("overflow"));
+        let heads = PackedShape { heads_q: usize::MAX, heads_kv: usize::MAX, ..grouped };
+        for pack in [QkvPacked::stacked, QkvPacked::per_head, QkvPacked::interleaved] {
+            assert!(says(pack(&heads)).contains("up to 1048576 can be packed"));
+        }
         let packing = QkvPacked::stacked(&grouped).unwrap();
         let mut short = Data::filled(DType::F16, packing.elems() - 1, 0.0);
         assert!(says(packing.views_mut(&mut short).map(|_| packing)).contains("reaches past"));
