@@ -1,7 +1,11 @@
 //! `foveate doctor`: what this machine offers and what this build makes of it.
 
 use std::fs;
+use std::path::PathBuf;
 
+use foveate_cuda::driver::{Device, DeviceInfo};
+use foveate_cuda::library::Library;
+use foveate_cuda::{CudaErrorKind, cache, nvrtc};
 use foveate_train::machine::memory;
 use serde::Serialize;
 
@@ -27,7 +31,28 @@ struct Findings {
     caches: Vec<Cache>,
     memory_bytes: Option<u64>,
     memory_available_bytes: Option<u64>,
-    gpu: &'static str,
+    libraries: Vec<Found>,
+    gpus: Vec<Gpu>,
+    kernel_cache: Option<PathBuf>,
+}
+
+/// A library of NVIDIA's: where it is, or what to do.
+#[derive(Debug, Serialize)]
+struct Found {
+    name: &'static str,
+    purpose: &'static str,
+    path: Option<PathBuf>,
+    version: Option<String>,
+    advice: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Gpu {
+    name: String,
+    arch: String,
+    multiprocessors: u32,
+    shared_bytes_per_block: u32,
+    memory_bytes: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -60,7 +85,36 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         memory(found.memory_bytes),
         memory(found.memory_available_bytes)
     ))?;
-    out.line(format_args!("gpu       {}", found.gpu))?;
+    if found.gpus.is_empty() {
+        out.line(format_args!("gpu       none; attention runs on the CPU"))?;
+    }
+    for (i, gpu) in found.gpus.iter().enumerate() {
+        out.line(format_args!(
+            "gpu {i}     {}, {}, {} multiprocessors, {} of shared memory a block, {}",
+            gpu.name,
+            gpu.arch,
+            gpu.multiprocessors,
+            bytes(f64::from(gpu.shared_bytes_per_block)),
+            bytes(gpu.memory_bytes as f64)
+        ))?;
+    }
+    for library in &found.libraries {
+        let name = library.name.trim_start_matches("the NVIDIA ");
+        let version = library.version.as_ref().map(|v| format!(" {v}")).unwrap_or_default();
+        match (&library.path, &library.advice) {
+            (Some(path), None) => {
+                out.line(format_args!("{name:<9} {}{version}", path.display()))?
+            }
+            (_, advice) => out.line(format_args!(
+                "{name:<9} not found, needed {}: {}",
+                library.purpose,
+                advice.as_deref().unwrap_or("unknown")
+            ))?,
+        }
+    }
+    if let Some(folder) = &found.kernel_cache {
+        out.line(format_args!("kernels   {}", folder.display()))?;
+    }
     Ok(())
 }
 
@@ -77,9 +131,60 @@ impl Findings {
             caches: caches(),
             memory_bytes: total,
             memory_available_bytes: available,
-            gpu: "libraries are not used by this build; everything runs on the CPU",
+            libraries: Library::ALL.map(Found::look_for).into(),
+            gpus: gpus(),
+            kernel_cache: cache::Cache::get().folder().map(Into::into),
         }
     }
+}
+
+impl Found {
+    fn look_for(library: Library) -> Self {
+        let opened = library.open();
+        let version = match library {
+            Library::Nvrtc => {
+                nvrtc::Compiler::get().ok().map(|c| format!("{}.{}", c.version().0, c.version().1))
+            }
+            Library::Driver => first_gpu().map(|i| format!("CUDA {}.{}", i.driver.0, i.driver.1)),
+            Library::CublasLt | Library::Nccl => None,
+        };
+        let advice = match (&opened, library) {
+            (Err(e), _) => Some(match e.kind() {
+                CudaErrorKind::Missing { advice, .. } => (*advice).to_owned(),
+                _ => e.to_string(),
+            }),
+            // A driver without a GPU, or one that does not start.
+            (Ok(_), Library::Driver) => Device::count().err().map(|e| e.to_string()),
+            (Ok(_), _) => None,
+        };
+        Self {
+            name: library.name(),
+            purpose: library.purpose(),
+            path: opened.ok().map(|o| o.path().into()),
+            version,
+            advice,
+        }
+    }
+}
+
+fn first_gpu() -> Option<DeviceInfo> {
+    Device::open(0).ok().map(|d| d.info().clone())
+}
+
+fn gpus() -> Vec<Gpu> {
+    let devices = (0..Device::count().unwrap_or(0)).filter_map(|i| Device::open(i).ok());
+    devices
+        .map(|device| {
+            let info = device.info();
+            Gpu {
+                name: info.name.clone(),
+                arch: info.arch(),
+                multiprocessors: info.multiprocessors,
+                shared_bytes_per_block: info.shared_bytes_per_block,
+                memory_bytes: info.memory_bytes,
+            }
+        })
+        .collect()
 }
 
 fn cpu_name() -> Option<String> {
