@@ -12,6 +12,7 @@
 
 pub mod abi;
 pub mod cache;
+pub mod codegen;
 pub mod config;
 pub mod driver;
 mod error;

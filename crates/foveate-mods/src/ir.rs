@@ -284,6 +284,11 @@ impl Graph {
         self.types[id.index()]
     }
 
+    /// The types of all nodes.
+    pub fn types(&self) -> &[Type] {
+        &self.types
+    }
+
     /// Captured buffers, by slot.
     pub fn buffers(&self) -> &[AnyBuffer] {
         &self.buffers

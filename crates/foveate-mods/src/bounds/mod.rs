@@ -13,11 +13,11 @@ mod interval;
 mod random;
 mod table;
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use crate::eval::Point;
-use crate::ir::{Leaf, Node};
+use crate::ir::{Leaf, Node, NodeId, Type};
 use crate::program::Program;
 use crate::vector::Head;
 use interval::Interval;
@@ -66,31 +66,20 @@ impl Bounds {
         let mut inside = true;
         let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
         for node in graph.nodes() {
-            let of = |id: &crate::NodeId| ranges[id.index()];
             let range = match node {
                 Node::Leaf(Leaf::Q) => Interval::I32 { lo: q.start, hi: q.end - 1 },
                 Node::Leaf(Leaf::Kv) => Interval::I32 { lo: kv.start, hi: kv.end - 1 },
                 Node::Leaf(Leaf::Score) => Interval::ANY_F32,
                 Node::Leaf(leaf) => Interval::one(point.leaf(*leaf)),
-                Node::Bool(v) => Interval::one(crate::ScalarValue::Bool(*v)),
-                Node::I32(v) => Interval::one(crate::ScalarValue::I32(*v)),
-                Node::F32(v) => Interval::one(crate::ScalarValue::F32(f32::from_bits(*v))),
-                Node::Scalar(slot) => Interval::one(graph.scalars()[*slot as usize].value),
                 Node::Load { buffer, index } => {
                     let slot = *buffer as usize;
                     let buffer = &graph.buffers()[slot];
+                    let of = |id: &NodeId| ranges[id.index()];
                     let mut axes = index.iter().map(of).zip(buffer.shape());
                     inside &= axes.all(|(index, &len)| index.within(len));
                     self.tables[slot].range(buffer, index.iter().map(of))
                 }
-                Node::Unary(op, x) => interval::unary(*op, of(x)),
-                Node::Binary(op, x, y) => interval::binary(*op, of(x), of(y)),
-                Node::Select { cond, then, other } => match of(cond) {
-                    Interval::Bool { yes: true, no: false } => of(then),
-                    Interval::Bool { yes: false, no: true } => of(other),
-                    _ => of(then).union(of(other)),
-                },
-                Node::Cast(to, x) => interval::cast(*to, of(x)),
+                node => computed(&self.program, node, &ranges),
             };
             ranges.push(range);
         }
@@ -101,6 +90,65 @@ impl Bounds {
             Interval::Bool { .. } => Cover::Undecided,
             _ => panic!("the root of a mask is bool"),
         }
+    }
+}
+
+/// Range of a node that is neither a leaf nor a load, from those of its operands.
+fn computed(program: &Program, node: &Node, ranges: &[Interval]) -> Interval {
+    let of = |id: &NodeId| ranges[id.index()];
+    match node {
+        Node::Bool(v) => Interval::one(crate::ScalarValue::Bool(*v)),
+        Node::I32(v) => Interval::one(crate::ScalarValue::I32(*v)),
+        Node::F32(v) => Interval::one(crate::ScalarValue::F32(f32::from_bits(*v))),
+        Node::Scalar(slot) => Interval::one(program.graph().scalars()[*slot as usize].value),
+        Node::Unary(op, x) => interval::unary(*op, of(x)),
+        Node::Binary(op, x, y) => interval::binary(*op, of(x), of(y)),
+        Node::Select { cond, then, other } => match of(cond) {
+            Interval::Bool { yes: true, no: false } => of(then),
+            Interval::Bool { yes: false, no: true } => of(other),
+            _ => of(then).union(of(other)),
+        },
+        Node::Cast(to, x) => interval::cast(*to, of(x)),
+        Node::Leaf(_) | Node::Load { .. } => unreachable!("the caller's own"),
+    }
+}
+
+impl Program {
+    /// For each node that is a load, whether each of its indices is surely an index of its axis
+    /// while every coordinate is in the range that `coordinate` gives for it; empty for other
+    /// nodes. Run-time scalars have the values they have now. What buffers hold is not looked
+    /// at, so that their contents may be replaced.
+    pub fn indices_within(
+        &self,
+        coordinate: &dyn Fn(Leaf) -> RangeInclusive<i32>,
+    ) -> Vec<Vec<bool>> {
+        let graph = self.graph();
+        let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
+        let mut within = Vec::with_capacity(graph.nodes().len());
+        for (node, ty) in graph.nodes().iter().zip(graph.types()) {
+            let mut inside = Vec::new();
+            let range = match node {
+                Node::Leaf(Leaf::Score) => Interval::ANY_F32,
+                Node::Leaf(leaf) => {
+                    let range = coordinate(*leaf);
+                    Interval::I32 { lo: *range.start(), hi: *range.end() }
+                }
+                Node::Load { buffer, index } => {
+                    let shape = graph.buffers()[*buffer as usize].shape();
+                    let axes = index.iter().zip(shape);
+                    inside.extend(axes.map(|(i, &len)| ranges[i.index()].within(len)));
+                    match ty {
+                        Type::Bool => Interval::ANY_BOOL,
+                        Type::I32 => Interval::ANY_I32,
+                        Type::F32 => Interval::ANY_F32,
+                    }
+                }
+                node => computed(self, node, &ranges),
+            };
+            ranges.push(range);
+            within.push(inside);
+        }
+        within
     }
 }
 
@@ -192,5 +240,28 @@ mod tests {
         let wave = Buffer::vector("wave", (0..LEN).map(|i| (i as f32).sin()).collect::<Vec<_>>());
         agrees(&mask(wave.at([q()]).lt(wave.at([kv()]).abs())), false);
         agrees(&mask(q().lt(8).select(wave.at([q()]), 0.3f32).le(wave.at([kv()]))), false);
+    }
+
+    #[test]
+    fn an_index_is_within_its_axis_when_bounds_say_so() {
+        let table = Buffer::new("table", &[3, 9], vec![0.0; 27]).unwrap();
+        let doc = Buffer::vector("doc", vec![0; 20]);
+        let column = (expr::q() - expr::kv()).max(-expr::scalar("reach", 4)).min(4) + 4;
+        let mask = table.at([expr::h(), column]).lt(0.5) & doc.at([expr::kv()]).eq(1);
+        let program = Program::build(&[mask.dynamic().clone()]);
+        let within = |keys: i32| {
+            let found = program.indices_within(&|leaf| match leaf {
+                Leaf::H => 0..=2,
+                Leaf::Kv => 0..=keys - 1,
+                _ => 0..=100,
+            });
+            found.into_iter().filter(|axes| !axes.is_empty()).collect::<Vec<_>>()
+        };
+        let sorted = |mut found: Vec<Vec<bool>>| {
+            found.sort_by_key(Vec::len);
+            found
+        };
+        assert_eq!(sorted(within(20)), [vec![true], vec![true, true]]);
+        assert_eq!(sorted(within(21)), [vec![false], vec![true, true]]);
     }
 }

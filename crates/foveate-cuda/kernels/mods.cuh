@@ -1,0 +1,238 @@
+// What printed masks and scores are made of: the meaning of foveate-mods on the device.
+//
+// Two types carry it. `Int` wraps, divides towards minus infinity and has the Euclidean remainder,
+// both 0 for a divisor of 0. `Exact` is a float whose operations are rounded one by one and never
+// contracted into a multiply-add: whatever decides a mask or an index is computed in it, so that
+// the forward, the backward, the block mask and the CPU take the same decisions. Plain `float`
+// is for what ends up in a score, where the compiler may contract.
+
+struct Int {
+    int v;
+    Int() = default;
+    __device__ Int(int v) : v(v) {}
+};
+
+struct Exact {
+    float v;
+    Exact() = default;
+    __device__ explicit Exact(float v) : v(v) {}
+};
+
+// The coordinates that a block does not change.
+struct Place {
+    Int b, h, h_kv, q_len, kv_len;
+};
+
+__device__ Int operator+(Int x, Int y) { return int(unsigned(x.v) + unsigned(y.v)); }
+__device__ Int operator-(Int x, Int y) { return int(unsigned(x.v) - unsigned(y.v)); }
+__device__ Int operator*(Int x, Int y) { return int(unsigned(x.v) * unsigned(y.v)); }
+__device__ Int operator-(Int x) { return int(0u - unsigned(x.v)); }
+__device__ bool operator==(Int x, Int y) { return x.v == y.v; }
+__device__ bool operator!=(Int x, Int y) { return x.v != y.v; }
+__device__ bool operator<(Int x, Int y) { return x.v < y.v; }
+__device__ bool operator<=(Int x, Int y) { return x.v <= y.v; }
+__device__ Int min(Int x, Int y) { return x.v < y.v ? x.v : y.v; }
+__device__ Int max(Int x, Int y) { return x.v < y.v ? y.v : x.v; }
+__device__ Int abs(Int x) { return x.v < 0 ? -x : x; }
+
+__device__ Int operator/(Int x, Int y) {
+    if (y.v == 0) return 0;
+    if (y.v == -1) return -x;
+    int quotient = x.v / y.v;
+    return quotient - (x.v % y.v != 0 && (x.v < 0) != (y.v < 0));
+}
+
+__device__ Int operator%(Int x, Int y) {
+    if (y.v == 0 || y.v == -1) return 0;
+    Int rest = x.v % y.v;
+    return rest.v < 0 ? rest + abs(y) : rest;
+}
+
+__device__ Exact operator+(Exact x, Exact y) { return Exact(__fadd_rn(x.v, y.v)); }
+__device__ Exact operator-(Exact x, Exact y) { return Exact(__fsub_rn(x.v, y.v)); }
+__device__ Exact operator*(Exact x, Exact y) { return Exact(__fmul_rn(x.v, y.v)); }
+__device__ Exact operator/(Exact x, Exact y) { return Exact(__fdiv_rn(x.v, y.v)); }
+__device__ Exact operator-(Exact x) { return Exact(-x.v); }
+__device__ bool operator==(Exact x, Exact y) { return x.v == y.v; }
+__device__ bool operator!=(Exact x, Exact y) { return x.v != y.v; }
+__device__ bool operator<(Exact x, Exact y) { return x.v < y.v; }
+__device__ bool operator<=(Exact x, Exact y) { return x.v <= y.v; }
+__device__ Exact min(Exact x, Exact y) { return Exact(fminf(x.v, y.v)); }
+__device__ Exact max(Exact x, Exact y) { return Exact(fmaxf(x.v, y.v)); }
+__device__ Exact abs(Exact x) { return Exact(fabsf(x.v)); }
+__device__ Exact floor(Exact x) { return Exact(floorf(x.v)); }
+__device__ Exact sqrt(Exact x) { return Exact(__fsqrt_rn(x.v)); }
+__device__ Exact operator%(Exact x, Exact y) { return x - y * floor(x / y); }
+
+// Conversions. A float becomes the nearest Int towards zero; NaN becomes 0.
+__device__ float to_float(Int x) { return __int2float_rn(x.v); }
+__device__ float to_float(bool x) { return x ? 1.f : 0.f; }
+__device__ Int to_int(Exact x) { return __float2int_rz(x.v); }
+__device__ Int to_int(bool x) { return x ? 1 : 0; }
+__device__ bool to_bool(Int x) { return x.v != 0; }
+__device__ bool to_bool(Exact x) { return x.v != 0.f; }
+__device__ bool to_bool(float x) { return x != 0.f; }
+
+// Bits of a float, for infinities and NaN.
+__device__ float of_bits(unsigned bits) { return __int_as_float(int(bits)); }
+
+// The counter-based hash of two integers: MurmurHash3's 32-bit finaliser.
+__device__ Int mix(Int x, Int y) {
+    unsigned z = unsigned(x.v) * 0x9E3779B1u + unsigned(y.v) + 0x7F4A7C15u;
+    z = (z ^ z >> 16) * 0x85EBCA6Bu;
+    z = (z ^ z >> 13) * 0xC2B2AE35u;
+    return int(z ^ z >> 16);
+}
+
+// The upper 24 bits as a float in [0, 1).
+__device__ float unit(Int x) { return float(unsigned(x.v) >> 8) * (1.f / 16777216.f); }
+
+// Elements of captured buffers. They do not change while a kernel runs, so loads that do not
+// depend on the key or on the query leave the loops over them.
+__device__ Int load(const int* at) { return __ldg(at); }
+__device__ float load(const float* at) { return __ldg(at); }
+__device__ bool load(const unsigned char* at) { return __ldg(at) != 0; }
+
+// The nearest index of an axis of `length`.
+__device__ int clamp(Int index, int length) { return max(min(index.v, length - 1), 0); }
+__device__ bool inside(Int index, int length) { return unsigned(index.v) < unsigned(length); }
+
+// The first index out of range that anybody meets: {1, buffer, axis, index}.
+__device__ void report_index(int* report, int buffer, int axis, int index) {
+    if (atomicCAS(report, 0, 1) != 0) return;
+    report[1] = buffer;
+    report[2] = axis;
+    report[3] = index;
+}
+
+// Elementary functions, operation by operation those of foveate_mods::math and so the same bits
+// as on the CPU. sin, cos and pow have no such twin and are the compiler's.
+
+// 2^n for an integer-valued n in [-126, 127].
+__device__ Exact power_of_two(int n) { return Exact(__int_as_float((n + 127) << 23)); }
+
+// The nearest integer of an x below 2^22.
+__device__ Exact nearest(Exact x) {
+    const Exact magic(12582912.f);
+    return (x + magic) - magic;
+}
+
+// e^r * 2^n for |r| <= 0.35; scaled in two steps so that subnormals come out.
+__device__ Exact exp_scaled(Exact r, Exact n) {
+    Exact p(1.9875692e-4f);
+    p = p * r + Exact(1.3981999e-3f);
+    p = p * r + Exact(8.333452e-3f);
+    p = p * r + Exact(4.1665796e-2f);
+    p = p * r + Exact(1.6666665e-1f);
+    p = p * r + Exact(5e-1f);
+    Exact y = (p * r * r + r) + Exact(1.f);
+    int whole = to_int(n).v, half = whole >> 1;
+    return y * power_of_two(half) * power_of_two(whole - half);
+}
+
+__device__ Exact exp(Exact x) {
+    Exact c(fminf(fmaxf(x.v, -104.f), 89.f));
+    Exact n = nearest(c * Exact(1.44269504f));
+    Exact y = exp_scaled((c - n * Exact(0.6933594f)) - n * Exact(-2.1219444e-4f), n);
+    return x.v != x.v ? x : y;
+}
+
+__device__ Exact exp2(Exact x) {
+    Exact c(fminf(fmaxf(x.v, -150.f), 128.f));
+    Exact n = nearest(c);
+    Exact y = exp_scaled((c - n) * Exact(0.693147181f), n);
+    return x.v != x.v ? x : y;
+}
+
+__device__ Exact log(Exact x) {
+    bool subnormal = x.v < 1.17549435e-38f;
+    Exact scaled = subnormal ? x * Exact(8388608.f) : x;
+    // Mantissa in [sqrt(1/2), sqrt(2)).
+    int bits = __float_as_int(scaled.v);
+    int exponent = int(unsigned(bits) - 0x3F3504F3u) >> 23;
+    Exact m = Exact(of_bits(unsigned(bits) - (unsigned(exponent) << 23))) - Exact(1.f);
+    Exact e = Exact(to_float(Int(exponent))) - Exact(subnormal ? 23.f : 0.f);
+    Exact z = m * m;
+    Exact p(7.0376836e-2f);
+    p = p * m - Exact(1.151461e-1f);
+    p = p * m + Exact(1.1676999e-1f);
+    p = p * m - Exact(1.2420141e-1f);
+    p = p * m + Exact(1.4249323e-1f);
+    p = p * m - Exact(1.6668058e-1f);
+    p = p * m + Exact(2.0000715e-1f);
+    p = p * m - Exact(2.4999994e-1f);
+    p = p * m + Exact(3.333333e-1f);
+    Exact y = p * m * z + e * Exact(-2.1219444e-4f) - Exact(0.5f) * z;
+    y = (m + y) + e * Exact(0.6933594f);
+    if (x.v > 0.f && x.v < of_bits(0x7f800000)) return y;
+    if (x.v == 0.f) return Exact(of_bits(0xff800000));
+    return x.v > 0.f ? x : Exact(of_bits(0x7fc00000));
+}
+
+__device__ Exact log2(Exact x) { return log(x) * Exact(1.44269504f); }
+
+__device__ Exact rsqrt(Exact x) { return Exact(1.f) / sqrt(x); }
+
+__device__ Exact tanh(Exact x) {
+    Exact z = x * x;
+    Exact p(-5.7049887e-3f);
+    p = p * z + Exact(2.063909e-2f);
+    p = p * z - Exact(5.3739716e-2f);
+    p = p * z + Exact(1.3331442e-1f);
+    p = p * z - Exact(3.333328e-1f);
+    Exact small = p * z * x + x;
+    Exact large = Exact(1.f) - Exact(2.f) / (exp(Exact(2.f) * abs(x)) + Exact(1.f));
+    return fabsf(x.v) < 0.625f ? small : Exact(copysignf(large.v, x.v));
+}
+
+__device__ Exact sigmoid(Exact x) { return Exact(1.f) / (Exact(1.f) + exp(-x)); }
+
+__device__ Exact erf(Exact x) {
+    Exact z = x * x;
+    Exact p = Exact(1.f) / Exact(9360.f);
+    p = p * z - Exact(1.f) / Exact(1320.f);
+    p = p * z + Exact(1.f) / Exact(216.f);
+    p = p * z - Exact(1.f) / Exact(42.f);
+    p = p * z + Exact(1.f) / Exact(10.f);
+    p = p * z - Exact(1.f) / Exact(3.f);
+    Exact small = (p * z * x + x) * Exact(1.12837917f);
+    Exact t = Exact(1.f) / (Exact(1.f) + Exact(0.3275911f) * abs(x));
+    Exact q(1.0614054f);
+    q = q * t - Exact(1.453152f);
+    q = q * t + Exact(1.4214137f);
+    q = q * t - Exact(0.28449674f);
+    q = q * t + Exact(0.2548296f);
+    Exact large = Exact(1.f) - q * t * exp(-z);
+    return fabsf(x.v) < 0.5f ? small : Exact(copysignf(large.v, x.v));
+}
+
+__device__ Exact sin(Exact x) { return Exact(sinf(x.v)); }
+__device__ Exact cos(Exact x) { return Exact(cosf(x.v)); }
+__device__ Exact pow(Exact x, Exact y) { return Exact(powf(x.v, y.v)); }
+
+// The same for scores of f32 operands.
+__device__ float exact_exp(float x) { return exp(Exact(x)).v; }
+__device__ float exact_exp2(float x) { return exp2(Exact(x)).v; }
+__device__ float exact_log(float x) { return log(Exact(x)).v; }
+__device__ float exact_log2(float x) { return log2(Exact(x)).v; }
+__device__ float exact_rsqrt(float x) { return rsqrt(Exact(x)).v; }
+__device__ float exact_tanh(float x) { return tanh(Exact(x)).v; }
+__device__ float exact_sigmoid(float x) { return sigmoid(Exact(x)).v; }
+__device__ float exact_erf(float x) { return erf(Exact(x)).v; }
+
+// For scores of f16 and bf16 operands: what the special function units give, with a relative
+// error of 2^-22 (tanh: 2^-11), far below the operands' own.
+#ifdef __CUDA_ARCH__
+__device__ float fast_exp2(float x) { float y; asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_log2(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_tanh(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_sqrt(float x) { float y; asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_rsqrt(float x) { float y; asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_reciprocal(float x) { float y; asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
+__device__ float fast_log(float x) { return fast_log2(x) * 0.693147181f; }
+__device__ float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp(-x)); }
+__device__ float fast_divide(float x, float y) { return x * fast_reciprocal(y); }
+#endif
+
+__device__ float remainder_of(float x, float y) { return x - y * floorf(x / y); }

@@ -1,0 +1,365 @@
+//! Mods as CUDA C++.
+//!
+//! A mask, a score, its derivative and dropout become a few device functions over one structure:
+//!
+//! ```text
+//! struct Mods { addresses of captured buffers, their lengths, run-time scalars };
+//! bool  fv_mask(mods, place, q, kv)
+//! float fv_score(mods, place, q, kv, score)
+//! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
+//! void  fv_capture_gradients(mods, place, q, kv, score, d)   adds d · ∂score'/∂element
+//! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
+//! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
+//! ```
+//!
+//! All of them are there whatever the mods: without a mask `fv_mask` is true, and so on. `Place`
+//! and the types that carry the meaning of the IR are in `kernels/mods.cuh`. The text depends on
+//! the structure of the mods and on which indices are proven to be in range, not on what buffers
+//! hold: [`ModsSource::pack`] puts addresses, lengths and scalars into the bytes of the structure.
+//!
+//! What decides (a mask, an index) is computed in `Exact` floats, rounded operation by operation
+//! and with the elementary functions of `foveate_mods`, so every kernel and the CPU decide alike.
+//! What ends up in a score is plain `float`, with the approximations of the special function
+//! units where the operands are 16-bit ([`Options::fast_math`]).
+
+mod captures;
+mod print;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
+
+use foveate_mods::{
+    AnyBuffer, CaptureGradient, Leaf, MaskMod, NodeId, Program, ScoreGradient, ScoreMod,
+};
+use foveate_problem::Dropout;
+
+use crate::abi::Address;
+use crate::error::CudaError;
+pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
+use captures::{Captures, Slots, Wanted};
+use print::{Check, Over, Printed, Printer};
+
+/// The types that printed mods are made of. Stands before [`ModsSource::text`].
+pub const PRELUDE: &str = include_str!("../../kernels/mods.cuh");
+
+/// What is to be printed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Mods<'a> {
+    /// The mask.
+    pub mask: Option<&'a MaskMod>,
+    /// The score function.
+    pub score: Option<&'a ScoreMod>,
+    /// Its derivative; `None` for a forward alone.
+    pub gradient: Option<&'a ScoreGradient>,
+    /// Dropout.
+    pub dropout: Option<&'a Dropout>,
+}
+
+/// Coordinates at which the functions are evaluated, each below its limit. Tiles overhang the
+/// ends of a sequence and the functions are called there too, so `queries` and `keys` are
+/// lengths rounded up to tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key/value heads.
+    pub heads_kv: usize,
+    /// Queries of the longest sequence, rounded up to tiles.
+    pub queries: usize,
+    /// Keys of the longest sequence, rounded up to tiles.
+    pub keys: usize,
+}
+
+/// How to print.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Where the functions are evaluated; decides which indices need no clamping.
+    pub extent: Extent,
+    /// Approximations with a relative error of about 2⁻²² (`tanh` 2⁻¹¹) in scores and their
+    /// derivatives: for 16-bit operands.
+    pub fast_math: bool,
+    /// Indices out of range are reported ([`FieldKind::Report`]) besides being clamped.
+    pub checked: bool,
+    /// Gradients of captured buffers are the same bits in every run.
+    pub deterministic: bool,
+}
+
+/// Printed mods, the layout of `struct Mods`, and what goes into it.
+#[derive(Clone, Debug)]
+pub struct ModsSource {
+    text: String,
+    layout: Layout,
+    captures: Captures,
+    learned: BTreeSet<usize>,
+    bounded: BTreeSet<usize>,
+    keep_scale: f32,
+    has_derivative: bool,
+}
+
+impl ModsSource {
+    /// Prints `mods`.
+    ///
+    /// # Errors
+    /// When the captures do not fit into the arguments of a kernel, or an axis of a captured
+    /// buffer is longer than i32 indices reach.
+    pub fn new(mods: Mods<'_>, options: &Options) -> Result<Self, CudaError> {
+        let mut captures = Captures::default();
+        let keep = mods.dropout.map(|d| d.keep().program());
+        let mask = mods.mask.map(|m| Part::new(m.program(), &mut captures, options));
+        let score = mods.score.map(|s| Part::new(s.program(), &mut captures, options));
+        let gradient = mods.gradient.map(|g| Part::new(g.program(), &mut captures, options));
+        let keep = keep.map(|k| Part::new(k, &mut captures, options));
+
+        let reads = mods.gradient.map_or(&[][..], ScoreGradient::captures);
+        let buffer_of = |read: &CaptureGradient| {
+            let gradient = gradient.as_ref().expect("reads come from a gradient");
+            gradient.slots.buffers[read.buffer as usize]
+        };
+        let learned: BTreeSet<usize> = reads.iter().map(buffer_of).collect();
+        let wanted = Wanted {
+            learned: learned.clone(),
+            bounded: BTreeSet::new(),
+            deterministic: options.deterministic,
+            checked: options.checked,
+            dropout: keep.is_some(),
+        };
+        let layout = Layout::new(&captures, &wanted)?;
+        let context = Context { captures: &captures, layout: &layout, options };
+        let text = [
+            layout.print(&captures),
+            context.outside(),
+            context.mask(mods.mask, mask.as_ref()),
+            context.score(mods.score, score.as_ref()),
+            context.score_gradient(gradient.as_ref()),
+            context.capture_gradients(gradient.as_ref(), reads),
+            context.keep(keep.as_ref()),
+        ]
+        .concat();
+        let has_derivative =
+            gradient.as_ref().is_some_and(|g| !is_one(g.program, g.program.roots()[0]));
+        let keep_scale = mods.dropout.map_or(1.0, Dropout::kept_scale);
+        let bounded = wanted.bounded;
+        Ok(Self { text, layout, captures, learned, bounded, keep_scale, has_derivative })
+    }
+
+    /// The structure and the functions. [`PRELUDE`] has to stand before.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The layout of `struct Mods`.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The captured buffers, by slot. [`buffer_bytes`] gives what to upload.
+    pub fn buffers(&self) -> &[AnyBuffer] {
+        &self.captures.buffers
+    }
+
+    /// Slots of the buffers that have gradients.
+    pub fn learned(&self) -> impl Iterator<Item = usize> + '_ {
+        self.learned.iter().copied()
+    }
+
+    /// Slots of the buffers that need a range table.
+    pub fn bounded(&self) -> impl Iterator<Item = usize> + '_ {
+        self.bounded.iter().copied()
+    }
+
+    /// Whether the derivative of the score by the score is anything but 1.
+    pub fn has_derivative(&self) -> bool {
+        self.has_derivative
+    }
+
+    /// The bytes of `struct Mods`: `addresses` of each slot of [`Self::buffers`], and where an
+    /// index out of range is reported (0 unless checked).
+    ///
+    /// # Errors
+    /// When an address that a field needs is 0, or the number of slots differs.
+    pub fn pack(
+        &self,
+        addresses: &[BufferAddresses],
+        report: Address,
+    ) -> Result<Vec<u8>, CudaError> {
+        self.layout.pack(&self.captures, self.keep_scale, addresses, report)
+    }
+}
+
+/// One program and what was found out about it.
+struct Part<'a> {
+    program: &'a Program,
+    slots: Slots,
+    within: Vec<Vec<bool>>,
+}
+
+impl<'a> Part<'a> {
+    fn new(program: &'a Program, captures: &mut Captures, options: &Options) -> Self {
+        let slots = captures.add(program);
+        let within = program.indices_within(&|leaf| options.extent.range(leaf));
+        Self { program, slots, within }
+    }
+}
+
+impl Extent {
+    /// Values of a coordinate.
+    fn range(&self, leaf: Leaf) -> RangeInclusive<i32> {
+        let to = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+        let below = |n: usize| 0..=to(n.saturating_sub(1));
+        match leaf {
+            Leaf::B => below(self.batch),
+            Leaf::H => below(self.heads_q),
+            Leaf::HKv => below(self.heads_kv),
+            Leaf::Q => below(self.queries),
+            Leaf::Kv => below(self.keys),
+            Leaf::QLen => 0..=to(self.queries),
+            Leaf::KvLen => 0..=to(self.keys),
+            Leaf::Score => i32::MIN..=i32::MAX,
+        }
+    }
+}
+
+fn is_one(program: &Program, root: NodeId) -> bool {
+    *program.graph().node(root) == foveate_mods::Node::F32(1f32.to_bits())
+}
+
+const ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv";
+
+/// A function: what it says in the text form of mods, its head, its statements.
+fn function(says: &str, head: &str, statements: &[String]) -> String {
+    let mut text = String::from("\n");
+    if !says.is_empty() {
+        text.push_str(&format!("// {says}\n"));
+    }
+    text.push_str(&format!("__device__ {head} {{\n"));
+    statements.iter().for_each(|line| text.push_str(&format!("    {line}\n")));
+    text + "}\n"
+}
+
+struct Context<'a> {
+    captures: &'a Captures,
+    layout: &'a Layout,
+    options: &'a Options,
+}
+
+impl Context<'_> {
+    fn printer<'b>(&'b self, part: &'b Part<'_>, check: Check) -> Printer<'b> {
+        Printer {
+            program: part.program,
+            slots: &part.slots,
+            captures: self.captures,
+            layout: self.layout,
+            within: &part.within,
+            over: Over::Entry,
+            fast_math: self.options.fast_math,
+            check: if self.options.checked { check } else { Check::Off },
+        }
+    }
+
+    /// The function that `part`'s root 0 is.
+    fn whole(&self, part: &Part<'_>, check: Check, says: &str, head: &str) -> String {
+        let Printed { mut statements, roots } =
+            self.printer(part, check).print(&part.program.roots()[..1]);
+        statements.push(format!("return {};", roots[0].text));
+        function(says, head, &statements)
+    }
+
+    /// Reports an index of a captured buffer that is outside its axis.
+    fn outside(&self) -> String {
+        if !self.options.checked {
+            return String::new();
+        }
+        let report = self.layout.name(FieldKind::Report);
+        let head = format!(
+            "bool fv_mask({ENTRY});\n__device__ void fv_outside({ENTRY}, bool visible, int buffer, int axis, Int index)"
+        );
+        let statements = [
+            "if (!(q < place.q_len) || !(kv < place.kv_len)) return;".to_owned(),
+            "if (visible && !fv_mask(mods, place, q, kv)) return;".to_owned(),
+            format!("report_index(mods.{report}, buffer, axis, index.v);"),
+        ];
+        let says = "An index counts at entries that are there and, in scores, visible.";
+        function(says, &head, &statements)
+    }
+
+    fn mask(&self, mask: Option<&MaskMod>, part: Option<&Part<'_>>) -> String {
+        let head = format!("bool fv_mask({ENTRY})");
+        match (mask, part) {
+            (Some(mask), Some(part)) => {
+                self.whole(part, Check::Everywhere, &mask.to_string(), &head)
+            }
+            _ => function("No mask.", &head, &["return true;".into()]),
+        }
+    }
+
+    fn score(&self, score: Option<&ScoreMod>, part: Option<&Part<'_>>) -> String {
+        let head = format!("float fv_score({ENTRY}, float score)");
+        match (score, part) {
+            (Some(score), Some(part)) => {
+                self.whole(part, Check::WhereVisible, &score.to_string(), &head)
+            }
+            _ => function("No score function.", &head, &["return score;".into()]),
+        }
+    }
+
+    fn score_gradient(&self, gradient: Option<&Part<'_>>) -> String {
+        let head = format!("float fv_score_gradient({ENTRY}, float score, float d)");
+        let says = "d times the derivative of fv_score by the score.";
+        let Some(part) = gradient.filter(|g| !is_one(g.program, g.program.roots()[0])) else {
+            return function(says, &head, &["return d;".into()]);
+        };
+        let printed = self.printer(part, Check::Off).print(&part.program.roots()[..1]);
+        let mut statements = printed.statements;
+        statements.push(format!("return d * {};", printed.roots[0].factor()));
+        function(says, &head, &statements)
+    }
+
+    fn capture_gradients(&self, gradient: Option<&Part<'_>>, reads: &[CaptureGradient]) -> String {
+        let head = format!("void fv_capture_gradients({ENTRY}, float score, float d)");
+        let says = "Adds d times the derivative of fv_score by each element of a learned buffer.";
+        let Some(part) = gradient.filter(|_| !reads.is_empty()) else {
+            return function(says, &head, &[]);
+        };
+        let roots = part.program.roots();
+        let wanted: Vec<NodeId> = reads
+            .iter()
+            .flat_map(|read| [read.value].into_iter().chain(read.index.iter().copied()))
+            .map(|root| roots[root])
+            .collect();
+        let printer = self.printer(part, Check::Off);
+        let Printed { mut statements, roots: pieces } = printer.print(&wanted);
+        let mut pieces = pieces.into_iter();
+        for read in reads {
+            let value = pieces.next().expect("one for each root");
+            let index: Vec<_> = pieces.by_ref().take(read.index.len()).collect();
+            let ids: Vec<NodeId> = read.index.iter().map(|&root| roots[root]).collect();
+            let slot = part.slots.buffers[read.buffer as usize];
+            let position = printer.position(slot, &ids, None, &index);
+            let target = self.layout.name(FieldKind::Gradient(slot));
+            let given = if is_one(part.program, roots[read.value]) {
+                "d".to_owned()
+            } else {
+                format!("d * {}", value.factor())
+            };
+            statements.push(format!("atomicAdd(mods.{target}{position}, {given});"));
+        }
+        function(says, &head, &statements)
+    }
+
+    fn keep(&self, part: Option<&Part<'_>>) -> String {
+        let head = format!("bool fv_keep({ENTRY})");
+        let scale = "float fv_keep_scale(const Mods& mods)";
+        let Some(part) = part else {
+            return function("No dropout.", &head, &["return true;".into()])
+                + &function("", scale, &["return 1.f;".into()]);
+        };
+        let says = format!("Dropout keeps {}", part.program.text().0);
+        let field = self.layout.name(FieldKind::KeepScale);
+        self.whole(part, Check::WhereVisible, &says, &head)
+            + &function("", scale, &[format!("return mods.{field};")])
+    }
+}

@@ -1,0 +1,194 @@
+//! Snapshots of printed mods, and what NVRTC says to them.
+
+use super::*;
+use crate::nvrtc::Compiler;
+use foveate_mods::{Buffer, closure, masks, scores};
+
+fn options() -> Options {
+    let extent = Extent { batch: 2, heads_q: 8, heads_kv: 2, queries: 512, keys: 512 };
+    Options { extent, fast_math: true, checked: false, deterministic: false }
+}
+
+/// A kernel that calls everything.
+const CALLS: &str = r#"
+extern "C" __global__ void calls(const __grid_constant__ Mods mods, float* out) {
+    int q = threadIdx.x, kv = blockIdx.x;
+    Place place = {0, int(blockIdx.y), 0, 300, 400};
+    float score = out[q];
+    if (fv_mask(mods, place, q, kv)) score = fv_score(mods, place, q, kv, score);
+    if (fv_keep(mods, place, q, kv)) score *= fv_keep_scale(mods);
+    fv_capture_gradients(mods, place, q, kv, score, 2.f);
+    out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f);
+}
+"#;
+
+/// The text of `mods`, once NVRTC has compiled it for the oldest and the newest architecture.
+fn printed(mods: Mods<'_>, options: &Options) -> String {
+    let source = ModsSource::new(mods, options).unwrap();
+    match Compiler::get() {
+        Err(error) => println!("not compiled: {error}"),
+        Ok(compiler) => {
+            let text = format!("typedef long long i64;\n{PRELUDE}{}{CALLS}", source.text());
+            for arch in ["sm_80", "sm_90", "sm_120"] {
+                if let Err(error) = compiler.compile(&text, arch) {
+                    panic!("{error}\n{:?}\n{}", error.kind(), source.text());
+                }
+            }
+        }
+    }
+    source.text().to_owned()
+}
+
+fn of_mask(mask: &MaskMod) -> String {
+    printed(Mods { mask: Some(mask), ..Mods::default() }, &options())
+}
+
+fn of_score(score: &ScoreMod, options: &Options) -> String {
+    let gradient = score.gradient().unwrap();
+    printed(Mods { score: Some(score), gradient: Some(&gradient), ..Mods::default() }, options)
+}
+
+fn learned(name: &str, shape: &[usize]) -> Buffer<f32> {
+    Buffer::learned(name, shape, vec![0.5; shape.iter().product()]).unwrap()
+}
+
+#[test]
+fn without_mods_every_function_is_there_and_does_nothing() {
+    insta::assert_snapshot!(printed(Mods::default(), &options()));
+}
+
+#[test]
+fn causal_documents_read_like_their_text() {
+    let doc = Buffer::vector("doc", vec![0; 500]);
+    insta::assert_snapshot!(of_mask(&(masks::causal() & masks::document(&doc).unwrap())));
+}
+
+#[test]
+fn a_prefix_of_each_sequence_is_read_without_clamping() {
+    let prefixes = Buffer::vector("prefixes", vec![3, 5]);
+    insta::assert_snapshot!(of_mask(&masks::prefix_lm_per_batch(&prefixes).unwrap()));
+}
+
+#[test]
+fn a_neighbourhood_names_what_it_shares() {
+    insta::assert_snapshot!(of_mask(&masks::neighbourhood(&[16, 16], &[5, 5]).unwrap()));
+}
+
+#[test]
+fn alibi_then_a_soft_cap_has_both_in_one_function() {
+    let score = scores::alibi(8).unwrap().then(&scores::soft_cap(30.0).unwrap());
+    insta::assert_snapshot!(of_score(&score, &options()));
+}
+
+#[test]
+fn a_soft_cap_of_f32_operands_is_accurate() {
+    let options = Options { fast_math: false, ..options() };
+    insta::assert_snapshot!(of_score(&scores::soft_cap(30.0).unwrap(), &options));
+}
+
+#[test]
+fn a_learned_relative_bias_adds_to_its_gradient() {
+    let score = scores::relative_bias(&learned("rel_bias", &[8, 129])).unwrap();
+    insta::assert_snapshot!(of_score(&score, &options()));
+}
+
+#[test]
+fn t5_buckets_are_chosen_in_exact_floats() {
+    let score = scores::t5_buckets(&learned("T5", &[32, 8]), true, 128).unwrap();
+    insta::assert_snapshot!(of_score(&score, &options()));
+}
+
+#[test]
+fn dropout_hashes_its_coordinates() {
+    let dropout = Dropout::new(0.1, 7);
+    insta::assert_snapshot!(printed(
+        Mods { dropout: Some(&dropout), ..Mods::default() },
+        &options()
+    ));
+}
+
+#[test]
+fn checked_mods_report_what_they_clamp() {
+    let doc = Buffer::new("doc", &[2, 500], vec![0; 1000]).unwrap();
+    let mask = masks::document(&doc).unwrap();
+    let score = scores::relative_bias(&learned("int", &[8, 5])).unwrap();
+    let flags = Buffer::vector("FLAGS", vec![true; 9]);
+    let gated = closure::score_mod!(|score, q| if flags[q] { score } else { score * 0.5 });
+    let score = score.then(&gated);
+    let gradient = score.gradient().unwrap();
+    let mods = Mods {
+        mask: Some(&mask),
+        score: Some(&score),
+        gradient: Some(&gradient),
+        ..Mods::default()
+    };
+    insta::assert_snapshot!(printed(mods, &Options { checked: true, ..options() }));
+}
+
+#[test]
+fn a_structure_is_packed_as_it_is_laid_out() {
+    let doc = Buffer::new("doc", &[2, 500], vec![0; 1000]).unwrap();
+    let mask = masks::document(&doc).unwrap() & masks::window(3, 4).unwrap();
+    let score = scores::relative_bias(&learned("bias", &[8, 5])).unwrap();
+    let gradient = score.gradient().unwrap();
+    let dropout = Dropout::new(0.5, 1 << 40 | 7);
+    let mods = Mods {
+        mask: Some(&mask),
+        score: Some(&score),
+        gradient: Some(&gradient),
+        dropout: Some(&dropout),
+    };
+    let source = ModsSource::new(mods, &options()).unwrap();
+    let slots: Vec<_> = source.buffers().iter().map(AnyBuffer::name).collect();
+    assert_eq!(slots, ["doc", "bias"]);
+    assert_eq!(source.learned().collect::<Vec<_>>(), [1]);
+    let at = |i: u64| BufferAddresses {
+        elems: 0x7000_0000_0000 + i,
+        gradient: 0x7100_0000_0000 + i,
+        ..Default::default()
+    };
+    let bytes = source.pack(&[at(16), at(32)], 0).unwrap();
+    assert_eq!(bytes.len(), source.layout().bytes());
+    for field in source.layout().fields() {
+        assert_eq!(field.offset % field.kind.bytes(), 0, "{}", field.name);
+        let word = |n: usize| {
+            let mut wide = [0; 8];
+            wide[..n].copy_from_slice(&bytes[field.offset..field.offset + n]);
+            u64::from_le_bytes(wide)
+        };
+        let want = match field.name.as_str() {
+            "doc" => 0x7000_0000_0010,
+            "bias" => 0x7000_0000_0020,
+            "bias_gradient" => 0x7100_0000_0020,
+            "doc_0" => 2,
+            "doc_1" => 500,
+            "bias_0" => 8,
+            "bias_1" => 5,
+            "left" => 3,
+            "right" => 4,
+            "max_distance" => 2,
+            "dropout_seed_lo" => 7,
+            "dropout_seed_hi" => 1 << 8,
+            "dropout_p" => 0.5f32.to_bits().into(),
+            "keep_scale" => 2f32.to_bits().into(),
+            other => panic!("a field `{other}`"),
+        };
+        assert_eq!(word(field.kind.bytes()), want, "{}", field.name);
+    }
+    let error = source.pack(&[at(16)], 0).unwrap_err().to_string();
+    assert_eq!(error, "the mods capture 2 buffers, but addresses of 1 were given");
+    let error = source.pack(&[at(16), BufferAddresses::default()], 0).unwrap_err().to_string();
+    assert_eq!(error, "no device address for the elements of captured buffer `bias`");
+}
+
+#[test]
+fn mods_that_capture_too_much_for_a_kernel_are_refused() {
+    let mut mask = masks::full();
+    for i in 0..300 {
+        let ids = Buffer::vector(format!("ids{i}"), vec![i]);
+        mask = mask & masks::document(&ids).unwrap();
+    }
+    let mods = Mods { mask: Some(&mask), ..Mods::default() };
+    let error = ModsSource::new(mods, &options()).unwrap_err().to_string();
+    assert!(error.starts_with("the mods capture 300 buffers and 0 scalars, 3600 bytes"), "{error}");
+}
