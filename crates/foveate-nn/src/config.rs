@@ -85,6 +85,7 @@ impl RopePairing {
 
 /// How rotary frequencies are stretched for sequences longer than those of pretraining.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RopeScaling {
     /// `"llama3"`, `"linear"` or `"default"`.
     #[serde(alias = "type")]

@@ -344,6 +344,13 @@ impl Recipe {
                 return fail(key, format!("is {value}; it must be at least 0 and below {below}"));
             }
         }
+        if self.optimizer.eps as f32 == 0.0 {
+            let eps = self.optimizer.eps;
+            return fail(
+                "optimizer.eps",
+                format!("is {eps}; a root of 0 is divided by it, so it must be above 1e-38"),
+            );
+        }
         let sizes = Model { checkpoint: None, ..self.model.clone() };
         if self.model.checkpoint.is_some() && sizes != Model::default() {
             return fail("model.checkpoint", "brings its own sizes; remove them".to_owned());
@@ -540,6 +547,9 @@ steps = 10
             told(TEXT, &["train.steps=0"]),
             "r.toml: train.steps is 0; it must be at least 1"
         );
+        assert!(told(TEXT, &["optimizer.eps=1e-50"]).contains("optimizer.eps is"));
+        let scaling = told(TEXT, &["model.rope_scaling={rope_type=\"linear\",factr=2.0}"]);
+        assert!(scaling.contains("did you mean `factor`?"), "{scaling}");
         assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
         assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
         assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");

@@ -134,7 +134,8 @@ fn an_untied_checkpoint_in_shards_with_llama3_rope_gives_the_oracles_losses_and_
             // Some versions write the kind under both of its names.
             config["rope_scaling"] = json!({
                 "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 32, "rope_type": "llama3", "type": "llama3"
+                "original_max_position_embeddings": 32, "rope_type": "llama3", "type": "llama3",
+                "mscale": 1.0
             });
         },
     );

@@ -21,6 +21,16 @@ const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
+/// Fields of `rope_scaling` that say something to the kinds that are known.
+const SCALING: [&str; 6] = [
+    "rope_type",
+    "type",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+];
+
 /// What `config.json` says about Foveate's own things.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Extra {
@@ -230,10 +240,9 @@ fn with_plain_rope(mut json: Value) -> Value {
         }
         map.insert("rope_scaling".to_owned(), Value::Object(rope));
     }
-    if let Some(Value::Object(rope)) = map.get_mut("rope_scaling")
-        && rope.contains_key("rope_type")
-    {
-        rope.remove("type");
+    if let Some(Value::Object(rope)) = map.get_mut("rope_scaling") {
+        let newer = rope.contains_key("rope_type");
+        rope.retain(|key, _| SCALING.contains(&key.as_str()) && !(newer && key == "type"));
     }
     json
 }
