@@ -109,26 +109,6 @@ __device__ void load_step(const BackwardParams& p, const Sequence* sequences, co
     load_row_values<FV_BM>(stage + AT_LSE, p.lse, p.delta, batch, step.head, first, count);
 }
 
-// Writes a block's gradient of [FV_BN, dim] to rows first .. first + count of a destination.
-template <int M, int N>
-__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim,
-                           const float (&sum)[M][N][4], int row0, int column0, float factor, bool accumulate) {
-    int lane = threadIdx.x % 32;
-    GradElem* data = static_cast<GradElem*>(view.data) + batch * view.batch + head * view.head;
-    #pragma unroll
-    for (int m = 0; m < M; ++m)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int row = row0 + m * 16 + half * 8 + lane / 4;
-            if (row >= count) continue;
-            GradElem* target = data + (first + row) * view.row;
-            #pragma unroll
-            for (int n = 0; n < N; ++n)
-                store_gradients(target, view.elem, column0 + n * 8 + lane % 4 * 2, dim,
-                                sum[m][n][half * 2] * factor, sum[m][n][half * 2 + 1] * factor, accumulate);
-        }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods) {
     extern __shared__ __align__(16) char shared[];
@@ -170,12 +150,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     auto stage_of = [&](int step) { return base + AT_STAGES + step % FV_STAGES * STAGE_BYTES; };
     auto load = [&](const Step& step, int number) {
         load_step(p, sequences, step, stage_of(number));
-        if constexpr (FV_ALIGN >= 4) {
-            copied(number).arrive_with_copies();
-        } else {
-            wait_copies();
-            copied(number).arrive();
-        }
+        copied(number).arrive_after_copies();
     };
 
     Steps steps;

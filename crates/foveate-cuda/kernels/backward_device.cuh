@@ -29,6 +29,27 @@ __device__ void store_gradients(GradElem* row, i64 elem, int column, int dim, fl
     if (column + 1 < dim) store_gradient(row + (column + 1) * elem, y, accumulate);
 }
 
+// Writes accumulators times `factor` to rows first .. first + count of a gradient that has `dim`
+// columns; the warp's first accumulator is at row0, column0 of them.
+template <int M, int N>
+__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim,
+                           const float (&sum)[M][N][4], int row0, int column0, float factor, bool accumulate) {
+    int lane = threadIdx.x % 32;
+    GradElem* data = static_cast<GradElem*>(view.data) + batch * view.batch + head * view.head;
+    #pragma unroll
+    for (int m = 0; m < M; ++m)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int row = row0 + m * 16 + half * 8 + lane / 4;
+            if (row >= count) continue;
+            GradElem* target = data + (first + row) * view.row;
+            #pragma unroll
+            for (int n = 0; n < N; ++n)
+                store_gradients(target, view.elem, column0 + n * 8 + lane % 4 * 2, dim,
+                                sum[m][n][half * 2] * factor, sum[m][n][half * 2 + 1] * factor, accumulate);
+        }
+}
+
 // ---- sums of dq ----
 
 // dq_sum holds accumulators: 128 numbers for each 16 rows and 8 columns, so that a warp adds to

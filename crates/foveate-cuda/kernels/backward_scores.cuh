@@ -167,13 +167,86 @@ struct Scores {
             }
     }
 
-    // Adds to the gradients of captured buffers.
+    // Adds to the gradients of captured buffers, for each read of one.
+    template <int READ = 0>
     __device__ void capture(const Mods& mods, const Corner& c) const {
 #if FV_CAPTURES
-        for_each_score([&](int m, int n, int i, int row, int column) {
-            if (d_score[m][n][i] != 0.f)
-                fv_capture_gradients(mods, c.place, c.query + row, c.key + column, raw[m][n][i], d_score[m][n][i]);
-        });
+        if constexpr (READ < FV_READS) {
+            capture_read<READ>(mods, c);
+            capture<READ + 1>(mods, c);
+        }
 #endif
     }
+
+#if FV_CAPTURES
+    // What a tile gives to one element of the buffer is summed in the warp first, where it is known
+    // which scores read the same one; each number that is left is one addition in memory.
+    template <int READ>
+    __device__ void capture_read(const Mods& mods, const Corner& c) const {
+        using Read = Capture<READ>;
+        const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+        const int query = c.query + score_row(), key = c.key + score_column();
+        auto given = [&](int m, int n, int i) {
+            const float d = d_score[m][n][i];
+            const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
+            return d == 0.f ? 0.f : Read::term(mods, c.place, q, kv, raw[m][n][i], d);
+        };
+        auto sum_over = [](float x, int from, int to) {
+            for (int apart = from; apart < to; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+            return x;
+        };
+        auto add = [&](bool adds, int q, int kv, float sum) {
+            if (adds && sum != 0.f) Read::add(mods, c.place, q, kv, sum);
+        };
+        if constexpr (Read::kind == CAPTURE_EACH) {
+            for_each_score([&](int m, int n, int i, int, int) {
+                add(true, query + m * 16 + i / 2 * 8, key + n * 8 + i % 2, given(m, n, i));
+            });
+        } else if constexpr (Read::kind == CAPTURE_ROW) {
+            #pragma unroll
+            for (int r = 0; r < OF_S.rows * 2; ++r) {
+                float sum = 0.f;
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
+                add(member == 0, query + r * 8, key, sum_over(sum, 1, 4));
+            }
+        } else if constexpr (Read::kind == CAPTURE_COLUMN) {
+            #pragma unroll
+            for (int n = 0; n < OF_S.columns * 2; ++n) {
+                float sum = 0.f;
+                #pragma unroll
+                for (int m = 0; m < OF_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
+                add(group == 0, query, key + n / 2 * 8 + n % 2, sum_over(sum, 4, 32));
+            }
+        } else if constexpr (Read::kind == CAPTURE_BLOCK) {
+            float sum = 0.f;
+            for_each_score([&](int m, int n, int i, int, int) { sum += given(m, n, i); });
+            add(lane == 0, query, key, sum_over(sum, 1, 32));
+        } else {
+            // CAPTURE_DIAGONAL. Of rows 8 r + group and columns 8 n + 2 member + j, those with equal
+            // n - r lie on one diagonal for each j; the diagonal of j = 1 is that of j = 0 in the
+            // row above; and lane (group + 2, member + 1) has the diagonals of lane (group, member).
+            constexpr int FIRST = 1 - OF_S.rows * 2, DIAGONALS = OF_S.rows * 2 + OF_S.columns - 1;
+            float even[DIAGONALS + 1] = {}, odd[DIAGONALS + 1] = {};
+            #pragma unroll
+            for (int r = 0; r < OF_S.rows * 2; ++r)
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) {
+                    even[n - r - FIRST] += given(r / 2, n, r % 2 * 2);
+                    odd[n - r - FIRST] += given(r / 2, n, r % 2 * 2 + 1);
+                }
+            #pragma unroll
+            for (int at = 0; at <= DIAGONALS; ++at) {
+                // Row 0's j = 1 goes to row 7 of the rows above, whose n - r is one more.
+                const float handed = group == 0 ? (at == 0 ? 0.f : odd[at == 0 ? 0 : at - 1]) : odd[at];
+                float sum = even[at] + __shfl_sync(~0u, handed, (lane + 4) % 32);
+                const float next = __shfl_down_sync(~0u, sum, 9);
+                if (group < 6 && member < 3) sum += next;
+                const float after = __shfl_down_sync(~0u, sum, 18);
+                if (group < 4 && member < 2) sum += after;
+                add(group < 2 || member == 0, query, key + (at + FIRST) * 8, sum);
+            }
+        }
+    }
+#endif
 };

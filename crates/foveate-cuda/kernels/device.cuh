@@ -178,9 +178,14 @@ struct Meeting {
     __device__ void arrive() const {
         asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" :: "r"(at) : "memory");
     }
-    // Arrives for this thread when its copies so far have landed.
-    __device__ void arrive_with_copies() const {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+    // Arrives for this thread when all it has copied so far, by load_tile too, lies in its place.
+    __device__ void arrive_after_copies() const {
+        if constexpr (FV_ALIGN >= 4) {
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+        } else {
+            wait_copies();
+            arrive();
+        }
     }
     // Until all arrivals of `round`; round -1 is over from the start.
     __device__ void wait(int round) const {
