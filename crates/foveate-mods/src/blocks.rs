@@ -1,9 +1,8 @@
 //! Masks given as lists of tiles by hand.
 //!
 //! The lists are authoritative (as in FlexAttention's `BlockMask.from_kv_blocks`): a tile that
-//! none names is masked, a full tile is visible without the mask being asked, a partial one is
-//! what the mask says. The lists become a captured table of tile kinds, so the mask is a mod
-//! like any other: it composes, slices and runs on every backend.
+//! none names is masked. They become a captured table of tiles, so the mask is a mod like any
+//! other: it composes, slices and runs on every backend.
 
 use crate::capture::Buffer;
 use crate::error::ModError;
@@ -21,71 +20,80 @@ pub struct BlockLists<'a> {
     pub tiles: &'a Buffer<i32>,
 }
 
-const PARTIAL: i32 = 1;
-const FULL: i32 = 2;
-
 /// A mask of tiles of `tile.0` queries × `tile.1` keys: those in `partial` follow `mask`, those
-/// in `full` are visible entirely, all others are masked.
+/// in `full` are visible entirely, all others are masked. It is
+/// `mask & blocks(tile, partial) | blocks(tile, full)`.
 ///
 /// # Errors
-/// When a tile side is not positive, the shapes do not fit each other, a count exceeds the
-/// list's room, or an index is negative.
+/// Those of [`blocks`].
 pub fn block_lists(
     tile: (i32, i32),
     partial: BlockLists<'_>,
     full: Option<BlockLists<'_>>,
     mask: &MaskMod,
 ) -> Result<MaskMod, ModError> {
-    let of = "block_lists";
+    let follows = mask.clone() & blocks(tile, partial)?;
+    Ok(match full {
+        Some(full) => follows | blocks(tile, full)?,
+        None => follows,
+    })
+}
+
+/// A query sees the keys of the tiles that are listed for its row, in tiles of `tile.0` queries ×
+/// `tile.1` keys. Rows and tiles that are not listed are masked.
+///
+/// # Errors
+/// When a tile side is not positive, the shapes do not fit each other, a count exceeds the
+/// list's room, an index is negative, or the table of tiles would have over `i32::MAX` of them.
+pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModError> {
+    let of = "blocks";
     if tile.0 < 1 || tile.1 < 1 {
         return Err(argument(of, format!("a tile has positive sides, not {}x{}", tile.0, tile.1)));
     }
-    let [batches, heads, rows] = *partial.counts.shape() else {
-        let shape = partial.counts.shape();
-        return Err(argument(of, format!("counts have shape [batch, heads, rows], not {shape:?}")));
+    let (counts, tiles) = (list.counts.shape(), list.tiles.shape());
+    let &[batches, heads, rows] = counts else {
+        return Err(argument(
+            of,
+            format!("counts have shape [batch, heads, rows], not {counts:?}"),
+        ));
     };
-    let lists = || [(partial, PARTIAL)].into_iter().chain(full.map(|list| (list, FULL)));
+    if tiles.len() != 4 || tiles[..3] != *counts {
+        return Err(argument(
+            of,
+            format!("tiles of counts {counts:?} have that shape and one axis more, not {tiles:?}"),
+        ));
+    }
     let mut columns = 0;
-    for (list, _) in lists() {
-        let (counts, tiles) = (list.counts.shape(), list.tiles.shape());
-        if counts != [batches, heads, rows] || tiles.len() != 4 || tiles[..3] != *counts {
-            return Err(argument(
-                of,
-                format!(
-                    "counts {counts:?} and tiles {tiles:?} must be [{batches}, {heads}, {rows}] \
-                     and that with the room for a row's tiles"
-                ),
-            ));
-        }
-        for (row, listed) in rows_of(list) {
-            let listed = listed.map_err(|reason| argument(of, format!("row {row}: {reason}")))?;
-            columns = listed.iter().map(|&t| t as usize + 1).fold(columns, usize::max);
+    for (row, listed) in rows_of(list) {
+        let listed = listed.map_err(|reason| argument(of, format!("row {row}: {reason}")))?;
+        columns = listed.iter().map(|&t| t as usize + 1).fold(columns, usize::max);
+    }
+    // One of each at least, so that the table has an element to read.
+    let shape = [batches, heads, rows, columns].map(|len| len.max(1));
+    let elems = shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len));
+    let Some(elems) = elems.filter(|&n| n <= i32::MAX as usize) else {
+        let reason = format!("tile {} makes a table of {shape:?} tiles, too many", columns - 1);
+        return Err(argument(of, reason));
+    };
+    let mut live = vec![false; elems];
+    for (row, listed) in rows_of(list) {
+        for &t in listed.expect("the lists were checked above") {
+            live[row * shape[3] + t as usize] = true;
         }
     }
-    // One row and one column at least, so that the table has an element to read.
-    let (table_rows, table_columns) = (rows.max(1), columns.max(1));
-    let (batches, heads) = (batches.max(1), heads.max(1));
-    let mut kinds = vec![0; batches * heads * table_rows * table_columns];
-    for (list, kind) in lists() {
-        for (row, listed) in rows_of(list) {
-            for &t in listed.expect("the lists were checked above") {
-                kinds[row * table_columns + t as usize] = kind;
-            }
-        }
-    }
-    let kinds = Buffer::new("blocks", &[batches, heads, table_rows, table_columns], kinds)?;
+    // Named after the list, so that two lists are rebound apart.
+    let live = Buffer::new(format!("live_{}", list.tiles.any().name()), &shape, live)?;
     let at = |leaf: Expr<i32>, len: usize| if len == 1 { Expr::from(0) } else { leaf };
     let (row, column) = (expr::q() / tile.0, expr::kv() / tile.1);
-    let (last_row, last_column) = (table_rows as i32 - 1, table_columns as i32 - 1);
+    let (last_row, last_column) = (shape[2] as i32 - 1, shape[3] as i32 - 1);
     let inside = row.le(last_row) & column.le(last_column);
-    let kind = kinds.at([
-        at(expr::b(), batches),
-        at(expr::h(), heads),
+    let listed = live.at([
+        at(expr::b(), shape[0]),
+        at(expr::h(), shape[1]),
         row.min(last_row),
         column.min(last_column),
     ]);
-    let visible = kind.eq(FULL) | (kind.eq(PARTIAL) & mask.expr());
-    MaskMod::new((inside & visible).dynamic())
+    MaskMod::new((inside & listed).dynamic())
 }
 
 type Listed<'a> = Result<&'a [i32], String>;
@@ -122,6 +130,7 @@ mod tests {
     use crate::capture::ScalarValue;
     use crate::eval::Point;
     use crate::masks::causal;
+    use crate::text::{Names, parse_mask};
 
     fn buffer(shape: &[usize], elems: Vec<i32>) -> Buffer<i32> {
         Buffer::new("list", shape, elems).unwrap()
@@ -138,6 +147,11 @@ mod tests {
         let full = BlockLists { counts: &full_counts, tiles: &full_tiles };
         let mask = block_lists((2, 3), partial, Some(full), &causal()).unwrap();
         let kinds = [[[1, 0, 0], [2, 1, 0], [0, 0, 0]], [[0, 0, 2], [1, 1, 0], [0, 0, 1]]];
+        let named = [("counts", &counts), ("tiles", &tiles), ("whole", &full_counts)];
+        let names = named.iter().fold(Names::new(), |n, (name, b)| n.buffer_as(*name, b.any()));
+        let names = names.buffer_as("whole_tiles", full_tiles.any());
+        let text = "causal & blocks(counts, tiles, 2, 3) | blocks(whole, whole_tiles, 2, 3)";
+        assert_eq!(parse_mask(text, &names).unwrap(), mask);
         for (h, tiles) in kinds.iter().enumerate() {
             for q in 0..9 {
                 for kv in 0..13 {
@@ -158,15 +172,23 @@ mod tests {
         let tiles = buffer(&[1, 1, 1, 2], vec![0, -4]);
         let list = BlockLists { counts: &counts, tiles: &tiles };
         let error = block_lists((1, 1), list, None, &causal()).unwrap_err().to_string();
-        assert_eq!(error, "block_lists: row 0: 3 tiles do not fit a list of 2");
+        assert_eq!(error, "blocks: row 0: 3 tiles do not fit a list of 2");
         let counts = buffer(&[1, 1, 1], vec![2]);
         let list = BlockLists { counts: &counts, tiles: &tiles };
         let error = block_lists((1, 1), list, None, &causal()).unwrap_err().to_string();
-        assert_eq!(error, "block_lists: row 0: tile -4 is negative");
+        assert_eq!(error, "blocks: row 0: tile -4 is negative");
         let error = block_lists((0, 1), list, None, &causal()).unwrap_err().to_string();
-        assert_eq!(error, "block_lists: a tile has positive sides, not 0x1");
+        assert_eq!(error, "blocks: a tile has positive sides, not 0x1");
         let counts = buffer(&[1], vec![0]);
         let list = BlockLists { counts: &counts, tiles: &tiles };
-        assert!(block_lists((1, 1), list, None, &causal()).is_err());
+        let error = blocks((1, 1), list).unwrap_err().to_string();
+        assert_eq!(error, "blocks: counts have shape [batch, heads, rows], not [1]");
+        let (counts, tiles) = (buffer(&[1, 2, 1], vec![1, 1]), buffer(&[1, 1, 1, 1], vec![0]));
+        let error = blocks((1, 1), BlockLists { counts: &counts, tiles: &tiles }).unwrap_err();
+        assert!(error.to_string().ends_with("and one axis more, not [1, 1, 1, 1]"), "{error}");
+        let (counts, tiles) =
+            (buffer(&[1, 1, 2], vec![1; 2]), buffer(&[1, 1, 2, 1], vec![0, i32::MAX]));
+        let error = blocks((1, 1), BlockLists { counts: &counts, tiles: &tiles }).unwrap_err();
+        assert!(error.to_string().ends_with("[1, 1, 2, 2147483648] tiles, too many"), "{error}");
     }
 }

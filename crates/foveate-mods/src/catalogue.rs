@@ -103,17 +103,22 @@ impl Call<'_> {
         (0..self.args.len()).map(|i| self.int(i)).collect()
     }
 
+    /// Buffer argument `i`.
+    fn given_buffer<T: Element>(&self, i: usize) -> Result<Buffer<T>, ModError> {
+        match self.args.get(i) {
+            Some(Arg::Buffer(buffer)) => Buffer::from_any(buffer.clone()),
+            Some(_) => self.refuse(format!("argument {} must be a buffer", i + 1)),
+            None => self.refuse(format!("argument {} is missing", i + 1)),
+        }
+    }
+
     /// Buffer argument `i`, or the one called `usual`.
     fn buffer<T: Element>(&self, i: usize, usual: &str) -> Result<Buffer<T>, ModError> {
-        let buffer = match self.args.get(i) {
-            Some(Arg::Buffer(buffer)) => Some(buffer.clone()),
-            Some(_) => {
-                return self.refuse(format!("argument {} must be a buffer", i + 1));
-            }
-            None => self.names.get_buffer(usual).cloned(),
-        };
-        match buffer {
-            Some(buffer) => Buffer::from_any(buffer),
+        if i < self.args.len() {
+            return self.given_buffer(i);
+        }
+        match self.names.get_buffer(usual) {
+            Some(buffer) => Buffer::from_any(buffer.clone()),
             None => self.refuse(format!("no captured buffer is called `{usual}`")),
         }
     }
@@ -176,6 +181,16 @@ const MASKS: &[Row<MaskMod>] = &[
     ("global_tokens(n)", 1, "the first n positions see all and are seen by all", |c| {
         masks::global_tokens(c.size(0)?)
     }),
+    (
+        "blocks(counts, tiles, queries, keys)",
+        4,
+        "the tiles that `counts` and `tiles` list for each row",
+        |c| {
+            let (counts, tiles) = (c.given_buffer(0)?, c.given_buffer(1)?);
+            let list = masks::BlockLists { counts: &counts, tiles: &tiles };
+            masks::blocks((c.int(2)?, c.int(3)?), list)
+        },
+    ),
     (
         "neighbourhood(size, …, kernel, …)",
         6,
@@ -302,6 +317,11 @@ mod tests {
         let names = names.buffer(&floats("rel_bias", &[2, 3])).buffer(&floats("t5_bias", &[8, 2]));
         let per_head = ["temperatures", "head_scales", "head_biases"];
         let names = per_head.iter().fold(names, |n, name| n.buffer(&floats(name, &[2])));
+        let ints = |name: &str, shape: &[usize], elems| {
+            Buffer::new(name, shape, elems).expect("the shape fits").any().clone()
+        };
+        let names = names.buffer(&ints("counts", &[1, 1, 2], vec![1, 2]));
+        let names = names.buffer(&ints("tiles", &[1, 1, 2, 2], vec![0, 9, 1, 0]));
         names.buffer(&floats("attn_bias", &[1, 2, 3, 3]))
     }
 
@@ -314,6 +334,7 @@ mod tests {
                 "dilated" => "(4, 2)",
                 "documents" => "(1, 2)",
                 "neighbourhood" => "(4, 5, 3, 3)",
+                "blocks" => "(counts, tiles, 2, 3)",
                 _ => "",
             };
             let text = format!("{}{args}", entry.name);
@@ -352,6 +373,11 @@ mod tests {
             ("window(-1)", "left must be at least 0, not -1"),
             ("causal(1)", "takes at most 0 arguments, not 1"),
             ("document(1)", "argument 1 must be a buffer"),
+            (
+                "blocks(counts)",
+                "argument 2 is missing; write `blocks(counts, tiles, queries, keys)`",
+            ),
+            ("blocks(counts, tiles, 0, 4)", "blocks: a tile has positive sides, not 0x4"),
             ("document(rel_bias)", "`rel_bias` cannot be bound: it holds f32, not i32"),
         ] {
             let error = parse_mask(text, &names).expect_err(text).to_string();

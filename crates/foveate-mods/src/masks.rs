@@ -20,7 +20,7 @@ use crate::expr::{self, Expr, scalar};
 use crate::parameter::{Parameter, argument};
 use crate::program::MaskMod;
 
-pub use crate::blocks::{BlockLists, block_lists};
+pub use crate::blocks::{BlockLists, block_lists, blocks};
 
 /// Every query sees every key.
 pub fn full() -> MaskMod {
