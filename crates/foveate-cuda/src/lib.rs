@@ -18,5 +18,6 @@ pub mod driver;
 mod error;
 pub mod library;
 pub mod nvrtc;
+pub mod schedule;
 
 pub use error::{CudaError, CudaErrorKind};
