@@ -35,7 +35,7 @@ template <int M, int N>
 __device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim,
                            const float (&sum)[M][N][4], int row0, int column0, float factor, bool accumulate) {
     int lane = threadIdx.x % 32;
-    GradElem* data = static_cast<GradElem*>(view.data) + batch * view.batch + head * view.head;
+    GradElem* data = static_cast<GradElem*>(view.data) + view.at(batch, head, 0);
     #pragma unroll
     for (int m = 0; m < M; ++m)
         #pragma unroll

@@ -64,8 +64,8 @@ fv_delta(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods)
         const i64 at = s.q_start + row;
         float sum = 0.f;
         if (row < end) {
-            const i64 out_row = s.q_batch * p.out.batch + head * p.out.head + at * p.out.row;
-            const i64 d_out_row = s.q_batch * p.d_out.batch + head * p.d_out.head + at * p.d_out.row;
+            const i64 out_row = p.out.at(s.q_batch, head, at);
+            const i64 d_out_row = p.d_out.at(s.q_batch, head, at);
             for (int piece = lane; piece < PIECES; piece += LANES) {
                 float out[PIECE], d_out[PIECE];
                 read_piece(out, p.out, out_row, piece * PIECE);

@@ -85,7 +85,7 @@ struct Rows {
 };
 
 __device__ Rows rows_of(const View& view, int batch, int head, int first, int count) {
-    i64 offset = batch * view.batch + head * view.head + first * view.row;
+    i64 offset = view.at(batch, head, first);
     return {static_cast<const char*>(view.data) + offset * ELEM_BYTES, view.row, view.elem, count};
 }
 

@@ -13,7 +13,7 @@ fv_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods) {
     const Sequence s = p.sequences[tile.sequence];
     const int head = blockIdx.y;
     constexpr int COLUMNS = ceil_div(FV_D, 8);
-    GradElem* data = static_cast<GradElem*>(p.dq.data) + s.q_batch * p.dq.batch + head * p.dq.head;
+    GradElem* data = static_cast<GradElem*>(p.dq.data) + p.dq.at(s.q_batch, head, 0);
     for (int i = threadIdx.x; i < FV_BM / 2 * COLUMNS; i += THREADS) {
         const int column = i % COLUMNS, pair = i / COLUMNS;
         const int group = tile.tile * FV_BM + pair / 8 * 16, row = group + pair % 8;

@@ -7,10 +7,15 @@
 typedef long long i64;
 typedef unsigned int u32;
 
-// [batch, head, row, element] of an operand or a destination.
+// [batch, head, row, element] of an operand or a destination. Query heads may come in groups of
+// FV_GROUP with something else between the groups, as in an interleaved projection: `group` is
+// what each group adds to the distance of its heads, 0 where heads are evenly apart.
 struct View {
     void* data;
-    i64 batch, head, row, elem;
+    i64 batch, head, row, elem, group;
+
+    // Elements before row r of head h of batch entry b.
+    __device__ i64 at(int b, int h, i64 r) const { return b * batch + h * head + h / FV_GROUP * group + r * row; }
 };
 
 // [batch, head, row] of lse, max_score, delta: f32.

@@ -32,7 +32,7 @@ __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int 
         if (p.max_score.data)
             p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = exponent * LN_2;
     }
-    OutElem* out = static_cast<OutElem*>(p.out.data) + sequence.q_batch * p.out.batch + head * p.out.head + at * p.out.row;
+    OutElem* out = static_cast<OutElem*>(p.out.data) + p.out.at(sequence.q_batch, head, at);
     return {out, p.out.elem, total == 0.f ? 0.f : factor / total};
 }
 

@@ -84,6 +84,9 @@ structs! {
         pub row: i64,
         /// Stride of the last axis.
         pub elem: i64,
+        /// What each group of query heads of a key/value head adds to the distance of its heads;
+        /// 0 where heads are evenly apart.
+        pub group: i64,
     }
 
     /// One f32 for each row, `[batch, head, row]`; strides in elements.
@@ -281,7 +284,8 @@ mod tests {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let mut source = include_str!("../kernels/params.cuh").to_owned();
+        let mut source =
+            String::from("#define FV_GROUP 1\n") + include_str!("../kernels/params.cuh");
         for (name, size, fields) in STRUCTS {
             writeln!(source, "static_assert(sizeof({name}) == {size});").unwrap();
             for (field, offset) in *fields {

@@ -19,5 +19,6 @@ mod error;
 pub mod library;
 pub mod nvrtc;
 pub mod schedule;
+pub mod source;
 
 pub use error::{CudaError, CudaErrorKind};

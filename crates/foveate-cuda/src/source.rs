@@ -1,0 +1,65 @@
+//! The source of a kernel: macros, arguments, printed mods, what it shares with other kernels, and
+//! its own file, in this order.
+//!
+//! The files are part of the binary, so a machine needs no folder of sources, and the text of a
+//! kernel is the whole of what NVRTC sees: no headers, no options that change its meaning.
+
+use crate::codegen::{ModsSource, PRELUDE};
+use crate::config::{Config, Kernel};
+
+const PARAMS: &str = include_str!("../kernels/params.cuh");
+const DEVICE: &str = include_str!("../kernels/device.cuh");
+const ROWS: &str = include_str!("../kernels/rows.cuh");
+const BACKWARD_DEVICE: &str = include_str!("../kernels/backward_device.cuh");
+const BACKWARD_SCORES: &str = include_str!("../kernels/backward_scores.cuh");
+
+/// What a kernel needs after the mods: shared files, then its own.
+fn files(kernel: Kernel) -> &'static [&'static str] {
+    match kernel {
+        Kernel::Forward => &[DEVICE, ROWS, include_str!("../kernels/forward.cu")],
+        Kernel::Combine => &[DEVICE, ROWS, include_str!("../kernels/combine.cu")],
+        Kernel::Delta => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/delta.cu")],
+        Kernel::Backward => {
+            &[DEVICE, BACKWARD_DEVICE, BACKWARD_SCORES, include_str!("../kernels/backward.cu")]
+        }
+        Kernel::BackwardDq => {
+            &[DEVICE, BACKWARD_DEVICE, BACKWARD_SCORES, include_str!("../kernels/backward_dq.cu")]
+        }
+        Kernel::Dq => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/dq.cu")],
+        Kernel::BlockLists => &[],
+    }
+}
+
+/// The source of the kernel that `config` describes, for these mods.
+pub fn source(config: &Config, mods: &ModsSource) -> String {
+    let defines = config.defines();
+    let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text()];
+    parts.extend(files(config.kernel));
+    parts.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codegen::{Extent, Mods, Options};
+    use crate::config::Elem;
+    use crate::nvrtc::Compiler;
+
+    #[test]
+    fn every_kernel_is_one_source_that_compiles() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
+        let options = Options { extent, fast_math: true, checked: false, deterministic: false };
+        let mods = ModsSource::new(Mods::default(), &options).unwrap();
+        for kernel in Kernel::ALL.into_iter().filter(|&k| !files(k).is_empty()) {
+            let config = Config::new(kernel, Elem::Bf16, 64, 64);
+            let source = source(&config, &mods);
+            let compiled = compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
+            let entry = kernel.entry();
+            assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
+        }
+    }
+}
