@@ -4,19 +4,21 @@
 // warp owns FV_BM / FV_WARPS queries, so the softmax of a row stays within four lanes:
 //
 //     S = Q K^T    S = score(scale S), -inf where the mask is false
-//     top' = max(top, S)    P = 2^((S - top') unit)    sum = sum 2^((top - top') unit) + P
-//     O = O 2^((top - top') unit) + P V
+//     P = 2^(unit S - reference)    sum += P    O += P V
 //
 // `unit` turns what S is kept in into exponents of 2: log2 e for scores, scale * log2 e where there
-// is no score function and S stays unscaled (which needs scale > 0). P becomes the operand of the
-// second product without leaving the registers.
+// is no score function and S stays unscaled (unless scale <= 0, which would turn the order round).
+// The reference of a row may be any number near its largest exponent. It follows only when an
+// exponent exceeds it by more than SLACK = 8, which is rare; then sum and O are rescaled. P becomes
+// the operand of the second product without leaving the registers, and the powers of one step of
+// that product are computed between the instructions of the step before.
 //
 // One step, with two stages of K and V:         with one stage:
 //
 //     K, V of this step have landed, barrier        K has landed, barrier, start V
 //     start K, V of the next step                   S
 //     S, softmax, O                                 V has landed, barrier, start the next K
-//                                                   softmax, O, barrier
+//                                                   softmax, O
 //
 // Only a step whose run says so evaluates the mask, and only the last keys of a sequence are
 // checked against its length. A row that sees nothing gives out = 0 and lse = -inf.
@@ -37,6 +39,10 @@ extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 constexpr int M = FV_BM / 16 / FV_WARPS;                   // accumulators of a warp: 16 rows,
 constexpr int N = FV_BN / 8;                               // 8 keys,
 constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
+
+constexpr float SLACK = 8.f;                               // in exponents of 2
+// Whether the queries stay in registers: where there is room beside S and O.
+constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 224;
 
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
@@ -115,7 +121,55 @@ __device__ void load_keys(const ForwardParams& p, const View& view, const Sequen
     }
 }
 
-// A warp's share of P as the left operand of P V, keys 16 k .. (8 k .. in f32).
+// Where this lane's share of V begins, in the order of `weights`.
+__device__ u32 lane_offset_values() {
+    if constexpr (FV_DTYPE != 2) return lane_offset_b<true>(PITCH_V);
+    int lane = threadIdx.x % 32;
+    return (lane & 3) * 2 * PITCH_V + (lane >> 2) * 4;
+}
+
+// The left operand of the first product: a warp's queries, in registers throughout or read from
+// shared memory for each step.
+struct Queries {
+    u32 address;
+    FragmentA held[HOLDS_QUERIES ? FV_DP / STEP : 1][M];
+
+    __device__ FragmentA read(int k, int m) const {
+        return load_a<false, PITCH_K>(address + k * 32 + m * 16 * PITCH_K);
+    }
+    __device__ void hold() {
+        if constexpr (HOLDS_QUERIES)
+            #pragma unroll
+            for (int i = 0; i < FV_DP / STEP * M; ++i) held[i / M][i % M] = read(i / M, i % M);
+    }
+    __device__ FragmentA at(int k, int m) const {
+        if constexpr (HOLDS_QUERIES) return held[k][m];
+        else return read(k, m);
+    }
+};
+
+// s = Q K^T
+__device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 keys) {
+    clear(s);
+    #pragma unroll
+    for (int k = 0; k < FV_DP / STEP; ++k) {
+        FragmentA fragment[M];
+        #pragma unroll
+        for (int m = 0; m < M; ++m) fragment[m] = queries.at(k, m);
+        #pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            u32 pair[4];
+            load_b<false, PITCH_K>(pair, keys + k * 32 + n * 8 * PITCH_K);
+            #pragma unroll
+            for (int m = 0; m < M; ++m) {
+                multiply_add(s[m][n], fragment[m], pair[0], pair[1]);
+                multiply_add(s[m][n + 1], fragment[m], pair[2], pair[3]);
+            }
+        }
+    }
+}
+
+// Step k of P as the left operand of the second product: keys 16 k .. (8 k .. in f32).
 __device__ FragmentA weights(const float (&p)[N][4], int k) {
     FragmentA a;
 #if FV_DTYPE == 2
@@ -133,20 +187,22 @@ __device__ FragmentA weights(const float (&p)[N][4], int k) {
     return a;
 }
 
-// Where this lane's share of V begins, in the order of `weights`.
-__device__ u32 lane_offset_values() {
-    if constexpr (FV_DTYPE != 2) return lane_offset_b<true>(PITCH_V);
-    int lane = threadIdx.x % 32;
-    return (lane & 3) * 2 * PITCH_V + (lane >> 2) * 4;
-}
-
-// out += P V
-__device__ void multiply_values(float (&out)[M][N_OUT][4], const float (&p)[M][N][4], u32 values) {
+// out += P V, where `weigh(m, n, i)` turns s[m][n][i] into P: between the products of one step for
+// the step after it, so that the tensor cores have work while powers are computed.
+template <typename F>
+__device__ void multiply_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], u32 values, F weigh) {
+    constexpr int EACH = STEP / 8 * 4 * M;                 // scores of a step
+    auto weigh_some = [&](int k, int from, int to) {
+        #pragma unroll
+        for (int j = 0; j < EACH; ++j)
+            if (j >= from && j < to) weigh(j / 4 % M, k * (STEP / 8) + j / 4 / M, j % 4);
+    };
+    weigh_some(0, 0, EACH);
     #pragma unroll
     for (int k = 0; k < FV_BN / STEP; ++k) {
         FragmentA fragment[M];
         #pragma unroll
-        for (int m = 0; m < M; ++m) fragment[m] = weights(p[m], k);
+        for (int m = 0; m < M; ++m) fragment[m] = weights(s[m], k);
         #pragma unroll
         for (int n = 0; n < N_OUT; n += 2) {
             u32 pair[4];
@@ -163,6 +219,7 @@ __device__ void multiply_values(float (&out)[M][N_OUT][4], const float (&p)[M][N
                 multiply_add(out[m][n], fragment[m], pair[0], pair[1]);
                 multiply_add(out[m][n + 1], fragment[m], pair[2], pair[3]);
             }
+            if (k + 1 < FV_BN / STEP) weigh_some(k + 1, EACH * n / N_OUT, EACH * (n + 2) / N_OUT);
         }
     }
 }
@@ -187,7 +244,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     const int query0 = tile.tile * FV_BM;
     const int row0 = warp * M * 16 + lane / 4;             // this lane's first row and column of S
     const int column0 = lane % 4 * 2;
-    const float unit = FV_SCORE ? LOG2_E : p.scale * LOG2_E;
+    const bool unscaled = !FV_SCORE && p.scale > 0.f;
+    const float unit = unscaled ? p.scale * LOG2_E : LOG2_E;
 
     Steps steps(p, sequence, tile, head, blockIdx.z);
     load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, sequence.q_batch, head, sequence.q_start + query0, sequence.q_len - query0));
@@ -199,17 +257,28 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if constexpr (FV_STAGES == 2) load_v(steps, base + AT_STAGES);
     }
 
-    const u32 queries = base + warp * M * 16 * PITCH_K + lane_offset_a<false>(PITCH_K);
+    Queries queries;
+    queries.address = base + warp * M * 16 * PITCH_K + lane_offset_a<false>(PITCH_K);
+    if constexpr (HOLDS_QUERIES) {
+        wait_copies();
+        __syncthreads();
+        queries.hold();
+    }
     const u32 keys = lane_offset_b<false>(PITCH_K);
     const u32 values = AT_V + lane_offset_values();
 
-    float out[M][N_OUT][4], top[M][2], sum[M][2];
+    float out[M][N_OUT][4];
     clear(out);
+    float top[M][2], ceiling[M][2], sum[M][2];             // `top` and `sum` of this lane's columns
     #pragma unroll
     for (int i = 0; i < M * 2; ++i) {
-        top[i / 2][i % 2] = -infinity();
+        top[i / 2][i % 2] = ceiling[i / 2][i % 2] = -infinity();
         sum[i / 2][i % 2] = 0.f;
     }
+    // The exponent that a row's powers are relative to.
+    auto reference = [&](int m, int half) {
+        return ceiling[m][half] == -infinity() ? 0.f : fmaf(ceiling[m][half], unit, -SLACK);
+    };
 
     int parity = 0;
     while (more) {
@@ -229,81 +298,84 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         }
 
         float s[M][N][4];
-        clear(s);
-        multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(s, queries, stage + keys);
-        if constexpr (FV_STAGES == 1) {
-            wait_copies();
-            __syncthreads();
-            if (more) load_k(steps, stage);
-        }
+        multiply_keys(s, queries, stage + keys);
 
         // Scores, and -inf for what is not seen.
         const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
-        const bool ends = key0 + FV_BN > sequence.k_len;
+        auto query_of = [&](int m, int i) { return query0 + row0 + m * 16 + i / 2 * 8; };
+        auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
         auto for_each = [&](auto f) {
             #pragma unroll
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int n = 0; n < N; ++n)
                     #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        f(s[m][n][i], query0 + row0 + m * 16 + i / 2 * 8, key0 + column0 + n * 8 + i % 2);
+                    for (int i = 0; i < 4; ++i) f(s[m][n][i], query_of(m, i), key_of(n, i));
         };
-        if constexpr (FV_SCORE)
-            for_each([&](float& x, int q, int kv) { x = fv_score(mods, place, q, kv, x * p.scale); });
-        if (ends || (FV_MASK && evaluate))
+        if constexpr (FV_SCORE) for_each([&](float& x, int q, int kv) { x = fv_score(mods, place, q, kv, x * p.scale); });
+        else if (!unscaled) for_each([&](float& x, int, int) { x *= p.scale; });
+        if (key0 + FV_BN > sequence.k_len || (FV_MASK && evaluate))
             for_each([&](float& x, int q, int kv) {
                 bool live = kv < sequence.k_len;
                 if constexpr (FV_MASK) live = live && (!evaluate || fv_mask(mods, place, q, kv));
                 if (!live) x = -infinity();
             });
 
-        // Softmax over the keys so far.
+        bool rises = false;
         #pragma unroll
         for (int m = 0; m < M; ++m)
             #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float highest = top[m][half];
                 #pragma unroll
                 for (int n = 0; n < N; ++n)
-                    highest = fmaxf(highest, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-                highest = over_quad_max(highest);
-                // Against -inf - -inf in a row that has seen nothing yet.
-                const float safe = highest == -infinity() ? 0.f : highest;
-                const float shrink = exp2_score((top[m][half] - safe) * unit);
-                top[m][half] = highest;
-                float total = 0.f;
-                #pragma unroll
-                for (int n = 0; n < N; ++n)
-                    #pragma unroll
-                    for (int i = half * 2; i < half * 2 + 2; ++i) {
-                        s[m][n][i] = FV_DTYPE == 2 ? exp2_score((s[m][n][i] - safe) * unit)
-                                                   : exp2_score(fmaf(s[m][n][i], unit, -safe * unit));
-                        total += s[m][n][i];
-                    }
-                sum[m][half] = sum[m][half] * shrink + total;
-                #pragma unroll
-                for (int n = 0; n < N_OUT; ++n) {
-                    out[m][n][half * 2] *= shrink;
-                    out[m][n][half * 2 + 1] *= shrink;
-                }
+                    top[m][half] = fmaxf(top[m][half], fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                rises |= top[m][half] > ceiling[m][half];
             }
-        if constexpr (FV_KEEP) {
-            const float keep_scale = fv_keep_scale(mods);
-            for_each([&](float& x, int q, int kv) { x = fv_keep(mods, place, q, kv) ? x * keep_scale : 0.f; });
+        if (__any_sync(0xffffffff, rises)) {
+            #pragma unroll
+            for (int m = 0; m < M; ++m)
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float before = reference(m, half);
+                    ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
+                    const float shrink = exp2_score(before - reference(m, half));
+                    sum[m][half] *= shrink;
+                    #pragma unroll
+                    for (int n = 0; n < N_OUT; ++n) {
+                        out[m][n][half * 2] *= shrink;
+                        out[m][n][half * 2 + 1] *= shrink;
+                    }
+                }
         }
-        multiply_values(out, s, stage + values);
+
+        if constexpr (FV_STAGES == 1) {
+            wait_copies();
+            __syncthreads();
+            if (more) load_k(steps, stage);
+        }
+        float shift[M][2];
+        #pragma unroll
+        for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = -reference(i / 2, i % 2);
+        multiply_values(out, s, stage + values, [&](int m, int n, int i) {
+            float& x = s[m][n][i];
+            x = exp2_score(fmaf(x, unit, shift[m][i / 2]));
+            sum[m][i / 2] += x;
+            if constexpr (FV_KEEP)
+                if (!fv_keep(mods, place, query_of(m, i), key_of(n, i))) x = 0.f;
+        });
     }
 
-    // What the rows have come to.
+    // What the rows have come to, relative to their largest scores.
     #pragma unroll
     for (int m = 0; m < M; ++m)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = query0 + row0 + m * 16 + half * 8;
-            const float total = over_quad_sum(sum[m][half]);
-            const float exponent = top[m][half] == -infinity() ? -infinity() : top[m][half] * unit;
+            const float exponent = over_quad_max(top[m][half]) * unit;
+            float factor = exponent == -infinity() ? 0.f : exp2f(reference(m, half) - exponent);
+            const float total = over_quad_sum(sum[m][half]) * factor;
             if (query >= sequence.q_len) continue;
+            if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
             if constexpr (FV_SPLIT) {
                 i64 row = blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch
                         + head * p.partial_head + sequence.q_start + query;
@@ -316,10 +388,11 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         int column = n * 8 + column0 + i;
-                        if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i];
+                        if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i] * factor;
                     }
             } else {
-                const Row row = finish_row(p, sequence, head, query, exponent, total, lane % 4 == 0);
+                Row row = finish_row(p, sequence, head, query, exponent, total, lane % 4 == 0);
+                row.factor *= factor;
                 #pragma unroll
                 for (int n = 0; n < N_OUT; ++n)
                     store_out(row, n * 8 + column0, out[m][n][half * 2], out[m][n][half * 2 + 1]);
