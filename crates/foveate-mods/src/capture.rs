@@ -6,8 +6,9 @@
 //! ([`crate::Program::rebind`]).
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use crate::bounds::Table;
 use crate::error::{ModError, ModErrorKind};
 use crate::ir::Type;
 
@@ -44,6 +45,8 @@ struct Inner {
     shape: Vec<usize>,
     data: BufferData,
     learned: bool,
+    /// For bounds; the elements never change, so it is made once.
+    ranges: OnceLock<Table>,
 }
 
 /// A captured buffer of any element type. Cloning shares the elements.
@@ -70,7 +73,8 @@ impl AnyBuffer {
         if learned && !matches!(data, BufferData::F32(_)) {
             return Err(ModError::not_learnable(name));
         }
-        Ok(Self(Arc::new(Inner { name, shape: shape.to_vec(), data, learned })))
+        let (shape, ranges) = (shape.to_vec(), OnceLock::new());
+        Ok(Self(Arc::new(Inner { name, shape, data, learned, ranges })))
     }
 
     /// The name it is printed and rebound under.
@@ -100,6 +104,12 @@ impl AnyBuffer {
             BufferData::I32(_) => Type::I32,
             BufferData::F32(_) => Type::F32,
         }
+    }
+
+    /// Smallest and largest elements of its stretches. The first call takes time linear in the
+    /// number of elements.
+    pub(crate) fn ranges(&self) -> &Table {
+        self.0.ranges.get_or_init(|| Table::new(self))
     }
 
     /// True when both share one allocation.

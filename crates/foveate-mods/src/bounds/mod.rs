@@ -3,8 +3,8 @@
 //! Interval arithmetic over the graph: each node gets a range that holds every value it takes
 //! for the queries and keys of the rectangle. If the mask's range is only `true` or only
 //! `false` the rectangle is decided without looking at its points. Captured buffers take part
-//! through tables of range minima and maxima, made once ([`Bounds::new`]). The answer is always
-//! sound and may be undecided: the two sides of `x - x` are not known to be equal. A rectangle
+//! through tables of range minima and maxima, made once and kept with the buffer. The answer is
+//! always sound and may be undecided: the two sides of `x - x` are not known to be equal. A rectangle
 //! that may read a captured buffer outside its axes is never decided, so whoever evaluates what
 //! bounds leave open meets every index out of range, however the plane is cut.
 
@@ -14,14 +14,13 @@ mod random;
 mod table;
 
 use std::ops::{Range, RangeInclusive};
-use std::sync::Arc;
 
 use crate::eval::Point;
 use crate::ir::{Leaf, Node, NodeId, Type};
 use crate::program::Program;
 use crate::vector::Head;
 use interval::Interval;
-use table::Table;
+pub(crate) use table::Table;
 
 /// What a mask is over a rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,15 +37,16 @@ pub enum Cover {
 #[derive(Clone, Debug)]
 pub struct Bounds {
     program: Program,
-    tables: Arc<Vec<Table>>,
 }
 
 impl Bounds {
-    /// Prepares the captured buffers of a program whose root 0 is bool: time and memory are
-    /// linear in their lengths.
+    /// Prepares a program whose root 0 is bool. A captured buffer that was in no bounds before
+    /// takes time and memory linear in its length, all others none.
     pub fn new(program: &Program) -> Self {
-        let tables = program.graph().buffers().iter().map(Table::new).collect();
-        Self { program: program.clone(), tables: Arc::new(tables) }
+        program.graph().buffers().iter().for_each(|buffer| {
+            buffer.ranges();
+        });
+        Self { program: program.clone() }
     }
 
     /// What root 0 is over the queries and keys of a rectangle that is not empty.
@@ -72,12 +72,11 @@ impl Bounds {
                 Node::Leaf(Leaf::Score) => Interval::ANY_F32,
                 Node::Leaf(leaf) => Interval::one(point.leaf(*leaf)),
                 Node::Load { buffer, index } => {
-                    let slot = *buffer as usize;
-                    let buffer = &graph.buffers()[slot];
+                    let buffer = &graph.buffers()[*buffer as usize];
                     let of = |id: &NodeId| ranges[id.index()];
                     let mut axes = index.iter().map(of).zip(buffer.shape());
                     inside &= axes.all(|(index, &len)| index.within(len));
-                    self.tables[slot].range(buffer, index.iter().map(of))
+                    buffer.ranges().range(buffer, index.iter().map(of))
                 }
                 node => computed(&self.program, node, &ranges),
             };
@@ -209,6 +208,20 @@ mod tests {
         agrees(&mask(doc.at([q()]).eq(doc.at([kv()]))), true);
         let tiles = Buffer::new("tiles", &[4, 4], (0..16).map(|i| i % 3 == 0).collect()).unwrap();
         agrees(&mask(tiles.at([q() / 6, kv() / 6])), true);
+    }
+
+    #[test]
+    fn a_buffer_keeps_its_ranges_for_every_mask_that_reads_it() {
+        let ids = Buffer::vector("ids", (0..1000).collect::<Vec<i32>>());
+        let shared = mask(ids.at([expr::q()]).eq(3));
+        let buffer = &shared.program().graph().buffers()[0];
+        assert!(std::ptr::eq(ids.any().ranges(), buffer.ranges()));
+        let other = Buffer::vector("ids", vec![7; 1000]);
+        let rebound = shared.map(|p| p.rebind(other.any())).unwrap();
+        let head = Head { q_len: 1000, kv_len: 1, ..Default::default() };
+        assert_eq!(Bounds::new(shared.program()).cover(&head, 4..1000, 0..1), Cover::Empty);
+        assert_eq!(Bounds::new(shared.program()).cover(&head, 0..4, 0..1), Cover::Undecided);
+        assert_eq!(Bounds::new(rebound.program()).cover(&head, 0..1000, 0..1), Cover::Empty);
     }
 
     #[test]

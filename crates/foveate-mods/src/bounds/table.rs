@@ -14,13 +14,13 @@ const BLOCK: usize = 64;
 const ROWS: usize = 64;
 
 #[derive(Clone, Debug)]
-pub(super) struct Table {
+pub(crate) struct Table {
     /// `levels[k][i]` holds blocks `i..i + 2^k`.
     levels: Vec<Vec<Interval>>,
 }
 
 impl Table {
-    pub(super) fn new(buffer: &AnyBuffer) -> Self {
+    pub(crate) fn new(buffer: &AnyBuffer) -> Self {
         let len = buffer.data().len();
         let blocks = (0..len).step_by(BLOCK);
         let first: Vec<Interval> = blocks.map(|i| scan(buffer, i, (i + BLOCK).min(len))).collect();
