@@ -4,21 +4,22 @@
 //! that was interrupted, by Ctrl-C or by `kill -9`, continues from its last checkpoint with the
 //! losses it would have had.
 
+mod setup;
+
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use foveate_nn::{AttentionConfig, Batch, Gradients, Model, ModelConfig};
+use foveate_nn::{Batch, Gradients, Model};
 
-use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
-use crate::checkpoint::{self, Snapshot, State};
-use crate::corpus::{Corpus, Sources};
+use crate::checkpoint::{self, Snapshot};
+use crate::corpus::Corpus;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
-use crate::metrics::{EvalMetrics, JsonlLog, Record, StepMetrics, TensorBoardLog, curve};
-use crate::optimizer::{AdamW, Moments, clip_factor, global_norm};
+use crate::metrics::{EvalMetrics, Record, StepMetrics, curve};
+use crate::optimizer::{AdamW, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
-use crate::tokens::Tokenizer;
+use setup::Setup;
 
 /// What a run starts with.
 #[derive(Clone, Debug)]
@@ -94,163 +95,7 @@ pub fn train(
     run.steps(observer)
 }
 
-struct Setup<'a> {
-    recipe: &'a Recipe,
-    dir: PathBuf,
-    corpus: Corpus,
-    origin: Option<PathBuf>,
-    template_source: Option<String>,
-    train: Vec<usize>,
-    held_out: Vec<usize>,
-    model: Model,
-    attention: AttentionConfig,
-    moments: Vec<Moments>,
-    state: State,
-    started: Started,
-    jsonl: JsonlLog,
-    board: TensorBoardLog,
-    records: Vec<Record>,
-}
-
-impl<'a> Setup<'a> {
-    fn new(recipe: &'a Recipe, file: &Path, resume: bool) -> Result<Self, TrainError> {
-        let place = file.parent().unwrap_or(Path::new(""));
-        let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
-        let dir = recipe.run.dir.clone();
-        let checkpoints = dir.join("checkpoints");
-        let last = checkpoint::latest(&checkpoints);
-        if !resume && let Some(last) = &last {
-            let message =
-                "a run is already here; continue it with --resume, or choose another run.dir";
-            return Err(TrainError::checkpoint(last, message));
-        }
-        let last = last.filter(|_| resume);
-        if resume && last.is_none() {
-            let message = "there is no checkpoint to resume from; start without --resume";
-            return Err(TrainError::checkpoint(&checkpoints, message));
-        }
-        if resume {
-            same_run(recipe, &dir.join("recipe.toml"))?;
-        }
-        let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let from = base.as_deref().map(checkpoint::read_config).transpose()?;
-        let tokenizer = match (&recipe.data.tokenizer, &from) {
-            (Some(file), from) => {
-                let given = from.as_ref().map(|f| &f.tokenizer);
-                let (bos, eos) = given.map_or((None, None), |t| (t.bos(), t.eos()));
-                checkpoint::read_tokenizer(&place.join(file), bos, eos)?
-            }
-            (None, Some(from)) => from.tokenizer.clone(),
-            (None, None) => Tokenizer::bytes(),
-        };
-        let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
-        let data = &recipe.data;
-        let sources = Sources {
-            root: place.join(&data.root),
-            files: data.files.clone(),
-            exclude: data.exclude.clone(),
-            format: data.format,
-            on_bad_document: data.on_bad_document,
-        };
-        let corpus = Corpus::scan(&sources, tokenizer, Some(template))?;
-        let (train, held_out) = corpus.split(data.held_out, recipe.run.seed);
-
-        let vocab = corpus.tokenizer().vocab_size();
-        let config = match (&from, recipe.model_config(vocab).map_err(wrong)?) {
-            (Some(from), _) => from.model.clone(),
-            (None, Some(config)) => config,
-            (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
-        };
-        let longest = config.max_position_embeddings;
-        if data.len > longest {
-            let message =
-                format!("data.len is {}, but the model takes {longest} tokens at most", data.len);
-            return Err(wrong(message));
-        }
-        if vocab > config.vocab_size {
-            let known = config.vocab_size;
-            let message = format!(
-                "the tokenizer has {vocab} tokens, but the model knows {known}; leave \
-                 data.tokenizer out to take the checkpoint's own"
-            );
-            return Err(wrong(message));
-        }
-        let attention = match (&recipe.attention, &from) {
-            (Some(attention), _) => attention.clone(),
-            (None, Some(from)) => from.attention.clone(),
-            (None, None) => {
-                let message =
-                    "the section [attention] is missing; write mask = \"causal & document\"";
-                return Err(wrong(message.to_owned()));
-            }
-        };
-        fits_the_machine(recipe, &config).map_err(wrong)?;
-        let mut model =
-            Model::new(config, &attention, recipe.run.seed).map_err(|e| wrong(e.to_string()))?;
-        let mut fresh_buffers = Vec::new();
-        let fingerprint = corpus.fingerprint();
-        let (moments, state) = match (&last, &base) {
-            (Some(last), _) => {
-                let (moments, state) = checkpoint::load_state(last, &mut model)?;
-                if state.fingerprint != fingerprint {
-                    let message = "the documents are not those this run was trained on; restore \
-                                   them, or start a new run";
-                    return Err(TrainError::checkpoint(last, message));
-                }
-                if state.step > recipe.train.steps {
-                    let (asked, done) = (recipe.train.steps, state.step);
-                    let message = format!(
-                        "train.steps is {asked}, but the run has taken {done} steps; ask for more"
-                    );
-                    return Err(wrong(message));
-                }
-                (moments, state)
-            }
-            (None, base) => {
-                if let Some(base) = base {
-                    fresh_buffers = checkpoint::load_weights(base, &mut model)?;
-                }
-                let moments =
-                    model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
-                (moments, State { fingerprint, ..Default::default() })
-            }
-        };
-
-        std::fs::create_dir_all(&dir).map_err(|e| TrainError::write(&dir, e))?;
-        checkpoint::replace_file(&dir.join("recipe.toml"), recipe.to_toml()?.as_bytes())?;
-        let log = dir.join("metrics.jsonl");
-        let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
-        let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
-        let board = TensorBoardLog::create(&dir).map_err(|e| TrainError::write(&dir, e))?;
-        let started = Started {
-            step: state.step,
-            steps: recipe.train.steps,
-            parameters: model.parameters().iter().map(|p| p.data.len() as u64).sum(),
-            train_documents: train.len(),
-            held_out_documents: held_out.len(),
-            skipped_documents: corpus.skipped().len(),
-            fresh_buffers,
-            dir: dir.clone(),
-        };
-        Ok(Self {
-            recipe,
-            dir,
-            corpus,
-            origin: base,
-            template_source,
-            train,
-            held_out,
-            model,
-            attention,
-            moments,
-            state,
-            started,
-            jsonl,
-            board,
-            records,
-        })
-    }
-
+impl Setup<'_> {
     fn steps(&mut self, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
         let corpus = self.corpus.clone();
         let train = &self.recipe.train;
@@ -483,76 +328,6 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
         labels: &packed.labels,
         documents: &packed.documents,
         positions: &packed.positions,
-    }
-}
-
-/// Refuses, with the remedy, what cannot be held in memory.
-fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String> {
-    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
-    let need = config.memory_estimate(rows, len, 4, recipe.train.recompute.into());
-    let Some(there) = machine::usable().filter(|there| need.total() > *there) else {
-        return Ok(());
-    };
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    Err(format!(
-        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but this machine \
-         has {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", or \
-         choose a smaller model",
-        gib(need.total()),
-        gib(need.activations),
-        gib(there)
-    ))
-}
-
-/// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
-/// Steps, rates and what is saved when may change.
-fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
-    let saved = Recipe::load(path, &[])?;
-    let (old, new) = (&saved.train, &recipe.train);
-    let differs = [
-        ("run.seed", saved.run.seed != recipe.run.seed),
-        ("[model]", saved.model != recipe.model),
-        ("[attention]", saved.attention != recipe.attention),
-        ("[data]", saved.data != recipe.data),
-        ("train.batch_rows", old.batch_rows != new.batch_rows),
-        ("train.accumulate", old.accumulate != new.accumulate),
-    ];
-    match differs.iter().find(|(_, differs)| *differs) {
-        Some((key, _)) => {
-            let message = format!(
-                "{key} is not what this run was started with; restore it, or start a new run in \
-                 another run.dir"
-            );
-            Err(TrainError::checkpoint(path, message))
-        }
-        None => Ok(()),
-    }
-}
-
-/// The template conversations are rendered with, and its source where the recipe gives it.
-fn chat_template(
-    recipe: &Recipe,
-    place: &Path,
-    from: Option<&checkpoint::Config>,
-) -> Result<(ChatTemplate, Option<String>), TrainError> {
-    let special = match (from, &recipe.data.tokenizer) {
-        (Some(from), _) => from.special.clone(),
-        (None, Some(file)) => checkpoint::special_texts(&place.join(file))?,
-        (None, None) => Default::default(),
-    };
-    match (&recipe.data.chat_template, from) {
-        (Some(file), _) => {
-            let path = place.join(file);
-            let source = std::fs::read_to_string(&path)
-                .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
-            let template = ChatTemplate::new(&source, &path, &special.bos, &special.eos)?;
-            Ok((template, Some(source)))
-        }
-        (None, Some(from)) => Ok((from.template()?, None)),
-        (None, None) => {
-            let place = Path::new("chat template");
-            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
-        }
     }
 }
 

@@ -1,0 +1,271 @@
+//! What a run is made of before its first step: documents, model, state and logs.
+
+use std::path::{Path, PathBuf};
+
+use foveate_nn::{AttentionConfig, Model, ModelConfig};
+
+use super::Started;
+use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
+use crate::checkpoint::{self, Config, State};
+use crate::corpus::{Corpus, Sources};
+use crate::error::TrainError;
+use crate::machine;
+use crate::metrics::{JsonlLog, Record, TensorBoardLog};
+use crate::optimizer::Moments;
+use crate::recipe::Recipe;
+use crate::tokens::Tokenizer;
+
+/// A run between two steps.
+pub(super) struct Setup<'a> {
+    pub recipe: &'a Recipe,
+    pub dir: PathBuf,
+    pub corpus: Corpus,
+    /// The checkpoint the weights came from at first.
+    pub origin: Option<PathBuf>,
+    pub template_source: Option<String>,
+    pub train: Vec<usize>,
+    pub held_out: Vec<usize>,
+    pub model: Model,
+    pub attention: AttentionConfig,
+    pub moments: Vec<Moments>,
+    pub state: State,
+    pub started: Started,
+    pub jsonl: JsonlLog,
+    pub board: TensorBoardLog,
+    pub records: Vec<Record>,
+}
+
+impl<'a> Setup<'a> {
+    /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
+    pub fn new(recipe: &'a Recipe, file: &Path, resume: bool) -> Result<Self, TrainError> {
+        let place = file.parent().unwrap_or(Path::new(""));
+        let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
+        let last = last_checkpoint(recipe, resume)?;
+        let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
+        let from = origin.as_deref().map(checkpoint::read_config).transpose()?;
+        let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
+        let tokenizer = tokenizer(recipe, place, from.as_ref())?;
+        let corpus = Corpus::scan(&sources(recipe, place), tokenizer, Some(template))?;
+        let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
+        let vocab = corpus.tokenizer().vocab_size();
+        let (mut model, attention) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
+        let fingerprint = corpus.fingerprint();
+        let mut fresh_buffers = Vec::new();
+        let (moments, state) = if let Some(last) = &last {
+            resumed(recipe, last, &mut model, fingerprint)?
+        } else {
+            if let Some(origin) = &origin {
+                fresh_buffers = checkpoint::load_weights(origin, &mut model)?;
+            }
+            let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
+            (zeros, State { fingerprint, ..Default::default() })
+        };
+
+        let dir = recipe.run.dir.clone();
+        std::fs::create_dir_all(&dir).map_err(|e| TrainError::write(&dir, e))?;
+        checkpoint::replace_file(&dir.join("recipe.toml"), recipe.to_toml()?.as_bytes())?;
+        let log = dir.join("metrics.jsonl");
+        let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
+        let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
+        let board = TensorBoardLog::create(&dir).map_err(|e| TrainError::write(&dir, e))?;
+        let started = Started {
+            step: state.step,
+            steps: recipe.train.steps,
+            parameters: model.parameters().iter().map(|p| p.data.len() as u64).sum(),
+            train_documents: train.len(),
+            held_out_documents: held_out.len(),
+            skipped_documents: corpus.skipped().len(),
+            fresh_buffers,
+            dir: dir.clone(),
+        };
+        Ok(Self {
+            recipe,
+            dir,
+            corpus,
+            origin,
+            template_source,
+            train,
+            held_out,
+            model,
+            attention,
+            moments,
+            state,
+            started,
+            jsonl,
+            board,
+            records,
+        })
+    }
+}
+
+/// The checkpoint to continue from: the newest of the run's folder when `resume`, else none, and
+/// none may be there.
+fn last_checkpoint(recipe: &Recipe, resume: bool) -> Result<Option<PathBuf>, TrainError> {
+    let checkpoints = recipe.run.dir.join("checkpoints");
+    match (checkpoint::latest(&checkpoints), resume) {
+        (None, false) => Ok(None),
+        (Some(last), true) => {
+            same_run(recipe, &recipe.run.dir.join("recipe.toml"))?;
+            Ok(Some(last))
+        }
+        (Some(last), false) => {
+            let message =
+                "a run is already here; continue it with --resume, or choose another run.dir";
+            Err(TrainError::checkpoint(&last, message))
+        }
+        (None, true) => {
+            let message = "there is no checkpoint to resume from; start without --resume";
+            Err(TrainError::checkpoint(&checkpoints, message))
+        }
+    }
+}
+
+/// The recipe's tokenizer, the checkpoint's, or bytes.
+fn tokenizer(
+    recipe: &Recipe,
+    place: &Path,
+    from: Option<&Config>,
+) -> Result<Tokenizer, TrainError> {
+    match (&recipe.data.tokenizer, from) {
+        (Some(file), from) => {
+            let (bos, eos) = from.map_or((None, None), |f| (f.tokenizer.bos(), f.tokenizer.eos()));
+            checkpoint::read_tokenizer(&place.join(file), bos, eos)
+        }
+        (None, Some(from)) => Ok(from.tokenizer.clone()),
+        (None, None) => Ok(Tokenizer::bytes()),
+    }
+}
+
+fn sources(recipe: &Recipe, place: &Path) -> Sources {
+    let data = &recipe.data;
+    Sources {
+        root: place.join(&data.root),
+        files: data.files.clone(),
+        exclude: data.exclude.clone(),
+        format: data.format,
+        on_bad_document: data.on_bad_document,
+    }
+}
+
+/// The model with its first weights, and its attention program; or what is wrong with the recipe.
+fn model(
+    recipe: &Recipe,
+    from: Option<&Config>,
+    vocab: usize,
+) -> Result<(Model, AttentionConfig), String> {
+    let config = match (from, recipe.model_config(vocab)?) {
+        (Some(from), _) => from.model.clone(),
+        (None, Some(config)) => config,
+        (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
+    };
+    let (len, longest, known) =
+        (recipe.data.len, config.max_position_embeddings, config.vocab_size);
+    if len > longest {
+        return Err(format!("data.len is {len}, but the model takes {longest} tokens at most"));
+    }
+    if vocab > known {
+        return Err(format!(
+            "the tokenizer has {vocab} tokens, but the model knows {known}; leave data.tokenizer \
+             out to take the checkpoint's own"
+        ));
+    }
+    let attention = recipe.attention.as_ref().or(from.map(|f| &f.attention));
+    let attention = attention
+        .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
+        .clone();
+    fits_the_machine(recipe, &config)?;
+    let model = Model::new(config, &attention, recipe.run.seed).map_err(|e| e.to_string())?;
+    Ok((model, attention))
+}
+
+/// Moments and state of the checkpoint `last`, whose weights go into `model`.
+fn resumed(
+    recipe: &Recipe,
+    last: &Path,
+    model: &mut Model,
+    fingerprint: u64,
+) -> Result<(Vec<Moments>, State), TrainError> {
+    let (moments, state) = checkpoint::load_state(last, model)?;
+    if state.fingerprint != fingerprint {
+        let message =
+            "the documents are not those this run was trained on; restore them, or start a new run";
+        return Err(TrainError::checkpoint(last, message));
+    }
+    let (asked, done) = (recipe.train.steps, state.step);
+    if done > asked {
+        let message =
+            format!("train.steps is {asked}, but the run has taken {done} steps; ask for more");
+        return Err(TrainError::checkpoint(last, message));
+    }
+    Ok((moments, state))
+}
+
+/// Refuses, with the remedy, what cannot be held in memory.
+fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String> {
+    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
+    let need = config.memory_estimate(rows, len, 4, recipe.train.recompute.into());
+    let Some(there) = machine::usable().filter(|there| need.total() > *there) else {
+        return Ok(());
+    };
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    Err(format!(
+        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but this machine \
+         has {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", or \
+         choose a smaller model",
+        gib(need.total()),
+        gib(need.activations),
+        gib(there)
+    ))
+}
+
+/// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
+/// Steps, rates and what is saved when may change.
+fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
+    let saved = Recipe::load(path, &[])?;
+    let (old, new) = (&saved.train, &recipe.train);
+    let differs = [
+        ("run.seed", saved.run.seed != recipe.run.seed),
+        ("[model]", saved.model != recipe.model),
+        ("[attention]", saved.attention != recipe.attention),
+        ("[data]", saved.data != recipe.data),
+        ("train.batch_rows", old.batch_rows != new.batch_rows),
+        ("train.accumulate", old.accumulate != new.accumulate),
+    ];
+    match differs.iter().find(|(_, differs)| *differs) {
+        Some((key, _)) => {
+            let message = format!(
+                "{key} is not what this run was started with; restore it, or start a new run in \
+                 another run.dir"
+            );
+            Err(TrainError::checkpoint(path, message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The template conversations are rendered with, and its source where the recipe gives it.
+fn chat_template(
+    recipe: &Recipe,
+    place: &Path,
+    from: Option<&Config>,
+) -> Result<(ChatTemplate, Option<String>), TrainError> {
+    let special = match (from, &recipe.data.tokenizer) {
+        (Some(from), _) => from.special.clone(),
+        (None, Some(file)) => checkpoint::special_texts(&place.join(file))?,
+        (None, None) => Default::default(),
+    };
+    match (&recipe.data.chat_template, from) {
+        (Some(file), _) => {
+            let path = place.join(file);
+            let source = std::fs::read_to_string(&path)
+                .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
+            let template = ChatTemplate::new(&source, &path, &special.bos, &special.eos)?;
+            Ok((template, Some(source)))
+        }
+        (None, Some(from)) => Ok((from.template()?, None)),
+        (None, None) => {
+            let place = Path::new("chat template");
+            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
+        }
+    }
+}
