@@ -222,8 +222,11 @@ fn wrong_input_gets_one_line_with_the_place() {
         ("data.files=[\"*.rs\"]", "no file matches `*.rs`"),
         ("data.tokenizer=none.json", "none.json: is missing"),
     ] {
-        let line = told(&["train", "recipe.toml", "--set", set]);
-        assert!(line.contains(said), "{set}: {line}");
+        // Elsewhere the system does not say how much memory there is.
+        if cfg!(target_os = "linux") || !said.contains("machine has") {
+            let line = told(&["train", "recipe.toml", "--set", set]);
+            assert!(line.contains(said), "{set}: {line}");
+        }
     }
     std::fs::write(place.path("99.txt"), b"\xff\xfe").unwrap();
     let utf8 = told(&["train", "recipe.toml"]);
@@ -235,8 +238,10 @@ fn wrong_input_gets_one_line_with_the_place() {
 
     let summary = place.json(&["train", "recipe.toml", "--json", "--set", "train.steps=4"]);
     let checkpoint = summary["checkpoint"].as_str().unwrap();
-    let many = told(&["eval", checkpoint, "00.txt", "--batch-rows", "99999999999999"]);
-    assert!(many.contains("but the machine has"), "{many}");
+    if cfg!(target_os = "linux") {
+        let many = told(&["eval", checkpoint, "00.txt", "--batch-rows", "99999999999999"]);
+        assert!(many.contains("but the machine has"), "{many}");
+    }
     let file = Path::new(checkpoint).join("model.safetensors");
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
