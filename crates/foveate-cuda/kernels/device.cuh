@@ -279,13 +279,19 @@ struct FragmentA {
 };
 #endif
 
+#if FV_DTYPE == 2
+// d += A B in the three products that matter; d rounds towards zero.
+__device__ void multiply_split(float (&d)[4], const FragmentA& a, Split b0, Split b1) {
+    mma_tf32(d, a.low, b0.high, b1.high);
+    mma_tf32(d, a.high, b0.low, b1.low);
+    mma_tf32(d, a.high, b0.high, b1.high);
+}
+#endif
+
 __device__ void multiply_add(float (&d)[4], const FragmentA& a, u32 b0, u32 b1) {
 #if FV_DTYPE == 2
-    Split first = split(b0), second = split(b1);
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
-    mma_tf32(sum, a.low, first.high, second.high);
-    mma_tf32(sum, a.high, first.low, second.low);
-    mma_tf32(sum, a.high, first.high, second.high);
+    multiply_split(sum, a, split(b0), split(b1));
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 #elif FV_DTYPE == 1
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -330,6 +336,11 @@ __device__ void load_b(u32 (&b)[COUNT], u32 address) {
     }
 }
 
+// Steps of a product of M x N accumulators that are laid out one after the other. In f32 few: their
+// sums and split numbers are alive together, and of more there are no registers for large dims.
+template <int M, int N>
+constexpr int together(int steps) { return FV_DTYPE != 2 ? steps : M * N >= 16 ? 1 : 4; }
+
 // sum += A B over K steps, for the M x N accumulators of one warp. `a` and `b` are the addresses
 // of the lane's share of the warp's first row and column. Columns from `live` on are not computed.
 template <int K, bool A_TRANSPOSED, int A_PITCH, bool B_TRANSPOSED, int B_PITCH, int M, int N>
@@ -338,7 +349,8 @@ __device__ void multiply(float (&sum)[M][N][4], u32 a, u32 b, int live = N) {
     constexpr int A_ROW = A_TRANSPOSED ? 16 * ELEM_BYTES : 16 * A_PITCH;
     constexpr int B_STEP = B_TRANSPOSED ? STEP * B_PITCH : 32;
     constexpr int B_COLUMN = B_TRANSPOSED ? 8 * ELEM_BYTES : 8 * B_PITCH;
-    #pragma unroll
+    constexpr int TOGETHER = together<M, N>(K);
+    #pragma unroll TOGETHER
     for (int k = 0; k < K; ++k) {
         FragmentA fragment[M];
         #pragma unroll

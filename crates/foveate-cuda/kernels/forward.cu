@@ -151,7 +151,8 @@ struct Queries {
 // s = Q K^T
 __device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 keys) {
     clear(s);
-    #pragma unroll
+    constexpr int TOGETHER = together<M, N>(FV_DP / STEP);
+    #pragma unroll TOGETHER
     for (int k = 0; k < FV_DP / STEP; ++k) {
         FragmentA fragment[M];
         #pragma unroll
@@ -191,37 +192,58 @@ __device__ FragmentA weights(const float (&p)[N][4], int k) {
 // the step after it, so that the tensor cores have work while powers are computed.
 template <typename F>
 __device__ void multiply_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], u32 values, F weigh) {
+    constexpr int K = FV_BN / STEP;
     constexpr int EACH = STEP / 8 * 4 * M;                 // scores of a step
     auto weigh_some = [&](int k, int from, int to) {
         #pragma unroll
         for (int j = 0; j < EACH; ++j)
             if (j >= from && j < to) weigh(j / 4 % M, k * (STEP / 8) + j / 4 / M, j % 4);
     };
+#if FV_DTYPE == 2
+    // Column by column, so that few of the sums that are kept apart are alive together: with more
+    // there are not enough registers for large dims.
+    FragmentA fragment[M][K];
+    #pragma unroll
+    for (int k = 0; k < K; ++k) {
+        weigh_some(k, 0, EACH);
+        #pragma unroll
+        for (int m = 0; m < M; ++m) fragment[m][k] = weights(s[m], k);
+    }
+    #pragma unroll
+    for (int n = 0; n < N_OUT; ++n) {
+        float sum[M][1][4];
+        clear(sum);
+        #pragma unroll
+        for (int k = 0; k < K; ++k) {
+            u32 address = values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES;
+            Split first = split(__float_as_uint(load_shared(address)));
+            Split second = split(__float_as_uint(load_shared(address + PITCH_V)));
+            #pragma unroll
+            for (int m = 0; m < M; ++m) multiply_split(sum[m][0], fragment[m][k], first, second);
+        }
+        #pragma unroll
+        for (int i = 0; i < M * 4; ++i) out[i / 4][n][i % 4] += sum[i / 4][0][i % 4];
+    }
+#else
     weigh_some(0, 0, EACH);
     #pragma unroll
-    for (int k = 0; k < FV_BN / STEP; ++k) {
+    for (int k = 0; k < K; ++k) {
         FragmentA fragment[M];
         #pragma unroll
         for (int m = 0; m < M; ++m) fragment[m] = weights(s[m], k);
         #pragma unroll
         for (int n = 0; n < N_OUT; n += 2) {
             u32 pair[4];
-            u32 address = values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES;
-#if FV_DTYPE == 2
-            #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                pair[i] = __float_as_uint(load_shared(address + i / 2 * 8 * 4 + i % 2 * PITCH_V));
-#else
-            load_matrices<true>(pair, address);
-#endif
+            load_matrices<true>(pair, values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES);
             #pragma unroll
             for (int m = 0; m < M; ++m) {
                 multiply_add(out[m][n], fragment[m], pair[0], pair[1]);
                 multiply_add(out[m][n + 1], fragment[m], pair[2], pair[3]);
             }
-            if (k + 1 < FV_BN / STEP) weigh_some(k + 1, EACH * n / N_OUT, EACH * (n + 2) / N_OUT);
+            if (k + 1 < K) weigh_some(k + 1, EACH * n / N_OUT, EACH * (n + 2) / N_OUT);
         }
     }
+#endif
 }
 
 __device__ float over_quad_max(float x) {
