@@ -18,6 +18,7 @@ pub mod driver;
 mod error;
 pub mod library;
 pub mod nvrtc;
+pub mod profile;
 pub mod schedule;
 pub mod source;
 
