@@ -506,6 +506,10 @@ mod tests {
         for step in steps {
             let (some, more) = (nodes(50, step), nodes(100, step));
             assert!(more < 2 * some + 50 && more < 3000, "{some} nodes, then {more}");
+            let deep = (0..1000).fold(expr::score(), step);
+            let forward = ScoreMod::new(deep.dynamic()).unwrap().program().graph().nodes().len();
+            let both = nodes(1000, step);
+            assert!(both < 20 * forward, "{forward} nodes forward, {both} in the gradient");
         }
         nodes(20_000, &guarded);
     }

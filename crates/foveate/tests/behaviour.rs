@@ -3,7 +3,7 @@
 use foveate::mods::expr::{b, h, kv, q, scalar, score};
 use foveate::{
     Attention, Buffer, DType, Device, Expr, Forward, Layout, MaskMod, Plan, Positions, Problem,
-    ScoreMod, Tensor, TensorRef,
+    ScoreMod, Tensor, TensorRef, closure,
 };
 
 /// Elements in [-1, 1) from a counter: what a seed gives is the same everywhere.
@@ -68,6 +68,23 @@ fn a_shard_of_the_queries_at_its_offset_gives_its_rows_of_the_whole() {
 
     let moved = plan(&at(Positions::offset(0)), &shard, &k, &v).set_scalar("q_offset", 20).unwrap();
     assert_close(&moved.forward(&shard, &k, &v).unwrap().out.to_f64(), &expected, 2e-6);
+}
+
+#[test]
+fn a_mod_whose_body_was_wrong_is_refused_when_it_is_planned() {
+    let [q, k] = [[1, 2, 5, 4], [1, 2, 7, 4]].map(|shape| random(5, DType::F32, shape));
+    let table = Buffer::new("table", &[7, 7], vec![true; 49]).unwrap();
+    let masked = closure::mask_mod!(|q, kv| q >= kv && table[q]);
+    let score = closure::score_mod!(|score, q, kv| if table[q] { score } else { 0 });
+    let near = closure::mask_mod!(|q, kv| q - kv < 3);
+    for program in
+        [Attention::new().mask(near).mask(masked), Attention::new().score(score.then(&score))]
+    {
+        let e = program.plan(&Problem::of(&q, &k, &k).unwrap(), &Device::cpu()).unwrap_err();
+        let told = e.to_string();
+        assert!(told.contains("buffer `table` has 2 axes but was given 1 index"), "{told}");
+        assert!(told.contains("behaviour.rs:"), "{told}");
+    }
 }
 
 #[test]

@@ -27,6 +27,7 @@
 mod lexer;
 mod parser;
 mod printer;
+mod words;
 
 use std::collections::BTreeMap;
 

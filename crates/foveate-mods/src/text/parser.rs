@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use super::Names;
 use super::lexer::{Token, error, tokens};
+use super::words::{BINARY, COMPARE, OPERATORS, TYPES, UNARY, WORDS};
 use crate::capture::{AnyBuffer, Scalar, ScalarValue};
 use crate::catalogue::{self, Arg};
 use crate::error::{ModError, ModErrorKind};
@@ -71,72 +72,6 @@ struct Parser<'a> {
 }
 
 type Parsed = Result<Value, ModError>;
-
-/// Binary operators: mark, how tightly it binds, operation, whether operands are exchanged.
-const OPERATORS: [(&str, u8, BinaryOp, bool); 16] = [
-    ("||", 1, BinaryOp::Or, false),
-    ("|", 1, BinaryOp::Or, false),
-    ("^", 2, BinaryOp::Xor, false),
-    ("&&", 3, BinaryOp::And, false),
-    ("&", 3, BinaryOp::And, false),
-    ("==", COMPARE, BinaryOp::Eq, false),
-    ("!=", COMPARE, BinaryOp::Ne, false),
-    ("<", COMPARE, BinaryOp::Lt, false),
-    ("<=", COMPARE, BinaryOp::Le, false),
-    (">", COMPARE, BinaryOp::Lt, true),
-    (">=", COMPARE, BinaryOp::Le, true),
-    ("+", 5, BinaryOp::Add, false),
-    ("-", 5, BinaryOp::Sub, false),
-    ("*", 6, BinaryOp::Mul, false),
-    ("/", 6, BinaryOp::Div, false),
-    ("%", 6, BinaryOp::Rem, false),
-];
-
-const COMPARE: u8 = 4;
-
-const UNARY: [(&str, UnaryOp); 14] = [
-    ("abs", UnaryOp::Abs),
-    ("floor", UnaryOp::Floor),
-    ("exp", UnaryOp::Exp),
-    ("exp2", UnaryOp::Exp2),
-    ("log", UnaryOp::Log),
-    ("log2", UnaryOp::Log2),
-    ("sqrt", UnaryOp::Sqrt),
-    ("rsqrt", UnaryOp::Rsqrt),
-    ("tanh", UnaryOp::Tanh),
-    ("sigmoid", UnaryOp::Sigmoid),
-    ("erf", UnaryOp::Erf),
-    ("sin", UnaryOp::Sin),
-    ("cos", UnaryOp::Cos),
-    ("unit", UnaryOp::Unit),
-];
-
-const BINARY: [(&str, BinaryOp); 4] = [
-    ("min", BinaryOp::Min),
-    ("max", BinaryOp::Max),
-    ("pow", BinaryOp::Pow),
-    ("mix", BinaryOp::Mix),
-];
-
-const TYPES: [(&str, Type); 3] = [("bool", Type::Bool), ("i32", Type::I32), ("f32", Type::F32)];
-
-/// Words that cannot be the names of values.
-pub(super) const WORDS: [&str; 9] =
-    ["let", "if", "else", "then", "as", "true", "false", "inf", "nan"];
-
-/// The function of an operation in the text form, for those that have no operator.
-pub(super) fn function_name(op: Result<UnaryOp, BinaryOp>) -> Option<&'static str> {
-    match op {
-        Ok(op) => UNARY.iter().find(|(_, o)| *o == op).map(|(name, _)| *name),
-        Err(op) => BINARY.iter().find(|(_, o)| *o == op).map(|(name, _)| *name),
-    }
-}
-
-/// The operator of an operation and how tightly it binds.
-pub(super) fn operator(op: BinaryOp) -> Option<(&'static str, u8)> {
-    let found = OPERATORS.iter().rev().find(|(_, _, o, swapped)| *o == op && !swapped);
-    found.map(|(mark, tight, ..)| (*mark, *tight))
-}
 
 impl<'a> Parser<'a> {
     fn token(&self) -> &Token {

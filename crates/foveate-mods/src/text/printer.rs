@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::Names;
-use super::parser::{WORDS, function_name, operator};
+use super::words::{COMPARE, WORDS, function_name, operator};
 use crate::capture::ScalarValue;
 use crate::catalogue;
 use crate::ir::{Leaf, Node, NodeId, UnaryOp};
@@ -123,11 +123,7 @@ pub(super) fn print(program: &Program) -> (String, Names) {
 
 /// What a left operand must bind like: comparisons do not chain, other operators do.
 fn left(tight: u8) -> u8 {
-    if tight == operator(crate::ir::BinaryOp::Eq).expect("an operator").1 {
-        tight + 1
-    } else {
-        tight
-    }
+    if tight == COMPARE { tight + 1 } else { tight }
 }
 
 fn literal(text: String) -> Piece {
