@@ -31,6 +31,8 @@
 //   + FV_STAGES * FV_BM * (row(FV_DP) + row(FV_DVP) + 8)              Q, dO, lse, delta
 //   + 2 * FV_BM * row(FV_BN)                                          P, dS
 //   + 64                                                              meetings
+// and at least FV_WARPS * 16 * (32 * columns + 32), with `columns` the accumulators that a warp has
+// side by side in dK or dV, whichever is more.
 // FV_BM and FV_BN are multiples of 16; FV_STAGES is 1 or 2. The warps must divide S evenly: some
 // divisor `down` of FV_WARPS divides FV_BM / 16, and FV_WARPS / down divides FV_BN / 8.
 
@@ -43,12 +45,15 @@ constexpr int STAGE_BYTES = AT_DELTA + FV_BM * 4;
 constexpr int AT_P = AT_STAGES + FV_STAGES * STAGE_BYTES;
 constexpr int AT_DS = AT_P + FV_BM * PITCH_P;
 constexpr int AT_MEETINGS = AT_DS + FV_BM * PITCH_P;
-constexpr int SHARED_BYTES = AT_MEETINGS + 64;
-extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
 constexpr Warps OF_K = divide(FV_BN, FV_DP, false);        // warps over dK
 constexpr Warps OF_V = divide(FV_BN, FV_DVP, false);       // over dV
 constexpr Warps OF_Q = divide(FV_BM, FV_DP, false);        // over dQ
+
+// dK and dV leave through what held tiles before.
+constexpr int SCRATCH_BYTES = scratch_bytes(OF_K.columns > OF_V.columns ? OF_K.columns : OF_V.columns);
+constexpr int SHARED_BYTES = max_of(AT_MEETINGS + 64, FV_WARPS * SCRATCH_BYTES);
+extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
@@ -153,11 +158,11 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         copied(number).arrive_after_copies();
     };
 
+    load_tile<FV_BN, FV_D, FV_DP>(base, rows_of(p.k, k_batch, head_kv, k_first, keys));
+    load_tile<FV_BN, FV_DV, FV_DVP>(base + AT_V, rows_of(p.v, k_batch, head_kv, k_first, keys));
     Steps steps;
     Step step, following;
     bool more = steps.next(p, tile, head_kv, following);
-    load_tile<FV_BN, FV_D, FV_DP>(base, rows_of(p.k, k_batch, head_kv, k_first, keys));
-    load_tile<FV_BN, FV_DV, FV_DVP>(base + AT_V, rows_of(p.v, k_batch, head_kv, k_first, keys));
     if (more) load(following, 0);
     for (int number = 0; more; ++number) {
         step = following;
@@ -219,7 +224,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ds_read.arrive_warp();
     }
 
-    const bool accumulate = p.accumulate;
-    store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, k_row, k_column, p.scale, accumulate);
-    store_rows(p.dv, k_batch, head_kv, k_first, keys, FV_DV, dv, v_row, v_column, 1.f, accumulate);
+    __syncthreads();    // all of shared memory is free now
+    char* scratch = shared + warp * SCRATCH_BYTES;
+    store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, k_row, k_column, p.scale, p.accumulate, scratch);
+    store_rows(p.dv, k_batch, head_kv, k_first, keys, FV_DV, dv, v_row, v_column, 1.f, p.accumulate, scratch);
 }

@@ -8,46 +8,72 @@ typedef unsigned short GradElem;
 
 // ---- destinations ----
 
-// One element of a gradient.
-__device__ void store_gradient(GradElem* target, float x, bool accumulate) {
-    if (accumulate) x += widen<FV_GRAD_DTYPE>(*target);
-    if constexpr (FV_GRAD_DTYPE == 2) *target = x;
-    else *target = narrow2<FV_GRAD_DTYPE>(x, 0.f);
+__device__ GradElem narrow(float x) {
+#if FV_GRAD_DTYPE == 2
+    return x;
+#else
+    return narrow2<FV_GRAD_DTYPE>(x, 0.f);
+#endif
 }
 
-// Columns column, column + 1 of a row of a gradient that has `dim` columns; column is even.
-__device__ void store_gradients(GradElem* row, i64 elem, int column, int dim, float x, float y, bool accumulate) {
-    if (column >= dim) return;
-    if constexpr (FV_ALIGN >= (FV_GRAD_DTYPE == 2 ? 8 : 4)) {
-        if (column + 1 < dim && !accumulate) {
-            if constexpr (FV_GRAD_DTYPE == 2) *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
-            else *reinterpret_cast<u32*>(row + column) = narrow2<FV_GRAD_DTYPE>(x, y);
-            return;
+// Columns column .. column + 8 of a row of a gradient that has `dim` columns: x, or x added to
+// what is there. `column` is a multiple of 8.
+__device__ void store_eight(GradElem* row, i64 elem, int column, int dim, float (&x)[8], bool accumulate) {
+    union Piece {
+        uint4 words[sizeof(GradElem) / 2];
+        GradElem of[8];
+    };
+    if (FV_ALIGN == 16 && column + 8 <= dim) {
+        Piece* at = reinterpret_cast<Piece*>(row + column);
+        Piece piece;
+        if (accumulate) {
+            for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) piece.words[i] = at->words[i];
+            for (int i = 0; i < 8; ++i) x[i] += widen<FV_GRAD_DTYPE>(piece.of[i]);
+        }
+        for (int i = 0; i < 8; ++i) piece.of[i] = narrow(x[i]);
+        for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) at->words[i] = piece.words[i];
+    } else {
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            GradElem* at = row + (column + i) * elem;
+            if (column + i < dim) *at = narrow(accumulate ? x[i] + widen<FV_GRAD_DTYPE>(*at) : x[i]);
         }
     }
-    store_gradient(row + column * elem, x, accumulate);
-    if (column + 1 < dim) store_gradient(row + (column + 1) * elem, y, accumulate);
 }
 
-// Writes accumulators times `factor` to rows first .. first + count of a gradient that has `dim`
-// columns; the warp's first accumulator is at row0, column0 of them.
+// Bytes that each warp needs to write COLUMNS accumulators side by side.
+constexpr int scratch_pitch(int columns) { return columns * 32 + 32; }
+constexpr int scratch_bytes(int columns) { return 16 * scratch_pitch(columns); }
+
+// Writes a warp's accumulators times `factor` to a gradient of `count` rows, the first of which
+// stands at `first` in its view, and `dim` columns; the first accumulator is at row0, column0 of
+// them. They pass through `scratch`, shared memory of the warp, to be written along rows.
 template <int M, int N>
-__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim,
-                           const float (&sum)[M][N][4], int row0, int column0, float factor, bool accumulate) {
-    int lane = threadIdx.x % 32;
-    GradElem* data = static_cast<GradElem*>(view.data) + view.at(batch, head, 0);
+__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim, const float (&sum)[M][N][4],
+                           int row0, int column0, float factor, bool accumulate, char* scratch) {
+    const int lane = threadIdx.x % 32;
+    GradElem* data = static_cast<GradElem*>(view.data) + view.at(batch, head, first);
     #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int row = row0 + m * 16 + half * 8 + lane / 4;
-            if (row >= count) continue;
-            GradElem* target = data + (first + row) * view.row;
+        for (int n = 0; n < N; ++n)
             #pragma unroll
-            for (int n = 0; n < N; ++n)
-                store_gradients(target, view.elem, column0 + n * 8 + lane % 4 * 2, dim,
-                                sum[m][n][half * 2] * factor, sum[m][n][half * 2 + 1] * factor, accumulate);
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<float2*>(scratch + (lane / 4 + half * 8) * scratch_pitch(N) + n * 32 + lane % 4 * 8) =
+                    make_float2(sum[m][n][half * 2], sum[m][n][half * 2 + 1]);
+        __syncwarp();
+        #pragma unroll 1
+        for (int i = lane; i < 16 * N; i += 32) {
+            const int row = row0 + m * 16 + i / N, column = column0 + i % N * 8;
+            if (row >= count || column >= dim) continue;
+            const float* from = reinterpret_cast<const float*>(scratch + i / N * scratch_pitch(N) + i % N * 32);
+            float x[8];
+            #pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = from[j] * factor;
+            store_eight(data + row * view.row, view.elem, column, dim, x, accumulate);
         }
+        __syncwarp();
+    }
 }
 
 // ---- sums of dq ----

@@ -17,6 +17,8 @@
 //   + FV_STAGES * FV_BN * (row(FV_DP) + row(FV_DVP))                  K, V
 //   + FV_BM * row(FV_BN)                                              dS
 //   + 64                                                              meetings
+// and at least FV_WARPS * 16 * (32 * columns + 32), with `columns` the accumulators that a warp has
+// side by side in dQ;
 // with the conditions of fv_backward on tiles, stages and warps.
 
 constexpr int AT_D_OUT = FV_BM * PITCH_K;
@@ -27,10 +29,13 @@ constexpr int AT_V = FV_BN * PITCH_K;                      // in a stage
 constexpr int STAGE_BYTES = AT_V + FV_BN * PITCH_V;
 constexpr int AT_DS = AT_STAGES + FV_STAGES * STAGE_BYTES;
 constexpr int AT_MEETINGS = AT_DS + FV_BM * PITCH_P;
-constexpr int SHARED_BYTES = AT_MEETINGS + 64;
-extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
 constexpr Warps OF_Q = divide(FV_BM, FV_DP, false);        // warps over dQ
+
+// dQ leaves through what held tiles before.
+constexpr int SCRATCH_BYTES = scratch_bytes(OF_Q.columns);
+constexpr int SHARED_BYTES = max_of(AT_MEETINGS + 64, FV_WARPS * SCRATCH_BYTES);
+extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
 // The steps of a block: tiles of keys, one after the other.
@@ -104,13 +109,13 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
 
     float dq[OF_Q.rows][OF_Q.columns][4];
     clear(dq);
+    load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, s.q_batch, head, s.q_start + query, queries));
+    load_tile<FV_BM, FV_DV, FV_DVP>(base + AT_D_OUT, rows_of(p.d_out, s.q_batch, head, s.q_start + query, queries));
+    load_row_values<FV_BM>(base + AT_LSE, p.lse, p.delta, s.q_batch, head, s.q_start + query, queries);
     Steps steps(p, s, tile, head);
     int key, following;
     bool evaluate, following_evaluates;
     bool more = steps.next(following, following_evaluates);
-    load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, s.q_batch, head, s.q_start + query, queries));
-    load_tile<FV_BM, FV_DV, FV_DVP>(base + AT_D_OUT, rows_of(p.d_out, s.q_batch, head, s.q_start + query, queries));
-    load_row_values<FV_BM>(base + AT_LSE, p.lse, p.delta, s.q_batch, head, s.q_start + query, queries);
     if (more) load(following, 0);
     for (int number = 0; more; ++number) {
         key = following;
@@ -142,5 +147,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         }
     }
 
-    store_rows(p.dq, s.q_batch, head, s.q_start + query, queries, FV_D, dq, q_row, q_column, p.scale, p.accumulate);
+    __syncthreads();    // all of shared memory is free now
+    store_rows(p.dq, s.q_batch, head, s.q_start + query, queries, FV_D, dq, q_row, q_column, p.scale, p.accumulate,
+               shared + warp * SCRATCH_BYTES);
 }

@@ -67,7 +67,7 @@ __device__ void store_scores(u32 tile, F value) {
 
 struct Scores {
     OfScores g;             // S, then P times the derivative of the score, then dS
-#if FV_SCORE
+#if FV_DSCORE
     OfScores weight;        // P
 #endif
 #if FV_KEEP
@@ -75,11 +75,11 @@ struct Scores {
     float keep_scale;
 #endif
 #if FV_CAPTURES
-    OfScores raw, d_score;  // scale S, and dS before the derivative of the score
+    OfScores raw;           // scale S
 #endif
 
     __device__ float p(int m, int n, int i) const {
-#if FV_SCORE
+#if FV_DSCORE
         return weight[m][n][i];
 #else
         return g[m][n][i];
@@ -108,37 +108,39 @@ struct Scores {
             if constexpr (FV_DTYPE == 2) return exp2_score((score - lse[m][i / 2]) * LOG2_E);
             return exp2_score(fmaf(score, LOG2_E, -lse[m][i / 2]));
         };
-        // Rows past the end have zeros for q, d_out, lse and delta, and add nothing by themselves
-        // unless a score function makes something of them.
-        const bool check = c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM) || (FV_MASK && c.evaluate);
-        auto live = [&](int row, int column) {
-            if (column >= c.keys || (FV_SCORE && row >= c.queries)) return false;
-            if constexpr (FV_MASK) return !c.evaluate || fv_mask(mods, c.place, c.query + row, c.key + column);
-            return true;
-        };
-#if FV_SCORE
         for_each_score([&](int m, int n, int i, int row, int column) {
+#if FV_SCORE
             const int q = c.query + row, kv = c.key + column;
             const float s = g[m][n][i] * scale;
-            float x = exp_score(fv_score(mods, c.place, q, kv, s), m, i);
-            if (check && !live(row, column)) x = 0.f;
+            const float x = exp_score(fv_score(mods, c.place, q, kv, s), m, i);
+            g[m][n][i] = x;
+#if FV_DSCORE
             weight[m][n][i] = x;
-            g[m][n][i] = FV_DSCORE && x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : x;
+            g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : 0.f;
+#endif
 #if FV_CAPTURES
             raw[m][n][i] = s;
-            d_score[m][n][i] = x;
 #endif
-        });
 #else
-        for_each_score([&](int m, int n, int i, int, int) {
             if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i);
             else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
-        });
-        if (check)
-            for_each_score([&](int m, int n, int i, int row, int column) {
-                if (!live(row, column)) g[m][n][i] = 0.f;
-            });
 #endif
+        });
+        auto keep_where = [&](auto holds) {
+            for_each_score([&](int m, int n, int i, int row, int column) {
+                if (holds(row, column)) return;
+                g[m][n][i] = 0.f;
+#if FV_DSCORE
+                weight[m][n][i] = 0.f;
+#endif
+            });
+        };
+        // Rows past the end have zeros for q, d_out, lse and delta, and add nothing by themselves
+        // unless a score function makes something of them.
+        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
+            keep_where([&](int row, int column) { return column < c.keys && (!FV_SCORE || row < c.queries); });
+        if (FV_MASK && c.evaluate)
+            keep_where([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
 #if FV_KEEP
         for (u32& bits : kept) bits = 0;
         keep_scale = fv_keep_scale(mods);
@@ -159,8 +161,8 @@ struct Scores {
                 #pragma unroll
                 for (int n = 0; n < OF_S.columns; ++n) {
                     const float d = dropped(dp[m][n][i], m, n, i) - delta;
-#if FV_CAPTURES
-                    d_score[m][n][i] *= d;
+#if FV_DSCORE && FV_CAPTURES
+                    weight[m][n][i] *= d;   // dS before the derivative of the score
 #endif
                     g[m][n][i] *= d;
                 }
@@ -187,7 +189,7 @@ struct Scores {
         const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
         const int query = c.query + score_row(), key = c.key + score_column();
         auto given = [&](int m, int n, int i) {
-            const float d = d_score[m][n][i];
+            const float d = p(m, n, i);    // of the result of the score function, by now
             const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
             return d == 0.f ? 0.f : Read::term(mods, c.place, q, kv, raw[m][n][i], d);
         };

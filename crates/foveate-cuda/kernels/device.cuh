@@ -33,6 +33,7 @@ typedef unsigned short Elem;            // the bits of an f16 or bf16
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // ---- numbers ----
 

@@ -25,18 +25,7 @@ fv_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods) {
             float x[8];
             #pragma unroll
             for (int c = 0; c < 8; ++c) x[c] = p.scale * sums[sum_offset(pair % 8 * 4 + c / 2, half * 2 + c % 2)];
-            GradElem* target = data + (s.q_start + row + half * 8) * p.dq.row;
-            if constexpr (FV_ALIGN == 16 && FV_GRAD_DTYPE != 2) {
-                if (column * 8 + 8 <= FV_D && !p.accumulate) {
-                    *reinterpret_cast<uint4*>(target + column * 8) =
-                        make_uint4(narrow2<FV_GRAD_DTYPE>(x[0], x[1]), narrow2<FV_GRAD_DTYPE>(x[2], x[3]),
-                                   narrow2<FV_GRAD_DTYPE>(x[4], x[5]), narrow2<FV_GRAD_DTYPE>(x[6], x[7]));
-                    continue;
-                }
-            }
-            #pragma unroll
-            for (int c = 0; c < 8; c += 2)
-                store_gradients(target, p.dq.elem, column * 8 + c, FV_D, x[c], x[c + 1], p.accumulate);
+            store_eight(data + (s.q_start + row + half * 8) * p.dq.row, p.dq.elem, column * 8, FV_D, x, p.accumulate);
         }
     }
 }
