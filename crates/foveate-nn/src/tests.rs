@@ -133,6 +133,19 @@ fn every_gradient_of_the_model_is_its_central_difference() {
                 let allowed = 6e-3 * (1.0 + f64::from(most));
                 assert!(error < allowed, "{name}[{i}]: {} but {slope} (seed {seed})", g[i]);
             }
+            // Along itself a gradient's slope is its length.
+            let length = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            let old = model.parameters()[p].data.clone();
+            let step = 2e-3 / length;
+            let mut at = |x: f64| {
+                let moved = old.iter().zip(g).map(|(o, g)| o + (x * f64::from(*g)) as f32);
+                model.parameters_mut()[p].data = moved.collect();
+                model.loss(&batch).unwrap().sum_nats
+            };
+            let slope = (at(step) - at(-step)) / 4e-3;
+            at(0.0);
+            let error = (slope - length).abs();
+            assert!(error < 3e-3 * length, "{name}: {length} but {slope} (seed {seed})");
         }
     }
 }
