@@ -127,11 +127,6 @@ impl Stats {
     pub fn sparsity(&self) -> f64 {
         if self.entries == 0 { 0.0 } else { 1.0 - self.live_entries as f64 / self.entries as f64 }
     }
-
-    /// Share of the tiles that are live, between 0 and 1.
-    pub fn live_tile_share(&self) -> f64 {
-        if self.tiles == 0 { 0.0 } else { (self.full + self.partial) as f64 / self.tiles as f64 }
-    }
 }
 
 impl BlockMask {

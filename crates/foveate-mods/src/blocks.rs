@@ -6,8 +6,8 @@
 
 use crate::capture::Buffer;
 use crate::error::ModError;
-use crate::expr::{self, Expr};
-use crate::parameter::argument;
+use crate::expr;
+use crate::parameter::{along, argument};
 use crate::program::MaskMod;
 
 /// Tiles of each row of query tiles: `counts [B|1, H|1, rows]` says how many of the row's entries
@@ -83,13 +83,12 @@ pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModErro
     }
     // Named after the list, so that two lists are rebound apart.
     let live = Buffer::new(format!("live_{}", list.tiles.any().name()), &shape, live)?;
-    let at = |leaf: Expr<i32>, len: usize| if len == 1 { Expr::from(0) } else { leaf };
     let (row, column) = (expr::q() / tile.0, expr::kv() / tile.1);
     let (last_row, last_column) = (shape[2] as i32 - 1, shape[3] as i32 - 1);
     let inside = row.le(last_row) & column.le(last_column);
     let listed = live.at([
-        at(expr::b(), shape[0]),
-        at(expr::h(), shape[1]),
+        along(expr::b(), shape[0]),
+        along(expr::h(), shape[1]),
         row.min(last_row),
         column.min(last_column),
     ]);

@@ -25,11 +25,6 @@ impl Leaves {
     pub fn union(self, other: Self) -> Self {
         Leaves(self.0 | other.0)
     }
-
-    /// True for values that change along a row of keys.
-    pub fn along_row(self) -> bool {
-        self.contains(Leaf::Kv) || self.contains(Leaf::Score)
-    }
 }
 
 impl Program {

@@ -17,7 +17,7 @@ use foveate_macros::mask_mod;
 use crate::capture::Buffer;
 use crate::error::ModError;
 use crate::expr::{self, Expr, scalar};
-use crate::parameter::{Parameter, argument};
+use crate::parameter::{Parameter, argument, rank};
 use crate::program::MaskMod;
 
 pub use crate::blocks::{BlockLists, block_lists, blocks};
@@ -93,14 +93,6 @@ pub fn prefix_lm(prefix: impl Into<Parameter<i32>>) -> Result<MaskMod, ModError>
 pub fn prefix_lm_per_batch(prefixes: &Buffer<i32>) -> Result<MaskMod, ModError> {
     rank("prefix", prefixes, &[1])?;
     prefix_lm(prefixes.at([expr::b()]))
-}
-
-fn rank(of: &str, buffer: &Buffer<i32>, ranks: &[usize]) -> Result<(), ModError> {
-    if ranks.contains(&buffer.shape().len()) {
-        return Ok(());
-    }
-    let (name, shape) = (buffer.any().name(), buffer.shape());
-    Err(argument(of, format!("`{name}` must have {ranks:?} axes, but its shape is {shape:?}")))
 }
 
 fn id_at(ids: &Buffer<i32>, position: Expr<i32>) -> Expr<i32> {
@@ -349,6 +341,10 @@ mod tests {
             (dilated(-1, 1), "dilated: reach must be at least 0, not -1"),
             (dilated(4, -1), "dilated: step must be at least 1, not -1"),
             (global_tokens(-1), "global_tokens: tokens must be at least 0, not -1"),
+            (
+                document(&Buffer::new("doc", &[1, 1, 2], vec![0; 2]).unwrap()),
+                "document: `doc` must have 1 or 2 axes, but its shape is [1, 1, 2]",
+            ),
             (document_offsets(&[0, 3, 2]), "document: offset 2 falls from 3 to 2"),
             (document_offsets(&[]), "document: offsets must start at 0"),
             (document_lengths(&[1, -1]), "document: length 1 is negative: -1"),

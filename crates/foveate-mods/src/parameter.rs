@@ -1,6 +1,6 @@
-//! The numbers that named masks and scores take.
+//! The numbers and buffers that named masks and scores take.
 
-use crate::capture::{Element, ScalarValue};
+use crate::capture::{Buffer, Element, ScalarValue};
 use crate::error::{ModError, ModErrorKind};
 use crate::expr::{self, DynExpr, Expr, IntoScalar};
 use crate::ir::Node;
@@ -94,6 +94,27 @@ impl Parameter<f32> {
             _ => Ok(self.named(name)),
         }
     }
+}
+
+/// Refuses a buffer whose number of axes is none of `ranks`.
+pub(crate) fn rank<T: Element>(
+    of: &str,
+    buffer: &Buffer<T>,
+    ranks: &[usize],
+) -> Result<(), ModError> {
+    if ranks.contains(&buffer.shape().len()) {
+        return Ok(());
+    }
+    let (name, shape) = (buffer.any().name(), buffer.shape());
+    let wanted: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    let axes = if ranks == [1] { "axis" } else { "axes" };
+    let wanted = wanted.join(" or ");
+    Err(argument(of, format!("`{name}` must have {wanted} {axes}, but its shape is {shape:?}")))
+}
+
+/// `leaf`, or 0 for an axis of length 1, which is broadcast.
+pub(crate) fn along(leaf: Expr<i32>, len: usize) -> Expr<i32> {
+    if len == 1 { Expr::from(0) } else { leaf }
 }
 
 /// The value of an expression that reads no coordinate and no buffer.

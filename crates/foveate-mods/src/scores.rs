@@ -14,7 +14,7 @@ use foveate_macros::score_mod;
 use crate::capture::Buffer;
 use crate::error::ModError;
 use crate::expr::{self, Expr};
-use crate::parameter::{Parameter, argument};
+use crate::parameter::{Parameter, along, argument, rank};
 use crate::program::ScoreMod;
 
 /// `cap · tanh(score / cap)` (Gemma 2). A larger cap bends less.
@@ -50,7 +50,7 @@ pub fn alibi_with(slopes: &Buffer<f32>) -> Result<ScoreMod, ModError> {
     fn distance_penalty(score: f32, h: i32, q: i32, kv: i32, slopes: &Buffer<f32>) -> f32 {
         score - slopes[h] * (q - kv).abs() as f32
     }
-    rank("alibi", slopes, 1)?;
+    table_of("alibi", slopes, 1)?;
     Ok(distance_penalty(slopes))
 }
 
@@ -65,20 +65,14 @@ pub fn alibi_slopes(heads: usize) -> Vec<f32> {
     geometric(below).chain(geometric(2 * below).step_by(2)).take(heads).collect()
 }
 
-fn rank(of: &str, buffer: &Buffer<f32>, rank: usize) -> Result<(), ModError> {
-    if buffer.shape().len() == rank && !buffer.shape().contains(&0) {
-        return Ok(());
+/// Refuses a table with another number of axes, or without elements.
+fn table_of(of: &str, table: &Buffer<f32>, axes: usize) -> Result<(), ModError> {
+    rank(of, table, &[axes])?;
+    if table.shape().contains(&0) {
+        let (name, shape) = (table.any().name(), table.shape());
+        return Err(argument(of, format!("`{name}` has no elements: its shape is {shape:?}")));
     }
-    let (name, shape) = (buffer.any().name(), buffer.shape());
-    Err(argument(
-        of,
-        format!("`{name}` must have {rank} non-empty axes, but its shape is {shape:?}"),
-    ))
-}
-
-/// `leaf`, or 0 for an axis of length 1, which is broadcast.
-fn along(leaf: Expr<i32>, len: usize) -> Expr<i32> {
-    if len == 1 { Expr::from(0) } else { leaf }
+    Ok(())
 }
 
 /// `score + table[h, clamp(q - kv, -max, max) + max]` with `table [heads|1, 2·max + 1]` (Shaw et
@@ -98,7 +92,7 @@ pub fn relative_bias(table: &Buffer<f32>) -> Result<ScoreMod, ModError> {
     ) -> f32 {
         score + table[head][(q - kv).clamp(-max_distance, max_distance) + max_distance]
     }
-    rank("relative_bias", table, 2)?;
+    table_of("relative_bias", table, 2)?;
     let [heads, width] = [table.shape()[0], table.shape()[1]];
     if width % 2 == 0 {
         let reason = format!("the table's second axis is 2·max + 1, an odd number, not {width}");
@@ -122,7 +116,7 @@ pub fn t5_buckets(
     bidirectional: bool,
     max_distance: i32,
 ) -> Result<ScoreMod, ModError> {
-    rank("t5", table, 2)?;
+    table_of("t5", table, 2)?;
     let [buckets, heads] = [table.shape()[0], table.shape()[1]];
     let sides = if bidirectional { 2 } else { 1 };
     if buckets % sides != 0 || buckets / sides < 2 {
@@ -156,7 +150,7 @@ pub fn additive_bias(bias: &Buffer<f32>) -> Result<ScoreMod, ModError> {
     if axes > 4 {
         return Err(argument("bias", format!("1 to 4 axes [b, h, q, kv], not {axes}")));
     }
-    rank("bias", bias, axes)?;
+    table_of("bias", bias, axes)?;
     let leaves = [expr::b(), expr::h(), expr::q(), expr::kv()].into_iter().skip(4 - axes);
     let index: Vec<_> =
         leaves.zip(bias.shape()).map(|(leaf, &len)| along(leaf, len).dynamic().clone()).collect();
@@ -193,7 +187,7 @@ fn per_head(
     values: &Buffer<f32>,
     f: impl Fn(Expr<f32>, Expr<f32>) -> Expr<f32>,
 ) -> Result<ScoreMod, ModError> {
-    rank(of, values, 1)?;
+    table_of(of, values, 1)?;
     let value = values.at([along(expr::h(), values.shape()[0])]);
     ScoreMod::new(f(expr::score(), value).dynamic())
 }
@@ -317,11 +311,18 @@ mod tests {
                 relative_bias(&buffer(&[2, 4])),
                 "relative_bias: the table's second axis is 2·max + 1",
             ),
-            (relative_bias(&buffer(&[5])), "relative_bias: `table` must have 2 non-empty axes"),
+            (
+                relative_bias(&buffer(&[5])),
+                "relative_bias: `table` must have 2 axes, but its shape is [5]",
+            ),
             (t5_buckets(&buffer(&[5, 2]), true, 128), "t5: 5 buckets are too few"),
             (t5_buckets(&buffer(&[8, 2]), false, 4), "t5: max_distance must be above 4, not 4"),
             (additive_bias(&buffer(&[1, 1, 1, 1, 1])), "bias: 1 to 4 axes [b, h, q, kv], not 5"),
-            (temperature(&buffer(&[1, 1])), "temperature: `table` must have 1 non-empty axes"),
+            (head_bias(&buffer(&[0])), "head_bias: `table` has no elements: its shape is [0]"),
+            (
+                temperature(&buffer(&[1, 1])),
+                "temperature: `table` must have 1 axis, but its shape is [1, 1]",
+            ),
             (soft_cap(0.0), "soft_cap: cap must be a positive number, not 0"),
             (soft_cap(-3.0), "soft_cap: cap must be a positive number, not -3"),
             (soft_cap(f32::NAN), "soft_cap: cap must be a positive number, not NaN"),
