@@ -93,6 +93,11 @@ __device__ Int load(const int* at) { return __ldg(at); }
 __device__ float load(const float* at) { return __ldg(at); }
 __device__ bool load(const unsigned char* at) { return __ldg(at) != 0; }
 
+// Smallest and largest element of a stretch of a captured buffer; see ranges.cuh.
+struct BoolEnds { int lo, hi; };
+struct IntEnds { int lo, hi; };
+struct FloatEnds { float lo, hi; };     // both NaN for a stretch that holds one
+
 // The nearest index of an axis of `length`.
 __device__ int clamp(Int index, int length) { return max(min(index.v, length - 1), 0); }
 __device__ bool inside(Int index, int length) { return unsigned(index.v) < unsigned(length); }

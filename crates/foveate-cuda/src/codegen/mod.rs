@@ -24,6 +24,7 @@
 
 mod captures;
 mod print;
+mod ranges;
 #[cfg(test)]
 mod tests;
 
@@ -40,9 +41,13 @@ use crate::error::CudaError;
 pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
+pub use ranges::range_table;
 
 /// The types that printed mods are made of. Stands before [`ModsSource::text`].
 pub const PRELUDE: &str = include_str!("../../kernels/mods.cuh");
+
+/// Interval arithmetic. Stands between [`ModsSource::text`] and [`ModsSource::cover`].
+pub const RANGES: &str = include_str!("../../kernels/ranges.cuh");
 
 /// What is to be printed.
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,6 +97,7 @@ pub struct Options {
 #[derive(Clone, Debug)]
 pub struct ModsSource {
     text: String,
+    cover: String,
     layout: Layout,
     captures: Captures,
     learned: BTreeSet<usize>,
@@ -120,9 +126,11 @@ impl ModsSource {
             gradient.slots.buffers[read.buffer as usize]
         };
         let learned: BTreeSet<usize> = reads.iter().map(buffer_of).collect();
+        let bounded: BTreeSet<usize> =
+            mask.iter().flat_map(|mask| mask.slots.buffers.iter().copied()).collect();
         let wanted = Wanted {
             learned: learned.clone(),
-            bounded: BTreeSet::new(),
+            bounded: bounded.clone(),
             deterministic: options.deterministic,
             checked: options.checked,
             dropout: keep.is_some(),
@@ -142,13 +150,19 @@ impl ModsSource {
         let has_derivative =
             gradient.as_ref().is_some_and(|g| !is_one(g.program, g.program.roots()[0]));
         let keep_scale = mods.dropout.map_or(1.0, Dropout::kept_scale);
-        let bounded = wanted.bounded;
-        Ok(Self { text, layout, captures, learned, bounded, keep_scale, has_derivative })
+        let cover = context.cover(mask.as_ref());
+        Ok(Self { text, cover, layout, captures, learned, bounded, keep_scale, has_derivative })
     }
 
     /// The structure and the functions. [`PRELUDE`] has to stand before.
     pub fn text(&self) -> &str {
         &self.text
+    }
+
+    /// `fv_cover`, which only the kernel that builds block lists calls. [`Self::text`] and
+    /// [`RANGES`] have to stand before.
+    pub fn cover(&self) -> &str {
+        &self.cover
     }
 
     /// The layout of `struct Mods`.
@@ -294,6 +308,26 @@ impl Context<'_> {
             }
             _ => function("No mask.", &head, &["return true;".into()]),
         }
+    }
+
+    fn cover(&self, part: Option<&Part<'_>>) -> String {
+        let head =
+            "int fv_cover(const Mods& mods, const Place& place, int q0, int q1, int kv0, int kv1)";
+        let says =
+            "fv_mask over queries q0 .. q1 and keys kv0 .. kv1: 0 never, 1 always, 2 undecided.";
+        let Some(part) = part else {
+            return function(says, head, &["return 1;".into()]);
+        };
+        let printer = Printer { over: Over::Rectangle, ..self.printer(part, Check::Off) };
+        let printed = printer.print(part.program.roots());
+        let mut statements = vec![
+            "const IntRange q(q0, q1 - 1), kv(kv0, kv1 - 1);".to_owned(),
+            "bool within = true;".to_owned(),
+        ];
+        statements.extend(printed.statements);
+        statements.push(format!("const BoolRange mask = {};", printed.roots[0].text));
+        statements.push("return cover(mask, within);".to_owned());
+        function(says, head, &statements)
     }
 
     fn score(&self, score: Option<&ScoreMod>, part: Option<&Part<'_>>) -> String {

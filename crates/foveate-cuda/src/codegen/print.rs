@@ -254,9 +254,10 @@ impl Printer<'_> {
                         format!("{{{}, {length}}}", at(x).text)
                     };
                     let axes: Vec<String> = index.iter().enumerate().map(axis).collect();
+                    let elems = self.field(FieldKind::Buffer(slot));
                     let ranges = self.field(FieldKind::Ranges(slot));
                     let axes = axes.join(", ");
-                    Piece::atom(format!("load({ranges}, {{{axes}}}, inside)"))
+                    Piece::atom(format!("load({elems}, {ranges}, {{{axes}}}, within)"))
                 } else {
                     let buffer = self.field(FieldKind::Buffer(slot));
                     let within = Some(self.within[i].as_slice());

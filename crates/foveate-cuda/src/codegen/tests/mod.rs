@@ -1,5 +1,7 @@
 //! Snapshots of printed mods, and what NVRTC says to them.
 
+mod execute;
+
 use super::*;
 use crate::nvrtc::Compiler;
 use foveate_mods::{Buffer, closure, masks, scores};
@@ -19,6 +21,7 @@ extern "C" __global__ void calls(const __grid_constant__ Mods mods, float* out) 
     if (fv_keep(mods, place, q, kv)) score *= fv_keep_scale(mods);
     fv_capture_gradients(mods, place, q, kv, score, 2.f);
     out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f);
+    if (fv_cover(mods, place, q, q + 128, kv, kv + 64) == 2) out[q] = 0.f;
 }
 "#;
 
@@ -28,7 +31,8 @@ fn printed(mods: Mods<'_>, options: &Options) -> String {
     match Compiler::get() {
         Err(error) => println!("not compiled: {error}"),
         Ok(compiler) => {
-            let text = format!("typedef long long i64;\n{PRELUDE}{}{CALLS}", source.text());
+            let (text, cover) = (source.text(), source.cover());
+            let text = format!("typedef long long i64;\n{PRELUDE}{text}{RANGES}{cover}{CALLS}");
             for arch in ["sm_80", "sm_90", "sm_120"] {
                 if let Err(error) = compiler.compile(&text, arch) {
                     panic!("{error}\n{:?}\n{}", error.kind(), source.text());
@@ -36,7 +40,17 @@ fn printed(mods: Mods<'_>, options: &Options) -> String {
             }
         }
     }
-    source.text().to_owned()
+    // The functions that are the same for every mod without a mask, a score or dropout say nothing.
+    let nothing = ModsSource::new(Mods::default(), options).unwrap();
+    let bodies = |text: &str| -> Vec<String> {
+        text.split("\n\n").map(|body| format!("{}\n", body.trim_end())).collect()
+    };
+    let (usual, mut all) = (bodies(nothing.text()), bodies(source.text()));
+    all.extend(mods.mask.is_some().then(|| source.cover().trim_start().to_owned()));
+    if mods.mask.is_some() || mods.score.is_some() || mods.dropout.is_some() {
+        all.retain(|body| !usual.contains(body));
+    }
+    all.join("\n")
 }
 
 fn of_mask(mask: &MaskMod) -> String {
@@ -145,6 +159,7 @@ fn a_structure_is_packed_as_it_is_laid_out() {
     let at = |i: u64| BufferAddresses {
         elems: 0x7000_0000_0000 + i,
         gradient: 0x7100_0000_0000 + i,
+        ranges: 0x7200_0000_0000 + i,
         ..Default::default()
     };
     let bytes = source.pack(&[at(16), at(32)], 0).unwrap();
@@ -159,6 +174,7 @@ fn a_structure_is_packed_as_it_is_laid_out() {
         let want = match field.name.as_str() {
             "doc" => 0x7000_0000_0010,
             "bias" => 0x7000_0000_0020,
+            "doc_ranges" => 0x7200_0000_0010,
             "bias_gradient" => 0x7100_0000_0020,
             "doc_0" => 2,
             "doc_1" => 500,
@@ -190,5 +206,5 @@ fn mods_that_capture_too_much_for_a_kernel_are_refused() {
     }
     let mods = Mods { mask: Some(&mask), ..Mods::default() };
     let error = ModsSource::new(mods, &options()).unwrap_err().to_string();
-    assert!(error.starts_with("the mods capture 300 buffers and 0 scalars, 3600 bytes"), "{error}");
+    assert!(error.starts_with("the mods capture 300 buffers and 0 scalars, 6000 bytes"), "{error}");
 }

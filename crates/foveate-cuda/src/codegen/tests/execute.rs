@@ -1,0 +1,332 @@
+//! Printed mods run on the CPU, by a host compiler, against the vector machine: values bit for
+//! bit, bounds for soundness.
+
+use std::io::Write;
+use std::ops::Range;
+use std::process::{Command, Stdio};
+
+use foveate_mods::ir::{BinaryOp, UnaryOp, mix};
+use foveate_mods::{Bounds, Cover, DynExpr, Head, Kernel, ScalarValue, Type};
+
+use super::*;
+
+/// A counter-based generator: the seed says it all.
+struct Random(i32, i32);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.1 += 1;
+        (mix(self.0, self.1) as u32 as usize) % n
+    }
+
+    fn of<T: Clone>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())].clone()
+    }
+}
+
+/// A random expression of type `wanted` over `leaves`, buffers and scalars.
+fn expression(r: &mut Random, leaves: &[Leaf], buffers: &[AnyBuffer], wanted: Type) -> DynExpr {
+    use BinaryOp::*;
+    let integers = [0, 1, -1, 2, 3, 7, -5, 100, i32::MAX, i32::MIN];
+    let floats = [0.0, -0.0, 0.5, -3.0, 1e30, f32::INFINITY, f32::NAN];
+    let mut pool: Vec<DynExpr> = leaves.iter().map(|&leaf| DynExpr::leaf(leaf)).collect();
+    for _ in 0..3 {
+        pool.push(DynExpr::constant(ScalarValue::I32(r.of(&integers))));
+        pool.push(DynExpr::constant(ScalarValue::F32(r.of(&floats))));
+    }
+    for (name, value) in [
+        ("width", ScalarValue::I32(r.of(&integers))),
+        ("Slope", ScalarValue::F32(r.of(&floats))),
+        ("if", ScalarValue::Bool(r.below(2) == 0)),
+    ] {
+        pool.push(DynExpr::scalar(foveate_mods::Scalar { name: name.into(), value }));
+    }
+    pool.push(DynExpr::leaf(Leaf::Q).cast(Type::F32));
+    let pick = |r: &mut Random, pool: &[DynExpr], ty: Type| {
+        let of: Vec<_> = pool.iter().filter(|e| e.ty() == ty).cloned().collect();
+        r.of(&of)
+    };
+    let unary = [
+        UnaryOp::Neg,
+        UnaryOp::Abs,
+        UnaryOp::Floor,
+        UnaryOp::Exp,
+        UnaryOp::Exp2,
+        UnaryOp::Log,
+        UnaryOp::Log2,
+        UnaryOp::Sqrt,
+        UnaryOp::Rsqrt,
+        UnaryOp::Tanh,
+        UnaryOp::Sigmoid,
+        UnaryOp::Erf,
+        UnaryOp::Sin,
+        UnaryOp::Cos,
+    ];
+    for _ in 0..14 {
+        let (i, f) = (Type::I32, Type::F32);
+        let made = match r.below(11) {
+            0 | 1 => {
+                let op = r.of(&[Add, Sub, Mul, Div, Rem, Min, Max, Mix, Sub, Div, Rem]);
+                DynExpr::binary(op, pick(r, &pool, i), pick(r, &pool, i))
+            }
+            2 => DynExpr::binary(r.of(&[Eq, Ne, Lt, Le]), pick(r, &pool, i), pick(r, &pool, i)),
+            3 => {
+                let buffer = r.of(buffers);
+                let index = buffer.shape().iter().map(|_| pick(r, &pool, i)).collect();
+                DynExpr::load(&buffer, index)
+            }
+            4 => {
+                let op = r.of(&[Add, Sub, Mul, Div, Rem, Min, Max, Pow]);
+                DynExpr::binary(op, pick(r, &pool, f), pick(r, &pool, f))
+            }
+            5 => DynExpr::binary(r.of(&[Eq, Ne, Lt, Le]), pick(r, &pool, f), pick(r, &pool, f)),
+            6 => DynExpr::unary(r.of(&unary), pick(r, &pool, f)),
+            7 => {
+                let (x, y) = (pick(r, &pool, Type::Bool), pick(r, &pool, Type::Bool));
+                match r.below(5) {
+                    0 => DynExpr::unary(UnaryOp::Not, x),
+                    _ => DynExpr::binary(r.of(&[And, Or, Xor, Eq, Ne]), x, y),
+                }
+            }
+            8 => DynExpr::unary(
+                r.of(&[UnaryOp::Neg, UnaryOp::Abs, UnaryOp::Unit]),
+                pick(r, &pool, i),
+            ),
+            9 => {
+                let from = r.of(&[Type::Bool, i, f]);
+                Ok(pick(r, &pool, from).cast(r.of(&[Type::Bool, i, f])))
+            }
+            _ => {
+                let ty = r.of(&[i, f, Type::Bool]);
+                let (x, y) = (pick(r, &pool, ty), pick(r, &pool, ty));
+                DynExpr::select(pick(r, &pool, Type::Bool), x, y)
+            }
+        };
+        pool.push(made.expect("types were chosen to fit"));
+    }
+    pool.into_iter().rev().find(|e| e.ty() == wanted).expect("every type is in the pool")
+}
+
+fn buffers() -> Vec<AnyBuffer> {
+    let ids = Buffer::vector("ids", (0..90).map(|i| i / 11).collect::<Vec<i32>>());
+    let noise: Vec<f32> =
+        (0..90).map(|i| if i == 40 { f32::NAN } else { (i * i % 37) as f32 }).collect();
+    let noise = Buffer::new("noise", &[2, 45], noise).unwrap();
+    let flags = Buffer::new("flags", &[5, 3, 6], (0..90).map(|i| i % 7 == 0).collect()).unwrap();
+    let weight = Buffer::learned("float", &[90], (0..90).map(|i| 1.0 / i as f32).collect());
+    let empty = Buffer::new("empty", &[3, 0], Vec::<i32>::new()).unwrap();
+    let all: [&AnyBuffer; 5] =
+        [ids.any(), noise.any(), flags.any(), weight.as_ref().unwrap().any(), empty.any()];
+    all.map(Clone::clone).to_vec()
+}
+
+/// Memory at a fixed address of the running program.
+struct Arena(Vec<u8>);
+
+const BASE: u64 = 0x2000_0000_0000;
+
+impl Arena {
+    fn put(&mut self, bytes: &[u8]) -> u64 {
+        self.0.resize(self.0.len().next_multiple_of(16), 0);
+        let at = BASE + self.0.len() as u64;
+        self.0.extend(bytes);
+        at
+    }
+}
+
+const HEAD: Head = Head { b: 1, h: 3, h_kv: 1, q_len: 70, kv_len: 90 };
+const QUERIES: [i32; 4] = [0, 5, 33, 69];
+const KEYS: Range<i32> = 60..90;
+
+/// One case: its mods and the rectangles asked about.
+struct Case {
+    mask: MaskMod,
+    score: ScoreMod,
+    gradient: Option<ScoreGradient>,
+    dropout: Dropout,
+    rectangles: Vec<(Range<i32>, Range<i32>)>,
+}
+
+impl Case {
+    fn source(&self) -> ModsSource {
+        let extent = Extent { batch: 2, heads_q: 4, heads_kv: 2, queries: 70, keys: 90 };
+        let options = Options { extent, fast_math: false, checked: false, deterministic: false };
+        let mods = Mods {
+            mask: Some(&self.mask),
+            score: Some(&self.score),
+            gradient: self.gradient.as_ref(),
+            dropout: Some(&self.dropout),
+        };
+        ModsSource::new(mods, &options).unwrap()
+    }
+
+    fn random(seed: i32) -> Self {
+        let buffers = buffers();
+        let mut r = Random(seed, 0);
+        let coordinates = [Leaf::Q, Leaf::Kv, Leaf::H, Leaf::QLen, Leaf::HKv, Leaf::B, Leaf::KvLen];
+        let mask = expression(&mut r, &coordinates, &buffers, Type::Bool);
+        let with_score = [Leaf::Q, Leaf::Kv, Leaf::H, Leaf::Score];
+        let score = ScoreMod::new(&expression(&mut r, &with_score, &buffers, Type::F32)).unwrap();
+        let mut rectangle = || {
+            let (q, kv) = (r.below(64) as i32, r.below(64) as i32);
+            (q..q + 1 + r.below(6) as i32, kv..kv + 1 + r.below(26) as i32)
+        };
+        Case {
+            mask: MaskMod::new(&mask).unwrap(),
+            gradient: score.gradient().ok(),
+            score,
+            dropout: Dropout::new(0.3, seed as u64),
+            rectangles: (0..6).map(|_| rectangle()).collect(),
+        }
+    }
+}
+
+fn scores(q: i32) -> Vec<f32> {
+    KEYS.map(|kv| ((q * 31 + kv * 7) % 23 - 11) as f32 * 0.3).collect()
+}
+
+/// What the compiled program writes, or nothing without a host compiler.
+fn executed(cases: &[Case]) -> Option<Vec<u8>> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut text = format!("{}{PRELUDE}{RANGES}", include_str!("shim.h"));
+    let mut main = String::from("int main() { take_arena();");
+    let mut arena = Arena(Vec::new());
+    let mut input = Vec::new();
+    for (i, case) in cases.iter().enumerate() {
+        let source = case.source();
+        text.push_str(&format!("namespace p{i} {{\n{}{}RUN\n}}\n", source.text(), source.cover()));
+        main.push_str(&format!(" p{i}::run();"));
+        let addresses: Vec<BufferAddresses> = source
+            .buffers()
+            .iter()
+            .map(|b| BufferAddresses {
+                elems: arena.put(&buffer_bytes(b)),
+                gradient: arena.put(&vec![0; 4 * b.data().len() + 4]),
+                ranges: arena.put(&range_table(b)),
+                sums: 0,
+            })
+            .collect();
+        let mods = source.pack(&addresses, 0).unwrap();
+        let mut int = |x: i32| input.extend(x.to_le_bytes());
+        int(mods.len() as i32);
+        mods.chunks(4).for_each(|word| int(i32::from_le_bytes(word.try_into().unwrap())));
+        [HEAD.b, HEAD.h, HEAD.h_kv, HEAD.q_len, HEAD.kv_len].into_iter().for_each(&mut int);
+        int((QUERIES.len() * KEYS.len()) as i32);
+        for q in QUERIES {
+            for (kv, score) in KEYS.zip(scores(q)) {
+                [q, kv, score.to_bits() as i32].into_iter().for_each(&mut int);
+            }
+        }
+        int(case.rectangles.len() as i32);
+        for (q, kv) in &case.rectangles {
+            [q.start, q.end, kv.start, kv.end].into_iter().for_each(&mut int);
+        }
+    }
+    text.push_str(&main);
+    text.push_str(" }\n");
+    let (code, program) = (folder.path().join("mods.cpp"), folder.path().join("mods"));
+    std::fs::write(&code, &text).unwrap();
+    let compiler = Command::new("c++")
+        .args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-o"])
+        .args([&program, &code])
+        .output();
+    let said = match compiler {
+        Err(error) => {
+            println!("skipped: no C++ compiler `c++`: {error}");
+            return None;
+        }
+        Ok(output) => output,
+    };
+    let message = String::from_utf8_lossy(&said.stderr);
+    assert!(said.status.success(), "{}", message.chars().take(3000).collect::<String>());
+    let mut child = Command::new(&program)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("a program just made runs");
+    let mut stdin = child.stdin.take().expect("it is piped");
+    let arena_len = arena.0.len() as u64;
+    let writer = std::thread::spawn(move || {
+        let header = [BASE.to_le_bytes(), arena_len.to_le_bytes()].concat();
+        [header, arena.0, input].iter().try_for_each(|part| stdin.write_all(part))
+    });
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap().unwrap();
+    assert!(output.status.success(), "the program ended with {}", output.status);
+    Some(output.stdout)
+}
+
+/// Equal bits, or both NaN.
+fn same(x: f32, y: f32) -> bool {
+    x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan()
+}
+
+fn agree_with_the_cpu(cases: &[Case]) {
+    let Some(bytes) = executed(cases) else { return };
+    let mut words = bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
+    let mut word = || words.next().expect("one answer for each question");
+    let width = KEYS.len();
+    let (mut decided, mut as_on_cpu) = (0, 0);
+    for (number, case) in cases.iter().enumerate() {
+        let machine = |program: &Program| {
+            let mut machine = Kernel::compile(program).machine(width);
+            machine.set_head(HEAD);
+            machine.set_columns(KEYS.start, width);
+            machine
+        };
+        let mut mask = machine(case.mask.program());
+        let mut score = machine(case.score.program());
+        let mut gradient = case.gradient.as_ref().map(|g| machine(g.program()));
+        let mut keep = machine(case.dropout.keep().program());
+        for q in QUERIES {
+            let given = scores(q);
+            mask.run_row(q, &[]);
+            keep.run_row(q, &[]);
+            score.run_row(q, &given);
+            if let Some(gradient) = &mut gradient {
+                gradient.run_row(q, &given);
+            }
+            for column in 0..width {
+                let at = format!("case {number}, q {q}, kv {}", KEYS.start + column as i32);
+                assert_eq!(word() == 1, mask.bools(0)[column], "{at}: {}", case.mask);
+                let (got, want) = (f32::from_bits(word()), score.f32s(0)[column]);
+                assert!(same(got, want), "{at}: {got}, not {want}: {}", case.score);
+                let got = f32::from_bits(word());
+                let want = gradient.as_ref().map_or(1.0, |g| g.f32s(0)[column]);
+                assert!(same(got, want), "{at}: slope {got}, not {want}: {}", case.score);
+                assert_eq!(word() == 1, keep.bools(0)[column], "{at}: dropout");
+            }
+        }
+        let bounds = Bounds::new(case.mask.program());
+        for (q, kv) in &case.rectangles {
+            let mut seen = [false; 2];
+            let mut machine = Kernel::compile(case.mask.program()).machine(kv.len());
+            machine.set_head(HEAD);
+            machine.set_columns(kv.start, kv.len());
+            for q in q.clone() {
+                machine.run_row(q, &[]);
+                machine.bools(0).iter().for_each(|&x| seen[usize::from(x)] = true);
+            }
+            let says = word();
+            let right = match says {
+                0 => !seen[1],
+                1 => !seen[0],
+                _ => says == 2,
+            };
+            assert!(right, "case {number}: {says} over {q:?} x {kv:?} {seen:?}: {}", case.mask);
+            decided += usize::from(says != 2);
+            let on_cpu = bounds.cover(&HEAD, q.clone(), kv.clone()) != Cover::Undecided;
+            as_on_cpu += usize::from(on_cpu == (says != 2));
+        }
+    }
+    let rectangles: usize = cases.iter().map(|c| c.rectangles.len()).sum();
+    println!("{decided} of {rectangles} rectangles decided, {as_on_cpu} as on the CPU");
+    assert!(decided * 8 > rectangles && as_on_cpu * 10 > rectangles * 9);
+}
+
+#[test]
+fn random_programs_give_the_cpus_bits_and_bounds_that_hold() {
+    let seed = 20_261;
+    println!("seed {seed}");
+    agree_with_the_cpu(&(seed..seed + 120).map(Case::random).collect::<Vec<_>>());
+}
