@@ -102,7 +102,8 @@ impl Names {
 /// Reads a mask.
 ///
 /// # Errors
-/// With the place, what was expected there, and what was probably meant.
+/// With the place, what was expected there, and what was probably meant; or when a run-time
+/// scalar is called like a coordinate or a word of the language.
 pub fn parse_mask(text: &str, names: &Names) -> Result<MaskMod, ModError> {
     MaskMod::new(&parser::parse(text, names, parser::Wanted::Mask)?)
 }
@@ -110,7 +111,8 @@ pub fn parse_mask(text: &str, names: &Names) -> Result<MaskMod, ModError> {
 /// Reads a score.
 ///
 /// # Errors
-/// With the place, what was expected there, and what was probably meant.
+/// With the place, what was expected there, and what was probably meant; or when a run-time
+/// scalar is called like a coordinate or a word of the language.
 pub fn parse_score(text: &str, names: &Names) -> Result<ScoreMod, ModError> {
     ScoreMod::new(&parser::parse(text, names, parser::Wanted::Score)?)
 }

@@ -24,6 +24,11 @@ pub(super) enum Wanted {
 const MAX_DEPTH: usize = 80;
 
 pub(super) fn parse(text: &str, names: &Names, wanted: Wanted) -> Result<DynExpr, ModError> {
+    let mut reserved = Leaf::ALL.iter().map(|leaf| leaf.name()).chain(WORDS);
+    if let Some(name) = reserved.find(|name| names.get_scalar(name).is_some()) {
+        let reason = "the text form gives this name a meaning; call the scalar something else";
+        return Err(ModErrorKind::Binding { name: name.into(), reason: reason.into() }.into());
+    }
     let tokens = tokens(text)?;
     let score = DynExpr::leaf(Leaf::Score);
     let (lets, hidden) = (HashMap::new(), Vec::new());

@@ -116,6 +116,16 @@ fn errors_name_the_place_and_what_was_meant() {
 }
 
 #[test]
+fn a_scalar_that_no_text_could_read_is_refused() {
+    for name in ["q", "score", "then"] {
+        let names = names().scalar(name, ScalarValue::I32(1));
+        let error = parse_mask("causal", &names).unwrap_err().to_string();
+        let reason = "the text form gives this name a meaning; call the scalar something else";
+        assert_eq!(error, format!("`{name}` cannot be bound: {reason}"));
+    }
+}
+
+#[test]
 fn a_let_keeps_its_value_and_ends_with_its_block() {
     let scores = |text: &str| parse_score(text, &names()).unwrap();
     let capped = scores("softcap(30.0)");
