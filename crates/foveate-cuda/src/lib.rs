@@ -18,7 +18,9 @@ pub mod driver;
 mod error;
 pub mod library;
 pub mod nvrtc;
+pub mod planner;
 pub mod profile;
+pub mod resources;
 pub mod schedule;
 pub mod source;
 

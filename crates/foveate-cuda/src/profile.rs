@@ -31,6 +31,8 @@ pub struct Profile {
     pub blocks_per_multiprocessor: usize,
     /// Bytes of second-level cache.
     pub l2_bytes: usize,
+    /// Clock of the multiprocessors under which rates are given, in MHz.
+    pub clock_mhz: f64,
     /// Peak rate of bf16 products with f32 sums on dense operands, in TFLOP/s.
     pub bf16_tflops: f64,
     /// Peak rate of device memory, in GB/s.
@@ -68,34 +70,36 @@ struct Card {
     capability: (u32, u32),
     multiprocessors: usize,
     l2_mib: usize,
+    clock_mhz: f64,
     bf16_tflops: f64,
     bandwidth_gbs: f64,
 }
 
 /// Rates are those of the makers' data sheets, without sparsity and, where a sheet gives two, with
-/// sums in f32.
+/// sums in f32. Clocks are the sheets' boost clocks; of H100, H200 and B200 those at which the peak
+/// rate follows from the multiprocessors.
 const CARDS: [Card; 10] = [
     // NVIDIA A100 Tensor Core GPU data sheet, SXM 80 GB; GA100 white paper for SMs and L2.
-    card("a100", (8, 0), 108, 40, 312.0, 2039.0),
+    card("a100", (8, 0), 108, 40, 1410.0, 312.0, 2039.0),
     // NVIDIA A10 data sheet; GA102 white paper for L2.
-    card("a10", (8, 6), 72, 6, 125.0, 600.0),
+    card("a10", (8, 6), 72, 6, 1695.0, 125.0, 600.0),
     // NVIDIA L4 data sheet (half of the rates with sparsity); Ada white paper for SMs and L2.
-    card("l4", (8, 9), 58, 48, 121.0, 300.0),
+    card("l4", (8, 9), 58, 48, 2040.0, 121.0, 300.0),
     // NVIDIA L40S data sheet; Ada white paper for L2.
-    card("l40s", (8, 9), 142, 96, 362.0, 864.0),
+    card("l40s", (8, 9), 142, 96, 2520.0, 362.0, 864.0),
     // GA102 white paper, table of the GeForce RTX 3090.
-    card("rtx3090", (8, 6), 82, 6, 71.0, 936.0),
+    card("rtx3090", (8, 6), 82, 6, 1695.0, 71.0, 936.0),
     // Ada white paper, table of the GeForce RTX 4090.
-    card("rtx4090", (8, 9), 128, 72, 165.2, 1008.0),
+    card("rtx4090", (8, 9), 128, 72, 2520.0, 165.2, 1008.0),
     // RTX Blackwell white paper, table of the GeForce RTX 5090.
-    card("rtx5090", (12, 0), 170, 96, 209.5, 1792.0),
+    card("rtx5090", (12, 0), 170, 96, 2407.0, 209.5, 1792.0),
     // NVIDIA H100 data sheet, SXM (half of the rates with sparsity); Hopper white paper for L2.
-    card("h100", (9, 0), 132, 50, 989.4, 3350.0),
+    card("h100", (9, 0), 132, 50, 1830.0, 989.4, 3350.0),
     // NVIDIA H200 data sheet, SXM; the chip is that of the H100.
-    card("h200", (9, 0), 132, 50, 989.4, 4800.0),
+    card("h200", (9, 0), 132, 50, 1830.0, 989.4, 4800.0),
     // NVIDIA HGX B200 data sheet (half of the rates with sparsity, an eighth of a board); SMs and
     // L2 as drivers report them.
-    card("b200", (10, 0), 148, 126, 2250.0, 7700.0),
+    card("b200", (10, 0), 148, 126, 1850.0, 2250.0, 7700.0),
 ];
 
 const fn card(
@@ -103,10 +107,11 @@ const fn card(
     capability: (u32, u32),
     multiprocessors: usize,
     l2_mib: usize,
+    clock_mhz: f64,
     bf16_tflops: f64,
     bandwidth_gbs: f64,
 ) -> Card {
-    Card { name, capability, multiprocessors, l2_mib, bf16_tflops, bandwidth_gbs }
+    Card { name, capability, multiprocessors, l2_mib, clock_mhz, bf16_tflops, bandwidth_gbs }
 }
 
 impl Profile {
@@ -155,6 +160,7 @@ impl Profile {
             threads_per_multiprocessor: limits.threads,
             blocks_per_multiprocessor: limits.blocks,
             l2_bytes: info.l2_bytes as usize,
+            clock_mhz: like.clock_mhz,
             bf16_tflops: like.bf16_tflops * share,
             bandwidth_gbs: like.bandwidth_gbs * share,
         }
@@ -173,6 +179,7 @@ impl Profile {
             threads_per_multiprocessor: limits.threads,
             blocks_per_multiprocessor: limits.blocks,
             l2_bytes: card.l2_mib << 20,
+            clock_mhz: card.clock_mhz,
             bf16_tflops: card.bf16_tflops,
             bandwidth_gbs: card.bandwidth_gbs,
         }

@@ -1,0 +1,396 @@
+//! Which configuration runs a problem on a device.
+//!
+//! Planning is pure: it needs a [`Profile`], not a GPU. For each kernel it enumerates tiles,
+//! drops with a typed [`Refusal`] what the device cannot run, and ranks the rest: measured
+//! choices first (`planner/known.rs`), then by modelled time (`planner/model.rs`). Every head dim up to
+//! 256 in every dtype has a configuration on every profile; where nothing fits, the error has
+//! every candidate with its bytes against the limit.
+
+mod known;
+mod model;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use crate::config::{Config, Elem, Kernel};
+use crate::error::CudaError;
+use crate::profile::Profile;
+use crate::resources::{Occupancy, Refusal, Resources};
+
+/// What kernels are compiled for, tiles aside. Fields are those of [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Class {
+    /// The type of q, k and v.
+    pub dtype: Elem,
+    /// The type of out.
+    pub out_dtype: Elem,
+    /// The type of dq, dk and dv.
+    pub grad_dtype: Elem,
+    /// Elements of a row of q and k.
+    pub dim: usize,
+    /// Elements of a row of v.
+    pub dim_v: usize,
+    /// Query heads for each key/value head.
+    pub group: usize,
+    /// Bytes that rows are aligned to, or 0; see [`Config::align`].
+    pub align: usize,
+    /// A mask decides.
+    pub mask: bool,
+    /// Scores are modified.
+    pub score: bool,
+    /// The modified score's derivative is not constant 1.
+    pub dscore: bool,
+    /// Dropout.
+    pub keep: bool,
+    /// Captured buffers have gradients.
+    pub captures: bool,
+    /// Every row has a sink in its denominator.
+    pub sink: bool,
+    /// Keys and values lie in pages.
+    pub paged: bool,
+    /// Every sum is in a fixed order.
+    pub deterministic: bool,
+    /// A captured index outside its axis is reported.
+    pub checked: bool,
+}
+
+/// The sizes that decide between configurations that fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Sizes {
+    /// Batch entries or sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key/value heads.
+    pub heads_kv: usize,
+    /// Queries of a sequence.
+    pub queries: usize,
+    /// Keys of a sequence.
+    pub keys: usize,
+}
+
+/// Tiles, warps and stages that a user asks for; what is `None` is left to the planner.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct TileOptions {
+    /// Queries of a tile.
+    pub tile_q: Option<usize>,
+    /// Keys of a tile.
+    pub tile_kv: Option<usize>,
+    /// Warps of a block.
+    pub warps: Option<usize>,
+    /// Tiles of the axis walked along that shared memory holds.
+    pub stages: Option<usize>,
+}
+
+/// What a user asks of kernels. It is honoured, or refused with the numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct KernelOptions {
+    /// Of the forward.
+    pub forward: TileOptions,
+    /// Of the backward.
+    pub backward: TileOptions,
+    /// Of the deterministic backward's kernel for dq.
+    pub backward_dq: TileOptions,
+    /// Blocks that the keys of a tile of queries are split over in the forward.
+    pub splits: Option<usize>,
+}
+
+/// A configuration that fits.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Candidate {
+    /// The configuration.
+    pub config: Config,
+    /// What a block takes.
+    pub resources: Resources,
+    /// Blocks of a multiprocessor.
+    pub occupancy: Occupancy,
+    /// Modelled time of a launch without a mask, in microseconds.
+    pub modelled_us: f64,
+    /// True for one that was measured to be the best of its class.
+    pub measured: bool,
+}
+
+/// A configuration that does not.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Refused {
+    /// The configuration.
+    pub config: Config,
+    /// Why.
+    pub refusal: Refusal,
+}
+
+/// The choice for one kernel.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Choice {
+    /// What runs.
+    pub chosen: Candidate,
+    /// What would run too, the best first.
+    pub others: Vec<Candidate>,
+    /// What cannot.
+    pub refused: Vec<Refused>,
+}
+
+/// The choices for one problem.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct KernelPlan {
+    /// The device.
+    pub profile: Profile,
+    /// Every kernel that a call launches, in order; the forward's first.
+    pub kernels: Vec<Choice>,
+    /// Blocks that the keys of a tile of queries are split over in the forward; 1 without
+    /// [`Kernel::Combine`].
+    pub splits: usize,
+}
+
+impl KernelPlan {
+    /// Plans the forward, and with `backward` the backward.
+    ///
+    /// # Errors
+    /// When no configuration of a kernel fits, or none that `options` ask for: the message has
+    /// every candidate with what it takes against the limit.
+    pub fn new(
+        profile: &Profile,
+        class: &Class,
+        sizes: &Sizes,
+        backward: bool,
+        options: &KernelOptions,
+    ) -> Result<Self, CudaError> {
+        let choose = |kernel| choose(profile, class, sizes, kernel, options);
+        let mut forward = choose(Kernel::Forward)?;
+        let splits = options.splits.unwrap_or_else(|| splits(profile, sizes, &forward.chosen));
+        if splits == 0 {
+            return Err(CudaError::argument("splits is 0; keys are split over 1 block or more"));
+        }
+        let mut kernels = Vec::new();
+        if splits > 1 {
+            let all = forward.others.iter_mut().chain([&mut forward.chosen]);
+            all.for_each(|c| c.config.split = true);
+            kernels.extend([forward, choose(Kernel::Combine)?]);
+        } else {
+            kernels.push(forward);
+        }
+        if backward {
+            let dq = if class.deterministic { Kernel::BackwardDq } else { Kernel::Dq };
+            for kernel in [Kernel::Delta, Kernel::Backward, dq] {
+                kernels.push(choose(kernel)?);
+            }
+        }
+        Ok(Self { profile: profile.clone(), kernels, splits })
+    }
+
+    /// What runs as `kernel`, when it does.
+    pub fn config(&self, kernel: Kernel) -> Option<&Config> {
+        self.kernels.iter().map(|c| &c.chosen.config).find(|c| c.kernel == kernel)
+    }
+}
+
+/// Tiles, warps and stages of a configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tiles {
+    tile_q: usize,
+    tile_kv: usize,
+    warps: usize,
+    stages: usize,
+}
+
+/// The configuration of `kernel`, among all that fit.
+///
+/// # Errors
+/// Those of [`KernelPlan::new`].
+pub fn choose(
+    profile: &Profile,
+    class: &Class,
+    sizes: &Sizes,
+    kernel: Kernel,
+    options: &KernelOptions,
+) -> Result<Choice, CudaError> {
+    let known = known::of(profile, class, kernel);
+    let asked = asked(kernel, options);
+    let mut fitting = Vec::new();
+    let mut refused = Vec::new();
+    for tiles in candidates(kernel, &asked, sizes) {
+        let config = class.config(kernel, tiles);
+        match Resources::on(&config, profile) {
+            Err(refusal) => refused.push(Refused { config, refusal }),
+            Ok(resources) => fitting.push(Candidate {
+                occupancy: resources.occupancy(profile),
+                modelled_us: model::time_us(profile, &config, &resources, sizes),
+                measured: known == Some(tiles) && !model::leaves_idle(profile, &config, sizes),
+                config,
+                resources,
+            }),
+        }
+    }
+    fitting
+        .sort_by(|a, b| b.measured.cmp(&a.measured).then(a.modelled_us.total_cmp(&b.modelled_us)));
+    if fitting.is_empty() {
+        return Err(nothing_fits(profile, class, kernel, &asked, &refused));
+    }
+    let chosen = fitting.remove(0);
+    Ok(Choice { chosen, others: fitting, refused })
+}
+
+impl Class {
+    /// Operands, results and gradients of one dtype, aligned rows, and nothing special.
+    pub fn new(dtype: Elem, dim: usize, dim_v: usize, group: usize) -> Self {
+        Self {
+            dtype,
+            out_dtype: dtype,
+            grad_dtype: dtype,
+            dim,
+            dim_v,
+            group,
+            align: 16,
+            mask: false,
+            score: false,
+            dscore: false,
+            keep: false,
+            captures: false,
+            sink: false,
+            paged: false,
+            deterministic: false,
+            checked: false,
+        }
+    }
+
+    /// A kernel of this class. What the kernel does not read is left at its default, so that
+    /// classes share what they can.
+    fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
+        let Tiles { tile_q, tile_kv, warps, stages } = tiles;
+        let mut config = Config::new(kernel, self.dtype, self.dim, self.dim_v);
+        config = Config { tile_q, tile_kv, warps, stages, align: self.align, ..config };
+        let scores = matches!(kernel, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq);
+        let forward = matches!(kernel, Kernel::Forward | Kernel::Combine);
+        if scores {
+            config.group = self.group;
+            config.mask = self.mask;
+            config.score = self.score;
+            config.keep = self.keep;
+            config.checked = self.checked;
+        }
+        if forward {
+            config.out_dtype = self.out_dtype;
+            config.sink = self.sink;
+            config.paged = scores && self.paged;
+        } else {
+            config.grad_dtype = self.grad_dtype;
+            config.sink = self.sink && kernel == Kernel::Delta;
+            config.dscore = scores && self.dscore;
+            config.captures = kernel == Kernel::Backward && self.captures;
+            config.deterministic = scores && self.deterministic;
+        }
+        config
+    }
+}
+
+/// What the user asks of `kernel`.
+fn asked(kernel: Kernel, options: &KernelOptions) -> TileOptions {
+    match kernel {
+        Kernel::Forward => options.forward,
+        Kernel::Backward => options.backward,
+        Kernel::BackwardDq => options.backward_dq,
+        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => TileOptions::default(),
+    }
+}
+
+/// Every candidate. A value that the user gives stands in for all of its kind.
+fn candidates(kernel: Kernel, asked: &TileOptions, sizes: &Sizes) -> Vec<Tiles> {
+    let pick = |given: Option<usize>, usual: &[usize]| {
+        given.map_or_else(|| usual.to_vec(), |value| vec![value])
+    };
+    let forward = kernel == Kernel::Forward;
+    if !forward && !matches!(kernel, Kernel::Backward | Kernel::BackwardDq) {
+        // A pass over rows: a thread or a few of them for each, nothing to choose.
+        let tile_q = if sizes.queries <= 16 { 16 } else { 64 };
+        return vec![Tiles { tile_q, tile_kv: 64, warps: 4, stages: 1 }];
+    }
+    let mut all = Vec::new();
+    let shortest = sizes.queries.next_multiple_of(16).max(16);
+    for tile_q in pick(asked.tile_q, &[16, 32, 64, 128]) {
+        // A tile of which half would be empty is not one to consider.
+        if asked.tile_q.is_none() && tile_q >= 2 * shortest {
+            continue;
+        }
+        for tile_kv in pick(asked.tile_kv, &[16, 32, 48, 64, 96, 128]) {
+            for warps in pick(asked.warps, if forward { &[1, 2, 4, 8] } else { &[2, 4, 8] }) {
+                let tiles = |stages| Tiles { tile_q, tile_kv, warps, stages };
+                let rows = tile_q / 16;
+                // The forward's warps own 16 or 32 queries each. Of the backward, divisions that
+                // are not even are no candidates unless they are asked for.
+                let usual = match forward {
+                    true => rows == warps || rows == 2 * warps,
+                    false => {
+                        crate::resources::Warps::divide(warps, tile_q, tile_kv, true).is_some()
+                    }
+                };
+                if usual || asked.warps.is_some() {
+                    all.extend(pick(asked.stages, &[1, 2]).into_iter().map(tiles));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Blocks to split keys over where tiles of queries alone leave multiprocessors idle.
+fn splits(profile: &Profile, sizes: &Sizes, forward: &Candidate) -> usize {
+    let config = &forward.config;
+    let blocks = sizes.queries.div_ceil(config.tile_q) * sizes.heads_q * sizes.batch;
+    let steps = sizes.keys.div_ceil(config.tile_kv);
+    let room = profile.multiprocessors * forward.occupancy.blocks.max(1);
+    // A share of fewer than four steps costs more to join than it gains.
+    if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(steps / 4).max(1) }
+}
+
+fn nothing_fits(
+    profile: &Profile,
+    class: &Class,
+    kernel: Kernel,
+    asked: &TileOptions,
+    refused: &[Refused],
+) -> CudaError {
+    let dtype = class.dtype.name();
+    let dims = Dims(class.dim, class.dim_v);
+    let what = match *asked == TileOptions::default() {
+        true => String::new(),
+        false => format!(" with the options given ({asked})"),
+    };
+    let mut message = format!(
+        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a block can have {} \
+         B of shared memory:",
+        profile.name, profile.shared_per_block
+    );
+    for Refused { config, refusal } in refused {
+        let Config { tile_q, tile_kv, warps, stages, .. } = config;
+        message +=
+            &format!("\n  tile {tile_q}x{tile_kv}, {warps} warps, {stages} stages: {refusal}");
+    }
+    CudaError::argument(message)
+}
+
+/// `128`, or `192/128`.
+pub(crate) struct Dims(pub usize, pub usize);
+
+impl fmt::Display for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        if self.1 != self.0 {
+            write!(f, "/{}", self.1)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for TileOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [
+            ("tile_q", self.tile_q),
+            ("tile_kv", self.tile_kv),
+            ("warps", self.warps),
+            ("stages", self.stages),
+        ];
+        let given = parts.iter().filter_map(|(name, value)| value.map(|v| format!("{name} {v}")));
+        f.write_str(&given.collect::<Vec<_>>().join(", "))
+    }
+}

@@ -1,0 +1,149 @@
+//! Modelled time of a launch, to rank configurations that fit.
+//!
+//! One step of a block (a tile of queries against a tile of keys) takes so many cycles of the
+//! tensor cores, of shared memory, of the units for powers, and of the path to second-level
+//! cache. Blocks on one multiprocessor share these units, so a round in which each makes a step
+//! takes as long as the busiest unit, but never less than one block alone needs for its own chain
+//! of dependent parts. Launches are waves of such rounds.
+//!
+//! The model is there to rank, within one kernel and one device. It knows nothing of clocks under
+//! load, caches that overflow, or masks.
+
+use super::Sizes;
+use crate::config::{Config, Elem, Kernel};
+use crate::profile::Profile;
+use crate::resources::{Resources, Warps};
+
+/// Bytes of shared memory that a multiprocessor reads or writes in a cycle.
+const SHARED_PER_CYCLE: f64 = 128.0;
+/// Powers that a multiprocessor computes in a cycle.
+const POWERS_PER_CYCLE: f64 = 16.0;
+/// Instructions for one score beside its power: scaling, maximum, sum, rounding.
+const SCORE_CYCLES: f64 = 8.0 / 128.0;
+/// Cycles of one score that a mask or a score function adds.
+const MOD_CYCLES: f64 = 8.0 / 128.0;
+/// Bytes of f32 sums that a multiprocessor adds to in second-level cache in a cycle.
+const ADDED_PER_CYCLE: f64 = 32.0;
+/// Operations that `mma.sync` does in a cycle of a multiprocessor at most: from Hopper on the peak
+/// needs other instructions.
+const MMA_PER_CYCLE: f64 = 2600.0;
+/// Cycles that a step waits for its copies and barriers, by stages.
+const WAITS: [f64; 2] = [900.0, 450.0];
+/// Cycles of a block before its first and after its last step.
+const ENDS: f64 = 3000.0;
+
+/// Cycles of one step by unit.
+struct Step {
+    tensor: f64,
+    shared: f64,
+    scores: f64,
+    sums: f64,
+}
+
+/// Whether the tiles of a launch are too few for all multiprocessors while smaller ones are not.
+pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
+    blocks(config, sizes) < profile.multiprocessors
+}
+
+/// Blocks of a launch.
+fn blocks(config: &Config, sizes: &Sizes) -> usize {
+    let tiles = match config.kernel {
+        Kernel::Backward => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
+        _ => sizes.queries.div_ceil(config.tile_q) * sizes.heads_q,
+    };
+    tiles * sizes.batch
+}
+
+/// Microseconds of a launch without a mask.
+pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes: &Sizes) -> f64 {
+    let steps = match config.kernel {
+        Kernel::Backward => config.group * sizes.queries.div_ceil(config.tile_q),
+        _ => sizes.keys.div_ceil(config.tile_kv),
+    } as f64;
+    let resident = resources.occupancy(profile).blocks.max(1);
+    let step = Step::of(profile, config);
+    let blocks = blocks(config, sizes);
+    let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
+    let full = blocks / (profile.multiprocessors * resident);
+    let left = blocks - full * profile.multiprocessors * resident;
+    let cycles = full as f64 * a_round(resident)
+        + if left > 0 { a_round(left.div_ceil(profile.multiprocessors)) } else { 0.0 };
+    cycles / profile.clock_mhz
+}
+
+impl Step {
+    fn of(profile: &Profile, config: &Config) -> Self {
+        let Config { tile_q, tile_kv, warps, dtype, .. } = *config;
+        let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
+        let bytes = dtype.bytes() as f64;
+        // A product of m x n numbers over k: operations, and operand bytes that all warps read.
+        let product = |m: usize, n: usize, k: usize, even: bool| {
+            let split = Warps::divide(warps, m, n, even);
+            let (rows, columns) = split.map_or((1, 1), |w| (w.rows * 16, w.columns * 8));
+            (2.0 * (m * n * k) as f64, (warps * (rows + columns) * k) as f64 * bytes)
+        };
+        let scores = (tile_q * tile_kv) as f64;
+        let (products, moved): (Vec<(f64, f64)>, f64) = match config.kernel {
+            Kernel::Forward => {
+                let rows = warps as f64 * bytes;
+                let keys = 2.0 * (scores * dim as f64);
+                let values = 2.0 * (scores * dim_v as f64);
+                let q = (tile_q * dim) as f64 * bytes;
+                let copied = (tile_kv * (dim + dim_v)) as f64 * bytes;
+                let read = vec![
+                    (keys, (tile_kv * dim) as f64 * rows + q),
+                    (values, (tile_kv * dim_v) as f64 * rows),
+                ];
+                (read, copied)
+            }
+            Kernel::Backward => {
+                let copied = (tile_q * (dim + dim_v)) as f64 * bytes;
+                let mut all = vec![
+                    product(tile_q, tile_kv, dim, true),
+                    product(tile_q, tile_kv, dim_v, true),
+                    product(tile_kv, dim_v, tile_q, false),
+                    product(tile_kv, dim, tile_q, false),
+                ];
+                if !config.deterministic {
+                    all.push(product(tile_q, dim, tile_kv, false));
+                }
+                (all, copied + 2.0 * scores * bytes)
+            }
+            Kernel::BackwardDq => {
+                let copied = (tile_kv * (dim + dim_v)) as f64 * bytes;
+                let all = vec![
+                    product(tile_q, tile_kv, dim, true),
+                    product(tile_q, tile_kv, dim_v, true),
+                    product(tile_q, dim, tile_kv, false),
+                ];
+                (all, copied + scores * bytes)
+            }
+            _ => (vec![], 0.0),
+        };
+        let tflops = profile.bf16_tflops / profile.multiprocessors as f64;
+        let mut rate = (tflops * 1e6 / profile.clock_mhz).min(MMA_PER_CYCLE);
+        if dtype == Elem::F32 {
+            // Three products in tf32, at half the rate.
+            rate /= 6.0;
+        }
+        let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dscore);
+        let added = config.kernel == Kernel::Backward && !config.deterministic;
+        Self {
+            tensor: products.iter().map(|(operations, _)| operations / rate).sum(),
+            shared: (moved + products.iter().map(|(_, read)| read).sum::<f64>()) / SHARED_PER_CYCLE,
+            scores: scores * (1.0 / POWERS_PER_CYCLE + SCORE_CYCLES + MOD_CYCLES * f64::from(mods)),
+            sums: if added { (tile_q * dim * 4) as f64 / ADDED_PER_CYCLE } else { 0.0 },
+        }
+    }
+
+    /// Cycles in which each of `blocks` on one multiprocessor makes a step.
+    fn round(&self, config: &Config, blocks: usize) -> f64 {
+        let busiest = self.tensor.max(self.shared).max(self.scores).max(self.sums);
+        // A warp has a quarter of the units to itself.
+        let alone = (4.0 / config.warps as f64).max(1.0);
+        let chain = (self.tensor.max(self.shared) + self.scores) * alone + WAITS[config.stages - 1];
+        let shared = blocks as f64 * busiest;
+        // Units are shared unevenly: what is close to the longest adds to it.
+        (shared.powi(3) + chain.powi(3)).cbrt()
+    }
+}

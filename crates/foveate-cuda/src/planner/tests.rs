@@ -1,0 +1,209 @@
+use super::*;
+
+const DIMS: [(usize, usize); 10] = [
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (160, 160),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+];
+
+/// The kinds of mods that the kernels tell apart.
+fn mods(class: &Class) -> [Class; 4] {
+    let plain = class.clone();
+    let mask = Class { mask: true, ..plain.clone() };
+    let score = Class { score: true, dscore: true, ..plain.clone() };
+    let learned = Class { captures: true, score: true, dscore: true, ..plain.clone() };
+    [plain, mask, score, learned]
+}
+
+fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize) -> Sizes {
+    Sizes { batch, heads_q, heads_kv, queries: len, keys: len }
+}
+
+fn profile_with(limit: usize) -> Profile {
+    let all = Profile::all().into_iter();
+    let mut found = all.filter(|p| p.shared_per_block == limit);
+    found.next().expect("a profile with this limit")
+}
+
+/// Every kernel of a plan fits its device.
+#[track_caller]
+fn assert_fits(plan: &KernelPlan) {
+    for choice in &plan.kernels {
+        let Candidate { config, resources, occupancy, .. } = &choice.chosen;
+        let limit = plan.profile.shared_per_block;
+        assert!(resources.shared_bytes <= limit, "{config}: {}", resources.shared_bytes);
+        assert!(occupancy.blocks >= 1, "{config} on {}", plan.profile.name);
+    }
+}
+
+#[test]
+fn every_device_has_a_configuration_for_every_class() {
+    let options = KernelOptions::default();
+    for profile in Profile::all() {
+        for dtype in Elem::ALL {
+            for (dim, dim_v) in DIMS {
+                for mut class in mods(&Class::new(dtype, dim, dim_v, 4)) {
+                    for deterministic in [false, true] {
+                        class.deterministic = deterministic;
+                        let sizes = sizes(2, 32, 8, 4096);
+                        let plan = KernelPlan::new(&profile, &class, &sizes, true, &options);
+                        assert_fits(&plan.unwrap_or_else(|e| panic!("{e}")));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_head_dims_and_lengths_have_configurations_too() {
+    for profile in Profile::all() {
+        for (dim, dim_v) in [(1, 1), (33, 7), (100, 36), (255, 241)] {
+            for len in [1, 15, 17, 100] {
+                for dtype in Elem::ALL {
+                    let class = Class { align: 0, sink: true, ..Class::new(dtype, dim, dim_v, 1) };
+                    let options = KernelOptions::default();
+                    let sizes = sizes(1, 3, 3, len);
+                    let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
+                    assert_fits(&plan);
+                    let forward = &plan.kernels[0].chosen.config;
+                    assert!(forward.tile_q < 2 * len.next_multiple_of(16), "{forward} for {len}");
+                }
+            }
+        }
+    }
+}
+
+/// Packed fine-tuning of Llama 3.1 and Qwen2.5 died in the backward of FlexAttention: the only
+/// default tile took more shared memory than the card had.
+#[test]
+fn torchtune_2113_has_a_backward_on_both_limits() {
+    for limit in [101_376, 232_448] {
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 7) };
+        let profile = profile_with(limit);
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes(1, 28, 4, 512), true, &options);
+        assert_fits(&plan.unwrap());
+    }
+}
+
+#[test]
+fn torchtune_2392_has_a_backward_on_an_l40s() {
+    let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    let profile = Profile::named("l40s").unwrap();
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 32, 8, 2048), true, &options).unwrap();
+    assert_fits(&plan);
+    let backward = plan.kernels.iter().find(|c| c.chosen.config.kernel == Kernel::Backward);
+    let refused = &backward.unwrap().refused;
+    // The tile that a larger card takes, and what it would need here.
+    let large = refused.iter().find(|r| {
+        (r.config.tile_q, r.config.tile_kv, r.config.warps, r.config.stages) == (64, 128, 8, 2)
+    });
+    let wanted = Refusal::Shared { bytes: 175_168, limit: 101_376 };
+    assert_eq!(large.unwrap().refusal, wanted);
+}
+
+#[test]
+fn pytorch_133254_has_a_backward_on_an_rtx_4090() {
+    let class = Class::new(Elem::F16, 128, 128, 1);
+    let profile = Profile::named("rtx4090").unwrap();
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(4, 8, 8, 2048), true, &options);
+    assert_fits(&plan.unwrap());
+}
+
+#[test]
+fn pytorch_198224_has_a_backward_above_dim_128_on_an_rtx_5090() {
+    let profile = Profile::named("rtx5090").unwrap();
+    for (dim, dim_v) in [(160, 160), (192, 128), (192, 192), (256, 256)] {
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, dim, dim_v, 1) };
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes(2, 16, 16, 4096), true, &options);
+        assert_fits(&plan.unwrap());
+    }
+}
+
+#[test]
+fn options_are_honoured() {
+    let profile = Profile::named("a100").unwrap();
+    let class = Class::new(Elem::Bf16, 64, 64, 1);
+    let forward = TileOptions { tile_q: Some(48), warps: Some(3), ..TileOptions::default() };
+    let backward = TileOptions { tile_kv: Some(80), stages: Some(1), ..TileOptions::default() };
+    let options = KernelOptions { forward, backward, splits: Some(3), ..KernelOptions::default() };
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options).unwrap();
+    let forward = plan.config(Kernel::Forward).unwrap();
+    assert_eq!((forward.tile_q, forward.warps, forward.split), (48, 3, true));
+    let backward = plan.config(Kernel::Backward).unwrap();
+    assert_eq!((backward.tile_kv, backward.stages), (80, 1));
+    assert!(plan.config(Kernel::Combine).is_some());
+}
+
+#[test]
+fn options_that_do_not_fit_are_refused_with_the_numbers() {
+    let profile = Profile::named("l40s").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let refused = |backward: TileOptions| {
+        let options = KernelOptions { backward, ..KernelOptions::default() };
+        let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
+        plan.unwrap_err().to_string()
+    };
+    let large =
+        TileOptions { tile_q: Some(64), tile_kv: Some(128), warps: Some(8), stages: Some(2) };
+    assert_eq!(
+        refused(large),
+        "no backward kernel for bf16 at head dim 128 with the options given (tile_q 64, tile_kv \
+         128, warps 8, stages 2) fits l40s, where a block can have 101376 B of shared memory:\n  \
+         tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376"
+    );
+    let uneven = refused(TileOptions { tile_q: Some(20), ..TileOptions::default() });
+    assert!(uneven.contains("tile 20x16; both sides are multiples of 16"), "{uneven}");
+    let warps = refused(TileOptions { warps: Some(64), ..TileOptions::default() });
+    assert!(warps.contains("64 warps; a block has 1 to 32"), "{warps}");
+    let none = refused(TileOptions { warps: Some(0), stages: Some(9), ..TileOptions::default() });
+    assert!(none.contains("0 warps; a block has 1 to 32"), "{none}");
+}
+
+#[test]
+fn where_nothing_fits_the_error_has_every_candidate() {
+    let profile = Profile::named("l4").unwrap();
+    let class = Class::new(Elem::F32, 512, 512, 1);
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), false, &options);
+    let said = plan.unwrap_err().to_string();
+    let candidates = candidates(Kernel::Forward, &TileOptions::default(), &sizes(1, 4, 4, 4096));
+    assert_eq!(said.lines().count(), 1 + candidates.len());
+    assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a block "));
+}
+
+#[test]
+fn few_queries_split_the_keys_so_that_the_device_is_busy() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 4);
+    let options = KernelOptions::default();
+    let decode = Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768 };
+    let plan = KernelPlan::new(&profile, &class, &decode, false, &options).unwrap();
+    assert!(plan.splits >= 4, "{}", plan.splits);
+    assert_eq!(plan.config(Kernel::Forward).unwrap().tile_q, 16);
+    let training = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options);
+    assert_eq!(training.unwrap().splits, 1);
+}
+
+#[test]
+fn a_large_card_gets_what_was_measured_there() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options).unwrap();
+    for kernel in [Kernel::Forward, Kernel::Backward] {
+        let choice = plan.kernels.iter().find(|c| c.chosen.config.kernel == kernel).unwrap();
+        assert!(choice.chosen.measured, "{}", choice.chosen.config);
+    }
+}
