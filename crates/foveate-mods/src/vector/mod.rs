@@ -8,7 +8,8 @@
 //!
 //! Captured-buffer indices are clamped to their axis; the first one that had to be, at an entry
 //! that counts, is kept for [`Machine::out_of_range`]. Loads that were hoisted out of the row
-//! count like the others: at the entries of a row that use them. Both sides of an `if` are evaluated, so both must index in range.
+//! count like the others: at the entries of a row that use them. Both sides of an `if` are
+//! evaluated, so both must index in range.
 
 mod rows;
 
