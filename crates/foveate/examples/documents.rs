@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let bias = Buffer::learned("bias", &[4, 5], vec![0.0; 20])?;
     let program = Attention::new()
         .mask(masks::causal() & same_document(&doc))
-        .score(scores::soft_cap(30.0).then(&distance_bias(&bias, 4)));
+        .score(scores::soft_cap(30.0)?.then(&distance_bias(&bias, 4)));
 
     let plan = program.plan(&Problem::of(&q, &k, &v)?, &Device::cpu())?;
     println!("{}", plan.explain());
