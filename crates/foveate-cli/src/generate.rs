@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use foveate_nn::{Model, Recompute, Sampling};
+use foveate_train::chat::Message;
 use foveate_train::checkpoint;
 use serde_json::json;
 
@@ -19,6 +20,9 @@ pub struct Args {
     /// What the text starts with
     #[arg(long, default_value = "")]
     prompt: String,
+    /// Take the prompt as what a user says, in the checkpoint's chat template
+    #[arg(long)]
+    chat: bool,
     /// Tokens to write at most
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 200)]
     max_tokens: usize,
@@ -44,11 +48,20 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
     let weights = config.model.memory_estimate(1, 1, 4, Recompute::Full).weights;
     memory::fits(weights, "choose a smaller checkpoint, or a larger machine")?;
-    let mut model = Model::new(config.model, &config.attention, 0)?;
+    let mut model = Model::new(config.model.clone(), &config.attention, 0)?;
     checkpoint::load_weights(&args.checkpoint, &mut model)?;
-    let tokenizer = config.tokenizer;
-    let mut prompt: Vec<u32> = tokenizer.bos().into_iter().collect();
-    prompt.extend(tokenizer.encode(&args.prompt)?.ids);
+    let tokenizer = &config.tokenizer;
+    let text = if args.chat {
+        let said = Message { role: "user".to_owned(), content: args.prompt.clone() };
+        config.template()?.text(&[said], true).map_err(Failure::new)?
+    } else {
+        args.prompt.clone()
+    };
+    let mut prompt = tokenizer.encode(&text)?.ids;
+    // A template writes the token that begins a text itself.
+    if let Some(bos) = tokenizer.bos().filter(|bos| prompt.first() != Some(bos)) {
+        prompt.insert(0, bos);
+    }
     if prompt.is_empty() {
         return Err(Failure::usage("there is nothing to start from").help("give --prompt"));
     }
@@ -71,7 +84,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut written = Vec::new();
     let mut shown = 0;
     if !args.json {
-        out.text(&args.prompt)?;
+        out.text(if args.chat { "" } else { &args.prompt })?;
         out.flush()?;
     }
     for _ in prompt.len()..capacity {

@@ -84,11 +84,10 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
     out.line(format!("checkpoint  {}", summary.checkpoint.display()))?;
     out.line(format!("metrics     {dir}/metrics.jsonl, TensorBoard files in {dir}"))?;
     out.line(format!("curve       {dir}/loss.svg"))?;
-    out.line(format!(
-        "try it      {} generate {} --prompt \"fn main() {{\"",
-        called(),
-        summary.checkpoint.display()
-    ))?;
+    let chat = recipe.model.checkpoint.is_some();
+    let prompt = if chat { "--chat --prompt \"Hello\"" } else { "--prompt \"fn main() {\"" };
+    let checkpoint = summary.checkpoint.display();
+    out.line(format!("try it      {} generate {checkpoint} {prompt}", called()))?;
     Ok(())
 }
 

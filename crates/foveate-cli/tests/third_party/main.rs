@@ -233,6 +233,13 @@ fn a_checkpoint_is_fine_tuned_on_chat_data_and_written_as_others_read_it() {
     let stored: Vec<Stored> = folder::random(&sizes, SEED).iter().map(of).collect();
     assert_eq!(file.len(), stored.len());
     place.agrees(checkpoint, &sizes, &folder::widened(&stored));
+    let read = place.encode(before);
+    let tuned_weights = folder::widened(&stored);
+    let written = oracle::greedy(&sizes, &tuned_weights, &read, 12, &[END, TURN]);
+    let says = ["--chat", "--prompt", "who runs over the row? ", "--temperature", "0", "--json"];
+    let args = [&["generate", checkpoint, "--max-tokens", "12"][..], &says].concat();
+    let found = place.json(&args);
+    assert_eq!(found["text"], json!(place.tokenizer().decode(&written, true).unwrap()));
     let config: Value =
         serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
     for (key, value) in [
