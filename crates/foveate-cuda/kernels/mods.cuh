@@ -241,3 +241,8 @@ __device__ float fast_divide(float x, float y) { return x * fast_reciprocal(y); 
 #endif
 
 __device__ float remainder_of(float x, float y) { return x - y * floorf(x / y); }
+
+// Which scores of a tile read the same element of a learned buffer: none as far as is known, those
+// of a query, of a key, of a distance between both, or all. For each read, mods say so in
+// Capture<read>::kind.
+enum CaptureKind { CAPTURE_EACH, CAPTURE_ROW, CAPTURE_COLUMN, CAPTURE_DIAGONAL, CAPTURE_BLOCK };

@@ -7,7 +7,10 @@
 //! bool  fv_mask(mods, place, q, kv)
 //! float fv_score(mods, place, q, kv, score)
 //! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
-//! void  fv_capture_gradients(mods, place, q, kv, score, d)   adds d · ∂score'/∂element
+//! int   FV_READS                                             distinct reads of learned buffers, and
+//! struct Capture<read>  kind     which scores read the same element
+//!                       term()   d · ∂score'/∂element
+//!                       add()    adds a sum of terms to the element's gradient
 //! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
 //! ```
@@ -25,6 +28,7 @@
 mod captures;
 mod print;
 mod ranges;
+mod sharing;
 #[cfg(test)]
 mod tests;
 
@@ -42,6 +46,7 @@ pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table;
+use sharing::shared;
 
 /// The types that printed mods are made of. Stands before [`ModsSource::text`].
 pub const PRELUDE: &str = include_str!("../../kernels/mods.cuh");
@@ -353,35 +358,45 @@ impl Context<'_> {
     }
 
     fn capture_gradients(&self, gradient: Option<&Part<'_>>, reads: &[CaptureGradient]) -> String {
-        let head = format!("void fv_capture_gradients({ENTRY}, float score, float d)");
-        let says = "Adds d times the derivative of fv_score by each element of a learned buffer.";
-        let Some(part) = gradient.filter(|_| !reads.is_empty()) else {
-            return function(says, &head, &[]);
-        };
+        let mut text = format!(
+            "\n// Distinct reads of learned buffers.\n[[maybe_unused]] constexpr int FV_READS = {};\n",
+            reads.len()
+        );
+        let Some(part) = gradient.filter(|_| !reads.is_empty()) else { return text };
+        text.push_str("template <int READ>\nstruct Capture;\n");
         let roots = part.program.roots();
-        let wanted: Vec<NodeId> = reads
-            .iter()
-            .flat_map(|read| [read.value].into_iter().chain(read.index.iter().copied()))
-            .map(|root| roots[root])
-            .collect();
         let printer = self.printer(part, Check::Off);
-        let Printed { mut statements, roots: pieces } = printer.print(&wanted);
-        let mut pieces = pieces.into_iter();
-        for read in reads {
-            let value = pieces.next().expect("one for each root");
-            let index: Vec<_> = pieces.by_ref().take(read.index.len()).collect();
-            let ids: Vec<NodeId> = read.index.iter().map(|&root| roots[root]).collect();
+        for (number, read) in reads.iter().enumerate() {
             let slot = part.slots.buffers[read.buffer as usize];
-            let position = printer.position(slot, &ids, None, &index);
-            let target = self.layout.name(FieldKind::Gradient(slot));
-            let given = if is_one(part.program, roots[read.value]) {
-                "d".to_owned()
+            let index: Vec<NodeId> = read.index.iter().map(|&root| roots[root]).collect();
+            let kind = shared(part.program, &index).name();
+
+            let Printed { statements: mut term, roots: value } =
+                printer.print(&roots[read.value..=read.value]);
+            term.push(if is_one(part.program, roots[read.value]) {
+                "return d;".to_owned()
             } else {
-                format!("d * {}", value.factor())
+                format!("return d * {};", value[0].factor())
+            });
+            let Printed { statements: mut add, roots: pieces } = printer.print(&index);
+            let position = printer.position(slot, &index, None, &pieces);
+            let target = self.layout.name(FieldKind::Gradient(slot));
+            add.push(format!("atomicAdd(mods.{target}{position}, sum);"));
+
+            let method = |head: &str, statements: &[String]| {
+                let body: String = statements.iter().map(|s| format!("        {s}\n")).collect();
+                format!("    static __device__ {head} {{\n{body}    }}\n")
             };
-            statements.push(format!("atomicAdd(mods.{target}{position}, {given});"));
+            let name = self.captures.buffers[slot].name();
+            text.push_str(&format!(
+                "\n// What scores give to `{name}`.\ntemplate <> struct Capture<{number}> {{\n"
+            ));
+            text.push_str(&format!("    static constexpr CaptureKind kind = {kind};\n"));
+            text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
+            text.push_str(&method(&format!("void add({ENTRY}, float sum)"), &add));
+            text.push_str("};\n");
         }
-        function(says, &head, &statements)
+        text
     }
 
     fn keep(&self, part: Option<&Part<'_>>) -> String {

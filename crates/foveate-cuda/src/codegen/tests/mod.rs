@@ -13,13 +13,20 @@ fn options() -> Options {
 
 /// A kernel that calls everything.
 const CALLS: &str = r#"
+template <int READ>
+__device__ void capture(const Mods& mods, const Place& place, Int q, Int kv, float score) {
+    if constexpr (READ < FV_READS) {
+        Capture<READ>::add(mods, place, q, kv, Capture<READ>::term(mods, place, q, kv, score, 2.f));
+        capture<READ + 1>(mods, place, q, kv, score);
+    }
+}
 extern "C" __global__ void calls(const __grid_constant__ Mods mods, float* out) {
     int q = threadIdx.x, kv = blockIdx.x;
     Place place = {0, int(blockIdx.y), 0, 300, 400};
     float score = out[q];
     if (fv_mask(mods, place, q, kv)) score = fv_score(mods, place, q, kv, score);
     if (fv_keep(mods, place, q, kv)) score *= fv_keep_scale(mods);
-    fv_capture_gradients(mods, place, q, kv, score, 2.f);
+    capture<0>(mods, place, q, kv, score);
     out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f);
     if (fv_cover(mods, place, q, q + 128, kv, kv + 64) == 2) out[q] = 0.f;
 }
@@ -104,6 +111,32 @@ fn a_soft_cap_of_f32_operands_is_accurate() {
 fn a_learned_relative_bias_adds_to_its_gradient() {
     let score = scores::relative_bias(&learned("rel_bias", &[8, 129])).unwrap();
     insta::assert_snapshot!(of_score(&score, &options()));
+}
+
+#[test]
+fn scores_that_read_the_same_element_of_a_learned_buffer_are_found() {
+    use sharing::Shared::{Column, Diagonal, Everywhere, Nowhere, Row};
+    let kinds = |score: ScoreMod| {
+        let gradient = score.gradient().unwrap();
+        let roots = gradient.program().roots();
+        let of = |read: &CaptureGradient| {
+            let index: Vec<NodeId> = read.index.iter().map(|&root| roots[root]).collect();
+            shared(gradient.program(), &index)
+        };
+        gradient.captures().iter().map(of).collect::<Vec<_>>()
+    };
+    let (table, of_head) = (learned("table", &[64]), learned("of_head", &[8, 64]));
+    let is = |index: ScoreMod, wanted| assert_eq!(kinds(index), [wanted]);
+    is(closure::score_mod!(|score, q, kv| score + table[kv - q + 32]), Diagonal);
+    is(closure::score_mod!(|score, q, kv, kv_len| score + table[q - 3 - (kv + kv_len)]), Diagonal);
+    is(closure::score_mod!(|score, q, kv| score + table[(kv - q).abs().min(63)]), Diagonal);
+    is(closure::score_mod!(|score, h, q| score * of_head[(h, q)]), Row);
+    is(closure::score_mod!(|score, h, kv| score * of_head[(h, kv / 2)]), Column);
+    is(closure::score_mod!(|score, h| score * of_head[(h, 5)]), Everywhere);
+    is(closure::score_mod!(|score, q, kv| score + table[kv + q]), Nowhere);
+    is(closure::score_mod!(|score, q, kv| score + table[kv - q - q]), Nowhere);
+    is(closure::score_mod!(|score, q, kv| score + table[kv / 4 - q / 4]), Nowhere);
+    is(closure::score_mod!(|score, q, kv| score + of_head[(q, kv)]), Nowhere);
 }
 
 #[test]
