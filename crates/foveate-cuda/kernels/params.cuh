@@ -103,3 +103,15 @@ struct BackwardParams {
     // when k and v are shared over the batch. Their gradients are summed by the block.
     int sharing;
 };
+
+struct BlockListsParams {
+    const Sequence* sequences;
+    const Tile* tiles;           // the rows to be made, a block for each: of queries, or of keys
+    // Lists to be written; see there. With head_stride 0 the grid has one head.
+    int* counts;
+    Run* runs;
+    int capacity, head_stride;
+    int tile_q, tile_kv;         // queries and keys of a tile
+    int of_keys;                 // 1 when the rows are tiles of keys
+    int group;                   // query heads of a key/value head
+};

@@ -255,6 +255,43 @@ structs! {
         /// Sequences from a tile's own on that read the same keys and values.
         pub sharing: i32,
     }
+
+    /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block
+    /// has [`Self::THREADS`] threads and [`Self::shared_bytes`].
+    pub struct BlockListsParams {
+        /// [`Sequence`]s.
+        pub sequences: Address,
+        /// [`Tile`]s whose rows are made: of queries, or of keys.
+        pub tiles: Address,
+        /// i32 `[rows]`, [`Lists::counts`] to be written.
+        pub counts: Address,
+        /// [`Run`] `[rows, capacity]`, [`Lists::runs`] to be written.
+        pub runs: Address,
+        /// Most runs a row can have, at least 1. Where there are more, the closest are joined
+        /// into partial ones.
+        pub capacity: i32,
+        /// Rows between two heads; 0 for a mask that is the same for every head, and a grid
+        /// with one head.
+        pub head_stride: i32,
+        /// Queries of a tile.
+        pub tile_q: i32,
+        /// Keys of a tile.
+        pub tile_kv: i32,
+        /// 1 when the rows are tiles of keys, 0 when they are tiles of queries.
+        pub of_keys: i32,
+        /// Query heads of a key/value head.
+        pub group: i32,
+    }
+}
+
+impl BlockListsParams {
+    /// Threads of a block.
+    pub const THREADS: usize = 256;
+
+    /// Bytes of dynamic shared memory for rows of at most `tiles` tiles: three bits a tile.
+    pub fn shared_bytes(tiles: usize) -> usize {
+        tiles.div_ceil(32) * 12
+    }
 }
 
 #[cfg(test)]

@@ -121,12 +121,13 @@ fn buffers() -> Vec<AnyBuffer> {
 }
 
 /// Memory at a fixed address of the running program.
-struct Arena(Vec<u8>);
+#[derive(Default)]
+pub(super) struct Arena(Vec<u8>);
 
 const BASE: u64 = 0x2000_0000_0000;
 
 impl Arena {
-    fn put(&mut self, bytes: &[u8]) -> u64 {
+    pub(super) fn put(&mut self, bytes: &[u8]) -> u64 {
         self.0.resize(self.0.len().next_multiple_of(16), 0);
         let at = BASE + self.0.len() as u64;
         self.0.extend(bytes);
@@ -185,28 +186,28 @@ fn scores(q: i32) -> Vec<f32> {
     KEYS.map(|kv| ((q * 31 + kv * 7) % 23 - 11) as f32 * 0.3).collect()
 }
 
-/// What the compiled program writes, or nothing without a host compiler.
+/// The captured buffers in the arena.
+pub(super) fn put_buffers(arena: &mut Arena, source: &ModsSource) -> Vec<BufferAddresses> {
+    let addresses = source.buffers().iter().map(|b| BufferAddresses {
+        elems: arena.put(&buffer_bytes(b)),
+        gradient: arena.put(&vec![0; 4 * b.data().len() + 4]),
+        ranges: arena.put(&range_table(b)),
+        sums: 0,
+    });
+    addresses.collect()
+}
+
+/// What the compiled cases write, or nothing without a host compiler.
 fn executed(cases: &[Case]) -> Option<Vec<u8>> {
-    let folder = tempfile::tempdir().unwrap();
     let mut text = format!("{}{PRELUDE}{RANGES}", include_str!("shim.h"));
     let mut main = String::from("int main() { take_arena();");
-    let mut arena = Arena(Vec::new());
+    let mut arena = Arena::default();
     let mut input = Vec::new();
     for (i, case) in cases.iter().enumerate() {
         let source = case.source();
         text.push_str(&format!("namespace p{i} {{\n{}{}RUN\n}}\n", source.text(), source.cover()));
         main.push_str(&format!(" p{i}::run();"));
-        let addresses: Vec<BufferAddresses> = source
-            .buffers()
-            .iter()
-            .map(|b| BufferAddresses {
-                elems: arena.put(&buffer_bytes(b)),
-                gradient: arena.put(&vec![0; 4 * b.data().len() + 4]),
-                ranges: arena.put(&range_table(b)),
-                sums: 0,
-            })
-            .collect();
-        let mods = source.pack(&addresses, 0).unwrap();
+        let mods = source.pack(&put_buffers(&mut arena, &source), 0).unwrap();
         let mut int = |x: i32| input.extend(x.to_le_bytes());
         int(mods.len() as i32);
         mods.chunks(4).for_each(|word| int(i32::from_le_bytes(word.try_into().unwrap())));
@@ -222,10 +223,15 @@ fn executed(cases: &[Case]) -> Option<Vec<u8>> {
             [q.start, q.end, kv.start, kv.end].into_iter().for_each(&mut int);
         }
     }
-    text.push_str(&main);
-    text.push_str(" }\n");
+    program_output(&format!("{text}{main} }}\n"), arena, input)
+}
+
+/// What the program `text` writes, given an arena and the rest of its input; nothing without a
+/// host compiler.
+pub(super) fn program_output(text: &str, arena: Arena, input: Vec<u8>) -> Option<Vec<u8>> {
+    let folder = tempfile::tempdir().unwrap();
     let (code, program) = (folder.path().join("mods.cpp"), folder.path().join("mods"));
-    std::fs::write(&code, &text).unwrap();
+    std::fs::write(&code, text).unwrap();
     let compiler = Command::new("c++")
         .args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-o"])
         .args([&program, &code])

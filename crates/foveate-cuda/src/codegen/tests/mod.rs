@@ -1,6 +1,7 @@
 //! Snapshots of printed mods, and what NVRTC says to them.
 
 mod execute;
+mod lists;
 
 use super::*;
 use crate::nvrtc::Compiler;

@@ -1,0 +1,245 @@
+// The runs of live tiles of every row of tiles, from the mask: a block for each row and head.
+//
+//   1. cover      a thread decides 32 tiles at once by bounds                      fv_cover
+//   2. cover      a warp decides the 32 tiles of what is left, one a lane          fv_cover
+//   3. evaluate   a warp looks at every entry of a tile that bounds leave open     fv_mask
+//   4. runs       one warp turns the bits of the row into runs
+//
+// A row of a million keys is 16384 tiles of 64: its state is three bits a tile in shared memory.
+// For causal, window, prefix and document masks step 1 decides all but a few words of a row.
+//
+// Where a row has more runs than there is room for, those closest to each other are joined. What
+// is joined counts as partial, so the mask is evaluated there and the result stays exact.
+
+constexpr int LIST_WARPS = 8;
+constexpr unsigned ALL_LANES = 0xffffffff;
+
+// A row of tiles: positions from .. to of its own axis, and the tiles along the other one.
+struct TileRow {
+    const Mods& mods;
+    const Place& place;
+    bool of_keys;           // the row is a tile of keys, and tiles of queries stand along it
+    int from, to;
+    int length, side;       // of the other axis: positions, and positions of a tile
+    int columns;            // tiles
+
+    struct Rectangle { int q0, q1, kv0, kv1; };
+
+    __device__ Rectangle rectangle(int first, int end) const {
+        int a = first * side, b = int(min(i64(end) * side, i64(length)));
+        if (of_keys) return {a, b, from, to};
+        return {from, to, a, b};
+    }
+
+    // Tiles first .. end by bounds: 0 empty, 1 full, 2 undecided.
+    __device__ int cover(int first, int end) const {
+        Rectangle r = rectangle(first, end);
+        return fv_cover(mods, place, r.q0, r.q1, r.kv0, r.kv1);
+    }
+
+    // One tile by its entries: 0 empty, 1 full, 2 partial. For a whole warp.
+    __device__ int evaluate(int column, int lane) const {
+        Rectangle r = rectangle(column, column + 1);
+        bool visible = false, hidden = false;
+        for (int q = r.q0; q < r.q1; ++q) {
+            for (int kv = r.kv0 + lane; kv < r.kv1; kv += 32) {
+                bool is = fv_mask(mods, place, q, kv);
+                visible |= is;
+                hidden |= !is;
+            }
+            // Checked mods have to meet every index.
+            if (!FV_CHECKED && __any_sync(ALL_LANES, visible) && __any_sync(ALL_LANES, hidden)) return 2;
+        }
+        visible = __any_sync(ALL_LANES, visible);
+        hidden = __any_sync(ALL_LANES, hidden);
+        return !visible ? 0 : hidden ? 2 : 1;
+    }
+};
+
+// 32 tiles of a row, and where runs begin and end among them.
+struct Word {
+    int at;                     // the first tile
+    bool open;                  // a run goes on into the word, or ends right before it
+    unsigned live;
+    unsigned starts, ends;      // tiles that begin a run, that follow the last one of a run
+    unsigned partial_starts, partial_ends;      // those of partial runs
+
+    // Word `w` of a row of `words`; one past the end is empty.
+    __device__ Word(const unsigned* lives, const unsigned* fulls, int words, int w) {
+        unsigned full = w < words ? fulls[w] : 0;
+        at = w * 32;
+        live = w < words ? lives[w] : 0;
+        open = 0 < w && w <= words && lives[w - 1] >> 31;
+        unsigned live_before = live << 1 | open;
+        unsigned full_before = full << 1 | (open ? fulls[w - 1] >> 31 : 0);
+        unsigned same = live & live_before & ~(full ^ full_before);
+        starts = live & ~same;
+        ends = live_before & ~same;
+        partial_starts = starts & ~full;
+        partial_ends = ends & ~full_before;
+    }
+
+    // The last live tile before tile `bit` of the word; `before` when there is none in it.
+    __device__ int last_live(int bit, int before) const { return last_of(live & ((1u << bit) - 1), before); }
+    // The last live tile of the word.
+    __device__ int last_live(int before) const { return last_of(live, before); }
+    __device__ int last_of(unsigned bits, int before) const { return bits ? at + 31 - __clz(int(bits)) : before; }
+};
+
+// Takes the lowest bit out of `bits` and gives its number.
+__device__ int take_bit(unsigned& bits) {
+    int bit = __ffs(int(bits)) - 1;
+    bits &= bits - 1;
+    return bit;
+}
+
+// The runs of one row. Every function is for a whole warp.
+struct RowRuns {
+    const unsigned* lives;
+    const unsigned* fulls;
+    int words, lane;
+
+    // Calls f(word, runs that begin before the word, last live tile before it) for every word of
+    // the row and the empty one behind it, a word a lane. Returns the number of runs.
+    template <typename F>
+    __device__ int for_each_word(F f) const {
+        int runs = 0, last = -1;
+        for (int base = 0; base <= words; base += 32) {
+            Word word(lives, fulls, words, base + lane);
+            int begun = __popc(word.starts), lately = word.last_live(-1);
+            for (int step = 1; step < 32; step *= 2) {
+                int more = __shfl_up_sync(ALL_LANES, begun, step), other = __shfl_up_sync(ALL_LANES, lately, step);
+                if (lane >= step) {
+                    begun += more;
+                    lately = max(lately, other);
+                }
+            }
+            int before = __shfl_up_sync(ALL_LANES, lately, 1);
+            f(word, runs + begun - __popc(word.starts), max(last, lane > 0 ? before : -1));
+            runs += __shfl_sync(ALL_LANES, begun, 31);
+            last = max(last, __shfl_sync(ALL_LANES, lately, 31));
+        }
+        return runs;
+    }
+
+    __device__ int count() const {
+        return for_each_word([](const Word&, int, int) {});
+    }
+
+    // Writes all runs.
+    __device__ void write(Run* runs) const {
+        int count = for_each_word([&](const Word& word, int begun, int) {
+            int run = begun, closed = begun - word.open;
+            for (unsigned bits = word.starts; bits != 0;) runs[run++].first = word.at + take_bit(bits);
+            for (unsigned bits = word.ends; bits != 0;) {
+                int bit = take_bit(bits);
+                runs[closed++].count_kind = 2 * (word.at + bit) + (word.partial_ends >> bit & 1);
+            }
+        });
+        // Ends and beginnings of a run may come from two lanes.
+        __syncwarp();
+        for (int run = lane; run < count; run += 32) runs[run].count_kind -= 2 * runs[run].first;
+    }
+
+    // Number of gaps between neighbouring runs of at most `widest` tiles.
+    __device__ int gaps(int widest) const {
+        int count = 0;
+        for_each_word([&](const Word& word, int, int before) {
+            for (unsigned bits = word.starts; bits != 0;) {
+                int bit = take_bit(bits), last = word.last_live(bit, before);
+                count += last >= 0 && word.at + bit - last - 1 <= widest;
+            }
+        });
+        for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(ALL_LANES, count, step);
+        return count;
+    }
+
+    // Writes `capacity` runs where there are `count`, more than that: joins those with the
+    // narrowest gaps between them, and of equal gaps the first.
+    __device__ void write_joined(Run* runs, int count, int capacity) const {
+        const int joins = count - capacity;
+        int narrow = -1, wide = words * 32;     // gaps(narrow) < joins <= gaps(wide)
+        while (wide - narrow > 1) {
+            int middle = (narrow + wide) / 2;
+            if (gaps(middle) < joins) narrow = middle;
+            else wide = middle;
+        }
+        int spare = joins - gaps(narrow);
+        if (lane != 0) return;
+        int first = -1, partial = 0, last = -1, run = 0;
+        for (int w = 0; w < words; ++w) {
+            Word word(lives, fulls, words, w);
+            for (unsigned bits = word.starts; bits != 0;) {
+                int bit = take_bit(bits), before = word.last_live(bit, last), gap = word.at + bit - before - 1;
+                if (first >= 0 && (gap < wide || (gap == wide && spare-- > 0))) {
+                    partial = 1;
+                    continue;
+                }
+                if (first >= 0) runs[run++] = {first, 2 * (before + 1 - first) + partial};
+                first = word.at + bit;
+                partial = word.partial_starts >> bit & 1;
+            }
+            last = word.last_live(last);
+        }
+        runs[run] = {first, 2 * (last + 1 - first) + partial};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
+fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant__ Mods mods) {
+    extern __shared__ unsigned lives[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
+    const Tile tile = p.tiles[blockIdx.x];
+    const Sequence s = p.sequences[tile.sequence];
+    const Place place = {s.b, head, head / p.group, s.q_len, s.k_len};
+
+    const int of_row = p.of_keys ? p.tile_kv : p.tile_q, rows = p.of_keys ? s.k_len : s.q_len;
+    const int side = p.of_keys ? p.tile_q : p.tile_kv, length = p.of_keys ? s.q_len : s.k_len;
+    const int from = tile.tile * of_row, to = int(min(i64(from) + of_row, i64(rows)));
+    const int columns = length / side + (length % side != 0), words = (columns + 31) / 32;
+    const TileRow row = {mods, place, p.of_keys != 0, from, to, length, side, columns};
+
+    // One bit a tile: live, full, left open by bounds.
+    unsigned* fulls = lives + words;
+    unsigned* opens = fulls + words;
+    const bool coarse = words > 2 * LIST_WARPS;
+    for (int w = threadIdx.x; w < words; w += LIST_WARPS * 32) {
+        int end = min(w * 32 + 32, columns), count = end - w * 32;
+        int answer = coarse ? row.cover(w * 32, end) : 2;
+        unsigned all = count == 32 ? ALL_LANES : (1u << count) - 1;
+        lives[w] = fulls[w] = answer == 1 ? all : 0;
+        opens[w] = answer == 2 ? all : 0;
+    }
+    __syncthreads();
+
+    for (int w = warp; w < words; w += LIST_WARPS) {
+        const unsigned open = opens[w];
+        if (open == 0) continue;
+        int column = w * 32 + lane, answer = open >> lane & 1 ? row.cover(column, column + 1) : 0;
+        unsigned full = __ballot_sync(ALL_LANES, answer == 1), undecided = __ballot_sync(ALL_LANES, answer == 2);
+        if (lane == 0) {
+            lives[w] = fulls[w] = full;
+            opens[w] = undecided;
+        }
+    }
+    __syncthreads();
+
+    int turn = 0;
+    for (int w = 0; w < words; ++w)
+        for (unsigned open = opens[w]; open != 0; ++turn) {
+            int bit = take_bit(open);
+            if (turn % LIST_WARPS != warp) continue;
+            int answer = row.evaluate(w * 32 + bit, lane);
+            if (lane == 0 && answer != 0) atomicOr(lives + w, 1u << bit);
+            if (lane == 0 && answer == 1) atomicOr(fulls + w, 1u << bit);
+        }
+    __syncthreads();
+
+    if (warp != 0) return;
+    const i64 at = s.first_row + tile.tile + i64(head) * p.head_stride;
+    const RowRuns runs = {lives, fulls, words, lane};
+    const int count = runs.count();
+    if (count <= p.capacity) runs.write(p.runs + at * p.capacity);
+    else runs.write_joined(p.runs + at * p.capacity, count, p.capacity);
+    if (lane == 0) p.counts[at] = min(count, p.capacity);
+}
