@@ -98,6 +98,16 @@ impl<'a> Packer<'a> {
         Self { corpus, documents, options, cursor, order: None, current: None, cut_tokens: 0 }
     }
 
+    /// Whether the cursor stands inside the documents, as every cursor of a stream over them does.
+    ///
+    /// # Errors
+    /// If a document cannot be read.
+    pub fn cursor_fits(&mut self) -> Result<bool, TrainError> {
+        let Cursor { document, token, .. } = self.cursor;
+        let inside = document < self.documents.len();
+        Ok(inside && (token == 0 || token < self.load()?.tokens.len()))
+    }
+
     /// Where the next row starts.
     pub fn cursor(&self) -> Cursor {
         self.cursor

@@ -109,6 +109,12 @@ impl Setup<'_> {
             },
             self.state.cursor,
         );
+        if !packer.cursor_fits()? {
+            let message = "state.json has a cursor outside the documents; it was changed or \
+                           damaged, so remove this checkpoint and resume from an earlier one";
+            let last = checkpoint::latest(&self.dir.join("checkpoints"));
+            return Err(TrainError::checkpoint(&last.unwrap_or(self.dir.clone()), message));
+        }
         let mut gradients = Gradients::zeros(&self.model);
         let (mut seconds, mut tokens) = (0.0, 0u64);
         let mut train_loss = None;

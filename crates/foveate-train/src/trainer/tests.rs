@@ -224,6 +224,16 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         let error = place.run(&place.recipe(&[set]), true).unwrap_err().to_string();
         assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
     }
+    let state = place.0.path().join("run/checkpoints/step-000002/state.json");
+    let whole = std::fs::read_to_string(&state).unwrap();
+    for (key, value) in [("document", 99), ("token", 1 << 30)] {
+        let mut damaged: serde_json::Value = serde_json::from_str(&whole).unwrap();
+        damaged["cursor"][key] = value.into();
+        std::fs::write(&state, damaged.to_string()).unwrap();
+        let error = place.run(&place.recipe(&[]), true).unwrap_err().to_string();
+        assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
+    }
+    std::fs::write(&state, whole).unwrap();
     let file = place.0.path().join("3.txt");
     let before = std::fs::read(&file).unwrap();
     std::fs::write(&file, "other words").unwrap();
