@@ -97,7 +97,8 @@ __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
     constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
     if constexpr (FV_ALIGN >= 4) {
         constexpr int CHUNKS = COLUMNS * ELEM_BYTES / FV_ALIGN;
-        #pragma unroll
+        // Two at a time: the addresses of all would be kept in registers from tile to tile.
+        #pragma unroll 2
         for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
             int i = first + threadIdx.x;
             if (ROWS * CHUNKS % THREADS != 0 && i >= ROWS * CHUNKS) break;

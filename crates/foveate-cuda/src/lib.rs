@@ -12,8 +12,11 @@
 
 pub mod abi;
 pub mod cache;
+pub mod check;
 pub mod codegen;
 pub mod config;
+mod cubin;
+
 pub mod driver;
 mod error;
 pub mod library;

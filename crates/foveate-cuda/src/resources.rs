@@ -104,7 +104,7 @@ impl Resources {
     /// [`Refusal::Registers`] when a thread's sums do not fit its registers.
     pub fn of(config: &Config) -> Result<Self, Refusal> {
         check_shape(config)?;
-        let needed = sums(config) + WORKING;
+        let needed = sums(config) + working(config);
         if needed > REGISTERS_PER_THREAD {
             return Err(Refusal::Registers { needed, limit: REGISTERS_PER_THREAD });
         }
@@ -240,7 +240,16 @@ impl Warps {
 
 /// Registers beside sums: addresses, operands on their way, loop counters. From what NVRTC 13.0
 /// reports of configurations just below and just above where they begin to spill.
-const WORKING: usize = 44;
+fn working(config: &Config) -> usize {
+    match config.kernel {
+        Kernel::Forward => {
+            let rows = config.tile_q / 16 / config.warps;
+            20 + rows * (8 + config.tile_kv / 32) + 4 * usize::from(config.keep)
+        }
+        _ if config.dtype == Elem::F32 => 52,
+        _ => 44,
+    }
+}
 
 /// Registers of numbers that a thread of the kernel keeps at once, where there are most.
 fn sums(config: &Config) -> usize {
@@ -252,9 +261,12 @@ fn sums(config: &Config) -> usize {
         Kernel::Forward => {
             let rows = tile_q / 16 / warps;
             let scores_and_out = rows * (tile_kv + dim_v) / 2;
+            if config.dtype == Elem::F32 {
+                // Probabilities as operands, each split in two.
+                return scores_and_out + rows * tile_kv / 2;
+            }
             // `HOLDS_QUERIES` of forward.cu.
-            let queries = if config.dtype == Elem::F32 { 0 } else { rows * dim / 4 };
-            let held = scores_and_out + queries;
+            let held = scores_and_out + rows * dim / 4;
             if held <= 224 { held } else { scores_and_out }
         }
         Kernel::Backward => {
@@ -273,8 +285,9 @@ fn sums(config: &Config) -> usize {
 fn register_bound(config: &Config) -> usize {
     let sums = sums(config);
     let bound = match config.kernel {
-        Kernel::Forward | Kernel::Backward | Kernel::BackwardDq => sums * 3 / 2 + 56,
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => 96,
+        _ if config.dtype == Elem::F32 => sums * 2 + 80,
+        _ => sums * 3 / 2 + 56,
     };
     let of_block = REGISTERS_PER_BLOCK / config.threads() / 8 * 8;
     bound.next_multiple_of(8).min(of_block).min(REGISTERS_PER_THREAD)
