@@ -242,6 +242,29 @@ __device__ float fast_divide(float x, float y) { return x * fast_reciprocal(y); 
 
 __device__ float remainder_of(float x, float y) { return x - y * floorf(x / y); }
 
+// Sums whose bits do not depend on the order of additions: x is cut into multiples of 2^-16, 2^-48
+// and 2^-80, and each is counted in an i64. Exact but for what is below 2^-81, up to a sum of 2^46.
+// What no count can hold, infinities and NaN among it, goes to `total`, where the counts end up.
+#ifdef __CUDA_ARCH__
+__device__ void add_exactly(i64* counts, float* total, float x) {
+    if (!(fabsf(x) < 70368744177664.f)) {
+        atomicAdd(total, x);
+        return;
+    }
+    float unit = 65536.f;
+    for (int i = 0; i < 3; ++i) {
+        const i64 count = __float2ll_rn(x * unit);
+        if (count != 0) atomicAdd(reinterpret_cast<unsigned long long*>(counts + i), (unsigned long long)count);
+        x -= __ll2float_rn(count) / unit;
+        unit *= 4294967296.f;
+    }
+}
+__device__ double exact_total(const i64* counts) {
+    const double unit = 1. / 65536., apart = 1. / 4294967296.;
+    return ((double(counts[2]) * apart + double(counts[1])) * apart + double(counts[0])) * unit;
+}
+#endif
+
 // Which scores of a tile read the same element of a learned buffer: none as far as is known, those
 // of a query, of a key, of a distance between both, or all. For each read, mods say so in
 // Capture<read>::kind.

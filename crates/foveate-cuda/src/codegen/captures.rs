@@ -52,7 +52,7 @@ pub enum FieldKind {
     /// Address of a learned buffer's gradient, f32.
     Gradient(usize),
     /// Address of the integer sums of a learned buffer's gradient (deterministic only), i64
-    /// `[3, elements]`.
+    /// `[elements, 3]`.
     Sums(usize),
     /// Address of a captured buffer's range table ([`super::range_table`]).
     Ranges(usize),
@@ -106,7 +106,8 @@ pub struct BufferAddresses {
     pub elems: Address,
     /// The gradient, f32 in the order of the elements. It is added to.
     pub gradient: Address,
-    /// Integer sums of the gradient, i64 `[3, elements]`, all 0 before the backward.
+    /// Integer sums of the gradient, i64 `[elements, 3]`, all 0 before the backward, which
+    /// `fv_capture_sums` adds to the gradient after it.
     pub sums: Address,
     /// The table of [`super::range_table`].
     pub ranges: Address,

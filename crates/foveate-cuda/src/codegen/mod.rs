@@ -381,7 +381,14 @@ impl Context<'_> {
             let Printed { statements: mut add, roots: pieces } = printer.print(&index);
             let position = printer.position(slot, &index, None, &pieces);
             let target = self.layout.name(FieldKind::Gradient(slot));
-            add.push(format!("atomicAdd(mods.{target}{position}, sum);"));
+            if self.options.deterministic {
+                let sums = self.layout.name(FieldKind::Sums(slot));
+                let at = position.strip_prefix(" + ").unwrap_or("0");
+                add.push(format!("const i64 at = {at};"));
+                add.push(format!("add_exactly(mods.{sums} + at * 3, mods.{target} + at, sum);"));
+            } else {
+                add.push(format!("atomicAdd(mods.{target}{position}, sum);"));
+            }
 
             let method = |head: &str, statements: &[String]| {
                 let body: String = statements.iter().map(|s| format!("        {s}\n")).collect();

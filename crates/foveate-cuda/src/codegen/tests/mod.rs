@@ -115,6 +115,13 @@ fn a_learned_relative_bias_adds_to_its_gradient() {
 }
 
 #[test]
+fn a_deterministic_gradient_is_summed_in_integers() {
+    let options = Options { deterministic: true, ..options() };
+    let score = scores::relative_bias(&learned("rel_bias", &[8, 129])).unwrap();
+    insta::assert_snapshot!(of_score(&score, &options));
+}
+
+#[test]
 fn scores_that_read_the_same_element_of_a_learned_buffer_are_found() {
     use sharing::Shared::{Column, Diagonal, Everywhere, Nowhere, Row};
     let kinds = |score: ScoreMod| {
