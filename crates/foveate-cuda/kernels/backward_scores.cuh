@@ -173,7 +173,7 @@ struct Scores {
     template <int READ = 0>
     __device__ void capture(const Mods& mods, const Corner& c) const {
 #if FV_CAPTURES
-        if constexpr (READ < FV_READS) {
+        if constexpr (READ < CAPTURE_READS) {
             capture_read<READ>(mods, c);
             capture<READ + 1>(mods, c);
         }

@@ -181,10 +181,10 @@ fn row(elems: usize, dtype: Elem) -> usize {
 
 /// The sum at the top of each kernel file, term by term.
 fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
-    let Config { tile_q, tile_kv, stages, dtype, .. } = *config;
+    let Config { tile_q, tile_kv, warps, stages, dtype, .. } = *config;
     let (row_k, row_v) = (row(config.padded_dim(), dtype), row(config.padded_dim_v(), dtype));
     let row_p = row(tile_kv, dtype);
-    match config.kernel {
+    let mut tiles = match config.kernel {
         Kernel::Forward => {
             vec![("q", tile_q * row_k), ("k, v", stages * tile_kv * (row_k + row_v))]
         }
@@ -201,7 +201,22 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("meetings", 64),
         ],
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => vec![],
+    };
+    // Gradients leave through what held tiles, 16 rows of each warp's accumulators at a time.
+    let columns = |m, dim| Warps::divide(warps, m, dim, false).map_or(0, |w| w.columns);
+    let columns = match config.kernel {
+        Kernel::Backward => {
+            columns(tile_kv, config.padded_dim()).max(columns(tile_kv, config.padded_dim_v()))
+        }
+        Kernel::BackwardDq => columns(tile_q, config.padded_dim()),
+        _ => return tiles,
+    };
+    let held: usize = tiles.iter().map(|(_, bytes)| bytes).sum();
+    let leaving = warps * 16 * (columns + 1) * 32;
+    if leaving > held {
+        tiles.push(("gradients on their way out", leaving - held));
     }
+    tiles
 }
 
 /// How the warps of a block divide a product of two tiles: `down` x `across` rectangles of

@@ -7,7 +7,7 @@
 //! bool  fv_mask(mods, place, q, kv)
 //! float fv_score(mods, place, q, kv, score)
 //! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
-//! int   FV_READS                                             distinct reads of learned buffers, and
+//! int   CAPTURE_READS                                             distinct reads of learned buffers, and
 //! struct Capture<read>  kind     which scores read the same element
 //!                       term()   d · ∂score'/∂element
 //!                       add()    adds a sum of terms to the element's gradient
@@ -359,7 +359,7 @@ impl Context<'_> {
 
     fn capture_gradients(&self, gradient: Option<&Part<'_>>, reads: &[CaptureGradient]) -> String {
         let mut text = format!(
-            "\n// Distinct reads of learned buffers.\n[[maybe_unused]] constexpr int FV_READS = {};\n",
+            "\n// Distinct reads of learned buffers.\n[[maybe_unused]] constexpr int CAPTURE_READS = {};\n",
             reads.len()
         );
         let Some(part) = gradient.filter(|_| !reads.is_empty()) else { return text };
