@@ -42,7 +42,7 @@ constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
 
 constexpr float SLACK = 8.f;                               // in exponents of 2
 // Whether the queries stay in registers: where there is room beside S and O.
-constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 224;
+constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
 
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
@@ -105,19 +105,18 @@ struct Steps {
     }
 };
 
-// Keys or values first .. first + count of a sequence, zeros after them.
+// Keys or values from `first` on, of those of a whole sequence; zeros after its last.
 template <int DIM, int COLUMNS>
-__device__ void load_keys(const ForwardParams& p, const View& view, const Sequence& sequence, int head_kv,
+__device__ void load_keys(const ForwardParams& p, const View& view, const Rows& all, int sequence, int head_kv,
                           int first, u32 target) {
-    int count = sequence.k_len - first;
     if constexpr (FV_PAGED) {
-        const int* pages = p.page_table + i64(sequence.b) * p.page_stride;
-        load_tile_from<FV_BN, DIM, COLUMNS>(target, count, view.elem, [&](int row) {
+        const int* pages = p.page_table + i64(sequence) * p.page_stride;
+        load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem, [&](int row) {
             int page = __ldg(pages + (first + row) / p.page_size), in_page = (first + row) % p.page_size;
             return rows_of(view, page, head_kv, in_page, 1).data;
         });
     } else {
-        load_tile<FV_BN, DIM, COLUMNS>(target, rows_of(view, sequence.k_batch, head_kv, sequence.k_start + first, count));
+        load_tile<FV_BN, DIM, COLUMNS>(target, {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
     }
 }
 
@@ -148,9 +147,10 @@ struct Queries {
     }
 };
 
-// s = Q K^T
-__device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 keys) {
-    clear(s);
+// s = Q K^T for keys 8 FROM .. 8 TO. `between(i)` is called after each of the products
+// i = 0 .. FV_DP / STEP * (TO - FROM) / 2, to give the tensor cores company.
+template <int FROM, int TO, typename F>
+__device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 keys, F between) {
     constexpr int TOGETHER = together<M, N>(FV_DP / STEP);
     #pragma unroll TOGETHER
     for (int k = 0; k < FV_DP / STEP; ++k) {
@@ -158,7 +158,7 @@ __device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 k
         #pragma unroll
         for (int m = 0; m < M; ++m) fragment[m] = queries.at(k, m);
         #pragma unroll
-        for (int n = 0; n < N; n += 2) {
+        for (int n = FROM; n < TO; n += 2) {
             u32 pair[4];
             load_b<false, PITCH_K>(pair, keys + k * 32 + n * 8 * PITCH_K);
             #pragma unroll
@@ -166,6 +166,7 @@ __device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 k
                 multiply_add(s[m][n], fragment[m], pair[0], pair[1]);
                 multiply_add(s[m][n + 1], fragment[m], pair[2], pair[3]);
             }
+            between(k * (TO - FROM) / 2 + (n - FROM) / 2);
         }
     }
 }
@@ -271,12 +272,14 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 
     Steps steps(p, sequence, tile, head, blockIdx.z);
     load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, sequence.q_batch, head, sequence.q_start + query0, sequence.q_len - query0));
-    auto load_k = [&](const Steps& s, u32 stage) { load_keys<FV_D, FV_DP>(p, p.k, sequence, head_kv, s.key, stage); };
-    auto load_v = [&](const Steps& s, u32 stage) { load_keys<FV_DV, FV_DVP>(p, p.v, sequence, head_kv, s.key, stage + AT_V); };
+    const Rows of_k = rows_of(p.k, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
+    const Rows of_v = rows_of(p.v, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
+    auto load_k = [&](int key, u32 stage) { load_keys<FV_D, FV_DP>(p, p.k, of_k, sequence.b, head_kv, key, stage); };
+    auto load_v = [&](int key, u32 stage) { load_keys<FV_DV, FV_DVP>(p, p.v, of_v, sequence.b, head_kv, key, stage + AT_V); };
     bool more = steps.next();
     if (more) {
-        load_k(steps, base + AT_STAGES);
-        if constexpr (FV_STAGES == 2) load_v(steps, base + AT_STAGES);
+        load_k(steps.key, base + AT_STAGES);
+        if constexpr (FV_STAGES == 2) load_v(steps.key, base + AT_STAGES);
     }
 
     Queries queries;
@@ -309,39 +312,50 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         const bool evaluate = steps.evaluate;
         wait_copies();
         __syncthreads();
-        if constexpr (FV_STAGES == 1) load_v(steps, stage);
+        if constexpr (FV_STAGES == 1) load_v(key0, stage);
         more = steps.next();
         if constexpr (FV_STAGES == 2) {
             parity ^= 1;
             if (more) {
-                load_k(steps, base + AT_STAGES + parity * STAGE_BYTES);
-                load_v(steps, base + AT_STAGES + parity * STAGE_BYTES);
+                load_k(steps.key, base + AT_STAGES + parity * STAGE_BYTES);
+                load_v(steps.key, base + AT_STAGES + parity * STAGE_BYTES);
             }
         }
 
-        float s[M][N][4];
-        multiply_keys(s, queries, stage + keys);
-
-        // Scores, and -inf for what is not seen.
         const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
         auto query_of = [&](int m, int i) { return query0 + row0 + m * 16 + i / 2 * 8; };
         auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
-        auto for_each = [&](auto f) {
+        float s[M][N][4];
+        // Calls `f(s, query, key)` for the scores from .. to of all M * N * 4 of this lane.
+        auto for_each = [&](int from, int to, auto f) {
             #pragma unroll
-            for (int m = 0; m < M; ++m)
-                #pragma unroll
-                for (int n = 0; n < N; ++n)
-                    #pragma unroll
-                    for (int i = 0; i < 4; ++i) f(s[m][n][i], query_of(m, i), key_of(n, i));
+            for (int j = 0; j < M * N * 4; ++j)
+                if (j >= from && j < to) {
+                    const int n = j / 4 / M, m = j / 4 % M, i = j % 4;
+                    f(s[m][n][i], query_of(m, i), key_of(n, i));
+                }
         };
-        if constexpr (FV_SCORE) for_each([&](float& x, int q, int kv) { x = fv_score(mods, place, q, kv, x * p.scale); });
-        else if (!unscaled) for_each([&](float& x, int, int) { x *= p.scale; });
-        if (key0 + FV_BN > sequence.k_len || (FV_MASK && evaluate))
-            for_each([&](float& x, int q, int kv) {
-                bool live = kv < sequence.k_len;
-                if constexpr (FV_MASK) live = live && (!evaluate || fv_mask(mods, place, q, kv));
-                if (!live) x = -infinity();
-            });
+        clear(s);
+        constexpr int ALL = M * N * 4;
+        auto score = [&](float& x, int q, int kv) {
+            if constexpr (FV_SCORE) x = fv_score(mods, place, q, kv, x * p.scale);
+            else x *= p.scale;
+        };
+        if constexpr (FV_SCORE && FV_DTYPE != 2) {
+            // The scores of the first keys are finished between the products of the others.
+            constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
+            multiply_keys<0, FIRST>(s, queries, stage + keys, [](int) {});
+            multiply_keys<FIRST, N>(s, queries, stage + keys,
+                                    [&](int i) { for_each(EACH * i / PRODUCTS, EACH * (i + 1) / PRODUCTS, score); });
+            for_each(EACH, ALL, score);
+        } else {
+            multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
+            if (!unscaled) for_each(0, ALL, score);
+        }
+        if constexpr (FV_MASK)
+            if (evaluate) for_each(0, ALL, [&](float& x, int q, int kv) { if (!fv_mask(mods, place, q, kv)) x = -infinity(); });
+        if (key0 + FV_BN > sequence.k_len)
+            for_each(0, ALL, [&](float& x, int, int kv) { if (kv >= sequence.k_len) x = -infinity(); });
 
         bool rises = false;
         #pragma unroll
@@ -373,7 +387,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if constexpr (FV_STAGES == 1) {
             wait_copies();
             __syncthreads();
-            if (more) load_k(steps, stage);
+            if (more) load_k(steps.key, stage);
         }
         float shift[M][2];
         #pragma unroll
