@@ -5,9 +5,8 @@
 //! (learned buffers) is bound to it.
 
 use foveate::mask::{BlockMask, Tile, Varies};
-use foveate::mods::Head;
-use foveate::mods::Leaf;
 use foveate::mods::text::{Names, parse_mask, parse_score};
+use foveate::mods::{Head, Leaf, ModError};
 use foveate::{
     AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Plan, Positions, Problem,
     ScalarValue, ScoreMod,
@@ -81,7 +80,6 @@ impl AttentionProgram {
         }
         let mask = Some(config.mask.trim()).filter(|m| !m.is_empty());
         let score = config.score.as_deref();
-        let in_field = |field| move |error| NnError::from(NnErrorKind::Text { field, error });
         Ok(Self {
             mask: mask
                 .map(|m| parse_mask(m, &names))
@@ -109,6 +107,12 @@ impl AttentionProgram {
     }
 
     fn check(&self) -> Result<(), NnError> {
+        if let Some(mask) = &self.mask {
+            mask.check().map_err(in_field("attention.mask"))?;
+        }
+        if let Some(score) = &self.score {
+            score.check().map_err(in_field("attention.score"))?;
+        }
         for (name, LearnedBuffer { shape, .. }) in &self.learned {
             let field = format!("attention.learned.{name}");
             let Some(captured) = self.captures().find(|b| b.name() == name) else {
@@ -260,4 +264,9 @@ impl Plans {
         }
         Ok(plan.set_scalar("q_offset", position as i32)?)
     }
+}
+
+/// Puts the field of the configuration before an error of a mask or score.
+fn in_field(field: &'static str) -> impl Fn(ModError) -> NnError {
+    move |error| NnErrorKind::Text { field, error }.into()
 }
