@@ -359,11 +359,11 @@ impl Context<'_> {
 
     fn capture_gradients(&self, gradient: Option<&Part<'_>>, reads: &[CaptureGradient]) -> String {
         let mut text = format!(
-            "\n// Distinct reads of learned buffers.\n[[maybe_unused]] constexpr int CAPTURE_READS = {};\n",
+            "\n// Distinct reads of learned buffers.\n[[maybe_unused]] constexpr int CAPTURE_READS = {};\n\
+             template <int READ>\nstruct Capture;\n",
             reads.len()
         );
-        let Some(part) = gradient.filter(|_| !reads.is_empty()) else { return text };
-        text.push_str("template <int READ>\nstruct Capture;\n");
+        let Some(part) = gradient else { return text };
         let roots = part.program.roots();
         let printer = self.printer(part, Check::Off);
         for (number, read) in reads.iter().enumerate() {
@@ -394,7 +394,8 @@ impl Context<'_> {
                 let body: String = statements.iter().map(|s| format!("        {s}\n")).collect();
                 format!("    static __device__ {head} {{\n{body}    }}\n")
             };
-            let name = self.captures.buffers[slot].name();
+            // The name in the structure: a buffer's own may be any string.
+            let name = self.layout.name(FieldKind::Buffer(slot));
             text.push_str(&format!(
                 "\n// What scores give to `{name}`.\ntemplate <> struct Capture<{number}> {{\n"
             ));

@@ -173,7 +173,7 @@ fn lists_built_by_the_kernel_are_those_of_block_masks() {
 fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
     let mut cases = Vec::new();
     for (mask, by_head) in masks_to_build() {
-        for capacity in [1, 2, 3, 7] {
+        for capacity in [1, 3, 7] {
             let (tile, lengths) = (Tile { q: 16, kv: 4 }, [(90, 700), (40, 333)]);
             cases.push(Case {
                 mask: mask.clone(),
@@ -218,5 +218,5 @@ fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
             joined += usize::from(all.len() > capacity);
         }
     }
-    assert!(joined > 50, "only {joined} rows had too many runs");
+    assert!(joined > 40, "only {joined} rows had too many runs");
 }

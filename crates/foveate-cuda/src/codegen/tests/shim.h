@@ -68,6 +68,7 @@ static void take_arena() {
             give<float>(fv_score_gradient(mods, place, q, kv, score, 1.f));                     \
             give<int>(fv_keep(mods, place, q, kv));                                             \
         }                                                                                       \
+        if (i64 report = take<i64>()) fwrite((const void*)report, 4, 4, stdout);                \
         for (int rectangles = take<int>(); rectangles > 0; --rectangles) {                      \
             int q0 = take<int>(), q1 = take<int>(), kv0 = take<int>(), kv1 = take<int>();       \
             give<int>(fv_cover(mods, place, q0, q1, kv0, kv1));                                 \
