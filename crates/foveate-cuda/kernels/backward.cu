@@ -68,41 +68,39 @@ struct Step {
 // The steps of a block, one after the other.
 struct Steps {
     int share = 0, member = -1;         // sequence, head of the group
-    int run = 0, runs = 0;
+    const Run* at = nullptr;            // the runs of its queries that are left
+    int runs = 0;
     int tile = 0, end = 0;              // what is left of the present run
     bool evaluate = false;
 
     __device__ bool next(const BackwardParams& p, const Tile& keys, int head_kv, Step& step) {
         while (tile == end) {
-            if (run == runs) {
+            if (runs == 0) {
                 if (++member == FV_GROUP) {
                     member = 0;
                     if (++share == p.sharing) return false;
                 }
-                run = 0;
-                runs = FV_MASK ? __ldg(p.lists.counts + row(p, keys, head_kv)) : 1;
-                continue;
-            }
-            if (FV_MASK) {
-                const Run* at = p.lists.runs + i64(row(p, keys, head_kv)) * p.lists.capacity + run;
-                int count_kind = __ldg(&at->count_kind);
+                const Sequence* s = p.sequences + keys.sequence + share;
+                if constexpr (FV_MASK) {
+                    const int row = __ldg(&s->first_row) + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
+                    runs = __ldg(p.lists.counts + row);
+                    at = p.lists.runs + i64(row) * p.lists.capacity;
+                } else {
+                    tile = 0;
+                    end = ceil_div(__ldg(&s->q_len), FV_BM);
+                }
+            } else {
+                --runs;
+                const int count_kind = __ldg(&at->count_kind);
                 tile = __ldg(&at->first);
                 end = tile + (count_kind >> 1);
                 evaluate = count_kind & 1;
-            } else {
-                tile = 0;
-                end = ceil_div(__ldg(&p.sequences[keys.sequence + share].q_len), FV_BM);
+                ++at;
             }
-            ++run;
         }
         step = {share, head_kv * FV_GROUP + member, tile * FV_BM, evaluate};
         ++tile;
         return true;
-    }
-
-    __device__ int row(const BackwardParams& p, const Tile& keys, int head_kv) const {
-        return __ldg(&p.sequences[keys.sequence + share].first_row) + keys.tile
-             + (head_kv * FV_GROUP + member) * p.lists.head_stride;
     }
 };
 

@@ -190,6 +190,7 @@ struct Scores {
         const int query = c.query + score_row(), key = c.key + score_column();
         auto given = [&](int m, int n, int i) {
             const float d = p(m, n, i);    // of the result of the score function, by now
+            if constexpr (Read::plain) return d;
             const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
             return d == 0.f ? 0.f : Read::term(mods, c.place, q, kv, raw[m][n][i], d);
         };

@@ -10,6 +10,7 @@
 //! int   CAPTURE_READS                                             distinct reads of learned buffers, and
 //! struct Capture<read>  kind     which scores read the same element
 //!                       term()   d · ∂score'/∂element
+//!                       plain    whether that is d
 //!                       add()    adds a sum of terms to the element's gradient
 //! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
@@ -373,7 +374,8 @@ impl Context<'_> {
 
             let Printed { statements: mut term, roots: value } =
                 printer.print(&roots[read.value..=read.value]);
-            term.push(if is_one(part.program, roots[read.value]) {
+            let plain = is_one(part.program, roots[read.value]);
+            term.push(if plain {
                 "return d;".to_owned()
             } else {
                 format!("return d * {};", value[0].factor())
@@ -399,7 +401,9 @@ impl Context<'_> {
             text.push_str(&format!(
                 "\n// What scores give to `{name}`.\ntemplate <> struct Capture<{number}> {{\n"
             ));
-            text.push_str(&format!("    static constexpr CaptureKind kind = {kind};\n"));
+            text.push_str(&format!(
+                "    static constexpr CaptureKind kind = {kind};\n    static constexpr bool plain = {plain};\n"
+            ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
             text.push_str(&method(&format!("void add({ENTRY}, float sum)"), &add));
             text.push_str("};\n");
