@@ -37,7 +37,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 use foveate_mods::{
-    AnyBuffer, CaptureGradient, Leaf, MaskMod, NodeId, Program, ScoreGradient, ScoreMod,
+    AnyBuffer, CaptureGradient, Leaf, MaskMod, NodeId, OutOfRange, Program, ScoreGradient, ScoreMod,
 };
 use foveate_problem::Dropout;
 
@@ -194,6 +194,20 @@ impl ModsSource {
     /// Whether the derivative of the score by the score is anything but 1.
     pub fn has_derivative(&self) -> bool {
         self.has_derivative
+    }
+
+    /// What a report of an index out of range ([`FieldKind::Report`]) says; nothing when it is
+    /// all 0, as it has to be before the first launch.
+    pub fn out_of_range(&self, report: [i32; 4]) -> Option<OutOfRange> {
+        let [1, buffer, axis, index] = report else { return None };
+        let buffer = self.captures.buffers.get(buffer as usize)?;
+        let shape = buffer.shape();
+        // All axes of a buffer without elements have length 0 on the device.
+        let (axis, index) = match shape.iter().position(|&len| len == 0) {
+            Some(empty) if empty != axis as usize => (empty, 0),
+            _ => (axis as usize, index),
+        };
+        Some(OutOfRange { buffer: buffer.name().to_owned(), axis, index, len: *shape.get(axis)? })
     }
 
     /// The bytes of `struct Mods`: `addresses` of each slot of [`Self::buffers`], and where an

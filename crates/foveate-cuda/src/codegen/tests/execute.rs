@@ -310,13 +310,13 @@ fn agree_with_the_cpu(cases: &[Case]) {
             }
         }
         if case.checked {
-            let [found, slot, axis, index] = [(); 4].map(|()| word() as i32);
+            let report = [(); 4].map(|()| word() as i32);
             let wrong = mask.out_of_range().or(score.out_of_range());
-            assert_eq!(found == 1, wrong.is_some(), "case {number}: {wrong:?}");
-            if found == 1 {
-                let source = case.source(false);
-                let len = source.buffers()[slot as usize].shape()[axis as usize] as i32;
-                assert!(!(0..len).contains(&index), "case {number}: {index} of {len} is inside");
+            let said = case.source(false).out_of_range(report);
+            assert_eq!(said.is_some(), wrong.is_some(), "case {number}: {said:?}, not {wrong:?}");
+            if let Some(said) = said {
+                let inside = usize::try_from(said.index).is_ok_and(|index| index < said.len);
+                assert!(!inside, "case {number}: {said}");
                 reported += 1;
             }
         }
