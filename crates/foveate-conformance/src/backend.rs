@@ -1,7 +1,11 @@
 //! What can run a case.
 
+use std::sync::Arc;
+
 use foveate::{Attention, Device, Plan, Problem};
 use foveate_cpu::{CpuOptions, CpuPlan};
+use foveate_cuda::planner::{KernelOptions, TileOptions};
+use foveate_cuda::{CudaOptions, CudaPlan, Engine};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
 use foveate_tensor::{DType, TensorMut};
@@ -41,17 +45,81 @@ pub trait Prepared {
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String>;
 }
 
-/// Every backend of this build: the plain implementation of the oracle (which checks the harness),
-/// the CPU with the tiles it chooses, the CPU with tiles that most cases leave partly filled, and the
-/// crate `foveate`, which is given global positions.
+/// Every backend that needs no GPU: the plain implementation of the oracle (which checks the
+/// harness), the CPU with the tiles it chooses, the CPU with tiles that most cases leave partly
+/// filled, and the crate `foveate`, which is given global positions.
 pub fn backends() -> Vec<Box<dyn Backend>> {
     let odd = CpuOptions { tile_q: Some(5), tile_kv: Some(16), ..CpuOptions::default() };
     vec![
         Box::new(Plain),
         Box::new(Cpu { name: "cpu", options: CpuOptions::default() }),
         Box::new(Cpu { name: "cpu, tiles 5x16", options: odd }),
-        Box::new(Public),
+        Box::new(Public { name: "public", device: Device::cpu() }),
     ]
+}
+
+/// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
+/// cases several tiles, the engine made deterministic, and the crate `foveate` on it.
+///
+/// # Errors
+/// Why there is no GPU to run on.
+pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
+    let engine = Engine::get(0).map_err(|e| e.to_string())?;
+    let of = |tile_q, tile_kv, warps| TileOptions {
+        tile_q: Some(tile_q),
+        tile_kv: Some(tile_kv),
+        warps: Some(warps),
+        stages: Some(1),
+    };
+    let kernels = KernelOptions {
+        forward: of(16, 16, 1),
+        backward: of(16, 32, 2),
+        backward_dq: of(32, 16, 2),
+        splits: Some(3),
+    };
+    let default = CudaOptions::default();
+    let small = CudaOptions { kernels, ..default.clone() };
+    let deterministic = CudaOptions { deterministic: true, ..default.clone() };
+    let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
+    Ok(vec![
+        cuda("cuda", default),
+        cuda("cuda, small tiles", small),
+        cuda("cuda, deterministic", deterministic),
+        Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
+    ])
+}
+
+struct Cuda {
+    name: &'static str,
+    options: CudaOptions,
+    engine: Arc<Engine>,
+}
+
+impl Backend for Cuda {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn prepare(
+        &self,
+        question: &Question,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        let (engine, options) = (self.engine.clone(), self.options.clone());
+        let plan = CudaPlan::new(engine, &question.local, dims, dtype, options);
+        Ok(Box::new(plan.map_err(|e| e.to_string())?))
+    }
+}
+
+impl Prepared for CudaPlan {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), String> {
+        CudaPlan::forward(self, args).map_err(|e| e.to_string())
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
+        CudaPlan::backward(self, args).map_err(|e| e.to_string())
+    }
 }
 
 struct Cpu {
@@ -86,11 +154,14 @@ impl Prepared for CpuPlan {
 }
 
 /// What users call: the program in global positions, planned by the crate `foveate`.
-struct Public;
+struct Public {
+    name: &'static str,
+    device: Device,
+}
 
 impl Backend for Public {
     fn name(&self) -> &'static str {
-        "public"
+        self.name
     }
 
     fn prepare(
@@ -114,7 +185,7 @@ impl Backend for Public {
             program = program.dropout(dropout.p(), *seed);
         }
         let problem = Problem::shaped(dtype, dims.q_shape(), dims.k_shape(), dims.v_shape());
-        let plan = problem.and_then(|problem| program.plan(&problem, &Device::cpu()));
+        let plan = problem.and_then(|problem| program.plan(&problem, &self.device));
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }
 }

@@ -19,7 +19,7 @@ pub mod data;
 mod report;
 mod run;
 
-pub use backend::{Backend, Prepared, backends};
+pub use backend::{Backend, Prepared, backends, gpu_backends};
 pub use case::{Case, CaseError, Question, load, parse};
 pub use report::{Outcome, Report, Row};
-pub use run::{check, run};
+pub use run::{check, check_each, run};

@@ -1,10 +1,12 @@
 //! What ran, on what, and how it went.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
 /// How one case went on one backend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Outcome {
     /// Every result is within its tolerance.
     Passed,
@@ -15,14 +17,14 @@ pub enum Outcome {
 }
 
 /// One case on one backend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Row {
     /// Name of the case.
     pub case: String,
     /// Seed of its random data.
     pub seed: u64,
     /// Name of the backend.
-    pub backend: &'static str,
+    pub backend: Cow<'static, str>,
     /// How it went.
     pub outcome: Outcome,
 }
@@ -56,7 +58,7 @@ impl fmt::Display for Report {
                 Outcome::Failed(_) => 1,
                 Outcome::Declined(_) => 2,
             };
-            counts.entry(row.backend).or_default()[column] += 1;
+            counts.entry(&row.backend).or_default()[column] += 1;
         }
         writeln!(f, "{:<20} {:>8} {:>8} {:>8}", "backend", "passed", "failed", "declined")?;
         for (backend, [passed, failed, declined]) in counts {

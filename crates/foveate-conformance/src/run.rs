@@ -20,7 +20,7 @@ pub fn run(cases: &[Case], backends: &[Box<dyn Backend>]) -> Report {
         Err(error) => vec![Row {
             case: case.name.clone(),
             seed: case.seed(),
-            backend: "harness",
+            backend: "harness".into(),
             outcome: Outcome::Failed(vec![error.to_string()]),
         }],
     });
@@ -33,6 +33,20 @@ pub fn run(cases: &[Case], backends: &[Box<dyn Backend>]) -> Report {
 /// When the case itself cannot be: a text that does not parse, sizes that do not fit, or no answer
 /// from the oracle.
 pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, CaseError> {
+    let mut rows = Vec::new();
+    check_each(case, backends, |row| rows.push(row))?;
+    Ok(rows)
+}
+
+/// The same, telling how each backend did as soon as it is done.
+///
+/// # Errors
+/// Those of [`check`].
+pub fn check_each(
+    case: &Case,
+    backends: &[Box<dyn Backend>],
+    mut tell: impl FnMut(Row),
+) -> Result<(), CaseError> {
     let fail = |e: &dyn std::fmt::Display| CaseError::new(&case.name, e);
     let mut random = Random::new(case.seed());
     let question = case.question(&mut random)?;
@@ -96,9 +110,10 @@ pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, Cas
                 Ok(lines) => Outcome::Failed(lines),
             },
         };
-        Row { case: case.name.clone(), seed: case.seed(), backend: backend.name(), outcome }
+        Row { case: case.name.clone(), seed: case.seed(), backend: backend.name().into(), outcome }
     };
-    Ok(backends.iter().map(|backend| row(&**backend)).collect())
+    backends.iter().for_each(|backend| tell(row(&**backend)));
+    Ok(())
 }
 
 /// A case with its data and the answers.

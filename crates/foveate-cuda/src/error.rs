@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use foveate_mods::ModError;
+use foveate_problem::ProblemError;
+
 /// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{kind}")]
@@ -68,6 +71,15 @@ pub enum CudaErrorKind {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// A program or operands that do not fit together.
+    Problem(ProblemError),
+    /// A mask or a score that cannot be bound or differentiated.
+    Mod(ModError),
+    /// A mod read a captured buffer outside its axis. The results are written, the index clamped.
+    OutOfRange {
+        /// Buffer, axis, index and length.
+        reason: String,
+    },
     /// An argument cannot be used.
     Argument {
         /// Which, why, and what to do.
@@ -89,6 +101,18 @@ impl CudaError {
 impl From<CudaErrorKind> for CudaError {
     fn from(kind: CudaErrorKind) -> Self {
         Self { kind: Box::new(kind) }
+    }
+}
+
+impl From<ProblemError> for CudaError {
+    fn from(e: ProblemError) -> Self {
+        CudaErrorKind::Problem(e).into()
+    }
+}
+
+impl From<ModError> for CudaError {
+    fn from(e: ModError) -> Self {
+        CudaErrorKind::Mod(e).into()
     }
 }
 
@@ -126,7 +150,9 @@ impl fmt::Display for CudaErrorKind {
                      with heavy work"
                 )
             }
-            Self::Argument { reason } => f.write_str(reason),
+            Self::Problem(e) => e.fmt(f),
+            Self::Mod(e) => e.fmt(f),
+            Self::OutOfRange { reason } | Self::Argument { reason } => f.write_str(reason),
         }
     }
 }

@@ -18,13 +18,19 @@ pub mod config;
 mod cubin;
 
 pub mod driver;
+pub mod engine;
 mod error;
 pub mod library;
 pub mod nvrtc;
+pub mod plan;
 pub mod planner;
 pub mod profile;
 pub mod resources;
 pub mod schedule;
 pub mod source;
+pub mod tensors;
 
+pub use engine::{Engine, Queue};
 pub use error::{CudaError, CudaErrorKind};
+pub use plan::{CudaOptions, CudaPlan, Description};
+pub use tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};

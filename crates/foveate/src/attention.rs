@@ -3,6 +3,7 @@
 use foveate_mods::{MaskMod, ScoreMod};
 use foveate_problem::{Dropout, Spec};
 
+use crate::backend::Wanted;
 use crate::device::Device;
 use crate::error::Error;
 use crate::plan::Plan;
@@ -22,6 +23,7 @@ pub struct Attention {
     dropout: Option<Dropout>,
     q_positions: Positions,
     kv_positions: Positions,
+    deterministic: bool,
 }
 
 impl Attention {
@@ -70,6 +72,13 @@ impl Attention {
         self
     }
 
+    /// Asks for the same bits from the same inputs in every run. The CPU always gives them; on a
+    /// GPU sums over blocks are then made in a fixed order, at some cost in the backward.
+    pub fn deterministic(mut self, wanted: bool) -> Self {
+        self.deterministic = wanted;
+        self
+    }
+
     /// The mask, as it was given.
     pub fn get_mask(&self) -> Option<&MaskMod> {
         self.mask.as_ref()
@@ -94,7 +103,8 @@ impl Attention {
         {
             score.gradient()?;
         }
-        Plan::new(spec, problem, device)
+        let deterministic = self.deterministic;
+        Plan::new(&Wanted { spec: &spec, problem, deterministic }, device)
     }
 
     /// The program as backends take it: positions are substituted, so that the mods read the

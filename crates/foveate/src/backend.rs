@@ -5,9 +5,11 @@
 //! its plan; to the rest of the crate a plan is a [`Planned`].
 
 mod cpu;
+mod cuda;
 
 use std::sync::Arc;
 
+use foveate_cuda::CudaPlan;
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
@@ -17,11 +19,19 @@ use crate::explain::Work;
 use crate::problem::Problem;
 
 /// A way to compute attention.
-pub(crate) trait Backend: Sync {
+pub(crate) trait Backend {
     /// Its name in explanations and refusals.
     fn name(&self) -> &'static str;
     /// A plan, or why not.
-    fn plan(&self, spec: &Spec, problem: &Problem) -> Result<Arc<dyn Planned>, String>;
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String>;
+}
+
+/// What is to be planned.
+pub(crate) struct Wanted<'a> {
+    pub(crate) spec: &'a Spec,
+    pub(crate) problem: &'a Problem,
+    /// The same bits in every run.
+    pub(crate) deterministic: bool,
 }
 
 /// A backend's plan. It runs every problem of its class: lengths, batch, strides and buffer
@@ -35,6 +45,10 @@ pub(crate) trait Planned: std::fmt::Debug + Send + Sync {
     fn spec(&self) -> &Spec;
     /// How it would run `problem`.
     fn work(&self, problem: &Problem) -> Work;
+    /// The plan of the GPU engine, when it is one.
+    fn cuda(&self) -> Option<&CudaPlan> {
+        None
+    }
 }
 
 /// A plan and the name of its backend, with the candidates that declined before it.
@@ -45,16 +59,17 @@ pub(crate) struct Chosen {
 }
 
 /// The candidates of a device, the preferred one first.
-fn candidates(device: &Device) -> &'static [&'static dyn Backend] {
+fn candidates(device: &Device) -> Vec<Box<dyn Backend>> {
     match device {
-        Device::Cpu => &[&cpu::Cpu],
+        Device::Cpu => vec![Box::new(cpu::Cpu)],
+        Device::Cuda(ordinal) => vec![Box::new(cuda::Cuda(*ordinal))],
     }
 }
 
-pub(crate) fn choose(spec: &Spec, problem: &Problem, device: &Device) -> Result<Chosen, Error> {
+pub(crate) fn choose(wanted: &Wanted<'_>, device: &Device) -> Result<Chosen, Error> {
     let mut declined = Vec::new();
     for backend in candidates(device) {
-        match backend.plan(spec, problem) {
+        match backend.plan(wanted) {
             Ok(plan) => return Ok(Chosen { backend: backend.name(), plan, declined }),
             Err(reason) => declined.push(Declined { backend: backend.name(), reason }),
         }

@@ -10,6 +10,8 @@ pub enum Device {
     /// in. Results do not depend on how many there are.
     #[default]
     Cpu,
+    /// An NVIDIA GPU, counted from 0 as the driver counts.
+    Cuda(usize),
 }
 
 impl Device {
@@ -17,12 +19,18 @@ impl Device {
     pub fn cpu() -> Self {
         Self::Cpu
     }
+
+    /// NVIDIA GPU `ordinal`. That there is one is found out when a program is planned on it.
+    pub fn cuda(ordinal: usize) -> Self {
+        Self::Cuda(ordinal)
+    }
 }
 
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("CPU"),
+            Self::Cuda(ordinal) => write!(f, "GPU {ordinal}"),
         }
     }
 }

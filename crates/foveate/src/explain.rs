@@ -12,10 +12,19 @@ use crate::problem::Problem;
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Work {
-    /// Instruction set that was chosen for this machine.
-    pub instructions: &'static str,
-    /// Threads of the pool it was asked from.
+    /// Instruction set that was chosen for this machine; of a GPU its name and architecture.
+    pub instructions: String,
+    /// Threads of the pool it was asked from; of a GPU its multiprocessors.
     pub threads: usize,
+    /// The kernels that run, with their configurations and what they take of the device.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kernels: Vec<String>,
+    /// Copies that a call on host tensors makes.
+    #[serde(skip)]
+    pub copies: Vec<String>,
+    /// Why something is missing here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
     /// Queries in a tile.
     pub tile_q: usize,
     /// Keys in a tile.
@@ -82,7 +91,7 @@ pub struct Explanation {
     pub backward: bool,
     /// Strides seen, in elements.
     pub strides: [[usize; 4]; 3],
-    /// Copies of operands that the plan makes. Empty: every stride is read in place.
+    /// Copies that a call on host tensors makes. Empty: every stride is read in place.
     pub copies: Vec<String>,
     /// How the backend runs it.
     pub work: Work,
@@ -133,7 +142,7 @@ impl Explanation {
             captures: captures(spec),
             backward: !problem.is_forward_only(),
             strides: problem.layouts().map(|l| l.strides),
-            copies: Vec::new(),
+            copies: work.copies.clone(),
             work,
             dense_forward_flops: pairs * forward,
             dense_backward_flops: pairs * backward,
@@ -165,8 +174,12 @@ impl fmt::Display for Explanation {
         line(
             "backend",
             format!(
-                "{} on the {}: {}, {} threads",
-                self.backend, self.device, work.instructions, work.threads
+                "{} on the {}: {}, {} {}",
+                self.backend,
+                self.device,
+                work.instructions,
+                work.threads,
+                if work.kernels.is_empty() { "threads" } else { "multiprocessors" }
             ),
         )?;
         let batches = if self.packed { "sequences" } else { "batch" };
@@ -187,6 +200,8 @@ impl fmt::Display for Explanation {
         if !self.captures.is_empty() {
             line("captures", self.captures.join("; "))?;
         }
+        work.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
+        work.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
         let part = |n: usize| 100.0 * n as f64 / work.tiles.max(1) as f64;
         let empty = work.tiles - work.full_tiles - work.partial_tiles;
         line(

@@ -8,7 +8,9 @@
 //! strides in place, skip what the mask leaves out and give the same bits for any number of
 //! threads.
 //!
-//! This version runs on CPUs. On a GPU use something else for now.
+//! It runs on CPUs and on NVIDIA GPUs since Ampere ([`Device::cuda`]). A GPU takes host tensors like
+//! the CPU, and tensors in its own memory through [`Plan::cuda`]; the driver and NVRTC are loaded
+//! when they are needed, so the same binary runs without a GPU.
 //!
 //! # Ten lines
 //!
@@ -79,6 +81,7 @@ pub use plan::{AsBuffer, Forward, Gradients, Plan};
 pub use positions::Positions;
 pub use problem::Problem;
 
+pub use foveate_cuda as cuda;
 pub use foveate_mask as mask;
 pub use foveate_mods as mods;
 pub use foveate_mods::{

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use foveate_cuda::CudaPlan;
 use foveate_mods::expr::IntoScalar;
 use foveate_mods::{AnyBuffer, Buffer, Element};
-use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Spec};
+use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands};
 use foveate_tensor::{DType, Tensor, TensorRef};
 
-use crate::backend::{self, Chosen, Planned};
+use crate::backend::{self, Chosen, Planned, Wanted};
 use crate::device::Device;
 use crate::error::{Declined, Error};
 use crate::explain::Explanation;
@@ -58,10 +59,10 @@ pub struct Gradients {
 }
 
 impl Plan {
-    pub(crate) fn new(spec: Spec, problem: &Problem, device: &Device) -> Result<Self, Error> {
-        let Chosen { backend, plan, declined } = backend::choose(&spec, problem, device)?;
+    pub(crate) fn new(wanted: &Wanted<'_>, device: &Device) -> Result<Self, Error> {
+        let Chosen { backend, plan, declined } = backend::choose(wanted, device)?;
         Ok(Self {
-            problem: problem.clone(),
+            problem: wanted.problem.clone(),
             device: device.clone(),
             backend,
             planned: plan,
@@ -222,6 +223,12 @@ impl Plan {
             work,
             &self.declined,
         )
+    }
+
+    /// The plan of the GPU engine, for tensors that are in device memory already and for streams
+    /// of one's own; `None` on a CPU.
+    pub fn cuda(&self) -> Option<&CudaPlan> {
+        self.planned.cuda()
     }
 
     /// The problem that was planned for.

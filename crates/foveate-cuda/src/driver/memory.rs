@@ -145,7 +145,15 @@ impl Block {
     /// # Errors
     /// When it does not fit, and those of the driver.
     pub fn write(&self, data: &[u8]) -> Result<(), CudaError> {
-        self.fits(data.len())?;
+        self.write_at(0, data)
+    }
+
+    /// The same from byte `start` of the block on.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), CudaError> {
+        self.fits(start, data.len())?;
         let driver = self.stream().device().current()?;
         if data.is_empty() {
             return Ok(());
@@ -154,7 +162,7 @@ impl Block {
         // has copied everything out when the call returns.
         let code = unsafe {
             (driver.to_device)(
-                self.address,
+                self.address + start as u64,
                 data.as_ptr().cast(),
                 data.len(),
                 self.stream().handle(),
@@ -169,7 +177,15 @@ impl Block {
     /// # Errors
     /// When `data` is longer than the block, the work does not end in time or failed.
     pub fn read(&self, data: &mut [u8], limit: Duration) -> Result<(), CudaError> {
-        self.fits(data.len())?;
+        self.read_at(0, data, limit)
+    }
+
+    /// The same from byte `start` of the block on.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`].
+    pub fn read_at(&self, start: usize, data: &mut [u8], limit: Duration) -> Result<(), CudaError> {
+        self.fits(start, data.len())?;
         self.stream().wait(limit, "work on the device")?;
         let driver = self.stream().device().current()?;
         if data.is_empty() {
@@ -180,7 +196,7 @@ impl Block {
         let code = unsafe {
             (driver.to_host)(
                 data.as_mut_ptr().cast(),
-                self.address,
+                self.address + start as u64,
                 data.len(),
                 self.stream().handle(),
             )
@@ -200,10 +216,11 @@ impl Block {
         driver.check(code, || format!("filling {} B", self.bytes))
     }
 
-    fn fits(&self, bytes: usize) -> Result<(), CudaError> {
-        if bytes > self.bytes {
+    fn fits(&self, start: usize, bytes: usize) -> Result<(), CudaError> {
+        if start.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let from = if start == 0 { String::new() } else { format!(" from byte {start} on") };
             return Err(CudaError::argument(format!(
-                "{bytes} B do not fit a block of {} B",
+                "{bytes} B do not fit a block of {} B{from}",
                 self.bytes
             )));
         }

@@ -6,7 +6,7 @@ use foveate_cpu::{CpuError, CpuErrorKind, CpuOptions, CpuPlan};
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
-use super::{Backend, Planned};
+use super::{Backend, Planned, Wanted};
 use crate::error::{Error, ErrorKind};
 use crate::explain::Work;
 use crate::problem::Problem;
@@ -20,7 +20,8 @@ impl Backend for Cpu {
         NAME
     }
 
-    fn plan(&self, spec: &Spec, problem: &Problem) -> Result<Arc<dyn Planned>, String> {
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String> {
+        let Wanted { spec, problem, .. } = wanted;
         let options = CpuOptions::default();
         let plan = CpuPlan::new(spec, problem.dims(), problem.dtype(), options);
         Ok(Arc::new(plan.map_err(|e| e.to_string())?))
@@ -51,7 +52,7 @@ impl Planned for CpuPlan {
     fn work(&self, problem: &Problem) -> Work {
         let found = self.describe(problem.get_varlen());
         Work {
-            instructions: found.instructions,
+            instructions: found.instructions.to_owned(),
             threads: found.threads,
             tile_q: found.tile_q,
             tile_kv: found.tile_kv,
@@ -65,6 +66,7 @@ impl Planned for CpuPlan {
             live_share: found.live_share,
             forward_bytes: found.forward_bytes,
             backward_bytes: found.backward_bytes,
+            ..Work::default()
         }
     }
 }

@@ -1,0 +1,226 @@
+//! The same bits again and again, and tensors whose elements are further apart than 2^31.
+
+use foveate_conformance::data::Random;
+use foveate_cuda::driver::Block;
+use foveate_cuda::{
+    CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
+    Engine,
+};
+use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
+use foveate_problem::{Dims, Spec};
+use foveate_tensor::{DType, Data, Layout};
+
+/// Runs all of it and prints a line for each check; whether all passed.
+pub fn run(repeats: usize) -> Result<bool, String> {
+    let engine = match Engine::get(0) {
+        Ok(engine) => engine,
+        Err(e) => {
+            println!("determinism declined: {e}");
+            return Ok(true);
+        }
+    };
+    let mut passed = true;
+    let mut say = |name: &str, outcome: Result<Result<(), String>, CudaError>| {
+        let line = match outcome {
+            Ok(Ok(())) => "passed".to_owned(),
+            Ok(Err(wrong)) => format!("FAILED: {wrong}"),
+            Err(e) => format!("FAILED: {e}"),
+        };
+        passed &= line == "passed";
+        println!("{name:<58} {line}");
+    };
+    for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
+        let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
+        say(&name, repeat(&engine, [len_q, len_k], repeats));
+    }
+    say("rows further apart than 2^31 elements", far(&engine));
+    Ok(passed)
+}
+
+/// A mask, and a score with a learned buffer.
+fn spec(len_q: usize, len_k: usize) -> Spec {
+    let (q, kv) = (expr::q(), expr::kv());
+    let slack = len_k as i32 - len_q as i32;
+    let mask = MaskMod::new((q.clone() + slack).ge(kv.clone()).dynamic()).expect("bool");
+    let distances = (0..len_k).map(|i| (i as f32 * 0.37).sin()).collect();
+    let bias = Buffer::learned("bias", &[len_k], distances).expect("one axis");
+    let distance = (q + slack - kv).abs();
+    let score = ScoreMod::new((expr::score() + bias.at([distance])).dynamic()).expect("f32");
+    Spec { mask: Some(mask), score: Some(score), scale: None, dropout: None }
+}
+
+const HEADS: [usize; 2] = [4, 2];
+const DIM: usize = 64;
+
+fn dims(len_q: usize, len_k: usize, batch: usize) -> Dims {
+    Dims {
+        batch,
+        heads_q: HEADS[0],
+        heads_kv: HEADS[1],
+        len_q,
+        len_k,
+        dim: DIM,
+        dim_v: DIM,
+        shared_kv: false,
+        packed: false,
+    }
+}
+
+fn bf16_bytes(random: &mut Random, elems: usize) -> Vec<u8> {
+    let values = Data::from_f64(DType::BF16, (0..elems).map(|_| random.normal()));
+    let Data::BF16(values) = values else { unreachable!("made as bf16") };
+    values.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect()
+}
+
+/// Forward and backward `repeats` times, deterministic; every result has the bits of the first.
+fn repeat(
+    engine: &std::sync::Arc<Engine>,
+    [len_q, len_k]: [usize; 2],
+    repeats: usize,
+) -> Result<Result<(), String>, CudaError> {
+    let dims = dims(len_q, len_k, 1);
+    let spec = spec(len_q, len_k);
+    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let timeout = options.timeout;
+    let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
+    let queue = engine.queue();
+    let mut random = Random::new(4224);
+    let mut operand = |shape: [usize; 4]| -> Result<(Block, DeviceTensor), CudaError> {
+        let bytes = bf16_bytes(&mut random, shape.iter().product());
+        let block = queue.pool().upload(&bytes)?;
+        let tensor = DeviceTensor::contiguous(block.address(), DType::BF16, shape);
+        Ok((block, tensor))
+    };
+    let (_q, q) = operand(dims.q_shape())?;
+    let (_k, k) = operand(dims.k_shape())?;
+    let (_v, v) = operand(dims.v_shape())?;
+    let (_d_out, d_out) = operand(dims.out_shape())?;
+    let result = |shape: [usize; 4], dtype: DType| -> Result<Block, CudaError> {
+        queue.pool().take(shape.iter().product::<usize>() * dtype.bytes())
+    };
+    let [b, h, s] = dims.row_shape();
+    let blocks = [
+        result(dims.out_shape(), DType::BF16)?,
+        result([1, b, h, s], DType::F32)?,
+        result(dims.q_shape(), DType::BF16)?,
+        result(dims.k_shape(), DType::BF16)?,
+        result(dims.v_shape(), DType::BF16)?,
+        result([1, 1, 1, len_k], DType::F32)?,
+    ];
+    let at = |i: usize, shape| DeviceTensor::contiguous(blocks[i].address(), DType::BF16, shape);
+    let lse = DeviceTensor::contiguous(blocks[1].address(), DType::F32, dims.row_shape());
+    let operands = DeviceOperands { q, k, v, sink: None, varlen: None };
+    let forward = DeviceForward { operands, out: at(0, dims.out_shape()), lse, max_score: None };
+    let backward = DeviceBackward {
+        operands,
+        out: forward.out,
+        lse,
+        d_out,
+        d_lse: None,
+        dq: at(2, dims.q_shape()),
+        dk: at(3, dims.k_shape()),
+        dv: at(4, dims.v_shape()),
+        accumulate: false,
+        d_sink: None,
+        d_captures: vec![(
+            "bias",
+            DeviceTensor::contiguous(blocks[5].address(), DType::F32, [len_k]),
+        )],
+    };
+    let names = ["out", "lse", "dq", "dk", "dv", "the gradient of bias"];
+    let mut first: Vec<Vec<u8>> = Vec::new();
+    for run in 0..repeats {
+        blocks.iter().try_for_each(|block| block.fill(0xFF))?;
+        plan.forward_on(queue, &forward)?;
+        plan.backward_on(queue, &backward)?;
+        for (i, block) in blocks.iter().enumerate() {
+            let mut bytes = vec![0; block.bytes()];
+            block.read(&mut bytes, timeout)?;
+            if run == 0 {
+                if bytes.chunks_exact(4).any(|word| word == [0xFF; 4]) {
+                    return Ok(Err(format!("{} was not written everywhere", names[i])));
+                }
+                first.push(bytes);
+            } else if bytes != first[i] {
+                return Ok(Err(format!("{} of run {run} differs from run 0", names[i])));
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+/// Two batch entries 2^31 + 16 elements apart give what neighbours give.
+fn far(engine: &std::sync::Arc<Engine>) -> Result<Result<(), String>, CudaError> {
+    const APART: usize = (1 << 31) + 16;
+    let (len_q, len_k) = (130, 200);
+    let dims = dims(len_q, len_k, 2);
+    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let timeout = options.timeout;
+    let plan = CudaPlan::new(engine.clone(), &spec(len_q, len_k), &dims, DType::BF16, options)?;
+    let queue = engine.queue();
+    let shapes = [dims.q_shape(), dims.k_shape(), dims.v_shape(), dims.out_shape()];
+    let mut random = Random::new(31);
+    let values = shapes.map(|shape| bf16_bytes(&mut random, shape.iter().product()));
+    let mut results = Vec::new();
+    for apart in [None, Some(APART)] {
+        // q, k, v, d_out, then out, dq, dk, dv: one after the other in the memory of a batch
+        // entry.
+        let all = [0, 1, 2, 3, 3, 0, 1, 2];
+        let each: Vec<usize> = all.iter().map(|&i| shapes[i][1..].iter().product()).collect();
+        let dense: usize = each.iter().sum();
+        let stride = apart.unwrap_or(dense);
+        let memory = queue.pool().take((stride + dense) * 2)?;
+        let mut layouts = Vec::new();
+        let mut offset = 0;
+        for (i, elems) in all.iter().zip(&each) {
+            let mut layout = Layout::contiguous(shapes[*i]);
+            (layout.strides[0], layout.offset) = (stride, offset);
+            layouts.push(layout);
+            offset += elems;
+        }
+        for (i, bytes) in values.iter().enumerate() {
+            for (b, entry) in bytes.chunks_exact(2 * each[i]).enumerate() {
+                memory.write_at(2 * (layouts[i].offset + b * stride), entry)?;
+            }
+        }
+        let at = |i: usize| DeviceTensor {
+            address: memory.address(),
+            dtype: DType::BF16,
+            layout: layouts[i],
+        };
+        let rows = queue.pool().take(4 * dims.row_shape().iter().product::<usize>())?;
+        let lse = DeviceTensor::contiguous(rows.address(), DType::F32, dims.row_shape());
+        let operands = DeviceOperands { q: at(0), k: at(1), v: at(2), sink: None, varlen: None };
+        let forward = DeviceForward { operands, out: at(4), lse, max_score: None };
+        plan.forward_on(queue, &forward)?;
+        plan.backward_on(
+            queue,
+            &DeviceBackward {
+                operands,
+                out: at(4),
+                lse,
+                d_out: at(3),
+                d_lse: None,
+                dq: at(5),
+                dk: at(6),
+                dv: at(7),
+                accumulate: false,
+                d_sink: None,
+                d_captures: Vec::new(),
+            },
+        )?;
+        let mut found = Vec::new();
+        for i in 4..8 {
+            for b in 0..2 {
+                let mut bytes = vec![0; 2 * each[i]];
+                memory.read_at(2 * (layouts[i].offset + b * stride), &mut bytes, timeout)?;
+                found.push(bytes);
+            }
+        }
+        results.push(found);
+    }
+    Ok(match results[0] == results[1] {
+        true => Ok(()),
+        false => Err("results differ from those of neighbouring batch entries".into()),
+    })
+}

@@ -1,0 +1,157 @@
+//! Worker processes, and what becomes of a case that takes one down.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+
+use foveate_conformance::{Case, Outcome, Report, Row};
+
+use crate::Options;
+
+/// Whether a row says that no further work can be done in its process.
+pub fn breaks_context(row: &Row) -> bool {
+    let Outcome::Failed(lines) = &row.outcome else { return false };
+    lines.iter().any(|l| l.contains("the driver says") || l.contains("did not finish within"))
+}
+
+/// Runs every case on the backends called `names`, in workers.
+pub fn run(options: &Options, cases: &[Case], names: &[&str]) -> Result<Report, String> {
+    let next = AtomicUsize::new(0);
+    let rows: Mutex<BTreeMap<usize, Vec<Row>>> = Mutex::default();
+    let trouble: Mutex<Option<String>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..options.workers.min(cases.len()) {
+            scope.spawn(|| {
+                let mut worker = None;
+                loop {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(case) = cases.get(i) else { break };
+                    match ask(options, &mut worker, i, case, names) {
+                        Ok(told) => {
+                            rows.lock().expect("no worker panics").insert(i, told);
+                        }
+                        Err(e) => {
+                            trouble.lock().expect("no worker panics").get_or_insert(e);
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+    });
+    if let Some(trouble) = trouble.into_inner().expect("no worker panics") {
+        return Err(trouble);
+    }
+    let rows = rows.into_inner().expect("no worker panics");
+    Ok(Report { rows: rows.into_values().flatten().collect() })
+}
+
+/// One case on every backend, with as many workers as it takes down.
+fn ask(
+    options: &Options,
+    worker: &mut Option<Worker>,
+    index: usize,
+    case: &Case,
+    names: &[&str],
+) -> Result<Vec<Row>, String> {
+    let mut rows: Vec<Row> = Vec::new();
+    let note = |row: &Row| {
+        if let Outcome::Failed(lines) = &row.outcome {
+            eprintln!("{} failed `{}`: {}", row.backend, row.case, lines.join("; "));
+        }
+    };
+    while rows.len() < names.len() {
+        let current = match worker {
+            Some(worker) => worker,
+            None => worker.insert(Worker::start(options)?),
+        };
+        let mut end = current.say(index, rows.len());
+        while end.is_none() && rows.len() < names.len() {
+            match current.rows.recv_timeout(options.timeout) {
+                Ok(row) => {
+                    let broken = breaks_context(&row);
+                    note(&row);
+                    rows.push(row);
+                    if broken {
+                        break;
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    end = Some(format!("no answer within {} s", options.timeout.as_secs()));
+                }
+                Err(RecvTimeoutError::Disconnected) => end = Some(current.last_words()),
+            }
+        }
+        if let Some(reason) = end {
+            rows.push(Row {
+                case: case.name.clone(),
+                seed: case.seed(),
+                backend: names[rows.len()].to_owned().into(),
+                outcome: Outcome::Failed(vec![reason]),
+            });
+            rows.last().iter().for_each(|row| note(row));
+            *worker = None;
+        } else if rows.last().is_some_and(breaks_context) {
+            *worker = None;
+        }
+    }
+    Ok(rows)
+}
+
+/// A process that runs cases. It is killed with the value.
+struct Worker {
+    child: Child,
+    input: ChildStdin,
+    rows: Receiver<Row>,
+}
+
+impl Worker {
+    fn start(options: &Options) -> Result<Self, String> {
+        let program = std::env::current_exe().map_err(|e| e.to_string())?;
+        let mut child = Command::new(program)
+            .args(["work", "--on", &options.on, "--only", &options.only, "--cases"])
+            .arg(&options.cases)
+            // The corpus runs in many workers; each needs one thread.
+            .env("RAYON_NUM_THREADS", "2")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| format!("cannot start a worker: {e}"))?;
+        let input = child.stdin.take().expect("piped");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let (tell, rows) = channel();
+        std::thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                let Ok(row) = serde_json::from_str(&line) else { break };
+                if tell.send(row).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self { child, input, rows })
+    }
+
+    /// Asks for a case from a backend on; why not, when the process is gone.
+    fn say(&mut self, case: usize, first: usize) -> Option<String> {
+        let told = writeln!(self.input, "{case} {first}").and_then(|()| self.input.flush());
+        told.err().map(|_| self.last_words())
+    }
+
+    fn last_words(&mut self) -> String {
+        match self.child.wait() {
+            Ok(status) => format!("the process ended: {status}"),
+            Err(e) => format!("the process is gone: {e}"),
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Either has ended already or has to.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

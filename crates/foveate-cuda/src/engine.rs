@@ -1,0 +1,171 @@
+//! One GPU as plans use it: context, a stream of our own, loaded kernels.
+//!
+//! There is one engine for each device in a process, so that plans share what they compiled and
+//! the memory they give back.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::abi::Address;
+use crate::cache::Cache;
+use crate::driver::{Device, Function, Module, Pool, Stream};
+use crate::error::CudaError;
+use crate::nvrtc::{Compiled, Compiler};
+use crate::profile::Profile;
+
+/// A device and the kernels that are loaded on it.
+pub struct Engine {
+    device: Device,
+    queue: Queue,
+    arch: String,
+    profile: Profile,
+    loaded: Mutex<HashMap<usize, (Arc<Compiled>, Module)>>,
+    /// Foreign memory that the driver has been asked about.
+    known: Mutex<HashSet<(Address, usize)>>,
+}
+
+/// A stream and memory for its work. Cheap to clone.
+///
+/// Memory that was used on a queue is given out again on the same queue only, so nothing has to
+/// wait for work to end before it drops its memory.
+#[derive(Clone, Debug)]
+pub struct Queue {
+    id: u64,
+    pool: Pool,
+}
+
+impl Queue {
+    fn new(stream: Stream) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { id, pool: Pool::new(Arc::new(stream)) }
+    }
+
+    /// Differs from that of every other queue.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Memory for its work.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Where its work is queued.
+    pub fn stream(&self) -> &Stream {
+        self.pool.stream()
+    }
+}
+
+impl Engine {
+    /// The engine of GPU `ordinal`.
+    ///
+    /// # Errors
+    /// When there is no driver, no such device, or it does not start.
+    pub fn get(ordinal: usize) -> Result<Arc<Self>, CudaError> {
+        static ENGINES: Mutex<Vec<(usize, Arc<Engine>)>> = Mutex::new(Vec::new());
+        let mut engines = lock(&ENGINES);
+        if let Some((_, engine)) = engines.iter().find(|(o, _)| *o == ordinal) {
+            return Ok(engine.clone());
+        }
+        let device = Device::open(ordinal)?;
+        let engine = Arc::new(Self {
+            arch: device.info().arch(),
+            profile: Profile::of(device.info()),
+            queue: Queue::new(Stream::new(&device)?),
+            device,
+            loaded: Mutex::default(),
+            known: Mutex::default(),
+        });
+        engines.push((ordinal, engine.clone()));
+        Ok(engine)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What the planner knows of the device.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// The engine's own queue.
+    pub fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// A queue on a stream that somebody else made on this device (PyTorch, candle, cudarc); 0 is
+    /// the default stream. Keep it from call to call: the memory of its work stays with it.
+    ///
+    /// # Safety
+    /// `stream` is 0 or a `CUstream` of the device's primary context that outlives the queue and
+    /// everything that was queued on it.
+    pub unsafe fn queue_on(&self, stream: usize) -> Queue {
+        // SAFETY: the caller's promise is the same.
+        Queue::new(unsafe { Stream::borrowed(&self.device, stream) })
+    }
+
+    /// The kernel `entry` of `source`, compiled or found compiled, and loaded.
+    ///
+    /// # Errors
+    /// When NVRTC is missing or refuses the source, or the device lacks what the kernel takes.
+    pub(crate) fn function(
+        &self,
+        source: &str,
+        entry: &str,
+        shared_bytes: u32,
+    ) -> Result<Function, CudaError> {
+        let compiled = Cache::get().compile(Compiler::get()?, source, &self.arch)?;
+        let mut loaded = lock(&self.loaded);
+        let module = match loaded.get(&(Arc::as_ptr(&compiled) as usize)) {
+            Some((_, module)) => module.clone(),
+            None => {
+                let module = Module::load(&self.device, &compiled.cubin)?;
+                let key = Arc::as_ptr(&compiled) as usize;
+                // The compiled kernel is kept so that no other takes its address.
+                loaded.insert(key, (compiled, module.clone()));
+                module
+            }
+        };
+        module.function(entry, shared_bytes)
+    }
+
+    /// Whether `bytes` from `address` on are memory of this device; `name` is what they are to
+    /// hold. The driver is asked once for each range.
+    ///
+    /// # Errors
+    /// When they are not.
+    pub(crate) fn check_memory(
+        &self,
+        name: &str,
+        address: Address,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        const MOST_KNOWN: usize = 1 << 14;
+        if lock(&self.known).contains(&(address, bytes)) {
+            return Ok(());
+        }
+        self.device.check_address(name, address, bytes)?;
+        let mut known = lock(&self.known);
+        if known.len() >= MOST_KNOWN {
+            known.clear();
+        }
+        known.insert((address, bytes));
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine of GPU {}", self.device.ordinal())
+    }
+}
+
+/// A lock that outlives a panic elsewhere: what it guards is valid between any two statements.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,379 @@
+//! Passes on host tensors: copied to the device, computed, copied back.
+//!
+//! Operands keep their strides on the way, so a packed projection is read on the device as it
+//! lies on the host. A destination gets memory of its own of the same strides, filled with a
+//! pattern that no result has; what comes back is written through the destination's view, row by
+//! row, and that nothing between its rows was touched is checked.
+
+use std::ops::Range;
+
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
+use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef};
+
+use super::{CudaPlan, sequences};
+use crate::driver::Block;
+use crate::engine::Queue;
+use crate::error::{CudaError, CudaErrorKind};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
+
+/// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
+/// gives.
+const UNTOUCHED: u8 = 0xFF;
+
+/// Starts of views keep their distance from a multiple of this, so that the device sees the
+/// alignment of the host's layout.
+const KEPT_OFFSET: usize = 64;
+
+impl CudaPlan {
+    /// Computes `out`, `lse` and, when asked, `max_score`.
+    ///
+    /// # Errors
+    /// When operands or destinations do not fit the plan or each other, or the device fails. Also
+    /// when a mod read a captured buffer outside its bounds; the results are written then, the
+    /// index clamped.
+    pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CudaError> {
+        let queue = self.engine.queue();
+        let host = Copies::of(queue, &args.operands)?;
+        let operands = host.operands(args.operands.varlen);
+        let dims = self.admit(&operands)?;
+        args.check(&dims)?;
+        let ForwardArgs { operands: from, mut out, mut lse, mut max_score } = args;
+        let on_out = Destination::new(queue, &out, stored(out.dtype()), false)?;
+        let on_lse = Destination::new(queue, &lse, DType::F32, false)?;
+        let on_max = match &max_score {
+            None => None,
+            Some(max) => Some(Destination::new(queue, max, DType::F32, false)?),
+        };
+        let device = DeviceForward {
+            operands,
+            out: on_out.tensor,
+            lse: on_lse.tensor,
+            max_score: on_max.as_ref().map(|m| m.tensor),
+        };
+        let told = self.launch_forward(queue, &dims, &device, true);
+        let told = self.results(told)?;
+        let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
+        on_out.download("out", &rows.q, self, whole_row(&mut out))?;
+        on_lse.download("lse", &rows.q, self, number(&mut lse))?;
+        if let (Some(on_max), Some(max)) = (on_max, &mut max_score) {
+            on_max.download("max_score", &rows.q, self, number(max))?;
+        }
+        told
+    }
+
+    /// Computes `dq`, `dk`, `dv` and, when asked, the gradients of the sink and of learned
+    /// captured buffers.
+    ///
+    /// # Errors
+    /// When operands or destinations do not fit the plan or each other, the score cannot be
+    /// differentiated, or the device fails. Also when a mod read a captured buffer outside its
+    /// bounds; the gradients are written then, the index clamped.
+    pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CudaError> {
+        let queue = self.engine.queue();
+        let host = Copies::of(queue, &args.operands)?;
+        let operands = host.operands(args.operands.varlen);
+        let dims = self.admit(&operands)?;
+        args.check(&dims, &self.spec)?;
+        self.differentiable()?;
+        let BackwardArgs { operands: from, out, lse, d_out, d_lse, accumulate, .. } = args;
+        let (mut dq, mut dk, mut dv) = (args.dq, args.dk, args.dv);
+        let (mut d_sink, mut d_captures) = (args.d_sink, args.d_captures);
+        let out = Copy::of_dtype(queue, &out, self.dtype)?;
+        let d_out = Copy::of_dtype(queue, &d_out, self.dtype)?;
+        let lse = Copy::new(queue, &lse)?;
+        let d_lse = d_lse.map(|d_lse| Copy::new(queue, &d_lse)).transpose()?;
+        let dtypes = [&dq, &dk, &dv].map(|t| stored(t.dtype()));
+        let dtype = if dtypes == [dtypes[0]; 3] { dtypes[0] } else { DType::F32 };
+        let on_dq = Destination::new(queue, &dq, dtype, accumulate)?;
+        let on_dk = Destination::new(queue, &dk, dtype, accumulate)?;
+        let on_dv = Destination::new(queue, &dv, dtype, accumulate)?;
+        let vector = |values: &[f32]| -> Result<(Block, DeviceTensor<1>), CudaError> {
+            let block = queue.pool().upload(bytemuck::cast_slice(values))?;
+            let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [values.len()]);
+            Ok((block, tensor))
+        };
+        let on_sink = d_sink.as_deref().map(vector).transpose()?;
+        let on_captures: Vec<_> =
+            d_captures.iter().map(|grad| vector(grad.into)).collect::<Result<_, _>>()?;
+        let names = d_captures.iter().map(|grad| grad.name);
+        let device = DeviceBackward {
+            operands,
+            out: out.tensor,
+            lse: lse.tensor,
+            d_out: d_out.tensor,
+            d_lse: d_lse.as_ref().map(|d| d.tensor),
+            dq: on_dq.tensor,
+            dk: on_dk.tensor,
+            dv: on_dv.tensor,
+            accumulate,
+            d_sink: on_sink.as_ref().map(|(_, tensor)| *tensor),
+            d_captures: names.zip(on_captures.iter().map(|(_, tensor)| *tensor)).collect(),
+        };
+        let told = self.launch_backward(queue, &dims, &device, true);
+        let told = self.results(told)?;
+        let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
+        on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
+        on_dk.download("dk", &rows.k, self, whole_row(&mut dk))?;
+        on_dv.download("dv", &rows.k, self, whole_row(&mut dv))?;
+        let fetch = |block: &Block, into: &mut [f32]| {
+            block.read(bytemuck::cast_slice_mut(into), self.options.timeout)
+        };
+        if let (Some((block, _)), Some(into)) = (&on_sink, &mut d_sink) {
+            fetch(block, into)?;
+        }
+        for ((block, _), grad) in on_captures.iter().zip(&mut d_captures) {
+            fetch(block, grad.into)?;
+        }
+        told
+    }
+
+    /// The outcome of a pass whose results are there; an error when they are not.
+    fn results(&self, told: Result<(), CudaError>) -> Result<Result<(), CudaError>, CudaError> {
+        match &told {
+            Err(e) if !matches!(e.kind(), CudaErrorKind::OutOfRange { .. }) => Err(e.clone()),
+            _ => Ok(told),
+        }
+    }
+}
+
+/// What the device stores for a destination of `dtype`.
+fn stored(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F32 } else { dtype }
+}
+
+fn bytes_of(slice: Slice<'_>) -> &[u8] {
+    match slice {
+        Slice::F32(v) => bytemuck::cast_slice(v),
+        Slice::F16(v) => bytemuck::cast_slice(v),
+        Slice::BF16(v) => bytemuck::cast_slice(v),
+        Slice::F64(v) => bytemuck::cast_slice(v),
+    }
+}
+
+/// The stretch of storage that a layout reaches, and the layout in it.
+fn cut<const N: usize>(layout: &Layout<N>) -> (Range<usize>, Layout<N>) {
+    let end = layout.end().expect("views are checked when they are made");
+    let offset = layout.offset % KEPT_OFFSET;
+    let start = (layout.offset - offset).min(end);
+    (start..end, Layout { offset, ..*layout })
+}
+
+/// A host view on the device, where it has the same strides.
+struct Copy<const N: usize> {
+    _memory: Block,
+    tensor: DeviceTensor<N>,
+}
+
+impl<const N: usize> Copy<N> {
+    fn new(queue: &Queue, view: &TensorRef<'_, N>) -> Result<Self, CudaError> {
+        let (range, layout) = cut(view.layout());
+        let bytes = view.dtype().bytes();
+        let all = bytes_of(view.data());
+        let memory = queue.pool().upload(&all[range.start * bytes..range.end * bytes])?;
+        let tensor = DeviceTensor { address: memory.address(), dtype: view.dtype(), layout };
+        Ok(Self { _memory: memory, tensor })
+    }
+
+    /// Rounded to `dtype` first when it has another.
+    fn of_dtype(queue: &Queue, view: &TensorRef<'_, N>, dtype: DType) -> Result<Self, CudaError> {
+        if view.dtype() == dtype {
+            return Self::new(queue, view);
+        }
+        let rounded = Tensor::<N>::from_fn(dtype, view.shape(), |index| view.get_f64(index));
+        Self::new(queue, &rounded.view())
+    }
+}
+
+/// Operands on the device.
+struct Copies {
+    q: Copy<4>,
+    k: Copy<4>,
+    v: Copy<4>,
+    sink: Option<(Block, DeviceTensor<1>)>,
+}
+
+impl Copies {
+    fn of(queue: &Queue, operands: &Operands<'_>) -> Result<Self, CudaError> {
+        let sink = match operands.sink {
+            None => None,
+            Some(sink) => {
+                let block = queue.pool().upload(bytemuck::cast_slice(sink))?;
+                let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [sink.len()]);
+                Some((block, tensor))
+            }
+        };
+        Ok(Self {
+            q: Copy::new(queue, &operands.q)?,
+            k: Copy::new(queue, &operands.k)?,
+            v: Copy::new(queue, &operands.v)?,
+            sink,
+        })
+    }
+
+    fn operands<'a>(&self, varlen: Option<foveate_tensor::Varlen<'a>>) -> DeviceOperands<'a> {
+        DeviceOperands {
+            q: self.q.tensor,
+            k: self.k.tensor,
+            v: self.v.tensor,
+            sink: self.sink.as_ref().map(|(_, tensor)| *tensor),
+            varlen,
+        }
+    }
+}
+
+/// Rows of the length axes that belong to a sequence.
+struct Rows {
+    q: Vec<Range<usize>>,
+    k: Vec<Range<usize>>,
+}
+
+impl Rows {
+    fn new(dims: &Dims, sequences: &[Sequence]) -> Self {
+        // The sequences of operands that are not packed have the same rows.
+        let count = if dims.packed { sequences.len() } else { sequences.len().min(1) };
+        let owned = &sequences[..count];
+        Self {
+            q: owned.iter().map(|s| s.q_start..s.q_start + s.q_len).collect(),
+            k: owned.iter().map(|s| s.k_start..s.k_start + s.k_len).collect(),
+        }
+    }
+}
+
+/// Memory for a destination on the device, with its strides.
+struct Destination<const N: usize> {
+    memory: Block,
+    tensor: DeviceTensor<N>,
+    /// What was there before the pass, when it was not [`UNTOUCHED`].
+    before: Option<Data>,
+}
+
+impl<const N: usize> Destination<N> {
+    /// Untouched memory in `dtype`; with `filled`, what the destination holds.
+    fn new(
+        queue: &Queue,
+        to: &TensorMut<'_, N>,
+        dtype: DType,
+        filled: bool,
+    ) -> Result<Self, CudaError> {
+        let (range, layout) = cut(to.layout());
+        let memory = queue.pool().take(range.len() * dtype.bytes())?;
+        let before = match filled {
+            false => {
+                memory.fill(UNTOUCHED)?;
+                None
+            }
+            true => {
+                let mut held = Data::filled(dtype, range.len(), 0.0);
+                bytes_mut(&mut held).fill(UNTOUCHED);
+                let mut view = TensorMut::new(&mut held, layout).map_err(refused)?;
+                each(layout.shape, |index| view.write(index, to.get_f64(index)));
+                memory.write(bytes_of((&held).into()))?;
+                Some(held)
+            }
+        };
+        let tensor = DeviceTensor { address: memory.address(), dtype, layout };
+        Ok(Self { memory, tensor, before })
+    }
+
+    /// Writes the rows of sequences to the destination with `write`, which is given a row's place
+    /// on every axis but the last one. Checks that nothing between them was touched.
+    fn download(
+        &self,
+        name: &str,
+        rows: &[Range<usize>],
+        plan: &CudaPlan,
+        mut write: impl FnMut(&TensorRef<'_, N>, [usize; 3]),
+    ) -> Result<(), CudaError> {
+        let DeviceTensor { dtype, layout, .. } = self.tensor;
+        let size = dtype.bytes();
+        let len = layout.end().expect("checked when it was made");
+        let mut data = Data::filled(dtype, len, 0.0);
+        self.memory.read(bytes_mut(&mut data), plan.options.timeout)?;
+        let mut covered = 0;
+        let from = TensorRef::new((&data).into(), layout).map_err(refused)?;
+        let width = layout.shape.get(3).copied().unwrap_or(1);
+        for range in rows {
+            each([layout.shape[0], layout.shape[1], range.len()], |[b, h, s]| {
+                write(&from, [b, h, s + range.start]);
+                covered += width;
+            });
+        }
+        if covered == len {
+            return Ok(());
+        }
+        let before = self.before.as_ref().map(|before| bytes_of(before.into()));
+        let held = |at: usize| before.map_or(UNTOUCHED, |before| before[at]);
+        let after = bytes_mut(&mut data);
+        for range in rows {
+            let mut shape = layout.shape;
+            shape[2] = range.len();
+            each(shape, |mut index| {
+                index[2] += range.start;
+                let at = layout.at(index) * size;
+                (at..at + size).for_each(|i| after[i] = held(i));
+            });
+        }
+        match after.iter().enumerate().position(|(i, &byte)| byte != held(i)) {
+            None => Ok(()),
+            Some(at) => Err(CudaErrorKind::Resources {
+                kernel: name.to_owned(),
+                reason: format!("element {} lies outside the view and was written", at / size),
+            }
+            .into()),
+        }
+    }
+}
+
+/// Writes a row of a tensor.
+fn whole_row<'a, 'd>(
+    to: &'a mut TensorMut<'d>,
+) -> impl FnMut(&TensorRef<'_>, [usize; 3]) + use<'a, 'd> {
+    let mut row = vec![0.0; to.shape()[3]];
+    move |from, [b, h, s]| {
+        from.load_row(b, h, s, &mut row);
+        to.write_row(b, h, s, &row, false);
+    }
+}
+
+/// Writes the number of a row.
+fn number<'a, 'd>(
+    to: &'a mut TensorMut<'d, 3>,
+) -> impl FnMut(&TensorRef<'_, 3>, [usize; 3]) + use<'a, 'd> {
+    move |from, index| to.write(index, from.get_f64(index))
+}
+
+/// Every index of a shape.
+fn each<const N: usize>(shape: [usize; N], mut f: impl FnMut([usize; N])) {
+    let mut index = [0; N];
+    if shape.contains(&0) {
+        return;
+    }
+    loop {
+        f(index);
+        let mut axis = N;
+        loop {
+            if axis == 0 {
+                return;
+            }
+            axis -= 1;
+            index[axis] += 1;
+            if index[axis] < shape[axis] {
+                break;
+            }
+            index[axis] = 0;
+        }
+    }
+}
+
+fn bytes_mut(data: &mut Data) -> &mut [u8] {
+    match data {
+        Data::F32(v) => bytemuck::cast_slice_mut(v),
+        Data::F16(v) => bytemuck::cast_slice_mut(v),
+        Data::BF16(v) => bytemuck::cast_slice_mut(v),
+        Data::F64(v) => bytemuck::cast_slice_mut(v),
+    }
+}
+
+fn refused(e: foveate_tensor::TensorError) -> CudaError {
+    CudaError::argument(e.to_string())
+}

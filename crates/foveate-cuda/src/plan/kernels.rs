@@ -1,0 +1,232 @@
+//! The kernels of a plan: configured, printed, compiled and loaded when they are first needed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use foveate_mods::Node;
+use foveate_problem::{Dims, Sequence};
+
+use super::CudaPlan;
+use crate::codegen::{Extent, Mods, ModsSource, Options};
+use crate::config::{Config, Kernel};
+use crate::driver::Function;
+use crate::engine::lock;
+use crate::error::CudaError;
+use crate::planner::{Class, KernelPlan, Sizes};
+use crate::schedule::TileSize;
+use crate::source::source;
+
+/// What was made so far.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Kernels {
+    /// The planner's answers.
+    chosen: Vec<((Class, Sizes, bool), Arc<KernelPlan>)>,
+    /// Printed mods by what they were printed for.
+    printed: Vec<(PrintKey, Arc<Printed>)>,
+    loaded: HashMap<(Config, &'static str, u64), Function>,
+}
+
+/// Mods as text, and which of the different texts of this plan it is.
+#[derive(Debug)]
+pub(super) struct Printed {
+    pub source: ModsSource,
+    text: u64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct PrintKey {
+    backward: bool,
+    checked: bool,
+    extent: Extent,
+}
+
+/// Different problems whose choices and printed mods are kept.
+const MOST_KEPT: usize = 64;
+
+impl Kernels {
+    /// What still holds when captured buffers and scalars have other values: everything but the
+    /// printed mods, which carry those values.
+    pub fn with_other_values(&self) -> Self {
+        Self { printed: Vec::new(), ..self.clone() }
+    }
+}
+
+/// A pass and the launch-independent rest of its configuration.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pass {
+    pub backward: bool,
+    pub checked: bool,
+}
+
+/// A kernel ready for launches.
+#[derive(Clone, Debug)]
+pub(super) struct Ready {
+    pub config: Config,
+    pub function: Function,
+    pub mods: Arc<Printed>,
+}
+
+impl Ready {
+    pub fn tile(&self) -> TileSize {
+        TileSize { q: self.config.tile_q, kv: self.config.tile_kv }
+    }
+
+    pub fn threads(&self) -> u32 {
+        self.config.threads() as u32
+    }
+}
+
+impl CudaPlan {
+    /// What the kernels of every call have in common.
+    pub(super) fn class(&self) -> Class {
+        Class {
+            mask: self.spec.mask.is_some(),
+            score: self.spec.score.is_some(),
+            dscore: self.has_derivative(),
+            keep: self.spec.dropout.is_some(),
+            deterministic: self.options.deterministic,
+            ..Class::new(self.elem, self.dims.dim, self.dims.dim_v, self.dims.group())
+        }
+    }
+
+    /// Whether the derivative of the score by the score is anything but 1.
+    fn has_derivative(&self) -> bool {
+        let Ok(Some(gradient)) = &self.gradient else { return false };
+        let program = gradient.program();
+        *program.graph().node(program.roots()[0]) != Node::F32(1f32.to_bits())
+    }
+
+    /// The planner's choices for a class of kernels and sizes.
+    ///
+    /// # Errors
+    /// When nothing fits the device.
+    pub(super) fn chosen(
+        &self,
+        class: Class,
+        sizes: Sizes,
+        backward: bool,
+    ) -> Result<Arc<KernelPlan>, CudaError> {
+        let key = (class, sizes, backward);
+        let found = {
+            let kernels = lock(&self.kernels);
+            kernels.chosen.iter().find(|(k, _)| *k == key).map(|(_, plan)| plan.clone())
+        };
+        if let Some(found) = found {
+            return Ok(found);
+        }
+        let profile = self.engine.profile();
+        let plan = KernelPlan::new(profile, &key.0, &sizes, backward, &self.options.kernels)?;
+        let plan = Arc::new(plan);
+        let mut kernels = lock(&self.kernels);
+        if kernels.chosen.len() >= MOST_KEPT {
+            kernels.chosen.remove(0);
+        }
+        kernels.chosen.push((key, plan.clone()));
+        Ok(plan)
+    }
+
+    /// The kernel `entry` in the file of `kernel`, as it was `chosen`, printed for the lengths of
+    /// `sequences`.
+    pub(super) fn kernel(
+        &self,
+        chosen: &KernelPlan,
+        kernel: Kernel,
+        entry: &'static str,
+        pass: Pass,
+        dims: &Dims,
+        sequences: &[Sequence],
+    ) -> Result<Ready, CudaError> {
+        let choice = chosen.kernels.iter().map(|c| &c.chosen).find(|c| c.config.kernel == kernel);
+        let choice = choice.expect("the planner plans every kernel of a pass");
+        // Every kernel addresses heads, which may come in groups.
+        let mut config = Config { group: self.dims.group(), ..choice.config.clone() };
+        config.captures |= entry == "fv_capture_sums";
+        let mods = self.printed(pass, dims, sequences, &config)?;
+        let key = (config, entry, mods.text);
+        let found = lock(&self.kernels).loaded.get(&key).cloned();
+        let function = match found {
+            Some(function) => function,
+            None => {
+                let text = source(&key.0, &mods.source);
+                let bytes = match entry {
+                    "fv_sink_gradient" => SINK_SHARED_BYTES,
+                    _ => choice.resources.shared_bytes as u32,
+                };
+                let function = self.engine.function(&text, entry, bytes)?;
+                lock(&self.kernels).loaded.insert(key.clone(), function.clone());
+                function
+            }
+        };
+        Ok(Ready { config: key.0, function, mods })
+    }
+
+    fn printed(
+        &self,
+        pass: Pass,
+        dims: &Dims,
+        sequences: &[Sequence],
+        config: &Config,
+    ) -> Result<Arc<Printed>, CudaError> {
+        let longest = |len: &dyn Fn(&Sequence) -> usize| sequences.iter().map(len).max();
+        let extent = Extent {
+            batch: dims.batch,
+            heads_q: dims.heads_q,
+            heads_kv: dims.heads_kv,
+            queries: longest(&|s| s.q_len).unwrap_or(0).next_multiple_of(config.tile_q),
+            keys: longest(&|s| s.k_len).unwrap_or(0).next_multiple_of(config.tile_kv),
+        };
+        let key = PrintKey { backward: pass.backward, checked: pass.checked, extent };
+        let found = {
+            let kernels = lock(&self.kernels);
+            kernels.printed.iter().find(|(k, _)| *k == key).map(|(_, printed)| printed.clone())
+        };
+        if let Some(printed) = found {
+            return Ok(printed);
+        }
+        let gradient = if pass.backward { self.differentiable()? } else { None };
+        let mods = Mods {
+            mask: self.spec.mask.as_ref(),
+            score: self.spec.score.as_ref(),
+            gradient: gradient.map(|g| &**g),
+            dropout: self.spec.dropout.as_ref(),
+        };
+        let options = Options {
+            extent,
+            fast_math: self.elem.bytes() == 2,
+            checked: pass.checked,
+            deterministic: self.options.deterministic,
+        };
+        let source = ModsSource::new(mods, &options)?;
+        let text = digest(source.text());
+        let printed = Arc::new(Printed { source, text });
+        let mut kernels = lock(&self.kernels);
+        if kernels.printed.len() >= MOST_KEPT {
+            kernels.printed.remove(0);
+        }
+        kernels.printed.push((key, printed.clone()));
+        Ok(printed)
+    }
+}
+
+/// What `fv_sink_gradient` takes, an f32 for each of its warps.
+const SINK_SHARED_BYTES: u32 = 128;
+
+/// A number for a text, to tell the texts of one plan apart.
+fn digest(text: &str) -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The sizes that choices depend on.
+pub(super) fn sizes(dims: &Dims, sequences: &[Sequence]) -> Sizes {
+    let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
+    Sizes {
+        batch: dims.batch,
+        heads_q: dims.heads_q,
+        heads_kv: dims.heads_kv,
+        queries: longest(|s| s.q_len),
+        keys: longest(|s| s.k_len),
+    }
+}

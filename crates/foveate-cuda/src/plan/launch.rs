@@ -1,0 +1,359 @@
+//! The launches of a pass.
+//!
+//! A forward is one launch. A backward is `Σ out·d_out − d_lse` of each row, the gradients of k
+//! and v with the sums for dq, and dq from its sums; deterministic ones compute dq in a kernel of
+//! its own instead. Nothing here waits for the device.
+
+use foveate_problem::Dims;
+use foveate_tensor::DType;
+
+use super::kernels::{Pass, sizes};
+use super::resident::Gradient;
+use super::{CudaPlan, sequences};
+use crate::abi::{Abi, Address, BackwardParams, ForwardParams, RowView};
+use crate::config::{Elem, Kernel};
+use crate::driver::Block;
+use crate::engine::Queue;
+use crate::error::{CudaError, CudaErrorKind};
+use crate::planner::Class;
+use crate::schedule::Axis;
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places};
+
+impl CudaPlan {
+    /// Queues the forward pass on tensors in device memory: computes `out`, `lse` and, when
+    /// asked, `max_score`. Nothing is copied, and unless the plan is checked nothing waits: the
+    /// results are there for whatever is queued behind it.
+    ///
+    /// # Errors
+    /// When operands or destinations do not fit the plan or each other, are not aligned to their
+    /// elements, overlap, or are not memory of this device: nothing is launched then. In a checked
+    /// plan also when a mod read a captured buffer outside its bounds; the results are written
+    /// then, the index clamped.
+    pub fn forward_on(&self, queue: &Queue, args: &DeviceForward<'_>) -> Result<(), CudaError> {
+        let dims = self.admit(&args.operands)?;
+        args.check(&dims)?;
+        self.check_places(&args.places()?)?;
+        self.launch_forward(queue, &dims, args, self.options.checked)
+    }
+
+    /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
+    /// asked, the gradients of the sink and of learned captured buffers.
+    ///
+    /// # Errors
+    /// Those of [`Self::forward_on`], or a score that cannot be differentiated.
+    pub fn backward_on(&self, queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
+        let dims = self.admit(&args.operands)?;
+        args.check(&dims)?;
+        self.check_captures(args)?;
+        self.check_places(&args.places()?)?;
+        self.launch_backward(queue, &dims, args, self.options.checked)
+    }
+
+    fn check_places(&self, places: &Places) -> Result<(), CudaError> {
+        places.check_apart()?;
+        places.check_device(&self.engine)
+    }
+
+    fn check_captures(&self, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
+        let learned = self.spec.learned();
+        for (i, (name, into)) in args.d_captures.iter().enumerate() {
+            let Some(buffer) = learned.iter().find(|b| b.name() == *name) else {
+                let names: Vec<_> = learned.iter().map(|b| b.name()).collect();
+                return Err(CudaError::argument(format!(
+                    "a gradient of buffer `{name}` is asked for; the learned buffers of the score \
+                     are {names:?}"
+                )));
+            };
+            into.check_vector(&format!("the gradient of `{name}`"), buffer.data().len())?;
+            if args.d_captures[..i].iter().any(|(other, _)| other == name) {
+                return Err(CudaError::argument(format!(
+                    "buffer `{name}` has two destinations for its gradient; give it one"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn launch_forward(
+        &self,
+        queue: &Queue,
+        dims: &Dims,
+        args: &DeviceForward<'_>,
+        checked: bool,
+    ) -> Result<(), CudaError> {
+        let sequences = sequences(dims, args.operands.varlen);
+        let pass = Pass { backward: false, checked };
+        let class = Class {
+            out_dtype: elem("out", args.out.dtype)?,
+            align: args.align(),
+            sink: args.operands.sink.is_some(),
+            checked,
+            ..self.class()
+        };
+        let chosen = self.chosen(class, sizes(dims, &sequences), false)?;
+        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, pass, dims, &sequences);
+        let kernel = ready(Kernel::Forward, "fv_forward")?;
+        let splits = chosen.splits;
+        let work = self.placed(queue, dims, &sequences, true, Axis::Queries, kernel.tile())?;
+        let report = Report::new(queue, checked)?;
+        let mods = self.mods_bytes(queue, &kernel.mods, &[], report.address())?;
+        let group = dims.group();
+        let params = ForwardParams {
+            q: args.operands.q.view("q", group)?,
+            k: args.operands.k.view("k", 1)?,
+            v: args.operands.v.view("v", 1)?,
+            out: args.out.view("out", group)?,
+            lse: args.lse.rows(),
+            max_score: args.max_score.map_or(RowView::default(), |m| m.rows()),
+            sink: args.operands.sink.map_or(0, |s| s.start()),
+            sequences: work.sequences,
+            tiles: work.tiles,
+            lists: work.lists,
+            scale: self.scale(),
+            heads_q: dims.heads_q as i32,
+            heads_kv: dims.heads_kv as i32,
+            tile_count: work.tile_count as i32,
+            splits: splits as i32,
+            ..Default::default()
+        };
+        let heads = dims.heads_q as u32;
+        let grid = [work.tile_count as u32, heads, splits as u32];
+        let stream = queue.stream();
+        if splits == 1 {
+            kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
+            return report.read(self, work.out_of_range.as_deref(), &kernel.mods.source);
+        }
+        // Shares leave partial results, which a second kernel joins.
+        let [batch, _, len] = dims.row_shape();
+        let rows = batch * dims.heads_q * len;
+        let partial_out = queue.pool().take(4 * splits * rows * dims.dim_v)?;
+        let partial_max = queue.pool().take(4 * splits * rows)?;
+        let partial_sum = queue.pool().take(4 * splits * rows)?;
+        let params = ForwardParams {
+            partial_out: partial_out.address(),
+            partial_max: partial_max.address(),
+            partial_sum: partial_sum.address(),
+            partial_rows: rows as i64,
+            partial_batch: (dims.heads_q * len) as i64,
+            partial_head: len as i64,
+            ..params
+        };
+        kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
+        let join = ready(Kernel::Combine, "fv_combine")?;
+        let tiles = self.placed(queue, dims, &sequences, false, Axis::Queries, join.tile())?;
+        let params = ForwardParams {
+            sequences: tiles.sequences,
+            tiles: tiles.tiles,
+            tile_count: tiles.tile_count as i32,
+            ..params
+        };
+        let grid = [tiles.tile_count as u32, heads, 1];
+        join.function.launch(stream, grid, join.threads(), &[&params.bytes()])?;
+        report.read(self, work.out_of_range.as_deref(), &kernel.mods.source)
+    }
+
+    pub(super) fn launch_backward(
+        &self,
+        queue: &Queue,
+        dims: &Dims,
+        args: &DeviceBackward<'_>,
+        checked: bool,
+    ) -> Result<(), CudaError> {
+        let sequences = sequences(dims, args.operands.varlen);
+        let pass = Pass { backward: true, checked };
+        let class = Class {
+            grad_dtype: elem("dq", args.dq.dtype)?,
+            align: args.align(),
+            sink: args.operands.sink.is_some(),
+            captures: !args.d_captures.is_empty(),
+            checked,
+            ..self.class()
+        };
+        let chosen = self.chosen(class, sizes(dims, &sequences), true)?;
+        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, pass, dims, &sequences);
+        let stream = queue.stream();
+        let pool = queue.pool();
+        let (heads_q, heads_kv) = (dims.heads_q as u32, dims.heads_kv as u32);
+
+        let delta = ready(Kernel::Delta, "fv_delta")?;
+        let rows = self.placed(queue, dims, &sequences, false, Axis::Queries, delta.tile())?;
+        let row_shape = dims.row_shape();
+        let row_bytes = row_shape.iter().product::<usize>() * 4;
+        let deltas = pool.take(row_bytes)?;
+        // Gradients of learned buffers that nobody asked for go where nobody looks.
+        let learned = self.spec.learned();
+        let longest = learned.iter().map(|b| b.data().len()).max().unwrap_or(0);
+        let some = !args.d_captures.is_empty() && args.d_captures.len() < learned.len();
+        let unwanted = pool.take(if some { 4 * longest } else { 4 })?;
+        // Deterministic sums are integers, and added to the gradient at the end.
+        let counted = self.options.deterministic && !args.d_captures.is_empty();
+        let mut sums = Vec::new();
+        let mut gradients = Vec::new();
+        for buffer in &learned {
+            let wanted = args.d_captures.iter().find(|(name, _)| *name == buffer.name());
+            let into = wanted.map_or(unwanted.address(), |(_, into)| into.start());
+            let mut gradient = Gradient { name: buffer.name(), into, sums: unwanted.address() };
+            if counted {
+                let counts = pool.take(24 * buffer.data().len())?;
+                counts.fill(0)?;
+                gradient.sums = counts.address();
+                sums.push((counts, into, buffer.data().len()));
+            }
+            gradients.push(gradient);
+        }
+        if !args.accumulate {
+            for (_, into) in &args.d_captures {
+                stream.fill(into.start(), 0, into.layout.elems() * 4)?;
+            }
+        }
+
+        let report = Report::new(queue, checked)?;
+        let mods = self.mods_bytes(queue, &delta.mods, &gradients, report.address())?;
+        let group = dims.group();
+        let o = &args.operands;
+        let params = BackwardParams {
+            q: o.q.view("q", group)?,
+            k: o.k.view("k", 1)?,
+            v: o.v.view("v", 1)?,
+            out: args.out.view("out", group)?,
+            d_out: args.d_out.view("d_out", group)?,
+            dq: args.dq.view("dq", group)?,
+            dk: args.dk.view("dk", 1)?,
+            dv: args.dv.view("dv", 1)?,
+            lse: args.lse.rows(),
+            d_lse: args.d_lse.map_or(RowView::default(), |d| d.rows()),
+            delta: DeviceTensor::<3>::contiguous(deltas.address(), DType::F32, row_shape).rows(),
+            sink: o.sink.map_or(0, |s| s.start()),
+            d_sink: args.d_sink.map_or(0, |s| s.start()),
+            scale: self.scale(),
+            heads_q: heads_q as i32,
+            heads_kv: heads_kv as i32,
+            accumulate: args.accumulate.into(),
+            sharing: 1,
+            ..Default::default()
+        };
+        let by_row = BackwardParams {
+            sequences: rows.sequences,
+            tiles: rows.tiles,
+            tile_count: rows.tile_count as i32,
+            ..params
+        };
+        let row_grid = [rows.tile_count as u32, heads_q, 1];
+        let launch = [&by_row.bytes()[..], &mods];
+        delta.function.launch(stream, row_grid, delta.threads(), &launch)?;
+        if args.d_sink.is_some() {
+            let sink = ready(Kernel::Delta, "fv_sink_gradient")?;
+            sink.function.launch(stream, [heads_q, 1, 1], 1024, &launch)?;
+        }
+
+        let keys = ready(Kernel::Backward, "fv_backward")?;
+        let work = self.placed(queue, dims, &sequences, true, Axis::Keys, keys.tile())?;
+        let dq_sum = match self.options.deterministic {
+            true => None,
+            false => {
+                let dim = keys.config.padded_dim();
+                let dq_sum = pool.take(dims.heads_q * work.sum_rows * dim * 4)?;
+                dq_sum.fill(0)?;
+                Some(dq_sum)
+            }
+        };
+        let params = BackwardParams {
+            dq_sum: dq_sum.as_ref().map_or(0, Block::address),
+            sum_rows: work.sum_rows as i64,
+            ..params
+        };
+        let by_key = BackwardParams {
+            sequences: work.sequences,
+            tiles: work.tiles,
+            tile_count: work.tile_count as i32,
+            lists: work.lists,
+            sharing: work.sharing as i32,
+            ..params
+        };
+        let mods = self.mods_bytes(queue, &keys.mods, &gradients, report.address())?;
+        let grid = [work.tile_count as u32, heads_kv, 1];
+        keys.function.launch(stream, grid, keys.threads(), &[&by_key.bytes(), &mods])?;
+
+        if counted {
+            let add = ready(Kernel::BackwardDq, "fv_capture_sums")?;
+            for (counts, into, elems) in &sums {
+                let blocks = elems.div_ceil(256) as u32;
+                let (from, elems) = (counts.address().bytes(), (*elems as i64).bytes());
+                add.function.launch(
+                    stream,
+                    [blocks, 1, 1],
+                    256,
+                    &[&from, &into.bytes(), &elems],
+                )?;
+            }
+        }
+
+        let (kernel, entry) = match self.options.deterministic {
+            true => (Kernel::BackwardDq, "fv_backward_dq"),
+            false => (Kernel::Dq, "fv_dq"),
+        };
+        let last = ready(kernel, entry)?;
+        let walks = self.options.deterministic;
+        let rows = self.placed(queue, dims, &sequences, walks, Axis::Queries, last.tile())?;
+        let by_row = BackwardParams {
+            sequences: rows.sequences,
+            tiles: rows.tiles,
+            tile_count: rows.tile_count as i32,
+            lists: rows.lists,
+            ..params
+        };
+        let mods = self.mods_bytes(queue, &last.mods, &gradients, report.address())?;
+        let grid = [rows.tile_count as u32, heads_q, 1];
+        last.function.launch(stream, grid, last.threads(), &[&by_row.bytes(), &mods])?;
+        report.read(self, work.out_of_range.as_deref(), &keys.mods.source)
+    }
+}
+
+fn elem(name: &str, dtype: DType) -> Result<Elem, CudaError> {
+    Elem::of(dtype).ok_or_else(|| {
+        CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
+    })
+}
+
+/// Where a checked pass notes the first captured index outside its axis that it meets, as
+/// `report_index` in `mods.cuh` does: i32 1, slot of the buffer, axis, index; 0 for none.
+struct Report(Option<Block>);
+
+impl Report {
+    fn new(queue: &Queue, checked: bool) -> Result<Self, CudaError> {
+        if !checked {
+            return Ok(Self(None));
+        }
+        let block = queue.pool().take(16)?;
+        block.fill(0)?;
+        Ok(Self(Some(block)))
+    }
+
+    fn address(&self) -> Address {
+        self.0.as_ref().map_or(0, Block::address)
+    }
+
+    /// Waits for the pass, and says what it noted. `masked` is what building the block mask found.
+    fn read(
+        self,
+        plan: &CudaPlan,
+        masked: Option<&str>,
+        mods: &crate::codegen::ModsSource,
+    ) -> Result<(), CudaError> {
+        let Some(block) = self.0 else { return Ok(()) };
+        let mut noted = [0; 16];
+        block.read(&mut noted, plan.options.timeout)?;
+        let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| noted[4 * i + b]));
+        let reason = match (number(0), masked) {
+            (0, None) => return Ok(()),
+            (0, Some(reason)) => reason.to_owned(),
+            _ => {
+                let buffer = &mods.buffers()[number(1) as usize];
+                let (axis, index) = (number(2) as usize, number(3));
+                let (buffer, len) = (buffer.name().to_owned(), buffer.shape()[axis]);
+                foveate_mods::OutOfRange { buffer, axis, index, len }.to_string()
+            }
+        };
+        Err(CudaErrorKind::OutOfRange { reason }.into())
+    }
+}

@@ -1,0 +1,255 @@
+//! Plans: a program joined with a GPU.
+//!
+//! A [`CudaPlan`] is made for a dtype, head counts and head dims, and runs problems of any batch,
+//! lengths and strides of that class: on tensors that are in device memory already
+//! ([`CudaPlan::forward_on`], [`CudaPlan::backward_on`]; nothing is copied, nothing waits) or on
+//! host tensors ([`CudaPlan::forward`], [`CudaPlan::backward`]; they are copied over and back).
+//!
+//! What a call needs and operands do not decide is made once and kept: configurations and kernels
+//! (`kernels`), schedules and captured buffers on the device (`resident`). `launch` puts a pass
+//! together, `host` moves host tensors.
+
+mod describe;
+mod host;
+mod kernels;
+mod launch;
+mod resident;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use foveate_mods::{AnyBuffer, ModError, Program, ScalarValue, ScoreGradient};
+use foveate_problem::{Dims, Sequence, Spec};
+use foveate_tensor::{DType, Varlen};
+
+use crate::config::Elem;
+use crate::engine::Engine;
+use crate::error::{CudaError, CudaErrorKind};
+use crate::planner::KernelOptions;
+use crate::tensors::DeviceOperands;
+
+pub use describe::Description;
+
+/// How a plan runs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CudaOptions {
+    /// The same bits from the same inputs in every run: sums over blocks are made in a fixed
+    /// order, which costs the backward about a fifth of its speed.
+    pub deterministic: bool,
+    /// Reports captured indices outside their axis. Host tensors are always checked; a checked
+    /// call on device tensors waits for its kernels.
+    pub checked: bool,
+    /// Tiles, stages and warps to use in place of the planner's.
+    pub kernels: KernelOptions,
+    /// How long to wait for the device before it is said to hang.
+    pub timeout: Duration,
+}
+
+impl Default for CudaOptions {
+    /// Not deterministic, not checked, and two minutes of patience (`FOVEATE_TIMEOUT` in seconds
+    /// sets another).
+    fn default() -> Self {
+        let seconds = std::env::var("FOVEATE_TIMEOUT").ok().and_then(|s| s.parse().ok());
+        let timeout = seconds.filter(|s| (0.0..1e9).contains(s)).unwrap_or(120.0);
+        Self {
+            deterministic: false,
+            checked: false,
+            kernels: KernelOptions::default(),
+            timeout: Duration::from_secs_f64(timeout),
+        }
+    }
+}
+
+/// A program ready to run on a GPU. Cheap to clone, and used by several threads at once.
+#[derive(Clone, Debug)]
+pub struct CudaPlan {
+    engine: Arc<Engine>,
+    spec: Spec,
+    gradient: Result<Option<Arc<ScoreGradient>>, ModError>,
+    dims: Dims,
+    dtype: DType,
+    elem: Elem,
+    options: CudaOptions,
+    kernels: Arc<Mutex<kernels::Kernels>>,
+    resident: Arc<Mutex<resident::Resident>>,
+}
+
+impl CudaPlan {
+    /// Plans `spec` on the device of `engine` for operands of `dtype` (f16, bf16 or f32) and
+    /// sizes like `dims`. Kernels are compiled when they are first needed; that a configuration
+    /// fits the device is found out here.
+    ///
+    /// # Errors
+    /// When the dtype is not one of those, no configuration fits, or [`Spec::check`] refuses the
+    /// program. A score that cannot be differentiated is an error of the backward.
+    pub fn new(
+        engine: Arc<Engine>,
+        spec: &Spec,
+        dims: &Dims,
+        dtype: DType,
+        options: CudaOptions,
+    ) -> Result<Self, CudaError> {
+        spec.check()?;
+        let elem = Elem::of(dtype).ok_or_else(|| {
+            CudaError::argument(format!("kernels take f16, bf16 and f32, not {dtype}"))
+        })?;
+        const MOST_HEADS: usize = 65535;
+        if dims.heads_q > MOST_HEADS {
+            return Err(CudaError::argument(format!(
+                "{} query heads are more than the {MOST_HEADS} of a launch",
+                dims.heads_q
+            )));
+        }
+        let plan = Self {
+            engine,
+            gradient: gradient_of(spec),
+            spec: spec.clone(),
+            dims: *dims,
+            dtype,
+            elem,
+            options,
+            kernels: Arc::default(),
+            resident: Arc::default(),
+        };
+        let longest = |n: usize| n.max(1);
+        let sizes = crate::planner::Sizes {
+            batch: dims.batch,
+            heads_q: dims.heads_q,
+            heads_kv: dims.heads_kv,
+            queries: longest(dims.len_q),
+            keys: longest(dims.len_k),
+        };
+        plan.chosen(plan.class(), sizes, plan.gradient.is_ok())?;
+        Ok(plan)
+    }
+
+    /// The engine it runs on.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// How it runs.
+    pub fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+
+    /// What is computed, after every rebinding.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The plan with another captured buffer in place of the one of that name. What was uploaded
+    /// of other buffers is shared.
+    ///
+    /// # Errors
+    /// When no mod captures a buffer of that name, or type or rank differ.
+    pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CudaError> {
+        let holds = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == buffer.name());
+        let plan = self.bound(holds, &|p| p.rebind(buffer))?;
+        plan.ok_or_else(|| unknown("captured buffer", buffer.name()))
+    }
+
+    /// The plan with another value of the run-time scalar called `name`. Nothing is compiled.
+    ///
+    /// # Errors
+    /// When no mod has a scalar of that name, or its type differs.
+    pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CudaError> {
+        let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
+        let plan = self.bound(holds, &|p| p.set_scalar(name, value))?;
+        plan.ok_or_else(|| unknown("run-time scalar", name))
+    }
+
+    /// The plan with `f` applied to every program that `holds` what changes; `None` if none does.
+    fn bound(
+        &self,
+        holds: impl Fn(&Program) -> bool,
+        f: &dyn Fn(&Program) -> Result<Program, ModError>,
+    ) -> Result<Option<Self>, CudaError> {
+        let mut plan = self.clone();
+        let (mut any, mut masked) = (false, false);
+        if let Some(mask) = &mut plan.spec.mask
+            && holds(mask.program())
+        {
+            *mask = mask.map(f)?;
+            (any, masked) = (true, true);
+        }
+        if let Some(score) = &mut plan.spec.score
+            && holds(score.program())
+        {
+            *score = score.map(f)?;
+            any = true;
+        }
+        if let Some(dropout) = &mut plan.spec.dropout
+            && holds(dropout.keep().program())
+        {
+            *dropout = dropout.map(|keep| keep.map(f))?;
+            any = true;
+        }
+        plan.spec.check()?;
+        plan.gradient = gradient_of(&plan.spec);
+        plan.kernels = Arc::new(Mutex::new(crate::engine::lock(&self.kernels).with_other_values()));
+        let resident = crate::engine::lock(&self.resident).with_other_values(&plan.spec, masked);
+        plan.resident = Arc::new(Mutex::new(resident));
+        Ok(any.then_some(plan))
+    }
+
+    /// The sizes of operands that are of the planned class.
+    fn admit(&self, operands: &DeviceOperands<'_>) -> Result<Dims, CudaError> {
+        let dims = operands.dims()?;
+        let planned = [self.dims.heads_q, self.dims.heads_kv, self.dims.dim, self.dims.dim_v];
+        let given = [dims.heads_q, dims.heads_kv, dims.dim, dims.dim_v];
+        if planned != given || operands.q.dtype != self.dtype {
+            return Err(CudaError::argument(format!(
+                "the plan is for {}/{} heads of dim {}/{} in {}, the operands have {}/{} heads \
+                 of dim {}/{} in {}; make a plan for them",
+                planned[0],
+                planned[1],
+                planned[2],
+                planned[3],
+                self.dtype,
+                given[0],
+                given[1],
+                given[2],
+                given[3],
+                operands.q.dtype
+            )));
+        }
+        Ok(dims)
+    }
+
+    fn scale(&self) -> f32 {
+        self.spec.scale.unwrap_or(1.0 / (self.dims.dim as f32).sqrt())
+    }
+
+    /// The derivative of the score.
+    fn differentiable(&self) -> Result<Option<&Arc<ScoreGradient>>, CudaError> {
+        self.gradient.as_ref().map(Option::as_ref).map_err(|e| e.clone().into())
+    }
+}
+
+/// The sequences of a call. Keys that an empty batch shares have no queries, but still gradients
+/// of zero, so they are a sequence of their own.
+fn sequences(dims: &Dims, varlen: Option<Varlen<'_>>) -> Vec<Sequence> {
+    let mut sequences = dims.sequences(varlen);
+    if sequences.is_empty() && dims.shared_kv {
+        sequences.push(Sequence {
+            b: 0,
+            q_batch: 0,
+            k_batch: 0,
+            q_start: 0,
+            q_len: 0,
+            k_start: 0,
+            k_len: dims.len_k,
+        });
+    }
+    sequences
+}
+
+fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {
+    spec.score.as_ref().map(|score| score.gradient().map(Arc::new)).transpose()
+}
+
+fn unknown(what: &str, name: &str) -> CudaError {
+    let reason = format!("no mask or score of the plan has a {what} called `{name}`");
+    CudaErrorKind::Argument { reason }.into()
+}

@@ -1,0 +1,571 @@
+//! Tensors in device memory, and what is checked of them before a launch.
+//!
+//! A kernel cannot say which operand was wrong: a bad address ends in a failed launch, an overlap
+//! in wrong numbers. So shapes, dtypes, alignment, overlaps and (through the driver) whether
+//! memory is the device's are checked here, and the first that does not fit is named.
+
+use std::fmt;
+
+use foveate_problem::{Dims, Operands};
+use foveate_tensor::{DType, Layout, Slice, TensorRef, Varlen};
+use half::{bf16, f16};
+
+use crate::abi::{Address, RowView, View};
+use crate::engine::Engine;
+use crate::error::CudaError;
+
+/// A strided tensor in device memory. `N` is 4 for operands, 3 for statistics of rows, 1 for
+/// vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceTensor<const N: usize = 4> {
+    /// Address of the storage that the layout indexes.
+    pub address: Address,
+    /// The dtype.
+    pub dtype: DType,
+    /// Where its elements lie in the storage.
+    pub layout: Layout<N>,
+}
+
+/// What attention reads, in device memory; shapes as in [`Operands`].
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceOperands<'a> {
+    /// Queries.
+    pub q: DeviceTensor,
+    /// Keys.
+    pub k: DeviceTensor,
+    /// Values.
+    pub v: DeviceTensor,
+    /// A logit per query head that joins the softmax's denominator only, f32 `[Hq]`.
+    pub sink: Option<DeviceTensor<1>>,
+    /// Sequence offsets of packed operands, in host memory.
+    pub varlen: Option<Varlen<'a>>,
+}
+
+/// Operands and destinations of a forward pass, in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceForward<'a> {
+    /// What is read.
+    pub operands: DeviceOperands<'a>,
+    /// `out [B, Hq, Sq, Dv]`, f16, bf16 or f32.
+    pub out: DeviceTensor,
+    /// Natural log of the softmax's denominator, f32 `[B, Hq, Sq]`.
+    pub lse: DeviceTensor<3>,
+    /// Largest score of each row, f32 `[B, Hq, Sq]`.
+    pub max_score: Option<DeviceTensor<3>>,
+}
+
+/// Operands and destinations of a backward pass, in device memory.
+#[derive(Clone, Debug)]
+pub struct DeviceBackward<'a> {
+    /// What the forward pass read.
+    pub operands: DeviceOperands<'a>,
+    /// What it wrote, in the dtype of the operands.
+    pub out: DeviceTensor,
+    /// What it wrote.
+    pub lse: DeviceTensor<3>,
+    /// Gradient of the loss with respect to `out`, in the dtype of the operands.
+    pub d_out: DeviceTensor,
+    /// Gradient of the loss with respect to `lse`, f32.
+    pub d_lse: Option<DeviceTensor<3>>,
+    /// Gradient of q; dq, dk and dv have one dtype.
+    pub dq: DeviceTensor,
+    /// Gradient of k (summed over the batch when k is shared).
+    pub dk: DeviceTensor,
+    /// Gradient of v (summed over the batch when v is shared).
+    pub dv: DeviceTensor,
+    /// Add to dq, dk, dv, d_sink and d_captures instead of overwriting them.
+    pub accumulate: bool,
+    /// Gradient of the sink, f32 `[Hq]`.
+    pub d_sink: Option<DeviceTensor<1>>,
+    /// Gradients of learned captured buffers by name, f32, row-major like the buffers.
+    pub d_captures: Vec<(&'a str, DeviceTensor<1>)>,
+}
+
+impl<const N: usize> DeviceTensor<N> {
+    /// A row-major tensor from `address` on.
+    pub fn contiguous(address: Address, dtype: DType, shape: [usize; N]) -> Self {
+        Self { address, dtype, layout: Layout::contiguous(shape) }
+    }
+
+    /// Address of element 0.
+    pub(crate) fn start(&self) -> Address {
+        self.address + (self.layout.offset * self.dtype.bytes()) as u64
+    }
+
+    /// The first address, and the one after the last; equal for no elements.
+    fn span(&self) -> Result<(Address, Address), CudaError> {
+        let end = self.layout.end().and_then(|end| end.checked_mul(self.dtype.bytes()));
+        let end = end.and_then(|end| self.address.checked_add(end as u64)).ok_or_else(|| {
+            CudaError::argument(format!("strides {:?} overflow an address", self.layout.strides))
+        })?;
+        Ok(if self.layout.elems() == 0 {
+            (self.address, self.address)
+        } else {
+            (self.start(), end)
+        })
+    }
+
+    fn check_shape(&self, name: &str, shape: [usize; N]) -> Result<(), CudaError> {
+        if self.layout.shape == shape {
+            return Ok(());
+        }
+        let found = self.layout.shape;
+        Err(CudaError::argument(format!("{name} has shape {found:?}; it must be {shape:?}")))
+    }
+
+    fn check_dtype(&self, name: &str, dtype: DType) -> Result<(), CudaError> {
+        if self.dtype == dtype {
+            return Ok(());
+        }
+        Err(CudaError::argument(format!("{name} is {}; it must be {dtype}", self.dtype)))
+    }
+
+    /// Bytes that divide the start and every distance between rows.
+    fn step(&self) -> u64 {
+        let layout = &self.layout;
+        let bytes = self.dtype.bytes() as u64;
+        let mut bits = self.start() | 16;
+        for axis in (0..N.saturating_sub(1)).filter(|&axis| layout.shape[axis] > 1) {
+            bits |= layout.strides[axis] as u64 * bytes;
+        }
+        if let Some(fold) = layout.fold {
+            bits |= fold.outer as u64 * bytes;
+        }
+        1 << bits.trailing_zeros()
+    }
+}
+
+impl DeviceTensor<4> {
+    /// The view as kernels take it.
+    ///
+    /// # Errors
+    /// When the heads come in groups that are not those of a key/value head.
+    pub(crate) fn view(&self, name: &str, group: usize) -> Result<View, CudaError> {
+        let [batch, mut head, row, elem] = self.layout.strides.map(|s| s as i64);
+        let mut data = self.start();
+        let mut between = 0;
+        if let Some(fold) = self.layout.fold {
+            let (entry, outer) = (fold.first % fold.inner, fold.outer as i64);
+            let inside = |h: usize| (fold.first + h) % fold.inner;
+            data += ((fold.first / fold.inner * fold.outer) as u64 + entry as u64 * head as u64)
+                * self.dtype.bytes() as u64;
+            let heads = self.layout.shape[1];
+            if fold.inner == 1 {
+                head = outer;
+            } else if entry == 0 && fold.inner == group {
+                between = outer - group as i64 * head;
+            } else if inside(heads.saturating_sub(1)) < entry || entry + heads > fold.inner {
+                return Err(CudaError::argument(format!(
+                    "the heads of {name} come in groups of {} that start at head {entry} of one, \
+                     but {group} query heads share a key head; cut them at whole groups",
+                    fold.inner
+                )));
+            }
+        }
+        Ok(View { data, batch, head, row, elem, group: between })
+    }
+
+    /// Bytes that every row is aligned to, at most 16; 0 when the elements of a row are apart.
+    fn row_align(&self) -> usize {
+        let unit = self.layout.strides[3] == 1 || self.layout.shape[3] == 1;
+        if self.layout.elems() == 0 {
+            16
+        } else if unit && self.layout.fold.is_none_or(|fold| fold.axis != 3) {
+            self.step().min(16) as usize
+        } else {
+            0
+        }
+    }
+}
+
+impl DeviceTensor<3> {
+    pub(crate) fn rows(&self) -> RowView {
+        let [batch, head, row] = self.layout.strides.map(|s| s as i64);
+        RowView { data: self.start(), batch, head, row }
+    }
+}
+
+impl<'a> DeviceOperands<'a> {
+    /// The sizes, once the operands fit together.
+    ///
+    /// # Errors
+    /// Those of [`Dims::of`]; or a sink that is not f32, one logit for each query head.
+    pub fn dims(&self) -> Result<Dims, CudaError> {
+        let operands = Operands {
+            q: shape_of(&self.q)?,
+            k: shape_of(&self.k)?,
+            v: shape_of(&self.v)?,
+            sink: None,
+            varlen: self.varlen,
+        };
+        let dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
+        if let Some(sink) = &self.sink {
+            sink.check_vector("sink", dims.heads_q)?;
+        }
+        Ok(dims)
+    }
+
+    fn tensors(&self) -> [(&'static str, &DeviceTensor); 3] {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)]
+    }
+}
+
+/// A host view of the same shape and dtype whose every element is one zero.
+fn shape_of(tensor: &DeviceTensor) -> Result<TensorRef<'static>, CudaError> {
+    let element: Slice<'static> = match tensor.dtype {
+        DType::F32 => Slice::F32(&[0.0]),
+        DType::F16 => Slice::F16(&[f16::ZERO]),
+        DType::BF16 => Slice::BF16(&[bf16::ZERO]),
+        DType::F64 => Slice::F64(&[0.0]),
+    };
+    TensorRef::new(element, Layout::strided(tensor.layout.shape, [0; 4], 0))
+        .map_err(|e| CudaError::argument(e.to_string()))
+}
+
+impl DeviceTensor<1> {
+    /// Whether it is `len` f32 numbers side by side.
+    pub(crate) fn check_vector(&self, name: &str, len: usize) -> Result<(), CudaError> {
+        self.check_shape(name, [len])?;
+        self.check_dtype(name, DType::F32)?;
+        if len > 1 && self.layout.strides != [1] {
+            let stride = self.layout.strides[0];
+            return Err(CudaError::argument(format!("{name} has stride {stride}; it must be 1")));
+        }
+        Ok(())
+    }
+}
+
+impl DeviceForward<'_> {
+    /// Checks shapes and dtypes against `dims`.
+    pub(crate) fn check(&self, dims: &Dims) -> Result<(), CudaError> {
+        self.out.check_shape("out", dims.out_shape())?;
+        let statistics = [("lse", Some(&self.lse)), ("max_score", self.max_score.as_ref())];
+        statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))
+    }
+
+    /// The least alignment of a row of any tensor.
+    pub(crate) fn align(&self) -> usize {
+        let tensors = self.operands.tensors().map(|(_, t)| t);
+        tensors.into_iter().chain([&self.out]).map(DeviceTensor::row_align).min().unwrap_or(0)
+    }
+
+    /// Everything that is read or written.
+    pub(crate) fn places(&self) -> Result<Places, CudaError> {
+        let mut places = Places::default();
+        places.operands(&self.operands)?;
+        places.write("out", &self.out)?;
+        places.write("lse", &self.lse)?;
+        self.max_score.iter().try_for_each(|m| places.write("max_score", m))?;
+        Ok(places)
+    }
+}
+
+impl DeviceBackward<'_> {
+    /// Checks shapes and dtypes against `dims`; the captured buffers have been checked.
+    pub(crate) fn check(&self, dims: &Dims) -> Result<(), CudaError> {
+        let dtype = self.operands.q.dtype;
+        for (name, tensor) in [("out", &self.out), ("d_out", &self.d_out)] {
+            tensor.check_shape(name, dims.out_shape())?;
+            tensor.check_dtype(name, dtype)?;
+        }
+        let statistics = [("lse", Some(&self.lse)), ("d_lse", self.d_lse.as_ref())];
+        statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))?;
+        let shapes = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+        for ((name, tensor), shape) in self.gradients().into_iter().zip(shapes) {
+            tensor.check_shape(name, shape)?;
+            tensor.check_dtype(name, self.dq.dtype)?;
+        }
+        if let Some(d_sink) = &self.d_sink {
+            if self.operands.sink.is_none() {
+                let reason = "d_sink is asked for, but there is no sink; leave it out";
+                return Err(CudaError::argument(reason));
+            }
+            d_sink.check_vector("d_sink", dims.heads_q)?;
+        }
+        Ok(())
+    }
+
+    fn gradients(&self) -> [(&'static str, &DeviceTensor); 3] {
+        [("dq", &self.dq), ("dk", &self.dk), ("dv", &self.dv)]
+    }
+
+    /// The least alignment of a row of any tensor.
+    pub(crate) fn align(&self) -> usize {
+        let read = self.operands.tensors().into_iter().chain([("", &self.out), ("", &self.d_out)]);
+        let all = read.chain(self.gradients());
+        all.map(|(_, t)| t.row_align()).min().unwrap_or(0)
+    }
+
+    /// Everything that is read or written.
+    pub(crate) fn places(&self) -> Result<Places, CudaError> {
+        let mut places = Places::default();
+        places.operands(&self.operands)?;
+        places.read("out", &self.out)?;
+        places.read("lse", &self.lse)?;
+        places.read("d_out", &self.d_out)?;
+        self.d_lse.iter().try_for_each(|t| places.read("d_lse", t))?;
+        self.gradients().into_iter().try_for_each(|(name, t)| places.write(name, t))?;
+        self.d_sink.iter().try_for_each(|t| places.write("d_sink", t))?;
+        self.d_captures.iter().try_for_each(|(name, t)| places.write(name, t))?;
+        Ok(places)
+    }
+}
+
+fn statistic(name: &str, rows: Option<&DeviceTensor<3>>, dims: &Dims) -> Result<(), CudaError> {
+    let Some(rows) = rows else { return Ok(()) };
+    rows.check_shape(name, dims.row_shape())?;
+    rows.check_dtype(name, DType::F32)
+}
+
+/// One tensor's memory.
+#[derive(Clone, Debug)]
+struct Place {
+    name: String,
+    span: (Address, Address),
+    written: bool,
+    rows: Rows,
+}
+
+/// The rows of a tensor: distances and numbers of the axes before the last, bytes of a row.
+#[derive(Clone, Debug)]
+struct Rows {
+    layout: Layout<4>,
+    bytes: usize,
+    start: Address,
+}
+
+/// The memory of a launch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Places(Vec<Place>);
+
+/// Elements up to which an overlap of two interleaved tensors is looked for element by element
+/// or row by row.
+const MOST_PIECES: usize = 1 << 22;
+
+impl Places {
+    fn operands(&mut self, operands: &DeviceOperands<'_>) -> Result<(), CudaError> {
+        operands.tensors().into_iter().try_for_each(|(name, t)| self.read(name, t))?;
+        operands.sink.iter().try_for_each(|t| self.read("sink", t))
+    }
+
+    fn read<const N: usize>(&mut self, name: &str, t: &DeviceTensor<N>) -> Result<(), CudaError> {
+        self.add(name, t, false)
+    }
+
+    fn write<const N: usize>(&mut self, name: &str, t: &DeviceTensor<N>) -> Result<(), CudaError> {
+        if !t.layout.is_disjoint() {
+            return Err(CudaError::argument(format!(
+                "{name} of shape {:?} with strides {:?} writes an element twice",
+                t.layout.shape, t.layout.strides
+            )));
+        }
+        self.add(name, t, true)
+    }
+
+    fn add<const N: usize>(
+        &mut self,
+        name: &str,
+        t: &DeviceTensor<N>,
+        written: bool,
+    ) -> Result<(), CudaError> {
+        let bytes = t.dtype.bytes();
+        if t.layout.elems() > 0 && !t.start().is_multiple_of(bytes as u64) {
+            return Err(CudaError::argument(format!(
+                "{name} starts at {:#x}, which is no multiple of the {bytes} bytes of {}",
+                t.start(),
+                t.dtype
+            )));
+        }
+        let pad = 4 - N;
+        let axis =
+            |values: [usize; N], i: usize, fill| if i < pad { fill } else { values[i - pad] };
+        let layout = Layout {
+            shape: std::array::from_fn(|i| axis(t.layout.shape, i, 1)),
+            strides: std::array::from_fn(|i| axis(t.layout.strides, i, 0)),
+            offset: t.layout.offset,
+            fold: t.layout.fold.map(|fold| foveate_tensor::Fold { axis: fold.axis + pad, ..fold }),
+        };
+        self.0.push(Place {
+            name: name.to_owned(),
+            span: t.span()?,
+            written,
+            rows: Rows { layout, bytes, start: t.address },
+        });
+        Ok(())
+    }
+
+    /// Whether everything is memory of the engine's device.
+    pub(crate) fn check_device(&self, engine: &Engine) -> Result<(), CudaError> {
+        for Place { name, span: (from, to), .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
+            engine.check_memory(name, *from, (to - from) as usize)?;
+        }
+        Ok(())
+    }
+
+    /// Whether every destination is apart from everything else.
+    pub(crate) fn check_apart(&self) -> Result<(), CudaError> {
+        for (i, one) in self.0.iter().enumerate() {
+            for other in &self.0[i + 1..] {
+                let apart = one.span.1 <= other.span.0 || other.span.1 <= one.span.0;
+                if apart || !(one.written || other.written) || !one.meets(other) {
+                    continue;
+                }
+                let (written, other) = if one.written { (one, other) } else { (other, one) };
+                return Err(CudaError::argument(format!(
+                    "{} overlaps {}; give it memory of its own",
+                    written.name, other.name
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Place {
+    /// Whether both have a byte in common; taken as no where there are too many rows to look at.
+    fn meets(&self, other: &Self) -> bool {
+        let (Some(mut pieces), Some(more)) = (self.rows.pieces(), other.rows.pieces()) else {
+            return false;
+        };
+        pieces.sort_unstable();
+        more.iter().any(|&(from, to)| {
+            let next = pieces.partition_point(|&(_, end)| end <= from);
+            pieces.get(next).is_some_and(|&(start, _)| start < to)
+        })
+    }
+}
+
+impl Rows {
+    /// The stretches of memory that hold elements.
+    fn pieces(&self) -> Option<Vec<(Address, Address)>> {
+        let [batch, heads, len, elems] = self.layout.shape;
+        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
+        let whole = (self.layout.strides[3] == 1 && !folded) || elems == 1;
+        let (steps, width) = if whole { (1, elems) } else { (elems, 1) };
+        let count = batch.checked_mul(heads)?.checked_mul(len)?.checked_mul(steps)?;
+        if count > MOST_PIECES {
+            return None;
+        }
+        let mut pieces = Vec::with_capacity(count);
+        for b in 0..batch {
+            for h in 0..heads {
+                for s in 0..len {
+                    for e in 0..steps {
+                        let at =
+                            self.start + (self.layout.at([b, h, s, e]) * self.bytes) as Address;
+                        pieces.push((at, at + (width * self.bytes) as Address));
+                    }
+                }
+            }
+        }
+        Some(pieces)
+    }
+}
+
+impl<const N: usize> fmt::Display for DeviceTensor<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Layout { shape, strides, .. } = self.layout;
+        write!(f, "{} {shape:?}, strides {strides:?}, at {:#x}", self.dtype, self.start())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_tensor::{Order, PackedShape, QkvPacked};
+
+    use super::*;
+
+    const BASE: Address = 0x10000;
+
+    fn at(address: Address, layout: Layout<4>) -> DeviceTensor {
+        DeviceTensor { address, dtype: DType::BF16, layout }
+    }
+
+    fn forward(out: DeviceTensor, [q, k, v]: [DeviceTensor; 3]) -> DeviceForward<'static> {
+        let operands = DeviceOperands { q, k, v, sink: None, varlen: None };
+        let [b, h, s, _] = q.layout.shape;
+        let lse = DeviceTensor::contiguous(0x900_0000, DType::F32, [b, h, s]);
+        DeviceForward { operands, out, lse, max_score: None }
+    }
+
+    fn packed() -> QkvPacked {
+        let (heads_q, heads_kv) = (6, 2);
+        let order = Order::Sbhd;
+        QkvPacked::interleaved(&PackedShape {
+            order,
+            batch: 2,
+            len: 5,
+            heads_q,
+            heads_kv,
+            dim: 16,
+            dim_v: 16,
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn destinations_that_interleave_in_one_buffer_are_apart_and_others_are_named() {
+        let packing = packed();
+        let [q, k, v] = [packing.q(), packing.k(), packing.v()].map(|l| at(BASE, *l));
+        let out = DeviceTensor::contiguous(0x800_0000, DType::BF16, [2, 6, 5, 16]);
+        let apart = |f: DeviceForward<'_>| f.places().and_then(|p| p.check_apart());
+        assert!(apart(forward(out, [q, k, v])).is_ok());
+        let rows = DeviceTensor::<3>::contiguous(0x900_0000, DType::F32, [2, 6, 5]);
+        let gradients = DeviceBackward {
+            operands: forward(out, [q, k, v]).operands,
+            out,
+            lse: rows,
+            d_out: DeviceTensor { address: 0xa00_0000, ..out },
+            d_lse: None,
+            dq: at(0xb00_0000, *packing.q()),
+            dk: at(0xb00_0000, *packing.k()),
+            dv: at(0xb00_0000, *packing.v()),
+            accumulate: false,
+            d_sink: None,
+            d_captures: Vec::new(),
+        };
+        assert!(gradients.places().unwrap().check_apart().is_ok());
+        let same = DeviceBackward { dv: gradients.dk, ..gradients.clone() };
+        let said = same.places().unwrap().check_apart().unwrap_err().to_string();
+        assert_eq!(said, "dk overlaps dv; give it memory of its own");
+        let over_q = forward(DeviceTensor { address: BASE + 64, ..out }, [q, k, v]);
+        let said = apart(over_q).unwrap_err().to_string();
+        assert_eq!(said, "out overlaps q; give it memory of its own");
+        let crooked = DeviceTensor { address: 0x800_0001, ..out };
+        let said = apart(forward(crooked, [q, k, v])).unwrap_err().to_string();
+        assert!(said.starts_with("out starts at 0x8000001, which is no multiple"), "{said}");
+        let twice = at(0x800_0000, Layout::strided([2, 6, 5, 16], [0, 80, 16, 1], 0));
+        assert!(apart(forward(twice, [q, k, v])).unwrap_err().to_string().contains("twice"));
+    }
+
+    #[test]
+    fn the_alignment_is_that_of_the_least_aligned_row() {
+        let align = |layout: Layout<4>, address| at(address, layout).row_align();
+        assert_eq!(align(Layout::bshd(2, 3, 4, 64), BASE), 16);
+        assert_eq!(align(Layout::bshd(2, 3, 4, 64), BASE + 8), 8);
+        assert_eq!(align(Layout::bshd(2, 3, 4, 66), BASE), 4);
+        assert_eq!(align(Layout::bshd(2, 3, 4, 65), BASE), 2);
+        assert_eq!(align(Layout::strided([1, 1, 1, 65], [3, 3, 3, 1], 0), BASE), 16);
+        assert_eq!(align(Layout::strided([1, 4, 8, 16], [0, 8, 1, 32], 0), BASE), 0);
+        assert_eq!(align(Layout::bshd(2, 0, 4, 65), BASE + 2), 16);
+    }
+
+    #[test]
+    fn heads_in_groups_become_a_distance_between_groups() {
+        let q = at(BASE, *packed().q());
+        let view = q.view("q", 3).unwrap();
+        for h in 0..6 {
+            let expected = BASE + 2 * q.layout.at([1, h, 2, 5]) as u64;
+            let elems = view.batch
+                + h as i64 * view.head
+                + (h / 3) as i64 * view.group
+                + 2 * view.row
+                + 5 * view.elem;
+            assert_eq!(view.data + 2 * elems as u64, expected);
+        }
+        let first = DeviceTensor { layout: q.layout.narrowed(1, 0, 3).unwrap(), ..q };
+        assert!(first.view("q", 1).is_ok(), "one group needs no distance between groups");
+        let said = q.view("q", 2).unwrap_err().to_string();
+        assert!(said.contains("groups of 3"), "{said}");
+    }
+}

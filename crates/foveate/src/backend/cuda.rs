@@ -1,0 +1,106 @@
+//! The GPU engine as the planner sees it.
+
+use std::sync::Arc;
+
+use foveate_cuda::{CudaError, CudaErrorKind, CudaOptions, CudaPlan, Engine};
+use foveate_mods::{AnyBuffer, ScalarValue};
+use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
+
+use super::{Backend, Planned, Wanted};
+use crate::error::{Error, ErrorKind};
+use crate::explain::Work;
+use crate::problem::Problem;
+
+const NAME: &str = "cuda";
+
+/// The portable kernels on the GPU of this ordinal.
+pub(crate) struct Cuda(pub(crate) usize);
+
+impl Backend for Cuda {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String> {
+        let Wanted { spec, problem, deterministic } = *wanted;
+        let options = CudaOptions { deterministic, ..CudaOptions::default() };
+        let plan = Engine::get(self.0)
+            .and_then(|engine| {
+                CudaPlan::new(engine, spec, problem.dims(), problem.dtype(), options)
+            })
+            .map_err(|e| e.to_string())?;
+        Ok(Arc::new(plan))
+    }
+}
+
+impl Planned for CudaPlan {
+    fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error> {
+        self.forward(args).map_err(error)
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), Error> {
+        self.backward(args).map_err(error)
+    }
+
+    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn Planned>, Error> {
+        Ok(Arc::new(self.rebind(buffer).map_err(error)?))
+    }
+
+    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn Planned>, Error> {
+        Ok(Arc::new(self.set_scalar(name, value).map_err(error)?))
+    }
+
+    fn spec(&self) -> &Spec {
+        self.spec()
+    }
+
+    fn work(&self, problem: &Problem) -> Work {
+        let copies = ["q, k, v to the device", "out, lse and gradients back"];
+        let copies = copies.map(|what| format!("{what} (host tensors only)")).to_vec();
+        match self.describe(problem.get_varlen()) {
+            Err(e) => Work { trouble: Some(e.to_string()), copies, ..Work::default() },
+            Ok(found) => {
+                let entries: f64 = problem
+                    .sequences()
+                    .iter()
+                    .map(|s| problem.dims().heads_q as f64 * s.q_len as f64 * s.k_len as f64)
+                    .sum();
+                Work {
+                    instructions: found.device,
+                    threads: found.multiprocessors,
+                    kernels: found.kernels,
+                    copies,
+                    trouble: None,
+                    tile_q: found.tile.q,
+                    tile_kv: found.tile.kv,
+                    tiles: found.tiles,
+                    full_tiles: found.full_tiles,
+                    partial_tiles: found.partial_tiles,
+                    live_pairs: found.live_pairs,
+                    block_masks: found.block_masks,
+                    runs: found.runs,
+                    block_mask_bytes: found.block_mask_bytes,
+                    live_share: found.live_pairs as f64 / entries.max(1.0),
+                    forward_bytes: found.forward_bytes,
+                    backward_bytes: found.backward_bytes,
+                }
+            }
+        }
+    }
+
+    fn cuda(&self) -> Option<&CudaPlan> {
+        Some(self)
+    }
+}
+
+fn error(e: CudaError) -> Error {
+    match e.kind() {
+        CudaErrorKind::Problem(e) => e.clone().into(),
+        CudaErrorKind::Mod(e) => e.clone().into(),
+        CudaErrorKind::Argument { reason } => Error::mismatch(reason.clone()),
+        CudaErrorKind::OutOfRange { reason } => {
+            ErrorKind::OutOfRange { reason: reason.clone() }.into()
+        }
+        _ => ErrorKind::Backend { backend: NAME, reason: e.to_string() }.into(),
+    }
+}
