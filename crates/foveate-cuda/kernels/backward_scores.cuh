@@ -201,6 +201,11 @@ struct Scores {
         auto add = [&](bool adds, int q, int kv, float sum) {
             if (adds && sum != 0.f) Read::add(mods, c.place, q, kv, sum);
         };
+        auto add_all = [&] {
+            float sum = 0.f;
+            for_each_score([&](int m, int n, int i, int, int) { sum += given(m, n, i); });
+            add(lane == 0, query, key, sum_over(sum, 1, 32));
+        };
         if constexpr (Read::kind == CAPTURE_EACH) {
             for_each_score([&](int m, int n, int i, int, int) {
                 add(true, query + m * 16 + i / 2 * 8, key + n * 8 + i % 2, given(m, n, i));
@@ -222,10 +227,14 @@ struct Scores {
                 add(group == 0, query, key + n / 2 * 8 + n % 2, sum_over(sum, 4, 32));
             }
         } else if constexpr (Read::kind == CAPTURE_BLOCK) {
-            float sum = 0.f;
-            for_each_score([&](int m, int n, int i, int, int) { sum += given(m, n, i); });
-            add(lane == 0, query, key, sum_over(sum, 1, 32));
+            add_all();
         } else {
+            // Far from the diagonal a distance that is clamped, or put into buckets, is one element.
+            const int query0 = query - group, key0 = key - member * 2;
+            if (Read::one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+                add_all();
+                return;
+            }
             // CAPTURE_DIAGONAL. Of rows 8 r + group and columns 8 n + 2 member + j, those with equal
             // n - r lie on one diagonal for each j; the diagonal of j = 1 is that of j = 0 in the
             // row above; and lane (group + 2, member + 1) has the diagonals of lane (group, member).

@@ -4,7 +4,7 @@
 //! The files are part of the binary, so a machine needs no folder of sources, and the text of a
 //! kernel is the whole of what NVRTC sees: no headers, no options that change its meaning.
 
-use crate::codegen::{ModsSource, PRELUDE, RANGES};
+use crate::codegen::{ModsSource, PRELUDE};
 use crate::config::{Config, Kernel};
 
 const PARAMS: &str = include_str!("../kernels/params.cuh");
@@ -34,9 +34,6 @@ fn files(kernel: Kernel) -> &'static [&'static str] {
 pub fn source(config: &Config, mods: &ModsSource) -> String {
     let defines = config.defines();
     let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text()];
-    if config.kernel == Kernel::BlockLists {
-        parts.extend([RANGES, mods.cover()]);
-    }
     parts.extend(files(config.kernel));
     parts.join("\n")
 }

@@ -12,6 +12,7 @@
 //!                       term()   d · ∂score'/∂element
 //!                       plain    whether that is d
 //!                       add()    adds a sum of terms to the element's gradient
+//!                       one()    whether a whole rectangle of scores reads one element
 //! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
 //! ```
@@ -37,7 +38,8 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 use foveate_mods::{
-    AnyBuffer, CaptureGradient, Leaf, MaskMod, NodeId, OutOfRange, Program, ScoreGradient, ScoreMod,
+    AnyBuffer, CaptureGradient, Leaf, MaskMod, Node, NodeId, OutOfRange, Program, ScoreGradient,
+    ScoreMod,
 };
 use foveate_problem::Dropout;
 
@@ -47,13 +49,12 @@ pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table;
-use sharing::shared;
+use sharing::{Shared, shared};
 
-/// The types that printed mods are made of. Stands before [`ModsSource::text`].
-pub const PRELUDE: &str = include_str!("../../kernels/mods.cuh");
-
-/// Interval arithmetic. Stands between [`ModsSource::text`] and [`ModsSource::cover`].
-pub const RANGES: &str = include_str!("../../kernels/ranges.cuh");
+/// The types that printed mods are made of: values, and ranges of them. Stands before
+/// [`ModsSource::text`].
+pub const PRELUDE: &str =
+    concat!(include_str!("../../kernels/mods.cuh"), "\n", include_str!("../../kernels/ranges.cuh"));
 
 /// What is to be printed.
 #[derive(Clone, Copy, Debug, Default)]
@@ -103,7 +104,6 @@ pub struct Options {
 #[derive(Clone, Debug)]
 pub struct ModsSource {
     text: String,
-    cover: String,
     layout: Layout,
     captures: Captures,
     learned: BTreeSet<usize>,
@@ -147,6 +147,7 @@ impl ModsSource {
             layout.print(&captures),
             context.outside(),
             context.mask(mods.mask, mask.as_ref()),
+            context.cover(mask.as_ref()),
             context.score(mods.score, score.as_ref()),
             context.score_gradient(gradient.as_ref()),
             context.capture_gradients(gradient.as_ref(), reads),
@@ -156,19 +157,12 @@ impl ModsSource {
         let has_derivative =
             gradient.as_ref().is_some_and(|g| !is_one(g.program, g.program.roots()[0]));
         let keep_scale = mods.dropout.map_or(1.0, Dropout::kept_scale);
-        let cover = context.cover(mask.as_ref());
-        Ok(Self { text, cover, layout, captures, learned, bounded, keep_scale, has_derivative })
+        Ok(Self { text, layout, captures, learned, bounded, keep_scale, has_derivative })
     }
 
     /// The structure and the functions. [`PRELUDE`] has to stand before.
     pub fn text(&self) -> &str {
         &self.text
-    }
-
-    /// `fv_cover`, which only the kernel that builds block lists calls. [`Self::text`] and
-    /// [`RANGES`] have to stand before.
-    pub fn cover(&self) -> &str {
-        &self.cover
     }
 
     /// The layout of `struct Mods`.
@@ -258,7 +252,20 @@ impl Extent {
 }
 
 fn is_one(program: &Program, root: NodeId) -> bool {
-    *program.graph().node(root) == foveate_mods::Node::F32(1f32.to_bits())
+    *program.graph().node(root) == Node::F32(1f32.to_bits())
+}
+
+/// Whether `roots` depend on what a captured buffer holds.
+fn loads(program: &Program, roots: &[NodeId]) -> bool {
+    let nodes = program.graph().nodes();
+    let mut needed = vec![false; nodes.len()];
+    roots.iter().for_each(|root| needed[root.index()] = true);
+    for (i, node) in nodes.iter().enumerate().rev() {
+        if needed[i] {
+            node.for_each_operand(|x| needed[x.index()] = true);
+        }
+    }
+    nodes.iter().zip(needed).any(|(node, needed)| needed && matches!(node, Node::Load { .. }))
 }
 
 const ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv";
@@ -384,7 +391,8 @@ impl Context<'_> {
         for (number, read) in reads.iter().enumerate() {
             let slot = part.slots.buffers[read.buffer as usize];
             let index: Vec<NodeId> = read.index.iter().map(|&root| roots[root]).collect();
-            let kind = shared(part.program, &index).name();
+            let sharing = shared(part.program, &index);
+            let kind = sharing.name();
 
             let Printed { statements: mut term, roots: value } =
                 printer.print(&roots[read.value..=read.value]);
@@ -420,9 +428,36 @@ impl Context<'_> {
             ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
             text.push_str(&method(&format!("void add({ENTRY}, float sum)"), &add));
+            if sharing == Shared::Diagonal {
+                let head = "bool one(const Mods& mods, const Place& place, \
+                            int q0, int q1, int kv0, int kv1)";
+                text.push_str(&method(head, &self.reads_one(part, &index)));
+            }
             text.push_str("};\n");
         }
         text
+    }
+
+    /// Whether indices are one number each over a rectangle: far from the diagonal those of a
+    /// relative bias are, and the whole of a tile goes to one element.
+    fn reads_one(&self, part: &Part<'_>, index: &[NodeId]) -> Vec<String> {
+        let depends = part.program.depends();
+        let varies = |id: &NodeId| {
+            let leaves = depends[id.index()];
+            leaves.contains(Leaf::Q) || leaves.contains(Leaf::Kv)
+        };
+        let index: Vec<NodeId> = index.iter().copied().filter(varies).collect();
+        // Only the buffers of masks have range tables.
+        if loads(part.program, &index) {
+            return vec!["return false;".to_owned()];
+        }
+        let printer = Printer { over: Over::Rectangle, ..self.printer(part, Check::Off) };
+        let Printed { mut statements, roots } = printer.print(&index);
+        statements.insert(0, "const IntRange q(q0, q1 - 1), kv(kv0, kv1 - 1);".to_owned());
+        let known: Vec<String> =
+            roots.iter().map(|root| format!("IntRange({}).known()", root.text)).collect();
+        statements.push(format!("return {};", known.join(" && ")));
+        statements
     }
 
     fn keep(&self, part: Option<&Part<'_>>) -> String {

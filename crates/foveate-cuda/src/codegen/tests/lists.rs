@@ -56,7 +56,6 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
         include_str!("shim.h"),
         include_str!("../../../kernels/params.cuh"),
         PRELUDE,
-        RANGES,
         include_str!("block.h"),
     ]
     .concat();
@@ -68,9 +67,8 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
         let source = ModsSource::new(mods, &options()).unwrap();
         text.push_str(&format!(
             "#define fv_block_lists fv_block_lists_{i}\nnamespace p{i} {{\nunsigned lives[4096];\n\
-             {}{}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n}}\n#undef fv_block_lists\n",
+             {}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n}}\n#undef fv_block_lists\n",
             source.text(),
-            source.cover(),
             include_str!("../../../kernels/block_lists.cu"),
         ));
         main.push_str(&format!(" p{i}::run();"));

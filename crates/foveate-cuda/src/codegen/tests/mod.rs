@@ -39,8 +39,8 @@ fn printed(mods: Mods<'_>, options: &Options) -> String {
     match Compiler::get() {
         Err(error) => println!("not compiled: {error}"),
         Ok(compiler) => {
-            let (text, cover) = (source.text(), source.cover());
-            let text = format!("typedef long long i64;\n{PRELUDE}{text}{RANGES}{cover}{CALLS}");
+            let text = source.text();
+            let text = format!("typedef long long i64;\n{PRELUDE}{text}{CALLS}");
             for arch in ["sm_80", "sm_90", "sm_120"] {
                 if let Err(error) = compiler.compile(&text, arch) {
                     panic!("{error}\n{:?}\n{}", error.kind(), source.text());
@@ -54,7 +54,6 @@ fn printed(mods: Mods<'_>, options: &Options) -> String {
         text.split("\n\n").map(|body| format!("{}\n", body.trim_end())).collect()
     };
     let (usual, mut all) = (bodies(nothing.text()), bodies(source.text()));
-    all.extend(mods.mask.is_some().then(|| source.cover().trim_start().to_owned()));
     if mods.mask.is_some() || mods.score.is_some() || mods.dropout.is_some() {
         all.retain(|body| !usual.contains(body));
     }

@@ -74,3 +74,15 @@ static void take_arena() {
             give<int>(fv_cover(mods, place, q0, q1, kv0, kv1));                                 \
         }                                                                                       \
     }
+
+// The same for Capture<0>::one.
+#define RUN_ONE                                                                                 \
+    static void run() {                                                                         \
+        if (take<int>() != int(sizeof(Mods))) abort();                                          \
+        const Mods mods = take<Mods>();                                                         \
+        const Place place = {1, 3, 1, 70, 90};                                                  \
+        for (int rectangles = take<int>(); rectangles > 0; --rectangles) {                      \
+            int q0 = take<int>(), q1 = take<int>(), kv0 = take<int>(), kv1 = take<int>();       \
+            give<int>(Capture<0>::one(mods, place, q0, q1, kv0, kv1));                          \
+        }                                                                                       \
+    }
