@@ -15,6 +15,7 @@ mod interrupt;
 mod mask;
 mod memory;
 mod output;
+mod problem;
 mod train;
 
 use std::process::ExitCode;

@@ -30,6 +30,14 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len 9", "--dim <D[/DV]>"),
         ("explain --heads 4 --len -9 --dim 8", "invalid value '-9'"),
         ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
+        ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
+        ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
+        ("explain --heads 4 --len 9 --dim 8 --kernel splits=2", "--device <NAME>"),
+        (
+            "explain --heads 4 --len 9 --dim 8 --device l4 --kernel tile=2",
+            "no kernel option `tile`",
+        ),
+        ("explain --heads 4 --len 9 --dim 8 --device l4 --kernel splits", "KEY=NUMBER is expected"),
         (
             "explain --heads 4000000000 --len 2000000000 --dim 4000000000",
             "more elements in [1, 4000000000, 2000000000, 4000000000] than memory can address",
@@ -55,11 +63,43 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         ("train .", ".: could not be read"),
         ("explain --recipe nowhere.toml", "nowhere.toml: could not be read"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
+        ("explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4", "f16, bf16 and f32, not f64"),
+        (
+            "explain --heads 4 --len 99 --dim 128 --dtype f16 --device l40s --backward \
+             --kernel backward.tile_q=64 --kernel backward.tile_kv=128 --kernel backward.warps=8",
+            "tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
+        ),
         ("mask causal --len 9 --svg nowhere/mask.svg", "nowhere/mask.svg cannot be written"),
     ] {
         let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
         assert!(code == Some(1) && err.starts_with("error: "), "{line}: {code:?} {err}");
         assert!(out.is_empty() && err.contains(said), "{line}: {out}{err}");
+    }
+}
+
+/// The case of torchtune #2113: FlexAttention has no valid choice for this backward.
+#[test]
+fn the_kernels_of_a_card_that_is_not_there_are_explained() {
+    let line = "explain --device l40s --heads 28/4 --len 512 --dim 128 --dtype bf16 --backward";
+    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+    assert_eq!(code, Some(0), "{err}");
+    for said in [
+        "device     l40s (sm_89): 142 multiprocessors, 101376 B of shared memory a block",
+        "of 101376 B: k, v ",
+        "a multiprocessor, ",
+        "refused    tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
+    ] {
+        assert!(out.contains(said), "`{said}` is not in\n{out}");
+    }
+    let json = format!("{line} --json");
+    let (code, out, err) = run(&json.split(' ').collect::<Vec<_>>());
+    assert_eq!(code, Some(0), "{err}");
+    let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let kernels = plan["plan"]["kernels"].as_array().unwrap();
+    let names: Vec<_> = kernels.iter().map(|k| &k["chosen"]["config"]["kernel"]).collect();
+    assert_eq!(names, ["forward", "delta", "backward", "dq"]);
+    for kernel in kernels {
+        assert!(kernel["chosen"]["resources"]["shared_bytes"].as_u64().unwrap() <= 101_376);
     }
 }
 

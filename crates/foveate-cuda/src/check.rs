@@ -11,7 +11,7 @@ use crate::config::{Config, Elem, Kernel};
 use crate::cubin;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::{Compiled, Compiler};
-use crate::planner::{Class, KernelOptions, KernelPlan, Sizes};
+use crate::planner::{Class, HeadDims, KernelOptions, KernelPlan, Sizes, TilesOf};
 use crate::profile::Profile;
 use crate::resources::{LOCAL_BYTES_ALLOWED, Resources};
 use crate::source::source;
@@ -233,15 +233,14 @@ impl Listed {
     /// What the kernel is, without what the planner chose: `backward bf16 D 128, mask`.
     pub fn name(&self) -> String {
         let Config { kernel, dtype, dim, dim_v, .. } = self.config;
-        let dims = crate::planner::Dims(dim, dim_v);
+        let dims = HeadDims(dim, dim_v);
         let order = if self.config.deterministic { ", deterministic" } else { "" };
         format!("{kernel} {} D {dims}, {}{order}", dtype.name(), self.mods)
     }
 
-    /// What the planner chose: `64x128, 8 warps, 2 stages`.
+    /// What the planner chose: `tile 64x128, 8 warps, 2 stages`.
     pub fn tiles(&self) -> String {
-        let Config { tile_q, tile_kv, warps, stages, .. } = self.config;
-        format!("{tile_q}x{tile_kv}, {warps} warps, {stages} stages")
+        TilesOf(&self.config).to_string()
     }
 
     /// Compiles the kernel and compares it with its plan.

@@ -8,15 +8,21 @@
 
 mod known;
 mod model;
+mod report;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
+use foveate_mods::ScoreGradient;
+use foveate_problem::{Dims, Spec};
+
+use crate::codegen::is_one;
 use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
 use crate::profile::Profile;
 use crate::resources::{Occupancy, Refusal, Resources};
+pub(crate) use report::TilesOf;
 
 /// What kernels are compiled for, tiles aside. Fields are those of [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -185,6 +191,55 @@ impl KernelPlan {
     }
 }
 
+impl Sizes {
+    /// The sizes of a problem whose sequences are all as long as its operands.
+    pub fn of(dims: &Dims) -> Self {
+        Self {
+            batch: dims.batch,
+            heads_q: dims.heads_q,
+            heads_kv: dims.heads_kv,
+            queries: dims.len_q,
+            keys: dims.len_k,
+        }
+    }
+}
+
+impl KernelOptions {
+    /// Sets one option by its name: `forward.tile_q`, `backward.warps`, `splits`.
+    ///
+    /// # Errors
+    /// The names there are.
+    pub fn set(&mut self, name: &str, value: usize) -> Result<(), String> {
+        let field = match name.split_once('.') {
+            None if name == "splits" => Some(&mut self.splits),
+            Some(("forward", field)) => self.forward.field(field),
+            Some(("backward", field)) => self.backward.field(field),
+            Some(("backward_dq", field)) => self.backward_dq.field(field),
+            _ => None,
+        };
+        let field = field.ok_or_else(|| {
+            format!(
+                "there is no kernel option `{name}`; there are splits and, after forward., \
+                 backward. or backward_dq., tile_q, tile_kv, warps, stages"
+            )
+        })?;
+        *field = Some(value);
+        Ok(())
+    }
+}
+
+impl TileOptions {
+    fn field(&mut self, name: &str) -> Option<&mut Option<usize>> {
+        match name {
+            "tile_q" => Some(&mut self.tile_q),
+            "tile_kv" => Some(&mut self.tile_kv),
+            "warps" => Some(&mut self.warps),
+            "stages" => Some(&mut self.stages),
+            _ => None,
+        }
+    }
+}
+
 /// Tiles, warps and stages of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tiles {
@@ -251,6 +306,19 @@ impl Class {
             paged: false,
             deterministic: false,
             checked: false,
+        }
+    }
+
+    /// The kernels of `spec` on operands of `dims`, whose rows are aligned. `gradient` is that of
+    /// its score, for a backward.
+    pub fn of(spec: &Spec, dtype: Elem, dims: &Dims, gradient: Option<&ScoreGradient>) -> Self {
+        Self {
+            mask: spec.mask.is_some(),
+            score: spec.score.is_some(),
+            dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
+            keep: spec.dropout.is_some(),
+            captures: gradient.is_some_and(|g| !g.captures().is_empty()),
+            ..Self::new(dtype, dims.dim, dims.dim_v, dims.group())
         }
     }
 
@@ -351,7 +419,7 @@ fn nothing_fits(
     refused: &[Refused],
 ) -> CudaError {
     let dtype = class.dtype.name();
-    let dims = Dims(class.dim, class.dim_v);
+    let dims = HeadDims(class.dim, class.dim_v);
     let what = match *asked == TileOptions::default() {
         true => String::new(),
         false => format!(" with the options given ({asked})"),
@@ -362,17 +430,15 @@ fn nothing_fits(
         profile.name, profile.shared_per_block
     );
     for Refused { config, refusal } in refused {
-        let Config { tile_q, tile_kv, warps, stages, .. } = config;
-        message +=
-            &format!("\n  tile {tile_q}x{tile_kv}, {warps} warps, {stages} stages: {refusal}");
+        message += &format!("\n  {}: {refusal}", TilesOf(config));
     }
     CudaError::argument(message)
 }
 
 /// `128`, or `192/128`.
-pub(crate) struct Dims(pub usize, pub usize);
+pub(crate) struct HeadDims(pub usize, pub usize);
 
-impl fmt::Display for Dims {
+impl fmt::Display for HeadDims {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)?;
         if self.1 != self.0 {

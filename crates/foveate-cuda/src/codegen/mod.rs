@@ -251,7 +251,7 @@ impl Extent {
     }
 }
 
-fn is_one(program: &Program, root: NodeId) -> bool {
+pub(crate) fn is_one(program: &Program, root: NodeId) -> bool {
     *program.graph().node(root) == Node::F32(1f32.to_bits())
 }
 

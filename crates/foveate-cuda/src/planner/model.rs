@@ -28,7 +28,13 @@ const ADDED_PER_CYCLE: f64 = 32.0;
 /// needs other instructions.
 const MMA_PER_CYCLE: f64 = 2600.0;
 /// Cycles that a step waits for its copies and barriers, by stages.
-const WAITS: [f64; 2] = [900.0, 450.0];
+const WAITS: [f64; 2] = [1100.0, 800.0];
+/// Cycles of a step for each row of its tile of queries, however many keys there are: maxima and
+/// sums over lanes.
+const ROW_CYCLES: f64 = 2.0;
+/// Cycles of a step in which units idle because nothing is issued to them: starting copies, finding
+/// the next tile, barriers.
+const ISSUED: f64 = 200.0;
 /// Cycles of a block before its first and after its last step.
 const ENDS: f64 = 3000.0;
 
@@ -131,7 +137,8 @@ impl Step {
         Self {
             tensor: products.iter().map(|(operations, _)| operations / rate).sum(),
             shared: (moved + products.iter().map(|(_, read)| read).sum::<f64>()) / SHARED_PER_CYCLE,
-            scores: scores * (1.0 / POWERS_PER_CYCLE + SCORE_CYCLES + MOD_CYCLES * f64::from(mods)),
+            scores: tile_q as f64 * ROW_CYCLES
+                + scores * (1.0 / POWERS_PER_CYCLE + SCORE_CYCLES + MOD_CYCLES * f64::from(mods)),
             sums: if added { (tile_q * dim * 4) as f64 / ADDED_PER_CYCLE } else { 0.0 },
         }
     }
@@ -142,8 +149,8 @@ impl Step {
         // A warp has a quarter of the units to itself.
         let alone = (4.0 / config.warps as f64).max(1.0);
         let chain = (self.tensor.max(self.shared) + self.scores) * alone + WAITS[config.stages - 1];
-        let shared = blocks as f64 * busiest;
-        // Units are shared unevenly: what is close to the longest adds to it.
-        (shared.powi(3) + chain.powi(3)).cbrt()
+        let shared = blocks as f64 * (busiest + ISSUED);
+        // The longer of the two, and a little more where both are about as long.
+        (shared.powi(6) + chain.powi(6)).powf(1.0 / 6.0)
     }
 }

@@ -1,0 +1,70 @@
+//! `foveate explain --device`: which kernels a GPU would run, what they take of it, and which
+//! could not run there. No GPU is needed.
+
+use foveate_cuda::config::Elem;
+use foveate_cuda::driver;
+use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes};
+use foveate_cuda::profile::Profile;
+use foveate_problem::Spec;
+use serde_json::json;
+
+use super::Args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::problem::Given;
+
+/// Plans for the card called `device` and prints the plan.
+pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result<(), Failure> {
+    let profile = profile(device)?;
+    let dtype = args.problem.dtype;
+    let elem = Elem::of(dtype).ok_or_else(|| {
+        Failure::new(format!("kernels take f16, bf16 and f32, not {dtype}"))
+            .help("leave --device out for the CPU")
+    })?;
+    let mut options = KernelOptions::default();
+    for given in &args.kernel {
+        let malformed = || Failure::usage(format!("--kernel {given}: KEY=NUMBER is expected"));
+        let (name, value) = given.split_once('=').ok_or_else(malformed)?;
+        let value = value.trim().parse().map_err(|_| malformed())?;
+        options.set(name.trim(), value).map_err(Failure::usage)?;
+    }
+    let spec =
+        Spec { mask: given.mask.clone(), score: given.score.clone(), scale: None, dropout: None };
+    let gradient = match (&spec.score, args.problem.backward) {
+        (Some(score), true) => Some(score.gradient()?),
+        _ => None,
+    };
+    let dims = given.problem.dims();
+    let class = Class {
+        deterministic: args.deterministic,
+        ..Class::of(&spec, elem, dims, gradient.as_ref())
+    };
+    let sizes = Sizes::of(dims);
+    let plan = KernelPlan::new(&profile, &class, &sizes, args.problem.backward, &options)
+        .map_err(|e| Failure::new(e.to_string()))?;
+    if args.json {
+        return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
+    }
+    let part = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
+    out.line(format_args!(
+        "problem    {dtype}, batch {}, {}/{} heads, {} queries, {} keys, head dim {}/{}",
+        dims.batch, dims.heads_q, dims.heads_kv, dims.len_q, dims.len_k, dims.dim, dims.dim_v
+    ))?;
+    out.line(format_args!("mask       {}", part(spec.mask.map(|m| m.to_string()))))?;
+    out.line(format_args!("score      {}", part(spec.score.map(|s| s.to_string()))))?;
+    Ok(out.text(&plan)?)
+}
+
+/// The profile called `name`, or that of the GPU `cuda:0`.
+fn profile(name: &str) -> Result<Profile, Failure> {
+    let Some(ordinal) = name.strip_prefix("cuda") else {
+        return Profile::named(name)
+            .map_err(|e| Failure::usage(e).help("cuda:0 takes the GPU of this machine"));
+    };
+    let digits = ordinal.strip_prefix(':').unwrap_or("0");
+    let ordinal = digits
+        .parse()
+        .map_err(|_| Failure::usage(format!("--device {name}: `{digits}` is no number")))?;
+    let device = driver::Device::open(ordinal).map_err(|e| Failure::new(e.to_string()))?;
+    Ok(Profile::of(device.info()))
+}

@@ -1,0 +1,118 @@
+//! A problem given by its sizes on the command line, and the program that is to run on it.
+
+use foveate::mods::text::{parse_mask, parse_score};
+use foveate::{Attention, DType, MaskMod, Problem, ScoreMod};
+
+use crate::captures::Captures;
+use crate::failure::Failure;
+
+/// Sizes, dtype and mods.
+#[derive(Debug, clap::Args)]
+pub struct ProblemArgs {
+    /// Query heads, or query heads/key-value heads
+    #[arg(long, value_name = "HQ[/HKV]", value_parser = pair)]
+    heads: Option<(usize, usize)>,
+    /// Number of queries (the sum of --doc-lens when left out)
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    len: Option<usize>,
+    /// Number of keys (as many as queries when left out)
+    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    kv_len: Option<usize>,
+    /// Head dim, or that of queries and keys/that of values
+    #[arg(long, value_name = "D[/DV]", value_parser = pair)]
+    dim: Option<(usize, usize)>,
+    /// Batch entries
+    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 1)]
+    batch: usize,
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = dtype)]
+    pub dtype: DType,
+    /// The mask, such as "causal & document"
+    #[arg(long, value_name = "TEXT")]
+    mask: Option<String>,
+    /// The score, such as "softcap(30)"
+    #[arg(long, value_name = "TEXT")]
+    score: Option<String>,
+    /// Plan the backward pass too
+    #[arg(long)]
+    pub backward: bool,
+    #[command(flatten)]
+    captures: Captures,
+}
+
+/// `32/8`, or `32` for `32/32`.
+fn pair(text: &str) -> Result<(usize, usize), String> {
+    let number = |t: &str| t.trim().parse().map_err(|_| format!("`{t}` is no number"));
+    match text.split_once('/') {
+        None => number(text).map(|n| (n, n)),
+        Some((a, b)) => Ok((number(a)?, number(b)?)),
+    }
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    let all = [DType::F32, DType::F16, DType::BF16, DType::F64];
+    let found = all.into_iter().find(|d| d.name() == text);
+    found.ok_or_else(|| "one of f32, f16, bf16, f64".to_owned())
+}
+
+/// What the arguments say.
+pub struct Given {
+    /// The mask.
+    pub mask: Option<MaskMod>,
+    /// The score.
+    pub score: Option<ScoreMod>,
+    /// The sizes.
+    pub problem: Problem,
+}
+
+impl ProblemArgs {
+    /// Reads the texts and joins the sizes.
+    ///
+    /// # Errors
+    /// When an argument is missing, a text cannot be read, or sizes do not fit together.
+    pub fn read(&self) -> Result<Given, Failure> {
+        let missing = |what: &str| Failure::usage(format!("{what} is missing"));
+        let (heads, heads_kv) = self.heads.ok_or_else(|| missing("--heads <HQ[/HKV]>"))?;
+        let (dim, dim_v) = self.dim.ok_or_else(|| missing("--dim <D[/DV]>"))?;
+        let len = self
+            .len
+            .or(self.captures.documents_len())
+            .ok_or_else(|| missing("--len").help("say how many queries: --len 4096"))?;
+        let kv_len = self.kv_len.unwrap_or(len);
+        let names = self.captures.names(len.max(kv_len))?.heads(heads);
+        let mask = self
+            .mask
+            .as_ref()
+            .map(|text| parse_mask(text, &names).map_err(|e| Failure::of_text("the mask", &e)));
+        let score = self
+            .score
+            .as_ref()
+            .map(|text| parse_score(text, &names).map_err(|e| Failure::of_text("the score", &e)));
+        let (mask, score) = (mask.transpose()?, score.transpose()?);
+        let mut problem = Problem::shaped(
+            self.dtype,
+            [self.batch, heads, len, dim],
+            [self.batch, heads_kv, kv_len, dim],
+            [self.batch, heads_kv, kv_len, dim_v],
+        )
+        .map_err(|e| Failure::usage(e.to_string()))?;
+        if !self.backward {
+            problem = problem.forward_only();
+        }
+        Ok(Given { mask, score, problem })
+    }
+}
+
+impl Given {
+    /// The program.
+    pub fn program(&self) -> Attention {
+        let mut program = Attention::new();
+        if let Some(mask) = &self.mask {
+            program = program.mask(mask.clone());
+        }
+        if let Some(score) = &self.score {
+            program = program.score(score.clone());
+        }
+        program
+    }
+}

@@ -1,0 +1,97 @@
+//! A plan in words: what was chosen, what it takes of the device, what was refused and why.
+
+use std::fmt;
+
+use super::{Candidate, Choice, KernelPlan, Refused};
+use crate::config::Config;
+use crate::resources::{Limit, Refusal};
+
+impl fmt::Display for KernelPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.profile;
+        writeln!(
+            f,
+            "device     {} ({}): {} multiprocessors, {} B of shared memory a block, {} B a \
+             multiprocessor",
+            p.name,
+            p.arch(),
+            p.multiprocessors,
+            p.shared_per_block,
+            p.shared_per_multiprocessor
+        )?;
+        if self.splits > 1 {
+            writeln!(f, "keys       split over {} blocks for each tile of queries", self.splits)?;
+        }
+        self.kernels.iter().try_for_each(|choice| {
+            writeln!(f)?;
+            choice.write(f, p.shared_per_block)
+        })
+    }
+}
+
+/// How many of the next best are named.
+const NEXT: usize = 3;
+
+impl Choice {
+    fn write(&self, f: &mut fmt::Formatter<'_>, limit: usize) -> fmt::Result {
+        let Candidate { config, resources, occupancy, measured, .. } = &self.chosen;
+        let alone = self.others.is_empty() && self.refused.is_empty();
+        let why = match (alone, measured) {
+            (true, _) => "the only one",
+            (_, true) => "measured to be the best of its class",
+            (_, false) => "the best by model",
+        };
+        writeln!(f, "{}", config.kernel)?;
+        writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
+        write!(f, "  shared     {} of {limit} B", resources.shared_bytes)?;
+        for (i, (what, bytes)) in resources.shared.iter().enumerate() {
+            write!(f, "{} {what} {bytes}", if i == 0 { ":" } else { " +" })?;
+        }
+        writeln!(f, "\n  registers  at most {} a thread", resources.registers)?;
+        let by = match occupancy.limit {
+            Limit::Shared => "shared memory",
+            Limit::Registers => "registers",
+            Limit::Threads => "threads",
+            Limit::Blocks => "their number",
+        };
+        let warps = occupancy.blocks * config.warps;
+        let blocks = Count(occupancy.blocks, "block");
+        writeln!(f, "  occupancy  {blocks} a multiprocessor, {warps} warps; limited by {by}")?;
+        for other in self.others.iter().take(NEXT) {
+            let bytes = other.resources.shared_bytes;
+            writeln!(f, "  next       {}: {bytes} B of shared memory", TilesOf(&other.config))?;
+        }
+        if self.others.len() > NEXT {
+            writeln!(f, "             and {} more that fit", self.others.len() - NEXT)?;
+        }
+        // Those that no device has the registers for say nothing about this one.
+        let on_any = |r: &&Refused| matches!(r.refusal, Refusal::Registers { .. });
+        for refused in self.refused.iter().filter(|r| !on_any(r)) {
+            writeln!(f, "  refused    {}: {}", TilesOf(&refused.config), refused.refusal)?;
+        }
+        match self.refused.iter().filter(on_any).count() {
+            0 => Ok(()),
+            n => writeln!(f, "             and {n} for more registers than a thread can have"),
+        }
+    }
+}
+
+/// `tile 64x128, 8 warps, 2 stages`.
+pub(crate) struct TilesOf<'a>(pub &'a Config);
+
+impl fmt::Display for TilesOf<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Config { tile_q, tile_kv, warps, stages, .. } = self.0;
+        let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
+        write!(f, "tile {tile_q}x{tile_kv}, {warps}, {stages}")
+    }
+}
+
+/// `1 warp`, `2 warps`.
+struct Count(usize, &'static str);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}{}", self.0, self.1, if self.0 == 1 { "" } else { "s" })
+    }
+}
