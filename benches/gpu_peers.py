@@ -72,12 +72,12 @@ def score_of(case, bias):
     if kind == "none":
         return None
     if kind == "alibi":
-        return lambda s, b, h, q, kv: s + torch.exp2(-(h + 1) * (8.0 / heads)) * (kv - q)
+        return lambda s, b, h, q, kv: s - torch.exp2(-(h + 1) * (8.0 / heads)) * torch.abs(q - kv)
     if kind == "softcap":
         return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
     if kind == "relative":
         reach = (bias.shape[1] - 1) // 2
-        return lambda s, b, h, q, kv: s + bias[h, torch.clamp(kv - q, -reach, reach) + reach]
+        return lambda s, b, h, q, kv: s + bias[h, torch.clamp(q - kv, -reach, reach) + reach]
     raise ValueError(f"no score {kind!r}, length {length}")
 
 

@@ -1,4 +1,4 @@
-//! `foveate bench cpu`: how fast attention runs here, beside the same products unfused.
+//! `foveate bench cpu` (and [`gpu`]): how fast attention runs here, beside the same products unfused.
 //!
 //! A case is run warm a number of times and its median is reported. The rate counts the
 //! operations on pairs of a query and a key that the mask lets through, so a mask never makes it
@@ -6,6 +6,7 @@
 //! `gemm`, masked, softmaxed, multiplied by `gemm`; its passes alternate with ours in one run.
 
 mod cases;
+mod gpu;
 mod peer;
 
 use std::time::Instant;
@@ -29,6 +30,8 @@ pub struct Args {
 enum On {
     /// On the processor
     Cpu(CpuArgs),
+    /// On an NVIDIA GPU, beside PyTorch's attention
+    Gpu(gpu::Args),
 }
 
 #[derive(Debug, ClapArgs)]
@@ -63,7 +66,10 @@ struct Outcome {
 
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let On::Cpu(args) = &args.on;
+    let args = match &args.on {
+        On::Cpu(args) => args,
+        On::Gpu(args) => return gpu::run(args, out),
+    };
     let cases: Vec<Case> =
         cases::grid().into_iter().filter(|c| c.name().contains(&args.filter)).collect();
     if cases.is_empty() {

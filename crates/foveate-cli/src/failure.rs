@@ -131,6 +131,12 @@ impl From<foveate::Error> for Failure {
     }
 }
 
+impl From<foveate::cuda::CudaError> for Failure {
+    fn from(e: foveate::cuda::CudaError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
 impl From<foveate_train::TrainError> for Failure {
     fn from(e: foveate_train::TrainError) -> Self {
         Self::new(e.to_string())

@@ -1,0 +1,257 @@
+//! `foveate bench gpu`: how fast attention runs on a GPU, beside what PyTorch makes of it.
+//!
+//! A case is run warm between device events until its time is spent, and its median is reported;
+//! the rate counts the operations on pairs that the mask lets through. The peers are timed by
+//! `benches/gpu_peers.py` on the same cases and the same data; its report is joined here, and
+//! results that differ are said to.
+
+mod cases;
+mod chart;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args as ClapArgs;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::output::Output;
+use cases::{Case, Prepared};
+
+/// How many elements of a result are compared with a peer's.
+const SAMPLES: usize = 16;
+
+#[derive(Debug, ClapArgs)]
+pub struct Args {
+    /// Run the cases whose name contains one of these only
+    #[arg(long, value_name = "TEXT", value_delimiter = ',')]
+    filter: Vec<String>,
+    /// Which GPU
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+    /// Timing of one case in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
+    seconds: f64,
+    /// What benches/gpu_peers.py printed for these cases
+    #[arg(long, value_name = "FILE")]
+    peers: Option<PathBuf>,
+    /// Draw the rates
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print the cases and run nothing
+    #[arg(long)]
+    list: bool,
+    /// Print one JSON object a case and peer
+    #[arg(long)]
+    json: bool,
+}
+
+/// A line of the report of `benches/gpu_peers.py`.
+#[derive(Debug, Deserialize)]
+struct Peer {
+    case: String,
+    peer: String,
+    ms: Option<f64>,
+    #[serde(default)]
+    sample: Vec<f32>,
+    declined: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Outcome<'a> {
+    case: &'a str,
+    ms: f64,
+    min_ms: f64,
+    runs: usize,
+    tflops: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer_tflops: Option<f64>,
+    /// The peer's time over ours.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ratio: Option<f64>,
+    /// Largest difference of the sampled elements, over the largest of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    difference: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    declined: Option<&'a str>,
+}
+
+/// Runs the grid and prints a line a case as it ends.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let wanted = |c: &Case| {
+        args.filter.is_empty() || args.filter.iter().any(|f| c.case.contains(f.as_str()))
+    };
+    let cases: Vec<Case> = cases::grid().into_iter().filter(wanted).collect();
+    if cases.is_empty() {
+        let message = format!("no case has `{}` in its name", args.filter.join("` or `"));
+        return Err(Failure::usage(message).help("`foveate bench gpu --list` names the cases"));
+    }
+    if args.list {
+        for case in &cases {
+            if args.json {
+                out.json(case)?;
+            } else {
+                out.line(&case.case)?;
+            }
+        }
+        return Ok(());
+    }
+    let peers = args.peers.as_deref().map(read_peers).transpose()?.unwrap_or_default();
+    let names = peer_names(&peers);
+    if !args.json {
+        let heads: String = names.iter().map(|n| format!(" {n:>13} {:>6}", "ratio")).collect();
+        out.line(format!("{:<44} {:>9} {:>8}{heads}", "case", "ms", "TFLOP/s"))?;
+    }
+    let interrupt = Interrupt::watch()?;
+    let mut bars = Vec::new();
+    for case in &cases {
+        interrupt.check()?;
+        let prepared = Prepared::new(case, args.device)?;
+        let mut times = time(&prepared, Duration::from_secs_f64(args.seconds.clamp(0.0, 60.0)))?;
+        let sample = prepared.sample(SAMPLES)?;
+        times.sort_by(f64::total_cmp);
+        let ms = times[times.len() / 2];
+        let tflops = |ms: f64| case.flops / ms / 1e9;
+        let own = Outcome {
+            case: &case.case,
+            ms,
+            min_ms: times[0],
+            runs: times.len(),
+            tflops: tflops(ms),
+            peer: None,
+            peer_ms: None,
+            peer_tflops: None,
+            ratio: None,
+            difference: None,
+            declined: None,
+        };
+        let of_case = peers.get(&case.case).map_or(&[][..], Vec::as_slice);
+        let beside = |peer: &'_ Peer| -> (Option<f64>, Option<f64>, Option<f64>) {
+            let difference = peer.ms.map(|_| difference(&sample, &peer.sample));
+            (peer.ms.map(tflops), peer.ms.map(|theirs| theirs / ms), difference)
+        };
+        if args.json {
+            if of_case.is_empty() {
+                out.json(&own)?;
+            }
+            for peer in of_case {
+                let (peer_tflops, ratio, difference) = beside(peer);
+                out.json(&Outcome {
+                    peer: Some(&peer.peer),
+                    peer_ms: peer.ms,
+                    peer_tflops,
+                    ratio,
+                    difference,
+                    declined: peer.declined.as_deref(),
+                    ..own
+                })?;
+            }
+        } else {
+            let mut line = format!("{:<44} {ms:>9.3} {:>8.1}", case.case, own.tflops);
+            for name in &names {
+                let found = of_case.iter().find(|p| p.peer == *name).map(beside);
+                line += &match found {
+                    Some((Some(rate), Some(ratio), Some(difference))) => {
+                        let differs = if difference > 0.05 { "!" } else { " " };
+                        format!(" {rate:>12.1}{differs} {ratio:>5.2}x")
+                    }
+                    _ => format!(" {:>13} {:>6}", "-", "-"),
+                };
+            }
+            out.line(line)?;
+            out.flush()?;
+        }
+        let mut rates = vec![("foveate".to_owned(), own.tflops)];
+        rates.extend(of_case.iter().filter_map(|p| Some((p.peer.clone(), tflops(p.ms?)))));
+        bars.push((case.case.clone(), rates));
+    }
+    if let Some(file) = &args.svg {
+        std::fs::write(file, chart::svg(&bars))
+            .map_err(|e| Failure::new(format!("cannot write {}: {e}", file.display())))?;
+    }
+    Ok(())
+}
+
+/// Milliseconds of single runs, after a warm-up.
+fn time(prepared: &Prepared, budget: Duration) -> Result<Vec<f64>, Failure> {
+    for _ in 0..3 {
+        prepared.time()?;
+    }
+    let (began, mut times) = (Instant::now(), Vec::new());
+    while times.len() < 5 || (began.elapsed() < budget && times.len() < 200) {
+        times.push(prepared.time()?);
+    }
+    Ok(times)
+}
+
+fn read_peers(file: &Path) -> Result<BTreeMap<String, Vec<Peer>>, Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|e| Failure::new(format!("cannot read {}: {e}", file.display())))?;
+    let mut peers: BTreeMap<String, Vec<Peer>> = BTreeMap::new();
+    for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+        let peer: Peer = serde_json::from_str(line).map_err(|e| {
+            let message = format!("{}, line {}: {e}", file.display(), i + 1);
+            Failure::new(message).help("the file is what benches/gpu_peers.py prints")
+        })?;
+        peers.entry(peer.case.clone()).or_default().push(peer);
+    }
+    Ok(peers)
+}
+
+/// The peers' names, in the order of their first case.
+fn peer_names(peers: &BTreeMap<String, Vec<Peer>>) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for peer in peers.values().flatten() {
+        if !names.contains(&peer.peer) {
+            names.push(peer.peer.clone());
+        }
+    }
+    names
+}
+
+/// Largest difference over the largest number; infinite when one is NaN or the counts differ.
+fn difference(ours: &[f32], theirs: &[f32]) -> f64 {
+    if ours.len() != theirs.len() || ours.iter().chain(theirs).any(|x| x.is_nan()) {
+        return f64::INFINITY;
+    }
+    let largest = theirs.iter().map(|x| x.abs()).fold(f32::MIN_POSITIVE, f32::max);
+    let pairs = ours.iter().zip(theirs);
+    f64::from(pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_of_peers_is_read_and_a_broken_line_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("peers.jsonl");
+        let good = concat!(
+            r#"{"case": "a", "peer": "flex", "ms": 2.0, "min_ms": 1.9, "sample": [1.0]}"#,
+            "\n\n",
+            r#"{"case": "a", "peer": "cudnn", "declined": "no such mask"}"#,
+        );
+        std::fs::write(&file, good).unwrap();
+        let peers = read_peers(&file).unwrap();
+        assert_eq!(peer_names(&peers), ["flex", "cudnn"]);
+        assert_eq!(peers["a"][1].declined.as_deref(), Some("no such mask"));
+        std::fs::write(&file, "{}\n").unwrap();
+        let said = format!("{:?}", read_peers(&file).unwrap_err());
+        assert!(said.contains("peers.jsonl, line 1: missing field `case`"), "{said}");
+    }
+
+    #[test]
+    fn results_that_differ_are_seen() {
+        assert_eq!(difference(&[1.0, -2.0], &[1.0, -2.0]), 0.0);
+        assert_eq!(difference(&[1.0, -1.0], &[1.0, -2.0]), 0.5);
+        assert_eq!(difference(&[f32::NAN], &[1.0]), f64::INFINITY);
+        assert_eq!(difference(&[], &[1.0]), f64::INFINITY);
+    }
+}
