@@ -59,7 +59,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 }
 
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
-/// cases several tiles, the engine made deterministic, and the crate `foveate` on it.
+/// cases several tiles, made deterministic, with block lists that the host made, and the crate
+/// `foveate` on it.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -73,18 +74,20 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     };
     let kernels = KernelOptions {
         forward: of(16, 16, 1),
-        backward: of(16, 32, 2),
+        backward: of(16, 32, 4),
         backward_dq: of(32, 16, 2),
         splits: Some(3),
     };
     let default = CudaOptions::default();
     let small = CudaOptions { kernels, ..default.clone() };
+    let on_host = CudaOptions { lists_on_host: true, ..default.clone() };
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
     let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
     Ok(vec![
         cuda("cuda", default),
         cuda("cuda, small tiles", small),
         cuda("cuda, deterministic", deterministic),
+        cuda("cuda, lists of the host", on_host),
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ])
 }

@@ -84,27 +84,8 @@ impl Schedule {
         size: TileSize,
     ) -> Self {
         let masks = mask.map(|mask| Masks::new(dims, sequences, mask, axis, size));
-        let mut sum_row = 0;
-        let mut placed = Vec::with_capacity(sequences.len());
-        for (i, s) in sequences.iter().enumerate() {
-            let number = |n: usize| i32::try_from(n).expect("lengths and rows fit i32");
-            placed.push(abi::Sequence {
-                b: number(s.b),
-                q_batch: number(s.q_batch),
-                k_batch: number(s.k_batch),
-                q_start: number(s.q_start),
-                q_len: number(s.q_len),
-                k_start: number(s.k_start),
-                k_len: number(s.k_len),
-                first_row: masks.as_ref().map_or(0, |m| number(m.first_row[i])),
-                sum_row: number(sum_row),
-            });
-            sum_row += s.q_len.next_multiple_of(16);
-        }
-        let sharing = match axis == Axis::Keys && dims.shared_kv {
-            true => sequences.len().max(1),
-            false => 1,
-        };
+        let first_row = |i: usize| masks.as_ref().map_or(0, |m| m.classes.first_row[i]);
+        let sharing = sharing(dims, sequences, axis);
         let mut tiles = Vec::new();
         let mut live_pairs = 0;
         for (i, s) in sequences.iter().enumerate() {
@@ -122,19 +103,159 @@ impl Schedule {
         // Stable, and backwards: a mask like causal gives the last tiles the most work.
         tiles.reverse();
         tiles.sort_by_key(|&(work, ..)| std::cmp::Reverse(work));
-        let place = |&(_, sequence, tile): &(u64, usize, usize)| abi::Tile {
-            sequence: sequence as i32,
-            tile: tile as i32,
-        };
         Self {
-            sequences: placed,
-            tiles: tiles.iter().map(place).collect(),
-            out_of_range: masks.as_ref().and_then(|m| m.out_of_range.clone()),
-            lists: masks.map(|m| m.lists),
-            sum_rows: sum_row,
+            sequences: place(sequences, first_row),
+            tiles: tiles.iter().map(|&(_, sequence, tile)| tile_of(sequence, tile)).collect(),
+            sum_rows: sum_rows(sequences),
             sharing,
             live_pairs,
+            out_of_range: masks.as_ref().and_then(|m| m.out_of_range.clone()),
+            lists: masks.map(|m| m.lists),
         }
+    }
+}
+
+/// A schedule whose lists are still to be made: by the device, from the mask.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outline {
+    /// Every sequence, in order.
+    pub sequences: Vec<abi::Sequence>,
+    /// Every tile of the axis. How much is live is not known yet, so the order is a guess: that of
+    /// a causal mask.
+    pub tiles: Vec<abi::Tile>,
+    /// One tile for each row of the lists of a head.
+    pub rows: Vec<abi::Tile>,
+    /// Heads that have lists of their own; 1 when all share them.
+    pub heads: usize,
+    /// Rows between two heads, 0 when all heads share them.
+    pub head_stride: usize,
+    /// Room for runs in a row. Where there are more, the device joins the closest.
+    pub capacity: usize,
+    /// Tiles of the longest row.
+    pub longest: usize,
+    /// Rows of `dq_sum` for a head.
+    pub sum_rows: usize,
+    /// Sequences from a tile's own on that read the same keys.
+    pub sharing: usize,
+}
+
+/// Bytes that the runs of all rows may take before rows get room for fewer.
+const RUN_BYTES: usize = 64 << 20;
+
+impl Outline {
+    /// The work of `sequences` under `mask`; see [`Schedule::new`].
+    pub fn new(
+        dims: &Dims,
+        sequences: &[Sequence],
+        mask: &MaskMod,
+        axis: Axis,
+        size: TileSize,
+    ) -> Self {
+        let classes = Classes::new(sequences, mask, axis, size);
+        let heads = if classes.varies.by_head { dims.heads_q } else { 1 };
+        let sharing = sharing(dims, sequences, axis);
+        let owned = sequences.iter().enumerate().filter(|(i, _)| i % sharing == 0);
+        let mut tiles: Vec<(u64, usize, usize)> = owned
+            .flat_map(|(i, s)| {
+                (0..axis.tiles(s, size)).map(move |tile| (whole(s, axis, tile, size), i, tile))
+            })
+            .collect();
+        if axis == Axis::Queries {
+            tiles.reverse();
+        }
+        // Only sequences differ: the first tile of each says how long it is.
+        tiles.sort_by_key(|&(_, i, _)| {
+            let s = &sequences[i];
+            std::cmp::Reverse(s.q_len as u64 * s.k_len as u64)
+        });
+        let rows = classes
+            .members
+            .iter()
+            .flat_map(|&i| (0..axis.tiles(&sequences[i], size)).map(move |tile| tile_of(i, tile)));
+        let other = if axis == Axis::Queries { Axis::Keys } else { Axis::Queries };
+        let longest = sequences.iter().map(|s| other.tiles(s, size)).max().unwrap_or(0);
+        let room = RUN_BYTES / size_of::<abi::Run>() / (classes.rows * heads).max(1);
+        Self {
+            sequences: place(sequences, |i| classes.first_row[i]),
+            tiles: tiles.iter().map(|&(_, sequence, tile)| tile_of(sequence, tile)).collect(),
+            rows: rows.collect(),
+            heads,
+            head_stride: if classes.varies.by_head { classes.rows } else { 0 },
+            capacity: longest.min(room.clamp(8, 256)).max(1),
+            longest,
+            sum_rows: sum_rows(sequences),
+            sharing,
+        }
+    }
+}
+
+/// Sequences from a tile's own on that read the same keys.
+fn sharing(dims: &Dims, sequences: &[Sequence], axis: Axis) -> usize {
+    match axis == Axis::Keys && dims.shared_kv {
+        true => sequences.len().max(1),
+        false => 1,
+    }
+}
+
+/// Rows of `dq_sum` for a head.
+fn sum_rows(sequences: &[Sequence]) -> usize {
+    sequences.iter().map(|s| s.q_len.next_multiple_of(16)).sum()
+}
+
+fn tile_of(sequence: usize, tile: usize) -> abi::Tile {
+    abi::Tile { sequence: sequence as i32, tile: tile as i32 }
+}
+
+/// The sequences as kernels take them.
+fn place(sequences: &[Sequence], first_row: impl Fn(usize) -> usize) -> Vec<abi::Sequence> {
+    let number = |n: usize| i32::try_from(n).expect("lengths and rows fit i32");
+    let mut sum_row = 0;
+    let mut placed = Vec::with_capacity(sequences.len());
+    for (i, s) in sequences.iter().enumerate() {
+        placed.push(abi::Sequence {
+            b: number(s.b),
+            q_batch: number(s.q_batch),
+            k_batch: number(s.k_batch),
+            q_start: number(s.q_start),
+            q_len: number(s.q_len),
+            k_start: number(s.k_start),
+            k_len: number(s.k_len),
+            first_row: number(first_row(i)),
+            sum_row: number(sum_row),
+        });
+        sum_row += s.q_len.next_multiple_of(16);
+    }
+    placed
+}
+
+/// Sequences that a mask cannot tell apart share their rows.
+struct Classes {
+    varies: Varies,
+    /// First row of each sequence.
+    first_row: Vec<usize>,
+    /// The first sequence of each class.
+    members: Vec<usize>,
+    /// Rows of a head.
+    rows: usize,
+}
+
+impl Classes {
+    fn new(sequences: &[Sequence], mask: &MaskMod, axis: Axis, size: TileSize) -> Self {
+        let varies = Varies::of(mask);
+        let mut rows = 0;
+        let mut classes: HashMap<(Option<usize>, usize, usize), usize> = HashMap::new();
+        let mut members = Vec::new();
+        let first_row = sequences.iter().enumerate().map(|(i, s)| {
+            *classes.entry((varies.by_batch.then_some(s.b), s.q_len, s.k_len)).or_insert_with(
+                || {
+                    members.push(i);
+                    rows += axis.tiles(s, size);
+                    rows - axis.tiles(s, size)
+                },
+            )
+        });
+        let first_row = first_row.collect();
+        Self { varies, first_row, members, rows }
     }
 }
 
@@ -151,8 +272,7 @@ fn whole(s: &Sequence, axis: Axis, tile: usize, size: TileSize) -> u64 {
 /// The lists of all classes of heads, one class after the other.
 struct Masks {
     lists: Lists,
-    /// First row of each sequence.
-    first_row: Vec<usize>,
+    classes: Classes,
     /// Live pairs of each row.
     work: Vec<u64>,
     /// Heads that a row stands for, and rows between heads.
@@ -168,25 +288,13 @@ impl Masks {
         axis: Axis,
         size: TileSize,
     ) -> Self {
-        let varies = Varies::of(mask);
-        let mut rows = 0;
-        let mut classes: HashMap<(Option<usize>, usize, usize), usize> = HashMap::new();
-        let mut members: Vec<&Sequence> = Vec::new();
-        let first_row = sequences.iter().map(|s| {
-            *classes.entry((varies.by_batch.then_some(s.b), s.q_len, s.k_len)).or_insert_with(
-                || {
-                    members.push(s);
-                    rows += axis.tiles(s, size);
-                    rows - axis.tiles(s, size)
-                },
-            )
-        });
-        let first_row = first_row.collect();
-        let heads = if varies.by_head { dims.heads_q } else { 1 };
-        let mut masks = Vec::with_capacity(heads * members.len());
+        let classes = Classes::new(sequences, mask, axis, size);
+        let (by_head, rows) = (classes.varies.by_head, classes.rows);
+        let heads = if by_head { dims.heads_q } else { 1 };
+        let mut masks = Vec::with_capacity(heads * classes.members.len());
         let tile = MaskTile { q: size.q as u32, kv: size.kv as u32 };
         for h in 0..heads {
-            for s in &members {
+            for s in classes.members.iter().map(|&i| &sequences[i]) {
                 let head = Head {
                     b: s.b as i32,
                     h: h as i32,
@@ -207,7 +315,7 @@ impl Masks {
             counts: Vec::with_capacity(rows * heads),
             runs: vec![abi::Run::default(); rows * heads * capacity],
             capacity,
-            head_stride: if varies.by_head { rows } else { 0 },
+            head_stride: if by_head { rows } else { 0 },
         };
         let mut work = Vec::with_capacity(rows * heads);
         for ((mask, row), into) in all().zip(lists.runs.chunks_exact_mut(capacity)) {
@@ -226,13 +334,13 @@ impl Masks {
             let tall = mask.tile().q as usize;
             work.push((pairs * (mask.q_len().min((row + 1) * tall) - row * tall)) as u64);
         }
-        let heads = if varies.by_head { 1 } else { dims.heads_q };
-        Self { lists, first_row, work, heads, out_of_range }
+        let heads = if by_head { 1 } else { dims.heads_q };
+        Self { lists, classes, work, heads, out_of_range }
     }
 
     /// Live pairs of a tile over all heads.
     fn work(&self, sequence: usize, tile: usize) -> u64 {
-        let row = self.first_row[sequence] + tile;
+        let row = self.classes.first_row[sequence] + tile;
         if self.lists.head_stride == 0 {
             return self.work[row] * self.heads as u64;
         }
@@ -331,6 +439,29 @@ mod tests {
         assert_eq!(rows(&by_head), (4 * 8, 4));
         let by_both = MaskMod::new((q() + h()).ge(kv() + b()).dynamic()).unwrap();
         assert_eq!(rows(&by_both), (3 * 4 * 8, 12));
+    }
+
+    #[test]
+    fn an_outline_has_the_rows_and_places_of_the_schedule() {
+        let by_both = MaskMod::new((q() + h()).ge(kv() + b()).dynamic()).unwrap();
+        for mask in [causal(), by_both] {
+            for axis in [Axis::Queries, Axis::Keys] {
+                for shared_kv in [false, true] {
+                    let dims = Dims { shared_kv, ..dims(3, [4, 2], [45, 77]) };
+                    let sequences = dims.sequences(None);
+                    let found = Outline::new(&dims, &sequences, &mask, axis, SIZE);
+                    let whole = Schedule::new(&dims, &sequences, Some(&mask), axis, SIZE);
+                    let lists = whole.lists.expect("a mask");
+                    assert_eq!(found.sequences, whole.sequences);
+                    assert_eq!(found.rows.len() * found.heads, lists.counts.len());
+                    assert_eq!(found.head_stride, lists.head_stride);
+                    assert_eq!(found.tiles.len(), whole.tiles.len());
+                    assert!(whole.tiles.iter().all(|tile| found.tiles.contains(tile)));
+                    assert!(found.capacity >= lists.capacity);
+                    assert_eq!((found.sum_rows, found.sharing), (whole.sum_rows, whole.sharing));
+                }
+            }
+        }
     }
 
     #[test]

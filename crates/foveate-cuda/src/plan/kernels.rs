@@ -7,8 +7,9 @@ use foveate_mods::Node;
 use foveate_problem::{Dims, Sequence};
 
 use super::CudaPlan;
+use crate::abi::BlockListsParams;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
-use crate::config::{Config, Kernel};
+use crate::config::{Config, Elem, Kernel};
 use crate::driver::Function;
 use crate::engine::lock;
 use crate::error::CudaError;
@@ -35,8 +36,7 @@ pub(super) struct Printed {
 
 #[derive(Clone, Debug, PartialEq)]
 struct PrintKey {
-    backward: bool,
-    checked: bool,
+    pass: Pass,
     extent: Extent,
 }
 
@@ -51,11 +51,22 @@ impl Kernels {
     }
 }
 
-/// A pass and the launch-independent rest of its configuration.
-#[derive(Clone, Copy, Debug)]
+/// What mods are printed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pass {
-    pub backward: bool,
+    pub kind: PassKind,
     pub checked: bool,
+}
+
+/// Which mods a pass evaluates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PassKind {
+    /// The mask alone, for block lists.
+    Lists,
+    /// Mask, score and dropout.
+    Forward,
+    /// Those and the derivative of the score.
+    Backward,
 }
 
 /// A kernel ready for launches.
@@ -160,6 +171,27 @@ impl CudaPlan {
         Ok(Ready { config: key.0, function, mods })
     }
 
+    /// The kernel that makes block lists, with room for rows of so many bytes, and its mods.
+    pub(super) fn list_kernel(
+        &self,
+        dims: &Dims,
+        sequences: &[Sequence],
+        tile: TileSize,
+        shared_bytes: usize,
+        checked: bool,
+    ) -> Result<(Function, Arc<Printed>), CudaError> {
+        let (mask, warps, stages) = (true, BlockListsParams::THREADS / 32, 1);
+        // Tiles are arguments and elements are of no account, so that one kernel serves all.
+        let config = Config::new(Kernel::BlockLists, Elem::F16, 64, 64);
+        let config = Config { mask, warps, stages, checked, ..config };
+        let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
+        let pass = Pass { kind: PassKind::Lists, checked };
+        let printed = self.printed(pass, dims, sequences, &at)?;
+        let text = source(&config, &printed.source);
+        let function = self.engine.function(&text, "fv_block_lists", shared_bytes as u32)?;
+        Ok((function, printed))
+    }
+
     fn printed(
         &self,
         pass: Pass,
@@ -175,7 +207,7 @@ impl CudaPlan {
             queries: longest(&|s| s.q_len).unwrap_or(0).next_multiple_of(config.tile_q),
             keys: longest(&|s| s.k_len).unwrap_or(0).next_multiple_of(config.tile_kv),
         };
-        let key = PrintKey { backward: pass.backward, checked: pass.checked, extent };
+        let key = PrintKey { pass, extent };
         let found = {
             let kernels = lock(&self.kernels);
             kernels.printed.iter().find(|(k, _)| *k == key).map(|(_, printed)| printed.clone())
@@ -183,12 +215,16 @@ impl CudaPlan {
         if let Some(printed) = found {
             return Ok(printed);
         }
-        let gradient = if pass.backward { self.differentiable()? } else { None };
-        let mods = Mods {
-            mask: self.spec.mask.as_ref(),
-            score: self.spec.score.as_ref(),
-            gradient: gradient.map(|g| &**g),
-            dropout: self.spec.dropout.as_ref(),
+        let mask = self.spec.mask.as_ref();
+        let score = self.spec.score.as_ref();
+        let dropout = self.spec.dropout.as_ref();
+        let mods = match pass.kind {
+            PassKind::Lists => Mods { mask, ..Mods::default() },
+            PassKind::Forward => Mods { mask, score, gradient: None, dropout },
+            PassKind::Backward => {
+                let gradient = self.differentiable()?.map(|g| &**g);
+                Mods { mask, score, gradient, dropout }
+            }
         };
         let options = Options {
             extent,

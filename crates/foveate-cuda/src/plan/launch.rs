@@ -7,14 +7,15 @@
 use foveate_problem::Dims;
 use foveate_tensor::DType;
 
-use super::kernels::{Pass, sizes};
+use super::kernels::{Pass, PassKind, sizes};
+use super::report::Report;
 use super::resident::Gradient;
 use super::{CudaPlan, sequences};
-use crate::abi::{Abi, Address, BackwardParams, ForwardParams, RowView};
+use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::{Elem, Kernel};
 use crate::driver::Block;
 use crate::engine::Queue;
-use crate::error::{CudaError, CudaErrorKind};
+use crate::error::CudaError;
 use crate::planner::Class;
 use crate::schedule::Axis;
 use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places};
@@ -82,7 +83,7 @@ impl CudaPlan {
         checked: bool,
     ) -> Result<(), CudaError> {
         let sequences = sequences(dims, args.operands.varlen);
-        let pass = Pass { backward: false, checked };
+        let pass = Pass { kind: PassKind::Forward, checked };
         let class = Class {
             out_dtype: elem("out", args.out.dtype)?,
             align: args.align(),
@@ -94,7 +95,8 @@ impl CudaPlan {
         let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, pass, dims, &sequences);
         let kernel = ready(Kernel::Forward, "fv_forward")?;
         let splits = chosen.splits;
-        let work = self.placed(queue, dims, &sequences, true, Axis::Queries, kernel.tile())?;
+        let work =
+            self.placed(queue, dims, &sequences, true, Axis::Queries, kernel.tile(), checked)?;
         let report = Report::new(queue, checked)?;
         let mods = self.mods_bytes(queue, &kernel.mods, &[], report.address())?;
         let group = dims.group();
@@ -121,7 +123,7 @@ impl CudaPlan {
         let stream = queue.stream();
         if splits == 1 {
             kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
-            return report.read(self, work.out_of_range.as_deref(), &kernel.mods.source);
+            return report.read(self.options.timeout, &work, &kernel.mods.source);
         }
         // Shares leave partial results, which a second kernel joins.
         let [batch, _, len] = dims.row_shape();
@@ -140,7 +142,8 @@ impl CudaPlan {
         };
         kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
         let join = ready(Kernel::Combine, "fv_combine")?;
-        let tiles = self.placed(queue, dims, &sequences, false, Axis::Queries, join.tile())?;
+        let tiles =
+            self.placed(queue, dims, &sequences, false, Axis::Queries, join.tile(), checked)?;
         let params = ForwardParams {
             sequences: tiles.sequences,
             tiles: tiles.tiles,
@@ -149,7 +152,7 @@ impl CudaPlan {
         };
         let grid = [tiles.tile_count as u32, heads, 1];
         join.function.launch(stream, grid, join.threads(), &[&params.bytes()])?;
-        report.read(self, work.out_of_range.as_deref(), &kernel.mods.source)
+        report.read(self.options.timeout, &work, &kernel.mods.source)
     }
 
     pub(super) fn launch_backward(
@@ -160,7 +163,7 @@ impl CudaPlan {
         checked: bool,
     ) -> Result<(), CudaError> {
         let sequences = sequences(dims, args.operands.varlen);
-        let pass = Pass { backward: true, checked };
+        let pass = Pass { kind: PassKind::Backward, checked };
         let class = Class {
             grad_dtype: elem("dq", args.dq.dtype)?,
             align: args.align(),
@@ -176,7 +179,8 @@ impl CudaPlan {
         let (heads_q, heads_kv) = (dims.heads_q as u32, dims.heads_kv as u32);
 
         let delta = ready(Kernel::Delta, "fv_delta")?;
-        let rows = self.placed(queue, dims, &sequences, false, Axis::Queries, delta.tile())?;
+        let rows =
+            self.placed(queue, dims, &sequences, false, Axis::Queries, delta.tile(), checked)?;
         let row_shape = dims.row_shape();
         let row_bytes = row_shape.iter().product::<usize>() * 4;
         let deltas = pool.take(row_bytes)?;
@@ -247,7 +251,7 @@ impl CudaPlan {
         }
 
         let keys = ready(Kernel::Backward, "fv_backward")?;
-        let work = self.placed(queue, dims, &sequences, true, Axis::Keys, keys.tile())?;
+        let work = self.placed(queue, dims, &sequences, true, Axis::Keys, keys.tile(), checked)?;
         let dq_sum = match self.options.deterministic {
             true => None,
             false => {
@@ -294,7 +298,8 @@ impl CudaPlan {
         };
         let last = ready(kernel, entry)?;
         let walks = self.options.deterministic;
-        let rows = self.placed(queue, dims, &sequences, walks, Axis::Queries, last.tile())?;
+        let rows =
+            self.placed(queue, dims, &sequences, walks, Axis::Queries, last.tile(), checked)?;
         let by_row = BackwardParams {
             sequences: rows.sequences,
             tiles: rows.tiles,
@@ -305,7 +310,7 @@ impl CudaPlan {
         let mods = self.mods_bytes(queue, &last.mods, &gradients, report.address())?;
         let grid = [rows.tile_count as u32, heads_q, 1];
         last.function.launch(stream, grid, last.threads(), &[&by_row.bytes(), &mods])?;
-        report.read(self, work.out_of_range.as_deref(), &keys.mods.source)
+        report.read(self.options.timeout, &work, &keys.mods.source)
     }
 }
 
@@ -313,47 +318,4 @@ fn elem(name: &str, dtype: DType) -> Result<Elem, CudaError> {
     Elem::of(dtype).ok_or_else(|| {
         CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
     })
-}
-
-/// Where a checked pass notes the first captured index outside its axis that it meets, as
-/// `report_index` in `mods.cuh` does: i32 1, slot of the buffer, axis, index; 0 for none.
-struct Report(Option<Block>);
-
-impl Report {
-    fn new(queue: &Queue, checked: bool) -> Result<Self, CudaError> {
-        if !checked {
-            return Ok(Self(None));
-        }
-        let block = queue.pool().take(16)?;
-        block.fill(0)?;
-        Ok(Self(Some(block)))
-    }
-
-    fn address(&self) -> Address {
-        self.0.as_ref().map_or(0, Block::address)
-    }
-
-    /// Waits for the pass, and says what it noted. `masked` is what building the block mask found.
-    fn read(
-        self,
-        plan: &CudaPlan,
-        masked: Option<&str>,
-        mods: &crate::codegen::ModsSource,
-    ) -> Result<(), CudaError> {
-        let Some(block) = self.0 else { return Ok(()) };
-        let mut noted = [0; 16];
-        block.read(&mut noted, plan.options.timeout)?;
-        let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| noted[4 * i + b]));
-        let reason = match (number(0), masked) {
-            (0, None) => return Ok(()),
-            (0, Some(reason)) => reason.to_owned(),
-            _ => {
-                let buffer = &mods.buffers()[number(1) as usize];
-                let (axis, index) = (number(2) as usize, number(3));
-                let (buffer, len) = (buffer.name().to_owned(), buffer.shape()[axis]);
-                foveate_mods::OutOfRange { buffer, axis, index, len }.to_string()
-            }
-        };
-        Err(CudaErrorKind::OutOfRange { reason }.into())
-    }
 }

@@ -13,6 +13,7 @@ mod describe;
 mod host;
 mod kernels;
 mod launch;
+mod report;
 mod resident;
 
 use std::sync::{Arc, Mutex};
@@ -39,6 +40,8 @@ pub struct CudaOptions {
     /// Reports captured indices outside their axis. Host tensors are always checked; a checked
     /// call on device tensors waits for its kernels.
     pub checked: bool,
+    /// Makes block lists on the host instead of the device: slower, and for comparison.
+    pub lists_on_host: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
     /// How long to wait for the device before it is said to hang.
@@ -54,6 +57,7 @@ impl Default for CudaOptions {
         Self {
             deterministic: false,
             checked: false,
+            lists_on_host: false,
             kernels: KernelOptions::default(),
             timeout: Duration::from_secs_f64(timeout),
         }

@@ -5,17 +5,18 @@
 
 use std::sync::Arc;
 
-use foveate_mods::AnyBuffer;
+use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::{Dims, Sequence, Spec};
 
 use super::CudaPlan;
 use super::kernels::Printed;
-use crate::abi::{self, Address, array_bytes};
+use super::report::Report;
+use crate::abi::{self, Abi, Address, BlockListsParams, array_bytes};
 use crate::codegen::{BufferAddresses, buffer_bytes, range_table};
 use crate::driver::Block;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
-use crate::schedule::{Axis, Schedule, TileSize};
+use crate::schedule::{Axis, Outline, Schedule, TileSize};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
@@ -38,6 +39,7 @@ struct Uploaded {
 struct Key {
     queue: u64,
     masked: bool,
+    checked: bool,
     axis: Axis,
     tile: TileSize,
     shared_kv: bool,
@@ -79,6 +81,7 @@ impl Resident {
 }
 
 impl Placed {
+    /// A schedule that was made on the host.
     fn new(queue: &Queue, schedule: Schedule) -> Result<Self, CudaError> {
         let lists = schedule.lists.as_ref();
         let parts = [
@@ -87,27 +90,14 @@ impl Placed {
             lists.map_or(Vec::new(), |l| array_bytes(&l.counts)),
             lists.map_or(Vec::new(), |l| array_bytes(&l.runs)),
         ];
-        let mut bytes = Vec::with_capacity(parts.iter().map(|p| p.len() + 16).sum());
-        let mut at = [0; 4];
-        for (part, at) in parts.iter().zip(&mut at) {
-            bytes.resize(bytes.len().next_multiple_of(16), 0);
-            *at = bytes.len() as Address;
-            bytes.extend(part);
-        }
-        let memory = queue.pool().upload(&bytes)?;
-        let [sequences, tiles, counts, runs] = at.map(|at| memory.address() + at);
-        let small = |n: usize| {
-            i32::try_from(n).map_err(|_| {
-                CudaError::argument(format!("{n} rows of tiles are more than a launch can count"))
-            })
-        };
+        let (memory, [sequences, tiles, counts, runs]) = upload(queue, parts, 0)?;
         let lists = match lists {
             None => abi::Lists::default(),
             Some(l) => abi::Lists {
                 counts,
                 runs,
-                capacity: small(l.capacity)?,
-                head_stride: small(l.head_stride)?,
+                capacity: count(l.capacity)?,
+                head_stride: count(l.head_stride)?,
             },
         };
         Ok(Self {
@@ -121,6 +111,33 @@ impl Placed {
             out_of_range: schedule.out_of_range,
         })
     }
+}
+
+/// Parts one after the other in one block, each at a multiple of 16 bytes, and `room` bytes more.
+/// Where each part is; the room follows the last.
+fn upload<const N: usize>(
+    queue: &Queue,
+    parts: [Vec<u8>; N],
+    room: usize,
+) -> Result<(Block, [Address; N]), CudaError> {
+    let mut bytes = Vec::with_capacity(parts.iter().map(|p| p.len() + 16).sum());
+    let mut at = [0; N];
+    for (part, at) in parts.iter().zip(&mut at) {
+        bytes.resize(bytes.len().next_multiple_of(16), 0);
+        *at = bytes.len() as Address;
+        bytes.extend(part);
+    }
+    let memory = queue.pool().take(bytes.len() + room)?;
+    memory.write(&bytes)?;
+    let at = at.map(|at| memory.address() + at);
+    Ok((memory, at))
+}
+
+/// Rows or runs as kernels count them.
+fn count(n: usize) -> Result<i32, CudaError> {
+    i32::try_from(n).map_err(|_| {
+        CudaError::argument(format!("{n} rows of tiles are more than a launch can count"))
+    })
 }
 
 /// Where a pass puts the gradient of a learned buffer.
@@ -145,11 +162,13 @@ impl CudaPlan {
         walks: bool,
         axis: Axis,
         tile: TileSize,
+        checked: bool,
     ) -> Result<Arc<Placed>, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| walks);
         let key = Key {
             queue: queue.id(),
             masked: mask.is_some(),
+            checked: checked && mask.is_some(),
             axis,
             tile,
             shared_kv: dims.shared_kv,
@@ -162,14 +181,77 @@ impl CudaPlan {
         if let Some(placed) = found {
             return Ok(placed);
         }
-        let schedule = Schedule::new(dims, sequences, mask, axis, tile);
-        let placed = Arc::new(Placed::new(queue, schedule)?);
+        let placed = Arc::new(match mask {
+            Some(mask) if !self.options.lists_on_host => {
+                self.outlined(queue, dims, sequences, mask, axis, tile, checked)?
+            }
+            _ => Placed::new(queue, Schedule::new(dims, sequences, mask, axis, tile))?,
+        });
         let mut resident = lock(&self.resident);
         if resident.schedules.len() >= MOST_SCHEDULES {
             resident.schedules.remove(0);
         }
         resident.schedules.push((key, placed.clone()));
         Ok(placed)
+    }
+
+    /// A schedule whose lists the device makes. Nothing waits, unless indices are checked.
+    fn outlined(
+        &self,
+        queue: &Queue,
+        dims: &Dims,
+        sequences: &[Sequence],
+        mask: &MaskMod,
+        axis: Axis,
+        tile: TileSize,
+        checked: bool,
+    ) -> Result<Placed, CudaError> {
+        let outline = Outline::new(dims, sequences, mask, axis, tile);
+        let all_rows = outline.rows.len() * outline.heads;
+        let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * outline.capacity);
+        let parts = [
+            array_bytes(&outline.sequences),
+            array_bytes(&outline.tiles),
+            array_bytes(&outline.rows),
+            Vec::new(),
+        ];
+        let (memory, [sequences_at, tiles, rows, runs]) =
+            upload(queue, parts, run_bytes + count_bytes)?;
+        let lists = abi::Lists {
+            counts: runs + run_bytes as Address,
+            runs,
+            capacity: count(outline.capacity)?,
+            head_stride: count(outline.head_stride)?,
+        };
+        let params = BlockListsParams {
+            sequences: sequences_at,
+            tiles: rows,
+            counts: lists.counts,
+            runs,
+            capacity: lists.capacity,
+            head_stride: lists.head_stride,
+            tile_q: tile.q as i32,
+            tile_kv: tile.kv as i32,
+            of_keys: (axis == Axis::Keys).into(),
+            group: dims.group() as i32,
+        };
+        let shared = BlockListsParams::shared_bytes(outline.longest);
+        let (function, printed) = self.list_kernel(dims, sequences, tile, shared, checked)?;
+        let report = Report::new(queue, checked)?;
+        let mods = self.mods_bytes(queue, &printed, &[], report.address())?;
+        let grid = [outline.rows.len() as u32, outline.heads as u32, 1];
+        let threads = BlockListsParams::THREADS as u32;
+        function.launch(queue.stream(), grid, threads, &[&params.bytes(), &mods])?;
+        Ok(Placed {
+            _memory: memory,
+            sequences: sequences_at,
+            tiles,
+            tile_count: outline.tiles.len(),
+            lists,
+            sum_rows: outline.sum_rows,
+            sharing: outline.sharing,
+            out_of_range: report.noted(self.options.timeout, &printed.source)?,
+        })
     }
 
     /// The bytes of `struct Mods`: where captured buffers and their gradients are.

@@ -1,0 +1,54 @@
+//! Captured indices outside their axis: how checked kernels tell of them.
+
+use std::time::Duration;
+
+use super::resident::Placed;
+use crate::abi::Address;
+use crate::codegen::ModsSource;
+use crate::driver::Block;
+use crate::engine::Queue;
+use crate::error::{CudaError, CudaErrorKind};
+
+/// Where a checked kernel notes the first index outside its axis that it meets, as `report_index`
+/// in `mods.cuh` does. Without checks there is none.
+pub(super) struct Report(Option<Block>);
+
+impl Report {
+    pub fn new(queue: &Queue, checked: bool) -> Result<Self, CudaError> {
+        if !checked {
+            return Ok(Self(None));
+        }
+        let block = queue.pool().take(16)?;
+        block.fill(0)?;
+        Ok(Self(Some(block)))
+    }
+
+    pub fn address(&self) -> Address {
+        self.0.as_ref().map_or(0, Block::address)
+    }
+
+    /// Waits for the kernels, at most `limit`, and says what they noted.
+    pub fn noted(self, limit: Duration, mods: &ModsSource) -> Result<Option<String>, CudaError> {
+        let Some(block) = self.0 else { return Ok(None) };
+        let mut noted = [0; 16];
+        block.read(&mut noted, limit)?;
+        let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| noted[4 * i + b]));
+        let outside = mods.out_of_range([0, 1, 2, 3].map(number));
+        Ok(outside.map(|outside| outside.to_string()))
+    }
+
+    /// The same for a pass that worked on `placed`, whose lists may have met one before.
+    pub fn read(
+        self,
+        limit: Duration,
+        placed: &Placed,
+        mods: &ModsSource,
+    ) -> Result<(), CudaError> {
+        let checked = self.0.is_some();
+        let noted = self.noted(limit, mods)?.or_else(|| placed.out_of_range.clone());
+        match noted.filter(|_| checked) {
+            None => Ok(()),
+            Some(reason) => Err(CudaErrorKind::OutOfRange { reason }.into()),
+        }
+    }
+}
