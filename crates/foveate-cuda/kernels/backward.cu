@@ -222,6 +222,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ds_read.arrive_warp();
     }
 
+    wait_copies();      // a block without steps has not waited for its own
     __syncthreads();    // all of shared memory is free now
     char* scratch = shared + warp * SCRATCH_BYTES;
     store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, k_row, k_column, p.scale, p.accumulate, scratch);

@@ -147,6 +147,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         }
     }
 
+    wait_copies();      // a block without steps has not waited for its own
     __syncthreads();    // all of shared memory is free now
     store_rows(p.dq, s.q_batch, head, s.q_start + query, queries, FV_D, dq, q_row, q_column, p.scale, p.accumulate,
                shared + warp * SCRATCH_BYTES);

@@ -372,9 +372,11 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    // A row that has seen nothing yet has nothing to rescale.
+                    const bool fresh = ceiling[m][half] == -infinity();
                     const float before = reference(m, half);
                     ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
-                    const float shrink = exp2_score(before - reference(m, half));
+                    const float shrink = fresh ? 1.f : exp2_score(before - reference(m, half));
                     sum[m][half] *= shrink;
                     #pragma unroll
                     for (int n = 0; n < N_OUT; ++n) {
