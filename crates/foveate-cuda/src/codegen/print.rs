@@ -223,6 +223,14 @@ impl Printer<'_> {
             tight: PREFIX,
             depth: 0,
         };
+        // What to multiply by instead of dividing by `y`: the same bits for a power of two.
+        let reciprocal = |y: &NodeId| {
+            let Node::F32(bits) = *self.program.graph().node(*y) else { return None };
+            let (value, inverse) = (f32::from_bits(bits), f32::from_bits(bits).recip());
+            let near = self.fast_math && !decides[i] && !rectangle;
+            let same = bits & 0x7f_ffff == 0 || near;
+            (same && value.is_normal() && inverse.is_normal()).then_some(inverse)
+        };
         match node {
             Node::Leaf(Leaf::Score) if rectangle => Piece::atom("FloatRange::any()"),
             Node::Leaf(Leaf::Score) => wrapped(Piece::atom("score")),
@@ -274,6 +282,15 @@ impl Printer<'_> {
                 let exact = rectangle || decides[i];
                 call(unary_name(*op, exact, self.fast_math), &[x])
             }
+            Node::Binary(BinaryOp::Div, x, y) if reciprocal(y).is_some() => Piece {
+                text: format!(
+                    "{} * {}",
+                    at(x).factor(),
+                    wrapped(float(reciprocal(y).expect("it is some").to_bits())).within(14)
+                ),
+                tight: 13,
+                depth: 0,
+            },
             Node::Binary(op, x, y) => {
                 let float = self.ty(i) == Type::F32 && !decides[i] && !rectangle;
                 let name = match op {
