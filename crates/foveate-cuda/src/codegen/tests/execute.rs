@@ -185,7 +185,7 @@ impl Case {
     }
 }
 
-fn scores(q: i32) -> Vec<f32> {
+fn row_of_scores(q: i32) -> Vec<f32> {
     KEYS.map(|kv| ((q * 31 + kv * 7) % 23 - 11) as f32 * 0.3).collect()
 }
 
@@ -218,7 +218,7 @@ fn executed(cases: &[Case]) -> Option<Vec<u8>> {
         [HEAD.b, HEAD.h, HEAD.h_kv, HEAD.q_len, HEAD.kv_len].into_iter().for_each(&mut int);
         int((QUERIES.len() * KEYS.len()) as i32);
         for q in QUERIES {
-            for (kv, score) in KEYS.zip(scores(q)) {
+            for (kv, score) in KEYS.zip(row_of_scores(q)) {
                 [q, kv, score.to_bits() as i32].into_iter().for_each(&mut int);
             }
         }
@@ -291,7 +291,7 @@ fn agree_with_the_cpu(cases: &[Case]) {
         let mut gradient = case.gradient.as_ref().map(|g| machine(g.program()));
         let mut keep = machine(case.dropout.keep().program());
         for q in QUERIES {
-            let given = scores(q);
+            let given = row_of_scores(q);
             mask.run_row(q, &[]);
             keep.run_row(q, &[]);
             score.run_row_where(q, &given, mask.bools(0));
@@ -426,4 +426,84 @@ fn a_rectangle_that_reads_one_element_of_a_bias_does() {
     }
     println!("{} rectangles of several elements, {} of one", found[0], found[1]);
     assert!(found[0] > 100 && found[1] > 100);
+}
+
+#[test]
+fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
+    let table = learned;
+    let short = table("short", &[9]);
+    let rel = scores::relative_bias(&table("rel", &[4, 11])).unwrap();
+    let slopes = scores::alibi_with(&table("slopes", &[4])).unwrap();
+    let all = [
+        rel.then(&scores::soft_cap(2.0).unwrap()),
+        slopes.then(&scores::temperature(&table("temperature", &[4])).unwrap()).then(&rel),
+        scores::additive_bias(&table("bias", &[2, 1, 70, 90])).unwrap(),
+        scores::t5_buckets(&table("t5", &[12, 1]), false, 40).unwrap(),
+        // Both reads are clamped to the buffer.
+        closure::score_mod!(|score, q, kv| score * short[q - 30] + short[kv]),
+    ];
+    let weight = |q: i32, kv: i32| ((q * 13 + kv * 5) % 17 - 8) as f32 * 0.125;
+    let mut text = format!("{}{PRELUDE}", include_str!("shim.h"));
+    let mut main = String::from("int main() { take_arena();");
+    let (mut arena, mut input) = (Arena::default(), Vec::new());
+    let mut sources = Vec::new();
+    for (i, score) in all.iter().enumerate() {
+        let gradient = score.gradient().unwrap();
+        let mods = Mods { score: Some(score), gradient: Some(&gradient), ..Mods::default() };
+        let accurate = Options { fast_math: false, ..options() };
+        let source = ModsSource::new(mods, &accurate).unwrap();
+        text.push_str(&format!("namespace p{i} {{\n{}RUN_CAPTURES\n}}\n", source.text()));
+        main.push_str(&format!(" p{i}::run();"));
+        let addresses = put_buffers(&mut arena, &source);
+        let bytes = source.pack(&addresses, 0).unwrap();
+        let mut int = |x: i32| input.extend(x.to_le_bytes());
+        int(bytes.len() as i32);
+        bytes.chunks(4).for_each(|word| int(i32::from_le_bytes(word.try_into().unwrap())));
+        [HEAD.b, HEAD.h, HEAD.h_kv, HEAD.q_len, HEAD.kv_len].into_iter().for_each(&mut int);
+        int((QUERIES.len() * KEYS.len()) as i32);
+        for q in QUERIES {
+            for (kv, score) in KEYS.zip(row_of_scores(q)) {
+                let bits = |x: f32| x.to_bits() as i32;
+                [q, kv, bits(score), bits(weight(q, kv))].into_iter().for_each(&mut int);
+            }
+        }
+        int(source.learned().count() as i32);
+        for slot in source.learned() {
+            input.extend(addresses[slot].gradient.to_le_bytes());
+            input.extend((source.buffers()[slot].data().len() as u64).to_le_bytes());
+        }
+        sources.push((source, gradient));
+    }
+    let Some(bytes) = program_output(&format!("{text}{main} }}\n"), arena, input) else { return };
+    let mut got = bytes.chunks(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+    for (number, (source, gradient)) in sources.iter().enumerate() {
+        let buffers = gradient.program().graph().buffers();
+        let mut wanted: Vec<Vec<f64>> = buffers.iter().map(|b| vec![0.0; b.data().len()]).collect();
+        let mut machine = Kernel::compile(gradient.program()).machine(KEYS.len());
+        machine.set_head(HEAD);
+        machine.set_columns(KEYS.start, KEYS.len());
+        for q in QUERIES {
+            machine.run_row(q, &row_of_scores(q));
+            for (column, kv) in KEYS.enumerate() {
+                for read in gradient.captures() {
+                    let shape = buffers[read.buffer as usize].shape();
+                    let at = read.index.iter().zip(shape).fold(0, |at, (&root, &len)| {
+                        at * len + machine.i32s(root)[column].clamp(0, len as i32 - 1) as usize
+                    });
+                    let given = f64::from(machine.f32s(read.value)[column]);
+                    wanted[read.buffer as usize][at] += given * f64::from(weight(q, kv));
+                }
+            }
+        }
+        for slot in source.learned() {
+            let buffer = &source.buffers()[slot];
+            let of = buffers.iter().position(|b| b.same(buffer)).expect("it has a gradient");
+            assert!(wanted[of].iter().any(|&x| x != 0.0), "score {number} gives nothing");
+            for (at, want) in wanted[of].iter().enumerate() {
+                let got = f64::from(got.next().expect("an element of a gradient"));
+                let close = (got - want).abs() <= 1e-5 * (1.0 + want.abs());
+                assert!(close, "score {number}, `{}`[{at}]: {got}, not {want}", buffer.name());
+            }
+        }
+    }
 }

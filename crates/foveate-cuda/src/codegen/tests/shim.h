@@ -86,3 +86,28 @@ static void take_arena() {
             give<int>(Capture<0>::one(mods, place, q0, q1, kv0, kv1));                          \
         }                                                                                       \
     }
+
+// Every read of a learned buffer at every point, then the gradients.
+#define RUN_CAPTURES                                                                            \
+    template <int READ>                                                                         \
+    static void capture(const Mods& mods, const Place& place, Int q, Int kv, float score, float d) { \
+        if constexpr (READ < CAPTURE_READS) {                                                   \
+            using Read = Capture<READ>;                                                         \
+            Read::add(mods, place, q, kv, Read::term(mods, place, q, kv, score, d));            \
+            capture<READ + 1>(mods, place, q, kv, score, d);                                    \
+        }                                                                                       \
+    }                                                                                           \
+    static void run() {                                                                         \
+        if (take<int>() != int(sizeof(Mods))) abort();                                          \
+        const Mods mods = take<Mods>();                                                         \
+        const Place place = take<Place>();                                                      \
+        for (int points = take<int>(); points > 0; --points) {                                  \
+            int q = take<int>(), kv = take<int>();                                              \
+            float score = take<float>();                                                        \
+            capture<0>(mods, place, q, kv, score, take<float>());                               \
+        }                                                                                       \
+        for (int buffers = take<int>(); buffers > 0; --buffers) {                               \
+            const i64 at = take<i64>(), elems = take<i64>();                                    \
+            fwrite((const void*)at, 4, size_t(elems), stdout);                                  \
+        }                                                                                       \
+    }
