@@ -375,7 +375,7 @@ fn candidates(kernel: Kernel, asked: &TileOptions, sizes: &Sizes) -> Vec<Tiles> 
     }
     let mut all = Vec::new();
     let shortest = sizes.queries.next_multiple_of(16).max(16);
-    for tile_q in pick(asked.tile_q, &[16, 32, 64, 128]) {
+    for tile_q in pick(asked.tile_q, &[16, 32, 64, 96, 128]) {
         // A tile of which half would be empty is not one to consider.
         if asked.tile_q.is_none() && tile_q >= 2 * shortest {
             continue;

@@ -286,8 +286,9 @@ fn sums(config: &Config) -> usize {
         }
         Kernel::Backward => {
             let kept = divide(tile_kv, dim) + divide(tile_kv, dim_v);
-            // Scores and their gradients; and copies of both for captured buffers.
-            let scores = of_scores * if config.captures { 4 } else { 2 };
+            // Scores and their gradients. Captured buffers need the scores as they were, and the
+            // weights apart from them, if the score has a derivative.
+            let scores = of_scores * if config.captures && config.dscore { 4 } else { 2 };
             let of_dq = if config.deterministic { 0 } else { divide(tile_q, dim) };
             kept + scores.max(of_dq)
         }

@@ -8,11 +8,22 @@ use super::{Class, Tiles};
 use crate::config::{Elem, Kernel};
 use crate::profile::Profile;
 
-/// For head dims up to the first number, the tiles of a kernel on 16-bit operands.
+/// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
 type Known = (usize, Tiles);
 
 const FORWARD: &[Known] = &[(64, tiles(128, 64, 4, 1)), (128, tiles(128, 64, 4, 1))];
-const BACKWARD: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 128, 8, 2))];
+const BACKWARD: &[Known] = &[
+    (32, tiles(64, 128, 4, 2)),
+    (64, tiles(128, 128, 8, 2)),
+    (96, tiles(96, 128, 8, 2)),
+    (128, tiles(64, 128, 8, 2)),
+    (160, tiles(96, 96, 8, 1)),
+    (192, tiles(64, 96, 8, 2)),
+    (256, tiles(64, 64, 8, 2)),
+];
+const BACKWARD_DQ: &[Known] = &[(128, tiles(64, 64, 4, 2))];
+/// On f32 operands.
+const BACKWARD_F32: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 96, 8, 1))];
 
 const fn tiles(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Tiles {
     Tiles { tile_q, tile_kv, warps, stages }
@@ -20,12 +31,15 @@ const fn tiles(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Ti
 
 /// The measured choice, when there is one.
 pub fn of(profile: &Profile, class: &Class, kernel: Kernel) -> Option<Tiles> {
-    if class.dtype == Elem::F32 || profile.capability < (9, 0) || profile.capability >= (11, 0) {
+    if profile.capability < (9, 0) || profile.capability >= (11, 0) {
         return None;
     }
-    let table = match kernel {
-        Kernel::Forward => FORWARD,
-        Kernel::Backward => BACKWARD,
+    let table = match (kernel, class.dtype) {
+        (Kernel::Backward, Elem::F32) => BACKWARD_F32,
+        (_, Elem::F32) => return None,
+        (Kernel::Forward, _) => FORWARD,
+        (Kernel::Backward, _) => BACKWARD,
+        (Kernel::BackwardDq, _) => BACKWARD_DQ,
         _ => return None,
     };
     let dim = class.dim.max(class.dim_v);
