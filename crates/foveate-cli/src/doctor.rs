@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use foveate_cuda::driver::{Device, DeviceInfo};
-use foveate_cuda::library::Library;
+use foveate_cuda::library::{Library, Outcome, Step};
 use foveate_cuda::{CudaErrorKind, cache, nvrtc};
 use foveate_train::machine::memory;
 use serde::Serialize;
@@ -44,6 +44,16 @@ struct Found {
     path: Option<PathBuf>,
     version: Option<String>,
     advice: Option<String>,
+    searched: Vec<Searched>,
+}
+
+/// A file that was tried.
+#[derive(Debug, Serialize)]
+struct Searched {
+    origin: &'static str,
+    path: PathBuf,
+    outcome: &'static str,
+    reason: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -105,11 +115,27 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             (Some(path), None) => {
                 out.line(format_args!("{name:<9} {}{version}", path.display()))?
             }
-            (_, advice) => out.line(format_args!(
+            (Some(path), Some(advice)) => {
+                out.line(format_args!("{name:<9} {}, but: {advice}", path.display()))?
+            }
+            (None, advice) => out.line(format_args!(
                 "{name:<9} not found, needed {}: {}",
                 library.purpose,
                 advice.as_deref().unwrap_or("unknown")
             ))?,
+        }
+        for step in &library.searched {
+            if let Some(why) = &step.reason {
+                let path = step.path.display();
+                out.line(format_args!("          {path} cannot be opened: {why}"))?;
+            }
+        }
+        if library.path.is_none() {
+            let mut folders: Vec<_> =
+                library.searched.iter().filter_map(Searched::folder).collect();
+            folders.dedup();
+            let folders = folders.join(", ");
+            out.line(format_args!("          looked for in {folders}"))?;
         }
     }
     if let Some(folder) = &found.kernel_cache {
@@ -153,8 +179,9 @@ impl Found {
                 CudaErrorKind::Missing { advice, .. } => (*advice).to_owned(),
                 _ => e.to_string(),
             }),
-            // A driver without a GPU, or one that does not start.
+            // A driver without a GPU, one that does not start, a library too old.
             (Ok(_), Library::Driver) => Device::count().err().map(|e| e.to_string()),
+            (Ok(_), Library::Nvrtc) => nvrtc::Compiler::get().err().map(|e| e.to_string()),
             (Ok(_), _) => None,
         };
         Self {
@@ -163,7 +190,26 @@ impl Found {
             path: opened.ok().map(|o| o.path().into()),
             version,
             advice,
+            searched: library.search().steps().iter().map(Searched::of).collect(),
         }
+    }
+}
+
+impl Searched {
+    fn of(step: &Step) -> Self {
+        let (outcome, reason) = match &step.outcome {
+            Outcome::Absent => ("absent", None),
+            Outcome::Unusable(why) => ("unusable", Some(why.clone())),
+            Outcome::Opened => ("opened", None),
+        };
+        Self { origin: step.origin.name(), path: step.path.clone(), outcome, reason }
+    }
+
+    /// The folder looked in; for a bare name, who looks.
+    fn folder(&self) -> Option<String> {
+        let folder = self.path.parent()?;
+        let system = folder.as_os_str().is_empty();
+        Some(if system { "the system's folders".into() } else { folder.display().to_string() })
     }
 }
 

@@ -138,3 +138,24 @@ fn every_command_that_reports_figures_prints_one_object_a_line() {
         assert!(!out.is_empty(), "{line}");
     }
 }
+
+#[test]
+fn the_doctor_tells_a_damaged_library_from_a_missing_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let damaged = dir.path().join("libcuda.so.1");
+    std::fs::write(&damaged, "cut short").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+    command.args(["doctor", "--json"]).env("FOVEATE_CUDA_LIBRARIES", dir.path());
+    let done = command.output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let found: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    let libraries = found["libraries"].as_array().unwrap();
+    let driver = libraries.iter().find(|l| l["name"] == "the NVIDIA driver").unwrap();
+    let step = &driver["searched"][0];
+    assert_eq!(
+        (&step["origin"], &step["outcome"]),
+        (&"FOVEATE_CUDA_LIBRARIES".into(), &"unusable".into())
+    );
+    assert_eq!(step["path"], damaged.to_str().unwrap());
+    assert!(step["reason"].as_str().unwrap().contains("libcuda.so.1"), "{step}");
+}

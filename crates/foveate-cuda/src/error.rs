@@ -22,8 +22,10 @@ pub enum CudaErrorKind {
         library: &'static str,
         /// How to get it.
         advice: &'static str,
-        /// Where it was looked for.
+        /// Number of files looked for.
         tried: usize,
+        /// A file that is there but cannot be opened, and why.
+        unusable: Option<String>,
     },
     /// A library lacks a function.
     Symbol {
@@ -119,9 +121,10 @@ impl From<ModError> for CudaError {
 impl fmt::Display for CudaErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing { library, advice, tried } => {
-                write!(f, "{library} was not found in {tried} places; {advice}")
-            }
+            Self::Missing { library, advice, tried, unusable } => match unusable {
+                Some(why) => write!(f, "{library} cannot be opened ({why}); {advice}"),
+                None => write!(f, "{library} was not found in {tried} places; {advice}"),
+            },
             Self::Symbol { library, symbol } => {
                 write!(f, "{library} has no `{symbol}`; it is too old, a newer one is needed")
             }

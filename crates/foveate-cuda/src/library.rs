@@ -4,12 +4,15 @@
 //! for in the same places, in this order:
 //!
 //! 1. `FOVEATE_CUDA_LIBRARIES`, a folder or a file (several are separated like `PATH`);
-//! 2. wheels: `site-packages/nvidia/*/lib` of the active environment (`VIRTUAL_ENV`,
-//!    `CONDA_PREFIX`) and of the `python3` on `PATH`;
-//! 3. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`;
+//! 2. wheels: `nvidia/*/lib` in the packages of the Python that runs this process, of the active
+//!    environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), of the `python3` on `PATH`, and of the user;
+//! 3. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
 //! 4. the bare name, which leaves the search to the system's loader.
 //!
-//! A library is opened by its absolute path and stays open for the life of the process.
+//! The driver is no part of wheels and toolkits, so it is looked for in the first and the last
+//! place only. A library is opened by its absolute path and stays open for the life of the
+//! process. What was tried and what came of it is kept ([`Search`]), so that a file that is there
+//! and cannot be opened is never reported as missing without its reason.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -80,26 +83,10 @@ impl Library {
         }
     }
 
-    /// Every place it is looked for, in order, existing or not.
-    pub fn candidates(self) -> Vec<PathBuf> {
-        let mut places: Vec<PathBuf> = Vec::new();
-        let named = env::var_os(VARIABLE).unwrap_or_default();
-        for given in env::split_paths(&named).filter(|p| !p.as_os_str().is_empty()) {
-            if given.is_file() {
-                let name = given.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let stem = self.file_names()[0].split(".so").next().unwrap_or_default();
-                if name.starts_with(stem) {
-                    places.push(given);
-                }
-            } else {
-                places.extend(self.file_names().iter().map(|n| given.join(n)));
-            }
-        }
-        for folder in folders() {
-            places.extend(self.file_names().iter().map(|n| folder.join(n)));
-        }
-        places.extend(self.file_names().iter().map(PathBuf::from));
-        places
+    /// The search for it, done once in a process.
+    pub fn search(self) -> &'static Search {
+        static SEARCHES: [OnceLock<Search>; 4] = [const { OnceLock::new() }; 4];
+        SEARCHES[self as usize].get_or_init(|| self.search_in(&Surroundings::of_process()))
     }
 
     /// Opens it, once in a process.
@@ -107,29 +94,114 @@ impl Library {
     /// # Errors
     /// When it is nowhere, with advice.
     pub fn open(self) -> Result<&'static Opened, CudaError> {
-        static OPENED: [OnceLock<Result<Opened, CudaError>>; 4] = [const { OnceLock::new() }; 4];
-        OPENED[self as usize].get_or_init(|| self.find()).as_ref().map_err(Clone::clone)
+        let search = self.search();
+        search.opened.as_ref().ok_or_else(|| {
+            let (library, advice) = (self.name(), self.advice());
+            let unusable = search.steps.iter().find_map(|step| match &step.outcome {
+                Outcome::Unusable(why) => Some(format!("{}: {why}", step.path.display())),
+                _ => None,
+            });
+            let tried = search.steps.len();
+            CudaErrorKind::Missing { library, advice, tried, unusable }.into()
+        })
     }
 
-    fn find(self) -> Result<Opened, CudaError> {
-        let candidates = self.candidates();
-        let tried = candidates.len();
-        for path in candidates {
-            let bare = path.parent().is_none_or(|p| p.as_os_str().is_empty());
-            if !bare && !path.exists() {
-                continue;
-            }
-            if self == Self::Nvrtc && !bare {
-                open_builtins(&path);
-            }
-            // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
-            if let Ok(library) = unsafe { libloading::Library::new(&path) } {
-                return Ok(Opened { of: self, path, library });
+    fn search_in(self, around: &Surroundings) -> Search {
+        let mut steps = Vec::new();
+        for (origin, path) in around.candidates(self) {
+            let bare = origin == Origin::System;
+            let found = if bare || path.is_file() { self.open_at(&path, bare) } else { Ok(None) };
+            let (outcome, opened) = match found {
+                Ok(None) => (Outcome::Absent, None),
+                Ok(opened) => (Outcome::Opened, opened),
+                Err(why) => (Outcome::Unusable(why), None),
+            };
+            steps.push(Step { origin, path, outcome });
+            if opened.is_some() {
+                return Search { steps, opened };
             }
         }
-        let (library, advice) = (self.name(), self.advice());
-        Err(CudaErrorKind::Missing { library, advice, tried }.into())
+        Search { steps, opened: None }
     }
+
+    /// `None` when the system's loader knows of no such library.
+    fn open_at(self, path: &Path, bare: bool) -> Result<Option<Opened>, String> {
+        if self == Self::Nvrtc && !bare {
+            open_builtins(path);
+        }
+        // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
+        match unsafe { libloading::Library::new(path) } {
+            Ok(library) => Ok(Some(Opened { of: self, path: path.into(), library })),
+            Err(e) => {
+                let why = e.to_string();
+                let name = path.to_string_lossy();
+                // The loader names the file it misses, which may also be one that a library needs.
+                let absent = bare && why.starts_with(&format!("{name}: cannot open shared object"));
+                if absent { Ok(None) } else { Err(why) }
+            }
+        }
+    }
+}
+
+/// What became of the search for a library.
+#[derive(Debug)]
+pub struct Search {
+    steps: Vec<Step>,
+    opened: Option<Opened>,
+}
+
+impl Search {
+    /// The files tried, in order; the last one is open if any is.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+}
+
+/// A file that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Why there.
+    pub origin: Origin,
+    /// The file; a bare name for the system's loader.
+    pub path: PathBuf,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// Why a place is looked in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// `FOVEATE_CUDA_LIBRARIES` names it.
+    Variable,
+    /// Packages of a Python.
+    Wheel,
+    /// A CUDA toolkit.
+    Toolkit,
+    /// The system's loader.
+    System,
+}
+
+impl Origin {
+    /// A word for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Variable => VARIABLE,
+            Self::Wheel => "wheel",
+            Self::Toolkit => "toolkit",
+            Self::System => "system",
+        }
+    }
+}
+
+/// What came of trying a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is not there.
+    Absent,
+    /// It is there and the loader refuses it: why.
+    Unusable(String),
+    /// It is open.
+    Opened,
 }
 
 /// NVRTC 13.0 has no run path: it finds its builtins only when they are open already.
@@ -147,45 +219,117 @@ fn open_builtins(nvrtc: &Path) {
     }
 }
 
-/// Folders of wheels and toolkits.
-fn folders() -> Vec<PathBuf> {
-    let mut sites = Vec::new();
-    for variable in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
-        if let Some(prefix) = env::var_os(variable) {
-            sites.extend(site_packages(Path::new(&prefix)));
-        }
-    }
-    let path = env::var_os("PATH").unwrap_or_default();
-    for folder in env::split_paths(&path) {
-        // The environment of a python3 is found without running it: bin/python3 of a prefix.
-        let python = folder.join("python3");
-        if let (true, Some(prefix)) = (python.exists(), folder.parent()) {
-            sites.extend(site_packages(prefix));
-            break;
-        }
-    }
-    let mut folders = Vec::new();
-    for site in sites {
-        let of_wheels = std::fs::read_dir(site.join("nvidia")).into_iter().flatten().flatten();
-        let mut of_wheels: Vec<PathBuf> = of_wheels.map(|e| e.path().join("lib")).collect();
-        of_wheels.sort();
-        folders.extend(of_wheels.into_iter().filter(|p| p.is_dir()));
-    }
-    let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
-    for toolkit in toolkits.chain([PathBuf::from("/usr/local/cuda")]) {
-        folders.push(toolkit.join("lib64"));
-    }
-    folders
+/// What decides where libraries are looked for.
+#[derive(Debug, Default)]
+struct Surroundings {
+    /// Folders and files of [`VARIABLE`].
+    named: Vec<PathBuf>,
+    /// Prefixes of Python environments, `/usr` for `/usr/bin/python3`.
+    pythons: Vec<PathBuf>,
+    toolkits: Vec<PathBuf>,
 }
 
-fn site_packages(prefix: &Path) -> Vec<PathBuf> {
-    let versions = std::fs::read_dir(prefix.join("lib")).into_iter().flatten().flatten();
-    let mut sites: Vec<PathBuf> = versions
-        .filter(|e| e.file_name().to_string_lossy().starts_with("python"))
-        .map(|e| e.path().join("site-packages"))
-        .collect();
-    sites.sort();
-    sites
+impl Surroundings {
+    fn of_process() -> Self {
+        let paths = |variable: &str| -> Vec<PathBuf> {
+            let value = env::var_os(variable).unwrap_or_default();
+            env::split_paths(&value).filter(|p| !p.as_os_str().is_empty()).collect()
+        };
+        let folder = |variable: &&str| env::var_os(*variable).filter(|v| !v.is_empty());
+        // A Python that runs this process goes by the name it was called with, which is in its
+        // environment, and by its real path, which is in the installation behind it.
+        let called = env::args_os().next().map(PathBuf::from);
+        let running = [called, env::current_exe().ok()].into_iter().flatten();
+        let mut pythons: Vec<PathBuf> = running.filter_map(|p| prefix_of(&p)).collect();
+        let active = ["VIRTUAL_ENV", "CONDA_PREFIX"];
+        pythons.extend(active.iter().filter_map(folder).map(PathBuf::from));
+        // Found without running it.
+        let on_path = paths("PATH").into_iter().map(|f| f.join("python3")).find(|p| p.exists());
+        pythons.extend(on_path.and_then(|p| prefix_of(&p)));
+        pythons.extend(env::home_dir().map(|home| home.join(".local")));
+        let toolkits = ["CUDA_HOME", "CUDA_PATH"];
+        let mut toolkits: Vec<_> = toolkits.iter().filter_map(folder).map(PathBuf::from).collect();
+        toolkits.extend(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
+        Self { named: paths(VARIABLE), pythons, toolkits }
+    }
+
+    /// Every file to try, in order, existing or not.
+    fn candidates(&self, library: Library) -> Vec<(Origin, PathBuf)> {
+        let names = library.file_names();
+        let stem = names[0].split(".so").next().expect("a part before the first cut");
+        let mut places = Vec::new();
+        let mut add = |origin: Origin, path: PathBuf| {
+            if !places.iter().any(|(_, p)| *p == path) {
+                places.push((origin, path));
+            }
+        };
+        for given in &self.named {
+            let file = given.file_name().unwrap_or_default().to_string_lossy();
+            if given.is_file() {
+                // A file is of one library; builtins and alternatives share its stem.
+                if file.strip_prefix(stem).is_some_and(|rest| rest.starts_with(".so")) {
+                    add(Origin::Variable, given.clone());
+                }
+            } else {
+                names.iter().for_each(|name| add(Origin::Variable, given.join(name)));
+            }
+        }
+        if library != Library::Driver {
+            for folder in self.pythons.iter().flat_map(|prefix| wheels(prefix)) {
+                names.iter().for_each(|name| add(Origin::Wheel, folder.join(name)));
+            }
+            for toolkit in &self.toolkits {
+                for folder in ["lib64", "lib"].map(|lib| toolkit.join(lib)) {
+                    names.iter().for_each(|name| add(Origin::Toolkit, folder.join(name)));
+                }
+            }
+        }
+        names.iter().for_each(|name| add(Origin::System, PathBuf::from(name)));
+        places
+    }
+}
+
+/// The prefix of `bin/python3` or the like.
+fn prefix_of(executable: &Path) -> Option<PathBuf> {
+    let name = executable.file_name()?.to_str()?;
+    let folder = executable.parent().filter(|_| name.starts_with("python"))?;
+    Some(folder.parent()?.to_owned())
+}
+
+/// Folders that hold libraries of NVIDIA's in the packages below `prefix`.
+fn wheels(prefix: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    // Debian's pip installs to `/usr/local` and calls the folder `dist-packages`.
+    for lib in ["lib", "lib64", "local/lib"].map(|lib| prefix.join(lib)) {
+        for (name, python) in newest_first(&lib) {
+            for packages in ["site-packages", "dist-packages"].map(|p| python.join(p)) {
+                if !name.starts_with("python") {
+                    continue;
+                }
+                let mut nvidia = newest_first(&packages.join("nvidia"));
+                // `cu13` has all libraries of a version, and is newer than folders of one each.
+                nvidia.sort_by_key(|(name, _)| {
+                    name.strip_prefix("cu").is_none_or(|v| v.parse::<u32>().is_err())
+                });
+                found.extend(nvidia.into_iter().map(|(_, folder)| folder.join("lib")));
+            }
+        }
+    }
+    found.retain(|folder| folder.is_dir());
+    // Conda's packages put libraries beside those of Python.
+    if prefix.join("conda-meta").is_dir() {
+        found.push(prefix.join("lib"));
+    }
+    found
+}
+
+/// Entries of a folder with their names; of `python3.9` and `python3.13` the latter first.
+fn newest_first(folder: &Path) -> Vec<(String, PathBuf)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut named: Vec<(String, PathBuf)> =
+        entries.map(|e| (e.file_name().to_string_lossy().into_owned(), e.path())).collect();
+    named.sort_by(|(a, _), (b, _)| (b.len(), b).cmp(&(a.len(), a)));
+    named
 }
 
 /// A library that is open.
@@ -222,32 +366,111 @@ impl Opened {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_wheels_of_an_environment_are_found() {
+    fn tree(files: &[&str]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
-        let lib = root.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
-        std::fs::create_dir_all(&lib).unwrap();
-        assert_eq!(site_packages(root.path()), [root.path().join("lib/python3.12/site-packages")]);
-        assert_eq!(site_packages(&root.path().join("nowhere")), [] as [PathBuf; 0]);
+        for file in files {
+            let file = root.path().join(file);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, "no library").unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn places_are_tried_in_the_documented_order() {
+        let root = tree(&[
+            "mine/libnvrtc.so.13",
+            "venv/lib/python3.9/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cu12/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
+            "usr/local/lib/python3.11/dist-packages/nvidia/cu13/lib/libnvrtc.so.13",
+            "conda/conda-meta/history",
+            "conda/lib/libnvrtc.so.13",
+            "cuda/lib64/libnvrtc.so.13",
+        ]);
+        let at = |name: &str| root.path().join(name);
+        let around = Surroundings {
+            named: vec![at("mine")],
+            pythons: vec![at("venv"), at("usr"), at("conda"), at("nowhere")],
+            toolkits: vec![at("cuda")],
+        };
+        let search = Library::Nvrtc.search_in(&around);
+        let there = search.steps.iter().filter(|s| s.path.starts_with(root.path()));
+        let there: Vec<_> = there
+            .filter(|s| s.outcome != Outcome::Absent)
+            .map(|s| {
+                assert!(matches!(s.outcome, Outcome::Unusable(_)), "{s:?}");
+                let path = s.path.strip_prefix(root.path()).unwrap().to_str().unwrap();
+                (s.origin.name(), path.replace("site-packages/nvidia", "*"))
+            })
+            .collect();
+        let expected = [
+            (VARIABLE, "mine/libnvrtc.so.13"),
+            ("wheel", "venv/lib/python3.13/*/cu13/lib/libnvrtc.so.13"),
+            ("wheel", "venv/lib/python3.13/*/cu12/lib/libnvrtc.so.12"),
+            ("wheel", "venv/lib/python3.13/*/cuda_nvrtc/lib/libnvrtc.so.12"),
+            ("wheel", "venv/lib/python3.9/*/cuda_nvrtc/lib/libnvrtc.so.12"),
+            ("wheel", "usr/local/lib/python3.11/dist-packages/nvidia/cu13/lib/libnvrtc.so.13"),
+            ("wheel", "conda/lib/libnvrtc.so.13"),
+            ("toolkit", "cuda/lib64/libnvrtc.so.13"),
+        ];
+        assert_eq!(there, expected.map(|(origin, path)| (origin, path.to_owned())));
+        let system = search.steps.iter().find(|s| s.origin == Origin::System).unwrap();
+        assert_eq!(system.path, Path::new("libnvrtc.so.13"));
+    }
+
+    #[test]
+    fn a_file_is_taken_for_the_library_it_is_of() {
+        let root = tree(&["libnvrtc.so.13.0", "libnvrtc-builtins.so.13.0", "libnccl.so.2"]);
+        let files = ["libnvrtc-builtins.so.13.0", "libnvrtc.so.13.0", "libnccl.so.2"];
+        let named: Vec<PathBuf> = files.map(|name| root.path().join(name)).into();
+        let around = Surroundings { named: named.clone(), ..Surroundings::default() };
+        let of = |library: Library| -> Vec<PathBuf> {
+            let all = around.candidates(library).into_iter();
+            all.filter(|(origin, _)| *origin == Origin::Variable).map(|(_, path)| path).collect()
+        };
+        assert_eq!(of(Library::Nvrtc), [named[1].clone()]);
+        assert_eq!(of(Library::Nccl), [named[2].clone()]);
+        assert_eq!(of(Library::CublasLt), [] as [PathBuf; 0]);
+    }
+
+    #[test]
+    fn the_driver_is_not_looked_for_among_wheels_and_toolkits() {
+        let root = tree(&["lib/python3.12/site-packages/nvidia/cu13/lib/libcuda.so.1"]);
+        let prefix = vec![root.path().to_owned()];
+        let around = Surroundings { pythons: prefix.clone(), toolkits: prefix, named: vec![] };
+        let places = around.candidates(Library::Driver);
+        assert!(places.iter().all(|(origin, _)| *origin == Origin::System), "{places:?}");
+    }
+
+    #[test]
+    fn the_prefix_of_a_python_is_above_its_bin() {
+        let prefix = |path: &str| prefix_of(Path::new(path));
+        assert_eq!(prefix("/opt/env/bin/python3.12"), Some("/opt/env".into()));
+        assert_eq!(prefix("/usr/bin/foveate"), None);
+        assert_eq!(prefix("python3"), None);
     }
 
     #[test]
     fn a_library_that_is_nowhere_is_an_error_with_advice() {
-        let error: CudaError = CudaErrorKind::Missing {
-            library: Library::Nvrtc.name(),
-            advice: Library::Nvrtc.advice(),
-            tried: 7,
-        }
-        .into();
-        let said = error.to_string();
+        let missing = |unusable| -> String {
+            let (library, advice) = (Library::Nvrtc.name(), Library::Nvrtc.advice());
+            CudaError::from(CudaErrorKind::Missing { library, advice, tried: 7, unusable })
+                .to_string()
+        };
+        let said = missing(None);
         assert!(said.starts_with("NVRTC was not found in 7 places; `pip install"), "{said}");
+        let said = missing(Some("/x/libnvrtc.so.13: file too short".into()));
+        let expected = "NVRTC cannot be opened (/x/libnvrtc.so.13: file too short); `pip install";
+        assert!(said.starts_with(expected), "{said}");
     }
 
     #[test]
     fn every_search_ends_with_the_bare_name() {
         for library in Library::ALL {
-            let last = library.candidates().pop().unwrap();
-            assert_eq!(last.components().count(), 1, "{last:?}");
+            let (origin, last) = Surroundings::of_process().candidates(library).pop().unwrap();
+            assert_eq!((origin, last.components().count()), (Origin::System, 1), "{last:?}");
         }
     }
 }
