@@ -1,11 +1,12 @@
 //! Compiled kernels, kept in memory and on disk.
 //!
-//! A kernel's key is the SHA-256 of everything that decides its machine code: version of this
-//! format, NVRTC's version, options, architecture, source. One key is compiled once in a process,
-//! however many threads ask for it; processes write whole files under a temporary name and rename
-//! them, so a reader never sees half of one. A file whose checksum is wrong is built again. A
-//! folder that cannot be written costs its users nothing but the time to compile:
-//! [`Cache::trouble`] says so.
+//! A kernel's key is the SHA-256 of everything that decides its machine code: versions of this
+//! crate and of the file format, NVRTC's version, options, architecture, source. One key is
+//! compiled once in a process, however many threads ask for it; processes write whole files under
+//! a temporary name and rename them, so a reader never sees half of one, and of two that compile
+//! one key at the same time the last to finish is kept, which is the same. A file whose checksum
+//! is wrong is built again. A folder that cannot be written, read-only or full, costs its users
+//! nothing but the time to compile: stderr says so once, and [`Cache::trouble`] always.
 //!
 //! The folder is `FOVEATE_CACHE_DIR`, else `foveate/kernels` in the user's cache folder.
 //! `FOVEATE_DUMP_KERNELS` names a folder that gets source, log and machine code of every kernel
@@ -100,17 +101,26 @@ impl Cache {
             let fresh = kept.is_none();
             let compiled = kept.map_or_else(compile, Ok)?;
             if let (true, Some(file)) = (fresh, &file) {
-                self.note("keep a compiled kernel", file, write(file, &pack(&compiled)));
+                self.note(file, write(file, &pack(&compiled)), || {
+                    format!(
+                        "compiled kernels cannot be kept; each process compiles its own until \
+                         {FOLDER_VARIABLE} names a folder that can be written"
+                    )
+                });
             }
             if let Some(dump) = &self.dump {
-                let parts: [(&str, &[u8]); 3] = [
+                let taken: String = compiled.kernels.iter().map(|k| format!("{k}\n")).collect();
+                let parts: [(&str, &[u8]); 4] = [
                     ("cu", source.as_bytes()),
                     ("log", compiled.log.as_bytes()),
+                    ("resources", taken.as_bytes()),
                     ("cubin", &compiled.cubin),
                 ];
                 for (extension, bytes) in parts {
                     let file = dump.join(&key[..16]).with_extension(extension);
-                    self.note("dump a kernel", &file, write(&file, bytes));
+                    let advice = "kernels cannot be dumped; name a folder that can be written in";
+                    let advice = || format!("{advice} {DUMP_VARIABLE}");
+                    self.note(&file, write(&file, bytes), advice);
                 }
             }
             Ok(Arc::new(compiled))
@@ -118,14 +128,13 @@ impl Cache {
         made.clone()
     }
 
-    fn note(&self, doing: &str, file: &Path, done: io::Result<()>) {
+    /// Keeps and prints the first failure to write a file.
+    fn note(&self, file: &Path, done: io::Result<()>, what: impl FnOnce() -> String) {
         if let Err(e) = done {
             self.trouble.get_or_init(|| {
-                format!(
-                    "cannot {doing} in {}: {e}; kernels are compiled anew in each process until \
-                     {FOLDER_VARIABLE} names a folder that can be written",
-                    file.parent().unwrap_or(file).display()
-                )
+                let trouble = format!("{}: {e}; {}", file.display(), what());
+                eprintln!("warning: {trouble}");
+                trouble
             });
         }
     }
@@ -141,7 +150,8 @@ fn folder() -> Option<PathBuf> {
 
 fn key((major, minor): (i32, i32), arch: &str, source: &str) -> Key {
     let mut hash = Sha256::new();
-    for part in [&format!("{major}.{minor}"), arch, &OPTIONS.join(" "), source] {
+    let generator = env!("CARGO_PKG_VERSION");
+    for part in [generator, &format!("{major}.{minor}"), arch, &OPTIONS.join(" "), source] {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
     }
@@ -250,8 +260,33 @@ mod tests {
         }
         assert_eq!(compiled.load(Ordering::SeqCst), 1);
         let trouble = cache.trouble().unwrap();
-        assert!(trouble.starts_with("cannot keep a compiled kernel in"), "{trouble}");
+        assert!(trouble.starts_with(root.path().to_str().unwrap()), "{trouble}");
+        assert!(trouble.contains("compiled kernels cannot be kept;"), "{trouble}");
         assert!(trouble.contains(FOLDER_VARIABLE), "{trouble}");
+    }
+
+    #[test]
+    fn a_dump_has_source_log_resources_and_machine_code() {
+        let root = tempfile::tempdir().unwrap();
+        let mut cache = Cache::at(None);
+        cache.dump = Some(root.path().join("kernels"));
+        kernel_of(&cache, "a", &AtomicUsize::new(0));
+        let key = key((13, 0), "sm_90", "a");
+        let dumped = |extension: &str| {
+            fs::read_to_string(
+                root.path().join("kernels").join(&key[..16]).with_extension(extension),
+            )
+        };
+        assert_eq!((dumped("cu").unwrap().as_str(), dumped("cubin").unwrap().as_str()), ("a", "a"));
+        assert_eq!(dumped("log").unwrap(), "log of a");
+        assert_eq!(dumped("resources").unwrap(), "");
+        assert_eq!(cache.trouble(), None);
+
+        let mut cache = Cache::at(None);
+        cache.dump = Some(root.path().join("kernels").join(&key[..16]).with_extension("cu"));
+        kernel_of(&cache, "a", &AtomicUsize::new(0));
+        let trouble = cache.trouble().unwrap();
+        assert!(trouble.ends_with(&format!("can be written in {DUMP_VARIABLE}")), "{trouble}");
     }
 
     #[test]

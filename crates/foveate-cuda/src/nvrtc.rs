@@ -5,6 +5,7 @@
 //! each kernel (registers, spills, shared memory) is read out of it.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::fmt;
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -109,7 +110,17 @@ pub struct KernelResources {
     pub static_shared_bytes: u32,
 }
 
-/// Whitespace-separated options that every compilation gets, beside the architecture.
+impl fmt::Display for KernelResources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {} registers, {} B spilled, {} B of local memory, {} B of static shared memory",
+            self.name, self.registers, self.spill_bytes, self.stack_bytes, self.static_shared_bytes
+        )
+    }
+}
+
+/// Options that every compilation gets, beside the architecture.
 pub const OPTIONS: &[&str] = &["--std=c++17", "-default-device", "--ptxas-options=-v"];
 
 impl Compiler {
@@ -290,6 +301,9 @@ ptxas info    : Used 8 registers, used 0 barriers
             static_shared_bytes: 16,
         };
         let b = KernelResources { name: "b".into(), registers: 8, ..Default::default() };
+        let said =
+            "a: 168 registers, 20 B spilled, 24 B of local memory, 16 B of static shared memory";
+        assert_eq!(a.to_string(), said);
         assert_eq!(resources(log), [a, b]);
         let compiled = Compiled::new(Vec::new(), log.into());
         compiled.check_spills(20).unwrap();
