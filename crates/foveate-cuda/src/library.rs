@@ -15,6 +15,7 @@
 //! and cannot be opened is never reported as missing without its reason.
 
 use std::env;
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -133,11 +134,11 @@ impl Library {
         match unsafe { libloading::Library::new(path) } {
             Ok(library) => Ok(Some(Opened { of: self, path: path.into(), library })),
             Err(e) => {
-                let why = e.to_string();
-                let name = path.to_string_lossy();
-                // The loader names the file it misses, which may also be one that a library needs.
-                let absent = bare && why.starts_with(&format!("{name}: cannot open shared object"));
-                if absent { Ok(None) } else { Err(why) }
+                // The loader's own words are behind the error.
+                let why = e.source().map_or_else(|| e.to_string(), |said| said.to_string());
+                // It names the file it misses, which may also be one that the library needs.
+                let missed = format!("{}: cannot open shared object file", path.display());
+                if bare && why.starts_with(&missed) { Ok(None) } else { Err(why) }
             }
         }
     }
@@ -464,6 +465,15 @@ mod tests {
         let said = missing(Some("/x/libnvrtc.so.13: file too short".into()));
         let expected = "NVRTC cannot be opened (/x/libnvrtc.so.13: file too short); `pip install";
         assert!(said.starts_with(expected), "{said}");
+    }
+
+    #[test]
+    fn a_bare_name_that_the_system_does_not_know_is_absent_and_a_text_file_is_unusable() {
+        let absent = Library::Nccl.open_at(Path::new("libfoveate-has-none.so.2"), true);
+        assert!(matches!(absent, Ok(None)), "{absent:?}");
+        let root = tree(&["libnccl.so.2"]);
+        let why = Library::Nccl.open_at(&root.path().join("libnccl.so.2"), false).unwrap_err();
+        assert!(why.contains("libnccl.so.2: "), "{why}");
     }
 
     #[test]
