@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::device::Device;
+use super::staging::Staging;
 use super::stream::Stream;
 use super::sys::OUT_OF_MEMORY;
 use crate::error::{CudaError, CudaErrorKind};
@@ -25,6 +26,7 @@ struct Shared {
     stream: Arc<Stream>,
     /// Addresses of free blocks, by size.
     free: Mutex<BTreeMap<usize, Vec<u64>>>,
+    staging: Mutex<Staging>,
 }
 
 /// Device memory that goes back to its pool when it is dropped.
@@ -39,7 +41,8 @@ pub struct Block {
 impl Pool {
     /// A pool for work queued on `stream`.
     pub fn new(stream: Arc<Stream>) -> Self {
-        Self(Arc::new(Shared { stream, free: Mutex::default() }))
+        let (free, staging) = Default::default();
+        Self(Arc::new(Shared { stream, free, staging }))
     }
 
     /// The stream that its memory is used on.
@@ -154,21 +157,10 @@ impl Block {
     /// Those of [`Self::write`].
     pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), CudaError> {
         self.fits(start, data.len())?;
-        let driver = self.stream().device().current()?;
-        if data.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: both sides have `data.len()` bytes. From memory that is not pinned the driver
-        // has copied everything out when the call returns.
-        let code = unsafe {
-            (driver.to_device)(
-                self.address + start as u64,
-                data.as_ptr().cast(),
-                data.len(),
-                self.stream().handle(),
-            )
-        };
-        driver.check(code, || format!("copying {} B to the device", data.len()))
+        let mut staging = self.pool.0.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the block has room, checked above, and its memory is not freed before the
+        // stream's work is done.
+        unsafe { staging.upload(self.stream(), self.address + start as u64, data) }
     }
 
     /// Copies the start of the block to `data`, behind the stream's work, and waits for it, at
@@ -187,21 +179,9 @@ impl Block {
     pub fn read_at(&self, start: usize, data: &mut [u8], limit: Duration) -> Result<(), CudaError> {
         self.fits(start, data.len())?;
         self.stream().wait(limit, "work on the device")?;
-        let driver = self.stream().device().current()?;
-        if data.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: both sides have `data.len()` bytes; into memory that is not pinned the call
-        // returns when the copy is done.
-        let code = unsafe {
-            (driver.to_host)(
-                data.as_mut_ptr().cast(),
-                self.address + start as u64,
-                data.len(),
-                self.stream().handle(),
-            )
-        };
-        driver.check(code, || format!("copying {} B from the device", data.len()))
+        let mut staging = self.pool.0.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as in `write_at`.
+        unsafe { staging.download(self.stream(), self.address + start as u64, data, limit) }
     }
 
     /// Sets every byte, in order with the stream's work.
@@ -263,6 +243,11 @@ impl Pinned {
         // SAFETY: freshly allocated with that many bytes.
         unsafe { data.write_bytes(0, bytes.max(1)) };
         Ok(Self { device: device.clone(), data, bytes })
+    }
+
+    /// Where it starts.
+    pub(super) fn data(&self) -> *mut u8 {
+        self.data
     }
 
     /// Its contents.

@@ -1,0 +1,94 @@
+/* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
+ * out when an event is asked about, so that whoever reuses memory too early is found out.
+ * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says. */
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned long long Address;
+static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
+static struct { Address start; size_t bytes; int device; } blocks[8192];
+static size_t queued, taken[2];
+static int now;
+
+static size_t number(const char *name, size_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, 0, 10) : otherwise;
+}
+static size_t total(void) { return number("TOTAL", 64 << 20); }
+
+int cuInit(unsigned flags) { return flags + (int)number("INIT", 0); }
+int cuDriverGetVersion(int *v) { return *v = 13000, 0; }
+int cuGetErrorName(int e, const char **s) { return *s = e == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : "CUDA_ERROR", 0; }
+int cuGetErrorString(int e, const char **s) { (void)e; return *s = "a failure of tests", 0; }
+int cuDeviceGetCount(int *n) { return *n = 2, 0; }
+int cuDeviceGet(int *d, int i) { return *d = i, 0; }
+int cuDeviceGetName(char *s, int n, int d) { (void)n; (void)d; strcpy(s, "Test GPU"); return 0; }
+int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; return *n = total(), 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { (void)d; return *v = a == 75 ? 9 : a == 76 ? 0 : 1000, 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = (void *)(size_t)(d + 1), 0; }
+int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
+int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, 0; }
+int cuMemGetInfo_v2(size_t *f, size_t *t) { return *t = total(), *f = *t - taken[now], 0; }
+int cuMemAlloc_v2(Address *a, size_t n) {
+    size_t i = 0;
+    if (n > total() - taken[now]) return 2;
+    while (blocks[i].start) i++;
+    blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = now;
+    return taken[now] += n, 0;
+}
+int cuMemFree_v2(Address a) {
+    for (size_t i = 0; i < 8192; i++)
+        if (blocks[i].start == a) {
+            taken[blocks[i].device] -= blocks[i].bytes, blocks[i].start = 0;
+            return free((void *)(size_t)a), 0;
+        }
+    return 1;
+}
+int cuMemHostAlloc(void **p, size_t n, unsigned f) { (void)f; return *p = malloc(n), 0; }
+int cuMemFreeHost(void *p) { return free(p), 0; }
+static int later(void *to, const void *from, size_t n, int byte) {
+    if (queued == 4096) return 999;
+    queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
+    return queue[queued++].byte = byte, 0;
+}
+int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, p, n, 0); }
+int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, (void *)(size_t)a, n, 0); }
+int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, n, b); }
+int cuPointerGetAttribute(void *v, int which, Address a) {
+    for (size_t i = 0; i < 8192; i++)
+        if (blocks[i].start && a >= blocks[i].start && a < blocks[i].start + blocks[i].bytes) {
+            if (which == 2) *(unsigned *)v = 2;
+            if (which == 9) *(int *)v = blocks[i].device;
+            if (which == 11) *(Address *)v = blocks[i].start;
+            if (which == 12) *(size_t *)v = blocks[i].bytes;
+            return 0;
+        }
+    return 1;
+}
+int cuStreamCreate(void **s, unsigned f) { (void)f; return *s = (void *)1, 0; }
+int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
+int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
+int cuEventCreate(void **e, unsigned f) { (void)f; return *e = (void *)1, 0; }
+int cuEventDestroy_v2(void *e) { (void)e; return 0; }
+int cuEventRecord(void *e, void *s) { (void)e; (void)s; return 0; }
+int cuEventQuery(void *e) {
+    (void)e;
+    if (number("HANGS", 0)) return 600;
+    for (size_t i = 0; i < queued; i++)
+        if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
+        else memset(queue[i].to, queue[i].byte, queue[i].bytes);
+    return queued = 0;
+}
+int cuEventElapsedTime(float *ms, void *a, void *b) { (void)a; (void)b; return *ms = 1, 0; }
+int cuModuleLoadData(void **m, const void *p) { (void)m; (void)p; return 209; }
+int cuModuleUnload(void *m) { (void)m; return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *n) { (void)f; (void)m; (void)n; return 500; }
+int cuFuncSetAttribute(void *f, int a, int v) { (void)f; (void)a; (void)v; return 0; }
+#ifndef OLD
+int cuFuncGetParamInfo(void *f, size_t i, size_t *o, size_t *n) { (void)f; (void)i; (void)o; (void)n; return 1; }
+#endif
+int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g,
+                   unsigned h, void *s, void **p, void **x) {
+    (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)h, (void)s, (void)p, (void)x;
+    return 0;
+}

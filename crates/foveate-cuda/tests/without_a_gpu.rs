@@ -1,0 +1,150 @@
+//! The driver layer against a driver made for tests (`driver/cuda.c`), which queues copies and
+//! can run out of memory, hang, or be too old. Each test runs itself again in a process that
+//! finds that driver and no other.
+
+use std::env;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use foveate_cuda::CudaErrorKind;
+use foveate_cuda::driver::{Device, Module, Pool, Stream};
+use foveate_cuda::library::VARIABLE;
+
+const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Whether this is the process with the driver made for tests. Otherwise starts it for the test
+/// `name`, with these options of the C compiler and variables, and waits for it to succeed.
+fn inside(name: &str, options: &[&str], variables: &[(&str, &str)]) -> bool {
+    if env::var_os(ROLE).is_some() {
+        return true;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver/cuda.c");
+    let mut compile = Command::new("cc");
+    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(folder.path().join("libcuda.so.1"));
+    match compile.arg(source).args(options).status() {
+        Ok(status) => assert!(status.success(), "the driver for tests does not compile"),
+        Err(e) => {
+            println!("skipped: no C compiler `cc`: {e}");
+            return false;
+        }
+    }
+    let mut again = Command::new(env::current_exe().unwrap());
+    again.args(["--exact", name, "--nocapture"]).env(ROLE, "inside").env(VARIABLE, folder.path());
+    let done = again.envs(variables.iter().copied()).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{}: {said}", done.status);
+    false
+}
+
+fn pool(ordinal: usize) -> Pool {
+    let device = Device::open(ordinal).unwrap();
+    Pool::new(Arc::new(Stream::new(&device).unwrap()))
+}
+
+#[test]
+fn what_was_given_to_a_copy_can_be_reused_at_once() {
+    if !inside("what_was_given_to_a_copy_can_be_reused_at_once", &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    // Through one chunk, exactly one, several, and uneven.
+    for bytes in [0, 1, 1000, 4 << 20, (9 << 20) + 7] {
+        let given: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
+        let mut data = given.clone();
+        let block = pool.upload(&data).unwrap();
+        data.fill(0xEE);
+        block.read(&mut data, LIMIT).unwrap();
+        assert!(data == given, "{bytes} B");
+        if bytes > 10 {
+            block.write_at(3, &[7; 5]).unwrap();
+            block.read_at(2, &mut data[..7], LIMIT).unwrap();
+            assert_eq!(data[..7], [given[2], 7, 7, 7, 7, 7, given[8]]);
+            block.fill(9).unwrap();
+            block.read(&mut data, LIMIT).unwrap();
+            assert!(data.iter().all(|&b| b == 9));
+        }
+        assert!(block.write_at(1, &given).is_err() && block.read_at(1, &mut data, LIMIT).is_err());
+    }
+    // More small copies than the chunks hold, all queued before the first is read back.
+    let blocks: Vec<_> = (0..3000u32).map(|i| pool.upload(&[i as u8; 4000]).unwrap()).collect();
+    for (i, block) in blocks.iter().enumerate() {
+        let mut data = [0; 4000];
+        block.read(&mut data, LIMIT).unwrap();
+        assert_eq!(data, [i as u8; 4000]);
+    }
+}
+
+#[test]
+fn memory_runs_out_only_when_free_blocks_are_handed_back() {
+    let name = "memory_runs_out_only_when_free_blocks_are_handed_back";
+    if !inside(name, &[], &[("TOTAL", "67108864")]) {
+        return;
+    }
+    let pool = pool(0);
+    drop(pool.take(40 << 20).unwrap());
+    let most = pool.take(60 << 20).expect("the free 40 MiB were handed back");
+    let error = pool.take(5 << 20).unwrap_err();
+    let CudaErrorKind::OutOfMemory { bytes, free, total } = *error.kind() else {
+        panic!("{error}")
+    };
+    assert_eq!((bytes, free, total), (5 << 20, 4 << 20, 64 << 20));
+    let address = most.address();
+    drop(most);
+    assert_eq!(pool.take(60 << 20).unwrap().address(), address, "given out again");
+}
+
+#[test]
+fn memory_of_the_host_or_of_another_gpu_is_named() {
+    if !inside("memory_of_the_host_or_of_another_gpu_is_named", &[], &[]) {
+        return;
+    }
+    let (pool, device) = (pool(1), Device::open(0).unwrap());
+    let block = pool.take(1 << 20).unwrap();
+    let said = device.check_address("q", block.address(), 16).unwrap_err().to_string();
+    assert_eq!(said, "q is on GPU 1, but the plan is for GPU 0");
+    pool.stream().device().check_address("q", block.address(), 1 << 20).unwrap();
+    let host = [0u8; 16];
+    let said = device.check_address("k", host.as_ptr() as u64, 16).unwrap_err().to_string();
+    assert!(said.starts_with("k is at 0x") && said.contains("no device memory"), "{said}");
+    let said = Device::open(2).unwrap_err().to_string();
+    assert_eq!(said, "there is no GPU 2; the driver has 2, counted from 0");
+    let said = Module::load(&device, b"\x7fELF").unwrap_err().to_string();
+    assert!(said.starts_with("loading a kernel on Test GPU: "), "{said}");
+}
+
+#[test]
+fn a_device_that_hangs_is_an_error_after_a_time() {
+    if !inside("a_device_that_hangs_is_an_error_after_a_time", &[], &[("HANGS", "1")]) {
+        return;
+    }
+    let pool = pool(0);
+    let block = pool.take(100).unwrap();
+    let error = block.read(&mut [0; 100], Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error.kind(), CudaErrorKind::Timeout { .. }), "{error}");
+}
+
+#[test]
+fn a_driver_without_a_function_is_too_old() {
+    if !inside("a_driver_without_a_function_is_too_old", &["-DOLD"], &[]) {
+        return;
+    }
+    let said = Device::count().unwrap_err().to_string();
+    let expected = "the NVIDIA driver has no `cuFuncGetParamInfo`; it is too old";
+    assert!(said.starts_with(expected), "{said}");
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_why() {
+    if !inside("a_driver_that_does_not_start_says_why", &[], &[("INIT", "803")]) {
+        return;
+    }
+    let said = Device::count().unwrap_err().to_string();
+    assert!(
+        said.starts_with("starting the driver: the driver says CUDA_ERROR_SYSTEM_DRIVER"),
+        "{said}"
+    );
+}
