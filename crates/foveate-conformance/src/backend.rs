@@ -43,6 +43,11 @@ pub trait Prepared {
     /// # Errors
     /// What went wrong.
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String>;
+
+    /// Whether a tanh of 16-bit operands is the hardware's, good to 2⁻¹¹ of its value.
+    fn approximates_tanh(&self) -> bool {
+        false
+    }
 }
 
 /// Every backend that needs no GPU: the plain implementation of the oracle (which checks the
@@ -123,6 +128,10 @@ impl Prepared for CudaPlan {
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
         CudaPlan::backward(self, args).map_err(|e| e.to_string())
     }
+
+    fn approximates_tanh(&self) -> bool {
+        true
+    }
 }
 
 struct Cpu {
@@ -200,6 +209,10 @@ impl Prepared for Plan {
 
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
         self.backward_into(args).map_err(|e| e.to_string())
+    }
+
+    fn approximates_tanh(&self) -> bool {
+        self.cuda().is_some()
     }
 }
 

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
+use foveate::cuda::Engine;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
@@ -102,6 +103,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         }
         return Ok(());
     }
+    Engine::get(args.device)?;
     let peers = args.peers.as_deref().map(read_peers).transpose()?.unwrap_or_default();
     let names = peer_names(&peers);
     if !args.json {
