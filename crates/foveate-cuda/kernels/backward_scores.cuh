@@ -142,12 +142,22 @@ struct Scores {
         if (FV_MASK && c.evaluate)
             keep_where([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
 #if FV_KEEP
-        for (u32& bits : kept) bits = 0;
+        // Four at a time: all at once their hashes would take more registers than there are.
+        constexpr int COUNT = OF_S.rows * OF_S.columns * 4;
         keep_scale = fv_keep_scale(mods);
-        for_each_score([&](int m, int n, int i, int row, int column) {
-            int at = (m * OF_S.columns + n) * 4 + i;
-            kept[at / 32] |= u32(fv_keep(mods, c.place, c.query + row, c.key + column)) << at % 32;
-        });
+        #pragma unroll
+        for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
+            u32 bits = 0;
+            #pragma unroll 1
+            for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
+                const int q = c.query + score_row() + at / 4 / OF_S.columns * 16;
+                const int kv = c.key + score_column() + at / 4 % OF_S.columns * 8;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    bits |= u32(fv_keep(mods, c.place, q + i / 2 * 8, kv + i % 2)) << (at % 32 + i);
+            }
+            kept[word] = bits;
+        }
 #endif
     }
 

@@ -289,6 +289,7 @@ fn sums(config: &Config) -> usize {
             // Scores and their gradients. Captured buffers need the scores as they were, and the
             // weights apart from them, if the score has a derivative.
             let scores = of_scores * if config.captures && config.dscore { 4 } else { 2 };
+            let scores = scores + if config.keep { of_scores / 2 } else { 0 };
             let of_dq = if config.deterministic { 0 } else { divide(tile_q, dim) };
             kept + scores.max(of_dq)
         }
