@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--workers N]
-//!                         [--timeout SECONDS]
+//!                         [--timeout SECONDS] [--subset N]
 //! foveate-conformance determinism [--repeats N]
 //! ```
 //!
@@ -31,6 +31,7 @@ pub struct Options {
     workers: usize,
     timeout: Duration,
     repeats: usize,
+    subset: usize,
 }
 
 impl Options {
@@ -42,6 +43,7 @@ impl Options {
             workers: std::thread::available_parallelism().map_or(4, usize::from).min(12),
             timeout: Duration::from_secs(60),
             repeats: 1000,
+            subset: usize::MAX,
         };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
@@ -52,6 +54,7 @@ impl Options {
                 "--on" if ["gpu", "cpu", "all"].contains(&value.as_str()) => options.on = value,
                 "--workers" => options.workers = number()?,
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
+                "--subset" => options.subset = number()?,
                 "--repeats" => options.repeats = number()?,
                 _ => return Err(format!("{name} {value} is no option; see the top of --help")),
             }
@@ -63,7 +66,8 @@ impl Options {
     fn load(&self) -> Result<Vec<Case>, String> {
         let mut cases = load(&self.cases).map_err(|e| e.to_string())?;
         cases.retain(|case| case.name.contains(&self.only));
-        Ok(cases)
+        let step = cases.len().div_ceil(self.subset.max(1)).max(1);
+        Ok(cases.into_iter().step_by(step).collect())
     }
 
     /// What cases run on; the GPU's reason when there is none.
@@ -79,8 +83,9 @@ impl Options {
 
 const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--workers N]
-                        [--timeout SECONDS]
-    Runs every case whose name has TEXT in it; with --workers 0 in this process.
+                        [--timeout SECONDS] [--subset N]
+    Runs every case whose name has TEXT in it, or N of them, evenly chosen; with --workers 0 in
+    this process.
 foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
     elements.";

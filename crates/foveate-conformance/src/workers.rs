@@ -114,6 +114,7 @@ impl Worker {
         let mut child = Command::new(program)
             .args(["work", "--on", &options.on, "--only", &options.only, "--cases"])
             .arg(&options.cases)
+            .args(["--subset", &options.subset.to_string()])
             // The corpus runs in many workers; each needs one thread.
             .env("RAYON_NUM_THREADS", "2")
             .stdin(Stdio::piped())

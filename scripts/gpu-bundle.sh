@@ -1,0 +1,25 @@
+#!/bin/sh
+# Builds gpu-bundle/: what a GPU machine without Rust needs to check and time the GPU engine.
+# There, `gpu-bundle/run.sh all` runs everything. FOVEATE_PROFILE=dev builds faster and runs slower.
+set -eu
+cd "$(dirname "$0")/.."
+
+profile=${FOVEATE_PROFILE:-release}
+folder=$profile
+[ "$profile" = dev ] && folder=debug
+cargo build --profile "$profile" -p foveate-conformance -p foveate-cli --bins
+
+into=gpu-bundle
+mkdir -p "$into"
+rm -rf "$into/bin" "$into/cases" "$into/benches"
+mkdir "$into/bin"
+for program in foveate-conformance foveate; do
+    strip -o "$into/bin/$program" "${CARGO_TARGET_DIR:-target}/$folder/$program"
+done
+cp -r conformance/cases "$into/cases"
+cp -r benches "$into/benches"
+cp scripts/gpu-run.sh "$into/run.sh"
+
+kib=$(du -sk "$into/bin" "$into/cases" "$into/benches" "$into/run.sh" | awk '{ n += $1 } END { print n }')
+echo "$into: $((kib / 1024)) MiB"
+[ "$kib" -lt $((60 * 1024)) ] || { echo "error: over 60 MiB" >&2; exit 1; }

@@ -1,0 +1,127 @@
+#!/bin/sh
+# Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
+#
+#   run.sh conformance | determinism | sanitize | bench | all
+#
+# Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
+# NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
+# sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers. Logs go to $OUT, or
+# to logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case.
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+out=${OUT:-$here/logs}
+mkdir -p "$out"
+export FOVEATE_CACHE_DIR="${FOVEATE_CACHE_DIR:-$here/kernel-cache}"
+export FOVEATE_TIMEOUT="${FOVEATE_TIMEOUT:-20}"
+timeout=${TIMEOUT:-60}
+corpus="$here/bin/foveate-conformance"
+table="$out/table.txt"
+: > "$table"
+failed=0
+
+# row NAME PASSED FAILED DECLINED
+row() {
+    printf '%-44s %8s %8s %8s\n' "$1" "$2" "$3" "$4" >> "$table"
+    [ "$3" = 0 ] || failed=1
+}
+
+# A check that is one program: passed when it ends well.
+check() {
+    name=$1
+    log="$out/$(echo "$name" | tr -c 'a-z0-9\n' '-').txt"
+    shift
+    echo "== $name"
+    if "$@" > "$log" 2>&1; then
+        row "$name" 1 0 0
+    else
+        tail -n 30 "$log"
+        row "$name" 0 1 0
+    fi
+}
+
+decline() {
+    echo "== $1 declined: $2"
+    row "$1" 0 0 1
+}
+
+conformance() {
+    echo "== conformance"
+    log="$out/conformance.txt"
+    "$corpus" run --cases "$here/cases" --timeout "$timeout" ${WORKERS:+--workers "$WORKERS"} \
+        > "$log" 2>&1
+    status=$?
+    grep -E ' (failed|declined) ' "$log" | head -n 100
+    # Rows of the report's table: name, passed, failed, declined.
+    rows=$(awk '/^backend +passed +failed +declined/ { on = 1; next }
+                on && /^.+ +[0-9]+ +[0-9]+ +[0-9]+$/ { print; next } { on = 0 }' "$log")
+    if [ -n "$rows" ]; then
+        echo "$rows" | while read -r line; do
+            set -- $line
+            n=$#
+            eval "passed=\${$((n - 2))} wrong=\${$((n - 1))} declined=\${$n}"
+            name=$(echo "$line" | sed -E 's/ +[0-9]+ +[0-9]+ +[0-9]+$//')
+            printf '%-44s %8s %8s %8s\n' "corpus: $name" "$passed" "$wrong" "$declined" >> "$table"
+        done
+        [ "$status" = 0 ] || failed=1
+    elif [ "$status" = 0 ]; then
+        row "corpus" 0 0 1
+    else
+        tail -n 5 "$log"
+        row "corpus" 0 1 0
+    fi
+}
+
+determinism() {
+    echo "== determinism"
+    log="$out/determinism.txt"
+    "$corpus" determinism > "$log" 2>&1
+    status=$?
+    cat "$log"
+    if [ "$status" != 0 ]; then
+        row "determinism" "$(grep -c 'passed$' "$log")" "$(grep -c FAILED "$log")" 0
+        failed=1
+    elif grep -q '^determinism declined' "$log"; then
+        row "determinism" 0 0 1
+    else
+        row "determinism" "$(grep -c 'passed$' "$log")" 0 0
+    fi
+}
+
+sanitize() {
+    sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+    for tool in memcheck synccheck; do
+        if [ -z "$sanitizer" ]; then
+            decline "$tool" "compute-sanitizer is not here; it is part of the CUDA toolkit"
+            continue
+        fi
+        check "$tool" env FOVEATE_TIMEOUT=120 "$sanitizer" --tool "$tool" --error-exitcode 99 \
+            "$corpus" run --cases "$here/cases" --workers 0 --subset 24 --timeout 120
+    done
+}
+
+bench() {
+    cases="$out/bench-cases.jsonl" peers="$out/bench-peers.jsonl"
+    if ! "$here/bin/foveate" doctor --json | grep -q '"arch"'; then
+        decline "bench" "no GPU"
+        return
+    fi
+    "$here/bin/foveate" bench gpu --list --json > "$cases" || return
+    if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+        python3 "$here/benches/gpu_peers.py" "$cases" > "$peers"
+        check "bench beside PyTorch" "$here/bin/foveate" bench gpu --peers "$peers"
+    else
+        echo "PyTorch with CUDA is not here: no peers"
+        check "bench" "$here/bin/foveate" bench gpu
+    fi
+    cat "$out"/bench*.txt
+}
+
+case "${1:-}" in
+    conformance | determinism | sanitize | bench) "$1" ;;
+    all) conformance; determinism; sanitize; bench ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+
+printf '\n%-44s %8s %8s %8s\n' check passed failed declined
+cat "$table"
+exit "$failed"
