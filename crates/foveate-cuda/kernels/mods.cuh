@@ -149,14 +149,12 @@ __device__ Exact exp2(Exact x) {
     return x.v != x.v ? x : y;
 }
 
-__device__ Exact log(Exact x) {
-    bool subnormal = x.v < 1.17549435e-38f;
-    Exact scaled = subnormal ? x * Exact(8388608.f) : x;
+// The logarithm of a normal positive `m * 2^e`, given its bits and what to add to its exponent.
+__device__ Exact log_of(int bits, Exact more) {
     // Mantissa in [sqrt(1/2), sqrt(2)).
-    int bits = __float_as_int(scaled.v);
     int exponent = int(unsigned(bits) - 0x3F3504F3u) >> 23;
     Exact m = Exact(of_bits(unsigned(bits) - (unsigned(exponent) << 23))) - Exact(1.f);
-    Exact e = Exact(to_float(Int(exponent))) - Exact(subnormal ? 23.f : 0.f);
+    Exact e = Exact(to_float(Int(exponent))) - more;
     Exact z = m * m;
     Exact p(7.0376836e-2f);
     p = p * m - Exact(1.151461e-1f);
@@ -168,11 +166,21 @@ __device__ Exact log(Exact x) {
     p = p * m - Exact(2.4999994e-1f);
     p = p * m + Exact(3.333333e-1f);
     Exact y = p * m * z + e * Exact(-2.1219444e-4f) - Exact(0.5f) * z;
-    y = (m + y) + e * Exact(0.6933594f);
+    return (m + y) + e * Exact(0.6933594f);
+}
+
+__device__ Exact log(Exact x) {
+    bool subnormal = x.v < 1.17549435e-38f;
+    Exact scaled = subnormal ? x * Exact(8388608.f) : x;
+    Exact y = log_of(__float_as_int(scaled.v), Exact(subnormal ? 23.f : 0.f));
     if (x.v > 0.f && x.v < of_bits(0x7f800000)) return y;
     if (x.v == 0.f) return Exact(of_bits(0xff800000));
     return x.v > 0.f ? x : Exact(of_bits(0x7fc00000));
 }
+
+// The same of an x that is known to be positive, finite and not subnormal.
+__device__ Exact log_normal(Exact x) { return log_of(__float_as_int(x.v), Exact(0.f)); }
+__device__ Exact log2_normal(Exact x) { return log_normal(x) * Exact(1.44269504f); }
 
 __device__ Exact log2(Exact x) { return log(x) * Exact(1.44269504f); }
 

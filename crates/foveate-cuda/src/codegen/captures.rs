@@ -357,7 +357,7 @@ impl Names {
         if !stem.starts_with(|c: char| c.is_ascii_alphabetic()) {
             stem.insert(0, 'x');
         }
-        if RESERVED.contains(&stem.as_str()) {
+        if RESERVED.split(' ').any(|word| word == stem) {
             stem.push('_');
         }
         let mut name = stem.clone();
@@ -371,89 +371,12 @@ impl Names {
 }
 
 /// Words of C++17 that cannot name a field.
-const RESERVED: &[&str] = &[
-    "alignas",
-    "alignof",
-    "and",
-    "and_eq",
-    "asm",
-    "auto",
-    "bitand",
-    "bitor",
-    "bool",
-    "break",
-    "case",
-    "catch",
-    "char",
-    "class",
-    "compl",
-    "concept",
-    "const",
-    "const_cast",
-    "constexpr",
-    "continue",
-    "decltype",
-    "default",
-    "delete",
-    "do",
-    "double",
-    "dynamic_cast",
-    "else",
-    "enum",
-    "explicit",
-    "export",
-    "extern",
-    "false",
-    "float",
-    "for",
-    "friend",
-    "goto",
-    "if",
-    "inline",
-    "int",
-    "long",
-    "mutable",
-    "namespace",
-    "new",
-    "noexcept",
-    "not",
-    "not_eq",
-    "nullptr",
-    "operator",
-    "or",
-    "or_eq",
-    "private",
-    "protected",
-    "public",
-    "register",
-    "reinterpret_cast",
-    "requires",
-    "return",
-    "short",
-    "signed",
-    "sizeof",
-    "static",
-    "static_assert",
-    "static_cast",
-    "struct",
-    "switch",
-    "template",
-    "this",
-    "thread_local",
-    "throw",
-    "true",
-    "try",
-    "typedef",
-    "typeid",
-    "typename",
-    "union",
-    "unsigned",
-    "using",
-    "virtual",
-    "void",
-    "volatile",
-    "wchar_t",
-    "while",
-    "xor",
-    "xor_eq",
-];
+const RESERVED: &str = "\
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl \
+    concept const const_cast constexpr continue decltype default delete do double \
+    dynamic_cast else enum explicit export extern false float for friend goto if inline int \
+    long mutable namespace new noexcept not not_eq nullptr operator or or_eq private \
+    protected public register reinterpret_cast requires return short signed sizeof static \
+    static_assert static_cast struct switch template this thread_local throw true try \
+    typedef typeid typename union unsigned using virtual void volatile wchar_t while xor \
+    xor_eq";

@@ -223,13 +223,15 @@ struct Part<'a> {
     program: &'a Program,
     slots: Slots,
     within: Vec<Vec<bool>>,
+    normal: Vec<bool>,
 }
 
 impl<'a> Part<'a> {
     fn new(program: &'a Program, captures: &mut Captures, options: &Options) -> Self {
         let slots = captures.add(program);
-        let within = program.indices_within(&|leaf| options.extent.range(leaf));
-        Self { program, slots, within }
+        let range = |leaf| options.extent.range(leaf);
+        let (within, normal) = (program.indices_within(&range), program.positive_normals(&range));
+        Self { program, slots, within, normal }
     }
 }
 
@@ -295,6 +297,7 @@ impl Context<'_> {
             captures: self.captures,
             layout: self.layout,
             within: &part.within,
+            normal: &part.normal,
             over: Over::Entry,
             fast_math: self.options.fast_math,
             check: if self.options.checked { check } else { Check::Off },

@@ -41,6 +41,8 @@ pub(super) struct Printer<'a> {
     pub layout: &'a Layout,
     /// For each node that is a load, which of its indices are surely inside their axes.
     pub within: &'a [Vec<bool>],
+    /// Floats that are surely positive, finite and not subnormal.
+    pub normal: &'a [bool],
     pub over: Over,
     /// Approximations of the special function units, where nothing is decided.
     pub fast_math: bool,
@@ -278,6 +280,12 @@ impl Printer<'_> {
             Node::Unary(UnaryOp::Not, x) => prefix('!', x),
             Node::Unary(UnaryOp::Unit, x) if rectangle => call("unit", &[x]),
             Node::Unary(UnaryOp::Unit, x) => wrapped(call("unit", &[x])),
+            Node::Unary(UnaryOp::Log, x) if exact(i) && !rectangle && self.normal[x.index()] => {
+                call("log_normal", &[x])
+            }
+            Node::Unary(UnaryOp::Log2, x) if exact(i) && !rectangle && self.normal[x.index()] => {
+                call("log2_normal", &[x])
+            }
             Node::Unary(op, x) => {
                 let exact = rectangle || decides[i];
                 call(unary_name(*op, exact, self.fast_math), &[x])

@@ -121,33 +121,48 @@ impl Program {
         &self,
         coordinate: &dyn Fn(Leaf) -> RangeInclusive<i32>,
     ) -> Vec<Vec<bool>> {
+        let (graph, ranges) = (self.graph(), self.ranges(coordinate));
+        let within = graph.nodes().iter().map(|node| match node {
+            Node::Load { buffer, index } => {
+                let shape = graph.buffers()[*buffer as usize].shape();
+                let axes = index.iter().zip(shape);
+                axes.map(|(i, &len)| ranges[i.index()].within(len)).collect()
+            }
+            _ => Vec::new(),
+        });
+        within.collect()
+    }
+
+    /// For each node, whether it is surely a positive f32 that is finite and not subnormal, on the
+    /// same conditions.
+    pub fn positive_normals(&self, coordinate: &dyn Fn(Leaf) -> RangeInclusive<i32>) -> Vec<bool> {
+        let normal = |range: &Interval| {
+            matches!(range, Interval::F32 { lo, hi, nan: false }
+                if *lo >= f32::MIN_POSITIVE && hi.is_finite())
+        };
+        self.ranges(coordinate).iter().map(normal).collect()
+    }
+
+    /// Ranges of all nodes for coordinates in ranges; a load can be anything.
+    fn ranges(&self, coordinate: &dyn Fn(Leaf) -> RangeInclusive<i32>) -> Vec<Interval> {
         let graph = self.graph();
         let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
-        let mut within = Vec::with_capacity(graph.nodes().len());
         for (node, ty) in graph.nodes().iter().zip(graph.types()) {
-            let mut inside = Vec::new();
-            let range = match node {
+            ranges.push(match node {
                 Node::Leaf(Leaf::Score) => Interval::ANY_F32,
                 Node::Leaf(leaf) => {
                     let range = coordinate(*leaf);
                     Interval::I32 { lo: *range.start(), hi: *range.end() }
                 }
-                Node::Load { buffer, index } => {
-                    let shape = graph.buffers()[*buffer as usize].shape();
-                    let axes = index.iter().zip(shape);
-                    inside.extend(axes.map(|(i, &len)| ranges[i.index()].within(len)));
-                    match ty {
-                        Type::Bool => Interval::ANY_BOOL,
-                        Type::I32 => Interval::ANY_I32,
-                        Type::F32 => Interval::ANY_F32,
-                    }
-                }
+                Node::Load { .. } => match ty {
+                    Type::Bool => Interval::ANY_BOOL,
+                    Type::I32 => Interval::ANY_I32,
+                    Type::F32 => Interval::ANY_F32,
+                },
                 node => computed(self, node, &ranges),
-            };
-            ranges.push(range);
-            within.push(inside);
+            });
         }
-        within
+        ranges
     }
 }
 
