@@ -292,4 +292,19 @@ mod tests {
         assert_eq!(sorted(within(20)), [vec![true], vec![true, true]]);
         assert_eq!(sorted(within(21)), [vec![false], vec![true, true]]);
     }
+
+    #[test]
+    fn a_float_is_positive_and_normal_when_bounds_say_so() {
+        let of = |x: Expr<f32>, keys: i32| {
+            let program = Program::build(&[x.dynamic().clone()]);
+            let coordinate = |leaf| if leaf == Leaf::Kv { 0..=keys } else { 0..=100 };
+            program.positive_normals(&coordinate)[program.roots()[0].index()]
+        };
+        let from_one = || expr::kv().max(1).to_f32();
+        assert!(of(from_one() / 8.0, 1000));
+        assert!(!of(expr::kv().to_f32(), 1000));
+        assert!(!of(from_one() * 1e-38, 1000));
+        assert!(of(from_one() * 1e30, 1000) && !of(from_one() * 1e36, 1000));
+        assert!(!of(expr::score(), 1000));
+    }
 }
