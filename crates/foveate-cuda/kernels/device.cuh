@@ -33,6 +33,7 @@ typedef unsigned short Elem;            // the bits of an f16 or bf16
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // ---- numbers ----
@@ -90,55 +91,48 @@ __device__ Rows rows_of(const View& view, int batch, int head, int first, int co
     return {static_cast<const char*>(view.data) + offset * ELEM_BYTES, view.row, view.elem, count};
 }
 
+// One element of a tile, by way of a register.
+__device__ void copy_element(u32 target, const Elem* source, bool exists) {
+    Elem x = 0;
+    if (exists) x = __ldg(source);
+    if constexpr (FV_DTYPE == 2) asm volatile("st.shared.f32 [%0], %1;" :: "r"(target), "f"(float(x)) : "memory");
+    else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
+}
+
 // A tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by all threads
-// of the block. `data(row)` is where a row begins.
+// of the block. `data(row)` is where a row begins. A thread's chunks are constant distances apart.
 template <int ROWS, int DIM, int COLUMNS, typename F>
 __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
     constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
-    if constexpr (FV_ALIGN >= 4) {
-        constexpr int CHUNKS = COLUMNS * ELEM_BYTES / FV_ALIGN;
-        // Two at a time: the addresses of all would be kept in registers from tile to tile.
-        #pragma unroll 2
-        for (int first = 0; first < ROWS * CHUNKS; first += THREADS) {
-            int i = first + threadIdx.x;
-            if (ROWS * CHUNKS % THREADS != 0 && i >= ROWS * CHUNKS) break;
-            int row = i / CHUNKS, byte = i % CHUNKS * FV_ALIGN;
-            int valid = row < count ? min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN) : 0;
-            const char* source = valid > 0 ? data(row) + byte : data(0);
-            copy_async<FV_ALIGN>(tile + row * PITCH + byte, source, valid);
-        }
-    } else {
-        for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
-            int row = i / COLUMNS, column = i % COLUMNS;
-            Elem x = 0;
-            if (row < count && column < DIM) x = __ldg(reinterpret_cast<const Elem*>(data(row)) + column * elem);
-            u32 target = tile + row * PITCH + column * ELEM_BYTES;
-            if constexpr (FV_DTYPE == 2) asm volatile("st.shared.f32 [%0], %1;" :: "r"(target), "f"(float(x)) : "memory");
-            else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
+    constexpr int BYTES = FV_ALIGN >= 4 ? FV_ALIGN : ELEM_BYTES;    // of a chunk
+    constexpr int CHUNKS = COLUMNS * ELEM_BYTES / BYTES;            // of a row
+    constexpr int ABREAST = min_of(32, CHUNKS & -CHUNKS);           // next to each other, by as many threads
+    constexpr int APART = THREADS / ABREAST;                        // rows at once
+    const int row = threadIdx.x / ABREAST, byte = threadIdx.x % ABREAST * BYTES;
+    const u32 target = tile + row * PITCH + byte;
+    #pragma unroll
+    for (int down = 0; down < ROWS; down += APART) {
+        if (ROWS % APART != 0 && row + down >= ROWS) break;
+        const bool exists = row + down < count;
+        const char* source = data(row + down);
+        #pragma unroll
+        for (int across = 0; across < CHUNKS * BYTES; across += ABREAST * BYTES) {
+            const u32 to = target + down * PITCH + across;
+            if constexpr (FV_ALIGN >= 4) {
+                const int valid = DIM == COLUMNS ? BYTES : min(max(DIM * ELEM_BYTES - byte - across, 0), BYTES);
+                copy_async<BYTES>(to, source + byte + across, exists ? valid : 0);
+            } else {
+                copy_element(to, reinterpret_cast<const Elem*>(source) + (byte + across) / ELEM_BYTES * elem,
+                             exists && byte + across < DIM * ELEM_BYTES);
+            }
         }
     }
 }
 
 template <int ROWS, int DIM, int COLUMNS>
 __device__ void load_tile(u32 tile, const Rows& rows) {
-    constexpr int CHUNKS = FV_ALIGN >= 4 ? COLUMNS * ELEM_BYTES / FV_ALIGN : 1;
-    constexpr int APART = THREADS % CHUNKS == 0 ? THREADS / CHUNKS : 1;
-    if constexpr (FV_ALIGN >= 4 && THREADS % CHUNKS == 0 && ROWS % APART == 0) {
-        // A thread stays in its column: addresses a constant number of rows apart. Nothing is read
-        // where there is no row.
-        const int row = threadIdx.x / CHUNKS, byte = threadIdx.x % CHUNKS * FV_ALIGN;
-        const int valid = DIM == COLUMNS ? FV_ALIGN : min(max(DIM * ELEM_BYTES - byte, 0), FV_ALIGN);
-        const char* source = rows.data + row * rows.row * ELEM_BYTES + byte;
-        const u32 target = tile + row * (COLUMNS * ELEM_BYTES + PAD_BYTES) + byte;
-        #pragma unroll
-        for (int first = 0; first < ROWS; first += APART) {
-            copy_async<FV_ALIGN>(target + first * (COLUMNS * ELEM_BYTES + PAD_BYTES), source, row + first < rows.count ? valid : 0);
-            source += rows.row * (APART * ELEM_BYTES);
-        }
-    } else {
-        load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
-                                           [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
-    }
+    load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
+                                       [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
 }
 
 // One f32 for each of ROWS rows from two views (lse, delta) one after the other; zeros where there

@@ -7,7 +7,8 @@
 //     P = 2^(unit S - reference)    sum += P    O += P V
 //
 // `unit` turns what S is kept in into exponents of 2: log2 e for scores, scale * log2 e where there
-// is no score function and S stays unscaled (unless scale <= 0, which would turn the order round).
+// is no score function and S stays unscaled (unless scale <= 0, which would turn the order round, or
+// next to nothing).
 // The reference of a row may be any number near its largest exponent. It follows only when an
 // exponent exceeds it by more than SLACK = 8, which is rare; then sum and O are rescaled. P becomes
 // the operand of the second product without leaving the registers, and the powers of one step of
@@ -16,12 +17,14 @@
 // One step, with two stages of K and V:         with one stage:
 //
 //     K, V of this step have landed, barrier        K has landed, barrier, start V
-//     start K, V of the next step                   S
-//     S, softmax, O                                 V has landed, barrier, start the next K
-//                                                   softmax, O
+//     start K of the next step                      what is seen, S, largest scores
+//     what is seen, S, largest scores               V has landed, barrier, start the next K
+//     start V of the next step                      powers and O
+//     powers and O
 //
 // Only a step whose run says so evaluates the mask, and only the last keys of a sequence are
-// checked against its length. A row that sees nothing gives out = 0 and lse = -inf.
+// checked against its length. A mask is evaluated before S, to a bit for each score, so that a warp
+// whose rows see nothing of the tile does nothing. A row that sees nothing at all gives out = 0 and lse = -inf.
 //
 // Shared memory, with row(c) = c * sizeof(element) + 16 bytes:
 //     FV_BM * row(FV_DP)                                       Q
@@ -39,10 +42,15 @@ extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 constexpr int M = FV_BM / 16 / FV_WARPS;                   // accumulators of a warp: 16 rows,
 constexpr int N = FV_BN / 8;                               // 8 keys,
 constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
+constexpr int ALL = M * N * 4;                             // scores of a lane
 
 constexpr float SLACK = 8.f;                               // in exponents of 2
 // Whether the queries stay in registers: where there is room beside S and O.
 constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
+
+// Whether a warp's rows of out pass through the place of its queries, to be written in whole chunks.
+constexpr bool STAGES_OUT = !FV_SPLIT && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
+                         && FV_DVP * int(sizeof(OutElem)) < PITCH_K;
 
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
@@ -105,15 +113,15 @@ struct Steps {
     }
 };
 
-// Keys or values from `first` on, of those of a whole sequence; zeros after its last.
+// Keys or values from `first` on, of `all` of a sequence; zeros after the last.
 template <int DIM, int COLUMNS>
 __device__ void load_keys(const ForwardParams& p, const View& view, const Rows& all, int sequence, int head_kv,
                           int first, u32 target) {
     if constexpr (FV_PAGED) {
         const int* pages = p.page_table + i64(sequence) * p.page_stride;
         load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem, [&](int row) {
-            int page = __ldg(pages + (first + row) / p.page_size), in_page = (first + row) % p.page_size;
-            return rows_of(view, page, head_kv, in_page, 1).data;
+            const u32 key = min(first + row, all.count - 1), page = key / u32(p.page_size);
+            return rows_of(view, __ldg(pages + page), head_kv, key - page * p.page_size, 1).data;
         });
     } else {
         load_tile<FV_BN, DIM, COLUMNS>(target, {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
@@ -247,6 +255,13 @@ __device__ void multiply_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], 
 #endif
 }
 
+// Two columns of a row of out, into the place of the warp's queries in shared memory.
+__device__ void stage_out(u32 queries, int row, int column, float x, float y) {
+    const u32 at = queries + row * PITCH_K + column * int(sizeof(OutElem));
+    if constexpr (FV_OUT_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(x), "f"(y) : "memory");
+    else asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(narrow2<FV_OUT_DTYPE>(x, y)) : "memory");
+}
+
 __device__ float over_quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -260,14 +275,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods) {
     extern __shared__ __align__(16) char shared[];
     const u32 base = shared_address(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int head = blockIdx.y, head_kv = head / FV_GROUP;
     const Tile tile = p.tiles[blockIdx.x];
     const Sequence sequence = p.sequences[tile.sequence];
     const int query0 = tile.tile * FV_BM;
     const int row0 = warp * M * 16 + lane / 4;             // this lane's first row and column of S
     const int column0 = lane % 4 * 2;
-    const bool unscaled = !FV_SCORE && p.scale > 0.f;
+    const bool unscaled = !FV_SCORE && p.scale > 1e-20f;
     const float unit = unscaled ? p.scale * LOG2_E : LOG2_E;
 
     Steps steps(p, sequence, tile, head, blockIdx.z);
@@ -312,95 +327,124 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         const bool evaluate = steps.evaluate;
         wait_copies();
         __syncthreads();
-        if constexpr (FV_STAGES == 1) load_v(key0, stage);
         more = steps.next();
-        if constexpr (FV_STAGES == 2) {
-            parity ^= 1;
-            if (more) {
-                load_k(steps.key, base + AT_STAGES + parity * STAGE_BYTES);
-                load_v(steps.key, base + AT_STAGES + parity * STAGE_BYTES);
-            }
-        }
+        if constexpr (FV_STAGES == 2) parity ^= 1;
+        const u32 next_stage = base + AT_STAGES + parity * STAGE_BYTES;
+        if constexpr (FV_STAGES == 1) load_v(key0, stage);
+        else if (more) load_k(steps.key, next_stage);
 
         const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
+        // Mods are called past the ends of a sequence too, within the tile.
         auto query_of = [&](int m, int i) { return query0 + row0 + m * 16 + i / 2 * 8; };
         auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
-        float s[M][N][4];
-        // Calls `f(s, query, key)` for the scores from .. to of all M * N * 4 of this lane.
+        // Calls `f(m, n, i)` for numbers from .. to of this lane's scores.
         auto for_each = [&](int from, int to, auto f) {
             #pragma unroll
-            for (int j = 0; j < M * N * 4; ++j)
-                if (j >= from && j < to) {
-                    const int n = j / 4 / M, m = j / 4 % M, i = j % 4;
-                    f(s[m][n][i], query_of(m, i), key_of(n, i));
-                }
+            for (int j = 0; j < ALL; ++j)
+                if (j >= from && j < to) f(j / 4 % M, j / 4 / M, j % 4);
         };
-        clear(s);
-        constexpr int ALL = M * N * 4;
-        auto score = [&](float& x, int q, int kv) {
-            if constexpr (FV_SCORE) x = fv_score(mods, place, q, kv, x * p.scale);
-            else x *= p.scale;
-        };
-        if constexpr (FV_SCORE && FV_DTYPE != 2) {
-            // The scores of the first keys are finished between the products of the others.
-            constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
-            multiply_keys<0, FIRST>(s, queries, stage + keys, [](int) {});
-            multiply_keys<FIRST, N>(s, queries, stage + keys,
-                                    [&](int i) { for_each(EACH * i / PRODUCTS, EACH * (i + 1) / PRODUCTS, score); });
-            for_each(EACH, ALL, score);
-        } else {
-            multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
-            if (!unscaled) for_each(0, ALL, score);
-        }
-        if constexpr (FV_MASK)
-            if (evaluate) for_each(0, ALL, [&](float& x, int q, int kv) { if (!fv_mask(mods, place, q, kv)) x = -infinity(); });
-        if (key0 + FV_BN > sequence.k_len)
-            for_each(0, ALL, [&](float& x, int, int kv) { if (kv >= sequence.k_len) x = -infinity(); });
 
-        bool rises = false;
-        #pragma unroll
-        for (int m = 0; m < M; ++m)
+        // What is seen, a bit for each score, where a mask decides.
+        const bool ends = key0 + FV_BN > sequence.k_len;
+        constexpr int WORDS = ceil_div(ALL, 32);
+        u32 seen[WORDS];
+        bool some = true, every = true;
+        if (FV_MASK && (ends || evaluate)) {
             #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                #pragma unroll
-                for (int n = 0; n < N; ++n)
-                    top[m][half] = fmaxf(top[m][half], fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-                rises |= top[m][half] > ceiling[m][half];
+            for (int i = 0; i < WORDS; ++i) seen[i] = 0xffffffff;
+            auto hide = [&](int m, int n, int i) {
+                const int j = (n * M + m) * 4 + i;
+                seen[j / 32] &= ~(1u << j % 32);
+            };
+            if constexpr (FV_MASK)
+                if (evaluate) for_each(0, ALL, [&](int m, int n, int i) { if (!fv_mask(mods, place, query_of(m, i), key_of(n, i))) hide(m, n, i); });
+            if (ends) for_each(0, ALL, [&](int m, int n, int i) { if (key_of(n, i) >= sequence.k_len) hide(m, n, i); });
+            u32 any = 0, all = 0xffffffff;
+            #pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                any |= i == ALL / 32 ? seen[i] & ((1u << ALL % 32) - 1) : seen[i];
+                all &= seen[i];
             }
-        if (__any_sync(0xffffffff, rises)) {
+            some = __any_sync(0xffffffff, any != 0);
+            every = __all_sync(0xffffffff, all == 0xffffffff);
+        }
+
+        float s[M][N][4];
+        if (some) {
+            clear(s);
+            auto score = [&](int m, int n, int i) {
+                float& x = s[m][n][i];
+                x *= p.scale;
+                if constexpr (FV_SCORE) x = fv_score(mods, place, query_of(m, i), key_of(n, i), x);
+            };
+            if constexpr (FV_SCORE && FV_DTYPE != 2) {
+                // The scores of the first keys are finished between the products of the others.
+                constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
+                multiply_keys<0, FIRST>(s, queries, stage + keys, [](int) {});
+                multiply_keys<FIRST, N>(s, queries, stage + keys,
+                                        [&](int i) { for_each(EACH * i / PRODUCTS, EACH * (i + 1) / PRODUCTS, score); });
+                for_each(EACH, ALL, score);
+            } else {
+                multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
+                if (!unscaled) for_each(0, ALL, score);
+            }
+            if (!FV_MASK && ends) for_each(0, ALL, [&](int m, int n, int i) { if (key_of(n, i) >= sequence.k_len) s[m][n][i] = -infinity(); });
+            if (!every)
+                for_each(0, ALL, [&](int m, int n, int i) {
+                    const int j = (n * M + m) * 4 + i;
+                    if (!(seen[j / 32] >> j % 32 & 1)) s[m][n][i] = -infinity();
+                });
+
+            bool rises = false;
             #pragma unroll
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    // A row that has seen nothing yet has nothing to rescale.
-                    const bool fresh = ceiling[m][half] == -infinity();
-                    const float before = reference(m, half);
-                    ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
-                    const float shrink = fresh ? 1.f : exp2_score(before - reference(m, half));
-                    sum[m][half] *= shrink;
                     #pragma unroll
-                    for (int n = 0; n < N_OUT; ++n) {
-                        out[m][n][half * 2] *= shrink;
-                        out[m][n][half * 2 + 1] *= shrink;
-                    }
+                    for (int n = 0; n < N; ++n)
+                        top[m][half] = fmaxf(top[m][half], fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    rises |= top[m][half] > ceiling[m][half];
                 }
+            if (__any_sync(0xffffffff, rises)) {
+                #pragma unroll
+                for (int m = 0; m < M; ++m)
+                    #pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        // A row that has seen nothing yet has nothing to rescale.
+                        const bool fresh = ceiling[m][half] == -infinity();
+                        const float before = reference(m, half);
+                        ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
+                        const float shrink = fresh ? 1.f : exp2_score(before - reference(m, half));
+                        sum[m][half] *= shrink;
+                        #pragma unroll
+                        for (int n = 0; n < N_OUT; ++n) {
+                            out[m][n][half * 2] *= shrink;
+                            out[m][n][half * 2 + 1] *= shrink;
+                        }
+                    }
+            }
         }
 
         if constexpr (FV_STAGES == 1) {
             wait_copies();
             __syncthreads();
             if (more) load_k(steps.key, stage);
+        } else if (more) {
+            load_v(steps.key, next_stage);
         }
-        float shift[M][2];
-        #pragma unroll
-        for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = -reference(i / 2, i % 2);
-        multiply_values(out, s, stage + values, [&](int m, int n, int i) {
-            float& x = s[m][n][i];
-            x = exp2_score(fmaf(x, unit, shift[m][i / 2]));
-            sum[m][i / 2] += x;
-            if constexpr (FV_KEEP)
-                if (!fv_keep(mods, place, query_of(m, i), key_of(n, i))) x = 0.f;
-        });
+        if (some) {
+            float shift[M][2];
+            #pragma unroll
+            for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = -reference(i / 2, i % 2);
+            auto weigh = [&](int m, int n, int i) {
+                float& x = s[m][n][i];
+                x = exp2_score(fmaf(x, unit, shift[m][i / 2]));
+                sum[m][i / 2] += x;
+                if constexpr (FV_KEEP)
+                    if (!fv_keep(mods, place, query_of(m, i), key_of(n, i))) x = 0.f;
+            };
+            multiply_values(out, s, stage + values, weigh);
+        }
     }
 
     // What the rows have come to, relative to their largest scores.
@@ -410,7 +454,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         for (int half = 0; half < 2; ++half) {
             const int query = query0 + row0 + m * 16 + half * 8;
             const float exponent = over_quad_max(top[m][half]) * unit;
-            float factor = exponent == -infinity() ? 0.f : exp2f(reference(m, half) - exponent);
+            float factor = exponent == -infinity() ? 0.f : exp2_score(reference(m, half) - exponent);
             const float total = over_quad_sum(sum[m][half]) * factor;
             if (query >= sequence.q_len) continue;
             if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
@@ -432,8 +476,29 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 Row row = finish_row(p, sequence, head, query, exponent, total, lane % 4 == 0);
                 row.factor *= factor;
                 #pragma unroll
-                for (int n = 0; n < N_OUT; ++n)
-                    store_out(row, n * 8 + column0, out[m][n][half * 2], out[m][n][half * 2 + 1]);
+                for (int n = 0; n < N_OUT; ++n) {
+                    const float x = out[m][n][half * 2], y = out[m][n][half * 2 + 1];
+                    if constexpr (STAGES_OUT) stage_out(base, row0 + m * 16 + half * 8, n * 8 + column0, x * row.factor, y * row.factor);
+                    else store_out(row, n * 8 + column0, x, y);
+                }
             }
         }
+    if constexpr (STAGES_OUT) {
+        __syncwarp();
+        constexpr int CHUNKS = FV_DV * int(sizeof(OutElem)) / 16, ABREAST = min_of(32, CHUNKS & -CHUNKS), APART = 32 / ABREAST;
+        const int row = warp * M * 16 + lane / ABREAST, byte = lane % ABREAST * 16;
+        const int left = sequence.q_len - query0 - row;
+        char* target = static_cast<char*>(p.out.data) + byte
+                     + p.out.at(sequence.q_batch, head, sequence.q_start + query0 + row) * sizeof(OutElem);
+        #pragma unroll
+        for (int down = 0; down < M * 16; down += APART) {
+            if (down < left) {
+                #pragma unroll
+                for (int across = 0; across < CHUNKS * 16; across += ABREAST * 16)
+                    *reinterpret_cast<uint4*>(target + across) =
+                        *reinterpret_cast<const uint4*>(shared + (row + down) * PITCH_K + byte + across);
+            }
+            target += p.out.row * (APART * sizeof(OutElem));
+        }
+    }
 }

@@ -13,6 +13,10 @@ struct Row {
     float factor;
 };
 
+// Approximations with an error of about 2^-22 where operands are of 16 bits.
+__device__ float log2_of(float x) { return FV_DTYPE == 2 ? log2f(x) : __log2f(x); }
+__device__ float ratio(float x, float y) { return FV_DTYPE == 2 ? x / y : __fdividef(x, y); }
+
 // `exponent` is the row's largest score times log2 e, `total` the sum of 2^(score log2 e - exponent).
 // Joins the sink, writes lse and max_score where `writes`.
 __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int head, int query,
@@ -23,17 +27,17 @@ __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int 
     if constexpr (FV_SINK) {
         const float sink = __ldg(p.sink + head) * LOG2_E;
         highest = fmaxf(exponent, sink);
-        factor = highest == -infinity() ? 0.f : exp2f(exponent - highest);
-        total = total * factor + (highest == -infinity() ? 0.f : exp2f(sink - highest));
+        factor = highest == -infinity() ? 0.f : exp2_score(exponent - highest);
+        total = total * factor + (highest == -infinity() ? 0.f : exp2_score(sink - highest));
     }
     if (writes) {
         const i64 of_head = sequence.q_batch * p.lse.batch + head * p.lse.head;
-        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : (highest + log2f(total)) * LN_2;
+        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : (highest + log2_of(total)) * LN_2;
         if (p.max_score.data)
             p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = exponent * LN_2;
     }
     OutElem* out = static_cast<OutElem*>(p.out.data) + p.out.at(sequence.q_batch, head, at);
-    return {out, p.out.elem, total == 0.f ? 0.f : factor / total};
+    return {out, p.out.elem, total == 0.f ? 0.f : ratio(factor, total)};
 }
 
 // Columns column, column + 1 of a row; column is even.

@@ -282,7 +282,7 @@ fn sums(config: &Config) -> usize {
             }
             // `HOLDS_QUERIES` of forward.cu.
             let held = scores_and_out + rows * dim / 4;
-            if held <= 224 { held } else { scores_and_out }
+            if held <= 192 { held } else { scores_and_out }
         }
         Kernel::Backward => {
             let kept = divide(tile_kv, dim) + divide(tile_kv, dim_v);
