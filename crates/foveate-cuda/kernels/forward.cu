@@ -453,8 +453,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query = query0 + row0 + m * 16 + half * 8;
-            const float exponent = over_quad_max(top[m][half]) * unit;
-            float factor = exponent == -infinity() ? 0.f : exp2_score(reference(m, half) - exponent);
+            const float largest = over_quad_max(top[m][half]), score = unscaled ? largest * p.scale : largest;
+            float factor = score == -infinity() ? 0.f : exp2_score(fmaf(-largest, unit, reference(m, half)));
             const float total = over_quad_sum(sum[m][half]) * factor;
             if (query >= sequence.q_len) continue;
             if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
@@ -462,7 +462,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 i64 row = blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch
                         + head * p.partial_head + sequence.q_start + query;
                 if (lane % 4 == 0) {
-                    p.partial_max[row] = exponent;
+                    p.partial_max[row] = score;
                     p.partial_sum[row] = total;
                 }
                 #pragma unroll
@@ -473,7 +473,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                         if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i] * factor;
                     }
             } else {
-                Row row = finish_row(p, sequence, head, query, exponent, total, lane % 4 == 0);
+                Row row = finish_row(p, sequence, head, query, score, total, lane % 4 == 0);
                 row.factor *= factor;
                 #pragma unroll
                 for (int n = 0; n < N_OUT; ++n) {

@@ -68,8 +68,8 @@ struct ForwardParams {
     int heads_q, heads_kv;
     int tile_count;
     // Split over keys: block z computes share z of a tile's live tiles and leaves what it has,
-    // unnormalised: out [splits, partial_rows, FV_DV], the largest exponent (score * log2 e) and
-    // the sum of powers, [splits, partial_rows] each. Row q of a head is partial row
+    // unnormalised: out [splits, partial_rows, FV_DV], the largest score and the sum of powers,
+    // [splits, partial_rows] each. Row q of a head is partial row
     // q_batch * partial_batch + head * partial_head + q_start + q.
     int splits;
     float* partial_out;

@@ -17,24 +17,26 @@ struct Row {
 __device__ float log2_of(float x) { return FV_DTYPE == 2 ? log2f(x) : __log2f(x); }
 __device__ float ratio(float x, float y) { return FV_DTYPE == 2 ? x / y : __fdividef(x, y); }
 
-// `exponent` is the row's largest score times log2 e, `total` the sum of 2^(score log2 e - exponent).
+// `top` is the row's largest score, `total` the sum of e^(score - top). Both are in units of the
+// scores, not of powers of 2: where one score is far above the others lse is then that score to the
+// last bit, and the backward, which recomputes the same score, finds its weight to be 1.
 // Joins the sink, writes lse and max_score where `writes`.
 __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int head, int query,
-                          float exponent, float total, bool writes) {
+                          float top, float total, bool writes) {
     constexpr float LN_2 = 0.6931471805599453f;
     const i64 at = sequence.q_start + query;
-    float highest = exponent, factor = 1.f;
+    float highest = top, factor = 1.f;
     if constexpr (FV_SINK) {
-        const float sink = __ldg(p.sink + head) * LOG2_E;
-        highest = fmaxf(exponent, sink);
-        factor = highest == -infinity() ? 0.f : exp2_score(exponent - highest);
-        total = total * factor + (highest == -infinity() ? 0.f : exp2_score(sink - highest));
+        const float sink = __ldg(p.sink + head);
+        highest = fmaxf(top, sink);
+        factor = highest == -infinity() ? 0.f : exp2_score((top - highest) * LOG2_E);
+        total = total * factor + (highest == -infinity() ? 0.f : exp2_score((sink - highest) * LOG2_E));
     }
     if (writes) {
         const i64 of_head = sequence.q_batch * p.lse.batch + head * p.lse.head;
-        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : (highest + log2_of(total)) * LN_2;
+        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : highest + log2_of(total) * LN_2;
         if (p.max_score.data)
-            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = exponent * LN_2;
+            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = top;
     }
     OutElem* out = static_cast<OutElem*>(p.out.data) + p.out.at(sequence.q_batch, head, at);
     return {out, p.out.elem, total == 0.f ? 0.f : ratio(factor, total)};
