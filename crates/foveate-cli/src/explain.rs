@@ -7,6 +7,8 @@ use foveate::Device;
 mod budget;
 mod kernels;
 
+pub use kernels::profile;
+
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::problem::ProblemArgs;

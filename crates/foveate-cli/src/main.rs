@@ -12,6 +12,7 @@ mod explain;
 mod failure;
 mod generate;
 mod interrupt;
+mod kernels;
 mod mask;
 mod memory;
 mod output;
@@ -42,6 +43,7 @@ enum Command {
     Explain(explain::Args),
     Doctor(doctor::Args),
     Bench(bench::Args),
+    Kernels(kernels::Args),
 }
 
 impl Command {
@@ -54,6 +56,7 @@ impl Command {
             Command::Explain(args) => explain::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),
             Command::Bench(args) => bench::run(args, out),
+            Command::Kernels(args) => kernels::run(args, out),
         }
     }
 }

@@ -42,6 +42,10 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
             "explain --heads 4000000000 --len 2000000000 --dim 4000000000",
             "more elements in [1, 4000000000, 2000000000, 4000000000] than memory can address",
         ),
+        ("kernels build --device l4 --len 5 --dim 64", "--heads <HQ[/HKV]> is missing"),
+        ("kernels build --device l5 --len 5 --dim 64", "there is no profile of `l5`"),
+        ("kernels check --arch sm_70", "no kernels are listed for sm_70, but for sm_80, "),
+        ("kernels check --filter nothing", "no kernel that is listed has this in its name"),
         ("generate here --temperature x", "invalid value 'x' for '--temperature <T>'"),
         ("generate here --max-tokens -1", "invalid value '-1' for '--max-tokens <N>'"),
         ("bench cpu --filter nothing", "no case has `nothing` in its name"),
@@ -61,6 +65,8 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         ("eval nowhere a.txt", "nowhere/config.json: could not be read"),
         ("train nowhere.toml", "nowhere.toml: could not be read"),
         ("train .", ".: could not be read"),
+        ("kernels build --device l4 --problems nowhere.toml", "nowhere.toml: could not be read"),
+        ("kernels build --device l4 --problems a.txt", "a.txt: "),
         ("explain --recipe nowhere.toml", "nowhere.toml: could not be read"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4", "f16, bf16 and f32, not f64"),
@@ -75,6 +81,33 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         assert!(code == Some(1) && err.starts_with("error: "), "{line}: {code:?} {err}");
         assert!(out.is_empty() && err.contains(said), "{line}: {out}{err}");
     }
+}
+
+#[test]
+fn a_list_of_problems_is_compiled_into_the_cache() {
+    if foveate_cuda::nvrtc::Compiler::get().is_err() {
+        return println!("skipped: there is no NVRTC");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let list = dir.path().join("problems.toml");
+    let build = |text: &str| {
+        std::fs::write(&list, text).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        command.args(["kernels", "build", "--device", "a10", "--problems"]).arg(&list);
+        let done = command.env("FOVEATE_CACHE_DIR", dir.path().join("kept")).output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (done.status.code(), text(done.stdout) + &text(done.stderr))
+    };
+    let problem = "[[problem]]\nheads = \"4/2\"\nlen = 100\ndim = 32\ndtype = \"f16\"\n";
+    let twice = format!("{problem}mask = \"causal\"\n{problem}mask = \"causal\"\n");
+    let (code, said) = build(&twice);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("2 kernels of 2 problems for sm_86 in "), "{said}");
+    assert_eq!(std::fs::read_dir(dir.path().join("kept")).unwrap().count(), 2);
+
+    let (code, said) = build(&format!("{problem}{problem}haeds = \"4\"\n"));
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("problems.toml: problem 2: unexpected argument '--haeds'"), "{said}");
 }
 
 /// The case of torchtune #2113: FlexAttention has no valid choice for this backward.

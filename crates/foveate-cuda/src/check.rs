@@ -13,7 +13,7 @@ use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::{Compiled, Compiler};
 use crate::planner::{Class, HeadDims, KernelOptions, KernelPlan, Sizes, TilesOf};
 use crate::profile::Profile;
-use crate::resources::{LOCAL_BYTES_ALLOWED, Resources};
+use crate::resources::{Resources, local_bytes_allowed};
 use crate::source::source;
 
 /// What a compiled kernel takes.
@@ -31,7 +31,7 @@ pub struct Taken {
 ///
 /// # Errors
 /// [`CudaErrorKind::Resources`] when shared memory is not what the formula gives, registers
-/// exceed the bound, or local memory exceeds [`LOCAL_BYTES_ALLOWED`].
+/// exceed the bound, or local memory exceeds [`local_bytes_allowed`].
 pub fn verify(config: &Config, compiled: &Compiled) -> Result<Taken, CudaError> {
     let wrong = |reason: String| -> CudaError {
         CudaErrorKind::Resources { kernel: config.to_string(), reason }.into()
@@ -58,9 +58,10 @@ pub fn verify(config: &Config, compiled: &Compiled) -> Result<Taken, CudaError> 
         let bytes = found.static_shared_bytes;
         return Err(wrong(format!("it has {bytes} B of static shared memory, none is planned")));
     }
-    if taken.local_bytes > LOCAL_BYTES_ALLOWED {
+    let allowed = local_bytes_allowed(config.dtype);
+    if taken.local_bytes > allowed {
         return Err(wrong(format!(
-            "a thread takes {} B of local memory, {LOCAL_BYTES_ALLOWED} are allowed",
+            "a thread takes {} B of local memory, {allowed} are allowed",
             taken.local_bytes
         )));
     }
@@ -146,8 +147,8 @@ pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
                     (Elem::F16, 64 | 128) => !few,
                     (Elem::F16, _) => false,
                     (Elem::Bf16, 128) => true,
-                    (Elem::F32, 64) | (Elem::Bf16, 64 | 256) => !few || mods == Kind::Plain,
-                    _ => !few || (dim_v == 128 && mods == Kind::Learned),
+                    (Elem::F32, 64) | (Elem::Bf16, 256) => !few || mods == Kind::Plain,
+                    _ => !few || (dtype, dim, dim_v, mods) == (Elem::Bf16, 192, 128, Kind::Learned),
                 };
                 for deterministic in [false, true] {
                     if !wanted || (deterministic && matches!(mods, Kind::Plain | Kind::Score)) {

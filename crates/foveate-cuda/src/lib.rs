@@ -11,6 +11,7 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 pub mod abi;
+pub mod ahead;
 pub mod cache;
 pub mod check;
 pub mod codegen;

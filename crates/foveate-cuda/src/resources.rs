@@ -10,9 +10,15 @@ use std::fmt;
 use crate::config::{Config, Elem, Kernel};
 use crate::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 
-/// Bytes of local memory a thread, spills included, that a compiled kernel may take: a few words
-/// outside the loop cost nothing that can be measured. What takes more is refused.
-pub const LOCAL_BYTES_ALLOWED: u32 = 32;
+/// Bytes of local memory a thread, spills included, that a compiled kernel may take: what takes
+/// more is refused. A few words outside the loop cost nothing that can be measured; in f32, where
+/// a product is three and its operands are split first, a few more inside are not felt either.
+pub fn local_bytes_allowed(dtype: Elem) -> u32 {
+    match dtype {
+        Elem::F16 | Elem::Bf16 => 32,
+        Elem::F32 => 256,
+    }
+}
 
 /// Threads that a block can have, on every capability.
 const THREADS_PER_BLOCK: usize = 1024;
@@ -259,7 +265,12 @@ fn working(config: &Config) -> usize {
     match config.kernel {
         Kernel::Forward => {
             let rows = config.tile_q / 16 / config.warps;
-            20 + rows * (8 + config.tile_kv / 32) + 4 * usize::from(config.keep)
+            // Copies of rows that do not divide the block evenly keep more addresses.
+            let uneven = |dim: usize| usize::from(!(dim * config.dtype.bytes()).is_power_of_two());
+            let uneven = uneven(config.padded_dim()) + uneven(config.padded_dim_v());
+            let mods = usize::from(config.score) * 8 * rows * (1 + 2 * uneven)
+                + 4 * usize::from(config.keep);
+            20 + rows * (8 + config.tile_kv / 32) + mods
         }
         _ if config.dtype == Elem::F32 => 52,
         _ => 44,

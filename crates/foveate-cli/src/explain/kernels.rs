@@ -56,7 +56,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
 }
 
 /// The profile called `name`, or that of the GPU `cuda:0`.
-fn profile(name: &str) -> Result<Profile, Failure> {
+pub fn profile(name: &str) -> Result<Profile, Failure> {
     let Some(ordinal) = name.strip_prefix("cuda") else {
         return Profile::named(name)
             .map_err(|e| Failure::usage(e).help("cuda:0 takes the GPU of this machine"));

@@ -7,9 +7,9 @@ use foveate_mods::Node;
 use foveate_problem::{Dims, Sequence};
 
 use super::CudaPlan;
-use crate::abi::BlockListsParams;
+use crate::ahead::lists_config;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
-use crate::config::{Config, Elem, Kernel};
+use crate::config::{Config, Kernel};
 use crate::driver::Function;
 use crate::engine::lock;
 use crate::error::CudaError;
@@ -180,10 +180,7 @@ impl CudaPlan {
         shared_bytes: usize,
         checked: bool,
     ) -> Result<(Function, Arc<Printed>), CudaError> {
-        let (mask, warps, stages) = (true, BlockListsParams::THREADS / 32, 1);
-        // Tiles are arguments and elements are of no account, so that one kernel serves all.
-        let config = Config::new(Kernel::BlockLists, Elem::F16, 64, 64);
-        let config = Config { mask, warps, stages, checked, ..config };
+        let config = lists_config(checked);
         let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
         let pass = Pass { kind: PassKind::Lists, checked };
         let printed = self.printed(pass, dims, sequences, &at)?;

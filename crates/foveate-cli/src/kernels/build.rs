@@ -1,0 +1,134 @@
+//! `foveate kernels build`: fills the cache of compiled kernels, so that the first step of a
+//! training run does not wait for the compiler.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::{Args as _, Command, FromArgMatches};
+use foveate_cuda::CudaError;
+use foveate_cuda::ahead::{self, Run};
+use foveate_cuda::cache::Cache;
+use foveate_cuda::config::{Config, Elem};
+use foveate_cuda::nvrtc::Compiler;
+use foveate_cuda::profile::Profile;
+use foveate_problem::Spec;
+use rayon::prelude::*;
+
+use crate::explain::profile;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::problem::ProblemArgs;
+
+/// Compile the kernels of a problem, or of a list of problems, into the cache
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The card: l40s, h200, rtx4090, ...; or cuda:0 for the one that is there
+    #[arg(long, value_name = "NAME")]
+    device: String,
+    /// A list of problems instead: a TOML file with a table [[problem]] for each, whose keys are
+    /// the options of this command
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["heads", "dim", "len"])]
+    problems: Option<PathBuf>,
+    #[command(flatten)]
+    problem: Wanted,
+}
+
+/// One problem.
+#[derive(Debug, clap::Args)]
+struct Wanted {
+    #[command(flatten)]
+    problem: ProblemArgs,
+    /// For the same bits in every run
+    #[arg(long)]
+    deterministic: bool,
+    /// With captured indices checked, as host tensors always are
+    #[arg(long)]
+    checked: bool,
+}
+
+/// Compiles and prints a line for each problem.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let cuda = |e: CudaError| Failure::new(e.to_string());
+    let profile = profile(&args.device)?;
+    let listed = args.problems.as_deref().map(read).transpose()?;
+    let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
+    let mut sources: Vec<(Config, String)> = Vec::new();
+    for one in wanted {
+        for found in one.sources(&profile)? {
+            if !sources.contains(&found) {
+                sources.push(found);
+            }
+        }
+    }
+    let compiler = Compiler::get().map_err(cuda)?;
+    let cache = Cache::get();
+    let compiled: Vec<_> = sources
+        .par_iter()
+        .map(|(config, text)| cache.compile(compiler, text, &profile.arch()).map(|_| config))
+        .collect();
+    for config in compiled {
+        out.line(config.map_err(cuda)?)?;
+    }
+    if let Some(trouble) = cache.trouble() {
+        return Err(Failure::new(trouble));
+    }
+    let folder = cache.folder().ok_or_else(|| {
+        Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
+    })?;
+    let (kernels, problems) = (sources.len(), wanted.len());
+    out.line(format_args!(
+        "{kernels} kernels of {problems} problems for {} in {}",
+        profile.arch(),
+        folder.display()
+    ))?;
+    Ok(())
+}
+
+impl Wanted {
+    fn sources(&self, profile: &Profile) -> Result<Vec<(Config, String)>, Failure> {
+        let given = self.problem.read()?;
+        let dtype = self.problem.dtype;
+        let elem = Elem::of(dtype)
+            .ok_or_else(|| Failure::new(format!("kernels take f16, bf16 and f32, not {dtype}")))?;
+        let spec = Spec { mask: given.mask, score: given.score, scale: None, dropout: None };
+        let run = Run {
+            backward: self.problem.backward,
+            deterministic: self.deterministic,
+            checked: self.checked,
+        };
+        ahead::sources(profile, &spec, given.problem.dims(), elem, run)
+            .map_err(|e| Failure::new(e.to_string()))
+    }
+}
+
+/// The problems of a file. A key is an option of the command line and is read like it.
+fn read(path: &Path) -> Result<Vec<Wanted>, Failure> {
+    let wrong = |reason: String| Failure::new(format!("{}: {reason}", path.display()));
+    let text = fs::read_to_string(path).map_err(|e| wrong(format!("could not be read: {e}")))?;
+    let file: toml::Table = toml::from_str(&text).map_err(|e| wrong(e.to_string()))?;
+    let problems = file.get("problem").and_then(|p| p.as_array());
+    let problems = problems.ok_or_else(|| wrong("it has no table [[problem]]".to_owned()))?;
+    let command = Wanted::augment_args(Command::new("problem").no_binary_name(true));
+    let one = |(i, problem): (usize, &toml::Value)| {
+        let wrong = |reason: String| wrong(format!("problem {}: {reason}", i + 1));
+        let table = problem.as_table().ok_or_else(|| wrong("it is no table".to_owned()))?;
+        let mut options = Vec::new();
+        for (key, value) in table {
+            let key = key.replace('_', "-");
+            match value {
+                toml::Value::Boolean(true) => options.push(format!("--{key}")),
+                toml::Value::Boolean(false) => {}
+                toml::Value::String(text) => options.push(format!("--{key}={text}")),
+                other => options.push(format!("--{key}={other}")),
+            }
+        }
+        let parsed = command.clone().try_get_matches_from(options);
+        let parsed = parsed.and_then(|matches| Wanted::from_arg_matches(&matches));
+        parsed.map_err(|e| {
+            let said = e.to_string();
+            let said = said.lines().next().unwrap_or_default();
+            wrong(said.trim_start_matches("error: ").to_owned())
+        })
+    };
+    problems.iter().enumerate().map(one).collect()
+}

@@ -1,0 +1,153 @@
+//! What kernels took when somebody last looked: `conformance/kernel-resources.toml`.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{fmt, fs};
+
+use foveate_cuda::check::{Listed, Taken};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+
+/// The table as it was when this program was built.
+const RECORDED: &str = include_str!("../../../../conformance/kernel-resources.toml");
+
+/// By architecture, then by [`Listed::name`].
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
+
+/// What one kernel took.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Row {
+    tiles: String,
+    #[serde(flatten)]
+    taken: Taken,
+}
+
+/// How a kernel stands to the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Standing {
+    /// It takes what it took.
+    Recorded,
+    /// It takes less, or is planned otherwise: the table is to be updated.
+    Changed,
+    /// The table does not have it.
+    New,
+    /// It takes more.
+    Worse,
+}
+
+/// Registers of a thread by which a kernel may grow: they are given out in units of eight.
+const SLACK: u32 = 8;
+
+impl Table {
+    /// The table that was built in.
+    pub fn recorded() -> Result<Self, Failure> {
+        toml::from_str(RECORDED)
+            .map_err(|e| Failure::new(format!("the recorded table cannot be read: {e}")))
+    }
+
+    /// Compares a kernel with its row.
+    pub fn standing(&self, kernel: &Listed, taken: &Taken) -> Standing {
+        let Some(row) = self.0.get(&kernel.arch).and_then(|rows| rows.get(&kernel.name())) else {
+            return Standing::New;
+        };
+        if row.tiles != kernel.tiles() {
+            return Standing::Changed;
+        }
+        let worse = taken.registers > row.taken.registers + SLACK
+            || taken.local_bytes > row.taken.local_bytes
+            || taken.shared_bytes > row.taken.shared_bytes;
+        match (worse, row.taken == *taken) {
+            (true, _) => Standing::Worse,
+            (false, true) => Standing::Recorded,
+            (false, false) => Standing::Changed,
+        }
+    }
+
+    /// Removes every row of `arch`.
+    pub fn forget(&mut self, arch: &str) {
+        self.0.remove(arch);
+    }
+
+    /// Adds or replaces a row.
+    pub fn record(&mut self, kernel: &Listed, taken: Taken) {
+        let row = Row { tiles: kernel.tiles(), taken };
+        self.0.entry(kernel.arch.clone()).or_default().insert(kernel.name(), row);
+    }
+
+    /// Writes the table, a line for each kernel.
+    pub fn write(&self, path: &Path) -> Result<(), Failure> {
+        let mut text = String::from(
+            "# What the kernels that the planner chooses take of a multiprocessor.\n\
+             # `foveate kernels check` compares with it, with --update it writes it.\n",
+        );
+        for (arch, rows) in &self.0 {
+            text += &format!("\n[{arch}]\n");
+            for (name, Row { tiles, taken }) in rows {
+                let Taken { registers, local_bytes, shared_bytes } = taken;
+                text += &format!(
+                    "\"{name}\" = {{ tiles = \"{tiles}\", shared_bytes = {shared_bytes}, \
+                     registers = {registers}, local_bytes = {local_bytes} }}\n"
+                );
+            }
+        }
+        fs::write(path, text)
+            .map_err(|e| Failure::new(format!("{} cannot be written: {e}", path.display())))
+    }
+}
+
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Recorded => "as recorded",
+            Self::Changed => "changed",
+            Self::New => "new",
+            Self::Worse => "WORSE",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use foveate_cuda::check::list;
+
+    #[test]
+    fn what_is_written_is_read_again_and_what_grows_is_worse() {
+        let kernel = &list("sm_90", true).unwrap()[0];
+        let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
+        let mut table = Table::default();
+        table.record(kernel, taken);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        table.write(file.path()).unwrap();
+        let table: Table = toml::from_str(&fs::read_to_string(file.path()).unwrap()).unwrap();
+
+        let with = |change: fn(&mut Taken)| {
+            let mut taken = taken;
+            change(&mut taken);
+            table.standing(kernel, &taken)
+        };
+        assert_eq!(with(|_| ()), Standing::Recorded);
+        assert_eq!(with(|t| t.registers += 8), Standing::Changed);
+        assert_eq!(with(|t| t.registers += 9), Standing::Worse);
+        assert_eq!(with(|t| t.local_bytes += 1), Standing::Worse);
+        assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
+        assert_eq!(with(|t| t.local_bytes = 0), Standing::Changed);
+
+        let mut larger = kernel.clone();
+        larger.config.tile_q *= 2;
+        assert_eq!(table.standing(&larger, &taken), Standing::Changed);
+        larger.arch = "sm_80".into();
+        assert_eq!(table.standing(&larger, &taken), Standing::New);
+    }
+
+    #[test]
+    fn the_recorded_table_can_be_read() {
+        let table = Table::recorded().unwrap();
+        for (arch, _) in foveate_cuda::check::ARCHS {
+            assert!(table.0.contains_key(arch), "{arch} is not in the table");
+        }
+    }
+}
