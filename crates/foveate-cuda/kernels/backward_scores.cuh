@@ -97,16 +97,19 @@ struct Scores {
 
     // From S to P; `lse_at` is the shared address of the tile's lse.
     __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at) {
+        // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
+        // before anything is multiplied is then small; products of both differ by their rounding.
+        constexpr bool apart = FV_DTYPE == 2 || FV_SCORE;
         float lse[OF_S.rows][2];
         #pragma unroll
         for (int i = 0; i < OF_S.rows * 2; ++i) {
             float x = load_shared(lse_at + (score_row() + i * 8) * 4);
             if (x == -infinity()) x = infinity();      // a row that sees nothing: P = 0
-            lse[i / 2][i % 2] = FV_DTYPE == 2 ? x : x * LOG2_E;
+            lse[i / 2][i % 2] = apart ? x : x * LOG2_E;
         }
         auto exp_score = [&](float score, int m, int i) {
-            if constexpr (FV_DTYPE == 2) return exp2_score((score - lse[m][i / 2]) * LOG2_E);
-            return exp2_score(fmaf(score, LOG2_E, -lse[m][i / 2]));
+            const float x = lse[m][i / 2];
+            return exp2_score(apart ? (score - x) * LOG2_E : fmaf(score, LOG2_E, -x));
         };
         for_each_score([&](int m, int n, int i, int row, int column) {
 #if FV_SCORE

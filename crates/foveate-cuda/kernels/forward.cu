@@ -341,6 +341,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     auto reference = [&](int m, int half) {
         return ceiling[m][half] == -infinity() ? 0.f : fmaf(ceiling[m][half], unit, -SLACK);
     };
+    // A score function may give -1e30 to a whole row. Only a difference of scores that is taken before
+    // anything is multiplied is then small; products of both differ by their rounding.
+    constexpr bool apart = FV_DTYPE == 2 || FV_SCORE;
 
     int parity = 0;
     while (more) {
@@ -434,9 +437,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     for (int half = 0; half < 2; ++half) {
                         // A row that has seen nothing yet has nothing to rescale.
                         const bool fresh = ceiling[m][half] == -infinity();
-                        const float before = reference(m, half);
+                        const float before = apart ? ceiling[m][half] : reference(m, half);
                         ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
-                        const float shrink = fresh ? 1.f : exp2_score(before - reference(m, half));
+                        const float falls = apart ? (before - ceiling[m][half]) * unit : before - reference(m, half);
+                        const float shrink = fresh ? 1.f : exp2_score(falls);
                         sum[m][half] *= shrink;
                         #pragma unroll
                         for (int n = 0; n < N_OUT; ++n) {
@@ -457,10 +461,14 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if (some) {
             float shift[M][2];
             #pragma unroll
-            for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = -reference(i / 2, i % 2);
+            for (int i = 0; i < M * 2; ++i) {
+                const float highest = ceiling[i / 2][i % 2];
+                shift[i / 2][i % 2] = !apart ? -reference(i / 2, i % 2) : highest == -infinity() ? 0.f : -highest;
+            }
             auto weigh = [&](int m, int n, int i) {
                 float& x = s[m][n][i];
-                x = exp2_score(fmaf(x, unit, shift[m][i / 2]));
+                const float offset = shift[m][i / 2];
+                x = exp2_score(apart ? fmaf(x + offset, unit, SLACK) : fmaf(x, unit, offset));
                 sum[m][i / 2] += x;
                 if constexpr (FV_KEEP)
                     if (!fv_keep(mods, place, query_of(m, i), key_of(n, i))) x = 0.f;
@@ -476,7 +484,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         for (int half = 0; half < 2; ++half) {
             const int query = query0 + row0 + m * 16 + half * 8;
             const float largest = over_quad_max(top[m][half]), score = unscaled ? largest * p.scale : largest;
-            float factor = score == -infinity() ? 0.f : exp2_score(fmaf(-largest, unit, reference(m, half)));
+            const float above = apart ? fmaf(ceiling[m][half] - largest, unit, -SLACK) : fmaf(-largest, unit, reference(m, half));
+            float factor = score == -infinity() ? 0.f : exp2_score(above);
             const float total = over_quad_sum(sum[m][half]) * factor;
             if (query >= sequence.q_len) continue;
             if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
