@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -71,21 +71,25 @@ conformance() {
     fi
 }
 
-determinism() {
-    echo "== determinism"
-    log="$out/determinism.txt"
-    "$corpus" determinism > "$log" 2>&1
+# A command of the runner that prints a line for each of its checks.
+lines() {
+    echo "== $1"
+    log="$out/$1.txt"
+    "$corpus" "$1" > "$log" 2>&1
     status=$?
     cat "$log"
     if [ "$status" != 0 ]; then
-        row "determinism" "$(grep -c 'passed$' "$log")" "$(grep -c FAILED "$log")" 0
+        row "$1" "$(grep -c 'passed$' "$log")" "$(grep -c FAILED "$log")" 0
         failed=1
-    elif grep -q '^determinism declined' "$log"; then
-        row "determinism" 0 0 1
+    elif grep -q "^$1 declined" "$log"; then
+        row "$1" 0 0 1
     else
-        row "determinism" "$(grep -c 'passed$' "$log")" 0 0
+        row "$1" "$(grep -c 'passed$' "$log")" 0 0
     fi
 }
+
+determinism() { lines determinism; }
+misuse() { lines misuse; }
 
 sanitize() {
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
@@ -94,8 +98,10 @@ sanitize() {
             decline "$tool" "compute-sanitizer is not here; it is part of the CUDA toolkit"
             continue
         fi
+        # The end of a kernel's parameters is found by asking past it.
+        [ "$tool" = memcheck ] && quiet="--report-api-errors no" || quiet=
         check "$tool" env FOVEATE_TIMEOUT=120 "$sanitizer" --tool "$tool" --error-exitcode 99 \
-            "$corpus" run --cases "$here/cases" --workers 0 --subset 24 --timeout 120
+            $quiet "$corpus" run --cases "$here/cases" --workers 0 --subset 24 --timeout 120
     done
 }
 
@@ -117,8 +123,8 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | sanitize | bench) "$1" ;;
-    all) conformance; determinism; sanitize; bench ;;
+    conformance | determinism | misuse | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; sanitize; bench ;;
     *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 

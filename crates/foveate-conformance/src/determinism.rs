@@ -66,7 +66,7 @@ fn dims(len_q: usize, len_k: usize, batch: usize) -> Dims {
     }
 }
 
-fn bf16_bytes(random: &mut Random, elems: usize) -> Vec<u8> {
+pub fn bf16_bytes(random: &mut Random, elems: usize) -> Vec<u8> {
     let values = Data::from_f64(DType::BF16, (0..elems).map(|_| random.normal()));
     let Data::BF16(values) = values else { unreachable!("made as bf16") };
     values.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect()

@@ -4,6 +4,7 @@
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--workers N]
 //!                         [--timeout SECONDS] [--subset N]
 //! foveate-conformance determinism [--repeats N]
+//! foveate-conformance misuse
 //! ```
 //!
 //! Cases run in worker processes, one at a time in each. A case that hangs, crashes or leaves the
@@ -11,6 +12,7 @@
 //! case starts clean.
 
 mod determinism;
+mod misuse;
 mod workers;
 
 use std::io::{BufRead, Write};
@@ -88,7 +90,9 @@ foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--wor
     this process.
 foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
-    elements.";
+    elements.
+foveate-conformance misuse
+    Asks the GPU what it cannot do, and for each that one clear error says so.";
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
@@ -97,6 +101,7 @@ fn main() -> ExitCode {
         "run" => Options::parse(args).and_then(|options| run(&options)),
         "work" => Options::parse(args).and_then(|options| work(&options)),
         "determinism" => Options::parse(args).and_then(|o| determinism::run(o.repeats)),
+        "misuse" => misuse::run(),
         _ => {
             println!("{HELP}");
             Ok(command == "--help")

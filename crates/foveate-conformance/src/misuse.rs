@@ -1,0 +1,270 @@
+//! What a GPU is asked that it cannot do: one clear error each, and nothing corrupted.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use foveate_conformance::data::Random;
+use foveate_cuda::driver::Block;
+use foveate_cuda::{
+    CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands,
+    DeviceTensor, Engine, Queue,
+};
+use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
+use foveate_problem::{Dims, Spec};
+use foveate_tensor::DType;
+
+use crate::determinism::bf16_bytes;
+
+type Outcome = Result<Result<(), String>, CudaError>;
+
+/// Runs all of it and prints a line for each check; whether all passed.
+pub fn run() -> Result<bool, String> {
+    let engine = match Engine::get(0) {
+        Ok(engine) => engine,
+        Err(e) => {
+            println!("misuse declined: {e}");
+            return Ok(true);
+        }
+    };
+    let mut passed = true;
+    let mut say = |name: &str, outcome: Outcome| {
+        let line = match outcome {
+            Ok(Ok(())) => "passed".to_owned(),
+            Ok(Err(wrong)) => format!("FAILED: {wrong}"),
+            Err(e) => format!("FAILED: {e}"),
+        };
+        passed &= line == "passed";
+        println!("{name:<58} {line}");
+    };
+    say("wrong memory is named before anything runs", memory(&engine));
+    say("a captured index out of range is reported", out_of_range(&engine));
+    say("a stream of somebody else gives the same bits", foreign_stream(&engine));
+    say("out of memory in a backward is an error, not the end", out_of_memory(&engine));
+    match warm_forward(&engine) {
+        Ok(us) => println!("host time of a warm forward: {us:.1} us"),
+        Err(e) => println!("host time of a warm forward: {e}"),
+    }
+    Ok(passed)
+}
+
+fn dims(heads_q: usize, len: usize) -> Dims {
+    Dims {
+        batch: 1,
+        heads_q,
+        heads_kv: heads_q,
+        len_q: len,
+        len_k: len,
+        dim: 64,
+        dim_v: 64,
+        shared_kv: false,
+        packed: false,
+    }
+}
+
+/// Operands and destinations of one problem on a queue.
+struct Tensors {
+    blocks: Vec<Block>,
+    dims: Dims,
+}
+
+impl Tensors {
+    fn new(queue: &Queue, dims: Dims, seed: u64) -> Result<Self, CudaError> {
+        let mut random = Random::new(seed);
+        let elems = dims.q_shape().iter().product();
+        let mut blocks = Vec::new();
+        for _ in 0..4 {
+            blocks.push(queue.pool().upload(&bf16_bytes(&mut random, elems))?);
+        }
+        for bytes in [2 * elems, 4 * elems / dims.dim, 2 * elems, 2 * elems, 2 * elems] {
+            let block = queue.pool().take(bytes)?;
+            block.fill(0xFF)?;
+            blocks.push(block);
+        }
+        Ok(Self { blocks, dims })
+    }
+
+    fn at(&self, i: usize) -> DeviceTensor {
+        let address = self.blocks[i].address();
+        DeviceTensor::contiguous(address, DType::BF16, self.dims.q_shape())
+    }
+
+    fn forward(&self) -> DeviceForward<'static> {
+        let lse = self.blocks[5].address();
+        DeviceForward {
+            operands: DeviceOperands {
+                q: self.at(0),
+                k: self.at(1),
+                v: self.at(2),
+                sink: None,
+                varlen: None,
+            },
+            out: self.at(4),
+            lse: DeviceTensor::contiguous(lse, DType::F32, self.dims.row_shape()),
+            max_score: None,
+        }
+    }
+
+    fn backward(&self) -> DeviceBackward<'static> {
+        let DeviceForward { operands, out, lse, .. } = self.forward();
+        DeviceBackward {
+            operands,
+            out,
+            lse,
+            d_out: self.at(3),
+            d_lse: None,
+            dq: self.at(6),
+            dk: self.at(7),
+            dv: self.at(8),
+            accumulate: false,
+            d_sink: None,
+            d_captures: Vec::new(),
+        }
+    }
+
+    fn read(&self, i: usize) -> Result<Vec<u8>, CudaError> {
+        let mut bytes = vec![0; self.blocks[i].bytes()];
+        self.blocks[i].read(&mut bytes, CudaOptions::default().timeout)?;
+        Ok(bytes)
+    }
+}
+
+fn plan(engine: &Arc<Engine>, dims: &Dims, options: CudaOptions) -> Result<CudaPlan, CudaError> {
+    let mask = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).expect("bool");
+    let spec = Spec { mask: Some(mask), score: None, scale: None, dropout: None };
+    CudaPlan::new(engine.clone(), &spec, dims, DType::BF16, options)
+}
+
+fn memory(engine: &Arc<Engine>) -> Outcome {
+    let dims = dims(2, 100);
+    let plan = plan(engine, &dims, CudaOptions::default())?;
+    let queue = engine.queue();
+    let tensors = Tensors::new(queue, dims, 1)?;
+    let good = tensors.forward();
+    let host = vec![0u8; 2 * dims.q_shape().iter().product::<usize>()];
+    let on_host = DeviceTensor { address: host.as_ptr() as u64, ..good.operands.k };
+    let past = DeviceTensor { address: good.operands.v.address + (1 << 46), ..good.operands.v };
+    let q = good.operands.q;
+    let with = |operands| DeviceForward { operands, ..good };
+    let asked = [
+        (with(DeviceOperands { k: on_host, ..good.operands }), "k is at"),
+        (with(DeviceOperands { v: past, ..good.operands }), "v is at"),
+        (DeviceForward { out: q, ..good }, "out overlaps q"),
+        (
+            DeviceForward { out: DeviceTensor { address: good.out.address + 1, ..q }, ..good },
+            "no multiple of the 2 bytes",
+        ),
+        (
+            DeviceForward { out: DeviceTensor { dtype: DType::F64, ..good.out }, ..good },
+            "out is f64",
+        ),
+    ];
+    for (args, expected) in asked {
+        match plan.forward_on(queue, &args) {
+            Err(e) if e.to_string().contains(expected) => {}
+            Err(e) => return Ok(Err(format!("{e}, where `{expected}` was to be said"))),
+            Ok(()) => return Ok(Err(format!("nothing was said, not `{expected}`"))),
+        }
+    }
+    let untouched = tensors.read(4)?.iter().all(|&byte| byte == 0xFF);
+    plan.forward_on(queue, &good)?;
+    let written = tensors.read(4)?.chunks_exact(2).all(|elem| elem != [0xFF; 2]);
+    Ok(match (untouched, written) {
+        (true, true) => Ok(()),
+        (false, _) => Err("a refused call wrote something".into()),
+        (_, false) => Err("the good call after it did not write everything".into()),
+    })
+}
+
+fn out_of_range(engine: &Arc<Engine>) -> Outcome {
+    let dims = dims(2, 100);
+    let bias = Buffer::vector("bias", vec![0.5f32; 70]);
+    let doc = Buffer::vector("doc", vec![0i32; 90]);
+    let score = ScoreMod::new((expr::score() + bias.at([expr::kv()])).dynamic()).expect("f32");
+    let mask = MaskMod::new(doc.at([expr::q()]).ge(0).dynamic()).expect("bool");
+    let none = Spec { mask: None, score: None, scale: None, dropout: None };
+    let specs = [
+        (Spec { score: Some(score), ..none.clone() }, "bias"),
+        (Spec { mask: Some(mask), ..none }, "doc"),
+    ];
+    for (spec, name) in specs {
+        let options = CudaOptions { checked: true, ..CudaOptions::default() };
+        let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
+        let tensors = Tensors::new(engine.queue(), dims, 2)?;
+        match plan.forward_on(engine.queue(), &tensors.forward()) {
+            Err(e) if matches!(e.kind(), CudaErrorKind::OutOfRange { .. }) => {
+                if !e.to_string().contains(name) {
+                    return Ok(Err(format!("{e}, but `{name}` is too short")));
+                }
+            }
+            Err(e) => return Ok(Err(e.to_string())),
+            Ok(()) => return Ok(Err(format!("`{name}` is too short, and nothing was said"))),
+        }
+        if tensors.read(4)?.chunks_exact(2).any(|elem| elem == [0xFF; 2]) {
+            return Ok(Err("the results were not written".into()));
+        }
+    }
+    Ok(Ok(()))
+}
+
+fn foreign_stream(engine: &Arc<Engine>) -> Outcome {
+    let dims = dims(2, 300);
+    let plan = plan(engine, &dims, CudaOptions::default())?;
+    // SAFETY: 0 is the default stream.
+    let other = unsafe { engine.queue_on(0) };
+    let mut found = Vec::new();
+    for queue in [engine.queue(), &other] {
+        let tensors = Tensors::new(queue, dims, 3)?;
+        plan.forward_on(queue, &tensors.forward())?;
+        found.push((tensors.read(4)?, tensors.read(5)?));
+    }
+    Ok(if found[0] == found[1] { Ok(()) } else { Err("results differ".into()) })
+}
+
+fn out_of_memory(engine: &Arc<Engine>) -> Outcome {
+    let dims = dims(16, 8192);
+    let plan = plan(engine, &dims, CudaOptions::default())?;
+    let queue = engine.queue();
+    let tensors = Tensors::new(queue, dims, 4)?;
+    plan.forward_on(queue, &tensors.forward())?;
+    queue.pool().release()?;
+    let mut hogs = Vec::new();
+    let mut step = 1usize << 36;
+    while step >= 1 << 21 {
+        match queue.pool().take(step) {
+            Ok(block) => hogs.push(block),
+            Err(_) => step /= 2,
+        }
+    }
+    match plan.backward_on(queue, &tensors.backward()) {
+        Err(e) if matches!(e.kind(), CudaErrorKind::OutOfMemory { .. }) => {}
+        Err(e) => return Ok(Err(format!("{e}, where memory was to run out"))),
+        Ok(()) => return Ok(Err("there was memory after all".into())),
+    }
+    drop(hogs);
+    queue.pool().release()?;
+    plan.backward_on(queue, &tensors.backward())?;
+    let whole = (6..9).map(|i| tensors.read(i)).collect::<Result<Vec<_>, _>>()?;
+    let written = whole.iter().all(|t| t.chunks_exact(2).all(|elem| elem != [0xFF; 2]));
+    Ok(if written { Ok(()) } else { Err("the backward after it left gaps".into()) })
+}
+
+/// Microseconds that queueing a forward takes, everything being there: the median of many.
+fn warm_forward(engine: &Arc<Engine>) -> Result<f64, CudaError> {
+    let dims = dims(2, 128);
+    let plan = plan(engine, &dims, CudaOptions::default())?;
+    let queue = engine.queue();
+    let tensors = Tensors::new(queue, dims, 5)?;
+    let args = tensors.forward();
+    let mut times = Vec::new();
+    for _ in 0..50 {
+        for _ in 0..50 {
+            let began = Instant::now();
+            plan.forward_on(queue, &args)?;
+            times.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        // A full queue would make the host wait.
+        tensors.read(5)?;
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
