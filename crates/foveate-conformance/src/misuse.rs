@@ -155,7 +155,7 @@ fn memory(engine: &Arc<Engine>) -> Outcome {
         ),
         (
             DeviceForward { out: DeviceTensor { dtype: DType::F64, ..good.out }, ..good },
-            "out is f64",
+            "out is f64; kernels write",
         ),
     ];
     for (args, expected) in asked {

@@ -516,7 +516,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         }
     if constexpr (STAGES_OUT) {
         __syncwarp();
-        constexpr int CHUNKS = FV_DV * int(sizeof(OutElem)) / 16, ABREAST = min_of(32, CHUNKS & -CHUNKS), APART = 32 / ABREAST;
+        constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), ABREAST = min_of(32, CHUNKS & -CHUNKS), APART = 32 / ABREAST;
         const int row = warp * M * 16 + lane / ABREAST, byte = lane % ABREAST * 16;
         const int left = sequence.q_len - query0 - row;
         char* target = static_cast<char*>(p.out.data) + byte

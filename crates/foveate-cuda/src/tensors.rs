@@ -11,6 +11,7 @@ use foveate_tensor::{DType, Layout, Slice, TensorRef, Varlen};
 use half::{bf16, f16};
 
 use crate::abi::{Address, RowView, View};
+use crate::config::Elem;
 use crate::engine::Engine;
 use crate::error::CudaError;
 
@@ -239,6 +240,7 @@ impl DeviceForward<'_> {
     /// Checks shapes and dtypes against `dims`.
     pub(crate) fn check(&self, dims: &Dims) -> Result<(), CudaError> {
         self.out.check_shape("out", dims.out_shape())?;
+        written("out", self.out.dtype)?;
         let statistics = [("lse", Some(&self.lse)), ("max_score", self.max_score.as_ref())];
         statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))
     }
@@ -275,6 +277,7 @@ impl DeviceBackward<'_> {
             tensor.check_shape(name, shape)?;
             tensor.check_dtype(name, self.dq.dtype)?;
         }
+        written("dq", self.dq.dtype)?;
         if let Some(d_sink) = &self.d_sink {
             if self.operands.sink.is_none() {
                 let reason = "d_sink is asked for, but there is no sink; leave it out";
@@ -309,6 +312,13 @@ impl DeviceBackward<'_> {
         self.d_captures.iter().try_for_each(|(name, t)| places.write(name, t))?;
         Ok(places)
     }
+}
+
+/// The type of a destination that kernels write.
+pub(crate) fn written(name: &str, dtype: DType) -> Result<Elem, CudaError> {
+    Elem::of(dtype).ok_or_else(|| {
+        CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
+    })
 }
 
 fn statistic(name: &str, rows: Option<&DeviceTensor<3>>, dims: &Dims) -> Result<(), CudaError> {

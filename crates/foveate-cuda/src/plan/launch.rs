@@ -12,13 +12,13 @@ use super::report::Report;
 use super::resident::Gradient;
 use super::{CudaPlan, sequences};
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
-use crate::config::{Elem, Kernel};
+use crate::config::Kernel;
 use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::CudaError;
 use crate::planner::Class;
 use crate::schedule::Axis;
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
 
 impl CudaPlan {
     /// Queues the forward pass on tensors in device memory: computes `out`, `lse` and, when
@@ -85,7 +85,7 @@ impl CudaPlan {
         let sequences = sequences(dims, args.operands.varlen);
         let pass = Pass { kind: PassKind::Forward, checked };
         let class = Class {
-            out_dtype: elem("out", args.out.dtype)?,
+            out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
             checked,
@@ -165,7 +165,7 @@ impl CudaPlan {
         let sequences = sequences(dims, args.operands.varlen);
         let pass = Pass { kind: PassKind::Backward, checked };
         let class = Class {
-            grad_dtype: elem("dq", args.dq.dtype)?,
+            grad_dtype: written("dq", args.dq.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
             captures: !args.d_captures.is_empty(),
@@ -312,10 +312,4 @@ impl CudaPlan {
         last.function.launch(stream, grid, last.threads(), &[&by_row.bytes(), &mods])?;
         report.read(self.options.timeout, &work, &keys.mods.source)
     }
-}
-
-fn elem(name: &str, dtype: DType) -> Result<Elem, CudaError> {
-    Elem::of(dtype).ok_or_else(|| {
-        CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
-    })
 }
