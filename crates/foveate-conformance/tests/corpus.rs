@@ -2,11 +2,23 @@
 
 use std::path::Path;
 
-use foveate_conformance::{Outcome, backends, load, parse, run};
+use foveate_conformance::{Outcome, backends, gpu_backends, load, parse, run};
 
 fn cases() -> Vec<foveate_conformance::Case> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/cases");
     load(&folder).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The runner of the binary isolates cases from each other; here a GPU runs them in one process.
+#[test]
+fn every_case_passes_on_the_gpu_where_there_is_one() {
+    let gpu = match gpu_backends() {
+        Ok(gpu) => gpu,
+        Err(reason) => return println!("cuda declined every case: {reason}"),
+    };
+    let report = run(&cases(), &gpu);
+    println!("{report}");
+    assert_eq!(report.failures().count(), 0, "\n{report}");
 }
 
 #[test]

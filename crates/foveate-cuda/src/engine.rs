@@ -24,6 +24,8 @@ pub struct Engine {
     loaded: Mutex<HashMap<usize, (Arc<Compiled>, Module)>>,
     /// Foreign memory that the driver has been asked about.
     known: Mutex<HashSet<(Address, usize)>>,
+    /// Pairs of tensors that interleave without sharing an element.
+    apart: Mutex<HashSet<u64>>,
 }
 
 /// A stream and memory for its work. Cheap to clone.
@@ -78,6 +80,7 @@ impl Engine {
             device,
             loaded: Mutex::default(),
             known: Mutex::default(),
+            apart: Mutex::default(),
         });
         engines.push((ordinal, engine.clone()));
         Ok(engine)
@@ -132,6 +135,11 @@ impl Engine {
             }
         };
         module.function(entry, shared_bytes)
+    }
+
+    /// What [`crate::tensors`] has found about tensors that interleave.
+    pub(crate) fn known_apart(&self) -> &Mutex<HashSet<u64>> {
+        &self.apart
     }
 
     /// Whether `bytes` from `address` on are memory of this device; `name` is what they are to

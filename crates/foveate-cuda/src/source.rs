@@ -54,10 +54,8 @@ mod tests {
         let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
         let options = Options { extent, fast_math: true, checked: false, deterministic: false };
         let mods = ModsSource::new(Mods::default(), &options).unwrap();
-        let short = [(1, 1), (3, 3), (5, 1)].map(|(d, dv)| Config {
-            align: 2,
-            ..Config::new(Kernel::Forward, Elem::Bf16, d, dv)
-        });
+        let short = [(1, 1), (3, 3), (5, 1)]
+            .map(|(d, dv)| Config { align: 2, ..Config::new(Kernel::Forward, Elem::Bf16, d, dv) });
         for config in short {
             let made = compiler.compile(&source(&config, &mods), "sm_80");
             made.unwrap_or_else(|e| panic!("{config}: {e}"));

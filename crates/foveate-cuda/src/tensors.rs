@@ -4,7 +4,10 @@
 //! in wrong numbers. So shapes, dtypes, alignment, overlaps and (through the driver) whether
 //! memory is the device's are checked here, and the first that does not fit is named.
 
+use std::collections::HashSet;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Mutex;
 
 use foveate_problem::{Dims, Operands};
 use foveate_tensor::{DType, Layout, Slice, TensorRef, Varlen};
@@ -12,7 +15,7 @@ use half::{bf16, f16};
 
 use crate::abi::{Address, RowView, View};
 use crate::config::Elem;
-use crate::engine::Engine;
+use crate::engine::{Engine, lock};
 use crate::error::CudaError;
 
 /// A strided tensor in device memory. `N` is 4 for operands, 3 for statistics of rows, 1 for
@@ -352,6 +355,9 @@ pub(crate) struct Places(Vec<Place>);
 /// or row by row.
 const MOST_PIECES: usize = 1 << 22;
 
+/// Pairs of tensors that are remembered to be apart.
+const MOST_KNOWN: usize = 1 << 14;
+
 impl Places {
     fn operands(&mut self, operands: &DeviceOperands<'_>) -> Result<(), CudaError> {
         operands.tensors().into_iter().try_for_each(|(name, t)| self.read(name, t))?;
@@ -412,12 +418,25 @@ impl Places {
         Ok(())
     }
 
-    /// Whether every destination is apart from everything else.
-    pub(crate) fn check_apart(&self) -> Result<(), CudaError> {
+    /// Whether every destination is apart from everything else. What has been found apart once is
+    /// in `known`, and not looked at again: tensors that interleave take a while.
+    pub(crate) fn check_apart(&self, known: &Mutex<HashSet<u64>>) -> Result<(), CudaError> {
         for (i, one) in self.0.iter().enumerate() {
             for other in &self.0[i + 1..] {
                 let apart = one.span.1 <= other.span.0 || other.span.1 <= one.span.0;
-                if apart || !(one.written || other.written) || !one.meets(other) {
+                if apart || !(one.written || other.written) {
+                    continue;
+                }
+                let pair = one.beside(other);
+                if lock(known).contains(&pair) {
+                    continue;
+                }
+                if !one.meets(other) {
+                    let mut known = lock(known);
+                    if known.len() >= MOST_KNOWN {
+                        known.clear();
+                    }
+                    known.insert(pair);
                     continue;
                 }
                 let (written, other) = if one.written { (one, other) } else { (other, one) };
@@ -432,6 +451,16 @@ impl Places {
 }
 
 impl Place {
+    /// A number for how two tensors lie beside each other, wherever they are.
+    fn beside(&self, other: &Self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.rows.start.wrapping_sub(other.rows.start).hash(&mut hasher);
+        for rows in [&self.rows, &other.rows] {
+            (rows.layout, rows.bytes).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
     /// Whether both have a byte in common; taken as no where there are too many rows to look at.
     fn meets(&self, other: &Self) -> bool {
         let (Some(mut pieces), Some(more)) = (self.rows.pieces(), other.rows.pieces()) else {
@@ -518,7 +547,8 @@ mod tests {
         let packing = packed();
         let [q, k, v] = [packing.q(), packing.k(), packing.v()].map(|l| at(BASE, *l));
         let out = DeviceTensor::contiguous(0x800_0000, DType::BF16, [2, 6, 5, 16]);
-        let apart = |f: DeviceForward<'_>| f.places().and_then(|p| p.check_apart());
+        let apart =
+            |f: DeviceForward<'_>| f.places().and_then(|p| p.check_apart(&Mutex::default()));
         assert!(apart(forward(out, [q, k, v])).is_ok());
         let rows = DeviceTensor::<3>::contiguous(0x900_0000, DType::F32, [2, 6, 5]);
         let gradients = DeviceBackward {
@@ -534,9 +564,14 @@ mod tests {
             d_sink: None,
             d_captures: Vec::new(),
         };
-        assert!(gradients.places().unwrap().check_apart().is_ok());
+        let known = Mutex::default();
+        assert!(gradients.places().unwrap().check_apart(&known).is_ok());
+        let pairs = lock(&known).len();
+        assert!(pairs > 0);
+        assert!(gradients.places().unwrap().check_apart(&known).is_ok());
+        assert_eq!(lock(&known).len(), pairs, "nothing is looked at twice");
         let same = DeviceBackward { dv: gradients.dk, ..gradients.clone() };
-        let said = same.places().unwrap().check_apart().unwrap_err().to_string();
+        let said = same.places().unwrap().check_apart(&known).unwrap_err().to_string();
         assert_eq!(said, "dk overlaps dv; give it memory of its own");
         let over_q = forward(DeviceTensor { address: BASE + 64, ..out }, [q, k, v]);
         let said = apart(over_q).unwrap_err().to_string();

@@ -51,6 +51,18 @@ fn operands_that_do_not_fit_are_refused_with_what_they_have_and_need() {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_declines_with_what_would_be_needed() {
+    let q = tensor(DType::F32, [1, 2, 5, 8]);
+    let problem = Problem::of(&q, &q, &q).unwrap();
+    let e = Attention::new().plan(&problem, &Device::cuda(4096)).unwrap_err();
+    let [declined] = e.declined() else { panic!("{e}") };
+    assert_eq!(declined.backend, "cuda");
+    let said = &declined.reason;
+    assert!(said.contains("install an NVIDIA driver") || said.contains("no GPU 4096"), "{said}");
+    assert!(e.to_string().starts_with("no backend of the GPU 4096 takes this problem"), "{e}");
+}
+
+#[test]
 fn operands_of_different_dtypes_are_refused() {
     let q = tensor(DType::BF16, [1, 2, 5, 8]);
     let k = tensor(DType::F32, [1, 2, 5, 8]);

@@ -51,7 +51,7 @@ impl CudaPlan {
     }
 
     fn check_places(&self, places: &Places) -> Result<(), CudaError> {
-        places.check_apart()?;
+        places.check_apart(self.engine.known_apart())?;
         places.check_device(&self.engine)
     }
 
