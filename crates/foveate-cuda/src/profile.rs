@@ -1,7 +1,7 @@
 //! What a GPU offers, as data: enough to plan for it without having it.
 //!
 //! Limits of a multiprocessor follow from the compute capability; what differs between cards of
-//! one capability is in [`PROFILES`]. [`Profile::of`] takes a device's limits from its driver
+//! one capability is in `PROFILES`. [`Profile::of`] takes a device's limits from its driver
 //! instead, and only the rates from here.
 
 use std::borrow::Cow;
