@@ -266,10 +266,12 @@ fn working(config: &Config) -> usize {
         Kernel::Forward => {
             let rows = config.tile_q / 16 / config.warps;
             // Copies of rows that do not divide the block evenly keep more addresses.
-            let uneven = |dim: usize| usize::from(!(dim * config.dtype.bytes()).is_power_of_two());
-            let uneven = uneven(config.padded_dim()) + uneven(config.padded_dim_v());
-            let mods = usize::from(config.score) * 8 * rows * (1 + 2 * uneven)
-                + 4 * usize::from(config.keep);
+            let even = |dim: usize| (dim * config.dtype.bytes()).is_power_of_two();
+            let uneven = !(even(config.padded_dim()) && even(config.padded_dim_v()));
+            let split = config.dtype == Elem::F32;
+            let mods =
+                rows * 8 * (usize::from(config.score) + usize::from(uneven) + usize::from(split))
+                    + 4 * usize::from(config.keep);
             20 + rows * (8 + config.tile_kv / 32) + mods
         }
         _ if config.dtype == Elem::F32 => 52,
