@@ -7,7 +7,7 @@ use foveate_conformance::data::Random;
 use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands,
-    DeviceTensor, Engine, Queue,
+    DeviceTensor, Engine, Pages, Queue,
 };
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
@@ -39,6 +39,10 @@ pub fn run() -> Result<bool, String> {
     say("wrong memory is named before anything runs", memory(&engine));
     say("a captured index out of range is reported", out_of_range(&engine));
     say("a stream of somebody else gives the same bits", foreign_stream(&engine));
+    for page_size in [16, 7] {
+        let name = format!("keys in pages of {page_size} give what a cache in one piece gives");
+        say(&name, paged(&engine, page_size));
+    }
     say("out of memory in a backward is an error, not the end", out_of_memory(&engine));
     match warm_forward(&engine) {
         Ok(us) => println!("host time of a warm forward: {us:.1} us"),
@@ -218,6 +222,82 @@ fn foreign_stream(engine: &Arc<Engine>) -> Outcome {
         found.push((tensors.read(4)?, tensors.read(5)?));
     }
     Ok(if found[0] == found[1] { Ok(()) } else { Err("results differ".into()) })
+}
+
+/// Two batch entries with different numbers of keys in scattered pages, against each alone.
+fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
+    let (lengths, heads, queries, dim) = ([100, 37], 2, 3, 64);
+    let entries = 100usize.div_ceil(page_size);
+    let pages = 2 * entries;
+    let queue = engine.queue();
+    let mut random = Random::new(6);
+    let page = heads * page_size * dim * 2;
+    let [keys, values] = [(); 2].map(|()| bf16_bytes(&mut random, pages * page / 2));
+    let queries_of = bf16_bytes(&mut random, 2 * heads * queries * dim);
+    // The pages of both entries are spread over all of them.
+    let at = |b: usize, i: usize| (2 * i + b) * step(pages) % pages;
+    let table: Vec<u8> = (0..2)
+        .flat_map(|b| (0..entries).flat_map(move |i| (at(b, i) as i32).to_le_bytes()))
+        .collect();
+    let upload = |bytes: &[u8]| queue.pool().upload(bytes);
+    let (q, k, v, table) =
+        (upload(&queries_of)?, upload(&keys)?, upload(&values)?, upload(&table)?);
+    let (out, lse) = (queue.pool().take(queries_of.len())?, queue.pool().take(4 * 2 * 2 * 3)?);
+    let tensor =
+        |block: &Block, shape| DeviceTensor::contiguous(block.address(), DType::BF16, shape);
+    let dims = Dims { batch: 2, len_q: queries, ..dims(heads, 100) };
+    let spec = Spec { mask: None, score: None, scale: None, dropout: None };
+    let options = CudaOptions::default();
+    let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options.clone())?;
+    let forward = |batch: usize, k, v| DeviceForward {
+        operands: DeviceOperands {
+            q: tensor(&q, [batch, heads, queries, dim]),
+            k,
+            v,
+            sink: None,
+            varlen: None,
+        },
+        out: tensor(&out, [batch, heads, queries, dim]),
+        lse: DeviceTensor::contiguous(lse.address(), DType::F32, [batch, heads, queries]),
+        max_score: None,
+    };
+    let shape = [pages, heads, page_size, dim];
+    let args = forward(2, tensor(&k, shape), tensor(&v, shape));
+    let listed = Pages { table: table.address(), entries, lengths: &lengths };
+    plan.forward_paged(queue, &args, &listed)?;
+    let mut found = vec![0; queries_of.len()];
+    out.read(&mut found, options.timeout)?;
+    for (b, len) in lengths.into_iter().enumerate() {
+        // Heads, rows, elements of one entry, gathered from its pages.
+        let gather = |from: &[u8]| -> Vec<u8> {
+            let row = |h: usize, r: usize| {
+                let start = at(b, r / page_size) * page + (h * page_size + r % page_size) * dim * 2;
+                &from[start..start + dim * 2]
+            };
+            (0..heads).flat_map(|h| (0..len).flat_map(move |r| row(h, r).to_vec())).collect()
+        };
+        let (k, v) = (upload(&gather(&keys))?, upload(&gather(&values))?);
+        let entry = queries_of.len() / 2;
+        q.write(&queries_of[b * entry..][..entry])?;
+        let shape = [1, heads, len, dim];
+        plan.forward_on(queue, &forward(1, tensor(&k, shape), tensor(&v, shape)))?;
+        let mut alone = vec![0; entry];
+        out.read(&mut alone, options.timeout)?;
+        let number = |bytes: &[u8]| {
+            f32::from_bits(u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16)
+        };
+        let pairs = found[b * entry..].chunks_exact(2).zip(alone.chunks_exact(2));
+        let mut far = pairs.map(|(x, y)| (number(x) - number(y)).abs());
+        if far.any(|x| x.is_nan() || x > 0.02) {
+            return Ok(Err(format!("entry {b} differs")));
+        }
+    }
+    Ok(Ok(()))
+}
+
+/// A step that visits every one of `n` pages.
+fn step(n: usize) -> usize {
+    [5, 7, 11, 13].into_iter().find(|&step| n % step != 0).unwrap_or(1)
 }
 
 fn out_of_memory(engine: &Arc<Engine>) -> Outcome {

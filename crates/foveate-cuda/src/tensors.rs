@@ -85,6 +85,18 @@ pub struct DeviceBackward<'a> {
     pub d_captures: Vec<(&'a str, DeviceTensor<1>)>,
 }
 
+/// A cache of keys and values in pages: row `r` of batch entry `b` is row `r % page_size` of page
+/// `table[b, r / page_size]`. k is `[pages, Hkv, page_size, D]` then, v `[pages, Hkv, page_size, Dv]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages<'a> {
+    /// Address of the table, i32 `[B, entries]`, in device memory.
+    pub table: Address,
+    /// Entries of the table for each batch entry.
+    pub entries: usize,
+    /// Keys of each batch entry, in host memory.
+    pub lengths: &'a [usize],
+}
+
 impl<const N: usize> DeviceTensor<N> {
     /// A row-major tensor from `address` on.
     pub fn contiguous(address: Address, dtype: DType, shape: [usize; N]) -> Self {
@@ -207,6 +219,46 @@ impl<'a> DeviceOperands<'a> {
             sink.check_vector("sink", dims.heads_q)?;
         }
         Ok(dims)
+    }
+
+    /// The sizes with keys and values in `pages`, once all fit together: the keys are as many as
+    /// those of the longest batch entry.
+    ///
+    /// # Errors
+    /// When k and v are not pages of one size, lengths are not one for each batch entry, or
+    /// longer than the table.
+    pub(crate) fn paged_dims(&self, pages: &Pages<'_>) -> Result<Dims, CudaError> {
+        let [batch, ..] = self.q.layout.shape;
+        let page_size = self.k.layout.shape[2];
+        if self.varlen.is_some() {
+            return Err(CudaError::argument("keys in pages go with queries that are not packed"));
+        }
+        if pages.lengths.len() != batch {
+            let given = pages.lengths.len();
+            return Err(CudaError::argument(format!(
+                "{given} lengths of keys are given for a batch of {batch}"
+            )));
+        }
+        let room = pages.entries.saturating_mul(page_size);
+        if let Some(len) = pages.lengths.iter().find(|&&len| len > room) {
+            return Err(CudaError::argument(format!(
+                "{len} keys need more than {} pages of {page_size}; the table has no more",
+                pages.entries
+            )));
+        }
+        // One page stands for the keys of a batch of one: heads, dims and dtypes are checked so.
+        let one = |mut tensor: DeviceTensor| {
+            tensor.layout.shape[0] = 1;
+            tensor
+        };
+        let of_page = DeviceOperands { k: one(self.k), v: one(self.v), ..*self };
+        let dims = of_page.dims()?;
+        if self.v.layout.shape[0] != self.k.layout.shape[0] {
+            let [k, v] = [&self.k, &self.v].map(|t| t.layout.shape[0]);
+            return Err(CudaError::argument(format!("k has {k} pages, v has {v}")));
+        }
+        let len_k = pages.lengths.iter().copied().max().unwrap_or(0);
+        Ok(Dims { len_k, shared_kv: false, ..dims })
     }
 
     fn tensors(&self) -> [(&'static str, &DeviceTensor); 3] {

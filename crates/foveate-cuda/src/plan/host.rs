@@ -50,7 +50,7 @@ impl CudaPlan {
             lse: on_lse.tensor,
             max_score: on_max.as_ref().map(|m| m.tensor),
         };
-        let told = self.launch_forward(queue, &dims, &device, true);
+        let told = self.launch_forward(queue, &dims, &device, None, true);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
         on_out.download("out", &rows.q, self, whole_row(&mut out))?;

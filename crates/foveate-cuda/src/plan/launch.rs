@@ -18,7 +18,7 @@ use crate::engine::Queue;
 use crate::error::CudaError;
 use crate::planner::Class;
 use crate::schedule::Axis;
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Pages, Places, written};
 
 impl CudaPlan {
     /// Queues the forward pass on tensors in device memory: computes `out`, `lse` and, when
@@ -34,7 +34,30 @@ impl CudaPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         self.check_places(&args.places()?)?;
-        self.launch_forward(queue, &dims, args, self.options.checked)
+        self.launch_forward(queue, &dims, args, None, self.options.checked)
+    }
+
+    /// The same with keys and values in pages: `args.operands.k` and `.v` are
+    /// `[pages, Hkv, page_size, ..]`, of any page size. Positions of keys count from 0 in each
+    /// batch entry.
+    ///
+    /// # Errors
+    /// Those of [`Self::forward_on`]; or a table or lengths that do not fit.
+    pub fn forward_paged(
+        &self,
+        queue: &Queue,
+        args: &DeviceForward<'_>,
+        pages: &Pages<'_>,
+    ) -> Result<(), CudaError> {
+        let dims = args.operands.paged_dims(pages)?;
+        self.admit_dims(&dims, args.operands.q.dtype)?;
+        args.check(&dims)?;
+        self.check_places(&args.places()?)?;
+        let bytes = 4 * dims.batch * pages.entries;
+        if bytes > 0 {
+            self.engine.check_memory("the page table", pages.table, bytes)?;
+        }
+        self.launch_forward(queue, &dims, args, Some(pages), self.options.checked)
     }
 
     /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
@@ -80,14 +103,21 @@ impl CudaPlan {
         queue: &Queue,
         dims: &Dims,
         args: &DeviceForward<'_>,
+        pages: Option<&Pages<'_>>,
         checked: bool,
     ) -> Result<(), CudaError> {
-        let sequences = sequences(dims, args.operands.varlen);
+        let mut sequences = sequences(dims, args.operands.varlen);
+        if let Some(pages) = pages {
+            for (s, len) in sequences.iter_mut().zip(pages.lengths) {
+                (s.k_batch, s.k_len) = (0, *len);
+            }
+        }
         let pass = Pass { kind: PassKind::Forward, checked };
         let class = Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
+            paged: pages.is_some(),
             checked,
             ..self.class()
         };
@@ -116,6 +146,9 @@ impl CudaPlan {
             heads_kv: dims.heads_kv as i32,
             tile_count: work.tile_count as i32,
             splits: splits as i32,
+            page_table: pages.map_or(0, |p| p.table),
+            page_size: args.operands.k.layout.shape[2] as i32,
+            page_stride: pages.map_or(0, |p| p.entries as i32),
             ..Default::default()
         };
         let heads = dims.heads_q as u32;

@@ -200,9 +200,15 @@ impl CudaPlan {
     /// The sizes of operands that are of the planned class.
     fn admit(&self, operands: &DeviceOperands<'_>) -> Result<Dims, CudaError> {
         let dims = operands.dims()?;
+        self.admit_dims(&dims, operands.q.dtype)?;
+        Ok(dims)
+    }
+
+    /// Whether sizes and dtype are those of the planned class.
+    fn admit_dims(&self, dims: &Dims, dtype: DType) -> Result<(), CudaError> {
         let planned = [self.dims.heads_q, self.dims.heads_kv, self.dims.dim, self.dims.dim_v];
         let given = [dims.heads_q, dims.heads_kv, dims.dim, dims.dim_v];
-        if planned != given || operands.q.dtype != self.dtype {
+        if planned != given || dtype != self.dtype {
             return Err(CudaError::argument(format!(
                 "the plan is for {}/{} heads of dim {}/{} in {}, the operands have {}/{} heads \
                  of dim {}/{} in {}; make a plan for them",
@@ -215,10 +221,10 @@ impl CudaPlan {
                 given[1],
                 given[2],
                 given[3],
-                operands.q.dtype
+                dtype
             )));
         }
-        Ok(dims)
+        Ok(())
     }
 
     fn scale(&self) -> f32 {
