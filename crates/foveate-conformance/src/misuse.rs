@@ -305,7 +305,9 @@ fn out_of_memory(engine: &Arc<Engine>) -> Outcome {
     let plan = plan(engine, &dims, CudaOptions::default())?;
     let queue = engine.queue();
     let tensors = Tensors::new(queue, dims, 4)?;
+    // Loads the kernels, which takes memory of the device too.
     plan.forward_on(queue, &tensors.forward())?;
+    plan.backward_on(queue, &tensors.backward())?;
     queue.pool().release()?;
     let mut hogs = Vec::new();
     let mut step = 1usize << 36;
