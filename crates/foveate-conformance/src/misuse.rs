@@ -297,7 +297,7 @@ fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
 
 /// A step that visits every one of `n` pages.
 fn step(n: usize) -> usize {
-    [5, 7, 11, 13].into_iter().find(|&step| n % step != 0).unwrap_or(1)
+    [5, 7, 11, 13].into_iter().find(|&step| !n.is_multiple_of(step)).unwrap_or(1)
 }
 
 fn out_of_memory(engine: &Arc<Engine>) -> Outcome {

@@ -636,6 +636,31 @@ mod tests {
     }
 
     #[test]
+    fn pages_give_the_sizes_of_the_longest_entry_or_say_what_does_not_fit() {
+        let q = DeviceTensor::contiguous(BASE, DType::BF16, [3, 4, 2, 16]);
+        let k = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 16]);
+        let v = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 8]);
+        let operands = DeviceOperands { q, k, v, sink: None, varlen: None };
+        let pages = |lengths| Pages { table: BASE, entries: 3, lengths };
+        let dims = operands.paged_dims(&pages(&[5, 21, 0])).unwrap();
+        assert_eq!((dims.batch, dims.len_q, dims.len_k), (3, 2, 21));
+        assert_eq!((dims.heads_kv, dims.dim_v, dims.shared_kv), (2, 8, false));
+        let said = |operands: DeviceOperands<'_>, lengths| {
+            operands.paged_dims(&pages(lengths)).unwrap_err().to_string()
+        };
+        assert_eq!(
+            said(operands, &[5, 22, 0]),
+            "22 keys need more than 3 pages of 7; the table has no more"
+        );
+        assert!(said(operands, &[5]).starts_with("1 lengths of keys"));
+        let fewer = DeviceTensor::contiguous(BASE, DType::BF16, [8, 2, 7, 8]);
+        assert_eq!(
+            said(DeviceOperands { v: fewer, ..operands }, &[1, 1, 1]),
+            "k has 9 pages, v has 8"
+        );
+    }
+
+    #[test]
     fn the_alignment_is_that_of_the_least_aligned_row() {
         let align = |layout: Layout<4>, address| at(address, layout).row_align();
         assert_eq!(align(Layout::bshd(2, 3, 4, 64), BASE), 16);
