@@ -111,7 +111,7 @@ bench() {
         decline "bench" "no GPU"
         return
     fi
-    "$here/bin/foveate" bench gpu --list --json > "$cases" || return
+    "$here/bin/foveate" bench gpu --list --json > "$cases" || { row "bench" 0 1 0; return; }
     if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         python3 "$here/benches/gpu_peers.py" "$cases" > "$peers"
         check "bench beside PyTorch" "$here/bin/foveate" bench gpu --peers "$peers"
