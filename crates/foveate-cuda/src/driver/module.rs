@@ -108,13 +108,14 @@ impl Function {
 
     /// Queues a launch with its parameters' bytes.
     ///
-    /// Addresses among the parameters are the caller's affair: a kernel that is given a wrong one
-    /// fails on the device and never touches the host.
-    ///
     /// # Errors
     /// When a parameter has not the size that the kernel declares, the grid is outside the
     /// device's limits, or earlier work on the device failed.
-    pub fn launch(
+    ///
+    /// # Safety
+    /// What the kernel reads and writes through addresses among the parameters is device memory
+    /// that stays allocated until it has run. Host memory that is pinned has device addresses, too.
+    pub unsafe fn launch(
         &self,
         stream: &Stream,
         grid: [u32; 3],

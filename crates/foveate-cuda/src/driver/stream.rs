@@ -64,17 +64,17 @@ impl Stream {
 
     /// Sets `bytes` bytes of device memory from `address` on, in order with the other work.
     ///
-    /// As in a launch, whether the address is right is the caller's affair: one that is not the
-    /// device's fails there.
-    ///
     /// # Errors
     /// Those of the driver.
-    pub fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<(), CudaError> {
+    ///
+    /// # Safety
+    /// The range is device memory that stays allocated until the work is done.
+    pub unsafe fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<(), CudaError> {
         if bytes == 0 {
             return Ok(());
         }
         let driver = self.device.current()?;
-        // SAFETY: the stream is alive; the driver refuses what it does not know as memory.
+        // SAFETY: the stream is alive; the caller vouches for the range.
         let code = unsafe { (driver.set_bytes)(address, byte, bytes, self.handle) };
         driver.check(code, || format!("filling {bytes} B"))
     }

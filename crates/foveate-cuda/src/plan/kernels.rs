@@ -11,7 +11,7 @@ use crate::ahead::lists_config;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Kernel};
 use crate::driver::Function;
-use crate::engine::lock;
+use crate::engine::{Queue, lock};
 use crate::error::CudaError;
 use crate::planner::{Class, KernelPlan, Sizes};
 use crate::schedule::TileSize;
@@ -67,6 +67,21 @@ pub(super) enum PassKind {
     Forward,
     /// Those and the derivative of the score.
     Backward,
+}
+
+/// Queues a kernel of a plan. Addresses among its parameters are those of operands and
+/// destinations that the pass has checked, or of blocks of the queue's pool.
+pub(super) fn launch(
+    function: &Function,
+    queue: &Queue,
+    grid: [u32; 3],
+    threads: u32,
+    parameters: &[&[u8]],
+) -> Result<(), CudaError> {
+    // SAFETY: `check_places` has asked the driver whether operands and destinations are memory of
+    // this device, and their strides keep kernels inside; whoever hands them over keeps them until
+    // the work is done. Blocks go back to the pool of the same queue, behind this launch.
+    unsafe { function.launch(queue.stream(), grid, threads, parameters) }
 }
 
 /// A kernel ready for launches.

@@ -7,7 +7,7 @@
 use foveate_problem::Dims;
 use foveate_tensor::DType;
 
-use super::kernels::{Pass, PassKind, sizes};
+use super::kernels::{Pass, PassKind, launch, sizes};
 use super::report::Report;
 use super::resident::Gradient;
 use super::{CudaPlan, sequences};
@@ -153,9 +153,8 @@ impl CudaPlan {
         };
         let heads = dims.heads_q as u32;
         let grid = [work.tile_count as u32, heads, splits as u32];
-        let stream = queue.stream();
         if splits == 1 {
-            kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
+            launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
             return report.read(self.options.timeout, &work, &kernel.mods.source);
         }
         // Shares leave partial results, which a second kernel joins.
@@ -173,7 +172,7 @@ impl CudaPlan {
             partial_head: len as i64,
             ..params
         };
-        kernel.function.launch(stream, grid, kernel.threads(), &[&params.bytes(), &mods])?;
+        launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
         let join = ready(Kernel::Combine, "fv_combine")?;
         let tiles =
             self.placed(queue, dims, &sequences, false, Axis::Queries, join.tile(), checked)?;
@@ -184,7 +183,7 @@ impl CudaPlan {
             ..params
         };
         let grid = [tiles.tile_count as u32, heads, 1];
-        join.function.launch(stream, grid, join.threads(), &[&params.bytes()])?;
+        launch(&join.function, queue, grid, join.threads(), &[&params.bytes()])?;
         report.read(self.options.timeout, &work, &kernel.mods.source)
     }
 
@@ -240,7 +239,8 @@ impl CudaPlan {
         }
         if !args.accumulate {
             for (_, into) in &args.d_captures {
-                stream.fill(into.start(), 0, into.layout.elems() * 4)?;
+                // SAFETY: destinations were checked, and live as long as operands (see `launch`).
+                unsafe { stream.fill(into.start(), 0, into.layout.elems() * 4)? };
             }
         }
 
@@ -276,11 +276,11 @@ impl CudaPlan {
             ..params
         };
         let row_grid = [rows.tile_count as u32, heads_q, 1];
-        let launch = [&by_row.bytes()[..], &mods];
-        delta.function.launch(stream, row_grid, delta.threads(), &launch)?;
+        let parameters = [&by_row.bytes()[..], &mods];
+        launch(&delta.function, queue, row_grid, delta.threads(), &parameters)?;
         if args.d_sink.is_some() {
             let sink = ready(Kernel::Delta, "fv_sink_gradient")?;
-            sink.function.launch(stream, [heads_q, 1, 1], 1024, &launch)?;
+            launch(&sink.function, queue, [heads_q, 1, 1], 1024, &parameters)?;
         }
 
         let keys = ready(Kernel::Backward, "fv_backward")?;
@@ -309,19 +309,14 @@ impl CudaPlan {
         };
         let mods = self.mods_bytes(queue, &keys.mods, &gradients, report.address())?;
         let grid = [work.tile_count as u32, heads_kv, 1];
-        keys.function.launch(stream, grid, keys.threads(), &[&by_key.bytes(), &mods])?;
+        launch(&keys.function, queue, grid, keys.threads(), &[&by_key.bytes(), &mods])?;
 
         if counted {
             let add = ready(Kernel::BackwardDq, "fv_capture_sums")?;
             for (counts, into, elems) in &sums {
                 let blocks = elems.div_ceil(256) as u32;
                 let (from, elems) = (counts.address().bytes(), (*elems as i64).bytes());
-                add.function.launch(
-                    stream,
-                    [blocks, 1, 1],
-                    256,
-                    &[&from, &into.bytes(), &elems],
-                )?;
+                launch(&add.function, queue, [blocks, 1, 1], 256, &[&from, &into.bytes(), &elems])?;
             }
         }
 
@@ -342,7 +337,7 @@ impl CudaPlan {
         };
         let mods = self.mods_bytes(queue, &last.mods, &gradients, report.address())?;
         let grid = [rows.tile_count as u32, heads_q, 1];
-        last.function.launch(stream, grid, last.threads(), &[&by_row.bytes(), &mods])?;
+        launch(&last.function, queue, grid, last.threads(), &[&by_row.bytes(), &mods])?;
         report.read(self.options.timeout, &work, &keys.mods.source)
     }
 }

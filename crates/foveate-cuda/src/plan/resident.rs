@@ -9,7 +9,7 @@ use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::{Dims, Sequence, Spec};
 
 use super::CudaPlan;
-use super::kernels::Printed;
+use super::kernels::{Printed, launch};
 use super::report::Report;
 use crate::abi::{self, Abi, Address, BlockListsParams, array_bytes};
 use crate::codegen::{BufferAddresses, buffer_bytes, range_table};
@@ -241,7 +241,7 @@ impl CudaPlan {
         let mods = self.mods_bytes(queue, &printed, &[], report.address())?;
         let grid = [outline.rows.len() as u32, outline.heads as u32, 1];
         let threads = BlockListsParams::THREADS as u32;
-        function.launch(queue.stream(), grid, threads, &[&params.bytes(), &mods])?;
+        launch(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
         Ok(Placed {
             _memory: memory,
             sequences: sequences_at,
