@@ -3,7 +3,7 @@
 use std::fmt;
 
 use foveate_mods::ModError;
-use foveate_problem::ProblemError;
+use foveate_problem::{ProblemError, RebindError};
 use foveate_tensor::DType;
 
 /// What the CPU backend cannot plan, was not given, or met while it ran.
@@ -62,6 +62,15 @@ impl From<CpuErrorKind> for CpuError {
 impl From<ProblemError> for CpuError {
     fn from(e: ProblemError) -> Self {
         CpuErrorKind::Problem(e).into()
+    }
+}
+
+impl From<RebindError> for CpuError {
+    fn from(error: RebindError) -> Self {
+        match error {
+            RebindError::Mod(e) => e.into(),
+            RebindError::Problem(e) => e.into(),
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use foveate_mods::{AnyBuffer, ModError, Program, ScalarValue};
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence, Spec};
+use foveate_mods::{AnyBuffer, ScalarValue};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Rebound, Sequence, Spec};
 use foveate_tensor::{DType, Varlen};
 
 use crate::call::{Call, head};
@@ -78,9 +78,8 @@ impl CpuPlan {
     /// # Errors
     /// When no mod captures a buffer of that name, or type or rank differ.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CpuError> {
-        let holds = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == buffer.name());
-        let spec = self.bound(holds, &|p| p.rebind(buffer))?;
-        spec.ok_or_else(|| unknown("captured buffer", buffer.name()))
+        let rebound = self.spec.rebind(buffer)?;
+        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("captured buffer", buffer.name()))
     }
 
     /// The plan with another value of the run-time scalar called `name`. Block masks are built
@@ -89,41 +88,18 @@ impl CpuPlan {
     /// # Errors
     /// When no mod has a scalar of that name, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CpuError> {
-        let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
-        let spec = self.bound(holds, &|p| p.set_scalar(name, value))?;
-        spec.ok_or_else(|| unknown("run-time scalar", name))
+        let rebound = self.spec.set_scalar(name, value)?;
+        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("run-time scalar", name))
     }
 
-    /// The plan with `f` applied to every program that `holds` what changes; `None` if none does.
-    fn bound(
-        &self,
-        holds: impl Fn(&Program) -> bool,
-        f: &dyn Fn(&Program) -> Result<Program, ModError>,
-    ) -> Result<Option<Self>, CpuError> {
+    fn with(&self, Rebound { spec, mask_changed }: Rebound) -> Self {
         let mut plan = self.clone();
-        let mut any = false;
-        if let Some(mask) = &mut plan.spec.mask
-            && holds(mask.program())
-        {
-            *mask = mask.map(f)?;
+        if mask_changed {
             plan.masks = Arc::default();
-            any = true;
         }
-        if let Some(score) = &mut plan.spec.score
-            && holds(score.program())
-        {
-            *score = score.map(f)?;
-            any = true;
-        }
-        if let Some(dropout) = &mut plan.spec.dropout
-            && holds(dropout.keep().program())
-        {
-            *dropout = dropout.map(|keep| keep.map(f))?;
-            any = true;
-        }
-        plan.spec.check()?;
-        plan.mods = Arc::new(Mods::new(&plan.spec));
-        Ok(any.then_some(plan))
+        plan.mods = Arc::new(Mods::new(&spec));
+        plan.spec = spec;
+        plan
     }
 
     /// Computes `out`, `lse` and, when asked, `max_score`.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use foveate_mods::ModError;
-use foveate_problem::ProblemError;
+use foveate_problem::{ProblemError, RebindError};
 
 /// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -109,6 +109,15 @@ impl From<CudaErrorKind> for CudaError {
 impl From<ProblemError> for CudaError {
     fn from(e: ProblemError) -> Self {
         CudaErrorKind::Problem(e).into()
+    }
+}
+
+impl From<RebindError> for CudaError {
+    fn from(error: RebindError) -> Self {
+        match error {
+            RebindError::Mod(e) => e.into(),
+            RebindError::Problem(e) => e.into(),
+        }
     }
 }
 

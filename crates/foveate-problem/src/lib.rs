@@ -9,11 +9,13 @@
 mod check;
 mod dropout;
 mod error;
+mod rebind;
 #[cfg(test)]
 mod tests;
 
 pub use dropout::Dropout;
 pub use error::ProblemError;
+pub use rebind::{RebindError, Rebound};
 
 use foveate_mods::{MaskMod, ScoreMod};
 use foveate_tensor::{TensorMut, TensorRef, Varlen};

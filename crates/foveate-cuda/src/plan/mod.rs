@@ -19,12 +19,12 @@ mod resident;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use foveate_mods::{AnyBuffer, ModError, Program, ScalarValue, ScoreGradient};
-use foveate_problem::{Dims, Sequence, Spec};
+use foveate_mods::{AnyBuffer, ModError, ScalarValue, ScoreGradient};
+use foveate_problem::{Dims, Rebound, Sequence, Spec};
 use foveate_tensor::{DType, Varlen};
 
 use crate::config::Elem;
-use crate::engine::Engine;
+use crate::engine::{Engine, lock};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::KernelOptions;
 use crate::tensors::DeviceOperands;
@@ -148,9 +148,8 @@ impl CudaPlan {
     /// # Errors
     /// When no mod captures a buffer of that name, or type or rank differ.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CudaError> {
-        let holds = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == buffer.name());
-        let plan = self.bound(holds, &|p| p.rebind(buffer))?;
-        plan.ok_or_else(|| unknown("captured buffer", buffer.name()))
+        let rebound = self.spec.rebind(buffer)?;
+        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("captured buffer", buffer.name()))
     }
 
     /// The plan with another value of the run-time scalar called `name`. Nothing is compiled.
@@ -158,43 +157,20 @@ impl CudaPlan {
     /// # Errors
     /// When no mod has a scalar of that name, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CudaError> {
-        let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
-        let plan = self.bound(holds, &|p| p.set_scalar(name, value))?;
-        plan.ok_or_else(|| unknown("run-time scalar", name))
+        let rebound = self.spec.set_scalar(name, value)?;
+        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("run-time scalar", name))
     }
 
-    /// The plan with `f` applied to every program that `holds` what changes; `None` if none does.
-    fn bound(
-        &self,
-        holds: impl Fn(&Program) -> bool,
-        f: &dyn Fn(&Program) -> Result<Program, ModError>,
-    ) -> Result<Option<Self>, CudaError> {
-        let mut plan = self.clone();
-        let (mut any, mut masked) = (false, false);
-        if let Some(mask) = &mut plan.spec.mask
-            && holds(mask.program())
-        {
-            *mask = mask.map(f)?;
-            (any, masked) = (true, true);
+    fn with(&self, Rebound { spec, mask_changed }: Rebound) -> Self {
+        let kernels = lock(&self.kernels).with_other_values();
+        let resident = lock(&self.resident).with_other_values(&spec, mask_changed);
+        Self {
+            gradient: gradient_of(&spec),
+            spec,
+            kernels: Arc::new(Mutex::new(kernels)),
+            resident: Arc::new(Mutex::new(resident)),
+            ..self.clone()
         }
-        if let Some(score) = &mut plan.spec.score
-            && holds(score.program())
-        {
-            *score = score.map(f)?;
-            any = true;
-        }
-        if let Some(dropout) = &mut plan.spec.dropout
-            && holds(dropout.keep().program())
-        {
-            *dropout = dropout.map(|keep| keep.map(f))?;
-            any = true;
-        }
-        plan.spec.check()?;
-        plan.gradient = gradient_of(&plan.spec);
-        plan.kernels = Arc::new(Mutex::new(crate::engine::lock(&self.kernels).with_other_values()));
-        let resident = crate::engine::lock(&self.resident).with_other_values(&plan.spec, masked);
-        plan.resident = Arc::new(Mutex::new(resident));
-        Ok(any.then_some(plan))
     }
 
     /// The sizes of operands that are of the planned class.
