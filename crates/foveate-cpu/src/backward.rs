@@ -24,7 +24,7 @@ use crate::captures::{CaptureSums, Slot};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
-use crate::simd::{self, Matrix};
+use crate::simd::{self, Matrix, Panels, Part};
 use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
 
 /// Statistics of the rows of a head: lse (`+∞` for an empty row, whose every `p` is then 0) and
@@ -384,10 +384,11 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
         let (rows, keys, width) =
             (statistics.lse.len(), place.columns, simd::padded(place.columns));
         let Scratch { evaluator, q, d_out, p, ds, dk, dv } = scratch;
-        let q = Matrix::rows(q, tiles.dim);
-        let d_out = Matrix::rows(d_out, tiles.dim_v);
-        simd::matmul(p, tiles.kv, [rows, dims.dim, width], q, block.k_t, false);
-        simd::matmul(ds, tiles.kv, [rows, dims.dim_v, width], d_out, block.v_t, false);
+        let scores = |into: &mut [f32], a, b, depth| {
+            simd::product(into, tiles.kv, a, b, &Part::all(rows, depth, width), false);
+        };
+        scores(p, Matrix::rows(q, tiles.dim), block.k_t, dims.dim);
+        scores(ds, Matrix::rows(d_out, tiles.dim_v), block.v_t, dims.dim_v);
         evaluator.columns(place.first, keys, place.partial);
         for r in 0..rows {
             let p = &mut p[r * tiles.kv..][..width];
@@ -409,9 +410,13 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
         let (p, ds) = (Matrix::rows(p, tiles.kv), Matrix::rows(ds, tiles.kv));
         let dk = &mut dk[place.offset * tiles.dim..];
         let dv = &mut dv[place.offset * tiles.dim_v..];
-        simd::matmul(dv, tiles.dim_v, [keys, rows, tiles.dim_v], p.transposed(), d_out, true);
-        simd::matmul(dk, tiles.dim, [keys, rows, tiles.dim], ds.transposed(), q, true);
-        simd::matmul(dq, tiles.dim, [rows, keys, tiles.dim], ds, block.k, true);
+        let add = |into: &mut [f32], dim, a, b, (rows, depth)| {
+            simd::product(into, dim, a, b, &Part::all(rows, depth, dim), true);
+        };
+        let (q, d_out) = (Panels::rows(q, tiles.dim), Panels::rows(d_out, tiles.dim_v));
+        add(dv, tiles.dim_v, p.transposed(), d_out, (keys, rows));
+        add(dk, tiles.dim, ds.transposed(), q, (keys, rows));
+        add(dq, tiles.dim, ds, block.k, (rows, keys));
     }
 }
 

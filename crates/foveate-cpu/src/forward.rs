@@ -12,7 +12,7 @@ use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
-use crate::simd::{self, Matrix};
+use crate::simd::{self, Matrix, Part};
 use crate::work::{Pieces, Span, Unit, run, waves};
 
 /// A query tile of a head, and where its results go.
@@ -121,12 +121,12 @@ fn query_tile(
         let keys = tiles.kv.min(sequence.k_len - first_key);
         let block = packed.block(task.unit, tile);
         let width = simd::padded(keys);
-        simd::matmul(
+        simd::product(
             &mut scratch.scores,
             tiles.kv,
-            [rows, call.dims.dim, width],
             Matrix::rows(&scratch.q, tiles.dim),
             block.k_t,
+            &Part::all(rows, call.dims.dim, width),
             false,
         );
         scratch.evaluator.columns(first_key, keys, partial);
@@ -148,12 +148,12 @@ fn query_tile(
             scratch.sum[r] += simd::exp_sum(row, max);
             scratch.evaluator.drop_out(start + r, &mut row[..keys]);
         }
-        simd::matmul(
+        simd::product(
             &mut scratch.out,
             tiles.dim_v,
-            [rows, keys, tiles.dim_v],
             Matrix::rows(&scratch.scores, tiles.kv),
             block.v,
+            &Part::all(rows, keys, tiles.dim_v),
             true,
         );
     }

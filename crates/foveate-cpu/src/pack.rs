@@ -1,15 +1,15 @@
 //! Keys and values as the products want them.
 //!
-//! Each key tile of a unit becomes one block of f32: k transposed (columns are keys) and v in
-//! rows; for the backward also k in rows and v transposed. Every dtype and stride meets here
-//! and nowhere else, so a call computes the same bits for any layout of the same numbers.
+//! Each key tile of a unit becomes one block of f32: k transposed (columns are keys) in panels
+//! and v in rows; for the backward also k in rows and v transposed. Every dtype and stride meets
+//! here and nowhere else, so a call computes the same bits for any layout of the same numbers.
 //! Padding is zero.
 
 use foveate_tensor::TensorRef;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
-use crate::simd::{LANES, Matrix};
+use crate::simd::{LANES, Panels};
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
@@ -24,12 +24,12 @@ pub struct Packed {
 
 /// One key tile. Element `(i, j)` of `k_t` is component `i` of key `j`.
 pub struct Block<'a> {
-    pub k_t: Matrix<'a>,
-    pub v: Matrix<'a>,
+    pub k_t: Panels<'a>,
+    pub v: Panels<'a>,
     /// Backward only.
-    pub k: Matrix<'a>,
+    pub k: Panels<'a>,
     /// Backward only.
-    pub v_t: Matrix<'a>,
+    pub v_t: Panels<'a>,
 }
 
 /// Floats the blocks of a unit take.
@@ -74,10 +74,10 @@ impl Packed {
                 rows_of_k
             };
             load_rows(k, at, rows, tiles.dim, k_rows);
-            transpose(k_rows, rows, tiles.dim, k_t, tiles.kv);
+            transpose(k_rows, rows, tiles.dim, k_t);
             load_rows(v, at, rows, tiles.dim_v, v_rows);
             if backward {
-                transpose(v_rows, rows, tiles.dim_v, v_t, tiles.kv);
+                transpose(v_rows, rows, tiles.dim_v, v_t);
             }
         };
         data.par_chunks_exact_mut(block)
@@ -95,10 +95,10 @@ impl Packed {
         let (k, rest) = if self.backward { rest.split_at(kv * dim) } else { (&rest[..0], rest) };
         let (v, v_t) = rest.split_at(kv * dim_v);
         Block {
-            k_t: Matrix::rows(k_t, kv),
-            v: Matrix::rows(v, dim_v),
-            k: Matrix::rows(k, dim),
-            v_t: Matrix::rows(v_t, kv),
+            k_t: Panels::packed(k_t, dim),
+            v: Panels::rows(v, dim_v),
+            k: Panels::rows(k, dim),
+            v_t: Panels::packed(v_t, dim_v),
         }
     }
 
@@ -123,20 +123,18 @@ pub fn load_rows(
     }
 }
 
-/// Writes the first `n` rows of `rows`, `dim` long, as the columns of a matrix whose rows are
-/// `stride` apart; columns from `n` on are zero. Reads whole groups of rows, so that writes are
-/// contiguous.
-fn transpose(rows: &[f32], n: usize, dim: usize, into: &mut [f32], stride: usize) {
-    if n < stride {
-        into.fill(0.0);
-    }
-    for first in (0..n).step_by(LANES) {
-        let group = LANES.min(n - first);
-        let from = &rows[first * dim..][..group * dim];
-        for d in 0..dim {
-            let to = &mut into[d * stride + first..][..group];
-            for (j, x) in to.iter_mut().enumerate() {
-                *x = from[j * dim + d];
+/// Writes the first `n` rows of `rows`, `dim` long, as columns of `into`, in panels of a depth of
+/// `dim`. Columns from `n` on are zero.
+fn transpose(rows: &[f32], n: usize, dim: usize, into: &mut [f32]) {
+    for (p, panel) in into.chunks_exact_mut(dim * LANES).enumerate() {
+        let group = LANES.min(n.saturating_sub(p * LANES));
+        if group < LANES {
+            panel.fill(0.0);
+        }
+        let from = &rows[(p * LANES).min(n) * dim..][..group * dim];
+        for (d, to) in panel.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            for (x, row) in to.iter_mut().zip(from.chunks_exact(dim)) {
+                *x = row[d];
             }
         }
     }

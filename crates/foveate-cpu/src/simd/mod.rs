@@ -1,0 +1,22 @@
+//! The inner loops: products of tiles and passes over score rows.
+//!
+//! - `level`: instruction sets, and operations on sixteen floats.
+//! - `product`: tile products from registers.
+//! - `rows`, `exp`: passes over rows.
+//!
+//! This is the only module of the crate with `unsafe` in it: functions compiled for a feature
+//! that was found at run time, and the pointers of the products, which its safe functions check.
+
+mod exp;
+mod level;
+mod product;
+mod rows;
+
+pub use level::{LANES, larger, level};
+pub use product::{Matrix, Panels, Part, product};
+pub use rows::{add, d_softmax, dot, exp_sum, max, scale};
+
+/// `n` rounded up to whole groups.
+pub const fn padded(n: usize) -> usize {
+    n.div_ceil(LANES) * LANES
+}

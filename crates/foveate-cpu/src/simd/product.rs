@@ -1,0 +1,438 @@
+//! Products of tiles.
+//!
+//! All five products of attention are `c (+)= a·b` with a small `a` and `c` and with a `b` that
+//! is used many times, so `b` comes packed in [`Panels`]: sixteen columns beside each other,
+//! depth after depth. `a` is read where it lies, along or across its rows. A block of `c` (12
+//! rows of 32 columns with AVX-512, 6 of 16 with AVX2 and NEON) stays in registers over the whole
+//! depth: each step loads one or two groups of `b` and multiplies them by one number of each row.
+//!
+//! What is computed is a [`Part`]: rows, columns and depth each have a range, so that a caller
+//! that knows what is dead in a tile computes the rest only. Twelve rows are whole blocks on every
+//! level, so nothing is lost when parts are chosen for twelve rows at a time.
+//!
+//! Every element is summed over its depth from first to last and added to `c` at the end. Levels
+//! differ in how a multiply-add rounds, and in nothing else; neither parts nor blocks matter.
+
+use std::ops::Range;
+
+use super::level::{Block, LANES, Lanes, Simd, for_each_level};
+
+/// A matrix inside a slice: element `(i, j)` is at `i * row + j * column`.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    /// The elements.
+    pub data: &'a [f32],
+    /// Distance between rows.
+    pub row: usize,
+    /// Distance between columns.
+    pub column: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Row-major with rows `stride` apart.
+    pub fn rows(data: &'a [f32], stride: usize) -> Self {
+        Self { data, row: stride, column: 1 }
+    }
+
+    /// Rows and columns exchanged.
+    pub fn transposed(self) -> Self {
+        Self { data: self.data, row: self.column, column: self.row }
+    }
+
+    fn holds(&self, rows: &Range<usize>, columns: &Range<usize>) -> bool {
+        rows.is_empty()
+            || columns.is_empty()
+            || (rows.end - 1) * self.row + (columns.end - 1) * self.column < self.data.len()
+    }
+}
+
+/// A matrix in panels of [`LANES`] columns: element `(d, j)` is at
+/// `j / 16 * panel + d * depth + j % 16`.
+#[derive(Clone, Copy, Debug)]
+pub struct Panels<'a> {
+    /// The elements.
+    pub data: &'a [f32],
+    /// Distance between panels.
+    pub panel: usize,
+    /// Distance between the groups of a panel.
+    pub depth: usize,
+}
+
+impl<'a> Panels<'a> {
+    /// Panels of `depth` groups, one after another.
+    pub fn packed(data: &'a [f32], depth: usize) -> Self {
+        Self { data, panel: depth * LANES, depth: LANES }
+    }
+
+    /// A row-major matrix whose rows are `stride` apart, where it lies. It pays where neighbouring
+    /// rows are close: rows a large power of two apart share few lines of the cache.
+    pub fn rows(data: &'a [f32], stride: usize) -> Self {
+        Self { data, panel: LANES, depth: stride }
+    }
+
+    fn holds(&self, depth: &Range<usize>, columns: &Range<usize>) -> bool {
+        depth.is_empty()
+            || columns.is_empty()
+            || (columns.end / LANES - 1) * self.panel + (depth.end - 1) * self.depth + LANES
+                <= self.data.len()
+    }
+}
+
+/// What is computed of `c (+)= a·b`: elements `rows × columns` of `c`, summed over `depth` columns
+/// of `a` and rows of `b`. Columns are whole groups.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub rows: Range<usize>,
+    pub columns: Range<usize>,
+    pub depth: Range<usize>,
+}
+
+impl Part {
+    /// All of a product of these sizes.
+    pub fn all(rows: usize, depth: usize, columns: usize) -> Self {
+        Self { rows: 0..rows, columns: 0..columns, depth: 0..depth }
+    }
+}
+
+for_each_level! {
+    /// `c = a·b`, or `c += a·b` with `accumulate`, for `part` of it. `c` is row-major with rows
+    /// `stride` apart.
+    ///
+    /// # Panics
+    /// When an operand does not hold the part, rows of `c` overlap, or columns are not whole
+    /// groups.
+    pub product / product_on = product_body(
+        c: &mut [f32],
+        stride: usize,
+        a: Matrix<'_>,
+        b: Panels<'_>,
+        part: &Part,
+        accumulate: bool,
+    )
+}
+
+#[inline(always)]
+fn product_body<S: Simd>(
+    s: S,
+    c: &mut [f32],
+    stride: usize,
+    a: Matrix<'_>,
+    b: Panels<'_>,
+    part: &Part,
+    accumulate: bool,
+) {
+    let Part { rows, columns, depth } = part;
+    if rows.is_empty() || columns.is_empty() {
+        return;
+    }
+    let whole = columns.start.is_multiple_of(LANES) && columns.end.is_multiple_of(LANES);
+    assert!(whole, "columns are whole groups");
+    assert!(a.holds(rows, depth) && b.holds(depth, columns), "operands hold the part");
+    assert!(columns.end <= stride || rows.len() == 1, "rows of the result do not overlap");
+    assert!((rows.end - 1) * stride + columns.end <= c.len(), "the result holds the part");
+    let at = At {
+        c: &mut c[rows.start * stride + columns.start],
+        stride,
+        // An empty depth may start at the end of its operands.
+        a: a.data.as_ptr().wrapping_add(rows.start * a.row + depth.start * a.column),
+        a_row: a.row,
+        a_depth: a.column,
+        b: b.data.as_ptr().wrapping_add(columns.start / LANES * b.panel + depth.start * b.depth),
+        panel: b.panel,
+        b_depth: b.depth,
+        depth: depth.len(),
+        accumulate,
+    };
+    let (rows, groups) = (rows.len(), columns.len() / LANES);
+    // SAFETY: the assertions keep every element of the part inside the three slices, and `c` is
+    // borrowed exclusively.
+    unsafe {
+        match S::BLOCK {
+            Block::R12G2 => blocks::<S, 12, 2>(s, at, rows, groups),
+            Block::R6G1 => blocks::<S, 6, 1>(s, at, rows, groups),
+            Block::R2G1 => blocks::<S, 2, 1>(s, at, rows, groups),
+        }
+    }
+}
+
+/// Where a block lies.
+#[derive(Clone, Copy)]
+struct At {
+    c: *mut f32,
+    stride: usize,
+    a: *const f32,
+    a_row: usize,
+    a_depth: usize,
+    b: *const f32,
+    panel: usize,
+    b_depth: usize,
+    depth: usize,
+    accumulate: bool,
+}
+
+impl At {
+    /// So many rows down.
+    fn down(self, rows: usize) -> Self {
+        Self {
+            c: self.c.wrapping_add(rows * self.stride),
+            a: self.a.wrapping_add(rows * self.a_row),
+            ..self
+        }
+    }
+
+    /// So many groups of columns right.
+    fn right(self, groups: usize) -> Self {
+        Self {
+            c: self.c.wrapping_add(groups * LANES),
+            b: self.b.wrapping_add(groups * self.panel),
+            ..self
+        }
+    }
+}
+
+/// All blocks of a part, of at most `R` rows and `G` groups.
+///
+/// # Safety
+/// `rows` rows and `groups` groups from `at` on are inside the operands and the result, and the
+/// result is the caller's to write.
+#[inline(always)]
+unsafe fn blocks<S: Simd, const R: usize, const G: usize>(
+    s: S,
+    at: At,
+    rows: usize,
+    groups: usize,
+) {
+    // Down first: the panels of a column of blocks stay in the first-level cache.
+    let mut group = 0;
+    while G == 2 && group + 2 <= groups {
+        // SAFETY: as given.
+        unsafe { column::<S, R, 2>(s, at.right(group), rows) };
+        group += 2;
+    }
+    while group < groups {
+        // SAFETY: as given.
+        unsafe { column::<S, R, 1>(s, at.right(group), rows) };
+        group += 1;
+    }
+}
+
+/// `rows` rows of `G` groups of columns.
+///
+/// # Safety
+/// That of [`blocks`].
+#[inline(always)]
+unsafe fn column<S: Simd, const R: usize, const G: usize>(s: S, at: At, rows: usize) {
+    let mut row = 0;
+    macro_rules! blocks_of {
+        ($rows:expr) => {
+            while row + $rows <= rows {
+                // SAFETY: as given.
+                unsafe { block::<S, { $rows }, G>(s, at.down(row)) };
+                row += $rows;
+            }
+        };
+    }
+    blocks_of!(R);
+    if R > 8 {
+        blocks_of!(8);
+    }
+    if R > 4 {
+        blocks_of!(4);
+    }
+    if R > 2 {
+        blocks_of!(2);
+    }
+    while row < rows {
+        // SAFETY: as given.
+        unsafe { block::<S, 1, G>(s, at.down(row)) };
+        row += 1;
+    }
+}
+
+/// One block.
+///
+/// # Safety
+/// That of [`blocks`].
+#[inline(always)]
+unsafe fn block<S: Simd, const R: usize, const G: usize>(s: S, at: At) {
+    if at.a_row == 1 {
+        // SAFETY: as given.
+        unsafe { sums::<S, R, G>(s, At { a_row: 1, ..at }) }
+    } else {
+        // SAFETY: as given.
+        unsafe { sums::<S, R, G>(s, at) }
+    }
+}
+
+/// # Safety
+/// That of [`blocks`].
+#[inline(always)]
+unsafe fn sums<S: Simd, const R: usize, const G: usize>(s: S, at: At) {
+    let mut sums = [[s.splat(0.0); G]; R];
+    let (mut a, mut b) = (at.a, at.b);
+    for _ in 0..at.depth {
+        // SAFETY: as given, for this step of the depth.
+        unsafe {
+            let b_groups: [S::V; G] =
+                std::array::from_fn(|g| s.load(&*b.add(g * at.panel).cast::<Lanes>()));
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let x = s.splat(*a.add(i * at.a_row));
+                for (sum, &b) in sums.iter_mut().zip(&b_groups) {
+                    *sum = s.mul_add(x, b, *sum);
+                }
+            }
+        }
+        a = a.wrapping_add(at.a_depth);
+        b = b.wrapping_add(at.b_depth);
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        for (g, &sum) in sums.iter().enumerate() {
+            // SAFETY: as given; the group is inside the result.
+            let c = unsafe { &mut *at.c.add(i * at.stride + g * LANES).cast::<Lanes>() };
+            let sum = if at.accumulate { s.add(s.load(c), sum) } else { sum };
+            s.store(sum, c);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::level::Level;
+    use super::*;
+
+    /// Numbers from a seed, so small that their sums of products are exact.
+    fn integers(seed: usize, n: usize) -> Vec<f32> {
+        (0..n).map(|i| ((i * 7919 + seed * 104_729) % 31) as f32 - 15.0).collect()
+    }
+
+    /// Every way to store `a`, and to store `b`, of a product.
+    fn layouts(
+        a: &[f32],
+        b: &[f32],
+        [rows, depth, columns]: [usize; 3],
+        run: impl Fn(Matrix<'_>, Panels<'_>, &str),
+    ) {
+        let across: Vec<f32> = (0..rows * depth).map(|i| a[i % rows * depth + i / rows]).collect();
+        let wide = columns + 16;
+        let mut spread = vec![f32::NAN; depth * wide];
+        let mut panels = vec![f32::NAN; depth * columns];
+        for d in 0..depth {
+            for j in 0..columns {
+                spread[d * wide + j] = b[d * columns + j];
+                panels[(j / LANES * depth + d) * LANES + j % LANES] = b[d * columns + j];
+            }
+        }
+        let a = [Matrix::rows(a, depth), Matrix::rows(&across, rows).transposed()];
+        let b = [Panels::packed(&panels, depth), Panels::rows(&spread, wide)];
+        for (i, a) in a.into_iter().enumerate() {
+            for (j, b) in b.into_iter().enumerate() {
+                run(a, b, &format!("layout {i} of a, {j} of b"));
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_is_the_product_for_all_sizes_layouts_and_levels() {
+        let sizes = if cfg!(miri) { &[3, 13][..] } else { &[1, 2, 3, 5, 8, 11, 12, 13, 31] };
+        for (&rows, groups) in sizes.iter().flat_map(|rows| [1, 2, 3].map(|g| (rows, g))) {
+            for depth in [0, 1, 7, 20] {
+                let columns = groups * LANES;
+                let (a, b) = (integers(1, rows * depth), integers(2, depth * columns));
+                let stride = columns + LANES;
+                layouts(&a, &b, [rows, depth, columns], |a_in, b_in, layout| {
+                    for &level in Level::available() {
+                        for accumulate in [false, true] {
+                            let old = if accumulate { 3.0 } else { f32::NAN };
+                            let mut c = vec![old; rows * stride];
+                            let part = Part::all(rows, depth, columns);
+                            product_on(level, &mut c, stride, a_in, b_in, &part, accumulate);
+                            for (at, &got) in c.iter().enumerate() {
+                                let (i, j) = (at / stride, at % stride);
+                                if j >= columns {
+                                    assert_eq!(got.to_bits(), old.to_bits());
+                                    continue;
+                                }
+                                let sum: f32 =
+                                    (0..depth).map(|d| a[i * depth + d] * b[d * columns + j]).sum();
+                                let want = if accumulate { sum + 3.0 } else { sum };
+                                assert_eq!(got, want, "{layout}, {level:?}, {part:?}, {i} {j}");
+                            }
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_is_that_part_of_the_product_and_nothing_else() {
+        let [rows, depth, columns] = [29, 17, 64];
+        let (a, b) = (integers(3, rows * depth), integers(4, depth * columns));
+        let parts = [
+            Part { rows: 12..24, columns: 16..48, depth: 3..9 },
+            Part { rows: 0..29, columns: 48..64, depth: 16..17 },
+            Part { rows: 28..29, columns: 0..64, depth: 0..17 },
+            Part { rows: 5..5, columns: 0..64, depth: 0..17 },
+            Part { rows: 5..7, columns: 32..32, depth: 0..17 },
+            Part { rows: 5..7, columns: 0..16, depth: 17..17 },
+        ];
+        layouts(&a, &b, [rows, depth, columns], |a_in, b_in, layout| {
+            for (&level, part) in
+                Level::available().iter().flat_map(|l| parts.iter().map(move |p| (l, p)))
+            {
+                let mut c = vec![f32::NAN; rows * columns];
+                product_on(level, &mut c, columns, a_in, b_in, part, false);
+                for (at, &got) in c.iter().enumerate() {
+                    let (i, j) = (at / columns, at % columns);
+                    if part.rows.contains(&i) && part.columns.contains(&j) {
+                        let terms =
+                            part.depth.clone().map(|d| a[i * depth + d] * b[d * columns + j]);
+                        assert_eq!(got, terms.sum::<f32>(), "{layout}, {level:?}, {part:?}");
+                    } else {
+                        assert!(got.is_nan(), "{layout}, {level:?}, {part:?}: wrote ({i}, {j})");
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn the_bits_of_a_product_do_not_depend_on_how_it_is_cut() {
+        let [rows, depth, columns] = [31, 40, 48];
+        let irrational = |seed, n| -> Vec<f32> {
+            integers(seed, n).into_iter().map(|x| (x + 0.1).sin()).collect()
+        };
+        let (a, b) = (irrational(5, rows * depth), irrational(6, depth * columns));
+        for &level in Level::available() {
+            let run = |cuts: &[usize], groups: usize| {
+                let mut c = vec![f32::NAN; rows * columns];
+                for cut in cuts.windows(2) {
+                    for j in (0..columns).step_by(groups * LANES) {
+                        let columns_of = j..columns.min(j + groups * LANES);
+                        let part =
+                            Part { rows: cut[0]..cut[1], columns: columns_of, depth: 0..depth };
+                        let (a, b) = (Matrix::rows(&a, depth), Panels::rows(&b, columns));
+                        product_on(level, &mut c, columns, a, b, &part, false);
+                    }
+                }
+                c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            let whole = run(&[0, rows], 3);
+            assert!(whole == run(&[0, 1, 8, 31], 1) && whole == run(&[0, 12, 24, 31], 2));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "operands hold the part")]
+    fn a_part_outside_its_operands_is_refused() {
+        let part = Part { rows: 0..1, columns: 0..16, depth: 0..3 };
+        product(
+            &mut [0.0; 16],
+            16,
+            Matrix::rows(&[0.0; 3], 3),
+            Panels::packed(&[0.0; 47], 3),
+            &part,
+            false,
+        );
+    }
+}

@@ -1,0 +1,140 @@
+//! Passes over rows of scores and of head vectors. Rows are whole groups.
+
+use super::exp::exp;
+use super::level::{LANES, Lanes, Simd, for_each_level};
+
+for_each_level! {
+    /// The largest element of `row`; `-∞` when empty, NaN when one is NaN.
+    pub max / max_on = max_body(row: &[f32]) -> f32
+}
+for_each_level! {
+    /// `row[i] = exp(row[i] - shift)`; returns the sum. `-∞` becomes 0 for any finite `shift`.
+    pub exp_sum / exp_sum_on = exp_sum_body(row: &mut [f32], shift: f32) -> f32
+}
+for_each_level! {
+    /// `row[i] *= factor`.
+    pub scale / scale_on = scale_body(row: &mut [f32], factor: f32)
+}
+for_each_level! {
+    /// `into[i] += row[i]`.
+    pub add / add_on = add_body(into: &mut [f32], row: &[f32])
+}
+for_each_level! {
+    /// `Σ a[i]·b[i]`.
+    pub dot / dot_on = dot_body(a: &[f32], b: &[f32]) -> f32
+}
+for_each_level! {
+    /// Derivative of the softmax: `d[i] = p[i]·(d[i] - delta)`.
+    pub d_softmax / d_softmax_on = d_softmax_body(p: &[f32], d: &mut [f32], delta: f32)
+}
+
+/// The groups of a row.
+#[inline(always)]
+fn groups(row: &[f32]) -> &[Lanes] {
+    let (groups, rest) = row.as_chunks::<LANES>();
+    debug_assert!(rest.is_empty(), "rows are padded to whole groups");
+    groups
+}
+
+/// The groups of a row, to be changed.
+#[inline(always)]
+fn groups_mut(row: &mut [f32]) -> &mut [Lanes] {
+    let (groups, rest) = row.as_chunks_mut::<LANES>();
+    debug_assert!(rest.is_empty(), "rows are padded to whole groups");
+    groups
+}
+
+#[inline(always)]
+fn max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
+    let mut max = s.splat(f32::NEG_INFINITY);
+    for group in groups(row) {
+        max = s.larger(max, s.load(group));
+    }
+    s.largest(max)
+}
+
+#[inline(always)]
+fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
+    let (mut sum, shift) = (s.splat(0.0), s.splat(shift));
+    for group in groups_mut(row) {
+        let x = exp(s, s.sub(s.load(group), shift));
+        s.store(x, group);
+        sum = s.add(sum, x);
+    }
+    s.sum(sum)
+}
+
+#[inline(always)]
+fn scale_body<S: Simd>(s: S, row: &mut [f32], factor: f32) {
+    let factor = s.splat(factor);
+    for group in groups_mut(row) {
+        s.store(s.mul(s.load(group), factor), group);
+    }
+}
+
+#[inline(always)]
+fn add_body<S: Simd>(s: S, into: &mut [f32], row: &[f32]) {
+    for (into, group) in groups_mut(into).iter_mut().zip(groups(row)) {
+        s.store(s.add(s.load(into), s.load(group)), into);
+    }
+}
+
+#[inline(always)]
+fn dot_body<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
+    let mut sum = s.splat(0.0);
+    for (a, b) in groups(a).iter().zip(groups(b)) {
+        sum = s.mul_add(s.load(a), s.load(b), sum);
+    }
+    s.sum(sum)
+}
+
+#[inline(always)]
+fn d_softmax_body<S: Simd>(s: S, p: &[f32], d: &mut [f32], delta: f32) {
+    let delta = s.splat(delta);
+    for (d, p) in groups_mut(d).iter_mut().zip(groups(p)) {
+        s.store(s.mul(s.load(p), s.sub(s.load(d), delta)), d);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::level::Level;
+    use super::*;
+
+    #[test]
+    fn row_passes_agree_with_plain_loops_on_every_level() {
+        let row: Vec<f32> = (0..48).map(|i| ((i * 37) % 23) as f32 * 0.25 - 3.0).collect();
+        let other: Vec<f32> = (0..48).map(|i| ((i * 11) % 17) as f32 * 0.5 - 4.0).collect();
+        for &level in Level::available() {
+            assert_eq!(max_on(level, &row), row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            let exact: f32 = row.iter().zip(&other).map(|(a, b)| a * b).sum();
+            assert_eq!(dot_on(level, &row, &other), exact);
+            let mut sum = row.clone();
+            add_on(level, &mut sum, &other);
+            scale_on(level, &mut sum, 2.0);
+            let want = row.iter().zip(&other).map(|(a, b)| 2.0 * (a + b));
+            assert!(sum.iter().copied().eq(want));
+            let mut d = other.clone();
+            d_softmax_on(level, &row, &mut d, 1.5);
+            let want = row.iter().zip(&other).map(|(p, d)| p * (d - 1.5));
+            assert!(d.iter().copied().eq(want));
+            let mut p = row.clone();
+            let sum = exp_sum_on(level, &mut p, 1.5);
+            let exact: Vec<f32> = row.iter().map(|x| (x - 1.5).exp()).collect();
+            assert!(p.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-6 * b));
+            assert!((sum - exact.iter().sum::<f32>()).abs() < 1e-6 * sum);
+        }
+    }
+
+    #[test]
+    fn the_maximum_of_a_row_with_nan_is_nan_wherever_it_is() {
+        for &level in Level::available() {
+            for at in 0..32 {
+                let mut row = [1.0; 32];
+                row[at] = f32::NAN;
+                assert!(max_on(level, &row).is_nan());
+            }
+            assert_eq!(max_on(level, &[]), f32::NEG_INFINITY);
+        }
+    }
+}
