@@ -56,6 +56,15 @@ impl Failure {
         Self::Usage(Box::new(report))
     }
 
+    /// What is wrong, in one line.
+    pub fn message(&self) -> String {
+        match self {
+            Self::Failed(report) | Self::Usage(report) => report.message.clone(),
+            Self::Interrupted => "interrupted".to_owned(),
+            Self::Output(e) => format!("standard output cannot be written: {e}"),
+        }
+    }
+
     /// The failure with a line on what to do.
     pub fn help(mut self, help: impl Into<String>) -> Self {
         if let Self::Failed(report) | Self::Usage(report) = &mut self {
@@ -95,8 +104,8 @@ impl Failure {
             }
             Self::Interrupted => ExitCode::from(130),
             Self::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-            Self::Output(e) => {
-                eprintln!("error: standard output cannot be written: {e}");
+            Self::Output(_) => {
+                eprintln!("error: {}", self.message());
                 ExitCode::from(1)
             }
         }

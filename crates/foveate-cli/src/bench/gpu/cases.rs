@@ -9,41 +9,29 @@ use foveate::cuda::driver::{Block, Event};
 use foveate::cuda::{
     CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
-use foveate::mask::{BlockMask, Tile};
-use foveate::mods::ir::mix;
-use foveate::mods::{Head, MaskMod, ScoreMod};
-use foveate::{Attention, Buffer, DType, Device, Plan, Problem, masks, scores};
+use foveate::{DType, Device, Plan, Problem};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::bench::workload::{BIAS, Mask, Pass, Score, Workload, normal};
 use crate::failure::Failure;
 
-/// One line of the grid. Fields are those that `benches/gpu_peers.py` reads.
+/// One line of the grid, as `benches/gpu_peers.py` reads it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Case {
     /// Its name: mask, score, heads, length, head dim, direction.
     pub case: String,
-    mask: &'static str,
-    /// Keys of the window or the prefix, or the number of documents.
-    width: usize,
-    score: &'static str,
-    /// Largest distance that the relative bias tells apart.
-    reach: usize,
-    batch: usize,
-    heads: usize,
-    heads_kv: usize,
-    pub len: usize,
-    pub dim: usize,
-    dtype: &'static str,
-    pass: &'static str,
+    #[serde(flatten)]
+    pub work: Workload,
     /// Operations on the pairs that the mask lets through.
     pub flops: f64,
 }
 
-const FULL: (&str, usize) = ("full", 0);
-const CAUSAL: (&str, usize) = ("causal", 0);
-const MASKS: [(&str, usize); 3] = [("window", 1024), ("documents", 16), ("prefix", 1024)];
-const SCORES: [&str; 3] = ["alibi", "softcap", "relative"];
+const FULL: (Mask, usize) = (Mask::Full, 0);
+const CAUSAL: (Mask, usize) = (Mask::Causal, 0);
+const MASKS: [(Mask, usize); 3] =
+    [(Mask::Window, 1024), (Mask::Documents, 16), (Mask::Prefix, 1024)];
+const SCORES: [Score; 3] = [Score::Alibi, Score::Softcap, Score::Relative];
 const DIMS: [usize; 5] = [64, 96, 128, 192, 256];
 const LENGTHS: [usize; 6] = [1024, 2048, 4096, 8192, 16384, 32768];
 /// Tokens of a case and size of all its heads together, as attention benchmarks usually have them.
@@ -53,17 +41,17 @@ const WIDTH: usize = 2048;
 /// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length.
 pub fn grid() -> Vec<Case> {
     let mut cases = Vec::new();
-    for pass in ["forward", "backward"] {
+    for pass in [Pass::Forward, Pass::Backward] {
         for mask in [FULL, CAUSAL] {
             for dim in DIMS {
                 for len in LENGTHS {
-                    cases.push(Case::new(mask, "none", None, len, dim, pass));
+                    cases.push(Case::new(mask, Score::None, None, len, dim, pass));
                 }
             }
         }
         for dim in [64, 128] {
             for mask in MASKS {
-                cases.push(Case::new(mask, "none", None, 8192, dim, pass));
+                cases.push(Case::new(mask, Score::None, None, 8192, dim, pass));
             }
             for mask in [FULL, CAUSAL] {
                 for score in SCORES {
@@ -72,7 +60,7 @@ pub fn grid() -> Vec<Case> {
             }
         }
         for mask in [FULL, CAUSAL, MASKS[0]] {
-            cases.push(Case::new(mask, "none", Some((32, 8)), 8192, 128, pass));
+            cases.push(Case::new(mask, Score::None, Some((32, 8)), 8192, 128, pass));
         }
     }
     cases
@@ -80,92 +68,26 @@ pub fn grid() -> Vec<Case> {
 
 impl Case {
     fn new(
-        (mask, width): (&'static str, usize),
-        score: &'static str,
+        (mask, width): (Mask, usize),
+        score: Score,
         heads: Option<(usize, usize)>,
         len: usize,
         dim: usize,
-        pass: &'static str,
+        pass: Pass,
     ) -> Self {
         let (heads, heads_kv) = heads.unwrap_or((WIDTH / dim, WIDTH / dim));
-        let wide = if width > 0 { width.to_string() } else { String::new() };
-        let scored = if score == "none" { String::new() } else { format!("-{score}") };
-        let mut case = Self {
-            case: format!("{mask}{wide}{scored}/h{heads}-{heads_kv}/s{len}/d{dim}/{pass}"),
+        let work = Workload {
             mask,
             width,
             score,
-            reach: 128,
             batch: (TOKENS / len).max(1),
-            heads,
-            heads_kv,
-            len,
-            dim,
-            dtype: "bf16",
+            dtype: DType::BF16,
             pass,
-            flops: 0.0,
+            ..Workload::causal(heads, heads_kv, len, dim)
         };
-        case.flops = case.count();
-        case
+        let case = format!("{}/s{len}/d{dim}/{}", work.program_name(), pass.name());
+        Self { case, flops: work.flops(), work }
     }
-
-    fn mask_mod(&self) -> Option<MaskMod> {
-        let width = self.width as i32;
-        let causal = masks::causal;
-        let fits = "the grid's arguments are in range";
-        match self.mask {
-            "causal" => Some(causal()),
-            "window" => Some(masks::sliding_window(width).expect(fits)),
-            "prefix" => Some(masks::prefix_lm(width).expect(fits)),
-            "documents" => {
-                let ids = (0..self.len).map(|i| (i * self.width / self.len) as i32).collect();
-                Some(causal() & masks::document(&Buffer::vector("doc", ids)).expect(fits))
-            }
-            _ => None,
-        }
-    }
-
-    fn score_mod(&self) -> Option<ScoreMod> {
-        let fits = "the grid's arguments are in range";
-        match self.score {
-            "alibi" => Some(scores::alibi(self.heads).expect(fits)),
-            "softcap" => Some(scores::soft_cap(30.0).expect(fits)),
-            "relative" => {
-                let shape = [self.heads, 2 * self.reach + 1];
-                let table = (0..shape[0] * shape[1]).map(|i| normal(5, i)).collect();
-                let table = Buffer::learned("rel_bias", &shape, table).expect(fits);
-                Some(scores::relative_bias(&table).expect(fits))
-            }
-            _ => None,
-        }
-    }
-
-    fn program(&self) -> Attention {
-        let masked = self.mask_mod().into_iter().fold(Attention::new(), Attention::mask);
-        self.score_mod().into_iter().fold(masked, Attention::score)
-    }
-
-    fn count(&self) -> f64 {
-        let len = self.len;
-        let pairs = match self.mask_mod() {
-            None => (len * len) as f64,
-            Some(mask) => {
-                let head = Head { q_len: len as i32, kv_len: len as i32, ..Head::default() };
-                let tiles = BlockMask::build(&mask, head, len, len, Tile { q: 128, kv: 128 });
-                tiles.stats().live_entries as f64
-            }
-        };
-        let products = if self.pass == "forward" { 2.0 } else { 5.0 };
-        2.0 * products * pairs * (self.batch * self.heads * self.dim) as f64
-    }
-}
-
-/// Number `i` of stream `seed`: the sum of the four bytes of its hash, with variance 1.
-fn normal(seed: i32, i: usize) -> f32 {
-    let bytes = mix(seed, i as i32).to_le_bytes();
-    let sum: i32 = bytes.iter().map(|&b| i32::from(b)).sum();
-    // Four uniform bytes have the variance 4 (256² − 1) / 12.
-    (sum - 510) as f32 / (4.0 * 65535.0 / 12.0f32).sqrt()
 }
 
 /// Operands and destinations of a case in device memory, and its plan.
@@ -196,10 +118,10 @@ impl Prepared {
     /// The case on GPU `ordinal`, its operands uploaded and, for a backward, its forward done.
     pub fn new(case: &Case, ordinal: usize) -> Result<Self, Failure> {
         let engine = Engine::get(ordinal)?;
-        let q_shape = [case.batch, case.heads, case.len, case.dim];
-        let kv_shape = [case.batch, case.heads_kv, case.len, case.dim];
+        let work = &case.work;
+        let [q_shape, kv_shape] = work.shapes();
         let problem = Problem::shaped(DType::BF16, q_shape, kv_shape, kv_shape)?;
-        let plan = case.program().plan(&problem, &Device::cuda(ordinal))?;
+        let plan = work.program().plan(&problem, &Device::cuda(ordinal))?;
         let mut blocks = Vec::new();
         let pool = engine.queue().pool();
         let mut random = |seed: i32, shape: [usize; 4]| -> Result<DeviceTensor, Failure> {
@@ -229,18 +151,15 @@ impl Prepared {
         };
         let (out, dq) = (like(q_shape)?, like(q_shape)?);
         let (dk, dv) = (like(kv_shape)?, like(kv_shape)?);
-        let rows = [case.batch, case.heads, case.len];
+        let rows = [work.batch, work.heads, work.q_len];
         let lse = empty(DType::F32, rows.iter().product())?;
         let lse = DeviceTensor::contiguous(lse, DType::F32, rows);
-        let bias = match case.score {
-            "relative" => {
-                let elems = case.heads * (2 * case.reach + 1);
-                Some((pool.take(elems * 4)?, elems))
-            }
-            _ => None,
+        let bias = match work.learned() {
+            Some((_, elems)) => Some((pool.take(elems * 4)?, elems)),
+            None => None,
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
-        let backward = case.pass == "backward";
+        let backward = work.pass == Pass::Backward;
         let prepared = Self { engine, plan, backward, tensors, bias, blocks };
         if backward {
             prepared.forward()?;
@@ -270,7 +189,7 @@ impl Prepared {
         }
         let Tensors { d_out, out, lse, dq, dk, dv, .. } = self.tensors;
         let bias = self.bias.iter().map(|(block, elems)| {
-            ("rel_bias", DeviceTensor::contiguous(block.address(), DType::F32, [*elems]))
+            (BIAS, DeviceTensor::contiguous(block.address(), DType::F32, [*elems]))
         });
         let args = DeviceBackward {
             operands: self.operands(),
@@ -327,11 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_mean_0_and_variance_1() {
-        let numbers: Vec<f64> = (0..100_000).map(|i| f64::from(normal(1, i))).collect();
-        let mean = numbers.iter().sum::<f64>() / 1e5;
-        let variance = numbers.iter().map(|x| x * x).sum::<f64>() / 1e5 - mean * mean;
-        assert!(mean.abs() < 0.01 && (variance - 1.0).abs() < 0.02, "{mean}, {variance}");
+    fn halves_are_rounded_to_even() {
         assert_eq!(bf16_bits(1.0), 0x3f80);
         assert_eq!(bf16_bits(1.0 + 1.0 / 256.0), 0x3f80, "halfway goes to even");
     }

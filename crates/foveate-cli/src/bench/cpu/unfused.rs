@@ -3,14 +3,17 @@
 //! The backward keeps the probabilities of the forward, as frameworks do that do not fuse, so it
 //! needs four products where the fused one needs five.
 
+use std::ops::Range;
+
 use foveate_nn::{Matrix, matmul};
 use rayon::prelude::*;
 
-use super::cases::{Case, Prepared};
+use super::prepared::Prepared;
+use crate::bench::workload::{Pass, Workload};
 
 /// Operands and workspace of the unfused implementation.
-pub struct Peer {
-    case: Case,
+pub struct Unfused {
+    work: Workload,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -27,37 +30,49 @@ pub struct Peer {
     d_score: Vec<f32>,
 }
 
-impl Peer {
-    /// The same operands, with a forward pass run.
+impl Unfused {
+    /// The same operands, with a forward pass run. There are as many queries as keys, and one
+    /// batch entry.
     pub fn new(prepared: &Prepared) -> Self {
-        let case = prepared.case;
+        let work = prepared.work().clone();
         let [q, k, v, d_out] = prepared.widened();
-        let square = case.len * case.len;
-        let mut peer = Self {
+        let square = work.len * work.len;
+        let rows = work.heads;
+        let mut unfused = Self {
             out: vec![0.0; q.len()],
             dq: vec![0.0; q.len()],
             dk: vec![0.0; k.len()],
             dv: vec![0.0; v.len()],
-            probabilities: vec![0.0; case.heads * square],
-            slopes: vec![1.0; case.heads * square],
+            probabilities: vec![0.0; rows * square],
+            slopes: vec![1.0; rows * square],
             d_score: vec![0.0; square],
-            case,
+            work,
             q,
             k,
             v,
             d_out,
         };
-        peer.forward();
-        peer
+        unfused.forward();
+        unfused
+    }
+
+    /// The pass of the workload.
+    pub fn run(&mut self) {
+        if self.work.pass != Pass::Backward {
+            self.forward();
+        }
+        if self.work.pass != Pass::Forward {
+            self.backward();
+        }
     }
 
     /// `out` and the probabilities.
-    pub fn forward(&mut self) {
-        let case = self.case;
-        let Case { heads, len, dim, .. } = case;
+    fn forward(&mut self) {
+        let Self { work, .. } = self;
+        let Workload { heads, len, dim, .. } = *work;
         let scale = 1.0 / (dim as f32).sqrt();
         for h in 0..heads {
-            let (own, shared) = self.rows(h);
+            let [own, shared] = rows(work, h);
             let square = h * len * len..(h + 1) * len * len;
             let p = &mut self.probabilities[square.clone()];
             let (q, k, v) = (&self.q[own.clone()], &self.k[shared.clone()], &self.v[shared]);
@@ -72,8 +87,8 @@ impl Peer {
             let slopes = self.slopes[square].par_chunks_mut(len);
             p.par_chunks_mut(len).zip(slopes).enumerate().for_each(|(row, (p, slopes))| {
                 for (column, (p, slope)) in p.iter_mut().zip(slopes).enumerate() {
-                    (*p, *slope) = case.scored(*p * scale);
-                    if !case.keeps(row, column) {
+                    (*p, *slope) = work.scored(*p * scale, [h, row, column]);
+                    if !work.keeps(row, column) {
                         *p = f32::NEG_INFINITY;
                     }
                 }
@@ -88,12 +103,13 @@ impl Peer {
     }
 
     /// `dq`, `dk` and `dv` from the probabilities of the forward.
-    pub fn backward(&mut self) {
-        let Case { heads, len, dim, .. } = self.case;
-        let group = heads / self.case.heads_kv;
+    fn backward(&mut self) {
+        let Self { work, .. } = self;
+        let Workload { heads, heads_kv, len, dim, .. } = *work;
+        let group = heads / heads_kv;
         let scale = 1.0 / (dim as f32).sqrt();
         for h in 0..heads {
-            let (own, shared) = self.rows(h);
+            let [own, shared] = rows(work, h);
             let square = h * len * len..(h + 1) * len * len;
             let (p, slopes) = (&self.probabilities[square.clone()], &self.slopes[square]);
             let (q, k, v) =
@@ -145,20 +161,19 @@ impl Peer {
         }
     }
 
-    /// The elements of query head `h`, and of its key/value head.
-    fn rows(&self, h: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
-        let Case { heads, heads_kv, len, dim, .. } = self.case;
-        let (each, g) = (len * dim, h / (heads / heads_kv));
-        (h * each..(h + 1) * each, g * each..(g + 1) * each)
-    }
-
+    /// Names and elements of what the pass writes, as [`Prepared::results`] has them.
     #[cfg(test)]
-    pub fn out(&self) -> &[f32] {
-        &self.out
+    pub fn results(&self) -> Vec<(&'static str, &[f32])> {
+        let gradients = [("dq", &self.dq[..]), ("dk", &self.dk), ("dv", &self.dv)];
+        let out = (self.work.pass != Pass::Backward).then_some(("out", &self.out[..]));
+        let wanted = gradients.into_iter().filter(|_| self.work.pass != Pass::Forward);
+        out.into_iter().chain(wanted).collect()
     }
+}
 
-    #[cfg(test)]
-    pub fn gradients(&self) -> [&[f32]; 3] {
-        [&self.dq, &self.dk, &self.dv]
-    }
+/// The elements of query head `h`, and of its key/value head.
+fn rows(work: &Workload, h: usize) -> [Range<usize>; 2] {
+    let Workload { heads, heads_kv, len, dim, .. } = *work;
+    let (each, g) = (len * dim, h / (heads / heads_kv));
+    [h * each..(h + 1) * each, g * each..(g + 1) * each]
 }

@@ -1,0 +1,142 @@
+//! A workload made ready to run on the processor.
+
+use foveate::{
+    BackwardArgs, CaptureGrad, DType, Data, Device, ForwardArgs, Layout, Plan, Problem, Tensor,
+    TensorMut,
+};
+use rayon::prelude::*;
+
+use crate::bench::workload::{Pass, Workload, normal};
+use crate::failure::Failure;
+
+/// Operands, destinations and the plan of a workload.
+pub struct Prepared {
+    work: Workload,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor<3>,
+    gradients: [(Data, Layout); 3],
+    /// Name and gradient of a learned buffer.
+    learned: Option<(&'static str, Vec<f32>)>,
+}
+
+impl Prepared {
+    /// The workload planned, its operands filled with its numbers, its forward run once.
+    ///
+    /// # Errors
+    /// When it cannot be planned.
+    pub fn new(work: &Workload) -> Result<Self, Failure> {
+        let [q_shape, kv_shape] = work.shapes();
+        let [q, d_out] = [1, 4].map(|seed| random(seed, work.dtype, q_shape));
+        let [k, v] = [2, 3].map(|seed| random(seed, work.dtype, kv_shape));
+        let plan = work.program().plan(&Problem::of(&q, &k, &v)?, &Device::cpu())?;
+        let gradient = |shape| {
+            let layout = Layout::contiguous(shape);
+            (Data::filled(work.dtype, layout.elems(), f64::NAN), layout)
+        };
+        let forward = plan.forward(&q, &k, &v)?;
+        Ok(Self {
+            work: work.clone(),
+            plan,
+            q,
+            k,
+            v,
+            d_out,
+            out: forward.out,
+            lse: forward.lse,
+            gradients: [gradient(q_shape), gradient(kv_shape), gradient(kv_shape)],
+            learned: work.learned().map(|(name, elems)| (name, vec![0.0; elems])),
+        })
+    }
+
+    /// What runs.
+    pub fn work(&self) -> &Workload {
+        &self.work
+    }
+
+    /// The pass of the workload, into the tensors that are there.
+    ///
+    /// # Errors
+    /// When the backend fails.
+    pub fn run(&mut self) -> Result<(), Failure> {
+        match self.work.pass {
+            Pass::Forward => self.forward(),
+            Pass::Backward => self.backward(),
+            Pass::Both => self.forward().and_then(|()| self.backward()),
+        }
+    }
+
+    fn forward(&mut self) -> Result<(), Failure> {
+        let operands = self.plan.operands((&self.q).into(), (&self.k).into(), (&self.v).into())?;
+        let args = ForwardArgs {
+            operands,
+            out: self.out.view_mut().map_err(foveate::Error::from)?,
+            lse: self.lse.view_mut().map_err(foveate::Error::from)?,
+            max_score: None,
+        };
+        Ok(self.plan.forward_into(args)?)
+    }
+
+    fn backward(&mut self) -> Result<(), Failure> {
+        let operands = self.plan.operands((&self.q).into(), (&self.k).into(), (&self.v).into())?;
+        let [dq, dk, dv] = self
+            .gradients
+            .each_mut()
+            .map(|(data, layout)| TensorMut::new(data, *layout).expect("gradients are contiguous"));
+        let learned = self.learned.iter_mut();
+        let args = BackwardArgs {
+            operands,
+            out: self.out.view(),
+            lse: self.lse.view(),
+            d_out: self.d_out.view(),
+            d_lse: None,
+            dq,
+            dk,
+            dv,
+            accumulate: false,
+            d_sink: None,
+            d_captures: learned.map(|(name, into)| CaptureGrad { name, into }).collect(),
+        };
+        Ok(self.plan.backward_into(args)?)
+    }
+
+    /// q, k, v and d_out, widened.
+    pub fn widened(&self) -> [Vec<f32>; 4] {
+        [&self.q, &self.k, &self.v, &self.d_out].map(|t| floats(t.data()))
+    }
+
+    /// Names and elements of what the pass writes, widened: `out` of a forward, `dq`, `dk` and
+    /// `dv` of a backward.
+    pub fn results(&self) -> Vec<(&'static str, Vec<f32>)> {
+        let mut results = Vec::new();
+        if self.work.pass != Pass::Backward {
+            results.push(("out", floats(self.out.data())));
+        }
+        if self.work.pass != Pass::Forward {
+            let named = ["dq", "dk", "dv"].into_iter().zip(&self.gradients);
+            results.extend(named.map(|(name, (data, _))| (name, floats(data))));
+        }
+        results
+    }
+}
+
+/// Stream `seed` of the numbers of a workload.
+fn random(seed: i32, dtype: DType, shape: [usize; 4]) -> Tensor {
+    let layout = Layout::contiguous(shape);
+    let numbers: Vec<f64> =
+        (0..layout.elems()).into_par_iter().map(|i| f64::from(normal(seed, i))).collect();
+    Tensor::new(Data::from_f64(dtype, numbers), layout).expect("as many elements as it has")
+}
+
+fn floats(data: &Data) -> Vec<f32> {
+    match data {
+        Data::F32(v) => v.clone(),
+        Data::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        Data::BF16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        Data::F64(v) => v.iter().map(|&x| x as f32).collect(),
+    }
+}

@@ -1,0 +1,177 @@
+//! Cases run at the request of a script, so that it can alternate them with another
+//! implementation's in one run.
+//!
+//! Each line of standard input is a request in JSON, each line of standard output its answer. A
+//! request that fails is answered with `error` and the next one read.
+
+use std::hint::black_box;
+use std::io::BufRead;
+use std::path::PathBuf;
+
+use foveate_nn::{Matrix, matmul};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::prepared::Prepared;
+use super::{threads, timed};
+use crate::bench::workload::Workload;
+use crate::failure::Failure;
+use crate::output::Output;
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+enum Request {
+    /// Make a workload ready, on so many threads.
+    Prepare { work: Box<Workload>, threads: usize },
+    /// Run the pass of the workload once.
+    Run,
+    /// Write the results of the last run to a file, as little-endian f32 one after the other.
+    Write { file: PathBuf },
+    /// Multiply two large f32 matrices on the same threads.
+    Gemm,
+    /// Read so many bytes on the same threads.
+    Read { bytes: usize },
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Answer {
+    /// The name of the workload that is ready.
+    Ready(String),
+    /// How long the work took.
+    Ms(f64),
+    /// Names and lengths of what the file holds.
+    Written(Vec<(&'static str, usize)>),
+    /// Rate of the product.
+    Gflops(f64),
+    /// Why the request failed.
+    Error(String),
+}
+
+/// What the requests work on.
+struct Server {
+    threads: rayon::ThreadPool,
+    prepared: Option<Prepared>,
+    gemm: Option<Gemm>,
+    read: Vec<f32>,
+}
+
+/// Answers requests until there are no more.
+pub fn serve(requests: impl BufRead, out: &mut Output) -> Result<(), Failure> {
+    let mut server = Server { threads: threads(0)?, prepared: None, gemm: None, read: Vec::new() };
+    for line in requests.lines() {
+        let line = line.map_err(|e| Failure::new(format!("a request cannot be read: {e}")))?;
+        let answer = match serde_json::from_str(&line) {
+            Ok(request) => server.answer(request).unwrap_or_else(|e| Answer::Error(e.message())),
+            Err(e) => Answer::Error(format!("`{line}` is no request: {e}")),
+        };
+        out.json(&answer)?;
+    }
+    Ok(())
+}
+
+impl Server {
+    fn answer(&mut self, request: Request) -> Result<Answer, Failure> {
+        match request {
+            Request::Prepare { work, threads: count } => {
+                // What was there is freed first: two large cases may not fit together.
+                self.prepared = None;
+                if self.threads.current_num_threads() != count {
+                    self.threads = threads(count)?;
+                }
+                self.prepared = Some(self.threads.install(|| Prepared::new(&work))?);
+                Ok(Answer::Ready(work.name()))
+            }
+            Request::Run => {
+                let prepared = ready(&mut self.prepared)?;
+                let (ms, ran) = self.threads.install(|| timed(|| prepared.run()));
+                ran.map(|()| Answer::Ms(ms))
+            }
+            Request::Write { file } => write(&ready(&mut self.prepared)?.results(), &file),
+            Request::Gemm => {
+                let gemm = self.gemm.get_or_insert_with(Gemm::new);
+                let (ms, ()) = self.threads.install(|| timed(|| gemm.run()));
+                Ok(Answer::Gflops(Gemm::FLOPS / ms / 1e6))
+            }
+            Request::Read { bytes } => {
+                self.read.resize(bytes / 4, 1.0);
+                let read = &self.read;
+                Ok(Answer::Ms(self.threads.install(|| timed(|| read_all(read))).0))
+            }
+        }
+    }
+}
+
+fn ready(prepared: &mut Option<Prepared>) -> Result<&mut Prepared, Failure> {
+    prepared.as_mut().ok_or_else(|| Failure::new("no workload is ready; ask for `prepare` first"))
+}
+
+fn write(results: &[(&'static str, Vec<f32>)], file: &PathBuf) -> Result<Answer, Failure> {
+    let bytes: Vec<u8> =
+        results.iter().flat_map(|(_, r)| r).flat_map(|x| x.to_le_bytes()).collect();
+    std::fs::write(file, bytes)
+        .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
+    Ok(Answer::Written(results.iter().map(|(name, r)| (*name, r.len())).collect()))
+}
+
+/// Reads every element once: the sum goes nowhere.
+fn read_all(data: &[f32]) {
+    const PART: usize = 1 << 18;
+    data.par_chunks(PART).for_each(|part| {
+        let mut sums = [0.0f32; 64];
+        for group in part.chunks_exact(64) {
+            sums.iter_mut().zip(group).for_each(|(sum, x)| *sum += x);
+        }
+        black_box(sums);
+    });
+}
+
+/// A product of square matrices.
+struct Gemm {
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+}
+
+impl Gemm {
+    const N: usize = 1536;
+    const FLOPS: f64 = 2.0 * (Self::N * Self::N * Self::N) as f64;
+
+    fn new() -> Self {
+        let n = Self::N * Self::N;
+        Self { a: vec![0.5; n], b: vec![0.25; n], c: vec![0.0; n] }
+    }
+
+    fn run(&mut self) {
+        const N: usize = Gemm::N;
+        let (a, b) = (Matrix::rows(&self.a, N), Matrix::rows(&self.b, N));
+        matmul([N, N, N], a, b, &mut self.c, N, false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_answered_and_wrong_ones_say_why() {
+        let mut server =
+            Server { threads: threads(1).unwrap(), prepared: None, gemm: None, read: vec![] };
+        let refused = server.answer(Request::Run).unwrap_err().message();
+        assert_eq!(refused, "no workload is ready; ask for `prepare` first");
+        let work = Workload::causal(2, 1, 19, 8);
+        let request = serde_json::json!({ "prepare": { "work": work, "threads": 2 } });
+        let request = serde_json::from_value(request).unwrap();
+        let Answer::Ready(name) = server.answer(request).unwrap() else { panic!("it is ready") };
+        assert_eq!((name, server.threads.current_num_threads()), (work.name(), 2));
+        assert!(matches!(server.answer(Request::Run).unwrap(), Answer::Ms(ms) if ms > 0.0));
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("results");
+        let written = server.answer(Request::Write { file: file.clone() }).unwrap();
+        let elems = 2 * 19 * 8;
+        assert!(matches!(written, Answer::Written(of) if of == [("out", elems)]));
+        assert_eq!(std::fs::metadata(file).unwrap().len(), 4 * elems as u64);
+        let read = server.answer(Request::Read { bytes: 1 << 20 }).unwrap();
+        assert!(matches!(read, Answer::Ms(ms) if ms > 0.0));
+    }
+}

@@ -1,0 +1,303 @@
+//! What a benchmark runs: a mask, a score, sizes, and numbers that depend on nothing else.
+//!
+//! A [`Workload`] goes as JSON to the scripts in `benches/`, which make the same mods and, from
+//! the same hash, the same numbers for PyTorch. So peers are timed, and compared, on the same
+//! data.
+
+use foveate::mask::{BlockMask, Tile};
+use foveate::mods::ir::mix;
+use foveate::mods::{Head, MaskMod, ScoreMod};
+use foveate::{Attention, Buffer, DType, masks, scores};
+use serde::{Deserialize, Serialize};
+
+/// The bound of the soft cap.
+const CAP: f32 = 30.0;
+/// Name of the relative bias.
+pub const BIAS: &str = "rel_bias";
+
+/// What a query sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mask {
+    Full,
+    Causal,
+    /// The last `width` keys, its own among them.
+    Window,
+    /// The first `width` keys, and those before its own.
+    Prefix,
+    /// The keys before its own that are of the same one of `width` documents.
+    Documents,
+}
+
+/// What becomes of a score.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Score {
+    None,
+    Alibi,
+    Softcap,
+    /// A learned bias for each head and distance, up to `reach`.
+    Relative,
+}
+
+/// Which way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pass {
+    #[serde(rename = "forward")]
+    Forward,
+    #[serde(rename = "backward")]
+    Backward,
+    #[serde(rename = "forward+backward")]
+    Both,
+}
+
+impl Pass {
+    /// `forward`, `backward` or `forward+backward`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+            Pass::Both => "forward+backward",
+        }
+    }
+
+    /// Products of the size of the scores.
+    fn products(self) -> f64 {
+        match self {
+            Pass::Forward => 2.0,
+            Pass::Backward => 5.0,
+            Pass::Both => 7.0,
+        }
+    }
+}
+
+/// An attention problem with its program. Operands are contiguous `[batch, heads, length, dim]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Workload {
+    pub mask: Mask,
+    /// Keys of the window or the prefix, or the number of documents.
+    pub width: usize,
+    pub score: Score,
+    /// Largest distance that the relative bias tells apart.
+    pub reach: usize,
+    pub batch: usize,
+    pub heads: usize,
+    pub heads_kv: usize,
+    pub q_len: usize,
+    /// Number of keys.
+    pub len: usize,
+    pub dim: usize,
+    #[serde(with = "dtype_name")]
+    pub dtype: DType,
+    pub pass: Pass,
+}
+
+/// Dtypes by the names that users write.
+mod dtype_name {
+    use foveate::DType;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(dtype.name())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<DType, D::Error> {
+        let name = String::deserialize(from)?;
+        let found = [DType::F32, DType::F16, DType::BF16].into_iter().find(|d| d.name() == name);
+        found.ok_or_else(|| D::Error::custom(format!("no dtype `{name}`; f32, f16 or bf16")))
+    }
+}
+
+impl Workload {
+    /// Causal self-attention in f32.
+    pub fn causal(heads: usize, heads_kv: usize, len: usize, dim: usize) -> Self {
+        Self {
+            mask: Mask::Causal,
+            width: 0,
+            score: Score::None,
+            reach: 128,
+            batch: 1,
+            heads,
+            heads_kv,
+            q_len: len,
+            len,
+            dim,
+            dtype: DType::F32,
+            pass: Pass::Forward,
+        }
+    }
+
+    /// Mask, score and heads: `window1024-alibi/h16-16`.
+    pub fn program_name(&self) -> String {
+        let mask = match self.mask {
+            Mask::Full => "full".to_owned(),
+            Mask::Causal => "causal".to_owned(),
+            Mask::Window => format!("window{}", self.width),
+            Mask::Prefix => format!("prefix{}", self.width),
+            Mask::Documents => format!("documents{}", self.width),
+        };
+        let score = match self.score {
+            Score::None => "",
+            Score::Alibi => "-alibi",
+            Score::Softcap => "-softcap",
+            Score::Relative => "-relative",
+        };
+        format!("{mask}{score}/h{}-{}", self.heads, self.heads_kv)
+    }
+
+    /// All that tells it from others: program, lengths, head dim, dtype, direction.
+    pub fn name(&self) -> String {
+        let Self { q_len, len, dim, dtype, .. } = self;
+        let queries = if q_len == len { String::new() } else { format!("q{q_len}-") };
+        let pass = self.pass.name();
+        format!("{}/{queries}s{len}/d{dim}/{dtype}/{pass}", self.program_name())
+    }
+
+    /// The mask; `None` for everything.
+    pub fn mask_mod(&self) -> Option<MaskMod> {
+        let width = self.width as i32;
+        let fits = "the width is one that the mask takes";
+        match self.mask {
+            Mask::Full => None,
+            Mask::Causal => Some(masks::causal()),
+            Mask::Window => Some(masks::sliding_window(width).expect(fits)),
+            Mask::Prefix => Some(masks::prefix_lm(width).expect(fits)),
+            Mask::Documents => {
+                let ids = (0..self.len).map(|i| self.document(i) as i32).collect();
+                let same = masks::document(&Buffer::vector("doc", ids)).expect(fits);
+                Some(masks::causal() & same)
+            }
+        }
+    }
+
+    fn score_mod(&self) -> Option<ScoreMod> {
+        let fits = "the program is one that the score takes";
+        match self.score {
+            Score::None => None,
+            Score::Alibi => Some(scores::alibi(self.heads).expect(fits)),
+            Score::Softcap => Some(scores::soft_cap(CAP).expect(fits)),
+            Score::Relative => {
+                let shape = [self.heads, 2 * self.reach + 1];
+                let table = (0..shape[0] * shape[1]).map(|i| normal(5, i)).collect();
+                let table = Buffer::learned(BIAS, &shape, table).expect(fits);
+                Some(scores::relative_bias(&table).expect(fits))
+            }
+        }
+    }
+
+    /// The program to plan.
+    pub fn program(&self) -> Attention {
+        let masked = self.mask_mod().into_iter().fold(Attention::new(), Attention::mask);
+        self.score_mod().into_iter().fold(masked, Attention::score)
+    }
+
+    /// The relative bias that the score learns: its name and number of elements.
+    pub fn learned(&self) -> Option<(&'static str, usize)> {
+        (self.score == Score::Relative).then_some((BIAS, self.heads * (2 * self.reach + 1)))
+    }
+
+    /// Document of position `i`.
+    fn document(&self, i: usize) -> usize {
+        i * self.width / self.len
+    }
+
+    /// Whether query `q` sees key `k`, computed without the mods.
+    pub fn keeps(&self, q: usize, k: usize) -> bool {
+        match self.mask {
+            Mask::Full => true,
+            Mask::Causal => k <= q,
+            Mask::Window => k <= q && q - k < self.width,
+            Mask::Prefix => k <= q || k < self.width,
+            Mask::Documents => k <= q && self.document(q) == self.document(k),
+        }
+    }
+
+    /// What becomes of score `s` of query `q` and key `k` in head `h`, and its slope there,
+    /// computed without the mods. The number of heads is a power of two for ALiBi.
+    ///
+    /// # Panics
+    /// When the score is the relative bias.
+    pub fn scored(&self, s: f32, [h, q, k]: [usize; 3]) -> (f32, f32) {
+        match self.score {
+            Score::None => (s, 1.0),
+            Score::Alibi => {
+                let slope = (-8.0 * (h + 1) as f32 / self.heads as f32).exp2();
+                (s - slope * q.abs_diff(k) as f32, 1.0)
+            }
+            Score::Softcap => {
+                let t = (s / CAP).tanh();
+                (CAP * t, 1.0 - t * t)
+            }
+            Score::Relative => unreachable!("the relative bias is not written out here"),
+        }
+    }
+
+    /// Operations on the pairs that the mask lets through.
+    pub fn flops(&self) -> f64 {
+        let Self { q_len, len, .. } = *self;
+        let pairs = match self.mask_mod() {
+            None => (q_len * len) as f64,
+            Some(mask) => {
+                let (queries, keys) = (q_len as i32, len as i32);
+                let head = Head { q_len: queries, kv_len: keys, ..Head::default() };
+                let tiles = BlockMask::build(&mask, head, q_len, len, Tile { q: 128, kv: 128 });
+                tiles.stats().live_entries as f64
+            }
+        };
+        2.0 * self.pass.products() * pairs * (self.batch * self.heads * self.dim) as f64
+    }
+
+    /// Shapes of q (and `out`), and of k (and v).
+    pub fn shapes(&self) -> [[usize; 4]; 2] {
+        let Self { batch, heads, heads_kv, q_len, len, dim, .. } = *self;
+        [[batch, heads, q_len, dim], [batch, heads_kv, len, dim]]
+    }
+}
+
+/// Number `i` of stream `seed` (1 is q, 2 k, 3 v, 4 the gradient of `out`, 5 the relative bias):
+/// the sum of the four bytes of its hash, with mean 0 and variance 1.
+pub fn normal(seed: i32, i: usize) -> f32 {
+    let bytes = mix(seed, i as i32).to_le_bytes();
+    let sum: i32 = bytes.iter().map(|&b| i32::from(b)).sum();
+    // Four uniform bytes have the variance 4 (256² − 1) / 12.
+    (sum - 510) as f32 / (4.0 * 65535.0 / 12.0f32).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_mean_0_and_variance_1() {
+        let numbers: Vec<f64> = (0..100_000).map(|i| f64::from(normal(1, i))).collect();
+        let mean = numbers.iter().sum::<f64>() / 1e5;
+        let variance = numbers.iter().map(|x| x * x).sum::<f64>() / 1e5 - mean * mean;
+        assert!(mean.abs() < 0.01 && (variance - 1.0).abs() < 0.02, "{mean}, {variance}");
+    }
+
+    #[test]
+    fn a_workload_is_the_same_after_a_trip_through_json() {
+        let mut work = Workload::causal(4, 2, 33, 16);
+        (work.mask, work.width, work.pass) = (Mask::Documents, 3, Pass::Both);
+        let text = serde_json::to_string(&work).expect("it is plain data");
+        assert_eq!(serde_json::from_str::<Workload>(&text).expect("it reads back"), work);
+        let wrong = text.replace("f32", "f33");
+        let said = serde_json::from_str::<Workload>(&wrong).unwrap_err().to_string();
+        assert!(said.starts_with("no dtype `f33`; f32, f16 or bf16"), "{said}");
+    }
+
+    #[test]
+    fn operations_are_counted_where_the_mask_lets_through() {
+        for (mask, width) in [
+            (Mask::Full, 0),
+            (Mask::Causal, 0),
+            (Mask::Window, 9),
+            (Mask::Prefix, 7),
+            (Mask::Documents, 4),
+        ] {
+            let work = Workload { mask, width, ..Workload::causal(3, 1, 45, 8) };
+            let pairs = (0..45 * 45).filter(|i| work.keeps(i / 45, i % 45)).count();
+            assert_eq!(work.flops(), 4.0 * (pairs * 3 * 8) as f64, "{}", work.name());
+        }
+    }
+}
