@@ -27,15 +27,32 @@ pub struct Taken {
     pub shared_bytes: u32,
 }
 
+/// What a compiled kernel takes beyond its plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Excess {
+    /// What it takes.
+    pub taken: Taken,
+    /// Of what it takes too much, with the numbers.
+    pub reason: String,
+}
+
 /// Compares what NVRTC says of a kernel with what was planned for it.
 ///
 /// # Errors
 /// [`CudaErrorKind::Resources`] when shared memory is not what the formula gives, registers
 /// exceed the bound, or local memory exceeds [`local_bytes_allowed`].
 pub fn verify(config: &Config, compiled: &Compiled) -> Result<Taken, CudaError> {
-    let wrong = |reason: String| -> CudaError {
-        CudaErrorKind::Resources { kernel: config.to_string(), reason }.into()
-    };
+    compare(config, compiled)?.map_err(|excess| wrong(config, excess.reason))
+}
+
+/// The same, for whoever can do with a kernel that is slower than planned: it runs when only its
+/// registers or its local memory are more than was planned, which the inner error says.
+///
+/// # Errors
+/// [`CudaErrorKind::Resources`] when the kernel is not there or its shared memory is not what the
+/// formula gives: it must not run.
+pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<Taken, Excess>, CudaError> {
+    let wrong = |reason: String| wrong(config, reason);
     let entry = config.kernel.entry();
     let Some(found) = compiled.kernels.iter().find(|k| k.name == entry) else {
         return Err(wrong(format!("the compiled source has no `{entry}`")));
@@ -59,19 +76,18 @@ pub fn verify(config: &Config, compiled: &Compiled) -> Result<Taken, CudaError> 
         return Err(wrong(format!("it has {bytes} B of static shared memory, none is planned")));
     }
     let allowed = local_bytes_allowed(config.dtype);
-    if taken.local_bytes > allowed {
-        return Err(wrong(format!(
-            "a thread takes {} B of local memory, {allowed} are allowed",
-            taken.local_bytes
-        )));
-    }
-    if taken.registers as usize > planned.registers {
-        return Err(wrong(format!(
-            "a thread takes {} registers, the bound is {}",
-            taken.registers, planned.registers
-        )));
-    }
-    Ok(taken)
+    let reason = if taken.local_bytes > allowed {
+        format!("a thread takes {} B of local memory, {allowed} are allowed", taken.local_bytes)
+    } else if taken.registers as usize > planned.registers {
+        format!("a thread takes {} registers, the bound is {}", taken.registers, planned.registers)
+    } else {
+        return Ok(Ok(taken));
+    };
+    Ok(Err(Excess { taken, reason }))
+}
+
+fn wrong(config: &Config, reason: String) -> CudaError {
+    CudaErrorKind::Resources { kernel: config.to_string(), reason }.into()
 }
 
 /// The mods that kernels are listed with, one of each kind that they tell apart.

@@ -122,15 +122,35 @@ impl Engine {
         entry: &str,
         shared_bytes: u32,
     ) -> Result<Function, CudaError> {
-        let compiled = Cache::get().compile(Compiler::get()?, source, &self.arch)?;
+        self.load(&self.compiled(source)?, entry, shared_bytes)
+    }
+
+    /// `source` for this device, compiled or found compiled.
+    ///
+    /// # Errors
+    /// When NVRTC is missing or refuses the source.
+    pub(crate) fn compiled(&self, source: &str) -> Result<Arc<Compiled>, CudaError> {
+        Cache::get().compile(Compiler::get()?, source, &self.arch)
+    }
+
+    /// The kernel `entry` of what was compiled.
+    ///
+    /// # Errors
+    /// When the device lacks what the kernel takes.
+    pub(crate) fn load(
+        &self,
+        compiled: &Arc<Compiled>,
+        entry: &str,
+        shared_bytes: u32,
+    ) -> Result<Function, CudaError> {
         let mut loaded = lock(&self.loaded);
-        let module = match loaded.get(&(Arc::as_ptr(&compiled) as usize)) {
+        let module = match loaded.get(&(Arc::as_ptr(compiled) as usize)) {
             Some((_, module)) => module.clone(),
             None => {
                 let module = Module::load(&self.device, &compiled.cubin)?;
-                let key = Arc::as_ptr(&compiled) as usize;
+                let key = Arc::as_ptr(compiled) as usize;
                 // The compiled kernel is kept so that no other takes its address.
-                loaded.insert(key, (compiled, module.clone()));
+                loaded.insert(key, (compiled.clone(), module.clone()));
                 module
             }
         };

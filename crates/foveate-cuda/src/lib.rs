@@ -28,6 +28,7 @@ pub mod planner;
 pub mod profile;
 pub mod resources;
 pub mod schedule;
+mod settle;
 pub mod source;
 pub mod tensors;
 

@@ -78,6 +78,8 @@ pub struct Resources {
     pub shared: Vec<(&'static str, usize)>,
     /// Registers that a thread takes at most.
     pub registers: usize,
+    /// Registers that a thread cannot do without: with fewer, numbers go to local memory.
+    pub needed: usize,
 }
 
 /// What limits the number of blocks that a multiprocessor holds.
@@ -121,6 +123,7 @@ impl Resources {
             shared_bytes: shared.iter().map(|(_, bytes)| bytes).sum(),
             shared,
             registers: register_bound(config),
+            needed,
         })
     }
 

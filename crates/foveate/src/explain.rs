@@ -19,6 +19,10 @@ pub struct Work {
     /// The kernels that run, with their configurations and what they take of the device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kernels: Vec<String>,
+    /// Kernels that run otherwise than they were planned, and why; of those that have been needed
+    /// so far.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// Copies that a call on host tensors makes.
     #[serde(skip)]
     pub copies: Vec<String>,
@@ -201,6 +205,7 @@ impl fmt::Display for Explanation {
             line("captures", self.captures.join("; "))?;
         }
         work.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
+        work.notes.iter().try_for_each(|note| line("note", note.clone()))?;
         work.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
         let part = |n: usize| 100.0 * n as f64 / work.tiles.max(1) as f64;
         let empty = work.tiles - work.full_tiles - work.partial_tiles;

@@ -18,6 +18,9 @@ pub struct Description {
     pub multiprocessors: usize,
     /// The configuration of each kernel, with its bytes of shared memory.
     pub kernels: Vec<String>,
+    /// Kernels that run otherwise than they were planned, and why; of those that have been needed
+    /// so far.
+    pub notes: Vec<String>,
     /// Queries and keys of a tile of the forward.
     pub tile: TileSize,
     /// Tiles of all heads, live or not.
@@ -53,7 +56,7 @@ impl CudaPlan {
         }
         let sequences = sequences(&dims, varlen.filter(|_| dims.packed));
         let chosen = self.chosen(self.class(), sizes(&dims, &sequences), self.gradient.is_ok())?;
-        let forward = &chosen.kernels[0].chosen.config;
+        let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize { q: forward.tile_q, kv: forward.tile_kv };
         let mask = self.spec.mask.as_ref();
         let work = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
@@ -94,7 +97,8 @@ impl CudaPlan {
         Ok(Description {
             device: format!("{} ({})", info.name, info.arch()),
             multiprocessors: info.multiprocessors as usize,
-            kernels: chosen.kernels.iter().map(|c| kernel_line(&c.chosen)).collect(),
+            kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
+            notes: self.notes(),
             tile,
             tiles,
             full_tiles: kinds[0],

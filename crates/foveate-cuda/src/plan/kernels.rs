@@ -8,13 +8,15 @@ use foveate_problem::{Dims, Sequence};
 
 use super::CudaPlan;
 use crate::ahead::lists_config;
+use crate::check::compare;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Kernel};
 use crate::driver::Function;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
-use crate::planner::{Class, KernelPlan, Sizes};
+use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
 use crate::schedule::TileSize;
+use crate::settle::settle;
 use crate::source::source;
 
 /// What was made so far.
@@ -24,7 +26,10 @@ pub(super) struct Kernels {
     chosen: Vec<((Class, Sizes, bool), Arc<KernelPlan>)>,
     /// Printed mods by what they were printed for.
     printed: Vec<(PrintKey, Arc<Printed>)>,
-    loaded: HashMap<(Config, &'static str, u64), Function>,
+    /// What runs in place of a configuration that was chosen, entry by entry and text by text.
+    loaded: HashMap<(Config, &'static str, u64), (Config, Function)>,
+    /// What runs otherwise than it was planned.
+    notes: Vec<String>,
 }
 
 /// Mods as text, and which of the different texts of this plan it is.
@@ -162,28 +167,65 @@ impl CudaPlan {
         dims: &Dims,
         sequences: &[Sequence],
     ) -> Result<Ready, CudaError> {
-        let choice = chosen.kernels.iter().map(|c| &c.chosen).find(|c| c.config.kernel == kernel);
+        let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
         let choice = choice.expect("the planner plans every kernel of a pass");
-        // Every kernel addresses heads, which may come in groups.
-        let mut config = Config { group: self.dims.group(), ..choice.config.clone() };
-        config.captures |= entry == "fv_capture_sums";
+        let wanted = |config: &Config| {
+            let mut config = self.grouped(config);
+            config.captures |= entry == "fv_capture_sums";
+            config
+        };
+        let config = wanted(&choice.chosen.config);
         let mods = self.printed(pass, dims, sequences, &config)?;
         let key = (config, entry, mods.text);
         let found = lock(&self.kernels).loaded.get(&key).cloned();
-        let function = match found {
-            Some(function) => function,
-            None => {
-                let text = source(&key.0, &mods.source);
-                let bytes = match entry {
-                    "fv_sink_gradient" => SINK_SHARED_BYTES,
-                    _ => choice.resources.shared_bytes as u32,
-                };
-                let function = self.engine.function(&text, entry, bytes)?;
-                lock(&self.kernels).loaded.insert(key.clone(), function.clone());
-                function
-            }
+        if let Some((config, function)) = found {
+            let mods = match config == key.0 {
+                true => mods,
+                false => self.printed(pass, dims, sequences, &config)?,
+            };
+            return Ok(Ready { config, function, mods });
+        }
+        let settled = settle(choice, |candidate| {
+            let config = wanted(&candidate.config);
+            let mods = self.printed(pass, dims, sequences, &config)?;
+            let compiled = self.engine.compiled(&source(&config, &mods.source))?;
+            let taken = compare(&config, &compiled)?;
+            Ok(((config, mods, compiled), taken))
+        })?;
+        let (config, mods, compiled) = settled.made;
+        let bytes = match entry {
+            "fv_sink_gradient" => SINK_SHARED_BYTES,
+            _ => settled.candidate.resources.shared_bytes as u32,
         };
-        Ok(Ready { config: key.0, function, mods })
+        let function = self.engine.load(&compiled, entry, bytes)?;
+        let mut kernels = lock(&self.kernels);
+        kernels.loaded.insert(key, (config.clone(), function.clone()));
+        if let Some(note) = settled.note.filter(|n| !kernels.notes.contains(n)) {
+            kernels.notes.push(note);
+        }
+        drop(kernels);
+        Ok(Ready { config, function, mods })
+    }
+
+    /// Every kernel addresses heads, which may come in groups.
+    fn grouped(&self, config: &Config) -> Config {
+        Config { group: self.dims.group(), ..config.clone() }
+    }
+
+    /// The candidate of a choice that runs, as far as it has been compiled.
+    pub(super) fn running<'a>(&self, choice: &'a Choice) -> &'a Candidate {
+        let first = self.grouped(&choice.chosen.config);
+        let kernels = lock(&self.kernels);
+        let runs = kernels.loaded.iter().find(|((config, ..), _)| *config == first);
+        let runs = runs.map(|(_, (config, _))| config);
+        let all = std::iter::once(&choice.chosen).chain(&choice.others);
+        let mut runs = all.filter(|c| runs == Some(&self.grouped(&c.config)));
+        runs.next().unwrap_or(&choice.chosen)
+    }
+
+    /// What runs otherwise than it was planned, and why; of kernels that have been needed so far.
+    pub fn notes(&self) -> Vec<String> {
+        lock(&self.kernels).notes.clone()
     }
 
     /// The kernel that makes block lists, with room for rows of so many bytes, and its mods.

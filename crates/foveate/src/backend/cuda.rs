@@ -69,6 +69,7 @@ impl Planned for CudaPlan {
                     instructions: found.device,
                     threads: found.multiprocessors,
                     kernels: found.kernels,
+                    notes: found.notes,
                     copies,
                     trouble: None,
                     tile_q: found.tile.q,

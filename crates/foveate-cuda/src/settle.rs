@@ -1,0 +1,175 @@
+//! Which candidate of a choice runs, once the assembler has said what each takes.
+//!
+//! A plan bounds registers by a model, and a program may need more of them than any model knows.
+//! So no kernel runs before its compilation was compared with its plan. One that takes more gives
+//! way to the next best that needs fewer registers, until one holds. Where none does, the one with
+//! the least local memory runs, and whoever asks for a report of the plan is told.
+//!
+//! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
+//! disk, so to settle again costs a look at what is there.
+
+use crate::check::{Excess, Taken};
+use crate::error::{CudaError, CudaErrorKind};
+use crate::planner::{Candidate, Choice, TilesOf};
+
+/// The candidate that runs.
+#[derive(Debug)]
+pub(crate) struct Settled<'a, T> {
+    pub candidate: &'a Candidate,
+    /// What was made of it.
+    pub made: T,
+    /// Why the planner's choice does not run, or runs although it takes more than was planned.
+    pub note: Option<String>,
+}
+
+/// Makes candidates of `choice`, the best first, until one takes no more than was planned.
+///
+/// # Errors
+/// The first of `make`, except that [`CudaErrorKind::Resources`], a kernel that must not run, is
+/// passed over as long as there is another.
+pub(crate) fn settle<'a, T>(
+    choice: &'a Choice,
+    mut make: impl FnMut(&Candidate) -> Result<(T, Result<Taken, Excess>), CudaError>,
+) -> Result<Settled<'a, T>, CudaError> {
+    let mut least: Option<(u32, &Candidate, T)> = None;
+    let mut first: Option<String> = None;
+    let mut broken = None;
+    let mut enough = usize::MAX;
+    for candidate in std::iter::once(&choice.chosen).chain(&choice.others) {
+        // What needs as many registers as one that had too few of them has too few as well.
+        if candidate.resources.needed >= enough {
+            continue;
+        }
+        let said = match make(candidate) {
+            Ok((made, Ok(_))) => {
+                let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
+                return Ok(Settled { candidate, made, note });
+            }
+            Ok((made, Err(Excess { taken, reason }))) => {
+                enough = candidate.resources.needed;
+                if least.as_ref().is_none_or(|(bytes, ..)| taken.local_bytes < *bytes) {
+                    least = Some((taken.local_bytes, candidate, made));
+                }
+                format!("kernel {}: {reason}", candidate.config)
+            }
+            Err(e) if matches!(e.kind(), CudaErrorKind::Resources { .. }) => {
+                let said = e.to_string();
+                broken.get_or_insert(e);
+                said
+            }
+            Err(e) => return Err(e),
+        };
+        first.get_or_insert(said);
+    }
+    let Some((bytes, candidate, made)) = least else {
+        return Err(broken.expect("a choice has a candidate, which was made or refused"));
+    };
+    let why = first.expect("there is a reason for what was passed over");
+    let note = format!(
+        "{why}; of all that fit {} takes the least local memory, {bytes} B, and runs",
+        TilesOf(&candidate.config)
+    );
+    Ok(Settled { candidate, made, note: Some(note) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Elem, Kernel};
+    use crate::planner::{Class, KernelOptions, Sizes, choose};
+    use crate::profile::Profile;
+
+    fn choice(options: KernelOptions) -> Choice {
+        let profile = Profile::named("h200").unwrap();
+        let class = Class::new(Elem::Bf16, 128, 128, 1);
+        let sizes = Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192 };
+        choose(&profile, &class, &sizes, Kernel::Backward, &options).unwrap()
+    }
+
+    fn takes(local_bytes: u32, allowed: u32) -> Result<Taken, Excess> {
+        let taken = Taken { registers: 255, local_bytes, shared_bytes: 0 };
+        let reason = format!("{local_bytes} B, {allowed} are allowed");
+        if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(taken) }
+    }
+
+    #[test]
+    fn a_kernel_that_is_as_planned_runs_and_no_other_is_made() {
+        let choice = choice(KernelOptions::default());
+        let mut made = 0;
+        let settled = settle(&choice, |_| {
+            made += 1;
+            Ok(((), takes(0, 128)))
+        });
+        let settled = settled.unwrap();
+        assert_eq!((settled.candidate, settled.note, made), (&choice.chosen, None, 1));
+    }
+
+    #[test]
+    fn a_kernel_that_spills_gives_way_to_the_next_that_needs_fewer_registers() {
+        let choice = choice(KernelOptions::default());
+        // Registers that a program leaves to a kernel, of which the model knows nothing.
+        let room = choice.chosen.resources.needed - 24;
+        let mut tried = Vec::new();
+        let settled = settle(&choice, |c| {
+            tried.push(c.resources.needed);
+            let over = c.resources.needed.saturating_sub(room) as u32;
+            Ok((c.config.clone(), takes(over * 8, 128)))
+        });
+        let settled = settled.unwrap();
+        assert_eq!(settled.made, settled.candidate.config);
+        let needed = settled.candidate.resources.needed;
+        assert!(needed <= room + 16, "{needed}");
+        assert!(tried.is_sorted_by(|a, b| a > b), "{tried:?}");
+        let better = choice.others.iter().take_while(|c| *c != settled.candidate);
+        assert!(better.into_iter().all(|c| c.resources.needed > room + 16));
+        let note = settled.note.unwrap();
+        assert!(note.starts_with(&format!("kernel {}: ", choice.chosen.config)), "{note}");
+        assert!(note.ends_with(&format!("; {} runs", TilesOf(&settled.candidate.config))));
+    }
+
+    #[test]
+    fn where_everything_spills_the_least_runs_and_the_note_says_so() {
+        let choice = choice(KernelOptions::default());
+        let bytes = |c: &Candidate| 1000 + c.resources.needed as u32;
+        let settled = settle(&choice, |c| Ok(((), takes(bytes(c), 128)))).unwrap();
+        let all = std::iter::once(&choice.chosen).chain(&choice.others);
+        let least = all.map(bytes).min().unwrap();
+        assert_eq!(bytes(settled.candidate), least);
+        let note = settled.note.unwrap();
+        assert!(note.ends_with(&format!("takes the least local memory, {least} B, and runs")));
+    }
+
+    #[test]
+    fn what_a_user_asks_for_runs_even_if_it_spills() {
+        let mut options = KernelOptions::default();
+        for (name, value) in [("tile_q", 64), ("tile_kv", 128), ("warps", 8), ("stages", 2)] {
+            options.set(&format!("backward.{name}"), value).unwrap();
+        }
+        let choice = choice(options);
+        assert!(choice.others.is_empty());
+        let settled = settle(&choice, |_| Ok(((), takes(400, 128)))).unwrap();
+        assert!(settled.note.unwrap().contains("400 B, 128 are allowed; of all that fit"));
+    }
+
+    #[test]
+    fn what_must_not_run_is_passed_over_and_other_errors_end_it() {
+        let choice = choice(KernelOptions::default());
+        let refused = |c: &Candidate| -> CudaError {
+            let reason = "it states 8 B of shared memory, but 16 B are planned".to_owned();
+            CudaErrorKind::Resources { kernel: c.config.to_string(), reason }.into()
+        };
+        let settled = settle(&choice, |c| match c == &choice.chosen {
+            true => Err(refused(c)),
+            false => Ok(((), takes(0, 128))),
+        });
+        assert_eq!(settled.unwrap().candidate, &choice.others[0]);
+        let none = settle(&choice, |c| Err::<((), _), _>(refused(c))).unwrap_err();
+        assert_eq!(none.to_string(), refused(&choice.chosen).to_string());
+        let mut made = 0;
+        let failed = settle(&choice, |_| {
+            made += 1;
+            Err::<((), _), _>(CudaError::argument("no compiler"))
+        });
+        assert_eq!((failed.unwrap_err().to_string().as_str(), made), ("no compiler", 1));
+    }
+}
