@@ -6,6 +6,15 @@
 
 extern "C" __device__ const int fv_shared_bytes = 0;
 
+constexpr int COLUMNS = ceil_div(FV_DV, 64);               // pairs of columns of a lane, 64 columns apart
+
+// Columns column, column + 1 of a share's row; zeros behind the last. `column` is even.
+__device__ float2 load_pair(const float* row, int column) {
+    if (column >= FV_DV) return make_float2(0.f, 0.f);
+    if constexpr (FV_DV % 2 == 0) return __ldg(reinterpret_cast<const float2*>(row + column));
+    return make_float2(__ldg(row + column), column + 1 < FV_DV ? __ldg(row + column + 1) : 0.f);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_combine(const __grid_constant__ ForwardParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
@@ -14,24 +23,36 @@ fv_combine(const __grid_constant__ ForwardParams p) {
     const int end = min((tile.tile + 1) * FV_BM, sequence.q_len);
     for (int query = tile.tile * FV_BM + warp; query < end; query += FV_WARPS) {
         const i64 first = sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
+        // The shares are divided between the lanes, to find the largest score and the sum of powers.
         float top = -infinity();
-        for (int i = 0; i < p.splits; ++i) top = fmaxf(top, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
         const float safe = top == -infinity() ? 0.f : top;
+        auto weight = [&](int i) {
+            return i < p.splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - safe) * LOG2_E) : 0.f;
+        };
         float total = 0.f;
-        for (int i = 0; i < p.splits; ++i) {
-            i64 row = i * p.partial_rows + first;
-            total += __ldg(p.partial_sum + row) * exp2f((__ldg(p.partial_max + row) - safe) * LOG2_E);
+        for (int i = lane; i < p.splits; i += 32) total += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
+        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+
+        float2 sum[COLUMNS];
+        for (int c = 0; c < COLUMNS; ++c) sum[c] = make_float2(0.f, 0.f);
+        for (int from = 0; from < p.splits; from += 32) {
+            const float mine = weight(from + lane);
+            const int count = min(32, p.splits - from);
+            const float* share = p.partial_out + (from * p.partial_rows + first) * FV_DV;
+            #pragma unroll 8
+            for (int i = 0; i < count; ++i, share += p.partial_rows * FV_DV) {
+                const float factor = __shfl_sync(0xffffffff, mine, i);
+                #pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) {
+                    const float2 pair = load_pair(share, lane * 2 + c * 64);
+                    sum[c].x += pair.x * factor;
+                    sum[c].y += pair.y * factor;
+                }
+            }
         }
         const Row row = finish_row(p, sequence, head, query, top, total, lane == 0);
-        for (int column = lane * 2; column < FV_DV; column += 64) {
-            float x = 0.f, y = 0.f;
-            for (int i = 0; i < p.splits; ++i) {
-                i64 at = i * p.partial_rows + first;
-                float weight = exp2f((__ldg(p.partial_max + at) - safe) * LOG2_E);
-                x += p.partial_out[at * FV_DV + column] * weight;
-                if (column + 1 < FV_DV) y += p.partial_out[at * FV_DV + column + 1] * weight;
-            }
-            store_out(row, column, x, y);
-        }
+        for (int c = 0; c < COLUMNS; ++c) store_out(row, lane * 2 + c * 64, sum[c].x, sum[c].y);
     }
 }

@@ -99,22 +99,31 @@ __device__ void copy_element(u32 target, const Elem* source, bool exists) {
     else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
 }
 
+// How the block's threads copy rows of COLUMNS elements: each chunks of BYTES, a constant distance
+// apart.
+template <int COLUMNS>
+struct Chunks {
+    static constexpr int BYTES = FV_ALIGN >= 4 ? FV_ALIGN : ELEM_BYTES;
+    static constexpr int IN_ROW = COLUMNS * ELEM_BYTES / BYTES;
+    static constexpr int ABREAST = min_of(32, IN_ROW & -IN_ROW);    // next to each other, by as many threads
+    static constexpr int APART = THREADS / ABREAST;                 // rows at once
+};
+
 // A tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by all threads
-// of the block. `data(row)` is where a row begins. A thread's chunks are constant distances apart.
+// of the block. `data(row, turn)` is where a row begins, one of APART * turn ..; the lanes of a warp
+// call it together.
 template <int ROWS, int DIM, int COLUMNS, typename F>
 __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
     constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
-    constexpr int BYTES = FV_ALIGN >= 4 ? FV_ALIGN : ELEM_BYTES;    // of a chunk
-    constexpr int CHUNKS = COLUMNS * ELEM_BYTES / BYTES;            // of a row
-    constexpr int ABREAST = min_of(32, CHUNKS & -CHUNKS);           // next to each other, by as many threads
-    constexpr int APART = THREADS / ABREAST;                        // rows at once
+    constexpr int BYTES = Chunks<COLUMNS>::BYTES, CHUNKS = Chunks<COLUMNS>::IN_ROW;
+    constexpr int ABREAST = Chunks<COLUMNS>::ABREAST, APART = Chunks<COLUMNS>::APART;
     const int row = threadIdx.x / ABREAST, byte = threadIdx.x % ABREAST * BYTES;
     const u32 target = tile + row * PITCH + byte;
     #pragma unroll
     for (int down = 0; down < ROWS; down += APART) {
+        const char* source = data(row + down, down / APART);
         if (ROWS % APART != 0 && row + down >= ROWS) break;
         const bool exists = row + down < count;
-        const char* source = data(row + down);
         #pragma unroll
         for (int across = 0; across < CHUNKS * BYTES; across += ABREAST * BYTES) {
             const u32 to = target + down * PITCH + across;
@@ -132,7 +141,7 @@ __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
 template <int ROWS, int DIM, int COLUMNS>
 __device__ void load_tile(u32 tile, const Rows& rows) {
     load_tile_from<ROWS, DIM, COLUMNS>(tile, rows.count, rows.elem,
-                                       [&](int row) { return rows.data + row * rows.row * ELEM_BYTES; });
+                                       [&](int row, int) { return rows.data + row * rows.row * ELEM_BYTES; });
 }
 
 // One f32 for each of ROWS rows from two views (lse, delta) one after the other; zeros where there

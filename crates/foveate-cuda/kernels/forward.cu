@@ -1,7 +1,7 @@
 // Attention, forward: fv_forward<<<(tiles of queries, heads_q, splits), FV_WARPS * 32>>>
 //
-// A block owns FV_BM queries of one head and steps over the tiles of FV_BN keys that they see. A
-// warp owns FV_BM / FV_WARPS queries, so the softmax of a row stays within four lanes:
+// A block owns FV_BM rows, queries of one head, and steps over the tiles of FV_BN keys that they
+// see. A warp owns FV_BM / FV_WARPS rows, so the softmax of a row stays within four lanes:
 //
 //     S = Q K^T    S = score(scale S), -inf where the mask is false
 //     P = 2^(unit S - reference)    sum += P    O += P V
@@ -25,6 +25,11 @@
 // Only a step whose run says so evaluates the mask, and only the last keys of a sequence are
 // checked against its length. A mask is evaluated before S, to a bit for each score, so that a warp
 // whose rows see nothing of the tile does nothing. A row that sees nothing at all gives out = 0 and lse = -inf.
+//
+// With FV_FOLD, for few queries, the rows of a tile are those of all query heads of a key/value
+// head, so that keys and values are read once for all of them: row r is query r / FV_GROUP of head
+// r % FV_GROUP of the group, and the grid has heads_kv in place of heads_q. Where FV_GROUP does not
+// divide FV_BM, the last rows are nobody's. The mask is one that does not tell heads apart.
 //
 // Shared memory, with row(c) = c * sizeof(element) + 16 bytes:
 //     FV_BM * row(FV_DP)                                       Q
@@ -71,9 +76,13 @@ constexpr float SLACK = 8.f;                               // in exponents of 2
 constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
 
 // Whether a warp's rows of out pass through the place of its queries, to be written in whole chunks.
-constexpr bool STAGES_OUT = !FV_SPLIT && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
+constexpr bool STAGES_OUT = !FV_SPLIT && !FV_FOLD && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
                          && FV_DVP * int(sizeof(OutElem)) < PITCH_K;
 
+constexpr int HEADS = FV_FOLD ? FV_GROUP : 1;              // query heads of a tile,
+constexpr int QUERIES = FV_BM / HEADS;                     // queries of each
+
+static_assert(QUERIES > 0, "more heads than rows");
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
@@ -135,16 +144,56 @@ struct Steps {
     }
 };
 
+// The rows of a tile of queries.
+__device__ void load_queries(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows, u32 target) {
+    const int first = sequence.q_start + query0;
+    if constexpr (FV_FOLD) {
+        load_tile_from<FV_BM, FV_D, FV_DP>(target, rows, p.q.elem, [&](int row, int) {
+            return rows_of(p.q, sequence.q_batch, head0 + row % HEADS, first + row / HEADS, 1).data;
+        });
+    } else {
+        load_tile<FV_BM, FV_D, FV_DP>(target, rows_of(p.q, sequence.q_batch, head0, first, rows));
+    }
+}
+
+// Where the rows of a tile of keys or values lie in their pages: each lane looks up a few of those
+// that its warp copies, and they tell each other.
+template <int COLUMNS>
+struct PagedRows {
+    static constexpr int APART = Chunks<COLUMNS>::APART, ALONGSIDE = 32 / Chunks<COLUMNS>::ABREAST;  // of them, those of a warp
+    static constexpr int EACH = ceil_div(ceil_div(FV_BN, APART) * ALONGSIDE, 32);
+    i64 offset[EACH];
+
+    // The keys of `sequence` from `first` on, of `count`. An entry of the table that is no page is
+    // the nearest one.
+    __device__ PagedRows(const ForwardParams& p, const View& view, int count, int sequence, int first) {
+        const int* pages = p.page_table + i64(sequence) * p.page_stride;
+        const int row0 = threadIdx.x / 32 * ALONGSIDE;
+        #pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int n = i * 32 + threadIdx.x % 32;
+            const u32 key = min(first + row0 + n / ALONGSIDE * APART + n % ALONGSIDE, count - 1), entry = key / u32(p.page_size);
+            const int page = __ldg(pages + entry), held = max(min(page, p.page_count - 1), 0);
+            if (FV_CHECKED && page != held) report_index(p.page_report, -1, sequence, page);
+            offset[i] = held * view.batch + (key - entry * p.page_size) * view.row;
+        }
+    }
+
+    // Elements before the row that this lane copies in turn `turn`.
+    __device__ i64 at(int turn) const {
+        const int n = turn * ALONGSIDE;
+        return __shfl_sync(0xffffffff, offset[n / 32], n % 32 + threadIdx.x % 32 / Chunks<COLUMNS>::ABREAST);
+    }
+};
+
 // Keys or values from `first` on, of `all` of a sequence; zeros after the last.
 template <int DIM, int COLUMNS>
 __device__ void load_keys(const ForwardParams& p, const View& view, const Rows& all, int sequence, int head_kv,
                           int first, u32 target) {
     if constexpr (FV_PAGED) {
-        const int* pages = p.page_table + i64(sequence) * p.page_stride;
-        load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem, [&](int row) {
-            const u32 key = min(first + row, all.count - 1), page = key / u32(p.page_size);
-            return rows_of(view, __ldg(pages + page), head_kv, key - page * p.page_size, 1).data;
-        });
+        const PagedRows<COLUMNS> rows(p, view, all.count, sequence, first);
+        load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem,
+                                            [&](int, int turn) { return all.data + rows.at(turn) * ELEM_BYTES; });
     } else {
         load_tile<FV_BN, DIM, COLUMNS>(target, {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
     }
@@ -298,17 +347,18 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     extern __shared__ __align__(16) char shared[];
     const u32 base = shared_address(shared);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int head = blockIdx.y, head_kv = head / FV_GROUP;
+    const int head0 = blockIdx.y * HEADS, head_kv = head0 / FV_GROUP;
     const Tile tile = p.tiles[blockIdx.x];
     const Sequence sequence = p.sequences[tile.sequence];
-    const int query0 = tile.tile * FV_BM;
+    const int query0 = tile.tile * QUERIES;
+    const int rows = min(QUERIES, sequence.q_len - query0) * HEADS;
     const int row0 = warp * M * 16 + lane / 4;             // this lane's first row and column of S
     const int column0 = lane % 4 * 2;
     const bool unscaled = !FV_SCORE && p.scale > 1e-20f;
     const float unit = unscaled ? p.scale * LOG2_E : LOG2_E;
 
-    Steps steps(p, sequence, tile, head, blockIdx.z);
-    load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, sequence.q_batch, head, sequence.q_start + query0, sequence.q_len - query0));
+    Steps steps(p, sequence, tile, head0, blockIdx.z);
+    load_queries(p, sequence, head0, query0, rows, base);
     const Rows of_k = rows_of(p.k, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
     const Rows of_v = rows_of(p.v, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
     auto load_k = [&](int key, u32 stage) { load_keys<FV_D, FV_DP>(p, p.k, of_k, sequence.b, head_kv, key, stage); };
@@ -358,9 +408,15 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if constexpr (FV_STAGES == 1) load_v(key0, stage);
         else if (more) load_k(steps.key, next_stage);
 
-        const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
         // Mods are called past the ends of a sequence too, within the tile.
-        auto query_of = [&](int m, int i) { return query0 + row0 + m * 16 + i / 2 * 8; };
+        auto row_of = [&](int m, int i) {
+            const u32 row = row0 + m * 16 + i / 2 * 8;
+            return FV_BM % HEADS == 0 ? row : min(row, QUERIES * HEADS - 1u);
+        };
+        auto query_of = [&](int m, int i) { return query0 + int(row_of(m, i) / HEADS); };
+        auto place_of = [&](int m, int i) -> Place {
+            return {sequence.b, head0 + int(row_of(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
+        };
         auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
         // Calls `f(m, n, i)` for numbers from .. to of this lane's scores.
         auto for_each = [&](int from, int to, auto f) {
@@ -382,7 +438,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 seen[j / 32] &= ~(1u << j % 32);
             };
             if constexpr (FV_MASK)
-                if (evaluate) for_each(0, ALL, [&](int m, int n, int i) { if (!fv_mask(mods, place, query_of(m, i), key_of(n, i))) hide(m, n, i); });
+                if (evaluate) for_each(0, ALL, [&](int m, int n, int i) { if (!fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i))) hide(m, n, i); });
             if (ends) for_each(0, ALL, [&](int m, int n, int i) { if (key_of(n, i) >= sequence.k_len) hide(m, n, i); });
             u32 any = 0, all = 0xffffffff;
             #pragma unroll
@@ -400,7 +456,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             auto score = [&](int m, int n, int i) {
                 float& x = s[m][n][i];
                 x *= p.scale;
-                if constexpr (FV_SCORE) x = fv_score(mods, place, query_of(m, i), key_of(n, i), x);
+                if constexpr (FV_SCORE) x = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), x);
             };
             if constexpr (FV_SCORE && FV_DTYPE != 2) {
                 // The scores of the first keys are finished between the products of the others.
@@ -471,7 +527,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 x = exp2_score(apart ? fmaf(x + offset, unit, SLACK) : fmaf(x, unit, offset));
                 sum[m][i / 2] += x;
                 if constexpr (FV_KEEP)
-                    if (!fv_keep(mods, place, query_of(m, i), key_of(n, i))) x = 0.f;
+                    if (!fv_keep(mods, place_of(m, i), query_of(m, i), key_of(n, i))) x = 0.f;
             };
             multiply_values(out, s, stage + values, weigh);
         }
@@ -482,12 +538,13 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     for (int m = 0; m < M; ++m)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int query = query0 + row0 + m * 16 + half * 8;
+            const u32 row_of_tile = row0 + m * 16 + half * 8;
+            const int query = query0 + int(row_of_tile / HEADS), head = head0 + int(row_of_tile % HEADS);
             const float largest = over_quad_max(top[m][half]), score = unscaled ? largest * p.scale : largest;
             const float above = apart ? fmaf(ceiling[m][half] - largest, unit, -SLACK) : fmaf(-largest, unit, reference(m, half));
             float factor = score == -infinity() ? 0.f : exp2_score(above);
             const float total = over_quad_sum(sum[m][half]) * factor;
-            if (query >= sequence.q_len) continue;
+            if (int(row_of_tile) >= rows) continue;
             if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
             if constexpr (FV_SPLIT) {
                 i64 row = blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch
@@ -518,9 +575,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         __syncwarp();
         constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), ABREAST = min_of(32, CHUNKS & -CHUNKS), APART = 32 / ABREAST;
         const int row = warp * M * 16 + lane / ABREAST, byte = lane % ABREAST * 16;
-        const int left = sequence.q_len - query0 - row;
+        const int left = rows - row;
         char* target = static_cast<char*>(p.out.data) + byte
-                     + p.out.at(sequence.q_batch, head, sequence.q_start + query0 + row) * sizeof(OutElem);
+                     + p.out.at(sequence.q_batch, head0, sequence.q_start + query0 + row) * sizeof(OutElem);
         #pragma unroll
         for (int down = 0; down < M * 16; down += APART) {
             if (down < left) {

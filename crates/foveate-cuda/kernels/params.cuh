@@ -79,7 +79,8 @@ struct ForwardParams {
     // Paged keys and values: row r of sequence b is row r % page_size of page
     // page_table[b * page_stride + r / page_size], which stands on the batch axis of k and v.
     const int* page_table;
-    int page_size, page_stride;
+    int page_size, page_stride, page_count;
+    int* page_report;         // of entries that are no page: {1, -1, sequence, entry}; see report_index
 };
 
 struct BackwardParams {

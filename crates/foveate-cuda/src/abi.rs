@@ -201,6 +201,10 @@ structs! {
         pub page_size: i32,
         /// Entries of the table for a sequence.
         pub page_stride: i32,
+        /// Pages there are.
+        pub page_count: i32,
+        /// i32 `[4]` for an entry that is no page, in checked kernels.
+        pub page_report: Address,
     }
 
     /// Arguments of the backward kernels.

@@ -82,7 +82,7 @@ fn print(
         batch: dims.batch,
         heads_q: dims.heads_q,
         heads_kv: dims.heads_kv,
-        queries: dims.len_q.next_multiple_of(tiles.tile_q),
+        queries: dims.len_q.next_multiple_of(tiles.queries()),
         keys: dims.len_k.next_multiple_of(tiles.tile_kv),
     };
     let options = Options {

@@ -135,7 +135,7 @@ pub struct Config {
     pub dim: usize,
     /// Elements of a row of v. `FV_DV`
     pub dim_v: usize,
-    /// Queries of a tile, a multiple of 16. `FV_BM`
+    /// Rows of a tile of queries, a multiple of 16. `FV_BM`
     pub tile_q: usize,
     /// Keys of a tile, a multiple of 16. `FV_BN`
     pub tile_kv: usize,
@@ -162,6 +162,8 @@ pub struct Config {
     pub sink: bool,
     /// The keys of a tile are split over blocks. `FV_SPLIT`
     pub split: bool,
+    /// The rows of a tile are those of all query heads of a key/value head. `FV_FOLD`
+    pub fold: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
     /// Every sum is in a fixed order. `FV_DETERMINISTIC`
@@ -194,6 +196,7 @@ impl Config {
             captures: false,
             sink: false,
             split: false,
+            fold: false,
             paged: false,
             deterministic: false,
             checked: false,
@@ -210,13 +213,23 @@ impl Config {
         self.dim_v.next_multiple_of(16)
     }
 
+    /// Query heads that share a tile of queries.
+    pub fn heads(&self) -> usize {
+        if self.fold { self.group } else { 1 }
+    }
+
+    /// Queries of a tile: its rows, divided between the heads that share it.
+    pub fn queries(&self) -> usize {
+        self.tile_q / self.heads()
+    }
+
     /// Threads of a block.
     pub fn threads(&self) -> usize {
         self.warps * 32
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 23] {
+    pub fn macros(&self) -> [(&'static str, usize); 24] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -238,6 +251,7 @@ impl Config {
             ("FV_CAPTURES", self.captures.into()),
             ("FV_SINK", self.sink.into()),
             ("FV_SPLIT", self.split.into()),
+            ("FV_FOLD", self.fold.into()),
             ("FV_PAGED", self.paged.into()),
             ("FV_DETERMINISTIC", self.deterministic.into()),
             ("FV_CHECKED", self.checked.into()),
@@ -275,6 +289,7 @@ impl fmt::Display for Config {
             (self.captures, "captures"),
             (self.sink, "sink"),
             (self.split, "split"),
+            (self.fold, "folded"),
             (self.paged, "paged"),
             (self.deterministic, "deterministic"),
             (self.checked, "checked"),

@@ -14,6 +14,7 @@ mod tests;
 
 use std::fmt;
 
+use foveate_mask::Varies;
 use foveate_mods::ScoreGradient;
 use foveate_problem::{Dims, Spec};
 
@@ -53,6 +54,8 @@ pub struct Class {
     pub captures: bool,
     /// Every row has a sink in its denominator.
     pub sink: bool,
+    /// The mask tells query heads apart, so that they cannot share a tile.
+    pub by_head: bool,
     /// Keys and values lie in pages.
     pub paged: bool,
     /// Every sum is in a fixed order.
@@ -164,7 +167,10 @@ impl KernelPlan {
     ) -> Result<Self, CudaError> {
         let choose = |kernel| choose(profile, class, sizes, kernel, options);
         let mut forward = choose(Kernel::Forward)?;
-        let splits = options.splits.unwrap_or_else(|| splits(profile, sizes, &forward.chosen));
+        let splits = options.splits.unwrap_or_else(|| {
+            let Candidate { config, occupancy, .. } = &forward.chosen;
+            model::splits(profile, config, occupancy.blocks, sizes)
+        });
         if splits == 0 {
             return Err(CudaError::argument("splits is 0; keys are split over 1 block or more"));
         }
@@ -262,10 +268,12 @@ pub fn choose(
 ) -> Result<Choice, CudaError> {
     let known = known::of(profile, class, kernel);
     let asked = asked(kernel, options);
+    let fold = kernel == Kernel::Forward && class.folds(sizes, asked.tile_q);
+    let heads = if fold { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
-    for tiles in candidates(kernel, &asked, sizes) {
-        let config = class.config(kernel, tiles);
+    for tiles in candidates(kernel, &asked, sizes.queries * heads, heads) {
+        let config = Config { fold, ..class.config(kernel, tiles) };
         match Resources::on(&config, profile) {
             Err(refusal) => refused.push(Refused { config, refusal }),
             Ok(resources) => fitting.push(Candidate {
@@ -303,6 +311,7 @@ impl Class {
             keep: false,
             captures: false,
             sink: false,
+            by_head: false,
             paged: false,
             deterministic: false,
             checked: false,
@@ -314,12 +323,21 @@ impl Class {
     pub fn of(spec: &Spec, dtype: Elem, dims: &Dims, gradient: Option<&ScoreGradient>) -> Self {
         Self {
             mask: spec.mask.is_some(),
+            by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: spec.score.is_some(),
             dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
             keep: spec.dropout.is_some(),
             captures: gradient.is_some_and(|g| !g.captures().is_empty()),
             ..Self::new(dtype, dims.dim, dims.dim_v, dims.group())
         }
+    }
+
+    /// Whether the query heads of a key/value head share a tile of the forward, so that keys and
+    /// values are read once for all of them: for so few queries that all rows fit a tile or nearly.
+    fn folds(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
+        let room = tile_q.unwrap_or(MOST_ROWS);
+        let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
+        !self.by_head && few && (2..=room).contains(&self.group)
     }
 
     /// A kernel of this class. What the kernel does not read is left at its default, so that
@@ -362,32 +380,36 @@ fn asked(kernel: Kernel, options: &KernelOptions) -> TileOptions {
     }
 }
 
-/// Every candidate. A value that the user gives stands in for all of its kind.
-fn candidates(kernel: Kernel, asked: &TileOptions, sizes: &Sizes) -> Vec<Tiles> {
+/// Rows of the largest tile of the forward.
+const MOST_ROWS: usize = 128;
+
+/// Every candidate for so many `rows` of queries, of which one tile holds `heads` or more. A value
+/// that the user gives stands in for all of its kind.
+fn candidates(kernel: Kernel, asked: &TileOptions, rows: usize, heads: usize) -> Vec<Tiles> {
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
     let forward = kernel == Kernel::Forward;
     if !forward && !matches!(kernel, Kernel::Backward | Kernel::BackwardDq) {
         // A pass over rows: a thread or a few of them for each, nothing to choose.
-        let tile_q = if sizes.queries <= 16 { 16 } else { 64 };
+        let tile_q = if rows <= 16 { 16 } else { 64 };
         return vec![Tiles { tile_q, tile_kv: 64, warps: 4, stages: 1 }];
     }
     let mut all = Vec::new();
-    let shortest = sizes.queries.next_multiple_of(16).max(16);
-    for tile_q in pick(asked.tile_q, &[16, 32, 64, 96, 128]) {
+    let shortest = rows.next_multiple_of(16).max(16);
+    for tile_q in pick(asked.tile_q, &[16, 32, 64, 96, MOST_ROWS]) {
         // A tile of which half would be empty is not one to consider.
-        if asked.tile_q.is_none() && tile_q >= 2 * shortest {
+        if asked.tile_q.is_none() && (tile_q >= 2 * shortest || tile_q < heads) {
             continue;
         }
         for tile_kv in pick(asked.tile_kv, &[16, 32, 48, 64, 96, 128]) {
             for warps in pick(asked.warps, if forward { &[1, 2, 4, 8] } else { &[2, 4, 8] }) {
                 let tiles = |stages| Tiles { tile_q, tile_kv, warps, stages };
-                let rows = tile_q / 16;
+                let slices = tile_q / 16;
                 // The forward's warps own 16 or 32 queries each. Of the backward, divisions that
                 // are not even are no candidates unless they are asked for.
                 let usual = match forward {
-                    true => rows == warps || rows == 2 * warps,
+                    true => slices == warps || slices == 2 * warps,
                     false => {
                         crate::resources::Warps::divide(warps, tile_q, tile_kv, true).is_some()
                     }
@@ -399,16 +421,6 @@ fn candidates(kernel: Kernel, asked: &TileOptions, sizes: &Sizes) -> Vec<Tiles> 
         }
     }
     all
-}
-
-/// Blocks to split keys over where tiles of queries alone leave multiprocessors idle.
-fn splits(profile: &Profile, sizes: &Sizes, forward: &Candidate) -> usize {
-    let config = &forward.config;
-    let blocks = sizes.queries.div_ceil(config.tile_q) * sizes.heads_q * sizes.batch;
-    let steps = sizes.keys.div_ceil(config.tile_kv);
-    let room = profile.multiprocessors * forward.occupancy.blocks.max(1);
-    // A share of fewer than four steps costs more to join than it gains.
-    if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(steps / 4).max(1) }
 }
 
 fn nothing_fits(

@@ -57,7 +57,7 @@ impl CudaPlan {
         let sequences = sequences(&dims, varlen.filter(|_| dims.packed));
         let chosen = self.chosen(self.class(), sizes(&dims, &sequences), self.gradient.is_ok())?;
         let forward = &self.running(&chosen.kernels[0]).config;
-        let tile = TileSize { q: forward.tile_q, kv: forward.tile_kv };
+        let tile = TileSize { q: forward.queries(), kv: forward.tile_kv };
         let mask = self.spec.mask.as_ref();
         let work = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
         let columns = |s: &foveate_problem::Sequence| s.k_len.div_ceil(tile.kv);

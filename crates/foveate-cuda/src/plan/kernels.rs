@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use foveate_mask::Varies;
 use foveate_mods::Node;
 use foveate_problem::{Dims, Sequence};
 
@@ -99,7 +100,7 @@ pub(super) struct Ready {
 
 impl Ready {
     pub fn tile(&self) -> TileSize {
-        TileSize { q: self.config.tile_q, kv: self.config.tile_kv }
+        TileSize { q: self.config.queries(), kv: self.config.tile_kv }
     }
 
     pub fn threads(&self) -> u32 {
@@ -112,6 +113,7 @@ impl CudaPlan {
     pub(super) fn class(&self) -> Class {
         Class {
             mask: self.spec.mask.is_some(),
+            by_head: self.spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: self.spec.score.is_some(),
             dscore: self.has_derivative(),
             keep: self.spec.dropout.is_some(),
@@ -258,7 +260,7 @@ impl CudaPlan {
             batch: dims.batch,
             heads_q: dims.heads_q,
             heads_kv: dims.heads_kv,
-            queries: longest(&|s| s.q_len).unwrap_or(0).next_multiple_of(config.tile_q),
+            queries: longest(&|s| s.q_len).unwrap_or(0).next_multiple_of(config.queries()),
             keys: longest(&|s| s.k_len).unwrap_or(0).next_multiple_of(config.tile_kv),
         };
         let key = PrintKey { pass, extent };

@@ -149,10 +149,12 @@ impl CudaPlan {
             page_table: pages.map_or(0, |p| p.table),
             page_size: args.operands.k.layout.shape[2] as i32,
             page_stride: pages.map_or(0, |p| p.entries as i32),
+            page_count: args.operands.k.layout.shape[0] as i32,
+            page_report: report.address(),
             ..Default::default()
         };
         let heads = dims.heads_q as u32;
-        let grid = [work.tile_count as u32, heads, splits as u32];
+        let grid = [work.tile_count as u32, heads / kernel.config.heads() as u32, splits as u32];
         if splits == 1 {
             launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
             return report.read(self.options.timeout, &work, &kernel.mods.source);

@@ -38,6 +38,9 @@ const ISSUED: f64 = 200.0;
 /// Cycles of a block before its first and after its last step.
 const ENDS: f64 = 3000.0;
 
+/// Keys of a share below which it costs more to join than it gains.
+const KEYS_OF_SHARE: usize = 256;
+
 /// Cycles of one step by unit.
 struct Step {
     tensor: f64,
@@ -55,9 +58,18 @@ pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
 fn blocks(config: &Config, sizes: &Sizes) -> usize {
     let tiles = match config.kernel {
         Kernel::Backward => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
-        _ => sizes.queries.div_ceil(config.tile_q) * sizes.heads_q,
+        _ => sizes.queries.div_ceil(config.queries()) * (sizes.heads_q / config.heads()),
     };
     tiles * sizes.batch
+}
+
+/// Blocks to split the keys of a forward over where tiles of queries alone leave multiprocessors
+/// idle; `resident` of them are on one at a time.
+pub fn splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
+    let blocks = blocks(config, sizes);
+    let room = profile.multiprocessors * resident.max(1);
+    let most = sizes.keys / KEYS_OF_SHARE;
+    if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(most).max(1) }
 }
 
 /// Microseconds of a launch without a mask.
@@ -65,16 +77,31 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
     let steps = match config.kernel {
         Kernel::Backward => config.group * sizes.queries.div_ceil(config.tile_q),
         _ => sizes.keys.div_ceil(config.tile_kv),
-    } as f64;
+    };
     let resident = resources.occupancy(profile).blocks.max(1);
+    let splits = match config.kernel {
+        Kernel::Forward => splits(profile, config, resident, sizes),
+        _ => 1,
+    };
+    let steps = steps.div_ceil(splits) as f64;
     let step = Step::of(profile, config);
-    let blocks = blocks(config, sizes);
+    let blocks = blocks(config, sizes) * splits;
     let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
     let full = blocks / (profile.multiprocessors * resident);
     let left = blocks - full * profile.multiprocessors * resident;
     let cycles = full as f64 * a_round(resident)
         + if left > 0 { a_round(left.div_ceil(profile.multiprocessors)) } else { 0.0 };
-    cycles / profile.clock_mhz
+    (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
+}
+
+/// Microseconds that a forward reads keys and values from device memory, where one tile of queries
+/// is all there is for them; more tiles share what second-level cache holds.
+fn reading_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
+    if config.kernel != Kernel::Forward || sizes.queries > config.queries() {
+        return 0.0;
+    }
+    let numbers = sizes.batch * sizes.heads_kv * sizes.keys * (config.dim + config.dim_v);
+    (numbers * config.dtype.bytes()) as f64 / profile.bandwidth_gbs * 1e-3
 }
 
 impl Step {

@@ -178,7 +178,7 @@ fn where_nothing_fits_the_error_has_every_candidate() {
     let options = KernelOptions::default();
     let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), false, &options);
     let said = plan.unwrap_err().to_string();
-    let candidates = candidates(Kernel::Forward, &TileOptions::default(), &sizes(1, 4, 4, 4096));
+    let candidates = candidates(Kernel::Forward, &TileOptions::default(), 4096, 1);
     assert_eq!(said.lines().count(), 1 + candidates.len());
     assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a block "));
 }
@@ -205,5 +205,41 @@ fn a_large_card_gets_what_was_measured_there() {
     for kernel in [Kernel::Forward, Kernel::Backward] {
         let choice = plan.kernels.iter().find(|c| c.chosen.config.kernel == kernel).unwrap();
         assert!(choice.chosen.measured, "{}", choice.chosen.config);
+    }
+}
+
+#[test]
+fn the_heads_of_a_group_share_a_tile_for_few_queries() {
+    let class = Class::new(Elem::Bf16, 128, 128, 4);
+    let options = KernelOptions::default();
+    let profile = Profile::named("h200").unwrap();
+    let plan = |class: &Class, queries| {
+        let sizes = Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192 };
+        KernelPlan::new(&profile, class, &sizes, false, &options).unwrap()
+    };
+    let decode = plan(&class, 1);
+    let forward = decode.config(Kernel::Forward).unwrap();
+    assert!(forward.fold && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
+    // 128 pairs of an entry and a key head, on a card of 132 multiprocessors.
+    let resident = decode.kernels[0].chosen.occupancy.blocks;
+    assert!(resident >= 3 && decode.splits == 132 * resident / 128, "{resident} {}", decode.splits);
+    let folds = |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().fold;
+    assert!(folds(&class, 32));
+    assert!(!folds(&class, 512));
+    assert!(!folds(&Class { mask: true, by_head: true, ..class.clone() }, 1));
+    assert!(!folds(&Class { group: 1, ..class }, 1));
+}
+
+#[test]
+fn a_tile_holds_a_query_of_every_head_that_shares_it() {
+    let profile = Profile::named("a100").unwrap();
+    for group in [2, 3, 7, 12, 71, 128, 129] {
+        let class = Class::new(Elem::F16, 64, 64, group);
+        let sizes = Sizes { batch: 1, heads_q: group, heads_kv: 1, queries: 3, keys: 500 };
+        let plan = KernelPlan::new(&profile, &class, &sizes, false, &KernelOptions::default());
+        let plan = plan.unwrap();
+        let forward = plan.config(Kernel::Forward).unwrap();
+        assert_eq!(forward.fold, group <= MOST_ROWS, "{forward}");
+        assert!(forward.queries() >= 1 && forward.queries() * forward.heads() <= forward.tile_q);
     }
 }
