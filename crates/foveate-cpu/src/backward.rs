@@ -24,8 +24,11 @@ use crate::captures::{CaptureSums, Slot};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
-use crate::simd::{self, Matrix, Panels, Part};
+use crate::simd::{self, LANES, Matrix, Panels, Part};
 use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
+
+/// Rows that are evaluated together, and keys whose gradients are: what a product has blocks of.
+const STRIP: usize = 12;
 
 /// Statistics of the rows of a head: lse (`+∞` for an empty row, whose every `p` is then 0) and
 /// `delta`.
@@ -129,7 +132,7 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         tasks.sort_by_key(|t| std::cmp::Reverse(t.cost));
         let chunk = tiles.chunk * tiles.kv;
         let scratch = || Scratch {
-            evaluator: call.mods.evaluator(tiles.kv, Some(captures_wanted)),
+            evaluator: call.mods.evaluator([tiles.q, tiles.kv], Some(captures_wanted)),
             q: vec![0.0; tiles.q * tiles.dim],
             d_out: vec![0.0; tiles.q * tiles.dim_v],
             p: vec![0.0; tiles.q * tiles.kv],
@@ -381,42 +384,66 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
         dq: &mut [f32],
     ) {
         let (dims, tiles) = (&self.call.dims, self.call.tiles);
-        let (rows, keys, width) =
-            (statistics.lse.len(), place.columns, simd::padded(place.columns));
+        let (rows, keys, stride) = (statistics.lse.len(), place.columns, tiles.kv);
         let Scratch { evaluator, q, d_out, p, ds, dk, dv } = scratch;
-        let scores = |into: &mut [f32], a, b, depth| {
-            simd::product(into, tiles.kv, a, b, &Part::all(rows, depth, width), false);
-        };
-        scores(p, Matrix::rows(q, tiles.dim), block.k_t, dims.dim);
-        scores(ds, Matrix::rows(d_out, tiles.dim_v), block.v_t, dims.dim_v);
-        evaluator.columns(place.first, keys, place.partial);
-        for r in 0..rows {
-            let p = &mut p[r * tiles.kv..][..width];
-            let ds = &mut ds[r * tiles.kv..][..width];
-            if statistics.lse[r] == f32::INFINITY {
-                p.fill(0.0);
-                ds.fill(0.0);
+        let to = (place.start + rows, place.first + keys);
+        evaluator.tile(place.start..to.0, place.first..to.1, place.partial);
+        for start in (0..rows).step_by(STRIP) {
+            let strip = start..rows.min(start + STRIP);
+            let live = evaluator.live(strip.clone());
+            // Whole groups of keys; dq's sum begins and ends with keys that are seen.
+            let columns = live.start / LANES * LANES..simd::padded(live.end);
+            for r in strip.clone() {
+                for x in [&mut *p, &mut *ds] {
+                    let row = &mut x[r * stride..][..simd::padded(keys)];
+                    row[..columns.start].fill(0.0);
+                    row[columns.end..].fill(0.0);
+                }
+            }
+            if live.is_empty() {
                 continue;
             }
-            let q = place.start + r;
-            p[keys..].fill(f32::NEG_INFINITY);
-            evaluator.score(q, &mut p[..keys]);
-            simd::exp_sum(p, statistics.lse[r]);
-            evaluator.drop_out(q, &mut ds[..keys]);
-            simd::d_softmax(p, ds, statistics.delta[r]);
-            evaluator.gradient(q, &mut ds[..keys], captures);
-            evaluator.drop_again(&mut p[..keys]);
+            let scores = |into: &mut [f32], a, b, depth| {
+                let (rows, columns) = (strip.clone(), columns.clone());
+                simd::product(into, stride, a, b, &Part { rows, columns, depth: 0..depth }, false);
+            };
+            scores(p, Matrix::rows(q, tiles.dim), block.k_t, dims.dim);
+            scores(ds, Matrix::rows(d_out, tiles.dim_v), block.v_t, dims.dim_v);
+            let (p, own) = (&mut p[start * stride..], &mut ds[start * stride..]);
+            evaluator.score(strip.clone(), columns.clone(), p, stride);
+            evaluator.drop_out(strip.clone(), columns.clone(), own, stride);
+            for (i, r) in strip.clone().enumerate() {
+                let p = &mut p[i * stride..][columns.clone()];
+                let ds = &mut own[i * stride..][columns.clone()];
+                if statistics.lse[r] == f32::INFINITY {
+                    p.fill(0.0);
+                    ds.fill(0.0);
+                } else {
+                    simd::exp_sum(p, statistics.lse[r]);
+                    simd::d_softmax(p, ds, statistics.delta[r]);
+                }
+            }
+            evaluator.gradient(own, stride, captures);
+            evaluator.drop_out(strip.clone(), columns, p, stride);
+            let part = Part { rows: strip, columns: 0..tiles.dim, depth: live };
+            simd::product(dq, tiles.dim, Matrix::rows(ds, stride), block.k, &part, true);
         }
-        let (p, ds) = (Matrix::rows(p, tiles.kv), Matrix::rows(ds, tiles.kv));
+        let (p, ds) = (Matrix::rows(p, stride), Matrix::rows(ds, stride));
+        let (q, d_out) = (Panels::rows(q, tiles.dim), Panels::rows(d_out, tiles.dim_v));
         let dk = &mut dk[place.offset * tiles.dim..];
         let dv = &mut dv[place.offset * tiles.dim_v..];
-        let add = |into: &mut [f32], dim, a, b, (rows, depth)| {
-            simd::product(into, dim, a, b, &Part::all(rows, depth, dim), true);
-        };
-        let (q, d_out) = (Panels::rows(q, tiles.dim), Panels::rows(d_out, tiles.dim_v));
-        add(dv, tiles.dim_v, p.transposed(), d_out, (keys, rows));
-        add(dk, tiles.dim, ds.transposed(), q, (keys, rows));
-        add(dq, tiles.dim, ds, block.k, (rows, keys));
+        let step = if place.partial { STRIP } else { keys };
+        for start in (0..keys).step_by(step) {
+            let rows = start..keys.min(start + step);
+            let depth = evaluator.live_rows(rows.clone());
+            let add = |into: &mut [f32], dim, a: Matrix<'_>, b| {
+                let (rows, depth) = (rows.clone(), depth.clone());
+                let part = Part { rows, columns: 0..dim, depth };
+                simd::product(into, dim, a.transposed(), b, &part, true);
+            };
+            add(dv, tiles.dim_v, p, d_out);
+            add(dk, tiles.dim, ds, q);
+        }
     }
 }
 

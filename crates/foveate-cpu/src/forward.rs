@@ -83,7 +83,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
             tasks[first..].sort_by_key(|t| std::cmp::Reverse(t.cost));
         }
         let scratch = || Scratch {
-            evaluator: call.mods.evaluator(tiles.kv, None),
+            evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
             q: vec![0.0; tiles.q * tiles.dim],
             scores: vec![0.0; tiles.q * tiles.kv],
             out: vec![0.0; tiles.q * tiles.dim_v],
@@ -129,11 +129,10 @@ fn query_tile(
             &Part::all(rows, call.dims.dim, width),
             false,
         );
-        scratch.evaluator.columns(first_key, keys, partial);
+        scratch.evaluator.tile(start..start + rows, first_key..first_key + keys, partial);
+        scratch.evaluator.score(0..rows, 0..width, &mut scratch.scores, tiles.kv);
         for r in 0..rows {
             let row = &mut scratch.scores[r * tiles.kv..][..width];
-            row[keys..].fill(f32::NEG_INFINITY);
-            scratch.evaluator.score(start + r, &mut row[..keys]);
             let max = simd::larger(scratch.max[r], simd::max(row));
             if max == f32::NEG_INFINITY {
                 row.fill(0.0);
@@ -146,8 +145,8 @@ fn query_tile(
                 simd::scale(&mut scratch.out[r * tiles.dim_v..][..tiles.dim_v], factor);
             }
             scratch.sum[r] += simd::exp_sum(row, max);
-            scratch.evaluator.drop_out(start + r, &mut row[..keys]);
         }
+        scratch.evaluator.drop_out(0..rows, 0..width, &mut scratch.scores, tiles.kv);
         simd::product(
             &mut scratch.out,
             tiles.dim_v,

@@ -1,12 +1,15 @@
 //! Masks, scores and dropout inside a tile.
 //!
-//! A plan compiles its programs once ([`Mods`]); each thread evaluates them in an [`Evaluator`],
-//! a row of a tile at a time. Full tiles never run the mask. In the backward the evaluator keeps
-//! the raw scores of the row, for the derivative.
+//! A plan compiles its programs once ([`Mods`]); each thread evaluates them in an [`Evaluator`].
+//! The mask of a partial tile is evaluated before its products, into bits, which say for each strip
+//! of rows between which keys there is anything to compute. Full tiles never run the mask. Scores
+//! are evaluated a strip of rows at a time; in the backward the same run gives the derivative,
+//! which is kept until the strip's gradient is known.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use foveate_mods::vector::{Head, Kernel, Machine};
+use foveate_mods::vector::{Bits, Head, Kernel, Machine, Read, Scores};
 use foveate_mods::{MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
@@ -24,7 +27,10 @@ pub struct Learned {
 /// The derivative of the score.
 #[derive(Debug)]
 struct Gradient {
+    /// The derivatives, and last the score.
     kernel: Kernel,
+    /// Root of the score.
+    score: usize,
     learned: Arc<Vec<Learned>>,
     /// `∂score'/∂score` is the constant 1.
     is_one: bool,
@@ -65,26 +71,33 @@ impl Mods {
         }
     }
 
-    /// What a thread needs for tiles of `width` keys. `backward` says that it is for the backward
-    /// pass, and whether gradients of learned buffers are wanted.
-    pub fn evaluator(&self, width: usize, backward: Option<bool>) -> Evaluator {
-        let machine = |k: &Option<Kernel>| k.as_ref().map(|k| k.machine(width));
-        let gradient = match &self.gradient {
+    /// What a thread needs for tiles of `[queries, keys]`. `backward` says that it is for the
+    /// backward pass, and whether gradients of learned buffers are wanted.
+    pub fn evaluator(&self, [queries, keys]: [usize; 2], backward: Option<bool>) -> Evaluator {
+        let machine = |k: &Option<Kernel>| k.as_ref().map(|k| k.machine(queries, keys));
+        let score = match &self.gradient {
             Some(Ok(g)) if backward.is_some_and(|captures| captures || !g.is_one) => {
-                Some(GradientMachine {
-                    machine: g.kernel.machine(width),
-                    learned: g.learned.clone(),
-                    raw: Vec::with_capacity(width),
+                Some(ScoreMachine {
+                    machine: g.kernel.machine(queries, keys),
+                    score: g.score,
+                    learned: Some(g.learned.clone()),
                 })
             }
-            _ => None,
+            _ => machine(&self.score).map(|machine| ScoreMachine {
+                machine,
+                score: 0,
+                learned: None,
+            }),
         };
         Evaluator {
             mask: machine(&self.mask),
-            score: machine(&self.score),
+            score,
             keep: machine(&self.keep),
-            gradient,
+            visible: Bits::default(),
+            kept: Bits::default(),
             partial: false,
+            queries: 0,
+            keys: 0,
         }
     }
 }
@@ -108,34 +121,43 @@ impl Gradient {
         let root = graph.node(gradient.program().roots()[0]);
         Ok(Self {
             is_one: *root == Node::F32(1f32.to_bits()),
-            kernel: Kernel::compile(gradient.program()),
+            kernel: Kernel::compile(gradient.with_score()),
+            score: gradient.with_score().roots().len() - 1,
             learned: Arc::new(learned.into_iter().map(|(_, l)| l).collect()),
         })
     }
 }
 
-struct GradientMachine {
+struct ScoreMachine {
     machine: Machine,
-    learned: Arc<Vec<Learned>>,
-    /// The raw scores of the row.
-    raw: Vec<f32>,
+    /// Root of the score.
+    score: usize,
+    /// Root 0 is the derivative by the raw score, and there are those by these buffers.
+    learned: Option<Arc<Vec<Learned>>>,
 }
 
-/// What a thread evaluates mods with. Calls go from outside in: [`Self::enter`] a head, the
-/// [`Self::columns`] of a tile, then rows.
+/// What a thread evaluates mods with. Calls go from outside in: [`Self::enter`] a head, then a
+/// [`Self::tile`], then strips of its rows, which are counted from the first of the tile, and of its
+/// columns, which are whole groups counted from its first key.
 pub struct Evaluator {
     mask: Option<Machine>,
-    score: Option<Machine>,
+    score: Option<ScoreMachine>,
     keep: Option<Machine>,
-    gradient: Option<GradientMachine>,
+    /// Where the mask of a partial tile is true.
+    visible: Bits,
+    /// What dropout keeps in the tile.
+    kept: Bits,
     /// Whether the mask decides inside the tile.
     partial: bool,
+    /// Queries and keys in the tile.
+    queries: usize,
+    keys: usize,
 }
 
 impl Evaluator {
     fn machines(&mut self) -> impl Iterator<Item = &mut Machine> {
-        let gradient = self.gradient.as_mut().map(|g| &mut g.machine);
-        self.mask.iter_mut().chain(&mut self.score).chain(&mut self.keep).chain(gradient)
+        let score = self.score.as_mut().map(|s| &mut s.machine);
+        self.mask.iter_mut().chain(score).chain(&mut self.keep)
     }
 
     /// Starts a head.
@@ -143,101 +165,98 @@ impl Evaluator {
         self.machines().for_each(|m| m.set_head(head));
     }
 
-    /// Starts a tile of `width` keys from `start` on; `partial` when the mask decides inside.
-    pub fn columns(&mut self, start: usize, width: usize, partial: bool) {
-        let start = start as i32;
-        self.partial = partial;
-        if let Some(mask) = &mut self.mask
-            && partial
-        {
-            mask.set_columns(start, width);
-        }
-        let gradient = self.gradient.as_mut().map(|g| &mut g.machine);
-        for machine in self.score.iter_mut().chain(&mut self.keep).chain(gradient) {
-            machine.set_columns(start, width);
-        }
-    }
-
-    /// Turns the raw scores of query `q` into what the softmax sees: the score function, then
-    /// `-∞` where the mask is false.
-    pub fn score(&mut self, q: usize, row: &mut [f32]) {
-        if let Some(gradient) = &mut self.gradient {
-            gradient.raw.clear();
-            gradient.raw.extend_from_slice(row);
-        }
+    /// Starts a tile; `partial` when the mask decides inside.
+    pub fn tile(&mut self, queries: Range<usize>, keys: Range<usize>, partial: bool) {
+        let [q, kv] = [queries, keys].map(|r| r.start as i32..r.end as i32);
+        (self.queries, self.keys) = (q.len(), kv.len());
+        self.partial = partial && self.mask.is_some();
         if let Some(mask) = self.mask.as_mut().filter(|_| self.partial) {
-            mask.run_row(q as i32, &[]);
+            mask.set_tile(q.clone(), kv.clone());
+            mask.truths(None, &mut self.visible);
         }
-        let visible = visible(&self.mask, self.partial);
         if let Some(score) = &mut self.score {
-            run_where(score, q, row, visible);
-            row.copy_from_slice(score.f32s(0));
+            score.machine.set_tile(q.clone(), kv.clone());
         }
-        for (x, &visible) in row.iter_mut().zip(visible.unwrap_or(&[])) {
-            *x = if visible { *x } else { f32::NEG_INFINITY };
-        }
-    }
-
-    /// Sets what dropout drops from query `q`, the one that [`Self::score`] was given last, to 0.
-    pub fn drop_out(&mut self, q: usize, row: &mut [f32]) {
         if let Some(keep) = &mut self.keep {
-            run_where(keep, q, &[], visible(&self.mask, self.partial));
-        }
-        self.drop_again(row);
-    }
-
-    /// [`Self::drop_out`] of the same query as before.
-    pub fn drop_again(&mut self, row: &mut [f32]) {
-        if let Some(keep) = &self.keep {
-            for (x, &keep) in row.iter_mut().zip(keep.bools(0)) {
-                *x = if keep { *x } else { 0.0 };
-            }
+            keep.set_tile(q, kv);
+            keep.truths(self.partial.then_some(&self.visible), &mut self.kept);
         }
     }
 
-    /// Turns the gradient of the final scores of query `q` into that of the raw ones, the same
-    /// that [`Self::score`] was given last, and adds what learned buffers get. An entry without
-    /// weight has no gradient, whatever the derivative there.
-    pub fn gradient(&mut self, q: usize, row: &mut [f32], slot: &mut Slot) {
-        let Some(GradientMachine { machine, learned, raw }) = &mut self.gradient else { return };
-        run_where(machine, q, raw, visible(&self.mask, self.partial));
-        for (learned, sum) in learned.iter().zip(&mut slot.sums) {
-            if sum.is_empty() {
-                continue;
+    /// The columns of the tile outside of which no query of `rows` sees a key.
+    pub fn live(&self, rows: Range<usize>) -> Range<usize> {
+        if self.partial { self.visible.columns(rows) } else { 0..self.keys }
+    }
+
+    /// The rows of the tile outside of which no query sees a key of `columns`.
+    pub fn live_rows(&self, columns: Range<usize>) -> Range<usize> {
+        if self.partial { self.visible.rows_within(columns) } else { 0..self.queries }
+    }
+
+    /// Turns raw scores into what the softmax sees: the score function, then `-∞` where the mask
+    /// is false and past the tile's keys. `scores` begins at the first of `rows`, in column 0.
+    pub fn score(
+        &mut self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        scores: &mut [f32],
+        stride: usize,
+    ) {
+        let visible = self.partial.then_some(&self.visible);
+        if let Some(ScoreMachine { machine, score, .. }) = &mut self.score {
+            let step = Machine::strip_rows(columns.len());
+            for start in rows.clone().step_by(step) {
+                let strip = start..rows.end.min(start + step);
+                let own = &mut scores[(start - rows.start) * stride..];
+                machine.run(strip, columns.clone(), Scores { data: own, stride }, visible);
+                machine.store(*score, own, stride);
             }
-            for (value, index) in &learned.loads {
-                let value = machine.f32s(*value);
-                for (i, &d) in row.iter().enumerate() {
-                    if d != 0.0 {
-                        let at = index.iter().zip(&learned.shape).fold(0, |at, (root, &n)| {
-                            let index = machine.i32s(*root)[i].max(0) as usize;
-                            at * n + index.min(n - 1)
-                        });
-                        sum[at] += d * value[i];
-                    }
+        }
+        for (r, row) in rows.zip(scores.chunks_mut(stride)) {
+            let row = &mut row[columns.clone()];
+            match visible {
+                Some(visible) => visible.fill_false(r, columns.start, row, f32::NEG_INFINITY),
+                None if columns.end > self.keys => {
+                    row[self.keys.saturating_sub(columns.start)..].fill(f32::NEG_INFINITY);
                 }
+                None => {}
             }
         }
-        for (d, &slope) in row.iter_mut().zip(machine.f32s(0)) {
-            *d = if *d == 0.0 { 0.0 } else { *d * slope };
+    }
+
+    /// Sets what dropout drops of the tile to 0.
+    pub fn drop_out(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        p: &mut [f32],
+        stride: usize,
+    ) {
+        if self.keep.is_some() {
+            for (r, row) in rows.zip(p.chunks_mut(stride)) {
+                self.kept.fill_false(r, columns.start, &mut row[columns.clone()], 0.0);
+            }
         }
+    }
+
+    /// Turns the gradient of the final scores of the strip that [`Self::score`] was given last,
+    /// which had twelve rows at most, into that of the raw ones, and adds what learned
+    /// buffers get. An entry without weight has no gradient, whatever the derivative there.
+    pub fn gradient(&self, d: &mut [f32], stride: usize, slot: &mut Slot) {
+        let Some(ScoreMachine { machine, learned: Some(learned), .. }) = &self.score else {
+            return;
+        };
+        for (learned, sum) in learned.iter().zip(&mut slot.sums) {
+            for (value, index) in &learned.loads {
+                let read = Read { value: *value, index, shape: &learned.shape };
+                machine.add_read(read, d, stride, sum);
+            }
+        }
+        machine.multiply(0, d, stride);
     }
 
     /// The first index out of range that any mod has met, as a message.
     pub fn out_of_range(&mut self) -> Option<String> {
         self.machines().find_map(|m| m.out_of_range()).map(|o| o.to_string())
-    }
-}
-
-/// Which keys the query sees that the mask was last run for; `None` when it sees all of a tile.
-fn visible(mask: &Option<Machine>, partial: bool) -> Option<&[bool]> {
-    mask.as_ref().filter(|_| partial).map(|mask| mask.bools(0))
-}
-
-/// Runs a row, where an index out of range counts at visible keys only.
-fn run_where(machine: &mut Machine, q: usize, scores: &[f32], visible: Option<&[bool]>) {
-    match visible {
-        Some(visible) => machine.run_row_where(q as i32, scores, visible),
-        None => machine.run_row(q as i32, scores),
     }
 }

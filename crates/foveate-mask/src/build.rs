@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use foveate_mods::{Bounds, Cover, Head, Kernel, Machine, MaskMod};
+use foveate_mods::{Bits, Bounds, Cover, Head, Kernel, Machine, MaskMod};
 
 use crate::{BlockMask, Kind, Run, Tile};
 
@@ -15,12 +15,14 @@ pub(crate) fn build(
 ) -> BlockMask {
     assert!(tile.q > 0 && tile.kv > 0, "a tile has queries and keys");
     let fits = |len: usize| i32::try_from(len).expect("positions are i32");
-    let mut machine = Kernel::compile(mask.program()).machine(tile.kv as usize);
+    let kernel = Kernel::compile(mask.program());
+    let mut machine = kernel.machine(tile.q as usize, tile.kv as usize);
     machine.set_head(head);
     let rows = q_len.div_ceil(tile.q as usize);
     let mut builder = Builder {
         bounds: Bounds::new(mask.program()),
         machine,
+        truths: Bits::default(),
         head,
         q_len: fits(q_len),
         kv_len: fits(kv_len),
@@ -37,6 +39,7 @@ pub(crate) fn build(
 struct Builder {
     bounds: Bounds,
     machine: Machine,
+    truths: Bits,
     head: Head,
     q_len: i32,
     kv_len: i32,
@@ -86,13 +89,9 @@ impl Builder {
 
     /// Points of one tile where the mask is true.
     fn count(&mut self, q: Range<i32>, kv: Range<i32>) -> u64 {
-        self.machine.set_columns(kv.start, kv.len());
-        let mut live = 0;
-        for q in q {
-            self.machine.run_row(q, &[]);
-            live += self.machine.bools(0).iter().map(|&x| u64::from(x)).sum::<u64>();
-        }
-        live
+        self.machine.set_tile(q, kv);
+        self.machine.truths(None, &mut self.truths);
+        self.truths.count()
     }
 
     fn push(&mut self, row: u32, columns: Range<u32>, kind: Kind) {

@@ -27,6 +27,7 @@ use crate::program::{Program, ScoreMod};
 #[derive(Clone, Debug)]
 pub struct ScoreGradient {
     program: Program,
+    with_score: Program,
     captures: Vec<CaptureGradient>,
 }
 
@@ -34,6 +35,12 @@ impl ScoreGradient {
     /// Root 0 is the derivative by the score; the others are those of [`Self::captures`].
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// [`Self::program`] with one more root, the last: the score itself. One run gives both, and
+    /// what they have in common once.
+    pub fn with_score(&self) -> &Program {
+        &self.with_score
     }
 
     /// One entry for each distinct read of a learned buffer.
@@ -97,11 +104,13 @@ impl ScoreMod {
             captures.push(CaptureGradient { buffer, value: first, index });
         }
         let mut program = Program::from_graph(&tape.graph, &roots);
+        roots.push(root);
+        let with_score = Program::from_graph(&tape.graph, &roots);
         for capture in &mut captures {
             let buffer = &forward.graph().buffers()[capture.buffer as usize];
             capture.buffer = program.keep_buffer(buffer);
         }
-        Ok(ScoreGradient { program, captures })
+        Ok(ScoreGradient { program, with_score, captures })
     }
 }
 

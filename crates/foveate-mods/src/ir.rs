@@ -157,6 +157,7 @@ pub enum BinaryOp {
 
 /// The hash behind [`BinaryOp::Mix`], the same bits on every backend: the 32-bit finaliser
 /// of MurmurHash3 over `x · 0x9E3779B1 + y + 0x7F4A7C15`.
+#[inline(always)]
 pub fn mix(x: i32, y: i32) -> i32 {
     let mut z =
         (x as u32).wrapping_mul(0x9E37_79B1).wrapping_add(y as u32).wrapping_add(0x7F4A_7C15);

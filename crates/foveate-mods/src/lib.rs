@@ -91,7 +91,7 @@ pub use gradient::{CaptureGradient, ScoreGradient};
 pub use ir::{Graph, Leaf, Node, NodeId, Type};
 pub use parameter::Parameter;
 pub use program::{MaskMod, Program, ScoreMod};
-pub use vector::{Head, Kernel, Machine};
+pub use vector::{Bits, Head, Kernel, Machine};
 
 #[doc(inline)]
 pub use foveate_macros::{mask_mod, score_mod};

@@ -10,7 +10,7 @@
 
 mod interval;
 #[cfg(test)]
-mod random;
+pub(crate) mod random;
 mod table;
 
 use std::ops::{Range, RangeInclusive};
@@ -141,6 +141,19 @@ impl Program {
                 if *lo >= f32::MIN_POSITIVE && hi.is_finite())
         };
         self.ranges(coordinate).iter().map(normal).collect()
+    }
+
+    /// For each node, whether it is an i32 that surely has the value that its expression has over
+    /// the integers, on the same conditions: no sum or product in it wraps.
+    pub(crate) fn never_wraps(
+        &self,
+        coordinate: &dyn Fn(Leaf) -> RangeInclusive<i32>,
+    ) -> Vec<bool> {
+        let ranges = self.ranges(coordinate);
+        ranges
+            .iter()
+            .map(|r| matches!(r, Interval::I32 { .. }) && *r != Interval::ANY_I32)
+            .collect()
     }
 
     /// Ranges of all nodes for coordinates in ranges; a load can be anything.

@@ -4,13 +4,13 @@ use super::*;
 use crate::capture::{AnyBuffer, Buffer, ScalarValue};
 use crate::expr::DynExpr;
 use crate::ir::{BinaryOp, Type, UnaryOp, mix};
-use crate::vector::{Kernel, Machine};
+use crate::vector::{Bits, Kernel, Machine};
 
 /// A counter-based generator: enough randomness, no dependency, the seed says it all.
-struct Random(i32, i32);
+pub(crate) struct Random(pub i32, pub i32);
 
 impl Random {
-    fn below(&mut self, n: usize) -> usize {
+    pub fn below(&mut self, n: usize) -> usize {
         self.1 += 1;
         (mix(self.0, self.1) as u32 as usize) % n
     }
@@ -21,8 +21,8 @@ fn pick(r: &mut Random, pool: &[DynExpr], ty: Type) -> DynExpr {
     of[r.below(of.len())].clone()
 }
 
-/// A random expression pool grown by random operations; the last bool is the mask.
-fn random_mask(r: &mut Random, buffers: &[AnyBuffer]) -> DynExpr {
+/// A random expression of this type over the score, when it is to be one, and coordinates.
+pub(crate) fn random(r: &mut Random, buffers: &[AnyBuffer], root: Type) -> DynExpr {
     use BinaryOp::*;
     let constants = [0, 1, -1, 2, 3, 7, -5, 100, i32::MAX, i32::MIN];
     let floats = [0.0, -0.0, 0.5, -3.0, 1e30, f32::INFINITY, f32::NAN];
@@ -32,6 +32,9 @@ fn random_mask(r: &mut Random, buffers: &[AnyBuffer]) -> DynExpr {
         pool.push(DynExpr::constant(ScalarValue::F32(floats[r.below(floats.len())])));
     }
     pool.push(pool[0].clone().cast(Type::F32));
+    if root == Type::F32 {
+        pool.push(DynExpr::leaf(Leaf::Score));
+    }
     pool.push(DynExpr::binary(Le, pool[1].clone(), pool[0].clone()).unwrap());
     let i32_ops = [Add, Sub, Mul, Div, Rem, Min, Max, Sub, Div, Rem];
     let f32_ops = [Add, Sub, Mul, Div, Rem, Min, Max, Pow];
@@ -81,10 +84,10 @@ fn random_mask(r: &mut Random, buffers: &[AnyBuffer]) -> DynExpr {
         };
         pool.push(made.expect("types were chosen to fit"));
     }
-    pool.into_iter().rev().find(|e| e.ty() == Type::Bool).expect("there is a comparison")
+    pool.into_iter().rev().find(|e| e.ty() == root).expect("the pool began with every type")
 }
 
-fn buffers() -> Vec<AnyBuffer> {
+pub(crate) fn buffers() -> Vec<AnyBuffer> {
     let ids = Buffer::vector("ids", (0..90).map(|i| i / 11).collect::<Vec<i32>>());
     let noise: Vec<f32> =
         (0..90).map(|i| if i == 40 { f32::NAN } else { (i * i % 37) as f32 }).collect();
@@ -95,13 +98,11 @@ fn buffers() -> Vec<AnyBuffer> {
 
 /// Whether the mask is true somewhere and false somewhere, indices clamped as evaluation does.
 fn seen(machine: &mut Machine, q: Range<i32>, kv: Range<i32>) -> [bool; 2] {
-    machine.set_columns(kv.start, kv.len());
-    let mut seen = [false; 2];
-    for q in q {
-        machine.run_row(q, &[]);
-        machine.bools(0).iter().for_each(|&x| seen[usize::from(x)] = true);
-    }
-    seen
+    let entries = q.len() as u64 * kv.len() as u64;
+    let mut truths = Bits::default();
+    machine.set_tile(q, kv);
+    machine.truths(None, &mut truths);
+    [truths.count() < entries, truths.count() > 0]
 }
 
 #[test]
@@ -112,10 +113,10 @@ fn random_programs_are_never_decided_wrongly() {
     let mut decided = 0;
     for case in 0..4000 {
         let mut r = Random(seed + case, 0);
-        let program = Program::build(&[random_mask(&mut r, &buffers)]);
+        let program = Program::build(&[random(&mut r, &buffers, Type::Bool)]);
         let head = Head { h: r.below(4) as i32, q_len: 70, kv_len: 90, ..Head::default() };
         let bounds = Bounds::new(&program);
-        let mut machine = Kernel::compile(&program).machine(20);
+        let mut machine = Kernel::compile(&program).machine(6, 20);
         machine.set_head(head);
         for _ in 0..6 {
             let (q, kv) = (r.below(64) as i32, r.below(64) as i32);

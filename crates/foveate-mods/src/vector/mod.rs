@@ -1,25 +1,54 @@
-//! Programs evaluated along rows of keys, the way CPU kernels need them.
+//! Programs evaluated over tiles of queries and keys, the way CPU kernels need them.
 //!
-//! Every node is evaluated as rarely as it can change: what depends on the head alone once per
-//! [`Machine::set_head`], what depends on the key alone once per [`Machine::set_columns`], what
-//! depends on the query alone once per row, and only the rest along the row, one operation at a
-//! time over slices in loops that the compiler vectorises. Rows are a tile wide (64 to 256
-//! elements), so every intermediate stays in the first-level cache.
+//! Every node is evaluated as rarely as it can change ([`compile`]): what depends on the head alone
+//! once per [`Machine::set_head`], what depends on the query or the key alone once a row or column
+//! of a tile, what depends on their distance once a *diagonal* of a tile (causal masks, windows,
+//! ALiBi, relative biases), and only the rest once an entry. That rest runs one operation at a time
+//! over strips of rows small enough that all intermediates stay in the first-level cache, in loops
+//! over groups of [`LANES`] floats, compiled once per instruction set ([`level`]).
+//!
+//! All values lie in lanes of f32: integers by their bits, truths as the bits of 0 and 1. So one
+//! kind of storage serves every type, and the caller's scores are read where they are.
 //!
 //! Captured-buffer indices are clamped to their axis; the first one that had to be, at an entry
-//! that counts, is kept for [`Machine::out_of_range`]. Loads that were hoisted out of the row
-//! count like the others: at the entries of a row that use them. Both sides of an `if` are
-//! evaluated, so both must index in range.
+//! that counts, is kept for [`Machine::out_of_range`]. Loads that were hoisted count like the
+//! others: at the entries that use them. Both sides of an `if` are evaluated, so both must index in
+//! range.
 
-mod rows;
+mod adjoint;
+mod bits;
+mod compile;
+mod level;
+mod outside;
+mod steps;
+#[cfg(test)]
+mod tests;
 
+use std::ops::Range;
 use std::sync::Arc;
 
+pub use adjoint::Read;
+pub use bits::Bits;
+pub use compile::Kernel;
+use compile::{Compiled, LaneKind, Place};
+use outside::Outside;
+use steps::{Operand, View};
+
 use crate::capture::ScalarValue;
-use crate::depends::Leaves;
-use crate::eval::{self, OutOfRange};
-use crate::ir::{Leaf, Node, NodeId, Type};
-use crate::program::Program;
+use crate::eval::{self, OutOfRange, Point};
+use crate::ir::{Node, NodeId};
+
+/// Floats in a group: loops run over whole groups.
+pub const LANES: usize = 16;
+
+/// Entries of a strip: each value of one takes a few KiB.
+const STRIP: usize = 1024;
+/// Rows that a strip may have however wide it is.
+const STRIP_ROWS: usize = 12;
+
+const fn padded(n: usize) -> usize {
+    n.div_ceil(LANES) * LANES
+}
 
 /// What stays the same over all rows and columns of one head.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -36,239 +65,202 @@ pub struct Head {
     pub kv_len: i32,
 }
 
-/// How often a node changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Level {
-    Head,
-    Row,
-    Column,
-    Full,
+/// Scores of the rows of a strip: that of column `c` in its row `r` at `data[r * stride + c]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scores<'a> {
+    /// The scores; whole groups in each row.
+    pub data: &'a [f32],
+    /// Distance between rows.
+    pub stride: usize,
 }
 
-impl Level {
-    fn of(leaves: Leaves) -> Self {
-        let row = leaves.contains(Leaf::Q);
-        match (row, leaves.contains(Leaf::Kv), leaves.contains(Leaf::Score)) {
-            (false, false, false) => Level::Head,
-            (true, false, false) => Level::Row,
-            (false, true, false) => Level::Column,
-            _ => Level::Full,
-        }
+/// Values of one node, beginning at a multiple of a cache line.
+#[derive(Debug, Default)]
+struct Lane {
+    data: Vec<f32>,
+    start: usize,
+}
+
+impl Lane {
+    fn new(len: usize) -> Self {
+        let data = vec![0.0; len + LANES];
+        let start = data.as_ptr().align_offset(LANES * size_of::<f32>()).min(LANES);
+        Self { data, start }
     }
 
-    fn is_scalar(self) -> bool {
-        matches!(self, Level::Head | Level::Row)
+    fn get(&self) -> &[f32] {
+        &self.data[self.start..]
+    }
+
+    fn get_mut(&mut self) -> &mut [f32] {
+        &mut self.data[self.start..]
     }
 }
 
+/// The registers of a [`Kernel`] at work. Calls go from outside in: [`Self::set_head`],
+/// [`Self::set_tile`], then [`Self::run`] for strips of its rows, then what reads the roots.
 #[derive(Debug)]
-struct Compiled {
-    program: Program,
-    levels: Vec<Level>,
-    /// Node indices of each level, in topological order.
-    head: Vec<usize>,
-    row: Vec<usize>,
-    column: Vec<usize>,
-    full: Vec<usize>,
-}
-
-/// A program prepared for evaluation along rows. Cheap to clone and to share.
-#[derive(Clone, Debug)]
-pub struct Kernel(Arc<Compiled>);
-
-impl Kernel {
-    /// Sorts the nodes by how often they change.
-    pub fn compile(program: &Program) -> Self {
-        let levels: Vec<Level> = program.depends().into_iter().map(Level::of).collect();
-        let at = |level| (0..levels.len()).filter(|&i| levels[i] == level).collect();
-        Self(Arc::new(Compiled {
-            program: program.clone(),
-            head: at(Level::Head),
-            row: at(Level::Row),
-            column: at(Level::Column),
-            full: at(Level::Full),
-            levels,
-        }))
-    }
-
-    /// The program.
-    pub fn program(&self) -> &Program {
-        &self.0.program
-    }
-
-    /// A machine for rows of at most `max_width` keys.
-    pub fn machine(&self, max_width: usize) -> Machine {
-        let graph = self.program().graph();
-        let root = |i: usize| self.program().roots().iter().any(|r| r.index() == i);
-        let lanes = (0..graph.nodes().len()).map(|i| {
-            let needed = !self.0.levels[i].is_scalar() || root(i);
-            let len = if needed { max_width } else { 0 };
-            match graph.ty(NodeId(i as u32)) {
-                Type::Bool => Lane::Bool(vec![false; len]),
-                Type::I32 => Lane::I32(vec![0; len]),
-                Type::F32 => Lane::F32(vec![0.0; len]),
-            }
-        });
-        Machine {
-            lanes: lanes.collect(),
-            values: vec![ScalarValue::I32(0); graph.nodes().len()],
-            positions: vec![0; max_width],
-            head: Head::default(),
-            width: 0,
-            wrong: None,
-            hoisted: Default::default(),
-            kernel: self.clone(),
-        }
-    }
-}
-
-/// One node's values along a row.
-#[derive(Clone, Debug)]
-enum Lane {
-    Bool(Vec<bool>),
-    I32(Vec<i32>),
-    F32(Vec<f32>),
-}
-
-/// The registers of a [`Kernel`] at work. Call [`Self::set_head`], then [`Self::set_columns`],
-/// then [`Self::run_row`] for each row; setting the head again asks for the columns again.
-#[derive(Clone, Debug)]
 pub struct Machine {
     kernel: Kernel,
-    /// Values of head and row nodes.
-    values: Vec<ScalarValue>,
-    /// Values of column and full nodes, and of scalar roots.
+    /// Values of the nodes that change with the head, and their bits.
+    scalars: Vec<ScalarValue>,
+    values: Vec<f32>,
     lanes: Vec<Lane>,
+    head: Head,
+    q: Range<i32>,
+    kv: Range<i32>,
+    /// Rows and columns, whole groups, that were run last.
+    strip: (Range<usize>, Range<usize>),
     /// Scratch for row-major buffer positions.
     positions: Vec<usize>,
-    head: Head,
-    width: usize,
+    outside: Outside,
     wrong: Option<OutOfRange>,
-    hoisted: Hoisted,
-}
-
-/// Indices out of range met outside the loop over a row, which count once an entry uses them.
-#[derive(Clone, Debug, Default)]
-struct Hoisted {
-    head: Option<OutOfRange>,
-    row: Option<OutOfRange>,
-    /// With the column.
-    columns: Vec<(usize, OutOfRange)>,
-}
-
-impl Hoisted {
-    /// The first that an entry counts of.
-    fn counted(&self, live: Option<&[bool]>) -> Option<&OutOfRange> {
-        let counts = |column: usize| live.is_none_or(|l| l[column]);
-        let any = || live.is_none_or(|l| l.contains(&true));
-        let scalar = self.head.as_ref().or(self.row.as_ref()).filter(|_| any());
-        scalar.or_else(|| self.columns.iter().find(|(c, _)| counts(*c)).map(|(_, wrong)| wrong))
-    }
+    largest: [usize; 2],
 }
 
 impl Machine {
+    fn new(kernel: Kernel, rows: usize, columns: usize) -> Self {
+        let compiled = &kernel.0;
+        let [rows, columns] = [padded(rows.max(1)), padded(columns.max(1))];
+        let len = |kind: &LaneKind| match kind {
+            LaneKind::Row => rows,
+            LaneKind::Column => columns,
+            LaneKind::Diagonal => rows + columns,
+            LaneKind::Full => STRIP.max(STRIP_ROWS * columns),
+        };
+        let nodes = compiled.places.len();
+        Self {
+            lanes: compiled.lanes.iter().map(|kind| Lane::new(len(kind))).collect(),
+            scalars: vec![ScalarValue::I32(0); nodes],
+            values: vec![0.0; nodes],
+            head: Head::default(),
+            q: 0..0,
+            kv: 0..0,
+            strip: Default::default(),
+            positions: vec![0; rows + columns],
+            outside: Outside::default(),
+            wrong: None,
+            largest: [rows, columns],
+            kernel,
+        }
+    }
+
     /// Evaluates what depends on the head alone.
     pub fn set_head(&mut self, head: Head) {
         self.head = head;
-        self.hoisted = Hoisted::default();
+        (self.q, self.kv) = (0..0, 0..0);
+        self.outside = Outside::default();
         let compiled = Arc::clone(&self.kernel.0);
         for &i in &compiled.head {
-            if let Some(wrong) = self.run_scalar(&compiled, i, 0) {
-                self.hoisted.head.get_or_insert(wrong);
-            }
+            self.scalars[i] = self.scalar(&compiled, i);
+            self.values[i] = steps::bits_of(self.scalars[i]);
         }
     }
 
-    /// Evaluates what depends on the keys `kv_start..kv_start + width` alone.
+    /// Evaluates what depends on the queries `q`, on the keys `kv` or on their distances alone.
+    /// What has not changed since the last tile of the head is kept.
     ///
     /// # Panics
-    /// When `width` exceeds the machine's `max_width`.
-    pub fn set_columns(&mut self, kv_start: i32, width: usize) {
-        assert!(width <= self.positions.len(), "a row is at most max_width wide");
-        self.width = width;
-        self.hoisted.columns.clear();
+    /// When the tile is larger than the machine's.
+    pub fn set_tile(&mut self, q: Range<i32>, kv: Range<i32>) {
+        let [rows, columns] = self.largest;
+        assert!(q.len() <= rows && kv.len() <= columns, "a tile is as large as the machine's");
         let compiled = Arc::clone(&self.kernel.0);
-        for &i in &compiled.column {
-            if compiled.program.graph().nodes()[i] == Node::Leaf(Leaf::Kv) {
-                let Lane::I32(lane) = &mut self.lanes[i] else { unreachable!("kv is i32") };
-                for (j, x) in lane[..width].iter_mut().enumerate() {
-                    *x = kv_start + j as i32;
+        let [new_q, new_kv] = [q != self.q, kv != self.kv];
+        let moved = q.len() != self.q.len()
+            || kv.len() != self.kv.len()
+            || q.start.wrapping_sub(kv.start) != self.q.start.wrapping_sub(self.kv.start);
+        (self.q, self.kv) = (q, kv);
+        let [rows, columns] = [padded(self.q.len()), padded(self.kv.len())];
+        if new_q {
+            self.outside.rows.clear();
+            steps::run(self, &compiled, &compiled.row, View::Rows { width: rows });
+        }
+        if new_kv {
+            self.outside.columns.clear();
+            steps::run(self, &compiled, &compiled.column, View::Columns { width: columns });
+        }
+        if moved && !compiled.diagonal.is_empty() {
+            self.outside.diagonals.clear();
+            let width = padded(self.q.len() + columns);
+            self.expand(&compiled, width);
+            steps::run(self, &compiled, &compiled.diagonal, View::Diagonals { width });
+        }
+    }
+
+    /// Lays what changes with queries or keys alone out along the diagonals: along the first
+    /// column from the last query up, then along the first row.
+    fn expand(&mut self, compiled: &Compiled, width: usize) {
+        let last = self.q.len().saturating_sub(1);
+        for &i in &compiled.expand {
+            let into = compiled.expanded[i].expect("it is to be expanded");
+            let mut into = std::mem::take(&mut self.lanes[into]);
+            let out = &mut into.get_mut()[..width];
+            match compiled.places[i] {
+                Place::Row(lane) => {
+                    let rows = &self.lanes[lane].get()[..=last];
+                    out[..=last].iter_mut().zip(rows.iter().rev()).for_each(|(o, x)| *o = *x);
+                    out[last..].fill(rows[0]);
                 }
-            } else {
-                self.run_lane(&compiled, i, Entries::Columns);
-            }
-        }
-    }
-
-    /// Evaluates the row of query `q`. `score` holds the scores of the columns; it may be empty
-    /// when the program does not read the score.
-    pub fn run_row(&mut self, q: i32, score: &[f32]) {
-        self.run(q, score, None);
-    }
-
-    /// The same, but captured-buffer indices count as out of range only where `live`: at
-    /// masked entries a score may compute whatever it likes.
-    pub fn run_row_where(&mut self, q: i32, score: &[f32], live: &[bool]) {
-        self.run(q, score, Some(live));
-    }
-
-    fn run(&mut self, q: i32, score: &[f32], live: Option<&[bool]>) {
-        let compiled = Arc::clone(&self.kernel.0);
-        self.hoisted.row = None;
-        for &i in &compiled.row {
-            if let Some(wrong) = self.run_scalar(&compiled, i, q) {
-                self.hoisted.row.get_or_insert(wrong);
-            }
-        }
-        if self.wrong.is_none() && self.width > 0 {
-            self.wrong = self.hoisted.counted(live).cloned();
-        }
-        for &i in &compiled.full {
-            if compiled.program.graph().nodes()[i] == Node::Leaf(Leaf::Score) {
-                let Lane::F32(lane) = &mut self.lanes[i] else { unreachable!("the score is f32") };
-                lane[..self.width].copy_from_slice(&score[..self.width]);
-            } else {
-                self.run_lane(&compiled, i, Entries::Row(live));
-            }
-        }
-        for root in compiled.program.roots() {
-            let i = root.index();
-            if compiled.levels[i].is_scalar() {
-                match (&mut self.lanes[i], self.values[i]) {
-                    (Lane::Bool(lane), ScalarValue::Bool(v)) => lane[..self.width].fill(v),
-                    (Lane::I32(lane), ScalarValue::I32(v)) => lane[..self.width].fill(v),
-                    (Lane::F32(lane), ScalarValue::F32(v)) => lane[..self.width].fill(v),
-                    _ => unreachable!("a lane has its node's type"),
+                Place::Column(lane) => {
+                    let columns = &self.lanes[lane].get()[..padded(self.kv.len())];
+                    let n = columns.len().min(width - last);
+                    out[..last].fill(columns[0]);
+                    out[last..last + n].copy_from_slice(&columns[..n]);
+                    out[last + n..].fill(columns[n - 1]);
                 }
+                _ => unreachable!("only rows and columns are expanded"),
             }
+            self.lanes[compiled.expanded[i].expect("as above")] = into;
         }
     }
 
-    /// A bool root's values along the row.
+    /// Rows that a strip of so many columns may have: twelve at least.
+    pub fn strip_rows(columns: usize) -> usize {
+        (STRIP / padded(columns).max(LANES)).max(STRIP_ROWS)
+    }
+
+    /// Evaluates the entries `rows × columns` of the tile, a strip of at most
+    /// [`Self::strip_rows`]. `columns` begins at a multiple of [`LANES`]; all of its last group is
+    /// computed. Indices out of range count where `live`, everywhere in the tile without.
     ///
     /// # Panics
-    /// When the root is not bool; so for the other two.
-    pub fn bools(&self, root: usize) -> &[bool] {
-        match self.root(root) {
-            Lane::Bool(lane) => &lane[..self.width],
-            _ => panic!("root {root} is not bool"),
+    /// When the strip is too large or not inside the tile, or `scores` lack an entry.
+    pub fn run(
+        &mut self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        scores: Scores<'_>,
+        live: Option<&Bits>,
+    ) {
+        assert!(rows.end <= self.q.len() && columns.end <= padded(self.kv.len()), "in the tile");
+        assert!(columns.start.is_multiple_of(LANES), "a strip begins with a group");
+        assert!(rows.len() <= Self::strip_rows(columns.len()), "a strip has few rows");
+        let compiled = Arc::clone(&self.kernel.0);
+        self.strip = (rows, columns.start..padded(columns.end));
+        self.outside.entries.clear();
+        steps::run(self, &compiled, &compiled.full, View::Strip(scores));
+        self.count_outside(scores, live);
+    }
+
+    /// Evaluates a program without scores over the tile and keeps where root 0, a truth, is true.
+    /// With `live`, only there is anything asked for.
+    pub fn truths(&mut self, live: Option<&Bits>, into: &mut Bits) {
+        let (rows, columns) = (self.q.len(), self.kv.len());
+        into.resize(rows, columns);
+        let step = Self::strip_rows(columns);
+        for start in (0..rows).step_by(step) {
+            let strip = start..rows.min(start + step);
+            self.run(strip.clone(), 0..columns, Scores::default(), live);
+            let root = self.root(0);
+            steps::pack(&root, strip, columns, into);
         }
     }
 
-    /// An i32 root's values along the row.
-    pub fn i32s(&self, root: usize) -> &[i32] {
-        match self.root(root) {
-            Lane::I32(lane) => &lane[..self.width],
-            _ => panic!("root {root} is not i32"),
-        }
-    }
-
-    /// An f32 root's values along the row.
-    pub fn f32s(&self, root: usize) -> &[f32] {
-        match self.root(root) {
-            Lane::F32(lane) => &lane[..self.width],
-            _ => panic!("root {root} is not f32"),
-        }
+    /// Writes root `root`, an f32, over the strip that was run last.
+    pub fn store(&self, root: usize, into: &mut [f32], stride: usize) {
+        let (rows, columns) = self.strip.clone();
+        steps::store(&self.root(root), rows.len(), columns, into, stride);
     }
 
     /// The first captured-buffer index that was outside its axis since the machine was made.
@@ -276,19 +268,17 @@ impl Machine {
         self.wrong.as_ref()
     }
 
-    fn root(&self, root: usize) -> &Lane {
-        &self.lanes[self.kernel.program().roots()[root].index()]
+    /// A root over the strip that was run last.
+    fn root(&self, root: usize) -> Operand<'_> {
+        let i = self.kernel.program().roots()[root].index();
+        self.operand(&self.kernel.0, i, View::Strip(Scores::default()))
     }
 
-    fn run_scalar(&mut self, compiled: &Compiled, i: usize, q: i32) -> Option<OutOfRange> {
-        let mut outside = None;
+    fn scalar(&mut self, compiled: &Compiled, i: usize) -> ScalarValue {
         let graph = compiled.program.graph();
-        let value = |x: &NodeId| self.values[x.index()];
-        self.values[i] = match &graph.nodes()[i] {
-            Node::Leaf(leaf) => {
-                let Head { b, h, h_kv, q_len, kv_len } = self.head;
-                eval::Point { b, h, h_kv, q, q_len, kv_len, ..Default::default() }.leaf(*leaf)
-            }
+        let value = |x: &NodeId| self.scalars[x.index()];
+        match &graph.nodes()[i] {
+            Node::Leaf(leaf) => self.point(0, 0).leaf(*leaf),
             Node::Bool(v) => ScalarValue::Bool(*v),
             Node::I32(v) => ScalarValue::I32(*v),
             Node::F32(v) => ScalarValue::F32(f32::from_bits(*v)),
@@ -296,7 +286,7 @@ impl Machine {
             Node::Load { buffer, index } => {
                 let buffer = &graph.buffers()[*buffer as usize];
                 let (at, wrong) = eval::locate(buffer, index.iter().map(|x| eval::int(value(x))));
-                outside = wrong;
+                self.outside.head |= wrong.is_some();
                 eval::element(buffer, at)
             }
             Node::Unary(op, x) => eval::unary(*op, value(x)),
@@ -309,16 +299,13 @@ impl Machine {
                 }
             }
             Node::Cast(to, x) => eval::cast(*to, value(x)),
-        };
-        outside
+        }
     }
-}
 
-/// The entries that lanes are computed for.
-#[derive(Clone, Copy)]
-enum Entries<'a> {
-    /// Columns, before any row.
-    Columns,
-    /// A row; indices count at its live entries.
-    Row(Option<&'a [bool]>),
+    /// Row `r` and column `c` of the tile as a point.
+    fn point(&self, r: usize, c: usize) -> Point {
+        let Head { b, h, h_kv, q_len, kv_len } = self.head;
+        let (q, kv) = (self.q.start + r as i32, self.kv.start + c as i32);
+        Point { b, h, h_kv, q, kv, q_len, kv_len, score: 0.0 }
+    }
 }

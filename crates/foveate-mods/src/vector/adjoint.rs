@@ -1,0 +1,181 @@
+//! The chain rule over a strip: what roots that are derivatives do to gradients.
+//!
+//! An entry without a gradient has none after it either, whatever the derivative is there. That an
+//! element of a buffer serves a whole row, column or diagonal shows in how often the indices
+//! change, so its sum is made in lanes first and added to the buffer once.
+
+use std::ops::Range;
+
+use super::compile::Rate;
+use super::level::for_each_level;
+use super::steps::{Line, Operand};
+use super::{LANES, Machine};
+
+/// Where a program says by which element of a buffer its result changes, and how much.
+#[derive(Clone, Copy, Debug)]
+pub struct Read<'a> {
+    /// Root with the derivative by the element.
+    pub value: usize,
+    /// Roots with its indices, one an axis.
+    pub index: &'a [usize],
+    /// Shape of the buffer.
+    pub shape: &'a [usize],
+}
+
+impl Machine {
+    /// `d = d·root` over the strip that was run last, whose first row `d` begins with.
+    pub fn multiply(&self, root: usize, d: &mut [f32], stride: usize) {
+        let (rows, columns) = self.strip.clone();
+        multiply(&self.root(root), rows.len(), columns, d, stride);
+    }
+
+    /// Adds `d` times the derivative by each element of a buffer to `into`, the buffer's gradient,
+    /// over the strip that was run last. Indices are clamped. `d` is 0 past the tile's keys.
+    pub fn add_read(&self, read: Read<'_>, d: &[f32], stride: usize, into: &mut [f32]) {
+        let (rows, columns) = self.strip.clone();
+        let (height, width) = (rows.len(), columns.len());
+        if height == 0 || width == 0 || into.is_empty() {
+            return;
+        }
+        let value = self.root(read.value);
+        let roots: Vec<Operand<'_>> = read.index.iter().map(|&x| self.root(x)).collect();
+        let at = |r: usize, c: usize| {
+            roots.iter().zip(read.shape).fold(0, |at, (index, &len)| {
+                let index = (index.at(r, c).to_bits() as i32).max(0) as usize;
+                at * len + index.min(len - 1)
+            })
+        };
+        let d = Rows { data: d, stride, columns: &columns };
+        let mut sums = vec![0.0; height + width];
+        match self.kernel.0.rate(read.index.iter().copied()) {
+            Rate::Head => {
+                (0..height).for_each(|r| into[at(0, 0)] += sum(&value, r, d));
+            }
+            Rate::Row => (0..height).for_each(|r| into[at(r, 0)] += sum(&value, r, d)),
+            Rate::Column => {
+                (0..height).for_each(|r| add(&value, r, d, &mut sums[..width]));
+                (0..width).for_each(|c| into[at(0, c)] += sums[c]);
+            }
+            Rate::Diagonal => {
+                for r in 0..height {
+                    add(&value, r, d, &mut sums[height - 1 - r..][..width]);
+                }
+                for (i, sum) in sums[..height + width - 1].iter().enumerate() {
+                    let r = (height - 1).saturating_sub(i);
+                    into[at(r, i + r + 1 - height)] += sum;
+                }
+            }
+            Rate::Full => {
+                for r in 0..height {
+                    for (c, &d) in d.row(r).iter().enumerate() {
+                        if d != 0.0 {
+                            into[at(r, c)] += d * value.at(r, c);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The strip's part of a matrix.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    data: &'a [f32],
+    stride: usize,
+    columns: &'a Range<usize>,
+}
+
+impl Rows<'_> {
+    #[inline(always)]
+    fn row(&self, r: usize) -> &[f32] {
+        &self.data[r * self.stride..][self.columns.clone()]
+    }
+}
+
+#[inline(always)]
+fn times(d: f32, x: f32) -> f32 {
+    if d == 0.0 { 0.0 } else { d * x }
+}
+
+/// `f(lane, d, x)` of each entry of a row of `d` and of a line.
+#[inline(always)]
+fn each(d: &[f32], line: Line<'_>, mut f: impl FnMut(usize, usize, f32)) {
+    let (d, _) = d.as_chunks::<LANES>();
+    match line {
+        Line::One(x) => {
+            for (g, d) in d.iter().enumerate() {
+                d.iter().enumerate().for_each(|(l, &d)| f(g, l, times(d, x)));
+            }
+        }
+        Line::Lanes(x) => {
+            for (g, (d, x)) in d.iter().zip(x.as_chunks::<LANES>().0).enumerate() {
+                for l in 0..LANES {
+                    f(g, l, times(d[l], x[l]));
+                }
+            }
+        }
+    }
+}
+
+for_each_level! {
+    /// `Σ d·x` over row `r`.
+    sum = sum_body(x: &Operand<'_>, r: usize, d: Rows<'_>) -> f32
+}
+
+#[inline(always)]
+fn sum_body(x: &Operand<'_>, r: usize, d: Rows<'_>) -> f32 {
+    let row = d.row(r);
+    let mut lanes = [0.0; LANES];
+    each(row, x.line(r, row.len()), |_, l, term| lanes[l] += term);
+    let mut half = LANES / 2;
+    while half > 0 {
+        for l in 0..half {
+            lanes[l] += lanes[l + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+for_each_level! {
+    /// `sums += d·x` over row `r`.
+    add = add_body(x: &Operand<'_>, r: usize, d: Rows<'_>, sums: &mut [f32])
+}
+
+#[inline(always)]
+fn add_body(x: &Operand<'_>, r: usize, d: Rows<'_>, sums: &mut [f32]) {
+    let row = d.row(r);
+    let (sums, _) = sums.as_chunks_mut::<LANES>();
+    each(row, x.line(r, row.len()), |g, l, term| sums[g][l] += term);
+}
+
+for_each_level! {
+    /// Multiplies the columns `columns` of each row of `d` by the root, where they are not 0.
+    multiply = multiply_body(
+        root: &Operand<'_>, rows: usize, columns: Range<usize>, d: &mut [f32], stride: usize
+    )
+}
+
+#[inline(always)]
+fn multiply_body(
+    root: &Operand<'_>,
+    rows: usize,
+    columns: Range<usize>,
+    d: &mut [f32],
+    stride: usize,
+) {
+    for r in 0..rows {
+        let row = d[r * stride..][columns.clone()].as_chunks_mut::<LANES>().0;
+        match root.line(r, columns.len()) {
+            Line::One(x) => row.as_flattened_mut().iter_mut().for_each(|d| *d = times(*d, x)),
+            Line::Lanes(x) => {
+                for (d, x) in row.iter_mut().zip(x.as_chunks::<LANES>().0) {
+                    for l in 0..LANES {
+                        d[l] = times(d[l], x[l]);
+                    }
+                }
+            }
+        }
+    }
+}

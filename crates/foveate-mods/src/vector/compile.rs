@@ -1,0 +1,284 @@
+//! How often each node of a program changes, and where its values are kept.
+
+use std::sync::Arc;
+
+use super::Machine;
+use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp};
+use crate::program::Program;
+
+/// How often a node changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rate {
+    /// Once a head.
+    Head,
+    /// With the query.
+    Row,
+    /// With the key.
+    Column,
+    /// With the distance between key and query.
+    Diagonal,
+    /// With every entry.
+    Full,
+}
+
+impl Rate {
+    /// That of a node whose operands have these, as far as rates tell.
+    fn join(self, other: Self) -> Self {
+        match (self, other) {
+            (Rate::Head, x) | (x, Rate::Head) => x,
+            (x, y) if x == y => x,
+            _ => Rate::Full,
+        }
+    }
+}
+
+/// `q·row + kv·column + c` for some `c` of the head, in wrapping arithmetic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Affine {
+    row: i32,
+    column: i32,
+}
+
+impl Affine {
+    fn is_diagonal(self) -> bool {
+        self.row != 0 && self.row.wrapping_add(self.column) == 0
+    }
+}
+
+/// Where the values of a node are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// With the values of the head.
+    Head,
+    /// A lane of this number, of one value a query; so for the others.
+    Row(usize),
+    Column(usize),
+    Diagonal(usize),
+    /// A lane of one value an entry of a strip.
+    Full(usize),
+    /// The caller's scores.
+    Score,
+}
+
+#[derive(Debug)]
+pub(super) struct Compiled {
+    pub program: Program,
+    /// Of each node.
+    pub places: Vec<Place>,
+    /// Where a node that changes with queries or keys alone lies along the diagonals, for those
+    /// that need it.
+    pub expanded: Vec<Option<usize>>,
+    /// Whether the last index of a load runs along the keys one by one.
+    pub contiguous: Vec<bool>,
+    /// Nodes by rate, in topological order, and those to be expanded before the diagonals.
+    pub head: Vec<usize>,
+    pub row: Vec<usize>,
+    pub column: Vec<usize>,
+    pub expand: Vec<usize>,
+    pub diagonal: Vec<usize>,
+    pub full: Vec<usize>,
+    /// Lanes of all kinds.
+    pub lanes: Vec<LaneKind>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LaneKind {
+    Row,
+    Column,
+    Diagonal,
+    Full,
+}
+
+/// A program prepared for evaluation over tiles. Cheap to clone and to share.
+#[derive(Clone, Debug)]
+pub struct Kernel(pub(super) Arc<Compiled>);
+
+impl Kernel {
+    /// Sorts the nodes by how often they change and gives their values places.
+    pub fn compile(program: &Program) -> Self {
+        let (rates, affine) = rates(program);
+        let at = |rate| (0..rates.len()).filter(|&i| rates[i] == rate).collect::<Vec<usize>>();
+        let graph = program.graph();
+        let mut compiled = Compiled {
+            program: program.clone(),
+            places: vec![Place::Head; rates.len()],
+            expanded: vec![None; rates.len()],
+            contiguous: vec![false; rates.len()],
+            head: at(Rate::Head),
+            row: at(Rate::Row),
+            column: at(Rate::Column),
+            expand: Vec::new(),
+            diagonal: at(Rate::Diagonal),
+            full: at(Rate::Full),
+            lanes: Vec::new(),
+        };
+        // The score is read where the caller has it. As a root it is copied: roots outlive it.
+        let is_root = |i: usize| program.roots().contains(&NodeId(i as u32));
+        compiled.full.retain(|&i| graph.nodes()[i] != Node::Leaf(Leaf::Score) || is_root(i));
+        for (i, node) in graph.nodes().iter().enumerate() {
+            compiled.places[i] = match rates[i] {
+                Rate::Head => Place::Head,
+                Rate::Row => Place::Row(compiled.lane(LaneKind::Row)),
+                Rate::Column => Place::Column(compiled.lane(LaneKind::Column)),
+                Rate::Diagonal => Place::Diagonal(compiled.lane(LaneKind::Diagonal)),
+                Rate::Full => Place::Score,
+            };
+            if let Node::Load { index, .. } = node {
+                let steps = index.last().and_then(|x| affine[x.index()]);
+                compiled.contiguous[i] = steps.is_some_and(|a| a.column == 1);
+            }
+            if rates[i] == Rate::Diagonal {
+                node.for_each_operand(|x| {
+                    let x = x.index();
+                    let alone = matches!(rates[x], Rate::Row | Rate::Column);
+                    if alone && compiled.expanded[x].is_none() {
+                        compiled.expanded[x] = Some(compiled.lane(LaneKind::Diagonal));
+                        compiled.expand.push(x);
+                    }
+                });
+            }
+        }
+        compiled.place_full();
+        Self(Arc::new(compiled))
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Program {
+        &self.0.program
+    }
+
+    /// A machine for tiles of at most `rows` queries and `columns` keys.
+    pub fn machine(&self, rows: usize, columns: usize) -> Machine {
+        Machine::new(self.clone(), rows, columns)
+    }
+}
+
+impl Compiled {
+    fn lane(&mut self, kind: LaneKind) -> usize {
+        self.lanes.push(kind);
+        self.lanes.len() - 1
+    }
+
+    /// How often any of these roots changes.
+    pub fn rate(&self, roots: impl Iterator<Item = usize>) -> Rate {
+        let rate = |root: usize| match self.places[self.program.roots()[root].index()] {
+            Place::Head => Rate::Head,
+            Place::Row(_) => Rate::Row,
+            Place::Column(_) => Rate::Column,
+            Place::Diagonal(_) => Rate::Diagonal,
+            Place::Full(_) | Place::Score => Rate::Full,
+        };
+        roots.map(rate).fold(Rate::Head, Rate::join)
+    }
+
+    /// Gives the nodes that change with every entry lanes, one used again when all that read it
+    /// have run, so that a strip of all of them stays in the first-level cache.
+    fn place_full(&mut self) {
+        let program = self.program.clone();
+        let graph = program.graph();
+        let mut last_use = vec![0; graph.nodes().len()];
+        for (i, node) in graph.nodes().iter().enumerate() {
+            node.for_each_operand(|x| last_use[x.index()] = i);
+        }
+        for root in program.roots() {
+            last_use[root.index()] = usize::MAX;
+        }
+        let mut free: Vec<usize> = Vec::new();
+        for i in self.full.clone() {
+            let lane = free.pop().unwrap_or_else(|| self.lane(LaneKind::Full));
+            self.places[i] = Place::Full(lane);
+            let mut done = Vec::new();
+            graph.nodes()[i].for_each_operand(|x| {
+                if let Place::Full(lane) = self.places[x.index()]
+                    && last_use[x.index()] == i
+                    && !done.contains(&lane)
+                {
+                    done.push(lane);
+                }
+            });
+            free.extend(done);
+        }
+    }
+}
+
+/// Positions and lengths up to which a comparison of two affine numbers is taken to be one of their
+/// distance. Tensors of so many rows do not fit a machine.
+const POSITIONS: i32 = 1 << 29;
+
+/// How often each node changes, and which integers are affine in the position.
+fn rates(program: &Program) -> (Vec<Rate>, Vec<Option<Affine>>) {
+    let graph = program.graph();
+    let exact = program.never_wraps(&|_| 0..=POSITIONS);
+    let mut affine: Vec<Option<Affine>> = Vec::with_capacity(graph.nodes().len());
+    let mut rates: Vec<Rate> = Vec::with_capacity(graph.nodes().len());
+    for (i, node) in graph.nodes().iter().enumerate() {
+        let of = |x: &NodeId| affine[x.index()];
+        let mut joined = Rate::Head;
+        let mut expandable = true;
+        node.for_each_operand(|x| {
+            joined = joined.join(rates[x.index()]);
+            expandable &= rates[x.index()] != Rate::Full;
+        });
+        let rate = match node {
+            Node::Leaf(Leaf::Q) => Rate::Row,
+            Node::Leaf(Leaf::Kv) => Rate::Column,
+            Node::Leaf(Leaf::Score) => Rate::Full,
+            _ => joined,
+        };
+        let own = affine_of(node, rate, graph.types()[i], &of, &|x| match graph.node(x) {
+            Node::I32(v) => Some(*v),
+            _ => None,
+        });
+        let diagonal = expandable
+            && match node {
+                Node::Binary(op, x, y) if graph.ty(*x) == Type::I32 && is_comparison(*op) => {
+                    let equality = matches!(op, BinaryOp::Eq | BinaryOp::Ne);
+                    let comparable = equality || (exact[x.index()] && exact[y.index()]);
+                    let apart = of(x).zip(of(y)).map(|(x, y)| Affine {
+                        row: x.row.wrapping_sub(y.row),
+                        column: x.column.wrapping_sub(y.column),
+                    });
+                    comparable && apart.is_some_and(Affine::is_diagonal)
+                }
+                _ => own.is_some_and(Affine::is_diagonal),
+            };
+        affine.push(own);
+        rates.push(if diagonal { Rate::Diagonal } else { rate });
+    }
+    (rates, affine)
+}
+
+fn is_comparison(op: BinaryOp) -> bool {
+    matches!(op, BinaryOp::Eq | BinaryOp::Ne | BinaryOp::Lt | BinaryOp::Le)
+}
+
+fn affine_of(
+    node: &Node,
+    rate: Rate,
+    ty: Type,
+    of: &dyn Fn(&NodeId) -> Option<Affine>,
+    constant: &dyn Fn(NodeId) -> Option<i32>,
+) -> Option<Affine> {
+    if ty != Type::I32 {
+        return None;
+    }
+    let times =
+        |x: Affine, c: i32| Affine { row: x.row.wrapping_mul(c), column: x.column.wrapping_mul(c) };
+    let plus = |x: Affine, y: Affine| Affine {
+        row: x.row.wrapping_add(y.row),
+        column: x.column.wrapping_add(y.column),
+    };
+    match node {
+        Node::Leaf(Leaf::Q) => Some(Affine { row: 1, column: 0 }),
+        Node::Leaf(Leaf::Kv) => Some(Affine { row: 0, column: 1 }),
+        _ if rate == Rate::Head => Some(Affine { row: 0, column: 0 }),
+        Node::Unary(UnaryOp::Neg, x) => of(x).map(|x| times(x, -1)),
+        Node::Binary(BinaryOp::Add, x, y) => of(x).zip(of(y)).map(|(x, y)| plus(x, y)),
+        Node::Binary(BinaryOp::Sub, x, y) => of(x).zip(of(y)).map(|(x, y)| plus(x, times(y, -1))),
+        Node::Binary(BinaryOp::Mul, x, y) => {
+            let scaled = |x: &NodeId, c: &NodeId| Some(times(of(x)?, constant(*c)?));
+            scaled(x, y).or_else(|| scaled(y, x))
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,529 @@
+//! One operation over the lanes of a rate, or over a strip.
+
+use std::ops::Range;
+
+use super::compile::{Compiled, Place};
+use super::level::for_each_level;
+use super::outside::note;
+use super::{Bits, LANES, Lane, Machine, Scores};
+use crate::capture::{AnyBuffer, BufferData, ScalarValue};
+use crate::eval::{self, euclid_rem, floor_div, unary_f32};
+use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp, mix};
+use crate::math;
+
+/// What a step runs over.
+#[derive(Clone, Copy)]
+pub(super) enum View<'a> {
+    /// The queries of the tile; so for keys and diagonals. The width is whole groups.
+    Rows {
+        width: usize,
+    },
+    Columns {
+        width: usize,
+    },
+    Diagonals {
+        width: usize,
+    },
+    /// The machine's strip.
+    Strip(Scores<'a>),
+}
+
+/// Values for the lines of a step: line `r` begins at `start + r·step`.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'a> {
+    data: &'a [f32],
+    start: usize,
+    step: isize,
+    /// A line is one value.
+    one: bool,
+}
+
+/// One line of an operand.
+#[derive(Clone, Copy)]
+pub(super) enum Line<'a> {
+    One(f32),
+    Lanes(&'a [f32]),
+}
+
+impl<'a> Operand<'a> {
+    #[inline(always)]
+    pub(super) fn line(&self, r: usize, width: usize) -> Line<'a> {
+        let at = self.start.wrapping_add_signed(self.step * r as isize);
+        if self.one { Line::One(self.data[at]) } else { Line::Lanes(&self.data[at..at + width]) }
+    }
+
+    /// The value in column `c`, counted from the first of the strip, of line `r`.
+    pub(super) fn at(&self, r: usize, c: usize) -> f32 {
+        let at = self.start.wrapping_add_signed(self.step * r as isize);
+        self.data[if self.one { at } else { at + c }]
+    }
+
+    /// Whether lines of `width` follow one another, or all are one value.
+    fn is_flat(&self, width: usize) -> bool {
+        if self.one { self.step == 0 } else { self.step == width as isize }
+    }
+}
+
+/// The bits of a value as they lie in a lane.
+pub(super) fn bits_of(value: ScalarValue) -> f32 {
+    match value {
+        ScalarValue::Bool(v) => of_truth(v),
+        ScalarValue::I32(v) => of_int(v),
+        ScalarValue::F32(v) => v,
+    }
+}
+
+#[inline(always)]
+fn int(x: f32) -> i32 {
+    x.to_bits() as i32
+}
+
+#[inline(always)]
+fn of_int(x: i32) -> f32 {
+    f32::from_bits(x as u32)
+}
+
+#[inline(always)]
+fn truth(x: f32) -> bool {
+    x.to_bits() != 0
+}
+
+#[inline(always)]
+fn of_truth(x: bool) -> f32 {
+    f32::from_bits(u32::from(x))
+}
+
+/// The lines of a result.
+struct Out<'a> {
+    data: &'a mut [f32],
+    lines: usize,
+    width: usize,
+}
+
+impl Out<'_> {
+    /// Takes all lines as one when every operand's follow one another.
+    #[inline(always)]
+    fn flatten(&mut self, operands: &[&Operand<'_>]) {
+        if operands.iter().all(|x| x.is_flat(self.width)) {
+            (self.lines, self.width) = (1, self.lines * self.width);
+        }
+    }
+
+    /// `out = f(x)`.
+    #[inline(always)]
+    fn map(mut self, x: Operand<'_>, f: impl Fn(f32) -> f32) {
+        self.flatten(&[&x]);
+        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
+            let out = out.as_chunks_mut::<LANES>().0;
+            match x.line(r, self.width) {
+                Line::One(x) => out.as_flattened_mut().fill(f(x)),
+                Line::Lanes(x) => {
+                    for (o, x) in out.iter_mut().zip(x.as_chunks::<LANES>().0) {
+                        for l in 0..LANES {
+                            o[l] = f(x[l]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// `out = f(x, y)`.
+    #[inline(always)]
+    fn zip(mut self, x: Operand<'_>, y: Operand<'_>, f: impl Fn(f32, f32) -> f32) {
+        self.flatten(&[&x, &y]);
+        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
+            let out = out.as_chunks_mut::<LANES>().0;
+            match (x.line(r, self.width), y.line(r, self.width)) {
+                (Line::Lanes(x), Line::Lanes(y)) => {
+                    let (x, y) = (x.as_chunks::<LANES>().0, y.as_chunks::<LANES>().0);
+                    for ((o, x), y) in out.iter_mut().zip(x).zip(y) {
+                        for l in 0..LANES {
+                            o[l] = f(x[l], y[l]);
+                        }
+                    }
+                }
+                (Line::Lanes(x), Line::One(y)) => {
+                    for (o, x) in out.iter_mut().zip(x.as_chunks::<LANES>().0) {
+                        for l in 0..LANES {
+                            o[l] = f(x[l], y);
+                        }
+                    }
+                }
+                (Line::One(x), Line::Lanes(y)) => {
+                    for (o, y) in out.iter_mut().zip(y.as_chunks::<LANES>().0) {
+                        for l in 0..LANES {
+                            o[l] = f(x, y[l]);
+                        }
+                    }
+                }
+                (Line::One(x), Line::One(y)) => out.as_flattened_mut().fill(f(x, y)),
+            }
+        }
+    }
+
+    /// `out = if c { x } else { y }`.
+    #[inline(always)]
+    fn select(mut self, c: Operand<'_>, x: Operand<'_>, y: Operand<'_>) {
+        self.flatten(&[&c, &x, &y]);
+        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
+            let [c, x, y] = [c, x, y].map(|x| x.line(r, self.width));
+            for (g, o) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                let [c, x, y] = [c, x, y].map(|x| match x {
+                    Line::One(x) => [x; LANES],
+                    Line::Lanes(x) => x.as_chunks::<LANES>().0[g],
+                });
+                for l in 0..LANES {
+                    o[l] = if truth(c[l]) { x[l] } else { y[l] };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn zip_int(self, x: Operand<'_>, y: Operand<'_>, f: impl Fn(i32, i32) -> i32) {
+        self.zip(x, y, |x, y| of_int(f(int(x), int(y))));
+    }
+
+    #[inline(always)]
+    fn compare(self, x: Operand<'_>, y: Operand<'_>, f: impl Fn(f32, f32) -> bool) {
+        self.zip(x, y, |x, y| of_truth(f(x, y)));
+    }
+}
+
+for_each_level! {
+    /// Evaluates `nodes`, which are in order, over what `view` says.
+    pub(super) run = run_body(
+        machine: &mut Machine, compiled: &Compiled, nodes: &[usize], view: View<'_>
+    )
+}
+
+#[inline(always)]
+fn run_body(machine: &mut Machine, compiled: &Compiled, nodes: &[usize], view: View<'_>) {
+    for &i in nodes {
+        let lane = match compiled.places[i] {
+            Place::Row(lane) | Place::Column(lane) | Place::Diagonal(lane) | Place::Full(lane) => {
+                lane
+            }
+            Place::Head | Place::Score => unreachable!("it has no lane to fill"),
+        };
+        let mut into = std::mem::take(&mut machine.lanes[lane]);
+        step(machine, compiled, i, view, &mut into);
+        machine.lanes[lane] = into;
+    }
+}
+
+#[inline(always)]
+fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, into: &mut Lane) {
+    let graph = compiled.program.graph();
+    let (lines, width) = machine.extent(view);
+    let out = Out { data: into.get_mut(), lines, width };
+    let of = |x: &NodeId| machine.operand(compiled, x.index(), view);
+    match &graph.nodes()[i] {
+        Node::Leaf(Leaf::Score) => {
+            let View::Strip(scores) = view else { unreachable!("scores are read in strips") };
+            let (start, step) = (machine.strip.1.start, scores.stride as isize);
+            out.map(Operand { data: scores.data, start, step, one: false }, |x| x);
+        }
+        Node::Leaf(leaf) => {
+            let first = if *leaf == Leaf::Q { machine.q.start } else { machine.kv.start };
+            let places = out.data[..width].iter_mut().zip(first..);
+            places.for_each(|(o, x)| *o = of_int(x));
+        }
+        Node::Load { buffer, index } => {
+            machine.load(compiled, i, &graph.buffers()[*buffer as usize], index, view, out);
+        }
+        Node::Unary(op, x) if graph.ty(*x) == Type::I32 => match op {
+            UnaryOp::Neg => out.map(of(x), |x| of_int(int(x).wrapping_neg())),
+            UnaryOp::Unit => out.map(of(x), |x| eval::unit(int(x))),
+            _ => out.map(of(x), |x| of_int(int(x).wrapping_abs())),
+        },
+        Node::Unary(op, x) => unary(*op, of(x), out),
+        Node::Binary(op, x, y) => match graph.ty(*x) {
+            Type::Bool => truths(*op, of(x), of(y), out),
+            Type::I32 => integers(*op, of(x), of(y), out),
+            Type::F32 => floats(*op, of(x), of(y), out),
+        },
+        Node::Select { cond, then, other } => out.select(of(cond), of(then), of(other)),
+        Node::Cast(to, x) => match (to, graph.ty(*x)) {
+            (Type::F32, Type::I32) => out.map(of(x), |x| int(x) as f32),
+            (Type::F32, Type::Bool) => out.map(of(x), |x| int(x) as f32),
+            (Type::I32, Type::F32) => out.map(of(x), |x| of_int(x as i32)),
+            // A truth lies in a lane as the integer it becomes.
+            _ => out.map(of(x), |x| x),
+        },
+        Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_) => {
+            unreachable!("constants change with the head at most")
+        }
+    }
+}
+
+#[inline(always)]
+fn unary(op: UnaryOp, x: Operand<'_>, out: Out<'_>) {
+    match op {
+        UnaryOp::Not => out.map(x, |x| of_truth(!truth(x))),
+        UnaryOp::Neg => out.map(x, |x| -x),
+        UnaryOp::Abs => out.map(x, f32::abs),
+        UnaryOp::Floor => out.map(x, f32::floor),
+        UnaryOp::Exp => out.map(x, math::exp),
+        UnaryOp::Exp2 => out.map(x, math::exp2),
+        UnaryOp::Log => out.map(x, math::log),
+        UnaryOp::Log2 => out.map(x, math::log2),
+        UnaryOp::Sqrt => out.map(x, f32::sqrt),
+        UnaryOp::Rsqrt => out.map(x, |x| 1.0 / x.sqrt()),
+        UnaryOp::Tanh => out.map(x, math::tanh),
+        UnaryOp::Sigmoid => out.map(x, math::sigmoid),
+        UnaryOp::Erf => out.map(x, math::erf),
+        UnaryOp::Sin | UnaryOp::Cos | UnaryOp::Unit => out.map(x, |x| unary_f32(op, x)),
+    }
+}
+
+#[inline(always)]
+fn truths(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
+    match op {
+        BinaryOp::And => out.zip_int(x, y, |x, y| x & y),
+        BinaryOp::Or => out.zip_int(x, y, |x, y| x | y),
+        BinaryOp::Eq => out.zip_int(x, y, |x, y| x ^ y ^ 1),
+        _ => out.zip_int(x, y, |x, y| x ^ y),
+    }
+}
+
+#[inline(always)]
+fn integers(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
+    match op {
+        BinaryOp::Add => out.zip_int(x, y, i32::wrapping_add),
+        BinaryOp::Sub => out.zip_int(x, y, i32::wrapping_sub),
+        BinaryOp::Mul => out.zip_int(x, y, i32::wrapping_mul),
+        BinaryOp::Div => out.zip_int(x, y, floor_div),
+        BinaryOp::Rem => out.zip_int(x, y, euclid_rem),
+        BinaryOp::Min => out.zip_int(x, y, i32::min),
+        BinaryOp::Max => out.zip_int(x, y, i32::max),
+        BinaryOp::Mix => out.zip_int(x, y, mix),
+        BinaryOp::Eq => out.compare(x, y, |x, y| int(x) == int(y)),
+        BinaryOp::Ne => out.compare(x, y, |x, y| int(x) != int(y)),
+        BinaryOp::Lt => out.compare(x, y, |x, y| int(x) < int(y)),
+        BinaryOp::Le => out.compare(x, y, |x, y| int(x) <= int(y)),
+        BinaryOp::Pow | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
+            unreachable!("a graph is well-typed")
+        }
+    }
+}
+
+#[inline(always)]
+fn floats(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
+    match op {
+        BinaryOp::Add => out.zip(x, y, |x, y| x + y),
+        BinaryOp::Sub => out.zip(x, y, |x, y| x - y),
+        BinaryOp::Mul => out.zip(x, y, |x, y| x * y),
+        BinaryOp::Div => out.zip(x, y, |x, y| x / y),
+        BinaryOp::Rem => out.zip(x, y, |x, y| x - y * (x / y).floor()),
+        BinaryOp::Min => out.zip(x, y, f32::min),
+        BinaryOp::Max => out.zip(x, y, f32::max),
+        BinaryOp::Pow => out.zip(x, y, f32::powf),
+        BinaryOp::Eq => out.compare(x, y, |x, y| x == y),
+        BinaryOp::Ne => out.compare(x, y, |x, y| x != y),
+        BinaryOp::Lt => out.compare(x, y, |x, y| x < y),
+        BinaryOp::Le => out.compare(x, y, |x, y| x <= y),
+        BinaryOp::Mix | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
+            unreachable!("a graph is well-typed")
+        }
+    }
+}
+
+impl Machine {
+    /// Number and width of the lines of a view.
+    #[inline(always)]
+    fn extent(&self, view: View<'_>) -> (usize, usize) {
+        match view {
+            View::Rows { width } | View::Columns { width } | View::Diagonals { width } => {
+                (1, width)
+            }
+            View::Strip(_) => (self.strip.0.len(), self.strip.1.len()),
+        }
+    }
+
+    /// Node `i` as an operand of a step over `view`.
+    #[inline(always)]
+    pub(super) fn operand<'a>(
+        &'a self,
+        compiled: &Compiled,
+        i: usize,
+        view: View<'a>,
+    ) -> Operand<'a> {
+        let lane = |lane: usize| self.lanes[lane].get();
+        let View::Strip(scores) = view else {
+            let diagonal = matches!(view, View::Diagonals { .. });
+            let expanded = compiled.expanded[i].filter(|_| diagonal);
+            let data = match compiled.places[i] {
+                Place::Head => {
+                    return Operand { data: &self.values, start: i, step: 0, one: true };
+                }
+                Place::Row(own) | Place::Column(own) | Place::Diagonal(own) => {
+                    lane(expanded.unwrap_or(own))
+                }
+                Place::Full(_) | Place::Score => unreachable!("a rate reads what is rarer"),
+            };
+            return Operand { data, start: 0, step: 0, one: false };
+        };
+        let (rows, columns) = &self.strip;
+        let (start, width) = (columns.start, columns.len() as isize);
+        match compiled.places[i] {
+            Place::Head => Operand { data: &self.values, start: i, step: 0, one: true },
+            Place::Row(own) => Operand { data: lane(own), start: rows.start, step: 1, one: true },
+            Place::Column(own) => Operand { data: lane(own), start, step: 0, one: false },
+            Place::Diagonal(own) => {
+                let start = self.q.len() - 1 - rows.start + start;
+                Operand { data: lane(own), start, step: -1, one: false }
+            }
+            Place::Full(own) => Operand { data: lane(own), start: 0, step: width, one: false },
+            Place::Score => {
+                let step = scores.stride as isize;
+                Operand { data: scores.data, start, step, one: false }
+            }
+        }
+    }
+
+    /// Reads a captured buffer.
+    fn load(
+        &mut self,
+        compiled: &Compiled,
+        node: usize,
+        buffer: &AnyBuffer,
+        index: &[NodeId],
+        view: View<'_>,
+        out: Out<'_>,
+    ) {
+        let mut positions = std::mem::take(&mut self.positions);
+        let mut outside = std::mem::take(&mut self.outside);
+        // Entries that are in the tile; the others pad the last group.
+        let (list, first, inside) = match view {
+            View::Rows { .. } => (&mut outside.rows, 0, self.q.len()),
+            View::Columns { .. } => (&mut outside.columns, 0, self.kv.len()),
+            View::Diagonals { .. } => {
+                let count = (self.q.len() + self.kv.len()).saturating_sub(1);
+                (&mut outside.diagonals, 0, count)
+            }
+            View::Strip(_) => (&mut outside.entries, self.strip.1.start, self.kv.len()),
+        };
+        let entries = out.lines * out.width;
+        let operands: Vec<Operand<'_>> =
+            index.iter().map(|x| self.operand(compiled, x.index(), view)).collect();
+        for (r, line) in out.data.chunks_exact_mut(out.width).take(out.lines).enumerate() {
+            let lines = || operands.iter().map(|x| x.line(r, out.width));
+            if let Some(start) = run_start(buffer, lines(), out.width, compiled.contiguous[node]) {
+                copy_run(buffer.data(), start, line);
+                continue;
+            }
+            let positions = &mut positions[..out.width];
+            positions.fill(0);
+            for (index, &len) in lines().zip(buffer.shape()) {
+                let last = len.saturating_sub(1);
+                for (c, p) in positions.iter_mut().enumerate() {
+                    let i = match index {
+                        Line::One(i) => int(i),
+                        Line::Lanes(i) => int(i[c]),
+                    };
+                    *p = *p * len + (i.max(0) as usize).min(last);
+                    if i as u32 as usize >= len && first + c < inside {
+                        note(list, r * out.width + c, entries);
+                    }
+                }
+            }
+            gather(buffer.data(), positions, line);
+        }
+        drop(operands);
+        (self.positions, self.outside) = (positions, outside);
+    }
+}
+
+/// Where `width` elements one after another begin that a line reads, when it does.
+fn run_start<'a>(
+    buffer: &AnyBuffer,
+    lines: impl Iterator<Item = Line<'a>>,
+    width: usize,
+    contiguous: bool,
+) -> Option<usize> {
+    let mut at = 0;
+    let axes = buffer.shape().len();
+    for (axis, (line, &len)) in lines.zip(buffer.shape()).enumerate() {
+        let last = axis + 1 == axes && contiguous;
+        let (i, count) = match line {
+            Line::One(i) => (int(i), 1),
+            Line::Lanes(i) if last => (int(i[0]), width),
+            Line::Lanes(_) => return None,
+        };
+        let i = usize::try_from(i).ok().filter(|i| i + count <= len)?;
+        if last && count == 1 {
+            return None;
+        }
+        at = at * len + i;
+    }
+    contiguous.then_some(at)
+}
+
+fn copy_run(from: &BufferData, start: usize, into: &mut [f32]) {
+    let end = start + into.len();
+    match from {
+        BufferData::Bool(v) => {
+            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_truth(x));
+        }
+        BufferData::I32(v) => {
+            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_int(x));
+        }
+        BufferData::F32(v) => into.copy_from_slice(&v[start..end]),
+    }
+}
+
+/// Elements at row-major positions; zeros when there are none.
+fn gather(from: &BufferData, positions: &[usize], into: &mut [f32]) {
+    let places = into.iter_mut().zip(positions);
+    match from {
+        BufferData::Bool(v) => {
+            places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_truth(x)))
+        }
+        BufferData::I32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_int(x))),
+        BufferData::F32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| x)),
+    }
+}
+
+for_each_level! {
+    /// Keeps the truths of rows `rows` of a tile of so many columns.
+    pub(super) pack = pack_body(
+        root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut Bits
+    )
+}
+
+#[inline(always)]
+fn pack_body(root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut Bits) {
+    let width = super::padded(columns);
+    for (line, r) in rows.enumerate() {
+        match root.line(line, width) {
+            Line::One(x) => into.set_all(r, columns, truth(x)),
+            Line::Lanes(x) => into.set(r, columns, x),
+        }
+    }
+}
+
+for_each_level! {
+    /// Writes the columns `columns` of each row of `into`.
+    pub(super) store = store_body(
+        root: &Operand<'_>, rows: usize, columns: Range<usize>, into: &mut [f32], stride: usize
+    )
+}
+
+#[inline(always)]
+fn store_body(
+    root: &Operand<'_>,
+    rows: usize,
+    columns: Range<usize>,
+    into: &mut [f32],
+    stride: usize,
+) {
+    for r in 0..rows {
+        let row = &mut into[r * stride..][columns.clone()];
+        match root.line(r, columns.len()) {
+            Line::One(x) => row.fill(x),
+            Line::Lanes(x) => row.copy_from_slice(x),
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Tiles against single points.
+
+use super::*;
+use crate::bounds::random::{Random, buffers, random};
+use crate::capture::Buffer;
+use crate::expr::{self, DynExpr};
+use crate::ir::Type;
+use crate::program::Program;
+
+const HEAD: Head = Head { b: 1, h: 2, h_kv: 1, q_len: 70, kv_len: 90 };
+
+fn at(q: i32, kv: i32, score: f32) -> Point {
+    let Head { b, h, h_kv, q_len, kv_len } = HEAD;
+    Point { b, h, h_kv, q, kv, q_len, kv_len, score }
+}
+
+/// A tile of up to 40 × 40, at most the machines' size.
+fn tile(r: &mut Random) -> (Range<i32>, Range<i32>) {
+    let (q, kv) = (r.below(30) as i32, r.below(50) as i32);
+    (q..q + 1 + r.below(40) as i32, kv..kv + 1 + r.below(40) as i32)
+}
+
+fn machine(program: &Program) -> Machine {
+    let mut machine = Kernel::compile(program).machine(40, 40);
+    machine.set_head(HEAD);
+    machine
+}
+
+#[test]
+fn random_masks_are_over_tiles_what_they_are_at_points() {
+    let seed = 41_000;
+    println!("seed {seed}");
+    let buffers = buffers();
+    for case in 0..3000 {
+        let mut r = Random(seed + case, 0);
+        let program = Program::build(&[random(&mut r, &buffers, Type::Bool)]);
+        let mut machine = machine(&program);
+        let mut truths = Bits::default();
+        for _ in 0..3 {
+            let (q, kv) = tile(&mut r);
+            machine.set_tile(q.clone(), kv.clone());
+            machine.truths(None, &mut truths);
+            let mut outside = false;
+            for (i, q) in q.clone().enumerate() {
+                for (j, kv) in kv.clone().enumerate() {
+                    match program.eval(&at(q, kv, 0.0)) {
+                        Ok(values) => assert_eq!(
+                            ScalarValue::Bool(truths.get(i, j)),
+                            values[0],
+                            "case {case} at {q}, {kv}: {program:?}"
+                        ),
+                        Err(_) => outside = true,
+                    }
+                }
+            }
+            let found = machine.out_of_range().is_some();
+            assert!(found || !outside, "case {case}: nobody noticed over {q:?} x {kv:?}");
+            machine.wrong = None;
+        }
+    }
+}
+
+#[test]
+fn random_scores_are_over_strips_what_they_are_at_points() {
+    let seed = 52_000;
+    println!("seed {seed}");
+    let buffers = buffers();
+    let same = |x: f32, y: f32| x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
+    for case in 0..3000 {
+        let mut r = Random(seed + case, 0);
+        let program = Program::build(&[random(&mut r, &buffers, Type::F32)]);
+        let mut machine = machine(&program);
+        let (q, kv) = tile(&mut r);
+        let stride = 64;
+        let score = |i: usize, j: usize| ((i * 37 + j * 11) % 23) as f32 * 0.5 - 4.0;
+        let given: Vec<f32> =
+            (0..q.len() * stride).map(|at| score(at / stride, at % stride)).collect();
+        let mut tile = given.clone();
+        machine.set_tile(q.clone(), kv.clone());
+        let first = r.below(kv.len()) / LANES * LANES;
+        let columns = first..first + 1 + r.below(kv.len() - first);
+        let step = Machine::strip_rows(columns.len()).min(1 + r.below(9));
+        for start in (0..q.len()).step_by(step) {
+            let rows = start..q.len().min(start + step);
+            let scores = Scores { data: &given[start * stride..], stride };
+            machine.run(rows, columns.clone(), scores, None);
+            machine.store(0, &mut tile[start * stride..], stride);
+        }
+        for (i, q) in q.clone().enumerate() {
+            for (j, kv) in kv.clone().enumerate().take(columns.end).skip(columns.start) {
+                if let Ok(values) = program.eval(&at(q, kv, score(i, j))) {
+                    let ScalarValue::F32(want) = values[0] else { unreachable!() };
+                    let got = tile[i * stride + j];
+                    assert!(same(got, want), "case {case} at {q}, {kv}: {got}, not {want}");
+                }
+            }
+        }
+    }
+}
+
+fn places(expr: impl Into<DynExpr>) -> (Place, usize) {
+    let program = Program::build(&[expr.into()]);
+    let kernel = Kernel::compile(&program);
+    (kernel.0.places[program.roots()[0].index()], kernel.0.full.len())
+}
+
+#[test]
+fn what_depends_on_a_distance_is_evaluated_once_a_diagonal() {
+    let (q, kv) = (expr::q, expr::kv);
+    let is_diagonal =
+        |(place, full): (Place, usize)| matches!(place, Place::Diagonal(_)) && full == 0;
+    assert!(is_diagonal(places(q().ge(kv()).dynamic().clone())));
+    assert!(is_diagonal(places(
+        (q() + (expr::kv_len() - expr::q_len())).ge(kv()).dynamic().clone()
+    )));
+    assert!(is_diagonal(places((q().ge(kv()) & (q() - kv()).lt(7)).dynamic().clone())));
+    assert!(is_diagonal(places(((q() * 3 - kv() * 3).abs() % 4).eq(0).dynamic().clone())));
+    let bias = Buffer::vector("bias", vec![0.5; 17]);
+    let biased = bias.at([(kv() - q()).max(-8).min(8) + 8]);
+    assert!(is_diagonal(places(biased.dynamic().clone())));
+    assert_eq!(places((expr::score() + biased).dynamic().clone()).1, 1);
+    // Not of the distance alone: another factor, and a sum that may wrap.
+    assert!(!is_diagonal(places((q() * 2).ge(kv()).dynamic().clone())));
+    assert!(!is_diagonal(places((q() + i32::MAX).ge(kv()).dynamic().clone())));
+}
+
+#[test]
+fn a_comparison_that_wraps_inside_a_tile_wraps_at_its_points() {
+    let program = Program::build(&[(expr::q() + (i32::MAX - 3)).ge(expr::kv()).dynamic().clone()]);
+    let mut machine = machine(&program);
+    let mut truths = Bits::default();
+    machine.set_tile(0..8, 0..8);
+    machine.truths(None, &mut truths);
+    for (q, kv) in (0..64).map(|i| (i / 8, i % 8)) {
+        let want = program.eval(&at(q, kv, 0.0)).unwrap()[0];
+        assert_eq!(ScalarValue::Bool(truths.get(q as usize, kv as usize)), want);
+    }
+}
+
+#[test]
+fn bits_know_between_which_columns_a_row_is_true() {
+    let band = (expr::q() - expr::kv()).abs().le(3) | expr::kv().eq(30);
+    let program = Program::build(&[band.dynamic().clone()]);
+    let mut machine = machine(&program);
+    let mut truths = Bits::default();
+    machine.set_tile(10..14, 0..40);
+    machine.truths(None, &mut truths);
+    assert_eq!((truths.rows(), truths.columns(0..1), truths.columns(1..3)), (4, 7..31, 8..31));
+    assert_eq!((truths.rows_within(8..9), truths.rows_within(0..7)), (0..2, 0..0));
+    let mut row = [1.0; 48];
+    truths.fill_false(0, 0, &mut row, -1.0);
+    let seen = |c: usize| (7..=13).contains(&c) || c == 30;
+    assert!((0..48).all(|c| (row[c] == 1.0) == seen(c)));
+    let mut part = [1.0; 16];
+    truths.fill_false(0, 16, &mut part, -1.0);
+    assert!((0..16).all(|c| (part[c] == 1.0) == seen(16 + c)));
+    machine.set_tile(20..22, 0..10);
+    machine.truths(None, &mut truths);
+    assert_eq!(truths.columns(0..2), 0..0);
+}
+
+#[test]
+fn an_index_out_of_range_counts_where_the_entry_does() {
+    let table = Buffer::vector("table", vec![1.0; 8]);
+    let score = expr::score() + table.at([expr::kv() - expr::q()]);
+    let program = Program::build(&[score.dynamic().clone()]);
+    let mut machine = machine(&program);
+    let mut live = Bits::default();
+    let causal = Program::build(&[expr::q().le(expr::kv()).dynamic().clone()]);
+    let mut mask = self::machine(&causal);
+    mask.set_tile(0..8, 0..8);
+    mask.truths(None, &mut live);
+    let data = vec![0.0; 8 * LANES];
+    let scores = Scores { data: &data, stride: LANES };
+    machine.set_tile(0..8, 0..8);
+    machine.run(0..8, 0..8, scores, Some(&live));
+    assert_eq!(machine.out_of_range(), None);
+    machine.run(0..8, 0..8, scores, None);
+    assert!(machine.out_of_range().is_some_and(|wrong| wrong.index < 0 && wrong.len == 8));
+}
