@@ -2,11 +2,12 @@
 //!
 //! `cargo run --release -p foveate-cpu --example speed [CASE [TILE_Q TILE_KV]]` prints GFLOP/s of
 //! the live area, the best of several runs, and the ratio to the product's rate, which is
-//! measured in alternation with each case. CASE is a part of the names of the cases to run.
+//! measured in alternation with each case. CASE is a part of the names of the cases to run. With
+//! `FOVEATE_PROFILE` set, also the shares of the stages of forward and backward.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use foveate_cpu::{CpuOptions, CpuPlan};
+use foveate_cpu::{CpuOptions, CpuPlan, Stages};
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};
 use foveate_tensor::{DType, Tensor};
@@ -63,7 +64,8 @@ fn main() {
     let mut args = std::env::args().skip(1);
     let wanted = args.next().unwrap_or_default();
     let mut tile = || args.next().map(|a| a.parse().expect("a tile size is a number"));
-    let options = CpuOptions { tile_q: tile(), tile_kv: tile(), ..CpuOptions::default() };
+    let profile = std::env::var_os("FOVEATE_PROFILE").is_some();
+    let options = CpuOptions { tile_q: tile(), tile_kv: tile(), profile, ..CpuOptions::default() };
     let mut product = Product::new();
     println!("{} threads", rayon::current_num_threads());
     println!(
@@ -105,6 +107,7 @@ fn measure(
     let mut lse = Tensor::filled(DType::F32, [1, 8, len], 0.0);
     let [mut dq, mut dk, mut dv] = [0; 3].map(|_| Tensor::filled(dtype, shape, 0.0));
     let (mut forward, mut backward, mut rate) = (f64::MAX, f64::MAX, 0.0f64);
+    let mut stages = [Stages::default(); 2];
     for _ in 0..RUNS {
         rate = rate.max(product.gflops());
         forward = forward.min(seconds(|| {
@@ -112,6 +115,7 @@ fn measure(
             let args = ForwardArgs { operands, out, lse, max_score: None };
             plan.forward(args).expect("forward");
         }));
+        stages[0] = plan.take_stages();
         backward = backward.min(seconds(|| {
             let args = BackwardArgs {
                 operands,
@@ -128,8 +132,20 @@ fn measure(
             };
             plan.backward(args).expect("backward");
         }));
+        stages[1] = plan.take_stages();
     }
     let products = 2.0 * 8.0 * live * dim as f64 * 1e-9;
     let (f, b) = (2.0 * products / forward, 5.0 * products / backward);
     println!("{case:32} {f:9.1} {:6.2} {b:9.1} {:6.2} {rate:9.1}", f / rate, b / rate);
+    for (pass, s) in ["forward", "backward"].iter().zip(stages).filter(|_| options.profile) {
+        let share = |d: Duration| 100.0 * d.as_secs_f64() / s.total.as_secs_f64();
+        println!(
+            "    {pass}: products {:.1} %, softmax {:.1} %, mods {:.1} %, packing {:.1} %, idle {:.1} %",
+            share(s.products),
+            share(s.softmax),
+            share(s.mods),
+            share(s.packing),
+            share(s.idle()),
+        );
+    }
 }

@@ -91,8 +91,9 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
     let rows = |unit: &Unit| rows_of(call, unit);
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let places = Places::new(wave, rows, lanes, tiles.dim);
-        let data = call.pool.take(wave.iter().map(|u| pack::elems(&tiles, u.keys.len, true)).sum());
-        let packed = Packed::new(operands.k, operands.v, wave, tiles, true, data);
+        let elems = wave.iter().map(|u| pack::elems(&tiles, u.keys.len, true)).sum();
+        let mut blocks = call.pool.lend(elems);
+        let packed = Packed::all(operands.k, operands.v, wave, tiles, &mut blocks);
         let total_rows: usize = places.unit_rows.iter().sum();
         let mut statistics = call.pool.take(2 * total_rows);
         let (lse_rows, delta_rows) = statistics.split_at_mut(total_rows);
@@ -182,7 +183,6 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         run(rows.into_iter(), || vec![0.0; tiles.dim], add_up);
         call.pool.give(parts);
         call.pool.give(statistics);
-        call.pool.give(packed.into_data());
     }
     captures.store(accumulate);
     if let Some(into) = args.d_sink {
@@ -292,7 +292,7 @@ fn row_statistics(
 struct Lane<'a, F> {
     call: &'a Call<'a>,
     wave: &'a [Unit],
-    packed: &'a Packed,
+    packed: &'a Packed<'a>,
     places: &'a Places,
     statistics: &'a F,
     q: TensorRef<'a>,

@@ -8,6 +8,7 @@ use foveate_problem::{Dims, Sequence};
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
 use crate::mods::{Evaluator, Mods};
+use crate::stages::Profile;
 use crate::tiles::Tiles;
 use crate::work::{Pool, Unit};
 
@@ -29,6 +30,8 @@ pub struct Call<'a> {
     pub keep_factor: f32,
     pub mods: &'a Mods,
     pub pool: &'a Pool,
+    /// Who wants to know where time goes.
+    pub profile: Option<&'a Profile>,
     pub out_of_range: Mutex<Option<String>>,
 }
 

@@ -1,22 +1,40 @@
 //! The forward pass.
 //!
 //! One task is one query tile of one head. It walks the live key tiles of its row from left to
-//! right with the online softmax: scores `s = q·kᵀ` of a tile, running maximum `m` and
-//! denominator `l` of each row, the output so far rescaled by `exp(m_old - m_new)` and
-//! `exp(s - m)·v` added. Only at the end is it divided by the denominator.
+//! right with the online softmax: scores `s = q·kᵀ`, running maximum `m` and denominator `l` of
+//! each row, the output so far rescaled by `exp(m_old - m_new)` and `exp(s - m)·v` added. Only at
+//! the end is it divided by the denominator.
+//!
+//! Inside a tile the work goes strip by strip, a strip being the rows of one block of a product:
+//! scores of a strip are made, weighed and multiplied by v while they are in the first-level
+//! cache, and the keys and values of the tile stay in the second for all strips. In a tile that
+//! the mask decides, a strip computes the columns that some row of it sees.
+//!
+//! Packing keys and values is done by tasks, too: those of a head stand before its query tiles, so
+//! that a query tile waits only for what another thread is packing right now.
+
+use std::ops::Range;
 
 use foveate_problem::ForwardArgs;
-use foveate_tensor::TensorMut;
+use foveate_tensor::{TensorMut, TensorRef};
 
 use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
-use crate::pack::{self, Packed};
-use crate::simd::{self, Matrix, Part};
-use crate::work::{Pieces, Span, Unit, run, waves};
+use crate::pack::{self, Block, Packed, Packing};
+use crate::simd::{self, LANES, Matrix, Part, STRIP};
+use crate::stages::{Clock, Stage};
+use crate::work::{Lent, Pieces, Span, Unit, run, waves};
+
+/// What a thread is given to do.
+#[expect(clippy::large_enum_variant, reason = "most are query tiles")]
+enum Task<'a> {
+    Pack(Packing<'a>),
+    Tile(QueryTile<'a>),
+}
 
 /// A query tile of a head, and where its results go.
-struct Task<'a> {
+struct QueryTile<'a> {
     /// Unit of the wave.
     unit: usize,
     /// Sequence.
@@ -33,18 +51,21 @@ struct Task<'a> {
 }
 
 /// What a thread works in.
-struct Scratch {
+struct Scratch<'a> {
     evaluator: Evaluator,
-    q: Vec<f32>,
-    scores: Vec<f32>,
-    out: Vec<f32>,
+    /// Queries of a tile, times the scale; while packing, keys.
+    rows: Lent<'a>,
+    /// Scores of a strip.
+    scores: Lent<'a>,
+    out: Lent<'a>,
     /// Largest score so far, by row.
-    max: Vec<f32>,
+    max: Lent<'a>,
     /// Denominator so far relative to `max`, by row.
-    sum: Vec<f32>,
+    sum: Lent<'a>,
+    clock: Clock<'a>,
 }
 
-/// Floats of workspace a unit takes: packed keys.
+/// Floats of workspace a unit takes.
 pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
     pack::elems(&call.tiles, unit.keys.len, false)
 }
@@ -58,16 +79,18 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut lse = Pieces::cut(lse, &spans, |_| tiles.q);
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
-        let data = call.pool.take(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let packed = Packed::new(operands.k, operands.v, wave, tiles, false, data);
+        let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
+        let (packed, packings) = Packed::new(wave, tiles, false, &mut blocks);
+        let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
-            let first = tasks.len();
+            tasks.extend(std::iter::from_fn(|| packings.next_if(|p| p.unit == u)).map(Task::Pack));
+            let mut query_tiles = Vec::new();
             for (b, h) in call.heads_of(unit) {
                 let live = call.live(b, h);
                 let keys = call.key_tiles(b);
                 for tile in 0..call.sequences[b].q_len.div_ceil(tiles.q) {
-                    tasks.push(Task {
+                    query_tiles.push(QueryTile {
                         unit: u,
                         b,
                         h,
@@ -80,107 +103,141 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
                 }
             }
             // Heads in order, so that few are in the caches at once; longest first inside.
-            tasks[first..].sort_by_key(|t| std::cmp::Reverse(t.cost));
+            query_tiles.sort_by_key(|t| std::cmp::Reverse(t.cost));
+            tasks.extend(query_tiles.into_iter().map(Task::Tile));
         }
-        let scratch = || Scratch {
-            evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
-            q: vec![0.0; tiles.q * tiles.dim],
-            scores: vec![0.0; tiles.q * tiles.kv],
-            out: vec![0.0; tiles.q * tiles.dim_v],
-            max: vec![0.0; tiles.q],
-            sum: vec![0.0; tiles.q],
-        };
-        run(tasks.into_iter(), scratch, |s, task| query_tile(call, operands.q, &packed, s, task));
-        call.pool.give(packed.into_data());
+        let wave = Wave { call, wave, packed: &packed, q: operands.q };
+        run(
+            tasks.into_iter(),
+            || Scratch::new(call),
+            |scratch, task| match task {
+                Task::Pack(packing) => {
+                    scratch.clock.start();
+                    let unit = &wave.wave[packing.unit];
+                    packed.pack(operands.k, operands.v, unit, packing, &mut scratch.rows);
+                    scratch.clock.lap(Stage::Packing);
+                }
+                Task::Tile(tile) => wave.query_tile(scratch, tile),
+            },
+        );
     }
     call.finish()
 }
 
-fn query_tile(
-    call: &Call<'_>,
-    q: foveate_tensor::TensorRef<'_>,
-    packed: &Packed,
-    scratch: &mut Scratch,
-    task: Task<'_>,
-) {
-    let tiles = call.tiles;
-    let sequence = &call.sequences[task.b];
-    let start = task.tile * tiles.q;
-    let rows = tiles.q.min(sequence.q_len - start);
-    let at = [sequence.q_batch, task.h, sequence.q_start + start];
-    pack::load_rows(q, at, rows, tiles.dim, &mut scratch.q);
-    simd::scale(&mut scratch.q, call.scale);
-    scratch.out[..rows * tiles.dim_v].fill(0.0);
-    scratch.max.fill(f32::NEG_INFINITY);
-    scratch.sum.fill(0.0);
-    scratch.evaluator.enter(head(&call.dims, sequence, task.h));
-
-    let live = call.live(task.b, task.h);
-    for (tile, partial) in live.tiles(task.tile, &call.key_tiles(task.b)) {
-        let first_key = tile * tiles.kv;
-        let keys = tiles.kv.min(sequence.k_len - first_key);
-        let block = packed.block(task.unit, tile);
-        let width = simd::padded(keys);
-        simd::product(
-            &mut scratch.scores,
-            tiles.kv,
-            Matrix::rows(&scratch.q, tiles.dim),
-            block.k_t,
-            &Part::all(rows, call.dims.dim, width),
-            false,
-        );
-        scratch.evaluator.tile(start..start + rows, first_key..first_key + keys, partial);
-        scratch.evaluator.score(0..rows, 0..width, &mut scratch.scores, tiles.kv);
-        for r in 0..rows {
-            let row = &mut scratch.scores[r * tiles.kv..][..width];
-            let max = simd::larger(scratch.max[r], simd::max(row));
-            if max == f32::NEG_INFINITY {
-                row.fill(0.0);
-                continue;
-            }
-            if max != scratch.max[r] {
-                let factor = (scratch.max[r] - max).exp();
-                scratch.max[r] = max;
-                scratch.sum[r] *= factor;
-                simd::scale(&mut scratch.out[r * tiles.dim_v..][..tiles.dim_v], factor);
-            }
-            scratch.sum[r] += simd::exp_sum(row, max);
+impl<'a> Scratch<'a> {
+    fn new(call: &'a Call<'_>) -> Self {
+        let tiles = &call.tiles;
+        Self {
+            evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
+            rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim),
+            scores: call.pool.lend(STRIP * tiles.kv),
+            out: call.pool.lend(tiles.q * tiles.dim_v),
+            max: call.pool.lend(tiles.q),
+            sum: call.pool.lend(tiles.q),
+            clock: Clock::new(call.profile),
         }
-        scratch.evaluator.drop_out(0..rows, 0..width, &mut scratch.scores, tiles.kv);
-        simd::product(
-            &mut scratch.out,
-            tiles.dim_v,
-            Matrix::rows(&scratch.scores, tiles.kv),
-            block.v,
-            &Part::all(rows, keys, tiles.dim_v),
-            true,
-        );
     }
-    call.note(&mut scratch.evaluator);
-    store(call, scratch, task, rows);
 }
 
-/// Divides by the denominator and writes the rows out.
-fn store(call: &Call<'_>, scratch: &mut Scratch, mut task: Task<'_>, rows: usize) {
-    let sink = call.sink.map_or(f32::NEG_INFINITY, |s| s[task.h]);
-    for r in 0..rows {
-        let (max, sum) = (scratch.max[r], scratch.sum[r]);
-        // Against the larger of both, so that neither exponential overflows.
-        let top = simd::larger(max, sink);
-        let row = &mut scratch.out[r * call.tiles.dim_v..][..call.tiles.dim_v];
-        let lse = if top == f32::NEG_INFINITY {
-            row.fill(0.0);
-            f32::NEG_INFINITY
-        } else {
-            let own = (max - top).exp();
-            let denominator = sum * own + (sink - top).exp();
-            simd::scale(row, own * call.keep_factor / denominator);
-            top + denominator.ln()
-        };
-        task.out.write_row(0, 0, r, &row[..call.dims.dim_v], false);
-        task.lse.write([0, 0, r], lse.into());
-        if let Some(max_score) = &mut task.max_score {
-            max_score.write([0, 0, r], max.into());
+/// What all query tiles of a wave read.
+struct Wave<'a> {
+    call: &'a Call<'a>,
+    wave: &'a [Unit],
+    packed: &'a Packed<'a>,
+    q: TensorRef<'a>,
+}
+
+impl Wave<'_> {
+    fn query_tile(&self, scratch: &mut Scratch<'_>, task: QueryTile<'_>) {
+        let (call, tiles) = (self.call, self.call.tiles);
+        let sequence = &call.sequences[task.b];
+        let start = task.tile * tiles.q;
+        let rows = tiles.q.min(sequence.q_len - start);
+        scratch.clock.start();
+        let at = [sequence.q_batch, task.h, sequence.q_start + start];
+        pack::load_rows(self.q, at, rows, tiles.dim, &mut scratch.rows);
+        simd::scale(&mut scratch.rows[..rows * tiles.dim], call.scale);
+        scratch.out[..rows * tiles.dim_v].fill(0.0);
+        scratch.max.fill(f32::NEG_INFINITY);
+        scratch.sum.fill(0.0);
+        scratch.clock.lap(Stage::Packing);
+        scratch.evaluator.enter(head(&call.dims, sequence, task.h));
+        for (tile, partial) in call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)) {
+            let first_key = tile * tiles.kv;
+            let keys = first_key..sequence.k_len.min(first_key + tiles.kv);
+            scratch.evaluator.tile(start..start + rows, keys, partial);
+            scratch.clock.lap(Stage::Mods);
+            let block = self.packed.block(task.unit, tile);
+            for first in (0..rows).step_by(STRIP) {
+                self.strip(scratch, &block, first..rows.min(first + STRIP));
+            }
+        }
+        call.note(&mut scratch.evaluator);
+        scratch.clock.lap(Stage::Mods);
+        self.store(scratch, task, rows);
+        scratch.clock.lap(Stage::Packing);
+    }
+
+    /// One strip of query rows against one key tile.
+    fn strip(&self, scratch: &mut Scratch<'_>, block: &Block<'_>, strip: Range<usize>) {
+        let (dims, tiles) = (&self.call.dims, self.call.tiles);
+        let Scratch { evaluator, rows: q, scores, out, max, sum, clock } = scratch;
+        let keys = evaluator.live(strip.clone());
+        if keys.is_empty() {
+            return;
+        }
+        let columns = keys.start / LANES * LANES..simd::padded(keys.end);
+        let rows = 0..strip.len();
+        let q = Matrix::rows(&q[strip.start * tiles.dim..], tiles.dim);
+        let part = Part { rows: rows.clone(), columns: columns.clone(), depth: 0..dims.dim };
+        simd::product(scores, tiles.kv, q, block.k_t, &part, false);
+        clock.lap(Stage::Products);
+
+        evaluator.score(strip.clone(), columns.clone(), scores, tiles.kv);
+        clock.lap(Stage::Mods);
+
+        let mut factors = [1.0; STRIP];
+        let (max, sum) = (&mut max[strip.clone()], &mut sum[strip.clone()]);
+        simd::soften(scores, tiles.kv, columns.clone(), max, sum, &mut factors);
+        let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
+        for (row, factor) in out.chunks_exact_mut(tiles.dim_v).zip(factors) {
+            if factor != 1.0 {
+                simd::scale(row, factor);
+            }
+        }
+        clock.lap(Stage::Softmax);
+
+        evaluator.drop_out(strip, columns, scores, tiles.kv);
+        clock.lap(Stage::Mods);
+
+        let part = Part { rows, columns: 0..tiles.dim_v, depth: keys };
+        simd::product(out, tiles.dim_v, Matrix::rows(scores, tiles.kv), block.v, &part, true);
+        clock.lap(Stage::Products);
+    }
+
+    /// Divides by the denominator and writes the rows out.
+    fn store(&self, scratch: &mut Scratch<'_>, mut task: QueryTile<'_>, rows: usize) {
+        let call = self.call;
+        let sink = call.sink.map_or(f32::NEG_INFINITY, |s| s[task.h]);
+        for r in 0..rows {
+            let (max, sum) = (scratch.max[r], scratch.sum[r]);
+            // Against the larger of both, so that neither exponential overflows.
+            let top = simd::larger(max, sink);
+            let row = &mut scratch.out[r * call.tiles.dim_v..][..call.tiles.dim_v];
+            let lse = if top == f32::NEG_INFINITY {
+                row.fill(0.0);
+                f32::NEG_INFINITY
+            } else {
+                let own = (max - top).exp();
+                let denominator = sum * own + (sink - top).exp();
+                simd::scale(row, own * call.keep_factor / denominator);
+                top + denominator.ln()
+            };
+            task.out.write_row(0, 0, r, &row[..call.dims.dim_v], false);
+            task.lse.write([0, 0, r], lse.into());
+            if let Some(max_score) = &mut task.max_score {
+                max_score.write([0, 0, r], max.into());
+            }
         }
     }
 }

@@ -58,10 +58,12 @@ mod mods;
 mod pack;
 pub mod plan;
 mod simd;
+pub mod stages;
 pub mod tiles;
 mod work;
 
 pub use describe::Description;
 pub use error::{CpuError, CpuErrorKind};
 pub use plan::CpuPlan;
+pub use stages::Stages;
 pub use tiles::CpuOptions;

@@ -5,21 +5,31 @@
 //! here and nowhere else, so a call computes the same bits for any layout of the same numbers.
 //! Padding is zero.
 
+use std::sync::OnceLock;
+
 use foveate_tensor::TensorRef;
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
-use rayon::slice::ParallelSliceMut;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::simd::{LANES, Panels};
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
-/// Blocks of the units of a wave.
-pub struct Packed {
-    data: Vec<f32>,
+/// Blocks of the units of a wave. Each is packed by a task of its own, and whoever needs it earlier
+/// waits for it.
+pub struct Packed<'a> {
+    blocks: Vec<OnceLock<&'a [f32]>>,
     /// First block of each unit.
     first: Vec<usize>,
     tiles: Tiles,
     backward: bool,
+}
+
+/// A block to be packed.
+pub struct Packing<'a> {
+    /// Unit of the wave.
+    pub unit: usize,
+    tile: usize,
+    into: &'a mut [f32],
 }
 
 /// One key tile. Element `(i, j)` of `k_t` is component `i` of key `j`.
@@ -41,56 +51,74 @@ fn block_elems(tiles: &Tiles, backward: bool) -> usize {
     tiles.kv * (tiles.dim + tiles.dim_v) * if backward { 2 } else { 1 }
 }
 
-impl Packed {
-    /// Packs the keys and values of `units` into `data`, which holds [`elems`] of each.
+impl<'a> Packed<'a> {
+    /// Room for the blocks of `units` in `data`, which holds [`elems`] of each, and what is to be
+    /// packed into it, unit by unit.
     pub fn new(
+        units: &[Unit],
+        tiles: Tiles,
+        backward: bool,
+        data: &'a mut [f32],
+    ) -> (Self, Vec<Packing<'a>>) {
+        let mut rooms = data.chunks_exact_mut(block_elems(&tiles, backward));
+        let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
+        for (u, unit) in units.iter().enumerate() {
+            first.push(packings.len());
+            for tile in 0..unit.keys.len.div_ceil(tiles.kv) {
+                let into = rooms.next().expect("room for every block");
+                packings.push(Packing { unit: u, tile, into });
+            }
+        }
+        let blocks = packings.iter().map(|_| OnceLock::new()).collect();
+        (Self { blocks, first, tiles, backward }, packings)
+    }
+
+    /// Packs every block of `units`, on all threads.
+    pub fn all(
         k: TensorRef<'_>,
         v: TensorRef<'_>,
         units: &[Unit],
         tiles: Tiles,
-        backward: bool,
-        mut data: Vec<f32>,
+        data: &'a mut [f32],
     ) -> Self {
-        let mut first = Vec::with_capacity(units.len());
-        let mut owner = Vec::new();
-        for (u, unit) in units.iter().enumerate() {
-            first.push(owner.len());
-            owner.extend((0..unit.keys.len.div_ceil(tiles.kv)).map(|t| (u, t)));
+        let (packed, packings) = Self::new(units, tiles, true, data);
+        packings.into_par_iter().for_each(|p| packed.pack(k, v, &units[p.unit], p, &mut []));
+        packed
+    }
+
+    /// Packs one block of `unit`. Without room for k in rows, which the backward has, they pass
+    /// through `rows_of_k`.
+    pub fn pack(
+        &self,
+        k: TensorRef<'_>,
+        v: TensorRef<'_>,
+        unit: &Unit,
+        packing: Packing<'a>,
+        rows_of_k: &mut [f32],
+    ) {
+        let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
+        let start = tile * tiles.kv;
+        let rows = tiles.kv.min(unit.keys.len - start);
+        let at = [unit.keys.batch, unit.h_kv, unit.keys.start + start];
+        let (k_t, rest) = into.split_at_mut(tiles.kv * tiles.dim);
+        let room = if self.backward { tiles.kv * tiles.dim } else { 0 };
+        let (k_rows, rest) = rest.split_at_mut(room);
+        let (v_rows, v_t) = rest.split_at_mut(tiles.kv * tiles.dim_v);
+        let k_rows = if self.backward { k_rows } else { rows_of_k };
+        load_rows(k, at, rows, tiles.dim, k_rows);
+        transpose(k_rows, rows, tiles.dim, k_t);
+        load_rows(v, at, rows, tiles.dim_v, v_rows);
+        if self.backward {
+            transpose(v_rows, rows, tiles.dim_v, v_t);
         }
-        let block = block_elems(&tiles, backward);
-        let pack = |rows_of_k: &mut Vec<f32>, block: &mut [f32], u: usize, t: usize| {
-            let unit: &Unit = &units[u];
-            let start = t * tiles.kv;
-            let rows = tiles.kv.min(unit.keys.len - start);
-            let at = [unit.keys.batch, unit.h_kv, unit.keys.start + start];
-            let (k_t, rest) = block.split_at_mut(tiles.kv * tiles.dim);
-            let k_rows = if backward { tiles.kv * tiles.dim } else { 0 };
-            let (k_rows, rest) = rest.split_at_mut(k_rows);
-            let (v_rows, v_t) = rest.split_at_mut(tiles.kv * tiles.dim_v);
-            let k_rows = if backward {
-                k_rows
-            } else {
-                rows_of_k.resize(tiles.kv * tiles.dim, 0.0);
-                rows_of_k
-            };
-            load_rows(k, at, rows, tiles.dim, k_rows);
-            transpose(k_rows, rows, tiles.dim, k_t);
-            load_rows(v, at, rows, tiles.dim_v, v_rows);
-            if backward {
-                transpose(v_rows, rows, tiles.dim_v, v_t);
-            }
-        };
-        data.par_chunks_exact_mut(block)
-            .zip(owner.into_par_iter())
-            .for_each_init(Vec::new, |rows_of_k, (block, (u, t))| pack(rows_of_k, block, u, t));
-        Self { data, first, tiles, backward }
+        let packed = self.blocks[self.first[u] + tile].set(into);
+        assert!(packed.is_ok(), "a block is packed once");
     }
 
     /// Tile `t` of unit `u` of the wave.
     pub fn block(&self, u: usize, t: usize) -> Block<'_> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
-        let len = block_elems(&self.tiles, self.backward);
-        let block = &self.data[(self.first[u] + t) * len..][..len];
+        let block = self.blocks[self.first[u] + t].wait();
         let (k_t, rest) = block.split_at(kv * dim);
         let (k, rest) = if self.backward { rest.split_at(kv * dim) } else { (&rest[..0], rest) };
         let (v, v_t) = rest.split_at(kv * dim_v);
@@ -100,11 +128,6 @@ impl Packed {
             k: Panels::rows(k, dim),
             v_t: Panels::packed(v_t, dim_v),
         }
-    }
-
-    /// The buffer, for the next wave.
-    pub fn into_data(self) -> Vec<f32> {
-        self.data
     }
 }
 

@@ -11,6 +11,7 @@ use crate::describe::Description;
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
+use crate::stages::{Profile, Stages};
 use crate::tiles::{CpuOptions, Tiles};
 use crate::work::{Pool, WAVE_BYTES, units};
 
@@ -27,6 +28,7 @@ pub struct CpuPlan {
     mods: Arc<Mods>,
     masks: Arc<MaskCache>,
     pool: Arc<Pool>,
+    profile: Arc<Profile>,
 }
 
 impl CpuPlan {
@@ -55,6 +57,7 @@ impl CpuPlan {
             options,
             masks: Arc::default(),
             pool: Arc::default(),
+            profile: Arc::default(),
         })
     }
 
@@ -111,7 +114,7 @@ impl CpuPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         let call = self.call(dims, args.operands.varlen, args.operands.sink);
-        crate::forward::forward(&call, args)
+        self.profiled(|| crate::forward::forward(&call, args))
     }
 
     /// Computes `dq`, `dk`, `dv` and, when asked, the gradients of the sink and of learned
@@ -125,7 +128,17 @@ impl CpuPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims, &self.spec)?;
         let call = self.call(dims, args.operands.varlen, args.operands.sink);
-        crate::backward::backward(&call, args)
+        self.profiled(|| crate::backward::backward(&call, args))
+    }
+
+    /// Where the time of calls went since this was last asked, of this plan and those bound from
+    /// it; zero unless [`CpuOptions::profile`] is set.
+    pub fn take_stages(&self) -> Stages {
+        self.profile.take()
+    }
+
+    fn profiled<T>(&self, call: impl FnOnce() -> T) -> T {
+        if self.options.profile { self.profile.call(call) } else { call() }
     }
 
     /// What a call of the planned sizes does: see [`Description`]. Packed problems need their
@@ -199,6 +212,7 @@ impl CpuPlan {
             keep_factor: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             mods: &self.mods,
             pool: &self.pool,
+            profile: self.options.profile.then_some(&*self.profile),
             out_of_range: Mutex::new(out_of_range),
             dims,
         }

@@ -30,6 +30,9 @@ pub struct CpuOptions {
     /// when `None`. Of the results only the gradients of learned buffers depend on it, in the
     /// last bits.
     pub workspace_bytes: Option<usize>,
+    /// Whether calls count where their time goes, for
+    /// [`CpuPlan::take_stages`](crate::CpuPlan::take_stages).
+    pub profile: bool,
 }
 
 /// Tile sizes of a call, with the head dims padded to whole vectors.

@@ -4,6 +4,7 @@
 //! task owns, in which order it visits them, how many partial sums there are. Threads only
 //! decide who runs a task and when, so results are the same bits for any number of them.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 
 use foveate_problem::{Dims, Sequence};
@@ -171,9 +172,41 @@ impl Pool {
         buffer
     }
 
+    /// [`Self::take`], given back when it is dropped.
+    pub fn lend(&self, len: usize) -> Lent<'_> {
+        Lent { buffer: self.take(len), pool: self }
+    }
+
     /// Gives a buffer back.
     pub fn give(&self, buffer: Vec<f32>) {
         self.0.lock().unwrap_or_else(|e| e.into_inner()).push(buffer);
+    }
+}
+
+/// A buffer of a [`Pool`].
+#[derive(Debug)]
+pub struct Lent<'a> {
+    buffer: Vec<f32>,
+    pool: &'a Pool,
+}
+
+impl Deref for Lent<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.buffer
+    }
+}
+
+impl DerefMut for Lent<'_> {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        &mut self.buffer
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        self.pool.give(std::mem::take(&mut self.buffer));
     }
 }
 

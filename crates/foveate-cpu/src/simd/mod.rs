@@ -13,8 +13,8 @@ mod product;
 mod rows;
 
 pub use level::{LANES, larger, level};
-pub use product::{Matrix, Panels, Part, product};
-pub use rows::{add, d_softmax, dot, exp_sum, max, scale};
+pub use product::{Matrix, Panels, Part, STRIP, product};
+pub use rows::{add, d_softmax, dot, exp_sum, scale, soften};
 
 /// `n` rounded up to whole groups.
 pub const fn padded(n: usize) -> usize {

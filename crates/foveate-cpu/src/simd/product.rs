@@ -7,8 +7,7 @@
 //! depth: each step loads one or two groups of `b` and multiplies them by one number of each row.
 //!
 //! What is computed is a [`Part`]: rows, columns and depth each have a range, so that a caller
-//! that knows what is dead in a tile computes the rest only. Twelve rows are whole blocks on every
-//! level, so nothing is lost when parts are chosen for twelve rows at a time.
+//! that knows what is dead in a tile computes the rest only, [`STRIP`] rows at a time.
 //!
 //! Every element is summed over its depth from first to last and added to `c` at the end. Levels
 //! differ in how a multiply-add rounds, and in nothing else; neither parts nor blocks matter.
@@ -16,6 +15,10 @@
 use std::ops::Range;
 
 use super::level::{Block, LANES, Lanes, Simd, for_each_level};
+
+/// Rows that are whole blocks on every level, so that nothing is lost when parts are chosen for so
+/// many at a time.
+pub const STRIP: usize = 12;
 
 /// A matrix inside a slice: element `(i, j)` is at `i * row + j * column`.
 #[derive(Clone, Copy, Debug)]

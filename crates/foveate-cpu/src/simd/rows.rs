@@ -1,15 +1,27 @@
 //! Passes over rows of scores and of head vectors. Rows are whole groups.
 
-use super::exp::exp;
-use super::level::{LANES, Lanes, Simd, for_each_level};
+use std::ops::Range;
 
-for_each_level! {
-    /// The largest element of `row`; `-∞` when empty, NaN when one is NaN.
-    pub max / max_on = max_body(row: &[f32]) -> f32
-}
+use super::exp::exp;
+use super::level::{LANES, Lanes, Simd, for_each_level, larger};
+
 for_each_level! {
     /// `row[i] = exp(row[i] - shift)`; returns the sum. `-∞` becomes 0 for any finite `shift`.
     pub exp_sum / exp_sum_on = exp_sum_body(row: &mut [f32], shift: f32) -> f32
+}
+for_each_level! {
+    /// The online softmax of a strip. Row `r` is `scores[r * stride..][columns]`, for as many rows
+    /// as `max` has; it becomes `exp(row - max[r])`, with `max` and `sum` carried on: `sum[r]` is
+    /// scaled to the new maximum, by `factors[r]`, before the row is added. A row that has seen
+    /// nothing but `-∞` becomes 0.
+    pub soften / soften_on = soften_body(
+        scores: &mut [f32],
+        stride: usize,
+        columns: Range<usize>,
+        max: &mut [f32],
+        sum: &mut [f32],
+        factors: &mut [f32],
+    )
 }
 for_each_level! {
     /// `row[i] *= factor`.
@@ -44,13 +56,19 @@ fn groups_mut(row: &mut [f32]) -> &mut [Lanes] {
     groups
 }
 
+/// The largest element of `row`; `-∞` when empty, NaN when one is NaN.
 #[inline(always)]
 fn max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
-    let mut max = s.splat(f32::NEG_INFINITY);
-    for group in groups(row) {
-        max = s.larger(max, s.load(group));
+    // Two maxima, so that the next comparison need not wait for the last.
+    let mut max = [s.splat(f32::NEG_INFINITY); 2];
+    let (pairs, last) = groups(row).as_chunks::<2>();
+    for pair in pairs {
+        max = [s.larger(max[0], s.load(&pair[0])), s.larger(max[1], s.load(&pair[1]))];
     }
-    s.largest(max)
+    for group in last {
+        max[0] = s.larger(max[0], s.load(group));
+    }
+    s.largest(s.larger(max[0], max[1]))
 }
 
 #[inline(always)]
@@ -62,6 +80,34 @@ fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
         sum = s.add(sum, x);
     }
     s.sum(sum)
+}
+
+#[inline(always)]
+fn soften_body<S: Simd>(
+    s: S,
+    scores: &mut [f32],
+    stride: usize,
+    columns: Range<usize>,
+    max: &mut [f32],
+    sum: &mut [f32],
+    factors: &mut [f32],
+) {
+    let rows = scores.chunks_mut(stride).zip(max).zip(sum).zip(factors);
+    for (((row, max), sum), factor) in rows {
+        let row = &mut row[columns.clone()];
+        let new = larger(*max, max_body(s, row));
+        *factor = 1.0;
+        if new == f32::NEG_INFINITY {
+            row.fill(0.0);
+            continue;
+        }
+        if new != *max {
+            *factor = (*max - new).exp();
+            *max = new;
+            *sum *= *factor;
+        }
+        *sum += exp_sum_body(s, row, new);
+    }
 }
 
 #[inline(always)]
@@ -106,7 +152,6 @@ mod tests {
         let row: Vec<f32> = (0..48).map(|i| ((i * 37) % 23) as f32 * 0.25 - 3.0).collect();
         let other: Vec<f32> = (0..48).map(|i| ((i * 11) % 17) as f32 * 0.5 - 4.0).collect();
         for &level in Level::available() {
-            assert_eq!(max_on(level, &row), row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
             let exact: f32 = row.iter().zip(&other).map(|(a, b)| a * b).sum();
             assert_eq!(dot_on(level, &row, &other), exact);
             let mut sum = row.clone();
@@ -126,15 +171,45 @@ mod tests {
         }
     }
 
+    /// A strip of one row through [`soften`]: the row, its maximum and its sum.
+    fn soften_row(level: Level, row: &[f32], max: f32, sum: f32) -> (Vec<f32>, f32, f32) {
+        let (mut p, mut max, mut sum) = (row.to_vec(), [max], [sum]);
+        soften_on(level, &mut p, row.len(), 0..row.len(), &mut max, &mut sum, &mut [f32::NAN]);
+        (p, max[0], sum[0])
+    }
+
     #[test]
-    fn the_maximum_of_a_row_with_nan_is_nan_wherever_it_is() {
+    fn a_row_is_weighed_against_the_largest_score_so_far() {
+        let row: Vec<f32> = (0..48).map(|i| ((i * 37) % 23) as f32 * 0.25 - 3.0).collect();
         for &level in Level::available() {
-            for at in 0..32 {
-                let mut row = [1.0; 32];
-                row[at] = f32::NAN;
-                assert!(max_on(level, &row).is_nan());
+            for (before, max) in [(f32::NEG_INFINITY, 2.5), (1.0, 2.5), (4.0, 4.0)] {
+                let (p, new, sum) = soften_row(level, &row, before, 2.0);
+                assert_eq!(new, max);
+                let exact: Vec<f32> = row.iter().map(|x| (x - max).exp()).collect();
+                assert!(p.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-6 * b));
+                let want = exact.iter().sum::<f32>() + 2.0 * (before - max).exp();
+                assert!((sum - want).abs() < 1e-6 * want);
             }
-            assert_eq!(max_on(level, &[]), f32::NEG_INFINITY);
+        }
+    }
+
+    #[test]
+    fn a_row_without_a_score_weighs_nothing() {
+        for &level in Level::available() {
+            let (p, max, sum) = soften_row(level, &[f32::NEG_INFINITY; 16], f32::NEG_INFINITY, 0.0);
+            assert!(p == [0.0; 16] && max == f32::NEG_INFINITY && sum == 0.0);
+        }
+    }
+
+    #[test]
+    fn a_row_with_nan_is_nan_wherever_it_is() {
+        for &level in Level::available() {
+            for at in 0..48 {
+                let mut row = [1.0; 48];
+                row[at] = f32::NAN;
+                let (_, max, sum) = soften_row(level, &row, 0.0, 1.0);
+                assert!(max.is_nan() && sum.is_nan());
+            }
         }
     }
 }

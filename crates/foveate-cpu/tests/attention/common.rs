@@ -72,7 +72,7 @@ impl Default for Case {
             d_lse: false,
             shared_kv: false,
             offsets: None,
-            options: CpuOptions { tile_q: Some(16), tile_kv: Some(16), workspace_bytes: None },
+            options: CpuOptions { tile_q: Some(16), tile_kv: Some(16), ..CpuOptions::default() },
             rule: Rule::Plain,
         }
     }

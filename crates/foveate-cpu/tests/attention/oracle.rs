@@ -225,6 +225,7 @@ fn features_agree_with_the_oracle_in_any_combination() {
                 tile_q: [None, Some(7), Some(32)][random.below(3)],
                 tile_kv: [None, Some(16), Some(48)][random.below(3)],
                 workspace_bytes: [None, Some(100_000)][random.below(2)],
+                ..CpuOptions::default()
             },
             rule: Rule::TanhLike,
         };
