@@ -24,11 +24,8 @@ use crate::captures::{CaptureSums, Slot};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
-use crate::simd::{self, LANES, Matrix, Panels, Part};
+use crate::simd::{self, LANES, Matrix, Panels, Part, STRIP};
 use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
-
-/// Rows that are evaluated together, and keys whose gradients are: what a product has blocks of.
-const STRIP: usize = 12;
 
 /// Statistics of the rows of a head: lse (`+∞` for an empty row, whose every `p` is then 0) and
 /// `delta`.

@@ -92,6 +92,7 @@ pub struct Part {
 
 impl Part {
     /// All of a product of these sizes.
+    #[cfg(test)]
     pub fn all(rows: usize, depth: usize, columns: usize) -> Self {
         Self { rows: 0..rows, columns: 0..columns, depth: 0..depth }
     }
