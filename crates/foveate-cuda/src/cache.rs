@@ -85,6 +85,11 @@ impl Cache {
         self.find(key(version, arch, source), source, || compiler.compile(source, arch))
     }
 
+    /// Forgets what is in memory; files stay. For whoever compiles more than memory should hold.
+    pub fn forget(&self) {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     fn find(
         &self,
         key: Key,

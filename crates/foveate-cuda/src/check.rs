@@ -5,7 +5,10 @@ use std::fmt;
 use std::sync::LazyLock;
 
 use foveate_mods::{Buffer, MaskMod, ScoreGradient, ScoreMod, masks, scores};
+use foveate_problem::Dropout;
 
+use crate::ahead::lists_config;
+use crate::cache::Cache;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
 use crate::cubin;
@@ -59,12 +62,14 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<Taken, Exc
     };
     let planned = Resources::of(config).map_err(|refusal| wrong(refusal.to_string()))?;
     let stated = cubin::constant(&compiled.cubin, "fv_shared_bytes");
+    // Block lists ask for as much as a row of tiles is long, which is known at the launch only.
+    let states = config.kernel != Kernel::BlockLists;
     let taken = Taken {
         registers: found.registers,
         local_bytes: found.stack_bytes.max(found.spill_bytes),
         shared_bytes: planned.shared_bytes as u32,
     };
-    if stated != i32::try_from(planned.shared_bytes).ok() {
+    if states && stated != i32::try_from(planned.shared_bytes).ok() {
         let stated = stated.map_or("nothing".to_owned(), |bytes| format!("{bytes} B"));
         return Err(wrong(format!(
             "it states {stated} of shared memory, but {} B are planned",
@@ -102,6 +107,8 @@ pub enum Kind {
     Score,
     /// A learned relative bias.
     Learned,
+    /// Dropout.
+    Dropout,
 }
 
 /// A kernel of the list.
@@ -142,8 +149,9 @@ pub const DIMS: [(usize, usize); 10] = [
 const SIZES: Sizes = Sizes { batch: 2, heads_q: 32, heads_kv: 8, queries: 8192, keys: 8192 };
 
 /// What the planner chooses on `arch`: every dtype, head dim and kind of mods, forward and
-/// backward, in a fixed order or not. f16 is listed at two head dims; it differs from bf16 in the
-/// name of two instructions. With `few`, a sample of it.
+/// backward, in a fixed order or not; then, at the usual head dims, dropout, keys that are split
+/// over blocks and keys in pages. f16 is listed at two head dims; it differs from bf16 in the name
+/// of two instructions. With `few`, a sample of it.
 ///
 /// # Errors
 /// When `arch` is not one of [`ARCHS`], or nothing fits.
@@ -156,57 +164,77 @@ pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
     };
     let profile = Profile::named(card).map_err(CudaError::argument)?;
     let mut listed: Vec<Listed> = Vec::new();
-    for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
-        for (dim, dim_v) in DIMS {
-            for mods in [Kind::Plain, Kind::Mask, Kind::Score, Kind::Learned] {
-                let wanted = match (dtype, dim) {
-                    (Elem::F16, 64 | 128) => !few,
-                    (Elem::F16, _) => false,
-                    (Elem::Bf16, 128) => true,
-                    (Elem::F32, 64) | (Elem::Bf16, 256) => !few || mods == Kind::Plain,
-                    _ => !few || (dtype, dim, dim_v, mods) == (Elem::Bf16, 192, 128, Kind::Learned),
-                };
-                for deterministic in [false, true] {
-                    if !wanted || (deterministic && matches!(mods, Kind::Plain | Kind::Score)) {
-                        continue;
+    let mut add = |config: Config, mods| {
+        let one = Listed { arch: arch.to_owned(), config, mods };
+        if !listed.contains(&one) {
+            listed.push(one);
+        }
+    };
+    for (class, mods) in classes(few) {
+        let options = KernelOptions { splits: Some(2), ..KernelOptions::default() };
+        let plan = KernelPlan::new(&profile, &class, &SIZES, true, &options)?;
+        for choice in plan.kernels {
+            let config = choice.chosen.config;
+            let usual = matches!(config.dim, 64 | 128) && config.dtype == Elem::Bf16;
+            match config.kernel {
+                Kernel::Forward => {
+                    if usual && !config.paged && !config.keep && !few {
+                        add(config.clone(), mods);
                     }
-                    let class = mods.class(dtype, dim, dim_v, deterministic);
-                    let options = KernelOptions { splits: Some(2), ..KernelOptions::default() };
-                    let plan = KernelPlan::new(&profile, &class, &SIZES, true, &options)?;
-                    for choice in plan.kernels {
-                        let mut config = choice.chosen.config;
-                        config.split = false;
-                        let rows = !matches!(
-                            config.kernel,
-                            Kernel::Forward | Kernel::Backward | Kernel::BackwardDq
-                        );
-                        let mods = if rows { Kind::Plain } else { mods };
-                        let one = Listed { arch: arch.to_owned(), config, mods };
-                        if !listed.contains(&one) {
-                            listed.push(one);
-                        }
-                    }
+                    add(Config { split: false, ..config }, mods);
                 }
+                // The forward alone reads pages.
+                _ if class.paged => {}
+                Kernel::Backward | Kernel::BackwardDq => add(config, mods),
+                _ => add(config, Kind::Plain),
             }
         }
     }
+    add(lists_config(false), Kind::Mask);
     Ok(listed)
 }
 
+/// The classes of [`list`], each with its mods.
+fn classes(few: bool) -> impl Iterator<Item = (Class, Kind)> {
+    let kinds = [Kind::Plain, Kind::Mask, Kind::Score, Kind::Learned, Kind::Dropout];
+    let dims = [Elem::Bf16, Elem::F32, Elem::F16].map(|dtype| DIMS.map(|dims| (dtype, dims)));
+    let all = dims.into_iter().flatten().flat_map(move |of| kinds.map(|mods| (of, mods)));
+    all.flat_map(move |((dtype, (dim, dim_v)), mods)| {
+        let usual = matches!(dim, 64 | 128);
+        let wanted = match (dtype, dim, mods) {
+            (_, _, Kind::Dropout) => usual && dtype != Elem::F16 && !few,
+            (Elem::F16, ..) => usual && !few,
+            (Elem::Bf16, 128, _) => true,
+            (Elem::F32, 64, _) | (Elem::Bf16, 256, _) => !few || mods == Kind::Plain,
+            (Elem::Bf16, 192, Kind::Learned) => !few || dim_v == 128,
+            _ => !few,
+        };
+        let fixed_order = matches!(mods, Kind::Mask | Kind::Learned);
+        let in_pages = usual && dtype == Elem::Bf16 && matches!(mods, Kind::Plain | Kind::Mask);
+        let variants = [
+            (wanted, mods.class(dtype, dim, dim_v)),
+            (wanted && fixed_order, Class { deterministic: true, ..mods.class(dtype, dim, dim_v) }),
+            (wanted && in_pages && !few, Class { paged: true, ..mods.class(dtype, dim, dim_v) }),
+        ];
+        variants.into_iter().filter(|(on, _)| *on).map(move |(_, class)| (class, mods))
+    })
+}
+
 impl Kind {
-    fn class(self, dtype: Elem, dim: usize, dim_v: usize, deterministic: bool) -> Class {
+    fn class(self, dtype: Elem, dim: usize, dim_v: usize) -> Class {
         let group = SIZES.heads_q / SIZES.heads_kv;
         Class {
             mask: self == Self::Mask,
             score: matches!(self, Self::Score | Self::Learned),
             dscore: self == Self::Score,
             captures: self == Self::Learned,
-            deterministic,
+            keep: self == Self::Dropout,
             ..Class::new(dtype, dim, dim_v, group)
         }
     }
 
     fn source(self, config: &Config) -> Result<ModsSource, CudaError> {
+        static DROPOUT: LazyLock<Dropout> = LazyLock::new(|| Dropout::new(0.1, 1));
         static MODS: LazyLock<(MaskMod, ScoreMod, ScoreMod)> = LazyLock::new(|| {
             let documents = Buffer::<i32>::vector("doc", vec![0; SIZES.queries]);
             let mask = masks::document(&documents).map(|m| masks::causal() & m);
@@ -228,6 +256,7 @@ impl Kind {
             Self::Learned => {
                 Mods { score: Some(learned), gradient: Some(of_learned), ..Mods::default() }
             }
+            Self::Dropout => Mods { dropout: Some(&DROPOUT), ..Mods::default() },
         };
         let extent = Extent {
             batch: SIZES.batch,
@@ -249,10 +278,17 @@ impl Kind {
 impl Listed {
     /// What the kernel is, without what the planner chose: `backward bf16 D 128, mask`.
     pub fn name(&self) -> String {
-        let Config { kernel, dtype, dim, dim_v, .. } = self.config;
+        let Config { kernel, dtype, dim, dim_v, deterministic, split, paged, .. } = self.config;
+        if kernel == Kernel::BlockLists {
+            return format!("{kernel}, {}", self.mods);
+        }
         let dims = HeadDims(dim, dim_v);
-        let order = if self.config.deterministic { ", deterministic" } else { "" };
-        format!("{kernel} {} D {dims}, {}{order}", dtype.name(), self.mods)
+        let mut name = format!("{kernel} {} D {dims}, {}", dtype.name(), self.mods);
+        let more = [(deterministic, "deterministic"), (split, "split"), (paged, "paged")];
+        for (_, word) in more.iter().filter(|(on, _)| *on) {
+            name = name + ", " + word;
+        }
+        name
     }
 
     /// What the planner chose: `tile 64x128, 8 warps, 2 stages`.
@@ -260,13 +296,14 @@ impl Listed {
         TilesOf(&self.config).to_string()
     }
 
-    /// Compiles the kernel and compares it with its plan.
+    /// Compiles the kernel, unless `cache` has it, and compares it with its plan.
     ///
     /// # Errors
     /// Those of the compiler and of [`verify`].
-    pub fn check(&self, compiler: &Compiler) -> Result<Taken, CudaError> {
+    pub fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Taken, CudaError> {
         let mods = self.mods.source(&self.config)?;
-        verify(&self.config, &compiler.compile(&source(&self.config, &mods), &self.arch)?)
+        let compiled = cache.compile(compiler, &source(&self.config, &mods), &self.arch)?;
+        verify(&self.config, &compiled)
     }
 }
 
@@ -277,6 +314,7 @@ impl fmt::Display for Kind {
             Self::Mask => "mask",
             Self::Score => "score",
             Self::Learned => "learned",
+            Self::Dropout => "dropout",
         })
     }
 }
@@ -289,7 +327,11 @@ mod tests {
     fn the_list_has_every_kernel_for_every_architecture() {
         for (arch, _) in ARCHS {
             let all = list(arch, false).unwrap();
-            for kernel in Kernel::ALL.into_iter().filter(|&k| k != Kernel::BlockLists) {
+            let mut names: Vec<_> = all.iter().map(Listed::name).collect();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), all.len(), "a name for each kernel");
+            for kernel in Kernel::ALL {
                 assert!(all.iter().any(|l| l.config.kernel == kernel), "{kernel} for {arch}");
             }
             let few = list(arch, true).unwrap();
@@ -306,9 +348,10 @@ mod tests {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
+        let cache = Cache::at(None);
         let sample = |arch: &str| list(arch, true).unwrap().into_iter();
         for one in sample("sm_86").chain(sample("sm_90")).step_by(5) {
-            if let Err(e) = one.check(compiler) {
+            if let Err(e) = one.check(compiler, &cache) {
                 panic!("{}: {e}", one.arch);
             }
         }

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_cuda::CudaError;
+use foveate_cuda::cache::Cache;
 use foveate_cuda::check::{ARCHS, Listed, Taken, list};
 use foveate_cuda::nvrtc::Compiler;
 use serde::Serialize;
@@ -74,11 +75,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let compiler = Compiler::get().map_err(cuda)?;
     let mut table = Table::recorded()?;
     let interrupt = Interrupt::watch()?;
-    let began = Instant::now();
+    let mut progress = Progress::new(kernels.len());
     let mut done = Vec::new();
     let (mut changed, mut worse, mut failed) = (0, 0, 0);
     each(&kernels, compiler, args.threads, |kernel, result, took| {
         interrupt.check()?;
+        progress.one();
         let taken = result.as_ref().ok().copied();
         let standing = taken.map(|t| table.standing(kernel, &t));
         changed += usize::from(matches!(standing, Some(Standing::Changed | Standing::New)));
@@ -101,7 +103,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             "{} kernels in {:.0} s with NVRTC {}.{}: {changed} new or changed, {worse} worse, \
              {failed} failed",
             kernels.len(),
-            began.elapsed().as_secs_f64(),
+            progress.began.elapsed().as_secs_f64(),
             compiler.version().0,
             compiler.version().1
         ))?;
@@ -133,6 +135,7 @@ fn each<'a>(
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let threads = threads.unwrap_or(cores).clamp(1, kernels.len());
     let next = AtomicUsize::new(0);
+    let cache = Cache::get();
     thread::scope(|scope| {
         let (send, receive) = mpsc::channel();
         for _ in 0..threads {
@@ -140,7 +143,8 @@ fn each<'a>(
             scope.spawn(move || {
                 while let Some(kernel) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let began = Instant::now();
-                    let result = kernel.check(compiler);
+                    let result = kernel.check(compiler, cache);
+                    cache.forget();
                     // Nobody listens any more: the command has failed and waits for the threads.
                     if send.send((kernel, result, began.elapsed())).is_err() {
                         break;
@@ -151,6 +155,35 @@ fn each<'a>(
         drop(send);
         receive.into_iter().try_for_each(|(kernel, result, took)| then(kernel, result, took))
     })
+}
+
+/// Says on standard error how far the command is, where it takes longer than one waits unasked.
+struct Progress {
+    all: usize,
+    done: usize,
+    began: Instant,
+    said: Instant,
+}
+
+impl Progress {
+    const EVERY: Duration = Duration::from_secs(20);
+
+    fn new(all: usize) -> Self {
+        let now = Instant::now();
+        Self { all, done: 0, began: now, said: now }
+    }
+
+    /// Counts a kernel.
+    fn one(&mut self) {
+        self.done += 1;
+        if self.said.elapsed() >= Self::EVERY && self.done < self.all {
+            self.said = Instant::now();
+            let each = self.began.elapsed() / self.done as u32;
+            let left = each * (self.all - self.done) as u32;
+            let Self { all, done, .. } = self;
+            eprintln!("{done} of {all} kernels, {:.0} s left", left.as_secs_f64());
+        }
+    }
 }
 
 impl Line<'_> {

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::{fmt, fs};
 
 use foveate_cuda::check::{Listed, Taken};
+use foveate_cuda::config::Config;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
@@ -16,12 +17,33 @@ const RECORDED: &str = include_str!("../../../../conformance/kernel-resources.to
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
 
-/// What one kernel took.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What one kernel took: a line of numbers, so that the table is short enough to be read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "[u32; 7]", into = "[u32; 7]")]
 struct Row {
-    tiles: String,
-    #[serde(flatten)]
+    tiles: [u32; 4],
     taken: Taken,
+}
+
+impl Row {
+    fn new(kernel: &Listed, taken: Taken) -> Self {
+        let Config { tile_q, tile_kv, warps, stages, .. } = kernel.config;
+        Self { tiles: [tile_q, tile_kv, warps, stages].map(|n| n as u32), taken }
+    }
+}
+
+impl From<[u32; 7]> for Row {
+    fn from([q, kv, warps, stages, shared_bytes, registers, local_bytes]: [u32; 7]) -> Self {
+        let tiles = [q, kv, warps, stages];
+        Self { tiles, taken: Taken { registers, local_bytes, shared_bytes } }
+    }
+}
+
+impl From<Row> for [u32; 7] {
+    fn from(row: Row) -> Self {
+        let ([q, kv, warps, stages], taken) = (row.tiles, row.taken);
+        [q, kv, warps, stages, taken.shared_bytes, taken.registers, taken.local_bytes]
+    }
 }
 
 /// How a kernel stands to the table.
@@ -53,7 +75,7 @@ impl Table {
         let Some(row) = self.0.get(&kernel.arch).and_then(|rows| rows.get(&kernel.name())) else {
             return Standing::New;
         };
-        if row.tiles != kernel.tiles() {
+        if row.tiles != Row::new(kernel, *taken).tiles {
             return Standing::Changed;
         }
         let worse = taken.registers > row.taken.registers + SLACK
@@ -73,24 +95,22 @@ impl Table {
 
     /// Adds or replaces a row.
     pub fn record(&mut self, kernel: &Listed, taken: Taken) {
-        let row = Row { tiles: kernel.tiles(), taken };
-        self.0.entry(kernel.arch.clone()).or_default().insert(kernel.name(), row);
+        let rows = self.0.entry(kernel.arch.clone()).or_default();
+        rows.insert(kernel.name(), Row::new(kernel, taken));
     }
 
     /// Writes the table, a line for each kernel.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::from(
             "# What the kernels that the planner chooses take of a multiprocessor.\n\
-             # `foveate kernels check` compares with it, with --update it writes it.\n",
+             # `foveate kernels check` compares with it, with --update it writes it. The numbers:\n\
+             # queries and keys of a tile, warps, stages; bytes of shared memory of a block,\n\
+             # registers and bytes of local memory of a thread.\n",
         );
         for (arch, rows) in &self.0 {
             text += &format!("\n[{arch}]\n");
-            for (name, Row { tiles, taken }) in rows {
-                let Taken { registers, local_bytes, shared_bytes } = taken;
-                text += &format!(
-                    "\"{name}\" = {{ tiles = \"{tiles}\", shared_bytes = {shared_bytes}, \
-                     registers = {registers}, local_bytes = {local_bytes} }}\n"
-                );
+            for (name, row) in rows {
+                text += &format!("\"{name}\" = {:?}\n", <[u32; 7]>::from(row.clone()));
             }
         }
         fs::write(path, text)
