@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::process::{Command, Stdio};
 
 use foveate_mods::ir::{BinaryOp, UnaryOp, mix};
-use foveate_mods::{Bounds, Cover, DynExpr, Head, Kernel, ScalarValue, Type};
+use foveate_mods::vector::{Bits, LANES, Machine, Read, Scores};
+use foveate_mods::{Bounds, Cover, DynExpr, Head, Kernel, Point, ScalarValue, Type};
 
 use super::*;
 
@@ -269,6 +270,16 @@ pub(super) fn program_output(text: &str, arena: Arena, input: Vec<u8>) -> Option
     Some(output.stdout)
 }
 
+fn point(q: i32, kv: i32, score: f32) -> Point {
+    let Head { b, h, h_kv, q_len, kv_len } = HEAD;
+    Point { b, h, h_kv, q, kv, q_len, kv_len, score }
+}
+
+fn integer(value: ScalarValue) -> i32 {
+    let ScalarValue::I32(value) = value else { panic!("{value:?} is no i32") };
+    value
+}
+
 /// Equal bits, or both NaN.
 fn same(x: f32, y: f32) -> bool {
     x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan()
@@ -278,36 +289,49 @@ fn agree_with_the_cpu(cases: &[Case]) {
     let Some(bytes) = executed(cases) else { return };
     let mut words = bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
     let mut word = || words.next().expect("one answer for each question");
-    let width = KEYS.len();
+    let (width, padded) = (KEYS.len(), KEYS.len().next_multiple_of(LANES));
     let (mut decided, mut as_on_cpu, mut reported) = (0, 0, 0);
     for (number, case) in cases.iter().enumerate() {
         let machine = |program: &Program| {
-            let mut machine = Kernel::compile(program).machine(width);
+            let mut machine = Kernel::compile(program).machine(1, width);
             machine.set_head(HEAD);
-            machine.set_columns(KEYS.start, width);
             machine
+        };
+        // The first root over the one row of a tile that was run last.
+        let row = |machine: &Machine| {
+            let mut row = vec![f32::NAN; padded];
+            machine.store(0, &mut row, padded);
+            row
         };
         let mut mask = machine(case.mask.program());
         let mut score = machine(case.score.program());
         let mut gradient = case.gradient.as_ref().map(|g| machine(g.program()));
         let mut keep = machine(case.dropout.keep().program());
         for q in QUERIES {
-            let given = row_of_scores(q);
-            mask.run_row(q, &[]);
-            keep.run_row(q, &[]);
-            score.run_row_where(q, &given, mask.bools(0));
-            if let Some(gradient) = &mut gradient {
-                gradient.run_row(q, &given);
-            }
+            let mut given = row_of_scores(q);
+            given.resize(padded, 0.0);
+            let given = Scores { data: &given, stride: padded };
+            let (mut seen, mut kept) = (Bits::default(), Bits::default());
+            mask.set_tile(q..q + 1, KEYS);
+            mask.truths(None, &mut seen);
+            keep.set_tile(q..q + 1, KEYS);
+            keep.truths(None, &mut kept);
+            score.set_tile(q..q + 1, KEYS);
+            score.run(0..1, 0..width, given, Some(&seen));
+            let scores = row(&score);
+            let slopes = gradient.as_mut().map_or(vec![1.0; padded], |gradient| {
+                gradient.set_tile(q..q + 1, KEYS);
+                gradient.run(0..1, 0..width, given, None);
+                row(gradient)
+            });
             for column in 0..width {
                 let at = format!("case {number}, q {q}, kv {}", KEYS.start + column as i32);
-                assert_eq!(word() == 1, mask.bools(0)[column], "{at}: {}", case.mask);
-                let (got, want) = (f32::from_bits(word()), score.f32s(0)[column]);
+                assert_eq!(word() == 1, seen.get(0, column), "{at}: {}", case.mask);
+                let (got, want) = (f32::from_bits(word()), scores[column]);
                 assert!(same(got, want), "{at}: {got}, not {want}: {}", case.score);
-                let got = f32::from_bits(word());
-                let want = gradient.as_ref().map_or(1.0, |g| g.f32s(0)[column]);
+                let (got, want) = (f32::from_bits(word()), slopes[column]);
                 assert!(same(got, want), "{at}: slope {got}, not {want}: {}", case.score);
-                assert_eq!(word() == 1, keep.bools(0)[column], "{at}: dropout");
+                assert_eq!(word() == 1, kept.get(0, column), "{at}: dropout");
             }
         }
         if case.checked {
@@ -323,14 +347,13 @@ fn agree_with_the_cpu(cases: &[Case]) {
         }
         let bounds = Bounds::new(case.mask.program());
         for (q, kv) in &case.rectangles {
-            let mut seen = [false; 2];
-            let mut machine = Kernel::compile(case.mask.program()).machine(kv.len());
+            let mut machine = Kernel::compile(case.mask.program()).machine(q.len(), kv.len());
+            let mut entries = Bits::default();
             machine.set_head(HEAD);
-            machine.set_columns(kv.start, kv.len());
-            for q in q.clone() {
-                machine.run_row(q, &[]);
-                machine.bools(0).iter().for_each(|&x| seen[usize::from(x)] = true);
-            }
+            machine.set_tile(q.clone(), kv.clone());
+            machine.truths(None, &mut entries);
+            let live = entries.count();
+            let seen = [live < (q.len() * kv.len()) as u64, live > 0];
             let says = word();
             let right = match says {
                 0 => !seen[1],
@@ -410,16 +433,11 @@ fn a_rectangle_that_reads_one_element_of_a_bias_does() {
     let Some(bytes) = program_output(&format!("{text}{main} }}\n"), arena, input) else { return };
     let mut found = [0, 0];
     for (answer, (gradient, q, kv)) in bytes.chunks(4).zip(&asked) {
-        let mut machine = Kernel::compile(gradient.program()).machine(kv.len());
-        machine.set_head(HEAD);
-        machine.set_columns(kv.start, kv.len());
         let mut elements = std::collections::BTreeSet::new();
-        for q in q.clone() {
-            machine.run_row(q, &vec![0.0; kv.len()]);
-            for column in 0..kv.len() {
-                let index = &gradient.captures()[0].index;
-                elements.insert(index.iter().map(|&i| machine.i32s(i)[column]).collect::<Vec<_>>());
-            }
+        for (q, kv) in q.clone().flat_map(|q| kv.clone().map(move |kv| (q, kv))) {
+            let values = gradient.program().eval(&point(q, kv, 0.0)).expect("indices in range");
+            let index = gradient.captures()[0].index.iter().map(|&i| integer(values[i]));
+            elements.insert(index.collect::<Vec<_>>());
         }
         let says_one = answer[0] == 1;
         assert!(!says_one || elements.len() == 1, "{q:?} x {kv:?} reads {elements:?}");
@@ -480,20 +498,23 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
     for (number, (source, gradient)) in sources.iter().enumerate() {
         let buffers = gradient.program().graph().buffers();
         let mut wanted: Vec<Vec<f64>> = buffers.iter().map(|b| vec![0.0; b.data().len()]).collect();
-        let mut machine = Kernel::compile(gradient.program()).machine(KEYS.len());
+        let mut machine = Kernel::compile(gradient.program()).machine(1, KEYS.len());
         machine.set_head(HEAD);
-        machine.set_columns(KEYS.start, KEYS.len());
         for q in QUERIES {
-            machine.run_row(q, &row_of_scores(q));
-            for (column, kv) in KEYS.enumerate() {
-                for read in gradient.captures() {
-                    let shape = buffers[read.buffer as usize].shape();
-                    let at = read.index.iter().zip(shape).fold(0, |at, (&root, &len)| {
-                        at * len + machine.i32s(root)[column].clamp(0, len as i32 - 1) as usize
-                    });
-                    let given = f64::from(machine.f32s(read.value)[column]);
-                    wanted[read.buffer as usize][at] += given * f64::from(weight(q, kv));
-                }
+            let padded = KEYS.len().next_multiple_of(LANES);
+            let mut given = row_of_scores(q);
+            let mut d: Vec<f32> = KEYS.map(|kv| weight(q, kv)).collect();
+            given.resize(padded, 0.0);
+            d.resize(padded, 0.0);
+            machine.set_tile(q..q + 1, KEYS);
+            machine.run(0..1, 0..KEYS.len(), Scores { data: &given, stride: padded }, None);
+            for read in gradient.captures() {
+                let shape = buffers[read.buffer as usize].shape();
+                let read_of = Read { value: read.value, index: &read.index, shape };
+                let wanted = &mut wanted[read.buffer as usize];
+                let mut sums = vec![0.0; wanted.len()];
+                machine.add_read(read_of, &d, padded, &mut sums);
+                wanted.iter_mut().zip(sums).for_each(|(sum, x)| *sum += f64::from(x));
             }
         }
         for slot in source.learned() {
