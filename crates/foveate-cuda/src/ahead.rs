@@ -3,14 +3,20 @@
 //! What is compiled is what [`crate::CudaPlan`] asks the cache for, source by source: contiguous
 //! operands, results and gradients in the dtype of the operands.
 
+use std::sync::Arc;
+
+use foveate_mods::ScoreGradient;
 use foveate_problem::{Dims, Spec};
 
 use crate::abi::BlockListsParams;
+use crate::check;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
-use crate::planner::{Class, KernelOptions, KernelPlan, Sizes};
+use crate::nvrtc::Compiled;
+use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes};
 use crate::profile::Profile;
+use crate::settle::settle;
 use crate::source::source;
 
 /// How a problem is going to be run.
@@ -24,20 +30,30 @@ pub struct Run {
     pub checked: bool,
 }
 
-/// The configuration and the source of every kernel that `spec` takes on operands of `dims`.
+/// A kernel that a problem will need, before it is settled on (see `settle`).
+#[derive(Debug)]
+pub struct Ahead<'a> {
+    choice: Choice,
+    spec: &'a Spec,
+    gradient: Option<Arc<ScoreGradient>>,
+    dims: Dims,
+    run: Run,
+}
+
+/// Every kernel that `spec` takes on operands of `dims`.
 ///
 /// # Errors
 /// Those of [`KernelPlan::new`], and a score that has no derivative.
-pub fn sources(
+pub fn kernels<'a>(
     profile: &Profile,
-    spec: &Spec,
+    spec: &'a Spec,
     dims: &Dims,
     dtype: Elem,
     run: Run,
-) -> Result<Vec<(Config, String)>, CudaError> {
+) -> Result<Vec<Ahead<'a>>, CudaError> {
     let gradient = match &spec.score {
         Some(score) if run.backward => {
-            Some(score.gradient().map_err(|e| CudaError::argument(e.to_string()))?)
+            Some(Arc::new(score.gradient().map_err(|e| CudaError::argument(e.to_string()))?))
         }
         _ => None,
     };
@@ -45,53 +61,79 @@ pub fn sources(
         align: alignment(dtype, dims),
         deterministic: run.deterministic,
         checked: run.checked,
-        ..Class::of(spec, dtype, dims, gradient.as_ref())
+        ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
     let sizes = Sizes::of(dims);
     let plan = KernelPlan::new(profile, &class, &sizes, run.backward, &KernelOptions::default())?;
-    let mut all: Vec<(Config, String)> = Vec::new();
-    for choice in &plan.kernels {
-        let config = Config { group: dims.group(), ..choice.chosen.config.clone() };
-        let forward = matches!(config.kernel, Kernel::Forward | Kernel::Combine);
-        let (mask, score) = (spec.mask.as_ref(), spec.score.as_ref());
-        let gradient = if forward { None } else { gradient.as_ref() };
-        let mods = Mods { mask, score, gradient, dropout: spec.dropout.as_ref() };
-        all.push((config.clone(), source(&config, &print(mods, dims, dtype, run, &config)?)));
-        let walks = config.mask && config.kernel != Kernel::Combine;
-        if walks {
-            let mods = Mods { mask, ..Mods::default() };
-            let lists = lists_config(run.checked);
-            let text = source(&lists, &print(mods, dims, dtype, run, &config)?);
-            if !all.iter().any(|(_, known)| *known == text) {
-                all.push((lists, text));
-            }
-        }
-    }
-    Ok(all)
+    let ahead = |choice| Ahead { choice, spec, gradient: gradient.clone(), dims: *dims, run };
+    Ok(plan.kernels.into_iter().map(ahead).collect())
 }
 
-/// Prints mods for tiles of `tiles`.
-fn print(
-    mods: Mods<'_>,
-    dims: &Dims,
-    dtype: Elem,
-    run: Run,
-    tiles: &Config,
-) -> Result<ModsSource, CudaError> {
-    let extent = Extent {
-        batch: dims.batch,
-        heads_q: dims.heads_q,
-        heads_kv: dims.heads_kv,
-        queries: dims.len_q.next_multiple_of(tiles.queries()),
-        keys: dims.len_k.next_multiple_of(tiles.tile_kv),
-    };
-    let options = Options {
-        extent,
-        fast_math: dtype.bytes() == 2,
-        checked: run.checked,
-        deterministic: run.deterministic,
-    };
-    ModsSource::new(mods, &options)
+impl Ahead<'_> {
+    /// Compiles what a plan will compile. Returns configuration and source of the kernel that will
+    /// run, and of the one that makes its block lists.
+    ///
+    /// # Errors
+    /// Those of `compile`; a kernel whose shared memory is not what was planned.
+    pub fn build(
+        &self,
+        compile: impl Fn(&str) -> Result<Arc<Compiled>, CudaError>,
+    ) -> Result<Vec<(Config, String)>, CudaError> {
+        let settled = settle(&self.choice, |candidate| {
+            let sources = self.sources(candidate)?;
+            let (config, text) = &sources[0];
+            let taken = check::compare(config, &*compile(text)?)?;
+            Ok((sources, taken))
+        })?;
+        let sources = settled.made;
+        sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;
+        Ok(sources)
+    }
+
+    /// The kernel of a candidate, and the one that makes its block lists.
+    fn sources(&self, candidate: &Candidate) -> Result<Vec<(Config, String)>, CudaError> {
+        let config = Config { group: self.dims.group(), ..candidate.config.clone() };
+        let text = source(&config, &self.print(&config, false)?);
+        let mut sources = vec![(config.clone(), text)];
+        let walks = config.mask && config.kernel != Kernel::Combine;
+        if walks {
+            let lists = lists_config(self.run.checked);
+            let text = source(&lists, &self.print(&config, true)?);
+            sources.push((lists, text));
+        }
+        Ok(sources)
+    }
+
+    /// Prints the mods that a kernel of these tiles evaluates, or with `lists` the one that makes
+    /// its block lists.
+    fn print(&self, tiles: &Config, lists: bool) -> Result<ModsSource, CudaError> {
+        let Self { spec, dims, run, .. } = self;
+        let forward = matches!(tiles.kernel, Kernel::Forward | Kernel::Combine);
+        let mask = spec.mask.as_ref();
+        let mods = match lists {
+            true => Mods { mask, ..Mods::default() },
+            false => Mods {
+                mask,
+                score: spec.score.as_ref(),
+                gradient: self.gradient.as_deref().filter(|_| !forward),
+                dropout: spec.dropout.as_ref(),
+            },
+        };
+        let extent = Extent {
+            batch: dims.batch,
+            heads_q: dims.heads_q,
+            heads_kv: dims.heads_kv,
+            queries: dims.len_q.next_multiple_of(tiles.queries()),
+            keys: dims.len_k.next_multiple_of(tiles.tile_kv),
+        };
+        let options = Options {
+            extent,
+            fast_math: tiles.dtype.bytes() == 2,
+            checked: run.checked,
+            deterministic: run.deterministic,
+        };
+        ModsSource::new(mods, &options)
+    }
 }
 
 /// The kernel that makes block lists. Tiles are its arguments and elements are of no account, so
@@ -147,8 +189,9 @@ mod tests {
         let spec = Spec { mask, score, scale: None, dropout: None };
         let profile = Profile::named("a100").unwrap();
         let kernels = |run: Run| {
-            let found = sources(&profile, &spec, &dims(64, 64), Elem::Bf16, run).unwrap();
-            found.into_iter().map(|(config, _)| config.kernel).collect::<Vec<_>>()
+            let found = super::kernels(&profile, &spec, &dims(64, 64), Elem::Bf16, run).unwrap();
+            let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
+            built.map(|(config, _)| config.kernel).collect::<Vec<_>>()
         };
         let forward = kernels(Run::default());
         assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);

@@ -10,8 +10,7 @@ use foveate_cuda::ahead::{self, Run};
 use foveate_cuda::cache::Cache;
 use foveate_cuda::config::{Config, Elem};
 use foveate_cuda::nvrtc::Compiler;
-use foveate_cuda::profile::Profile;
-use foveate_problem::Spec;
+use foveate_problem::{Dims, Spec};
 use rayon::prelude::*;
 
 use crate::explain::profile;
@@ -52,22 +51,22 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let profile = profile(&args.device)?;
     let listed = args.problems.as_deref().map(read).transpose()?;
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
-    let mut sources: Vec<(Config, String)> = Vec::new();
-    for one in wanted {
-        for found in one.sources(&profile)? {
-            if !sources.contains(&found) {
-                sources.push(found);
-            }
-        }
-    }
     let compiler = Compiler::get().map_err(cuda)?;
     let cache = Cache::get();
-    let compiled: Vec<_> = sources
-        .par_iter()
-        .map(|(config, text)| cache.compile(compiler, text, &profile.arch()).map(|_| config))
-        .collect();
-    for config in compiled {
-        out.line(config.map_err(cuda)?)?;
+    let compile = |text: &str| cache.compile(compiler, text, &profile.arch());
+    let mut built: Vec<(Config, String)> = Vec::new();
+    for one in wanted {
+        let (spec, dims, elem, run) = one.read()?;
+        let kernels = ahead::kernels(&profile, &spec, &dims, elem, run).map_err(cuda)?;
+        let compiled: Vec<_> = kernels.par_iter().map(|kernel| kernel.build(compile)).collect();
+        for kernel in compiled {
+            for found in kernel.map_err(cuda)? {
+                if !built.contains(&found) {
+                    out.line(&found.0)?;
+                    built.push(found);
+                }
+            }
+        }
     }
     if let Some(trouble) = cache.trouble() {
         return Err(Failure::new(trouble));
@@ -75,7 +74,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let folder = cache.folder().ok_or_else(|| {
         Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
     })?;
-    let (kernels, problems) = (sources.len(), wanted.len());
+    let (kernels, problems) = (built.len(), wanted.len());
     out.line(format_args!(
         "{kernels} kernels of {problems} problems for {} in {}",
         profile.arch(),
@@ -85,7 +84,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 impl Wanted {
-    fn sources(&self, profile: &Profile) -> Result<Vec<(Config, String)>, Failure> {
+    /// The program, the sizes and the dtype of its operands, and how it is run.
+    fn read(&self) -> Result<(Spec, Dims, Elem, Run), Failure> {
         let given = self.problem.read()?;
         let dtype = self.problem.dtype;
         let elem = Elem::of(dtype)
@@ -96,8 +96,7 @@ impl Wanted {
             deterministic: self.deterministic,
             checked: self.checked,
         };
-        ahead::sources(profile, &spec, given.problem.dims(), elem, run)
-            .map_err(|e| Failure::new(e.to_string()))
+        Ok((spec, *given.problem.dims(), elem, run))
     }
 }
 
