@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use foveate_mods::{Bits, Bounds, Cover, Head, Kernel, Machine, MaskMod};
 
+use crate::live::Live;
 use crate::{BlockMask, Kind, Run, Tile};
 
 pub(crate) fn build(
@@ -28,11 +29,10 @@ pub(crate) fn build(
         kv_len: fits(kv_len),
         tile,
         rows: vec![Vec::new(); rows],
-        live_entries: 0,
     };
     builder.visit(0..rows as u32, 0..kv_len.div_ceil(tile.kv as usize) as u32);
     let out_of_range = builder.machine.out_of_range().cloned();
-    let mask = BlockMask::from_rows(q_len, kv_len, tile, builder.rows, builder.live_entries);
+    let mask = BlockMask::from_rows(q_len, kv_len, tile, builder.rows, Live::of(mask, head));
     BlockMask { out_of_range, ..mask }
 }
 
@@ -45,7 +45,6 @@ struct Builder {
     kv_len: i32,
     tile: Tile,
     rows: Vec<Vec<Run>>,
-    live_entries: u64,
 }
 
 impl Builder {
@@ -60,18 +59,13 @@ impl Builder {
         match self.bounds.cover(&self.head, q.clone(), kv.clone()) {
             Cover::Empty => {}
             Cover::Full => {
-                self.live_entries += q.len() as u64 * kv.len() as u64;
                 for row in rows {
                     self.push(row, columns.clone(), Kind::Full);
                 }
             }
             Cover::Undecided if rows.len() == 1 && columns.len() == 1 => {
-                let live = self.count(q.clone(), kv.clone());
-                self.live_entries += live;
-                if live == q.len() as u64 * kv.len() as u64 {
-                    self.push(rows.start, columns, Kind::Full);
-                } else if live > 0 {
-                    self.push(rows.start, columns, Kind::Partial);
+                if let Some(kind) = self.evaluate(q, kv) {
+                    self.push(rows.start, columns, kind);
                 }
             }
             Cover::Undecided if rows.len() > columns.len() => {
@@ -87,11 +81,28 @@ impl Builder {
         }
     }
 
-    /// Points of one tile where the mask is true.
-    fn count(&mut self, q: Range<i32>, kv: Range<i32>) -> u64 {
-        self.machine.set_tile(q, kv);
-        self.machine.truths(None, &mut self.truths);
-        self.truths.count()
+    /// What one tile is, by its points. The outermost rows come first: in a tile on an edge they
+    /// usually differ, and then no other row can change what it is. Where an index may be out of
+    /// range all rows are evaluated, so that it is met.
+    fn evaluate(&mut self, q: Range<i32>, kv: Range<i32>) -> Option<Kind> {
+        let settled = self.bounds.reads_inside(&self.head, q.clone(), kv.clone());
+        let (mut any, mut all) = (false, true);
+        for rows in [q.start..q.start + 1, q.end - 1..q.end, q] {
+            let points = rows.len() as u64 * kv.len() as u64;
+            self.machine.set_tile(rows, kv.clone());
+            self.machine.truths(None, &mut self.truths);
+            let live = self.truths.count();
+            any |= live > 0;
+            all &= live == points;
+            if any && !all && settled {
+                break;
+            }
+        }
+        match (any, all) {
+            (true, true) => Some(Kind::Full),
+            (true, false) => Some(Kind::Partial),
+            _ => None,
+        }
     }
 
     fn push(&mut self, row: u32, columns: Range<u32>, kind: Kind) {

@@ -45,6 +45,7 @@
 
 mod build;
 mod lists;
+mod live;
 pub mod picture;
 
 use std::ops::Range;
@@ -52,6 +53,7 @@ use std::ops::Range;
 pub use lists::MaskError;
 
 use foveate_mods::{Head, Leaf, MaskMod, OutOfRange};
+use live::Live;
 
 /// Size of a tile: queries by keys, at least 1 each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -91,7 +93,7 @@ impl Run {
 
 /// The live tiles of one head: for each row of tiles its runs, from left to right, not touching
 /// unless their kinds differ.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct BlockMask {
     q_len: usize,
     kv_len: usize,
@@ -99,11 +101,12 @@ pub struct BlockMask {
     /// `runs[starts[i]..starts[i + 1]]` are those of row `i`.
     starts: Vec<u32>,
     runs: Vec<Run>,
-    live_entries: u64,
+    live: Live,
     out_of_range: Option<OutOfRange>,
 }
 
-/// Counts over a [`BlockMask`].
+/// Counts over a [`BlockMask`]. All but `live_entries` follow the number of runs; that one is
+/// counted point by point, once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Tiles of the plane.
@@ -146,17 +149,11 @@ impl BlockMask {
         let run = Run { first: 0, count: columns, kind: Kind::Full };
         let rows = q_len.div_ceil(tile.q as usize);
         let row = if columns == 0 { vec![] } else { vec![run] };
-        let live = q_len as u64 * kv_len as u64;
+        let live = Live::Known(q_len as u64 * kv_len as u64);
         Self::from_rows(q_len, kv_len, tile, vec![row; rows], live)
     }
 
-    fn from_rows(
-        q_len: usize,
-        kv_len: usize,
-        tile: Tile,
-        rows: Vec<Vec<Run>>,
-        live_entries: u64,
-    ) -> Self {
+    fn from_rows(q_len: usize, kv_len: usize, tile: Tile, rows: Vec<Vec<Run>>, live: Live) -> Self {
         let mut starts = Vec::with_capacity(rows.len() + 1);
         let mut runs = Vec::with_capacity(rows.iter().map(Vec::len).sum());
         starts.push(0);
@@ -164,7 +161,7 @@ impl BlockMask {
             runs.extend(row);
             starts.push(runs.len() as u32);
         }
-        Self { q_len, kv_len, tile, starts, runs, live_entries, out_of_range: None }
+        Self { q_len, kv_len, tile, starts, runs, live, out_of_range: None }
     }
 
     /// An index, outside the axis of its captured buffer, that the mask reads at some position of
@@ -236,7 +233,7 @@ impl BlockMask {
             });
         }
         let tile = Tile { q: self.tile.kv, kv: self.tile.q };
-        Self::from_rows(self.kv_len, self.q_len, tile, columns, self.live_entries)
+        Self::from_rows(self.kv_len, self.q_len, tile, columns, self.live.transpose())
     }
 
     /// The rows of tiles `rows`, as a block mask of its own over the same keys: what a shard of
@@ -249,7 +246,7 @@ impl BlockMask {
         let tile = self.tile.q as usize;
         let q_len = self.q_len.min(rows.end * tile) - self.q_len.min(rows.start * tile);
         let taken: Vec<Vec<Run>> = rows.map(|r| self.row(r).to_vec()).collect();
-        Ok(Self::from_rows(q_len, self.kv_len, self.tile, taken, 0).counting_tiles())
+        Ok(Self::from_rows(q_len, self.kv_len, self.tile, taken, Live::Known(0)).counting_tiles())
     }
 
     /// The columns of tiles `columns`, as a block mask of its own: what a prefix of a cache of
@@ -267,34 +264,43 @@ impl BlockMask {
             (first < end).then(|| Run { first: first - from, count: end - first, ..*run })
         };
         let taken = (0..self.rows()).map(|r| self.row(r).iter().filter_map(cut).collect());
-        Ok(Self::from_rows(self.q_len, kv_len, self.tile, taken.collect(), 0).counting_tiles())
+        Ok(Self::from_rows(self.q_len, kv_len, self.tile, taken.collect(), Live::Known(0))
+            .counting_tiles())
     }
 
     /// The same with `live_entries` counting whole tiles.
     fn counting_tiles(mut self) -> Self {
-        self.live_entries = self.live_tile_entries();
+        self.live = Live::Known(self.live_tile_entries());
         self
     }
 
     /// Points in live tiles: what kernels that skip empty tiles compute.
     pub fn live_tile_entries(&self) -> u64 {
-        let extent = |tiles: Range<usize>, tile: usize, len: usize| {
-            (len.min(tiles.end * tile) - tiles.start * tile) as u64
-        };
-        let (q, kv) = (self.tile.q as usize, self.tile.kv as usize);
-        (0..self.rows())
-            .map(|row| {
-                let tall = extent(row..row + 1, q, self.q_len);
-                let wide = self
-                    .row(row)
-                    .iter()
-                    .map(|r| extent(r.first as usize..r.tiles().end as usize, kv, self.kv_len));
-                tall * wide.sum::<u64>()
-            })
-            .sum()
+        self.entries_of(Kind::Full) + self.entries_of(Kind::Partial)
     }
 
-    /// Counts.
+    /// Points in tiles of one kind.
+    fn entries_of(&self, kind: Kind) -> u64 {
+        let wide = |row: usize, run: &Run| {
+            let (q, first) = self.spans(row, run.first);
+            let (_, last) = self.spans(row, run.tiles().end - 1);
+            q.len() as u64 * (last.end - first.start) as u64
+        };
+        let of_row = |row: usize| self.row(row).iter().map(move |run| (row, run));
+        let runs = (0..self.rows()).flat_map(of_row).filter(|(_, run)| run.kind == kind);
+        runs.map(|(row, run)| wide(row, run)).sum()
+    }
+
+    /// Queries and keys of a tile.
+    fn spans(&self, row: usize, column: u32) -> (Range<usize>, Range<usize>) {
+        let span = |index: usize, side: u32, len: usize| {
+            let side = side as usize;
+            index * side..len.min((index + 1) * side)
+        };
+        (span(row, self.tile.q, self.q_len), span(column as usize, self.tile.kv, self.kv_len))
+    }
+
+    /// Counts. Evaluates every point of every partial tile when asked first: see [`Stats`].
     pub fn stats(&self) -> Stats {
         let of = |kind| {
             let runs = self.runs.iter().filter(|r| r.kind == kind);
@@ -304,13 +310,27 @@ impl BlockMask {
             tiles: self.rows() as u64 * self.columns() as u64,
             full: of(Kind::Full),
             partial: of(Kind::Partial),
-            live_entries: self.live_entries,
+            live_entries: self.live.points(self),
             entries: self.q_len as u64 * self.kv_len as u64,
             runs: self.runs.len() as u64,
             bytes: (self.runs.capacity() * size_of::<Run>() + self.starts.capacity() * 4) as u64,
         }
     }
 }
+
+/// Two are equal when they have the same tiles over the same plane, and as many points.
+impl PartialEq for BlockMask {
+    fn eq(&self, other: &Self) -> bool {
+        let sizes = |m: &Self| (m.q_len, m.kv_len, m.tile);
+        sizes(self) == sizes(other)
+            && self.starts == other.starts
+            && self.runs == other.runs
+            && self.out_of_range == other.out_of_range
+            && self.live.points(self) == other.live.points(other)
+    }
+}
+
+impl Eq for BlockMask {}
 
 /// Calls `f` for each stretch of tiles whose kind differs between two rows, with its new kind.
 fn changes(before: &[Run], now: &[Run], mut f: impl FnMut(Range<u32>, Option<Kind>)) {

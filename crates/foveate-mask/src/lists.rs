@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::live::Live;
 use crate::{BlockMask, Kind, Run, Tile};
 
 /// A block list that does not fit its lengths, or a slice that leaves its block mask. The message
@@ -82,7 +83,7 @@ impl BlockMask {
             }
             joined.push(runs);
         }
-        Ok(Self::from_rows(q_len, kv_len, tile, joined, 0).counting_tiles())
+        Ok(Self::from_rows(q_len, kv_len, tile, joined, Live::Known(0)).counting_tiles())
     }
 
     /// A block mask listed tile by tile: for each row of tiles the columns of its partial and of

@@ -54,6 +54,24 @@ impl Bounds {
     /// # Panics
     /// When root 0 is not bool.
     pub fn cover(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> Cover {
+        let (range, inside) = self.root(head, q, kv);
+        match range {
+            Interval::Bool { .. } if !inside => Cover::Undecided,
+            Interval::Bool { yes: true, no: false } => Cover::Full,
+            Interval::Bool { yes: false, no: true } => Cover::Empty,
+            Interval::Bool { .. } => Cover::Undecided,
+            _ => panic!("the root of a mask is bool"),
+        }
+    }
+
+    /// Whether the program surely reads its captured buffers inside their axes, at every point of
+    /// a rectangle that is not empty.
+    pub fn reads_inside(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> bool {
+        self.program.graph().buffers().is_empty() || self.root(head, q, kv).1
+    }
+
+    /// Range of root 0 over a rectangle, and whether every index is surely inside its axis.
+    fn root(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> (Interval, bool) {
         let graph = self.program.graph();
         let point = Point {
             b: head.b,
@@ -82,13 +100,7 @@ impl Bounds {
             };
             ranges.push(range);
         }
-        match ranges[self.program.roots()[0].index()] {
-            Interval::Bool { .. } if !inside => Cover::Undecided,
-            Interval::Bool { yes: true, no: false } => Cover::Full,
-            Interval::Bool { yes: false, no: true } => Cover::Empty,
-            Interval::Bool { .. } => Cover::Undecided,
-            _ => panic!("the root of a mask is bool"),
-        }
+        (ranges[self.program.roots()[0].index()], inside)
     }
 }
 
