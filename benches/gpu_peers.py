@@ -24,61 +24,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-MASK32 = 0xFFFFFFFF
+from workloads import documents_of, mask_of, operands, random, score_of
+
 SAMPLES = 16
-
-
-def mix(x: int, y: torch.Tensor) -> torch.Tensor:
-    """The counter-based hash of Foveate's mods, on int64 tensors that hold 32-bit values."""
-    z = (x * 0x9E3779B1 + y + 0x7F4A7C15) & MASK32
-    z = ((z ^ (z >> 16)) * 0x85EBCA6B) & MASK32
-    z = ((z ^ (z >> 13)) * 0xC2B2AE35) & MASK32
-    return z ^ (z >> 16)
-
-
-def random(seed: int, shape, dtype) -> torch.Tensor:
-    """Element i is the sum of the four bytes of mix(seed, i), centred, with variance 1."""
-    count = 1
-    for n in shape:
-        count *= n
-    bits = mix(seed, torch.arange(count, device="cuda", dtype=torch.int64))
-    total = (bits & 255) + (bits >> 8 & 255) + (bits >> 16 & 255) + (bits >> 24)
-    deviation = (4 * (256**2 - 1) / 12) ** 0.5
-    return ((total.to(torch.float32) - 510.0) / deviation).to(dtype).reshape(shape)
-
-
-def mask_of(case, documents):
-    """The mask_mod of a case, or None."""
-    kind, causal = case["mask"], lambda b, h, q, kv: q >= kv
-    if kind == "full":
-        return None
-    if kind == "causal":
-        return causal
-    if kind == "window":
-        width = case["width"]
-        return lambda b, h, q, kv: (q >= kv) & (q - kv < width)
-    if kind == "prefix":
-        width = case["width"]
-        return lambda b, h, q, kv: (q >= kv) | (kv < width)
-    if kind == "documents":
-        return lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])
-    raise ValueError(f"no mask {kind!r}")
-
-
-def score_of(case, bias):
-    """The score_mod of a case, or None."""
-    kind, heads, length = case["score"], case["heads"], case["len"]
-    if kind == "none":
-        return None
-    if kind == "alibi":
-        return lambda s, b, h, q, kv: s - torch.exp2(-(h + 1) * (8.0 / heads)) * torch.abs(q - kv)
-    if kind == "softcap":
-        return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
-    if kind == "relative":
-        reach = (bias.shape[1] - 1) // 2
-        return lambda s, b, h, q, kv: s + bias[h, torch.clamp(q - kv, -reach, reach) + reach]
-    raise ValueError(f"no score {kind!r}, length {length}")
 
 
 def median_ms(run, seconds: float):
@@ -121,10 +69,7 @@ def attention(peer: str, case, q, k, v, bias):
 
         return sdpa
     length = case["len"]
-    documents = None
-    if case["mask"] == "documents":
-        documents = torch.arange(length, device="cuda") * case["width"] // length
-    mask = mask_of(case, documents)
+    mask = mask_of(case, documents_of(case, "cuda"))
     block = create_block_mask(mask, None, None, length, length) if mask else None
     score = score_of(case, bias)
     flex = compiled("max-autotune-no-cudagraphs" if peer == "flex-autotune" else "default")
@@ -132,15 +77,11 @@ def attention(peer: str, case, q, k, v, bias):
 
 
 def measure(peer: str, case, seconds: float):
-    batch, heads, heads_kv = case["batch"], case["heads"], case["heads_kv"]
-    length, dim, dtype = case["len"], case["dim"], DTYPES[case["dtype"]]
     backward = case["pass"] == "backward"
-    q = random(1, (batch, heads, length, dim), dtype)
-    k = random(2, (batch, heads_kv, length, dim), dtype)
-    v = random(3, (batch, heads_kv, length, dim), dtype)
+    q, k, v, d_out = operands(case, "cuda")
     bias = None
     if case["score"] == "relative":
-        bias = random(5, (heads, 2 * case["reach"] + 1), torch.float32)
+        bias = random(5, (case["heads"], 2 * case["reach"] + 1), torch.float32, "cuda")
     learned = [q, k, v] + ([bias] if bias is not None else [])
     if backward:
         for x in learned:
@@ -150,7 +91,6 @@ def measure(peer: str, case, seconds: float):
     if not backward:
         result, timed = out, lambda: run(q, k, v)
     else:
-        d_out = random(4, tuple(out.shape), dtype)
         result = torch.autograd.grad(out, q, d_out, retain_graph=True)[0]
         timed = lambda: torch.autograd.grad(out, learned, d_out, retain_graph=True)  # noqa: E731
     with torch.set_grad_enabled(backward):

@@ -1,0 +1,76 @@
+"""The workloads of `foveate bench` for PyTorch: the same numbers, masks and scores.
+
+A case is what `foveate bench cpu --list --json` and `foveate bench gpu --list --json` print; the
+Rust side of it, with the meaning of every field, is `crates/foveate-cli/src/bench/workload.rs`.
+"""
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+MASK32 = 0xFFFFFFFF
+
+
+def mix(x: int, y: torch.Tensor) -> torch.Tensor:
+    """The counter-based hash of Foveate's mods, on int64 tensors that hold 32-bit values."""
+    z = (x * 0x9E3779B1 + y + 0x7F4A7C15) & MASK32
+    z = ((z ^ (z >> 16)) * 0x85EBCA6B) & MASK32
+    z = ((z ^ (z >> 13)) * 0xC2B2AE35) & MASK32
+    return z ^ (z >> 16)
+
+
+def random(seed: int, shape, dtype, device="cpu") -> torch.Tensor:
+    """Element i is the sum of the four bytes of mix(seed, i), centred, with variance 1."""
+    count = 1
+    for n in shape:
+        count *= n
+    bits = mix(seed, torch.arange(count, device=device, dtype=torch.int64))
+    total = (bits & 255) + (bits >> 8 & 255) + (bits >> 16 & 255) + (bits >> 24)
+    deviation = (4 * (256**2 - 1) / 12) ** 0.5
+    return ((total.to(torch.float32) - 510.0) / deviation).to(dtype).reshape(shape)
+
+
+def operands(case, device="cpu"):
+    """q, k, v and the gradient of the output."""
+    q_shape = (case["batch"], case["heads"], case["q_len"], case["dim"])
+    kv_shape = (case["batch"], case["heads_kv"], case["len"], case["dim"])
+    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    dtype = DTYPES[case["dtype"]]
+    return [random(seed, shape, dtype, device) for seed, shape in enumerate(shapes, 1)]
+
+
+def documents_of(case, device="cpu"):
+    """The document of each position, or None."""
+    if case["mask"] != "documents":
+        return None
+    return torch.arange(case["len"], device=device) * case["width"] // case["len"]
+
+
+def mask_of(case, documents):
+    """The mask_mod of a case, or None."""
+    kind, width = case["mask"], case["width"]
+    if kind == "full":
+        return None
+    if kind == "causal":
+        return lambda b, h, q, kv: q >= kv
+    if kind == "window":
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < width)
+    if kind == "prefix":
+        return lambda b, h, q, kv: (q >= kv) | (kv < width)
+    if kind == "documents":
+        return lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])
+    raise ValueError(f"no mask {kind!r}")
+
+
+def score_of(case, bias=None):
+    """The score_mod of a case, or None."""
+    kind, heads = case["score"], case["heads"]
+    if kind == "none":
+        return None
+    if kind == "alibi":
+        return lambda s, b, h, q, kv: s - torch.exp2(-(h + 1) * (8.0 / heads)) * torch.abs(q - kv)
+    if kind == "softcap":
+        return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
+    if kind == "relative":
+        reach = (bias.shape[1] - 1) // 2
+        return lambda s, b, h, q, kv: s + bias[h, torch.clamp(q - kv, -reach, reach) + reach]
+    raise ValueError(f"no score {kind!r}")
