@@ -9,12 +9,8 @@
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
-/// Nearest integer, for |x| < 2²².
-#[inline(always)]
-fn round(x: f32) -> f32 {
-    const MAGIC: f32 = 12_582_912.0;
-    (x + MAGIC) - MAGIC
-}
+/// Added to a number below 2²² it leaves the nearest integer in the low bits of the sum.
+const ROUND: f32 = 12_582_912.0;
 
 /// `2^n` for an integer-valued `n` in `[-126, 127]`.
 #[inline(always)]
@@ -22,9 +18,10 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits(((n + 127) << 23) as u32)
 }
 
-/// `e^r · 2^n` for |r| ≤ 0.35, with the scaling in two steps so that subnormals come out.
+/// `e^r · 2^n` for |r| ≤ 0.35 and `shifted = n + ROUND`, with the scaling in two steps so that
+/// subnormals come out.
 #[inline(always)]
-fn exp_scaled(r: f32, n: f32) -> f32 {
+fn exp_scaled(r: f32, shifted: f32) -> f32 {
     let mut p = 1.987_569_2e-4;
     p = p * r + 1.398_199_9e-3;
     p = p * r + 8.333_452e-3;
@@ -32,7 +29,7 @@ fn exp_scaled(r: f32, n: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 5e-1;
     let y = (p * r * r + r) + 1.0;
-    let n = n as i32;
+    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     y * power_of_two(half) * power_of_two(n - half)
 }
@@ -41,8 +38,9 @@ fn exp_scaled(r: f32, n: f32) -> f32 {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let c = x.clamp(-104.0, 89.0);
-    let n = round(c * std::f32::consts::LOG2_E);
-    let y = exp_scaled((c - n * LN2_HI) - n * LN2_LO, n);
+    let shifted = c * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let y = exp_scaled((c - n * LN2_HI) - n * LN2_LO, shifted);
     if x.is_nan() { x } else { y }
 }
 
@@ -50,8 +48,8 @@ pub fn exp(x: f32) -> f32 {
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
     let c = x.clamp(-150.0, 128.0);
-    let n = round(c);
-    let y = exp_scaled((c - n) * std::f32::consts::LN_2, n);
+    let shifted = c + ROUND;
+    let y = exp_scaled((c - (shifted - ROUND)) * std::f32::consts::LN_2, shifted);
     if x.is_nan() { x } else { y }
 }
 

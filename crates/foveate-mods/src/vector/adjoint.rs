@@ -98,26 +98,6 @@ fn times(d: f32, x: f32) -> f32 {
     if d == 0.0 { 0.0 } else { d * x }
 }
 
-/// `f(lane, d, x)` of each entry of a row of `d` and of a line.
-#[inline(always)]
-fn each(d: &[f32], line: Line<'_>, mut f: impl FnMut(usize, usize, f32)) {
-    let (d, _) = d.as_chunks::<LANES>();
-    match line {
-        Line::One(x) => {
-            for (g, d) in d.iter().enumerate() {
-                d.iter().enumerate().for_each(|(l, &d)| f(g, l, times(d, x)));
-            }
-        }
-        Line::Lanes(x) => {
-            for (g, (d, x)) in d.iter().zip(x.as_chunks::<LANES>().0).enumerate() {
-                for l in 0..LANES {
-                    f(g, l, times(d[l], x[l]));
-                }
-            }
-        }
-    }
-}
-
 for_each_level! {
     /// `Σ d·x` over row `r`.
     sum = sum_body(x: &Operand<'_>, r: usize, d: Rows<'_>) -> f32
@@ -127,7 +107,20 @@ for_each_level! {
 fn sum_body(x: &Operand<'_>, r: usize, d: Rows<'_>) -> f32 {
     let row = d.row(r);
     let mut lanes = [0.0; LANES];
-    each(row, x.line(r, row.len()), |_, l, term| lanes[l] += term);
+    let (groups, _) = row.as_chunks::<LANES>();
+    match x.line(r, row.len()) {
+        Line::One(x) => {
+            for d in groups {
+                lanes.iter_mut().zip(d).for_each(|(sum, &d)| *sum += times(d, x));
+            }
+        }
+        Line::Lanes(x) => {
+            for (d, x) in groups.iter().zip(x.as_chunks::<LANES>().0) {
+                let terms = d.iter().zip(x);
+                lanes.iter_mut().zip(terms).for_each(|(sum, (&d, &x))| *sum += times(d, x));
+            }
+        }
+    }
     let mut half = LANES / 2;
     while half > 0 {
         for l in 0..half {
@@ -146,8 +139,11 @@ for_each_level! {
 #[inline(always)]
 fn add_body(x: &Operand<'_>, r: usize, d: Rows<'_>, sums: &mut [f32]) {
     let row = d.row(r);
-    let (sums, _) = sums.as_chunks_mut::<LANES>();
-    each(row, x.line(r, row.len()), |g, l, term| sums[g][l] += term);
+    let places = sums.iter_mut().zip(row);
+    match x.line(r, row.len()) {
+        Line::One(x) => places.for_each(|(sum, &d)| *sum += times(d, x)),
+        Line::Lanes(x) => places.zip(x).for_each(|((sum, &d), &x)| *sum += times(d, x)),
+    }
 }
 
 for_each_level! {
@@ -166,16 +162,10 @@ fn multiply_body(
     stride: usize,
 ) {
     for r in 0..rows {
-        let row = d[r * stride..][columns.clone()].as_chunks_mut::<LANES>().0;
+        let row = &mut d[r * stride..][columns.clone()];
         match root.line(r, columns.len()) {
-            Line::One(x) => row.as_flattened_mut().iter_mut().for_each(|d| *d = times(*d, x)),
-            Line::Lanes(x) => {
-                for (d, x) in row.iter_mut().zip(x.as_chunks::<LANES>().0) {
-                    for l in 0..LANES {
-                        d[l] = times(d[l], x[l]);
-                    }
-                }
-            }
+            Line::One(x) => row.iter_mut().for_each(|d| *d = times(*d, x)),
+            Line::Lanes(x) => row.iter_mut().zip(x).for_each(|(d, &x)| *d = times(*d, x)),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::compile::{Compiled, Place};
 use super::level::for_each_level;
 use super::outside::note;
-use super::{Bits, LANES, Lane, Machine, Scores};
+use super::{Bits, Lane, Machine, Scores};
 use crate::capture::{AnyBuffer, BufferData, ScalarValue};
 use crate::eval::{self, euclid_rem, floor_div, unary_f32};
 use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp, mix};
@@ -93,14 +93,26 @@ fn of_truth(x: bool) -> f32 {
     f32::from_bits(u32::from(x))
 }
 
-/// The lines of a result.
+impl Line<'_> {
+    /// Writes the line to `out`.
+    #[inline(always)]
+    fn copy_to(self, out: &mut [f32]) {
+        match self {
+            Line::One(x) => out.fill(x),
+            Line::Lanes(x) => out.copy_from_slice(x),
+        }
+    }
+}
+
+/// The lines of a result. Loops over them are plain loops over slices, which compilers turn into
+/// vectors; nested over groups they would be unrolled first.
 struct Out<'a> {
     data: &'a mut [f32],
     lines: usize,
     width: usize,
 }
 
-impl Out<'_> {
+impl<'a> Out<'a> {
     /// Takes all lines as one when every operand's follow one another.
     #[inline(always)]
     fn flatten(&mut self, operands: &[&Operand<'_>]) {
@@ -109,21 +121,21 @@ impl Out<'_> {
         }
     }
 
+    /// Each line and its number.
+    #[inline(always)]
+    fn each_line(self) -> impl Iterator<Item = (usize, &'a mut [f32])> {
+        self.data.chunks_exact_mut(self.width).take(self.lines).enumerate()
+    }
+
     /// `out = f(x)`.
     #[inline(always)]
     fn map(mut self, x: Operand<'_>, f: impl Fn(f32) -> f32) {
         self.flatten(&[&x]);
-        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
-            let out = out.as_chunks_mut::<LANES>().0;
-            match x.line(r, self.width) {
-                Line::One(x) => out.as_flattened_mut().fill(f(x)),
-                Line::Lanes(x) => {
-                    for (o, x) in out.iter_mut().zip(x.as_chunks::<LANES>().0) {
-                        for l in 0..LANES {
-                            o[l] = f(x[l]);
-                        }
-                    }
-                }
+        let width = self.width;
+        for (r, out) in self.each_line() {
+            match x.line(r, width) {
+                Line::One(x) => out.fill(f(x)),
+                Line::Lanes(x) => out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)),
             }
         }
     }
@@ -132,32 +144,19 @@ impl Out<'_> {
     #[inline(always)]
     fn zip(mut self, x: Operand<'_>, y: Operand<'_>, f: impl Fn(f32, f32) -> f32) {
         self.flatten(&[&x, &y]);
-        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
-            let out = out.as_chunks_mut::<LANES>().0;
-            match (x.line(r, self.width), y.line(r, self.width)) {
+        let width = self.width;
+        for (r, out) in self.each_line() {
+            match (x.line(r, width), y.line(r, width)) {
                 (Line::Lanes(x), Line::Lanes(y)) => {
-                    let (x, y) = (x.as_chunks::<LANES>().0, y.as_chunks::<LANES>().0);
-                    for ((o, x), y) in out.iter_mut().zip(x).zip(y) {
-                        for l in 0..LANES {
-                            o[l] = f(x[l], y[l]);
-                        }
-                    }
+                    out.iter_mut().zip(x).zip(y).for_each(|((o, &x), &y)| *o = f(x, y));
                 }
                 (Line::Lanes(x), Line::One(y)) => {
-                    for (o, x) in out.iter_mut().zip(x.as_chunks::<LANES>().0) {
-                        for l in 0..LANES {
-                            o[l] = f(x[l], y);
-                        }
-                    }
+                    out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x, y));
                 }
                 (Line::One(x), Line::Lanes(y)) => {
-                    for (o, y) in out.iter_mut().zip(y.as_chunks::<LANES>().0) {
-                        for l in 0..LANES {
-                            o[l] = f(x, y[l]);
-                        }
-                    }
+                    out.iter_mut().zip(y).for_each(|(o, &y)| *o = f(x, y));
                 }
-                (Line::One(x), Line::One(y)) => out.as_flattened_mut().fill(f(x, y)),
+                (Line::One(x), Line::One(y)) => out.fill(f(x, y)),
             }
         }
     }
@@ -166,15 +165,19 @@ impl Out<'_> {
     #[inline(always)]
     fn select(mut self, c: Operand<'_>, x: Operand<'_>, y: Operand<'_>) {
         self.flatten(&[&c, &x, &y]);
-        for (r, out) in self.data.chunks_exact_mut(self.width).take(self.lines).enumerate() {
-            let [c, x, y] = [c, x, y].map(|x| x.line(r, self.width));
-            for (g, o) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                let [c, x, y] = [c, x, y].map(|x| match x {
-                    Line::One(x) => [x; LANES],
-                    Line::Lanes(x) => x.as_chunks::<LANES>().0[g],
-                });
-                for l in 0..LANES {
-                    o[l] = if truth(c[l]) { x[l] } else { y[l] };
+        let width = self.width;
+        for (r, out) in self.each_line() {
+            y.line(r, width).copy_to(out);
+            match (c.line(r, width), x.line(r, width)) {
+                (Line::One(c), x) if truth(c) => x.copy_to(out),
+                (Line::One(_), _) => {}
+                (Line::Lanes(c), Line::Lanes(x)) => {
+                    for ((o, &c), &x) in out.iter_mut().zip(c).zip(x) {
+                        *o = if truth(c) { x } else { *o };
+                    }
+                }
+                (Line::Lanes(c), Line::One(x)) => {
+                    out.iter_mut().zip(c).for_each(|(o, &c)| *o = if truth(c) { x } else { *o });
                 }
             }
         }
@@ -521,9 +524,6 @@ fn store_body(
 ) {
     for r in 0..rows {
         let row = &mut into[r * stride..][columns.clone()];
-        match root.line(r, columns.len()) {
-            Line::One(x) => row.fill(x),
-            Line::Lanes(x) => row.copy_from_slice(x),
-        }
+        root.line(r, columns.len()).copy_to(row);
     }
 }
