@@ -421,8 +421,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         // Calls `f(m, n, i)` for numbers from .. to of this lane's scores.
         auto for_each = [&](int from, int to, auto f) {
             #pragma unroll
-            for (int j = 0; j < ALL; ++j)
-                if (j >= from && j < to) f(j / 4 % M, j / 4 / M, j % 4);
+            for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
         };
 
         // What is seen, a bit for each score, where a mask decides.
@@ -461,9 +460,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             if constexpr (FV_SCORE && FV_DTYPE != 2) {
                 // The scores of the first keys are finished between the products of the others.
                 constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
+                // A loop as long as a share at most: one over all scores would be copied for every product
+                // before the compiler drops what is not in the share, which takes it seconds.
+                constexpr int SHARE = ceil_div(EACH, PRODUCTS);
+                auto score_share = [&](int product) {
+                    const int from = EACH * product / PRODUCTS, to = EACH * (product + 1) / PRODUCTS;
+                    #pragma unroll
+                    for (int k = 0; k < SHARE; ++k)
+                        if (from + k < to) for_each(from + k, from + k + 1, score);
+                };
                 multiply_keys<0, FIRST>(s, queries, stage + keys, [](int) {});
-                multiply_keys<FIRST, N>(s, queries, stage + keys,
-                                        [&](int i) { for_each(EACH * i / PRODUCTS, EACH * (i + 1) / PRODUCTS, score); });
+                multiply_keys<FIRST, N>(s, queries, stage + keys, score_share);
                 for_each(EACH, ALL, score);
             } else {
                 multiply_keys<0, N>(s, queries, stage + keys, [](int) {});

@@ -6,6 +6,13 @@
 // the forward, the backward, the block mask and the CPU take the same decisions. Plain `float`
 // is for what ends up in a score, where the compiler may contract.
 
+// For long functions that are called at several places but seldom: one copy of them.
+#ifdef __CUDA_ARCH__
+#define OUT_OF_LINE __noinline__
+#else
+#define OUT_OF_LINE
+#endif
+
 struct Int {
     int v;
     Int() = default;

@@ -109,6 +109,8 @@ pub enum Kind {
     Learned,
     /// Dropout.
     Dropout,
+    /// T5's learned buckets, whose index is the longest of the catalogue.
+    Buckets,
 }
 
 /// A kernel of the list.
@@ -196,13 +198,15 @@ pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
 
 /// The classes of [`list`], each with its mods.
 fn classes(few: bool) -> impl Iterator<Item = (Class, Kind)> {
-    let kinds = [Kind::Plain, Kind::Mask, Kind::Score, Kind::Learned, Kind::Dropout];
+    let kinds = [Kind::Plain, Kind::Mask, Kind::Score, Kind::Learned, Kind::Dropout, Kind::Buckets];
     let dims = [Elem::Bf16, Elem::F32, Elem::F16].map(|dtype| DIMS.map(|dims| (dtype, dims)));
     let all = dims.into_iter().flatten().flat_map(move |of| kinds.map(|mods| (of, mods)));
     all.flat_map(move |((dtype, (dim, dim_v)), mods)| {
         let usual = matches!(dim, 64 | 128);
         let wanted = match (dtype, dim, mods) {
             (_, _, Kind::Dropout) => usual && dtype != Elem::F16 && !few,
+            // At 128 a plan settles on another tile than the one that is listed.
+            (_, _, Kind::Buckets) => dim == 64 && dtype != Elem::F16 && !few,
             (Elem::F16, ..) => usual && !few,
             (Elem::Bf16, 128, _) => true,
             (Elem::F32, 64, _) | (Elem::Bf16, 256, _) => !few || mods == Kind::Plain,
@@ -225,9 +229,9 @@ impl Kind {
         let group = SIZES.heads_q / SIZES.heads_kv;
         Class {
             mask: self == Self::Mask,
-            score: matches!(self, Self::Score | Self::Learned),
+            score: matches!(self, Self::Score | Self::Learned | Self::Buckets),
             dscore: self == Self::Score,
-            captures: self == Self::Learned,
+            captures: matches!(self, Self::Learned | Self::Buckets),
             keep: self == Self::Dropout,
             ..Class::new(dtype, dim, dim_v, group)
         }
@@ -235,26 +239,33 @@ impl Kind {
 
     fn source(self, config: &Config) -> Result<ModsSource, CudaError> {
         static DROPOUT: LazyLock<Dropout> = LazyLock::new(|| Dropout::new(0.1, 1));
-        static MODS: LazyLock<(MaskMod, ScoreMod, ScoreMod)> = LazyLock::new(|| {
+        static MODS: LazyLock<(MaskMod, ScoreMod, ScoreMod, ScoreMod)> = LazyLock::new(|| {
             let documents = Buffer::<i32>::vector("doc", vec![0; SIZES.queries]);
             let mask = masks::document(&documents).map(|m| masks::causal() & m);
             let table = Buffer::<f32>::learned("bias", &[SIZES.heads_q, 257], vec![0.0; 32 * 257]);
             let learned = table.and_then(|t| scores::relative_bias(&t));
+            let buckets =
+                Buffer::<f32>::learned("t5_bias", &[32, SIZES.heads_q], vec![0.0; 32 * 32]);
+            let buckets = buckets.and_then(|t| scores::t5_buckets(&t, true, 128));
             let built = "these mods are written here and can be built";
-            (mask.expect(built), scores::soft_cap(30.0).expect(built), learned.expect(built))
+            let cap = scores::soft_cap(30.0).expect(built);
+            (mask.expect(built), cap, learned.expect(built), buckets.expect(built))
         });
-        static GRADIENTS: LazyLock<[ScoreGradient; 2]> = LazyLock::new(|| {
-            let (_, cap, learned) = &*MODS;
-            [cap, learned].map(|s| s.gradient().expect("both have derivatives"))
+        static GRADIENTS: LazyLock<[ScoreGradient; 3]> = LazyLock::new(|| {
+            let (_, cap, learned, buckets) = &*MODS;
+            [cap, learned, buckets].map(|s| s.gradient().expect("they have derivatives"))
         });
-        let (mask, cap, learned) = &*MODS;
-        let [of_cap, of_learned] = &*GRADIENTS;
+        let (mask, cap, learned, buckets) = &*MODS;
+        let [of_cap, of_learned, of_buckets] = &*GRADIENTS;
         let mods = match self {
             Self::Plain => Mods::default(),
             Self::Mask => Mods { mask: Some(mask), ..Mods::default() },
             Self::Score => Mods { score: Some(cap), gradient: Some(of_cap), ..Mods::default() },
             Self::Learned => {
                 Mods { score: Some(learned), gradient: Some(of_learned), ..Mods::default() }
+            }
+            Self::Buckets => {
+                Mods { score: Some(buckets), gradient: Some(of_buckets), ..Mods::default() }
             }
             Self::Dropout => Mods { dropout: Some(&DROPOUT), ..Mods::default() },
         };
@@ -315,6 +326,7 @@ impl fmt::Display for Kind {
             Self::Score => "score",
             Self::Learned => "learned",
             Self::Dropout => "dropout",
+            Self::Buckets => "buckets",
         })
     }
 }
@@ -354,6 +366,31 @@ mod tests {
             if let Err(e) = one.check(compiler, &cache) {
                 panic!("{}: {e}", one.arch);
             }
+        }
+    }
+
+    /// What a compilation costs is what is in it. Wall time is not to be tested; the machine code
+    /// of a score that the compiler has to copy for each entry of a tile is.
+    #[test]
+    fn the_longest_score_of_the_catalogue_is_not_copied_for_every_entry() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let all = list("sm_90", false).unwrap();
+        let bytes = |kernel: Kernel, mods: Kind| {
+            let config = |c: &Config| {
+                (c.kernel, c.dtype, c.dim, c.split, c.paged, c.deterministic)
+                    == (kernel, Elem::Bf16, 64, false, false, false)
+            };
+            let found = all.iter().find(|l| l.mods == mods && config(&l.config)).unwrap();
+            let source = source(&found.config, &found.mods.source(&found.config).unwrap());
+            compiler.compile(&source, "sm_90").unwrap().cubin.len()
+        };
+        for kernel in [Kernel::Forward, Kernel::Backward] {
+            let (plain, buckets) = (bytes(kernel, Kind::Plain), bytes(kernel, Kind::Buckets));
+            println!("{kernel}: {plain} B plain, {buckets} B with buckets");
+            assert!(2 * buckets < 5 * plain, "{kernel}: {plain} B plain, {buckets} B with buckets");
         }
     }
 }

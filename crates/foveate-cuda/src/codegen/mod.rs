@@ -37,6 +37,7 @@ mod tests;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
+use foveate_mods::ir::{BinaryOp, UnaryOp};
 use foveate_mods::{
     AnyBuffer, CaptureGradient, Leaf, MaskMod, Node, NodeId, OutOfRange, Program, ScoreGradient,
     ScoreMod,
@@ -270,6 +271,46 @@ fn loads(program: &Program, roots: &[NodeId]) -> bool {
     nodes.iter().zip(needed).any(|(node, needed)| needed && matches!(node, Node::Load { .. }))
 }
 
+/// Instructions that the index of a learned buffer may take and still be copied to each of the
+/// dozen or so places where a tile adds to the gradient. A relative bias takes less than ten, and a
+/// call would cost as much; T5's buckets take about sixty, and their copies half a second of
+/// compilation.
+const INLINE: usize = 32;
+
+/// About how many instructions `roots` take, once each: an elementary function is a polynomial.
+fn steps(program: &Program, roots: &[NodeId]) -> usize {
+    let nodes = program.graph().nodes();
+    let mut needed = vec![false; nodes.len()];
+    roots.iter().for_each(|root| needed[root.index()] = true);
+    let mut steps = 0;
+    for (i, node) in nodes.iter().enumerate().rev().filter(|(_, node)| !is_free(node)) {
+        if needed[i] {
+            node.for_each_operand(|x| needed[x.index()] = true);
+            steps += match node {
+                Node::Unary(op, _) => unary_steps(*op),
+                Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
+                Node::Binary(BinaryOp::Pow, ..) => 60,
+                _ => 1,
+            };
+        }
+    }
+    steps
+}
+
+/// A leaf: nothing is computed.
+fn is_free(node: &Node) -> bool {
+    matches!(node, Node::Leaf(_) | Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_))
+}
+
+fn unary_steps(op: UnaryOp) -> usize {
+    match op {
+        UnaryOp::Neg | UnaryOp::Not | UnaryOp::Abs | UnaryOp::Floor | UnaryOp::Unit => 1,
+        UnaryOp::Sqrt | UnaryOp::Rsqrt => 10,
+        UnaryOp::Sin | UnaryOp::Cos => 60,
+        _ => 30,
+    }
+}
+
 const ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv";
 
 /// A function: what it says in the text form of mods, its head, its statements.
@@ -430,11 +471,14 @@ impl Context<'_> {
                 "    static constexpr CaptureKind kind = {kind};\n    static constexpr bool plain = {plain};\n"
             ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
-            text.push_str(&method(&format!("void add({ENTRY}, float sum)"), &add));
+            let place = if steps(part.program, &index) > INLINE { "OUT_OF_LINE " } else { "" };
+            text.push_str(&method(&format!("{place}void add({ENTRY}, float sum)"), &add));
             if sharing == Shared::Diagonal {
-                let head = "bool one(const Mods& mods, const Place& place, \
-                            int q0, int q1, int kv0, int kv1)";
-                text.push_str(&method(head, &self.reads_one(part, &index)));
+                let head = format!(
+                    "{place}bool one(const Mods& mods, const Place& place, \
+                     int q0, int q1, int kv0, int kv1)"
+                );
+                text.push_str(&method(&head, &self.reads_one(part, &index)));
             }
             text.push_str("};\n");
         }
