@@ -77,6 +77,10 @@ pub struct Case {
     /// Rows after the last sequence.
     #[serde(default)]
     pub tail: usize,
+    /// Keys and values lie in pages of so many rows, in no order; forward only.
+    pub pages: Option<usize>,
+    /// Number of keys of each batch entry in pages, at most that of `len`; that of `len` if absent.
+    pub key_lens: Option<Vec<usize>>,
     /// The loss depends on `lse` too.
     #[serde(default)]
     pub d_lse: bool,

@@ -94,6 +94,39 @@ pub struct Place {
     pub dense_gradients: bool,
     /// Layout and size of out and d_out.
     pub out: (Layout, usize),
+    /// The table of keys and values in pages.
+    pub pages: Option<PageTable>,
+}
+
+/// Where the keys of each batch entry lie in pages.
+#[derive(Clone, Debug)]
+pub struct PageTable {
+    /// `[B, entries]`; the last of each batch entry, which no key needs, is −1.
+    pub table: Vec<i32>,
+    /// Number of keys of each batch entry.
+    pub lengths: Vec<i32>,
+    /// Rows of a page that hold keys, page by page; 0 for those of nobody.
+    pub used: Vec<usize>,
+}
+
+impl PageTable {
+    /// Pages of `page_size` rows for `lengths` keys, in random order, and two of nobody.
+    fn new(lengths: &[usize], page_size: usize, random: &mut Random) -> Self {
+        let needed = |len: &usize| len.div_ceil(page_size);
+        let pages = lengths.iter().map(needed).sum::<usize>() + 2;
+        let entries = lengths.iter().map(needed).max().unwrap_or(0) + 1;
+        let mut free: Vec<usize> = (0..pages).collect();
+        let mut used = vec![0; pages];
+        let mut table = vec![-1; lengths.len() * entries];
+        for (&len, row) in lengths.iter().zip(table.chunks_exact_mut(entries)) {
+            for (i, entry) in row.iter_mut().enumerate().take(needed(&len)) {
+                let page = free.swap_remove(random.below(free.len()));
+                used[page] = page_size.min(len - i * page_size);
+                *entry = page as i32;
+            }
+        }
+        Self { table, lengths: lengths.iter().map(|&len| len as i32).collect(), used }
+    }
 }
 
 /// Lays the operands of a case out.
@@ -133,7 +166,15 @@ pub fn place(case: &Case) -> Result<Place, CaseError> {
         packed: None,
         dense_gradients: how == "expanded",
         out,
+        pages: None,
     };
+    if let Some(page_size) = case.pages.filter(|&n| n > 0) {
+        let lengths = case.key_lens.clone().unwrap_or_else(|| vec![rows_k; batch]);
+        if lengths.len() != batch || lengths.iter().any(|&len| len > rows_k) {
+            return Err(fail(&"key_lens has a number up to len for each batch entry"));
+        }
+        place.pages = Some(PageTable::new(&lengths, page_size, &mut Random::new(case.seed())));
+    }
     let shape = PackedShape {
         order: match order {
             "sbhd" => Order::Sbhd,
@@ -166,6 +207,10 @@ pub fn place(case: &Case) -> Result<Place, CaseError> {
         place.packed = Some(packing);
         return Ok(place);
     }
+    let [kv_batch, rows_k] = match &place.pages {
+        None => [kv_batch, rows_k],
+        Some(pages) => [pages.used.len(), case.pages.unwrap_or(1)],
+    };
     let kinds = [
         (batch, heads_q, rows_q, dim),
         (kv_batch, heads_kv, rows_k, dim),
@@ -207,18 +252,19 @@ pub fn place(case: &Case) -> Result<Place, CaseError> {
     Ok(place)
 }
 
-/// The buffers of a case, random where `used` says so of a row of a layout and NaN elsewhere.
+/// The buffers of a case, random where `used` says so of a layout, a place on its batch axis and a
+/// row, and NaN elsewhere.
 pub fn fill(
     dtype: DType,
     sizes: &[usize],
     layouts: &[(usize, Layout)],
-    used: impl Fn(usize, usize) -> bool,
+    used: impl Fn(usize, usize, usize) -> bool,
     mut value: impl FnMut() -> f64,
 ) -> Vec<Data> {
     let mut values: Vec<Vec<f64>> = sizes.iter().map(|&n| vec![f64::NAN; n]).collect();
     for (operand, (buffer, layout)) in layouts.iter().enumerate() {
         for_each(layout.shape, |index| {
-            if used(operand, index[2]) {
+            if used(operand, index[0], index[2]) {
                 let x = value();
                 let old = &mut values[*buffer][layout.at(index)];
                 if old.is_nan() {

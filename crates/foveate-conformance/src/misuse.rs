@@ -7,7 +7,7 @@ use foveate_conformance::data::Random;
 use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands,
-    DeviceTensor, Engine, Pages, Queue,
+    DevicePages, DeviceTensor, Engine, Queue,
 };
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
@@ -37,6 +37,10 @@ pub fn run() -> Result<bool, String> {
         println!("{name:<58} {line}");
     };
     say("wrong memory is named before anything runs", memory(&engine));
+    match Engine::get(1) {
+        Ok(other) => say("memory of another GPU is named", other_device(&engine, &other)),
+        Err(e) => println!("{:<58} skipped: {e}", "memory of another GPU is named"),
+    }
     say("a captured index out of range is reported", out_of_range(&engine));
     say("a stream of somebody else gives the same bits", foreign_stream(&engine));
     for page_size in [16, 7] {
@@ -101,6 +105,7 @@ impl Tensors {
                 v: self.at(2),
                 sink: None,
                 varlen: None,
+                pages: None,
             },
             out: self.at(4),
             lse: DeviceTensor::contiguous(lse, DType::F32, self.dims.row_shape()),
@@ -179,6 +184,42 @@ fn memory(engine: &Arc<Engine>) -> Outcome {
     })
 }
 
+/// Tensors of `other` given to a plan of `engine`, one at a time and all together, and a queue of
+/// `other` given with tensors of `engine`.
+fn other_device(engine: &Arc<Engine>, other: &Arc<Engine>) -> Outcome {
+    let dims = dims(2, 100);
+    let plan = plan(engine, &dims, CudaOptions::default())?;
+    let [here, there] = [engine, other].map(|e| Tensors::new(e.queue(), dims, 7));
+    let (here, there) = (here?, there?);
+    let (good, far) = (here.forward(), there.forward());
+    let operands = DeviceOperands { v: far.operands.v, ..good.operands };
+    let asked = [
+        (DeviceForward { operands, ..good }, "v is on GPU 1"),
+        (DeviceForward { out: far.out, ..good }, "out is on GPU 1"),
+        (far, "q is on GPU 1"),
+    ];
+    for (args, expected) in asked {
+        match plan.forward_on(engine.queue(), &args) {
+            Err(e) if e.to_string().contains(expected) => {}
+            Err(e) => return Ok(Err(format!("{e}, where `{expected}` was to be said"))),
+            Ok(()) => return Ok(Err(format!("nothing was said, not `{expected}`"))),
+        }
+    }
+    match plan.forward_on(other.queue(), &good) {
+        Err(e) if e.to_string().starts_with("the queue is of GPU 1") => {}
+        Err(e) => return Ok(Err(format!("{e}, where the queue's GPU was to be named"))),
+        Ok(()) => return Ok(Err("a queue of another GPU was taken".into())),
+    }
+    for tensors in [&here, &there] {
+        if tensors.read(4)?.iter().any(|&byte| byte != 0xFF) {
+            return Ok(Err("a refused call wrote something".into()));
+        }
+    }
+    plan.forward_on(engine.queue(), &good)?;
+    here.read(4)?;
+    Ok(Ok(()))
+}
+
 fn out_of_range(engine: &Arc<Engine>) -> Outcome {
     let dims = dims(2, 100);
     let bias = Buffer::vector("bias", vec![0.5f32; 70]);
@@ -226,7 +267,7 @@ fn foreign_stream(engine: &Arc<Engine>) -> Outcome {
 
 /// Two batch entries with different numbers of keys in scattered pages, against each alone.
 fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
-    let (lengths, heads, queries, dim) = ([100, 37], 2, 3, 64);
+    let (lengths, heads, queries, dim) = ([100i32, 37], 2, 3, 64);
     let entries = 100usize.div_ceil(page_size);
     let pages = 2 * entries;
     let queue = engine.queue();
@@ -236,12 +277,12 @@ fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
     let queries_of = bf16_bytes(&mut random, 2 * heads * queries * dim);
     // The pages of both entries are spread over all of them.
     let at = |b: usize, i: usize| (2 * i + b) * step(pages) % pages;
-    let table: Vec<u8> = (0..2)
+    let table_bytes: Vec<u8> = (0..2)
         .flat_map(|b| (0..entries).flat_map(move |i| (at(b, i) as i32).to_le_bytes()))
         .collect();
     let upload = |bytes: &[u8]| queue.pool().upload(bytes);
     let (q, k, v, table) =
-        (upload(&queries_of)?, upload(&keys)?, upload(&values)?, upload(&table)?);
+        (upload(&queries_of)?, upload(&keys)?, upload(&values)?, upload(&table_bytes)?);
     let (out, lse) = (queue.pool().take(queries_of.len())?, queue.pool().take(4 * 2 * 2 * 3)?);
     let tensor =
         |block: &Block, shape| DeviceTensor::contiguous(block.address(), DType::BF16, shape);
@@ -249,25 +290,37 @@ fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
     let spec = Spec { mask: None, score: None, scale: None, dropout: None };
     let options = CudaOptions::default();
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options.clone())?;
-    let forward = |batch: usize, k, v| DeviceForward {
+    let forward = |batch: usize, k, v, pages| DeviceForward {
         operands: DeviceOperands {
             q: tensor(&q, [batch, heads, queries, dim]),
             k,
             v,
             sink: None,
             varlen: None,
+            pages,
         },
         out: tensor(&out, [batch, heads, queries, dim]),
         lse: DeviceTensor::contiguous(lse.address(), DType::F32, [batch, heads, queries]),
         max_score: None,
     };
     let shape = [pages, heads, page_size, dim];
-    let args = forward(2, tensor(&k, shape), tensor(&v, shape));
-    let listed = Pages { table: table.address(), entries, lengths: &lengths };
-    plan.forward_paged(queue, &args, &listed)?;
+    let listed = DevicePages { table: table.address(), entries, lengths: &lengths };
+    let args = forward(2, tensor(&k, shape), tensor(&v, shape), Some(listed));
+    plan.forward_on(queue, &args)?;
     let mut found = vec![0; queries_of.len()];
     out.read(&mut found, options.timeout)?;
-    for (b, len) in lengths.into_iter().enumerate() {
+    // A page that is none is reported by a checked plan, and read as another.
+    let checked = CudaOptions { checked: true, ..options.clone() };
+    let checked = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, checked)?;
+    let good = table_bytes.len() - 4 * entries;
+    let mut bad = table_bytes.clone();
+    bad[good..good + 4].copy_from_slice(&(pages as i32 + 3).to_le_bytes());
+    table.write(&bad)?;
+    match checked.forward_on(queue, &args) {
+        Err(e) if e.to_string().contains(&format!("has page {}", pages + 3)) => {}
+        other => return Ok(Err(format!("{other:?}, where a page that is none was to be named"))),
+    }
+    for (b, len) in lengths.map(|len| len as usize).into_iter().enumerate() {
         // Heads, rows, elements of one entry, gathered from its pages.
         let gather = |from: &[u8]| -> Vec<u8> {
             let row = |h: usize, r: usize| {
@@ -280,7 +333,7 @@ fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
         let entry = queries_of.len() / 2;
         q.write(&queries_of[b * entry..][..entry])?;
         let shape = [1, heads, len, dim];
-        plan.forward_on(queue, &forward(1, tensor(&k, shape), tensor(&v, shape)))?;
+        plan.forward_on(queue, &forward(1, tensor(&k, shape), tensor(&v, shape), None))?;
         let mut alone = vec![0; entry];
         out.read(&mut alone, options.timeout)?;
         let number = |bytes: &[u8]| {

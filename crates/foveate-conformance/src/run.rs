@@ -1,6 +1,6 @@
 //! Runs cases.
 
-use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Sequence};
+use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Pages, Sequence};
 use foveate_reference::{Forward, Gradients, Rule, Tolerance, Upstream, backward, forward, low};
 use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef};
 use rayon::prelude::*;
@@ -61,9 +61,10 @@ pub fn check_each(
     let rows = case.len.map(|n| n + case.tail);
     let varlen = packing.as_ref().map(|p| p.varlen(rows[0], rows[1])).transpose();
     let varlen = varlen.map_err(|e| fail(&e))?;
-    let used = |operand: usize, row: usize| match &packing {
-        None => true,
-        Some(p) => row < if operand == 0 { p.rows_q() } else { p.rows_k() },
+    let used = |operand: usize, entry: usize, row: usize| match (&packing, &place.pages) {
+        (Some(p), _) => row < if operand == 0 { p.rows_q() } else { p.rows_k() },
+        (None, Some(pages)) if operand > 0 => row < pages.used[entry],
+        (None, _) => true,
     };
     let magnitude = case.magnitude.unwrap_or(1.0);
     let data = fill(dtype, &place.sizes, &place.operands, used, || random.normal() * magnitude);
@@ -73,8 +74,10 @@ pub fn check_each(
     };
     let sink: Option<Vec<f32>> =
         case.sink.then(|| (0..case.heads[0]).map(|_| random.normal() as f32).collect());
+    let pages = place.pages.as_ref().map(|p| Pages::new(&p.table, &p.lengths)).transpose();
+    let pages = pages.map_err(|e| fail(&e))?;
     let operands =
-        Operands { q: view(0)?, k: view(1)?, v: view(2)?, sink: sink.as_deref(), varlen };
+        Operands { q: view(0)?, k: view(1)?, v: view(2)?, sink: sink.as_deref(), varlen, pages };
     let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
     let d_out =
         fill(dtype, &[place.out.1], &[(0, place.out.0)], used, || random.normal()).remove(0);
@@ -91,14 +94,15 @@ pub fn check_each(
         operands,
         dims,
         upstream,
-        gold: (
-            forward(spec, &operands).map_err(|e| fail(&e))?,
-            backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
-        ),
-        low: (
-            low::forward(spec, &operands).map_err(|e| fail(&e))?,
-            low::backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
-        ),
+        gold: forward(spec, &operands).map_err(|e| fail(&e))?,
+        low: low::forward(spec, &operands).map_err(|e| fail(&e))?,
+        gradients: match pages {
+            Some(_) => None,
+            None => Some([
+                backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
+                low::backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
+            ]),
+        },
         statistics: low::statistics(spec, &operands).map_err(|e| fail(&e))?,
     };
     let row = |backend: &dyn Backend| {
@@ -123,8 +127,10 @@ struct Problem<'a> {
     operands: Operands<'a>,
     dims: Dims,
     upstream: Upstream<'a>,
-    gold: (Forward, Gradients),
-    low: (Forward, Gradients),
+    gold: Forward,
+    low: Forward,
+    /// Gold and low, where there is a backward.
+    gradients: Option<[Gradients; 2]>,
     statistics: Forward,
 }
 
@@ -150,7 +156,7 @@ impl Problem<'_> {
         let mut wrong = Wrong { rule: case.rule(), lines: Vec::new() };
         wrong.strays("out", &out, &[layout]);
         let view = TensorRef::new((&out).into(), layout).map_err(text)?;
-        wrong.compare("out", dtype, &gold.0.out, &low.0.out, &row_major(&view));
+        wrong.compare("out", dtype, &gold.out, &low.out, &row_major(&view));
         let statistics = &self.statistics;
         let coarse = case.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };
@@ -158,12 +164,13 @@ impl Problem<'_> {
             let low = if coarse { rounded(gold) } else { low.to_vec() };
             wrong.compare(name, precision, gold, &low, ours);
         };
-        compare("lse", &gold.0.lse, &statistics.lse, &lse.to_f64());
-        compare("max_score", &gold.0.max_score, &statistics.max_score, &max_score.to_f64());
+        compare("lse", &gold.lse, &statistics.lse, &lse.to_f64());
+        compare("max_score", &gold.max_score, &statistics.max_score, &max_score.to_f64());
 
+        let Some([gold, low]) = &self.gradients else { return Ok(wrong.lines) };
         let start = if case.accumulate { START } else { f64::NAN };
         let (sizes, layouts) = self.gradient_places();
-        let covered = |operand: usize, row: usize| {
+        let covered = |operand: usize, _: usize, row: usize| {
             let has = |s: &Sequence| match operand {
                 0 => (s.q_start..s.q_start + s.q_len).contains(&row),
                 _ => (s.k_start..s.k_start + s.k_len).contains(&row),
@@ -173,7 +180,6 @@ impl Problem<'_> {
         let mut grads = fill(gradients, &sizes, &layouts, covered, || start);
         let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
         let mut captures: Vec<(&str, Vec<f32>)> = gold
-            .1
             .captures
             .iter()
             .map(|(name, values)| (name.as_str(), vec![start as f32; values.len()]))
@@ -203,8 +209,8 @@ impl Problem<'_> {
             wrong.compare(name, dtype, &started(gold), &started(low), ours);
         };
         let names = ["dq", "dk", "dv"];
-        let golds = [&gold.1.dq, &gold.1.dk, &gold.1.dv];
-        let lows = [&low.1.dq, &low.1.dk, &low.1.dv];
+        let golds = [&gold.dq, &gold.dk, &gold.dv];
+        let lows = [&low.dq, &low.dk, &low.dv];
         for i in 0..3 {
             let (buffer, layout) = layouts[i];
             let ours = TensorRef::new((&grads[buffer]).into(), layout).map_err(text)?;
@@ -212,10 +218,10 @@ impl Problem<'_> {
         }
         let wide = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
         if let Some(d_sink) = &d_sink {
-            compare("d_sink", dtype, &gold.1.d_sink, &low.1.d_sink, &wide(d_sink));
+            compare("d_sink", dtype, &gold.d_sink, &low.d_sink, &wide(d_sink));
         }
         for (name, ours) in &captures {
-            let (gold, low) = (&gold.1.captures[*name], &low.1.captures[*name]);
+            let (gold, low) = (&gold.captures[*name], &low.captures[*name]);
             compare(&format!("gradient of `{name}`"), dtype, gold, low, &wide(ours));
         }
         for (buffer, data) in grads.iter().enumerate() {

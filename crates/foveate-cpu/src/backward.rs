@@ -90,7 +90,7 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         let places = Places::new(wave, rows, lanes, tiles.dim);
         let elems = wave.iter().map(|u| pack::elems(&tiles, u.keys.len, true)).sum();
         let mut blocks = call.pool.lend(elems);
-        let packed = Packed::all(operands.k, operands.v, wave, tiles, &mut blocks);
+        let packed = Packed::all(&operands, wave, tiles, &mut blocks);
         let total_rows: usize = places.unit_rows.iter().sum();
         let mut statistics = call.pool.take(2 * total_rows);
         let (lse_rows, delta_rows) = statistics.split_at_mut(total_rows);

@@ -114,7 +114,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
                 Task::Pack(packing) => {
                     scratch.clock.start();
                     let unit = &wave.wave[packing.unit];
-                    packed.pack(operands.k, operands.v, unit, packing, &mut scratch.rows);
+                    packed.pack(&operands, unit, packing, &mut scratch.rows);
                     scratch.clock.lap(Stage::Packing);
                 }
                 Task::Tile(tile) => wave.query_tile(scratch, tile),

@@ -7,6 +7,7 @@
 
 use std::sync::OnceLock;
 
+use foveate_problem::Operands;
 use foveate_tensor::TensorRef;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
@@ -74,15 +75,9 @@ impl<'a> Packed<'a> {
     }
 
     /// Packs every block of `units`, on all threads.
-    pub fn all(
-        k: TensorRef<'_>,
-        v: TensorRef<'_>,
-        units: &[Unit],
-        tiles: Tiles,
-        data: &'a mut [f32],
-    ) -> Self {
+    pub fn all(operands: &Operands<'_>, units: &[Unit], tiles: Tiles, data: &'a mut [f32]) -> Self {
         let (packed, packings) = Self::new(units, tiles, true, data);
-        packings.into_par_iter().for_each(|p| packed.pack(k, v, &units[p.unit], p, &mut []));
+        packings.into_par_iter().for_each(|p| packed.pack(operands, &units[p.unit], p, &mut []));
         packed
     }
 
@@ -90,8 +85,7 @@ impl<'a> Packed<'a> {
     /// through `rows_of_k`.
     pub fn pack(
         &self,
-        k: TensorRef<'_>,
-        v: TensorRef<'_>,
+        operands: &Operands<'_>,
         unit: &Unit,
         packing: Packing<'a>,
         rows_of_k: &mut [f32],
@@ -99,15 +93,19 @@ impl<'a> Packed<'a> {
         let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
         let start = tile * tiles.kv;
         let rows = tiles.kv.min(unit.keys.len - start);
-        let at = [unit.keys.batch, unit.h_kv, unit.keys.start + start];
+        let load = |t: TensorRef<'_>, dim: usize, into: &mut [f32]| {
+            load_rows_at(t, unit.h_kv, rows, dim, into, |r| {
+                operands.key_place(unit.keys.batch, unit.keys.start + start + r)
+            });
+        };
         let (k_t, rest) = into.split_at_mut(tiles.kv * tiles.dim);
         let room = if self.backward { tiles.kv * tiles.dim } else { 0 };
         let (k_rows, rest) = rest.split_at_mut(room);
         let (v_rows, v_t) = rest.split_at_mut(tiles.kv * tiles.dim_v);
         let k_rows = if self.backward { k_rows } else { rows_of_k };
-        load_rows(k, at, rows, tiles.dim, k_rows);
+        load(operands.k, tiles.dim, k_rows);
         transpose(k_rows, rows, tiles.dim, k_t);
-        load_rows(v, at, rows, tiles.dim_v, v_rows);
+        load(operands.v, tiles.dim_v, v_rows);
         if self.backward {
             transpose(v_rows, rows, tiles.dim_v, v_t);
         }
@@ -139,9 +137,23 @@ pub fn load_rows(
     dim: usize,
     into: &mut [f32],
 ) {
+    load_rows_at(t, h, rows, dim, into, |r| [b, s + r]);
+}
+
+/// Copies `rows` vectors of head `h`, `dim` floats apart, each padded with zeros. Where vector `r`
+/// stands on the batch axis and on the length axis is `place(r)`.
+fn load_rows_at(
+    t: TensorRef<'_>,
+    h: usize,
+    rows: usize,
+    dim: usize,
+    into: &mut [f32],
+    place: impl Fn(usize) -> [usize; 2],
+) {
     let len = t.shape()[3];
     for (r, row) in into.chunks_exact_mut(dim).take(rows).enumerate() {
-        t.load_row(b, h, s + r, &mut row[..len]);
+        let [b, s] = place(r);
+        t.load_row(b, h, s, &mut row[..len]);
         row[len..].fill(0.0);
     }
 }

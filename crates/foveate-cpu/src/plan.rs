@@ -113,7 +113,7 @@ impl CpuPlan {
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
-        let call = self.call(dims, args.operands.varlen, args.operands.sink);
+        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink);
         self.profiled(|| crate::forward::forward(&call, args))
     }
 
@@ -127,7 +127,7 @@ impl CpuPlan {
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
         args.check(&dims, &self.spec)?;
-        let call = self.call(dims, args.operands.varlen, args.operands.sink);
+        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink);
         self.profiled(|| crate::backward::backward(&call, args))
     }
 
@@ -149,7 +149,7 @@ impl CpuPlan {
             dims.batch = varlen.map_or(0, |v| v.sequences());
         }
         let varlen = varlen.filter(|_| dims.packed);
-        Description::of(&self.call(dims, varlen, None))
+        Description::of(&self.call(dims, dims.sequences(varlen), None))
     }
 
     /// The sizes of operands that are of the planned class.
@@ -177,14 +177,13 @@ impl CpuPlan {
         Ok(dims)
     }
 
-    /// Cuts a problem of sizes `dims` up.
+    /// Cuts a problem of sizes `dims` up, whose independent problems are `sequences`.
     fn call<'a>(
         &'a self,
         dims: Dims,
-        varlen: Option<Varlen<'_>>,
+        sequences: Vec<Sequence>,
         sink: Option<&'a [f32]>,
     ) -> Call<'a> {
-        let sequences = dims.sequences(varlen);
         let tiles = Tiles::choose(&dims, self.spec.mask.is_some(), &self.options);
         let live = match &self.spec.mask {
             None => {

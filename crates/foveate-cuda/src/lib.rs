@@ -35,4 +35,4 @@ pub mod tensors;
 pub use engine::{Engine, Queue};
 pub use error::{CudaError, CudaErrorKind};
 pub use plan::{CudaOptions, CudaPlan, Description};
-pub use tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Pages};
+pub use tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};

@@ -42,6 +42,8 @@ pub struct DeviceOperands<'a> {
     pub sink: Option<DeviceTensor<1>>,
     /// Sequence offsets of packed operands, in host memory.
     pub varlen: Option<Varlen<'a>>,
+    /// The pages that k and v lie in, for a forward.
+    pub pages: Option<DevicePages<'a>>,
 }
 
 /// Operands and destinations of a forward pass, in device memory.
@@ -86,14 +88,15 @@ pub struct DeviceBackward<'a> {
 
 /// A cache of keys and values in pages: row `r` of batch entry `b` is row `r % page_size` of page
 /// `table[b, r / page_size]`. k is `[pages, Hkv, page_size, D]` then, v `[pages, Hkv, page_size, Dv]`.
-#[derive(Clone, Copy, Debug)]
-pub struct Pages<'a> {
+/// An entry of the table that is no page is read as the nearest one, and reported by a checked plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePages<'a> {
     /// Address of the table, i32 `[B, entries]`, in device memory.
     pub table: Address,
     /// Entries of the table for each batch entry.
     pub entries: usize,
-    /// Keys of each batch entry, in host memory.
-    pub lengths: &'a [usize],
+    /// Number of keys of each batch entry, in host memory.
+    pub lengths: &'a [i32],
 }
 
 impl<const N: usize> DeviceTensor<N> {
@@ -206,12 +209,16 @@ impl<'a> DeviceOperands<'a> {
     /// # Errors
     /// Those of [`Dims::of`]; or a sink that is not f32, one logit for each query head.
     pub fn dims(&self) -> Result<Dims, CudaError> {
+        if let Some(pages) = &self.pages {
+            return self.paged_dims(pages);
+        }
         let operands = Operands {
             q: shape_of(&self.q)?,
             k: shape_of(&self.k)?,
             v: shape_of(&self.v)?,
             sink: None,
             varlen: self.varlen,
+            pages: None,
         };
         let dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
         if let Some(sink) = &self.sink {
@@ -226,7 +233,7 @@ impl<'a> DeviceOperands<'a> {
     /// # Errors
     /// When k and v are not pages of one size, lengths are not one for each batch entry, or
     /// longer than the table.
-    pub(crate) fn paged_dims(&self, pages: &Pages<'_>) -> Result<Dims, CudaError> {
+    fn paged_dims(&self, pages: &DevicePages<'_>) -> Result<Dims, CudaError> {
         let [batch, ..] = self.q.layout.shape;
         let page_size = self.k.layout.shape[2];
         if self.varlen.is_some() {
@@ -239,9 +246,10 @@ impl<'a> DeviceOperands<'a> {
             )));
         }
         let room = pages.entries.saturating_mul(page_size);
-        if let Some(len) = pages.lengths.iter().find(|&&len| len > room) {
+        let fits = |len: i32| usize::try_from(len).is_ok_and(|len| len <= room);
+        if let Some(len) = pages.lengths.iter().find(|&&len| !fits(len)) {
             return Err(CudaError::argument(format!(
-                "{len} keys need more than {} pages of {page_size}; the table has no more",
+                "a batch entry has {len} keys in {} pages of {page_size}; it can have 0 to {room}",
                 pages.entries
             )));
         }
@@ -250,13 +258,13 @@ impl<'a> DeviceOperands<'a> {
             tensor.layout.shape[0] = 1;
             tensor
         };
-        let of_page = DeviceOperands { k: one(self.k), v: one(self.v), ..*self };
+        let of_page = DeviceOperands { k: one(self.k), v: one(self.v), pages: None, ..*self };
         let dims = of_page.dims()?;
         if self.v.layout.shape[0] != self.k.layout.shape[0] {
             let [k, v] = [&self.k, &self.v].map(|t| t.layout.shape[0]);
             return Err(CudaError::argument(format!("k has {k} pages, v has {v}")));
         }
-        let len_k = pages.lengths.iter().copied().max().unwrap_or(0);
+        let len_k = pages.lengths.iter().copied().max().unwrap_or(0) as usize;
         Ok(Dims { len_k, shared_kv: false, ..dims })
     }
 
@@ -404,7 +412,7 @@ mod tests {
     }
 
     fn forward(out: DeviceTensor, [q, k, v]: [DeviceTensor; 3]) -> DeviceForward<'static> {
-        let operands = DeviceOperands { q, k, v, sink: None, varlen: None };
+        let operands = DeviceOperands { q, k, v, sink: None, varlen: None, pages: None };
         let [b, h, s, _] = q.layout.shape;
         let lse = DeviceTensor::contiguous(0x900_0000, DType::F32, [b, h, s]);
         DeviceForward { operands, out, lse, max_score: None }
@@ -471,18 +479,19 @@ mod tests {
         let q = DeviceTensor::contiguous(BASE, DType::BF16, [3, 4, 2, 16]);
         let k = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 16]);
         let v = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 8]);
-        let operands = DeviceOperands { q, k, v, sink: None, varlen: None };
-        let pages = |lengths| Pages { table: BASE, entries: 3, lengths };
-        let dims = operands.paged_dims(&pages(&[5, 21, 0])).unwrap();
+        let operands = DeviceOperands { q, k, v, sink: None, varlen: None, pages: None };
+        let pages = |lengths| Some(DevicePages { table: BASE, entries: 3, lengths });
+        let dims = DeviceOperands { pages: pages(&[5, 21, 0]), ..operands }.dims().unwrap();
         assert_eq!((dims.batch, dims.len_q, dims.len_k), (3, 2, 21));
         assert_eq!((dims.heads_kv, dims.dim_v, dims.shared_kv), (2, 8, false));
         let said = |operands: DeviceOperands<'_>, lengths| {
-            operands.paged_dims(&pages(lengths)).unwrap_err().to_string()
+            DeviceOperands { pages: pages(lengths), ..operands }.dims().unwrap_err().to_string()
         };
         assert_eq!(
             said(operands, &[5, 22, 0]),
-            "22 keys need more than 3 pages of 7; the table has no more"
+            "a batch entry has 22 keys in 3 pages of 7; it can have 0 to 21"
         );
+        assert!(said(operands, &[5, -2, 0]).starts_with("a batch entry has -2 keys"));
         assert!(said(operands, &[5]).starts_with("1 lengths of keys"));
         let fewer = DeviceTensor::contiguous(BASE, DType::BF16, [8, 2, 7, 8]);
         assert_eq!(

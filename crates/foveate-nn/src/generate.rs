@@ -251,6 +251,7 @@ fn attend(
             v: TensorRef::f32(values, kv)?,
             sink: None,
             varlen: None,
+            pages: None,
         },
         out: TensorMut::f32(out, layout(len, heads_q, heads_q * dim))?,
         lse: TensorMut::f32(&mut lse, Layout::contiguous([1, heads_q, len]))?,

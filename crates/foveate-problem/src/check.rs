@@ -149,6 +149,10 @@ impl BackwardArgs<'_> {
     /// Names the first that does not fit, what it has and what it must have.
     pub fn check(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
         dims.check_operands(&self.operands)?;
+        if self.operands.pages.is_some() {
+            let message = "keys and values in pages have no gradients; gather them for a backward";
+            return Err(ProblemError::new(message));
+        }
         shape("out", self.out.layout(), dims.out_shape())?;
         shape("d_out", self.d_out.layout(), dims.out_shape())?;
         statistic("lse", self.lse.layout(), self.lse.dtype(), dims)?;

@@ -9,12 +9,14 @@
 mod check;
 mod dropout;
 mod error;
+mod pages;
 mod rebind;
 #[cfg(test)]
 mod tests;
 
 pub use dropout::Dropout;
 pub use error::ProblemError;
+pub use pages::Pages;
 pub use rebind::{RebindError, Rebound};
 
 use foveate_mods::{MaskMod, ScoreMod};
@@ -65,7 +67,7 @@ impl Dims {
     /// # Errors
     /// Names the first operand that does not fit, its shape, and what it would have to be.
     pub fn of(operands: &Operands<'_>) -> Result<Self, ProblemError> {
-        let Operands { q, k, v, sink, varlen } = operands;
+        let Operands { q, k, v, sink, varlen, pages } = operands;
         let [q_batch, heads_q, len_q, dim] = q.shape();
         let [k_batch, heads_kv, len_k, k_dim] = k.shape();
         let [v_batch, v_heads, v_len, dim_v] = v.shape();
@@ -96,7 +98,12 @@ impl Dims {
                  the first must be a multiple of the second"
             ));
         }
-        if k_batch != q_batch && k_batch != 1 {
+        if let Some(pages) = pages {
+            if varlen.is_some() {
+                return fail("keys in pages go with queries that are not packed".to_owned());
+            }
+            pages.check(q_batch, k_batch, len_k)?;
+        } else if k_batch != q_batch && k_batch != 1 {
             return fail(format!("k and v have batch {k_batch}; q needs {q_batch}, or 1 to share"));
         }
         if let Some(sink) = sink
@@ -122,6 +129,7 @@ impl Dims {
                 }
             }
         }
+        let len_k = pages.map_or(len_k, |pages| pages.longest());
         if let Some(n) = [q_batch, heads_q, len_q, len_k].into_iter().find(|&n| n > LONGEST) {
             return fail(format!("an axis has length {n}; masks count in i32, up to {LONGEST}"));
         }
@@ -133,7 +141,7 @@ impl Dims {
             len_k,
             dim,
             dim_v,
-            shared_kv: varlen.is_none() && k_batch == 1 && q_batch != 1,
+            shared_kv: varlen.is_none() && pages.is_none() && k_batch == 1 && q_batch != 1,
             packed: varlen.is_some(),
         })
     }
@@ -192,7 +200,8 @@ pub struct Sequence {
 }
 
 /// What attention reads. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
-/// `v [Bk, Hkv, Sk, Dv]`; packed operands have `B = Bk = 1` and the packed rows on the length axis.
+/// `v [Bk, Hkv, Sk, Dv]`; packed operands have `B = Bk = 1` and the packed rows on the length axis,
+/// keys and values in pages a page in place of a batch entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands<'a> {
     /// Queries.
@@ -205,6 +214,28 @@ pub struct Operands<'a> {
     pub sink: Option<&'a [f32]>,
     /// Sequence offsets of packed operands.
     pub varlen: Option<Varlen<'a>>,
+    /// The pages that k and v lie in; their shapes are those of [`Pages`] then. Forward only.
+    pub pages: Option<Pages<'a>>,
+}
+
+impl Operands<'_> {
+    /// The independent problems inside, of sizes `dims`, in order of `b`.
+    pub fn sequences(&self, dims: &Dims) -> Vec<Sequence> {
+        let mut sequences = dims.sequences(self.varlen);
+        if let Some(pages) = self.pages {
+            pages.limit(&mut sequences);
+        }
+        sequences
+    }
+
+    /// Where row `row` of a sequence's batch entry `k_batch` stands in k and v: its index on the
+    /// batch axis and on the length axis.
+    pub fn key_place(&self, k_batch: usize, row: usize) -> [usize; 2] {
+        match self.pages {
+            None => [k_batch, row],
+            Some(pages) => pages.place(k_batch, row, self.k.shape()[2]),
+        }
+    }
 }
 
 /// Operands and destinations of a forward pass.

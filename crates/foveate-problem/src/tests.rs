@@ -8,7 +8,7 @@ fn tensor(shape: [usize; 4]) -> Tensor {
 }
 
 fn operands<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Operands<'a> {
-    Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None }
+    Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages: None }
 }
 
 fn dims_of(q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> Result<Dims, String> {

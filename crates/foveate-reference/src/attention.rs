@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use foveate_mods::Program;
 use foveate_mods::ir::{Leaf, Node};
-use foveate_problem::{Dims, Dropout, Operands, Sequence, Spec};
+use foveate_problem::{Dims, Dropout, Operands, ProblemError, Sequence, Spec};
 use foveate_tensor::TensorRef;
 
 use crate::error::ReferenceError;
@@ -63,6 +63,10 @@ pub(crate) fn run<F: Real>(
     spec.check()?;
     let dims = Dims::of(operands)?;
     let Dims { heads_q, dim, dim_v, len_q, len_k, .. } = dims;
+    if operands.pages.is_some() && upstream.is_some() {
+        return Err(ProblemError::new("keys and values in pages have no gradients").into());
+    }
+    let [_, _, stored_k, _] = operands.k.shape();
     let c = F::of;
     let (zero, empty) = (c(0.0), c(f64::NEG_INFINITY));
     let scale = c(spec.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from));
@@ -89,7 +93,7 @@ pub(crate) fn run<F: Real>(
         .map(|b| (b.name().to_owned(), vec![zero; b.data().len()]))
         .collect();
 
-    let sequences = dims.sequences(operands.varlen);
+    let sequences = operands.sequences(&dims);
     for Sequence { k_batch, k_start, k_len, .. } in &sequences {
         for g in 0..dims.heads_kv {
             let first = (k_batch * dims.heads_kv + g) * len_k + k_start;
@@ -102,7 +106,10 @@ pub(crate) fn run<F: Real>(
         for (h, qi) in (0..heads_q).flat_map(|h| (0..q_len).map(move |qi| (h, qi))) {
             let g = h / dims.group();
             let row = (q_batch * heads_q + h) * len_q + q_start + qi;
-            let key = |kv: usize| (k_batch * dims.heads_kv + g) * len_k + k_start + kv;
+            let key = |kv: usize| {
+                let [entry, row] = operands.key_place(k_batch, k_start + kv);
+                (entry * dims.heads_kv + g) * stored_k + row
+            };
             let at = |kv: usize, score: F| Point {
                 b: b as i32,
                 h: h as i32,

@@ -56,7 +56,14 @@ impl Case {
             Varlen::new(cu_q, cu_k, packed(&inputs.q), packed(&inputs.k)).expect("offsets fit")
         });
         let Inputs { q, k, v, sink, .. } = inputs;
-        Operands { q: q.view(), k: k.view(), v: v.view(), sink: sink.as_deref(), varlen }
+        Operands {
+            q: q.view(),
+            k: k.view(),
+            v: v.view(),
+            sink: sink.as_deref(),
+            varlen,
+            pages: None,
+        }
     }
 
     fn loss(&self, inputs: &Inputs, d_out: &Tensor, d_lse: &Tensor<3>) -> f64 {
@@ -209,7 +216,14 @@ fn plain(mask: Option<MaskMod>) -> Spec {
 
 fn view(inputs: &Inputs) -> Operands<'_> {
     let Inputs { q, k, v, sink, .. } = inputs;
-    Operands { q: q.view(), k: k.view(), v: v.view(), sink: sink.as_deref(), varlen: None }
+    Operands {
+        q: q.view(),
+        k: k.view(),
+        v: v.view(),
+        sink: sink.as_deref(),
+        varlen: None,
+        pages: None,
+    }
 }
 
 #[test]
@@ -271,7 +285,7 @@ fn the_plain_implementation_is_near_gold_and_not_gold() {
         let of = |_: [usize; 4]| random.next();
         let q = Tensor::from_fn(dtype, [1, 2, 9, 8], of);
         let all = q.view();
-        let operands = Operands { q: all, k: all, v: all, sink: None, varlen: None };
+        let operands = Operands { q: all, k: all, v: all, sink: None, varlen: None, pages: None };
         let gold = forward(&plain(Some(causal())), &operands).expect("a problem");
         let found = low::forward(&plain(Some(causal())), &operands).expect("a problem");
         let errors = gold.out.iter().zip(&found.out).map(|(g, l)| (g - l).abs());

@@ -89,7 +89,7 @@ pub use foveate_mods::{
     mask_mod, masks, score_mod, scores,
 };
 pub use foveate_problem::{
-    BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, ProblemError,
+    BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Pages, ProblemError,
 };
 pub use foveate_tensor as tensor;
 pub use foveate_tensor::{DType, Data, Layout, Tensor, TensorError, TensorMut, TensorRef, Varlen};

@@ -159,7 +159,7 @@ impl Plan {
         self.planned.backward(args)
     }
 
-    /// The operands with the sink and the offsets of the problem that was planned for, as
+    /// The operands with the sink, the offsets and the pages of the problem that was planned for, as
     /// [`Plan::forward_into`] and [`Plan::backward_into`] take them.
     ///
     /// # Errors
@@ -171,7 +171,8 @@ impl Plan {
         v: TensorRef<'a>,
     ) -> Result<Operands<'a>, Error> {
         let varlen = self.problem.offsets_within(q.shape()[2], k.shape()[2])?;
-        Ok(Operands { q, k, v, sink: self.problem.get_sink(), varlen })
+        let pages = self.problem.get_pages();
+        Ok(Operands { q, k, v, sink: self.problem.get_sink(), varlen, pages })
     }
 
     /// The plan with another buffer in place of the captured one of the same name.
@@ -196,6 +197,15 @@ impl Plan {
     /// Those of [`Problem::varlen`].
     pub fn with_varlen(&self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
         Ok(Self { problem: self.problem.clone().varlen(cu_q, cu_k)?, ..self.clone() })
+    }
+
+    /// The plan with another page table and other lengths, as the keys of a cache become more; the
+    /// program is not planned again. That pages are there is checked when operands are given.
+    ///
+    /// # Errors
+    /// When a length is negative, or the table has not as many entries for each length.
+    pub fn with_pages(&self, table: &[i32], lengths: &[i32]) -> Result<Self, Error> {
+        Ok(Self { problem: self.problem.clone().with_pages(table, lengths)?, ..self.clone() })
     }
 
     /// The plan with other logits for the sink; the program is not planned again.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use foveate_problem::{Dims, Operands, Sequence};
+use foveate_problem::{Dims, Operands, Pages, Sequence};
 use foveate_tensor::view::Slice;
 use foveate_tensor::{DType, Layout, TensorRef, Varlen};
 use half::{bf16, f16};
@@ -16,6 +16,13 @@ pub(crate) struct Offsets {
     cu_k: Vec<i32>,
 }
 
+/// The pages that keys and values lie in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PageTable {
+    table: Vec<i32>,
+    lengths: Vec<i32>,
+}
+
 /// What attention is asked of: the sizes, strides and dtype of q, k and v, the offsets of packed
 /// sequences and the sink. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
 /// `v [Bk, Hkv, Sk, Dv]` with `Bk` equal to `B` or 1.
@@ -25,6 +32,7 @@ pub struct Problem {
     dtype: DType,
     layouts: [Layout; 3],
     offsets: Option<Arc<Offsets>>,
+    pages: Option<Arc<PageTable>>,
     sink: Option<Arc<[f32]>>,
     forward_only: bool,
 }
@@ -40,16 +48,61 @@ impl Problem {
         k: impl Into<TensorRef<'a>>,
         v: impl Into<TensorRef<'a>>,
     ) -> Result<Self, Error> {
-        let (q, k, v) = (q.into(), k.into(), v.into());
-        let dims = Dims::of(&Operands { q, k, v, sink: None, varlen: None })?;
+        Self::posed_by(&Operands {
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
+            sink: None,
+            varlen: None,
+            pages: None,
+        })
+    }
+
+    /// The problem of queries on keys and values in pages of one size, any size, as a cache keeps
+    /// them: k is `[pages, Hkv, page_size, D]` and v `[pages, Hkv, page_size, Dv]`, of any strides.
+    /// Batch entry `b` has `lengths[b]` keys, of which key `r` is row `r % page_size` of page
+    /// `table[b, r / page_size]`; `table` is `[B, entries]`, row-major, and what no key needs in it
+    /// may be anything. It is [`Problem::forward_only`]: pages have no gradients.
+    ///
+    /// # Errors
+    /// Those of [`Problem::of`]; or a negative length, one that needs more entries than there are,
+    /// or a page that is none.
+    pub fn paged<'a>(
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+        table: &[i32],
+        lengths: &[i32],
+    ) -> Result<Self, Error> {
+        let problem = Self::posed_by(&Operands {
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
+            sink: None,
+            varlen: None,
+            pages: Some(Pages::new(table, lengths)?),
+        })?;
+        problem.forward_only().with_pages(table, lengths)
+    }
+
+    fn posed_by(operands: &Operands<'_>) -> Result<Self, Error> {
+        let Operands { q, k, v, .. } = operands;
         Ok(Self {
-            dims,
+            dims: Dims::of(operands)?,
             dtype: q.dtype(),
             layouts: [*q.layout(), *k.layout(), *v.layout()],
             offsets: None,
+            pages: None,
             sink: None,
             forward_only: false,
         })
+    }
+
+    /// Other pages for the keys.
+    pub(crate) fn with_pages(mut self, table: &[i32], lengths: &[i32]) -> Result<Self, Error> {
+        self.dims.len_k = Pages::new(table, lengths)?.longest();
+        self.pages = Some(Arc::new(PageTable { table: table.to_vec(), lengths: lengths.to_vec() }));
+        Ok(self)
     }
 
     /// The problem of contiguous operands of these shapes, without the operands: for planning
@@ -139,7 +192,11 @@ impl Problem {
 
     /// The independent problems inside, in order of `b`.
     pub fn sequences(&self) -> Vec<Sequence> {
-        self.dims.sequences(self.get_varlen())
+        let mut sequences = self.dims.sequences(self.get_varlen());
+        if let Some(pages) = self.get_pages() {
+            pages.limit(&mut sequences);
+        }
+        sequences
     }
 
     /// True when no backward pass is wanted.
@@ -156,6 +213,12 @@ impl Problem {
     pub fn get_varlen(&self) -> Option<Varlen<'_>> {
         let [q, k, _] = self.layouts.map(|l| l.shape[2]);
         self.offsets_within(q, k).expect("offsets are checked when they are taken")
+    }
+
+    /// The pages that k and v lie in.
+    pub fn get_pages(&self) -> Option<Pages<'_>> {
+        let PageTable { table, lengths } = self.pages.as_deref()?;
+        Some(Pages::new(table, lengths).expect("pages are checked when they are taken"))
     }
 
     /// The sequence offsets of operands with these packed lengths.

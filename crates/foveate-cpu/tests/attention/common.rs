@@ -204,6 +204,7 @@ impl Inputs {
             v: self.v.view(),
             sink: self.sink.as_deref(),
             varlen,
+            pages: None,
         }
     }
 }

@@ -14,7 +14,7 @@ use super::{CudaPlan, sequences};
 use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::{CudaError, CudaErrorKind};
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
 
 /// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
 /// gives.
@@ -34,7 +34,21 @@ impl CudaPlan {
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CudaError> {
         let queue = self.engine.queue();
         let host = Copies::of(queue, &args.operands)?;
-        let operands = host.operands(args.operands.varlen);
+        let table = match args.operands.pages {
+            None => None,
+            Some(pages) => {
+                // Checked before the device sees it.
+                Dims::of(&args.operands).map_err(|e| CudaError::argument(e.to_string()))?;
+                let block = queue.pool().upload(bytemuck::cast_slice(pages.table()))?;
+                Some((block, pages))
+            }
+        };
+        let mut operands = host.operands(args.operands.varlen);
+        operands.pages = table.as_ref().map(|(block, pages)| DevicePages {
+            table: block.address(),
+            entries: pages.entries(),
+            lengths: pages.lengths(),
+        });
         let dims = self.admit(&operands)?;
         args.check(&dims)?;
         let ForwardArgs { operands: from, mut out, mut lse, mut max_score } = args;
@@ -50,7 +64,7 @@ impl CudaPlan {
             lse: on_lse.tensor,
             max_score: on_max.as_ref().map(|m| m.tensor),
         };
-        let told = self.launch_forward(queue, &dims, &device, None, true);
+        let told = self.launch_forward(queue, &dims, &device, true);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
         on_out.download("out", &rows.q, self, whole_row(&mut out))?;
@@ -217,6 +231,7 @@ impl Copies {
             v: self.v.tensor,
             sink: self.sink.as_ref().map(|(_, tensor)| *tensor),
             varlen,
+            pages: None,
         }
     }
 }

@@ -13,12 +13,12 @@ use super::resident::Gradient;
 use super::{CudaPlan, sequences};
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::Kernel;
-use crate::driver::Block;
+use crate::driver::{Block, Device};
 use crate::engine::Queue;
 use crate::error::CudaError;
 use crate::planner::Class;
 use crate::schedule::Axis;
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Pages, Places, written};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
 
 impl CudaPlan {
     /// Queues the forward pass on tensors in device memory: computes `out`, `lse` and, when
@@ -27,50 +27,51 @@ impl CudaPlan {
     ///
     /// # Errors
     /// When operands or destinations do not fit the plan or each other, are not aligned to their
-    /// elements, overlap, or are not memory of this device: nothing is launched then. In a checked
-    /// plan also when a mod read a captured buffer outside its bounds; the results are written
-    /// then, the index clamped.
+    /// elements, overlap, or are not memory of this device, or the queue is another device's:
+    /// nothing is launched then. In a checked plan also when a mod read a captured buffer outside
+    /// its bounds, or an entry of a page table is no page; the results are written then, the index
+    /// clamped.
     pub fn forward_on(&self, queue: &Queue, args: &DeviceForward<'_>) -> Result<(), CudaError> {
+        self.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         self.check_places(&args.places()?)?;
-        self.launch_forward(queue, &dims, args, None, self.options.checked)
-    }
-
-    /// The same with keys and values in pages: `args.operands.k` and `.v` are
-    /// `[pages, Hkv, page_size, ..]`, of any page size. Positions of keys count from 0 in each
-    /// batch entry.
-    ///
-    /// # Errors
-    /// Those of [`Self::forward_on`]; or a table or lengths that do not fit.
-    pub fn forward_paged(
-        &self,
-        queue: &Queue,
-        args: &DeviceForward<'_>,
-        pages: &Pages<'_>,
-    ) -> Result<(), CudaError> {
-        let dims = args.operands.paged_dims(pages)?;
-        self.admit_dims(&dims, args.operands.q.dtype)?;
-        args.check(&dims)?;
-        self.check_places(&args.places()?)?;
-        let bytes = 4 * dims.batch * pages.entries;
-        if bytes > 0 {
-            self.engine.check_memory("the page table", pages.table, bytes)?;
+        if let Some(pages) = args.operands.pages {
+            let bytes = 4 * dims.batch * pages.entries;
+            if bytes > 0 {
+                self.engine.check_memory("the page table", pages.table, bytes)?;
+            }
         }
-        self.launch_forward(queue, &dims, args, Some(pages), self.options.checked)
+        self.launch_forward(queue, &dims, args, self.options.checked)
     }
 
     /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
     /// asked, the gradients of the sink and of learned captured buffers.
     ///
     /// # Errors
-    /// Those of [`Self::forward_on`], or a score that cannot be differentiated.
+    /// Those of [`Self::forward_on`], a score that cannot be differentiated, or keys in pages.
     pub fn backward_on(&self, queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
+        self.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
+        if args.operands.pages.is_some() {
+            let reason = "keys and values in pages have no gradients; gather them for a backward";
+            return Err(CudaError::argument(reason));
+        }
         args.check(&dims)?;
         self.check_captures(args)?;
         self.check_places(&args.places()?)?;
         self.launch_backward(queue, &dims, args, self.options.checked)
+    }
+
+    fn check_queue(&self, queue: &Queue) -> Result<(), CudaError> {
+        let ordinals = [queue.stream().device(), self.engine.device()].map(Device::ordinal);
+        if ordinals[0] == ordinals[1] {
+            return Ok(());
+        }
+        let [queue, plan] = ordinals;
+        Err(CudaError::argument(format!(
+            "the queue is of GPU {queue}, but the plan is for GPU {plan}; take one of its engine's"
+        )))
     }
 
     fn check_places(&self, places: &Places) -> Result<(), CudaError> {
@@ -103,13 +104,13 @@ impl CudaPlan {
         queue: &Queue,
         dims: &Dims,
         args: &DeviceForward<'_>,
-        pages: Option<&Pages<'_>>,
         checked: bool,
     ) -> Result<(), CudaError> {
+        let pages = args.operands.pages;
         let mut sequences = sequences(dims, args.operands.varlen);
         if let Some(pages) = pages {
             for (s, len) in sequences.iter_mut().zip(pages.lengths) {
-                (s.k_batch, s.k_len) = (0, *len);
+                (s.k_batch, s.k_len) = (0, *len as usize);
             }
         }
         let pass = Pass { kind: PassKind::Forward, checked };

@@ -9,6 +9,9 @@ use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::{CudaError, CudaErrorKind};
 
+/// What stands in place of a captured buffer's number for the table of paged keys.
+const PAGE_TABLE: i32 = -1;
+
 /// Where a checked kernel notes the first index outside its axis that it meets, as `report_index`
 /// in `mods.cuh` does. Without checks there is none.
 pub(super) struct Report(Option<Block>);
@@ -33,6 +36,11 @@ impl Report {
         let mut noted = [0; 16];
         block.read(&mut noted, limit)?;
         let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| noted[4 * i + b]));
+        if let [1, PAGE_TABLE, b, page] = [0, 1, 2, 3].map(number) {
+            return Ok(Some(format!(
+                "the page table of batch entry {b} has page {page}, which k and v do not have"
+            )));
+        }
         let outside = mods.out_of_range([0, 1, 2, 3].map(number));
         Ok(outside.map(|outside| outside.to_string()))
     }

@@ -28,7 +28,7 @@ fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
 
 fn operands(p: PackedHeads, qkv: &[f32]) -> Result<Operands<'_>, NnError> {
     let QkvRef { q, k, v, .. } = packing(p)?.views(qkv)?;
-    Ok(Operands { q, k, v, sink: None, varlen: None })
+    Ok(Operands { q, k, v, sink: None, varlen: None, pages: None })
 }
 
 fn out_layout(p: PackedHeads) -> Layout {

@@ -173,7 +173,7 @@ impl Prepared {
 
     fn operands(&self) -> DeviceOperands<'static> {
         let Tensors { q, k, v, .. } = self.tensors;
-        DeviceOperands { q, k, v, sink: None, varlen: None }
+        DeviceOperands { q, k, v, sink: None, varlen: None, pages: None }
     }
 
     fn forward(&self) -> Result<(), Failure> {

@@ -1,0 +1,86 @@
+//! Keys and values in pages, as a cache keeps them.
+
+use foveate::mods::expr;
+use foveate::{Attention, DType, Device, Error, MaskMod, Plan, Problem, Tensor};
+
+const PAGE: usize = 3;
+/// Pages of two batch entries with up to 3 entries each; the last page is nobody's.
+const TABLE: [i32; 6] = [4, 0, 2, 3, 1, -1];
+const LENGTHS: [i32; 2] = [8, 4];
+
+fn number([b, h, s, d]: [usize; 4]) -> f64 {
+    ((b * 31 + h * 17 + s * 7 + d * 3) % 13) as f64 / 13.0 - 0.4
+}
+
+fn tensor(shape: [usize; 4]) -> Tensor {
+    Tensor::from_fn(DType::F32, shape, number)
+}
+
+/// Six pages of keys or of values, whose last rows may be nobody's.
+fn pages(dim: usize) -> Tensor {
+    tensor([6, 2, PAGE, dim])
+}
+
+/// The first keys of batch entry `b`, gathered.
+fn gathered(dim: usize, b: usize, len: usize) -> Tensor {
+    let page = |s: usize| TABLE[b * 3 + s / PAGE] as usize;
+    Tensor::from_fn(DType::F32, [1, 2, len, dim], |[_, h, s, d]| number([page(s), h, s % PAGE, d]))
+}
+
+fn causal() -> MaskMod {
+    let last = expr::kv_len() - expr::q_len();
+    MaskMod::new((expr::q() + last).ge(expr::kv()).dynamic()).expect("a mask")
+}
+
+fn paged(table: &[i32], lengths: &[i32]) -> Result<Plan, Error> {
+    let problem = Problem::paged(&tensor([2, 4, 2, 8]), &pages(8), &pages(5), table, lengths)?;
+    Attention::new().mask(causal()).plan(&problem, &Device::cpu())
+}
+
+#[test]
+fn a_cache_in_pages_gives_what_the_gathered_one_gives() {
+    let q = tensor([2, 4, 2, 8]);
+    let plan = paged(&TABLE, &LENGTHS).unwrap();
+    let shorter = plan.with_pages(&TABLE, &[5, 1]).unwrap();
+    for (plan, lengths) in [(plan, [8, 4]), (shorter, [5, 1])] {
+        let found = plan.forward(&q, &pages(8), &pages(5)).unwrap();
+        for (b, len) in lengths.into_iter().enumerate() {
+            let q = Tensor::from_fn(DType::F32, [1, 4, 2, 8], |[_, h, s, d]| number([b, h, s, d]));
+            let (k, v) = (gathered(8, b, len), gathered(5, b, len));
+            let problem = Problem::of(&q, &k, &v).unwrap();
+            let alone = Attention::new().mask(causal()).plan(&problem, &Device::cpu()).unwrap();
+            let alone = alone.forward(&q, &k, &v).unwrap();
+            let part = |all: Vec<f64>| all[b * all.len() / 2..][..all.len() / 2].to_vec();
+            assert_eq!(part(found.out.to_f64()), alone.out.to_f64());
+            assert_eq!(part(found.lse.to_f64()), alone.lse.to_f64());
+        }
+    }
+}
+
+#[test]
+fn a_table_that_does_not_fit_is_one_clear_error() {
+    let said = |table: &[i32], lengths: &[i32]| paged(table, lengths).unwrap_err().to_string();
+    assert_eq!(said(&TABLE, &[8, -4]), "batch entry 1 has -4 keys in pages; it needs 0 or more");
+    assert_eq!(
+        said(&TABLE, &[10, 4]),
+        "the 10 keys of batch entry 0 need more than the 3 pages of 3 in its page table"
+    );
+    assert_eq!(
+        said(&[4, 0, 2, 3, 6, 0], &LENGTHS),
+        "entry 1 of the page table of batch entry 1 is 6; k and v have 6 pages"
+    );
+    let plan = paged(&TABLE, &LENGTHS).unwrap().with_pages(&TABLE, &[8, 7]).unwrap();
+    let given = plan.forward(&tensor([2, 4, 2, 8]), &pages(8), &pages(5));
+    assert!(given.unwrap_err().to_string().contains("batch entry 1 is -1"));
+}
+
+#[test]
+fn pages_have_no_backward() {
+    let q = tensor([2, 4, 2, 8]);
+    let plan = paged(&TABLE, &LENGTHS).unwrap();
+    assert!(plan.problem().is_forward_only());
+    let forward = plan.forward(&q, &pages(8), &pages(5)).unwrap();
+    let d_out = tensor([2, 4, 2, 5]);
+    let refused = plan.backward(&q, &pages(8), &pages(5), &forward, &d_out).unwrap_err();
+    assert!(refused.to_string().starts_with("keys and values in pages have no gradients"));
+}
