@@ -159,6 +159,15 @@ impl Compiler {
     /// # Errors
     /// When NVRTC refuses the source: [`CudaErrorKind::Compile`] with the log.
     pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, CudaError> {
+        let compiled = self.compile_with(source, arch, &[])?;
+        // From 13 on NVRTC has a cache of its own. What comes out of it, after another process
+        // compiled the same, has no report of what kernels take.
+        let reported = !compiled.kernels.is_empty() || !source.contains("__global__");
+        if reported { Ok(compiled) } else { self.compile_with(source, arch, &["--no-cache"]) }
+    }
+
+    /// The same with `more` options.
+    fn compile_with(&self, source: &str, arch: &str, more: &[&str]) -> Result<Compiled, CudaError> {
         let refused = |log: String| -> CudaError {
             CudaErrorKind::Compile { arch: arch.to_owned(), log }.into()
         };
@@ -183,6 +192,7 @@ impl Compiler {
         }
         let options: Vec<CString> = OPTIONS
             .iter()
+            .chain(more)
             .map(|o| (*o).to_owned())
             .chain([format!("--gpu-architecture={arch}")])
             .map(|o| CString::new(o).expect("options have no NUL"))
