@@ -22,16 +22,18 @@ use foveate_tensor::{TensorMut, TensorRef};
 use crate::call::{Call, head};
 use crate::captures::{CaptureSums, Slot};
 use crate::error::CpuError;
+use crate::huge::shares;
 use crate::mods::Evaluator;
 use crate::pack::{self, Packed};
 use crate::simd::{self, LANES, Matrix, Panels, Part, STRIP};
 use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
 
-/// Statistics of the rows of a head: lse (`+∞` for an empty row, whose every `p` is then 0) and
-/// `delta`.
+/// Statistics of the rows of a head: lse (`+∞` for an empty row, whose every `p` is then 0),
+/// `delta`, and the [`shares`] of what `p` is, which join `d_out` and `delta` instead of `p`.
 struct Statistics<'a> {
     lse: &'a [f32],
     delta: &'a [f32],
+    share: &'a [f32],
 }
 
 /// A range of keys of a unit, and where their gradients go.
@@ -92,13 +94,16 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         let mut blocks = call.pool.lend(elems);
         let packed = Packed::all(&operands, wave, tiles, &mut blocks);
         let total_rows: usize = places.unit_rows.iter().sum();
-        let mut statistics = call.pool.take(2 * total_rows);
-        let (lse_rows, delta_rows) = statistics.split_at_mut(total_rows);
+        let mut statistics = call.pool.take(3 * total_rows);
+        let (share_rows, rest) = statistics.split_at_mut(total_rows);
+        let (lse_rows, delta_rows) = rest.split_at_mut(total_rows);
+        shares(call, wave, &packed, operands.q, lse, share_rows);
         let sources = Sources { out, lse, d_out, d_lse };
-        row_statistics(call, wave, sources, lse_rows, delta_rows, &mut d_sink);
+        row_statistics(call, wave, sources, share_rows, lse_rows, delta_rows, &mut d_sink);
         let statistics_of = |row: usize, len: usize| Statistics {
             lse: &lse_rows[row..row + len],
             delta: &delta_rows[row..row + len],
+            share: &share_rows[row..row + len],
         };
 
         let mut parts = call.pool.take(places.dq_elems(tiles.dim));
@@ -199,7 +204,7 @@ fn rows_of(call: &Call<'_>, unit: &Unit) -> usize {
 pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
     let (tiles, len) = (&call.tiles, unit.keys.len);
     let lanes = len.div_ceil(tiles.lane(len, call.units.len()));
-    pack::elems(tiles, len, true) + rows_of(call, unit) * (lanes * tiles.dim + 2)
+    pack::elems(tiles, len, true) + rows_of(call, unit) * (lanes * tiles.dim + 3)
 }
 
 impl Places {
@@ -243,6 +248,7 @@ fn row_statistics(
     call: &Call<'_>,
     wave: &[Unit],
     from: Sources<'_>,
+    mut share_rows: &[f32],
     mut lse_rows: &mut [f32],
     mut delta_rows: &mut [f32],
     d_sink: &mut [f64],
@@ -252,16 +258,17 @@ fn row_statistics(
     let mut tasks = Vec::with_capacity(heads.len());
     for (&(b, h), part) in heads.iter().zip(&mut parts) {
         let len = call.sequences[b].q_len;
-        let (lse, delta);
+        let (share, lse, delta);
+        (share, share_rows) = share_rows.split_at(len);
         (lse, lse_rows) = lse_rows.split_at_mut(len);
         (delta, delta_rows) = delta_rows.split_at_mut(len);
-        tasks.push((b, h, lse, delta, part));
+        tasks.push((b, h, share, lse, delta, part));
     }
     let dim_v = call.tiles.dim_v;
     run(
         tasks.into_iter(),
         || (vec![0.0; dim_v], vec![0.0; dim_v]),
-        |(out, d_out), (b, h, lse, delta, d_sink)| {
+        |(out, d_out), (b, h, share, lse, delta, d_sink)| {
             let s = &call.sequences[b];
             let own = ..call.dims.dim_v;
             for r in 0..s.q_len {
@@ -273,7 +280,8 @@ fn row_statistics(
                 }
                 from.out.load_row(at[0], at[1], at[2], &mut out[own]);
                 from.d_out.load_row(at[0], at[1], at[2], &mut d_out[own]);
-                delta[r] = simd::dot(out, d_out) - from.d_lse.map_or(0.0, |t| t.get_f64(at) as f32);
+                let d_lse = from.d_lse.map_or(0.0, |t| t.get_f64(at) as f32);
+                delta[r] = (simd::dot(out, d_out) - d_lse) * share[r];
                 if let Some(sink) = call.sink {
                     *d_sink -= f64::from((sink[h] - lse[r]).exp() * delta[r]);
                 }
@@ -358,7 +366,13 @@ impl<'a, F: Fn(usize, usize) -> Statistics<'a>> Lane<'a, F> {
             let statistics = Statistics {
                 lse: &statistics.lse[start..start + rows],
                 delta: &statistics.delta[start..start + rows],
+                share: &statistics.share[start..start + rows],
             };
+            for (d_out, &share) in scratch.d_out.chunks_mut(tiles.dim_v).zip(statistics.share) {
+                if share != 1.0 {
+                    simd::scale(d_out, share);
+                }
+            }
             let dq = &mut dq[start * tiles.dim..][..rows * tiles.dim];
             for (tile, partial) in live {
                 let first = tile * tiles.kv;

@@ -53,6 +53,7 @@ mod captures;
 pub mod describe;
 pub mod error;
 mod forward;
+mod huge;
 mod masks;
 mod mods;
 mod pack;

@@ -175,7 +175,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         clear(scores.g);
         copied(number).wait(number / FV_STAGES);
         multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
-        scores.weigh(mods, corner, p.scale, stage + AT_LSE);
+        const float* rests = rests_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
+        scores.weigh(mods, corner, p.scale, stage + AT_LSE, rests, p.delta.row);
         p_read.wait(number - 1);
         store_scores(base + AT_P, [&](int m, int n, int i) { return scores.dropped(scores.p(m, n, i), m, n, i); });
         p_written.arrive_warp();

@@ -6,6 +6,13 @@ typedef float GradElem;
 typedef unsigned short GradElem;
 #endif
 
+// A score function may give -1e30 to every key of a row. Its lse is then -1e30, too: there is no
+// room in it for the logarithm of how many keys share the weight. From this magnitude on, 2^29,
+// lse is a multiple of 64 and so the row's largest score, whatever the sum: fv_rests finds what is
+// missing, and the weights are divided by it.
+constexpr float HUGE_LSE = 536870912.f;
+__device__ bool is_huge(float lse) { return fabsf(lse) >= HUGE_LSE && fabsf(lse) < infinity(); }
+
 // ---- destinations ----
 
 __device__ GradElem narrow(float x) {

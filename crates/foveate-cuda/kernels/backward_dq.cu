@@ -128,7 +128,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         clear(scores.g);
         copied(number).wait(number / FV_STAGES);
         multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(scores.g, q_by_row, stage + k_by_row);
-        scores.weigh(mods, corner, p.scale, base + AT_LSE);
+        const float* rests = rests_of(p, s.q_batch, head, s.q_start + query);
+        scores.weigh(mods, corner, p.scale, base + AT_LSE, rests, p.delta.row);
         OfScores dp;
         clear(dp);
         multiply<FV_DVP / STEP, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);

@@ -46,6 +46,11 @@ __device__ void for_each_score(F f) {
                 f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
 }
 
+// The rests of a tile's rows, from its first query on.
+__device__ const float* rests_of(const BackwardParams& p, int batch, int head, int first) {
+    return FV_SCORE ? p.rests + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
+}
+
 // Two neighbours of a row of P or dS.
 __device__ void store_pair(u32 address, float x, float y) {
     if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
@@ -95,20 +100,23 @@ struct Scores {
 #endif
     }
 
-    // From S to P; `lse_at` is the shared address of the tile's lse.
-    __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at) {
+    // From S to P; `lse_at` is the shared address of the tile's lse, `rests` are those of its rows.
+    __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at, const float* rests, i64 rests_apart) {
         // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
         // before anything is multiplied is then small; products of both differ by their rounding.
         constexpr bool apart = FV_DTYPE == 2 || FV_SCORE;
         float lse[OF_S.rows][2];
+        [[maybe_unused]] float rest[OF_S.rows][2];
         #pragma unroll
         for (int i = 0; i < OF_S.rows * 2; ++i) {
             float x = load_shared(lse_at + (score_row() + i * 8) * 4);
             if (x == -infinity()) x = infinity();      // a row that sees nothing: P = 0
             lse[i / 2][i % 2] = apart ? x : x * LOG2_E;
+            rest[i / 2][i % 2] = FV_SCORE && is_huge(x) ? __ldg(rests + (score_row() + i * 8) * rests_apart) : 0.f;
         }
         auto exp_score = [&](float score, int m, int i) {
             const float x = lse[m][i / 2];
+            if (FV_SCORE) return exp2_score(fmaf(score - x, LOG2_E, -rest[m][i / 2]));
             return exp2_score(apart ? (score - x) * LOG2_E : fmaf(score, LOG2_E, -x));
         };
         for_each_score([&](int m, int n, int i, int row, int column) {

@@ -258,6 +258,9 @@ structs! {
         pub accumulate: i32,
         /// Sequences from a tile's own on that read the same keys and values.
         pub sharing: i32,
+        /// What is left of the powers of rows whose lse is huge, in the order of `delta`; 0
+        /// without a score function.
+        pub rests: Address,
     }
 
     /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block

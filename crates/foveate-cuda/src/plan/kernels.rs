@@ -174,6 +174,10 @@ impl CudaPlan {
         let wanted = |config: &Config| {
             let mut config = self.grouped(config);
             config.captures |= entry == "fv_capture_sums";
+            // Of the passes over rows, the only one that evaluates mods.
+            if entry == "fv_rests" {
+                (config.score, config.mask) = (true, self.spec.mask.is_some());
+            }
             config
         };
         let config = wanted(&choice.chosen.config);

@@ -219,6 +219,8 @@ impl CudaPlan {
         let row_shape = dims.row_shape();
         let row_bytes = row_shape.iter().product::<usize>() * 4;
         let deltas = pool.take(row_bytes)?;
+        let scored = self.spec.score.is_some();
+        let rests = scored.then(|| pool.take(row_bytes)).transpose()?;
         // Gradients of learned buffers that nobody asked for go where nobody looks.
         let learned = self.spec.learned();
         let longest = learned.iter().map(|b| b.data().len()).max().unwrap_or(0);
@@ -265,6 +267,7 @@ impl CudaPlan {
             delta: DeviceTensor::<3>::contiguous(deltas.address(), DType::F32, row_shape).rows(),
             sink: o.sink.map_or(0, |s| s.start()),
             d_sink: args.d_sink.map_or(0, |s| s.start()),
+            rests: rests.as_ref().map_or(0, Block::address),
             scale: self.scale(),
             heads_q: heads_q as i32,
             heads_kv: heads_kv as i32,
@@ -281,6 +284,10 @@ impl CudaPlan {
         let row_grid = [rows.tile_count as u32, heads_q, 1];
         let parameters = [&by_row.bytes()[..], &mods];
         launch(&delta.function, queue, row_grid, delta.threads(), &parameters)?;
+        if scored {
+            let rests = ready(Kernel::Delta, "fv_rests")?;
+            launch(&rests.function, queue, row_grid, rests.threads(), &parameters)?;
+        }
         if args.d_sink.is_some() {
             let sink = ready(Kernel::Delta, "fv_sink_gradient")?;
             launch(&sink.function, queue, [heads_q, 1, 1], 1024, &parameters)?;

@@ -1,0 +1,116 @@
+//! Rows whose lse is so large that it has no room for the logarithm of a sum.
+//!
+//! A score function may give -1e30 to every key of a row. Its lse is then -1e30, too, and
+//! `exp(score - lse)` is 1 for each key, however many share the weight. The backward sums these
+//! powers over such a row once more and divides by the sum. Such rows are few, or padding.
+
+use foveate_tensor::TensorRef;
+
+use crate::call::{Call, head};
+use crate::mods::Evaluator;
+use crate::pack::{self, Packed};
+use crate::simd::{self, LANES, Matrix, Part, STRIP};
+use crate::work::{Unit, run};
+
+/// From this magnitude on, 2^29, lse is a multiple of 64 and so the largest score of its row,
+/// whatever the sum.
+const HUGE: f32 = 536_870_912.0;
+
+/// Whether the weights of a row with this lse have to be divided by their sum.
+fn is_huge(lse: f32) -> bool {
+    lse.is_finite() && lse.abs() >= HUGE
+}
+
+/// A tile of queries with a huge row, and its part of the result.
+struct Task<'a> {
+    /// Unit of the wave.
+    unit: usize,
+    b: usize,
+    h: usize,
+    tile: usize,
+    shares: &'a mut [f32],
+}
+
+struct Scratch {
+    evaluator: Evaluator,
+    q: Vec<f32>,
+    scores: Vec<f32>,
+}
+
+/// For each row of a wave's heads, in order, what its weights are multiplied with: 1, or where lse
+/// is huge one over the sum of `exp(score - lse)`.
+pub fn shares(
+    call: &Call<'_>,
+    wave: &[Unit],
+    packed: &Packed<'_>,
+    q: TensorRef<'_>,
+    lse: TensorRef<'_, 3>,
+    mut into: &mut [f32],
+) {
+    let tiles = call.tiles;
+    into.fill(1.0);
+    let lse_of = |b: usize, h: usize, row: usize| {
+        let s = &call.sequences[b];
+        lse.get_f64([s.q_batch, h, s.q_start + row]) as f32
+    };
+    let mut tasks = Vec::new();
+    for (unit, own) in wave.iter().enumerate() {
+        for (b, h) in call.heads_of(own) {
+            let rows;
+            (rows, into) = into.split_at_mut(call.sequences[b].q_len);
+            for (tile, shares) in rows.chunks_mut(tiles.q).enumerate() {
+                let mut rows = tile * tiles.q..tile * tiles.q + shares.len();
+                if rows.any(|row| is_huge(lse_of(b, h, row))) {
+                    tasks.push(Task { unit, b, h, tile, shares });
+                }
+            }
+        }
+    }
+    let scratch = || Scratch {
+        evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
+        q: vec![0.0; tiles.q * tiles.dim],
+        scores: vec![0.0; tiles.q * tiles.kv],
+    };
+    run(tasks.into_iter(), scratch, |scratch, Task { unit, b, h, tile, shares }| {
+        let Scratch { evaluator, q: own, scores } = scratch;
+        let s = &call.sequences[b];
+        let (start, rows, stride) = (tile * tiles.q, shares.len(), tiles.kv);
+        pack::load_rows(q, [s.q_batch, h, s.q_start + start], rows, tiles.dim, own);
+        simd::scale(own, call.scale);
+        evaluator.enter(head(&call.dims, s, h));
+        let huge: Vec<f32> = (start..start + rows).map(|row| lse_of(b, h, row)).collect();
+        for (sum, lse) in shares.iter_mut().zip(&huge) {
+            *sum = call.sink.map_or(0.0, |sink| (sink[h] - lse).exp());
+        }
+        for (key_tile, partial) in call.live(b, h).tiles(tile, &call.key_tiles(b)) {
+            let first = key_tile * tiles.kv;
+            let keys = first..s.k_len.min(first + tiles.kv);
+            evaluator.tile(start..start + rows, keys, partial);
+            let k_t = packed.block(unit, key_tile).k_t;
+            for from in (0..rows).step_by(STRIP) {
+                let strip = from..rows.min(from + STRIP);
+                let live = evaluator.live(strip.clone());
+                if live.is_empty() {
+                    continue;
+                }
+                let columns = live.start / LANES * LANES..simd::padded(live.end);
+                let (rows, depth) = (strip.clone(), 0..call.dims.dim);
+                let part = Part { rows, columns: columns.clone(), depth };
+                simd::product(scores, stride, Matrix::rows(own, tiles.dim), k_t, &part, false);
+                evaluator.score(
+                    strip.clone(),
+                    columns.clone(),
+                    &mut scores[from * stride..],
+                    stride,
+                );
+                for r in strip.filter(|&r| is_huge(huge[r])) {
+                    shares[r] += simd::exp_sum(&mut scores[r * stride..][columns.clone()], huge[r]);
+                }
+            }
+        }
+        for (share, lse) in shares.iter_mut().zip(&huge) {
+            *share = if is_huge(*lse) && share.is_normal() { share.recip() } else { 1.0 };
+        }
+        call.note(evaluator);
+    });
+}
