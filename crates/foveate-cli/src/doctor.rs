@@ -181,7 +181,13 @@ impl Found {
             }),
             // A driver without a GPU, one that does not start, a library too old.
             (Ok(_), Library::Driver) => Device::count().err().map(|e| e.to_string()),
-            (Ok(_), Library::Nvrtc) => nvrtc::Compiler::get().err().map(|e| e.to_string()),
+            (Ok(_), Library::Nvrtc) => {
+                let fits = nvrtc::Compiler::get().and_then(|compiler| match first_gpu() {
+                    Some(gpu) => nvrtc::check_driver(compiler.version(), gpu.driver),
+                    None => Ok(()),
+                });
+                fits.err().map(|e| e.to_string())
+            }
             (Ok(_), _) => None,
         };
         Self {

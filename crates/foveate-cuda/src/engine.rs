@@ -12,7 +12,7 @@ use crate::abi::Address;
 use crate::cache::Cache;
 use crate::driver::{Device, Function, Module, Pool, Stream};
 use crate::error::CudaError;
-use crate::nvrtc::{Compiled, Compiler};
+use crate::nvrtc::{Compiled, Compiler, check_driver};
 use crate::profile::Profile;
 
 /// A device and the kernels that are loaded on it.
@@ -128,9 +128,11 @@ impl Engine {
     /// `source` for this device, compiled or found compiled.
     ///
     /// # Errors
-    /// When NVRTC is missing or refuses the source.
+    /// When NVRTC is missing, too new for the driver, or refuses the source.
     pub(crate) fn compiled(&self, source: &str) -> Result<Arc<Compiled>, CudaError> {
-        Cache::get().compile(Compiler::get()?, source, &self.arch)
+        let compiler = Compiler::get()?;
+        check_driver(compiler.version(), self.device.info().driver)?;
+        Cache::get().compile(compiler, source, &self.arch)
     }
 
     /// The kernel `entry` of what was compiled.

@@ -52,6 +52,13 @@ pub enum CudaErrorKind {
         /// Bytes of the device.
         total: usize,
     },
+    /// The driver cannot load what this NVRTC makes.
+    OldDriver {
+        /// The driver's CUDA version.
+        driver: (u32, u32),
+        /// NVRTC's.
+        nvrtc: (u32, u32),
+    },
     /// NVRTC refused a source.
     Compile {
         /// The architecture it was for.
@@ -148,6 +155,26 @@ impl fmt::Display for CudaErrorKind {
                     mib(*bytes),
                     mib(*free),
                     mib(*total)
+                )
+            }
+            Self::OldDriver { driver, nvrtc } => {
+                let needed = match nvrtc.0 {
+                    13 => "580 or newer",
+                    12 => "525 or newer",
+                    _ => "that came with it, or a newer one",
+                };
+                write!(
+                    f,
+                    "the driver is for CUDA {}.{} and loads no kernels of NVRTC {}.{}; install a \
+                     driver {needed}, or NVRTC {} (`pip install nvidia-cuda-nvrtc-cu{}`), to whose \
+                     folder {} points",
+                    driver.0,
+                    driver.1,
+                    nvrtc.0,
+                    nvrtc.1,
+                    driver.0,
+                    driver.0,
+                    crate::library::VARIABLE
                 )
             }
             Self::Compile { arch, log } => {

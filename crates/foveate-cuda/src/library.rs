@@ -5,7 +5,8 @@
 //!
 //! 1. `FOVEATE_CUDA_LIBRARIES`, a folder or a file (several are separated like `PATH`);
 //! 2. wheels: `nvidia/*/lib` in the packages of the Python that runs this process, of the active
-//!    environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), of the `python3` on `PATH`, and of the user;
+//!    environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), of the `python3` on `PATH` (which is asked for
+//!    its place when it is a script, such as a shim of pyenv's), and of the user;
 //! 3. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
 //! 4. the bare name, which leaves the search to the system's loader.
 //!
@@ -16,8 +17,12 @@
 
 use std::env;
 use std::error::Error;
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::error::{CudaError, CudaErrorKind};
 
@@ -244,9 +249,11 @@ impl Surroundings {
         let mut pythons: Vec<PathBuf> = running.filter_map(|p| prefix_of(&p)).collect();
         let active = ["VIRTUAL_ENV", "CONDA_PREFIX"];
         pythons.extend(active.iter().filter_map(folder).map(PathBuf::from));
-        // Found without running it.
         let on_path = paths("PATH").into_iter().map(|f| f.join("python3")).find(|p| p.exists());
-        pythons.extend(on_path.and_then(|p| prefix_of(&p)));
+        pythons.extend(on_path.and_then(|p| match is_script(&p) {
+            true => asked_prefix(&p, PATIENCE),
+            false => prefix_of(&p),
+        }));
         pythons.extend(env::home_dir().map(|home| home.join(".local")));
         let toolkits = ["CUDA_HOME", "CUDA_PATH"];
         let mut toolkits: Vec<_> = toolkits.iter().filter_map(folder).map(PathBuf::from).collect();
@@ -295,6 +302,49 @@ fn prefix_of(executable: &Path) -> Option<PathBuf> {
     let name = executable.file_name()?.to_str()?;
     let folder = executable.parent().filter(|_| name.starts_with("python"))?;
     Some(folder.parent()?.to_owned())
+}
+
+/// How long a script that stands for a Python may take to say which one.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Whether an executable is a script, as pyenv and asdf put in the place of a Python: where it lies
+/// says nothing of where that Python's packages are.
+fn is_script(executable: &Path) -> bool {
+    let mut head = [0; 2];
+    let read = std::fs::File::open(executable).and_then(|mut f| f.read_exact(&mut head));
+    read.is_ok() && head == *b"#!"
+}
+
+/// The prefix that the interpreter behind a script gives; nothing when it takes longer than
+/// `patience`, after which it is ended.
+fn asked_prefix(script: &Path, patience: Duration) -> Option<PathBuf> {
+    // A file and not a pipe: whatever the script leaves running cannot keep its end open.
+    let mut said = tempfile::tempfile().ok()?;
+    let mut child = Command::new(script)
+        .args(["-I", "-c", "import sys; print(sys.prefix)"])
+        .stdin(Stdio::null())
+        .stdout(said.try_clone().ok()?)
+        .stderr(Stdio::null())
+        .spawn()
+        .ok()?;
+    let began = Instant::now();
+    let status = loop {
+        match child.try_wait() {
+            Ok(Some(status)) => break status,
+            Ok(None) if began.elapsed() < patience => thread::sleep(Duration::from_millis(5)),
+            // Ended already, or about to: there is nothing to be done about an error.
+            _ => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return None;
+            }
+        }
+    };
+    let mut text = String::new();
+    said.rewind().ok()?;
+    said.read_to_string(&mut text).ok()?;
+    let prefix = text.trim();
+    (status.success() && !prefix.is_empty()).then(|| prefix.into())
 }
 
 /// Folders that hold libraries of NVIDIA's in the packages below `prefix`.
@@ -451,6 +501,40 @@ mod tests {
         assert_eq!(prefix("/opt/env/bin/python3.12"), Some("/opt/env".into()));
         assert_eq!(prefix("/usr/bin/foveate"), None);
         assert_eq!(prefix("python3"), None);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_script_in_the_place_of_a_python_is_asked_and_not_waited_for() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let root = tempfile::tempdir().unwrap();
+        let script = |name: &str, body: &str| {
+            let path = root.path().join(name);
+            std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            path
+        };
+        // Linux executes no file that another test's child has inherited open for writing.
+        let ask = |path: &Path, patience| {
+            let tries = (0..20).map(|_| {
+                thread::sleep(Duration::from_millis(5));
+                asked_prefix(path, patience)
+            });
+            tries.into_iter().find(Option::is_some).flatten()
+        };
+        let shim = script("python3", "echo /opt/versions/3.12");
+        assert!(is_script(&shim) && !is_script(Path::new("/bin/sh")));
+        assert_eq!(ask(&shim, PATIENCE), Some("/opt/versions/3.12".into()));
+        let leaves = script("leaves", "sleep 5 & echo /opt/other");
+        assert_eq!(ask(&leaves, PATIENCE), Some("/opt/other".into()));
+
+        let began = Instant::now();
+        let hangs = script("hangs", "exec sleep 30");
+        assert_eq!(asked_prefix(&hangs, Duration::from_millis(50)), None);
+        assert_eq!(asked_prefix(&script("fails", "echo /opt; exit 1"), PATIENCE), None);
+        assert_eq!(asked_prefix(&root.path().join("none"), PATIENCE), None);
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
 
     #[test]

@@ -213,6 +213,19 @@ impl Compiler {
     }
 }
 
+/// Whether a driver loads the machine code of an NVRTC: one of its own major version, whatever the
+/// minor ones, or an older one. (For PTX the minor version would count too.)
+///
+/// # Errors
+/// [`CudaErrorKind::OldDriver`] with the versions that would do.
+pub fn check_driver(nvrtc: (i32, i32), driver: (u32, u32)) -> Result<(), CudaError> {
+    let nvrtc = (nvrtc.0.unsigned_abs(), nvrtc.1.unsigned_abs());
+    match driver.0 >= nvrtc.0 {
+        true => Ok(()),
+        false => Err(CudaErrorKind::OldDriver { driver, nvrtc }.into()),
+    }
+}
+
 /// A program of NVRTC's, destroyed with the value.
 struct Made<'a> {
     of: &'a Functions,

@@ -11,6 +11,7 @@ use std::time::Duration;
 use foveate_cuda::CudaErrorKind;
 use foveate_cuda::driver::{Device, Module, Pool, Stream};
 use foveate_cuda::library::VARIABLE;
+use foveate_cuda::nvrtc::check_driver;
 
 const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
 const LIMIT: Duration = Duration::from_secs(10);
@@ -146,5 +147,30 @@ fn a_driver_that_does_not_start_says_why() {
     assert!(
         said.starts_with("starting the driver: the driver says CUDA_ERROR_SYSTEM_DRIVER"),
         "{said}"
+    );
+}
+
+#[test]
+fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
+    if !inside(
+        "a_driver_older_than_nvrtc_is_refused_with_what_to_install",
+        &[],
+        &[("CUDA", "12040")],
+    ) {
+        return;
+    }
+    let driver = Device::open(0).unwrap().info().driver;
+    assert_eq!(driver, (12, 4));
+    for newer_minor_or_older in [(12, 9), (12, 4), (11, 8)] {
+        check_driver(newer_minor_or_older, driver).unwrap();
+    }
+    let error = check_driver((13, 0), driver).unwrap_err();
+    assert!(matches!(error.kind(), CudaErrorKind::OldDriver { .. }), "{error:?}");
+    let said = error.to_string();
+    assert_eq!(
+        said,
+        "the driver is for CUDA 12.4 and loads no kernels of NVRTC 13.0; install a driver 580 or \
+         newer, or NVRTC 12 (`pip install nvidia-cuda-nvrtc-cu12`), to whose folder \
+         FOVEATE_CUDA_LIBRARIES points"
     );
 }

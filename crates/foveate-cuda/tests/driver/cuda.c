@@ -1,6 +1,7 @@
 /* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
  * out when an event is asked about, so that whoever reuses memory too early is found out.
- * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says. */
+ * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
+ * CUDA: its version. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +18,7 @@ static size_t number(const char *name, size_t otherwise) {
 static size_t total(void) { return number("TOTAL", 64 << 20); }
 
 int cuInit(unsigned flags) { return flags + (int)number("INIT", 0); }
-int cuDriverGetVersion(int *v) { return *v = 13000, 0; }
+int cuDriverGetVersion(int *v) { return *v = (int)number("CUDA", 13000), 0; }
 int cuGetErrorName(int e, const char **s) { return *s = e == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : "CUDA_ERROR", 0; }
 int cuGetErrorString(int e, const char **s) { (void)e; return *s = "a failure of tests", 0; }
 int cuDeviceGetCount(int *n) { return *n = 2, 0; }
