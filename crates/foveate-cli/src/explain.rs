@@ -7,7 +7,7 @@ use foveate::Device;
 mod budget;
 mod kernels;
 
-pub use kernels::profile;
+pub use kernels::{ordinal, profile, records};
 
 use crate::failure::Failure;
 use crate::output::Output;

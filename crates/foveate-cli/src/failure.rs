@@ -142,6 +142,9 @@ impl From<foveate::Error> for Failure {
 
 impl From<foveate::cuda::CudaError> for Failure {
     fn from(e: foveate::cuda::CudaError) -> Self {
+        if matches!(e.kind(), foveate::cuda::CudaErrorKind::Stopped { .. }) {
+            return Self::Interrupted;
+        }
         Self::new(e.to_string())
     }
 }

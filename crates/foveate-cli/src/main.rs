@@ -18,6 +18,7 @@ mod memory;
 mod output;
 mod problem;
 mod train;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -43,6 +44,7 @@ enum Command {
     Explain(explain::Args),
     Doctor(doctor::Args),
     Bench(bench::Args),
+    Tune(tune::Args),
     Kernels(kernels::Args),
 }
 
@@ -56,6 +58,7 @@ impl Command {
             Command::Explain(args) => explain::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),
             Command::Bench(args) => bench::run(args, out),
+            Command::Tune(args) => tune::run(args, out),
             Command::Kernels(args) => kernels::run(args, out),
         }
     }

@@ -16,8 +16,9 @@ use crate::error::CudaError;
 use crate::nvrtc::Compiled;
 use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes};
 use crate::profile::Profile;
-use crate::settle::settle;
+use crate::settle::{settle, tolerate};
 use crate::source::source;
+use crate::tuner::Records;
 
 /// How a problem is going to be run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,6 +34,7 @@ pub struct Run {
 /// A kernel that a problem will need, before it is settled on (see `settle`).
 #[derive(Debug)]
 pub struct Ahead<'a> {
+    profile: Profile,
     choice: Choice,
     spec: &'a Spec,
     gradient: Option<Arc<ScoreGradient>>,
@@ -40,7 +42,7 @@ pub struct Ahead<'a> {
     run: Run,
 }
 
-/// Every kernel that `spec` takes on operands of `dims`.
+/// Every kernel that `spec` takes on operands of `dims`, on a GPU of which there may be `records`.
 ///
 /// # Errors
 /// Those of [`KernelPlan::new`], and a score that has no derivative.
@@ -50,6 +52,7 @@ pub fn kernels<'a>(
     dims: &Dims,
     dtype: Elem,
     run: Run,
+    records: Option<&Records>,
 ) -> Result<Vec<Ahead<'a>>, CudaError> {
     let gradient = match &spec.score {
         Some(score) if run.backward => {
@@ -64,8 +67,18 @@ pub fn kernels<'a>(
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
     let sizes = Sizes::of(dims);
-    let plan = KernelPlan::new(profile, &class, &sizes, run.backward, &KernelOptions::default())?;
-    let ahead = |choice| Ahead { choice, spec, gradient: gradient.clone(), dims: *dims, run };
+    let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
+    let options = KernelOptions::default();
+    let plan =
+        KernelPlan::with_records(profile, &class, &sizes, run.backward, &options, &recorded)?;
+    let ahead = |choice| Ahead {
+        profile: profile.clone(),
+        choice,
+        spec,
+        gradient: gradient.clone(),
+        dims: *dims,
+        run,
+    };
     Ok(plan.kernels.into_iter().map(ahead).collect())
 }
 
@@ -83,7 +96,7 @@ impl Ahead<'_> {
             let sources = self.sources(candidate)?;
             let (config, text) = &sources[0];
             let taken = check::compare(config, &*compile(text)?)?;
-            Ok((sources, taken))
+            Ok((sources, tolerate(candidate, &self.profile, taken)))
         })?;
         let sources = settled.made;
         sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;
@@ -189,7 +202,8 @@ mod tests {
         let spec = Spec { mask, score, scale: None, dropout: None };
         let profile = Profile::named("a100").unwrap();
         let kernels = |run: Run| {
-            let found = super::kernels(&profile, &spec, &dims(64, 64), Elem::Bf16, run).unwrap();
+            let found =
+                super::kernels(&profile, &spec, &dims(64, 64), Elem::Bf16, run, None).unwrap();
             let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
             built.map(|(config, _)| config.kernel).collect::<Vec<_>>()
         };

@@ -188,7 +188,7 @@ fn read(file: &Path) -> Option<Compiled> {
 }
 
 /// Writes a file that is either whole or not there.
-fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let folder = file.parent().expect("files are in a folder");
     fs::create_dir_all(folder)?;
     let mut part = tempfile::NamedTempFile::new_in(folder)?;

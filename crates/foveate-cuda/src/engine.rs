@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::abi::Address;
 use crate::cache::Cache;
@@ -14,6 +14,7 @@ use crate::driver::{Device, Function, Module, Pool, Stream};
 use crate::error::CudaError;
 use crate::nvrtc::{Compiled, Compiler, check_driver};
 use crate::profile::Profile;
+use crate::tuner::Records;
 
 /// A device and the kernels that are loaded on it.
 pub struct Engine {
@@ -21,6 +22,8 @@ pub struct Engine {
     queue: Queue,
     arch: String,
     profile: Profile,
+    /// What the tuner has found on this GPU, read when it is first asked for; `None` without NVRTC.
+    records: OnceLock<Option<Records>>,
     loaded: Mutex<HashMap<usize, (Arc<Compiled>, Module)>>,
     /// Foreign memory that the driver has been asked about.
     known: Mutex<HashSet<(Address, usize)>>,
@@ -78,6 +81,7 @@ impl Engine {
             profile: Profile::of(device.info()),
             queue: Queue::new(Stream::new(&device)?),
             device,
+            records: OnceLock::new(),
             loaded: Mutex::default(),
             known: Mutex::default(),
             apart: Mutex::default(),
@@ -94,6 +98,11 @@ impl Engine {
     /// What the planner knows of the device.
     pub fn profile(&self) -> &Profile {
         &self.profile
+    }
+
+    /// What the tuner has found on this GPU; `None` where NVRTC is missing, and nothing could run.
+    pub fn records(&self) -> Option<&Records> {
+        self.records.get_or_init(|| Records::of(self.device.info()).ok()).as_ref()
     }
 
     /// The engine's own queue.

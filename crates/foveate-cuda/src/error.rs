@@ -80,6 +80,11 @@ pub enum CudaErrorKind {
         /// For how long, in seconds.
         seconds: f64,
     },
+    /// The caller wanted to stop.
+    Stopped {
+        /// What was stopped, and what remains of it.
+        what: &'static str,
+    },
     /// A program or operands that do not fit together.
     Problem(ProblemError),
     /// A mask or a score that cannot be bound or differentiated.
@@ -189,6 +194,7 @@ impl fmt::Display for CudaErrorKind {
                      with heavy work"
                 )
             }
+            Self::Stopped { what } => f.write_str(what),
             Self::Problem(e) => e.fmt(f),
             Self::Mod(e) => e.fmt(f),
             Self::OutOfRange { reason } | Self::Argument { reason } => f.write_str(reason),

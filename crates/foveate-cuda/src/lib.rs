@@ -31,8 +31,10 @@ pub mod schedule;
 mod settle;
 pub mod source;
 pub mod tensors;
+pub mod tuner;
 
 pub use engine::{Engine, Queue};
 pub use error::{CudaError, CudaErrorKind};
 pub use plan::{CudaOptions, CudaPlan, Description};
 pub use tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
+pub use tuner::{Records, Tuning};

@@ -116,8 +116,33 @@ pub struct Candidate {
     pub occupancy: Occupancy,
     /// Modelled time of a launch without a mask, in microseconds.
     pub modelled_us: f64,
-    /// True for one that was measured to be the best of its class.
-    pub measured: bool,
+}
+
+/// Where a choice comes from, the one that counts most first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// The user's [`KernelOptions`]; what they leave open is the model's.
+    User,
+    /// A record of the tuner's: measured on this GPU, on a problem like this one.
+    Record,
+    /// The table of configurations that were measured when the kernels were written.
+    Table,
+    /// The model.
+    Model,
+}
+
+/// Tiles, warps and stages of a configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Tiles {
+    /// Queries of a tile.
+    pub tile_q: usize,
+    /// Keys of a tile.
+    pub tile_kv: usize,
+    /// Warps of a block.
+    pub warps: usize,
+    /// Tiles of the axis walked along that shared memory holds.
+    pub stages: usize,
 }
 
 /// A configuration that does not.
@@ -134,6 +159,8 @@ pub struct Refused {
 pub struct Choice {
     /// What runs.
     pub chosen: Candidate,
+    /// Why this one.
+    pub origin: Origin,
     /// What would run too, the best first.
     pub others: Vec<Candidate>,
     /// What cannot.
@@ -165,7 +192,23 @@ impl KernelPlan {
         backward: bool,
         options: &KernelOptions,
     ) -> Result<Self, CudaError> {
-        let choose = |kernel| choose(profile, class, sizes, kernel, options);
+        Self::with_records(profile, class, sizes, backward, options, &|_| None)
+    }
+
+    /// The same where the tuner has records: `recorded` gives what was measured to be the best of
+    /// a kernel, which comes before the planner's table and model.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn with_records(
+        profile: &Profile,
+        class: &Class,
+        sizes: &Sizes,
+        backward: bool,
+        options: &KernelOptions,
+        recorded: &dyn Fn(Kernel) -> Option<Tiles>,
+    ) -> Result<Self, CudaError> {
+        let choose = |kernel| choose(profile, class, sizes, kernel, options, recorded(kernel));
         let mut forward = choose(Kernel::Forward)?;
         let splits = options.splits.unwrap_or_else(|| {
             let Candidate { config, occupancy, .. } = &forward.chosen;
@@ -211,6 +254,17 @@ impl Sizes {
 }
 
 impl KernelOptions {
+    /// Asks for these tiles of `kernel`, and else what was asked for before.
+    pub fn with(mut self, kernel: Kernel, tiles: Tiles) -> Self {
+        match kernel {
+            Kernel::Forward => self.forward = TileOptions::exactly(tiles),
+            Kernel::Backward => self.backward = TileOptions::exactly(tiles),
+            Kernel::BackwardDq => self.backward_dq = TileOptions::exactly(tiles),
+            Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => {}
+        }
+        self
+    }
+
     /// Sets one option by its name: `forward.tile_q`, `backward.warps`, `splits`.
     ///
     /// # Errors
@@ -246,16 +300,8 @@ impl TileOptions {
     }
 }
 
-/// Tiles, warps and stages of a configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tiles {
-    tile_q: usize,
-    tile_kv: usize,
-    warps: usize,
-    stages: usize,
-}
-
-/// The configuration of `kernel`, among all that fit.
+/// The configuration of `kernel`, among all that fit: what was `recorded`, else what the table
+/// has, else the best by model.
 ///
 /// # Errors
 /// Those of [`KernelPlan::new`].
@@ -265,8 +311,8 @@ pub fn choose(
     sizes: &Sizes,
     kernel: Kernel,
     options: &KernelOptions,
+    recorded: Option<Tiles>,
 ) -> Result<Choice, CudaError> {
-    let known = known::of(profile, class, kernel);
     let asked = asked(kernel, options);
     let fold = kernel == Kernel::Forward && class.folds(sizes, asked.tile_q);
     let heads = if fold { class.group } else { 1 };
@@ -279,19 +325,51 @@ pub fn choose(
             Ok(resources) => fitting.push(Candidate {
                 occupancy: resources.occupancy(profile),
                 modelled_us: model::time_us(profile, &config, &resources, sizes),
-                measured: known == Some(tiles) && !model::leaves_idle(profile, &config, sizes),
                 config,
                 resources,
             }),
         }
     }
-    fitting
-        .sort_by(|a, b| b.measured.cmp(&a.measured).then(a.modelled_us.total_cmp(&b.modelled_us)));
+    fitting.sort_by(|a, b| a.modelled_us.total_cmp(&b.modelled_us));
     if fitting.is_empty() {
         return Err(nothing_fits(profile, class, kernel, &asked, &refused));
     }
-    let chosen = fitting.remove(0);
-    Ok(Choice { chosen, others: fitting, refused })
+    let known = known::of(profile, class, kernel);
+    let at =
+        |tiles: Option<Tiles>| fitting.iter().position(|c| tiles == Some(Tiles::of(&c.config)));
+    let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
+    let (at, origin) = match (at(recorded), at(known).filter(fills)) {
+        (Some(at), _) => (at, Origin::Record),
+        (None, Some(at)) => (at, Origin::Table),
+        (None, None) => (0, Origin::Model),
+    };
+    let origin = if asked == TileOptions::default() { origin } else { Origin::User };
+    let chosen = fitting.remove(at);
+    Ok(Choice { chosen, origin, others: fitting, refused })
+}
+
+impl Tiles {
+    /// Those of a configuration.
+    pub fn of(config: &Config) -> Self {
+        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+        Self { tile_q, tile_kv, warps, stages }
+    }
+}
+
+impl TileOptions {
+    /// Asks for these.
+    fn exactly(tiles: Tiles) -> Self {
+        let Tiles { tile_q, tile_kv, warps, stages } = tiles;
+        let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
+        Self { tile_q, tile_kv, warps, stages }
+    }
+}
+
+impl Choice {
+    /// Everything that fits, what was chosen first and then by model.
+    pub fn ranked(&self) -> impl Iterator<Item = &Candidate> {
+        std::iter::once(&self.chosen).chain(&self.others)
+    }
 }
 
 impl Class {
@@ -334,7 +412,7 @@ impl Class {
 
     /// Whether the query heads of a key/value head share a tile of the forward, so that keys and
     /// values are read once for all of them: for so few queries that all rows fit a tile or nearly.
-    fn folds(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
+    pub(crate) fn folds(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
         let room = tile_q.unwrap_or(MOST_ROWS);
         let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
         !self.by_head && few && (2..=room).contains(&self.group)
@@ -342,7 +420,7 @@ impl Class {
 
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
-    fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
+    pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
         let Tiles { tile_q, tile_kv, warps, stages } = tiles;
         let mut config = Config::new(kernel, self.dtype, self.dim, self.dim_v);
         config = Config { tile_q, tile_kv, warps, stages, align: self.align, ..config };

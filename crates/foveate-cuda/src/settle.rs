@@ -11,6 +11,8 @@
 use crate::check::{Excess, Taken};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::{Candidate, Choice, TilesOf};
+use crate::profile::Profile;
+use crate::resources::{Resources, local_bytes_allowed};
 
 /// The candidate that runs.
 #[derive(Debug)]
@@ -20,6 +22,22 @@ pub(crate) struct Settled<'a, T> {
     pub made: T,
     /// Why the planner's choice does not run, or runs although it takes more than was planned.
     pub note: Option<String>,
+}
+
+/// What `compared` says, except that registers over the bound are no loss where a multiprocessor
+/// holds as many blocks with them.
+pub(crate) fn tolerate(
+    candidate: &Candidate,
+    profile: &Profile,
+    compared: Result<Taken, Excess>,
+) -> Result<Taken, Excess> {
+    compared.or_else(|excess| {
+        let registers = excess.taken.registers as usize;
+        let resources = Resources { registers, ..candidate.resources.clone() };
+        let local = excess.taken.local_bytes > local_bytes_allowed(candidate.config.dtype);
+        let fewer = resources.occupancy(profile).blocks < candidate.occupancy.blocks;
+        if local || fewer { Err(excess) } else { Ok(excess.taken) }
+    })
 }
 
 /// Makes candidates of `choice`, the best first, until one takes no more than was planned.
@@ -35,7 +53,7 @@ pub(crate) fn settle<'a, T>(
     let mut first: Option<String> = None;
     let mut broken = None;
     let mut enough = usize::MAX;
-    for candidate in std::iter::once(&choice.chosen).chain(&choice.others) {
+    for candidate in choice.ranked() {
         // What needs as many registers as one that had too few of them has too few as well.
         if candidate.resources.needed >= enough {
             continue;
@@ -77,13 +95,12 @@ mod tests {
     use super::*;
     use crate::config::{Elem, Kernel};
     use crate::planner::{Class, KernelOptions, Sizes, choose};
-    use crate::profile::Profile;
 
     fn choice(options: KernelOptions) -> Choice {
         let profile = Profile::named("h200").unwrap();
         let class = Class::new(Elem::Bf16, 128, 128, 1);
         let sizes = Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192 };
-        choose(&profile, &class, &sizes, Kernel::Backward, &options).unwrap()
+        choose(&profile, &class, &sizes, Kernel::Backward, &options, None).unwrap()
     }
 
     fn takes(local_bytes: u32, allowed: u32) -> Result<Taken, Excess> {
@@ -132,8 +149,7 @@ mod tests {
         let choice = choice(KernelOptions::default());
         let bytes = |c: &Candidate| 1000 + c.resources.needed as u32;
         let settled = settle(&choice, |c| Ok(((), takes(bytes(c), 128)))).unwrap();
-        let all = std::iter::once(&choice.chosen).chain(&choice.others);
-        let least = all.map(bytes).min().unwrap();
+        let least = choice.ranked().map(bytes).min().unwrap();
         assert_eq!(bytes(settled.candidate), least);
         let note = settled.note.unwrap();
         assert!(note.ends_with(&format!("takes the least local memory, {least} B, and runs")));
@@ -149,6 +165,22 @@ mod tests {
         assert!(choice.others.is_empty());
         let settled = settle(&choice, |_| Ok(((), takes(400, 128)))).unwrap();
         assert!(settled.note.unwrap().contains("400 B, 128 are allowed; of all that fit"));
+    }
+
+    #[test]
+    fn registers_over_the_bound_are_no_loss_where_as_many_blocks_run() {
+        let profile = Profile::named("h200").unwrap();
+        let mut candidate = choice(KernelOptions::default()).chosen;
+        (candidate.resources.registers, candidate.resources.shared_bytes) = (96, 100_000);
+        candidate.occupancy = candidate.resources.occupancy(&profile);
+        assert_eq!(candidate.occupancy.blocks, 2);
+        let over = |registers, local_bytes| {
+            let taken = Taken { registers, local_bytes, shared_bytes: 0 };
+            tolerate(&candidate, &profile, Err(Excess { taken, reason: String::new() }))
+        };
+        assert!(over(112, 0).is_ok());
+        assert!(over(160, 0).is_err(), "one block of eight warps takes more than half");
+        assert!(over(112, 136).is_err());
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! The files are part of the binary, so a machine needs no folder of sources, and the text of a
 //! kernel is the whole of what NVRTC sees: no headers, no options that change its meaning.
 
+use sha2::{Digest, Sha256};
+
 use crate::codegen::{ModsSource, PRELUDE};
 use crate::config::{Config, Kernel};
 
@@ -36,6 +38,17 @@ pub fn source(config: &Config, mods: &ModsSource) -> String {
     let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text()];
     parts.extend(files(config.kernel));
     parts.join("\n")
+}
+
+/// A hash of every kernel file: what was measured or compiled with others is of no use.
+pub fn digest() -> String {
+    let mut hash = Sha256::new();
+    for text in
+        [PARAMS, PRELUDE].into_iter().chain(Kernel::ALL.into_iter().flat_map(files).copied())
+    {
+        hash.update(text);
+    }
+    hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! `foveate explain --device`: which kernels a GPU would run, what they take of it, and which
 //! could not run there. No GPU is needed.
 
+use foveate_cuda::Records;
 use foveate_cuda::config::Elem;
 use foveate_cuda::driver;
 use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes};
@@ -16,6 +17,7 @@ use crate::problem::Given;
 /// Plans for the card called `device` and prints the plan.
 pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result<(), Failure> {
     let profile = profile(device)?;
+    let records = records(device)?;
     let dtype = args.problem.dtype;
     let elem = Elem::of(dtype).ok_or_else(|| {
         Failure::new(format!("kernels take f16, bf16 and f32, not {dtype}"))
@@ -40,8 +42,9 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         ..Class::of(&spec, elem, dims, gradient.as_ref())
     };
     let sizes = Sizes::of(dims);
-    let plan = KernelPlan::new(&profile, &class, &sizes, args.problem.backward, &options)
-        .map_err(|e| Failure::new(e.to_string()))?;
+    let recorded = |kernel| records.as_ref()?.tiles(kernel, &class, &sizes, &spec);
+    let backward = args.problem.backward;
+    let plan = KernelPlan::with_records(&profile, &class, &sizes, backward, &options, &recorded)?;
     if args.json {
         return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
     }
@@ -57,14 +60,25 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
 
 /// The profile called `name`, or that of the GPU `cuda:0`.
 pub fn profile(name: &str) -> Result<Profile, Failure> {
-    let Some(ordinal) = name.strip_prefix("cuda") else {
-        return Profile::named(name)
-            .map_err(|e| Failure::usage(e).help("cuda:0 takes the GPU of this machine"));
-    };
+    match ordinal(name)? {
+        Some(ordinal) => Ok(Profile::of(driver::Device::open(ordinal)?.info())),
+        None => Profile::named(name)
+            .map_err(|e| Failure::usage(e).help("cuda:0 takes the GPU of this machine")),
+    }
+}
+
+/// What the tuner has found on the GPU `cuda:0`; nothing on a card that is only named, or without
+/// NVRTC.
+pub fn records(name: &str) -> Result<Option<Records>, Failure> {
+    let Some(ordinal) = ordinal(name)? else { return Ok(None) };
+    Ok(Records::of(driver::Device::open(ordinal)?.info()).ok())
+}
+
+/// The number of `cuda:0`; `None` for the name of a card.
+pub fn ordinal(name: &str) -> Result<Option<usize>, Failure> {
+    let Some(ordinal) = name.strip_prefix("cuda") else { return Ok(None) };
     let digits = ordinal.strip_prefix(':').unwrap_or("0");
-    let ordinal = digits
-        .parse()
-        .map_err(|_| Failure::usage(format!("--device {name}: `{digits}` is no number")))?;
-    let device = driver::Device::open(ordinal).map_err(|e| Failure::new(e.to_string()))?;
-    Ok(Profile::of(device.info()))
+    let ordinal = digits.parse();
+    let wrong = |_| Failure::usage(format!("--device {name}: `{digits}` is no number"));
+    ordinal.map(Some).map_err(wrong)
 }

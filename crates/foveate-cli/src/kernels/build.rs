@@ -13,7 +13,7 @@ use foveate_cuda::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
 use rayon::prelude::*;
 
-use crate::explain::profile;
+use crate::explain::{profile, records};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::problem::ProblemArgs;
@@ -49,6 +49,7 @@ struct Wanted {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let cuda = |e: CudaError| Failure::new(e.to_string());
     let profile = profile(&args.device)?;
+    let records = records(&args.device)?;
     let listed = args.problems.as_deref().map(read).transpose()?;
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
     let compiler = Compiler::get().map_err(cuda)?;
@@ -57,7 +58,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut built: Vec<(Config, String)> = Vec::new();
     for one in wanted {
         let (spec, dims, elem, run) = one.read()?;
-        let kernels = ahead::kernels(&profile, &spec, &dims, elem, run).map_err(cuda)?;
+        let kernels = ahead::kernels(&profile, &spec, &dims, elem, run, records.as_ref());
+        let kernels = kernels.map_err(cuda)?;
         let compiled: Vec<_> = kernels.par_iter().map(|kernel| kernel.build(compile)).collect();
         for kernel in compiled {
             for found in kernel.map_err(cuda)? {

@@ -17,7 +17,7 @@ use crate::engine::{Queue, lock};
 use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
 use crate::schedule::TileSize;
-use crate::settle::settle;
+use crate::settle::{settle, tolerate};
 use crate::source::source;
 
 /// What was made so far.
@@ -50,6 +50,11 @@ struct PrintKey {
 const MOST_KEPT: usize = 64;
 
 impl Kernels {
+    /// Lets the planner choose again.
+    pub fn forget_choices(&mut self) {
+        self.chosen.clear();
+    }
+
     /// What still holds when captured buffers and scalars have other values: everything but the
     /// printed mods, which carry those values.
     pub fn with_other_values(&self) -> Self {
@@ -148,7 +153,9 @@ impl CudaPlan {
             return Ok(found);
         }
         let profile = self.engine.profile();
-        let plan = KernelPlan::new(profile, &key.0, &sizes, backward, &self.options.kernels)?;
+        let recorded = |kernel| self.engine.records()?.tiles(kernel, &key.0, &sizes, &self.spec);
+        let options = &self.options.kernels;
+        let plan = KernelPlan::with_records(profile, &key.0, &sizes, backward, options, &recorded)?;
         let plan = Arc::new(plan);
         let mut kernels = lock(&self.kernels);
         if kernels.chosen.len() >= MOST_KEPT {
@@ -196,6 +203,7 @@ impl CudaPlan {
             let mods = self.printed(pass, dims, sequences, &config)?;
             let compiled = self.engine.compiled(&source(&config, &mods.source))?;
             let taken = compare(&config, &compiled)?;
+            let taken = tolerate(candidate, self.engine.profile(), taken);
             Ok(((config, mods, compiled), taken))
         })?;
         let (config, mods, compiled) = settled.made;
@@ -224,8 +232,7 @@ impl CudaPlan {
         let kernels = lock(&self.kernels);
         let runs = kernels.loaded.iter().find(|((config, ..), _)| *config == first);
         let runs = runs.map(|(_, (config, _))| config);
-        let all = std::iter::once(&choice.chosen).chain(&choice.others);
-        let mut runs = all.filter(|c| runs == Some(&self.grouped(&c.config)));
+        let mut runs = choice.ranked().filter(|c| runs == Some(&self.grouped(&c.config)));
         runs.next().unwrap_or(&choice.chosen)
     }
 

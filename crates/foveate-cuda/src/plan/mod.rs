@@ -7,7 +7,7 @@
 //!
 //! What a call needs and operands do not decide is made once and kept: configurations and kernels
 //! (`kernels`), schedules and captured buffers on the device (`resident`). `launch` puts a pass
-//! together, `host` moves host tensors.
+//! together, `host` moves host tensors, `tune` finds the fastest configurations.
 
 mod describe;
 mod host;
@@ -15,6 +15,7 @@ mod kernels;
 mod launch;
 mod report;
 mod resident;
+mod tune;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Candidate, Choice, KernelPlan, Refused};
+use super::{Candidate, Choice, KernelPlan, Origin, Refused, Tiles};
 use crate::config::Config;
 use crate::resources::{Limit, Refusal};
 
@@ -34,12 +34,14 @@ const NEXT: usize = 3;
 
 impl Choice {
     fn write(&self, f: &mut fmt::Formatter<'_>, limit: usize) -> fmt::Result {
-        let Candidate { config, resources, occupancy, measured, .. } = &self.chosen;
+        let Candidate { config, resources, occupancy, .. } = &self.chosen;
         let alone = self.others.is_empty() && self.refused.is_empty();
-        let why = match (alone, measured) {
-            (true, _) => "the only one",
-            (_, true) => "measured to be the best of its class",
-            (_, false) => "the best by model",
+        let why = match self.origin {
+            Origin::User => "asked for",
+            _ if alone => "the only one",
+            Origin::Record => "recorded by the tuner to be the best on this GPU",
+            Origin::Table => "measured to be the best of its class",
+            Origin::Model => "the best by model",
         };
         writeln!(f, "{}", config.kernel)?;
         writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
@@ -81,9 +83,15 @@ pub(crate) struct TilesOf<'a>(pub &'a Config);
 
 impl fmt::Display for TilesOf<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Config { tile_q, tile_kv, warps, stages, .. } = self.0;
+        Tiles::of(self.0).fmt(f)
+    }
+}
+
+impl fmt::Display for Tiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tile_q, tile_kv, warps, stages } = self;
         let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
-        write!(f, "tile {tile_q}x{tile_kv}, {warps}, {stages}")
+        f.pad(&format!("tile {tile_q}x{tile_kv}, {warps}, {stages}"))
     }
 }
 

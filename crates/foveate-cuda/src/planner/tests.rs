@@ -204,7 +204,7 @@ fn a_large_card_gets_what_was_measured_there() {
     let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options).unwrap();
     for kernel in [Kernel::Forward, Kernel::Backward] {
         let choice = plan.kernels.iter().find(|c| c.chosen.config.kernel == kernel).unwrap();
-        assert!(choice.chosen.measured, "{}", choice.chosen.config);
+        assert_eq!(choice.origin, Origin::Table, "{}", choice.chosen.config);
     }
 }
 
@@ -242,4 +242,32 @@ fn a_tile_holds_a_query_of_every_head_that_shares_it() {
         assert_eq!(forward.fold, group <= MOST_ROWS, "{forward}");
         assert!(forward.queries() >= 1 && forward.queries() * forward.heads() <= forward.tile_q);
     }
+}
+
+#[test]
+fn a_choice_is_the_users_before_a_record_before_the_table_before_the_model() {
+    let profile = Profile::named("h200").unwrap();
+    let sizes = sizes(2, 16, 16, 8192);
+    let choice = |class: &Class, options: &KernelOptions, recorded| {
+        choose(&profile, class, &sizes, Kernel::Backward, options, recorded).unwrap()
+    };
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let none = KernelOptions::default();
+    let table = choice(&class, &none, None);
+    assert_eq!(table.origin, Origin::Table);
+    // Any that fits may be the best of a GPU.
+    let best = Tiles::of(&table.others.last().unwrap().config);
+    let record = choice(&class, &none, Some(best));
+    assert_eq!((record.origin, Tiles::of(&record.chosen.config)), (Origin::Record, best));
+    assert_eq!(record.ranked().count(), table.ranked().count());
+    let mut asked = none;
+    asked.set("backward.tile_q", 64).unwrap();
+    assert_eq!(choice(&class, &asked, Some(best)).origin, Origin::User);
+    // A record of tiles that no longer fit is none.
+    let foreign = Tiles { tile_q: 512, ..best };
+    assert_eq!(choice(&class, &none, Some(foreign)), table);
+    let profile = Profile::named("l40s").unwrap();
+    let model = choose(&profile, &class, &sizes, Kernel::Backward, &none, None).unwrap();
+    assert_eq!(model.origin, Origin::Model);
+    assert!(model.ranked().all(|c| c.modelled_us >= model.chosen.modelled_us));
 }

@@ -1,0 +1,138 @@
+//! `foveate tune`: finds the fastest kernels for a problem on the GPU that is there.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use foveate::cuda::tuner::{CANDIDATES, Progress, Tuned, Tuning};
+use foveate::cuda::{CudaOptions, CudaPlan, Engine};
+use foveate_problem::Spec;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::explain::ordinal;
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::output::Output;
+use crate::problem::ProblemArgs;
+
+/// Time the best candidates for each GPU kernel of a problem, and record the fastest for plans to
+/// come
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    problem: ProblemArgs,
+    /// The GPU
+    #[arg(long, value_name = "cuda:N", default_value = "cuda:0")]
+    device: String,
+    /// Tune the kernels that give the same bits in every run
+    #[arg(long)]
+    deterministic: bool,
+    /// Candidates to time for each kernel
+    #[arg(long, value_name = "N", default_value_t = CANDIDATES)]
+    candidates: usize,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Tunes and prints what was found for each kernel.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let given = args.problem.read()?;
+    let device = ordinal(&args.device)?.ok_or_else(|| {
+        Failure::usage(format!("--device {}: only a GPU that is there can be tuned", args.device))
+            .help("cuda:0 is the first")
+    })?;
+    let engine = Engine::get(device)?;
+    let spec = Spec { mask: given.mask, score: given.score, scale: None, dropout: None };
+    let options = CudaOptions { deterministic: args.deterministic, ..CudaOptions::default() };
+    let dims = given.problem.dims();
+    let plan = CudaPlan::new(engine, &spec, dims, args.problem.dtype, options)?;
+    let interrupt = Interrupt::watch()?;
+    let mut view = View::new();
+    let varlen = given.problem.get_varlen();
+    let tuning = plan.tune(varlen, args.problem.backward, args.candidates, &mut |progress| {
+        view.show(progress);
+        !interrupt.pressed()
+    });
+    view.bar.finish_and_clear();
+    let tuning = tuning?;
+    if args.json {
+        out.json(&tuning)?;
+    } else {
+        print(&tuning, out)?;
+    }
+    match &tuning.trouble {
+        None => Ok(()),
+        Some(trouble) => Err(Failure::new(format!("records cannot be kept: {trouble}"))
+            .help("set FOVEATE_CACHE_DIR to a folder that can be written")),
+    }
+}
+
+fn print(tuning: &Tuning, out: &mut Output) -> Result<(), Failure> {
+    for Tuned { kernel, planned, planned_us, best, timed, skipped } in &tuning.kernels {
+        out.line(kernel)?;
+        for (tiles, us) in timed {
+            let chosen = best.is_some_and(|(best, _)| best == *tiles);
+            let mark = match (chosen, tiles == planned) {
+                (true, true) => "  the planner's choice, and recorded",
+                (true, false) => "  recorded",
+                (false, true) => "  the planner's choice",
+                (false, false) => "",
+            };
+            out.line(format!("  {tiles:<34} {us:>10.1} us{mark}").trim_end())?;
+        }
+        for (tiles, why) in skipped {
+            out.line(format_args!("  {tiles:<34}    skipped: {why}"))?;
+        }
+        match (best, planned_us) {
+            (Some((_, us)), Some(planned)) => {
+                let faster = 100.0 * (planned / us - 1.0);
+                out.line(format_args!(
+                    "  a pass is {faster:.1} % faster than with the planner's choice"
+                ))?;
+            }
+            (Some(_), None) => out.line("  the planner's choice could not run")?,
+            (None, _) => out.line("  nothing could run, nothing was recorded")?,
+        }
+    }
+    if let (Some(folder), None) = (&tuning.folder, &tuning.trouble) {
+        out.line(format_args!("recorded in {}", folder.display()))?;
+    }
+    Ok(())
+}
+
+/// A progress bar on stderr; plain lines now and then where stderr is no terminal.
+struct View {
+    bar: ProgressBar,
+    plain: bool,
+    said: Option<(String, usize)>,
+}
+
+/// Steps between two lines where there is no bar.
+const LINES: usize = 100;
+
+impl View {
+    fn new() -> Self {
+        let plain = !std::io::stderr().is_terminal();
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        let style = ProgressStyle::with_template(
+            "{bar:30} {pos}/{len}  {msg}  {per_sec}  {elapsed} elapsed, at most {eta} left",
+        );
+        bar.set_style(style.expect("the template is valid"));
+        bar.enable_steady_tick(Duration::from_millis(500));
+        Self { bar, plain, said: None }
+    }
+
+    fn show(&mut self, progress: &Progress) {
+        let Progress { kernel, doing, done, of, us } = progress;
+        let step = format!("{doing} {kernel}");
+        let last = us.map_or(String::new(), |us| format!("  {us:.1} us"));
+        let again = |(said, at): &(String, usize)| *said == step && done - at < LINES;
+        if self.plain && !self.said.as_ref().is_some_and(again) {
+            eprintln!("{done}/{of}  {step}{last}");
+            self.said = Some((step.clone(), *done));
+        }
+        self.bar.set_length(*of as u64);
+        self.bar.set_position(*done as u64);
+        self.bar.set_message(step + &last);
+    }
+}

@@ -1,0 +1,398 @@
+//! Timing a plan's kernels on its own problem.
+//!
+//! Each candidate of a kernel becomes a plan of its own that runs whole passes on random operands:
+//! the real program, the real lists of its mask, the real captured buffers. The other kernels of
+//! the pass are the same for all candidates, so that differences are the kernel's.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use foveate_problem::{Dims, Sequence};
+use foveate_tensor::{DType, Varlen};
+use half::{bf16, f16};
+
+use super::kernels::{Pass, PassKind, sizes};
+use super::{CudaPlan, sequences};
+use crate::config::Kernel;
+use crate::driver::{Block, Event, Pool};
+use crate::engine::lock;
+use crate::error::{CudaError, CudaErrorKind};
+use crate::nvrtc::Compiler;
+use crate::planner::{Choice, Class, Sizes, Tiles};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
+use crate::tuner::{Finish, Key, Progress, Record, Tuned, Tuning, most_runs, race};
+
+/// A run that takes longer hangs: the slowest candidates of the longest problems take seconds.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Passes are repeated between two events until they take as long, so that a clock of microseconds
+/// times short ones.
+const LEAST_US: f64 = 300.0;
+/// Passes between two events at most.
+const MOST_PASSES: f64 = 64.0;
+
+/// The problem that is tuned.
+struct Subject<'a> {
+    plan: &'a CudaPlan,
+    dims: Dims,
+    varlen: Option<Varlen<'a>>,
+    sequences: Vec<Sequence>,
+    sizes: Sizes,
+    operands: OnDevice,
+}
+
+/// Whom to tell how far tuning is, and how far it is.
+struct Teller<'a> {
+    tell: &'a mut dyn FnMut(&Progress) -> bool,
+    now: Progress,
+}
+
+impl CudaPlan {
+    /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
+    /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
+    /// made later choose it for problems like this one ([`Key`] says which). Operands are random
+    /// numbers; `varlen` are the offsets of a packed problem.
+    ///
+    /// `tell` is called before each compilation and after each run; tuning stops when it returns
+    /// false.
+    ///
+    /// # Errors
+    /// When NVRTC is missing, operands do not fit the device's memory, the score cannot be
+    /// differentiated, a kernel hangs or fails, or `tell` stopped it. A candidate that does not
+    /// compile, takes more than was planned or does not fit in memory is skipped.
+    pub fn tune(
+        &self,
+        varlen: Option<Varlen<'_>>,
+        backward: bool,
+        candidates: usize,
+        tell: &mut dyn FnMut(&Progress) -> bool,
+    ) -> Result<Tuning, CudaError> {
+        Compiler::get()?;
+        if backward {
+            self.differentiable()?;
+        }
+        let mut dims = self.dims;
+        if dims.packed {
+            dims.batch = varlen.map_or(0, |v| v.sequences());
+        }
+        let varlen = varlen.filter(|_| dims.packed);
+        let sequences = sequences(&dims, varlen);
+        let sizes = sizes(&dims, &sequences);
+        if sizes.batch * sizes.queries * sizes.keys == 0 {
+            return Err(CudaError::argument(
+                "there is nothing to tune: the problem has no pairs of a query and a key",
+            ));
+        }
+        let operands = OnDevice::new(self, &dims, backward)?;
+        let subject = Subject { plan: self, dims, varlen, sequences, sizes, operands };
+        let kernels: &[Kernel] = match (backward, self.options.deterministic) {
+            (false, _) => &[Kernel::Forward],
+            (true, false) => &[Kernel::Forward, Kernel::Backward],
+            (true, true) => &[Kernel::Forward, Kernel::Backward, Kernel::BackwardDq],
+        };
+        let choices: Vec<Choice> =
+            kernels.iter().map(|kernel| subject.choice(*kernel)).collect::<Result<_, _>>()?;
+        let ranked = |c: &Choice| c.ranked().count().min(candidates.max(1));
+        let of = choices.iter().map(|c| ranked(c) + most_runs(ranked(c))).sum();
+        let now = Progress { kernel: Kernel::Forward, doing: "compiling", done: 0, of, us: None };
+        let mut teller = Teller { tell, now };
+        let records = self.engine.records();
+        let folder = records.and_then(|r| r.folder()).map(Into::into);
+        let mut tuning = Tuning { kernels: Vec::new(), folder, trouble: None };
+        for (kernel, choice) in kernels.iter().zip(&choices) {
+            let count = ranked(choice);
+            let end = teller.now.done + count + most_runs(count);
+            let tuned = subject.tune(*kernel, choice, count, &mut teller)?;
+            teller.now.done = end;
+            if let (Some((tiles, us)), Some(records)) = (tuned.best, records) {
+                let class = subject.class(*kernel);
+                let key = Key::of(*kernel, &class, &subject.sizes, &self.spec);
+                let record = Record { tiles, us, planned_us: tuned.planned_us };
+                if let Some(Err(e)) = key.map(|key| records.keep(&key, record)) {
+                    let folder = records.folder().unwrap_or(std::path::Path::new(""));
+                    tuning.trouble = Some(format!("{}: {e}", folder.display()));
+                }
+            }
+            // Choices that were made before do not know of the record.
+            lock(&self.kernels).forget_choices();
+            tuning.kernels.push(tuned);
+        }
+        Ok(tuning)
+    }
+
+    /// The same program with these tiles of `kernel`.
+    fn trial(&self, kernel: Kernel, tiles: Tiles) -> Self {
+        let mut options = self.options.clone();
+        options.kernels = options.kernels.with(kernel, tiles);
+        options.timeout = options.timeout.min(PATIENCE);
+        Self { options, kernels: Arc::default(), ..self.clone() }
+    }
+}
+
+impl Subject<'_> {
+    /// What a pass on these operands compiles.
+    fn class(&self, kernel: Kernel) -> Class {
+        let backward = kernel != Kernel::Forward;
+        Class {
+            align: match backward {
+                true => self.backward().align(),
+                false => self.forward().align(),
+            },
+            captures: backward && !self.operands.captures.is_empty(),
+            ..self.plan.class()
+        }
+    }
+
+    fn choice(&self, kernel: Kernel) -> Result<Choice, CudaError> {
+        let backward = kernel != Kernel::Forward;
+        let chosen = self.plan.chosen(self.class(kernel), self.sizes, backward)?;
+        let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
+        Ok(choice.expect("the planner plans every kernel of a pass").clone())
+    }
+
+    fn tune(
+        &self,
+        kernel: Kernel,
+        choice: &Choice,
+        count: usize,
+        teller: &mut Teller<'_>,
+    ) -> Result<Tuned, CudaError> {
+        let tiles: Vec<Tiles> = choice.ranked().take(count).map(|c| Tiles::of(&c.config)).collect();
+        let mut skipped = Vec::new();
+        let mut trials = Vec::new();
+        (teller.now.kernel, teller.now.us) = (kernel, None);
+        for (tiles, made) in tiles.iter().zip(self.compile(kernel, &tiles, teller)?) {
+            match made {
+                Ok(trial) => trials.push((*tiles, trial)),
+                Err(why) => skipped.push((*tiles, why)),
+            }
+        }
+        let device = self.plan.engine.device();
+        let (begin, end) = (Event::new(device)?, Event::new(device)?);
+        let stream = self.plan.engine.queue().stream();
+        if kernel != Kernel::Forward {
+            // What the backward reads.
+            self.run(self.plan, Kernel::Forward)?;
+        }
+        let passes = |trial: &CudaPlan, count: usize| -> Result<f64, CudaError> {
+            begin.record(stream)?;
+            (0..count).try_for_each(|_| self.run(trial, kernel))?;
+            end.record(stream)?;
+            end.wait(trial.options.timeout, "a kernel that is tuned")?;
+            Ok(1000.0 * f64::from(end.ms_since(&begin)?) / count as f64)
+        };
+        let mut repeats = vec![0; trials.len()];
+        teller.now.doing = "timing";
+        let finish = race(trials.len(), |i| {
+            let trial = &trials[i].1;
+            if repeats[i] == 0 {
+                // The first pass makes the lists of the mask, the second says how long one takes.
+                passes(trial, 1)?;
+                let us = passes(trial, 1)?;
+                repeats[i] = (LEAST_US / us.max(0.1)).clamp(1.0, MOST_PASSES) as usize;
+            }
+            let us = passes(trial, repeats[i])?;
+            teller.now.us = Some(us);
+            teller.step()?;
+            Ok(us)
+        })?;
+        let planned = Tiles::of(&choice.chosen.config);
+        let mut tuned =
+            Tuned { kernel, planned, planned_us: None, best: None, timed: Vec::new(), skipped };
+        if let Some(Finish { winner, medians, skipped }) = finish {
+            let timed = trials.iter().zip(&medians).filter_map(|((t, _), us)| Some((*t, (*us)?)));
+            tuned.timed = timed.collect();
+            tuned.timed.sort_by(|a, b| a.1.total_cmp(&b.1));
+            tuned.planned_us = tuned.timed.iter().find(|(t, _)| *t == planned).map(|(_, us)| *us);
+            tuned.best = medians[winner].map(|us| (trials[winner].0, us));
+            tuned.skipped.extend(skipped.into_iter().map(|(i, why)| (trials[i].0, why)));
+        }
+        Ok(tuned)
+    }
+
+    /// A plan for each candidate with its kernel compiled and loaded, or why it is skipped; on
+    /// several threads, since a compilation takes a second.
+    fn compile(
+        &self,
+        kernel: Kernel,
+        tiles: &[Tiles],
+        teller: &mut Teller<'_>,
+    ) -> Result<Vec<Result<CudaPlan, String>>, CudaError> {
+        teller.now.doing = "compiling";
+        let threads = thread::available_parallelism().map_or(1, |n| n.get()).min(tiles.len());
+        let next = AtomicUsize::new(0);
+        let mut made: Vec<_> = tiles.iter().map(|_| None).collect();
+        thread::scope(|scope| {
+            let (send, receive) = mpsc::channel();
+            for _ in 0..threads {
+                let (send, next) = (send.clone(), &next);
+                scope.spawn(move || {
+                    loop {
+                        let i = next.fetch_add(1, Ordering::Relaxed);
+                        let Some(tiles) = tiles.get(i) else { break };
+                        // Nobody listens any more once tuning was stopped.
+                        if send.send((i, self.compiled(kernel, *tiles))).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+            drop(send);
+            for (i, result) in receive {
+                made[i] = Some(match result {
+                    Ok(trial) => Ok(trial),
+                    Err(e) => match e.kind() {
+                        CudaErrorKind::Compile { .. } | CudaErrorKind::Resources { .. } => {
+                            Err(e.to_string())
+                        }
+                        _ => return Err(e),
+                    },
+                });
+                teller.step()?;
+            }
+            Ok(())
+        })?;
+        Ok(made.into_iter().map(|m| m.expect("every candidate was compiled or refused")).collect())
+    }
+
+    fn compiled(&self, kernel: Kernel, tiles: Tiles) -> Result<CudaPlan, CudaError> {
+        let trial = self.plan.trial(kernel, tiles);
+        let (kind, entry) = match kernel {
+            Kernel::Forward => (PassKind::Forward, "fv_forward"),
+            Kernel::BackwardDq => (PassKind::Backward, "fv_backward_dq"),
+            _ => (PassKind::Backward, "fv_backward"),
+        };
+        let chosen = trial.chosen(self.class(kernel), self.sizes, kernel != Kernel::Forward)?;
+        let pass = Pass { kind, checked: false };
+        trial.kernel(&chosen, kernel, entry, pass, &self.dims, &self.sequences)?;
+        match trial.notes().pop() {
+            None => Ok(trial),
+            Some(reason) => {
+                let kernel = kernel.name().to_owned();
+                Err(CudaErrorKind::Resources { kernel, reason }.into())
+            }
+        }
+    }
+
+    /// Queues a pass.
+    fn run(&self, plan: &CudaPlan, kernel: Kernel) -> Result<(), CudaError> {
+        let queue = self.plan.engine.queue();
+        match kernel {
+            Kernel::Forward => plan.launch_forward(queue, &self.dims, &self.forward(), false),
+            _ => plan.launch_backward(queue, &self.dims, &self.backward(), false),
+        }
+    }
+
+    fn forward(&self) -> DeviceForward<'_> {
+        let OnDevice { q, k, v, out, lse, .. } = self.operands;
+        let operands = DeviceOperands { q, k, v, sink: None, varlen: self.varlen, pages: None };
+        DeviceForward { operands, out, lse, max_score: None }
+    }
+
+    fn backward(&self) -> DeviceBackward<'_> {
+        let OnDevice { d_out, dq, dk, dv, captures, .. } = &self.operands;
+        let DeviceForward { operands, out, lse, .. } = self.forward();
+        DeviceBackward {
+            operands,
+            out,
+            lse,
+            d_out: *d_out,
+            d_lse: None,
+            dq: *dq,
+            dk: *dk,
+            dv: *dv,
+            accumulate: false,
+            d_sink: None,
+            d_captures: captures.iter().map(|(name, into)| (name.as_str(), *into)).collect(),
+        }
+    }
+}
+
+impl Teller<'_> {
+    fn step(&mut self) -> Result<(), CudaError> {
+        self.now.done += 1;
+        if (self.tell)(&self.now) {
+            return Ok(());
+        }
+        let what = "tuning was stopped; what was recorded before stays";
+        Err(CudaErrorKind::Stopped { what }.into())
+    }
+}
+
+/// Operands and destinations. Those of the backward are empty where none is tuned.
+struct OnDevice {
+    _blocks: Vec<Block>,
+    q: DeviceTensor,
+    k: DeviceTensor,
+    v: DeviceTensor,
+    out: DeviceTensor,
+    lse: DeviceTensor<3>,
+    d_out: DeviceTensor,
+    dq: DeviceTensor,
+    dk: DeviceTensor,
+    dv: DeviceTensor,
+    captures: Vec<(String, DeviceTensor<1>)>,
+}
+
+impl OnDevice {
+    fn new(plan: &CudaPlan, dims: &Dims, backward: bool) -> Result<Self, CudaError> {
+        let pool = plan.engine.queue().pool();
+        let mut blocks = Vec::new();
+        let noise = noise(plan.dtype);
+        let mut filled = |shape: [usize; 4]| {
+            let elems: usize = shape.iter().product();
+            let block = pool.take(elems * plan.dtype.bytes())?;
+            for start in (0..block.bytes()).step_by(noise.len()) {
+                block.write_at(start, &noise[..noise.len().min(block.bytes() - start)])?;
+            }
+            let tensor = DeviceTensor::contiguous(block.address(), plan.dtype, shape);
+            blocks.push(block);
+            Ok::<_, CudaError>(tensor)
+        };
+        let [q, k, v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+        let (of_q, of_k, of_v) = (filled(q)?, filled(k)?, filled(v)?);
+        let out = filled(dims.out_shape())?;
+        let mut wanted = |shape: [usize; 4]| filled(if backward { shape } else { [0; 4] });
+        let (dq, dk, dv) = (wanted(q)?, wanted(k)?, wanted(v)?);
+        let d_out = wanted(dims.out_shape())?;
+        let lse = empty(pool, &mut blocks, dims.row_shape())?;
+        let mut captures = Vec::new();
+        for buffer in plan.spec.learned().iter().filter(|_| backward) {
+            let into = empty(pool, &mut blocks, [buffer.data().len()])?;
+            captures.push((buffer.name().to_owned(), into));
+        }
+        let (q, k, v) = (of_q, of_k, of_v);
+        Ok(Self { _blocks: blocks, q, k, v, out, lse, d_out, dq, dk, dv, captures })
+    }
+}
+
+/// Room for f32 numbers.
+fn empty<const N: usize>(
+    pool: &Pool,
+    blocks: &mut Vec<Block>,
+    shape: [usize; N],
+) -> Result<DeviceTensor<N>, CudaError> {
+    let block = pool.take(4 * shape.iter().product::<usize>())?;
+    let tensor = DeviceTensor::contiguous(block.address(), DType::F32, shape);
+    blocks.push(block);
+    Ok(tensor)
+}
+
+/// About a million random numbers of mean 0 and variance 1. Their count is odd and has no small
+/// divisors, so that rows of a tensor that repeats them differ.
+fn noise(dtype: DType) -> Vec<u8> {
+    const COUNT: i32 = 1_000_003;
+    let number = |i: i32| {
+        let bytes = foveate_mods::ir::mix(1, i).to_le_bytes();
+        let sum: i32 = bytes.iter().map(|&b| i32::from(b)).sum();
+        // Four uniform bytes have the variance 4 (256² − 1) / 12.
+        (sum - 510) as f32 / (4.0 * 65535.0 / 12.0f32).sqrt()
+    };
+    let numbers = (0..COUNT).map(number);
+    match dtype {
+        DType::F16 => numbers.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
+        DType::BF16 => numbers.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+        _ => numbers.flat_map(f32::to_le_bytes).collect(),
+    }
+}
