@@ -18,7 +18,7 @@ pub struct Description {
     pub instructions: &'static str,
     /// Threads of the pool it was asked from.
     pub threads: usize,
-    /// Queries in a tile.
+    /// Queries in a tile of the forward; so for what else is said of tiles.
     pub tile_q: usize,
     /// Keys in a tile.
     pub tile_kv: usize,
@@ -46,7 +46,7 @@ pub struct Description {
 }
 
 impl Description {
-    pub(crate) fn of(call: &Call<'_>) -> Self {
+    pub(crate) fn of(call: &Call<'_>, backward: &Call<'_>) -> Self {
         let (mut tiles, mut kinds) = (0usize, [0usize; 2]);
         let mut masks = HashMap::new();
         let mut live_pairs = 0u64;
@@ -76,7 +76,7 @@ impl Description {
         let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(|(stats, _)| of(stats)).sum();
         let entries: u64 = sum(&|s| s.entries);
         let live_entries: u64 = sum(&|s| s.live_entries);
-        let largest = |elems: &dyn Fn(&Unit) -> usize| {
+        let largest = |call: &Call<'_>, elems: &dyn Fn(&Unit) -> usize| {
             let waves = waves(&call.units, call.wave_bytes, elems);
             let wave = |wave: &[Unit]| wave.iter().map(elems).sum::<usize>();
             4 * waves.into_iter().map(wave).max().unwrap_or(0)
@@ -94,8 +94,8 @@ impl Description {
             runs: sum(&|s| s.runs),
             block_mask_bytes: sum(&|s| s.bytes),
             live_share: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
-            forward_bytes: largest(&|unit| forward::wave_elems(call, unit)),
-            backward_bytes: largest(&|unit| backward::wave_elems(call, unit)),
+            forward_bytes: largest(call, &|unit| forward::wave_elems(call, unit)),
+            backward_bytes: largest(backward, &|unit| backward::wave_elems(backward, unit)),
         }
     }
 }

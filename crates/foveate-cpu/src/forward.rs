@@ -67,7 +67,7 @@ struct Scratch<'a> {
 
 /// Floats of workspace a unit takes.
 pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
-    pack::elems(&call.tiles, unit.keys.len, false)
+    pack::elems(&call.tiles, unit.keys.len)
 }
 
 /// Runs the forward pass of `call`.
@@ -80,7 +80,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let (packed, packings) = Packed::new(wave, tiles, false, &mut blocks);
+        let (packed, packings) = Packed::new(wave, tiles, &mut blocks);
         let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {

@@ -4,12 +4,13 @@
 //! `exp(score - lse)` is 1 for each key, however many share the weight. The backward sums these
 //! powers over such a row once more and divides by the sum. Such rows are few, or padding.
 
+use foveate_problem::Operands;
 use foveate_tensor::TensorRef;
 
 use crate::call::{Call, head};
 use crate::mods::Evaluator;
-use crate::pack::{self, Packed};
-use crate::simd::{self, LANES, Matrix, Part, STRIP};
+use crate::pack;
+use crate::simd::{self, LANES, Matrix, Panels, Part, STRIP};
 use crate::work::{Unit, run};
 
 /// From this magnitude on, 2^29, lse is a multiple of 64 and so the largest score of its row,
@@ -34,6 +35,8 @@ struct Task<'a> {
 struct Scratch {
     evaluator: Evaluator,
     q: Vec<f32>,
+    k: Vec<f32>,
+    k_t: Vec<f32>,
     scores: Vec<f32>,
 }
 
@@ -42,8 +45,7 @@ struct Scratch {
 pub fn shares(
     call: &Call<'_>,
     wave: &[Unit],
-    packed: &Packed<'_>,
-    q: TensorRef<'_>,
+    operands: &Operands<'_>,
     lse: TensorRef<'_, 3>,
     mut into: &mut [f32],
 ) {
@@ -69,13 +71,15 @@ pub fn shares(
     let scratch = || Scratch {
         evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
         q: vec![0.0; tiles.q * tiles.dim],
+        k: vec![0.0; tiles.kv * tiles.dim],
+        k_t: vec![0.0; tiles.kv * tiles.dim],
         scores: vec![0.0; tiles.q * tiles.kv],
     };
     run(tasks.into_iter(), scratch, |scratch, Task { unit, b, h, tile, shares }| {
-        let Scratch { evaluator, q: own, scores } = scratch;
+        let Scratch { evaluator, q: own, k, k_t, scores } = scratch;
         let s = &call.sequences[b];
         let (start, rows, stride) = (tile * tiles.q, shares.len(), tiles.kv);
-        pack::load_rows(q, [s.q_batch, h, s.q_start + start], rows, tiles.dim, own);
+        pack::load_rows(operands.q, [s.q_batch, h, s.q_start + start], rows, tiles.dim, own);
         simd::scale(own, call.scale);
         evaluator.enter(head(&call.dims, s, h));
         let huge: Vec<f32> = (start..start + rows).map(|row| lse_of(b, h, row)).collect();
@@ -85,8 +89,10 @@ pub fn shares(
         for (key_tile, partial) in call.live(b, h).tiles(tile, &call.key_tiles(b)) {
             let first = key_tile * tiles.kv;
             let keys = first..s.k_len.min(first + tiles.kv);
-            evaluator.tile(start..start + rows, keys, partial);
-            let k_t = packed.block(unit, key_tile).k_t;
+            evaluator.tile(start..start + rows, keys.clone(), partial);
+            pack::load_keys(operands, operands.k, &wave[unit], &keys, tiles.dim, k);
+            pack::transpose(k, keys.len(), tiles.dim, k_t);
+            let k_t = Panels::packed(k_t, tiles.dim);
             for from in (0..rows).step_by(STRIP) {
                 let strip = from..rows.min(from + STRIP);
                 let live = evaluator.live(strip.clone());

@@ -24,9 +24,9 @@
 //!
 //! # Memory
 //!
-//! Linear in the lengths. A wave of key/value heads holds its keys and values in f32 (twice in
-//! the backward, once transposed), and in the backward up to eight f32 copies of dq for its
-//! query heads: 256 MiB (an option), or what one key/value head needs if that is more. Learned captured
+//! Linear in the lengths. A wave of key/value heads holds in f32, in the forward, its keys and
+//! values; in the backward up to eight copies of dq for its query heads, each of the rows that see
+//! its keys: 256 MiB (an option), or what one key/value head needs if that is more. Learned captured
 //! buffers take four to sixteen f32 copies in the backward. Workspace is kept by the plan and
 //! used again.
 //!

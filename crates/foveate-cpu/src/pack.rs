@@ -1,15 +1,14 @@
 //! Keys and values as the products want them.
 //!
-//! Each key tile of a unit becomes one block of f32: k transposed (columns are keys) in panels
-//! and v in rows; for the backward also k in rows and v transposed. Every dtype and stride meets
-//! here and nowhere else, so a call computes the same bits for any layout of the same numbers.
-//! Padding is zero.
+//! In the forward each key tile of a unit becomes one block of f32: k transposed (columns are keys)
+//! in panels and v in rows. Every dtype, stride and page meets here and nowhere else, so a call
+//! computes the same bits for any layout of the same numbers. Padding is zero.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use foveate_problem::Operands;
 use foveate_tensor::TensorRef;
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::simd::{LANES, Panels};
 use crate::tiles::Tiles;
@@ -22,7 +21,6 @@ pub struct Packed<'a> {
     /// First block of each unit.
     first: Vec<usize>,
     tiles: Tiles,
-    backward: bool,
 }
 
 /// A block to be packed.
@@ -37,31 +35,22 @@ pub struct Packing<'a> {
 pub struct Block<'a> {
     pub k_t: Panels<'a>,
     pub v: Panels<'a>,
-    /// Backward only.
-    pub k: Panels<'a>,
-    /// Backward only.
-    pub v_t: Panels<'a>,
 }
 
 /// Floats the blocks of a unit take.
-pub fn elems(tiles: &Tiles, len_k: usize, backward: bool) -> usize {
-    len_k.div_ceil(tiles.kv) * block_elems(tiles, backward)
+pub fn elems(tiles: &Tiles, len_k: usize) -> usize {
+    len_k.div_ceil(tiles.kv) * block_elems(tiles)
 }
 
-fn block_elems(tiles: &Tiles, backward: bool) -> usize {
-    tiles.kv * (tiles.dim + tiles.dim_v) * if backward { 2 } else { 1 }
+fn block_elems(tiles: &Tiles) -> usize {
+    tiles.kv * (tiles.dim + tiles.dim_v)
 }
 
 impl<'a> Packed<'a> {
     /// Room for the blocks of `units` in `data`, which holds [`elems`] of each, and what is to be
     /// packed into it, unit by unit.
-    pub fn new(
-        units: &[Unit],
-        tiles: Tiles,
-        backward: bool,
-        data: &'a mut [f32],
-    ) -> (Self, Vec<Packing<'a>>) {
-        let mut rooms = data.chunks_exact_mut(block_elems(&tiles, backward));
+    pub fn new(units: &[Unit], tiles: Tiles, data: &'a mut [f32]) -> (Self, Vec<Packing<'a>>) {
+        let mut rooms = data.chunks_exact_mut(block_elems(&tiles));
         let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
         for (u, unit) in units.iter().enumerate() {
             first.push(packings.len());
@@ -71,18 +60,10 @@ impl<'a> Packed<'a> {
             }
         }
         let blocks = packings.iter().map(|_| OnceLock::new()).collect();
-        (Self { blocks, first, tiles, backward }, packings)
+        (Self { blocks, first, tiles }, packings)
     }
 
-    /// Packs every block of `units`, on all threads.
-    pub fn all(operands: &Operands<'_>, units: &[Unit], tiles: Tiles, data: &'a mut [f32]) -> Self {
-        let (packed, packings) = Self::new(units, tiles, true, data);
-        packings.into_par_iter().for_each(|p| packed.pack(operands, &units[p.unit], p, &mut []));
-        packed
-    }
-
-    /// Packs one block of `unit`. Without room for k in rows, which the backward has, they pass
-    /// through `rows_of_k`.
+    /// Packs one block of `unit`. Keys pass through `rows_of_k`, a tile of them.
     pub fn pack(
         &self,
         operands: &Operands<'_>,
@@ -92,23 +73,11 @@ impl<'a> Packed<'a> {
     ) {
         let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
         let start = tile * tiles.kv;
-        let rows = tiles.kv.min(unit.keys.len - start);
-        let load = |t: TensorRef<'_>, dim: usize, into: &mut [f32]| {
-            load_rows_at(t, unit.h_kv, rows, dim, into, |r| {
-                operands.key_place(unit.keys.batch, unit.keys.start + start + r)
-            });
-        };
-        let (k_t, rest) = into.split_at_mut(tiles.kv * tiles.dim);
-        let room = if self.backward { tiles.kv * tiles.dim } else { 0 };
-        let (k_rows, rest) = rest.split_at_mut(room);
-        let (v_rows, v_t) = rest.split_at_mut(tiles.kv * tiles.dim_v);
-        let k_rows = if self.backward { k_rows } else { rows_of_k };
-        load(operands.k, tiles.dim, k_rows);
-        transpose(k_rows, rows, tiles.dim, k_t);
-        load(operands.v, tiles.dim_v, v_rows);
-        if self.backward {
-            transpose(v_rows, rows, tiles.dim_v, v_t);
-        }
+        let keys = start..unit.keys.len.min(start + tiles.kv);
+        let (k_t, v_rows) = into.split_at_mut(tiles.kv * tiles.dim);
+        load_keys(operands, operands.k, unit, &keys, tiles.dim, rows_of_k);
+        transpose(rows_of_k, keys.len(), tiles.dim, k_t);
+        load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v_rows);
         let packed = self.blocks[self.first[u] + tile].set(into);
         assert!(packed.is_ok(), "a block is packed once");
     }
@@ -117,16 +86,24 @@ impl<'a> Packed<'a> {
     pub fn block(&self, u: usize, t: usize) -> Block<'_> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
         let block = self.blocks[self.first[u] + t].wait();
-        let (k_t, rest) = block.split_at(kv * dim);
-        let (k, rest) = if self.backward { rest.split_at(kv * dim) } else { (&rest[..0], rest) };
-        let (v, v_t) = rest.split_at(kv * dim_v);
-        Block {
-            k_t: Panels::packed(k_t, dim),
-            v: Panels::rows(v, dim_v),
-            k: Panels::rows(k, dim),
-            v_t: Panels::packed(v_t, dim_v),
-        }
+        let (k_t, v) = block.split_at(kv * dim);
+        Block { k_t: Panels::packed(k_t, dim), v: Panels::rows(v, dim_v) }
     }
+}
+
+/// Copies the rows `keys` of a unit in `t`, k or v of `operands`, `dim` floats apart, each padded
+/// with zeros.
+pub fn load_keys(
+    operands: &Operands<'_>,
+    t: TensorRef<'_>,
+    unit: &Unit,
+    keys: &Range<usize>,
+    dim: usize,
+    into: &mut [f32],
+) {
+    load_rows_at(t, unit.h_kv, keys.len(), dim, into, |r| {
+        operands.key_place(unit.keys.batch, unit.keys.start + keys.start + r)
+    });
 }
 
 /// Copies `rows` vectors from `[b, h, s]` on, `dim` floats apart, each padded with zeros.
@@ -160,7 +137,7 @@ fn load_rows_at(
 
 /// Writes the first `n` rows of `rows`, `dim` long, as columns of `into`, in panels of a depth of
 /// `dim`. Columns from `n` on are zero.
-fn transpose(rows: &[f32], n: usize, dim: usize, into: &mut [f32]) {
+pub fn transpose(rows: &[f32], n: usize, dim: usize, into: &mut [f32]) {
     for (p, panel) in into.chunks_exact_mut(dim * LANES).enumerate() {
         let group = LANES.min(n.saturating_sub(p * LANES));
         if group < LANES {

@@ -113,7 +113,7 @@ impl CpuPlan {
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
-        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink);
+        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink, false);
         self.profiled(|| crate::forward::forward(&call, args))
     }
 
@@ -127,7 +127,7 @@ impl CpuPlan {
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
         args.check(&dims, &self.spec)?;
-        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink);
+        let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink, true);
         self.profiled(|| crate::backward::backward(&call, args))
     }
 
@@ -149,7 +149,8 @@ impl CpuPlan {
             dims.batch = varlen.map_or(0, |v| v.sequences());
         }
         let varlen = varlen.filter(|_| dims.packed);
-        Description::of(&self.call(dims, dims.sequences(varlen), None))
+        let call = |backward| self.call(dims, dims.sequences(varlen), None, backward);
+        Description::of(&call(false), &call(true))
     }
 
     /// The sizes of operands that are of the planned class.
@@ -183,8 +184,11 @@ impl CpuPlan {
         dims: Dims,
         sequences: Vec<Sequence>,
         sink: Option<&'a [f32]>,
+        backward: bool,
     ) -> Call<'a> {
-        let tiles = Tiles::choose(&dims, self.spec.mask.is_some(), &self.options);
+        // The backward computes what is live of a tile only.
+        let small = self.spec.mask.is_some() && !backward;
+        let tiles = Tiles::choose(&dims, small, &self.options);
         let live = match &self.spec.mask {
             None => {
                 let all = |s: &Sequence| Live::All(s.k_len.div_ceil(tiles.kv));

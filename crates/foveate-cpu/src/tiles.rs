@@ -70,11 +70,11 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles for a problem of these sizes. Under a mask they are smaller: what a tile at the
-    /// edge computes in vain costs more than the larger products gain.
-    pub fn choose(dims: &Dims, masked: bool, options: &CpuOptions) -> Self {
+    /// The tiles for a problem of these sizes. `small` ones are for where what tiles at the edge of
+    /// a mask compute in vain costs more than the larger products gain.
+    pub fn choose(dims: &Dims, small: bool, options: &CpuOptions) -> Self {
         let (dim, dim_v) = (padded(dims.dim), padded(dims.dim_v));
-        let side = if masked { 64 } else { 128 };
+        let side = if small { 64 } else { 128 };
         let mut q = side;
         let rows = dims.heads_q * dims.len_q * if dims.packed { 1 } else { dims.batch };
         while q > 16 && rows.div_ceil(q) < TASKS {
@@ -82,8 +82,8 @@ impl Tiles {
         }
         let q = options.tile_q.unwrap_or(q.min(dims.len_q.max(1)));
         let kv = options.tile_kv.unwrap_or(side.min(padded(dims.len_k.max(1))));
-        // Per key: k twice, v once more transposed, dk and dv.
-        let chunk = (L2_ELEMS / ((3 * dim + 3 * dim_v) * kv)).max(1);
+        // Per key: k twice, v transposed, dk and dv.
+        let chunk = (L2_ELEMS / ((3 * dim + 2 * dim_v) * kv)).max(1);
         Self { q, kv, chunk, dim, dim_v }
     }
 

@@ -1,0 +1,109 @@
+//! `lse` and `delta` of the rows of a wave, and the gradient of the sinks.
+
+use std::ops::Range;
+
+use foveate_problem::Operands;
+use foveate_tensor::TensorRef;
+
+use crate::call::Call;
+use crate::huge::shares;
+use crate::simd;
+use crate::work::{Unit, run};
+
+/// What row statistics are made of.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    pub out: TensorRef<'a>,
+    pub lse: TensorRef<'a, 3>,
+    pub d_out: TensorRef<'a>,
+    pub d_lse: Option<TensorRef<'a, 3>>,
+}
+
+/// Of each row: lse (`+∞` for an empty row, whose every `p` is then 0), `delta`, and the [`shares`]
+/// of what `p` is, which join `d_out` and `delta` instead of `p`.
+pub struct Statistics<'a> {
+    lse: &'a [f32],
+    delta: &'a [f32],
+    share: &'a [f32],
+    /// First row of each head of the wave.
+    first: Vec<usize>,
+}
+
+/// The rows of one head.
+struct Rows<'a> {
+    b: usize,
+    h: usize,
+    share: &'a [f32],
+    lse: &'a mut [f32],
+    delta: &'a mut [f32],
+    d_sink: &'a mut f64,
+}
+
+impl<'a> Statistics<'a> {
+    /// Computes them into `room`, three floats a row, and adds what each row gives the sinks.
+    pub fn new(
+        call: &Call<'_>,
+        wave: &[Unit],
+        operands: &Operands<'_>,
+        from: Sources<'_>,
+        room: &'a mut [f32],
+        d_sink: &mut [f64],
+    ) -> Self {
+        let heads: Vec<(usize, usize)> = wave.iter().flat_map(|u| call.heads_of(u)).collect();
+        let mut parts = vec![0.0; heads.len()];
+        let mut first = Vec::with_capacity(heads.len());
+        let rows = room.len() / 3;
+        let (share, rest) = room.split_at_mut(rows);
+        let (lse, delta) = rest.split_at_mut(rows);
+        shares(call, wave, operands, from.lse, share);
+        let (mut lse_left, mut delta_left, mut row) = (&mut *lse, &mut *delta, 0);
+        let mut tasks = Vec::with_capacity(heads.len());
+        for (&(b, h), d_sink) in heads.iter().zip(&mut parts) {
+            let len = call.sequences[b].q_len;
+            let share = &share[row..row + len];
+            first.push(row);
+            row += len;
+            let (lse, delta);
+            (lse, lse_left) = lse_left.split_at_mut(len);
+            (delta, delta_left) = delta_left.split_at_mut(len);
+            tasks.push(Rows { b, h, share, lse, delta, d_sink });
+        }
+        let dim_v = call.tiles.dim_v;
+        let vectors = || [vec![0.0; dim_v], vec![0.0; dim_v]];
+        run(tasks.into_iter(), vectors, |vectors, rows| rows.compute(call, from, vectors));
+        for ((_, h), part) in heads.into_iter().zip(parts) {
+            d_sink[h] += part;
+        }
+        Self { lse, delta, share, first }
+    }
+
+    /// lse, delta and share of rows of a head of the wave.
+    pub fn of(&self, head: usize, rows: Range<usize>) -> [&[f32]; 3] {
+        let at = self.first[head] + rows.start..self.first[head] + rows.end;
+        [self.lse, self.delta, self.share].map(|x| &x[at.clone()])
+    }
+}
+
+impl Rows<'_> {
+    fn compute(self, call: &Call<'_>, from: Sources<'_>, [out, d_out]: &mut [Vec<f32>; 2]) {
+        let Self { b, h, share, lse, delta, d_sink } = self;
+        let s = &call.sequences[b];
+        let own = ..call.dims.dim_v;
+        let scalar = |t: TensorRef<'_, 3>, at| t.get_f64(at) as f32;
+        for r in 0..s.q_len {
+            let at = [s.q_batch, h, s.q_start + r];
+            lse[r] = scalar(from.lse, at);
+            if lse[r] == f32::NEG_INFINITY {
+                (lse[r], delta[r]) = (f32::INFINITY, 0.0);
+                continue;
+            }
+            from.out.load_row(at[0], at[1], at[2], &mut out[own]);
+            from.d_out.load_row(at[0], at[1], at[2], &mut d_out[own]);
+            let d_lse = from.d_lse.map_or(0.0, |t| scalar(t, at));
+            delta[r] = (simd::dot(out, d_out) - d_lse) * share[r];
+            if let Some(sink) = call.sink {
+                *d_sink -= f64::from((sink[h] - lse[r]).exp() * delta[r]);
+            }
+        }
+    }
+}
