@@ -17,14 +17,15 @@
 // One step, with two stages of K and V:         with one stage:
 //
 //     K, V of this step have landed, barrier        K has landed, barrier, start V
-//     start K of the next step                      what is seen, S, largest scores
-//     what is seen, S, largest scores               V has landed, barrier, start the next K
+//     start K of the next step                      S, what is seen, largest scores
+//     S, what is seen, largest scores               V has landed, barrier, start the next K
 //     start V of the next step                      powers and O
 //     powers and O
 //
-// Only a step whose run says so evaluates the mask, and only the last keys of a sequence are
-// checked against its length. A mask is evaluated before S, to a bit for each score, so that a warp
-// whose rows see nothing of the tile does nothing. A row that sees nothing at all gives out = 0 and lse = -inf.
+// A step comes in two kinds, so that neither waits for what the other needs: only one whose run says
+// so, or that has the last keys of a sequence, asks the mask and the length. There a warp whose rows
+// see nothing of the tile does without powers. A row that sees nothing at all gives out = 0 and
+// lse = -inf.
 //
 // With FV_FOLD, for few queries, the rows of a tile are those of all query heads of a key/value
 // head, so that keys and values are read once for all of them: row r is query r / FV_GROUP of head
@@ -72,6 +73,7 @@ constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
 constexpr int ALL = M * N * 4;                             // scores of a lane
 
 constexpr float SLACK = 8.f;                               // in exponents of 2
+constexpr float FAR = 4096.f;                              // in units of the scores
 // Whether the queries stay in registers: where there is room beside S and O.
 constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
 
@@ -86,11 +88,24 @@ static_assert(QUERIES > 0, "more heads than rows");
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
+// What a block works on. Blocks start in the order of their numbers, and a mask's first tiles have the
+// most work: p.heads_together heads take turns at each, so that light tiles are left for the end.
+struct Turn {
+    u32 tile, head;
+
+    __device__ static Turn of(const ForwardParams& p) {
+        if constexpr (!FV_MASK) return {blockIdx.x, blockIdx.y};
+        const u32 tiles = gridDim.x, together = p.heads_together, first = blockIdx.y / together * together;
+        const u32 heads = min(together, gridDim.y - first), number = (blockIdx.y - first) * tiles + blockIdx.x;
+        return {number / heads, first + number % heads};
+    }
+};
+
 // The steps of a block: tiles of keys, one after the other.
 struct Steps {
     const Run* runs;
     int left;                           // runs behind the present one
-    int budget;                         // steps of this block's share that are left
+    int budget = 0;                     // steps of this block's share that are left
     int tile = 0, end = 0;              // what is left of the present run
     bool run_evaluates = false;
 
@@ -107,7 +122,6 @@ struct Steps {
             left = 0;
             end = ceil_div(sequence.k_len, FV_BN);
         }
-        budget = 0x7fffffff;
         if constexpr (FV_SPLIT) {
             int total = end;
             for (int i = 0; i < left; ++i) total += __ldg(&runs[i].count_kind) >> 1;
@@ -137,7 +151,8 @@ struct Steps {
     }
 
     __device__ bool next() {
-        if (budget-- == 0 || !open()) return false;
+        if (FV_SPLIT && budget-- == 0) return false;
+        if (!open()) return false;
         key = tile++ * FV_BN;
         evaluate = run_evaluates;
         return true;
@@ -333,6 +348,9 @@ __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
     else asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(narrow2<FV_OUT_DTYPE>(x, y)) : "memory");
 }
 
+struct Yes { static constexpr bool value = true; };
+struct No { static constexpr bool value = false; };
+
 __device__ float over_quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -347,8 +365,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     extern __shared__ __align__(16) char shared[];
     const u32 base = shared_address(shared);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int head0 = blockIdx.y * HEADS, head_kv = head0 / FV_GROUP;
-    const Tile tile = p.tiles[blockIdx.x];
+    const Turn turn = Turn::of(p);
+    const int head0 = turn.head * HEADS, head_kv = head0 / FV_GROUP;
+    const Tile tile = p.tiles[turn.tile];
     const Sequence sequence = p.sequences[tile.sequence];
     const int query0 = tile.tile * QUERIES;
     const int rows = min(QUERIES, sequence.q_len - query0) * HEADS;
@@ -392,8 +411,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         return ceiling[m][half] == -infinity() ? 0.f : fmaf(ceiling[m][half], unit, -SLACK);
     };
     // A score function may give -1e30 to a whole row. Only a difference of scores that is taken before
-    // anything is multiplied is then small; products of both differ by their rounding.
-    constexpr bool apart = FV_DTYPE == 2 || FV_SCORE;
+    // anything is multiplied is then small; products of both differ by their rounding. f32 always takes
+    // it so, 16-bit operands where a largest score is far from 0.
+    constexpr bool apart = FV_DTYPE == 2;
+    auto is_far = [&](float highest) { return apart || (FV_SCORE && fabsf(highest) > FAR && highest != -infinity()); };
 
     int parity = 0;
     while (more) {
@@ -424,33 +445,11 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
         };
 
-        // What is seen, a bit for each score, where a mask decides.
+        // The step, evaluating what is seen or taking everything for seen.
         const bool ends = key0 + FV_BN > sequence.k_len;
-        constexpr int WORDS = ceil_div(ALL, 32);
-        u32 seen[WORDS];
-        bool some = true, every = true;
-        if (FV_MASK && (ends || evaluate)) {
-            #pragma unroll
-            for (int i = 0; i < WORDS; ++i) seen[i] = 0xffffffff;
-            auto hide = [&](int m, int n, int i) {
-                const int j = (n * M + m) * 4 + i;
-                seen[j / 32] &= ~(1u << j % 32);
-            };
-            if constexpr (FV_MASK)
-                if (evaluate) for_each(0, ALL, [&](int m, int n, int i) { if (!fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i))) hide(m, n, i); });
-            if (ends) for_each(0, ALL, [&](int m, int n, int i) { if (key_of(n, i) >= sequence.k_len) hide(m, n, i); });
-            u32 any = 0, all = 0xffffffff;
-            #pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-                any |= i == ALL / 32 ? seen[i] & ((1u << ALL % 32) - 1) : seen[i];
-                all &= seen[i];
-            }
-            some = __any_sync(0xffffffff, any != 0);
-            every = __all_sync(0xffffffff, all == 0xffffffff);
-        }
-
-        float s[M][N][4];
-        if (some) {
+        auto step = [&](auto evaluates) {
+            constexpr bool EVALUATES = decltype(evaluates)::value;
+            float s[M][N][4];
             clear(s);
             auto score = [&](int m, int n, int i) {
                 float& x = s[m][n][i];
@@ -476,21 +475,25 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
                 if (!unscaled) for_each(0, ALL, score);
             }
-            if (!FV_MASK && ends) for_each(0, ALL, [&](int m, int n, int i) { if (key_of(n, i) >= sequence.k_len) s[m][n][i] = -infinity(); });
-            if (!every)
-                for_each(0, ALL, [&](int m, int n, int i) {
-                    const int j = (n * M + m) * 4 + i;
-                    if (!(seen[j / 32] >> j % 32 & 1)) s[m][n][i] = -infinity();
+            auto hide = [&](auto hidden) {
+                for_each(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
+            };
+            if constexpr (EVALUATES)
+                hide([&](int m, int n, int i) {
+                    return !fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i)) | (key_of(n, i) >= sequence.k_len);
                 });
+            else if (!FV_MASK && ends) hide([&](int m, int n, int i) { return key_of(n, i) >= sequence.k_len; });
 
-            bool rises = false;
+            bool rises = false, sees = !EVALUATES;
             #pragma unroll
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    float largest = fmaxf(s[m][0][half * 2], s[m][0][half * 2 + 1]);
                     #pragma unroll
-                    for (int n = 0; n < N; ++n)
-                        top[m][half] = fmaxf(top[m][half], fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    for (int n = 1; n < N; ++n) largest = fmaxf(largest, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    sees |= largest != -infinity();
+                    top[m][half] = fmaxf(top[m][half], largest);
                     rises |= top[m][half] > ceiling[m][half];
                 }
             if (__any_sync(0xffffffff, rises)) {
@@ -499,11 +502,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         // A row that has seen nothing yet has nothing to rescale.
-                        const bool fresh = ceiling[m][half] == -infinity();
-                        const float before = apart ? ceiling[m][half] : reference(m, half);
-                        ceiling[m][half] = fmaxf(ceiling[m][half], over_quad_max(top[m][half]) + SLACK / unit);
-                        const float falls = apart ? (before - ceiling[m][half]) * unit : before - reference(m, half);
-                        const float shrink = fresh ? 1.f : exp2_score(falls);
+                        const float before = ceiling[m][half], reference_before = reference(m, half);
+                        ceiling[m][half] = fmaxf(before, over_quad_max(top[m][half]) + SLACK / unit);
+                        const float falls = is_far(before) ? (before - ceiling[m][half]) * unit : reference_before - reference(m, half);
+                        const float shrink = before == -infinity() ? 1.f : exp2_score(falls);
                         sum[m][half] *= shrink;
                         #pragma unroll
                         for (int n = 0; n < N_OUT; ++n) {
@@ -512,32 +514,40 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                         }
                     }
             }
-        }
 
-        if constexpr (FV_STAGES == 1) {
-            wait_copies();
-            __syncthreads();
-            if (more) load_k(steps.key, stage);
-        } else if (more) {
-            load_v(steps.key, next_stage);
-        }
-        if (some) {
+            if constexpr (FV_STAGES == 1) {
+                wait_copies();
+                __syncthreads();
+                if (more) load_k(steps.key, stage);
+            } else if (more) {
+                load_v(steps.key, next_stage);
+            }
+            if (EVALUATES && !__any_sync(0xffffffff, sees)) return;
+
             float shift[M][2];
+            bool far = false;
+            auto offset = [&](int m, int half) { return ceiling[m][half] == -infinity() ? 0.f : -ceiling[m][half]; };
             #pragma unroll
             for (int i = 0; i < M * 2; ++i) {
-                const float highest = ceiling[i / 2][i % 2];
-                shift[i / 2][i % 2] = !apart ? -reference(i / 2, i % 2) : highest == -infinity() ? 0.f : -highest;
+                shift[i / 2][i % 2] = apart ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
+                far |= is_far(ceiling[i / 2][i % 2]);
+            }
+            if (FV_SCORE && !apart && __any_sync(0xffffffff, far)) {
+                for_each(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
+                #pragma unroll
+                for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = SLACK;
             }
             auto weigh = [&](int m, int n, int i) {
                 float& x = s[m][n][i];
-                const float offset = shift[m][i / 2];
-                x = exp2_score(apart ? fmaf(x + offset, unit, SLACK) : fmaf(x, unit, offset));
+                x = exp2_score(apart ? fmaf(x + shift[m][i / 2], unit, SLACK) : fmaf(x, unit, shift[m][i / 2]));
                 sum[m][i / 2] += x;
                 if constexpr (FV_KEEP)
                     if (!fv_keep(mods, place_of(m, i), query_of(m, i), key_of(n, i))) x = 0.f;
             };
             multiply_values(out, s, stage + values, weigh);
-        }
+        };
+        if (FV_MASK && (evaluate || ends)) step(Yes());
+        else step(No());
     }
 
     // What the rows have come to, relative to their largest scores.
@@ -548,7 +558,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             const u32 row_of_tile = row0 + m * 16 + half * 8;
             const int query = query0 + int(row_of_tile / HEADS), head = head0 + int(row_of_tile % HEADS);
             const float largest = over_quad_max(top[m][half]), score = unscaled ? largest * p.scale : largest;
-            const float above = apart ? fmaf(ceiling[m][half] - largest, unit, -SLACK) : fmaf(-largest, unit, reference(m, half));
+            const float above = is_far(ceiling[m][half]) ? fmaf(ceiling[m][half] - largest, unit, -SLACK)
+                                                         : fmaf(-largest, unit, reference(m, half));
             float factor = score == -infinity() ? 0.f : exp2_score(above);
             const float total = over_quad_sum(sum[m][half]) * factor;
             if (int(row_of_tile) >= rows) continue;

@@ -67,6 +67,7 @@ struct ForwardParams {
     float scale;              // on q.k
     int heads_q, heads_kv;
     int tile_count;
+    int heads_together;       // heads that take turns at each tile; see forward.cu
     // Split over keys: block z computes share z of a tile's live tiles and leaves what it has,
     // unnormalised: out [splits, partial_rows, FV_DV], the largest score and the sum of powers,
     // [splits, partial_rows] each. Row q of a head is partial row

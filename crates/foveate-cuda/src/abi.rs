@@ -181,6 +181,8 @@ structs! {
         pub heads_kv: i32,
         /// Number of tiles.
         pub tile_count: i32,
+        /// Heads that take turns at each tile, when there is a mask.
+        pub heads_together: i32,
         /// Shares that the keys of a tile are split in.
         pub splits: i32,
         /// f32 `[splits, partial_rows, dim_v]`.
@@ -312,9 +314,9 @@ mod tests {
     fn bytes_are_those_of_the_fields_with_zeros_between() {
         let run = Run { first: 3, count_kind: -2 };
         assert_eq!(run.bytes(), [3i32.to_ne_bytes(), (-2i32).to_ne_bytes()].concat());
-        let params = ForwardParams { partial_out: 5, splits: 7, ..Default::default() };
+        let params = ForwardParams { page_report: 5, page_count: 7, ..Default::default() };
         let bytes = params.bytes();
-        let at = std::mem::offset_of!(ForwardParams, splits);
+        let at = std::mem::offset_of!(ForwardParams, page_count);
         assert_eq!(
             bytes[at..at + 16],
             [[7, 0, 0, 0, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0]].concat()

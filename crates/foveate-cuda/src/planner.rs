@@ -234,6 +234,16 @@ impl KernelPlan {
         Ok(Self { profile: profile.clone(), kernels, splits })
     }
 
+    /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
+    /// blocks then come first whatever head they are of, so that light ones end the launch
+    /// together. Enough heads for the device to be filled four times, and no more, for the keys of
+    /// those under way to stay in the cache.
+    pub fn heads_together(&self, heads: usize, tiles: usize) -> usize {
+        let at_once = self.profile.multiprocessors * self.kernels[0].chosen.occupancy.blocks;
+        let turns = tiles * heads / (4 * at_once).max(1);
+        heads.div_ceil(turns.max(1)).max(1)
+    }
+
     /// What runs as `kernel`, when it does.
     pub fn config(&self, kernel: Kernel) -> Option<&Config> {
         self.kernels.iter().map(|c| &c.chosen.config).find(|c| c.kernel == kernel)

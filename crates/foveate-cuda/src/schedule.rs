@@ -120,8 +120,8 @@ impl Schedule {
 pub struct Outline {
     /// Every sequence, in order.
     pub sequences: Vec<abi::Sequence>,
-    /// Every tile of the axis. How much is live is not known yet, so the order is a guess: that of
-    /// a causal mask.
+    /// Every tile of the axis. How much is live is not known yet, so the order is a guess: for
+    /// queries half way between a causal mask and none, for keys the longest sequence first.
     pub tiles: Vec<abi::Tile>,
     /// One tile for each row of the lists of a head.
     pub rows: Vec<abi::Tile>,
@@ -155,18 +155,14 @@ impl Outline {
         let heads = if classes.varies.by_head { dims.heads_q } else { 1 };
         let sharing = sharing(dims, sequences, axis);
         let owned = sequences.iter().enumerate().filter(|(i, _)| i % sharing == 0);
-        let mut tiles: Vec<(u64, usize, usize)> = owned
-            .flat_map(|(i, s)| {
-                (0..axis.tiles(s, size)).map(move |tile| (whole(s, axis, tile, size), i, tile))
-            })
-            .collect();
-        if axis == Axis::Queries {
-            tiles.reverse();
-        }
-        // Only sequences differ: the first tile of each says how long it is.
-        tiles.sort_by_key(|&(_, i, _)| {
+        let mut tiles: Vec<(usize, usize)> =
+            owned.flat_map(|(i, s)| (0..axis.tiles(s, size)).map(move |tile| (i, tile))).collect();
+        tiles.sort_by_key(|&(i, tile)| {
             let s = &sequences[i];
-            std::cmp::Reverse(s.q_len as u64 * s.k_len as u64)
+            std::cmp::Reverse(match axis {
+                Axis::Queries => (s.k_len + s.k_len.min((tile + 1) * size.q)) as u64,
+                Axis::Keys => s.q_len as u64 * s.k_len as u64,
+            })
         });
         let rows = classes
             .members
@@ -177,7 +173,7 @@ impl Outline {
         let room = RUN_BYTES / size_of::<abi::Run>() / (classes.rows * heads).max(1);
         Self {
             sequences: place(sequences, |i| classes.first_row[i]),
-            tiles: tiles.iter().map(|&(_, sequence, tile)| tile_of(sequence, tile)).collect(),
+            tiles: tiles.iter().map(|&(sequence, tile)| tile_of(sequence, tile)).collect(),
             rows: rows.collect(),
             heads,
             head_stride: if classes.varies.by_head { classes.rows } else { 0 },

@@ -131,6 +131,7 @@ impl CudaPlan {
         let report = Report::new(queue, checked)?;
         let mods = self.mods_bytes(queue, &kernel.mods, &[], report.address())?;
         let group = dims.group();
+        let heads = (dims.heads_q / kernel.config.heads()) as u32;
         let params = ForwardParams {
             q: args.operands.q.view("q", group)?,
             k: args.operands.k.view("k", 1)?,
@@ -146,6 +147,7 @@ impl CudaPlan {
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
             tile_count: work.tile_count as i32,
+            heads_together: chosen.heads_together(heads as usize, work.tile_count) as i32,
             splits: splits as i32,
             page_table: pages.map_or(0, |p| p.table),
             page_size: args.operands.k.layout.shape[2] as i32,
@@ -154,8 +156,7 @@ impl CudaPlan {
             page_report: report.address(),
             ..Default::default()
         };
-        let heads = dims.heads_q as u32;
-        let grid = [work.tile_count as u32, heads / kernel.config.heads() as u32, splits as u32];
+        let grid = [work.tile_count as u32, heads, splits as u32];
         if splits == 1 {
             launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
             return report.read(self.options.timeout, &work, &kernel.mods.source);
@@ -185,7 +186,7 @@ impl CudaPlan {
             tile_count: tiles.tile_count as i32,
             ..params
         };
-        let grid = [tiles.tile_count as u32, heads, 1];
+        let grid = [tiles.tile_count as u32, dims.heads_q as u32, 1];
         launch(&join.function, queue, grid, join.threads(), &[&params.bytes()])?;
         report.read(self.options.timeout, &work, &kernel.mods.source)
     }

@@ -12,6 +12,8 @@ use crate::profile::Profile;
 type Known = (usize, Tiles);
 
 const FORWARD: &[Known] = &[(64, tiles(128, 64, 4, 1)), (128, tiles(128, 64, 4, 1))];
+/// With a mask, where blocks are shorter.
+const FORWARD_MASKED: &[Known] = &[(128, tiles(128, 64, 4, 2))];
 const BACKWARD: &[Known] = &[
     (32, tiles(64, 128, 4, 2)),
     (64, tiles(128, 128, 8, 2)),
@@ -37,6 +39,7 @@ pub fn of(profile: &Profile, class: &Class, kernel: Kernel) -> Option<Tiles> {
     let table = match (kernel, class.dtype) {
         (Kernel::Backward, Elem::F32) => BACKWARD_F32,
         (_, Elem::F32) => return None,
+        (Kernel::Forward, _) if class.mask => FORWARD_MASKED,
         (Kernel::Forward, _) => FORWARD,
         (Kernel::Backward, _) => BACKWARD,
         (Kernel::BackwardDq, _) => BACKWARD_DQ,
