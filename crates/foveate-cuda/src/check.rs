@@ -24,7 +24,8 @@ use crate::source::source;
 pub struct Taken {
     /// Registers a thread.
     pub registers: u32,
-    /// Bytes of local memory a thread, spills included.
+    /// Bytes of local memory a thread, spills included: the memory, and not the instructions that
+    /// write and read it.
     pub local_bytes: u32,
     /// Bytes of shared memory a block asks for at its launch.
     pub shared_bytes: u32,
@@ -66,7 +67,7 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<Taken, Exc
     let states = config.kernel != Kernel::BlockLists;
     let taken = Taken {
         registers: found.registers,
-        local_bytes: found.stack_bytes.max(found.spill_bytes),
+        local_bytes: found.stack_bytes,
         shared_bytes: planned.shared_bytes as u32,
     };
     if states && stated != i32::try_from(planned.shared_bytes).ok() {

@@ -16,8 +16,8 @@ use crate::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 /// are split first, more of them are not felt either.
 pub fn local_bytes_allowed(dtype: Elem) -> u32 {
     match dtype {
-        Elem::F16 | Elem::Bf16 => 128,
-        Elem::F32 => 256,
+        Elem::F16 | Elem::Bf16 => 40,
+        Elem::F32 => 56,
     }
 }
 
