@@ -271,3 +271,17 @@ fn a_choice_is_the_users_before_a_record_before_the_table_before_the_model() {
     assert_eq!(model.origin, Origin::Model);
     assert!(model.ranked().all(|c| c.modelled_us >= model.chosen.modelled_us));
 }
+
+#[test]
+fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
+    let profile = Profile::named("h200").unwrap();
+    for dim in [64, 96, 128, 192, 256] {
+        for class in &mods(&Class::new(Elem::Bf16, dim, dim, 1))[..3] {
+            let sizes = sizes(2, 2048 / dim, 2048 / dim, 8192);
+            let options = KernelOptions::default();
+            let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
+            let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
+            assert_eq!(table.count(), 2, "forward and backward of:\n{plan}");
+        }
+    }
+}
