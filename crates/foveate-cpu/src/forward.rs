@@ -15,15 +15,16 @@
 
 use std::ops::Range;
 
-use foveate_problem::ForwardArgs;
+use foveate_problem::{Dims, ForwardArgs};
 use foveate_tensor::{TensorMut, TensorRef};
 
 use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Block, Packed, Packing};
-use crate::simd::{self, LANES, Matrix, Part, STRIP};
+use crate::simd::{self, LANES, Matrix, Part, RowState, STRIP};
 use crate::stages::{Clock, Stage};
+use crate::tiles::Tiles;
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
 
 /// What a thread is given to do.
@@ -52,16 +53,19 @@ struct QueryTile<'a> {
 
 /// What a thread works in.
 struct Scratch<'a> {
-    evaluator: Evaluator,
-    /// Queries of a tile, times the scale; while packing, keys.
+    /// Queries of a tile; while packing, keys.
     rows: Lent<'a>,
+    work: Work<'a>,
+}
+
+/// A query tile at work.
+struct Work<'a> {
+    evaluator: Evaluator,
     /// Scores of a strip.
     scores: Lent<'a>,
     out: Lent<'a>,
-    /// Largest score so far, by row.
-    max: Lent<'a>,
-    /// Denominator so far relative to `max`, by row.
-    sum: Lent<'a>,
+    /// The softmax of each row.
+    states: Vec<RowState>,
     clock: Clock<'a>,
 }
 
@@ -80,7 +84,8 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let (packed, packings) = Packed::new(wave, tiles, &mut blocks);
+        let (on_q, on_k) = scales(call.scale);
+        let (packed, packings) = Packed::new(&operands, wave, tiles, on_k, &mut blocks);
         let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
@@ -106,16 +111,15 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
             query_tiles.sort_by_key(|t| std::cmp::Reverse(t.cost));
             tasks.extend(query_tiles.into_iter().map(Task::Tile));
         }
-        let wave = Wave { call, wave, packed: &packed, q: operands.q };
+        let wave = Wave { call, packed: &packed, q: operands.q, scale: on_q };
         run(
             tasks.into_iter(),
             || Scratch::new(call),
             |scratch, task| match task {
                 Task::Pack(packing) => {
-                    scratch.clock.start();
-                    let unit = &wave.wave[packing.unit];
-                    packed.pack(&operands, unit, packing, &mut scratch.rows);
-                    scratch.clock.lap(Stage::Packing);
+                    scratch.work.clock.start();
+                    packed.pack(packing, &mut scratch.rows);
+                    scratch.work.clock.lap(Stage::Packing);
                 }
                 Task::Tile(tile) => wave.query_tile(scratch, tile),
             },
@@ -124,71 +128,90 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     call.finish()
 }
 
+/// The factors on queries and on keys that make `scale`. Keys are packed anyway and queries need
+/// not be, but the backward scales queries: only with a power of two are the scores the same bits,
+/// which large scores need, because it takes their exponential relative to this pass's `lse`.
+fn scales(scale: f32) -> (f32, f32) {
+    let power_of_two = scale.is_normal() && scale.to_bits() << 9 == 0;
+    if power_of_two { (1.0, scale) } else { (scale, 1.0) }
+}
+
 impl<'a> Scratch<'a> {
     fn new(call: &'a Call<'_>) -> Self {
         let tiles = &call.tiles;
-        Self {
+        let work = Work {
             evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
-            rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim),
             scores: call.pool.lend(STRIP * tiles.kv),
             out: call.pool.lend(tiles.q * tiles.dim_v),
-            max: call.pool.lend(tiles.q),
-            sum: call.pool.lend(tiles.q),
+            states: vec![RowState::START; tiles.q],
             clock: Clock::new(call.profile),
-        }
+        };
+        Self { rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim), work }
     }
 }
 
 /// What all query tiles of a wave read.
 struct Wave<'a> {
     call: &'a Call<'a>,
-    wave: &'a [Unit],
     packed: &'a Packed<'a>,
     q: TensorRef<'a>,
+    /// Factor on queries.
+    scale: f32,
 }
 
 impl Wave<'_> {
-    fn query_tile(&self, scratch: &mut Scratch<'_>, task: QueryTile<'_>) {
+    fn query_tile(&self, Scratch { rows: room, work }: &mut Scratch<'_>, task: QueryTile<'_>) {
         let (call, tiles) = (self.call, self.call.tiles);
         let sequence = &call.sequences[task.b];
         let start = task.tile * tiles.q;
         let rows = tiles.q.min(sequence.q_len - start);
-        scratch.clock.start();
+        work.clock.start();
         let at = [sequence.q_batch, task.h, sequence.q_start + start];
-        pack::load_rows(self.q, at, rows, tiles.dim, &mut scratch.rows);
-        simd::scale(&mut scratch.rows[..rows * tiles.dim], call.scale);
-        scratch.out[..rows * tiles.dim_v].fill(0.0);
-        scratch.max.fill(f32::NEG_INFINITY);
-        scratch.sum.fill(0.0);
-        scratch.clock.lap(Stage::Packing);
-        scratch.evaluator.enter(head(&call.dims, sequence, task.h));
+        let in_place = pack::neighbours(self.q, at).filter(|_| self.scale == 1.0);
+        let q = in_place.unwrap_or_else(|| {
+            pack::load_rows(self.q, at, rows, tiles.dim, room);
+            simd::scale(&mut room[..rows * tiles.dim], self.scale);
+            Matrix::rows(room, tiles.dim)
+        });
+        work.out[..rows * tiles.dim_v].fill(0.0);
+        work.states.fill(RowState::START);
+        work.clock.lap(Stage::Packing);
+        work.evaluator.enter(head(&call.dims, sequence, task.h));
         for (tile, partial) in call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)) {
             let first_key = tile * tiles.kv;
             let keys = first_key..sequence.k_len.min(first_key + tiles.kv);
-            scratch.evaluator.tile(start..start + rows, keys, partial);
-            scratch.clock.lap(Stage::Mods);
+            work.evaluator.tile(start..start + rows, keys, partial);
+            work.clock.lap(Stage::Mods);
             let block = self.packed.block(task.unit, tile);
             for first in (0..rows).step_by(STRIP) {
-                self.strip(scratch, &block, first..rows.min(first + STRIP));
+                let q = Matrix { data: &q.data[first * q.row..], ..q };
+                work.strip(&call.dims, &tiles, q, &block, first..rows.min(first + STRIP));
             }
         }
-        call.note(&mut scratch.evaluator);
-        scratch.clock.lap(Stage::Mods);
-        self.store(scratch, task, rows);
-        scratch.clock.lap(Stage::Packing);
+        call.note(&mut work.evaluator);
+        work.clock.lap(Stage::Mods);
+        work.store(call, task, rows);
+        work.clock.lap(Stage::Packing);
     }
+}
 
-    /// One strip of query rows against one key tile.
-    fn strip(&self, scratch: &mut Scratch<'_>, block: &Block<'_>, strip: Range<usize>) {
-        let (dims, tiles) = (&self.call.dims, self.call.tiles);
-        let Scratch { evaluator, rows: q, scores, out, max, sum, clock } = scratch;
+impl Work<'_> {
+    /// One strip of query rows, whose queries are the first of `q`, against one key tile.
+    fn strip(
+        &mut self,
+        dims: &Dims,
+        tiles: &Tiles,
+        q: Matrix<'_>,
+        block: &Block<'_>,
+        strip: Range<usize>,
+    ) {
+        let Self { evaluator, scores, out, states, clock } = self;
         let keys = evaluator.live(strip.clone());
         if keys.is_empty() {
             return;
         }
         let columns = keys.start / LANES * LANES..simd::padded(keys.end);
         let rows = 0..strip.len();
-        let q = Matrix::rows(&q[strip.start * tiles.dim..], tiles.dim);
         let part = Part { rows: rows.clone(), columns: columns.clone(), depth: 0..dims.dim };
         simd::product(scores, tiles.kv, q, block.k_t, &part, false);
         clock.lap(Stage::Products);
@@ -196,13 +219,12 @@ impl Wave<'_> {
         evaluator.score(strip.clone(), columns.clone(), scores, tiles.kv);
         clock.lap(Stage::Mods);
 
-        let mut factors = [1.0; STRIP];
-        let (max, sum) = (&mut max[strip.clone()], &mut sum[strip.clone()]);
-        simd::soften(scores, tiles.kv, columns.clone(), max, sum, &mut factors);
+        let states = &mut states[strip.clone()];
+        simd::soften(scores, tiles.kv, columns.clone(), states);
         let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
-        for (row, factor) in out.chunks_exact_mut(tiles.dim_v).zip(factors) {
-            if factor != 1.0 {
-                simd::scale(row, factor);
+        for (row, state) in out.chunks_exact_mut(tiles.dim_v).zip(states) {
+            if state.factor != 1.0 {
+                simd::scale(row, state.factor);
             }
         }
         clock.lap(Stage::Softmax);
@@ -216,27 +238,29 @@ impl Wave<'_> {
     }
 
     /// Divides by the denominator and writes the rows out.
-    fn store(&self, scratch: &mut Scratch<'_>, mut task: QueryTile<'_>, rows: usize) {
-        let call = self.call;
-        let sink = call.sink.map_or(f32::NEG_INFINITY, |s| s[task.h]);
-        for r in 0..rows {
-            let (max, sum) = (scratch.max[r], scratch.sum[r]);
-            // Against the larger of both, so that neither exponential overflows.
-            let top = simd::larger(max, sink);
-            let row = &mut scratch.out[r * call.tiles.dim_v..][..call.tiles.dim_v];
+    fn store(&mut self, call: &Call<'_>, mut task: QueryTile<'_>, rows: usize) {
+        let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
+        let sink = call.sink.map(|sink| sink[task.h]);
+        let out = self.out.chunks_exact_mut(dim).zip(&self.states);
+        for (r, (row, state)) in out.take(rows).enumerate() {
+            let (mut top, mut own, mut denominator) = (state.max, 1.0, state.sum);
+            if let Some(sink) = sink {
+                // Against the larger of both, so that neither exponential overflows.
+                top = if sink > top { sink } else { top };
+                own = (state.max - top).exp();
+                denominator = denominator * own + (sink - top).exp();
+            }
             let lse = if top == f32::NEG_INFINITY {
                 row.fill(0.0);
                 f32::NEG_INFINITY
             } else {
-                let own = (max - top).exp();
-                let denominator = sum * own + (sink - top).exp();
                 simd::scale(row, own * call.keep_factor / denominator);
                 top + denominator.ln()
             };
-            task.out.write_row(0, 0, r, &row[..call.dims.dim_v], false);
+            task.out.write_row(0, 0, r, &row[..dim_v], false);
             task.lse.write([0, 0, r], lse.into());
             if let Some(max_score) = &mut task.max_score {
-                max_score.write([0, 0, r], max.into());
+                max_score.write([0, 0, r], state.max.into());
             }
         }
     }

@@ -91,7 +91,7 @@ pub fn shares(
             let keys = first..s.k_len.min(first + tiles.kv);
             evaluator.tile(start..start + rows, keys.clone(), partial);
             pack::load_keys(operands, operands.k, &wave[unit], &keys, tiles.dim, k);
-            pack::transpose(k, keys.len(), tiles.dim, k_t);
+            simd::transpose(Matrix::rows(k, tiles.dim), keys.len(), tiles.dim, 1.0, k_t);
             let k_t = Panels::packed(k_t, tiles.dim);
             for from in (0..rows).step_by(STRIP) {
                 let strip = from..rows.min(from + STRIP);

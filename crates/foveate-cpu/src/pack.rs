@@ -3,20 +3,27 @@
 //! In the forward each key tile of a unit becomes one block of f32: k transposed (columns are keys)
 //! in panels and v in rows. Every dtype, stride and page meets here and nowhere else, so a call
 //! computes the same bits for any layout of the same numbers. Padding is zero.
+//!
+//! In the forward, rows that lie as they would be copied, f32 and one after another, are read where
+//! they are ([`neighbours`]).
 
 use std::ops::Range;
 use std::sync::OnceLock;
 
 use foveate_problem::Operands;
-use foveate_tensor::TensorRef;
+use foveate_tensor::{Slice, TensorRef};
 
-use crate::simd::{LANES, Panels};
+use crate::simd::{self, Matrix, Panels};
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
 /// Blocks of the units of a wave. Each is packed by a task of its own, and whoever needs it earlier
 /// waits for it.
 pub struct Packed<'a> {
+    operands: Operands<'a>,
+    units: &'a [Unit],
+    /// Factor on the keys.
+    scale: f32,
     blocks: Vec<OnceLock<&'a [f32]>>,
     /// First block of each unit.
     first: Vec<usize>,
@@ -48,8 +55,14 @@ fn block_elems(tiles: &Tiles) -> usize {
 
 impl<'a> Packed<'a> {
     /// Room for the blocks of `units` in `data`, which holds [`elems`] of each, and what is to be
-    /// packed into it, unit by unit.
-    pub fn new(units: &[Unit], tiles: Tiles, data: &'a mut [f32]) -> (Self, Vec<Packing<'a>>) {
+    /// packed into it, unit by unit. Keys are multiplied by `scale`.
+    pub fn new(
+        operands: &Operands<'a>,
+        units: &'a [Unit],
+        tiles: Tiles,
+        scale: f32,
+        data: &'a mut [f32],
+    ) -> (Self, Vec<Packing<'a>>) {
         let mut rooms = data.chunks_exact_mut(block_elems(&tiles));
         let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
         for (u, unit) in units.iter().enumerate() {
@@ -60,24 +73,32 @@ impl<'a> Packed<'a> {
             }
         }
         let blocks = packings.iter().map(|_| OnceLock::new()).collect();
-        (Self { blocks, first, tiles }, packings)
+        (Self { operands: *operands, units, scale, blocks, first, tiles }, packings)
     }
 
-    /// Packs one block of `unit`. Keys pass through `rows_of_k`, a tile of them.
-    pub fn pack(
-        &self,
-        operands: &Operands<'_>,
-        unit: &Unit,
-        packing: Packing<'a>,
-        rows_of_k: &mut [f32],
-    ) {
+    /// The rows of a tile where they lie in `t`, if they are neighbours there and `dim` long.
+    fn in_place(&self, t: TensorRef<'a>, dim: usize, u: usize, tile: usize) -> Option<Matrix<'a>> {
+        if self.operands.pages.is_some() || t.shape()[3] != dim {
+            return None;
+        }
+        let keys = &self.units[u].keys;
+        neighbours(t, [keys.batch, self.units[u].h_kv, keys.start + tile * self.tiles.kv])
+    }
+
+    /// Packs one block. Keys pass through `rows_of_k`, a tile of them.
+    pub fn pack(&self, packing: Packing<'a>, rows_of_k: &mut [f32]) {
         let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
-        let start = tile * tiles.kv;
+        let (operands, unit, start) = (&self.operands, &self.units[u], tile * tiles.kv);
         let keys = start..unit.keys.len.min(start + tiles.kv);
         let (k_t, v_rows) = into.split_at_mut(tiles.kv * tiles.dim);
-        load_keys(operands, operands.k, unit, &keys, tiles.dim, rows_of_k);
-        transpose(rows_of_k, keys.len(), tiles.dim, k_t);
-        load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v_rows);
+        let k = self.in_place(operands.k, tiles.dim, u, tile).unwrap_or_else(|| {
+            load_keys(operands, operands.k, unit, &keys, tiles.dim, rows_of_k);
+            Matrix::rows(rows_of_k, tiles.dim)
+        });
+        simd::transpose(k, keys.len(), tiles.dim, self.scale, k_t);
+        if self.in_place(operands.v, tiles.dim_v, u, tile).is_none() {
+            load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v_rows);
+        }
         let packed = self.blocks[self.first[u] + tile].set(into);
         assert!(packed.is_ok(), "a block is packed once");
     }
@@ -87,7 +108,21 @@ impl<'a> Packed<'a> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
         let block = self.blocks[self.first[u] + t].wait();
         let (k_t, v) = block.split_at(kv * dim);
+        let v = self.in_place(self.operands.v, dim_v, u, t).map_or(v, |v| v.data);
         Block { k_t: Panels::packed(k_t, dim), v: Panels::rows(v, dim_v) }
+    }
+}
+
+/// The vectors from `[b, h, s]` on where they lie, if they are f32 and follow one another.
+pub fn neighbours<'a>(t: TensorRef<'a>, [b, h, s]: [usize; 3]) -> Option<Matrix<'a>> {
+    let (layout, dim) = (t.layout(), t.shape()[3]);
+    match t.data() {
+        Slice::F32(data)
+            if layout.strides[3] == 1 && layout.strides[2] == dim && layout.fold.is_none() =>
+        {
+            Some(Matrix::rows(&data[layout.at([b, h, s, 0])..], dim))
+        }
+        _ => None,
     }
 }
 
@@ -132,22 +167,5 @@ fn load_rows_at(
         let [b, s] = place(r);
         t.load_row(b, h, s, &mut row[..len]);
         row[len..].fill(0.0);
-    }
-}
-
-/// Writes the first `n` rows of `rows`, `dim` long, as columns of `into`, in panels of a depth of
-/// `dim`. Columns from `n` on are zero.
-pub fn transpose(rows: &[f32], n: usize, dim: usize, into: &mut [f32]) {
-    for (p, panel) in into.chunks_exact_mut(dim * LANES).enumerate() {
-        let group = LANES.min(n.saturating_sub(p * LANES));
-        if group < LANES {
-            panel.fill(0.0);
-        }
-        let from = &rows[(p * LANES).min(n) * dim..][..group * dim];
-        for (d, to) in panel.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-            for (x, row) in to.iter_mut().zip(from.chunks_exact(dim)) {
-                *x = row[d];
-            }
-        }
     }
 }

@@ -186,9 +186,11 @@ impl CpuPlan {
         sink: Option<&'a [f32]>,
         backward: bool,
     ) -> Call<'a> {
-        // The backward computes what is live of a tile only.
-        let small = self.spec.mask.is_some() && !backward;
-        let tiles = Tiles::choose(&dims, small, &self.options);
+        let tiles = if backward {
+            Tiles::backward(&dims, &self.options)
+        } else {
+            Tiles::forward(&dims, self.spec.mask.is_some(), &self.options)
+        };
         let live = match &self.spec.mask {
             None => {
                 let all = |s: &Sequence| Live::All(s.k_len.div_ceil(tiles.kv));

@@ -1,10 +1,11 @@
 //! Tile sizes, from the caches and the problem.
 //!
-//! A query tile is a task's rows; a key tile is what one product covers. The score tile (and in
-//! the backward its gradient) should stay in the first-level cache beside the operands that
-//! stream through, and the keys, values and gradients of a chunk of key tiles in the second.
-//! Small problems get small tiles, so that there are tasks to share and little padding. The
-//! sizes depend on the problem only, never on the machine's threads, because results do depend
+//! A query tile is a task's rows; a key tile is what one product covers. In the forward the scores
+//! of a strip of rows stay in the first-level cache, beside what streams through it, and the keys
+//! and values of a tile in the second for all strips. In the backward the score tile and its
+//! gradient should stay in the first, and the keys, values and gradients of a chunk of key tiles in
+//! the second. Small problems get small tiles, so that there are tasks to share and little padding.
+//! The sizes depend on the problem only, never on the machine's threads, because results do depend
 //! on tiles in the last bits.
 
 use foveate_problem::Dims;
@@ -70,18 +71,26 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles for a problem of these sizes. `small` ones are for where what tiles at the edge of
-    /// a mask compute in vain costs more than the larger products gain.
-    pub fn choose(dims: &Dims, small: bool, options: &CpuOptions) -> Self {
+    /// The tiles of the forward. Under a mask they are narrower: in those that it decides it is
+    /// evaluated at every entry, seen or not.
+    pub fn forward(dims: &Dims, masked: bool, options: &CpuOptions) -> Self {
+        Self::at_most([96, if masked { 128 } else { 256 }], dims, options)
+    }
+
+    /// The tiles of the backward.
+    pub fn backward(dims: &Dims, options: &CpuOptions) -> Self {
+        Self::at_most([128, 128], dims, options)
+    }
+
+    /// Tiles of at most `[q, kv]`, smaller where the problem is.
+    fn at_most([mut q, kv]: [usize; 2], dims: &Dims, options: &CpuOptions) -> Self {
         let (dim, dim_v) = (padded(dims.dim), padded(dims.dim_v));
-        let side = if small { 64 } else { 128 };
-        let mut q = side;
         let rows = dims.heads_q * dims.len_q * if dims.packed { 1 } else { dims.batch };
         while q > 16 && rows.div_ceil(q) < TASKS {
             q /= 2;
         }
         let q = options.tile_q.unwrap_or(q.min(dims.len_q.max(1)));
-        let kv = options.tile_kv.unwrap_or(side.min(padded(dims.len_k.max(1))));
+        let kv = options.tile_kv.unwrap_or(kv.min(padded(dims.len_k.max(1))));
         // Per key: k twice, v transposed, dk and dv.
         let chunk = (L2_ELEMS / ((3 * dim + 2 * dim_v) * kv)).max(1);
         Self { q, kv, chunk, dim, dim_v }
@@ -117,18 +126,18 @@ mod tests {
 
     #[test]
     fn small_problems_get_small_tiles() {
-        let t = Tiles::choose(&dims(1, 5, 7), false, &CpuOptions::default());
+        let t = Tiles::forward(&dims(1, 5, 7), false, &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
-        let t = Tiles::choose(&dims(8, 4096, 128), false, &CpuOptions::default());
+        let t = Tiles::forward(&dims(8, 4096, 128), false, &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (96, 256, 128));
+        let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));
-        let t = Tiles::choose(&dims(8, 4096, 128), true, &CpuOptions::default());
-        assert_eq!((t.q, t.kv, t.dim), (64, 64, 128));
     }
 
     #[test]
     fn partial_sums_are_few_whatever_the_length() {
         for len in [1, 100, 5000, 1_000_000] {
-            let t = Tiles::choose(&dims(1, len, 64), true, &CpuOptions::default());
+            let t = Tiles::backward(&dims(1, len, 64), &CpuOptions::default());
             let lane = t.lane(len, 1);
             assert!(len.div_ceil(lane) <= MAX_LANES && lane.is_multiple_of(t.chunk * t.kv));
         }

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use foveate_problem::Operands;
 
-use crate::pack::{load_keys, transpose};
-use crate::simd::Panels;
+use crate::pack::load_keys;
+use crate::simd::{self, Matrix, Panels};
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
@@ -52,7 +52,7 @@ pub fn pack(
     let (k_rows, rest) = block.split_at_mut(kv * dim);
     let (k_t, v_t) = rest.split_at_mut(kv * dim);
     load_keys(operands, operands.k, unit, keys, dim, k_rows);
-    transpose(k_rows, keys.len(), dim, k_t);
+    simd::transpose(Matrix::rows(k_rows, dim), keys.len(), dim, 1.0, k_t);
     load_keys(operands, operands.v, unit, keys, dim_v, v_rows);
-    transpose(v_rows, keys.len(), dim_v, v_t);
+    simd::transpose(Matrix::rows(v_rows, dim_v), keys.len(), dim_v, 1.0, v_t);
 }

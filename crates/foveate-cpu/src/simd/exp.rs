@@ -1,6 +1,11 @@
 //! `e^x` by a polynomial.
 
+use std::f32::consts::LN_2;
+
 use super::level::Simd;
+
+/// Adding it leaves a rounded integer, plus the bias of the exponent, in the low bits.
+const ROUND: f32 = 12_582_912.0 + 127.0;
 
 /// `e^x` to about one unit in the last place: `x = n·ln 2 + r` with `|r| ≤ ½ ln 2`, a polynomial
 /// in `r`, times `2^n`. Below the smallest normal result it is 0, above `2^127.5` it is `+∞`, NaN
@@ -10,8 +15,6 @@ use super::level::Simd;
 /// with `1 + r`.
 #[inline(always)]
 pub fn exp<S: Simd>(s: S, x: S::V) -> S::V {
-    // Adding it leaves a rounded integer, plus the bias of the exponent, in the low bits.
-    const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN2_HIGH: f32 = 0.693_145_75;
     const LN2_LOW: f32 = 1.428_606_8e-6;
     // Of 2^-127, whose exponent is that of 0, and of 2^128, whose is that of ∞.
@@ -27,6 +30,20 @@ pub fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     let r = s.mul_add(n, s.splat(-LN2_LOW), r);
     let mut p = s.splat(0.001_381_459_4);
     for c in [0.008_368_719, 0.041_668_39, 0.166_665_21, 0.499_999_94, 1.0, 1.0] {
+        p = s.mul_add(p, r, s.splat(c));
+    }
+    s.mul(p, s.to_exponent(shifted))
+}
+
+/// `2^x` for `x` up to 1, within two units in the last place: the same with `r = x - n`, and a
+/// polynomial of degree 5, whose error is 1·10⁻⁷. Below `2^-126` it is 0, NaN stays NaN.
+#[inline(always)]
+pub fn exp2_small<S: Simd>(s: S, x: S::V) -> S::V {
+    let x = s.max(s.splat(-127.0), x);
+    let shifted = s.add(x, s.splat(ROUND));
+    let r = s.sub(x, s.sub(shifted, s.splat(ROUND)));
+    let mut p = s.splat(0.001_330_025_4);
+    for c in [0.009_669_722, 0.055_505_6, 0.240_222_81, LN_2, 1.0] {
         p = s.mul_add(p, r, s.splat(c));
     }
     s.mul(p, s.to_exponent(shifted))

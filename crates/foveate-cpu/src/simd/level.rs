@@ -150,36 +150,37 @@ pub trait Simd: Copy {
     /// The bits of each lane shifted left by 23, as a float: an integer becomes an exponent.
     fn to_exponent(self, x: Self::V) -> Self::V;
 
-    #[inline(always)]
-    fn lanes(self, x: Self::V) -> Lanes {
-        let mut lanes = [0.0; LANES];
-        self.store(x, &mut lanes);
-        lanes
-    }
+    /// `a` and `b`, with the lanes of `a` whose number has the bit `STEP` exchanged for the lanes
+    /// of `b` that lie `STEP` lower. Done for all pairs of rows `STEP` apart, and for 8, 4, 2 and
+    /// 1, it transposes sixteen rows.
+    fn exchange<const STEP: usize>(self, a: Self::V, b: Self::V) -> [Self::V; 2];
 
     /// The lanes added up, halves first.
     #[inline(always)]
     fn sum(self, x: Self::V) -> f32 {
-        fold(self.lanes(x), |a, b| a + b)
+        self.fold(x, |a, b| self.add(a, b))
     }
 
     /// The largest lane; NaN when one is.
     #[inline(always)]
     fn largest(self, x: Self::V) -> f32 {
-        fold(self.lanes(x), larger)
+        self.fold(x, |a, b| self.larger(a, b))
     }
-}
 
-#[inline(always)]
-fn fold(mut lanes: Lanes, f: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for i in 0..half {
-            lanes[i] = f(lanes[i], lanes[i + half]);
-        }
-        half /= 2;
+    /// `f` of the two halves of the lanes, of their halves, and so on.
+    #[inline(always)]
+    fn fold(self, x: Self::V, f: impl Fn(Self::V, Self::V) -> Self::V) -> f32 {
+        let [a, b] = self.exchange::<8>(x, x);
+        let x = f(a, b);
+        let [a, b] = self.exchange::<4>(x, x);
+        let x = f(a, b);
+        let [a, b] = self.exchange::<2>(x, x);
+        let x = f(a, b);
+        let [a, b] = self.exchange::<1>(x, x);
+        let mut lanes = [0.0; LANES];
+        self.store(f(a, b), &mut lanes);
+        lanes[0]
     }
-    lanes[0]
 }
 
 /// The larger of two; NaN when either is.
@@ -191,9 +192,11 @@ pub fn larger(a: f32, b: f32) -> f32 {
 /// Defines methods of a [`Simd`] by intrinsics.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! methods {
-    ($($name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $e:expr;)*) => {$(
+    ($(
+        $name:ident $(<const $n:ident>)? ($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $e:expr;
+    )*) => {$(
         #[inline(always)]
-        fn $name(self, $($arg: $ty),*) $(-> $ret)? {
+        fn $name $(<const $n: usize>)? (self, $($arg: $ty),*) $(-> $ret)? {
             // SAFETY: `self` proves that the machine has the instructions; references to groups
             // are valid for the loads and stores of a group.
             unsafe { $e }
@@ -241,7 +244,33 @@ pub mod x86 {
             };
             to_exponent(x: __m512) -> __m512 =
                 _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x)));
+            exchange<const STEP>(a: __m512, b: __m512) -> [__m512; 2] = {
+                let pick = |lanes: [i32; 16]| {
+                    _mm512_permutex2var_ps(a, _mm512_loadu_si512(lanes.as_ptr().cast()), b)
+                };
+                [pick(const { lower(STEP) }), pick(const { upper(STEP) })]
+            };
         }
+    }
+
+    /// Which lanes of two groups, counted on, the first of [`Simd::exchange`] has.
+    const fn lower(step: usize) -> [i32; 16] {
+        let (mut lanes, mut l) = ([0; 16], 0);
+        while l < 16 {
+            lanes[l] = if l & step == 0 { l } else { 16 + l - step } as i32;
+            l += 1;
+        }
+        lanes
+    }
+
+    /// The same of the second.
+    const fn upper(step: usize) -> [i32; 16] {
+        let (mut lanes, mut l) = ([0; 16], 0);
+        while l < 16 {
+            lanes[l] = if l & step == 0 { l + step } else { 16 + l } as i32;
+            l += 1;
+        }
+        lanes
     }
 
     /// Proof of AVX2 and FMA.
@@ -296,6 +325,22 @@ pub mod x86 {
                     _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x)))
                 };
                 [one(x[0]), one(x[1])]
+            };
+            exchange<const STEP>(a: [__m256; 2], b: [__m256; 2]) -> [[__m256; 2]; 2] = {
+                let one = |a, b| match STEP {
+                    4 => [_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)],
+                    2 => [_mm256_shuffle_ps::<0x44>(a, b), _mm256_shuffle_ps::<0xEE>(a, b)],
+                    _ => [
+                        _mm256_blend_ps::<0xAA>(a, _mm256_moveldup_ps(b)),
+                        _mm256_blend_ps::<0xAA>(_mm256_movehdup_ps(a), b),
+                    ],
+                };
+                if STEP == 8 {
+                    [[a[0], b[0]], [a[1], b[1]]]
+                } else {
+                    let [low, high] = [one(a[0], b[0]), one(a[1], b[1])];
+                    [[low[0], high[0]], [low[1], high[1]]]
+                }
             };
         }
     }
@@ -362,6 +407,22 @@ mod neon {
             to_exponent(x: V) -> V = x.map(|x| {
                 vreinterpretq_f32_s32(vshlq_n_s32::<23>(vreinterpretq_s32_f32(x)))
             });
+            exchange<const STEP>(a: V, b: V) -> [V; 2] = match STEP {
+                8 => [[a[0], a[1], b[0], b[1]], [a[2], a[3], b[2], b[3]]],
+                4 => [[a[0], b[0], a[2], b[2]], [a[1], b[1], a[3], b[3]]],
+                2 => {
+                    let pairs = |x: V| x.map(|x| vreinterpretq_f64_f32(x));
+                    let (a, b) = (pairs(a), pairs(b));
+                    let trn = |f: unsafe fn(float64x2_t, float64x2_t) -> float64x2_t| {
+                        std::array::from_fn(|i| vreinterpretq_f32_f64(f(a[i], b[i])))
+                    };
+                    [trn(vtrn1q_f64), trn(vtrn2q_f64)]
+                }
+                _ => [
+                    map2(a, b, |a, b| vtrn1q_f32(a, b)),
+                    map2(a, b, |a, b| vtrn2q_f32(a, b)),
+                ],
+            };
         }
     }
 }
@@ -424,5 +485,13 @@ impl Simd for Baseline {
     #[inline(always)]
     fn to_exponent(self, x: Lanes) -> Lanes {
         x.map(|x| f32::from_bits(x.to_bits() << 23))
+    }
+
+    #[inline(always)]
+    fn exchange<const STEP: usize>(self, a: Lanes, b: Lanes) -> [Lanes; 2] {
+        [
+            std::array::from_fn(|l| if l & STEP == 0 { a[l] } else { b[l - STEP] }),
+            std::array::from_fn(|l| if l & STEP == 0 { a[l + STEP] } else { b[l] }),
+        ]
     }
 }

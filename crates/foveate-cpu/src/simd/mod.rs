@@ -3,6 +3,7 @@
 //! - `level`: instruction sets, and operations on sixteen floats.
 //! - `product`: tile products from registers.
 //! - `rows`, `exp`: passes over rows.
+//! - `transpose`: rows into panels.
 //!
 //! This is the only module of the crate with `unsafe` in it: functions compiled for a feature
 //! that was found at run time, and the pointers of the products, which its safe functions check.
@@ -11,10 +12,12 @@ mod exp;
 mod level;
 mod product;
 mod rows;
+mod transpose;
 
-pub use level::{LANES, larger, level};
+pub use level::{LANES, level};
 pub use product::{Matrix, Panels, Part, STRIP, product};
-pub use rows::{add, d_softmax, dot, exp_sum, scale, soften};
+pub use rows::{RowState, add, d_softmax, dot, exp_sum, scale, soften};
+pub use transpose::transpose;
 
 /// `n` rounded up to whole groups.
 pub const fn padded(n: usize) -> usize {

@@ -1,8 +1,9 @@
 //! Passes over rows of scores and of head vectors. Rows are whole groups.
 
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::exp::exp;
+use super::exp::{exp, exp2_small};
 use super::level::{LANES, Lanes, Simd, for_each_level, larger};
 
 for_each_level! {
@@ -11,16 +12,13 @@ for_each_level! {
 }
 for_each_level! {
     /// The online softmax of a strip. Row `r` is `scores[r * stride..][columns]`, for as many rows
-    /// as `max` has; it becomes `exp(row - max[r])`, with `max` and `sum` carried on: `sum[r]` is
-    /// scaled to the new maximum, by `factors[r]`, before the row is added. A row that has seen
-    /// nothing but `-∞` becomes 0.
+    /// as `rows` has; it becomes its weights relative to the largest score so far. A row that has
+    /// seen nothing but `-∞` becomes 0.
     pub soften / soften_on = soften_body(
         scores: &mut [f32],
         stride: usize,
         columns: Range<usize>,
-        max: &mut [f32],
-        sum: &mut [f32],
-        factors: &mut [f32],
+        rows: &mut [RowState],
     )
 }
 for_each_level! {
@@ -82,31 +80,58 @@ fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
     s.sum(sum)
 }
 
+/// What the online softmax knows of a row.
+#[derive(Clone, Copy, Debug)]
+pub struct RowState {
+    /// The largest score so far, which weights are relative to.
+    pub max: f32,
+    /// The weights so far, added up.
+    pub sum: f32,
+    /// What the last strip scaled `sum` by before it added its own, and what earlier products with
+    /// weights are to be scaled by.
+    pub factor: f32,
+}
+
+impl RowState {
+    /// Before the first score.
+    pub const START: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, factor: 1.0 };
+}
+
 #[inline(always)]
 fn soften_body<S: Simd>(
     s: S,
     scores: &mut [f32],
     stride: usize,
     columns: Range<usize>,
-    max: &mut [f32],
-    sum: &mut [f32],
-    factors: &mut [f32],
+    rows: &mut [RowState],
 ) {
-    let rows = scores.chunks_mut(stride).zip(max).zip(sum).zip(factors);
-    for (((row, max), sum), factor) in rows {
+    // All maxima first: while one is folded the next is on its way.
+    for (row, state) in scores.chunks(stride).zip(&mut *rows) {
+        let max = larger(state.max, max_body(s, &row[columns.clone()]));
+        state.factor = 1.0;
+        if max != state.max {
+            // Nothing to scale before the first score.
+            if state.max != f32::NEG_INFINITY {
+                state.factor = (state.max - max).exp();
+            }
+            state.max = max;
+        }
+    }
+    let log2_e = s.splat(LOG2_E);
+    for (row, state) in scores.chunks_mut(stride).zip(rows) {
         let row = &mut row[columns.clone()];
-        let new = larger(*max, max_body(s, row));
-        *factor = 1.0;
-        if new == f32::NEG_INFINITY {
+        if state.max == f32::NEG_INFINITY {
             row.fill(0.0);
             continue;
         }
-        if new != *max {
-            *factor = (*max - new).exp();
-            *max = new;
-            *sum *= *factor;
+        let (mut sum, max) = (s.splat(0.0), s.splat(state.max));
+        for group in groups_mut(row) {
+            // The difference first: it is exact where it matters, however large scores are.
+            let weights = exp2_small(s, s.mul(s.sub(s.load(group), max), log2_e));
+            s.store(weights, group);
+            sum = s.add(sum, weights);
         }
-        *sum += exp_sum_body(s, row, new);
+        state.sum = state.sum * state.factor + s.sum(sum);
     }
 }
 
@@ -171,24 +196,48 @@ mod tests {
         }
     }
 
-    /// A strip of one row through [`soften`]: the row, its maximum and its sum.
-    fn soften_row(level: Level, row: &[f32], max: f32, sum: f32) -> (Vec<f32>, f32, f32) {
-        let (mut p, mut max, mut sum) = (row.to_vec(), [max], [sum]);
-        soften_on(level, &mut p, row.len(), 0..row.len(), &mut max, &mut sum, &mut [f32::NAN]);
-        (p, max[0], sum[0])
+    /// A strip of one row through [`soften`].
+    fn soften_row(level: Level, row: &[f32], mut state: RowState) -> (Vec<f32>, RowState) {
+        let mut p = row.to_vec();
+        soften_on(level, &mut p, row.len(), 0..row.len(), std::slice::from_mut(&mut state));
+        (p, state)
+    }
+
+    fn state(max: f32, sum: f32) -> RowState {
+        RowState { max, sum, factor: f32::NAN }
     }
 
     #[test]
     fn a_row_is_weighed_against_the_largest_score_so_far() {
         let row: Vec<f32> = (0..48).map(|i| ((i * 37) % 23) as f32 * 0.25 - 3.0).collect();
         for &level in Level::available() {
-            for (before, max) in [(f32::NEG_INFINITY, 2.5), (1.0, 2.5), (4.0, 4.0)] {
-                let (p, new, sum) = soften_row(level, &row, before, 2.0);
-                assert_eq!(new, max);
+            for (before, sum, max) in
+                [(f32::NEG_INFINITY, 0.0, 2.5), (1.0, 2.0, 2.5), (4.0, 2.0, 4.0)]
+            {
+                let (p, new) = soften_row(level, &row, state(before, sum));
+                assert_eq!(new.max, max);
                 let exact: Vec<f32> = row.iter().map(|x| (x - max).exp()).collect();
                 assert!(p.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-6 * b));
-                let want = exact.iter().sum::<f32>() + 2.0 * (before - max).exp();
-                assert!((sum - want).abs() < 1e-6 * want);
+                let want = exact.iter().sum::<f32>() + sum * (before - max).exp();
+                assert!((new.sum - want).abs() < 1e-6 * want);
+                assert!(sum == 0.0 || (new.factor - (before - max).exp()).abs() < 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn a_weight_is_within_what_its_score_is_known_to() {
+        // A difference x is known to half a unit in its last place, which makes |x|·2⁻²⁴ of its
+        // weight; rounding to base 2 may double that.
+        let steps = if cfg!(miri) { 100 } else { 20_000 };
+        for &level in Level::available() {
+            for i in 0..steps {
+                let x = -87.0 * i as f32 / steps as f32;
+                let (p, _) = soften_row(level, &[x; LANES], state(0.0, 1.0));
+                let exact = f64::from(x).exp();
+                let error = (f64::from(p[0]) - exact).abs() / exact;
+                let allowed = f64::from(f32::EPSILON) * (2.0 + f64::from(x.abs()));
+                assert!(error < allowed, "{}: {x} weighs {}", level.name(), p[0]);
             }
         }
     }
@@ -196,8 +245,12 @@ mod tests {
     #[test]
     fn a_row_without_a_score_weighs_nothing() {
         for &level in Level::available() {
-            let (p, max, sum) = soften_row(level, &[f32::NEG_INFINITY; 16], f32::NEG_INFINITY, 0.0);
-            assert!(p == [0.0; 16] && max == f32::NEG_INFINITY && sum == 0.0);
+            let (p, new) = soften_row(level, &[f32::NEG_INFINITY; 16], RowState::START);
+            assert!(p == [0.0; 16] && new.max == f32::NEG_INFINITY && new.sum == 0.0);
+            let mut half = [f32::NEG_INFINITY; 16];
+            half[3] = -200.0;
+            let (p, new) = soften_row(level, &half, RowState::START);
+            assert!(p[3] == 1.0 && new.max == -200.0 && new.sum == 1.0);
         }
     }
 
@@ -207,8 +260,8 @@ mod tests {
             for at in 0..48 {
                 let mut row = [1.0; 48];
                 row[at] = f32::NAN;
-                let (_, max, sum) = soften_row(level, &row, 0.0, 1.0);
-                assert!(max.is_nan() && sum.is_nan());
+                let (_, new) = soften_row(level, &row, state(0.0, 1.0));
+                assert!(new.max.is_nan() && new.sum.is_nan());
             }
         }
     }
