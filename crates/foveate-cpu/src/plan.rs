@@ -189,7 +189,7 @@ impl CpuPlan {
         let tiles = if backward {
             Tiles::backward(&dims, &self.options)
         } else {
-            Tiles::forward(&dims, self.spec.mask.is_some(), &self.options)
+            Tiles::forward(&dims, &self.options)
         };
         let live = match &self.spec.mask {
             None => {

@@ -71,10 +71,10 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles of the forward. Under a mask they are narrower: in those that it decides it is
-    /// evaluated at every entry, seen or not.
-    pub fn forward(dims: &Dims, masked: bool, options: &CpuOptions) -> Self {
-        Self::at_most([96, if masked { 128 } else { 256 }], dims, options)
+    /// The tiles of the forward: eight strips, which is enough uses of a key tile for one reading
+    /// of it from beyond the caches, and keys that make a strip of scores 12 KiB.
+    pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
+        Self::at_most([96, 256], dims, options)
     }
 
     /// The tiles of the backward.
@@ -126,9 +126,9 @@ mod tests {
 
     #[test]
     fn small_problems_get_small_tiles() {
-        let t = Tiles::forward(&dims(1, 5, 7), false, &CpuOptions::default());
+        let t = Tiles::forward(&dims(1, 5, 7), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
-        let t = Tiles::forward(&dims(8, 4096, 128), false, &CpuOptions::default());
+        let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (96, 256, 128));
         let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));

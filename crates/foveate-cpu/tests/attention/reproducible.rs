@@ -1,6 +1,8 @@
 //! The same bits for any number of threads, any strides, any number of calls.
 
-use foveate_cpu::{CpuOptions, CpuPlan};
+use std::time::Duration;
+
+use foveate_cpu::{CpuOptions, CpuPlan, Stages};
 use foveate_mods::Buffer;
 use foveate_mods::expr::{h, kv, q, score};
 use foveate_problem::Dropout;
@@ -170,4 +172,22 @@ fn little_workspace_gives_the_same_bits_but_for_learned_buffers() {
         assert!(without_captures(&little) == without_captures(&plenty));
         little.check("little workspace");
     }
+}
+
+#[test]
+fn a_profile_counts_where_time_goes_and_changes_no_bits() {
+    let case = busy_case();
+    let profiled = Case { options: CpuOptions { profile: true, ..case.options }, ..busy_case() };
+    let inputs = profiled.inputs();
+    let plan = profiled.plan(&inputs);
+    assert!(run(&plan, &inputs, &profiled.spec()).unwrap().bits() == case.run().bits());
+    let stages = plan.take_stages();
+    let busy = stages.products + stages.softmax + stages.mods + stages.packing;
+    assert!(stages.products > Duration::ZERO && stages.softmax > Duration::ZERO, "{stages:?}");
+    assert!(stages.mods > Duration::ZERO && stages.packing > Duration::ZERO, "{stages:?}");
+    assert!(busy + stages.idle() == stages.total, "{stages:?}");
+    assert_eq!(plan.take_stages(), Stages::default());
+    let plan = case.plan(&inputs);
+    run(&plan, &inputs, &case.spec()).unwrap();
+    assert_eq!(plan.take_stages(), Stages::default());
 }
