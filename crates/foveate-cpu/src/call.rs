@@ -8,6 +8,7 @@ use foveate_problem::{Dims, Sequence};
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
 use crate::mods::{Evaluator, Mods};
+use crate::simd;
 use crate::stages::Profile;
 use crate::tiles::Tiles;
 use crate::work::{Pool, Unit};
@@ -51,6 +52,24 @@ impl Call<'_> {
     /// Columns of tiles that the keys of a sequence have.
     pub fn key_tiles(&self, b: usize) -> std::ops::Range<usize> {
         0..self.sequences[b].k_len.div_ceil(self.tiles.kv)
+    }
+
+    /// Divides a row of `out` of head `h` by its denominator, `sum` relative to `max` and the sink;
+    /// returns its `lse`. A row that saw nothing is 0.
+    pub fn divide(&self, h: usize, max: f32, sum: f32, row: &mut [f32]) -> f32 {
+        let (mut top, mut own, mut denominator) = (max, 1.0, sum);
+        if let Some(sink) = self.sink.map(|sink| sink[h]) {
+            // Against the larger of both, so that neither exponential overflows.
+            top = if sink > top { sink } else { top };
+            own = (max - top).exp();
+            denominator = denominator * own + (sink - top).exp();
+        }
+        if top == f32::NEG_INFINITY {
+            row.fill(0.0);
+            return f32::NEG_INFINITY;
+        }
+        simd::scale(row, own * self.keep_factor / denominator);
+        top + denominator.ln()
     }
 
     /// Remembers the first index out of range that the mods of `evaluator` have met.

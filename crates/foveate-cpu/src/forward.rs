@@ -240,23 +240,9 @@ impl Work<'_> {
     /// Divides by the denominator and writes the rows out.
     fn store(&mut self, call: &Call<'_>, mut task: QueryTile<'_>, rows: usize) {
         let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
-        let sink = call.sink.map(|sink| sink[task.h]);
         let out = self.out.chunks_exact_mut(dim).zip(&self.states);
         for (r, (row, state)) in out.take(rows).enumerate() {
-            let (mut top, mut own, mut denominator) = (state.max, 1.0, state.sum);
-            if let Some(sink) = sink {
-                // Against the larger of both, so that neither exponential overflows.
-                top = if sink > top { sink } else { top };
-                own = (state.max - top).exp();
-                denominator = denominator * own + (sink - top).exp();
-            }
-            let lse = if top == f32::NEG_INFINITY {
-                row.fill(0.0);
-                f32::NEG_INFINITY
-            } else {
-                simd::scale(row, own * call.keep_factor / denominator);
-                top + denominator.ln()
-            };
+            let lse = call.divide(task.h, state.max, state.sum, row);
             task.out.write_row(0, 0, r, &row[..dim_v], false);
             task.lse.write([0, 0, r], lse.into());
             if let Some(max_score) = &mut task.max_score {

@@ -13,6 +13,7 @@
 //! - `pack` brings keys and values of a wave into f32 blocks, whatever their dtype and strides.
 //! - `forward` and `backward` say what a task does; `mods` evaluates masks, scores and dropout
 //!   inside a tile; `captures` sums the gradients of learned buffers.
+//! - `decode` is the forward of few queries over many keys, read in place.
 //! - `simd` has the inner loops, and all of the crate's `unsafe`.
 //!
 //! # Reproducible
@@ -50,6 +51,7 @@
 mod backward;
 mod call;
 mod captures;
+mod decode;
 pub mod describe;
 pub mod error;
 mod forward;

@@ -7,8 +7,10 @@ use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Rebound, Sequen
 use foveate_tensor::{DType, Varlen};
 
 use crate::call::{Call, head};
+use crate::decode;
 use crate::describe::Description;
 use crate::error::{CpuError, CpuErrorKind};
+use crate::forward;
 use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
 use crate::stages::{Profile, Stages};
@@ -114,7 +116,10 @@ impl CpuPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink, false);
-        self.profiled(|| crate::forward::forward(&call, args))
+        self.profiled(|| match decode::suits(&call) {
+            true => decode::forward(&call, args),
+            false => forward::forward(&call, args),
+        })
     }
 
     /// Computes `dq`, `dk`, `dv` and, when asked, the gradients of the sink and of learned

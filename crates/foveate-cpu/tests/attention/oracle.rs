@@ -48,6 +48,26 @@ fn full_attention_of_uneven_shapes_is_right() {
 }
 
 #[test]
+fn few_queries_over_many_keys_are_right() {
+    for (seed, dtype) in [DType::F32, DType::F16, DType::BF16].into_iter().enumerate() {
+        for (q_len, mask) in [(1, None), (5, mask((kv() - q()).abs().lt(700)))] {
+            let case = Case {
+                seed: seed as u64,
+                dtype,
+                heads: [6, 2],
+                lens: [q_len, 1301],
+                dims: [32, 48],
+                mask,
+                sink: q_len == 1,
+                options: CpuOptions::default(),
+                ..Case::default()
+            };
+            case.check(&format!("{dtype}, {q_len} queries"));
+        }
+    }
+}
+
+#[test]
 fn half_types_are_right() {
     for dtype in [DType::F16, DType::BF16] {
         let case =
