@@ -1,4 +1,5 @@
-//! `foveate bench`: how fast attention runs here, [on the processor](cpu) and [on a GPU](gpu).
+//! `foveate bench`: how fast attention runs here, [on the processor](cpu) and [on a GPU](gpu),
+//! and how fast [block masks](mask) are built.
 //!
 //! A case is run warm a number of times and its median is reported. The rate counts the
 //! operations on pairs of a query and a key that the mask lets through, so a mask never makes it
@@ -6,6 +7,7 @@
 
 mod cpu;
 mod gpu;
+mod mask;
 mod workload;
 
 use clap::{Args as ClapArgs, Subcommand};
@@ -26,6 +28,8 @@ enum On {
     Cpu(cpu::Args),
     /// On an NVIDIA GPU, beside PyTorch's attention
     Gpu(gpu::Args),
+    /// Of building block masks, on one thread
+    Mask(mask::Args),
 }
 
 /// Runs what was asked for.
@@ -33,5 +37,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     match &args.on {
         On::Cpu(args) => cpu::run(args, out),
         On::Gpu(args) => gpu::run(args, out),
+        On::Mask(args) => mask::run(args, out),
     }
 }

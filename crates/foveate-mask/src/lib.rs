@@ -279,6 +279,17 @@ impl BlockMask {
         self.entries_of(Kind::Full) + self.entries_of(Kind::Partial)
     }
 
+    /// Number of tiles of one kind.
+    pub fn tiles_of(&self, kind: Kind) -> u64 {
+        self.runs.iter().filter(|r| r.kind == kind).map(|r| u64::from(r.count)).sum()
+    }
+
+    /// Memory of the runs, in bytes.
+    pub fn bytes(&self) -> u64 {
+        let (run, start) = (size_of::<Run>(), size_of::<u32>());
+        (self.runs.capacity() * run + self.starts.capacity() * start) as u64
+    }
+
     /// Points in tiles of one kind.
     fn entries_of(&self, kind: Kind) -> u64 {
         let wide = |row: usize, run: &Run| {
@@ -302,18 +313,14 @@ impl BlockMask {
 
     /// Counts. Evaluates every point of every partial tile when asked first: see [`Stats`].
     pub fn stats(&self) -> Stats {
-        let of = |kind| {
-            let runs = self.runs.iter().filter(|r| r.kind == kind);
-            runs.map(|r| u64::from(r.count)).sum()
-        };
         Stats {
             tiles: self.rows() as u64 * self.columns() as u64,
-            full: of(Kind::Full),
-            partial: of(Kind::Partial),
+            full: self.tiles_of(Kind::Full),
+            partial: self.tiles_of(Kind::Partial),
             live_entries: self.live.points(self),
             entries: self.q_len as u64 * self.kv_len as u64,
             runs: self.runs.len() as u64,
-            bytes: (self.runs.capacity() * size_of::<Run>() + self.starts.capacity() * 4) as u64,
+            bytes: self.bytes(),
         }
     }
 }

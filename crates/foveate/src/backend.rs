@@ -9,6 +9,7 @@ mod cuda;
 
 use std::sync::Arc;
 
+use foveate_cpu::CpuPlan;
 use foveate_cuda::CudaPlan;
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
@@ -47,6 +48,10 @@ pub(crate) trait Planned: std::fmt::Debug + Send + Sync {
     fn work(&self, problem: &Problem) -> Work;
     /// The plan of the GPU engine, when it is one.
     fn cuda(&self) -> Option<&CudaPlan> {
+        None
+    }
+    /// The plan of the CPU backend, when it is one.
+    fn cpu(&self) -> Option<&CpuPlan> {
         None
     }
 }

@@ -81,6 +81,7 @@ pub use plan::{AsBuffer, Forward, Gradients, Plan};
 pub use positions::Positions;
 pub use problem::Problem;
 
+pub use foveate_cpu as cpu;
 pub use foveate_cuda as cuda;
 pub use foveate_mask as mask;
 pub use foveate_mods as mods;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use foveate_cpu::CpuPlan;
 use foveate_cuda::CudaPlan;
 use foveate_mods::expr::IntoScalar;
 use foveate_mods::{AnyBuffer, Buffer, Element};
@@ -239,6 +240,12 @@ impl Plan {
     /// of one's own; `None` on a CPU.
     pub fn cuda(&self) -> Option<&CudaPlan> {
         self.planned.cuda()
+    }
+
+    /// The plan of the CPU backend, whose program can be planned again with options of one's own;
+    /// `None` on a GPU.
+    pub fn cpu(&self) -> Option<&CpuPlan> {
+        self.planned.cpu()
     }
 
     /// The problem that was planned for.

@@ -9,9 +9,10 @@ mod prepared;
 mod serve;
 mod unfused;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
+use foveate::cpu::Stages;
 use serde::Serialize;
 
 use super::workload::Workload;
@@ -29,6 +30,9 @@ pub struct Args {
     /// Runs of each case, of which the median is reported
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
+    /// Show where the time goes, as shares of the time of all threads, instead of the peer
+    #[arg(long)]
+    profile: bool,
     /// Leave the unfused peer out
     #[arg(long)]
     no_peer: bool,
@@ -39,7 +43,7 @@ pub struct Args {
     #[arg(long)]
     list: bool,
     /// Run the cases that standard input asks for, one JSON request a line
-    #[arg(long, conflicts_with_all = ["list", "filter", "repeat", "no_peer", "threads"])]
+    #[arg(long, conflicts_with_all = ["list", "filter", "repeat", "profile", "no_peer", "threads"])]
     serve: bool,
     /// Print one JSON object a case
     #[arg(long)]
@@ -69,6 +73,31 @@ struct Outcome {
     peer_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    profile: Option<Shares>,
+}
+
+/// Shares of the time of all threads.
+#[derive(Debug, Serialize)]
+struct Shares {
+    products: f64,
+    softmax: f64,
+    mods: f64,
+    packing: f64,
+    idle: f64,
+}
+
+impl Shares {
+    fn of(stages: &Stages) -> Self {
+        let share = |of: Duration| of.as_secs_f64() / stages.total.as_secs_f64();
+        Self {
+            products: share(stages.products),
+            softmax: share(stages.softmax),
+            mods: share(stages.mods),
+            packing: share(stages.packing),
+            idle: share(stages.idle()),
+        }
+    }
 }
 
 /// Runs the grid and prints a line a case as it ends.
@@ -89,8 +118,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     if !args.json {
         let head = format!("{:<44} {:>10} {:>10}", "case", "ms", "TFLOP/s");
-        let peer = if args.no_peer { "" } else { "   unfused ms    ratio" };
-        out.line(head + peer)?;
+        let more = match (args.profile, args.no_peer) {
+            (true, _) => "  products  softmax     mods  packing     idle",
+            (false, true) => "",
+            (false, false) => "   unfused ms    ratio",
+        };
+        out.line(head + more)?;
     }
     let threads = threads(args.threads.map_or(0, |n| n as usize))?;
     let interrupt = Interrupt::watch()?;
@@ -105,6 +138,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             format!("{:<44} {:>10.3} {:>10.4}", outcome.case, outcome.ms, outcome.tflops);
         if let (Some(ms), Some(ratio)) = (outcome.peer_ms, outcome.ratio) {
             line += &format!(" {ms:>12.3} {ratio:>7.2}x");
+        }
+        if let Some(Shares { products, softmax, mods, packing, idle }) = outcome.profile {
+            line += &format!(" {:>7.1} %", 100.0 * products);
+            for share in [softmax, mods, packing, idle] {
+                line += &format!(" {:>6.1} %", 100.0 * share);
+            }
         }
         out.line(line)?;
         out.flush()?;
@@ -132,7 +171,7 @@ fn threads(count: usize) -> Result<rayon::ThreadPool, Failure> {
 
 fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
     let mut prepared = Prepared::new(case)?;
-    let mut unfused = (!args.no_peer).then(|| Unfused::new(&prepared));
+    let mut unfused = (!args.no_peer && !args.profile).then(|| Unfused::new(&prepared));
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     // The first run of each is warm-up.
     for run in 0..=args.repeat {
@@ -144,6 +183,7 @@ fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
             theirs.extend(peer_took);
         }
     }
+    let stages = args.profile.then(|| prepared.profile(args.repeat)).transpose()?;
     ours.sort_by(f64::total_cmp);
     theirs.sort_by(f64::total_cmp);
     let (median, peer_ms) = (ours[ours.len() / 2], theirs.get(theirs.len() / 2).copied());
@@ -155,6 +195,7 @@ fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
         peer: peer_ms.map(|_| "unfused gemm"),
         peer_ms,
         ratio: peer_ms.map(|theirs| theirs / median),
+        profile: stages.as_ref().map(Shares::of),
     })
 }
 

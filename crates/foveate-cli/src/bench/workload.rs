@@ -127,15 +127,20 @@ impl Workload {
         }
     }
 
-    /// Mask, score and heads: `window1024-alibi/h16-16`.
-    pub fn program_name(&self) -> String {
-        let mask = match self.mask {
+    /// The mask with its width: `window1024`.
+    pub fn mask_name(&self) -> String {
+        match self.mask {
             Mask::Full => "full".to_owned(),
             Mask::Causal => "causal".to_owned(),
             Mask::Window => format!("window{}", self.width),
             Mask::Prefix => format!("prefix{}", self.width),
             Mask::Documents => format!("documents{}", self.width),
-        };
+        }
+    }
+
+    /// Mask, score and heads: `window1024-alibi/h16-16`.
+    pub fn program_name(&self) -> String {
+        let mask = self.mask_name();
         let score = match self.score {
             Score::None => "",
             Score::Alibi => "-alibi",

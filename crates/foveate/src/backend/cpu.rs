@@ -49,6 +49,10 @@ impl Planned for CpuPlan {
         self.spec()
     }
 
+    fn cpu(&self) -> Option<&CpuPlan> {
+        Some(self)
+    }
+
     fn work(&self, problem: &Problem) -> Work {
         let found = self.describe(problem.get_varlen());
         Work {

@@ -1,5 +1,6 @@
 //! A workload made ready to run on the processor.
 
+use foveate::cpu::{CpuError, CpuOptions, CpuPlan, Stages};
 use foveate::{
     BackwardArgs, CaptureGrad, DType, Data, Device, ForwardArgs, Layout, Plan, Problem, Tensor,
     TensorMut,
@@ -63,32 +64,58 @@ impl Prepared {
     /// # Errors
     /// When the backend fails.
     pub fn run(&mut self) -> Result<(), Failure> {
-        match self.work.pass {
-            Pass::Forward => self.forward(),
-            Pass::Backward => self.backward(),
-            Pass::Both => self.forward().and_then(|()| self.backward()),
+        let plan = self.plan.clone();
+        if self.work.pass != Pass::Backward {
+            plan.forward_into(self.forward()?)?;
         }
+        if self.work.pass != Pass::Forward {
+            plan.backward_into(self.backward()?)?;
+        }
+        Ok(())
     }
 
-    fn forward(&mut self) -> Result<(), Failure> {
-        let operands = self.plan.operands((&self.q).into(), (&self.k).into(), (&self.v).into())?;
-        let args = ForwardArgs {
-            operands,
+    /// Where the time of so many passes goes.
+    ///
+    /// # Errors
+    /// When the backend fails.
+    pub fn profile(&mut self, passes: u32) -> Result<Stages, Failure> {
+        let own = self.plan.cpu().expect("it was planned for the processor");
+        let options = CpuOptions { profile: true, ..CpuOptions::default() };
+        let dims = self.plan.problem().dims();
+        let failed = |e: CpuError| Failure::new(e.to_string());
+        let plan = CpuPlan::new(own.spec(), dims, self.work.dtype, options).map_err(failed)?;
+        for pass in 0..=passes {
+            if self.work.pass != Pass::Backward {
+                plan.forward(self.forward()?).map_err(failed)?;
+            }
+            if self.work.pass != Pass::Forward {
+                plan.backward(self.backward()?).map_err(failed)?;
+            }
+            // The first pass builds block masks and workspace.
+            if pass == 0 {
+                plan.take_stages();
+            }
+        }
+        Ok(plan.take_stages())
+    }
+
+    fn forward(&mut self) -> Result<ForwardArgs<'_>, Failure> {
+        Ok(ForwardArgs {
+            operands: self.plan.operands((&self.q).into(), (&self.k).into(), (&self.v).into())?,
             out: self.out.view_mut().map_err(foveate::Error::from)?,
             lse: self.lse.view_mut().map_err(foveate::Error::from)?,
             max_score: None,
-        };
-        Ok(self.plan.forward_into(args)?)
+        })
     }
 
-    fn backward(&mut self) -> Result<(), Failure> {
+    fn backward(&mut self) -> Result<BackwardArgs<'_>, Failure> {
         let operands = self.plan.operands((&self.q).into(), (&self.k).into(), (&self.v).into())?;
         let [dq, dk, dv] = self
             .gradients
             .each_mut()
             .map(|(data, layout)| TensorMut::new(data, *layout).expect("gradients are contiguous"));
         let learned = self.learned.iter_mut();
-        let args = BackwardArgs {
+        Ok(BackwardArgs {
             operands,
             out: self.out.view(),
             lse: self.lse.view(),
@@ -100,8 +127,7 @@ impl Prepared {
             accumulate: false,
             d_sink: None,
             d_captures: learned.map(|(name, into)| CaptureGrad { name, into }).collect(),
-        };
-        Ok(self.plan.backward_into(args)?)
+        })
     }
 
     /// q, k, v and d_out, widened.
