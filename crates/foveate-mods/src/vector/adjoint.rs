@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::compile::Rate;
 use super::level::for_each_level;
-use super::steps::{Line, Operand};
+use super::steps::{Line, Operand, run_start};
 use super::{LANES, Machine};
 
 /// Where a program says by which element of a buffer its result changes, and how much.
@@ -34,6 +34,7 @@ impl Machine {
     pub fn add_read(&self, read: Read<'_>, d: &[f32], stride: usize, into: &mut [f32]) {
         let (rows, columns) = self.strip.clone();
         let (height, width) = (rows.len(), columns.len());
+        let keys = width.min(self.kv.len() - columns.start);
         if height == 0 || width == 0 || into.is_empty() {
             return;
         }
@@ -47,6 +48,9 @@ impl Machine {
         };
         let d = Rows { data: d, stride, columns: &columns };
         let mut sums = vec![0.0; height + width];
+        let compiled = &self.kernel.0;
+        let node = |root: usize| compiled.program.roots()[root].index();
+        let counts = read.index.last().is_some_and(|&root| compiled.counts[node(root)]);
         match self.kernel.0.rate(read.index.iter().copied()) {
             Rate::Head => {
                 (0..height).for_each(|r| into[at(0, 0)] += sum(&value, r, d));
@@ -67,6 +71,14 @@ impl Machine {
             }
             Rate::Full => {
                 for r in 0..height {
+                    let lines = roots.iter().map(|x| x.line(r, width));
+                    if let Some(start) = run_start(read.shape, lines, keys, counts) {
+                        sums[..width].fill(0.0);
+                        add(&value, r, d, &mut sums[..width]);
+                        let into = &mut into[start..start + keys];
+                        into.iter_mut().zip(&sums).for_each(|(sum, x)| *sum += x);
+                        continue;
+                    }
                     for (c, &d) in d.row(r).iter().enumerate() {
                         if d != 0.0 {
                             into[at(r, c)] += d * value.at(r, c);

@@ -68,8 +68,8 @@ pub(super) struct Compiled {
     /// Where a node that changes with queries or keys alone lies along the diagonals, for those
     /// that need it.
     pub expanded: Vec<Option<usize>>,
-    /// Whether the last index of a load runs along the keys one by one.
-    pub contiguous: Vec<bool>,
+    /// Whether a node is an integer that is one more at the next key.
+    pub counts: Vec<bool>,
     /// Nodes by rate, in topological order, and those to be expanded before the diagonals.
     pub head: Vec<usize>,
     pub row: Vec<usize>,
@@ -103,7 +103,7 @@ impl Kernel {
             program: program.clone(),
             places: vec![Place::Head; rates.len()],
             expanded: vec![None; rates.len()],
-            contiguous: vec![false; rates.len()],
+            counts: affine.iter().map(|a| a.is_some_and(|a| a.column == 1)).collect(),
             head: at(Rate::Head),
             row: at(Rate::Row),
             column: at(Rate::Column),
@@ -123,10 +123,6 @@ impl Kernel {
                 Rate::Diagonal => Place::Diagonal(compiled.lane(LaneKind::Diagonal)),
                 Rate::Full => Place::Score,
             };
-            if let Node::Load { index, .. } = node {
-                let steps = index.last().and_then(|x| affine[x.index()]);
-                compiled.contiguous[i] = steps.is_some_and(|a| a.column == 1);
-            }
             if rates[i] == Rate::Diagonal {
                 node.for_each_operand(|x| {
                     let x = x.index();

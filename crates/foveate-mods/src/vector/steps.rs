@@ -234,7 +234,7 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
             places.for_each(|(o, x)| *o = of_int(x));
         }
         Node::Load { buffer, index } => {
-            machine.load(compiled, i, &graph.buffers()[*buffer as usize], index, view, out);
+            machine.load(compiled, &graph.buffers()[*buffer as usize], index, view, out);
         }
         Node::Unary(op, x) if graph.ty(*x) == Type::I32 => match op {
             UnaryOp::Neg => out.map(of(x), |x| of_int(int(x).wrapping_neg())),
@@ -390,7 +390,6 @@ impl Machine {
     fn load(
         &mut self,
         compiled: &Compiled,
-        node: usize,
         buffer: &AnyBuffer,
         index: &[NodeId],
         view: View<'_>,
@@ -409,11 +408,12 @@ impl Machine {
             View::Strip(_) => (&mut outside.entries, self.strip.1.start, self.kv.len()),
         };
         let entries = out.lines * out.width;
+        let counts = index.last().is_some_and(|x| compiled.counts[x.index()]);
         let operands: Vec<Operand<'_>> =
             index.iter().map(|x| self.operand(compiled, x.index(), view)).collect();
         for (r, line) in out.data.chunks_exact_mut(out.width).take(out.lines).enumerate() {
             let lines = || operands.iter().map(|x| x.line(r, out.width));
-            if let Some(start) = run_start(buffer, lines(), out.width, compiled.contiguous[node]) {
+            if let Some(start) = run_start(buffer.shape(), lines(), out.width, counts) {
                 copy_run(buffer.data(), start, line);
                 continue;
             }
@@ -439,17 +439,17 @@ impl Machine {
     }
 }
 
-/// Where `width` elements one after another begin that a line reads, when it does.
-fn run_start<'a>(
-    buffer: &AnyBuffer,
+/// Where `width` elements one after another begin that a line of indices reads of a buffer of this
+/// shape, when it does. `counts` says that the last index is one more at each key.
+pub(super) fn run_start<'a>(
+    shape: &[usize],
     lines: impl Iterator<Item = Line<'a>>,
     width: usize,
-    contiguous: bool,
+    counts: bool,
 ) -> Option<usize> {
     let mut at = 0;
-    let axes = buffer.shape().len();
-    for (axis, (line, &len)) in lines.zip(buffer.shape()).enumerate() {
-        let last = axis + 1 == axes && contiguous;
+    for (axis, (line, &len)) in lines.zip(shape).enumerate() {
+        let last = axis + 1 == shape.len() && counts;
         let (i, count) = match line {
             Line::One(i) => (int(i), 1),
             Line::Lanes(i) if last => (int(i[0]), width),
@@ -461,7 +461,7 @@ fn run_start<'a>(
         }
         at = at * len + i;
     }
-    contiguous.then_some(at)
+    counts.then_some(at)
 }
 
 fn copy_run(from: &BufferData, start: usize, into: &mut [f32]) {

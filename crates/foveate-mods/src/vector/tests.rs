@@ -3,7 +3,7 @@
 use super::*;
 use crate::bounds::random::{Random, buffers, random};
 use crate::capture::Buffer;
-use crate::expr::{self, DynExpr};
+use crate::expr::{self, DynExpr, Expr};
 use crate::ir::Type;
 use crate::program::Program;
 
@@ -177,4 +177,50 @@ fn an_index_out_of_range_counts_where_the_entry_does() {
     assert_eq!(machine.out_of_range(), None);
     machine.run(0..8, 0..8, scores, None);
     assert!(machine.out_of_range().is_some_and(|wrong| wrong.index < 0 && wrong.len == 8));
+}
+
+#[test]
+fn what_a_buffer_gets_is_summed_over_the_entries_that_read_it() {
+    // However often the indices change: never, with queries, keys, distances, with each entry in
+    // rows of the buffer, and in no order.
+    let (q, kv) = (expr::q, expr::kv);
+    let one = |x: Expr<i32>| vec![x.max(0).min(30)];
+    let indices = [
+        one(expr::h()),
+        one(q()),
+        one(kv()),
+        one(kv() - q() + 15),
+        vec![q(), kv()],
+        one((q() * kv()) % 31),
+    ];
+    for (case, index) in indices.into_iter().enumerate() {
+        let shape = if index.len() == 2 { vec![24, 24] } else { vec![31] };
+        let value = Expr::from(q() - kv()).to_f32() * 0.5;
+        let mut roots = vec![value.dynamic().clone()];
+        roots.extend(index.iter().map(|x| x.dynamic().clone()));
+        let program = Program::build(&roots);
+        let mut machine = machine(&program);
+        let (rows, columns, stride) = (5, 21, 32);
+        machine.set_tile(3..3 + rows as i32, 2..2 + columns as i32);
+        let weight = |r: usize, c: usize| ((r * 7 + c * 5) % 9) as f32 - 4.0;
+        let mut d = vec![0.0; rows * stride];
+        for (r, c) in (0..rows * columns).map(|i| (i / columns, i % columns)) {
+            d[r * stride + c] = weight(r, c);
+        }
+        machine.run(0..rows, 0..columns, Scores::default(), None);
+        let index: Vec<usize> = (1..roots.len()).collect();
+        let mut got = vec![0.0; shape.iter().product()];
+        let read = Read { value: 0, index: &index, shape: &shape };
+        machine.add_read(read, &d, stride, &mut got);
+        let mut want = vec![0.0; got.len()];
+        for (r, c) in (0..rows * columns).map(|i| (i / columns, i % columns)) {
+            let values = program.eval(&at(3 + r as i32, 2 + c as i32, 0.0)).unwrap();
+            let ScalarValue::F32(value) = values[0] else { unreachable!() };
+            let place = values[1..].iter().zip(&shape).fold(0, |place, (i, n)| {
+                place * n + eval::int(*i).clamp(0, *n as i32 - 1) as usize
+            });
+            want[place] += weight(r, c) * value;
+        }
+        assert_eq!(got, want, "case {case}");
+    }
 }
