@@ -6,24 +6,25 @@
 //! the learned buffers per slot: sixteen slots when they fit 64 MiB, never fewer than four.
 
 use foveate_problem::CaptureGrad;
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
 use crate::error::CpuError;
 use crate::mods::Mods;
+use crate::work::{Lent, Pool};
 
 /// Floats that all slots together may take before there are fewer of them.
 const BUDGET_ELEMS: usize = 16 << 20;
 
 /// Sums of one slot: for each learned buffer of the mods, empty when its gradient is not wanted.
 #[derive(Debug, Default)]
-pub struct Slot {
-    pub sums: Vec<Vec<f32>>,
+pub struct Slot<'a> {
+    pub sums: Vec<Lent<'a>>,
 }
 
 /// The slots of a call and where their totals go.
 pub struct CaptureSums<'a> {
-    slots: Vec<Slot>,
+    slots: Vec<Slot<'a>>,
     /// Destination of each learned buffer.
     into: Vec<Option<&'a mut [f32]>>,
 }
@@ -36,6 +37,7 @@ impl<'a> CaptureSums<'a> {
     /// When the score has no derivative.
     pub fn new(
         mods: &Mods,
+        pool: &'a Pool,
         wanted: Vec<CaptureGrad<'a>>,
         accumulate: bool,
     ) -> Result<Self, CpuError> {
@@ -55,8 +57,9 @@ impl<'a> CaptureSums<'a> {
         let mut slots = Vec::new();
         if let Some(count) = BUDGET_ELEMS.checked_div(elems) {
             slots.resize_with(count.clamp(4, 16), || Slot {
-                sums: into.iter().map(|i| vec![0.0; i.as_ref().map_or(0, |i| i.len())]).collect(),
+                sums: into.iter().map(|i| pool.lend(i.as_ref().map_or(0, |i| i.len()))).collect(),
             });
+            slots.par_iter_mut().flat_map(|s| &mut s.sums).for_each(|sum| sum.fill(0.0));
         }
         Ok(Self { slots, into })
     }
@@ -67,7 +70,7 @@ impl<'a> CaptureSums<'a> {
     }
 
     /// Deals tasks to slots in turn. Without gradients to sum each task is alone.
-    pub fn share<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot, Vec<T>)> {
+    pub fn share<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot<'a>, Vec<T>)> {
         if !self.wanted() {
             self.slots.resize_with(tasks.len(), Slot::default);
         }

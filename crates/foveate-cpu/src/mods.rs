@@ -242,7 +242,7 @@ impl Evaluator {
     /// Turns the gradient of the final scores of the strip that [`Self::score`] was given last,
     /// which had twelve rows at most, into that of the raw ones, and adds what learned
     /// buffers get. An entry without weight has no gradient, whatever the derivative there.
-    pub fn gradient(&self, d: &mut [f32], stride: usize, slot: &mut Slot) {
+    pub fn gradient(&self, d: &mut [f32], stride: usize, slot: &mut Slot<'_>) {
         let Some(ScoreMachine { machine, learned: Some(learned), .. }) = &self.score else {
             return;
         };

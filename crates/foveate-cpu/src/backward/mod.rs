@@ -48,7 +48,7 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
     let mut dq = Pieces::cut(dq, &spans, |_| tiles.q);
     let mut dk = Pieces::cut(dk, &keys, lane_len);
     let mut dv = Pieces::cut(dv, &keys, lane_len);
-    let mut captures = CaptureSums::new(call.mods, args.d_captures, accumulate)?;
+    let mut captures = CaptureSums::new(call.mods, call.pool, args.d_captures, accumulate)?;
     let captures_wanted = captures.wanted();
     let mut d_sink = vec![0.0; call.dims.heads_q];
 

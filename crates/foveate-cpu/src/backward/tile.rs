@@ -87,7 +87,7 @@ struct Keys {
 
 impl<'a> Worker<'a> {
     /// All keys of a lane.
-    pub fn run(&self, scratch: &mut Scratch<'_>, captures: &mut Slot, mut task: Task<'a>) {
+    pub fn run(&self, scratch: &mut Scratch<'_>, captures: &mut Slot<'_>, mut task: Task<'a>) {
         let (call, tiles) = (self.call, self.call.tiles);
         let lane = task.lane;
         scratch.clock.start();
@@ -129,7 +129,7 @@ impl<'a> Worker<'a> {
     fn head(
         &self,
         scratch: &mut Scratch<'_>,
-        captures: &mut Slot,
+        captures: &mut Slot<'_>,
         of_wave: usize,
         rows: Range<usize>,
         keys: &Range<usize>,
@@ -183,7 +183,7 @@ impl<'a> Worker<'a> {
     fn tile(
         &self,
         scratch: &mut Scratch<'_>,
-        captures: &mut Slot,
+        captures: &mut Slot<'_>,
         queries: &Queries<'_>,
         keys: &Keys,
         dq: &mut [f32],
@@ -203,7 +203,7 @@ impl<'a> Worker<'a> {
     fn strip(
         &self,
         scratch: &mut Scratch<'_>,
-        captures: &mut Slot,
+        captures: &mut Slot<'_>,
         queries: &Queries<'_>,
         keys: &Keys,
         strip: Range<usize>,

@@ -195,7 +195,7 @@ fn what_a_buffer_gets_is_summed_over_the_entries_that_read_it() {
     ];
     for (case, index) in indices.into_iter().enumerate() {
         let shape = if index.len() == 2 { vec![24, 24] } else { vec![31] };
-        let value = Expr::from(q() - kv()).to_f32() * 0.5;
+        let value = (q() - kv()).to_f32() * 0.5;
         let mut roots = vec![value.dynamic().clone()];
         roots.extend(index.iter().map(|x| x.dynamic().clone()));
         let program = Program::build(&roots);
