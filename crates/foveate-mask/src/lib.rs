@@ -28,20 +28,20 @@
 //! # How it is built
 //!
 //! From the whole plane downwards: [`foveate_mods::Bounds`] proves a rectangle empty or full, or
-//! it is halved along its longer side. Single tiles that remain undecided are evaluated point by
-//! point, so the result is exact. For causal, window, prefix and document masks the work is
+//! it is halved along its longer side. Single tiles that remain undecided are evaluated, the
+//! outermost rows first, so the result is exact. For causal, window, prefix and document masks the work is
 //! proportional to the rows of tiles and to the tiles on the masks' edges.
 //!
-//! Over 1,048,576 × 1,048,576 positions in tiles of 128 × 128, on one core of a 2026 server CPU
-//! that was shared with other work (`cargo run --release -p foveate-mask --example million`):
+//! Over 4,194,304 × 4,194,304 positions in tiles of 128 × 128, on one core (Zen 4) of a machine
+//! that was shared with other work (`foveate bench mask`):
 //!
-//! | mask | ms | runs, kB |
+//! | mask | ms | kB |
 //! | --- | --- | --- |
-//! | causal | 58 | 229 |
-//! | causal window of 4096 | 244 | 327 |
-//! | prefix of 1000, then causal | 77 | 229 |
-//! | 100 documents | 279 | 321 |
-//! | causal inside 100 documents | 345 | 321 |
+//! | causal | 14 | 918 |
+//! | causal window of 4096 | 37 | 1310 |
+//! | prefix of 1000, then causal | 29 | 918 |
+//! | causal inside 100 documents | 135 | 1249 |
+//! | causal inside 10,000 documents | 126 | 831 |
 
 mod build;
 mod lists;
