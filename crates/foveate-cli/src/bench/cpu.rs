@@ -24,7 +24,7 @@ use unfused::Unfused;
 
 #[derive(Debug, ClapArgs)]
 pub struct Args {
-    /// Run the cases whose name contains this only
+    /// Run the cases whose name contains this only, those of the comparison with PyTorch, too
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
     /// Runs of each case, of which the median is reported
@@ -105,7 +105,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if args.serve {
         return serve::serve(std::io::stdin().lock(), out);
     }
-    let grid = if args.list { cases::comparison() } else { cases::everyday() };
+    let grid = match (args.list, args.filter.is_empty()) {
+        (true, _) => cases::comparison(),
+        (false, true) => cases::everyday(),
+        (false, false) => cases::every(),
+    };
     let (cases, others): (Vec<_>, Vec<_>) =
         grid.into_iter().partition(|c| c.name().contains(&args.filter));
     if cases.is_empty() {

@@ -57,6 +57,14 @@ pub fn comparison() -> Vec<Workload> {
     cases
 }
 
+/// The cases of both grids.
+pub fn every() -> Vec<Workload> {
+    let mut cases = everyday();
+    let names: Vec<_> = cases.iter().map(Workload::name).collect();
+    cases.extend(comparison().into_iter().filter(|c| !names.contains(&c.name())));
+    cases
+}
+
 /// Every mask and score that has an unfused form, on sizes that divide nothing, for tests.
 #[cfg(test)]
 pub fn small() -> Vec<Workload> {
@@ -73,7 +81,7 @@ mod tests {
 
     #[test]
     fn every_case_of_a_grid_has_a_name_of_its_own() {
-        for grid in [everyday(), comparison()] {
+        for grid in [everyday(), comparison(), every()] {
             let names: std::collections::HashSet<_> = grid.iter().map(Workload::name).collect();
             assert_eq!(names.len(), grid.len());
         }
