@@ -27,8 +27,8 @@ pub struct Args {
     #[arg(long)]
     deterministic: bool,
     /// Candidates to time for each kernel
-    #[arg(long, value_name = "N", default_value_t = CANDIDATES)]
-    candidates: usize,
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = CANDIDATES as u32, value_parser = clap::value_parser!(u32).range(1..))]
+    candidates: u32,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -49,10 +49,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let interrupt = Interrupt::watch()?;
     let mut view = View::new();
     let varlen = given.problem.get_varlen();
-    let tuning = plan.tune(varlen, args.problem.backward, args.candidates, &mut |progress| {
-        view.show(progress);
-        !interrupt.pressed()
-    });
+    let tuning =
+        plan.tune(varlen, args.problem.backward, args.candidates as usize, &mut |progress| {
+            view.show(progress);
+            !interrupt.pressed()
+        });
     view.bar.finish_and_clear();
     let tuning = tuning?;
     if args.json {

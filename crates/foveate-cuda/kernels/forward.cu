@@ -37,24 +37,8 @@
 //   + FV_STAGES * FV_BN * (row(FV_DP) + row(FV_DVP))           K, V
 // FV_BM is a multiple of 16 * FV_WARPS, FV_BN a multiple of 16; FV_STAGES is 1 or 2.
 //
-// Tiles that did best on an H200 (bf16, 32 heads in all, 8192 queries and keys), and registers of
-// the plain kernel for sm_80 / sm_89 / sm_90. Above 99 KiB, the second line is for smaller devices.
-//
-//     D          FV_BM x FV_BN   warps   stages     bytes    registers
-//     32         128 x 128         4       1        30720    254 / 254 / 255
-//     64         128 x 96          4       1        46080    254 / 254 / 254
-//     80         128 x 64          4       1        45056    248 / 248 / 254
-//     96         128 x 64          4       1        53248    252 / 252 / 252
-//     128        128 x 64          4       1        69632    255 / 255 / 255
-//     160        128 x 64          8       1        86016    236 / 236 / 236
-//     192, 128   128 x 64          4       1        94208    255 / 254 / 255
-//     192        128 x 64          8       1       102400    250 / 250 / 248
-//                 64 x 64          4       1        76800    248 / 248 / 244
-//     256        128 x 96          8       1       168960    249 / 249 / 248
-//                 64 x 32          4       1        67584    239 / 238 / 244
-//     64 f32      64 x 64          4       1        52224    168 / 168 / 168
-//     128 f32     64 x 32          4       1        67584    168 / 168 / 168
-//     256 f32     64 x 16          4       1        99840    255 / 255 / 255
+// Which tiles do best is the planner's to know (src/planner/known.rs); what each takes of an
+// architecture is in conformance/kernel-resources.toml.
 //
 // With 16-bit operands a warp of 32 rows reads each key for twice the work of one of 16: at head
 // dims up to 128 shared memory's bandwidth would otherwise be the limit.

@@ -14,6 +14,7 @@ use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
 use crate::nvrtc::Compiled;
+use crate::plan::for_entry;
 use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes};
 use crate::profile::Profile;
 use crate::settle::{settle, tolerate};
@@ -84,7 +85,7 @@ pub fn kernels<'a>(
 
 impl Ahead<'_> {
     /// Compiles what a plan will compile. Returns configuration and source of the kernel that will
-    /// run, and of the one that makes its block lists.
+    /// run, and of those that go with it.
     ///
     /// # Errors
     /// Those of `compile`; a kernel whose shared memory is not what was planned.
@@ -103,7 +104,8 @@ impl Ahead<'_> {
         Ok(sources)
     }
 
-    /// The kernel of a candidate, and the one that makes its block lists.
+    /// The kernel of a candidate, the one that makes its block lists, and what else a pass launches
+    /// of its file.
     fn sources(&self, candidate: &Candidate) -> Result<Vec<(Config, String)>, CudaError> {
         let config = Config { group: self.dims.group(), ..candidate.config.clone() };
         let text = source(&config, &self.print(&config, false)?);
@@ -114,6 +116,15 @@ impl Ahead<'_> {
             let text = source(&lists, &self.print(&config, true)?);
             sources.push((lists, text));
         }
+        let captures = self.gradient.as_ref().is_some_and(|g| !g.captures().is_empty());
+        let entry = match config.kernel {
+            Kernel::Delta if self.spec.score.is_some() => "fv_rests",
+            Kernel::BackwardDq if captures => "fv_capture_sums",
+            _ => return Ok(sources),
+        };
+        let config = for_entry(config, entry, self.spec);
+        let text = source(&config, &self.print(&config, false)?);
+        sources.push((config, text));
         Ok(sources)
     }
 
@@ -210,8 +221,9 @@ mod tests {
         let forward = kernels(Run::default());
         assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);
         let both = kernels(Run { backward: true, deterministic: true, checked: false });
-        for kernel in [Kernel::Delta, Kernel::Backward, Kernel::BackwardDq] {
-            assert!(both.contains(&kernel), "{both:?}");
-        }
+        // Delta twice: once more with the score, for rows whose lse is huge.
+        let backward = [Kernel::Delta, Kernel::Delta, Kernel::Backward, Kernel::BlockLists];
+        assert_eq!(both[2..6], backward);
+        assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
     }
 }

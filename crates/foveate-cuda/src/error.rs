@@ -5,6 +5,9 @@ use std::fmt;
 use foveate_mods::ModError;
 use foveate_problem::{ProblemError, RebindError};
 
+/// Major version of the oldest NVRTC whose kernels are supported.
+const OLDEST_NVRTC: u32 = 12;
+
 /// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{kind}")]
@@ -171,12 +174,15 @@ impl fmt::Display for CudaErrorKind {
                 write!(
                     f,
                     "the driver is for CUDA {}.{} and loads no kernels of NVRTC {}.{}; install a \
-                     driver {needed}, or NVRTC {} (`pip install nvidia-cuda-nvrtc-cu{}`), to whose \
-                     folder {} points",
-                    driver.0,
-                    driver.1,
-                    nvrtc.0,
-                    nvrtc.1,
+                     driver {needed}",
+                    driver.0, driver.1, nvrtc.0, nvrtc.1
+                )?;
+                if driver.0 < OLDEST_NVRTC {
+                    return Ok(());
+                }
+                write!(
+                    f,
+                    ", or NVRTC {} (`pip install nvidia-cuda-nvrtc-cu{}`), to whose folder {} points",
                     driver.0,
                     driver.0,
                     crate::library::VARIABLE

@@ -122,7 +122,7 @@ pub struct Candidate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Origin {
-    /// The user's [`KernelOptions`]; what they leave open is the model's.
+    /// The user's [`KernelOptions`]; what they leave open is chosen as without them.
     User,
     /// A record of the tuner's: measured on this GPU, on a problem like this one.
     Record,
@@ -179,6 +179,9 @@ pub struct KernelPlan {
     pub splits: usize,
 }
 
+/// Blocks that a launch can have along its third axis.
+const MOST_SPLITS: usize = 65535;
+
 impl KernelPlan {
     /// Plans the forward, and with `backward` the backward.
     ///
@@ -214,8 +217,10 @@ impl KernelPlan {
             let Candidate { config, occupancy, .. } = &forward.chosen;
             model::splits(profile, config, occupancy.blocks, sizes)
         });
-        if splits == 0 {
-            return Err(CudaError::argument("splits is 0; keys are split over 1 block or more"));
+        if !(1..=MOST_SPLITS).contains(&splits) {
+            return Err(CudaError::argument(format!(
+                "splits is {splits}; keys are split over 1 to {MOST_SPLITS} blocks"
+            )));
         }
         let mut kernels = Vec::new();
         if splits > 1 {

@@ -253,6 +253,12 @@ impl<'a> DeviceOperands<'a> {
                 pages.entries
             )));
         }
+        let longest = pages.lengths.iter().copied().max().unwrap_or(0);
+        if longest > 0 && self.k.layout.shape[0] == 0 {
+            return Err(CudaError::argument(format!(
+                "k has no pages, but a batch entry has {longest} keys"
+            )));
+        }
         // One page stands for the keys of a batch of one: heads, dims and dtypes are checked so.
         let one = |mut tensor: DeviceTensor| {
             tensor.layout.shape[0] = 1;
@@ -264,8 +270,7 @@ impl<'a> DeviceOperands<'a> {
             let [k, v] = [&self.k, &self.v].map(|t| t.layout.shape[0]);
             return Err(CudaError::argument(format!("k has {k} pages, v has {v}")));
         }
-        let len_k = pages.lengths.iter().copied().max().unwrap_or(0) as usize;
-        Ok(Dims { len_k, shared_kv: false, ..dims })
+        Ok(Dims { len_k: longest as usize, shared_kv: false, ..dims })
     }
 
     fn tensors(&self) -> [(&'static str, &DeviceTensor); 3] {
@@ -431,6 +436,31 @@ mod tests {
             dim_v: 16,
         })
         .unwrap()
+    }
+
+    #[test]
+    fn tables_of_pages_that_lie_wrong_and_caches_without_pages_are_refused() {
+        let q = DeviceTensor::contiguous(BASE, DType::BF16, [2, 6, 1, 16]);
+        let kv = |pages| {
+            let at = |address| DeviceTensor::contiguous(address, DType::BF16, [pages, 2, 8, 16]);
+            [at(0x20_0000), at(0x30_0000)]
+        };
+        let out = DeviceTensor::contiguous(0x800_0000, DType::BF16, [2, 6, 1, 16]);
+        let said = |table, pages| {
+            let [k, v] = kv(pages);
+            let mut call = forward(out, [q, k, v]);
+            let pages = DevicePages { table, entries: 3, lengths: &[17, 24] };
+            call.operands.pages = Some(pages);
+            let places = call.operands.dims().and_then(|_| call.places());
+            places.and_then(|p| p.check_apart(&Mutex::default())).map_err(|e| e.to_string())
+        };
+        assert_eq!(said(0x40_0000, 5), Ok(()));
+        let odd = said(0x40_0002, 5).unwrap_err();
+        assert!(odd.contains("the page table starts at 0x400002"), "{odd}");
+        let inside = said(0x800_0000, 5).unwrap_err();
+        assert!(inside.contains("out overlaps the page table"), "{inside}");
+        let none = said(0x40_0000, 0).unwrap_err();
+        assert_eq!(none, "k has no pages, but a batch entry has 24 keys");
     }
 
     #[test]

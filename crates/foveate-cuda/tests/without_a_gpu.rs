@@ -173,4 +173,7 @@ fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
          newer, or NVRTC 12 (`pip install nvidia-cuda-nvrtc-cu12`), to whose folder \
          FOVEATE_CUDA_LIBRARIES points"
     );
+    // No NVRTC that Foveate takes would do.
+    let said = check_driver((13, 0), (11, 8)).unwrap_err().to_string();
+    assert!(said.ends_with("install a driver 580 or newer"), "{said}");
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_mask::Varies;
 use foveate_mods::Node;
-use foveate_problem::{Dims, Sequence};
+use foveate_problem::{Dims, Sequence, Spec};
 
 use super::CudaPlan;
 use crate::ahead::lists_config;
@@ -178,15 +178,7 @@ impl CudaPlan {
     ) -> Result<Ready, CudaError> {
         let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
         let choice = choice.expect("the planner plans every kernel of a pass");
-        let wanted = |config: &Config| {
-            let mut config = self.grouped(config);
-            config.captures |= entry == "fv_capture_sums";
-            // Of the passes over rows, the only one that evaluates mods.
-            if entry == "fv_rests" {
-                (config.score, config.mask) = (true, self.spec.mask.is_some());
-            }
-            config
-        };
+        let wanted = |config: &Config| for_entry(self.grouped(config), entry, &self.spec);
         let config = wanted(&choice.chosen.config);
         let mods = self.printed(pass, dims, sequences, &config)?;
         let key = (config, entry, mods.text);
@@ -309,6 +301,16 @@ impl CudaPlan {
         kernels.printed.push((key, printed.clone()));
         Ok(printed)
     }
+}
+
+/// The configuration that `entry` is compiled with, in the file of a kernel of `config`.
+pub(crate) fn for_entry(mut config: Config, entry: &str, spec: &Spec) -> Config {
+    config.captures |= entry == "fv_capture_sums";
+    // Of the passes over rows, the only one that evaluates mods.
+    if entry == "fv_rests" {
+        (config.score, config.mask) = (true, spec.mask.is_some());
+    }
+    config
 }
 
 /// What `fv_sink_gradient` takes, an f32 for each of its warps.

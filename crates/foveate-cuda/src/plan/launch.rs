@@ -36,12 +36,6 @@ impl CudaPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         self.check_places(&args.places()?)?;
-        if let Some(pages) = args.operands.pages {
-            let bytes = 4 * dims.batch * pages.entries;
-            if bytes > 0 {
-                self.engine.check_memory("the page table", pages.table, bytes)?;
-            }
-        }
         self.launch_forward(queue, &dims, args, self.options.checked)
     }
 

@@ -31,6 +31,7 @@ use crate::planner::KernelOptions;
 use crate::tensors::DeviceOperands;
 
 pub use describe::Description;
+pub(crate) use kernels::for_entry;
 
 /// How a plan runs.
 #[derive(Clone, Debug, PartialEq)]

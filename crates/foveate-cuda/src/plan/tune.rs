@@ -20,7 +20,7 @@ use crate::driver::{Block, Event, Pool};
 use crate::engine::lock;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::Compiler;
-use crate::planner::{Choice, Class, Sizes, Tiles};
+use crate::planner::{Choice, Class, KernelOptions, Sizes, Tiles};
 use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
 use crate::tuner::{Finish, Key, Progress, Record, Tuned, Tuning, most_runs, race};
 
@@ -52,13 +52,13 @@ impl CudaPlan {
     /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
     /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
     /// made later choose it for problems like this one ([`Key`] says which). Operands are random
-    /// numbers; `varlen` are the offsets of a packed problem.
+    /// numbers, keys and values in one piece; `varlen` are the offsets of a packed problem.
     ///
-    /// `tell` is called before each compilation and after each run; tuning stops when it returns
-    /// false.
+    /// `tell` is called after each compilation and each run; tuning stops when it returns false.
     ///
     /// # Errors
-    /// When NVRTC is missing, operands do not fit the device's memory, the score cannot be
+    /// When the plan's options fix tiles or splits, which a record would pass on to plans without
+    /// them; when NVRTC is missing, operands do not fit the device's memory, the score cannot be
     /// differentiated, a kernel hangs or fails, or `tell` stopped it. A candidate that does not
     /// compile, takes more than was planned or does not fit in memory is skipped.
     pub fn tune(
@@ -68,6 +68,11 @@ impl CudaPlan {
         candidates: usize,
         tell: &mut dyn FnMut(&Progress) -> bool,
     ) -> Result<Tuning, CudaError> {
+        if self.options.kernels != KernelOptions::default() {
+            return Err(CudaError::argument(
+                "the plan's kernel options fix what tuning is to find; tune a plan without them",
+            ));
+        }
         Compiler::get()?;
         if backward {
             self.differentiable()?;

@@ -197,6 +197,22 @@ fn few_queries_split_the_keys_so_that_the_device_is_busy() {
 }
 
 #[test]
+fn keys_are_split_over_no_more_blocks_than_a_launch_has() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let with = |splits| {
+        let options = KernelOptions { splits: Some(splits), ..KernelOptions::default() };
+        KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 200), false, &options)
+    };
+    assert_eq!(with(3).unwrap().splits, 3);
+    for splits in [0, 65536] {
+        let said = with(splits).unwrap_err().to_string();
+        let reason = format!("splits is {splits}; keys are split over 1 to 65535 blocks");
+        assert_eq!(said, reason);
+    }
+}
+
+#[test]
 fn a_large_card_gets_what_was_measured_there() {
     let profile = Profile::named("h200").unwrap();
     let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };

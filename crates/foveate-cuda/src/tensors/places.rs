@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Mutex;
 
-use foveate_tensor::{Fold, Layout};
+use foveate_tensor::{DType, Fold, Layout};
 
 use super::{DeviceOperands, DeviceTensor};
 use crate::abi::Address;
@@ -43,7 +43,17 @@ const MOST_KNOWN: usize = 1 << 14;
 impl Places {
     pub(super) fn operands(&mut self, operands: &DeviceOperands<'_>) -> Result<(), CudaError> {
         operands.tensors().into_iter().try_for_each(|(name, t)| self.read(name, t))?;
-        operands.sink.iter().try_for_each(|t| self.read("sink", t))
+        operands.sink.iter().try_for_each(|t| self.read("sink", t))?;
+        let Some(pages) = operands.pages else { return Ok(()) };
+        if !pages.table.is_multiple_of(4) {
+            let at = pages.table;
+            return Err(CudaError::argument(format!(
+                "the page table starts at {at:#x}, which is no multiple of the 4 bytes of i32"
+            )));
+        }
+        // Tensors have no i32; what counts is where the four bytes of each entry lie.
+        let shape = [operands.q.layout.shape[0], pages.entries];
+        self.read("the page table", &DeviceTensor::contiguous(pages.table, DType::F32, shape))
     }
 
     pub(super) fn read<const N: usize>(
