@@ -24,7 +24,10 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causl --len 5", "did you mean `causal`?"),
         ("mask q>n --len 5 --scalar n=99999999999", "integers lie in ±2147483647"),
         ("mask document --len 5 --doc-lens 2,2", "the documents have 4 positions in all, not 5"),
-        ("mask x[q]>0 --len 5 --buffer x=1,2", "`x` was read at index 2 of axis 0"),
+        (
+            "mask x[q]>0 --len 5 --buffer x=1,2",
+            "of axis 0, which has length 2; make the buffer as long",
+        ),
         ("explain --heads 32/7 --len 9 --dim 16", "32 query heads cannot share 7"),
         ("explain --heads 4 --len 9 --dim 0", "head dim is 0"),
         ("explain --heads 4 --len 9", "--dim <D[/DV]>"),

@@ -28,7 +28,8 @@ pub struct Description {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
-    /// Pairs of a query and a key in live tiles, of all heads: what is computed.
+    /// Pairs of a query and a key that the mask lets through, of all heads: what is computed,
+    /// apart from the edges of strips.
     pub live_pairs: u64,
     /// Block masks that heads share; 0 without a mask.
     pub block_masks: usize,
@@ -67,13 +68,13 @@ impl Description {
                             let [full, partial] = live.kinds(row);
                             kinds = [kinds[0] + full, kinds[1] + partial];
                         }
-                        seen.or_insert_with(|| (mask.stats(), mask.live_tile_entries())).1
+                        seen.or_insert_with(|| mask.stats()).live_entries
                     }
                 };
                 live_pairs = live_pairs.saturating_add(pairs);
             }
         }
-        let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(|(stats, _)| of(stats)).sum();
+        let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(of).sum();
         let entries: u64 = sum(&|s| s.entries);
         let live_entries: u64 = sum(&|s| s.live_entries);
         let largest = |call: &Call<'_>, elems: &dyn Fn(&Unit) -> usize| {

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::codegen::{ModsSource, PRELUDE};
 use crate::config::{Config, Kernel};
+use crate::nvrtc::OPTIONS;
 
 const PARAMS: &str = include_str!("../kernels/params.cuh");
 const DEVICE: &str = include_str!("../kernels/device.cuh");
@@ -40,12 +41,23 @@ pub fn source(config: &Config, mods: &ModsSource) -> String {
     parts.join("\n")
 }
 
-/// A hash of every kernel file: what was measured or compiled with others is of no use.
+/// What prints mods, orders tiles and splits keys.
+const AROUND: [&str; 7] = [
+    include_str!("codegen/mod.rs"),
+    include_str!("codegen/print.rs"),
+    include_str!("codegen/captures.rs"),
+    include_str!("codegen/ranges.rs"),
+    include_str!("codegen/sharing.rs"),
+    include_str!("planner/model.rs"),
+    include_str!("schedule.rs"),
+];
+
+/// A hash of everything that decides how long a kernel of given tiles takes: every kernel file,
+/// what is around them, and the compiler's options. What was measured with others is of no use.
 pub fn digest() -> String {
     let mut hash = Sha256::new();
-    for text in
-        [PARAMS, PRELUDE].into_iter().chain(Kernel::ALL.into_iter().flat_map(files).copied())
-    {
+    let kernels = Kernel::ALL.into_iter().flat_map(files).copied();
+    for text in [PARAMS, PRELUDE].into_iter().chain(kernels).chain(AROUND).chain(OPTIONS.to_vec()) {
         hash.update(text);
     }
     hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect()

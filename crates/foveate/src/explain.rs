@@ -39,7 +39,8 @@ pub struct Work {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
-    /// Pairs of a query and a key in live tiles, of all heads: what is computed.
+    /// Pairs of a query and a key that are computed, of all heads: those in live tiles on a GPU,
+    /// those that the mask lets through on the CPU, which leaves out what is dead in a tile.
     pub live_pairs: u64,
     /// Block masks that batch entries and heads share; 0 without a mask.
     pub block_masks: usize,

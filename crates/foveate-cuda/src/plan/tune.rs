@@ -20,7 +20,7 @@ use crate::driver::{Block, Event, Pool};
 use crate::engine::lock;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::Compiler;
-use crate::planner::{Choice, Class, KernelOptions, Sizes, Tiles};
+use crate::planner::{Choice, Class, KernelOptions, KernelPlan, Sizes, Tiles};
 use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
 use crate::tuner::{Finish, Key, Progress, Record, Tuned, Tuning, most_runs, race};
 
@@ -151,7 +151,11 @@ impl Subject<'_> {
 
     fn choice(&self, kernel: Kernel) -> Result<Choice, CudaError> {
         let backward = kernel != Kernel::Forward;
-        let chosen = self.plan.chosen(self.class(kernel), self.sizes, backward)?;
+        // Ranked without records: the planner's own choice is what a winner is measured against.
+        let profile = self.plan.engine.profile();
+        let options = KernelOptions::default();
+        let chosen =
+            KernelPlan::new(profile, &self.class(kernel), &self.sizes, backward, &options)?;
         let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
         Ok(choice.expect("the planner plans every kernel of a pass").clone())
     }
