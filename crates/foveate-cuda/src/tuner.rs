@@ -2,7 +2,7 @@
 //!
 //! The planner's model ranks without a GPU; the tuner times the first of its ranking on a plan's
 //! own problem ([`crate::CudaPlan::tune`]), and [`Records`] keeps what it finds for plans to come.
-//! Timing is a race in rounds ([`race`]): all run in turn, so that a clock that sinks is felt by
+//! Timing is a race in rounds (`race`): all run in turn, so that a clock that sinks is felt by
 //! all, and who is clearly behind leaves before the longer rounds.
 
 mod problem;

@@ -52,13 +52,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let records = records(&args.device)?;
     let listed = args.problems.as_deref().map(read).transpose()?;
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
+    let problems = wanted.iter().map(Wanted::read).collect::<Result<Vec<_>, _>>()?;
     let compiler = Compiler::get().map_err(cuda)?;
     let cache = Cache::get();
     let compile = |text: &str| cache.compile(compiler, text, &profile.arch());
     let mut built: Vec<(Config, String)> = Vec::new();
-    for one in wanted {
-        let (spec, dims, elem, run) = one.read()?;
-        let kernels = ahead::kernels(&profile, &spec, &dims, elem, run, records.as_ref());
+    for (spec, dims, elem, run) in &problems {
+        let kernels = ahead::kernels(&profile, spec, dims, *elem, *run, records.as_ref());
         let kernels = kernels.map_err(cuda)?;
         let compiled: Vec<_> = kernels.par_iter().map(|kernel| kernel.build(compile)).collect();
         for kernel in compiled {

@@ -1,11 +1,11 @@
 //! Programs evaluated over tiles of queries and keys, the way CPU kernels need them.
 //!
-//! Every node is evaluated as rarely as it can change ([`compile`]): what depends on the head alone
+//! Every node is evaluated as rarely as it can change (`compile`): what depends on the head alone
 //! once per [`Machine::set_head`], what depends on the query or the key alone once a row or column
 //! of a tile, what depends on their distance once a *diagonal* of a tile (causal masks, windows,
 //! ALiBi, relative biases), and only the rest once an entry. That rest runs one operation at a time
 //! over strips of rows small enough that all intermediates stay in the first-level cache, in loops
-//! over groups of [`LANES`] floats, compiled once per instruction set ([`level`]).
+//! over groups of [`LANES`] floats, compiled once per instruction set (`level`).
 //!
 //! All values lie in lanes of f32: integers by their bits, truths as the bits of 0 and 1. So one
 //! kind of storage serves every type, and the caller's scores are read where they are.
