@@ -33,7 +33,8 @@ pub struct Args {
     /// Show where the time goes, as shares of the time of all threads, instead of the peer
     #[arg(long)]
     profile: bool,
-    /// Leave the unfused peer out
+    /// Leave the unfused peer out, as it is where there are not as many queries as keys or its
+    /// score matrices exceed 2 GiB
     #[arg(long)]
     no_peer: bool,
     /// Threads to run on (all that the machine has when left out)
@@ -175,7 +176,8 @@ fn threads(count: usize) -> Result<rayon::ThreadPool, Failure> {
 
 fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
     let mut prepared = Prepared::new(case)?;
-    let mut unfused = (!args.no_peer && !args.profile).then(|| Unfused::new(&prepared));
+    let peer = !args.no_peer && !args.profile && Unfused::takes(case);
+    let mut unfused = peer.then(|| Unfused::new(&prepared));
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     // The first run of each is warm-up.
     for run in 0..=args.repeat {

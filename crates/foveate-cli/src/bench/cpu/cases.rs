@@ -77,6 +77,7 @@ pub fn small() -> Vec<Workload> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::unfused::Unfused;
     use super::*;
 
     #[test]
@@ -85,5 +86,15 @@ mod tests {
             let names: std::collections::HashSet<_> = grid.iter().map(Workload::name).collect();
             assert_eq!(names.len(), grid.len());
         }
+    }
+
+    #[test]
+    fn the_unfused_peer_takes_what_is_square_and_fits_in_memory() {
+        let square = Workload::causal(8, 2, 2048, 64);
+        assert!(Unfused::takes(&square));
+        assert!(!Unfused::takes(&Workload { q_len: 1, ..square.clone() }));
+        assert!(!Unfused::takes(&Workload { batch: 2, ..square }));
+        assert!(!Unfused::takes(&Workload::causal(8, 8, 8192, 64)));
+        assert!(everyday().iter().all(Unfused::takes));
     }
 }

@@ -30,9 +30,19 @@ pub struct Unfused {
     d_score: Vec<f32>,
 }
 
+/// Bytes of score matrices that the peer may hold.
+const MOST_BYTES: usize = 2 << 30;
+
 impl Unfused {
-    /// The same operands, with a forward pass run. There are as many queries as keys, and one
-    /// batch entry.
+    /// Whether the peer runs this: one batch entry, as many queries as keys, and score matrices of
+    /// all heads that fit in memory.
+    pub fn takes(work: &Workload) -> bool {
+        let scores = work.heads.saturating_mul(work.len).saturating_mul(work.len);
+        let square = work.batch == 1 && work.q_len == work.len;
+        square && scores.saturating_mul(2 * size_of::<f32>()) <= MOST_BYTES
+    }
+
+    /// The same operands of a workload that the peer [`Self::takes`], with a forward pass run.
     pub fn new(prepared: &Prepared) -> Self {
         let work = prepared.work().clone();
         let [q, k, v, d_out] = prepared.widened();
