@@ -11,12 +11,16 @@ causal without a score only), `flex` (flex_attention under torch.compile) and `f
 reason, not left out. One JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by
 live pairs), sample (a few elements of the result, to compare with Foveate's), or `declined`.
 
+Compiling FlexAttention takes seconds a case. `--prepare N` first lets N processes compile all of
+them into PyTorch's cache, and times afterwards, alone.
+
 Needs PyTorch 2.6 or newer with a CUDA device.
 """
 
 import argparse
 import functools
 import json
+import subprocess
 import sys
 import time
 
@@ -106,10 +110,28 @@ def measure(peer: str, case, seconds: float):
     }
 
 
+def prepare(cases, peers, workers: int):
+    """Runs what is compiled, each case once, in processes that share PyTorch's cache."""
+    processes = []
+    for i in range(workers):
+        share = "".join(json.dumps(case) + "\n" for case in cases[i::workers])
+        command = [sys.executable, __file__, "-", "--peers", ",".join(peers), "--seconds", "0"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        process.stdin.write(share.encode())
+        process.stdin.close()
+        processes.append(process)
+    for done, process in enumerate(processes):
+        process.wait()
+        print(f"compiling: {done + 1}/{workers} processes done", file=sys.stderr)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", type=argparse.FileType("r"), help="JSON lines, - for stdin")
     parser.add_argument("--peers", default="cudnn,flash2,flex,flex-autotune")
+    parser.add_argument("--prepare", type=int, default=0, metavar="N", help="compile with N first")
     parser.add_argument("--seconds", type=float, default=0.3, help="timing of one case and peer")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -117,6 +139,9 @@ def main() -> int:
         return 1
     cases = [json.loads(line) for line in args.cases if line.strip()]
     peers = args.peers.split(",")
+    compiling = [peer for peer in peers if peer.startswith("flex")]
+    if args.prepare and compiling:
+        prepare(cases, compiling, args.prepare)
     began = time.monotonic()
     for done, case in enumerate(cases):
         for peer in peers:

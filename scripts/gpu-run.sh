@@ -6,17 +6,17 @@
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
 # sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers. Logs go to $OUT, or
-# to logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case.
+# to logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case,
+# SUBSET how many cases run under the sanitizer, PEERS what bench runs beside (flex-autotune takes
+# half a minute a case).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/logs}
-mkdir -p "$out"
 export FOVEATE_CACHE_DIR="${FOVEATE_CACHE_DIR:-$here/kernel-cache}"
 export FOVEATE_TIMEOUT="${FOVEATE_TIMEOUT:-20}"
 timeout=${TIMEOUT:-60}
 corpus="$here/bin/foveate-conformance"
 table="$out/table.txt"
-: > "$table"
 failed=0
 
 # row NAME PASSED FAILED DECLINED
@@ -100,8 +100,18 @@ sanitize() {
         fi
         # The end of a kernel's parameters is found by asking past it.
         [ "$tool" = memcheck ] && quiet="--report-api-errors no" || quiet=
-        check "$tool" env FOVEATE_TIMEOUT=120 "$sanitizer" --tool "$tool" --error-exitcode 99 \
-            $quiet "$corpus" run --cases "$here/cases" --workers 0 --subset 24 --timeout 120
+        under="$sanitizer --tool $tool --error-exitcode 99 $quiet"
+        export FOVEATE_EXACT_MEMORY=1
+        $under "$corpus" trespass "$tool" > "$out/trespass-$tool.txt" 2>&1
+        if [ $? = 99 ]; then
+            row "$tool finds what is wrong on purpose" 1 0 0
+        else
+            tail -n 5 "$out/trespass-$tool.txt"
+            row "$tool finds what is wrong on purpose" 0 1 0
+        fi
+        check "$tool" env FOVEATE_TIMEOUT=120 $under "$corpus" run --cases "$here/cases" \
+            --workers 0 --subset "${SUBSET:-120}" --timeout 120
+        unset FOVEATE_EXACT_MEMORY
     done
 }
 
@@ -113,7 +123,8 @@ bench() {
     fi
     "$here/bin/foveate" bench gpu --list --json > "$cases" || { row "bench" 0 1 0; return; }
     if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-        python3 "$here/benches/gpu_peers.py" "$cases" > "$peers"
+        python3 "$here/benches/gpu_peers.py" --prepare "${WORKERS:-8}" \
+            --peers "${PEERS:-cudnn,flash2,flex}" "$cases" > "$peers"
         check "bench beside PyTorch" "$here/bin/foveate" bench gpu --peers "$peers"
     else
         echo "PyTorch with CUDA is not here: no peers"
@@ -123,9 +134,12 @@ bench() {
 }
 
 case "${1:-}" in
+    conformance | determinism | misuse | sanitize | bench | all) mkdir -p "$out" && : > "$table" ;;
+    *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+case $1 in
     conformance | determinism | misuse | sanitize | bench) "$1" ;;
     all) conformance; determinism; misuse; sanitize; bench ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -5,6 +5,7 @@
 //!                         [--timeout SECONDS] [--subset N]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
+//! foveate-conformance trespass memcheck|synccheck
 //! ```
 //!
 //! Cases run in worker processes, one at a time in each. A case that hangs, crashes or leaves the
@@ -13,6 +14,7 @@
 
 mod determinism;
 mod misuse;
+mod trespass;
 mod workers;
 
 use std::io::{BufRead, Write};
@@ -92,7 +94,9 @@ foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
     elements.
 foveate-conformance misuse
-    Asks the GPU what it cannot do, and for each that one clear error says so.";
+    Asks the GPU what it cannot do, and for each that one clear error says so.
+foveate-conformance trespass memcheck|synccheck
+    Runs a kernel that this tool of compute-sanitizer must complain of.";
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
@@ -102,6 +106,7 @@ fn main() -> ExitCode {
         "work" => Options::parse(args).and_then(|options| work(&options)),
         "determinism" => Options::parse(args).and_then(|o| determinism::run(o.repeats)),
         "misuse" => misuse::run(),
+        "trespass" => trespass::run(&args.next().unwrap_or_default()),
         _ => {
             println!("{HELP}");
             Ok(command == "--help")

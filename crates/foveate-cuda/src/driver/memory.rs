@@ -17,6 +17,10 @@ use crate::error::{CudaError, CudaErrorKind};
 const SMALL: usize = 512;
 const LARGE: usize = 1 << 20;
 
+/// Set, blocks have exactly the bytes that were asked for, so that compute-sanitizer sees every
+/// access past an operand's end.
+const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
+
 /// Memory for the work of one stream. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Pool(Arc<Shared>);
@@ -26,6 +30,7 @@ struct Shared {
     stream: Arc<Stream>,
     /// Addresses of free blocks, by size.
     free: Mutex<BTreeMap<usize, Vec<u64>>>,
+    exact: bool,
     staging: Mutex<Staging>,
 }
 
@@ -42,7 +47,8 @@ impl Pool {
     /// A pool for work queued on `stream`.
     pub fn new(stream: Arc<Stream>) -> Self {
         let (free, staging) = Default::default();
-        Self(Arc::new(Shared { stream, free, staging }))
+        let exact = std::env::var_os(EXACT_VARIABLE).is_some();
+        Self(Arc::new(Shared { stream, free, exact, staging }))
     }
 
     /// The stream that its memory is used on.
@@ -56,11 +62,17 @@ impl Pool {
     /// [`CudaErrorKind::OutOfMemory`], after every free block was handed back to the device.
     pub fn take(&self, bytes: usize) -> Result<Block, CudaError> {
         let step = if bytes > LARGE { LARGE } else { SMALL };
-        let room = bytes.max(1).next_multiple_of(step);
         // A free block that is not much too large serves as well.
+        let (room, most) = match bytes.max(1) {
+            exact if self.0.exact => (exact, exact),
+            bytes => {
+                let room = bytes.next_multiple_of(step);
+                (room, room + room / 4)
+            }
+        };
         let found = {
             let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let fitting = free.range_mut(room..=room + room / 4).find(|(_, list)| !list.is_empty());
+            let fitting = free.range_mut(room..=most).find(|(_, list)| !list.is_empty());
             fitting.and_then(|(&size, list)| list.pop().map(|address| (address, size)))
         };
         let (address, room) = match found {
