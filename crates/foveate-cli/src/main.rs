@@ -17,6 +17,7 @@ mod mask;
 mod memory;
 mod output;
 mod problem;
+mod progress;
 mod train;
 mod tune;
 

@@ -96,8 +96,8 @@ impl Ahead<'_> {
         let settled = settle(&self.choice, |candidate| {
             let sources = self.sources(candidate)?;
             let (config, text) = &sources[0];
-            let taken = check::compare(config, &*compile(text)?)?;
-            Ok((sources, tolerate(candidate, &self.profile, taken)))
+            let compared = check::compare(config, &*compile(text)?)?;
+            Ok((sources, tolerate(candidate, &self.profile, compared)))
         })?;
         let sources = settled.made;
         sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;

@@ -156,6 +156,17 @@ impl Resources {
     }
 }
 
+/// Bytes of shared memory that a block of `entry` asks for, in the file of a kernel that takes
+/// `kernel`.
+pub(crate) fn shared_bytes_of(entry: &str, kernel: &Resources) -> u32 {
+    match entry {
+        // An f32 for each of its warps.
+        "fv_sink_gradient" => 128,
+        "fv_capture_sums" => 0,
+        _ => kernel.shared_bytes as u32,
+    }
+}
+
 fn check_shape(config: &Config) -> Result<(), Refusal> {
     let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let shape = |reason: String| Err(Refusal::Shape { reason });

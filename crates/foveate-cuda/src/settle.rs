@@ -8,7 +8,7 @@
 //! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
 //! disk, so to settle again costs a look at what is there.
 
-use crate::check::{Excess, Taken};
+use crate::check::Excess;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::{Candidate, Choice, TilesOf};
 use crate::profile::Profile;
@@ -29,14 +29,14 @@ pub(crate) struct Settled<'a, T> {
 pub(crate) fn tolerate(
     candidate: &Candidate,
     profile: &Profile,
-    compared: Result<Taken, Excess>,
-) -> Result<Taken, Excess> {
+    compared: Result<(), Excess>,
+) -> Result<(), Excess> {
     compared.or_else(|excess| {
         let registers = excess.taken.registers as usize;
         let resources = Resources { registers, ..candidate.resources.clone() };
         let local = excess.taken.local_bytes > local_bytes_allowed(candidate.config.dtype);
         let fewer = resources.occupancy(profile).blocks < candidate.occupancy.blocks;
-        if local || fewer { Err(excess) } else { Ok(excess.taken) }
+        if local || fewer { Err(excess) } else { Ok(()) }
     })
 }
 
@@ -47,24 +47,24 @@ pub(crate) fn tolerate(
 /// passed over as long as there is another.
 pub(crate) fn settle<'a, T>(
     choice: &'a Choice,
-    mut make: impl FnMut(&Candidate) -> Result<(T, Result<Taken, Excess>), CudaError>,
+    mut make: impl FnMut(&Candidate) -> Result<(T, Result<(), Excess>), CudaError>,
 ) -> Result<Settled<'a, T>, CudaError> {
     let mut least: Option<(u32, &Candidate, T)> = None;
     let mut first: Option<String> = None;
     let mut broken = None;
-    let mut enough = usize::MAX;
+    let mut too_many = usize::MAX;
     for candidate in choice.ranked() {
-        // What needs as many registers as one that had too few of them has too few as well.
-        if candidate.resources.needed >= enough {
+        // What needs as many registers as one that had not enough of them has not enough either.
+        if candidate.resources.needed >= too_many {
             continue;
         }
         let said = match make(candidate) {
-            Ok((made, Ok(_))) => {
+            Ok((made, Ok(()))) => {
                 let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
                 return Ok(Settled { candidate, made, note });
             }
             Ok((made, Err(Excess { taken, reason }))) => {
-                enough = candidate.resources.needed;
+                too_many = candidate.resources.needed;
                 if least.as_ref().is_none_or(|(bytes, ..)| taken.local_bytes < *bytes) {
                     least = Some((taken.local_bytes, candidate, made));
                 }
@@ -93,6 +93,7 @@ pub(crate) fn settle<'a, T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::check::Taken;
     use crate::config::{Elem, Kernel};
     use crate::planner::{Class, KernelOptions, Sizes, choose};
 
@@ -103,10 +104,10 @@ mod tests {
         choose(&profile, &class, &sizes, Kernel::Backward, &options, None).unwrap()
     }
 
-    fn takes(local_bytes: u32, allowed: u32) -> Result<Taken, Excess> {
+    fn takes(local_bytes: u32, allowed: u32) -> Result<(), Excess> {
         let taken = Taken { registers: 255, local_bytes, shared_bytes: 0 };
         let reason = format!("{local_bytes} B, {allowed} are allowed");
-        if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(taken) }
+        if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(()) }
     }
 
     #[test]

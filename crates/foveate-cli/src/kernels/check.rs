@@ -9,16 +9,18 @@ use std::time::{Duration, Instant};
 
 use foveate_cuda::CudaError;
 use foveate_cuda::cache::Cache;
-use foveate_cuda::check::{ARCHS, Listed, Taken, list};
+use foveate_cuda::check::{ARCHS, Checked, Listed, Taken, list};
 use foveate_cuda::nvrtc::Compiler;
 use serde::Serialize;
 
-use super::table::{Standing, Table};
+use super::table::{Standing, Table, rows};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::output::Output;
+use crate::progress::Progress;
 
-/// Compile every kernel of the planner's list and compare what it takes with the recorded table
+/// Compile what the planner chooses, settle like a plan where that takes too much, and compare what
+/// kernels take with the recorded table
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// An architecture, such as sm_90 (all that are listed when left out)
@@ -42,7 +44,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What came of one kernel.
+/// What came of one entry point of a kernel's file, or of a kernel that does not compile.
 #[derive(Serialize)]
 struct Line<'a> {
     arch: &'a str,
@@ -52,71 +54,66 @@ struct Line<'a> {
     #[serde(flatten)]
     taken: Option<Taken>,
     standing: Option<Standing>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
     error: Option<String>,
 }
 
-/// Compiles, prints a line for each kernel, and fails when one does not hold.
+/// Entry points by what came of them.
+#[derive(Default)]
+struct Count {
+    changed: usize,
+    worse: usize,
+    failed: usize,
+    /// Kernels that run with other tiles than the planner chose.
+    settled: usize,
+}
+
+/// Compiles, prints a line for each entry point, and fails when one does not hold.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let cuda = |e: CudaError| Failure::new(e.to_string());
     let archs: Vec<String> = match args.arch.is_empty() {
         true => ARCHS.iter().map(|(arch, _)| (*arch).to_owned()).collect(),
         false => args.arch.clone(),
     };
-    let mut kernels: Vec<Listed> = Vec::new();
-    for arch in &archs {
-        kernels.extend(list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?);
-    }
-    if let Some(text) = &args.filter {
-        kernels.retain(|k| k.name().contains(text.as_str()));
-    }
-    if kernels.is_empty() {
-        return Err(Failure::usage("no kernel that is listed has this in its name"));
-    }
-    let compiler = Compiler::get().map_err(cuda)?;
+    let kernels = wanted(args, &archs)?;
+    let compiler = Compiler::get().map_err(|e| Failure::new(e.to_string()))?;
     let mut table = Table::recorded()?;
     let interrupt = Interrupt::watch()?;
     let mut progress = Progress::new(kernels.len());
     let mut done = Vec::new();
-    let (mut changed, mut worse, mut failed) = (0, 0, 0);
+    let mut count = Count::default();
     each(&kernels, compiler, args.threads, |kernel, result, took| {
         interrupt.check()?;
-        progress.one();
-        let taken = result.as_ref().ok().copied();
-        let standing = taken.map(|t| table.standing(kernel, &t));
-        changed += usize::from(matches!(standing, Some(Standing::Changed | Standing::New)));
-        worse += usize::from(standing == Some(Standing::Worse));
-        failed += usize::from(standing.is_none());
-        done.extend(taken.map(|t| (kernel, t)));
-        let line = Line {
-            arch: &kernel.arch,
-            kernel: kernel.name(),
-            tiles: kernel.tiles(),
-            seconds: took.as_secs_f64(),
-            taken,
-            standing,
-            error: result.err().map(|e| e.to_string()),
-        };
-        if args.json { Ok(out.json(&line)?) } else { line.print(out) }
+        let lines = lines(kernel, &result, took, &table);
+        lines.iter().for_each(|line| count.add(line));
+        done.extend(result.ok().map(|found| (kernel, found)));
+        progress.step(&kernel.name(), || {
+            lines.iter().try_for_each(|line| match args.json {
+                true => Ok(out.json(line)?),
+                false => line.print(out),
+            })
+        })
     })?;
     if !args.json {
+        let Count { changed, worse, failed, settled } = count;
         out.line(format_args!(
             "{} kernels in {:.0} s with NVRTC {}.{}: {changed} new or changed, {worse} worse, \
-             {failed} failed",
+             {failed} failed; {settled} run with other tiles than the planner chose",
             kernels.len(),
-            progress.began.elapsed().as_secs_f64(),
+            progress.elapsed().as_secs_f64(),
             compiler.version().0,
             compiler.version().1
         ))?;
     }
     if let Some(path) = &args.update {
-        if !args.few && args.filter.is_none() {
+        if !args.few && args.filter.is_none() && count.failed == 0 {
             archs.iter().for_each(|arch| table.forget(arch));
         }
-        done.into_iter().for_each(|(kernel, taken)| table.record(kernel, taken));
+        done.iter().for_each(|(kernel, found)| table.record(kernel, found));
         table.write(path)?;
-        worse = 0;
+        count.worse = 0;
     }
-    match worse + failed {
+    match count.worse + count.failed {
         0 => Ok(()),
         n => Err(Failure::new(format!(
             "{n} kernels do not compile, or take more than was planned or recorded"
@@ -125,12 +122,74 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
 }
 
+/// The kernels that were asked for.
+fn wanted(args: &Args, archs: &[String]) -> Result<Vec<Listed>, Failure> {
+    let mut kernels: Vec<Listed> = Vec::new();
+    for arch in archs {
+        kernels.extend(list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?);
+    }
+    if let Some(text) = &args.filter {
+        kernels.retain(|k| k.name().contains(text.as_str()));
+    }
+    match kernels.is_empty() {
+        true => Err(Failure::usage("no kernel that is listed has this in its name")),
+        false => Ok(kernels),
+    }
+}
+
+/// What there is to say of a kernel.
+fn lines<'a>(
+    kernel: &'a Listed,
+    result: &Result<Checked, CudaError>,
+    took: Duration,
+    table: &Table,
+) -> Vec<Line<'a>> {
+    let line = |name, tiles| Line {
+        arch: &kernel.arch,
+        kernel: name,
+        tiles,
+        seconds: took.as_secs_f64(),
+        taken: None,
+        standing: None,
+        note: None,
+        error: None,
+    };
+    let found = match result {
+        Ok(found) => found,
+        Err(e) => {
+            return vec![Line {
+                error: Some(e.to_string()),
+                ..line(kernel.name(), kernel.tiles())
+            }];
+        }
+    };
+    let of_entry = |(name, taken): (String, Taken)| {
+        let standing = Some(table.standing(&kernel.arch, &name, &found.config, &taken));
+        Line { taken: Some(taken), standing, ..line(name, found.tiles()) }
+    };
+    let mut lines: Vec<_> = rows(kernel, found).map(of_entry).collect();
+    lines[0].note = found.note.clone();
+    lines
+}
+
+impl Count {
+    fn add(&mut self, line: &Line<'_>) {
+        self.settled += usize::from(line.note.is_some());
+        match line.standing {
+            None => self.failed += 1,
+            Some(Standing::Worse) => self.worse += 1,
+            Some(Standing::Changed | Standing::New) => self.changed += 1,
+            Some(Standing::Recorded) => {}
+        }
+    }
+}
+
 /// Compiles on several threads and calls `then` here, in the order they finish.
 fn each<'a>(
     kernels: &'a [Listed],
     compiler: &Compiler,
     threads: Option<usize>,
-    mut then: impl FnMut(&'a Listed, Result<Taken, CudaError>, Duration) -> Result<(), Failure>,
+    mut then: impl FnMut(&'a Listed, Result<Checked, CudaError>, Duration) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let threads = threads.unwrap_or(cores).clamp(1, kernels.len());
@@ -157,35 +216,6 @@ fn each<'a>(
     })
 }
 
-/// Says on standard error how far the command is, where it takes longer than one waits unasked.
-struct Progress {
-    all: usize,
-    done: usize,
-    began: Instant,
-    said: Instant,
-}
-
-impl Progress {
-    const EVERY: Duration = Duration::from_secs(20);
-
-    fn new(all: usize) -> Self {
-        let now = Instant::now();
-        Self { all, done: 0, began: now, said: now }
-    }
-
-    /// Counts a kernel.
-    fn one(&mut self) {
-        self.done += 1;
-        if self.said.elapsed() >= Self::EVERY && self.done < self.all {
-            self.said = Instant::now();
-            let each = self.began.elapsed() / self.done as u32;
-            let left = each * (self.all - self.done) as u32;
-            let Self { all, done, .. } = self;
-            eprintln!("{done} of {all} kernels, {:.0} s left", left.as_secs_f64());
-        }
-    }
-}
-
 impl Line<'_> {
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
         let Self { arch, kernel, tiles, seconds, .. } = self;
@@ -198,6 +228,9 @@ impl Line<'_> {
             (_, _, error) => format!("{head}  {}", error.as_deref().unwrap_or_default()),
         };
         out.line(line)?;
+        if let Some(note) = &self.note {
+            out.line(format_args!("       {note}"))?;
+        }
         Ok(out.flush()?)
     }
 }

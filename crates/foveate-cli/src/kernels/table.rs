@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::{fmt, fs};
 
-use foveate_cuda::check::{Listed, Taken};
+use foveate_cuda::check::{Checked, Listed, Taken};
 use foveate_cuda::config::Config;
 use serde::{Deserialize, Serialize};
 
@@ -13,11 +13,21 @@ use crate::failure::Failure;
 /// The table as it was when this program was built.
 const RECORDED: &str = include_str!("../../../../conformance/kernel-resources.toml");
 
-/// By architecture, then by [`Listed::name`].
+/// By architecture, then by kernel, as [`rows`] calls them.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
 
-/// What one kernel took: a line of numbers, so that the table is short enough to be read.
+/// The names of what was found of a kernel and its place in the table: one row for each entry point
+/// of its file, of which the kernel's own, the first, has no name but the kernel's.
+pub fn rows(kernel: &Listed, found: &Checked) -> impl Iterator<Item = (String, Taken)> {
+    let own = kernel.name();
+    found.entries.iter().enumerate().map(move |(i, (entry, taken))| match i {
+        0 => (own.clone(), *taken),
+        _ => (format!("{own}: {}", entry.trim_start_matches("fv_")), *taken),
+    })
+}
+
+/// What one entry point took: a line of numbers, so that the table is short enough to be read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "[u32; 7]", into = "[u32; 7]")]
 struct Row {
@@ -26,8 +36,8 @@ struct Row {
 }
 
 impl Row {
-    fn new(kernel: &Listed, taken: Taken) -> Self {
-        let Config { tile_q, tile_kv, warps, stages, .. } = kernel.config;
+    fn new(config: &Config, taken: Taken) -> Self {
+        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
         Self { tiles: [tile_q, tile_kv, warps, stages].map(|n| n as u32), taken }
     }
 }
@@ -70,12 +80,12 @@ impl Table {
             .map_err(|e| Failure::new(format!("the recorded table cannot be read: {e}")))
     }
 
-    /// Compares a kernel with its row.
-    pub fn standing(&self, kernel: &Listed, taken: &Taken) -> Standing {
-        let Some(row) = self.0.get(&kernel.arch).and_then(|rows| rows.get(&kernel.name())) else {
+    /// Compares an entry point with its row.
+    pub fn standing(&self, arch: &str, name: &str, config: &Config, taken: &Taken) -> Standing {
+        let Some(row) = self.0.get(arch).and_then(|rows| rows.get(name)) else {
             return Standing::New;
         };
-        if row.tiles != Row::new(kernel, *taken).tiles {
+        if row.tiles != Row::new(config, *taken).tiles {
             return Standing::Changed;
         }
         let worse = taken.registers > row.taken.registers + SLACK
@@ -93,16 +103,19 @@ impl Table {
         self.0.remove(arch);
     }
 
-    /// Adds or replaces a row.
-    pub fn record(&mut self, kernel: &Listed, taken: Taken) {
-        let rows = self.0.entry(kernel.arch.clone()).or_default();
-        rows.insert(kernel.name(), Row::new(kernel, taken));
+    /// Adds or replaces the rows of a kernel.
+    pub fn record(&mut self, kernel: &Listed, found: &Checked) {
+        let table = self.0.entry(kernel.arch.clone()).or_default();
+        for (name, taken) in rows(kernel, found) {
+            table.insert(name, Row::new(&found.config, taken));
+        }
     }
 
     /// Writes the table, a line for each kernel.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::from(
-            "# What the kernels that the planner chooses take of a multiprocessor.\n\
+            "# What the kernels that the planner chooses take of a multiprocessor, or those that run in\n\
+             # place of what took more than planned.\n\
              # `foveate kernels check` compares with it, with --update it writes it. The numbers:\n\
              # queries and keys of a tile, warps, stages; bytes of shared memory of a block,\n\
              # registers and bytes of local memory of a thread.\n",
@@ -133,21 +146,27 @@ impl fmt::Display for Standing {
 mod tests {
     use super::*;
     use foveate_cuda::check::list;
+    use foveate_cuda::config::{Elem, Kernel};
 
     #[test]
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
         let kernel = &list("sm_90", true).unwrap()[0];
+        let config = Config::new(Kernel::Delta, Elem::Bf16, 64, 64);
         let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
+        let more = Taken { registers: 50, ..taken };
+        let entries = vec![("fv_delta".to_owned(), taken), ("fv_rests".to_owned(), more)];
+        let mut found = Checked { config, entries, note: None };
         let mut table = Table::default();
-        table.record(kernel, taken);
+        table.record(kernel, &found);
         let file = tempfile::NamedTempFile::new().unwrap();
         table.write(file.path()).unwrap();
         let table: Table = toml::from_str(&fs::read_to_string(file.path()).unwrap()).unwrap();
 
+        let name = kernel.name();
         let with = |change: fn(&mut Taken)| {
             let mut taken = taken;
             change(&mut taken);
-            table.standing(kernel, &taken)
+            table.standing("sm_90", &name, &found.config, &taken)
         };
         assert_eq!(with(|_| ()), Standing::Recorded);
         assert_eq!(with(|t| t.registers += 8), Standing::Changed);
@@ -155,12 +174,13 @@ mod tests {
         assert_eq!(with(|t| t.local_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.local_bytes = 0), Standing::Changed);
+        let second = format!("{name}: rests");
+        assert_eq!(table.standing("sm_90", &second, &found.config, &more), Standing::Recorded);
+        assert_eq!(table.standing("sm_90", &second, &found.config, &taken), Standing::Worse);
 
-        let mut larger = kernel.clone();
-        larger.config.tile_q *= 2;
-        assert_eq!(table.standing(&larger, &taken), Standing::Changed);
-        larger.arch = "sm_80".into();
-        assert_eq!(table.standing(&larger, &taken), Standing::New);
+        assert_eq!(table.standing("sm_80", &name, &found.config, &taken), Standing::New);
+        found.config.tile_q *= 2;
+        assert_eq!(table.standing("sm_90", &name, &found.config, &taken), Standing::Changed);
     }
 
     #[test]

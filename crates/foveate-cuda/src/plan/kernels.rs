@@ -16,6 +16,7 @@ use crate::driver::Function;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
+use crate::resources::shared_bytes_of;
 use crate::schedule::TileSize;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
@@ -199,10 +200,7 @@ impl CudaPlan {
             Ok(((config, mods, compiled), taken))
         })?;
         let (config, mods, compiled) = settled.made;
-        let bytes = match entry {
-            "fv_sink_gradient" => SINK_SHARED_BYTES,
-            _ => settled.candidate.resources.shared_bytes as u32,
-        };
+        let bytes = shared_bytes_of(entry, &settled.candidate.resources);
         let function = self.engine.load(&compiled, entry, bytes)?;
         let mut kernels = lock(&self.kernels);
         kernels.loaded.insert(key, (config.clone(), function.clone()));
@@ -312,9 +310,6 @@ pub(crate) fn for_entry(mut config: Config, entry: &str, spec: &Spec) -> Config 
     }
     config
 }
-
-/// What `fv_sink_gradient` takes, an f32 for each of its warps.
-const SINK_SHARED_BYTES: u32 = 128;
 
 /// A number for a text, to tell the texts of one plan apart.
 fn digest(text: &str) -> u64 {

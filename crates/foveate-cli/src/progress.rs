@@ -1,0 +1,60 @@
+//! How far a command is: a bar on stderr, or plain lines now and then where stderr is no terminal.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// Steps of one kind, of which it is known how many there are.
+pub struct Progress {
+    bar: ProgressBar,
+    plain: bool,
+    began: Instant,
+    said: Instant,
+}
+
+/// Between two plain lines.
+const EVERY: Duration = Duration::from_secs(20);
+
+impl Progress {
+    /// None of `all` steps is done.
+    pub fn new(all: usize) -> Self {
+        let plain = !std::io::stderr().is_terminal();
+        let bar = ProgressBar::with_draw_target(Some(all as u64), ProgressDrawTarget::stderr());
+        let style = ProgressStyle::with_template(
+            "{bar:30} {pos}/{len}  {msg}  {per_sec}  {elapsed} elapsed, {eta} left",
+        );
+        bar.set_style(style.expect("the template is valid"));
+        bar.enable_steady_tick(Duration::from_millis(500));
+        let now = Instant::now();
+        Self { bar, plain, began: now, said: now }
+    }
+
+    /// One step more is done, `what`; what `print` writes to the terminal does not disturb the bar.
+    pub fn step<T>(&mut self, what: &str, print: impl FnOnce() -> T) -> T {
+        self.bar.inc(1);
+        self.bar.set_message(what.to_owned());
+        let (done, all) = (self.bar.position(), self.bar.length().unwrap_or_default());
+        if self.plain && self.said.elapsed() >= EVERY && done < all {
+            self.said = Instant::now();
+            let seconds = self.elapsed().as_secs_f64();
+            let rate = done as f64 / seconds;
+            let left = (all - done) as f64 / rate;
+            eprintln!(
+                "{done}/{all}  {what}  {rate:.1}/s  {seconds:.0} s elapsed, {left:.0} s left"
+            );
+        }
+        self.bar.suspend(print)
+    }
+
+    /// Since the first step began.
+    pub fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
