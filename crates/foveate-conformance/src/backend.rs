@@ -64,8 +64,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 }
 
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
-/// cases several tiles, made deterministic, with block lists that the host made, and the crate
-/// `foveate` on it.
+/// cases several tiles, made deterministic, with block lists that the host made, with captured
+/// buffers that lie in device memory, and the crate `foveate` on it.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -86,6 +86,7 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let default = CudaOptions::default();
     let small = CudaOptions { kernels, ..default.clone() };
     let on_host = CudaOptions { lists_on_host: true, ..default.clone() };
+    let on_device = CudaOptions { contents_on_device: true, ..default.clone() };
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
     let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
     Ok(vec![
@@ -93,6 +94,7 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
         cuda("cuda, small tiles", small),
         cuda("cuda, deterministic", deterministic),
         cuda("cuda, lists of the host", on_host),
+        cuda("cuda, contents on the device", on_device),
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ])
 }

@@ -109,7 +109,7 @@ fn repeat(
     ];
     let at = |i: usize, shape| DeviceTensor::contiguous(blocks[i].address(), DType::BF16, shape);
     let lse = DeviceTensor::contiguous(blocks[1].address(), DType::F32, dims.row_shape());
-    let operands = DeviceOperands { q, k, v, sink: None, varlen: None, pages: None };
+    let operands = DeviceOperands::new(q, k, v);
     let forward = DeviceForward { operands, out: at(0, dims.out_shape()), lse, max_score: None };
     let backward = DeviceBackward {
         operands,
@@ -190,8 +190,7 @@ fn far(engine: &std::sync::Arc<Engine>) -> Result<Result<(), String>, CudaError>
         };
         let rows = queue.pool().take(4 * dims.row_shape().iter().product::<usize>())?;
         let lse = DeviceTensor::contiguous(rows.address(), DType::F32, dims.row_shape());
-        let operands =
-            DeviceOperands { q: at(0), k: at(1), v: at(2), sink: None, varlen: None, pages: None };
+        let operands = DeviceOperands::new(at(0), at(1), at(2));
         let forward = DeviceForward { operands, out: at(4), lse, max_score: None };
         plan.forward_on(queue, &forward)?;
         plan.backward_on(

@@ -1,8 +1,8 @@
 //! `foveate-conformance`: the corpus on what this machine has.
 //!
 //! ```text
-//! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--workers N]
-//!                         [--timeout SECONDS] [--subset N]
+//! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
+//!                         [--workers N] [--timeout SECONDS] [--subset N]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance trespass memcheck|synccheck
@@ -14,6 +14,7 @@
 
 mod determinism;
 mod misuse;
+mod on_device;
 mod trespass;
 mod workers;
 
@@ -32,6 +33,7 @@ pub struct Options {
     cases: PathBuf,
     only: String,
     on: String,
+    backend: String,
     workers: usize,
     timeout: Duration,
     repeats: usize,
@@ -44,6 +46,7 @@ impl Options {
             cases: "conformance/cases".into(),
             only: String::new(),
             on: "gpu".into(),
+            backend: String::new(),
             workers: std::thread::available_parallelism().map_or(4, usize::from).min(12),
             timeout: Duration::from_secs(60),
             repeats: 1000,
@@ -56,6 +59,7 @@ impl Options {
                 "--cases" => options.cases = value.into(),
                 "--only" => options.only = value,
                 "--on" if ["gpu", "cpu", "all"].contains(&value.as_str()) => options.on = value,
+                "--backend" => options.backend = value,
                 "--workers" => options.workers = number()?,
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
                 "--subset" => options.subset = number()?,
@@ -81,15 +85,16 @@ impl Options {
             _ => gpu_backends().map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
         };
         let cpu = if self.on == "gpu" { Vec::new() } else { backends() };
-        (cpu.into_iter().chain(gpu).collect(), reason)
+        let all = cpu.into_iter().chain(gpu).filter(|b| b.name().contains(&self.backend));
+        (all.collect(), reason)
     }
 }
 
 const HELP: &str = "\
-foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--workers N]
-                        [--timeout SECONDS] [--subset N]
-    Runs every case whose name has TEXT in it, or N of them, evenly chosen; with --workers 0 in
-    this process.
+foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
+                        [--workers N] [--timeout SECONDS] [--subset N]
+    Runs every case whose name has TEXT in it, or N of them, evenly chosen, on the backends whose
+    names have theirs; with --workers 0 in this process.
 foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
     elements.

@@ -14,8 +14,9 @@ use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
 use crate::determinism::bf16_bytes;
+use crate::on_device;
 
-type Outcome = Result<Result<(), String>, CudaError>;
+pub(crate) type Outcome = Result<Result<(), String>, CudaError>;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
@@ -34,14 +35,18 @@ pub fn run() -> Result<bool, String> {
             Err(e) => format!("FAILED: {e}"),
         };
         passed &= line == "passed";
-        println!("{name:<58} {line}");
+        println!("{name:<62} {line}");
     };
     say("wrong memory is named before anything runs", memory(&engine));
     match Engine::get(1) {
         Ok(other) => say("memory of another GPU is named", other_device(&engine, &other)),
-        Err(e) => println!("{:<58} skipped: {e}", "memory of another GPU is named"),
+        Err(e) => println!("{:<62} skipped: {e}", "memory of another GPU is named"),
     }
     say("a captured index out of range is reported", out_of_range(&engine));
+    say(
+        "captured buffers in device memory give the bits of the plan's",
+        on_device::captures(&engine),
+    );
     say("a stream of somebody else gives the same bits", foreign_stream(&engine));
     for page_size in [16, 7] {
         let name = format!("keys in pages of {page_size} give what a cache in one piece gives");
@@ -55,7 +60,8 @@ pub fn run() -> Result<bool, String> {
     Ok(passed)
 }
 
-fn dims(heads_q: usize, len: usize) -> Dims {
+/// One batch entry, head dim 64.
+pub(crate) fn dims(heads_q: usize, len: usize) -> Dims {
     Dims {
         batch: 1,
         heads_q,
@@ -70,13 +76,13 @@ fn dims(heads_q: usize, len: usize) -> Dims {
 }
 
 /// Operands and destinations of one problem on a queue.
-struct Tensors {
+pub(crate) struct Tensors {
     blocks: Vec<Block>,
     dims: Dims,
 }
 
 impl Tensors {
-    fn new(queue: &Queue, dims: Dims, seed: u64) -> Result<Self, CudaError> {
+    pub(crate) fn new(queue: &Queue, dims: Dims, seed: u64) -> Result<Self, CudaError> {
         let mut random = Random::new(seed);
         let elems = dims.q_shape().iter().product();
         let mut blocks = Vec::new();
@@ -96,24 +102,17 @@ impl Tensors {
         DeviceTensor::contiguous(address, DType::BF16, self.dims.q_shape())
     }
 
-    fn forward(&self) -> DeviceForward<'static> {
+    pub(crate) fn forward(&self) -> DeviceForward<'static> {
         let lse = self.blocks[5].address();
         DeviceForward {
-            operands: DeviceOperands {
-                q: self.at(0),
-                k: self.at(1),
-                v: self.at(2),
-                sink: None,
-                varlen: None,
-                pages: None,
-            },
+            operands: DeviceOperands::new(self.at(0), self.at(1), self.at(2)),
             out: self.at(4),
             lse: DeviceTensor::contiguous(lse, DType::F32, self.dims.row_shape()),
             max_score: None,
         }
     }
 
-    fn backward(&self) -> DeviceBackward<'static> {
+    pub(crate) fn backward(&self) -> DeviceBackward<'static> {
         let DeviceForward { operands, out, lse, .. } = self.forward();
         DeviceBackward {
             operands,
@@ -130,7 +129,13 @@ impl Tensors {
         }
     }
 
-    fn read(&self, i: usize) -> Result<Vec<u8>, CudaError> {
+    /// Makes every result NaN.
+    pub(crate) fn clear(&self) -> Result<(), CudaError> {
+        self.blocks[4..].iter().try_for_each(|block| block.fill(0xFF))
+    }
+
+    /// The bytes of tensor `i`: q, k, v, d_out, out, lse, dq, dk, dv.
+    pub(crate) fn read(&self, i: usize) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0; self.blocks[i].bytes()];
         self.blocks[i].read(&mut bytes, CudaOptions::default().timeout)?;
         Ok(bytes)
@@ -292,12 +297,8 @@ fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options.clone())?;
     let forward = |batch: usize, k, v, pages| DeviceForward {
         operands: DeviceOperands {
-            q: tensor(&q, [batch, heads, queries, dim]),
-            k,
-            v,
-            sink: None,
-            varlen: None,
             pages,
+            ..DeviceOperands::new(tensor(&q, [batch, heads, queries, dim]), k, v)
         },
         out: tensor(&out, [batch, heads, queries, dim]),
         lse: DeviceTensor::contiguous(lse.address(), DType::F32, [batch, heads, queries]),

@@ -112,7 +112,8 @@ impl Worker {
     fn start(options: &Options) -> Result<Self, String> {
         let program = std::env::current_exe().map_err(|e| e.to_string())?;
         let mut child = Command::new(program)
-            .args(["work", "--on", &options.on, "--only", &options.only, "--cases"])
+            .args(["work", "--on", &options.on, "--backend", &options.backend])
+            .args(["--only", &options.only, "--cases"])
             .arg(&options.cases)
             .args(["--subset", &options.subset.to_string()])
             // The corpus runs in many workers; each needs one thread.

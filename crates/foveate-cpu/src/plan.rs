@@ -37,8 +37,8 @@ impl CpuPlan {
     /// Plans `spec` for operands of `dtype` (f32, f16 or bf16) and sizes like `dims`.
     ///
     /// # Errors
-    /// When the dtype is not one of those, an option is out of its range, or [`Spec::check`]
-    /// refuses the program. A score that cannot
+    /// When the dtype is not one of those, an option is out of its range, or [`Spec::check`] or
+    /// [`Spec::check_on_host`] refuses the program. A score that cannot
     /// be differentiated is an error of [`Self::backward`], and of [`Self::differentiable`].
     pub fn new(
         spec: &Spec,
@@ -51,6 +51,7 @@ impl CpuPlan {
         }
         options.check()?;
         spec.check()?;
+        spec.check_on_host()?;
         Ok(Self {
             mods: Arc::new(Mods::new(spec)),
             spec: spec.clone(),
@@ -81,9 +82,11 @@ impl CpuPlan {
     /// built again if the mask reads it.
     ///
     /// # Errors
-    /// When no mod captures a buffer of that name, or type or rank differ.
+    /// When no mod captures a buffer of that name, type or rank differ, or its elements are not in
+    /// host memory.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CpuError> {
         let rebound = self.spec.rebind(buffer)?;
+        rebound.iter().try_for_each(|r| r.spec.check_on_host())?;
         rebound.map(|r| self.with(r)).ok_or_else(|| unknown("captured buffer", buffer.name()))
     }
 

@@ -109,6 +109,14 @@ struct BackwardParams {
     float* rests;
 };
 
+struct RangeTableParams {
+    const void* elems;           // [rows, length], row-major
+    void* table;                 // [levels, rows, blocks] of BoolEnds, IntEnds or FloatEnds
+    i64 rows;
+    int length;
+    int ty;                      // of the elements: 0 bool (a byte), 1 i32, 2 f32
+};
+
 struct BlockListsParams {
     const Sequence* sequences;
     const Tile* tiles;           // the rows to be made, a block for each: of queries, or of keys

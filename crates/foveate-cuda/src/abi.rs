@@ -265,6 +265,21 @@ structs! {
         pub rests: Address,
     }
 
+    /// Arguments of the kernel that makes the range table of a captured buffer. Its grid is
+    /// `[rows]`, of blocks of any size.
+    pub struct RangeTableParams {
+        /// The elements, `[rows, length]`.
+        pub elems: Address,
+        /// The table to be written: pairs of 4 bytes, `[levels, rows, blocks]`.
+        pub table: Address,
+        /// Product of the axes before the last one.
+        pub rows: i64,
+        /// Length of the last axis.
+        pub length: i32,
+        /// Type of the elements: 0 for bool (a byte), 1 for i32, 2 for f32.
+        pub ty: i32,
+    }
+
     /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block
     /// has [`Self::THREADS`] threads and [`Self::shared_bytes`].
     pub struct BlockListsParams {

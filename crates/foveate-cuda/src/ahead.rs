@@ -113,8 +113,14 @@ impl Ahead<'_> {
         let walks = config.mask && config.kernel != Kernel::Combine;
         if walks {
             let lists = lists_config(self.run.checked);
-            let text = source(&lists, &self.print(&config, true)?);
+            let mods = self.print(&config, true)?;
+            let text = source(&lists, &mods);
             sources.push((lists, text));
+            if mods.bounded().next().is_some() {
+                let table = table_config();
+                let text = source(&table, &no_mods());
+                sources.push((table, text));
+            }
         }
         let captures = self.gradient.as_ref().is_some_and(|g| !g.captures().is_empty());
         let entry = match config.kernel {
@@ -158,6 +164,18 @@ impl Ahead<'_> {
         };
         ModsSource::new(mods, &options)
     }
+}
+
+/// The kernel that makes range tables of captured buffers.
+pub(crate) fn table_config() -> Config {
+    Config { warps: 32, stages: 1, ..Config::new(Kernel::RangeTable, Elem::F16, 64, 64) }
+}
+
+/// What kernels are printed with that evaluate no mods.
+pub(crate) fn no_mods() -> ModsSource {
+    let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 1, keys: 1 };
+    let options = Options { extent, fast_math: false, checked: false, deterministic: false };
+    ModsSource::new(Mods::default(), &options).expect("without captures everything fits")
 }
 
 /// The kernel that makes block lists. Tiles are its arguments and elements are of no account, so

@@ -28,11 +28,13 @@ pub enum Kernel {
     Dq,
     /// The runs of live tiles, from the mask.
     BlockLists,
+    /// Smallest and largest elements of stretches of a captured buffer.
+    RangeTable,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -40,6 +42,7 @@ impl Kernel {
         Self::BackwardDq,
         Self::Dq,
         Self::BlockLists,
+        Self::RangeTable,
     ];
 
     /// Its name without prefix, that of its file.
@@ -52,6 +55,7 @@ impl Kernel {
             Self::BackwardDq => "backward_dq",
             Self::Dq => "dq",
             Self::BlockLists => "block_lists",
+            Self::RangeTable => "range_table",
         }
     }
 

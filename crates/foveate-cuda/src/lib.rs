@@ -35,6 +35,9 @@ pub mod tuner;
 
 pub use engine::{Engine, Queue};
 pub use error::{CudaError, CudaErrorKind};
+pub use foveate_mods::Type;
 pub use plan::{CudaOptions, CudaPlan, Description};
-pub use tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
+pub use tensors::{
+    DeviceArray, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
+};
 pub use tuner::{Records, Tuning};

@@ -275,7 +275,7 @@ impl KernelOptions {
             Kernel::Forward => self.forward = TileOptions::exactly(tiles),
             Kernel::Backward => self.backward = TileOptions::exactly(tiles),
             Kernel::BackwardDq => self.backward_dq = TileOptions::exactly(tiles),
-            Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => {}
+            _ => {}
         }
         self
     }
@@ -469,7 +469,9 @@ fn asked(kernel: Kernel, options: &KernelOptions) -> TileOptions {
         Kernel::Forward => options.forward,
         Kernel::Backward => options.backward,
         Kernel::BackwardDq => options.backward_dq,
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => TileOptions::default(),
+        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
+            TileOptions::default()
+        }
     }
 }
 

@@ -221,7 +221,9 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("ds", tile_q * row_p),
             ("meetings", 64),
         ],
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => vec![],
+        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
+            vec![]
+        }
     };
     // Gradients leave through what held tiles, 16 rows of each warp's accumulators at a time.
     let columns = |m, dim| Warps::divide(warps, m, dim, false).map_or(0, |w| w.columns);
@@ -320,7 +322,7 @@ fn sums(config: &Config) -> usize {
             kept + scores.max(of_dq)
         }
         Kernel::BackwardDq => divide(tile_q, dim) + 2 * of_scores,
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => 0,
+        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => 0,
     }
 }
 
@@ -328,7 +330,9 @@ fn sums(config: &Config) -> usize {
 fn register_bound(config: &Config) -> usize {
     let sums = sums(config);
     let bound = match config.kernel {
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists => 96,
+        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
+            96
+        }
         _ if config.dtype == Elem::F32 => sums * 2 + 80,
         _ => sums * 3 / 2 + 56,
     };

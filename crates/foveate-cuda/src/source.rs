@@ -30,6 +30,7 @@ fn files(kernel: Kernel) -> &'static [&'static str] {
         }
         Kernel::Dq => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/dq.cu")],
         Kernel::BlockLists => &[include_str!("../kernels/block_lists.cu")],
+        Kernel::RangeTable => &[include_str!("../kernels/range_table.cu")],
     }
 }
 
@@ -42,11 +43,10 @@ pub fn source(config: &Config, mods: &ModsSource) -> String {
 }
 
 /// What prints mods, orders tiles and splits keys.
-const AROUND: [&str; 7] = [
+const AROUND: [&str; 6] = [
     include_str!("codegen/mod.rs"),
     include_str!("codegen/print.rs"),
     include_str!("codegen/captures.rs"),
-    include_str!("codegen/ranges.rs"),
     include_str!("codegen/sharing.rs"),
     include_str!("planner/model.rs"),
     include_str!("schedule.rs"),

@@ -4,6 +4,7 @@
 //! in wrong numbers. So shapes, dtypes, alignment, overlaps and (through the driver) whether
 //! memory is the device's are checked here, and the first that does not fit is named.
 
+mod arrays;
 mod places;
 
 use std::fmt;
@@ -15,6 +16,7 @@ use half::{bf16, f16};
 use crate::abi::{Address, RowView, View};
 use crate::config::Elem;
 use crate::error::CudaError;
+pub use arrays::DeviceArray;
 pub(crate) use places::Places;
 
 /// A strided tensor in device memory. `N` is 4 for operands, 3 for statistics of rows, 1 for
@@ -44,6 +46,9 @@ pub struct DeviceOperands<'a> {
     pub varlen: Option<Varlen<'a>>,
     /// The pages that k and v lie in, for a forward.
     pub pages: Option<DevicePages<'a>>,
+    /// Captured buffers by name that lie in device memory. One takes the place of the buffer of
+    /// that name in the plan, whose type and number of axes it has; the lengths are its own.
+    pub captures: &'a [(&'a str, DeviceArray<'a>)],
 }
 
 /// Operands and destinations of a forward pass, in device memory.
@@ -204,6 +209,11 @@ impl DeviceTensor<3> {
 }
 
 impl<'a> DeviceOperands<'a> {
+    /// Queries, keys and values, and nothing else.
+    pub fn new(q: DeviceTensor, k: DeviceTensor, v: DeviceTensor) -> Self {
+        Self { q, k, v, sink: None, varlen: None, pages: None, captures: &[] }
+    }
+
     /// The sizes, once the operands fit together.
     ///
     /// # Errors
@@ -417,7 +427,7 @@ mod tests {
     }
 
     fn forward(out: DeviceTensor, [q, k, v]: [DeviceTensor; 3]) -> DeviceForward<'static> {
-        let operands = DeviceOperands { q, k, v, sink: None, varlen: None, pages: None };
+        let operands = DeviceOperands::new(q, k, v);
         let [b, h, s, _] = q.layout.shape;
         let lse = DeviceTensor::contiguous(0x900_0000, DType::F32, [b, h, s]);
         DeviceForward { operands, out, lse, max_score: None }
@@ -509,7 +519,7 @@ mod tests {
         let q = DeviceTensor::contiguous(BASE, DType::BF16, [3, 4, 2, 16]);
         let k = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 16]);
         let v = DeviceTensor::contiguous(BASE, DType::BF16, [9, 2, 7, 8]);
-        let operands = DeviceOperands { q, k, v, sink: None, varlen: None, pages: None };
+        let operands = DeviceOperands::new(q, k, v);
         let pages = |lengths| Some(DevicePages { table: BASE, entries: 3, lengths });
         let dims = DeviceOperands { pages: pages(&[5, 21, 0]), ..operands }.dims().unwrap();
         assert_eq!((dims.batch, dims.len_q, dims.len_k), (3, 2, 21));

@@ -77,6 +77,40 @@ impl AnyBuffer {
         Ok(Self(Arc::new(Inner { name, shape, data, learned, ranges })))
     }
 
+    /// A buffer of `shape` whose elements are not in host memory: each call on a GPU says where in
+    /// its memory they lie. On the host they read as 0, and nothing can be computed with them.
+    ///
+    /// # Errors
+    /// When the shape has no axis or too many elements to count, or a buffer that is not f32 is to
+    /// be learned.
+    pub fn on_device(
+        name: impl Into<String>,
+        shape: &[usize],
+        ty: Type,
+        learned: bool,
+    ) -> Result<Self, ModError> {
+        let name = name.into();
+        let elems = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        if shape.is_empty() || elems.is_none() {
+            return Err(ModError::buffer_shape(name, shape, 0));
+        }
+        if learned && ty != Type::F32 {
+            return Err(ModError::not_learnable(name));
+        }
+        let data = match ty {
+            Type::Bool => BufferData::Bool(Vec::new()),
+            Type::I32 => BufferData::I32(Vec::new()),
+            Type::F32 => BufferData::F32(Vec::new()),
+        };
+        let (shape, ranges) = (shape.to_vec(), OnceLock::new());
+        Ok(Self(Arc::new(Inner { name, shape, data, learned, ranges })))
+    }
+
+    /// Whether its elements are not in host memory, see [`Self::on_device`].
+    pub fn is_on_device(&self) -> bool {
+        self.elems() > self.0.data.len()
+    }
+
     /// The name it is printed and rebound under.
     pub fn name(&self) -> &str {
         &self.0.name
@@ -87,7 +121,12 @@ impl AnyBuffer {
         &self.0.shape
     }
 
-    /// The elements, row-major.
+    /// Number of elements.
+    pub fn elems(&self) -> usize {
+        self.0.shape.iter().product()
+    }
+
+    /// The elements, row-major; none when they are not in host memory.
     pub fn data(&self) -> &BufferData {
         &self.0.data
     }
@@ -164,6 +203,14 @@ impl<T: Element> Buffer<T> {
     pub fn vector(name: impl Into<String>, elems: Vec<T>) -> Self {
         let len = elems.len();
         Self::new(name, &[len], elems).expect("a vector's shape is its length")
+    }
+
+    /// A buffer whose elements are not in host memory; see [`AnyBuffer::on_device`].
+    ///
+    /// # Errors
+    /// When the shape has no axis or too many elements to count.
+    pub fn on_device(name: impl Into<String>, shape: &[usize]) -> Result<Self, ModError> {
+        Ok(Self(AnyBuffer::on_device(name, shape, T::TYPE, false)?, PhantomData))
     }
 
     /// A buffer whose element type becomes static.

@@ -82,7 +82,8 @@ impl Program {
 impl PartialEq for Program {
     fn eq(&self, other: &Self) -> bool {
         let same_data = |(x, y): (&AnyBuffer, &AnyBuffer)| {
-            x.same(y) || (x.shape() == y.shape() && x.data() == y.data())
+            let known = !x.is_on_device() && x.shape() == y.shape();
+            x.same(y) || (known && x.data() == y.data())
         };
         self.same_structure(other)
             && self.graph().buffers().iter().zip(other.graph().buffers()).all(same_data)

@@ -183,3 +183,19 @@ fn integer_division_rounds_down_and_never_traps() {
     assert_eq!(value(q() % (q() + 7)), ScalarValue::I32(0));
     assert_eq!(value((q() * 0 + i32::MIN) / (q() + 6)), ScalarValue::I32(i32::MIN));
 }
+
+#[test]
+fn buffers_in_device_memory_read_as_zeros_on_the_host_and_equal_only_themselves() {
+    let doc = Buffer::<i32>::on_device("doc", &[5]).unwrap();
+    let reads = |doc: &Buffer<i32>| mask(doc.at([expr::q()]).eq(0));
+    assert!(doc.any().is_on_device() && doc.any().elems() == 5 && at(&reads(&doc), 2, 0));
+    assert!(!Buffer::vector("doc", vec![0; 5]).any().is_on_device());
+    let other = Buffer::<i32>::on_device("doc", &[5]).unwrap();
+    assert!(reads(&doc) == reads(&doc) && reads(&doc) != reads(&other));
+    let rebound = reads(&doc).program().rebind(other.any()).unwrap();
+    assert!(rebound.same_structure(reads(&doc).program()));
+    let empty = Buffer::<i32>::on_device("doc", &[0]).unwrap();
+    assert!(!empty.any().is_on_device(), "there is nothing to be anywhere");
+    assert!(Buffer::<i32>::on_device("doc", &[]).is_err());
+    assert!(Buffer::<i32>::on_device("doc", &[usize::MAX, 2]).is_err());
+}

@@ -1,6 +1,6 @@
 //! Whether destinations fit the operands. Backends call these first and trust what passed.
 
-use foveate_mods::AnyBuffer;
+use foveate_mods::{AnyBuffer, Program};
 use foveate_tensor::{DType, Layout};
 
 use crate::{BackwardArgs, Dims, ForwardArgs, Operands, ProblemError, Spec};
@@ -27,6 +27,28 @@ impl Spec {
                 w[0]
             ))),
         }
+    }
+
+    /// What whoever computes on the host asks beyond [`Self::check`].
+    ///
+    /// # Errors
+    /// When a captured buffer is not in host memory ([`AnyBuffer::on_device`]).
+    pub fn check_on_host(&self) -> Result<(), ProblemError> {
+        let mut buffers = self.programs().flat_map(|p| p.graph().buffers());
+        let Some(elsewhere) = buffers.find(|b| b.is_on_device()) else { return Ok(()) };
+        Err(ProblemError::new(format!(
+            "captured buffer `{}` is in device memory, which only calls on tensors there can read; \
+             bind one with its elements",
+            elsewhere.name()
+        )))
+    }
+
+    /// Mask, score and dropout, as far as there are any.
+    pub fn programs(&self) -> impl Iterator<Item = &Program> {
+        let mask = self.mask.as_ref().map(|m| m.program());
+        let score = self.score.as_ref().map(|s| s.program());
+        let keep = self.dropout.as_ref().map(|d| d.keep().program());
+        [mask, score, keep].into_iter().flatten()
     }
 
     /// The buffers of the score that receive a gradient.
@@ -179,11 +201,7 @@ impl BackwardArgs<'_> {
                      are {names:?}"
                 )));
             };
-            length(
-                &format!("the gradient of buffer `{name}`"),
-                grad.into.len(),
-                buffer.data().len(),
-            )?;
+            length(&format!("the gradient of buffer `{name}`"), grad.into.len(), buffer.elems())?;
             if self.d_captures[..i].iter().any(|other| other.name == name) {
                 return Err(ProblemError::new(format!(
                     "buffer `{name}` has two destinations for its gradient; give it one"

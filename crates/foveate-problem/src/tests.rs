@@ -188,3 +188,16 @@ fn a_scale_that_is_not_finite_is_refused() {
     let spec = Spec { scale: Some(f32::NAN), ..biased(&["bias"]) };
     assert!(spec.check().expect_err("NaN").to_string().contains("the scale is NaN"));
 }
+
+#[test]
+fn what_lies_in_device_memory_is_refused_by_whoever_computes_on_the_host() {
+    let bias = Buffer::<f32>::on_device("bias", &[4]).expect("a shape");
+    let score = (expr::score() + bias.at([expr::kv()])).dynamic().clone();
+    let spec = Spec { score: Some(ScoreMod::new(&score).expect("f32")), ..biased(&["other"]) };
+    assert!(spec.check().is_ok());
+    let error = spec.check_on_host().expect_err("no elements").to_string();
+    assert!(error.starts_with("captured buffer `bias` is in device memory"), "{error}");
+    let held = Buffer::vector("bias", vec![0.5f32; 4]);
+    let rebound = spec.rebind(held.any()).expect("fits").expect("captured").spec;
+    assert!(rebound.check_on_host().is_ok());
+}

@@ -61,6 +61,7 @@ pub(crate) fn run<F: Real>(
     upstream: Option<&Upstream<'_>>,
 ) -> Result<(Forward, Gradients), ReferenceError> {
     spec.check()?;
+    spec.check_on_host()?;
     let dims = Dims::of(operands)?;
     let Dims { heads_q, dim, dim_v, len_q, len_k, .. } = dims;
     if operands.pages.is_some() && upstream.is_some() {

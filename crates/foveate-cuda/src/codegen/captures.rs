@@ -54,7 +54,7 @@ pub enum FieldKind {
     /// Address of the integer sums of a learned buffer's gradient (deterministic only), i64
     /// `[elements, 3]`.
     Sums(usize),
-    /// Address of a captured buffer's range table ([`super::range_table`]).
+    /// Address of a captured buffer's range table ([`super::range_table_bytes`]).
     Ranges(usize),
     /// Address of the report of an index out of range (checked only), i32 `[4]`.
     Report,
@@ -109,7 +109,7 @@ pub struct BufferAddresses {
     /// Integer sums of the gradient, i64 `[elements, 3]`, all 0 before the backward, which
     /// `fv_capture_sums` adds to the gradient after it.
     pub sums: Address,
-    /// The table of [`super::range_table`].
+    /// The range table; see [`super::range_table_bytes`].
     pub ranges: Address,
 }
 
@@ -313,7 +313,7 @@ impl Layout {
                 FieldKind::Length { buffer, axis } => {
                     let buffer = &captures.buffers[buffer];
                     // Without elements every index is clamped to 0.
-                    let empty = buffer.data().is_empty();
+                    let empty = buffer.elems() == 0;
                     let length = if empty { 0 } else { buffer.shape()[axis] as i32 };
                     length.to_le_bytes().to_vec()
                 }

@@ -49,7 +49,8 @@ use crate::error::CudaError;
 pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
-pub use ranges::range_table;
+pub use ranges::range_table_bytes;
+pub(crate) use ranges::type_number;
 use sharing::{Shared, shared};
 
 /// The types that printed mods are made of: values, and ranges of them. Stands before

@@ -369,7 +369,7 @@ impl Printer<'_> {
     ) -> String {
         let graph = self.program.graph();
         let buffer = &self.captures.buffers[slot];
-        let wide = buffer.data().len() > i32::MAX as usize;
+        let wide = buffer.elems() > i32::MAX as usize;
         let mut at: Option<Piece> = None;
         for (axis, x) in index.iter().enumerate() {
             let length = self.field(FieldKind::Length { buffer: slot, axis });

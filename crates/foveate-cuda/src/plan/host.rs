@@ -7,14 +7,19 @@
 
 use std::ops::Range;
 
+use foveate_mods::AnyBuffer;
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
 use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef};
 
+use super::call::Call;
 use super::{CudaPlan, sequences};
+use crate::codegen::buffer_bytes;
 use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::{CudaError, CudaErrorKind};
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
+use crate::tensors::{
+    DeviceArray, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
+};
 
 /// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
 /// gives.
@@ -32,8 +37,11 @@ impl CudaPlan {
     /// when a mod read a captured buffer outside its bounds; the results are written then, the
     /// index clamped.
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CudaError> {
+        self.spec.check_on_host()?;
         let queue = self.engine.queue();
         let host = Copies::of(queue, &args.operands)?;
+        let captures = self.captures(queue)?;
+        let captures = arrays(&captures);
         let table = match args.operands.pages {
             None => None,
             Some(pages) => {
@@ -49,6 +57,7 @@ impl CudaPlan {
             entries: pages.entries(),
             lengths: pages.lengths(),
         });
+        operands.captures = &captures;
         let dims = self.admit(&operands)?;
         args.check(&dims)?;
         let ForwardArgs { operands: from, mut out, mut lse, mut max_score } = args;
@@ -64,7 +73,8 @@ impl CudaPlan {
             lse: on_lse.tensor,
             max_score: on_max.as_ref().map(|m| m.tensor),
         };
-        let told = self.launch_forward(queue, &dims, &device, true);
+        let plan = self.bound(operands.captures)?;
+        let told = plan.launch_forward(&Call::new(queue, &dims, &operands, true), &device);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
         on_out.download("out", &rows.q, self, whole_row(&mut out))?;
@@ -83,9 +93,13 @@ impl CudaPlan {
     /// differentiated, or the device fails. Also when a mod read a captured buffer outside its
     /// bounds; the gradients are written then, the index clamped.
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CudaError> {
+        self.spec.check_on_host()?;
         let queue = self.engine.queue();
         let host = Copies::of(queue, &args.operands)?;
-        let operands = host.operands(args.operands.varlen);
+        let captures = self.captures(queue)?;
+        let captures = arrays(&captures);
+        let operands =
+            DeviceOperands { captures: &captures, ..host.operands(args.operands.varlen) };
         let dims = self.admit(&operands)?;
         args.check(&dims, &self.spec)?;
         self.differentiable()?;
@@ -123,7 +137,8 @@ impl CudaPlan {
             d_sink: on_sink.as_ref().map(|(_, tensor)| *tensor),
             d_captures: names.zip(on_captures.iter().map(|(_, tensor)| *tensor)).collect(),
         };
-        let told = self.launch_backward(queue, &dims, &device, true);
+        let plan = self.bound(operands.captures)?;
+        let told = plan.launch_backward(&Call::new(queue, &dims, &operands, true), &device);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
         on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
@@ -141,6 +156,20 @@ impl CudaPlan {
         told
     }
 
+    /// The captured buffers in device memory, when they are to be used from there. Those that share
+    /// a name with another stay with the plan.
+    fn captures(&self, queue: &Queue) -> Result<Vec<(Block, &AnyBuffer)>, CudaError> {
+        let all: Vec<&AnyBuffer> = self.spec.programs().flat_map(|p| p.graph().buffers()).collect();
+        let mut copies: Vec<(Block, &AnyBuffer)> = Vec::new();
+        for buffer in all.iter().filter(|_| self.options.contents_on_device) {
+            let alone = all.iter().all(|b| b.name() != buffer.name() || b.same(buffer));
+            if alone && !copies.iter().any(|(_, b)| b.same(buffer)) {
+                copies.push((queue.pool().upload(&buffer_bytes(buffer))?, buffer));
+            }
+        }
+        Ok(copies)
+    }
+
     /// The outcome of a pass whose results are there; an error when they are not.
     fn results(&self, told: Result<(), CudaError>) -> Result<Result<(), CudaError>, CudaError> {
         match &told {
@@ -148,6 +177,13 @@ impl CudaPlan {
             _ => Ok(told),
         }
     }
+}
+
+/// Captured buffers as a call takes them.
+fn arrays<'a>(captures: &'a [(Block, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
+    let array =
+        |block: &Block, b: &'a AnyBuffer| DeviceArray::new(block.address(), b.ty(), b.shape());
+    captures.iter().map(|(block, b)| (b.name(), array(block, b))).collect()
 }
 
 /// What the device stores for a destination of `dtype`.
@@ -226,12 +262,9 @@ impl Copies {
 
     fn operands<'a>(&self, varlen: Option<foveate_tensor::Varlen<'a>>) -> DeviceOperands<'a> {
         DeviceOperands {
-            q: self.q.tensor,
-            k: self.k.tensor,
-            v: self.v.tensor,
             sink: self.sink.as_ref().map(|(_, tensor)| *tensor),
             varlen,
-            pages: None,
+            ..DeviceOperands::new(self.q.tensor, self.k.tensor, self.v.tensor)
         }
     }
 }

@@ -1,14 +1,15 @@
 //! The kernels of a plan: configured, printed, compiled and loaded when they are first needed.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use foveate_mask::Varies;
 use foveate_mods::Node;
 use foveate_problem::{Dims, Sequence, Spec};
 
 use super::CudaPlan;
-use crate::ahead::lists_config;
+use super::call::Call;
+use crate::ahead::{lists_config, no_mods};
 use crate::check::compare;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Kernel};
@@ -28,6 +29,8 @@ pub(super) struct Kernels {
     chosen: Vec<((Class, Sizes, bool), Arc<KernelPlan>)>,
     /// Printed mods by what they were printed for.
     printed: Vec<(PrintKey, Arc<Printed>)>,
+    /// Kernels beside those of a pass, by text and bytes of shared memory.
+    beside: HashMap<(Config, u64, usize), Function>,
     /// What runs in place of a configuration that was chosen, entry by entry and text by text.
     loaded: HashMap<(Config, &'static str, u64), (Config, Function)>,
     /// What runs otherwise than it was planned.
@@ -39,6 +42,13 @@ pub(super) struct Kernels {
 pub(super) struct Printed {
     pub source: ModsSource,
     text: u64,
+}
+
+impl Printed {
+    fn new(source: ModsSource) -> Self {
+        let text = digest(source.text());
+        Self { source, text }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -65,9 +75,9 @@ impl Kernels {
 
 /// What mods are printed for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Pass {
-    pub kind: PassKind,
-    pub checked: bool,
+struct Pass {
+    kind: PassKind,
+    checked: bool,
 }
 
 /// Which mods a pass evaluates.
@@ -167,33 +177,32 @@ impl CudaPlan {
     }
 
     /// The kernel `entry` in the file of `kernel`, as it was `chosen`, printed for the lengths of
-    /// `sequences`.
+    /// a call's sequences.
     pub(super) fn kernel(
         &self,
         chosen: &KernelPlan,
         kernel: Kernel,
         entry: &'static str,
-        pass: Pass,
-        dims: &Dims,
-        sequences: &[Sequence],
+        kind: PassKind,
+        call: &Call<'_>,
     ) -> Result<Ready, CudaError> {
         let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
         let choice = choice.expect("the planner plans every kernel of a pass");
         let wanted = |config: &Config| for_entry(self.grouped(config), entry, &self.spec);
         let config = wanted(&choice.chosen.config);
-        let mods = self.printed(pass, dims, sequences, &config)?;
+        let mods = self.printed(kind, call, &config)?;
         let key = (config, entry, mods.text);
         let found = lock(&self.kernels).loaded.get(&key).cloned();
         if let Some((config, function)) = found {
             let mods = match config == key.0 {
                 true => mods,
-                false => self.printed(pass, dims, sequences, &config)?,
+                false => self.printed(kind, call, &config)?,
             };
             return Ok(Ready { config, function, mods });
         }
         let settled = settle(choice, |candidate| {
             let config = wanted(&candidate.config);
-            let mods = self.printed(pass, dims, sequences, &config)?;
+            let mods = self.printed(kind, call, &config)?;
             let compiled = self.engine.compiled(&source(&config, &mods.source))?;
             let taken = compare(&config, &compiled)?;
             let taken = tolerate(candidate, self.engine.profile(), taken);
@@ -234,28 +243,47 @@ impl CudaPlan {
     /// The kernel that makes block lists, with room for rows of so many bytes, and its mods.
     pub(super) fn list_kernel(
         &self,
-        dims: &Dims,
-        sequences: &[Sequence],
+        call: &Call<'_>,
         tile: TileSize,
         shared_bytes: usize,
-        checked: bool,
     ) -> Result<(Function, Arc<Printed>), CudaError> {
-        let config = lists_config(checked);
+        let config = lists_config(call.checked);
         let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
-        let pass = Pass { kind: PassKind::Lists, checked };
-        let printed = self.printed(pass, dims, sequences, &at)?;
-        let text = source(&config, &printed.source);
-        let function = self.engine.function(&text, "fv_block_lists", shared_bytes as u32)?;
+        let printed = self.printed(PassKind::Lists, call, &at)?;
+        let function = self.beside(config, &printed, shared_bytes)?;
         Ok((function, printed))
+    }
+
+    /// A kernel that evaluates no mods, and is one for all programs.
+    pub(super) fn plain_kernel(&self, config: Config) -> Result<Function, CudaError> {
+        static NOTHING: LazyLock<Printed> = LazyLock::new(|| Printed::new(no_mods()));
+        self.beside(config, &NOTHING, 0)
+    }
+
+    fn beside(
+        &self,
+        config: Config,
+        mods: &Printed,
+        shared_bytes: usize,
+    ) -> Result<Function, CudaError> {
+        let key = (config, mods.text, shared_bytes);
+        if let Some(function) = lock(&self.kernels).beside.get(&key) {
+            return Ok(function.clone());
+        }
+        let text = source(&key.0, &mods.source);
+        let function = self.engine.function(&text, &key.0.kernel.entry(), shared_bytes as u32)?;
+        lock(&self.kernels).beside.insert(key, function.clone());
+        Ok(function)
     }
 
     fn printed(
         &self,
-        pass: Pass,
-        dims: &Dims,
-        sequences: &[Sequence],
+        kind: PassKind,
+        call: &Call<'_>,
         config: &Config,
     ) -> Result<Arc<Printed>, CudaError> {
+        let Call { dims, sequences, checked, .. } = call;
+        let pass = Pass { kind, checked: *checked };
         let longest = |len: &dyn Fn(&Sequence) -> usize| sequences.iter().map(len).max();
         let extent = Extent {
             batch: dims.batch,
@@ -290,8 +318,7 @@ impl CudaPlan {
             deterministic: self.options.deterministic,
         };
         let source = ModsSource::new(mods, &options)?;
-        let text = digest(source.text());
-        let printed = Arc::new(Printed { source, text });
+        let printed = Arc::new(Printed::new(source));
         let mut kernels = lock(&self.kernels);
         if kernels.printed.len() >= MOST_KEPT {
             kernels.printed.remove(0);

@@ -4,13 +4,13 @@
 //! and v with the sums for dq, and dq from its sums; deterministic ones compute dq in a kernel of
 //! its own instead. Nothing here waits for the device.
 
-use foveate_problem::Dims;
 use foveate_tensor::DType;
 
-use super::kernels::{Pass, PassKind, launch, sizes};
+use super::CudaPlan;
+use super::call::Call;
+use super::kernels::{PassKind, launch, sizes};
 use super::report::Report;
 use super::resident::Gradient;
-use super::{CudaPlan, sequences};
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::Kernel;
 use crate::driver::{Block, Device};
@@ -35,8 +35,9 @@ impl CudaPlan {
         self.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
+        let plan = self.bound(args.operands.captures)?;
         self.check_places(&args.places()?)?;
-        self.launch_forward(queue, &dims, args, self.options.checked)
+        plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
     }
 
     /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
@@ -52,9 +53,10 @@ impl CudaPlan {
             return Err(CudaError::argument(reason));
         }
         args.check(&dims)?;
-        self.check_captures(args)?;
+        let plan = self.bound(args.operands.captures)?;
+        plan.check_captures(args)?;
         self.check_places(&args.places()?)?;
-        self.launch_backward(queue, &dims, args, self.options.checked)
+        plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
     }
 
     fn check_queue(&self, queue: &Queue) -> Result<(), CudaError> {
@@ -83,7 +85,7 @@ impl CudaPlan {
                      are {names:?}"
                 )));
             };
-            into.check_vector(&format!("the gradient of `{name}`"), buffer.data().len())?;
+            into.check_vector(&format!("the gradient of `{name}`"), buffer.elems())?;
             if args.d_captures[..i].iter().any(|(other, _)| other == name) {
                 return Err(CudaError::argument(format!(
                     "buffer `{name}` has two destinations for its gradient; give it one"
@@ -95,19 +97,11 @@ impl CudaPlan {
 
     pub(super) fn launch_forward(
         &self,
-        queue: &Queue,
-        dims: &Dims,
+        call: &Call<'_>,
         args: &DeviceForward<'_>,
-        checked: bool,
     ) -> Result<(), CudaError> {
+        let Call { queue, dims, checked, .. } = *call;
         let pages = args.operands.pages;
-        let mut sequences = sequences(dims, args.operands.varlen);
-        if let Some(pages) = pages {
-            for (s, len) in sequences.iter_mut().zip(pages.lengths) {
-                (s.k_batch, s.k_len) = (0, *len as usize);
-            }
-        }
-        let pass = Pass { kind: PassKind::Forward, checked };
         let class = Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
@@ -116,14 +110,13 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let chosen = self.chosen(class, sizes(dims, &sequences), false)?;
-        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, pass, dims, &sequences);
+        let chosen = self.chosen(class, sizes(dims, &call.sequences), false)?;
+        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Forward, call);
         let kernel = ready(Kernel::Forward, "fv_forward")?;
         let splits = chosen.splits;
-        let work =
-            self.placed(queue, dims, &sequences, true, Axis::Queries, kernel.tile(), checked)?;
+        let work = self.work(call, true, Axis::Queries, kernel.tile())?;
         let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(queue, &kernel.mods, &[], report.address())?;
+        let mods = self.mods_bytes(call, &kernel.mods, &[], report.address())?;
         let group = dims.group();
         let heads = (dims.heads_q / kernel.config.heads()) as u32;
         let params = ForwardParams {
@@ -136,7 +129,7 @@ impl CudaPlan {
             sink: args.operands.sink.map_or(0, |s| s.start()),
             sequences: work.sequences,
             tiles: work.tiles,
-            lists: work.lists,
+            lists: work.lists(),
             scale: self.scale(),
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
@@ -172,8 +165,7 @@ impl CudaPlan {
         };
         launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
         let join = ready(Kernel::Combine, "fv_combine")?;
-        let tiles =
-            self.placed(queue, dims, &sequences, false, Axis::Queries, join.tile(), checked)?;
+        let tiles = self.work(call, false, Axis::Queries, join.tile())?;
         let params = ForwardParams {
             sequences: tiles.sequences,
             tiles: tiles.tiles,
@@ -187,13 +179,10 @@ impl CudaPlan {
 
     pub(super) fn launch_backward(
         &self,
-        queue: &Queue,
-        dims: &Dims,
+        call: &Call<'_>,
         args: &DeviceBackward<'_>,
-        checked: bool,
     ) -> Result<(), CudaError> {
-        let sequences = sequences(dims, args.operands.varlen);
-        let pass = Pass { kind: PassKind::Backward, checked };
+        let Call { queue, dims, checked, .. } = *call;
         let class = Class {
             grad_dtype: written("dq", args.dq.dtype)?,
             align: args.align(),
@@ -202,15 +191,14 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let chosen = self.chosen(class, sizes(dims, &sequences), true)?;
-        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, pass, dims, &sequences);
+        let chosen = self.chosen(class, sizes(dims, &call.sequences), true)?;
+        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Backward, call);
         let stream = queue.stream();
         let pool = queue.pool();
         let (heads_q, heads_kv) = (dims.heads_q as u32, dims.heads_kv as u32);
 
         let delta = ready(Kernel::Delta, "fv_delta")?;
-        let rows =
-            self.placed(queue, dims, &sequences, false, Axis::Queries, delta.tile(), checked)?;
+        let rows = self.work(call, false, Axis::Queries, delta.tile())?;
         let row_shape = dims.row_shape();
         let row_bytes = row_shape.iter().product::<usize>() * 4;
         let deltas = pool.take(row_bytes)?;
@@ -218,7 +206,7 @@ impl CudaPlan {
         let rests = scored.then(|| pool.take(row_bytes)).transpose()?;
         // Gradients of learned buffers that nobody asked for go where nobody looks.
         let learned = self.spec.learned();
-        let longest = learned.iter().map(|b| b.data().len()).max().unwrap_or(0);
+        let longest = learned.iter().map(|b| b.elems()).max().unwrap_or(0);
         let some = !args.d_captures.is_empty() && args.d_captures.len() < learned.len();
         let unwanted = pool.take(if some { 4 * longest } else { 4 })?;
         // Deterministic sums are integers, and added to the gradient at the end.
@@ -230,10 +218,10 @@ impl CudaPlan {
             let into = wanted.map_or(unwanted.address(), |(_, into)| into.start());
             let mut gradient = Gradient { name: buffer.name(), into, sums: unwanted.address() };
             if counted {
-                let counts = pool.take(24 * buffer.data().len())?;
+                let counts = pool.take(24 * buffer.elems())?;
                 counts.fill(0)?;
                 gradient.sums = counts.address();
-                sums.push((counts, into, buffer.data().len()));
+                sums.push((counts, into, buffer.elems()));
             }
             gradients.push(gradient);
         }
@@ -245,7 +233,7 @@ impl CudaPlan {
         }
 
         let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(queue, &delta.mods, &gradients, report.address())?;
+        let mods = self.mods_bytes(call, &delta.mods, &gradients, report.address())?;
         let group = dims.group();
         let o = &args.operands;
         let params = BackwardParams {
@@ -289,7 +277,7 @@ impl CudaPlan {
         }
 
         let keys = ready(Kernel::Backward, "fv_backward")?;
-        let work = self.placed(queue, dims, &sequences, true, Axis::Keys, keys.tile(), checked)?;
+        let work = self.work(call, true, Axis::Keys, keys.tile())?;
         let dq_sum = match self.options.deterministic {
             true => None,
             false => {
@@ -308,11 +296,11 @@ impl CudaPlan {
             sequences: work.sequences,
             tiles: work.tiles,
             tile_count: work.tile_count as i32,
-            lists: work.lists,
+            lists: work.lists(),
             sharing: work.sharing as i32,
             ..params
         };
-        let mods = self.mods_bytes(queue, &keys.mods, &gradients, report.address())?;
+        let mods = self.mods_bytes(call, &keys.mods, &gradients, report.address())?;
         let grid = [work.tile_count as u32, heads_kv, 1];
         launch(&keys.function, queue, grid, keys.threads(), &[&by_key.bytes(), &mods])?;
 
@@ -331,16 +319,15 @@ impl CudaPlan {
         };
         let last = ready(kernel, entry)?;
         let walks = self.options.deterministic;
-        let rows =
-            self.placed(queue, dims, &sequences, walks, Axis::Queries, last.tile(), checked)?;
+        let rows = self.work(call, walks, Axis::Queries, last.tile())?;
         let by_row = BackwardParams {
             sequences: rows.sequences,
             tiles: rows.tiles,
             tile_count: rows.tile_count as i32,
-            lists: rows.lists,
+            lists: rows.lists(),
             ..params
         };
-        let mods = self.mods_bytes(queue, &last.mods, &gradients, report.address())?;
+        let mods = self.mods_bytes(call, &last.mods, &gradients, report.address())?;
         let grid = [rows.tile_count as u32, heads_q, 1];
         launch(&last.function, queue, grid, last.threads(), &[&by_row.bytes(), &mods])?;
         report.read(self.options.timeout, &work, &keys.mods.source)

@@ -9,6 +9,7 @@
 //! (`kernels`), schedules and captured buffers on the device (`resident`). `launch` puts a pass
 //! together, `host` moves host tensors, `tune` finds the fastest configurations.
 
+mod call;
 mod describe;
 mod host;
 mod kernels;
@@ -44,6 +45,9 @@ pub struct CudaOptions {
     pub checked: bool,
     /// Makes block lists on the host instead of the device: slower, and for comparison.
     pub lists_on_host: bool,
+    /// Lets calls on host tensors use captured buffers as calls on device tensors can: from device
+    /// memory, their contents unknown to the host. Slower, and for comparison.
+    pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
     /// How long to wait for the device before it is said to hang.
@@ -60,6 +64,7 @@ impl Default for CudaOptions {
             deterministic: false,
             checked: false,
             lists_on_host: false,
+            contents_on_device: false,
             kernels: KernelOptions::default(),
             timeout: Duration::from_secs_f64(timeout),
         }
@@ -78,6 +83,8 @@ pub struct CudaPlan {
     options: CudaOptions,
     kernels: Arc<Mutex<kernels::Kernels>>,
     resident: Arc<Mutex<resident::Resident>>,
+    /// The same plan for captured buffers in device memory of other lengths.
+    bound: Arc<Mutex<Vec<call::ForShapes>>>,
 }
 
 impl CudaPlan {
@@ -116,6 +123,7 @@ impl CudaPlan {
             options,
             kernels: Arc::default(),
             resident: Arc::default(),
+            bound: Arc::default(),
         };
         let longest = |n: usize| n.max(1);
         let sizes = crate::planner::Sizes {
@@ -171,6 +179,7 @@ impl CudaPlan {
             spec,
             kernels: Arc::new(Mutex::new(kernels)),
             resident: Arc::new(Mutex::new(resident)),
+            bound: Arc::default(),
             ..self.clone()
         }
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::resident::Placed;
+use super::resident::Work;
 use crate::abi::Address;
 use crate::codegen::ModsSource;
 use crate::driver::Block;
@@ -45,15 +45,10 @@ impl Report {
         Ok(outside.map(|outside| outside.to_string()))
     }
 
-    /// The same for a pass that worked on `placed`, whose lists may have met one before.
-    pub fn read(
-        self,
-        limit: Duration,
-        placed: &Placed,
-        mods: &ModsSource,
-    ) -> Result<(), CudaError> {
+    /// The same for a pass that worked on `work`, whose lists may have met one before.
+    pub fn read(self, limit: Duration, work: &Work, mods: &ModsSource) -> Result<(), CudaError> {
         let checked = self.0.is_some();
-        let noted = self.noted(limit, mods)?.or_else(|| placed.out_of_range.clone());
+        let noted = self.noted(limit, mods)?.or_else(|| work.out_of_range());
         match noted.filter(|_| checked) {
             None => Ok(()),
             Some(reason) => Err(CudaErrorKind::OutOfRange { reason }.into()),

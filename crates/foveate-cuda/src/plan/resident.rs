@@ -1,18 +1,23 @@
-//! What a plan keeps on the device: schedules and captured buffers.
+//! What a plan keeps on the device: schedules, block lists and captured buffers.
 //!
-//! Both are kept for each queue: memory goes back to the pool of the queue that used it, so it is
-//! never given out again while work of another stream still reads it.
+//! They are kept for each queue: memory goes back to the pool of the queue that used it, so it is
+//! never given out again while work of another stream still reads it. What depends on captured
+//! buffers in device memory is kept as long as the caller promises that they are the same, and else
+//! made anew in each call.
 
-use std::sync::Arc;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
 
-use foveate_mods::{AnyBuffer, MaskMod};
-use foveate_problem::{Dims, Sequence, Spec};
+use foveate_mods::{AnyBuffer, MaskMod, Type};
+use foveate_problem::{Sequence, Spec};
 
 use super::CudaPlan;
+use super::call::{Call, Contents};
 use super::kernels::{Printed, launch};
 use super::report::Report;
-use crate::abi::{self, Abi, Address, BlockListsParams, array_bytes};
-use crate::codegen::{BufferAddresses, buffer_bytes, range_table};
+use crate::abi::{self, Abi, Address, BlockListsParams, RangeTableParams, array_bytes};
+use crate::ahead::table_config;
+use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
 use crate::driver::Block;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
@@ -23,6 +28,7 @@ use crate::schedule::{Axis, Outline, Schedule, TileSize};
 pub(super) struct Resident {
     schedules: Vec<(Key, Arc<Placed>)>,
     buffers: Vec<Uploaded>,
+    tables: Vec<(TableKey, Arc<Block>)>,
 }
 
 /// A captured buffer on the device.
@@ -33,6 +39,16 @@ struct Uploaded {
     elems: Arc<Block>,
     /// Its range table, once a kernel has bounds that read it.
     ranges: Option<Arc<Block>>,
+}
+
+/// Contents of device memory that somebody else promises to leave as they are.
+#[derive(Clone, Debug, PartialEq)]
+struct TableKey {
+    queue: u64,
+    address: Address,
+    version: u64,
+    ty: Type,
+    shape: Vec<usize>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -46,79 +62,157 @@ struct Key {
     sequences: Vec<Sequence>,
 }
 
-/// A schedule on the device.
+/// Sequences and tiles on the device.
 #[derive(Debug)]
 pub(super) struct Placed {
     _memory: Block,
     pub sequences: Address,
     pub tiles: Address,
     pub tile_count: usize,
-    pub lists: abi::Lists,
     pub sum_rows: usize,
     pub sharing: usize,
-    pub out_of_range: Option<String>,
+    rows: Rows,
+}
+
+/// The rows of the lists of a schedule, and lists that were made.
+#[derive(Debug, Default)]
+struct Rows {
+    /// One tile for each row of a head.
+    tiles: Address,
+    count: usize,
+    heads: usize,
+    head_stride: usize,
+    capacity: usize,
+    longest: usize,
+    made: Mutex<Vec<(Contents, Arc<Listed>)>>,
+}
+
+/// Block lists on the device.
+#[derive(Debug)]
+struct Listed {
+    _memory: Block,
+    lists: abi::Lists,
+    out_of_range: Option<String>,
+}
+
+/// What a kernel works on.
+pub(super) struct Work {
+    placed: Arc<Placed>,
+    listed: Option<Arc<Listed>>,
+}
+
+impl Deref for Work {
+    type Target = Placed;
+
+    fn deref(&self) -> &Placed {
+        &self.placed
+    }
+}
+
+impl Work {
+    /// The runs of each tile; nowhere without a mask.
+    pub fn lists(&self) -> abi::Lists {
+        self.listed.as_ref().map_or(abi::Lists::default(), |l| l.lists)
+    }
+
+    /// An index outside its captured buffer that was met when the lists were made.
+    pub fn out_of_range(&self) -> Option<String> {
+        self.listed.as_ref().and_then(|l| l.out_of_range.clone())
+    }
 }
 
 /// Schedules kept at a time: a few kernels of a few problems.
 const MOST_SCHEDULES: usize = 48;
 
+/// Lists of one schedule, for different contents of captured buffers, kept at a time.
+const MOST_LISTS: usize = 4;
+
+/// Range tables of captured buffers in device memory kept at a time.
+const MOST_TABLES: usize = 16;
+
 impl Resident {
     /// What still holds for a program of other captured values, `spec`; `masked` when those of
     /// the mask are others.
     pub fn with_other_values(&self, spec: &Spec, masked: bool) -> Self {
-        let mask = spec.mask.as_ref().map(|m| m.program());
-        let score = spec.score.as_ref().map(|s| s.program());
-        let keep = spec.dropout.as_ref().map(|d| d.keep().program());
-        let programs = [mask, score, keep];
         let read = |buffer: &AnyBuffer| {
-            let mut all = programs.iter().flatten().flat_map(|p| p.graph().buffers());
-            all.any(|b| b.same(buffer))
+            spec.programs().flat_map(|p| p.graph().buffers()).any(|b| b.same(buffer))
         };
         let schedules = self.schedules.iter().filter(|(key, _)| !(masked && key.masked));
         let buffers = self.buffers.iter().filter(|b| read(&b.buffer));
-        Self { schedules: schedules.cloned().collect(), buffers: buffers.cloned().collect() }
+        Self {
+            schedules: schedules.cloned().collect(),
+            buffers: buffers.cloned().collect(),
+            tables: self.tables.clone(),
+        }
     }
+}
+
+/// Adds to what is kept; the oldest goes where there are `most` already.
+fn keep<T>(all: &mut Vec<T>, most: usize, one: T) {
+    if all.len() >= most {
+        all.remove(0);
+    }
+    all.push(one);
 }
 
 impl Placed {
     /// A schedule that was made on the host.
     fn new(queue: &Queue, schedule: Schedule) -> Result<Self, CudaError> {
-        let lists = schedule.lists.as_ref();
-        let parts = [
-            array_bytes(&schedule.sequences),
-            array_bytes(&schedule.tiles),
-            lists.map_or(Vec::new(), |l| array_bytes(&l.counts)),
-            lists.map_or(Vec::new(), |l| array_bytes(&l.runs)),
-        ];
-        let (memory, [sequences, tiles, counts, runs]) = upload(queue, parts, 0)?;
-        let lists = match lists {
-            None => abi::Lists::default(),
-            Some(l) => abi::Lists {
-                counts,
-                runs,
-                capacity: count(l.capacity)?,
-                head_stride: count(l.head_stride)?,
-            },
-        };
+        let parts = [array_bytes(&schedule.sequences), array_bytes(&schedule.tiles)];
+        let (memory, [sequences, tiles]) = upload(queue, parts)?;
+        let rows = Rows::default();
+        if let Some(l) = &schedule.lists {
+            let (memory, [counts, runs]) =
+                upload(queue, [array_bytes(&l.counts), array_bytes(&l.runs)])?;
+            let (capacity, head_stride) = (count(l.capacity)?, count(l.head_stride)?);
+            let lists = abi::Lists { counts, runs, capacity, head_stride };
+            let out_of_range = schedule.out_of_range;
+            let listed = Arc::new(Listed { _memory: memory, lists, out_of_range });
+            lock(&rows.made).push((Contents::new(), listed));
+        }
         Ok(Self {
             _memory: memory,
             sequences,
             tiles,
             tile_count: schedule.tiles.len(),
-            lists,
             sum_rows: schedule.sum_rows,
             sharing: schedule.sharing,
-            out_of_range: schedule.out_of_range,
+            rows,
+        })
+    }
+
+    /// A schedule whose lists the device will make.
+    fn outlined(queue: &Queue, outline: &Outline) -> Result<Self, CudaError> {
+        let parts = [
+            array_bytes(&outline.sequences),
+            array_bytes(&outline.tiles),
+            array_bytes(&outline.rows),
+        ];
+        let (memory, [sequences, tiles, rows]) = upload(queue, parts)?;
+        Ok(Self {
+            _memory: memory,
+            sequences,
+            tiles,
+            tile_count: outline.tiles.len(),
+            sum_rows: outline.sum_rows,
+            sharing: outline.sharing,
+            rows: Rows {
+                tiles: rows,
+                count: outline.rows.len(),
+                heads: outline.heads,
+                head_stride: outline.head_stride,
+                capacity: outline.capacity,
+                longest: outline.longest,
+                made: Mutex::default(),
+            },
         })
     }
 }
 
-/// Parts one after the other in one block, each at a multiple of 16 bytes, and `room` bytes more.
-/// Where each part is; the room follows the last.
+/// Parts one after the other in one block, each at a multiple of 16 bytes, and where each is.
 fn upload<const N: usize>(
     queue: &Queue,
     parts: [Vec<u8>; N],
-    room: usize,
 ) -> Result<(Block, [Address; N]), CudaError> {
     let mut bytes = Vec::with_capacity(parts.iter().map(|p| p.len() + 16).sum());
     let mut at = [0; N];
@@ -127,7 +221,7 @@ fn upload<const N: usize>(
         *at = bytes.len() as Address;
         bytes.extend(part);
     }
-    let memory = queue.pool().take(bytes.len() + room)?;
+    let memory = queue.pool().take(bytes.len())?;
     memory.write(&bytes)?;
     let at = at.map(|at| memory.address() + at);
     Ok((memory, at))
@@ -152,27 +246,55 @@ pub(super) struct Gradient<'a> {
 }
 
 impl CudaPlan {
-    /// The schedule of a kernel that owns tiles of `axis`, with the mask's lists if it walks along
+    /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it `walks` along
     /// the other one.
-    pub(super) fn placed(
+    pub(super) fn work(
         &self,
-        queue: &Queue,
-        dims: &Dims,
-        sequences: &[Sequence],
+        call: &Call<'_>,
         walks: bool,
         axis: Axis,
         tile: TileSize,
-        checked: bool,
-    ) -> Result<Arc<Placed>, CudaError> {
+    ) -> Result<Work, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| walks);
+        let placed = self.placed(call, mask, axis, tile)?;
+        let Some(mask) = mask else { return Ok(Work { placed, listed: None }) };
+        let contents = call.contents(mask);
+        let found = contents.as_ref().and_then(|contents| {
+            let made = lock(&placed.rows.made);
+            made.iter().find(|(of, _)| of == contents).map(|(_, listed)| listed.clone())
+        });
+        if found.is_some() {
+            return Ok(Work { placed, listed: found });
+        }
+        if self.options.lists_on_host {
+            return Err(CudaError::argument(
+                "the mask reads captured buffers in device memory, which lists that are made on \
+                 the host cannot be made from; plan without `lists_on_host`",
+            ));
+        }
+        let listed = Arc::new(self.listed(call, &placed, axis, tile)?);
+        if let Some(contents) = contents {
+            keep(&mut lock(&placed.rows.made), MOST_LISTS, (contents, listed.clone()));
+        }
+        Ok(Work { placed, listed: Some(listed) })
+    }
+
+    fn placed(
+        &self,
+        call: &Call<'_>,
+        mask: Option<&MaskMod>,
+        axis: Axis,
+        tile: TileSize,
+    ) -> Result<Arc<Placed>, CudaError> {
+        let Call { queue, dims, sequences, checked, .. } = call;
         let key = Key {
             queue: queue.id(),
             masked: mask.is_some(),
-            checked: checked && mask.is_some(),
+            checked: *checked && mask.is_some(),
             axis,
             tile,
             shared_kv: dims.shared_kv,
-            sequences: sequences.to_vec(),
+            sequences: sequences.clone(),
         };
         let found = {
             let resident = lock(&self.resident);
@@ -183,49 +305,37 @@ impl CudaPlan {
         }
         let placed = Arc::new(match mask {
             Some(mask) if !self.options.lists_on_host => {
-                self.outlined(queue, dims, sequences, mask, axis, tile, checked)?
+                Placed::outlined(queue, &Outline::new(dims, sequences, mask, axis, tile))?
             }
             _ => Placed::new(queue, Schedule::new(dims, sequences, mask, axis, tile))?,
         });
-        let mut resident = lock(&self.resident);
-        if resident.schedules.len() >= MOST_SCHEDULES {
-            resident.schedules.remove(0);
-        }
-        resident.schedules.push((key, placed.clone()));
+        keep(&mut lock(&self.resident).schedules, MOST_SCHEDULES, (key, placed.clone()));
         Ok(placed)
     }
 
-    /// A schedule whose lists the device makes. Nothing waits, unless indices are checked.
-    fn outlined(
+    /// Block lists that the device makes. Nothing waits, unless indices are checked.
+    fn listed(
         &self,
-        queue: &Queue,
-        dims: &Dims,
-        sequences: &[Sequence],
-        mask: &MaskMod,
+        call: &Call<'_>,
+        placed: &Placed,
         axis: Axis,
         tile: TileSize,
-        checked: bool,
-    ) -> Result<Placed, CudaError> {
-        let outline = Outline::new(dims, sequences, mask, axis, tile);
-        let all_rows = outline.rows.len() * outline.heads;
-        let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * outline.capacity);
-        let parts = [
-            array_bytes(&outline.sequences),
-            array_bytes(&outline.tiles),
-            array_bytes(&outline.rows),
-            Vec::new(),
-        ];
-        let (memory, [sequences_at, tiles, rows, runs]) =
-            upload(queue, parts, run_bytes + count_bytes)?;
+    ) -> Result<Listed, CudaError> {
+        let Call { queue, dims, checked, .. } = *call;
+        let rows = &placed.rows;
+        let all_rows = rows.count * rows.heads;
+        let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
+        let memory = queue.pool().take(run_bytes + count_bytes)?;
+        let runs = memory.address();
         let lists = abi::Lists {
             counts: runs + run_bytes as Address,
             runs,
-            capacity: count(outline.capacity)?,
-            head_stride: count(outline.head_stride)?,
+            capacity: count(rows.capacity)?,
+            head_stride: count(rows.head_stride)?,
         };
         let params = BlockListsParams {
-            sequences: sequences_at,
-            tiles: rows,
+            sequences: placed.sequences,
+            tiles: rows.tiles,
             counts: lists.counts,
             runs,
             capacity: lists.capacity,
@@ -235,29 +345,21 @@ impl CudaPlan {
             of_keys: (axis == Axis::Keys).into(),
             group: dims.group() as i32,
         };
-        let shared = BlockListsParams::shared_bytes(outline.longest);
-        let (function, printed) = self.list_kernel(dims, sequences, tile, shared, checked)?;
+        let shared = BlockListsParams::shared_bytes(rows.longest);
+        let (function, printed) = self.list_kernel(call, tile, shared)?;
         let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(queue, &printed, &[], report.address())?;
-        let grid = [outline.rows.len() as u32, outline.heads as u32, 1];
+        let mods = self.mods_bytes(call, &printed, &[], report.address())?;
+        let grid = [rows.count as u32, rows.heads as u32, 1];
         let threads = BlockListsParams::THREADS as u32;
         launch(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
-        Ok(Placed {
-            _memory: memory,
-            sequences: sequences_at,
-            tiles,
-            tile_count: outline.tiles.len(),
-            lists,
-            sum_rows: outline.sum_rows,
-            sharing: outline.sharing,
-            out_of_range: report.noted(self.options.timeout, &printed.source)?,
-        })
+        let out_of_range = report.noted(self.options.timeout, &printed.source)?;
+        Ok(Listed { _memory: memory, lists, out_of_range })
     }
 
     /// The bytes of `struct Mods`: where captured buffers and their gradients are.
     pub(super) fn mods_bytes(
         &self,
-        queue: &Queue,
+        call: &Call<'_>,
         printed: &Printed,
         gradients: &[Gradient<'_>],
         report: Address,
@@ -267,7 +369,13 @@ impl CudaPlan {
         let bounded: Vec<usize> = source.bounded().collect();
         let mut addresses = Vec::with_capacity(source.buffers().len());
         for (slot, buffer) in source.buffers().iter().enumerate() {
-            let (elems, ranges) = self.uploaded(queue, buffer, bounded.contains(&slot))?;
+            let bounded = bounded.contains(&slot);
+            let (elems, ranges) = match call.capture(buffer.name()) {
+                Some((at, array)) if buffer.is_on_device() => {
+                    (array.address, if bounded { self.table_of(call, at)? } else { 0 })
+                }
+                _ => self.uploaded(call.queue, buffer, bounded)?,
+            };
             let wanted = gradients.iter().find(|g| g.name == buffer.name());
             let wanted = wanted.filter(|_| learned.contains(&slot));
             let (gradient, sums) = wanted.map_or((0, 0), |g| (g.into, g.sums));
@@ -276,8 +384,8 @@ impl CudaPlan {
         source.pack(&addresses, report)
     }
 
-    /// Where a captured buffer and, if asked for, its range table are; they are copied over at
-    /// their first use.
+    /// Where a captured buffer of the host and, if asked for, its range table are; it is copied
+    /// over at its first use.
     fn uploaded(
         &self,
         queue: &Queue,
@@ -296,10 +404,73 @@ impl CudaPlan {
             }
         };
         let uploaded = &mut resident.buffers[at];
+        let elems = uploaded.elems.address();
         if bounded && uploaded.ranges.is_none() {
-            uploaded.ranges = Some(Arc::new(queue.pool().upload(&range_table(buffer))?));
+            let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
+            uploaded.ranges = Some(Arc::new(table));
         }
         let ranges = uploaded.ranges.as_ref().map_or(0, |block| block.address());
-        Ok((uploaded.elems.address(), ranges))
+        Ok((elems, ranges))
+    }
+
+    /// Where the range table of a captured buffer of the call is.
+    fn table_of(&self, call: &Call<'_>, at: usize) -> Result<Address, CudaError> {
+        if let Some((_, table)) = call.tables.borrow().iter().find(|(of, _)| *of == at) {
+            return Ok(table.address());
+        }
+        let array = call.array(at);
+        let key = array.version.map(|version| TableKey {
+            queue: call.queue.id(),
+            address: array.address,
+            version,
+            ty: array.ty,
+            shape: array.shape.to_vec(),
+        });
+        let found = key.as_ref().and_then(|key| {
+            let resident = lock(&self.resident);
+            resident.tables.iter().find(|(k, _)| k == key).map(|(_, table)| table.clone())
+        });
+        let table = match found {
+            Some(table) => table,
+            None => {
+                let (queue, address) = (call.queue, array.address);
+                let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
+                if let Some(key) = key {
+                    let mut resident = lock(&self.resident);
+                    keep(&mut resident.tables, MOST_TABLES, (key, table.clone()));
+                }
+                table
+            }
+        };
+        let address = table.address();
+        call.tables.borrow_mut().push((at, table));
+        Ok(address)
+    }
+
+    /// Queues the making of a range table.
+    fn range_table(
+        &self,
+        queue: &Queue,
+        elems: Address,
+        ty: Type,
+        shape: &[usize],
+    ) -> Result<Block, CudaError> {
+        const MOST_THREADS: usize = 1024;
+        // Nobody reads the table of a buffer without elements, but it has an address.
+        let table = queue.pool().take(range_table_bytes(shape).max(8))?;
+        let length = shape.last().copied().unwrap_or(0);
+        let rows = shape.iter().product::<usize>() / length.max(1);
+        let function = self.plain_kernel(table_config())?;
+        let params = RangeTableParams {
+            elems,
+            table: table.address(),
+            rows: rows as i64,
+            length: count(length)?,
+            ty: type_number(ty),
+        };
+        let grid = [count(rows)? as u32, 1, 1];
+        let threads = length.div_ceil(32).next_multiple_of(32).clamp(32, MOST_THREADS) as u32;
+        launch(&function, queue, grid, threads, &[&params.bytes()])?;
+        Ok(table)
     }
 }

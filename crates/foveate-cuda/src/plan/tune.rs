@@ -9,11 +9,12 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use foveate_problem::{Dims, Sequence};
+use foveate_problem::Dims;
 use foveate_tensor::{DType, Varlen};
 use half::{bf16, f16};
 
-use super::kernels::{Pass, PassKind, sizes};
+use super::call::Call;
+use super::kernels::{PassKind, sizes};
 use super::{CudaPlan, sequences};
 use crate::config::Kernel;
 use crate::driver::{Block, Event, Pool};
@@ -37,7 +38,6 @@ struct Subject<'a> {
     plan: &'a CudaPlan,
     dims: Dims,
     varlen: Option<Varlen<'a>>,
-    sequences: Vec<Sequence>,
     sizes: Sizes,
     operands: OnDevice,
 }
@@ -73,6 +73,7 @@ impl CudaPlan {
                 "the plan's kernel options fix what tuning is to find; tune a plan without them",
             ));
         }
+        self.spec.check_on_host()?;
         Compiler::get()?;
         if backward {
             self.differentiable()?;
@@ -82,15 +83,14 @@ impl CudaPlan {
             dims.batch = varlen.map_or(0, |v| v.sequences());
         }
         let varlen = varlen.filter(|_| dims.packed);
-        let sequences = sequences(&dims, varlen);
-        let sizes = sizes(&dims, &sequences);
+        let sizes = sizes(&dims, &sequences(&dims, varlen));
         if sizes.batch * sizes.queries * sizes.keys == 0 {
             return Err(CudaError::argument(
                 "there is nothing to tune: the problem has no pairs of a query and a key",
             ));
         }
         let operands = OnDevice::new(self, &dims, backward)?;
-        let subject = Subject { plan: self, dims, varlen, sequences, sizes, operands };
+        let subject = Subject { plan: self, dims, varlen, sizes, operands };
         let kernels: &[Kernel] = match (backward, self.options.deterministic) {
             (false, _) => &[Kernel::Forward],
             (true, false) => &[Kernel::Forward, Kernel::Backward],
@@ -131,7 +131,7 @@ impl CudaPlan {
         let mut options = self.options.clone();
         options.kernels = options.kernels.with(kernel, tiles);
         options.timeout = options.timeout.min(PATIENCE);
-        Self { options, kernels: Arc::default(), ..self.clone() }
+        Self { options, kernels: Arc::default(), bound: Arc::default(), ..self.clone() }
     }
 }
 
@@ -273,8 +273,8 @@ impl Subject<'_> {
             _ => (PassKind::Backward, "fv_backward"),
         };
         let chosen = trial.chosen(self.class(kernel), self.sizes, kernel != Kernel::Forward)?;
-        let pass = Pass { kind, checked: false };
-        trial.kernel(&chosen, kernel, entry, pass, &self.dims, &self.sequences)?;
+        let forward = self.forward();
+        trial.kernel(&chosen, kernel, entry, kind, &self.call(&forward.operands))?;
         match trial.notes().pop() {
             None => Ok(trial),
             Some(reason) => {
@@ -286,16 +286,21 @@ impl Subject<'_> {
 
     /// Queues a pass.
     fn run(&self, plan: &CudaPlan, kernel: Kernel) -> Result<(), CudaError> {
-        let queue = self.plan.engine.queue();
+        let forward = self.forward();
+        let call = self.call(&forward.operands);
         match kernel {
-            Kernel::Forward => plan.launch_forward(queue, &self.dims, &self.forward(), false),
-            _ => plan.launch_backward(queue, &self.dims, &self.backward(), false),
+            Kernel::Forward => plan.launch_forward(&call, &forward),
+            _ => plan.launch_backward(&call, &self.backward()),
         }
+    }
+
+    fn call<'a>(&'a self, operands: &DeviceOperands<'a>) -> Call<'a> {
+        Call::new(self.plan.engine.queue(), &self.dims, operands, false)
     }
 
     fn forward(&self) -> DeviceForward<'_> {
         let OnDevice { q, k, v, out, lse, .. } = self.operands;
-        let operands = DeviceOperands { q, k, v, sink: None, varlen: self.varlen, pages: None };
+        let operands = DeviceOperands { varlen: self.varlen, ..DeviceOperands::new(q, k, v) };
         DeviceForward { operands, out, lse, max_score: None }
     }
 
@@ -368,7 +373,7 @@ impl OnDevice {
         let lse = empty(pool, &mut blocks, dims.row_shape())?;
         let mut captures = Vec::new();
         for buffer in plan.spec.learned().iter().filter(|_| backward) {
-            let into = empty(pool, &mut blocks, [buffer.data().len()])?;
+            let into = empty(pool, &mut blocks, [buffer.elems()])?;
             captures.push((buffer.name().to_owned(), into));
         }
         let (q, k, v) = (of_q, of_k, of_v);

@@ -2,10 +2,11 @@
 //! written is apart from everything else.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Mutex;
 
-use foveate_tensor::{DType, Fold, Layout};
+use foveate_tensor::{Fold, Layout};
 
 use super::{DeviceOperands, DeviceTensor};
 use crate::abi::Address;
@@ -44,16 +45,39 @@ impl Places {
     pub(super) fn operands(&mut self, operands: &DeviceOperands<'_>) -> Result<(), CudaError> {
         operands.tensors().into_iter().try_for_each(|(name, t)| self.read(name, t))?;
         operands.sink.iter().try_for_each(|t| self.read("sink", t))?;
+        for (name, array) in operands.captures {
+            array.place(&format!("captured buffer `{name}`"), self)?;
+        }
         let Some(pages) = operands.pages else { return Ok(()) };
-        if !pages.table.is_multiple_of(4) {
-            let at = pages.table;
+        let entries = operands.q.layout.shape[0].saturating_mul(pages.entries);
+        self.read_array("the page table", pages.table, "i32", 4, entries)
+    }
+
+    /// Adds elements side by side, of a type that tensors do not have.
+    pub(super) fn read_array(
+        &mut self,
+        name: &str,
+        address: Address,
+        ty: impl fmt::Display,
+        bytes: usize,
+        elems: usize,
+    ) -> Result<(), CudaError> {
+        if elems > 0 && !address.is_multiple_of(bytes as u64) {
             return Err(CudaError::argument(format!(
-                "the page table starts at {at:#x}, which is no multiple of the 4 bytes of i32"
+                "{name} starts at {address:#x}, which is no multiple of the {bytes} bytes of {ty}"
             )));
         }
-        // Tensors have no i32; what counts is where the four bytes of each entry lie.
-        let shape = [operands.q.layout.shape[0], pages.entries];
-        self.read("the page table", &DeviceTensor::contiguous(pages.table, DType::F32, shape))
+        let end = elems.checked_mul(bytes).and_then(|n| address.checked_add(n as u64));
+        let end = end.ok_or_else(|| {
+            CudaError::argument(format!("{name} of {elems} elements overflows an address"))
+        })?;
+        self.0.push(Place {
+            name: name.to_owned(),
+            span: (address, end),
+            written: false,
+            rows: Rows { layout: Layout::contiguous([1, 1, 1, elems]), bytes, start: address },
+        });
+        Ok(())
     }
 
     pub(super) fn read<const N: usize>(

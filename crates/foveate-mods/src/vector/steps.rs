@@ -413,7 +413,8 @@ impl Machine {
             index.iter().map(|x| self.operand(compiled, x.index(), view)).collect();
         for (r, line) in out.data.chunks_exact_mut(out.width).take(out.lines).enumerate() {
             let lines = || operands.iter().map(|x| x.line(r, out.width));
-            if let Some(start) = run_start(buffer.shape(), lines(), out.width, counts) {
+            let held = counts && !buffer.is_on_device();
+            if let Some(start) = run_start(buffer.shape(), lines(), out.width, held) {
                 copy_run(buffer.data(), start, line);
                 continue;
             }

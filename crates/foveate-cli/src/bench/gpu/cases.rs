@@ -173,7 +173,7 @@ impl Prepared {
 
     fn operands(&self) -> DeviceOperands<'static> {
         let Tensors { q, k, v, .. } = self.tensors;
-        DeviceOperands { q, k, v, sink: None, varlen: None, pages: None }
+        DeviceOperands::new(q, k, v)
     }
 
     fn forward(&self) -> Result<(), Failure> {

@@ -26,7 +26,7 @@ static std::vector<Meeting> warps;
 static Meeting block;
 static ucontext_t scheduler;
 static Thread* current;
-static Index blockIdx;
+static Index blockIdx, blockDim;
 static std::function<void()> body;
 
 #define threadIdx (current->index)
@@ -73,7 +73,8 @@ static unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= 
 // Runs `kernel` for every thread of one block.
 static void run_block(int count, std::function<void()> kernel) {
     body = kernel;
-    if (int(threads.size()) != count) threads.resize(count), warps.resize(count / 32);
+    blockDim = {count, 1, 1};
+    if (int(threads.size()) != count) threads.resize(count), warps.resize(count / 32), block = {};
     for (int i = 0; i < count; ++i) {
         Thread& t = threads[i];
         t.index = {i, 0, 0};

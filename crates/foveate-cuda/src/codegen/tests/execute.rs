@@ -9,6 +9,7 @@ use foveate_mods::ir::{BinaryOp, UnaryOp, mix};
 use foveate_mods::vector::{Bits, LANES, Machine, Read, Scores};
 use foveate_mods::{Bounds, Cover, DynExpr, Head, Kernel, Point, ScalarValue, Type};
 
+use super::ranges::range_table;
 use super::*;
 
 /// A counter-based generator: the seed says it all.

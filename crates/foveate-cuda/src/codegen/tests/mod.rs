@@ -2,6 +2,7 @@
 
 mod execute;
 mod lists;
+mod ranges;
 
 use super::*;
 use crate::nvrtc::Compiler;

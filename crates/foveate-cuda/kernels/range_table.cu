@@ -1,0 +1,54 @@
+// The range table of a captured buffer, see ranges.cuh: fv_range_table<<<rows, any number of threads>>>
+//
+// A block takes a row. It finds the ends of every RANGE_BLOCK elements, then makes each level from
+// the one below it:
+//
+//   level 0    e0  e1  e2  e3  e4          entry i holds blocks i .. i + 2^level; behind the end of
+//   level 1    e01 e12 e23 e34 e4          the row there is nothing to join
+//   level 2    e03 e14 e24 e34 e4
+//
+// No shared memory.
+
+extern "C" __device__ const int fv_shared_bytes = 0;
+
+__device__ BoolEnds ends_of(bool x) { return {x, x}; }
+__device__ IntEnds ends_of(Int x) { return {x.v, x.v}; }
+__device__ FloatEnds ends_of(float x) { return {x, x}; }
+
+__device__ BoolEnds join(BoolEnds x, BoolEnds y) { return {min(x.lo, y.lo), max(x.hi, y.hi)}; }
+__device__ IntEnds join(IntEnds x, IntEnds y) { return {min(x.lo, y.lo), max(x.hi, y.hi)}; }
+// A NaN takes both ends.
+__device__ FloatEnds join(FloatEnds x, FloatEnds y) {
+    if (x.lo != x.lo) return x;
+    return y.lo != y.lo ? y : FloatEnds{fminf(x.lo, y.lo), fmaxf(x.hi, y.hi)};
+}
+
+template <typename Ends, typename Elem>
+__device__ void table_of_row(const RangeTableParams& p, const Elem* elems) {
+    elems += i64(blockIdx.x) * p.length;
+    const int blocks = p.length / RANGE_BLOCK + (p.length % RANGE_BLOCK != 0);
+    Ends* level = static_cast<Ends*>(p.table) + i64(blockIdx.x) * blocks;
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) {
+        const Elem* block = elems + i64(i) * RANGE_BLOCK;
+        const int count = min(RANGE_BLOCK, p.length - i * RANGE_BLOCK);
+        Ends ends = ends_of(load(block));
+        for (int k = 1; k < count; ++k) ends = join(ends, ends_of(load(block + k)));
+        level[i] = ends;
+    }
+    for (int reach = 1; 2 * reach <= blocks; reach *= 2) {
+        __syncthreads();
+        Ends* next = level + p.rows * blocks;
+        for (int i = threadIdx.x; i < blocks; i += blockDim.x)
+            next[i] = i + reach < blocks ? join(level[i], level[i + reach]) : level[i];
+        level = next;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+fv_range_table(const __grid_constant__ RangeTableParams p) {
+    switch (p.ty) {
+        case 0: return table_of_row<BoolEnds>(p, static_cast<const unsigned char*>(p.elems));
+        case 1: return table_of_row<IntEnds>(p, static_cast<const int*>(p.elems));
+        default: return table_of_row<FloatEnds>(p, static_cast<const float*>(p.elems));
+    }
+}

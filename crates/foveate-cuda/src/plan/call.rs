@@ -1,0 +1,159 @@
+//! What one call brings along: where it is queued, its sizes, and captured buffers that lie in
+//! device memory, whose contents the host never sees.
+//!
+//! A program is printed for the lengths of its captured buffers, so buffers of other lengths than
+//! the plan's make a plan of their own, which is kept and shares what does not depend on them.
+
+use std::cell::RefCell;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use foveate_mods::{AnyBuffer, MaskMod};
+use foveate_problem::{Dims, Sequence};
+
+use super::{CudaPlan, sequences, unknown};
+use crate::abi::Address;
+use crate::driver::Block;
+use crate::engine::{Queue, lock};
+use crate::error::CudaError;
+use crate::tensors::{DeviceArray, DeviceOperands};
+
+/// One call of a plan.
+pub(super) struct Call<'a> {
+    pub queue: &'a Queue,
+    pub dims: &'a Dims,
+    pub sequences: Vec<Sequence>,
+    /// Whether indices outside captured buffers are reported.
+    pub checked: bool,
+    captures: &'a [(&'a str, DeviceArray<'a>)],
+    /// Range tables of captured buffers, by their place in `captures`.
+    pub tables: RefCell<Vec<(usize, Arc<Block>)>>,
+}
+
+/// What is promised of the captured buffers in device memory that a mask reads: the same number
+/// for the same contents. Empty when it reads none.
+pub(super) type Contents = Vec<(Address, u64)>;
+
+impl<'a> Call<'a> {
+    pub fn new(
+        queue: &'a Queue,
+        dims: &'a Dims,
+        operands: &DeviceOperands<'a>,
+        checked: bool,
+    ) -> Self {
+        let mut sequences = sequences(dims, operands.varlen);
+        if let Some(pages) = operands.pages {
+            for (s, len) in sequences.iter_mut().zip(pages.lengths) {
+                (s.k_batch, s.k_len) = (0, *len as usize);
+            }
+        }
+        let (captures, tables) = (operands.captures, RefCell::default());
+        Self { queue, dims, sequences, checked, captures, tables }
+    }
+
+    /// The captured buffer of this name in device memory, and its place in the call.
+    pub fn capture(&self, name: &str) -> Option<(usize, &DeviceArray<'a>)> {
+        let at = self.captures.iter().position(|(n, _)| *n == name)?;
+        Some((at, &self.captures[at].1))
+    }
+
+    /// The captured buffer at a place in the call.
+    pub fn array(&self, at: usize) -> &DeviceArray<'a> {
+        &self.captures[at].1
+    }
+
+    /// What is promised of the contents that decide block lists; `None` when nothing is.
+    pub fn contents(&self, mask: &MaskMod) -> Option<Contents> {
+        let buffers = mask.program().graph().buffers().iter().filter(|b| b.is_on_device());
+        let arrays = buffers.filter_map(|b| self.capture(b.name()));
+        arrays.map(|(_, array)| Some((array.address, array.version?))).collect()
+    }
+}
+
+/// A plan for the captured buffers of a call.
+pub(super) enum Bound<'a> {
+    Same(&'a CudaPlan),
+    Other(Arc<CudaPlan>),
+}
+
+impl Deref for Bound<'_> {
+    type Target = CudaPlan;
+
+    fn deref(&self) -> &CudaPlan {
+        match self {
+            Self::Same(plan) => plan,
+            Self::Other(plan) => plan,
+        }
+    }
+}
+
+/// A plan, and the captured buffers that it was made for.
+pub(super) type ForShapes = (Vec<AnyBuffer>, Arc<CudaPlan>);
+
+/// Plans for other lengths of captured buffers that are kept at a time.
+const MOST_BOUND: usize = 16;
+
+impl CudaPlan {
+    /// The plan for captured buffers in device memory.
+    ///
+    /// # Errors
+    /// When there is no captured buffer of a name, its type or number of axes differs, two have one
+    /// name, or it is not said where a buffer lies that is not in host memory.
+    pub(super) fn bound(
+        &self,
+        captures: &[(&str, DeviceArray<'_>)],
+    ) -> Result<Bound<'_>, CudaError> {
+        let buffers = || self.spec.programs().flat_map(|p| p.graph().buffers());
+        let given = |b: &AnyBuffer| captures.iter().any(|(name, _)| *name == b.name());
+        if let Some(missing) = buffers().find(|b| b.is_on_device() && !given(b)) {
+            return Err(CudaError::argument(format!(
+                "captured buffer `{}` is in device memory; say where in the call's captures",
+                missing.name()
+            )));
+        }
+        for (i, (name, _)) in captures.iter().enumerate() {
+            if captures[..i].iter().any(|(other, _)| other == name) {
+                return Err(CudaError::argument(format!(
+                    "captured buffer `{name}` is said to be in two places; give one"
+                )));
+            }
+            if !buffers().any(|b| b.name() == *name) {
+                return Err(unknown("captured buffer", name));
+            }
+        }
+        let same = |b: &AnyBuffer, a: &DeviceArray<'_>| b.shape() == a.shape && b.ty() == a.ty;
+        let fits = |b: &AnyBuffer| {
+            let mut of_name = captures.iter().filter(|(name, _)| *name == b.name());
+            of_name.all(|(_, a)| (b.is_on_device() || b.elems() == 0) && same(b, a))
+        };
+        if buffers().all(fits) {
+            return Ok(Bound::Same(self));
+        }
+        let found = {
+            let bound = lock(&self.bound);
+            let found = bound.iter().find(|(of, _)| {
+                of.len() == captures.len()
+                    && of.iter().zip(captures).all(|(b, (name, a))| b.name() == *name && same(b, a))
+            });
+            found.map(|(_, plan)| plan.clone())
+        };
+        if let Some(found) = found {
+            return Ok(Bound::Other(found));
+        }
+        let mut plan = self.clone();
+        let mut of = Vec::with_capacity(captures.len());
+        for (name, array) in captures {
+            let learned = buffers().any(|b| b.name() == *name && b.learned());
+            let buffer = AnyBuffer::on_device(*name, array.shape, array.ty, learned)?;
+            plan = plan.rebind(&buffer)?;
+            of.push(buffer);
+        }
+        let plan = Arc::new(plan);
+        let mut bound = lock(&self.bound);
+        if bound.len() >= MOST_BOUND {
+            bound.remove(0);
+        }
+        bound.push((of, plan.clone()));
+        Ok(Bound::Other(plan))
+    }
+}
