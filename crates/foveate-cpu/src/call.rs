@@ -29,6 +29,8 @@ pub struct Call<'a> {
     pub sink: Option<&'a [f32]>,
     /// `1/(1-p)` of the dropout.
     pub keep_factor: f32,
+    /// Whether operands are multiplied in pairs.
+    pub pairs: bool,
     pub mods: &'a Mods,
     pub pool: &'a Pool,
     /// Who wants to know where time goes.

@@ -15,16 +15,15 @@
 
 use std::ops::Range;
 
-use foveate_problem::{Dims, ForwardArgs};
+use foveate_problem::ForwardArgs;
 use foveate_tensor::{TensorMut, TensorRef};
 
 use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
-use crate::pack::{self, Block, Packed, Packing};
-use crate::simd::{self, LANES, Matrix, Part, RowState, STRIP};
+use crate::pack::{self, Block, Format, Packed, Packing, elements};
+use crate::simd::{self, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
 use crate::stages::{Clock, Stage};
-use crate::tiles::Tiles;
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
 
 /// What a thread is given to do.
@@ -63,6 +62,8 @@ struct Work<'a> {
     evaluator: Evaluator,
     /// Scores of a strip.
     scores: Lent<'a>,
+    /// Their weights, where those are not floats.
+    weights: Lent<'a>,
     out: Lent<'a>,
     /// The softmax of each row.
     states: Vec<RowState>,
@@ -76,6 +77,14 @@ pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
 
 /// Runs the forward pass of `call`.
 pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
+    match call.pairs {
+        true => run_in::<Pair>(call, args),
+        false => run_in::<f32>(call, args),
+    }
+}
+
+/// The same with operands in a format.
+fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let ForwardArgs { operands, out, lse, max_score } = args;
     let tiles = call.tiles;
     let spans: Vec<Span> = call.sequences.iter().map(Span::queries).collect();
@@ -84,8 +93,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let (on_q, on_k) = scales(call.scale);
-        let (packed, packings) = Packed::new(&operands, wave, tiles, on_k, &mut blocks);
+        let (packed, packings) = Packed::<T>::new(&operands, wave, tiles, &mut blocks);
         let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
@@ -111,10 +119,10 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
             query_tiles.sort_by_key(|t| std::cmp::Reverse(t.cost));
             tasks.extend(query_tiles.into_iter().map(Task::Tile));
         }
-        let wave = Wave { call, packed: &packed, q: operands.q, scale: on_q };
+        let wave = Wave { call, packed: &packed, q: operands.q };
         run(
             tasks.into_iter(),
-            || Scratch::new(call),
+            || Scratch::new::<T>(call),
             |scratch, task| match task {
                 Task::Pack(packing) => {
                     scratch.work.clock.start();
@@ -128,38 +136,29 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     call.finish()
 }
 
-/// The factors on queries and on keys that make `scale`. Keys are packed anyway and queries need
-/// not be, but the backward scales queries: only with a power of two are the scores the same bits,
-/// which large scores need, because it takes their exponential relative to this pass's `lse`.
-fn scales(scale: f32) -> (f32, f32) {
-    let power_of_two = scale.is_normal() && scale.to_bits() << 9 == 0;
-    if power_of_two { (1.0, scale) } else { (scale, 1.0) }
-}
-
 impl<'a> Scratch<'a> {
-    fn new(call: &'a Call<'_>) -> Self {
+    fn new<T: Format>(call: &'a Call<'_>) -> Self {
         let tiles = &call.tiles;
         let work = Work {
             evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
             scores: call.pool.lend(STRIP * tiles.kv),
+            weights: call.pool.lend(STRIP * tiles.kv * (T::WIDTH - 1) / T::WIDTH),
             out: call.pool.lend(tiles.q * tiles.dim_v),
             states: vec![RowState::START; tiles.q],
             clock: Clock::new(call.profile),
         };
-        Self { rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim), work }
+        Self { rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v)), work }
     }
 }
 
 /// What all query tiles of a wave read.
-struct Wave<'a> {
+struct Wave<'a, T> {
     call: &'a Call<'a>,
-    packed: &'a Packed<'a>,
+    packed: &'a Packed<'a, T>,
     q: TensorRef<'a>,
-    /// Factor on queries.
-    scale: f32,
 }
 
-impl Wave<'_> {
+impl<T: Format> Wave<'_, T> {
     fn query_tile(&self, Scratch { rows: room, work }: &mut Scratch<'_>, task: QueryTile<'_>) {
         let (call, tiles) = (self.call, self.call.tiles);
         let sequence = &call.sequences[task.b];
@@ -167,12 +166,7 @@ impl Wave<'_> {
         let rows = tiles.q.min(sequence.q_len - start);
         work.clock.start();
         let at = [sequence.q_batch, task.h, sequence.q_start + start];
-        let in_place = pack::neighbours(self.q, at).filter(|_| self.scale == 1.0);
-        let q = in_place.unwrap_or_else(|| {
-            pack::load_rows(self.q, at, rows, tiles.dim, room);
-            simd::scale(&mut room[..rows * tiles.dim], self.scale);
-            Matrix::rows(room, tiles.dim)
-        });
+        let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(room));
         work.out[..rows * tiles.dim_v].fill(0.0);
         work.states.fill(RowState::START);
         work.clock.lap(Stage::Packing);
@@ -185,7 +179,7 @@ impl Wave<'_> {
             let block = self.packed.block(task.unit, tile);
             for first in (0..rows).step_by(STRIP) {
                 let q = Matrix { data: &q.data[first * q.row..], ..q };
-                work.strip(&call.dims, &tiles, q, &block, first..rows.min(first + STRIP));
+                work.strip(call, q, &block, first..rows.min(first + STRIP));
             }
         }
         call.note(&mut work.evaluator);
@@ -197,15 +191,15 @@ impl Wave<'_> {
 
 impl Work<'_> {
     /// One strip of query rows, whose queries are the first of `q`, against one key tile.
-    fn strip(
+    fn strip<T: Format>(
         &mut self,
-        dims: &Dims,
-        tiles: &Tiles,
-        q: Matrix<'_>,
-        block: &Block<'_>,
+        call: &Call<'_>,
+        q: Matrix<'_, T>,
+        block: &Block<'_, T>,
         strip: Range<usize>,
     ) {
-        let Self { evaluator, scores, out, states, clock } = self;
+        let (dims, tiles) = (&call.dims, &call.tiles);
+        let Self { evaluator, scores, weights, out, states, clock } = self;
         let keys = evaluator.live(strip.clone());
         if keys.is_empty() {
             return;
@@ -213,7 +207,8 @@ impl Work<'_> {
         let columns = keys.start / LANES * LANES..simd::padded(keys.end);
         let rows = 0..strip.len();
         let part = Part { rows: rows.clone(), columns: columns.clone(), depth: 0..dims.dim };
-        simd::product(scores, tiles.kv, q, block.k_t, &part, false);
+        let part = part.in_elements::<T>();
+        simd::product(scores, tiles.kv, q, block.k_t, &part, Write::Times(call.scale));
         clock.lap(Stage::Products);
 
         evaluator.score(strip.clone(), columns.clone(), scores, tiles.kv);
@@ -229,11 +224,13 @@ impl Work<'_> {
         }
         clock.lap(Stage::Softmax);
 
-        evaluator.drop_out(strip, columns, scores, tiles.kv);
+        evaluator.drop_out(strip, columns.clone(), scores, tiles.kv);
         clock.lap(Stage::Mods);
 
-        let part = Part { rows, columns: 0..tiles.dim_v, depth: keys };
-        simd::product(out, tiles.dim_v, Matrix::rows(scores, tiles.kv), block.v, &part, true);
+        let weights = T::factor(scores, rows.len(), tiles.kv, columns, elements(weights));
+        clock.lap(Stage::Softmax);
+        let part = Part { rows, columns: 0..tiles.dim_v, depth: keys }.in_elements::<T>();
+        simd::product(out, tiles.dim_v, weights, block.v, &part, Write::Add);
         clock.lap(Stage::Products);
     }
 

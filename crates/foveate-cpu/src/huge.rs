@@ -9,8 +9,8 @@ use foveate_tensor::TensorRef;
 
 use crate::call::{Call, head};
 use crate::mods::Evaluator;
-use crate::pack;
-use crate::simd::{self, LANES, Matrix, Panels, Part, STRIP};
+use crate::pack::{self, Format};
+use crate::simd::{self, LANES, Panels, Part, STRIP, Write};
 use crate::work::{Unit, run};
 
 /// From this magnitude on, 2^29, lse is a multiple of 64 and so the largest score of its row,
@@ -42,7 +42,7 @@ struct Scratch {
 
 /// For each row of a wave's heads, in order, what its weights are multiplied with: 1, or where lse
 /// is huge one over the sum of `exp(score - lse)`.
-pub fn shares(
+pub fn shares<T: Format>(
     call: &Call<'_>,
     wave: &[Unit],
     operands: &Operands<'_>,
@@ -79,8 +79,8 @@ pub fn shares(
         let Scratch { evaluator, q: own, k, k_t, scores } = scratch;
         let s = &call.sequences[b];
         let (start, rows, stride) = (tile * tiles.q, shares.len(), tiles.kv);
-        pack::load_rows(operands.q, [s.q_batch, h, s.q_start + start], rows, tiles.dim, own);
-        simd::scale(own, call.scale);
+        let at = [s.q_batch, h, s.q_start + start];
+        let q = pack::rows(operands.q, at, rows, tiles.dim, pack::elements::<T>(own));
         evaluator.enter(head(&call.dims, s, h));
         let huge: Vec<f32> = (start..start + rows).map(|row| lse_of(b, h, row)).collect();
         for (sum, lse) in shares.iter_mut().zip(&huge) {
@@ -90,9 +90,10 @@ pub fn shares(
             let first = key_tile * tiles.kv;
             let keys = first..s.k_len.min(first + tiles.kv);
             evaluator.tile(start..start + rows, keys.clone(), partial);
-            pack::load_keys(operands, operands.k, &wave[unit], &keys, tiles.dim, k);
-            simd::transpose(Matrix::rows(k, tiles.dim), keys.len(), tiles.dim, 1.0, k_t);
-            let k_t = Panels::packed(k_t, tiles.dim);
+            let (k, k_t) = (pack::elements::<T>(k), pack::elements::<T>(k_t));
+            let k = pack::key_rows(operands, operands.k, &wave[unit], &keys, tiles.dim, k);
+            T::transpose(k, keys.len(), tiles.dim, k_t);
+            let k_t = Panels::packed(k_t, tiles.dim / T::WIDTH);
             for from in (0..rows).step_by(STRIP) {
                 let strip = from..rows.min(from + STRIP);
                 let live = evaluator.live(strip.clone());
@@ -101,8 +102,8 @@ pub fn shares(
                 }
                 let columns = live.start / LANES * LANES..simd::padded(live.end);
                 let (rows, depth) = (strip.clone(), 0..call.dims.dim);
-                let part = Part { rows, columns: columns.clone(), depth };
-                simd::product(scores, stride, Matrix::rows(own, tiles.dim), k_t, &part, false);
+                let part = Part { rows, columns: columns.clone(), depth }.in_elements::<T>();
+                simd::product(scores, stride, q, k_t, &part, Write::Times(call.scale));
                 evaluator.score(
                     strip.clone(),
                     columns.clone(),

@@ -1,30 +1,238 @@
-//! Keys and values as the products want them.
+//! Operands as the products want them.
 //!
-//! In the forward each key tile of a unit becomes one block of f32: k transposed (columns are keys)
-//! in panels and v in rows. Every dtype, stride and page meets here and nowhere else, so a call
-//! computes the same bits for any layout of the same numbers. Padding is zero.
+//! A product sums over the columns of rows (queries, or what [`Format::transpose`] makes of keys),
+//! or over rows as [`Format::across`] has them. Every dtype, stride and page meets here and nowhere
+//! else, so a call computes the same bits for any layout of the same numbers. Padding is zero.
 //!
-//! In the forward, rows that lie as they would be copied, f32 and one after another, are read where
-//! they are ([`neighbours`]).
+//! Operands are f32, or pairs where they are bf16 and the processor multiplies pairs: a
+//! [`Format`]. Rows that lie as they would be copied, one after another, are read where they are.
+//!
+//! In the forward each key tile of a unit becomes one block: k transposed (columns are keys) in
+//! panels, and v across.
 
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use bytemuck::cast_slice_mut;
 use foveate_problem::Operands;
-use foveate_tensor::{Slice, TensorRef};
+use foveate_tensor::{Layout, Slice, TensorRef};
+use half::bf16;
 
-use crate::simd::{self, Matrix, Panels};
+use crate::simd::{self, Element, Matrix, Pair, Panels};
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
+/// What operands of a pass are multiplied as.
+pub trait Format: Element {
+    /// The elements of `t`'s storage from the one at `place` on, if they are numbers of this
+    /// format.
+    fn stored<'a>(t: TensorRef<'a>, place: usize) -> Option<&'a [Self]>;
+
+    /// Copies the vector at `[b, h, s]`, padded with zeros.
+    fn load_row(t: TensorRef<'_>, at: [usize; 3], into: &mut [Self]);
+
+    /// Writes `n` rows of `dim` numbers as the columns of a matrix, in panels.
+    fn transpose(rows: Matrix<'_, Self>, n: usize, dim: usize, into: &mut [Self]);
+
+    /// `n` rows of `dim` numbers as what a product sums over, in `room` unless they are that
+    /// already.
+    fn across<'a>(
+        rows: Matrix<'a, Self>,
+        n: usize,
+        dim: usize,
+        room: &'a mut [Self],
+    ) -> Panels<'a, Self>;
+
+    /// The place for a strip of scores that become elements of `tile` from `at` on: there, or in
+    /// `room`.
+    fn strip<'a>(tile: &'a mut [Self], at: usize, room: &'a mut [f32]) -> &'a mut [f32];
+
+    /// Brings `columns` of a strip of `rows` rows, `stride` apart, from its `room` to where it
+    /// begins in its tile, brought together by rows.
+    fn keep(room: &[f32], rows: usize, stride: usize, columns: Range<usize>, tile: &mut [Self]);
+
+    /// `columns` of a strip of `rows` rows, `stride` apart, as what is multiplied, in `room` unless
+    /// it is that already.
+    fn factor<'a>(
+        strip: &'a [f32],
+        rows: usize,
+        stride: usize,
+        columns: Range<usize>,
+        room: &'a mut [Self],
+    ) -> Matrix<'a, Self>;
+}
+
+impl Format for f32 {
+    fn stored<'a>(t: TensorRef<'a>, place: usize) -> Option<&'a [f32]> {
+        match t.data() {
+            Slice::F32(data) => Some(&data[place..]),
+            _ => None,
+        }
+    }
+
+    fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [f32]) {
+        let (own, padding) = into.split_at_mut(t.shape()[3]);
+        t.load_row(b, h, s, own);
+        padding.fill(0.0);
+    }
+
+    fn transpose(rows: Matrix<'_>, n: usize, dim: usize, into: &mut [f32]) {
+        simd::transpose(rows, n, dim, into);
+    }
+
+    fn across<'a>(rows: Matrix<'a>, _: usize, _: usize, _: &'a mut [f32]) -> Panels<'a> {
+        Panels::rows(rows.data, rows.row)
+    }
+
+    fn strip<'a>(tile: &'a mut [f32], at: usize, _: &'a mut [f32]) -> &'a mut [f32] {
+        &mut tile[at..]
+    }
+
+    fn keep(_: &[f32], _: usize, _: usize, _: Range<usize>, _: &mut [f32]) {}
+
+    fn factor<'a>(
+        strip: &'a [f32],
+        _: usize,
+        stride: usize,
+        _: Range<usize>,
+        _: &'a mut [f32],
+    ) -> Matrix<'a> {
+        Matrix::rows(strip, stride)
+    }
+}
+
+impl Format for Pair {
+    fn stored<'a>(t: TensorRef<'a>, place: usize) -> Option<&'a [Pair]> {
+        match t.data() {
+            Slice::BF16(data) => Some(data[place..].as_chunks().0),
+            _ => None,
+        }
+    }
+
+    fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [Pair]) {
+        let (own, padding) = into.as_flattened_mut().split_at_mut(t.shape()[3]);
+        let Slice::BF16(data) = t.data() else { unreachable!("pairs are for bf16") };
+        let place = |d| t.layout().at([b, h, s, d]);
+        if is_dense(t.layout()) {
+            own.copy_from_slice(&data[place(0)..][..own.len()]);
+        } else {
+            own.iter_mut().enumerate().for_each(|(d, x)| *x = data[place(d)]);
+        }
+        padding.fill(bf16::ZERO);
+    }
+
+    fn transpose(rows: Matrix<'_, Pair>, n: usize, dim: usize, into: &mut [Pair]) {
+        simd::transpose_pairs(rows, n, dim / 2, into);
+    }
+
+    fn across<'a>(
+        rows: Matrix<'a, Pair>,
+        n: usize,
+        dim: usize,
+        room: &'a mut [Pair],
+    ) -> Panels<'a, Pair> {
+        simd::interleave(rows, n, dim, room);
+        Panels::rows(room, dim)
+    }
+
+    fn strip<'a>(_: &'a mut [Pair], _: usize, room: &'a mut [f32]) -> &'a mut [f32] {
+        room
+    }
+
+    fn keep(room: &[f32], rows: usize, stride: usize, columns: Range<usize>, tile: &mut [Pair]) {
+        simd::round_beside(room, rows, stride, columns, tile);
+    }
+
+    fn factor<'a>(
+        strip: &'a [f32],
+        rows: usize,
+        stride: usize,
+        columns: Range<usize>,
+        room: &'a mut [Pair],
+    ) -> Matrix<'a, Pair> {
+        simd::round_along(strip, rows, stride, columns, room);
+        Matrix::rows(room, stride / 2)
+    }
+}
+
+/// Elements of a buffer of the pool.
+pub fn elements<T: Format>(room: &mut [f32]) -> &mut [T] {
+    cast_slice_mut(room)
+}
+
+/// Floats of a buffer that holds `n` rows of `dim` numbers, and the same across.
+pub const fn both_elems<T: Format>(n: usize, dim: usize) -> [usize; 2] {
+    [n * dim / T::WIDTH, n.div_ceil(2) * dim * (T::WIDTH - 1)]
+}
+
+/// Whether the numbers of a row are neighbours.
+fn is_dense(layout: &Layout<4>) -> bool {
+    layout.strides[3] == 1 && !layout.fold.is_some_and(|fold| fold.axis == 3)
+}
+
+/// The vectors from `[b, h, s]` on where they lie, if they are of the format, `dim` long and follow
+/// one another.
+pub fn neighbours<'a, T: Format>(
+    t: TensorRef<'a>,
+    [b, h, s]: [usize; 3],
+    dim: usize,
+) -> Option<Matrix<'a, T>> {
+    let layout = t.layout();
+    let follow = layout.shape[3] == dim && layout.strides[2] == dim;
+    if !follow || layout.strides[3] != 1 || layout.fold.is_some() {
+        return None;
+    }
+    T::stored(t, layout.at([b, h, s, 0])).map(|data| Matrix::rows(data, dim / T::WIDTH))
+}
+
+/// `n` vectors from `[b, h, s]` on, padded with zeros to `dim`: where they lie, or copied to `room`.
+pub fn rows<'a, T: Format>(
+    t: TensorRef<'a>,
+    [b, h, s]: [usize; 3],
+    n: usize,
+    dim: usize,
+    room: &'a mut [T],
+) -> Matrix<'a, T> {
+    neighbours(t, [b, h, s], dim).unwrap_or_else(|| {
+        load_rows(t, [b, h, s], n, dim, room);
+        Matrix::rows(room, dim / T::WIDTH)
+    })
+}
+
+/// The rows `keys` of a unit in `t`, k or v of `operands`, padded with zeros to `dim`: where they
+/// lie, or copied to `room`.
+pub fn key_rows<'a, T: Format>(
+    operands: &Operands<'a>,
+    t: TensorRef<'a>,
+    unit: &Unit,
+    keys: &Range<usize>,
+    dim: usize,
+    room: &'a mut [T],
+) -> Matrix<'a, T> {
+    keys_in_place(operands, t, unit, keys.start, dim).unwrap_or_else(|| {
+        load_keys(operands, t, unit, keys, dim, room);
+        Matrix::rows(room, dim / T::WIDTH)
+    })
+}
+
+/// The keys of a unit from `first` on where they lie in `t`, if they can be read there.
+fn keys_in_place<'a, T: Format>(
+    operands: &Operands<'a>,
+    t: TensorRef<'a>,
+    unit: &Unit,
+    first: usize,
+    dim: usize,
+) -> Option<Matrix<'a, T>> {
+    let at = [unit.keys.batch, unit.h_kv, unit.keys.start + first];
+    operands.pages.is_none().then(|| neighbours(t, at, dim))?
+}
+
 /// Blocks of the units of a wave. Each is packed by a task of its own, and whoever needs it earlier
 /// waits for it.
-pub struct Packed<'a> {
+pub struct Packed<'a, T> {
     operands: Operands<'a>,
     units: &'a [Unit],
-    /// Factor on the keys.
-    scale: f32,
-    blocks: Vec<OnceLock<&'a [f32]>>,
+    blocks: Vec<OnceLock<&'a [T]>>,
     /// First block of each unit.
     first: Vec<usize>,
     tiles: Tiles,
@@ -39,31 +247,30 @@ pub struct Packing<'a> {
 }
 
 /// One key tile. Element `(i, j)` of `k_t` is component `i` of key `j`.
-pub struct Block<'a> {
-    pub k_t: Panels<'a>,
-    pub v: Panels<'a>,
+pub struct Block<'a, T> {
+    pub k_t: Panels<'a, T>,
+    pub v: Panels<'a, T>,
 }
 
-/// Floats the blocks of a unit take.
+/// Floats the blocks of a unit take at most.
 pub fn elems(tiles: &Tiles, len_k: usize) -> usize {
-    len_k.div_ceil(tiles.kv) * block_elems(tiles)
+    len_k.div_ceil(tiles.kv) * block_elems::<f32>(tiles)
 }
 
-fn block_elems(tiles: &Tiles) -> usize {
-    tiles.kv * (tiles.dim + tiles.dim_v)
+fn block_elems<T: Format>(tiles: &Tiles) -> usize {
+    tiles.kv * (tiles.dim + tiles.dim_v) / T::WIDTH
 }
 
-impl<'a> Packed<'a> {
+impl<'a, T: Format> Packed<'a, T> {
     /// Room for the blocks of `units` in `data`, which holds [`elems`] of each, and what is to be
-    /// packed into it, unit by unit. Keys are multiplied by `scale`.
+    /// packed into it, unit by unit.
     pub fn new(
         operands: &Operands<'a>,
         units: &'a [Unit],
         tiles: Tiles,
-        scale: f32,
         data: &'a mut [f32],
     ) -> (Self, Vec<Packing<'a>>) {
-        let mut rooms = data.chunks_exact_mut(block_elems(&tiles));
+        let mut rooms = data.chunks_exact_mut(block_elems::<T>(&tiles));
         let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
         for (u, unit) in units.iter().enumerate() {
             first.push(packings.len());
@@ -73,99 +280,71 @@ impl<'a> Packed<'a> {
             }
         }
         let blocks = packings.iter().map(|_| OnceLock::new()).collect();
-        (Self { operands: *operands, units, scale, blocks, first, tiles }, packings)
+        (Self { operands: *operands, units, blocks, first, tiles }, packings)
     }
 
-    /// The rows of a tile where they lie in `t`, if they are neighbours there and `dim` long.
-    fn in_place(&self, t: TensorRef<'a>, dim: usize, u: usize, tile: usize) -> Option<Matrix<'a>> {
-        if self.operands.pages.is_some() || t.shape()[3] != dim {
-            return None;
-        }
-        let keys = &self.units[u].keys;
-        neighbours(t, [keys.batch, self.units[u].h_kv, keys.start + tile * self.tiles.kv])
+    /// The values of a tile across where they lie, if they can be read there.
+    fn values_in_place(&self, u: usize, tile: usize) -> Option<Matrix<'a, T>> {
+        let (unit, first) = (&self.units[u], tile * self.tiles.kv);
+        let own = || keys_in_place(&self.operands, self.operands.v, unit, first, self.tiles.dim_v);
+        (T::WIDTH == 1).then(own)?
     }
 
-    /// Packs one block. Keys pass through `rows_of_k`, a tile of them.
-    pub fn pack(&self, packing: Packing<'a>, rows_of_k: &mut [f32]) {
+    /// Packs one block. Rows of keys pass through `room`, a tile of them, and so do values.
+    pub fn pack(&self, packing: Packing<'a>, room: &mut [f32]) {
         let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
         let (operands, unit, start) = (&self.operands, &self.units[u], tile * tiles.kv);
         let keys = start..unit.keys.len.min(start + tiles.kv);
-        let (k_t, v_rows) = into.split_at_mut(tiles.kv * tiles.dim);
-        let k = self.in_place(operands.k, tiles.dim, u, tile).unwrap_or_else(|| {
-            load_keys(operands, operands.k, unit, &keys, tiles.dim, rows_of_k);
-            Matrix::rows(rows_of_k, tiles.dim)
-        });
-        simd::transpose(k, keys.len(), tiles.dim, self.scale, k_t);
-        if self.in_place(operands.v, tiles.dim_v, u, tile).is_none() {
-            load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v_rows);
+        let (room, into) = (elements::<T>(room), elements::<T>(into));
+        let (k_t, v) = into.split_at_mut(tiles.kv * tiles.dim / T::WIDTH);
+        let k = key_rows(operands, operands.k, unit, &keys, tiles.dim, room);
+        T::transpose(k, keys.len(), tiles.dim, k_t);
+        if T::WIDTH > 1 {
+            let rows = key_rows(operands, operands.v, unit, &keys, tiles.dim_v, room);
+            T::across(rows, keys.len(), tiles.dim_v, v);
+        } else if self.values_in_place(u, tile).is_none() {
+            load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v);
         }
         let packed = self.blocks[self.first[u] + tile].set(into);
         assert!(packed.is_ok(), "a block is packed once");
     }
 
     /// Tile `t` of unit `u` of the wave.
-    pub fn block(&self, u: usize, t: usize) -> Block<'_> {
+    pub fn block(&self, u: usize, t: usize) -> Block<'_, T> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
         let block = self.blocks[self.first[u] + t].wait();
-        let (k_t, v) = block.split_at(kv * dim);
-        let v = self.in_place(self.operands.v, dim_v, u, t).map_or(v, |v| v.data);
-        Block { k_t: Panels::packed(k_t, dim), v: Panels::rows(v, dim_v) }
+        let (k_t, v) = block.split_at(kv * dim / T::WIDTH);
+        let v = self.values_in_place(u, t).map_or(v, |v| v.data);
+        Block { k_t: Panels::packed(k_t, dim / T::WIDTH), v: Panels::rows(v, dim_v) }
     }
 }
 
-/// The vectors from `[b, h, s]` on where they lie, if they are f32 and follow one another.
-pub fn neighbours<'a>(t: TensorRef<'a>, [b, h, s]: [usize; 3]) -> Option<Matrix<'a>> {
-    let (layout, dim) = (t.layout(), t.shape()[3]);
-    match t.data() {
-        Slice::F32(data)
-            if layout.strides[3] == 1 && layout.strides[2] == dim && layout.fold.is_none() =>
-        {
-            Some(Matrix::rows(&data[layout.at([b, h, s, 0])..], dim))
-        }
-        _ => None,
-    }
-}
-
-/// Copies the rows `keys` of a unit in `t`, k or v of `operands`, `dim` floats apart, each padded
-/// with zeros.
-pub fn load_keys(
+/// Copies the rows `keys` of a unit in `t`, k or v of `operands`, each padded with zeros to `dim`.
+pub fn load_keys<T: Format>(
     operands: &Operands<'_>,
     t: TensorRef<'_>,
     unit: &Unit,
     keys: &Range<usize>,
     dim: usize,
-    into: &mut [f32],
+    into: &mut [T],
 ) {
-    load_rows_at(t, unit.h_kv, keys.len(), dim, into, |r| {
-        operands.key_place(unit.keys.batch, unit.keys.start + keys.start + r)
-    });
+    let rows = into.chunks_exact_mut(dim / T::WIDTH).take(keys.len());
+    for (r, row) in rows.enumerate() {
+        let place = unit.keys.start + keys.start + r;
+        let [b, s] = operands.key_place(unit.keys.batch, place);
+        T::load_row(t, [b, unit.h_kv, s], row);
+    }
 }
 
-/// Copies `rows` vectors from `[b, h, s]` on, `dim` floats apart, each padded with zeros.
-pub fn load_rows(
+/// Copies `n` vectors from `[b, h, s]` on, each padded with zeros to `dim`.
+pub fn load_rows<T: Format>(
     t: TensorRef<'_>,
     [b, h, s]: [usize; 3],
-    rows: usize,
+    n: usize,
     dim: usize,
-    into: &mut [f32],
+    into: &mut [T],
 ) {
-    load_rows_at(t, h, rows, dim, into, |r| [b, s + r]);
-}
-
-/// Copies `rows` vectors of head `h`, `dim` floats apart, each padded with zeros. Where vector `r`
-/// stands on the batch axis and on the length axis is `place(r)`.
-fn load_rows_at(
-    t: TensorRef<'_>,
-    h: usize,
-    rows: usize,
-    dim: usize,
-    into: &mut [f32],
-    place: impl Fn(usize) -> [usize; 2],
-) {
-    let len = t.shape()[3];
-    for (r, row) in into.chunks_exact_mut(dim).take(rows).enumerate() {
-        let [b, s] = place(r);
-        t.load_row(b, h, s, &mut row[..len]);
-        row[len..].fill(0.0);
+    for (r, row) in into.chunks_exact_mut(dim / T::WIDTH).take(n).enumerate() {
+        T::load_row(t, [b, h, s + r], row);
     }
 }

@@ -13,6 +13,7 @@ use crate::error::{CpuError, CpuErrorKind};
 use crate::forward;
 use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
+use crate::simd;
 use crate::stages::{Profile, Stages};
 use crate::tiles::{CpuOptions, Tiles};
 use crate::work::{Pool, WAVE_BYTES, units};
@@ -37,9 +38,10 @@ impl CpuPlan {
     /// Plans `spec` for operands of `dtype` (f32, f16 or bf16) and sizes like `dims`.
     ///
     /// # Errors
-    /// When the dtype is not one of those, an option is out of its range, or [`Spec::check`] or
-    /// [`Spec::check_on_host`] refuses the program. A score that cannot
-    /// be differentiated is an error of [`Self::backward`], and of [`Self::differentiable`].
+    /// When the dtype is not one of those, an option is out of its range, the environment variable
+    /// `FOVEATE_CPU_LEVEL` names an instruction set that this machine has not, or [`Spec::check`] or
+    /// [`Spec::check_on_host`] refuses the program. A score that cannot be differentiated is an
+    /// error of [`Self::backward`], and of [`Self::differentiable`].
     pub fn new(
         spec: &Spec,
         dims: &Dims,
@@ -50,6 +52,7 @@ impl CpuPlan {
             return Err(CpuErrorKind::DType { found: dtype }.into());
         }
         options.check()?;
+        simd::asked().map_err(|reason| CpuErrorKind::Option { name: simd::VARIABLE, reason })?;
         spec.check()?;
         spec.check_on_host()?;
         Ok(Self {
@@ -194,8 +197,9 @@ impl CpuPlan {
         sink: Option<&'a [f32]>,
         backward: bool,
     ) -> Call<'a> {
+        let pairs = self.dtype == DType::BF16 && simd::level().has_pairs();
         let tiles = if backward {
-            Tiles::backward(&dims, &self.options)
+            Tiles::backward(&dims, &self.options, if pairs { 2 } else { 1 })
         } else {
             Tiles::forward(&dims, &self.options)
         };
@@ -223,6 +227,7 @@ impl CpuPlan {
             scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             sink,
             keep_factor: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
+            pairs,
             mods: &self.mods,
             pool: &self.pool,
             profile: self.options.profile.then_some(&*self.profile),

@@ -74,16 +74,16 @@ impl Tiles {
     /// The tiles of the forward: eight strips, which is enough uses of a key tile for one reading
     /// of it from beyond the caches, and keys that make a strip of scores 12 KiB.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
-        Self::at_most([96, 256], dims, options)
+        Self::at_most([96, 256], dims, options, 1)
     }
 
-    /// The tiles of the backward.
-    pub fn backward(dims: &Dims, options: &CpuOptions) -> Self {
-        Self::at_most([128, 128], dims, options)
+    /// The tiles of the backward, when operands have `width` numbers in the room of a float.
+    pub fn backward(dims: &Dims, options: &CpuOptions, width: usize) -> Self {
+        Self::at_most([128, 128], dims, options, width)
     }
 
     /// Tiles of at most `[q, kv]`, smaller where the problem is.
-    fn at_most([mut q, kv]: [usize; 2], dims: &Dims, options: &CpuOptions) -> Self {
+    fn at_most([mut q, kv]: [usize; 2], dims: &Dims, options: &CpuOptions, width: usize) -> Self {
         let (dim, dim_v) = (padded(dims.dim), padded(dims.dim_v));
         let rows = dims.heads_q * dims.len_q * if dims.packed { 1 } else { dims.batch };
         while q > 16 && rows.div_ceil(q) < TASKS {
@@ -92,7 +92,8 @@ impl Tiles {
         let q = options.tile_q.unwrap_or(q.min(dims.len_q.max(1)));
         let kv = options.tile_kv.unwrap_or(kv.min(padded(dims.len_k.max(1))));
         // Per key: k twice, v transposed, dk and dv.
-        let chunk = (L2_ELEMS / ((3 * dim + 2 * dim_v) * kv)).max(1);
+        let of_key = (2 * dim + dim_v) / width + dim + dim_v;
+        let chunk = (L2_ELEMS / (of_key * kv)).max(1);
         Self { q, kv, chunk, dim, dim_v }
     }
 
@@ -130,14 +131,14 @@ mod tests {
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
         let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (96, 256, 128));
-        let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default());
+        let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default(), 1);
         assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));
     }
 
     #[test]
     fn partial_sums_are_few_whatever_the_length() {
         for len in [1, 100, 5000, 1_000_000] {
-            let t = Tiles::backward(&dims(1, len, 64), &CpuOptions::default());
+            let t = Tiles::backward(&dims(1, len, 64), &CpuOptions::default(), 1);
             let lane = t.lane(len, 1);
             assert!(len.div_ceil(lane) <= MAX_LANES && lane.is_multiple_of(t.chunk * t.kv));
         }

@@ -7,52 +7,47 @@ use std::ops::Range;
 
 use foveate_problem::Operands;
 
-use crate::pack::load_keys;
-use crate::simd::{self, Matrix, Panels};
+use crate::pack::{self, Format, both_elems, key_rows};
+use crate::simd::Panels;
 use crate::tiles::Tiles;
 use crate::work::Unit;
 
-/// One key tile: k in rows, k and v transposed. Columns of the transposed are keys.
-pub struct Block<'a> {
-    pub k: Panels<'a>,
-    pub k_t: Panels<'a>,
-    pub v_t: Panels<'a>,
+/// One key tile: k across, k and v transposed. Columns of the transposed are keys.
+pub struct Block<'a, T> {
+    pub k: Panels<'a, T>,
+    pub k_t: Panels<'a, T>,
+    pub v_t: Panels<'a, T>,
 }
 
 /// Floats of a block.
-pub fn elems(tiles: &Tiles) -> usize {
-    tiles.kv * (2 * tiles.dim + tiles.dim_v)
+pub fn elems<T: Format>(tiles: &Tiles) -> usize {
+    let [rows, across] = both_elems::<T>(tiles.kv, tiles.dim);
+    2 * rows + across + tiles.kv * tiles.dim_v / T::WIDTH
 }
 
-impl<'a> Block<'a> {
-    /// The block that [`pack`] made of `data`.
-    pub fn of(data: &'a [f32], tiles: &Tiles) -> Self {
-        let Tiles { kv, dim, dim_v, .. } = *tiles;
-        let (k, rest) = data.split_at(kv * dim);
-        let (k_t, v_t) = rest.split_at(kv * dim);
-        Self {
-            k: Panels::rows(k, dim),
-            k_t: Panels::packed(k_t, dim),
-            v_t: Panels::packed(v_t, dim_v),
-        }
-    }
-}
-
-/// Packs the rows `keys` of a unit into a block. Values pass through `v_rows`, a tile of them.
-/// Padding is zero.
-pub fn pack(
-    operands: &Operands<'_>,
+/// The rows `keys` of a unit as a block in `room`, which holds [`elems`]. Values pass through
+/// `v_rows`, a tile of them. Padding is zero.
+pub fn pack<'a, T: Format>(
+    operands: &Operands<'a>,
     unit: &Unit,
     keys: &Range<usize>,
     tiles: &Tiles,
-    block: &mut [f32],
+    room: &'a mut [f32],
     v_rows: &mut [f32],
-) {
+) -> Block<'a, T> {
     let Tiles { kv, dim, dim_v, .. } = *tiles;
-    let (k_rows, rest) = block.split_at_mut(kv * dim);
-    let (k_t, v_t) = rest.split_at_mut(kv * dim);
-    load_keys(operands, operands.k, unit, keys, dim, k_rows);
-    simd::transpose(Matrix::rows(k_rows, dim), keys.len(), dim, 1.0, k_t);
-    load_keys(operands, operands.v, unit, keys, dim_v, v_rows);
-    simd::transpose(Matrix::rows(v_rows, dim_v), keys.len(), dim_v, 1.0, v_t);
+    let [rows, across] = both_elems::<T>(kv, dim);
+    let (k_rows, rest) = pack::elements(room).split_at_mut(rows);
+    let (k, rest) = rest.split_at_mut(across);
+    let (k_t, v_t) = rest.split_at_mut(rows);
+    let k_rows = key_rows(operands, operands.k, unit, keys, dim, k_rows);
+    T::transpose(k_rows, keys.len(), dim, k_t);
+    let v_rows = pack::elements(v_rows);
+    let v_rows = key_rows(operands, operands.v, unit, keys, dim_v, v_rows);
+    T::transpose(v_rows, keys.len(), dim_v, v_t);
+    Block {
+        k: T::across(k_rows, keys.len(), dim, k),
+        k_t: Panels::packed(k_t, dim / T::WIDTH),
+        v_t: Panels::packed(v_t, dim_v / T::WIDTH),
+    }
 }

@@ -17,6 +17,10 @@
 //! number of lanes depends on the problem only. That is the price of five products instead of
 //! seven without atomics: at most eight f32 copies of dq for the heads of a wave, O(S).
 //!
+//! Operands in bf16 are multiplied in pairs where the processor does that, and `p` and `ds` are
+//! rounded to bf16 for their products, as the gradients will be. A `d_out` of another dtype than
+//! theirs is not rounded: then all of it is done in f32.
+//!
 //! - `lanes` cuts a wave into lanes, and adds their parts of dq up.
 //! - `block` has the keys and values of a tile packed.
 //! - `statistics` has `lse` and `delta` of its rows.
@@ -28,10 +32,13 @@ mod statistics;
 mod tile;
 
 use foveate_problem::BackwardArgs;
+use foveate_tensor::DType;
 
 use crate::call::Call;
 use crate::captures::CaptureSums;
 use crate::error::CpuError;
+use crate::pack::Format;
+use crate::simd::Pair;
 use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
 
 use lanes::{Lanes, Sums};
@@ -40,6 +47,14 @@ use tile::{Scratch, Worker};
 
 /// Runs the backward pass of `call`.
 pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError> {
+    match call.pairs && args.d_out.dtype() == DType::BF16 {
+        true => run_in::<Pair>(call, args),
+        false => run_in::<f32>(call, args),
+    }
+}
+
+/// The same with operands in a format.
+fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError> {
     let BackwardArgs { operands, out, lse, d_out, d_lse, dq, dk, dv, accumulate, .. } = args;
     let tiles = call.tiles;
     let spans: Vec<Span> = call.sequences.iter().map(Span::queries).collect();
@@ -56,7 +71,8 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
         let rows: usize = wave.iter().map(|unit| rows_of(call, unit)).sum();
         let mut room = call.pool.lend(3 * rows);
         let sources = Sources { out, lse, d_out, d_lse };
-        let statistics = Statistics::new(call, wave, &operands, sources, &mut room, &mut d_sink);
+        let statistics =
+            Statistics::new::<T>(call, wave, &operands, sources, &mut room, &mut d_sink);
         let lanes = Lanes::cut(call, wave);
         let mut parts = call.pool.lend(lanes.elems(tiles.dim));
         let tasks = lanes.tasks(tiles.dim, &mut parts, wave, &mut dk, &mut dv);
@@ -71,9 +87,9 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
             d_out,
             accumulate,
         };
-        let scratch = || Scratch::new(call, captures_wanted);
+        let scratch = || Scratch::new::<T>(call, captures_wanted);
         run(captures.share(tasks), scratch, |scratch, (slot, tasks)| {
-            tasks.into_iter().for_each(|task| worker.run(scratch, slot, task));
+            tasks.into_iter().for_each(|task| worker.run::<T>(scratch, slot, task));
         });
     }
     captures.store(accumulate);

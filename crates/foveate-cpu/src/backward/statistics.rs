@@ -7,7 +7,8 @@ use foveate_tensor::TensorRef;
 
 use crate::call::Call;
 use crate::huge::shares;
-use crate::simd;
+use crate::pack::Format;
+use crate::simd::{self, RowStatistics};
 use crate::work::{Unit, run};
 
 /// What row statistics are made of.
@@ -19,8 +20,8 @@ pub struct Sources<'a> {
     pub d_lse: Option<TensorRef<'a, 3>>,
 }
 
-/// Of each row: lse (`+∞` for an empty row, whose every `p` is then 0), `delta`, and the [`shares`]
-/// of what `p` is, which join `d_out` and `delta` instead of `p`.
+/// Of each row: lse (`+∞` for an empty row, whose every `p` is then 0), `delta`, and its
+/// [`shares`].
 pub struct Statistics<'a> {
     lse: &'a [f32],
     delta: &'a [f32],
@@ -41,7 +42,7 @@ struct Rows<'a> {
 
 impl<'a> Statistics<'a> {
     /// Computes them into `room`, three floats a row, and adds what each row gives the sinks.
-    pub fn new(
+    pub fn new<T: Format>(
         call: &Call<'_>,
         wave: &[Unit],
         operands: &Operands<'_>,
@@ -55,7 +56,7 @@ impl<'a> Statistics<'a> {
         let rows = room.len() / 3;
         let (share, rest) = room.split_at_mut(rows);
         let (lse, delta) = rest.split_at_mut(rows);
-        shares(call, wave, operands, from.lse, share);
+        shares::<T>(call, wave, operands, from.lse, share);
         let (mut lse_left, mut delta_left, mut row) = (&mut *lse, &mut *delta, 0);
         let mut tasks = Vec::with_capacity(heads.len());
         for (&(b, h), d_sink) in heads.iter().zip(&mut parts) {
@@ -77,10 +78,10 @@ impl<'a> Statistics<'a> {
         Self { lse, delta, share, first }
     }
 
-    /// lse, delta and share of rows of a head of the wave.
-    pub fn of(&self, head: usize, rows: Range<usize>) -> [&[f32]; 3] {
-        let at = self.first[head] + rows.start..self.first[head] + rows.end;
-        [self.lse, self.delta, self.share].map(|x| &x[at.clone()])
+    /// Those of rows of a head of the wave.
+    pub fn of(&self, head: usize, rows: Range<usize>) -> RowStatistics<'_> {
+        let all = RowStatistics { lse: self.lse, delta: self.delta, share: self.share };
+        all.of(self.first[head] + rows.start..self.first[head] + rows.end)
     }
 }
 
@@ -100,9 +101,9 @@ impl Rows<'_> {
             from.out.load_row(at[0], at[1], at[2], &mut out[own]);
             from.d_out.load_row(at[0], at[1], at[2], &mut d_out[own]);
             let d_lse = from.d_lse.map_or(0.0, |t| scalar(t, at));
-            delta[r] = (simd::dot(out, d_out) - d_lse) * share[r];
+            delta[r] = simd::dot(out, d_out) - d_lse;
             if let Some(sink) = call.sink {
-                *d_sink -= f64::from((sink[h] - lse[r]).exp() * delta[r]);
+                *d_sink -= f64::from((sink[h] - lse[r]).exp() * share[r] * delta[r]);
             }
         }
     }

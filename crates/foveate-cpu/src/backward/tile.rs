@@ -11,8 +11,8 @@ use super::statistics::Statistics;
 use crate::call::{Call, head};
 use crate::captures::Slot;
 use crate::mods::Evaluator;
-use crate::pack;
-use crate::simd::{self, LANES, Matrix, Panels, Part, STRIP};
+use crate::pack::{self, Format, both_elems, elements};
+use crate::simd::{self, LANES, Matrix, Panels, Part, RowStatistics, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Unit};
 
@@ -30,254 +30,327 @@ pub struct Worker<'a> {
 
 /// What a thread works in.
 pub struct Scratch<'a> {
-    evaluator: Evaluator,
     /// Blocks of a chunk of keys.
     blocks: Lent<'a>,
     v_rows: Lent<'a>,
-    /// Rows of a query tile, q scaled.
-    q: Lent<'a>,
-    d_out: Lent<'a>,
-    /// `s`, then `p`.
-    p: Lent<'a>,
-    /// `dp`, then `ds`.
-    ds: Lent<'a>,
+    /// Rows of a query tile, and the same across.
+    q: [Lent<'a>; 2],
+    d_out: [Lent<'a>; 2],
+    work: Work<'a>,
+}
+
+/// Tiles at work.
+struct Work<'a> {
+    evaluator: Evaluator,
+    p: Weights<'a>,
+    ds: Weights<'a>,
+    /// `ds` of a strip as a factor.
+    factor: Lent<'a>,
     /// Gradients of a chunk of keys.
     dk: Lent<'a>,
     dv: Lent<'a>,
     clock: Clock<'a>,
 }
 
+/// `s`, then `p`, of a tile; or `dp`, then `ds`.
+struct Weights<'a> {
+    /// As elements.
+    tile: Lent<'a>,
+    /// A strip as floats, where those are not elements.
+    strip: Lent<'a>,
+}
+
+impl Weights<'_> {
+    /// The floats of the strip that begins with element `at` of the tile.
+    fn strip<T: Format>(&mut self, at: usize) -> &mut [f32] {
+        T::strip(elements(&mut self.tile), at, &mut self.strip)
+    }
+}
+
 impl<'a> Scratch<'a> {
     /// For tasks of `call`; `captures` says that gradients of learned buffers are wanted.
-    pub fn new(call: &'a Call<'a>, captures: bool) -> Self {
-        let tiles = call.tiles;
+    pub fn new<T: Format>(call: &'a Call<'a>, captures: bool) -> Self {
+        let (tiles, pool) = (call.tiles, call.pool);
         let chunk = tiles.chunk * tiles.kv;
+        let both = |dim| both_elems::<T>(tiles.q, dim).map(|elems| pool.lend(elems));
+        let weights = || {
+            let rows = tiles.q.div_ceil(T::WIDTH);
+            Weights { tile: pool.lend(rows * tiles.kv), strip: pool.lend(STRIP * tiles.kv) }
+        };
         Self {
-            evaluator: call.mods.evaluator([tiles.q, tiles.kv], Some(captures)),
-            blocks: call.pool.lend(tiles.chunk * block::elems(&tiles)),
-            v_rows: call.pool.lend(tiles.kv * tiles.dim_v),
-            q: call.pool.lend(tiles.q * tiles.dim),
-            d_out: call.pool.lend(tiles.q * tiles.dim_v),
-            p: call.pool.lend(tiles.q * tiles.kv),
-            ds: call.pool.lend(tiles.q * tiles.kv),
-            dk: call.pool.lend(chunk * tiles.dim),
-            dv: call.pool.lend(chunk * tiles.dim_v),
-            clock: Clock::new(call.profile),
+            blocks: pool.lend(tiles.chunk * block::elems::<T>(&tiles)),
+            v_rows: pool.lend(tiles.kv * tiles.dim_v),
+            q: both(tiles.dim),
+            d_out: both(tiles.dim_v),
+            work: Work {
+                evaluator: call.mods.evaluator([tiles.q, tiles.kv], Some(captures)),
+                p: weights(),
+                ds: weights(),
+                factor: pool.lend(STRIP * tiles.kv / T::WIDTH),
+                dk: pool.lend(chunk * tiles.dim),
+                dv: pool.lend(chunk * tiles.dim_v),
+                clock: Clock::new(call.profile),
+            },
         }
     }
 }
 
-/// Query rows of a head of the wave.
-struct Queries<'a> {
+/// A query tile.
+struct Queries<'a, T> {
     /// First row.
     start: usize,
-    lse: &'a [f32],
-    delta: &'a [f32],
+    rows: usize,
+    q: Both<'a, T>,
+    d_out: Both<'a, T>,
+    statistics: RowStatistics<'a>,
+}
+
+/// Rows as a factor, and as what a product sums over.
+struct Both<'a, T> {
+    rows: Matrix<'a, T>,
+    across: Panels<'a, T>,
+}
+
+impl<'a, T: Format> Both<'a, T> {
+    /// `n` rows of `dim` numbers of `t`.
+    fn of(
+        t: TensorRef<'a>,
+        at: [usize; 3],
+        n: usize,
+        dim: usize,
+        [rows, across]: &'a mut [Lent<'_>; 2],
+    ) -> Self {
+        let rows = pack::rows(t, at, n, dim, elements(rows));
+        Self { rows, across: T::across(rows, n, dim, elements(across)) }
+    }
 }
 
 /// Keys of a tile.
-struct Keys {
+struct Keys<'a, T> {
     /// In their sequence.
     range: Range<usize>,
     /// The first one's place in its chunk.
     offset: usize,
     /// Whether the mask decides inside.
     partial: bool,
+    block: &'a Block<'a, T>,
 }
 
 impl<'a> Worker<'a> {
     /// All keys of a lane.
-    pub fn run(&self, scratch: &mut Scratch<'_>, captures: &mut Slot<'_>, mut task: Task<'a>) {
+    pub fn run<T: Format>(
+        &self,
+        scratch: &mut Scratch<'_>,
+        captures: &mut Slot<'_>,
+        mut task: Task<'a>,
+    ) {
         let (call, tiles) = (self.call, self.call.tiles);
         let lane = task.lane;
-        scratch.clock.start();
+        scratch.work.clock.start();
         task.dq.fill(0.0);
         for first in lane.keys.clone().step_by(tiles.chunk * tiles.kv) {
             let keys = first..lane.keys.end.min(first + tiles.chunk * tiles.kv);
-            self.pack(scratch, lane.unit, &keys);
-            scratch.dk[..keys.len() * tiles.dim].fill(0.0);
-            scratch.dv[..keys.len() * tiles.dim_v].fill(0.0);
-            for (i, part) in lane.parts.iter().enumerate() {
-                let dq = &mut task.dq[part.at * tiles.dim..][..part.rows.len() * tiles.dim];
-                self.head(scratch, captures, lane.first_head + i, part.rows.clone(), &keys, dq);
+            self.chunk::<T>(scratch, captures, &mut task, &keys);
+            let Work { dk, dv, clock, .. } = &mut scratch.work;
+            let (dk, dv) = (&mut dk[..keys.len() * tiles.dim], &mut dv[..keys.len() * tiles.dim_v]);
+            // Factors of the products, once.
+            simd::scale(dk, call.scale);
+            if call.keep_factor != 1.0 {
+                simd::scale(dv, call.keep_factor);
             }
-            for r in 0..keys.len() {
-                let at = keys.start - lane.keys.start + r;
-                let dk = &scratch.dk[r * tiles.dim..][..call.dims.dim];
+            for (r, key) in keys.enumerate() {
+                let at = key - lane.keys.start;
+                let dk = &dk[r * tiles.dim..][..call.dims.dim];
                 task.dk.write_row(0, 0, at, dk, self.accumulate);
-                let dv = &scratch.dv[r * tiles.dim_v..][..call.dims.dim_v];
+                let dv = &dv[r * tiles.dim_v..][..call.dims.dim_v];
                 task.dv.write_row(0, 0, at, dv, self.accumulate);
             }
-            scratch.clock.lap(Stage::Packing);
+            clock.lap(Stage::Packing);
         }
-        call.note(&mut scratch.evaluator);
+        call.note(&mut scratch.work.evaluator);
         self.sums.bring(lane, task.dq);
-        scratch.clock.lap(Stage::Packing);
+        scratch.work.clock.lap(Stage::Packing);
     }
 
-    /// Packs a chunk of a unit's keys.
-    fn pack(&self, scratch: &mut Scratch<'_>, unit: usize, keys: &Range<usize>) {
-        let (tiles, unit) = (&self.call.tiles, &self.wave[unit]);
-        let blocks = scratch.blocks.chunks_exact_mut(block::elems(tiles));
-        for (first, block) in keys.clone().step_by(tiles.kv).zip(blocks) {
+    /// A chunk of a lane's keys against the rows that see them.
+    fn chunk<T: Format>(
+        &self,
+        scratch: &mut Scratch<'_>,
+        captures: &mut Slot<'_>,
+        task: &mut Task<'a>,
+        keys: &Range<usize>,
+    ) {
+        let (tiles, lane) = (&self.call.tiles, task.lane);
+        let Scratch { blocks, v_rows, q, d_out, work } = scratch;
+        let rooms = blocks.chunks_exact_mut(block::elems::<T>(tiles));
+        let unit = &self.wave[lane.unit];
+        let of_tile = |(first, room)| {
             let keys = first..keys.end.min(first + tiles.kv);
-            block::pack(self.operands, unit, &keys, tiles, block, &mut scratch.v_rows);
+            block::pack(self.operands, unit, &keys, tiles, room, v_rows)
+        };
+        let blocks: Vec<Block<'_, T>> =
+            keys.clone().step_by(tiles.kv).zip(rooms).map(of_tile).collect();
+        work.dk[..keys.len() * tiles.dim].fill(0.0);
+        work.dv[..keys.len() * tiles.dim_v].fill(0.0);
+        for (i, part) in lane.parts.iter().enumerate() {
+            let dq = &mut task.dq[part.at * tiles.dim..][..part.rows.len() * tiles.dim];
+            let head = lane.first_head + i;
+            self.head(
+                work,
+                [&mut *q, &mut *d_out],
+                captures,
+                head,
+                &part.rows,
+                (keys, &blocks),
+                dq,
+            );
         }
     }
 
     /// The rows of a head that see a lane against one chunk of its keys. `dq` is theirs.
-    fn head(
+    #[expect(clippy::too_many_arguments, reason = "two of them are rooms")]
+    fn head<T: Format>(
         &self,
-        scratch: &mut Scratch<'_>,
+        work: &mut Work<'_>,
+        [q_room, d_out_room]: [&mut [Lent<'_>; 2]; 2],
         captures: &mut Slot<'_>,
         of_wave: usize,
-        rows: Range<usize>,
-        keys: &Range<usize>,
+        rows: &Range<usize>,
+        (keys, blocks): (&Range<usize>, &[Block<'_, T>]),
         dq: &mut [f32],
     ) {
         let (call, tiles) = (self.call, self.call.tiles);
         let (b, h) = self.lanes.head(of_wave);
         let sequence = &call.sequences[b];
-        let key_tiles = keys.start / tiles.kv..keys.end.div_ceil(tiles.kv);
-        scratch.evaluator.enter(head(&call.dims, sequence, h));
+        let first_tile = keys.start / tiles.kv;
+        work.evaluator.enter(head(&call.dims, sequence, h));
         for start in rows.clone().step_by(tiles.q) {
+            let key_tiles = first_tile..keys.end.div_ceil(tiles.kv);
             let mut live = call.live(b, h).tiles(start / tiles.q, &key_tiles).peekable();
             if live.peek().is_none() {
                 continue;
             }
             let end = rows.end.min(start + tiles.q);
-            let at = [sequence.q_batch, h, sequence.q_start + start];
-            let [lse, delta, share] = self.statistics.of(of_wave, start..end);
-            self.load(scratch, at, share);
-            let queries = Queries { start, lse, delta };
-            let dq = &mut dq[(start - rows.start) * tiles.dim..][..(end - start) * tiles.dim];
+            let (at, n) = ([sequence.q_batch, h, sequence.q_start + start], end - start);
+            let queries = Queries {
+                start,
+                rows: n,
+                q: Both::of(self.operands.q, at, n, tiles.dim, q_room),
+                d_out: Both::of(self.d_out, at, n, tiles.dim_v, d_out_room),
+                statistics: self.statistics.of(of_wave, start..end),
+            };
+            work.clock.lap(Stage::Packing);
+            let dq = &mut dq[(start - rows.start) * tiles.dim..][..n * tiles.dim];
             for (tile, partial) in live {
                 let first = tile * tiles.kv;
                 let range = first..keys.end.min(first + tiles.kv);
-                let own = Keys { range, offset: first - keys.start, partial };
-                self.tile(scratch, captures, &queries, &own, dq);
+                let block = &blocks[tile - first_tile];
+                let own = Keys { range, offset: first - keys.start, partial, block };
+                work.tile(call, captures, &queries, &own, dq);
             }
         }
     }
+}
 
-    /// Brings q and d_out of a query tile, d_out times the share of each row.
-    fn load(&self, scratch: &mut Scratch<'_>, at: [usize; 3], share: &[f32]) {
-        let (call, tiles, rows) = (self.call, self.call.tiles, share.len());
-        let Scratch { q, d_out, clock, .. } = scratch;
-        pack::load_rows(self.operands.q, at, rows, tiles.dim, q);
-        simd::scale(&mut q[..rows * tiles.dim], call.scale);
-        pack::load_rows(self.d_out, at, rows, tiles.dim_v, d_out);
-        // The factor of kept entries, on d_out once instead of on p and dp.
-        if call.keep_factor != 1.0 {
-            simd::scale(&mut d_out[..rows * tiles.dim_v], call.keep_factor);
-        }
-        for (d_out, &share) in d_out.chunks_exact_mut(tiles.dim_v).zip(share) {
-            if share != 1.0 {
-                simd::scale(d_out, share);
-            }
-        }
-        clock.lap(Stage::Packing);
-    }
-
+impl Work<'_> {
     /// The five products of one tile.
-    fn tile(
-        &self,
-        scratch: &mut Scratch<'_>,
+    fn tile<T: Format>(
+        &mut self,
+        call: &Call<'_>,
         captures: &mut Slot<'_>,
-        queries: &Queries<'_>,
-        keys: &Keys,
+        queries: &Queries<'_, T>,
+        keys: &Keys<'_, T>,
         dq: &mut [f32],
     ) {
-        let rows = queries.lse.len();
-        let tile = queries.start..queries.start + rows;
-        scratch.evaluator.tile(tile, keys.range.clone(), keys.partial);
-        scratch.clock.lap(Stage::Mods);
-        for start in (0..rows).step_by(STRIP) {
-            let strip = start..rows.min(start + STRIP);
-            self.strip(scratch, captures, queries, keys, strip, dq);
+        let tile = queries.start..queries.start + queries.rows;
+        self.evaluator.tile(tile, keys.range.clone(), keys.partial);
+        self.clock.lap(Stage::Mods);
+        for start in (0..queries.rows).step_by(STRIP) {
+            let strip = start..queries.rows.min(start + STRIP);
+            self.strip(call, captures, queries, keys, strip, dq);
         }
-        self.keys(scratch, keys);
+        self.keys(call, queries, keys);
     }
 
     /// `p` and `ds` of a strip of rows, and what it gives dq.
-    fn strip(
-        &self,
-        scratch: &mut Scratch<'_>,
+    fn strip<T: Format>(
+        &mut self,
+        call: &Call<'_>,
         captures: &mut Slot<'_>,
-        queries: &Queries<'_>,
-        keys: &Keys,
+        queries: &Queries<'_, T>,
+        keys: &Keys<'_, T>,
         strip: Range<usize>,
         dq: &mut [f32],
     ) {
-        let (dims, tiles, stride) = (&self.call.dims, self.call.tiles, self.call.tiles.kv);
-        let Scratch { evaluator, blocks, q, d_out, p, ds, clock, .. } = scratch;
-        let block = keys.offset / tiles.kv * block::elems(&tiles);
-        let block = Block::of(&blocks[block..][..block::elems(&tiles)], &tiles);
+        let (dims, tiles, stride) = (&call.dims, call.tiles, call.tiles.kv);
+        let Self { evaluator, p: p_tile, ds: ds_tile, factor, clock, .. } = self;
         let live = evaluator.live(strip.clone());
         // Whole groups of keys; dq's sum begins and ends with keys that are seen.
         let columns = live.start / LANES * LANES..simd::padded(live.end);
+        // A strip has whole elements, but for the last.
+        let at = strip.start / T::WIDTH * stride;
         if keys.partial {
             // What the products of keys read beside them.
-            let strip = strip.start * stride..strip.end * stride;
-            for x in [&mut *p, &mut *ds] {
-                for row in x[strip.clone()].chunks_exact_mut(stride) {
-                    row[..columns.start].fill(0.0);
-                    row[columns.end..].fill(0.0);
+            for x in [&mut *p_tile, &mut *ds_tile] {
+                let rows = strip.len().div_ceil(T::WIDTH);
+                let own = &mut elements::<T>(&mut x.tile)[at..][..rows * stride];
+                for row in own.chunks_exact_mut(stride) {
+                    row[..columns.start].fill(T::zeroed());
+                    row[columns.end..].fill(T::zeroed());
                 }
             }
         }
         if live.is_empty() {
             return;
         }
-        let scores = |into: &mut [f32], a, b, depth| {
-            let part = Part { rows: strip.clone(), columns: columns.clone(), depth: 0..depth };
-            simd::product(into, stride, a, b, &part, false);
+        let (p, ds) = (p_tile.strip::<T>(at), ds_tile.strip::<T>(at));
+        let scores = |into: &mut [f32], a: Matrix<'_, T>, b, depth, factor| {
+            let a = Matrix { data: &a.data[strip.start * a.row..], ..a };
+            let part = Part { rows: 0..strip.len(), columns: columns.clone(), depth: 0..depth };
+            simd::product(into, stride, a, b, &part.in_elements::<T>(), Write::Times(factor));
         };
-        scores(p, Matrix::rows(q, tiles.dim), block.k_t, dims.dim);
-        scores(ds, Matrix::rows(d_out, tiles.dim_v), block.v_t, dims.dim_v);
+        scores(p, queries.q.rows, keys.block.k_t, dims.dim, call.scale);
+        // The factor of kept entries here instead of on what dropout keeps.
+        scores(ds, queries.d_out.rows, keys.block.v_t, dims.dim_v, call.keep_factor);
         clock.lap(Stage::Products);
-        let at = strip.start * stride;
-        let (p, own) = (&mut p[at..], &mut ds[at..]);
         evaluator.score(strip.clone(), columns.clone(), p, stride);
-        evaluator.drop_out(strip.clone(), columns.clone(), own, stride);
+        evaluator.drop_out(strip.clone(), columns.clone(), ds, stride);
         clock.lap(Stage::Mods);
-        let rows = p.chunks_mut(stride).zip(own.chunks_mut(stride));
-        for (r, (p, ds)) in strip.clone().zip(rows) {
-            let (p, ds) = (&mut p[columns.clone()], &mut ds[columns.clone()]);
-            if queries.lse[r] == f32::INFINITY {
-                p.fill(0.0);
-                ds.fill(0.0);
-            } else {
-                simd::exp_sum(p, queries.lse[r]);
-                simd::d_softmax(p, ds, queries.delta[r]);
-            }
-        }
+        simd::derive(p, ds, stride, columns.clone(), queries.statistics.of(strip.clone()));
         clock.lap(Stage::Softmax);
-        evaluator.gradient(own, stride, captures);
-        evaluator.drop_out(strip.clone(), columns, p, stride);
+        evaluator.gradient(ds, stride, captures);
+        evaluator.drop_out(strip.clone(), columns.clone(), p, stride);
         clock.lap(Stage::Mods);
-        let part = Part { rows: strip, columns: 0..tiles.dim, depth: live };
-        simd::product(dq, tiles.dim, Matrix::rows(ds, stride), block.k, &part, true);
+        for x in [&mut *p_tile, &mut *ds_tile] {
+            let tile = &mut elements(&mut x.tile)[at..];
+            T::keep(&x.strip, strip.len(), stride, columns.clone(), tile);
+        }
+        let ds = ds_tile.strip::<T>(at);
+        let ds = T::factor(ds, strip.len(), stride, columns, elements(factor));
+        clock.lap(Stage::Softmax);
+        let part = Part { rows: 0..strip.len(), columns: 0..tiles.dim, depth: live };
+        let dq = &mut dq[strip.start * tiles.dim..];
+        simd::product(dq, tiles.dim, ds, keys.block.k, &part.in_elements::<T>(), Write::Add);
         clock.lap(Stage::Products);
     }
 
     /// What a tile gives dk and dv.
-    fn keys(&self, scratch: &mut Scratch<'_>, keys: &Keys) {
-        let tiles = self.call.tiles;
-        let Scratch { evaluator, q, d_out, p, ds, dk, dv, clock, .. } = scratch;
+    fn keys<T: Format>(&mut self, call: &Call<'_>, queries: &Queries<'_, T>, keys: &Keys<'_, T>) {
+        let tiles = call.tiles;
+        let Self { evaluator, p, ds, dk, dv, clock, .. } = self;
         let count = keys.range.len();
         let step = if keys.partial { STRIP } else { count };
         for start in (0..count).step_by(step) {
             let rows = start..count.min(start + step);
             let depth = evaluator.live_rows(rows.clone());
-            let add = |into: &mut [f32], dim: usize, a: &[f32], b: &[f32]| {
+            let add = |into: &mut [f32], dim: usize, a: &mut [f32], b| {
                 let into = &mut into[keys.offset * dim..];
-                let (a, b) = (Matrix::rows(a, tiles.kv).transposed(), Panels::rows(b, dim));
+                let a = Matrix::rows(&*elements::<T>(a), tiles.kv).transposed();
                 let part = Part { rows: rows.clone(), columns: 0..dim, depth: depth.clone() };
-                simd::product(into, dim, a, b, &part, true);
+                simd::product(into, dim, a, b, &part.in_elements::<T>(), Write::Add);
             };
-            add(dv, tiles.dim_v, p, d_out);
-            add(dk, tiles.dim, ds, q);
+            add(dv, tiles.dim_v, &mut p.tile, queries.d_out.across);
+            add(dk, tiles.dim, &mut ds.tile, queries.q.across);
         }
         clock.lap(Stage::Products);
     }

@@ -49,6 +49,12 @@ pub fn exp2_small<S: Simd>(s: S, x: S::V) -> S::V {
     s.mul(p, s.to_exponent(shifted))
 }
 
+/// [`exp2_small`] of any `x`; from `2^127` on it is that.
+#[inline(always)]
+pub fn exp2<S: Simd>(s: S, x: S::V) -> S::V {
+    exp2_small(s, s.min(s.splat(127.0), x))
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::level::{LANES, Level};

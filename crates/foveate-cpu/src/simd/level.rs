@@ -7,6 +7,8 @@
 
 use std::sync::OnceLock;
 
+use half::f16;
+
 /// Floats in a group.
 pub const LANES: usize = 16;
 
@@ -16,9 +18,11 @@ pub type Lanes = [f32; LANES];
 /// An instruction set that loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
+    /// AVX-512 with products of bf16.
+    Avx512Bf16,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
-    /// AVX2 and FMA.
+    /// AVX2, FMA and F16C.
     Avx2,
     /// What the compiler may assume of the target.
     Baseline,
@@ -28,6 +32,7 @@ impl Level {
     /// Its name, for reports.
     pub fn name(self) -> &'static str {
         match self {
+            Level::Avx512Bf16 => "AVX-512+BF16",
             Level::Avx512 => "AVX-512",
             Level::Avx2 => "AVX2+FMA",
             Level::Baseline if cfg!(target_arch = "aarch64") => "NEON",
@@ -37,15 +42,18 @@ impl Level {
 
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     fn is_here(self) -> bool {
-        let fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
         match self {
+            Level::Avx512Bf16 => Level::Avx512.is_here() && is_x86_feature_detected!("avx512bf16"),
             Level::Avx512 => {
-                fma && is_x86_feature_detected!("avx512f")
+                avx2 && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
-            Level::Avx2 => fma,
+            Level::Avx2 => avx2,
             Level::Baseline => true,
         }
     }
@@ -55,14 +63,43 @@ impl Level {
         self == Level::Baseline
     }
 
-    /// The levels of this machine, best first.
+    /// Whether it multiplies pairs of bf16 faster than floats.
+    pub fn has_pairs(self) -> bool {
+        self == Level::Avx512Bf16
+    }
+
+    /// The levels of this machine, best first, from the one asked for on.
     pub fn available() -> &'static [Level] {
         static LEVELS: OnceLock<Vec<Level>> = OnceLock::new();
         LEVELS.get_or_init(|| {
-            let levels = [Level::Avx512, Level::Avx2, Level::Baseline];
-            levels.into_iter().filter(|level| level.is_here()).collect()
+            let here = LEVELS_BEST_FIRST.into_iter().filter(|level| level.is_here());
+            match asked() {
+                Ok(Some(level)) => here.skip_while(|&own| own != level).collect(),
+                _ => here.collect(),
+            }
         })
     }
+}
+
+const LEVELS_BEST_FIRST: [Level; 4] =
+    [Level::Avx512Bf16, Level::Avx512, Level::Avx2, Level::Baseline];
+
+/// The environment variable that names the best level to use, to compare levels on one machine.
+pub const VARIABLE: &str = "FOVEATE_CPU_LEVEL";
+
+/// The level that [`VARIABLE`] names.
+///
+/// # Errors
+/// When that is none of this machine's.
+pub fn asked() -> Result<Option<Level>, String> {
+    let Some(name) = std::env::var_os(VARIABLE) else {
+        return Ok(None);
+    };
+    let mut here = LEVELS_BEST_FIRST.into_iter().filter(|level| level.is_here());
+    here.clone().find(|level| name == level.name()).map(Some).ok_or_else(|| {
+        let names: Vec<&str> = here.by_ref().map(Level::name).collect();
+        format!("no level `{}`; this machine has {}", name.display(), names.join(", "))
+    })
 }
 
 /// The best level of this machine.
@@ -87,26 +124,26 @@ macro_rules! for_each_level {
             debug_assert!($crate::simd::level::Level::available().contains(&level));
             match level {
                 #[cfg(target_arch = "x86_64")]
-                $crate::simd::level::Level::Avx512 => {
-                    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+                $crate::simd::level::Level::Avx512Bf16 | $crate::simd::level::Level::Avx512 => {
+                    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
                     fn run($($arg: $ty),*) $(-> $ret)? {
                         // SAFETY: this function has the features of the token.
-                        $body(unsafe { $crate::simd::level::x86::Avx512::new() }, $($arg),*)
+                        $body(unsafe { $crate::simd::x86::Avx512::new() }, $($arg),*)
                     }
                     // SAFETY: a level is one of those that were found on this machine.
                     unsafe { run($($arg),*) }
                 }
                 #[cfg(target_arch = "x86_64")]
                 $crate::simd::level::Level::Avx2 => {
-                    #[target_feature(enable = "avx2,fma")]
+                    #[target_feature(enable = "avx2,fma,f16c")]
                     fn run($($arg: $ty),*) $(-> $ret)? {
                         // SAFETY: this function has the features of the token.
-                        $body(unsafe { $crate::simd::level::x86::Avx2::new() }, $($arg),*)
+                        $body(unsafe { $crate::simd::x86::Avx2::new() }, $($arg),*)
                     }
                     // SAFETY: a level is one of those that were found on this machine.
                     unsafe { run($($arg),*) }
                 }
-                _ => $body($crate::simd::level::Baseline::new(), $($arg),*),
+                _ => $body($crate::simd::baseline::Baseline::new(), $($arg),*),
             }
         }
     };
@@ -135,6 +172,8 @@ pub trait Simd: Copy {
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
     fn load(self, from: &Lanes) -> Self::V;
+    /// A group of f16, exactly.
+    fn load_f16(self, from: &[f16; LANES]) -> Self::V;
     fn store(self, x: Self::V, to: &mut Lanes);
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
@@ -189,309 +228,67 @@ pub fn larger(a: f32, b: f32) -> f32 {
     if b > a || b.is_nan() { b } else { a }
 }
 
+/// An f16 as f32, exactly, without branches: the exponent is moved to its place and corrected by a
+/// product, which makes subnormals normal, too; infinity and NaN get the exponent of theirs. All
+/// of it on 32 bits, as compilers make vectors of.
+#[inline(always)]
+pub fn widen(bits: u16) -> f32 {
+    const CORRECTION: f32 = f32::from_bits((127 + 127 - 15) << 23);
+    const NOT_FINITE: u32 = 0x7c00 << 13;
+    let bits = u32::from(bits);
+    let magnitude = (bits & 0x7fff) << 13;
+    let exponent = if magnitude >= NOT_FINITE { 0x7f80_0000 } else { 0 };
+    let finite = (f32::from_bits(magnitude) * CORRECTION).to_bits();
+    f32::from_bits(finite | exponent | (bits & 0x8000) << 16)
+}
+
 /// Defines methods of a [`Simd`] by intrinsics.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! methods {
     ($(
-        $name:ident $(<const $n:ident>)? ($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $e:expr;
+        $(#[$doc:meta])*
+        $vis:vis $name:ident $(<const $n:ident>)? ($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $e:expr;
     )*) => {$(
+        $(#[$doc])*
         #[inline(always)]
-        fn $name $(<const $n: usize>)? (self, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<const $n: usize>)? (self, $($arg: $ty),*) $(-> $ret)? {
             // SAFETY: `self` proves that the machine has the instructions; references to groups
             // are valid for the loads and stores of a group.
             unsafe { $e }
         }
     )*};
 }
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(crate) use methods;
 
-#[cfg(target_arch = "x86_64")]
-pub mod x86 {
-    //! AVX-512 and AVX2.
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    use super::{Block, Lanes, Simd};
-    use std::arch::x86_64::*;
-
-    /// Proof of AVX-512 F, BW, DQ, VL.
-    #[derive(Clone, Copy)]
-    pub struct Avx512(());
-
-    impl Avx512 {
-        /// # Safety
-        /// The machine has [`super::Level::Avx512`].
-        #[inline(always)]
-        pub unsafe fn new() -> Self {
-            Self(())
-        }
+    for_each_level! {
+        #[expect(dead_code, reason = "the test names the level")]
+        widened / widened_on = widened_body(from: &[f16; LANES]) -> Lanes
     }
 
-    impl Simd for Avx512 {
-        type V = __m512;
-        const BLOCK: Block = Block::R12G2;
-
-        methods! {
-            splat(x: f32) -> __m512 = _mm512_set1_ps(x);
-            load(from: &Lanes) -> __m512 = _mm512_loadu_ps(from.as_ptr());
-            store(x: __m512, to: &mut Lanes) = _mm512_storeu_ps(to.as_mut_ptr(), x);
-            add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
-            sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
-            mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
-            mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
-            max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
-            min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
-            larger(a: __m512, b: __m512) -> __m512 = {
-                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
-                _mm512_mask_mov_ps(_mm512_max_ps(a, b), nan, a)
-            };
-            to_exponent(x: __m512) -> __m512 =
-                _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x)));
-            exchange<const STEP>(a: __m512, b: __m512) -> [__m512; 2] = {
-                let pick = |lanes: [i32; 16]| {
-                    _mm512_permutex2var_ps(a, _mm512_loadu_si512(lanes.as_ptr().cast()), b)
-                };
-                [pick(const { lower(STEP) }), pick(const { upper(STEP) })]
-            };
-        }
+    #[inline(always)]
+    fn widened_body<S: Simd>(s: S, from: &[f16; LANES]) -> Lanes {
+        let mut to = [f32::NAN; LANES];
+        s.store(s.load_f16(from), &mut to);
+        to
     }
 
-    /// Which lanes of two groups, counted on, the first of [`Simd::exchange`] has.
-    const fn lower(step: usize) -> [i32; 16] {
-        let (mut lanes, mut l) = ([0; 16], 0);
-        while l < 16 {
-            lanes[l] = if l & step == 0 { l } else { 16 + l - step } as i32;
-            l += 1;
-        }
-        lanes
-    }
-
-    /// The same of the second.
-    const fn upper(step: usize) -> [i32; 16] {
-        let (mut lanes, mut l) = ([0; 16], 0);
-        while l < 16 {
-            lanes[l] = if l & step == 0 { l + step } else { 16 + l } as i32;
-            l += 1;
-        }
-        lanes
-    }
-
-    /// Proof of AVX2 and FMA.
-    #[derive(Clone, Copy)]
-    pub struct Avx2(());
-
-    impl Avx2 {
-        /// # Safety
-        /// The machine has [`super::Level::Avx2`].
-        #[inline(always)]
-        pub unsafe fn new() -> Self {
-            Self(())
-        }
-    }
-
-    impl Simd for Avx2 {
-        type V = [__m256; 2];
-        const BLOCK: Block = Block::R6G1;
-
-        methods! {
-            splat(x: f32) -> [__m256; 2] = [_mm256_set1_ps(x); 2];
-            load(from: &Lanes) -> [__m256; 2] = {
-                let p = from.as_ptr();
-                [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))]
-            };
-            store(x: [__m256; 2], to: &mut Lanes) = {
-                let p = to.as_mut_ptr();
-                _mm256_storeu_ps(p, x[0]);
-                _mm256_storeu_ps(p.add(8), x[1]);
-            };
-            add(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])];
-            sub(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])];
-            mul(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])];
-            mul_add(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])];
-            max(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])];
-            min(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] =
-                [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])];
-            larger(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] = {
-                let one = |a, b| {
-                    let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a);
-                    _mm256_blendv_ps(_mm256_max_ps(a, b), a, nan)
-                };
-                [one(a[0], b[0]), one(a[1], b[1])]
-            };
-            to_exponent(x: [__m256; 2]) -> [__m256; 2] = {
-                let one = |x| {
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x)))
-                };
-                [one(x[0]), one(x[1])]
-            };
-            exchange<const STEP>(a: [__m256; 2], b: [__m256; 2]) -> [[__m256; 2]; 2] = {
-                let one = |a, b| match STEP {
-                    4 => [_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)],
-                    2 => [_mm256_shuffle_ps::<0x44>(a, b), _mm256_shuffle_ps::<0xEE>(a, b)],
-                    _ => [
-                        _mm256_blend_ps::<0xAA>(a, _mm256_moveldup_ps(b)),
-                        _mm256_blend_ps::<0xAA>(_mm256_movehdup_ps(a), b),
-                    ],
-                };
-                if STEP == 8 {
-                    [[a[0], b[0]], [a[1], b[1]]]
-                } else {
-                    let [low, high] = [one(a[0], b[0]), one(a[1], b[1])];
-                    [[low[0], high[0]], [low[1], high[1]]]
+    #[test]
+    fn every_half_is_widened_exactly_on_every_level() {
+        let step = if cfg!(miri) { 1013 } else { 1 };
+        for first in (0..=u16::MAX).step_by(step) {
+            let halves = std::array::from_fn(|l| f16::from_bits(first.wrapping_add(l as u16)));
+            for &level in Level::available() {
+                for (half, got) in halves.iter().zip(widened_on(level, &halves)) {
+                    let want = half.to_f32();
+                    let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                    assert!(same, "{}: {half:?} gave {got}", level.name());
                 }
-            };
+            }
         }
-    }
-}
-
-/// NEON, which every AArch64 has.
-#[cfg(target_arch = "aarch64")]
-#[derive(Clone, Copy)]
-pub struct Baseline(());
-
-/// Plain floats: what the compiler makes of them, and what Miri can run.
-#[cfg(not(target_arch = "aarch64"))]
-#[derive(Clone, Copy)]
-pub struct Baseline(());
-
-impl Baseline {
-    #[inline(always)]
-    pub fn new() -> Self {
-        Self(())
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-mod neon {
-    use super::{Baseline, Block, Lanes, Simd};
-    use std::arch::aarch64::*;
-
-    type V = [float32x4_t; 4];
-
-    #[inline(always)]
-    fn map2(a: V, b: V, f: impl Fn(float32x4_t, float32x4_t) -> float32x4_t) -> V {
-        [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
-    }
-
-    impl Simd for Baseline {
-        type V = V;
-        const BLOCK: Block = Block::R6G1;
-
-        methods! {
-            splat(x: f32) -> V = [vdupq_n_f32(x); 4];
-            load(from: &Lanes) -> V = {
-                let p = from.as_ptr();
-                [vld1q_f32(p), vld1q_f32(p.add(4)), vld1q_f32(p.add(8)), vld1q_f32(p.add(12))]
-            };
-            store(x: V, to: &mut Lanes) = {
-                let p = to.as_mut_ptr();
-                vst1q_f32(p, x[0]);
-                vst1q_f32(p.add(4), x[1]);
-                vst1q_f32(p.add(8), x[2]);
-                vst1q_f32(p.add(12), x[3]);
-            };
-            add(a: V, b: V) -> V = map2(a, b, |a, b| vaddq_f32(a, b));
-            sub(a: V, b: V) -> V = map2(a, b, |a, b| vsubq_f32(a, b));
-            mul(a: V, b: V) -> V = map2(a, b, |a, b| vmulq_f32(a, b));
-            mul_add(a: V, b: V, c: V) -> V = [
-                vfmaq_f32(c[0], a[0], b[0]),
-                vfmaq_f32(c[1], a[1], b[1]),
-                vfmaq_f32(c[2], a[2], b[2]),
-                vfmaq_f32(c[3], a[3], b[3]),
-            ];
-            max(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
-            min(a: V, b: V) -> V = map2(a, b, |a, b| vminq_f32(a, b));
-            larger(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
-            to_exponent(x: V) -> V = x.map(|x| {
-                vreinterpretq_f32_s32(vshlq_n_s32::<23>(vreinterpretq_s32_f32(x)))
-            });
-            exchange<const STEP>(a: V, b: V) -> [V; 2] = match STEP {
-                8 => [[a[0], a[1], b[0], b[1]], [a[2], a[3], b[2], b[3]]],
-                4 => [[a[0], b[0], a[2], b[2]], [a[1], b[1], a[3], b[3]]],
-                2 => {
-                    let pairs = |x: V| x.map(|x| vreinterpretq_f64_f32(x));
-                    let (a, b) = (pairs(a), pairs(b));
-                    let trn = |f: unsafe fn(float64x2_t, float64x2_t) -> float64x2_t| {
-                        std::array::from_fn(|i| vreinterpretq_f32_f64(f(a[i], b[i])))
-                    };
-                    [trn(vtrn1q_f64), trn(vtrn2q_f64)]
-                }
-                _ => [
-                    map2(a, b, |a, b| vtrn1q_f32(a, b)),
-                    map2(a, b, |a, b| vtrn2q_f32(a, b)),
-                ],
-            };
-        }
-    }
-}
-
-#[cfg(not(target_arch = "aarch64"))]
-impl Simd for Baseline {
-    type V = Lanes;
-    const BLOCK: Block = Block::R2G1;
-
-    #[inline(always)]
-    fn splat(self, x: f32) -> Lanes {
-        [x; LANES]
-    }
-
-    #[inline(always)]
-    fn load(self, from: &Lanes) -> Lanes {
-        *from
-    }
-
-    #[inline(always)]
-    fn store(self, x: Lanes, to: &mut Lanes) {
-        *to = x;
-    }
-
-    #[inline(always)]
-    fn add(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-
-    #[inline(always)]
-    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| a[i] - b[i])
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| a[i] * b[i])
-    }
-
-    #[inline(always)]
-    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
-        std::array::from_fn(|i| a[i] * b[i] + c[i])
-    }
-
-    #[inline(always)]
-    fn max(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
-    }
-
-    #[inline(always)]
-    fn min(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
-    }
-
-    #[inline(always)]
-    fn larger(self, a: Lanes, b: Lanes) -> Lanes {
-        std::array::from_fn(|i| larger(a[i], b[i]))
-    }
-
-    #[inline(always)]
-    fn to_exponent(self, x: Lanes) -> Lanes {
-        x.map(|x| f32::from_bits(x.to_bits() << 23))
-    }
-
-    #[inline(always)]
-    fn exchange<const STEP: usize>(self, a: Lanes, b: Lanes) -> [Lanes; 2] {
-        [
-            std::array::from_fn(|l| if l & STEP == 0 { a[l] } else { b[l - STEP] }),
-            std::array::from_fn(|l| if l & STEP == 0 { a[l + STEP] } else { b[l] }),
-        ]
     }
 }

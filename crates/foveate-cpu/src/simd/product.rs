@@ -9,31 +9,92 @@
 //! What is computed is a [`Part`]: rows, columns and depth each have a range, so that a caller
 //! that knows what is dead in a tile computes the rest only, [`STRIP`] rows at a time.
 //!
-//! Every element is summed over its depth from first to last and added to `c` at the end. Levels
-//! differ in how a multiply-add rounds, and in nothing else; neither parts nor blocks matter.
+//! Every element is summed over its depth from first to last and written, times a factor, or added
+//! to `c` at the end. Levels differ in how a multiply-add rounds, and in nothing else; neither
+//! parts nor blocks matter.
+//!
+//! What is multiplied is an [`Element`]: f32, or a [`Pair`] of bf16 that are neighbours along the
+//! depth. A product of pairs adds two exact products to an f32 in one instruction of the levels
+//! that have it; on the others it is written out, for tests.
 
 use std::ops::Range;
 
+use bytemuck::Pod;
+use half::bf16;
+
+use super::baseline::Baseline;
 use super::level::{Block, LANES, Lanes, Simd, for_each_level};
+use super::pairs::for_pairs;
 
 /// Rows that are whole blocks on every level, so that nothing is lost when parts are chosen for so
 /// many at a time.
 pub const STRIP: usize = 12;
 
+/// Two bf16.
+pub type Pair = [bf16; 2];
+
+/// What a product multiplies.
+pub trait Element: Pod + Send + Sync {
+    /// Numbers in one.
+    const WIDTH: usize;
+
+    /// See [`product`].
+    fn product(
+        c: &mut [f32],
+        stride: usize,
+        a: Matrix<'_, Self>,
+        b: Panels<'_, Self>,
+        part: &Part,
+        write: Write,
+    );
+}
+
+impl Element for f32 {
+    const WIDTH: usize = 1;
+
+    #[inline]
+    fn product(
+        c: &mut [f32],
+        stride: usize,
+        a: Matrix<'_>,
+        b: Panels<'_>,
+        part: &Part,
+        write: Write,
+    ) {
+        product_f32(c, stride, a, b, part, write);
+    }
+}
+
+impl Element for Pair {
+    const WIDTH: usize = 2;
+
+    #[inline]
+    fn product(
+        c: &mut [f32],
+        stride: usize,
+        a: Matrix<'_, Pair>,
+        b: Panels<'_, Pair>,
+        part: &Part,
+        write: Write,
+    ) {
+        product_pairs(c, stride, a, b, part, write);
+    }
+}
+
 /// A matrix inside a slice: element `(i, j)` is at `i * row + j * column`.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a> {
+pub struct Matrix<'a, T = f32> {
     /// The elements.
-    pub data: &'a [f32],
+    pub data: &'a [T],
     /// Distance between rows.
     pub row: usize,
     /// Distance between columns.
     pub column: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<'a, T> Matrix<'a, T> {
     /// Row-major with rows `stride` apart.
-    pub fn rows(data: &'a [f32], stride: usize) -> Self {
+    pub fn rows(data: &'a [T], stride: usize) -> Self {
         Self { data, row: stride, column: 1 }
     }
 
@@ -52,24 +113,24 @@ impl<'a> Matrix<'a> {
 /// A matrix in panels of [`LANES`] columns: element `(d, j)` is at
 /// `j / 16 * panel + d * depth + j % 16`.
 #[derive(Clone, Copy, Debug)]
-pub struct Panels<'a> {
+pub struct Panels<'a, T = f32> {
     /// The elements.
-    pub data: &'a [f32],
+    pub data: &'a [T],
     /// Distance between panels.
     pub panel: usize,
     /// Distance between the groups of a panel.
     pub depth: usize,
 }
 
-impl<'a> Panels<'a> {
+impl<'a, T> Panels<'a, T> {
     /// Panels of `depth` groups, one after another.
-    pub fn packed(data: &'a [f32], depth: usize) -> Self {
+    pub fn packed(data: &'a [T], depth: usize) -> Self {
         Self { data, panel: depth * LANES, depth: LANES }
     }
 
     /// A row-major matrix whose rows are `stride` apart, where it lies. It pays where neighbouring
     /// rows are close: rows a large power of two apart share few lines of the cache.
-    pub fn rows(data: &'a [f32], stride: usize) -> Self {
+    pub fn rows(data: &'a [T], stride: usize) -> Self {
         Self { data, panel: LANES, depth: stride }
     }
 
@@ -96,34 +157,177 @@ impl Part {
     pub fn all(rows: usize, depth: usize, columns: usize) -> Self {
         Self { rows: 0..rows, columns: 0..columns, depth: 0..depth }
     }
+
+    /// The part with its depth, given in numbers, in elements that hold them.
+    pub fn in_elements<T: Element>(self) -> Self {
+        let depth = self.depth.start / T::WIDTH..self.depth.end.div_ceil(T::WIDTH);
+        Self { depth, ..self }
+    }
+}
+
+/// What becomes of the sums of a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Write {
+    /// They replace what was there, times a factor.
+    Times(f32),
+    /// They are added to what was there.
+    Add,
+}
+
+/// Instructions that multiply groups of elements.
+trait Multiply<T>: Copy {
+    /// Those for the sums.
+    type Sums: Simd;
+    /// A group of elements in registers.
+    type Group: Copy;
+
+    fn sums(self) -> Self::Sums;
+    fn load_elements(self, from: &[T; LANES]) -> Self::Group;
+    /// `x` in every lane.
+    fn repeat(self, x: &T) -> Self::Group;
+    /// `a·b + c`, the product of pairs being that of two vectors.
+    fn add_product(
+        self,
+        a: Self::Group,
+        b: Self::Group,
+        c: <Self::Sums as Simd>::V,
+    ) -> <Self::Sums as Simd>::V;
+}
+
+impl<S: Simd> Multiply<f32> for S {
+    type Sums = S;
+    type Group = S::V;
+
+    #[inline(always)]
+    fn sums(self) -> S {
+        self
+    }
+
+    #[inline(always)]
+    fn load_elements(self, from: &Lanes) -> S::V {
+        self.load(from)
+    }
+
+    #[inline(always)]
+    fn repeat(self, x: &f32) -> S::V {
+        self.splat(*x)
+    }
+
+    #[inline(always)]
+    fn add_product(self, a: S::V, b: S::V, c: S::V) -> S::V {
+        self.mul_add(a, b, c)
+    }
+}
+
+/// Plain floats.
+impl Multiply<Pair> for Baseline {
+    type Sums = Self;
+    type Group = [<Self as Simd>::V; 2];
+
+    #[inline(always)]
+    fn sums(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn load_elements(self, from: &[Pair; LANES]) -> Self::Group {
+        [0, 1].map(|i| self.load(&from.map(|pair| pair[i].to_f32())))
+    }
+
+    #[inline(always)]
+    fn repeat(self, x: &Pair) -> Self::Group {
+        x.map(|x| self.splat(x.to_f32()))
+    }
+
+    #[inline(always)]
+    fn add_product(
+        self,
+        a: Self::Group,
+        b: Self::Group,
+        c: <Self as Simd>::V,
+    ) -> <Self as Simd>::V {
+        self.mul_add(a[0], b[0], self.mul_add(a[1], b[1], c))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Multiply<Pair> for super::x86::Avx512Pairs {
+    type Sums = super::x86::Avx512;
+    type Group = super::x86::PairGroup;
+
+    #[inline(always)]
+    fn sums(self) -> Self::Sums {
+        super::pairs::Round::floats(self)
+    }
+
+    #[inline(always)]
+    fn load_elements(self, from: &[Pair; LANES]) -> Self::Group {
+        self.load_pairs(from)
+    }
+
+    #[inline(always)]
+    fn repeat(self, x: &Pair) -> Self::Group {
+        self.splat_pair(*x)
+    }
+
+    #[inline(always)]
+    fn add_product(
+        self,
+        a: Self::Group,
+        b: Self::Group,
+        c: <Self::Sums as Simd>::V,
+    ) -> <Self::Sums as Simd>::V {
+        self.add_products(a, b, c)
+    }
+}
+
+/// `c = factor·a·b` or `c += a·b` for `part` of it. `c` is row-major with rows `stride` apart.
+///
+/// # Panics
+/// When an operand does not hold the part, rows of `c` overlap, or columns are not whole groups.
+#[inline]
+pub fn product<T: Element>(
+    c: &mut [f32],
+    stride: usize,
+    a: Matrix<'_, T>,
+    b: Panels<'_, T>,
+    part: &Part,
+    write: Write,
+) {
+    T::product(c, stride, a, b, part, write);
 }
 
 for_each_level! {
-    /// `c = a·b`, or `c += a·b` with `accumulate`, for `part` of it. `c` is row-major with rows
-    /// `stride` apart.
-    ///
-    /// # Panics
-    /// When an operand does not hold the part, rows of `c` overlap, or columns are not whole
-    /// groups.
-    pub product / product_on = product_body(
+    product_f32 / product_f32_on = product_body(
         c: &mut [f32],
         stride: usize,
         a: Matrix<'_>,
         b: Panels<'_>,
         part: &Part,
-        accumulate: bool,
+        write: Write,
+    )
+}
+
+for_pairs! {
+    product_pairs / product_pairs_on = product_body(
+        c: &mut [f32],
+        stride: usize,
+        a: Matrix<'_, Pair>,
+        b: Panels<'_, Pair>,
+        part: &Part,
+        write: Write,
     )
 }
 
 #[inline(always)]
-fn product_body<S: Simd>(
-    s: S,
+fn product_body<T, M: Multiply<T>>(
+    m: M,
     c: &mut [f32],
     stride: usize,
-    a: Matrix<'_>,
-    b: Panels<'_>,
+    a: Matrix<'_, T>,
+    b: Panels<'_, T>,
     part: &Part,
-    accumulate: bool,
+    write: Write,
 ) {
     let Part { rows, columns, depth } = part;
     if rows.is_empty() || columns.is_empty() {
@@ -145,37 +349,46 @@ fn product_body<S: Simd>(
         panel: b.panel,
         b_depth: b.depth,
         depth: depth.len(),
-        accumulate,
+        write,
     };
     let (rows, groups) = (rows.len(), columns.len() / LANES);
     // SAFETY: the assertions keep every element of the part inside the three slices, and `c` is
     // borrowed exclusively.
     unsafe {
-        match S::BLOCK {
-            Block::R12G2 => blocks::<S, 12, 2>(s, at, rows, groups),
-            Block::R6G1 => blocks::<S, 6, 1>(s, at, rows, groups),
-            Block::R2G1 => blocks::<S, 2, 1>(s, at, rows, groups),
+        match M::Sums::BLOCK {
+            Block::R12G2 => blocks::<T, M, 12, 2>(m, at, rows, groups),
+            Block::R6G1 => blocks::<T, M, 6, 1>(m, at, rows, groups),
+            Block::R2G1 => blocks::<T, M, 2, 1>(m, at, rows, groups),
         }
     }
 }
 
 /// Where a block lies.
-#[derive(Clone, Copy)]
-struct At {
+struct At<T> {
     c: *mut f32,
     stride: usize,
-    a: *const f32,
+    a: *const T,
     a_row: usize,
     a_depth: usize,
-    b: *const f32,
+    b: *const T,
     panel: usize,
     b_depth: usize,
     depth: usize,
-    accumulate: bool,
+    write: Write,
 }
 
-impl At {
+impl<T> Clone for At<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for At<T> {}
+
+impl<T> At<T> {
     /// So many rows down.
+    #[inline(always)]
     fn down(self, rows: usize) -> Self {
         Self {
             c: self.c.wrapping_add(rows * self.stride),
@@ -185,6 +398,7 @@ impl At {
     }
 
     /// So many groups of columns right.
+    #[inline(always)]
     fn right(self, groups: usize) -> Self {
         Self {
             c: self.c.wrapping_add(groups * LANES),
@@ -200,9 +414,9 @@ impl At {
 /// `rows` rows and `groups` groups from `at` on are inside the operands and the result, and the
 /// result is the caller's to write.
 #[inline(always)]
-unsafe fn blocks<S: Simd, const R: usize, const G: usize>(
-    s: S,
-    at: At,
+unsafe fn blocks<T, M: Multiply<T>, const R: usize, const G: usize>(
+    m: M,
+    at: At<T>,
     rows: usize,
     groups: usize,
 ) {
@@ -210,12 +424,12 @@ unsafe fn blocks<S: Simd, const R: usize, const G: usize>(
     let mut group = 0;
     while G == 2 && group + 2 <= groups {
         // SAFETY: as given.
-        unsafe { column::<S, R, 2>(s, at.right(group), rows) };
+        unsafe { column::<T, M, R, 2>(m, at.right(group), rows) };
         group += 2;
     }
     while group < groups {
         // SAFETY: as given.
-        unsafe { column::<S, R, 1>(s, at.right(group), rows) };
+        unsafe { column::<T, M, R, 1>(m, at.right(group), rows) };
         group += 1;
     }
 }
@@ -225,13 +439,13 @@ unsafe fn blocks<S: Simd, const R: usize, const G: usize>(
 /// # Safety
 /// That of [`blocks`].
 #[inline(always)]
-unsafe fn column<S: Simd, const R: usize, const G: usize>(s: S, at: At, rows: usize) {
+unsafe fn column<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>, rows: usize) {
     let mut row = 0;
     macro_rules! blocks_of {
         ($rows:expr) => {
             while row + $rows <= rows {
                 // SAFETY: as given.
-                unsafe { block::<S, { $rows }, G>(s, at.down(row)) };
+                unsafe { block::<T, M, { $rows }, G>(m, at.down(row)) };
                 row += $rows;
             }
         };
@@ -248,7 +462,7 @@ unsafe fn column<S: Simd, const R: usize, const G: usize>(s: S, at: At, rows: us
     }
     while row < rows {
         // SAFETY: as given.
-        unsafe { block::<S, 1, G>(s, at.down(row)) };
+        unsafe { block::<T, M, 1, G>(m, at.down(row)) };
         row += 1;
     }
 }
@@ -258,42 +472,50 @@ unsafe fn column<S: Simd, const R: usize, const G: usize>(s: S, at: At, rows: us
 /// # Safety
 /// That of [`blocks`].
 #[inline(always)]
-unsafe fn block<S: Simd, const R: usize, const G: usize>(s: S, at: At) {
+unsafe fn block<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
     if at.a_row == 1 {
         // SAFETY: as given.
-        unsafe { sums::<S, R, G>(s, At { a_row: 1, ..at }) }
+        unsafe { sums::<T, M, R, G>(m, At { a_row: 1, ..at }) }
     } else {
         // SAFETY: as given.
-        unsafe { sums::<S, R, G>(s, at) }
+        unsafe { sums::<T, M, R, G>(m, at) }
     }
 }
 
 /// # Safety
 /// That of [`blocks`].
 #[inline(always)]
-unsafe fn sums<S: Simd, const R: usize, const G: usize>(s: S, at: At) {
+unsafe fn sums<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
+    let s = m.sums();
     let mut sums = [[s.splat(0.0); G]; R];
     let (mut a, mut b) = (at.a, at.b);
     for _ in 0..at.depth {
         // SAFETY: as given, for this step of the depth.
         unsafe {
-            let b_groups: [S::V; G] =
-                std::array::from_fn(|g| s.load(&*b.add(g * at.panel).cast::<Lanes>()));
+            let b_groups: [M::Group; G] =
+                std::array::from_fn(|g| m.load_elements(&*b.add(g * at.panel).cast()));
             for (i, sums) in sums.iter_mut().enumerate() {
-                let x = s.splat(*a.add(i * at.a_row));
+                let x = m.repeat(&*a.add(i * at.a_row));
                 for (sum, &b) in sums.iter_mut().zip(&b_groups) {
-                    *sum = s.mul_add(x, b, *sum);
+                    *sum = m.add_product(x, b, *sum);
                 }
             }
         }
         a = a.wrapping_add(at.a_depth);
         b = b.wrapping_add(at.b_depth);
     }
+    let factor = match at.write {
+        Write::Times(factor) => Some(s.splat(factor)),
+        Write::Add => None,
+    };
     for (i, sums) in sums.iter().enumerate() {
         for (g, &sum) in sums.iter().enumerate() {
             // SAFETY: as given; the group is inside the result.
             let c = unsafe { &mut *at.c.add(i * at.stride + g * LANES).cast::<Lanes>() };
-            let sum = if at.accumulate { s.add(s.load(c), sum) } else { sum };
+            let sum = match factor {
+                Some(factor) => s.mul(sum, factor),
+                None => s.add(s.load(c), sum),
+            };
             s.store(sum, c);
         }
     }
@@ -345,11 +567,11 @@ mod tests {
                 let stride = columns + LANES;
                 layouts(&a, &b, [rows, depth, columns], |a_in, b_in, layout| {
                     for &level in Level::available() {
-                        for accumulate in [false, true] {
-                            let old = if accumulate { 3.0 } else { f32::NAN };
+                        for write in [Write::Times(0.5), Write::Add] {
+                            let old = if write == Write::Add { 3.0 } else { f32::NAN };
                             let mut c = vec![old; rows * stride];
                             let part = Part::all(rows, depth, columns);
-                            product_on(level, &mut c, stride, a_in, b_in, &part, accumulate);
+                            product_f32_on(level, &mut c, stride, a_in, b_in, &part, write);
                             for (at, &got) in c.iter().enumerate() {
                                 let (i, j) = (at / stride, at % stride);
                                 if j >= columns {
@@ -358,7 +580,7 @@ mod tests {
                                 }
                                 let sum: f32 =
                                     (0..depth).map(|d| a[i * depth + d] * b[d * columns + j]).sum();
-                                let want = if accumulate { sum + 3.0 } else { sum };
+                                let want = if write == Write::Add { sum + 3.0 } else { 0.5 * sum };
                                 assert_eq!(got, want, "{layout}, {level:?}, {part:?}, {i} {j}");
                             }
                         }
@@ -385,7 +607,7 @@ mod tests {
                 Level::available().iter().flat_map(|l| parts.iter().map(move |p| (l, p)))
             {
                 let mut c = vec![f32::NAN; rows * columns];
-                product_on(level, &mut c, columns, a_in, b_in, part, false);
+                product_f32_on(level, &mut c, columns, a_in, b_in, part, Write::Times(1.0));
                 for (at, &got) in c.iter().enumerate() {
                     let (i, j) = (at / columns, at % columns);
                     if part.rows.contains(&i) && part.columns.contains(&j) {
@@ -416,13 +638,46 @@ mod tests {
                         let part =
                             Part { rows: cut[0]..cut[1], columns: columns_of, depth: 0..depth };
                         let (a, b) = (Matrix::rows(&a, depth), Panels::rows(&b, columns));
-                        product_on(level, &mut c, columns, a, b, &part, false);
+                        product_f32_on(level, &mut c, columns, a, b, &part, Write::Times(1.0));
                     }
                 }
                 c.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
             let whole = run(&[0, rows], 3);
             assert!(whole == run(&[0, 1, 8, 31], 1) && whole == run(&[0, 12, 24, 31], 2));
+        }
+    }
+
+    #[test]
+    fn a_product_of_pairs_is_that_of_their_numbers_on_every_level() {
+        for [rows, depth, columns] in [[1usize, 1, 16], [12, 7, 32], [25, 20, 48], [5, 33, 16]] {
+            let pairs = depth.div_ceil(2);
+            let (mut a, b) = (integers(7, rows * 2 * pairs), integers(8, 2 * pairs * columns));
+            // A depth that is odd ends with half a pair.
+            for row in a.chunks_exact_mut(2 * pairs) {
+                row[depth..].fill(0.0);
+            }
+            let pair = |x: f32, y: f32| [x, y].map(bf16::from_f32);
+            let a_in: Vec<Pair> = a.as_chunks::<2>().0.iter().map(|&[x, y]| pair(x, y)).collect();
+            let at = |d: usize, j: usize| b[d * columns + j];
+            let b_in: Vec<Pair> = (0..pairs * columns)
+                .map(|i| (i / columns, i % columns))
+                .map(|(d, j)| pair(at(2 * d, j), at(2 * d + 1, j)))
+                .collect();
+            let part = Part::all(rows, depth, columns).in_elements::<Pair>();
+            for &level in Level::available() {
+                for (write, old) in [(Write::Times(0.5), f32::NAN), (Write::Add, 3.0)] {
+                    let mut c = vec![old; rows * columns];
+                    let (a_in, b_in) = (Matrix::rows(&a_in, pairs), Panels::rows(&b_in, columns));
+                    product_pairs_on(level, &mut c, columns, a_in, b_in, &part, write);
+                    for (i, &got) in c.iter().enumerate() {
+                        let row = &a[i / columns * 2 * pairs..];
+                        let sum: f32 = (0..depth).map(|d| row[d] * at(d, i % columns)).sum();
+                        let want = if write == Write::Add { sum + 3.0 } else { 0.5 * sum };
+                        assert_eq!(got, want, "{}, {part:?}, element {i}", level.name());
+                    }
+                }
+            }
         }
     }
 
@@ -436,7 +691,7 @@ mod tests {
             Matrix::rows(&[0.0; 3], 3),
             Panels::packed(&[0.0; 47], 3),
             &part,
-            false,
+            Write::Add,
         );
     }
 }

@@ -3,7 +3,7 @@
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::exp::{exp, exp2_small};
+use super::exp::{exp, exp2, exp2_small};
 use super::level::{LANES, Lanes, Simd, for_each_level, larger};
 
 for_each_level! {
@@ -34,8 +34,35 @@ for_each_level! {
     pub dot / dot_on = dot_body(a: &[f32], b: &[f32]) -> f32
 }
 for_each_level! {
-    /// Derivative of the softmax: `d[i] = p[i]·(d[i] - delta)`.
-    pub d_softmax / d_softmax_on = d_softmax_body(p: &[f32], d: &mut [f32], delta: f32)
+    /// Weights of a strip and their gradients: `p = share·exp(p - lse)` and `d = p·(d - delta)`.
+    /// Row `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row without
+    /// weight, whose lse is `+∞`, becomes 0 in both.
+    pub derive / derive_on = derive_body(
+        p: &mut [f32],
+        d: &mut [f32],
+        stride: usize,
+        columns: Range<usize>,
+        rows: RowStatistics<'_>,
+    )
+}
+
+/// What the backward knows of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct RowStatistics<'a> {
+    /// `+∞` for a row that sees nothing.
+    pub lse: &'a [f32],
+    /// `Σ d_out·out - d_lse`.
+    pub delta: &'a [f32],
+    /// What the powers of a row are multiplied with to be its weights: 1, unless lse is huge.
+    pub share: &'a [f32],
+}
+
+impl<'a> RowStatistics<'a> {
+    /// Those of a range.
+    pub fn of(&self, rows: Range<usize>) -> Self {
+        let Self { lse, delta, share } = self;
+        Self { lse: &lse[rows.clone()], delta: &delta[rows.clone()], share: &share[rows] }
+    }
 }
 
 /// The groups of a row.
@@ -160,10 +187,32 @@ fn dot_body<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-fn d_softmax_body<S: Simd>(s: S, p: &[f32], d: &mut [f32], delta: f32) {
-    let delta = s.splat(delta);
-    for (d, p) in groups_mut(d).iter_mut().zip(groups(p)) {
-        s.store(s.mul(s.load(p), s.sub(s.load(d), delta)), d);
+fn derive_body<S: Simd>(
+    s: S,
+    p: &mut [f32],
+    d: &mut [f32],
+    stride: usize,
+    columns: Range<usize>,
+    rows: RowStatistics<'_>,
+) {
+    let log2_e = s.splat(LOG2_E);
+    for (r, (p, d)) in p.chunks_mut(stride).zip(d.chunks_mut(stride)).enumerate() {
+        let Some(&lse) = rows.lse.get(r) else { return };
+        let (p, d) = (&mut p[columns.clone()], &mut d[columns.clone()]);
+        if lse == f32::INFINITY {
+            p.fill(0.0);
+            d.fill(0.0);
+            continue;
+        }
+        let [lse, delta, share] = [lse, rows.delta[r], rows.share[r]].map(|x| s.splat(x));
+        let plain = rows.share[r] == 1.0;
+        for (p, d) in groups_mut(p).iter_mut().zip(groups_mut(d)) {
+            // The difference first: it is exact where it matters, however large scores are.
+            let power = exp2(s, s.mul(s.sub(s.load(p), lse), log2_e));
+            let weight = if plain { power } else { s.mul(power, share) };
+            s.store(weight, p);
+            s.store(s.mul(weight, s.sub(s.load(d), delta)), d);
+        }
     }
 }
 
@@ -184,15 +233,41 @@ mod tests {
             scale_on(level, &mut sum, 2.0);
             let want = row.iter().zip(&other).map(|(a, b)| 2.0 * (a + b));
             assert!(sum.iter().copied().eq(want));
-            let mut d = other.clone();
-            d_softmax_on(level, &row, &mut d, 1.5);
-            let want = row.iter().zip(&other).map(|(p, d)| p * (d - 1.5));
-            assert!(d.iter().copied().eq(want));
             let mut p = row.clone();
             let sum = exp_sum_on(level, &mut p, 1.5);
             let exact: Vec<f32> = row.iter().map(|x| (x - 1.5).exp()).collect();
             assert!(p.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= 1e-6 * b));
             assert!((sum - exact.iter().sum::<f32>()).abs() < 1e-6 * sum);
+        }
+    }
+
+    #[test]
+    fn weights_and_their_gradients_are_those_of_plain_loops_on_every_level() {
+        let (stride, columns) = (48, 16..48);
+        let scores: Vec<f32> = (0..4 * stride).map(|i| ((i * 37) % 23) as f32 * 0.25).collect();
+        let d_p: Vec<f32> = (0..4 * stride).map(|i| ((i * 11) % 17) as f32 * 0.5 - 4.0).collect();
+        let (lse, delta) = ([2.0, f32::INFINITY, -95.0, 7.0], [1.5, 0.0, -2.0, 0.5]);
+        let share = [1.0, 1.0, 1.0, 0.25];
+        for &level in Level::available() {
+            let (mut p, mut d) = (scores.clone(), d_p.clone());
+            let rows = RowStatistics { lse: &lse, delta: &delta, share: &share };
+            derive_on(level, &mut p, &mut d, stride, columns.clone(), rows);
+            for i in 0..4 * stride {
+                let (r, inside) = (i / stride, columns.contains(&(i % stride)));
+                let weight = f64::from(share[r]) * f64::from(scores[i] - lse[r]).exp();
+                let near = |got: f32, want: f64| {
+                    // Above 2^127 what is not infinite is as large as can be.
+                    let want = want.min(f64::from(2f32.powi(127)) * 1.5);
+                    (f64::from(got) - want).abs() <= 2e-5 * want.abs() || want > 1e38
+                };
+                if inside {
+                    assert!(near(p[i], weight), "{}: {} of {weight}", level.name(), p[i]);
+                    let want = p[i] * (d_p[i] - delta[r]);
+                    assert!(d[i] == want, "{}: {} of {want}", level.name(), d[i]);
+                } else {
+                    assert!(p[i] == scores[i] && d[i] == d_p[i]);
+                }
+            }
         }
     }
 

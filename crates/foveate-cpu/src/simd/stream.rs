@@ -59,22 +59,8 @@ impl Element for bf16 {
 impl Element for f16 {
     #[inline(always)]
     fn load<S: Simd>(s: S, from: &[Self; LANES]) -> S::V {
-        s.load(&from.map(|x| widen(x.to_bits())))
+        s.load_f16(from)
     }
-}
-
-/// An f16 as f32, exactly, without branches: the exponent is moved to its place and corrected by a
-/// product, which makes subnormals normal, too; infinity and NaN get the exponent of theirs. All
-/// of it on 32 bits, as compilers make vectors of.
-#[inline(always)]
-fn widen(bits: u16) -> f32 {
-    const CORRECTION: f32 = f32::from_bits((127 + 127 - 15) << 23);
-    const NOT_FINITE: u32 = 0x7c00 << 13;
-    let bits = u32::from(bits);
-    let magnitude = (bits & 0x7fff) << 13;
-    let exponent = if magnitude >= NOT_FINITE { 0x7f80_0000 } else { 0 };
-    let finite = (f32::from_bits(magnitude) * CORRECTION).to_bits();
-    f32::from_bits(finite | exponent | (bits & 0x8000) << 16)
 }
 
 for_each_level! {
@@ -262,14 +248,6 @@ fn sum_groups<S: Simd, E: Element, const R: usize, const G: usize>(
 mod tests {
     use super::*;
     use crate::simd::level::Level;
-
-    #[test]
-    fn every_half_is_widened_exactly() {
-        for bits in 0..=u16::MAX {
-            let (got, want) = (widen(bits), f16::from_bits(bits).to_f32());
-            assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:x}");
-        }
-    }
 
     #[test]
     fn products_in_place_are_those_of_plain_loops_on_every_level() {

@@ -1,46 +1,95 @@
 //! Transposition of rows into panels.
 
 use super::level::{LANES, Simd, for_each_level};
-use super::product::Matrix;
+use super::product::{Matrix, Pair};
+
+/// What fits a lane, moved as bits.
+trait Lane: Copy {
+    /// In what has not been read.
+    const ZERO: Self;
+
+    fn load<S: Simd>(s: S, from: &[Self; LANES]) -> S::V;
+    fn store<S: Simd>(s: S, x: S::V, to: &mut [Self; LANES]);
+}
+
+impl Lane for f32 {
+    const ZERO: f32 = 0.0;
+
+    #[inline(always)]
+    fn load<S: Simd>(s: S, from: &[f32; LANES]) -> S::V {
+        s.load(from)
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::V, to: &mut [f32; LANES]) {
+        s.store(x, to);
+    }
+}
+
+impl Lane for Pair {
+    const ZERO: Pair = [half::bf16::ZERO; 2];
+
+    #[inline(always)]
+    fn load<S: Simd>(s: S, from: &[Pair; LANES]) -> S::V {
+        s.load(&from.map(|pair| f32::from_bits(bytemuck::cast(pair))))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::V, to: &mut [Pair; LANES]) {
+        let mut lanes = [0.0; LANES];
+        s.store(x, &mut lanes);
+        *to = lanes.map(|x| bytemuck::cast(x.to_bits()));
+    }
+}
 
 for_each_level! {
-    /// Writes `factor` times the first `n` rows of `rows` as the columns of a matrix, in panels
-    /// that follow one another in `into`, `depth` groups each. Rows are read up to `depth`, whole
-    /// groups. Columns from `n` on are zero.
+    /// Writes the first `n` rows of `rows` as the columns of a matrix, in panels that follow one
+    /// another in `into`, `depth` groups each. Columns from `n` on are zero.
     ///
     /// # Panics
-    /// When `rows` does not hold them, or its columns are not neighbours.
+    /// When `rows` does not hold `depth` elements of each, or they are not neighbours.
     pub transpose / transpose_on = transpose_body(
         rows: Matrix<'_>,
         n: usize,
         depth: usize,
-        factor: f32,
         into: &mut [f32],
     )
 }
 
+for_each_level! {
+    /// The same of pairs.
+    pub transpose_pairs / transpose_pairs_on = transpose_body(
+        rows: Matrix<'_, Pair>,
+        n: usize,
+        depth: usize,
+        into: &mut [Pair],
+    )
+}
+
 #[inline(always)]
-fn transpose_body<S: Simd>(
+fn transpose_body<S: Simd, T: Lane>(
     s: S,
-    rows: Matrix<'_>,
+    rows: Matrix<'_, T>,
     n: usize,
     depth: usize,
-    factor: f32,
-    into: &mut [f32],
+    into: &mut [T],
 ) {
-    assert!(rows.column == 1 && depth.is_multiple_of(LANES), "rows are whole groups");
-    let factor = s.splat(factor);
+    assert!(rows.column == 1, "the elements of a row are neighbours");
     for (p, panel) in into.chunks_exact_mut(depth * LANES).enumerate() {
-        let panel = panel.as_chunks_mut::<LANES>().0;
-        for (g, columns) in panel.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        for (g, columns) in panel.as_chunks_mut::<LANES>().0.chunks_mut(LANES).enumerate() {
             let mut block: [S::V; LANES] = std::array::from_fn(|j| {
                 let row = p * LANES + j;
-                if row < n {
-                    let at = row * rows.row + g * LANES;
-                    let group = rows.data[at..].first_chunk().expect("rows hold whole groups");
-                    s.mul(s.load(group), factor)
-                } else {
-                    s.splat(0.0)
+                if row >= n {
+                    return s.splat(0.0);
+                }
+                let from = &rows.data[row * rows.row + g * LANES..][..columns.len()];
+                match from.first_chunk() {
+                    Some(group) => T::load(s, group),
+                    None => {
+                        let mut group = [T::ZERO; LANES];
+                        group[..from.len()].copy_from_slice(from);
+                        T::load(s, &group)
+                    }
                 }
             });
             step::<S, 8>(s, &mut block);
@@ -48,7 +97,7 @@ fn transpose_body<S: Simd>(
             step::<S, 2>(s, &mut block);
             step::<S, 1>(s, &mut block);
             for (column, x) in columns.iter_mut().zip(block) {
-                s.store(x, column);
+                T::store(s, x, column);
             }
         }
     }
@@ -65,21 +114,28 @@ fn step<S: Simd, const STEP: usize>(s: S, block: &mut [S::V; LANES]) {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::super::level::Level;
     use super::*;
 
     #[test]
     fn rows_become_columns_and_the_rest_zero_on_every_level() {
-        for (n, depth, stride) in [(1, 16, 16), (16, 16, 19), (37, 48, 48), (48, 32, 40)] {
+        for (n, depth, stride) in [(1, 16, 16), (16, 16, 19), (37, 48, 48), (48, 40, 40)] {
             let rows: Vec<f32> = (0..n * stride).map(|i| i as f32).collect();
+            let halves: Vec<Pair> = rows.iter().map(|&x| [x, -x].map(bf16::from_f32)).collect();
             for &level in Level::available() {
                 let mut into = vec![f32::NAN; 3 * LANES * depth];
-                transpose_on(level, Matrix::rows(&rows, stride), n, depth, 2.0, &mut into);
-                for (at, &got) in into.iter().enumerate() {
+                transpose_on(level, Matrix::rows(&rows, stride), n, depth, &mut into);
+                let mut pairs = vec![[bf16::NAN; 2]; 3 * LANES * depth];
+                transpose_pairs_on(level, Matrix::rows(&halves, stride), n, depth, &mut pairs);
+                for (at, (&got, pair)) in into.iter().zip(pairs).enumerate() {
                     let (panel, d, l) = (at / (depth * LANES), at / LANES % depth, at % LANES);
                     let row = panel * LANES + l;
-                    let want = if row < n { 2.0 * rows[row * stride + d] } else { 0.0 };
+                    let want = if row < n { rows[row * stride + d] } else { 0.0 };
                     assert_eq!(got, want, "{level:?}: {d} of row {row}");
+                    let want = if row < n { halves[row * stride + d] } else { Pair::ZERO };
+                    assert_eq!(pair, want, "{level:?}: {d} of row {row}");
                 }
             }
         }

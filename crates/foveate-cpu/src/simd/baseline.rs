@@ -1,0 +1,168 @@
+//! What the compiler may assume of the target: NEON, or plain floats.
+
+use half::f16;
+
+#[cfg(not(target_arch = "aarch64"))]
+use super::level::{Block, LANES, Lanes, Simd, larger, widen};
+
+/// NEON, which every AArch64 has.
+#[cfg(target_arch = "aarch64")]
+#[derive(Clone, Copy)]
+pub struct Baseline(());
+
+/// Plain floats: what the compiler makes of them, and what Miri can run.
+#[cfg(not(target_arch = "aarch64"))]
+#[derive(Clone, Copy)]
+pub struct Baseline(());
+
+impl Baseline {
+    #[inline(always)]
+    pub fn new() -> Self {
+        Self(())
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use super::Baseline;
+    use crate::simd::level::{Block, LANES, Lanes, Simd, methods, widen};
+    use half::f16;
+    use std::arch::aarch64::*;
+
+    type V = [float32x4_t; 4];
+
+    #[inline(always)]
+    fn map2(a: V, b: V, f: impl Fn(float32x4_t, float32x4_t) -> float32x4_t) -> V {
+        [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
+    }
+
+    impl Simd for Baseline {
+        type V = V;
+        const BLOCK: Block = Block::R6G1;
+
+        methods! {
+            splat(x: f32) -> V = [vdupq_n_f32(x); 4];
+            load(from: &Lanes) -> V = {
+                let p = from.as_ptr();
+                [vld1q_f32(p), vld1q_f32(p.add(4)), vld1q_f32(p.add(8)), vld1q_f32(p.add(12))]
+            };
+            load_f16(from: &[f16; LANES]) -> V = {
+                let lanes = from.map(|x| widen(x.to_bits()));
+                let p = lanes.as_ptr();
+                [vld1q_f32(p), vld1q_f32(p.add(4)), vld1q_f32(p.add(8)), vld1q_f32(p.add(12))]
+            };
+            store(x: V, to: &mut Lanes) = {
+                let p = to.as_mut_ptr();
+                vst1q_f32(p, x[0]);
+                vst1q_f32(p.add(4), x[1]);
+                vst1q_f32(p.add(8), x[2]);
+                vst1q_f32(p.add(12), x[3]);
+            };
+            add(a: V, b: V) -> V = map2(a, b, |a, b| vaddq_f32(a, b));
+            sub(a: V, b: V) -> V = map2(a, b, |a, b| vsubq_f32(a, b));
+            mul(a: V, b: V) -> V = map2(a, b, |a, b| vmulq_f32(a, b));
+            mul_add(a: V, b: V, c: V) -> V = [
+                vfmaq_f32(c[0], a[0], b[0]),
+                vfmaq_f32(c[1], a[1], b[1]),
+                vfmaq_f32(c[2], a[2], b[2]),
+                vfmaq_f32(c[3], a[3], b[3]),
+            ];
+            max(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
+            min(a: V, b: V) -> V = map2(a, b, |a, b| vminq_f32(a, b));
+            larger(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
+            to_exponent(x: V) -> V = x.map(|x| {
+                vreinterpretq_f32_s32(vshlq_n_s32::<23>(vreinterpretq_s32_f32(x)))
+            });
+            exchange<const STEP>(a: V, b: V) -> [V; 2] = match STEP {
+                8 => [[a[0], a[1], b[0], b[1]], [a[2], a[3], b[2], b[3]]],
+                4 => [[a[0], b[0], a[2], b[2]], [a[1], b[1], a[3], b[3]]],
+                2 => {
+                    let pairs = |x: V| x.map(|x| vreinterpretq_f64_f32(x));
+                    let (a, b) = (pairs(a), pairs(b));
+                    let trn = |f: unsafe fn(float64x2_t, float64x2_t) -> float64x2_t| {
+                        std::array::from_fn(|i| vreinterpretq_f32_f64(f(a[i], b[i])))
+                    };
+                    [trn(vtrn1q_f64), trn(vtrn2q_f64)]
+                }
+                _ => [
+                    map2(a, b, |a, b| vtrn1q_f32(a, b)),
+                    map2(a, b, |a, b| vtrn2q_f32(a, b)),
+                ],
+            };
+        }
+    }
+}
+
+#[cfg(not(target_arch = "aarch64"))]
+impl Simd for Baseline {
+    type V = Lanes;
+    const BLOCK: Block = Block::R2G1;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn load(self, from: &Lanes) -> Lanes {
+        *from
+    }
+
+    #[inline(always)]
+    fn load_f16(self, from: &[f16; LANES]) -> Lanes {
+        from.map(|x| widen(x.to_bits()))
+    }
+
+    #[inline(always)]
+    fn store(self, x: Lanes, to: &mut Lanes) {
+        *to = x;
+    }
+
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn min(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn larger(self, a: Lanes, b: Lanes) -> Lanes {
+        std::array::from_fn(|i| larger(a[i], b[i]))
+    }
+
+    #[inline(always)]
+    fn to_exponent(self, x: Lanes) -> Lanes {
+        x.map(|x| f32::from_bits(x.to_bits() << 23))
+    }
+
+    #[inline(always)]
+    fn exchange<const STEP: usize>(self, a: Lanes, b: Lanes) -> [Lanes; 2] {
+        [
+            std::array::from_fn(|l| if l & STEP == 0 { a[l] } else { b[l - STEP] }),
+            std::array::from_fn(|l| if l & STEP == 0 { a[l + STEP] } else { b[l] }),
+        ]
+    }
+}
