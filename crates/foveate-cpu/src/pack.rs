@@ -167,7 +167,7 @@ pub const fn both_elems<T: Format>(n: usize, dim: usize) -> [usize; 2] {
 
 /// Whether the numbers of a row are neighbours.
 fn is_dense(layout: &Layout<4>) -> bool {
-    layout.strides[3] == 1 && !layout.fold.is_some_and(|fold| fold.axis == 3)
+    layout.strides[3] == 1 && layout.fold.is_none_or(|fold| fold.axis != 3)
 }
 
 /// The vectors from `[b, h, s]` on where they lie, if they are of the format, `dim` long and follow

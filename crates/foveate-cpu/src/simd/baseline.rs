@@ -1,5 +1,6 @@
 //! What the compiler may assume of the target: NEON, or plain floats.
 
+#[cfg(not(target_arch = "aarch64"))]
 use half::f16;
 
 #[cfg(not(target_arch = "aarch64"))]
