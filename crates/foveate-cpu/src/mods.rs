@@ -183,6 +183,11 @@ impl Evaluator {
         }
     }
 
+    /// Whether there is a score function.
+    pub fn has_score(&self) -> bool {
+        self.score.is_some()
+    }
+
     /// The columns of the tile outside of which no query of `rows` sees a key.
     pub fn live(&self, rows: Range<usize>) -> Range<usize> {
         if self.partial { self.visible.columns(rows) } else { 0..self.keys }

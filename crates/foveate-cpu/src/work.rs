@@ -157,6 +157,9 @@ pub struct Pool(Mutex<Vec<Vec<f32>>>);
 impl Pool {
     /// A buffer of `len` floats whose contents are anything.
     pub fn take(&self, len: usize) -> Vec<f32> {
+        if len == 0 {
+            return Vec::new();
+        }
         let mut free = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let best = (0..free.len()).max_by_key(|&i| {
             let capacity = free[i].capacity();
@@ -179,6 +182,9 @@ impl Pool {
 
     /// Gives a buffer back.
     pub fn give(&self, buffer: Vec<f32>) {
+        if buffer.is_empty() {
+            return;
+        }
         self.0.lock().unwrap_or_else(|e| e.into_inner()).push(buffer);
     }
 }

@@ -44,6 +44,8 @@ struct Work<'a> {
     evaluator: Evaluator,
     p: Weights<'a>,
     ds: Weights<'a>,
+    /// The rows of the tile outside of which `p` and `ds` are 0.
+    rows: Range<usize>,
     /// `ds` of a strip as a factor.
     factor: Lent<'a>,
     /// Gradients of a chunk of keys.
@@ -86,6 +88,7 @@ impl<'a> Scratch<'a> {
                 evaluator: call.mods.evaluator([tiles.q, tiles.kv], Some(captures)),
                 p: weights(),
                 ds: weights(),
+                rows: 0..0,
                 factor: pool.lend(STRIP * tiles.kv / T::WIDTH),
                 dk: pool.lend(chunk * tiles.dim),
                 dv: pool.lend(chunk * tiles.dim_v),
@@ -265,6 +268,7 @@ impl Work<'_> {
         let tile = queries.start..queries.start + queries.rows;
         self.evaluator.tile(tile, keys.range.clone(), keys.partial);
         self.clock.lap(Stage::Mods);
+        self.rows = queries.rows..queries.rows;
         for start in (0..queries.rows).step_by(STRIP) {
             let strip = start..queries.rows.min(start + STRIP);
             self.strip(call, captures, queries, keys, strip, dq);
@@ -283,40 +287,55 @@ impl Work<'_> {
         dq: &mut [f32],
     ) {
         let (dims, tiles, stride) = (&call.dims, call.tiles, call.tiles.kv);
-        let Self { evaluator, p: p_tile, ds: ds_tile, factor, clock, .. } = self;
+        let Self { evaluator, p: p_tile, ds: ds_tile, rows, factor, clock, .. } = self;
         let live = evaluator.live(strip.clone());
         // Whole groups of keys; dq's sum begins and ends with keys that are seen.
         let columns = live.start / LANES * LANES..simd::padded(live.end);
         // A strip has whole elements, but for the last.
         let at = strip.start / T::WIDTH * stride;
+        // What the products of keys read beside them is 0.
+        let clear = |x: &mut Weights<'_>, columns: Range<usize>| {
+            let rows = strip.len().div_ceil(T::WIDTH);
+            let own = &mut elements::<T>(&mut x.tile)[at..][..rows * stride];
+            own.chunks_exact_mut(stride).for_each(|row| row[columns.clone()].fill(T::zeroed()));
+        };
         if keys.partial {
-            // What the products of keys read beside them.
             for x in [&mut *p_tile, &mut *ds_tile] {
-                let rows = strip.len().div_ceil(T::WIDTH);
-                let own = &mut elements::<T>(&mut x.tile)[at..][..rows * stride];
-                for row in own.chunks_exact_mut(stride) {
-                    row[..columns.start].fill(T::zeroed());
-                    row[columns.end..].fill(T::zeroed());
-                }
+                clear(x, 0..columns.start);
+                clear(x, columns.end..stride);
             }
         }
         if live.is_empty() {
             return;
         }
-        let (p, ds) = (p_tile.strip::<T>(at), ds_tile.strip::<T>(at));
+        let statistics = queries.statistics.of(strip.clone());
         let scores = |into: &mut [f32], a: Matrix<'_, T>, b, depth, factor| {
             let a = Matrix { data: &a.data[strip.start * a.row..], ..a };
             let part = Part { rows: 0..strip.len(), columns: columns.clone(), depth: 0..depth };
             simd::product(into, stride, a, b, &part.in_elements::<T>(), Write::Times(factor));
         };
+        let p = p_tile.strip::<T>(at);
         scores(p, queries.q.rows, keys.block.k_t, dims.dim, call.scale);
+        clock.lap(Stage::Products);
+        evaluator.score(strip.clone(), columns.clone(), p, stride);
+        clock.lap(Stage::Mods);
+        if evaluator.has_score() && simd::weighs_nothing(p, stride, columns.clone(), statistics.lse)
+        {
+            // As where a bias grows with the distance.
+            for x in [p_tile, ds_tile] {
+                clear(x, columns.clone());
+            }
+            clock.lap(Stage::Softmax);
+            return;
+        }
+        *rows = rows.start.min(strip.start)..strip.end;
+        let ds = ds_tile.strip::<T>(at);
         // The factor of kept entries here instead of on what dropout keeps.
         scores(ds, queries.d_out.rows, keys.block.v_t, dims.dim_v, call.keep_factor);
         clock.lap(Stage::Products);
-        evaluator.score(strip.clone(), columns.clone(), p, stride);
         evaluator.drop_out(strip.clone(), columns.clone(), ds, stride);
         clock.lap(Stage::Mods);
-        simd::derive(p, ds, stride, columns.clone(), queries.statistics.of(strip.clone()));
+        simd::derive(p, ds, stride, columns.clone(), statistics);
         clock.lap(Stage::Softmax);
         evaluator.gradient(ds, stride, captures);
         evaluator.drop_out(strip.clone(), columns.clone(), p, stride);
@@ -337,12 +356,14 @@ impl Work<'_> {
     /// What a tile gives dk and dv.
     fn keys<T: Format>(&mut self, call: &Call<'_>, queries: &Queries<'_, T>, keys: &Keys<'_, T>) {
         let tiles = call.tiles;
-        let Self { evaluator, p, ds, dk, dv, clock, .. } = self;
+        let Self { evaluator, p, ds, rows: weighed, dk, dv, clock, .. } = self;
         let count = keys.range.len();
         let step = if keys.partial { STRIP } else { count };
         for start in (0..count).step_by(step) {
             let rows = start..count.min(start + step);
-            let depth = evaluator.live_rows(rows.clone());
+            let seen = evaluator.live_rows(rows.clone());
+            let start = seen.start.max(weighed.start);
+            let depth = start..seen.end.min(weighed.end).max(start);
             let add = |into: &mut [f32], dim: usize, a: &mut [f32], b| {
                 let into = &mut into[keys.offset * dim..];
                 let a = Matrix::rows(&*elements::<T>(a), tiles.kv).transposed();

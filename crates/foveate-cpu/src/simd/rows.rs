@@ -46,6 +46,17 @@ for_each_level! {
     )
 }
 
+for_each_level! {
+    /// Whether every weight that [`derive`] would make of a strip is 0: scores are so far below lse
+    /// that their exponentials are.
+    pub weighs_nothing / weighs_nothing_on = weighs_nothing_body(
+        scores: &[f32],
+        stride: usize,
+        columns: Range<usize>,
+        lse: &[f32],
+    ) -> bool
+}
+
 /// What the backward knows of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RowStatistics<'a> {
@@ -187,6 +198,20 @@ fn dot_body<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[inline(always)]
+fn weighs_nothing_body<S: Simd>(
+    s: S,
+    scores: &[f32],
+    stride: usize,
+    columns: Range<usize>,
+    lse: &[f32],
+) -> bool {
+    // `exp2` is 0 up to here, which NaN is not.
+    const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
+    let mut rows = scores.chunks(stride).zip(lse);
+    rows.all(|(row, lse)| max_body(s, &row[columns.clone()]) - lse < NOTHING)
+}
+
+#[inline(always)]
 fn derive_body<S: Simd>(
     s: S,
     p: &mut [f32],
@@ -267,6 +292,29 @@ mod tests {
                 } else {
                     assert!(p[i] == scores[i] && d[i] == d_p[i]);
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_strip_weighs_nothing_when_all_of_its_weights_are_zero() {
+        let (stride, columns) = (48, 16..48);
+        let lse = [50.0, f32::INFINITY, 10.0];
+        let derived = |level, scores: &[f32]| {
+            let (mut p, mut d) = (scores.to_vec(), vec![1.0; scores.len()]);
+            let rows = RowStatistics { lse: &lse, delta: &[0.5; 3], share: &[1.0; 3] };
+            derive_on(level, &mut p, &mut d, stride, columns.clone(), rows);
+            (0..3).all(|r| p[r * stride..][columns.clone()].iter().all(|&p| p == 0.0))
+        };
+        for &level in Level::available() {
+            for largest in [-40.0, -70.0, -78.0, -78.2, -90.0, f32::NAN] {
+                let mut scores = vec![-100.0; 3 * stride];
+                scores[2 * stride + 30] = largest;
+                // Not of the columns.
+                scores[3] = 60.0;
+                let nothing = weighs_nothing_on(level, &scores, stride, columns.clone(), &lse);
+                assert!(!nothing || derived(level, &scores), "{}: {largest}", level.name());
+                assert_eq!(nothing, largest <= -78.2, "{}: {largest}", level.name());
             }
         }
     }

@@ -134,6 +134,26 @@ fn scores_and_their_derivatives_are_right() {
 }
 
 #[test]
+fn keys_that_a_bias_puts_out_of_reach_cost_no_accuracy() {
+    let gain = Buffer::learned("gain", &[4], vec![1.0, 0.5, 2.0, 0.01]).unwrap();
+    let far = (q() - kv()).abs().to_f32() * gain.at([h()]) * 2.0;
+    for dtype in [DType::F32, DType::BF16] {
+        for (m, dropout) in [(None, None), (mask(causal()), Some(Dropout::new(0.2, 3)))] {
+            let case = Case {
+                heads: [4, 2],
+                lens: [190, 201],
+                dtype,
+                mask: m,
+                score: score_mod(score() - far.clone()),
+                dropout,
+                ..Case::default()
+            };
+            case.check(&format!("{dtype}"));
+        }
+    }
+}
+
+#[test]
 fn learned_buffers_get_their_gradients() {
     let mut random = Random::new(5);
     let relative = Buffer::learned("relative", &[4, 41], random.vector(164)).unwrap();
