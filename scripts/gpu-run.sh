@@ -1,19 +1,21 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | libraries | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
-# sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers. Logs go to $OUT, or
-# to logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case,
-# SUBSET how many cases run under the sanitizer, PEERS what bench runs beside (flex-autotune takes
-# half a minute a case).
+# sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers, libraries cuBLASLt and
+# NCCL, which runs without NVLink multicast unless NCCL_NVLS_ENABLE is set. Logs go to $OUT, or to
+# logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case, SUBSET
+# how many cases run under the sanitizer, PEERS what bench runs beside (flex-autotune takes half a
+# minute a case).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/logs}
 export FOVEATE_CACHE_DIR="${FOVEATE_CACHE_DIR:-$here/kernel-cache}"
 export FOVEATE_TIMEOUT="${FOVEATE_TIMEOUT:-20}"
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 timeout=${TIMEOUT:-60}
 corpus="$here/bin/foveate-conformance"
 table="$out/table.txt"
@@ -90,6 +92,7 @@ lines() {
 
 determinism() { lines determinism; }
 misuse() { lines misuse; }
+libraries() { lines libraries; }
 
 sanitize() {
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
@@ -134,12 +137,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | sanitize | bench | all) mkdir -p "$out" && : > "$table" ;;
-    *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    conformance | determinism | misuse | libraries | sanitize | bench | all)
+        mkdir -p "$out" && : > "$table" ;;
+    *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; sanitize; bench ;;
+    conformance | determinism | misuse | libraries | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; libraries; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use foveate_cuda::driver::{Device, DeviceInfo};
 use foveate_cuda::library::{Library, Outcome, Step};
-use foveate_cuda::{CudaErrorKind, cache, nvrtc};
+use foveate_cuda::{CudaErrorKind, blas, cache, nccl, nvrtc};
 use foveate_train::machine::memory;
 use serde::Serialize;
 
@@ -167,12 +167,14 @@ impl Findings {
 impl Found {
     fn look_for(library: Library) -> Self {
         let opened = library.open();
+        let dots = |version: [u32; 3]| version.map(|n| n.to_string()).join(".");
         let version = match library {
             Library::Nvrtc => {
                 nvrtc::Compiler::get().ok().map(|c| format!("{}.{}", c.version().0, c.version().1))
             }
             Library::Driver => first_gpu().map(|i| format!("CUDA {}.{}", i.driver.0, i.driver.1)),
-            Library::CublasLt | Library::Nccl => None,
+            Library::CublasLt => blas::version().ok().map(dots),
+            Library::Nccl => nccl::version().ok().map(dots),
         };
         let advice = match (&opened, library) {
             (Err(e), _) => Some(match e.kind() {
@@ -188,7 +190,14 @@ impl Found {
                 });
                 fits.err().map(|e| e.to_string())
             }
-            (Ok(_), _) => None,
+            (Ok(_), Library::CublasLt) => {
+                let fits = blas::version().and_then(|[major, minor, _]| match first_gpu() {
+                    Some(gpu) => library.check_driver((major, minor), gpu.driver),
+                    None => Ok(()),
+                });
+                fits.err().map(|e| e.to_string())
+            }
+            (Ok(_), Library::Nccl) => nccl::version().err().map(|e| e.to_string()),
         };
         Self {
             name: library.name(),

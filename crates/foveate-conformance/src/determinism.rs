@@ -10,6 +10,8 @@ use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Data, Layout};
 
+use crate::checks::Checks;
+
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run(repeats: usize) -> Result<bool, String> {
     let engine = match Engine::get(0) {
@@ -19,22 +21,13 @@ pub fn run(repeats: usize) -> Result<bool, String> {
             return Ok(true);
         }
     };
-    let mut passed = true;
-    let mut say = |name: &str, outcome: Result<Result<(), String>, CudaError>| {
-        let line = match outcome {
-            Ok(Ok(())) => "passed".to_owned(),
-            Ok(Err(wrong)) => format!("FAILED: {wrong}"),
-            Err(e) => format!("FAILED: {e}"),
-        };
-        passed &= line == "passed";
-        println!("{name:<58} {line}");
-    };
+    let mut checks = Checks::new();
     for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
         let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
-        say(&name, repeat(&engine, [len_q, len_k], repeats));
+        checks.say(&name, repeat(&engine, [len_q, len_k], repeats));
     }
-    say("rows further apart than 2^31 elements", far(&engine));
-    Ok(passed)
+    checks.say("rows further apart than 2^31 elements", far(&engine));
+    Ok(checks.passed())
 }
 
 /// A mask, and a score with a learned buffer.

@@ -6,13 +6,16 @@
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance trespass memcheck|synccheck
+//! foveate-conformance libraries
 //! ```
 //!
 //! Cases run in worker processes, one at a time in each. A case that hangs, crashes or leaves the
 //! GPU's context broken costs its worker and nothing else: the worker is replaced and the next
 //! case starts clean.
 
+mod checks;
 mod determinism;
+mod libraries;
 mod misuse;
 mod on_device;
 mod trespass;
@@ -101,7 +104,9 @@ foveate-conformance determinism [--repeats N]
 foveate-conformance misuse
     Asks the GPU what it cannot do, and for each that one clear error says so.
 foveate-conformance trespass memcheck|synccheck
-    Runs a kernel that this tool of compute-sanitizer must complain of.";
+    Runs a kernel that this tool of compute-sanitizer must complain of.
+foveate-conformance libraries
+    Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.";
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
@@ -112,6 +117,7 @@ fn main() -> ExitCode {
         "determinism" => Options::parse(args).and_then(|o| determinism::run(o.repeats)),
         "misuse" => misuse::run(),
         "trespass" => trespass::run(&args.next().unwrap_or_default()),
+        "libraries" => libraries::run(),
         _ => {
             println!("{HELP}");
             Ok(command == "--help")

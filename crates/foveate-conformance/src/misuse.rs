@@ -13,10 +13,9 @@ use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
+use crate::checks::{Checks, Outcome};
 use crate::determinism::bf16_bytes;
 use crate::on_device;
-
-pub(crate) type Outcome = Result<Result<(), String>, CudaError>;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
@@ -27,21 +26,9 @@ pub fn run() -> Result<bool, String> {
             return Ok(true);
         }
     };
-    let mut passed = true;
-    let mut say = |name: &str, outcome: Outcome| {
-        let line = match outcome {
-            Ok(Ok(())) => "passed".to_owned(),
-            Ok(Err(wrong)) => format!("FAILED: {wrong}"),
-            Err(e) => format!("FAILED: {e}"),
-        };
-        passed &= line == "passed";
-        println!("{name:<62} {line}");
-    };
+    let mut checks = Checks::new();
+    let mut say = |name: &str, outcome| checks.say(name, outcome);
     say("wrong memory is named before anything runs", memory(&engine));
-    match Engine::get(1) {
-        Ok(other) => say("memory of another GPU is named", other_device(&engine, &other)),
-        Err(e) => println!("{:<62} skipped: {e}", "memory of another GPU is named"),
-    }
     say("a captured index out of range is reported", out_of_range(&engine));
     say(
         "captured buffers in device memory give the bits of the plan's",
@@ -57,7 +44,12 @@ pub fn run() -> Result<bool, String> {
         Ok(us) => println!("host time of a warm forward: {us:.1} us"),
         Err(e) => println!("host time of a warm forward: {e}"),
     }
-    Ok(passed)
+    let name = "memory of another GPU is named";
+    match Engine::get(1) {
+        Ok(other) => checks.say(name, other_device(&engine, &other)),
+        Err(e) => checks.skip(name, e),
+    }
+    Ok(checks.passed())
 }
 
 /// One batch entry, head dim 64.

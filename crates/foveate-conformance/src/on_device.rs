@@ -12,7 +12,8 @@ use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, Type, expr}
 use foveate_problem::Spec;
 use foveate_tensor::DType;
 
-use crate::misuse::{Outcome, Tensors, dims};
+use crate::checks::Outcome;
+use crate::misuse::{Tensors, dims};
 
 const LEN: usize = 300;
 

@@ -26,7 +26,9 @@ pub fn run(tool: &str) -> Result<bool, String> {
         "memcheck" => "write_past",
         "synccheck" => "part_at_barrier",
         _ => {
-            return Err(format!("there is no kernel for {tool:?}; memcheck and synccheck have one"));
+            return Err(format!(
+                "there is no kernel for {tool:?}; memcheck and synccheck have one"
+            ));
         }
     };
     let launched = || -> Result<(), CudaError> {

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::abi::Address;
+use crate::blas::Blas;
 use crate::cache::Cache;
 use crate::driver::{Device, Function, Module, Pool, Stream};
 use crate::error::CudaError;
@@ -24,6 +25,8 @@ pub struct Engine {
     profile: Profile,
     /// What the tuner has found on this GPU, read when it is first asked for; `None` without NVRTC.
     records: OnceLock<Option<Records>>,
+    /// Matrix products, once there was one.
+    blas: OnceLock<Result<Blas, CudaError>>,
     loaded: Mutex<HashMap<usize, (Arc<Compiled>, Module)>>,
     /// Foreign memory that the driver has been asked about.
     known: Mutex<HashSet<(Address, usize)>>,
@@ -82,6 +85,7 @@ impl Engine {
             queue: Queue::new(Stream::new(&device)?),
             device,
             records: OnceLock::new(),
+            blas: OnceLock::new(),
             loaded: Mutex::default(),
             known: Mutex::default(),
             apart: Mutex::default(),
@@ -103,6 +107,14 @@ impl Engine {
     /// What the tuner has found on this GPU; `None` where NVRTC is missing, and nothing could run.
     pub fn records(&self) -> Option<&Records> {
         self.records.get_or_init(|| Records::of(self.device.info()).ok()).as_ref()
+    }
+
+    /// cuBLASLt on this device.
+    ///
+    /// # Errors
+    /// When it is missing or does not go with the driver.
+    pub(crate) fn blas(&self) -> Result<&Blas, CudaError> {
+        self.blas.get_or_init(|| Blas::new(self)).as_ref().map_err(Clone::clone)
     }
 
     /// The engine's own queue.
@@ -166,6 +178,20 @@ impl Engine {
             }
         };
         module.function(entry, shared_bytes)
+    }
+
+    /// Whether work of this device can be queued on `queue`.
+    ///
+    /// # Errors
+    /// When it is one of another device.
+    pub(crate) fn check_queue(&self, queue: &Queue) -> Result<(), CudaError> {
+        let [given, here] = [queue.stream().device(), &self.device].map(Device::ordinal);
+        if given == here {
+            return Ok(());
+        }
+        Err(CudaError::argument(format!(
+            "the queue is of GPU {given}, but the work is for GPU {here}; take one of its engine's"
+        )))
     }
 
     /// What [`crate::tensors`] has found about tensors that interleave.

@@ -5,8 +5,10 @@ use std::fmt;
 use foveate_mods::ModError;
 use foveate_problem::{ProblemError, RebindError};
 
-/// Major version of the oldest NVRTC whose kernels are supported.
-const OLDEST_NVRTC: u32 = 12;
+use crate::library::Library;
+
+/// Major CUDA version of the oldest libraries that are supported.
+pub(crate) const OLDEST_CUDA: u32 = 12;
 
 /// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -55,12 +57,43 @@ pub enum CudaErrorKind {
         /// Bytes of the device.
         total: usize,
     },
-    /// The driver cannot load what this NVRTC makes.
+    /// The driver cannot load what this library makes.
     OldDriver {
         /// The driver's CUDA version.
         driver: (u32, u32),
-        /// NVRTC's.
-        nvrtc: (u32, u32),
+        /// The library.
+        library: Library,
+        /// Its CUDA version.
+        version: (u32, u32),
+    },
+    /// A library is of a version that is not supported.
+    OldLibrary {
+        /// Which.
+        library: Library,
+        /// Its version, `2.9.8`.
+        version: String,
+        /// The oldest that is, `2.18`.
+        needed: &'static str,
+    },
+    /// A library refused a call.
+    Library {
+        /// What was to be done.
+        doing: String,
+        /// Which library.
+        library: Library,
+        /// Its code.
+        code: i32,
+        /// The code's name, and what the library says about it.
+        says: String,
+    },
+    /// Ranks that work together lost each other: a communicator failed and can be used no more.
+    Communication {
+        /// The rank that tells.
+        rank: usize,
+        /// Number of ranks.
+        ranks: usize,
+        /// What happened.
+        reason: String,
     },
     /// NVRTC refused a source.
     Compile {
@@ -165,28 +198,46 @@ impl fmt::Display for CudaErrorKind {
                     mib(*total)
                 )
             }
-            Self::OldDriver { driver, nvrtc } => {
-                let needed = match nvrtc.0 {
+            Self::OldDriver { driver, library, version } => {
+                let needed = match version.0 {
                     13 => "580 or newer",
                     12 => "525 or newer",
                     _ => "that came with it, or a newer one",
                 };
+                let takes = if *library == Library::Nvrtc { "loads" } else { "runs" };
                 write!(
                     f,
-                    "the driver is for CUDA {}.{} and loads no kernels of NVRTC {}.{}; install a \
+                    "the driver is for CUDA {}.{} and {takes} no kernels of {} {}.{}; install a \
                      driver {needed}",
-                    driver.0, driver.1, nvrtc.0, nvrtc.1
+                    driver.0,
+                    driver.1,
+                    library.name(),
+                    version.0,
+                    version.1
                 )?;
-                if driver.0 < OLDEST_NVRTC {
+                if driver.0 < OLDEST_CUDA {
                     return Ok(());
                 }
                 write!(
                     f,
-                    ", or NVRTC {} (`pip install nvidia-cuda-nvrtc-cu{}`), to whose folder {} points",
+                    ", or {} {} (`pip install {}`), to whose folder {} points",
+                    library.name(),
                     driver.0,
-                    driver.0,
+                    library.package(driver.0),
                     crate::library::VARIABLE
                 )
+            }
+            Self::OldLibrary { library, version, needed } => write!(
+                f,
+                "{} is of version {version}, {needed} or newer is needed: {}",
+                library.name(),
+                library.advice()
+            ),
+            Self::Library { doing, library, code, says } => {
+                write!(f, "{doing}: {} says {says} ({code})", library.name())
+            }
+            Self::Communication { rank, ranks, reason } => {
+                write!(f, "rank {rank} of {ranks}: {reason}")
             }
             Self::Compile { arch, log } => {
                 let first = log.lines().find(|l| l.contains("error")).unwrap_or("no reason given");

@@ -2,7 +2,7 @@
 //!
 //! Everything up to a launch is pure and runs on a machine without a GPU: mods are printed as
 //! CUDA C++, a configuration is chosen by an exact model of what it takes of the device, and the
-//! source is put together. What NVIDIA ships (driver, NVRTC, cuBLASLt) is loaded at run time.
+//! source is put together. What NVIDIA ships (driver, NVRTC, cuBLASLt, NCCL) is loaded at run time.
 //!
 //! A kernel's source is, in this order: the macros of its configuration, `kernels/params.cuh`
 //! (the arguments, mirrored in [`abi`]), the printed mods, the shared device functions, and one
@@ -12,6 +12,7 @@
 
 pub mod abi;
 pub mod ahead;
+pub mod blas;
 pub mod cache;
 pub mod check;
 pub mod codegen;
@@ -22,6 +23,7 @@ pub mod driver;
 pub mod engine;
 mod error;
 pub mod library;
+pub mod nccl;
 pub mod nvrtc;
 pub mod plan;
 pub mod planner;

@@ -79,6 +79,29 @@ impl Library {
         }
     }
 
+    /// How to get it for a driver of CUDA `major`, in the form of a package of pip's.
+    pub(crate) fn package(self, major: u32) -> String {
+        let stem = match self {
+            Self::Driver => "nvidia-driver",
+            Self::Nvrtc => "nvidia-cuda-nvrtc",
+            Self::CublasLt => "nvidia-cublas",
+            Self::Nccl => "nvidia-nccl",
+        };
+        format!("{stem}-cu{major}")
+    }
+
+    /// Whether a driver of CUDA `driver` runs what this library of CUDA `version` makes: one of its
+    /// own major version, whatever the minor ones, or a newer one.
+    ///
+    /// # Errors
+    /// [`CudaErrorKind::OldDriver`] with the versions that would do.
+    pub fn check_driver(self, version: (u32, u32), driver: (u32, u32)) -> Result<(), CudaError> {
+        match driver.0 >= version.0 {
+            true => Ok(()),
+            false => Err(CudaErrorKind::OldDriver { driver, library: self, version }.into()),
+        }
+    }
+
     /// File names, the preferred one first.
     fn file_names(self) -> &'static [&'static str] {
         match self {
@@ -382,6 +405,27 @@ fn newest_first(folder: &Path) -> Vec<(String, PathBuf)> {
     named.sort_by(|(a, _), (b, _)| (b.len(), b).cmp(&(a.len(), a)));
     named
 }
+
+/// A struct of a library's functions, each found when the library is first used: a symbol that is
+/// missing is an error then, and not a panic at a first call. The types are those of its header.
+macro_rules! functions {
+    ($(#[$doc:meta])* $name:ident of $library:expr;
+     $($field:ident $symbol:literal ($($arg:ty),*) -> $result:ty;)*) => {
+        $(#[$doc])*
+        pub(crate) struct $name {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+        }
+
+        impl $name {
+            fn load() -> Result<Self, $crate::error::CudaError> {
+                let library = $library.open()?;
+                // SAFETY: each type is that of the function in the library's header.
+                unsafe { Ok(Self { $($field: library.function($symbol)?,)* }) }
+            }
+        }
+    };
+}
+pub(crate) use functions;
 
 /// A library that is open.
 #[derive(Debug)]

@@ -10,45 +10,23 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use crate::error::{CudaError, CudaErrorKind};
-use crate::library::{Library, Opened};
+use crate::library::{Library, functions};
 
 type Program = *mut c_void;
 
-/// NVRTC's functions.
-struct Functions {
-    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
-    create: unsafe extern "C" fn(
-        *mut Program,
-        *const c_char,
-        *const c_char,
-        c_int,
-        *const *const c_char,
-        *const *const c_char,
-    ) -> c_int,
-    destroy: unsafe extern "C" fn(*mut Program) -> c_int,
-    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int,
-    log_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
-    log: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
-    cubin_size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
-    cubin: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
-}
+functions! {
+    /// NVRTC's functions, unchanged since CUDA 11.1.
+    Functions of Library::Nvrtc;
 
-impl Functions {
-    fn of(library: &Opened) -> Result<Self, CudaError> {
-        // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.1.
-        unsafe {
-            Ok(Self {
-                version: library.function("nvrtcVersion")?,
-                create: library.function("nvrtcCreateProgram")?,
-                destroy: library.function("nvrtcDestroyProgram")?,
-                compile: library.function("nvrtcCompileProgram")?,
-                log_size: library.function("nvrtcGetProgramLogSize")?,
-                log: library.function("nvrtcGetProgramLog")?,
-                cubin_size: library.function("nvrtcGetCUBINSize")?,
-                cubin: library.function("nvrtcGetCUBIN")?,
-            })
-        }
-    }
+    version "nvrtcVersion" (*mut c_int, *mut c_int) -> c_int;
+    create "nvrtcCreateProgram" (*mut Program, *const c_char, *const c_char, c_int,
+                                 *const *const c_char, *const *const c_char) -> c_int;
+    destroy "nvrtcDestroyProgram" (*mut Program) -> c_int;
+    compile "nvrtcCompileProgram" (Program, c_int, *const *const c_char) -> c_int;
+    log_size "nvrtcGetProgramLogSize" (Program, *mut usize) -> c_int;
+    log "nvrtcGetProgramLog" (Program, *mut c_char) -> c_int;
+    cubin_size "nvrtcGetCUBINSize" (Program, *mut usize) -> c_int;
+    cubin "nvrtcGetCUBIN" (Program, *mut c_char) -> c_int;
 }
 
 /// The compiler, opened once in a process. Compilations may run on several threads at once.
@@ -134,7 +112,7 @@ impl Compiler {
     }
 
     fn open() -> Result<Self, CudaError> {
-        let functions = Functions::of(Library::Nvrtc.open()?)?;
+        let functions = Functions::load()?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both pointers are valid for a write.
         let code = unsafe { (functions.version)(&mut major, &mut minor) };
@@ -213,17 +191,13 @@ impl Compiler {
     }
 }
 
-/// Whether a driver loads the machine code of an NVRTC: one of its own major version, whatever the
-/// minor ones, or an older one. (For PTX the minor version would count too.)
+/// Whether a driver loads the machine code of an NVRTC: see [`Library::check_driver`]. (For PTX the
+/// minor version would count too.)
 ///
 /// # Errors
 /// [`CudaErrorKind::OldDriver`] with the versions that would do.
 pub fn check_driver(nvrtc: (i32, i32), driver: (u32, u32)) -> Result<(), CudaError> {
-    let nvrtc = (nvrtc.0.unsigned_abs(), nvrtc.1.unsigned_abs());
-    match driver.0 >= nvrtc.0 {
-        true => Ok(()),
-        false => Err(CudaErrorKind::OldDriver { driver, nvrtc }.into()),
-    }
+    Library::Nvrtc.check_driver((nvrtc.0.unsigned_abs(), nvrtc.1.unsigned_abs()), driver)
 }
 
 /// A program of NVRTC's, destroyed with the value.

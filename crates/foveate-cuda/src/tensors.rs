@@ -202,6 +202,17 @@ impl DeviceTensor<4> {
 }
 
 impl DeviceTensor<3> {
+    /// The same memory with rows and columns, the last two axes, exchanged.
+    pub fn transposed(&self) -> Self {
+        let mut of = *self;
+        of.layout.shape.swap(1, 2);
+        of.layout.strides.swap(1, 2);
+        if let Some(fold) = of.layout.fold.as_mut().filter(|fold| fold.axis > 0) {
+            fold.axis = 3 - fold.axis;
+        }
+        of
+    }
+
     pub(crate) fn rows(&self) -> RowView {
         let [batch, head, row] = self.layout.strides.map(|s| s as i64);
         RowView { data: self.start(), batch, head, row }
@@ -303,8 +314,18 @@ fn shape_of(tensor: &DeviceTensor) -> Result<TensorRef<'static>, CudaError> {
 impl DeviceTensor<1> {
     /// Whether it is `len` f32 numbers side by side.
     pub(crate) fn check_vector(&self, name: &str, len: usize) -> Result<(), CudaError> {
+        self.check_side_by_side(name, len, DType::F32)
+    }
+
+    /// Whether it is `len` numbers of `dtype` side by side.
+    pub(crate) fn check_side_by_side(
+        &self,
+        name: &str,
+        len: usize,
+        dtype: DType,
+    ) -> Result<(), CudaError> {
         self.check_shape(name, [len])?;
-        self.check_dtype(name, DType::F32)?;
+        self.check_dtype(name, dtype)?;
         if len > 1 && self.layout.strides != [1] {
             let stride = self.layout.strides[0];
             return Err(CudaError::argument(format!("{name} has stride {stride}; it must be 1")));

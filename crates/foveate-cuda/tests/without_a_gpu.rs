@@ -2,44 +2,18 @@
 //! can run out of memory, hang, or be too old. Each test runs itself again in a process that
 //! finds that driver and no other.
 
-use std::env;
-use std::path::Path;
-use std::process::Command;
+mod driver;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use foveate_cuda::CudaErrorKind;
 use foveate_cuda::driver::{Device, Module, Pool, Stream};
-use foveate_cuda::library::VARIABLE;
 use foveate_cuda::nvrtc::check_driver;
 
-const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
-const LIMIT: Duration = Duration::from_secs(10);
+use driver::inside;
 
-/// Whether this is the process with the driver made for tests. Otherwise starts it for the test
-/// `name`, with these options of the C compiler and variables, and waits for it to succeed.
-fn inside(name: &str, options: &[&str], variables: &[(&str, &str)]) -> bool {
-    if env::var_os(ROLE).is_some() {
-        return true;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver/cuda.c");
-    let mut compile = Command::new("cc");
-    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(folder.path().join("libcuda.so.1"));
-    match compile.arg(source).args(options).status() {
-        Ok(status) => assert!(status.success(), "the driver for tests does not compile"),
-        Err(e) => {
-            println!("skipped: no C compiler `cc`: {e}");
-            return false;
-        }
-    }
-    let mut again = Command::new(env::current_exe().unwrap());
-    again.args(["--exact", name, "--nocapture"]).env(ROLE, "inside").env(VARIABLE, folder.path());
-    let done = again.envs(variables.iter().copied()).output().unwrap();
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{}: {said}", done.status);
-    false
-}
+const LIMIT: Duration = Duration::from_secs(10);
 
 fn pool(ordinal: usize) -> Pool {
     let device = Device::open(ordinal).unwrap();
@@ -48,7 +22,7 @@ fn pool(ordinal: usize) -> Pool {
 
 #[test]
 fn what_was_given_to_a_copy_can_be_reused_at_once() {
-    if !inside("what_was_given_to_a_copy_can_be_reused_at_once", &[], &[]) {
+    if !inside("what_was_given_to_a_copy_can_be_reused_at_once", &[], &[], &[]) {
         return;
     }
     let pool = pool(0);
@@ -82,7 +56,7 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
 #[test]
 fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     let name = "memory_runs_out_only_when_free_blocks_are_handed_back";
-    if !inside(name, &[], &[("TOTAL", "67108864")]) {
+    if !inside(name, &[], &[], &[("TOTAL", "67108864")]) {
         return;
     }
     let pool = pool(0);
@@ -100,13 +74,13 @@ fn memory_runs_out_only_when_free_blocks_are_handed_back() {
 
 #[test]
 fn memory_of_the_host_or_of_another_gpu_is_named() {
-    if !inside("memory_of_the_host_or_of_another_gpu_is_named", &[], &[]) {
+    if !inside("memory_of_the_host_or_of_another_gpu_is_named", &[], &[], &[]) {
         return;
     }
     let (pool, device) = (pool(1), Device::open(0).unwrap());
     let block = pool.take(1 << 20).unwrap();
     let said = device.check_address("q", block.address(), 16).unwrap_err().to_string();
-    assert_eq!(said, "q is on GPU 1, but the plan is for GPU 0");
+    assert_eq!(said, "q is on GPU 1, but the work is for GPU 0");
     pool.stream().device().check_address("q", block.address(), 1 << 20).unwrap();
     let host = [0u8; 16];
     let said = device.check_address("k", host.as_ptr() as u64, 16).unwrap_err().to_string();
@@ -119,7 +93,7 @@ fn memory_of_the_host_or_of_another_gpu_is_named() {
 
 #[test]
 fn a_device_that_hangs_is_an_error_after_a_time() {
-    if !inside("a_device_that_hangs_is_an_error_after_a_time", &[], &[("HANGS", "1")]) {
+    if !inside("a_device_that_hangs_is_an_error_after_a_time", &[], &[], &[("HANGS", "1")]) {
         return;
     }
     let pool = pool(0);
@@ -130,7 +104,7 @@ fn a_device_that_hangs_is_an_error_after_a_time() {
 
 #[test]
 fn a_driver_without_a_function_is_too_old() {
-    if !inside("a_driver_without_a_function_is_too_old", &["-DOLD"], &[]) {
+    if !inside("a_driver_without_a_function_is_too_old", &[], &["-DOLD"], &[]) {
         return;
     }
     let said = Device::count().unwrap_err().to_string();
@@ -140,7 +114,7 @@ fn a_driver_without_a_function_is_too_old() {
 
 #[test]
 fn a_driver_that_does_not_start_says_why() {
-    if !inside("a_driver_that_does_not_start_says_why", &[], &[("INIT", "803")]) {
+    if !inside("a_driver_that_does_not_start_says_why", &[], &[], &[("INIT", "803")]) {
         return;
     }
     let said = Device::count().unwrap_err().to_string();
@@ -154,6 +128,7 @@ fn a_driver_that_does_not_start_says_why() {
 fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
     if !inside(
         "a_driver_older_than_nvrtc_is_refused_with_what_to_install",
+        &[],
         &[],
         &[("CUDA", "12040")],
     ) {

@@ -111,7 +111,7 @@ impl Device {
     }
 
     /// The driver, with this device's context current on this thread.
-    pub(super) fn current(&self) -> Result<&'static Driver, CudaError> {
+    pub(crate) fn current(&self) -> Result<&'static Driver, CudaError> {
         let driver = Driver::get()?;
         // SAFETY: the context is retained as long as `self` lives.
         let code = unsafe { (driver.context_set)(self.0.context) };

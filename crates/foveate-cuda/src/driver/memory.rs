@@ -313,7 +313,7 @@ impl Device {
         let ordinal = attribute(DEVICE_ORDINAL).map_or(-1, |d| d as i32);
         if ordinal as usize != self.ordinal() {
             return Err(CudaError::argument(format!(
-                "{what} is on GPU {ordinal}, but the plan is for GPU {}",
+                "{what} is on GPU {ordinal}, but the work is for GPU {}",
                 self.ordinal()
             )));
         }

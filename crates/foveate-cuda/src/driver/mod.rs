@@ -18,7 +18,7 @@ mod memory;
 mod module;
 mod staging;
 mod stream;
-mod sys;
+pub(crate) mod sys;
 
 pub use device::{Device, DeviceInfo};
 pub use memory::{Block, Pinned, Pool};

@@ -48,7 +48,7 @@ impl Stream {
         &self.device
     }
 
-    pub(super) fn handle(&self) -> Handle {
+    pub(crate) fn handle(&self) -> Handle {
         self.handle
     }
 

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use crate::error::{CudaError, CudaErrorKind};
-use crate::library::Library;
+use crate::library::{Library, functions};
 
 pub type Handle = *mut c_void;
 pub type Code = c_int;
@@ -14,60 +14,46 @@ pub const INVALID_VALUE: Code = 1;
 pub const OUT_OF_MEMORY: Code = 2;
 pub const NOT_READY: Code = 600;
 
-macro_rules! driver {
-    ($($field:ident $symbol:literal ($($arg:ty),*);)*) => {
-        /// The driver's functions.
-        pub struct Driver {
-            $(pub $field: unsafe extern "C" fn($($arg),*) -> Code,)*
-        }
+functions! {
+    /// The driver's functions.
+    Driver of Library::Driver;
 
-        impl Driver {
-            fn load() -> Result<Self, CudaError> {
-                let library = Library::Driver.open()?;
-                // SAFETY: each type is that of the function in cuda.h.
-                unsafe { Ok(Self { $($field: library.function($symbol)?,)* }) }
-            }
-        }
-    };
-}
-
-driver! {
-    init "cuInit" (c_uint);
-    version "cuDriverGetVersion" (*mut c_int);
-    error_name "cuGetErrorName" (Code, *mut *const c_char);
-    error_string "cuGetErrorString" (Code, *mut *const c_char);
-    device_count "cuDeviceGetCount" (*mut c_int);
-    device_get "cuDeviceGet" (*mut c_int, c_int);
-    device_name "cuDeviceGetName" (*mut c_char, c_int, c_int);
-    device_memory "cuDeviceTotalMem_v2" (*mut usize, c_int);
-    device_attribute "cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
-    context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
-    context_release "cuDevicePrimaryCtxRelease_v2" (c_int);
-    context_set "cuCtxSetCurrent" (Handle);
-    memory_info "cuMemGetInfo_v2" (*mut usize, *mut usize);
-    alloc "cuMemAlloc_v2" (*mut u64, usize);
-    free "cuMemFree_v2" (u64);
-    host_alloc "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
-    host_free "cuMemFreeHost" (*mut c_void);
-    to_device "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle);
-    to_host "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle);
-    set_bytes "cuMemsetD8Async" (u64, u8, usize, Handle);
-    pointer_attribute "cuPointerGetAttribute" (*mut c_void, c_int, u64);
-    stream_create "cuStreamCreate" (*mut Handle, c_uint);
-    stream_destroy "cuStreamDestroy_v2" (Handle);
-    stream_wait "cuStreamWaitEvent" (Handle, Handle, c_uint);
-    event_create "cuEventCreate" (*mut Handle, c_uint);
-    event_destroy "cuEventDestroy_v2" (Handle);
-    event_record "cuEventRecord" (Handle, Handle);
-    event_query "cuEventQuery" (Handle);
-    event_elapsed "cuEventElapsedTime" (*mut f32, Handle, Handle);
-    module_load "cuModuleLoadData" (*mut Handle, *const c_void);
-    module_unload "cuModuleUnload" (Handle);
-    module_function "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
-    function_set "cuFuncSetAttribute" (Handle, c_int, c_int);
-    function_parameter "cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize);
+    init "cuInit" (c_uint) -> Code;
+    version "cuDriverGetVersion" (*mut c_int) -> Code;
+    error_name "cuGetErrorName" (Code, *mut *const c_char) -> Code;
+    error_string "cuGetErrorString" (Code, *mut *const c_char) -> Code;
+    device_count "cuDeviceGetCount" (*mut c_int) -> Code;
+    device_get "cuDeviceGet" (*mut c_int, c_int) -> Code;
+    device_name "cuDeviceGetName" (*mut c_char, c_int, c_int) -> Code;
+    device_memory "cuDeviceTotalMem_v2" (*mut usize, c_int) -> Code;
+    device_attribute "cuDeviceGetAttribute" (*mut c_int, c_int, c_int) -> Code;
+    context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, c_int) -> Code;
+    context_release "cuDevicePrimaryCtxRelease_v2" (c_int) -> Code;
+    context_set "cuCtxSetCurrent" (Handle) -> Code;
+    memory_info "cuMemGetInfo_v2" (*mut usize, *mut usize) -> Code;
+    alloc "cuMemAlloc_v2" (*mut u64, usize) -> Code;
+    free "cuMemFree_v2" (u64) -> Code;
+    host_alloc "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint) -> Code;
+    host_free "cuMemFreeHost" (*mut c_void) -> Code;
+    to_device "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle) -> Code;
+    to_host "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle) -> Code;
+    set_bytes "cuMemsetD8Async" (u64, u8, usize, Handle) -> Code;
+    pointer_attribute "cuPointerGetAttribute" (*mut c_void, c_int, u64) -> Code;
+    stream_create "cuStreamCreate" (*mut Handle, c_uint) -> Code;
+    stream_destroy "cuStreamDestroy_v2" (Handle) -> Code;
+    stream_wait "cuStreamWaitEvent" (Handle, Handle, c_uint) -> Code;
+    event_create "cuEventCreate" (*mut Handle, c_uint) -> Code;
+    event_destroy "cuEventDestroy_v2" (Handle) -> Code;
+    event_record "cuEventRecord" (Handle, Handle) -> Code;
+    event_query "cuEventQuery" (Handle) -> Code;
+    event_elapsed "cuEventElapsedTime" (*mut f32, Handle, Handle) -> Code;
+    module_load "cuModuleLoadData" (*mut Handle, *const c_void) -> Code;
+    module_unload "cuModuleUnload" (Handle) -> Code;
+    module_function "cuModuleGetFunction" (*mut Handle, Handle, *const c_char) -> Code;
+    function_set "cuFuncSetAttribute" (Handle, c_int, c_int) -> Code;
+    function_parameter "cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize) -> Code;
     launch "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
-                             Handle, *mut *mut c_void, *mut *mut c_void);
+                             Handle, *mut *mut c_void, *mut *mut c_void) -> Code;
 }
 
 impl Driver {

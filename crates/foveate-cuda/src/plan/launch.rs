@@ -13,7 +13,7 @@ use super::report::Report;
 use super::resident::Gradient;
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::Kernel;
-use crate::driver::{Block, Device};
+use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::CudaError;
 use crate::planner::Class;
@@ -32,7 +32,7 @@ impl CudaPlan {
     /// its bounds, or an entry of a page table is no page; the results are written then, the index
     /// clamped.
     pub fn forward_on(&self, queue: &Queue, args: &DeviceForward<'_>) -> Result<(), CudaError> {
-        self.check_queue(queue)?;
+        self.engine.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
@@ -46,7 +46,7 @@ impl CudaPlan {
     /// # Errors
     /// Those of [`Self::forward_on`], a score that cannot be differentiated, or keys in pages.
     pub fn backward_on(&self, queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
-        self.check_queue(queue)?;
+        self.engine.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
         if args.operands.pages.is_some() {
             let reason = "keys and values in pages have no gradients; gather them for a backward";
@@ -57,17 +57,6 @@ impl CudaPlan {
         plan.check_captures(args)?;
         self.check_places(&args.places()?)?;
         plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
-    }
-
-    fn check_queue(&self, queue: &Queue) -> Result<(), CudaError> {
-        let ordinals = [queue.stream().device(), self.engine.device()].map(Device::ordinal);
-        if ordinals[0] == ordinals[1] {
-            return Ok(());
-        }
-        let [queue, plan] = ordinals;
-        Err(CudaError::argument(format!(
-            "the queue is of GPU {queue}, but the plan is for GPU {plan}; take one of its engine's"
-        )))
     }
 
     fn check_places(&self, places: &Places) -> Result<(), CudaError> {

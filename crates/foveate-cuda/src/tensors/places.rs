@@ -80,7 +80,7 @@ impl Places {
         Ok(())
     }
 
-    pub(super) fn read<const N: usize>(
+    pub(crate) fn read<const N: usize>(
         &mut self,
         name: &str,
         t: &DeviceTensor<N>,
@@ -88,7 +88,7 @@ impl Places {
         self.add(name, t, false)
     }
 
-    pub(super) fn write<const N: usize>(
+    pub(crate) fn write<const N: usize>(
         &mut self,
         name: &str,
         t: &DeviceTensor<N>,

@@ -1,7 +1,9 @@
 /* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
- * out when an event is asked about, so that whoever reuses memory too early is found out.
+ * out when an event is asked about, so that whoever reuses memory too early is found out. Threads
+ * may use it at once.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. */
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +11,8 @@ typedef unsigned long long Address;
 static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
 static struct { Address start; size_t bytes; int device; } blocks[8192];
 static size_t queued, taken[2];
-static int now;
+static _Thread_local int now;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static size_t number(const char *name, size_t otherwise) {
     const char *text = getenv(name);
@@ -30,14 +33,14 @@ int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = (void *)(size_t)(d +
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, 0; }
 int cuMemGetInfo_v2(size_t *f, size_t *t) { return *t = total(), *f = *t - taken[now], 0; }
-int cuMemAlloc_v2(Address *a, size_t n) {
+static int alloc(Address *a, size_t n) {
     size_t i = 0;
     if (n > total() - taken[now]) return 2;
     while (blocks[i].start) i++;
     blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = now;
     return taken[now] += n, 0;
 }
-int cuMemFree_v2(Address a) {
+static int release(Address a) {
     for (size_t i = 0; i < 8192; i++)
         if (blocks[i].start == a) {
             taken[blocks[i].device] -= blocks[i].bytes, blocks[i].start = 0;
@@ -45,17 +48,31 @@ int cuMemFree_v2(Address a) {
         }
     return 1;
 }
+int cuMemAlloc_v2(Address *a, size_t n) {
+    pthread_mutex_lock(&lock);
+    int code = alloc(a, n);
+    return pthread_mutex_unlock(&lock), code;
+}
+int cuMemFree_v2(Address a) {
+    pthread_mutex_lock(&lock);
+    int code = release(a);
+    return pthread_mutex_unlock(&lock), code;
+}
 int cuMemHostAlloc(void **p, size_t n, unsigned f) { (void)f; return *p = malloc(n), 0; }
 int cuMemFreeHost(void *p) { return free(p), 0; }
 static int later(void *to, const void *from, size_t n, int byte) {
-    if (queued == 4096) return 999;
-    queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
-    return queue[queued++].byte = byte, 0;
+    pthread_mutex_lock(&lock);
+    int code = queued == 4096 ? 999 : 0;
+    if (!code) {
+        queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
+        queue[queued++].byte = byte;
+    }
+    return pthread_mutex_unlock(&lock), code;
 }
 int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, p, n, 0); }
 int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, (void *)(size_t)a, n, 0); }
 int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, n, b); }
-int cuPointerGetAttribute(void *v, int which, Address a) {
+static int attribute(void *v, int which, Address a) {
     for (size_t i = 0; i < 8192; i++)
         if (blocks[i].start && a >= blocks[i].start && a < blocks[i].start + blocks[i].bytes) {
             if (which == 2) *(unsigned *)v = 2;
@@ -66,6 +83,11 @@ int cuPointerGetAttribute(void *v, int which, Address a) {
         }
     return 1;
 }
+int cuPointerGetAttribute(void *v, int which, Address a) {
+    pthread_mutex_lock(&lock);
+    int code = attribute(v, which, a);
+    return pthread_mutex_unlock(&lock), code;
+}
 int cuStreamCreate(void **s, unsigned f) { (void)f; return *s = (void *)1, 0; }
 int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
 int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
@@ -75,10 +97,12 @@ int cuEventRecord(void *e, void *s) { (void)e; (void)s; return 0; }
 int cuEventQuery(void *e) {
     (void)e;
     if (number("HANGS", 0)) return 600;
+    pthread_mutex_lock(&lock);
     for (size_t i = 0; i < queued; i++)
         if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
         else memset(queue[i].to, queue[i].byte, queue[i].bytes);
-    return queued = 0;
+    queued = 0;
+    return pthread_mutex_unlock(&lock), 0;
 }
 int cuEventElapsedTime(float *ms, void *a, void *b) { (void)a; (void)b; return *ms = 1, 0; }
 int cuModuleLoadData(void **m, const void *p) { (void)m; (void)p; return 209; }
