@@ -67,9 +67,9 @@ pub struct Case {
     pub scalars: BTreeMap<String, Value>,
     /// Factor on `q·k`.
     pub scale: Option<f32>,
-    /// A random sink logit for each query head.
+    /// A sink logit for each query head.
     #[serde(default)]
-    pub sink: bool,
+    pub sink: Sink,
     /// Probability of dropping an entry.
     pub dropout: Option<f32>,
     /// Lengths of packed sequences; the sums are `len` less `tail`.
@@ -104,6 +104,22 @@ pub struct Case {
     /// The score goes through something like tanh: factor 3 on the largest error of half types.
     #[serde(default)]
     pub tanh_like: bool,
+}
+
+/// Sink logits.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Sink {
+    /// None, or random ones.
+    Random(bool),
+    /// One for each query head.
+    Given(Vec<f32>),
+}
+
+impl Default for Sink {
+    fn default() -> Self {
+        Self::Random(false)
+    }
 }
 
 /// Lengths of packed sequences.
@@ -163,6 +179,17 @@ impl Case {
     /// When it is none of `f32`, `f16`, `bf16`.
     pub fn gradient_dtype(&self) -> Result<DType, CaseError> {
         dtype(&self.name, self.gradients.as_ref().unwrap_or(&self.dtype))
+    }
+
+    /// The sink logits, random ones from `random`.
+    pub(crate) fn sinks(&self, random: &mut Random) -> Option<Vec<f32>> {
+        match &self.sink {
+            Sink::Random(false) => None,
+            Sink::Random(true) => {
+                Some((0..self.heads[0]).map(|_| random.normal() as f32).collect())
+            }
+            Sink::Given(values) => Some(values.clone()),
+        }
     }
 
     /// The rule its results are held to.

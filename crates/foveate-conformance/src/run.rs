@@ -72,8 +72,7 @@ pub fn check_each(
         let (buffer, layout) = place.operands[i];
         TensorRef::new((&data[buffer]).into(), layout).map_err(|e| fail(&e))
     };
-    let sink: Option<Vec<f32>> =
-        case.sink.then(|| (0..case.heads[0]).map(|_| random.normal() as f32).collect());
+    let sink = case.sinks(&mut random);
     let pages = place.pages.as_ref().map(|p| Pages::new(&p.table, &p.lengths)).transpose();
     let pages = pages.map_err(|e| fail(&e))?;
     let operands =

@@ -1,11 +1,13 @@
 //! Rows whose lse is so large that it has no room for the logarithm of a sum.
 //!
-//! A score function may give -1e30 to every key of a row. Its lse is then -1e30, too, and
-//! `exp(score - lse)` is 1 for each key, however many share the weight. The backward sums these
-//! powers over such a row once more and divides by the sum. Such rows are few, or padding.
+//! The forward leaves `lse` in f32, and the backward's `exp(score - lse)` is wrong by its rounding,
+//! up to `|lse|·2⁻²⁴` of the weight. A score function may give -1e30 to every key of a row: its lse
+//! is then -1e30, too, and each of these powers 1, however many keys share the weight. Where that
+//! is more than the results may be wrong by, the backward sums the powers of the row once more, and
+//! divides by the sum. Both compute them with the same products, so that the weights add up to 1.
 
 use foveate_problem::Operands;
-use foveate_tensor::TensorRef;
+use foveate_tensor::{DType, TensorRef};
 
 use crate::call::{Call, head};
 use crate::mods::Evaluator;
@@ -13,13 +15,13 @@ use crate::pack::{self, Format};
 use crate::simd::{self, LANES, Panels, Part, STRIP, Write};
 use crate::work::{Unit, run};
 
-/// From this magnitude on, 2^29, lse is a multiple of 64 and so the largest score of its row,
-/// whatever the sum.
-const HUGE: f32 = 536_870_912.0;
-
-/// Whether the weights of a row with this lse have to be divided by their sum.
-fn is_huge(lse: f32) -> bool {
-    lse.is_finite() && lse.abs() >= HUGE
+/// From which magnitude of lse on its rounding is felt: below, it is at most 2⁻¹⁸ of a weight, or
+/// 2⁻¹⁵ for 16-bit operands, a sixteenth of what rounding it to f16 may cost.
+fn huge(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 | DType::BF16 => 1024.0,
+        _ => 128.0,
+    }
 }
 
 /// A tile of queries with a huge row, and its part of the result.
@@ -50,6 +52,8 @@ pub fn shares<T: Format>(
     mut into: &mut [f32],
 ) {
     let tiles = call.tiles;
+    let huge = huge(operands.q.dtype());
+    let is_huge = |lse: f32| lse.is_finite() && lse.abs() >= huge;
     into.fill(1.0);
     let lse_of = |b: usize, h: usize, row: usize| {
         let s = &call.sequences[b];
@@ -82,8 +86,8 @@ pub fn shares<T: Format>(
         let at = [s.q_batch, h, s.q_start + start];
         let q = pack::rows(operands.q, at, rows, tiles.dim, pack::elements::<T>(own));
         evaluator.enter(head(&call.dims, s, h));
-        let huge: Vec<f32> = (start..start + rows).map(|row| lse_of(b, h, row)).collect();
-        for (sum, lse) in shares.iter_mut().zip(&huge) {
+        let lse: Vec<f32> = (start..start + rows).map(|row| lse_of(b, h, row)).collect();
+        for (sum, lse) in shares.iter_mut().zip(&lse) {
             *sum = call.sink.map_or(0.0, |sink| (sink[h] - lse).exp());
         }
         for (key_tile, partial) in call.live(b, h).tiles(tile, &call.key_tiles(b)) {
@@ -110,12 +114,12 @@ pub fn shares<T: Format>(
                     &mut scores[from * stride..],
                     stride,
                 );
-                for r in strip.filter(|&r| is_huge(huge[r])) {
-                    shares[r] += simd::exp_sum(&mut scores[r * stride..][columns.clone()], huge[r]);
+                for r in strip.filter(|&r| is_huge(lse[r])) {
+                    shares[r] += simd::exp_sum(&mut scores[r * stride..][columns.clone()], lse[r]);
                 }
             }
         }
-        for (share, lse) in shares.iter_mut().zip(&huge) {
+        for (share, lse) in shares.iter_mut().zip(&lse) {
             *share = if is_huge(*lse) && share.is_normal() { share.recip() } else { 1.0 };
         }
         call.note(evaluator);

@@ -6,11 +6,15 @@ typedef float GradElem;
 typedef unsigned short GradElem;
 #endif
 
-// A score function may give -1e30 to every key of a row. Its lse is then -1e30, too: there is no
-// room in it for the logarithm of how many keys share the weight. From this magnitude on, 2^29,
-// lse is a multiple of 64 and so the row's largest score, whatever the sum: fv_rests finds what is
-// missing, and the weights are divided by it.
-constexpr float HUGE_LSE = 536870912.f;
+// lse is an f32, and the rounding of it makes e^(score - lse) wrong by up to |lse| 2^-24 of itself:
+// a score function may give -1e30 to every key of a row, and then there is no room in lse for the
+// logarithm of how many keys share the weight. From this magnitude on fv_rests finds what the
+// weights add up to, and they are divided by it. Below, they are wrong by 2^-18 at most, or 2^-15
+// where operands have 16 bits, a sixteenth of what rounding to f16 may cost.
+constexpr float HUGE_LSE = FV_DTYPE == 2 ? 128.f : 1024.f;
+// Whether that is done: not for plain scores of 16-bit operands, where scale and change of base are
+// one multiply-add.
+[[maybe_unused]] constexpr bool RESTS = FV_DTYPE == 2 || FV_SCORE;
 __device__ bool is_huge(float lse) { return fabsf(lse) >= HUGE_LSE && fabsf(lse) < infinity(); }
 
 // ---- destinations ----

@@ -48,7 +48,7 @@ __device__ void for_each_score(F f) {
 
 // The rests of a tile's rows, from its first query on.
 __device__ const float* rests_of(const BackwardParams& p, int batch, int head, int first) {
-    return FV_SCORE ? p.rests + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
+    return RESTS ? p.rests + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
 }
 
 // Two neighbours of a row of P or dS.
@@ -104,20 +104,18 @@ struct Scores {
     __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at, const float* rests, i64 rests_apart) {
         // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
         // before anything is multiplied is then small; products of both differ by their rounding.
-        constexpr bool apart = FV_DTYPE == 2 || FV_SCORE;
+        // And only a score that is rounded before it is that of fv_rests.
         float lse[OF_S.rows][2];
-        [[maybe_unused]] float rest[OF_S.rows][2];
+        [[maybe_unused]] bool divides = false;
         #pragma unroll
         for (int i = 0; i < OF_S.rows * 2; ++i) {
             float x = load_shared(lse_at + (score_row() + i * 8) * 4);
             if (x == -infinity()) x = infinity();      // a row that sees nothing: P = 0
-            lse[i / 2][i % 2] = apart ? x : x * LOG2_E;
-            rest[i / 2][i % 2] = FV_SCORE && is_huge(x) ? __ldg(rests + (score_row() + i * 8) * rests_apart) : 0.f;
+            lse[i / 2][i % 2] = RESTS ? x : x * LOG2_E;
+            divides |= is_huge(x);
         }
         auto exp_score = [&](float score, int m, int i) {
-            const float x = lse[m][i / 2];
-            if (FV_SCORE) return exp2_score(fmaf(score - x, LOG2_E, -rest[m][i / 2]));
-            return exp2_score(apart ? (score - x) * LOG2_E : fmaf(score, LOG2_E, -x));
+            return exp2_score(__fsub_rn(score, lse[m][i / 2]) * LOG2_E);
         };
         for_each_score([&](int m, int n, int i, int row, int column) {
 #if FV_SCORE
@@ -137,6 +135,22 @@ struct Scores {
             else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
 #endif
         });
+        // Seldom, and asked again for each row, so that no registers are kept for it.
+        if (RESTS && __any_sync(0xffffffff, divides)) {
+            #pragma unroll
+            for (int i = 0; i < OF_S.rows * 2; ++i) {
+                const int row = score_row() + i * 8;
+                if (!is_huge(load_shared(lse_at + row * 4))) continue;
+                const float share = 1.f / __ldg(rests + row * rests_apart);
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns * 2; ++n) {
+                    g[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+#if FV_DSCORE
+                    weight[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+#endif
+                }
+            }
+        }
         auto keep_where = [&](auto holds) {
             for_each_score([&](int m, int n, int i, int row, int column) {
                 if (holds(row, column)) return;

@@ -6,8 +6,8 @@
 //
 //     d_sink[h] = - sum over rows of exp(sink[h] - lse) * delta
 //
-// which one block for each head sums in a fixed order, so that it is the same in every run. With a
-// score function also fv_rests, launched like fv_delta: what lse has no room for where it is huge.
+// which one block for each head sums in a fixed order, so that it is the same in every run; where
+// lse is huge the powers are divided by what the row's add up to (see fv_rests).
 // fv_delta needs no shared memory, fv_sink_gradient 128 bytes.
 
 extern "C" __device__ const int fv_shared_bytes = 0;
@@ -85,50 +85,6 @@ fv_delta(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods)
     }
 }
 
-#if FV_SCORE
-__device__ float element(const View& view, i64 row, int column) {
-    return widen<FV_DTYPE>(__ldg(static_cast<const Elem*>(view.data) + row + column * view.elem));
-}
-
-// A warp takes a row whose lse is huge, a lane every 32nd key of it. Such rows are few, or of no
-// interest; all others are passed over.
-extern "C" __global__ void __launch_bounds__(THREADS)
-fv_rests(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods) {
-    const Tile tile = p.tiles[blockIdx.x];
-    const Sequence s = p.sequences[tile.sequence];
-    const int head = blockIdx.y, head_kv = head / FV_GROUP, lane = threadIdx.x % 32;
-    const Place place = {s.b, head, head_kv, s.q_len, s.k_len};
-    const int end = min(s.q_len, (tile.tile + 1) * FV_BM);
-    for (int query = tile.tile * FV_BM + int(threadIdx.x) / 32; query < end; query += FV_WARPS) {
-        const i64 at = s.q_start + query;
-        const float lse = p.lse.data[s.q_batch * p.lse.batch + head * p.lse.head + at * p.lse.row];
-        if (!is_huge(lse)) continue;
-        const i64 q_row = p.q.at(s.q_batch, head, at);
-        // Relative to its own largest score: these products are not rounded as those of tiles are.
-        float top = p.sink ? __ldg(p.sink + head) : -infinity(), sum = p.sink && lane == 0 ? 1.f : 0.f;
-        for (int key = lane; key < s.k_len; key += 32) {
-            if (FV_MASK && !fv_mask(mods, place, query, key)) continue;
-            const i64 k_row = p.k.at(s.k_batch, head_kv, s.k_start + key);
-            float product = 0.f;
-            for (int i = 0; i < FV_D; ++i) product = fmaf(element(p.q, q_row, i), element(p.k, k_row, i), product);
-            const float score = fv_score(mods, place, query, key, product * p.scale);
-            if (score == -infinity()) continue;
-            const float highest = fmaxf(top, score);
-            sum = sum * exp2_score((top - highest) * LOG2_E) + exp2_score((score - highest) * LOG2_E);
-            top = highest;
-        }
-        float highest = top;
-        #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
-        sum = top == -infinity() ? 0.f : sum * exp2_score((top - highest) * LOG2_E);
-        #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-        if (lane == 0)
-            p.rests[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] = log2f(sum);
-    }
-}
-#endif
-
 #if FV_SINK
 // A warp walks every 32nd tile, a lane every 32nd row of it; then lanes, then warps are added up.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -145,7 +101,10 @@ fv_sink_gradient(const __grid_constant__ BackwardParams p, const __grid_constant
             const i64 at = s.q_start + row;
             const float lse = p.lse.data[s.q_batch * p.lse.batch + head * p.lse.head + at * p.lse.row];
             const float delta = p.delta.data[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row];
-            if (lse != -infinity()) sum -= expf(sink - lse) * delta;
+            if (lse == -infinity()) continue;
+            const bool divides = p.rests && is_huge(lse);
+            const float rest = divides ? p.rests[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
+            sum -= expf(sink - lse) / rest * delta;
         }
     }
     #pragma unroll

@@ -64,6 +64,16 @@ __device__ float exp2_score(float x) {
     return y;
 }
 
+// Over the four lanes that hold a row of an accumulator.
+__device__ float over_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ float over_quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
 // ---- copies into shared memory ----
 
 __device__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }

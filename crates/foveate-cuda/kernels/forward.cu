@@ -335,15 +335,6 @@ __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 
-__device__ float over_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-__device__ float over_quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods) {
     extern __shared__ __align__(16) char shared[];

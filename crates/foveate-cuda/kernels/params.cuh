@@ -104,8 +104,8 @@ struct BackwardParams {
     // Sequences tile.sequence .. + sharing read the same keys and values: 1, or the batch size
     // when k and v are shared over the batch. Their gradients are summed by the block.
     int sharing;
-    // log2 of the sum of e^(score - largest score) of rows whose lse is too large to hold it (see
-    // HUGE_LSE), in the order of delta. Null without a score function.
+    // The sum of e^(score - lse) of rows whose lse is too large to hold it (see HUGE_LSE),
+    // in the order of delta. Null where nobody looks (see RESTS).
     float* rests;
 };
 

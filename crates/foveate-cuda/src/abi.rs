@@ -260,8 +260,8 @@ structs! {
         pub accumulate: i32,
         /// Sequences from a tile's own on that read the same keys and values.
         pub sharing: i32,
-        /// What is left of the powers of rows whose lse is huge, in the order of `delta`; 0
-        /// without a score function.
+        /// What the powers of rows whose lse is huge add up to, in the order of `delta`; 0 for
+        /// plain scores of 16-bit operands.
         pub rests: Address,
     }
 

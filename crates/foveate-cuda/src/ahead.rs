@@ -110,7 +110,7 @@ impl Ahead<'_> {
         let config = Config { group: self.dims.group(), ..candidate.config.clone() };
         let text = source(&config, &self.print(&config, false)?);
         let mut sources = vec![(config.clone(), text)];
-        let walks = config.mask && config.kernel != Kernel::Combine;
+        let walks = config.mask && !matches!(config.kernel, Kernel::Combine | Kernel::Rests);
         if walks {
             let lists = lists_config(self.run.checked);
             let mods = self.print(&config, true)?;
@@ -123,14 +123,11 @@ impl Ahead<'_> {
             }
         }
         let captures = self.gradient.as_ref().is_some_and(|g| !g.captures().is_empty());
-        let entry = match config.kernel {
-            Kernel::Delta if self.spec.score.is_some() => "fv_rests",
-            Kernel::BackwardDq if captures => "fv_capture_sums",
-            _ => return Ok(sources),
-        };
-        let config = for_entry(config, entry, self.spec);
-        let text = source(&config, &self.print(&config, false)?);
-        sources.push((config, text));
+        if config.kernel == Kernel::BackwardDq && captures {
+            let config = for_entry(config, "fv_capture_sums");
+            let text = source(&config, &self.print(&config, false)?);
+            sources.push((config, text));
+        }
         Ok(sources)
     }
 
@@ -239,8 +236,7 @@ mod tests {
         let forward = kernels(Run::default());
         assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);
         let both = kernels(Run { backward: true, deterministic: true, checked: false });
-        // Delta twice: once more with the score, for rows whose lse is huge.
-        let backward = [Kernel::Delta, Kernel::Delta, Kernel::Backward, Kernel::BlockLists];
+        let backward = [Kernel::Delta, Kernel::Rests, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
     }

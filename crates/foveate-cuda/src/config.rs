@@ -19,6 +19,8 @@ pub enum Kernel {
     Combine,
     /// `Σ out·d_out − d_lse` of each row, and the gradient of the sink.
     Delta,
+    /// What the weights of rows add up to whose lse is too large to hold it.
+    Rests,
     /// dk, dv, captured-buffer gradients, and the sums of dq unless
     /// [`Config::deterministic`].
     Backward,
@@ -34,10 +36,11 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
+        Self::Rests,
         Self::Backward,
         Self::BackwardDq,
         Self::Dq,
@@ -51,6 +54,7 @@ impl Kernel {
             Self::Forward => "forward",
             Self::Combine => "combine",
             Self::Delta => "delta",
+            Self::Rests => "rests",
             Self::Backward => "backward",
             Self::BackwardDq => "backward_dq",
             Self::Dq => "dq",

@@ -232,8 +232,9 @@ impl KernelPlan {
         }
         if backward {
             let dq = if class.deterministic { Kernel::BackwardDq } else { Kernel::Dq };
-            for kernel in [Kernel::Delta, Kernel::Backward, dq] {
-                kernels.push(choose(kernel)?);
+            let rests = class.has_rests().then_some(Kernel::Rests);
+            for kernel in [Some(Kernel::Delta), rests, Some(Kernel::Backward), Some(dq)] {
+                kernels.extend(kernel.map(choose).transpose()?);
             }
         }
         Ok(Self { profile: profile.clone(), kernels, splits })
@@ -433,6 +434,12 @@ impl Class {
         !self.by_head && few && (2..=room).contains(&self.group)
     }
 
+    /// Whether the backward finds what the weights of rows with a huge lse add up to: `RESTS` of
+    /// `backward_device.cuh`.
+    pub(crate) fn has_rests(&self) -> bool {
+        self.score || self.dtype == Elem::F32
+    }
+
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
     pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
@@ -441,11 +448,11 @@ impl Class {
         config = Config { tile_q, tile_kv, warps, stages, align: self.align, ..config };
         let scores = matches!(kernel, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq);
         let forward = matches!(kernel, Kernel::Forward | Kernel::Combine);
-        if scores {
+        if scores || kernel == Kernel::Rests {
             config.group = self.group;
             config.mask = self.mask;
             config.score = self.score;
-            config.keep = self.keep;
+            config.keep = scores && self.keep;
             config.checked = self.checked;
         }
         if forward {
@@ -469,9 +476,7 @@ fn asked(kernel: Kernel, options: &KernelOptions) -> TileOptions {
         Kernel::Forward => options.forward,
         Kernel::Backward => options.backward,
         Kernel::BackwardDq => options.backward_dq,
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
-            TileOptions::default()
-        }
+        _ => TileOptions::default(),
     }
 }
 
@@ -486,9 +491,11 @@ fn candidates(kernel: Kernel, asked: &TileOptions, rows: usize, heads: usize) ->
     };
     let forward = kernel == Kernel::Forward;
     if !forward && !matches!(kernel, Kernel::Backward | Kernel::BackwardDq) {
-        // A pass over rows: a thread or a few of them for each, nothing to choose.
+        // A pass over rows: a thread or a few of them for each, nothing to choose. In `rests`,
+        // whose tiles fit every device at every head dim, a warp has 16.
         let tile_q = if rows <= 16 { 16 } else { 64 };
-        return vec![Tiles { tile_q, tile_kv: 64, warps: 4, stages: 1 }];
+        let (tile_kv, warps) = if kernel == Kernel::Rests { (32, tile_q / 16) } else { (64, 4) };
+        return vec![Tiles { tile_q, tile_kv, warps, stages: 1 }];
     }
     let mut all = Vec::new();
     let shortest = rows.next_multiple_of(16).max(16);

@@ -221,6 +221,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("ds", tile_q * row_p),
             ("meetings", 64),
         ],
+        Kernel::Rests => vec![("q, k", (tile_q + tile_kv) * row_k)],
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
             vec![]
         }
@@ -322,6 +323,7 @@ fn sums(config: &Config) -> usize {
             kept + scores.max(of_dq)
         }
         Kernel::BackwardDq => divide(tile_q, dim) + 2 * of_scores,
+        Kernel::Rests => tile_kv / 2,
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => 0,
     }
 }

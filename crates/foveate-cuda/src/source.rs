@@ -22,6 +22,7 @@ fn files(kernel: Kernel) -> &'static [&'static str] {
         Kernel::Forward => &[DEVICE, ROWS, include_str!("../kernels/forward.cu")],
         Kernel::Combine => &[DEVICE, ROWS, include_str!("../kernels/combine.cu")],
         Kernel::Delta => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/delta.cu")],
+        Kernel::Rests => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/rests.cu")],
         Kernel::Backward => {
             &[DEVICE, BACKWARD_DEVICE, BACKWARD_SCORES, include_str!("../kernels/backward.cu")]
         }

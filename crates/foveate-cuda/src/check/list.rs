@@ -251,22 +251,12 @@ impl Variant {
         let mut kernels = Vec::new();
         for choice in plan.kernels {
             let kernel = choice.chosen.config.kernel;
-            let with = |change: fn(&mut Config)| {
+            // `fv_capture_sums` is in its file when somebody asks for it.
+            if kernel == Kernel::BackwardDq && class.captures {
                 let mut choice = choice.clone();
                 let all = choice.others.iter_mut().chain([&mut choice.chosen]);
-                all.for_each(|candidate| change(&mut candidate.config));
-                choice
-            };
-            match kernel {
-                // With a score its file has `fv_rests` too, which evaluates the score.
-                Kernel::Delta if class.score => {
-                    kernels.push((with(|config| config.score = true), mods));
-                }
-                // `fv_capture_sums` is in its file when somebody asks for it.
-                Kernel::BackwardDq if class.captures => {
-                    kernels.push((with(|config| config.captures = true), mods));
-                }
-                _ => {}
+                all.for_each(|candidate| candidate.config.captures = true);
+                kernels.push((choice, mods));
             }
             let row_by_row = matches!(kernel, Kernel::Combine | Kernel::Delta | Kernel::Dq);
             kernels.push((choice, if row_by_row { Kind::Plain } else { mods }));
@@ -482,7 +472,7 @@ mod tests {
                 |c| c.fold && c.split,
                 |c| c.checked && c.mask,
                 |c| c.sink,
-                |c| c.kernel == Kernel::Delta && c.score,
+                |c| c.kernel == Kernel::Rests && c.score,
             ];
             let of_all: [fn(&Config) -> bool; 7] = [
                 |c| c.paged && c.fold && c.mask,
@@ -553,7 +543,7 @@ mod tests {
         let of = |entries: &[(&str, u32)]| -> Vec<_> {
             entries.iter().map(|&(name, bytes)| (name.to_owned(), bytes)).collect()
         };
-        assert_eq!(entries("delta bf16 D 64, score"), of(&[("fv_delta", 0), ("fv_rests", 0)]));
+        assert_eq!(entries("rests bf16 D 64, score"), of(&[("fv_rests", 96 * (64 * 2 + 16))]));
         let sink = of(&[("fv_delta", 0), ("fv_sink_gradient", 128)]);
         assert_eq!(entries("delta bf16 D 64, plain, sink"), sink);
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use foveate_mask::Varies;
 use foveate_mods::Node;
-use foveate_problem::{Dims, Sequence, Spec};
+use foveate_problem::{Dims, Sequence};
 
 use super::CudaPlan;
 use super::call::Call;
@@ -188,7 +188,7 @@ impl CudaPlan {
     ) -> Result<Ready, CudaError> {
         let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
         let choice = choice.expect("the planner plans every kernel of a pass");
-        let wanted = |config: &Config| for_entry(self.grouped(config), entry, &self.spec);
+        let wanted = |config: &Config| for_entry(self.grouped(config), entry);
         let config = wanted(&choice.chosen.config);
         let mods = self.printed(kind, call, &config)?;
         let key = (config, entry, mods.text);
@@ -329,12 +329,8 @@ impl CudaPlan {
 }
 
 /// The configuration that `entry` is compiled with, in the file of a kernel of `config`.
-pub(crate) fn for_entry(mut config: Config, entry: &str, spec: &Spec) -> Config {
+pub(crate) fn for_entry(mut config: Config, entry: &str) -> Config {
     config.captures |= entry == "fv_capture_sums";
-    // Of the passes over rows, the only one that evaluates mods.
-    if entry == "fv_rests" {
-        (config.score, config.mask) = (true, spec.mask.is_some());
-    }
     config
 }
 

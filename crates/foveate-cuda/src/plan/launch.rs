@@ -180,6 +180,7 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
+        let has_rests = class.has_rests();
         let chosen = self.chosen(class, sizes(dims, &call.sequences), true)?;
         let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Backward, call);
         let stream = queue.stream();
@@ -191,8 +192,7 @@ impl CudaPlan {
         let row_shape = dims.row_shape();
         let row_bytes = row_shape.iter().product::<usize>() * 4;
         let deltas = pool.take(row_bytes)?;
-        let scored = self.spec.score.is_some();
-        let rests = scored.then(|| pool.take(row_bytes)).transpose()?;
+        let rests = has_rests.then(|| pool.take(row_bytes)).transpose()?;
         // Gradients of learned buffers that nobody asked for go where nobody looks.
         let learned = self.spec.learned();
         let longest = learned.iter().map(|b| b.elems()).max().unwrap_or(0);
@@ -256,8 +256,11 @@ impl CudaPlan {
         let row_grid = [rows.tile_count as u32, heads_q, 1];
         let parameters = [&by_row.bytes()[..], &mods];
         launch(&delta.function, queue, row_grid, delta.threads(), &parameters)?;
-        if scored {
-            let rests = ready(Kernel::Delta, "fv_rests")?;
+        if has_rests {
+            let rests = ready(Kernel::Rests, "fv_rests")?;
+            debug_assert_eq!(rests.tile().q, delta.tile().q, "passes over rows have one tile");
+            let mods = self.mods_bytes(call, &rests.mods, &gradients, report.address())?;
+            let parameters = [&by_row.bytes()[..], &mods];
             launch(&rests.function, queue, row_grid, rests.threads(), &parameters)?;
         }
         if args.d_sink.is_some() {
