@@ -100,7 +100,7 @@ fn a_product_without_a_kernel_is_described() {
     assert!(matches!(error.kind(), CudaErrorKind::Library { code: 15, .. }), "{error:?}");
     assert_eq!(
         error.to_string(),
-        "asking for a kernel for 1 products [16, 16] · [16, 16] of f32: cuBLASLt says \
+        "asking for a kernel for a product [16, 16] · [16, 16] of f32: cuBLASLt says \
          CUBLAS_STATUS_NOT_SUPPORTED, a failure of tests (15)"
     );
 }

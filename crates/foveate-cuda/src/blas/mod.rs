@@ -145,7 +145,11 @@ impl Matmul {
 impl fmt::Display for Matmul {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ([batch, m, k], n) = (self.a.layout.shape, self.b.layout.shape[2]);
-        write!(f, "{batch} products [{m}, {k}] · [{k}, {n}] of {}", self.a.dtype)?;
+        match batch {
+            1 => f.write_str("a product")?,
+            _ => write!(f, "{batch} products")?,
+        }
+        write!(f, " [{m}, {k}] · [{k}, {n}] of {}", self.a.dtype)?;
         if self.c.dtype == self.a.dtype { Ok(()) } else { write!(f, " into {}", self.c.dtype) }
     }
 }
