@@ -19,8 +19,7 @@ use crate::interrupt::Interrupt;
 use crate::output::Output;
 use crate::progress::Progress;
 
-/// Compile what the planner chooses, settle like a plan where that takes too much, and compare what
-/// kernels take with the recorded table
+/// Compile every kernel of the planner's list and compare what it takes with the recorded table
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// An architecture, such as sm_90 (all that are listed when left out)
