@@ -36,6 +36,9 @@ pub struct ProblemArgs {
     /// Plan the backward pass too
     #[arg(long)]
     pub backward: bool,
+    /// Keys and values in pages of so many keys, as a cache keeps them (forward only)
+    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with = "backward")]
+    page_size: Option<usize>,
     #[command(flatten)]
     captures: Captures,
 }
@@ -89,13 +92,13 @@ impl ProblemArgs {
             .as_ref()
             .map(|text| parse_score(text, &names).map_err(|e| Failure::of_text("the score", &e)));
         let (mask, score) = (mask.transpose()?, score.transpose()?);
-        let mut problem = Problem::shaped(
-            self.dtype,
-            [self.batch, heads, len, dim],
-            [self.batch, heads_kv, kv_len, dim],
-            [self.batch, heads_kv, kv_len, dim_v],
-        )
-        .map_err(|e| Failure::usage(e.to_string()))?;
+        let q = [self.batch, heads, len, dim];
+        let [k, v] = [dim, dim_v].map(|dim| [self.batch, heads_kv, kv_len, dim]);
+        let problem = match self.page_size {
+            None => Problem::shaped(self.dtype, q, k, v),
+            Some(page_size) => Problem::shaped_in_pages(self.dtype, q, k, v, page_size),
+        };
+        let mut problem = problem.map_err(|e| Failure::usage(e.to_string()))?;
         if !self.backward {
             problem = problem.forward_only();
         }

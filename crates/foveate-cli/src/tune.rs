@@ -48,9 +48,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let plan = CudaPlan::new(engine, &spec, dims, args.problem.dtype, options)?;
     let interrupt = Interrupt::watch()?;
     let mut view = View::new();
-    let varlen = given.problem.get_varlen();
+    let arrangement = given.problem.arrangement();
     let tuning =
-        plan.tune(varlen, args.problem.backward, args.candidates as usize, &mut |progress| {
+        plan.tune(arrangement, args.problem.backward, args.candidates as usize, &mut |progress| {
             view.show(progress);
             !interrupt.pressed()
         });

@@ -32,6 +32,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len 9 --dim 0", "head dim is 0"),
         ("explain --heads 4 --len 9", "--dim <D[/DV]>"),
         ("explain --heads 4 --len -9 --dim 8", "invalid value '-9'"),
+        ("explain --heads 4 --len 9 --dim 8 --page-size 0", "a page holds one key or more"),
+        ("explain --heads 4 --len 9 --dim 8 --page-size 4 --backward", "cannot be used with"),
         ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
         ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
         ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
@@ -111,6 +113,20 @@ fn a_list_of_problems_is_compiled_into_the_cache() {
     let (code, said) = build(&format!("{problem}{problem}haeds = \"4\"\n"));
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("problems.toml: problem 2: unexpected argument '--haeds'"), "{said}");
+}
+
+#[test]
+fn the_kernels_of_a_cache_in_pages_are_explained() {
+    let line = "explain --device h200 --heads 8/2 --batch 16 --len 1 --kv-len 700 --dim 64 \
+                --dtype bf16 --page-size 16";
+    let line: Vec<&str> = line.split_whitespace().collect();
+    let (code, out, err) = run(&line);
+    assert!(code == Some(0) && err.is_empty(), "{err}");
+    assert!(out.contains("heads      4 heads share a tile, 4 rows of it each"), "{out}");
+    let (_, json, _) = run(&[&line[..], &["--json"]].concat());
+    let found: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["paged"], true);
+    assert_eq!(found["class"]["paged"], true);
 }
 
 /// The case of torchtune #2113: FlexAttention has no valid choice for this backward.

@@ -3,8 +3,10 @@
 use std::sync::{Arc, Mutex};
 
 use foveate_mods::{AnyBuffer, ScalarValue};
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Rebound, Sequence, Spec};
-use foveate_tensor::{DType, Varlen};
+use foveate_problem::{
+    Arrangement, BackwardArgs, Dims, ForwardArgs, Operands, Rebound, Sequence, Spec,
+};
+use foveate_tensor::DType;
 
 use crate::call::{Call, head};
 use crate::decode;
@@ -154,13 +156,9 @@ impl CpuPlan {
 
     /// What a call of the planned sizes does: see [`Description`]. Packed problems need their
     /// offsets; without any, the description is that of no sequences.
-    pub fn describe(&self, varlen: Option<Varlen<'_>>) -> Description {
-        let mut dims = self.dims;
-        if dims.packed {
-            dims.batch = varlen.map_or(0, |v| v.sequences());
-        }
-        let varlen = varlen.filter(|_| dims.packed);
-        let call = |backward| self.call(dims, dims.sequences(varlen), None, backward);
+    pub fn describe(&self, arrangement: Arrangement<'_>) -> Description {
+        let dims = self.dims.arranged(arrangement);
+        let call = |backward| self.call(dims, dims.sequences_of(arrangement), None, backward);
         Description::of(&call(false), &call(true))
     }
 

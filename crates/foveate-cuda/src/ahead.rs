@@ -30,6 +30,8 @@ pub struct Run {
     pub deterministic: bool,
     /// With captured indices checked, as host tensors always are.
     pub checked: bool,
+    /// With keys and values in pages.
+    pub paged: bool,
 }
 
 /// A kernel that a problem will need, before it is settled on (see `settle`).
@@ -65,6 +67,7 @@ pub fn kernels<'a>(
         align: alignment(dtype, dims),
         deterministic: run.deterministic,
         checked: run.checked,
+        paged: run.paged,
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
     let sizes = Sizes::of(dims);
@@ -235,7 +238,7 @@ mod tests {
         };
         let forward = kernels(Run::default());
         assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);
-        let both = kernels(Run { backward: true, deterministic: true, checked: false });
+        let both = kernels(Run { backward: true, deterministic: true, ..Run::default() });
         let backward = [Kernel::Delta, Kernel::Rests, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);

@@ -9,7 +9,7 @@ mod places;
 
 use std::fmt;
 
-use foveate_problem::{Dims, Operands};
+use foveate_problem::{Arrangement, Dims, Operands};
 use foveate_tensor::{DType, Layout, Slice, TensorRef, Varlen};
 use half::{bf16, f16};
 
@@ -223,6 +223,17 @@ impl<'a> DeviceOperands<'a> {
     /// Queries, keys and values, and nothing else.
     pub fn new(q: DeviceTensor, k: DeviceTensor, v: DeviceTensor) -> Self {
         Self { q, k, v, sink: None, varlen: None, pages: None, captures: &[] }
+    }
+
+    /// How their sequences lie.
+    pub(crate) fn arrangement(&self) -> Arrangement<'a> {
+        match (self.varlen, self.pages) {
+            (Some(varlen), _) => Arrangement::Packed(varlen),
+            (None, Some(DevicePages { lengths, .. })) => {
+                Arrangement::Paged { lengths, page_size: self.k.layout.shape[2] }
+            }
+            (None, None) => Arrangement::Dense,
+        }
     }
 
     /// The sizes, once the operands fit together.

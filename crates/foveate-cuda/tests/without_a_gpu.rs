@@ -7,9 +7,13 @@ mod driver;
 use std::sync::Arc;
 use std::time::Duration;
 
-use foveate_cuda::CudaErrorKind;
 use foveate_cuda::driver::{Device, Module, Pool, Stream};
 use foveate_cuda::nvrtc::check_driver;
+use foveate_cuda::schedule::TileSize;
+use foveate_cuda::{CudaErrorKind, CudaOptions, CudaPlan, Description, Engine};
+use foveate_mods::{masks, scores};
+use foveate_problem::{Arrangement, Dims, Spec};
+use foveate_tensor::DType;
 
 use driver::inside;
 
@@ -151,4 +155,77 @@ fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
     // No NVRTC that Foveate takes would do.
     let said = check_driver((13, 0), (11, 8)).unwrap_err().to_string();
     assert!(said.ends_with("install a driver 580 or newer"), "{said}");
+}
+
+/// What a plan of 8/2 heads of 64 numbers in bf16 says of a call.
+fn describe(spec: &Spec, batch: usize, len: [usize; 2], arrangement: Arrangement) -> Description {
+    let dims = Dims {
+        batch,
+        heads_q: 8,
+        heads_kv: 2,
+        len_q: len[0],
+        len_k: len[1],
+        dim: 64,
+        dim_v: 64,
+        shared_kv: false,
+        packed: false,
+    };
+    let engine = Engine::get(0).unwrap();
+    let plan = CudaPlan::new(engine, spec, &dims, DType::BF16, CudaOptions::default()).unwrap();
+    plan.describe(arrangement).unwrap()
+}
+
+const PLAIN: Spec = Spec { mask: None, score: None, scale: None, dropout: None };
+
+#[test]
+fn a_description_counts_the_keys_that_are_in_pages_and_plans_for_them() {
+    if !inside("a_description_counts_the_keys_that_are_in_pages_and_plans_for_them", &[], &[], &[])
+    {
+        return;
+    }
+    let lengths = [1000, 10, 0];
+    let paged = Arrangement::Paged { lengths: &lengths, page_size: 16 };
+    for mask in [None, Some(masks::causal())] {
+        let spec = Spec { mask, ..PLAIN };
+        let found = describe(&spec, 3, [300, 1000], paged);
+        let TileSize { q, kv } = found.tile;
+        let columns = 1000usize.div_ceil(kv) + 10usize.div_ceil(kv);
+        assert_eq!(found.tiles, 8 * 300usize.div_ceil(q) * columns);
+        assert!(found.kernels[0].contains(", paged"), "{:?}", found.kernels);
+        assert!(found.kernels.iter().all(|k| !k.starts_with("backward")), "{:?}", found.kernels);
+        assert_eq!(found.backward_bytes, 0);
+        if spec.mask.is_none() {
+            assert_eq!(found.live_pairs, 8 * 300 * 1010);
+        }
+        let dense = describe(&spec, 3, [300, 1000], Arrangement::Dense);
+        assert!(dense.live_pairs > found.live_pairs && !dense.kernels[0].contains("paged"));
+    }
+}
+
+#[test]
+fn a_description_says_how_many_heads_share_a_tile() {
+    if !inside("a_description_says_how_many_heads_share_a_tile", &[], &[], &[]) {
+        return;
+    }
+    for mask in [None, Some(masks::causal())] {
+        let spec = Spec { mask, ..PLAIN };
+        let found = describe(&spec, 5, [1, 700], Arrangement::Dense);
+        assert_eq!((found.tile_heads, found.tile.q), (4, 4));
+        // Two of four heads each for every tile of keys and batch entry.
+        assert_eq!(found.tiles, 2 * 5 * 700usize.div_ceil(found.tile.kv));
+        assert!(found.full_tiles + found.partial_tiles <= found.tiles);
+        let long = describe(&spec, 5, [700, 700], Arrangement::Dense);
+        assert_eq!(long.tile_heads, 1);
+    }
+}
+
+#[test]
+fn a_score_takes_another_number_for_each_row_of_the_backward() {
+    if !inside("a_score_takes_another_number_for_each_row_of_the_backward", &[], &[], &[]) {
+        return;
+    }
+    let score = Some(scores::soft_cap(30.0).unwrap());
+    let bytes = |spec: &Spec| describe(spec, 2, [333, 100], Arrangement::Dense).backward_bytes;
+    let of_rows = 4 * 2 * 8 * 333;
+    assert_eq!(bytes(&Spec { score, ..PLAIN }), bytes(&PLAIN) + of_rows);
 }

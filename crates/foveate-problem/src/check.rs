@@ -3,7 +3,7 @@
 use foveate_mods::{AnyBuffer, Program};
 use foveate_tensor::{DType, Layout};
 
-use crate::{BackwardArgs, Dims, ForwardArgs, Operands, ProblemError, Spec};
+use crate::{BackwardArgs, Dims, ForwardArgs, Operands, Pages, ProblemError, Spec};
 
 impl Spec {
     /// # Errors
@@ -172,8 +172,7 @@ impl BackwardArgs<'_> {
     pub fn check(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
         dims.check_operands(&self.operands)?;
         if self.operands.pages.is_some() {
-            let message = "keys and values in pages have no gradients; gather them for a backward";
-            return Err(ProblemError::new(message));
+            return Err(Pages::no_gradients());
         }
         shape("out", self.out.layout(), dims.out_shape())?;
         shape("d_out", self.d_out.layout(), dims.out_shape())?;

@@ -6,6 +6,7 @@
 //! alike to a backend: a list of [`Sequence`]s. The contract of the numbers is in the
 //! documentation of the crate `foveate`.
 
+mod arrangement;
 mod check;
 mod dropout;
 mod error;
@@ -14,6 +15,7 @@ mod rebind;
 #[cfg(test)]
 mod tests;
 
+pub use arrangement::Arrangement;
 pub use dropout::Dropout;
 pub use error::ProblemError;
 pub use pages::Pages;
@@ -219,15 +221,6 @@ pub struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    /// The independent problems inside, of sizes `dims`, in order of `b`.
-    pub fn sequences(&self, dims: &Dims) -> Vec<Sequence> {
-        let mut sequences = dims.sequences(self.varlen);
-        if let Some(pages) = self.pages {
-            pages.limit(&mut sequences);
-        }
-        sequences
-    }
-
     /// Where row `row` of a sequence's batch entry `k_batch` stands in k and v: its index on the
     /// batch axis and on the length axis.
     pub fn key_place(&self, k_batch: usize, row: usize) -> [usize; 2] {

@@ -51,11 +51,17 @@ impl<'a> Pages<'a> {
         self.lengths.iter().copied().max().unwrap_or(0) as usize
     }
 
-    /// Gives each of the sequences of a batch its number of keys.
-    pub fn limit(&self, sequences: &mut [Sequence]) {
-        for (s, len) in sequences.iter_mut().zip(self.lengths) {
+    /// Gives each of the sequences of a batch its number of keys, one of `lengths`.
+    pub fn limit(sequences: &mut [Sequence], lengths: &[i32]) {
+        for (s, len) in sequences.iter_mut().zip(lengths) {
             s.k_len = *len as usize;
         }
+    }
+
+    /// Why there is no backward pass on pages: several entries may name one page, so a gradient of
+    /// a page would be a sum over them that nobody asks for.
+    pub fn no_gradients() -> ProblemError {
+        ProblemError::new("keys and values in pages have no gradients; gather them for a backward")
     }
 
     /// The page of row `row` of batch entry `b`, and the row in it.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use foveate_mods::Program;
 use foveate_mods::ir::{Leaf, Node};
-use foveate_problem::{Dims, Dropout, Operands, ProblemError, Sequence, Spec};
+use foveate_problem::{Dims, Dropout, Operands, Pages, Sequence, Spec};
 use foveate_tensor::TensorRef;
 
 use crate::error::ReferenceError;
@@ -65,7 +65,7 @@ pub(crate) fn run<F: Real>(
     let dims = Dims::of(operands)?;
     let Dims { heads_q, dim, dim_v, len_q, len_k, .. } = dims;
     if operands.pages.is_some() && upstream.is_some() {
-        return Err(ProblemError::new("keys and values in pages have no gradients").into());
+        return Err(Pages::no_gradients().into());
     }
     let [_, _, stored_k, _] = operands.k.shape();
     let c = F::of;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use foveate_problem::Spec;
+use foveate_problem::{Arrangement, Spec};
 
 use crate::device::Device;
 use crate::error::Declined;
@@ -29,11 +29,13 @@ pub struct Work {
     /// Why something is missing here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
-    /// Queries in a tile.
+    /// Queries in a tile, of each of the heads that share it.
     pub tile_q: usize,
     /// Keys in a tile.
     pub tile_kv: usize,
-    /// Tiles of all heads, live or not.
+    /// Query heads that share a tile; 1 on the CPU.
+    pub tile_heads: usize,
+    /// Tiles of all heads, live or not; those that heads share are one.
     pub tiles: usize,
     /// Tiles where every query sees every key.
     pub full_tiles: usize,
@@ -76,8 +78,11 @@ pub struct Explanation {
     pub heads_kv: usize,
     /// Rows of q.
     pub len_q: usize,
-    /// Rows of k and v.
+    /// Rows of k and v, of the longest batch entry where they lie in pages.
     pub len_k: usize,
+    /// Keys of a page where they lie in pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub page_size: Option<usize>,
     /// Length of a query or key vector.
     pub dim: usize,
     /// Length of a value vector.
@@ -138,6 +143,10 @@ impl Explanation {
             heads_kv: dims.heads_kv,
             len_q: dims.len_q,
             len_k: dims.len_k,
+            page_size: match problem.arrangement() {
+                Arrangement::Paged { page_size, .. } => Some(page_size),
+                Arrangement::Dense | Arrangement::Packed(_) => None,
+            },
             dim: dims.dim,
             dim_v: dims.dim_v,
             dtype: problem.dtype().name(),
@@ -192,8 +201,9 @@ impl fmt::Display for Explanation {
             "problem",
             format!(
                 "{batches} {batch}, heads {heads_q}/{heads_kv}, lengths {len_q}/{len_k}, \
-                 dims {dim}/{dim_v}, {dtype}, scale {}",
-                self.scale
+                 dims {dim}/{dim_v}, {dtype}, scale {}{}",
+                self.scale,
+                self.page_size.map_or(String::new(), |n| format!(", keys in pages of {n}"))
             ),
         )?;
         let [q, k, v] = self.strides;
@@ -213,10 +223,14 @@ impl fmt::Display for Explanation {
         line(
             "tiles",
             format!(
-                "{} of {} x {}: {:.1} % full, {:.1} % partial, {:.1} % empty",
+                "{} of {} x {}{}: {:.1} % full, {:.1} % partial, {:.1} % empty",
                 work.tiles,
                 work.tile_q,
                 work.tile_kv,
+                match work.tile_heads {
+                    0 | 1 => String::new(),
+                    heads => format!(", {heads} heads share a tile"),
+                },
                 part(work.full_tiles),
                 part(work.partial_tiles),
                 part(empty)

@@ -204,7 +204,8 @@ impl Plan {
     /// program is not planned again. That pages are there is checked when operands are given.
     ///
     /// # Errors
-    /// When a length is negative, or the table has not as many entries for each length.
+    /// When a length is negative, the table has not as many entries for each length, or the operands
+    /// are packed.
     pub fn with_pages(&self, table: &[i32], lengths: &[i32]) -> Result<Self, Error> {
         Ok(Self { problem: self.problem.clone().with_pages(table, lengths)?, ..self.clone() })
     }

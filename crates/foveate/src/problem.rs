@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use foveate_problem::{Dims, Operands, Pages, Sequence};
+use foveate_problem::{Arrangement, Dims, Operands, Pages, Sequence};
 use foveate_tensor::view::Slice;
 use foveate_tensor::{DType, Layout, TensorRef, Varlen};
 use half::{bf16, f16};
@@ -15,6 +15,10 @@ pub(crate) struct Offsets {
     cu_q: Vec<i32>,
     cu_k: Vec<i32>,
 }
+
+/// Why a problem cannot have both.
+const PAGES_OR_OFFSETS: &str = "keys in pages go with queries that are not packed; give the pages \
+                                a table and lengths, or the packed operands offsets, not both";
 
 /// The pages that keys and values lie in.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,6 +104,9 @@ impl Problem {
 
     /// Other pages for the keys.
     pub(crate) fn with_pages(mut self, table: &[i32], lengths: &[i32]) -> Result<Self, Error> {
+        if self.offsets.is_some() {
+            return Err(Error::option("pages", PAGES_OR_OFFSETS));
+        }
         self.dims.len_k = Pages::new(table, lengths)?.longest();
         self.pages = Some(Arc::new(PageTable { table: table.to_vec(), lengths: lengths.to_vec() }));
         Ok(self)
@@ -116,22 +123,45 @@ impl Problem {
         k: [usize; 4],
         v: [usize; 4],
     ) -> Result<Self, Error> {
-        let element = match dtype {
-            DType::F32 => Slice::F32(&[0.0]),
-            DType::F16 => Slice::F16(&[f16::ZERO]),
-            DType::BF16 => Slice::BF16(&[bf16::ZERO]),
-            DType::F64 => Slice::F64(&[0.0]),
+        let mut problem =
+            Self::of(broadcast(dtype, q)?, broadcast(dtype, k)?, broadcast(dtype, v)?)?;
+        problem.layouts = [q, k, v].map(Layout::contiguous);
+        Ok(problem)
+    }
+
+    /// The problem of keys and values in pages of `page_size` keys, without operands and without a
+    /// table: shapes as for [`Problem::shaped`], with k and v of q's batch and every batch entry as
+    /// long as they are. Entry `b` has the pages from `b` times those of one entry on.
+    ///
+    /// # Errors
+    /// Those of [`Problem::shaped`] and [`Problem::paged`], and a page size of 0.
+    pub fn shaped_in_pages(
+        dtype: DType,
+        q: [usize; 4],
+        k: [usize; 4],
+        v: [usize; 4],
+        page_size: usize,
+    ) -> Result<Self, Error> {
+        if page_size == 0 {
+            return Err(Error::option("page_size", "is 0; a page holds one key or more"));
+        }
+        // Checks what k and v are before they are cut into pages.
+        Self::shaped(dtype, q, k, v)?;
+        let [batch, _, len, _] = k;
+        if batch != q[0] {
+            let reason = format!("k and v have batch {batch}; pages belong to {} entries", q[0]);
+            return Err(Error::option("shape", reason));
+        }
+        let entries = len.div_ceil(page_size);
+        let number = |n: usize| {
+            let reason = || format!("{n} pages or keys are more than a table can count");
+            i32::try_from(n).map_err(|_| Error::option("page_size", reason()))
         };
-        let broadcast = |shape: [usize; 4]| {
-            let bytes = shape.iter().try_fold(dtype.bytes(), |n, &d| n.checked_mul(d));
-            if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
-                let reason = format!("has more elements in {shape:?} than memory can address");
-                return Err(Error::option("shape", reason));
-            }
-            let layout = Layout::strided(shape, [0; 4], 0);
-            Ok(TensorRef::new(element, layout)?)
-        };
-        let mut problem = Self::of(broadcast(q)?, broadcast(k)?, broadcast(v)?)?;
+        let table: Vec<i32> = (0..number(batch.saturating_mul(entries))?).collect();
+        let lengths = vec![number(len)?; batch];
+        let [k, v] = [k, v].map(|[_, heads, _, dim]| [table.len(), heads, page_size, dim]);
+        let views = [broadcast(dtype, q)?, broadcast(dtype, k)?, broadcast(dtype, v)?];
+        let mut problem = Self::paged(views[0], views[1], views[2], &table, &lengths)?;
         problem.layouts = [q, k, v].map(Layout::contiguous);
         Ok(problem)
     }
@@ -140,8 +170,12 @@ impl Problem {
     /// sequence `b` owns rows `cu_q[b]..cu_q[b + 1]` of q and `cu_k[b]..cu_k[b + 1]` of k and v.
     ///
     /// # Errors
-    /// When offsets decrease, end past the rows or differ in number, or the batch is not 1.
+    /// When offsets decrease, end past the rows or differ in number, the batch is not 1, or keys
+    /// lie in pages.
     pub fn varlen(mut self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
+        if self.pages.is_some() {
+            return Err(Error::option("varlen", PAGES_OR_OFFSETS));
+        }
         let [q, k, v] = self.layouts.map(|l| l.shape);
         Varlen::new(cu_q, cu_k, q[2], k[2])?;
         if q[0] != 1 || k[0] != 1 || v[0] != 1 {
@@ -192,11 +226,12 @@ impl Problem {
 
     /// The independent problems inside, in order of `b`.
     pub fn sequences(&self) -> Vec<Sequence> {
-        let mut sequences = self.dims.sequences(self.get_varlen());
-        if let Some(pages) = self.get_pages() {
-            pages.limit(&mut sequences);
-        }
-        sequences
+        self.dims.sequences_of(self.arrangement())
+    }
+
+    /// How they lie in the operands.
+    pub fn arrangement(&self) -> Arrangement<'_> {
+        Arrangement::new(self.get_varlen(), self.get_pages(), self.layouts[1].shape[2])
     }
 
     /// True when no backward pass is wanted.
@@ -230,4 +265,20 @@ impl Problem {
         let Some(offsets) = &self.offsets else { return Ok(None) };
         Ok(Some(Varlen::new(&offsets.cu_q, &offsets.cu_k, packed_q, packed_k)?))
     }
+}
+
+/// A view of this shape whose every element is one zero.
+fn broadcast(dtype: DType, shape: [usize; 4]) -> Result<TensorRef<'static>, Error> {
+    let element = match dtype {
+        DType::F32 => Slice::F32(&[0.0]),
+        DType::F16 => Slice::F16(&[f16::ZERO]),
+        DType::BF16 => Slice::BF16(&[bf16::ZERO]),
+        DType::F64 => Slice::F64(&[0.0]),
+    };
+    let bytes = shape.iter().try_fold(dtype.bytes(), |n, &d| n.checked_mul(d));
+    if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
+        let reason = format!("has more elements in {shape:?} than memory can address");
+        return Err(Error::option("shape", reason));
+    }
+    Ok(TensorRef::new(element, Layout::strided(shape, [0; 4], 0))?)
 }

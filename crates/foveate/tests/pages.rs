@@ -84,3 +84,45 @@ fn pages_have_no_backward() {
     let refused = plan.backward(&q, &pages(8), &pages(5), &forward, &d_out).unwrap_err();
     assert!(refused.to_string().starts_with("keys and values in pages have no gradients"));
 }
+
+#[test]
+fn pages_and_offsets_exclude_each_other_before_anything_is_planned() {
+    let q = tensor([1, 4, 2, 8]);
+    let problem = Problem::paged(&q, &pages(8), &pages(5), &[4, 0, 2], &[8]).unwrap();
+    let said = problem.varlen(&[0, 2], &[0, 8]).unwrap_err().to_string();
+    assert!(said.contains("keys in pages go with queries that are not packed; give"), "{said}");
+    let (k, v) = (tensor([1, 2, 8, 8]), tensor([1, 2, 8, 5]));
+    let problem = Problem::of(&q, &k, &v).unwrap().varlen(&[0, 2], &[0, 8]).unwrap();
+    let plan = Attention::new().plan(&problem, &Device::cpu()).unwrap();
+    let said = plan.with_pages(&[0, 1, 2], &[8]).unwrap_err().to_string();
+    assert!(said.contains("keys in pages go with queries that are not packed; give"), "{said}");
+}
+
+#[test]
+fn an_explanation_counts_each_entry_at_its_own_length() {
+    let problem =
+        Problem::paged(&tensor([2, 4, 2, 8]), &pages(8), &pages(5), &TABLE, &LENGTHS).unwrap();
+    let plan = Attention::new().plan(&problem, &Device::cpu()).unwrap();
+    let found = plan.explain();
+    assert_eq!(found.work.live_pairs, 4 * 2 * (8 + 4));
+    assert_eq!(found.page_size, Some(PAGE));
+    assert!(found.to_string().contains(", keys in pages of 3\n"), "{found}");
+    // The same once lengths have changed, without planning again.
+    let shorter = plan.with_pages(&TABLE, &[5, 0]).unwrap().explain();
+    assert_eq!((shorter.work.live_pairs, shorter.len_k), (4 * 2 * 5, 5));
+}
+
+#[test]
+fn a_paged_problem_can_be_posed_without_operands() {
+    let shape = |len, dim| [2, 4, len, dim];
+    let posed = |k, page| Problem::shaped_in_pages(DType::F32, shape(3, 8), k, shape(10, 5), page);
+    let problem = posed(shape(10, 8), 4).unwrap();
+    let plan = Attention::new().plan(&problem, &Device::cpu()).unwrap();
+    assert_eq!(plan.explain().work.live_pairs, 2 * 4 * 3 * 10);
+    let pages = problem.get_pages().unwrap();
+    assert_eq!((pages.table(), pages.lengths()), (&[0, 1, 2, 3, 4, 5][..], &[10, 10][..]));
+    let said = posed(shape(10, 8), 0).unwrap_err().to_string();
+    assert!(said.contains("a page holds one key or more"), "{said}");
+    let said = posed(shape(9, 8), 4).unwrap_err().to_string();
+    assert!(said.contains("they must be equal"), "{said}");
+}

@@ -39,6 +39,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     let dims = given.problem.dims();
     let class = Class {
         deterministic: args.deterministic,
+        paged: given.problem.arrangement().paged(),
         ..Class::of(&spec, elem, dims, gradient.as_ref())
     };
     let sizes = Sizes::of(dims);

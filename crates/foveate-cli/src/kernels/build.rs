@@ -97,6 +97,7 @@ impl Wanted {
             backward: self.problem.backward,
             deterministic: self.deterministic,
             checked: self.checked,
+            paged: given.problem.arrangement().paged(),
         };
         Ok((spec, *given.problem.dims(), elem, run))
     }

@@ -3,7 +3,7 @@
 use foveate_cpu::{CpuErrorKind, CpuOptions, CpuPlan};
 use foveate_mods::expr::{b, h, kv, q, scalar, score};
 use foveate_mods::{Buffer, ScalarValue};
-use foveate_problem::Dims;
+use foveate_problem::{Arrangement, Dims};
 use foveate_tensor::DType;
 
 use crate::common::{Case, run};
@@ -146,7 +146,7 @@ fn a_plan_describes_its_live_tiles_and_shares_block_masks() {
     let of = |m, heads| {
         let case =
             Case { batch: 3, heads, lens: [64, 64], options: tiles, mask: m, ..Case::default() };
-        case.plan(&case.inputs()).describe(None)
+        case.plan(&case.inputs()).describe(Arrangement::Dense)
     };
     let full = of(None, [4, 2]);
     assert_eq!((full.tiles, full.full_tiles, full.partial_tiles), (192, 192, 0));

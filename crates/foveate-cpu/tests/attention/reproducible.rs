@@ -5,7 +5,7 @@ use std::time::Duration;
 use foveate_cpu::{CpuOptions, CpuPlan, Stages};
 use foveate_mods::Buffer;
 use foveate_mods::expr::{h, kv, q, score};
-use foveate_problem::Dropout;
+use foveate_problem::{Arrangement, Dropout};
 use foveate_tensor::{DType, Data, Layout, Tensor};
 
 use crate::common::{Case, Inputs, Random, Results, run, run_into};
@@ -178,7 +178,7 @@ fn little_workspace_gives_the_same_bits_but_for_learned_buffers() {
         results.captures.clear();
         results.bits()
     };
-    let bytes = |case: &Case| case.plan(&case.inputs()).describe(None).backward_bytes;
+    let bytes = |case: &Case| case.plan(&case.inputs()).describe(Arrangement::Dense).backward_bytes;
     let plenty = busy_case();
     for workspace_bytes in [Some(0), Some(bytes(&plenty) / 2)] {
         let options = CpuOptions { workspace_bytes, ..plenty.options };

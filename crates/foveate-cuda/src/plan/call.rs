@@ -41,12 +41,7 @@ impl<'a> Call<'a> {
         operands: &DeviceOperands<'a>,
         checked: bool,
     ) -> Self {
-        let mut sequences = sequences(dims, operands.varlen);
-        if let Some(pages) = operands.pages {
-            for (s, len) in sequences.iter_mut().zip(pages.lengths) {
-                (s.k_batch, s.k_len) = (0, *len as usize);
-            }
-        }
+        let sequences = sequences(dims, operands.arrangement());
         let (captures, tables) = (operands.captures, RefCell::default());
         Self { queue, dims, sequences, checked, captures, tables }
     }

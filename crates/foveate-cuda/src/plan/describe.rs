@@ -1,12 +1,14 @@
 //! What a plan will do, as data.
 
-use foveate_tensor::Varlen;
+use foveate_problem::{Arrangement, Dims, Sequence};
 
 use super::kernels::sizes;
+use super::launch::COUNTED_BYTES;
 use super::{CudaPlan, sequences};
+use crate::config::Config;
 use crate::error::CudaError;
-use crate::planner::Candidate;
-use crate::schedule::{Axis, Schedule, TileSize};
+use crate::planner::{Candidate, Class};
+use crate::schedule::{Axis, Lists, Schedule, TileSize};
 
 /// What a call does: configurations, how much is live, what memory it needs.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,9 +23,11 @@ pub struct Description {
     /// Kernels that run otherwise than they were planned, and why; of those that have been needed
     /// so far.
     pub notes: Vec<String>,
-    /// Queries and keys of a tile of the forward.
+    /// Queries of a head and keys of a tile of the forward.
     pub tile: TileSize,
-    /// Tiles of all heads, live or not.
+    /// Query heads that share a tile of the forward.
+    pub tile_heads: usize,
+    /// Tiles of all heads, live or not; those that heads share are one.
     pub tiles: usize,
     /// Tiles where every query sees every key.
     pub full_tiles: usize,
@@ -39,60 +43,35 @@ pub struct Description {
     pub block_mask_bytes: u64,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
-    /// Workspace of a backward pass in bytes.
+    /// Workspace of a backward pass in bytes; 0 where there is none.
     pub backward_bytes: usize,
 }
 
 impl CudaPlan {
-    /// What a call of the planned sizes on aligned operands does. Packed problems need their
-    /// offsets; without any, the description is that of no sequences.
+    /// What a call of the planned sizes on aligned operands does, whose sequences lie as
+    /// `arrangement` says. Packed problems need their offsets; without any, the description is
+    /// that of no sequences.
     ///
     /// # Errors
-    /// Those of planning.
-    pub fn describe(&self, varlen: Option<Varlen<'_>>) -> Result<Description, CudaError> {
-        let mut dims = self.dims;
-        if dims.packed {
-            dims.batch = varlen.map_or(0, |v| v.sequences());
-        }
-        let sequences = sequences(&dims, varlen.filter(|_| dims.packed));
-        let chosen = self.chosen(self.class(), sizes(&dims, &sequences), self.gradient.is_ok())?;
+    /// Those of planning, and a captured buffer in device memory, on which it depends what is live.
+    pub fn describe(&self, arrangement: Arrangement<'_>) -> Result<Description, CudaError> {
+        self.spec.check_on_host()?;
+        let dims = self.dims.arranged(arrangement);
+        let sequences = sequences(&dims, arrangement);
+        let class = Class { paged: arrangement.paged(), ..self.class() };
+        let backward = self.gradient.is_ok() && !arrangement.paged();
+        let chosen = self.chosen(class.clone(), sizes(&dims, &sequences), backward)?;
         let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize { q: forward.queries(), kv: forward.tile_kv };
         let mask = self.spec.mask.as_ref();
         let work = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
-        let columns = |s: &foveate_problem::Sequence| s.k_len.div_ceil(tile.kv);
+        let columns = |s: &Sequence| s.k_len.div_ceil(tile.kv);
         let tiles: usize = sequences.iter().map(|s| s.q_len.div_ceil(tile.q) * columns(s)).sum();
-        let tiles = tiles.saturating_mul(dims.heads_q);
-        let mut kinds = [0; 2];
-        let (mut runs, mut block_masks, mut block_mask_bytes) = (0, 0, 0);
-        match &work.lists {
-            None => kinds[0] = tiles,
-            Some(lists) => {
-                let heads = if lists.head_stride == 0 { 1 } else { dims.heads_q };
-                let each = dims.heads_q / heads;
-                for s in &work.sequences {
-                    let rows = s.q_len.max(0) as usize;
-                    for row in (0..heads).flat_map(|h| {
-                        let first = s.first_row as usize + h * lists.head_stride;
-                        first..first + rows.div_ceil(tile.q)
-                    }) {
-                        let of_row = &lists.runs[row * lists.capacity..];
-                        for run in &of_row[..lists.counts[row] as usize] {
-                            kinds[(run.count_kind & 1) as usize] +=
-                                (run.count_kind >> 1) as usize * each;
-                        }
-                    }
-                }
-                runs = lists.counts.iter().map(|&n| n as u64).sum();
-                let mut classes: Vec<i32> = work.sequences.iter().map(|s| s.first_row).collect();
-                classes.sort_unstable();
-                classes.dedup();
-                block_masks = classes.len() * heads;
-                block_mask_bytes = (4 * lists.counts.len() + 8 * lists.runs.len()) as u64;
-            }
-        }
-        let rows: usize = dims.row_shape().iter().product();
-        let sums = dims.heads_q * work.sum_rows * forward.padded_dim();
+        let tiles = tiles.saturating_mul(dims.heads_q / forward.heads());
+        let lists = match &work.lists {
+            None => Listed { full: tiles, ..Listed::default() },
+            Some(lists) => Listed::of(&work, lists, &dims, forward),
+        };
         let info = self.engine.device().info();
         Ok(Description {
             device: format!("{} ({})", info.name, info.arch()),
@@ -100,19 +79,86 @@ impl CudaPlan {
             kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
             notes: self.notes(),
             tile,
+            tile_heads: forward.heads(),
             tiles,
-            full_tiles: kinds[0],
-            partial_tiles: kinds[1],
+            full_tiles: lists.full,
+            partial_tiles: lists.partial,
             live_pairs: work.live_pairs,
-            block_masks,
-            runs,
-            block_mask_bytes,
+            block_masks: lists.masks,
+            runs: lists.runs,
+            block_mask_bytes: lists.bytes,
             forward_bytes: match chosen.splits {
                 1 => 0,
-                splits => 4 * splits * rows * (dims.dim_v + 2),
+                splits => 4 * splits * rows(&dims) * (dims.dim_v + 2),
             },
-            backward_bytes: 4 * (rows + if self.options.deterministic { 0 } else { sums }),
+            backward_bytes: match backward {
+                true => self.backward_bytes(&class, &dims, work.sum_rows),
+                false => 0,
+            },
         })
+    }
+
+    /// Workspace of a backward that every learned buffer gets its gradient from; see
+    /// `launch_backward`.
+    fn backward_bytes(&self, class: &Class, dims: &Dims, sum_rows: usize) -> usize {
+        // Delta, and what the weights of a row add up to.
+        let of_rows = 4 * rows(dims) * if class.has_rests() { 2 } else { 1 };
+        let learned: usize = self.spec.learned().iter().map(|b| b.elems()).sum();
+        let of_sums = match self.options.deterministic {
+            true => COUNTED_BYTES * learned,
+            false => 4 * dims.heads_q * sum_rows * dims.dim.next_multiple_of(16),
+        };
+        of_rows + of_sums
+    }
+}
+
+/// Rows of every head and batch entry.
+fn rows(dims: &Dims) -> usize {
+    dims.row_shape().iter().product()
+}
+
+/// What the lists of a mask hold.
+#[derive(Default)]
+struct Listed {
+    /// Tiles of all heads by their kind.
+    full: usize,
+    partial: usize,
+    /// Masks that batch entries and heads share.
+    masks: usize,
+    runs: u64,
+    bytes: u64,
+}
+
+impl Listed {
+    fn of(work: &Schedule, lists: &Lists, dims: &Dims, forward: &Config) -> Self {
+        let heads = if lists.head_stride == 0 { 1 } else { dims.heads_q };
+        // Tiles for each one listed: heads that share a list have tiles of their own, unless they
+        // share those as well.
+        let each = dims.heads_q / heads / forward.heads();
+        let mut kinds = [0; 2];
+        for s in &work.sequences {
+            let tiles = (s.q_len.max(0) as usize).div_ceil(forward.queries());
+            for h in 0..heads {
+                let first = s.first_row as usize + h * lists.head_stride;
+                for row in first..first + tiles {
+                    let of_row = &lists.runs[row * lists.capacity..];
+                    for run in &of_row[..lists.counts[row] as usize] {
+                        kinds[(run.count_kind & 1) as usize] +=
+                            (run.count_kind >> 1) as usize * each;
+                    }
+                }
+            }
+        }
+        let mut classes: Vec<i32> = work.sequences.iter().map(|s| s.first_row).collect();
+        classes.sort_unstable();
+        classes.dedup();
+        Self {
+            full: kinds[0],
+            partial: kinds[1],
+            masks: classes.len() * heads,
+            runs: lists.counts.iter().map(|&n| n as u64).sum(),
+            bytes: (4 * lists.counts.len() + 8 * lists.runs.len()) as u64,
+        }
     }
 }
 

@@ -76,7 +76,7 @@ impl CudaPlan {
         let plan = self.bound(operands.captures)?;
         let told = plan.launch_forward(&Call::new(queue, &dims, &operands, true), &device);
         let told = self.results(told)?;
-        let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
+        let rows = Rows::new(&dims, &sequences(&dims, from.arrangement()));
         on_out.download("out", &rows.q, self, whole_row(&mut out))?;
         on_lse.download("lse", &rows.q, self, number(&mut lse))?;
         if let (Some(on_max), Some(max)) = (on_max, &mut max_score) {
@@ -140,7 +140,7 @@ impl CudaPlan {
         let plan = self.bound(operands.captures)?;
         let told = plan.launch_backward(&Call::new(queue, &dims, &operands, true), &device);
         let told = self.results(told)?;
-        let rows = Rows::new(&dims, &sequences(&dims, from.varlen));
+        let rows = Rows::new(&dims, &sequences(&dims, from.arrangement()));
         on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
         on_dk.download("dk", &rows.k, self, whole_row(&mut dk))?;
         on_dv.download("dv", &rows.k, self, whole_row(&mut dv))?;

@@ -4,6 +4,7 @@
 //! and v with the sums for dq, and dq from its sums; deterministic ones compute dq in a kernel of
 //! its own instead. Nothing here waits for the device.
 
+use foveate_problem::Pages;
 use foveate_tensor::DType;
 
 use super::CudaPlan;
@@ -19,6 +20,9 @@ use crate::error::CudaError;
 use crate::planner::Class;
 use crate::schedule::Axis;
 use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
+
+/// Bytes of the deterministic sum of one element of a captured buffer's gradient: three i64.
+pub(super) const COUNTED_BYTES: usize = 24;
 
 impl CudaPlan {
     /// Queues the forward pass on tensors in device memory: computes `out`, `lse` and, when
@@ -49,8 +53,7 @@ impl CudaPlan {
         self.engine.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
         if args.operands.pages.is_some() {
-            let reason = "keys and values in pages have no gradients; gather them for a backward";
-            return Err(CudaError::argument(reason));
+            return Err(Pages::no_gradients().into());
         }
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
@@ -207,7 +210,7 @@ impl CudaPlan {
             let into = wanted.map_or(unwanted.address(), |(_, into)| into.start());
             let mut gradient = Gradient { name: buffer.name(), into, sums: unwanted.address() };
             if counted {
-                let counts = pool.take(24 * buffer.elems())?;
+                let counts = pool.take(COUNTED_BYTES * buffer.elems())?;
                 counts.fill(0)?;
                 gradient.sums = counts.address();
                 sums.push((counts, into, buffer.elems()));

@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use foveate_mods::{AnyBuffer, ModError, ScalarValue, ScoreGradient};
-use foveate_problem::{Dims, Rebound, Sequence, Spec};
-use foveate_tensor::{DType, Varlen};
+use foveate_problem::{Arrangement, Dims, Rebound, Sequence, Spec};
+use foveate_tensor::DType;
 
 use crate::config::Elem;
 use crate::engine::{Engine, lock};
@@ -226,8 +226,12 @@ impl CudaPlan {
 
 /// The sequences of a call. Keys that an empty batch shares have no queries, but still gradients
 /// of zero, so they are a sequence of their own.
-fn sequences(dims: &Dims, varlen: Option<Varlen<'_>>) -> Vec<Sequence> {
-    let mut sequences = dims.sequences(varlen);
+fn sequences(dims: &Dims, arrangement: Arrangement<'_>) -> Vec<Sequence> {
+    let mut sequences = dims.sequences_of(arrangement);
+    if arrangement.paged() {
+        // The table says where keys are; no batch entry of k and v is one of the sequence's.
+        sequences.iter_mut().for_each(|s| s.k_batch = 0);
+    }
     if sequences.is_empty() && dims.shared_kv {
         sequences.push(Sequence {
             b: 0,

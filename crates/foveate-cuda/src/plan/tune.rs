@@ -9,20 +9,21 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use foveate_problem::Dims;
-use foveate_tensor::{DType, Varlen};
+use foveate_problem::{Arrangement, Dims, Pages};
+use foveate_tensor::DType;
 use half::{bf16, f16};
 
 use super::call::Call;
 use super::kernels::{PassKind, sizes};
 use super::{CudaPlan, sequences};
+use crate::abi::Address;
 use crate::config::Kernel;
 use crate::driver::{Block, Event, Pool};
 use crate::engine::lock;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::Compiler;
 use crate::planner::{Choice, Class, KernelOptions, KernelPlan, Sizes, Tiles};
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor};
+use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
 use crate::tuner::{Finish, Key, Progress, Record, Tuned, Tuning, most_runs, race};
 
 /// A run that takes longer hangs: the slowest candidates of the longest problems take seconds.
@@ -37,7 +38,7 @@ const MOST_PASSES: f64 = 64.0;
 struct Subject<'a> {
     plan: &'a CudaPlan,
     dims: Dims,
-    varlen: Option<Varlen<'a>>,
+    arrangement: Arrangement<'a>,
     sizes: Sizes,
     operands: OnDevice,
 }
@@ -52,18 +53,19 @@ impl CudaPlan {
     /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
     /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
     /// made later choose it for problems like this one ([`Key`] says which). Operands are random
-    /// numbers, keys and values in one piece; `varlen` are the offsets of a packed problem.
+    /// numbers that lie as `arrangement` says; pages are in no order.
     ///
     /// `tell` is called after each compilation and each run; tuning stops when it returns false.
     ///
     /// # Errors
     /// When the plan's options fix tiles or splits, which a record would pass on to plans without
     /// them; when NVRTC is missing, operands do not fit the device's memory, the score cannot be
-    /// differentiated, a kernel hangs or fails, or `tell` stopped it. A candidate that does not
-    /// compile, takes more than was planned or does not fit in memory is skipped.
+    /// differentiated, a backward is asked for on pages, a kernel hangs or fails, or `tell` stopped
+    /// it. A candidate that does not compile, takes more than was planned or does not fit in memory
+    /// is skipped.
     pub fn tune(
         &self,
-        varlen: Option<Varlen<'_>>,
+        arrangement: Arrangement<'_>,
         backward: bool,
         candidates: usize,
         tell: &mut dyn FnMut(&Progress) -> bool,
@@ -78,19 +80,18 @@ impl CudaPlan {
         if backward {
             self.differentiable()?;
         }
-        let mut dims = self.dims;
-        if dims.packed {
-            dims.batch = varlen.map_or(0, |v| v.sequences());
+        if backward && arrangement.paged() {
+            return Err(Pages::no_gradients().into());
         }
-        let varlen = varlen.filter(|_| dims.packed);
-        let sizes = sizes(&dims, &sequences(&dims, varlen));
+        let dims = self.dims.arranged(arrangement);
+        let sizes = sizes(&dims, &sequences(&dims, arrangement));
         if sizes.batch * sizes.queries * sizes.keys == 0 {
             return Err(CudaError::argument(
                 "there is nothing to tune: the problem has no pairs of a query and a key",
             ));
         }
-        let operands = OnDevice::new(self, &dims, backward)?;
-        let subject = Subject { plan: self, dims, varlen, sizes, operands };
+        let operands = OnDevice::new(self, &dims, arrangement, backward)?;
+        let subject = Subject { plan: self, dims, arrangement, sizes, operands };
         let kernels: &[Kernel] = match (backward, self.options.deterministic) {
             (false, _) => &[Kernel::Forward],
             (true, false) => &[Kernel::Forward, Kernel::Backward],
@@ -145,6 +146,7 @@ impl Subject<'_> {
                 false => self.forward().align(),
             },
             captures: backward && !self.operands.captures.is_empty(),
+            paged: self.arrangement.paged(),
             ..self.plan.class()
         }
     }
@@ -299,8 +301,16 @@ impl Subject<'_> {
     }
 
     fn forward(&self) -> DeviceForward<'_> {
-        let OnDevice { q, k, v, out, lse, .. } = self.operands;
-        let operands = DeviceOperands { varlen: self.varlen, ..DeviceOperands::new(q, k, v) };
+        let OnDevice { q, k, v, table, out, lse, .. } = self.operands;
+        let (varlen, pages) = match self.arrangement {
+            Arrangement::Dense => (None, None),
+            Arrangement::Packed(varlen) => (Some(varlen), None),
+            Arrangement::Paged { lengths, .. } => {
+                let (table, entries) = table.expect("a paged problem has a table");
+                (None, Some(DevicePages { table, entries, lengths }))
+            }
+        };
+        let operands = DeviceOperands { varlen, pages, ..DeviceOperands::new(q, k, v) };
         DeviceForward { operands, out, lse, max_score: None }
     }
 
@@ -340,6 +350,8 @@ struct OnDevice {
     q: DeviceTensor,
     k: DeviceTensor,
     v: DeviceTensor,
+    /// The page table, and its entries for each batch entry.
+    table: Option<(Address, usize)>,
     out: DeviceTensor,
     lse: DeviceTensor<3>,
     d_out: DeviceTensor,
@@ -350,9 +362,25 @@ struct OnDevice {
 }
 
 impl OnDevice {
-    fn new(plan: &CudaPlan, dims: &Dims, backward: bool) -> Result<Self, CudaError> {
+    fn new(
+        plan: &CudaPlan,
+        dims: &Dims,
+        arrangement: Arrangement<'_>,
+        backward: bool,
+    ) -> Result<Self, CudaError> {
         let pool = plan.engine.queue().pool();
         let mut blocks = Vec::new();
+        let [q, mut k, mut v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+        let mut table = None;
+        if let Arrangement::Paged { page_size, .. } = arrangement {
+            let page_size = page_size.max(1);
+            let entries = dims.len_k.div_ceil(page_size);
+            let pages = scattered(dims.batch * entries);
+            [k, v] = [k, v].map(|[_, heads, _, dim]| [pages.len(), heads, page_size, dim]);
+            let block = pool.upload(bytemuck::cast_slice(&pages))?;
+            table = Some((block.address(), entries));
+            blocks.push(block);
+        }
         let noise = noise(plan.dtype);
         let mut filled = |shape: [usize; 4]| {
             let elems: usize = shape.iter().product();
@@ -364,7 +392,6 @@ impl OnDevice {
             blocks.push(block);
             Ok::<_, CudaError>(tensor)
         };
-        let [q, k, v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
         let (of_q, of_k, of_v) = (filled(q)?, filled(k)?, filled(v)?);
         let out = filled(dims.out_shape())?;
         let mut wanted = |shape: [usize; 4]| filled(if backward { shape } else { [0; 4] });
@@ -377,8 +404,16 @@ impl OnDevice {
             captures.push((buffer.name().to_owned(), into));
         }
         let (q, k, v) = (of_q, of_k, of_v);
-        Ok(Self { _blocks: blocks, q, k, v, out, lse, d_out, dq, dk, dv, captures })
+        Ok(Self { _blocks: blocks, q, k, v, table, out, lse, d_out, dq, dk, dv, captures })
     }
+}
+
+/// Pages 0 to `count` in an order without neighbours, as a cache that has been in use for a while
+/// hands them out.
+fn scattered(count: usize) -> Vec<i32> {
+    // A prime: each page once, unless there are a multiple of it.
+    const STEP: usize = 1_000_003;
+    (0..count).map(|i| (i * STEP % count) as i32).collect()
 }
 
 /// Room for f32 numbers.
@@ -408,5 +443,20 @@ fn noise(dtype: DType) -> Vec<u8> {
         DType::F16 => numbers.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
         DType::BF16 => numbers.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
         _ => numbers.flat_map(f32::to_le_bytes).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_is_handed_out_once() {
+        for count in [0, 1, 2, 7, 1000, 8192] {
+            let mut pages = scattered(count);
+            assert!(count < 4 || pages.windows(2).any(|pair| (pair[0] - pair[1]).abs() > 1));
+            pages.sort_unstable();
+            assert!(pages.into_iter().eq(0..count as i32), "{count}");
+        }
     }
 }

@@ -45,6 +45,10 @@ impl Choice {
         };
         writeln!(f, "{}", config.kernel)?;
         writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
+        if config.fold {
+            let (heads, queries) = (config.heads(), Count(config.queries(), "row"));
+            writeln!(f, "  heads      {heads} heads share a tile, {queries} of it each")?;
+        }
         write!(f, "  shared     {} of {limit} B", resources.shared_bytes)?;
         for (i, (what, bytes)) in resources.shared.iter().enumerate() {
             write!(f, "{} {what} {bytes}", if i == 0 { ":" } else { " +" })?;

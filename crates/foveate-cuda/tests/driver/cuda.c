@@ -28,7 +28,21 @@ int cuDeviceGetCount(int *n) { return *n = 2, 0; }
 int cuDeviceGet(int *d, int i) { return *d = i, 0; }
 int cuDeviceGetName(char *s, int n, int d) { (void)n; (void)d; strcpy(s, "Test GPU"); return 0; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; return *n = total(), 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { (void)d; return *v = a == 75 ? 9 : a == 76 ? 0 : 1000, 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+    (void)d;
+    switch (a) { /* those of an H200; numbers of CUdevice_attribute in cuda.h */
+    case 16: *v = 132; break;
+    case 38: *v = 60 << 20; break;
+    case 75: *v = 9; break;
+    case 76: *v = 0; break;
+    case 81: *v = 233472; break;
+    case 82: *v = 65536; break;
+    case 97: *v = 232448; break;
+    case 111: *v = 1024; break;
+    default: return 1;
+    }
+    return 0;
+}
 int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = (void *)(size_t)(d + 1), 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, 0; }

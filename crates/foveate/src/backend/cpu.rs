@@ -54,12 +54,13 @@ impl Planned for CpuPlan {
     }
 
     fn work(&self, problem: &Problem) -> Work {
-        let found = self.describe(problem.get_varlen());
+        let found = self.describe(problem.arrangement());
         Work {
             instructions: found.instructions.to_owned(),
             threads: found.threads,
             tile_q: found.tile_q,
             tile_kv: found.tile_kv,
+            tile_heads: 1,
             tiles: found.tiles,
             full_tiles: found.full_tiles,
             partial_tiles: found.partial_tiles,

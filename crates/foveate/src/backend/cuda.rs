@@ -57,7 +57,7 @@ impl Planned for CudaPlan {
     fn work(&self, problem: &Problem) -> Work {
         let copies = ["q, k, v to the device", "out, lse and gradients back"];
         let copies = copies.map(|what| format!("{what} (host tensors only)")).to_vec();
-        match self.describe(problem.get_varlen()) {
+        match self.describe(problem.arrangement()) {
             Err(e) => Work { trouble: Some(e.to_string()), copies, ..Work::default() },
             Ok(found) => {
                 let entries: f64 = problem
@@ -74,6 +74,7 @@ impl Planned for CudaPlan {
                     trouble: None,
                     tile_q: found.tile.q,
                     tile_kv: found.tile.kv,
+                    tile_heads: found.tile_heads,
                     tiles: found.tiles,
                     full_tiles: found.full_tiles,
                     partial_tiles: found.partial_tiles,
