@@ -5,7 +5,8 @@ use std::ops::Range;
 use super::LANES;
 use super::level::for_each_level;
 
-const WORD: usize = u64::BITS as usize;
+/// Entries of a word.
+pub(super) const WORD: usize = u64::BITS as usize;
 
 /// The truth values of a tile, row by row, with the columns between which a row has any.
 #[derive(Clone, Debug, Default)]
@@ -35,6 +36,19 @@ impl Bits {
         self.spans.resize(rows, Span::default());
     }
 
+    /// Makes it `rows × columns` of a plane, whose rows are whole words and hold anything past
+    /// their columns.
+    pub(super) fn copy_from(&mut self, rows: usize, columns: usize, plane: &[u64]) {
+        self.resize(rows, columns);
+        self.words.copy_from_slice(plane);
+        let in_use = u64::MAX >> (WORD - 1 - columns.wrapping_sub(1) % WORD);
+        let own = self.words.chunks_exact_mut(self.row_words.max(1));
+        for (row, own_span) in own.zip(&mut self.spans) {
+            *row.last_mut().expect("a row has words") &= in_use;
+            *own_span = span(row);
+        }
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.spans.len()
@@ -48,7 +62,7 @@ impl Bits {
         for (g, group) in truths.as_chunks::<LANES>().0.iter().enumerate() {
             let at = g * LANES;
             let in_use = n.saturating_sub(at).min(LANES);
-            let bits = gather(group) & ((1u64 << in_use) - 1);
+            let bits = gather(group, |x| x.to_bits() & 1 == 1) & ((1u64 << in_use) - 1);
             if bits != 0 {
                 row[at / WORD] |= bits << (at % WORD);
             }
@@ -105,12 +119,12 @@ impl Bits {
     }
 }
 
-/// The low bits of a group.
+/// The truths of a group, a bit each.
 #[inline(always)]
-fn gather(group: &[f32; LANES]) -> u64 {
-    let mut bits = 0;
+pub(super) fn gather<T>(group: &[T; LANES], truth: impl Fn(&T) -> bool) -> u64 {
+    let mut bits = 0u32;
     for (l, x) in group.iter().enumerate() {
-        bits |= (x.to_bits() & 1) << l;
+        bits |= u32::from(truth(x)) << l;
     }
     bits.into()
 }

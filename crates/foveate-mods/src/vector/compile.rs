@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Machine;
+use super::planes::{Step, steps};
 use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp};
 use crate::program::Program;
 
@@ -77,6 +78,10 @@ pub(super) struct Compiled {
     pub expand: Vec<usize>,
     pub diagonal: Vec<usize>,
     pub full: Vec<usize>,
+    /// What makes root 0, a truth, without evaluating it at every entry.
+    pub planes: Option<Vec<Step>>,
+    /// What the only root is, when that is all there is to evaluate at an entry.
+    pub on_score: Option<OnScore>,
     /// Lanes of all kinds.
     pub lanes: Vec<LaneKind>,
 }
@@ -87,6 +92,32 @@ pub(super) enum LaneKind {
     Column,
     Diagonal,
     Full,
+}
+
+/// The score with one operation done to it: an addition, a difference or a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct OnScore {
+    pub op: BinaryOp,
+    /// The other operand, which changes less often than entries.
+    pub other: usize,
+    /// Whether the score comes first.
+    pub first: bool,
+}
+
+impl OnScore {
+    fn of(program: &Program, rates: &[Rate]) -> Option<Self> {
+        let ([root], graph) = (program.roots(), program.graph()) else { return None };
+        let Node::Binary(op, x, y) = *graph.node(*root) else { return None };
+        let is_score = |x: NodeId| *graph.node(x) == Node::Leaf(Leaf::Score);
+        let rare = |x: NodeId| rates[x.index()] != Rate::Full;
+        let known = matches!(op, BinaryOp::Add | BinaryOp::Sub | BinaryOp::Mul);
+        match [x, y] {
+            _ if !known => None,
+            [x, y] if is_score(x) && rare(y) => Some(Self { op, other: y.index(), first: true }),
+            [x, y] if rare(x) && is_score(y) => Some(Self { op, other: x.index(), first: false }),
+            _ => None,
+        }
+    }
 }
 
 /// A program prepared for evaluation over tiles. Cheap to clone and to share.
@@ -110,6 +141,8 @@ impl Kernel {
             expand: Vec::new(),
             diagonal: at(Rate::Diagonal),
             full: at(Rate::Full),
+            planes: steps(program, &rates),
+            on_score: OnScore::of(program, &rates),
             lanes: Vec::new(),
         };
         // The score is read where the caller has it. As a root it is copied: roots outlive it.

@@ -5,7 +5,8 @@
 //! of a tile, what depends on their distance once a *diagonal* of a tile (causal masks, windows,
 //! ALiBi, relative biases), and only the rest once an entry. That rest runs one operation at a time
 //! over strips of rows small enough that all intermediates stay in the first-level cache, in loops
-//! over groups of [`LANES`] floats, compiled once per instruction set (`level`).
+//! over groups of [`LANES`] floats, compiled once per instruction set (`level`). Most masks need
+//! none of that: their truths are made of bits, a word at a time (`planes`).
 //!
 //! All values lie in lanes of f32: integers by their bits, truths as the bits of 0 and 1. So one
 //! kind of storage serves every type, and the caller's scores are read where they are.
@@ -20,6 +21,7 @@ mod bits;
 mod compile;
 mod level;
 mod outside;
+mod planes;
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -30,7 +32,7 @@ use std::sync::Arc;
 pub use adjoint::Read;
 pub use bits::Bits;
 pub use compile::Kernel;
-use compile::{Compiled, LaneKind, Place};
+use compile::{Compiled, LaneKind, OnScore, Place};
 use outside::Outside;
 use steps::{Operand, View};
 
@@ -113,6 +115,9 @@ pub struct Machine {
     strip: (Range<usize>, Range<usize>),
     /// Scratch for row-major buffer positions.
     positions: Vec<usize>,
+    /// Scratch for truths: planes, and those of distances.
+    planes: Vec<Vec<u64>>,
+    diagonal: Vec<u64>,
     outside: Outside,
     wrong: Option<OutOfRange>,
     largest: [usize; 2],
@@ -138,6 +143,8 @@ impl Machine {
             kv: 0..0,
             strip: Default::default(),
             positions: vec![0; rows + columns],
+            planes: Vec::new(),
+            diagonal: Vec::new(),
             outside: Outside::default(),
             wrong: None,
             largest: [rows, columns],
@@ -233,19 +240,54 @@ impl Machine {
         scores: Scores<'_>,
         live: Option<&Bits>,
     ) {
+        self.set_strip(rows, columns);
+        let compiled = Arc::clone(&self.kernel.0);
+        steps::run(self, &compiled, &compiled.full, View::Strip(scores));
+        self.count_outside(scores, live);
+    }
+
+    fn set_strip(&mut self, rows: Range<usize>, columns: Range<usize>) {
         assert!(rows.end <= self.q.len() && columns.end <= padded(self.kv.len()), "in the tile");
         assert!(columns.start.is_multiple_of(LANES), "a strip begins with a group");
         assert!(rows.len() <= Self::strip_rows(columns.len()), "a strip has few rows");
-        let compiled = Arc::clone(&self.kernel.0);
         self.strip = (rows, columns.start..padded(columns.end));
         self.outside.entries.clear();
-        steps::run(self, &compiled, &compiled.full, View::Strip(scores));
-        self.count_outside(scores, live);
+    }
+
+    /// [`Self::run`], and writes root `root`, an f32, over the scores. Where only something is added
+    /// to the scores or they are scaled, that happens where they lie, and no root can be read.
+    ///
+    /// # Panics
+    /// As [`Self::run`].
+    pub fn change(
+        &mut self,
+        root: usize,
+        [rows, columns]: [Range<usize>; 2],
+        scores: &mut [f32],
+        stride: usize,
+        live: Option<&Bits>,
+    ) {
+        let Some(OnScore { op, other, first }) = self.kernel.0.on_score else {
+            self.run(rows, columns, Scores { data: scores, stride }, live);
+            return self.store(root, scores, stride);
+        };
+        self.set_strip(rows, columns);
+        self.count_outside(Scores { data: scores, stride }, live);
+        let (rows, columns) = self.strip.clone();
+        let other = self.operand(&self.kernel.0, other, View::Strip(Scores::default()));
+        steps::change((op, first), &other, rows.len(), columns, scores, stride);
     }
 
     /// Evaluates a program without scores over the tile and keeps where root 0, a truth, is true.
     /// With `live`, only there is anything asked for.
     pub fn truths(&mut self, live: Option<&Bits>, into: &mut Bits) {
+        let compiled = Arc::clone(&self.kernel.0);
+        if let Some(steps) = &compiled.planes {
+            self.outside.entries.clear();
+            self.by_planes(&compiled, steps, into);
+            self.count_outside(Scores::default(), live);
+            return;
+        }
         let (rows, columns) = (self.q.len(), self.kv.len());
         into.resize(rows, columns);
         let step = Self::strip_rows(columns);

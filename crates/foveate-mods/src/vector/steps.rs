@@ -58,6 +58,13 @@ impl<'a> Operand<'a> {
         self.data[if self.one { at } else { at + c }]
     }
 
+    /// Whether line `r` is the line before it.
+    #[inline(always)]
+    pub(super) fn repeats(&self, r: usize) -> bool {
+        let at = |r: usize| self.data[self.start.wrapping_add_signed(self.step * r as isize)];
+        self.step == 0 || self.one && at(r).to_bits() == at(r - 1).to_bits()
+    }
+
     /// Whether lines of `width` follow one another, or all are one value.
     fn is_flat(&self, width: usize) -> bool {
         if self.one { self.step == 0 } else { self.step == width as isize }
@@ -74,7 +81,7 @@ pub(super) fn bits_of(value: ScalarValue) -> f32 {
 }
 
 #[inline(always)]
-fn int(x: f32) -> i32 {
+pub(super) fn int(x: f32) -> i32 {
     x.to_bits() as i32
 }
 
@@ -84,7 +91,7 @@ fn of_int(x: i32) -> f32 {
 }
 
 #[inline(always)]
-fn truth(x: f32) -> bool {
+pub(super) fn truth(x: f32) -> bool {
     x.to_bits() != 0
 }
 
@@ -526,5 +533,47 @@ fn store_body(
     for r in 0..rows {
         let row = &mut into[r * stride..][columns.clone()];
         root.line(r, columns.len()).copy_to(row);
+    }
+}
+
+for_each_level! {
+    /// `score = op(score, other)`, or with the operands exchanged where the score is not first, in
+    /// the columns `columns` of each row of `scores`.
+    pub(super) change = change_body(
+        of: (BinaryOp, bool),
+        other: &Operand<'_>,
+        rows: usize,
+        columns: Range<usize>,
+        scores: &mut [f32],
+        stride: usize
+    )
+}
+
+#[inline(always)]
+fn change_body(
+    (op, first): (BinaryOp, bool),
+    other: &Operand<'_>,
+    rows: usize,
+    columns: Range<usize>,
+    scores: &mut [f32],
+    stride: usize,
+) {
+    for r in 0..rows {
+        let row = &mut scores[r * stride..][columns.clone()];
+        let other = other.line(r, row.len());
+        match (op, first) {
+            (BinaryOp::Add, _) => change_row(row, other, |x, y| x + y),
+            (BinaryOp::Mul, _) => change_row(row, other, |x, y| x * y),
+            (_, true) => change_row(row, other, |x, y| x - y),
+            (_, false) => change_row(row, other, |x, y| y - x),
+        }
+    }
+}
+
+#[inline(always)]
+fn change_row(row: &mut [f32], other: Line<'_>, f: impl Fn(f32, f32) -> f32) {
+    match other {
+        Line::One(y) => row.iter_mut().for_each(|x| *x = f(*x, y)),
+        Line::Lanes(y) => row.iter_mut().zip(y).for_each(|(x, &y)| *x = f(*x, y)),
     }
 }

@@ -98,6 +98,84 @@ fn random_scores_are_over_strips_what_they_are_at_points() {
     }
 }
 
+#[test]
+fn truths_made_of_words_are_what_they_are_at_points() {
+    let (q, kv) = (expr::q, expr::kv);
+    let ids = |step: usize| (0..400).map(|i| (i / step) as i32).collect::<Vec<_>>();
+    let (doc, other) = (Buffer::vector("doc", ids(37)), Buffer::vector("other", ids(5)));
+    let same = || doc.at([q()]).eq(doc.at([kv()]));
+    let causal = || q().ge(kv());
+    let masks = [
+        causal(),
+        causal() & (q() - kv()).lt(70),
+        causal() | kv().lt(130),
+        causal() & same(),
+        !same() ^ causal(),
+        other.at([q()]).le(other.at([kv()])) & q().ge(90),
+        same().ne(expr::h().gt(1)).eq(kv().lt(100) | (q() - kv()).eq(3)),
+    ];
+    for (case, mask) in masks.iter().enumerate() {
+        let program = Program::build(&[mask.dynamic().clone()]);
+        let kernel = Kernel::compile(&program);
+        assert!(kernel.0.planes.is_some(), "case {case} looks at every entry");
+        let mut machine = kernel.machine(96, 256);
+        machine.set_head(HEAD);
+        let mut truths = Bits::default();
+        for (rows, columns) in [(80..117, 3..203), (0..96, 64..320), (200..201, 130..195)] {
+            machine.set_tile(rows.clone(), columns.clone());
+            machine.truths(None, &mut truths);
+            let mut count = 0;
+            for (i, q) in rows.enumerate() {
+                for (j, kv) in columns.clone().enumerate() {
+                    let want = program.eval(&at(q, kv, 0.0)).unwrap()[0];
+                    let got = truths.get(i, j);
+                    assert_eq!(ScalarValue::Bool(got), want, "case {case} at {q}, {kv}");
+                    assert!(!got || truths.columns(i..i + 1).contains(&j));
+                    count += u64::from(got);
+                }
+            }
+            assert_eq!(truths.count(), count, "case {case}: nothing is true past the tile");
+        }
+    }
+}
+
+#[test]
+fn a_score_that_something_is_done_to_once_is_changed_where_it_lies() {
+    let (score, apart) = (expr::score, || (expr::q() - expr::kv()).abs().to_f32());
+    let row = || expr::q().to_f32();
+    let changed = [
+        score() - apart() * 0.25,
+        apart() * 0.25 - score(),
+        row() - score(),
+        score() * expr::kv().to_f32(),
+        score() + 0.5,
+    ];
+    let evaluated = [score() * score(), (score() + row()) * 0.5, score() / apart()];
+    for (case, expr) in changed.iter().chain(&evaluated).enumerate() {
+        let program = Program::build(&[expr.dynamic().clone()]);
+        let mut machine = machine(&program);
+        assert_eq!(machine.kernel.0.on_score.is_some(), case < changed.len(), "case {case}");
+        let stride = 48;
+        let given = |i: usize, j: usize| ((i * 7 + j * 5) % 11) as f32 - 5.5;
+        let mut scores: Vec<f32> =
+            (0..9 * stride).map(|at| given(at / stride, at % stride)).collect();
+        machine.set_tile(20..29, 3..40);
+        machine.change(0, [0..9, 16..37], &mut scores, stride, None);
+        for (i, j) in (0..9 * stride).map(|at| (at / stride, at % stride)) {
+            let want = if (16..37).contains(&j) {
+                let point = at(20 + i as i32, 3 + j as i32, given(i, j));
+                let ScalarValue::F32(want) = program.eval(&point).unwrap()[0] else { panic!() };
+                want
+            } else if (37..48).contains(&j) {
+                continue;
+            } else {
+                given(i, j)
+            };
+            assert_eq!(scores[i * stride + j], want, "case {case}: {i}, {j}");
+        }
+    }
+}
+
 fn places(expr: impl Into<DynExpr>) -> (Place, usize) {
     let program = Program::build(&[expr.into()]);
     let kernel = Kernel::compile(&program);

@@ -1,0 +1,213 @@
+//! The truths of a tile by whole words of bits.
+//!
+//! What a mask asks of an entry is mostly known before: whether its distance is inside a window,
+//! its key before another, its query in the key's document. Truths that change with queries, keys
+//! or distances alone become bits once and are laid out over the tile: those of distances by
+//! shifting, since each row has the bits of the row before, one column further. What combines truths
+//! combines words. Only a comparison of the numbers of queries and keys looks at entries, once for
+//! neighbouring queries that have the same number.
+
+use super::bits::{Bits, WORD, gather};
+use super::compile::{Compiled, Place, Rate};
+use super::level::for_each_level;
+use super::steps::{Line, Operand, View, int, truth};
+use super::{LANES, Machine, Scores, padded};
+use crate::ir::{BinaryOp, Node, Type, UnaryOp};
+use crate::program::Program;
+
+/// A step of making the truths of a tile. Planes, which hold a bit an entry, are on a stack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Adds the plane of a node that changes less often than entries.
+    Of(usize),
+    /// Adds the plane of a comparison of two such integers.
+    Compare(BinaryOp, [usize; 2]),
+    /// Negates the last plane.
+    Not,
+    /// Makes one of the last two.
+    Both(BinaryOp),
+}
+
+/// Steps of a program at most: where nodes are shared there may be very many.
+const STEPS: usize = 32;
+
+/// The steps that make root 0 of a program whose nodes have these rates, when it is a truth and
+/// planes are all it takes.
+pub(super) fn steps(program: &Program, rates: &[Rate]) -> Option<Vec<Step>> {
+    let mut steps = Vec::new();
+    add(program, rates, program.roots().first()?.index(), &mut steps)?;
+    Some(steps)
+}
+
+fn add(program: &Program, rates: &[Rate], i: usize, steps: &mut Vec<Step>) -> Option<()> {
+    let graph = program.graph();
+    if graph.types()[i] != Type::Bool || steps.len() == STEPS {
+        return None;
+    }
+    let rare = |i: usize| rates[i] != Rate::Full;
+    let last = match &graph.nodes()[i] {
+        _ if rare(i) => Step::Of(i),
+        Node::Unary(UnaryOp::Not, x) => {
+            add(program, rates, x.index(), steps)?;
+            Step::Not
+        }
+        Node::Binary(op, x, y) if graph.ty(*x) == Type::Bool => {
+            add(program, rates, x.index(), steps)?;
+            add(program, rates, y.index(), steps)?;
+            Step::Both(*op)
+        }
+        Node::Binary(op, x, y) if graph.ty(*x) == Type::I32 => {
+            let both = [x.index(), y.index()];
+            both.into_iter().all(rare).then_some(Step::Compare(*op, both))?
+        }
+        _ => return None,
+    };
+    steps.push(last);
+    Some(())
+}
+
+impl Machine {
+    /// Makes the truths of the tile by `steps`, which leaves the tile as the strip.
+    pub(super) fn by_planes(&mut self, compiled: &Compiled, steps: &[Step], into: &mut Bits) {
+        let (rows, columns) = (self.q.len(), self.kv.len());
+        self.strip = (0..rows, 0..padded(columns));
+        let mut planes = std::mem::take(&mut self.planes);
+        let mut depth = 0;
+        for step in steps {
+            if let Step::Of(_) | Step::Compare(..) = step {
+                if planes.len() == depth {
+                    planes.push(Vec::new());
+                }
+                self.plane(compiled, *step, &mut planes[depth]);
+                depth += 1;
+                continue;
+            }
+            let (before, last) = planes[..depth].split_at_mut(depth - 1);
+            let Step::Both(op) = step else {
+                last[0].iter_mut().for_each(|x| *x = !*x);
+                continue;
+            };
+            depth -= 1;
+            let both = before[depth - 1].iter_mut().zip(&last[0]);
+            match op {
+                BinaryOp::And => both.for_each(|(x, y)| *x &= y),
+                BinaryOp::Or => both.for_each(|(x, y)| *x |= y),
+                BinaryOp::Eq => both.for_each(|(x, y)| *x = !(*x ^ y)),
+                _ => both.for_each(|(x, y)| *x ^= y),
+            }
+        }
+        into.copy_from(rows, columns, &planes[0]);
+        self.planes = planes;
+    }
+
+    /// Writes the plane of a step that adds one.
+    fn plane(&mut self, compiled: &Compiled, step: Step, into: &mut Vec<u64>) {
+        let (rows, width) = (self.q.len(), padded(self.kv.len()));
+        let words = width.div_ceil(WORD);
+        into.clear();
+        into.resize(rows * words, 0);
+        if let Step::Of(i) = step
+            && let Place::Diagonal(lane) = compiled.places[i]
+        {
+            let mut bits = std::mem::take(&mut self.diagonal);
+            let truths = &self.lanes[lane].get()[..padded(rows + width)];
+            bits.clear();
+            // A row reads a word more than it has.
+            bits.resize(truths.len().div_ceil(WORD) + 2, 0);
+            pack(truths, &mut bits);
+            for (r, row) in into.chunks_exact_mut(words.max(1)).enumerate() {
+                shifted(&bits, rows - 1 - r, row);
+            }
+            self.diagonal = bits;
+            return;
+        }
+        let operand = |i| self.operand(compiled, i, View::Strip(Scores::default()));
+        match step {
+            Step::Of(i) => fill(&operand(i), width, into),
+            Step::Compare(op, [x, y]) => compare(op, &operand(x), &operand(y), width, into),
+            Step::Not | Step::Both(_) => unreachable!("it changes planes that are there"),
+        }
+    }
+}
+
+/// The bits from `at` on.
+fn shifted(bits: &[u64], at: usize, into: &mut [u64]) {
+    let (first, by) = (at / WORD, at % WORD);
+    for (x, pair) in into.iter_mut().zip(bits[first..].windows(2)) {
+        // In two steps, as there may be nothing to shift.
+        *x = pair[0] >> by | pair[1] << 1 << (WORD - 1 - by);
+    }
+}
+
+for_each_level! {
+    /// Packs truths, whole groups, into bits that are 0.
+    pack = pack_body(truths: &[f32], into: &mut [u64])
+}
+
+#[inline(always)]
+fn pack_body(truths: &[f32], into: &mut [u64]) {
+    for (g, group) in truths.as_chunks::<LANES>().0.iter().enumerate() {
+        let at = g * LANES;
+        into[at / WORD] |= gather(group, |x| truth(*x)) << (at % WORD);
+    }
+}
+
+/// Fills a plane that is 0 with what is the same for all keys or for all queries.
+fn fill(truths: &Operand<'_>, width: usize, into: &mut [u64]) {
+    let words = width.div_ceil(WORD).max(1);
+    for r in 0..into.len() / words {
+        let own = r * words..(r + 1) * words;
+        match truths.line(r, width) {
+            Line::One(x) => into[own].fill(if truth(x) { u64::MAX } else { 0 }),
+            Line::Lanes(_) if r > 0 => into.copy_within(own.start - words..own.start, own.start),
+            Line::Lanes(x) => pack(x, &mut into[own]),
+        }
+    }
+}
+
+for_each_level! {
+    /// Fills a plane that is 0 with a comparison of integers.
+    compare = compare_body(
+        op: BinaryOp, x: &Operand<'_>, y: &Operand<'_>, width: usize, into: &mut [u64]
+    )
+}
+
+#[inline(always)]
+fn compare_body(op: BinaryOp, x: &Operand<'_>, y: &Operand<'_>, width: usize, into: &mut [u64]) {
+    match op {
+        BinaryOp::Eq => compare_by(x, y, width, into, |x, y| x == y),
+        BinaryOp::Ne => compare_by(x, y, width, into, |x, y| x != y),
+        BinaryOp::Lt => compare_by(x, y, width, into, |x, y| x < y),
+        BinaryOp::Le => compare_by(x, y, width, into, |x, y| x <= y),
+        _ => unreachable!("only comparisons of integers are truths"),
+    }
+}
+
+#[inline(always)]
+fn compare_by(
+    x: &Operand<'_>,
+    y: &Operand<'_>,
+    width: usize,
+    into: &mut [u64],
+    f: impl Fn(i32, i32) -> bool,
+) {
+    let words = width.div_ceil(WORD).max(1);
+    for r in 0..into.len() / words {
+        let own = r * words..(r + 1) * words;
+        if r > 0 && x.repeats(r) && y.repeats(r) {
+            into.copy_within(own.start - words..own.start, own.start);
+            continue;
+        }
+        let (x, y) = (x.line(r, width), y.line(r, width));
+        for at in (0..width).step_by(LANES) {
+            let group = |line: Line<'_>| match line {
+                Line::One(x) => [x; LANES],
+                Line::Lanes(x) => *x[at..].first_chunk().expect("lines are whole groups"),
+            };
+            let (x, y) = (group(x), group(y));
+            let pairs: [(f32, f32); LANES] = std::array::from_fn(|l| (x[l], y[l]));
+            let bits = gather(&pairs, |&(x, y)| f(int(x), int(y)));
+            into[own.start + at / WORD] |= bits << (at % WORD);
+        }
+    }
+}
