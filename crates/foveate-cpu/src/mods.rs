@@ -9,7 +9,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use foveate_mods::vector::{Bits, Head, Kernel, Machine, Read, Scores};
+use foveate_mods::vector::{Bits, Head, Kernel, Machine, Read};
 use foveate_mods::{MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
@@ -213,8 +213,7 @@ impl Evaluator {
             for start in rows.clone().step_by(step) {
                 let strip = start..rows.end.min(start + step);
                 let own = &mut scores[(start - rows.start) * stride..];
-                machine.run(strip, columns.clone(), Scores { data: own, stride }, visible);
-                machine.store(*score, own, stride);
+                machine.change(*score, [strip, columns.clone()], own, stride, visible);
             }
         }
         for (r, row) in rows.zip(scores.chunks_mut(stride)) {
