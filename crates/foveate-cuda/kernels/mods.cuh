@@ -194,15 +194,17 @@ __device__ Exact log2(Exact x) { return log(x) * Exact(1.44269504f); }
 __device__ Exact rsqrt(Exact x) { return Exact(1.f) / sqrt(x); }
 
 __device__ Exact tanh(Exact x) {
-    Exact z = x * x;
-    Exact p(-5.7049887e-3f);
-    p = p * z + Exact(2.063909e-2f);
-    p = p * z - Exact(5.3739716e-2f);
-    p = p * z + Exact(1.3331442e-1f);
-    p = p * z - Exact(3.333328e-1f);
-    Exact small = p * z * x + x;
-    Exact large = Exact(1.f) - Exact(2.f) / (exp(Exact(2.f) * abs(x)) + Exact(1.f));
-    return fabsf(x.v) < 0.625f ? small : Exact(copysignf(large.v, x.v));
+    Exact a(fabsf(x.v) > 10.f ? 10.f : fabsf(x.v));
+    Exact n = nearest(a * Exact(2.88539008f));
+    Exact r = ((a + a) - n * Exact(0.6933594f)) - n * Exact(-2.1219444e-4f);
+    Exact p(1.3882021e-3f);
+    p = p * r + Exact(8.369135e-3f);
+    p = p * r + Exact(4.1667286e-2f);
+    p = p * r + Exact(1.6666524e-1f);
+    p = p * r + Exact(4.9999997e-1f);
+    Exact scale = power_of_two(to_int(n).v);
+    Exact e = scale * (p * r * r + r) + (scale - Exact(1.f));
+    return Exact(copysignf((e / (e + Exact(2.f))).v, x.v));
 }
 
 __device__ Exact sigmoid(Exact x) { return Exact(1.f) / (Exact(1.f) + exp(-x)); }
