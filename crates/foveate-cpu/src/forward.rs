@@ -171,6 +171,8 @@ impl<T: Format> Wave<'_, T> {
         work.states.fill(RowState::START);
         work.clock.lap(Stage::Packing);
         work.evaluator.enter(head(&call.dims, sequence, task.h));
+        // Whether there are queries that nothing has read.
+        let mut fresh = true;
         for (tile, partial) in call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)) {
             let first_key = tile * tiles.kv;
             let keys = first_key..sequence.k_len.min(first_key + tiles.kv);
@@ -178,8 +180,16 @@ impl<T: Format> Wave<'_, T> {
             work.clock.lap(Stage::Mods);
             let block = self.packed.block(task.unit, tile);
             for first in (0..rows).step_by(STRIP) {
+                let [strip, next] =
+                    [first, first + STRIP].map(|first| first.min(rows)..rows.min(first + STRIP));
+                if std::mem::take(&mut fresh) {
+                    let row = |r: usize| &q.data[r * q.row..][..call.dims.dim / T::WIDTH];
+                    next.clone().for_each(|r| simd::prefetch(row(r)));
+                    fresh = next.end < rows;
+                }
+                work.prefetch(&block, &strip, &next);
                 let q = Matrix { data: &q.data[first * q.row..], ..q };
-                work.strip(call, q, &block, first..rows.min(first + STRIP));
+                work.strip(call, q, &block, strip);
             }
         }
         call.note(&mut work.evaluator);
@@ -190,6 +200,17 @@ impl<T: Format> Wave<'_, T> {
 }
 
 impl Work<'_> {
+    /// Asks for the values of a key tile that the next strip reads and this one does not.
+    fn prefetch<T: Format>(&self, block: &Block<'_, T>, strip: &Range<usize>, next: &Range<usize>) {
+        let [seen, then] = [strip, next].map(|rows| self.evaluator.live(rows.clone()));
+        let from = then.start.max(seen.end);
+        if !seen.is_empty() && from < then.end {
+            let rows = from / T::WIDTH..then.end.div_ceil(T::WIDTH);
+            let stride = block.v.depth;
+            simd::prefetch(&block.v.data[rows.start * stride..rows.end * stride]);
+        }
+    }
+
     /// One strip of query rows, whose queries are the first of `q`, against one key tile.
     fn strip<T: Format>(
         &mut self,

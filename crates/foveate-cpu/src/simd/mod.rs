@@ -1,6 +1,7 @@
 //! The inner loops: products of tiles and passes over score rows.
 //!
 //! - `level`: instruction sets, and operations on sixteen floats; `x86` and `baseline` have them.
+//! - `prefetch`: asking for memory early.
 //! - `product`: tile products from registers, of floats or of pairs of bf16.
 //! - `pairs`: floats and rows into pairs.
 //! - `rows`, `exp`: passes over rows.
@@ -14,6 +15,7 @@ mod baseline;
 mod exp;
 mod level;
 mod pairs;
+mod prefetch;
 mod product;
 mod rows;
 mod stream;
@@ -23,6 +25,7 @@ mod x86;
 
 pub use level::{LANES, VARIABLE, asked, level};
 pub use pairs::{interleave, round_along, round_beside};
+pub use prefetch::prefetch;
 pub use product::{Element, Matrix, Pair, Panels, Part, STRIP, Write, product};
 pub use rows::{RowState, RowStatistics, add, derive, dot, exp_sum, scale, soften, weighs_nothing};
 pub use stream::{Rows, add_in_place, scores_in_place};

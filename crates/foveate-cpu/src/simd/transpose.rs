@@ -1,6 +1,7 @@
 //! Transposition of rows into panels.
 
 use super::level::{LANES, Simd, for_each_level};
+use super::prefetch::prefetch_line;
 use super::product::{Matrix, Pair};
 
 /// What fits a lane, moved as bits.
@@ -76,7 +77,10 @@ fn transpose_body<S: Simd, T: Lane>(
 ) {
     assert!(rows.column == 1, "the elements of a row are neighbours");
     for (p, panel) in into.chunks_exact_mut(depth * LANES).enumerate() {
+        let ahead = rows.data.as_ptr().wrapping_add((p + 1) * LANES * rows.row);
         for (g, columns) in panel.as_chunks_mut::<LANES>().0.chunks_mut(LANES).enumerate() {
+            // The same lines of the next panel's rows.
+            (0..LANES).for_each(|j| prefetch_line(ahead.wrapping_add(j * rows.row + g * LANES)));
             let mut block: [S::V; LANES] = std::array::from_fn(|j| {
                 let row = p * LANES + j;
                 if row >= n {
