@@ -34,6 +34,8 @@ pub fn run() -> Result<bool, String> {
         "captured buffers in device memory give the bits of the plan's",
         on_device::captures(&engine),
     );
+    say("offsets in device memory give the bits of the host's", on_device::offsets(&engine));
+    say("a recorded graph gives the bits of the calls", on_device::graph(&engine));
     say("a stream of somebody else gives the same bits", foreign_stream(&engine));
     for page_size in [16, 7] {
         let name = format!("keys in pages of {page_size} give what a cache in one piece gives");

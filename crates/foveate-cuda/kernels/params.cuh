@@ -109,6 +109,19 @@ struct BackwardParams {
     float* rests;
 };
 
+struct SequencesParams {
+    const int* cu_q;             // [count + 1] where sequences begin, and where the last one ends
+    const int* cu_k;
+    Sequence* sequences;         // [count + 1] to be written; the last is empty
+    Tile* tiles;                 // [room] to be written, of queries or of keys
+    int* report;                 // of offsets that were moved: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
+    int count;
+    int rows_q, rows_k;          // of the tensors
+    int longest_q, longest_k;    // of a sequence
+    int side, of_keys;           // queries of a tile, or keys
+    int room;
+};
+
 struct RangeTableParams {
     const void* elems;           // [rows, length], row-major
     void* table;                 // [levels, rows, blocks] of BoolEnds, IntEnds or FloatEnds

@@ -265,6 +265,37 @@ structs! {
         pub rests: Address,
     }
 
+    /// Arguments of the kernel that writes sequences and tiles from offsets in device memory: one
+    /// block.
+    pub struct SequencesParams {
+        /// i32 `[count + 1]`: where the queries of sequences begin, and where the last ones end.
+        pub cu_q: Address,
+        /// The same for keys.
+        pub cu_k: Address,
+        /// [`Sequence`] `[count + 1]`, to be written; the last is empty.
+        pub sequences: Address,
+        /// [`Tile`] `[room]`, to be written; those left over are of the empty sequence.
+        pub tiles: Address,
+        /// i32 `[4]` for an offset that had to be moved, or 0.
+        pub report: Address,
+        /// Sequences.
+        pub count: i32,
+        /// Packed rows of queries.
+        pub rows_q: i32,
+        /// Packed rows of keys.
+        pub rows_k: i32,
+        /// Most queries of a sequence.
+        pub longest_q: i32,
+        /// Most keys of a sequence.
+        pub longest_k: i32,
+        /// Queries of a tile, or keys.
+        pub side: i32,
+        /// 1 when the tiles are of keys, 0 when they are of queries.
+        pub of_keys: i32,
+        /// Places for tiles, and the row of lists of the empty sequence.
+        pub room: i32,
+    }
+
     /// Arguments of the kernel that makes the range table of a captured buffer. Its grid is
     /// `[rows]`, of blocks of any size.
     pub struct RangeTableParams {

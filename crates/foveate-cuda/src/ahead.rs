@@ -171,6 +171,11 @@ pub(crate) fn table_config() -> Config {
     Config { warps: 32, stages: 1, ..Config::new(Kernel::RangeTable, Elem::F16, 64, 64) }
 }
 
+/// The kernel that writes sequences from offsets in device memory.
+pub(crate) fn sequences_config() -> Config {
+    Config { kernel: Kernel::Sequences, ..table_config() }
+}
+
 /// What kernels are printed with that evaluate no mods.
 pub(crate) fn no_mods() -> ModsSource {
     let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 1, keys: 1 };

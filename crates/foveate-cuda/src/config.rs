@@ -32,11 +32,13 @@ pub enum Kernel {
     BlockLists,
     /// Smallest and largest elements of stretches of a captured buffer.
     RangeTable,
+    /// Sequences and tiles from offsets in device memory.
+    Sequences,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -46,6 +48,7 @@ impl Kernel {
         Self::Dq,
         Self::BlockLists,
         Self::RangeTable,
+        Self::Sequences,
     ];
 
     /// Its name without prefix, that of its file.
@@ -60,6 +63,7 @@ impl Kernel {
             Self::Dq => "dq",
             Self::BlockLists => "block_lists",
             Self::RangeTable => "range_table",
+            Self::Sequences => "sequences",
         }
     }
 

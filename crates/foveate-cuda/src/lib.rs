@@ -40,6 +40,7 @@ pub use error::{CudaError, CudaErrorKind};
 pub use foveate_mods::Type;
 pub use plan::{CudaOptions, CudaPlan, Description};
 pub use tensors::{
-    DeviceArray, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
+    DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages,
+    DeviceTensor, DeviceVarlen,
 };
 pub use tuner::{Records, Tuning};

@@ -222,6 +222,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("meetings", 64),
         ],
         Kernel::Rests => vec![("q, k", (tile_q + tile_kv) * row_k)],
+        Kernel::Sequences => vec![("scans", 4 * warps)],
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
             vec![]
         }
@@ -324,7 +325,7 @@ fn sums(config: &Config) -> usize {
         }
         Kernel::BackwardDq => divide(tile_q, dim) + 2 * of_scores,
         Kernel::Rests => tile_kv / 2,
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => 0,
+        _ => 0,
     }
 }
 
@@ -332,9 +333,12 @@ fn sums(config: &Config) -> usize {
 fn register_bound(config: &Config) -> usize {
     let sums = sums(config);
     let bound = match config.kernel {
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
-            96
-        }
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => 96,
         _ if config.dtype == Elem::F32 => sums * 2 + 80,
         _ => sums * 3 / 2 + 56,
     };

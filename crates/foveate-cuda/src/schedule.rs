@@ -170,19 +170,35 @@ impl Outline {
             .flat_map(|&i| (0..axis.tiles(&sequences[i], size)).map(move |tile| tile_of(i, tile)));
         let other = if axis == Axis::Queries { Axis::Keys } else { Axis::Queries };
         let longest = sequences.iter().map(|s| other.tiles(s, size)).max().unwrap_or(0);
-        let room = RUN_BYTES / size_of::<abi::Run>() / (classes.rows * heads).max(1);
         Self {
             sequences: place(sequences, |i| classes.first_row[i]),
             tiles: tiles.iter().map(|&(sequence, tile)| tile_of(sequence, tile)).collect(),
             rows: rows.collect(),
             heads,
             head_stride: if classes.varies.by_head { classes.rows } else { 0 },
-            capacity: longest.min(room.clamp(8, 256)).max(1),
+            capacity: run_capacity(longest, classes.rows * heads),
             longest,
             sum_rows: sum_rows(sequences),
             sharing,
         }
     }
+}
+
+/// Room for runs in each of `rows` rows of at most `longest` tiles.
+pub(crate) fn run_capacity(longest: usize, rows: usize) -> usize {
+    let room = RUN_BYTES / size_of::<abi::Run>() / rows.max(1);
+    longest.min(room.clamp(8, 256)).max(1)
+}
+
+/// Tiles of `side` rows that `count` sequences of together `rows` rows have at most, none longer than
+/// `longest`.
+pub(crate) fn most_tiles(count: usize, rows: usize, longest: usize, side: usize) -> usize {
+    count.saturating_mul(longest.div_ceil(side)).min(rows / side + count)
+}
+
+/// Rows of `dq_sum` that such sequences take at most, each where `kernels/sequences.cu` puts it.
+pub(crate) fn most_sum_rows(count: usize, rows: usize) -> usize {
+    rows / 16 * 16 + 16 * count
 }
 
 /// Sequences from a tile's own on that read the same keys.

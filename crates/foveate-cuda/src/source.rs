@@ -32,6 +32,7 @@ fn files(kernel: Kernel) -> &'static [&'static str] {
         Kernel::Dq => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/dq.cu")],
         Kernel::BlockLists => &[include_str!("../kernels/block_lists.cu")],
         Kernel::RangeTable => &[include_str!("../kernels/range_table.cu")],
+        Kernel::Sequences => &[include_str!("../kernels/sequences.cu")],
     }
 }
 

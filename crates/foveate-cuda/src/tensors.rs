@@ -10,13 +10,13 @@ mod places;
 use std::fmt;
 
 use foveate_problem::{Arrangement, Dims, Operands};
-use foveate_tensor::{DType, Layout, Slice, TensorRef, Varlen};
+use foveate_tensor::{DType, Layout, Slice, TensorRef};
 use half::{bf16, f16};
 
 use crate::abi::{Address, RowView, View};
 use crate::config::Elem;
 use crate::error::CudaError;
-pub use arrays::DeviceArray;
+pub use arrays::{DeviceArray, DeviceOffsets, DeviceVarlen};
 pub(crate) use places::Places;
 
 /// A strided tensor in device memory. `N` is 4 for operands, 3 for statistics of rows, 1 for
@@ -42,8 +42,8 @@ pub struct DeviceOperands<'a> {
     pub v: DeviceTensor,
     /// A logit per query head that joins the softmax's denominator only, f32 `[Hq]`.
     pub sink: Option<DeviceTensor<1>>,
-    /// Sequence offsets of packed operands, in host memory.
-    pub varlen: Option<Varlen<'a>>,
+    /// Sequence offsets of packed operands.
+    pub varlen: Option<DeviceVarlen<'a>>,
     /// The pages that k and v lie in, for a forward.
     pub pages: Option<DevicePages<'a>>,
     /// Captured buffers by name that lie in device memory. One takes the place of the buffer of
@@ -225,15 +225,16 @@ impl<'a> DeviceOperands<'a> {
         Self { q, k, v, sink: None, varlen: None, pages: None, captures: &[] }
     }
 
-    /// How their sequences lie.
-    pub(crate) fn arrangement(&self) -> Arrangement<'a> {
-        match (self.varlen, self.pages) {
-            (Some(varlen), _) => Arrangement::Packed(varlen),
+    /// How their sequences lie; the offsets that say it where the host does not know.
+    pub(crate) fn arrangement(&self) -> Result<Arrangement<'a>, DeviceOffsets<'a>> {
+        Ok(match (self.varlen, self.pages) {
+            (Some(DeviceVarlen::Device(offsets)), _) => return Err(offsets),
+            (Some(DeviceVarlen::Host(varlen)), _) => Arrangement::Packed(varlen),
             (None, Some(DevicePages { lengths, .. })) => {
                 Arrangement::Paged { lengths, page_size: self.k.layout.shape[2] }
             }
             (None, None) => Arrangement::Dense,
-        }
+        })
     }
 
     /// The sizes, once the operands fit together.
@@ -244,15 +245,23 @@ impl<'a> DeviceOperands<'a> {
         if let Some(pages) = &self.pages {
             return self.paged_dims(pages);
         }
+        let (varlen, offsets) = match self.varlen {
+            None => (None, None),
+            Some(DeviceVarlen::Host(varlen)) => (Some(varlen), None),
+            Some(DeviceVarlen::Device(offsets)) => (None, Some(offsets)),
+        };
         let operands = Operands {
             q: shape_of(&self.q)?,
             k: shape_of(&self.k)?,
             v: shape_of(&self.v)?,
             sink: None,
-            varlen: self.varlen,
+            varlen,
             pages: None,
         };
-        let dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
+        let mut dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
+        if let Some(offsets) = offsets {
+            dims = offsets.dims(&dims)?;
+        }
         if let Some(sink) = &self.sink {
             sink.check_vector("sink", dims.heads_q)?;
         }

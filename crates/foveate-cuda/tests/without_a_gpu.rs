@@ -58,6 +58,16 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
 }
 
 #[test]
+fn copies_are_refused_while_a_graph_is_recorded() {
+    let name = "copies_are_refused_while_a_graph_is_recorded";
+    if !inside(name, &[], &[], &[("CAPTURES", "1")]) {
+        return;
+    }
+    let said = pool(0).upload(&[1; 100]).unwrap_err().to_string();
+    assert!(said.starts_with("a copy between host and device cannot be recorded"), "{said}");
+}
+
+#[test]
 fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     let name = "memory_runs_out_only_when_free_blocks_are_handed_back";
     if !inside(name, &[], &[], &[("TOTAL", "67108864")]) {

@@ -36,6 +36,16 @@ impl<'a> Varlen<'a> {
         Ok(Self { cu_q, cu_k })
     }
 
+    /// The offsets of queries, one more than there are sequences.
+    pub fn cu_q(&self) -> &'a [i32] {
+        self.cu_q
+    }
+
+    /// The offsets of keys and values.
+    pub fn cu_k(&self) -> &'a [i32] {
+        self.cu_k
+    }
+
     /// Number of sequences.
     pub fn sequences(&self) -> usize {
         self.cu_q.len() - 1

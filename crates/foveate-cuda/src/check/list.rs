@@ -22,7 +22,7 @@ use foveate_mods::{Buffer, MaskMod, ScoreGradient, ScoreMod, masks, scores};
 use foveate_problem::Dropout;
 
 use super::{Taken, compare, taken};
-use crate::ahead::{lists_config, table_config};
+use crate::ahead::{lists_config, sequences_config, table_config};
 use crate::cache::Cache;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
@@ -167,6 +167,7 @@ pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
     add(only(lists_config(false), &profile)?, Kind::Mask, None);
     add(only(lists_config(true), &profile)?, Kind::Mask, None);
     add(only(table_config(), &profile)?, Kind::Plain, None);
+    add(only(sequences_config(), &profile)?, Kind::Plain, None);
     Ok(listed)
 }
 
@@ -378,7 +379,7 @@ impl Listed {
         let config = &self.choice.chosen.config;
         let Config { kernel, dtype, dim, dim_v, align, .. } = *config;
         let mut parts = match kernel {
-            Kernel::BlockLists | Kernel::RangeTable => vec![kernel.to_string()],
+            Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => vec![kernel.to_string()],
             _ => vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))],
         };
         parts.push(self.mods.to_string());

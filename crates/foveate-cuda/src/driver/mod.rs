@@ -14,6 +14,7 @@
 //! `tests/without_a_gpu.rs` runs this layer against a driver made for tests.
 
 mod device;
+mod graph;
 mod memory;
 mod module;
 mod staging;
@@ -21,6 +22,7 @@ mod stream;
 pub(crate) mod sys;
 
 pub use device::{Device, DeviceInfo};
+pub use graph::Graph;
 pub use memory::{Block, Pinned, Pool};
 pub use module::{Function, Module};
 pub use stream::{Event, Stream};

@@ -108,6 +108,7 @@ impl Staging {
 
     /// The chunk to copy `bytes` through next.
     fn with_room(&mut self, stream: &Stream, bytes: usize) -> Result<&Chunk, CudaError> {
+        stream.refuse_recording("a copy between host and device")?;
         if self.chunks.get(self.at).is_some_and(|chunk| chunk.used + bytes > CHUNK_BYTES) {
             self.at = (self.at + 1) % CHUNKS;
             if let Some(chunk) = self.chunks.get_mut(self.at) {

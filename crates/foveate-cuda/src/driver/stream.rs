@@ -52,6 +52,24 @@ impl Stream {
         self.handle
     }
 
+    /// Refuses what cannot be part of a graph while one is recorded: `doing` says what.
+    ///
+    /// # Errors
+    /// When the stream's work is recorded at present.
+    pub(super) fn refuse_recording(&self, doing: &str) -> Result<(), CudaError> {
+        let driver = self.device.current()?;
+        let mut recording = 0;
+        // SAFETY: `recording` is valid for a write, the stream is alive.
+        let code = unsafe { (driver.capture_status)(self.handle, &mut recording) };
+        driver.check(code, || "asking whether a graph is recorded".into())?;
+        if recording == 0 {
+            return Ok(());
+        }
+        Err(CudaError::argument(format!(
+            "{doing} cannot be recorded in a graph; make the same calls once before recording them"
+        )))
+    }
+
     /// Waits until everything queued so far is done, at most `limit`.
     ///
     /// # Errors

@@ -42,6 +42,13 @@ functions! {
     stream_create "cuStreamCreate" (*mut Handle, c_uint) -> Code;
     stream_destroy "cuStreamDestroy_v2" (Handle) -> Code;
     stream_wait "cuStreamWaitEvent" (Handle, Handle, c_uint) -> Code;
+    capture_begin "cuStreamBeginCapture_v2" (Handle, c_uint) -> Code;
+    capture_end "cuStreamEndCapture" (Handle, *mut Handle) -> Code;
+    capture_status "cuStreamIsCapturing" (Handle, *mut c_int) -> Code;
+    graph_instantiate "cuGraphInstantiateWithFlags" (*mut Handle, Handle, u64) -> Code;
+    graph_launch "cuGraphLaunch" (Handle, Handle) -> Code;
+    graph_ready_destroy "cuGraphExecDestroy" (Handle) -> Code;
+    graph_destroy "cuGraphDestroy" (Handle) -> Code;
     event_create "cuEventCreate" (*mut Handle, c_uint) -> Code;
     event_destroy "cuEventDestroy_v2" (Handle) -> Code;
     event_record "cuEventRecord" (Handle, Handle) -> Code;

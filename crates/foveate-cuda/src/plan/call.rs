@@ -1,5 +1,5 @@
-//! What one call brings along: where it is queued, its sizes, and captured buffers that lie in
-//! device memory, whose contents the host never sees.
+//! What one call brings along: where it is queued, its sizes, and captured buffers and offsets of
+//! sequences that lie in device memory, whose contents the host never sees.
 //!
 //! A program is printed for the lengths of its captured buffers, so buffers of other lengths than
 //! the plan's make a plan of their own, which is kept and shares what does not depend on them.
@@ -11,23 +11,77 @@ use std::sync::Arc;
 use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::{Dims, Sequence};
 
-use super::{CudaPlan, sequences, unknown};
+use super::resident::{Key, Placed};
+use super::{CudaPlan, longest, sequences, unknown};
 use crate::abi::Address;
 use crate::driver::Block;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
-use crate::tensors::{DeviceArray, DeviceOperands};
+use crate::tensors::{DeviceArray, DeviceOffsets, DeviceOperands};
 
 /// One call of a plan.
 pub(super) struct Call<'a> {
     pub queue: &'a Queue,
     pub dims: &'a Dims,
-    pub sequences: Vec<Sequence>,
+    pub sequences: Sequences,
     /// Whether indices outside captured buffers are reported.
     pub checked: bool,
     captures: &'a [(&'a str, DeviceArray<'a>)],
     /// Range tables of captured buffers, by their place in `captures`.
     pub tables: RefCell<Vec<(usize, Arc<Block>)>>,
+    /// Schedules from offsets of which nothing is promised.
+    pub placed: RefCell<Vec<(Key, Arc<Placed>)>>,
+}
+
+/// The sequences of a call.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Sequences {
+    /// Known to the host.
+    Known(Vec<Sequence>),
+    /// Offsets in device memory.
+    Offsets(Offsets),
+}
+
+/// Offsets in device memory; pairs are of queries and of keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Offsets {
+    pub address: [Address; 2],
+    /// Sequences.
+    pub count: usize,
+    /// Packed rows.
+    pub rows: [usize; 2],
+    /// Rows of a sequence at most.
+    pub longest: [usize; 2],
+    /// The same for the same contents, when that is promised.
+    version: Option<[u64; 2]>,
+}
+
+impl Sequences {
+    fn of(dims: &Dims, operands: &DeviceOperands<'_>) -> Self {
+        match operands.arrangement() {
+            Ok(arrangement) => Self::Known(sequences(dims, arrangement)),
+            Err(DeviceOffsets { q, k, longest_q, longest_k }) => Self::Offsets(Offsets {
+                address: [q.address, k.address],
+                count: dims.batch,
+                rows: [dims.len_q, dims.len_k],
+                longest: [longest_q.min(dims.len_q), longest_k.min(dims.len_k)],
+                version: q.version.zip(k.version).map(Into::into),
+            }),
+        }
+    }
+
+    /// Queries and keys of the longest sequence, or more.
+    pub fn longest(&self) -> [usize; 2] {
+        match self {
+            Self::Known(sequences) => longest(sequences),
+            Self::Offsets(offsets) => offsets.longest,
+        }
+    }
+
+    /// Whether they are the same wherever they compare equal.
+    pub fn are_promised(&self) -> bool {
+        !matches!(self, Self::Offsets(Offsets { version: None, .. }))
+    }
 }
 
 /// What is promised of the captured buffers in device memory that a mask reads: the same number
@@ -41,9 +95,9 @@ impl<'a> Call<'a> {
         operands: &DeviceOperands<'a>,
         checked: bool,
     ) -> Self {
-        let sequences = sequences(dims, operands.arrangement());
-        let (captures, tables) = (operands.captures, RefCell::default());
-        Self { queue, dims, sequences, checked, captures, tables }
+        let sequences = Sequences::of(dims, operands);
+        let (captures, tables, placed) = (operands.captures, <_>::default(), <_>::default());
+        Self { queue, dims, sequences, checked, captures, tables, placed }
     }
 
     /// The captured buffer of this name in device memory, and its place in the call.

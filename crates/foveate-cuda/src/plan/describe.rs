@@ -4,7 +4,7 @@ use foveate_problem::{Arrangement, Dims, Sequence};
 
 use super::kernels::sizes;
 use super::launch::COUNTED_BYTES;
-use super::{CudaPlan, sequences};
+use super::{CudaPlan, longest, sequences};
 use crate::config::Config;
 use crate::error::CudaError;
 use crate::planner::{Candidate, Class};
@@ -60,7 +60,7 @@ impl CudaPlan {
         let sequences = sequences(&dims, arrangement);
         let class = Class { paged: arrangement.paged(), ..self.class() };
         let backward = self.gradient.is_ok() && !arrangement.paged();
-        let chosen = self.chosen(class.clone(), sizes(&dims, &sequences), backward)?;
+        let chosen = self.chosen(class.clone(), sizes(&dims, longest(&sequences)), backward)?;
         let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize { q: forward.queries(), kv: forward.tile_kv };
         let mask = self.spec.mask.as_ref();

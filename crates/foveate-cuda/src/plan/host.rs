@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
-use foveate_mods::AnyBuffer;
+use foveate_mods::{AnyBuffer, Type};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
-use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef};
+use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, Varlen};
 
 use super::call::Call;
 use super::{CudaPlan, sequences};
@@ -18,7 +18,8 @@ use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::tensors::{
-    DeviceArray, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
+    DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages,
+    DeviceTensor, DeviceVarlen,
 };
 
 /// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
@@ -51,7 +52,8 @@ impl CudaPlan {
                 Some((block, pages))
             }
         };
-        let mut operands = host.operands(args.operands.varlen);
+        let offsets = self.offsets(queue, args.operands.varlen)?;
+        let mut operands = host.operands(varlen(&offsets, args.operands.varlen));
         operands.pages = table.as_ref().map(|(block, pages)| DevicePages {
             table: block.address(),
             entries: pages.entries(),
@@ -98,8 +100,11 @@ impl CudaPlan {
         let host = Copies::of(queue, &args.operands)?;
         let captures = self.captures(queue)?;
         let captures = arrays(&captures);
-        let operands =
-            DeviceOperands { captures: &captures, ..host.operands(args.operands.varlen) };
+        let offsets = self.offsets(queue, args.operands.varlen)?;
+        let operands = DeviceOperands {
+            captures: &captures,
+            ..host.operands(varlen(&offsets, args.operands.varlen))
+        };
         let dims = self.admit(&operands)?;
         args.check(&dims, &self.spec)?;
         self.differentiable()?;
@@ -170,6 +175,25 @@ impl CudaPlan {
         Ok(copies)
     }
 
+    /// The offsets of packed operands in device memory, when they are to be used from there.
+    fn offsets(
+        &self,
+        queue: &Queue,
+        varlen: Option<Varlen<'_>>,
+    ) -> Result<Option<CopiedOffsets>, CudaError> {
+        let Some(varlen) = varlen.filter(|_| self.options.contents_on_device) else {
+            return Ok(None);
+        };
+        let copy = |rows: &dyn Fn(usize) -> Range<usize>, all: &[i32]| {
+            let longest = (0..varlen.sequences()).map(|b| rows(b).len()).max().unwrap_or(0);
+            Ok::<_, CudaError>((queue.pool().upload(bytemuck::cast_slice(all))?, longest))
+        };
+        let (q, longest_q) = copy(&|b| varlen.q_rows(b), varlen.cu_q())?;
+        let (k, longest_k) = copy(&|b| varlen.k_rows(b), varlen.cu_k())?;
+        let count = [varlen.sequences() + 1];
+        Ok(Some(CopiedOffsets { q, k, count, longest_q, longest_k }))
+    }
+
     /// The outcome of a pass whose results are there; an error when they are not.
     fn results(&self, told: Result<(), CudaError>) -> Result<Result<(), CudaError>, CudaError> {
         match &told {
@@ -184,6 +208,28 @@ fn arrays<'a>(captures: &'a [(Block, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArr
     let array =
         |block: &Block, b: &'a AnyBuffer| DeviceArray::new(block.address(), b.ty(), b.shape());
     captures.iter().map(|(block, b)| (b.name(), array(block, b))).collect()
+}
+
+/// Offsets in device memory.
+struct CopiedOffsets {
+    q: Block,
+    k: Block,
+    count: [usize; 1],
+    longest_q: usize,
+    longest_k: usize,
+}
+
+/// Offsets as a call takes them: those in device memory where there are any.
+fn varlen<'a>(
+    copied: &'a Option<CopiedOffsets>,
+    known: Option<Varlen<'a>>,
+) -> Option<DeviceVarlen<'a>> {
+    let Some(CopiedOffsets { q, k, count, longest_q, longest_k }) = copied else {
+        return known.map(Into::into);
+    };
+    let (longest_q, longest_k) = (*longest_q, *longest_k);
+    let [q, k] = [q, k].map(|block| DeviceArray::new(block.address(), Type::I32, count));
+    Some(DeviceOffsets { q, k, longest_q, longest_k }.into())
 }
 
 /// What the device stores for a destination of `dtype`.
@@ -260,7 +306,7 @@ impl Copies {
         })
     }
 
-    fn operands<'a>(&self, varlen: Option<foveate_tensor::Varlen<'a>>) -> DeviceOperands<'a> {
+    fn operands<'a>(&self, varlen: Option<DeviceVarlen<'a>>) -> DeviceOperands<'a> {
         DeviceOperands {
             sink: self.sink.as_ref().map(|(_, tensor)| *tensor),
             varlen,

@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use foveate_mask::Varies;
 use foveate_mods::Node;
-use foveate_problem::{Dims, Sequence};
+use foveate_problem::Dims;
 
 use super::CudaPlan;
 use super::call::Call;
@@ -17,7 +17,7 @@ use crate::driver::Function;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
-use crate::resources::shared_bytes_of;
+use crate::resources::{Resources, shared_bytes_of};
 use crate::schedule::TileSize;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
@@ -257,7 +257,8 @@ impl CudaPlan {
     /// A kernel that evaluates no mods, and is one for all programs.
     pub(super) fn plain_kernel(&self, config: Config) -> Result<Function, CudaError> {
         static NOTHING: LazyLock<Printed> = LazyLock::new(|| Printed::new(no_mods()));
-        self.beside(config, &NOTHING, 0)
+        let taken = Resources::of(&config).expect("its one configuration can be");
+        self.beside(config, &NOTHING, taken.shared_bytes)
     }
 
     fn beside(
@@ -282,15 +283,15 @@ impl CudaPlan {
         call: &Call<'_>,
         config: &Config,
     ) -> Result<Arc<Printed>, CudaError> {
-        let Call { dims, sequences, checked, .. } = call;
-        let pass = Pass { kind, checked: *checked };
-        let longest = |len: &dyn Fn(&Sequence) -> usize| sequences.iter().map(len).max();
+        let Call { dims, checked, .. } = *call;
+        let pass = Pass { kind, checked };
+        let [queries, keys] = call.sequences.longest();
         let extent = Extent {
             batch: dims.batch,
             heads_q: dims.heads_q,
             heads_kv: dims.heads_kv,
-            queries: longest(&|s| s.q_len).unwrap_or(0).next_multiple_of(config.queries()),
-            keys: longest(&|s| s.k_len).unwrap_or(0).next_multiple_of(config.tile_kv),
+            queries: queries.next_multiple_of(config.queries()),
+            keys: keys.next_multiple_of(config.tile_kv),
         };
         let key = PrintKey { pass, extent };
         let found = {
@@ -342,14 +343,8 @@ fn digest(text: &str) -> u64 {
     hasher.finish()
 }
 
-/// The sizes that choices depend on.
-pub(super) fn sizes(dims: &Dims, sequences: &[Sequence]) -> Sizes {
-    let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
-    Sizes {
-        batch: dims.batch,
-        heads_q: dims.heads_q,
-        heads_kv: dims.heads_kv,
-        queries: longest(|s| s.q_len),
-        keys: longest(|s| s.k_len),
-    }
+/// The sizes that choices depend on; of the longest sequence's queries and keys.
+pub(super) fn sizes(dims: &Dims, [queries, keys]: [usize; 2]) -> Sizes {
+    let Dims { batch, heads_q, heads_kv, .. } = *dims;
+    Sizes { batch, heads_q, heads_kv, queries, keys }
 }

@@ -102,7 +102,7 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let chosen = self.chosen(class, sizes(dims, &call.sequences), false)?;
+        let chosen = self.chosen(class, sizes(dims, call.sequences.longest()), false)?;
         let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Forward, call);
         let kernel = ready(Kernel::Forward, "fv_forward")?;
         let splits = chosen.splits;
@@ -184,7 +184,7 @@ impl CudaPlan {
             ..self.class()
         };
         let has_rests = class.has_rests();
-        let chosen = self.chosen(class, sizes(dims, &call.sequences), true)?;
+        let chosen = self.chosen(class, sizes(dims, call.sequences.longest()), true)?;
         let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Backward, call);
         let stream = queue.stream();
         let pool = queue.pool();

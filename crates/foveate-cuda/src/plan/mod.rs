@@ -45,8 +45,9 @@ pub struct CudaOptions {
     pub checked: bool,
     /// Makes block lists on the host instead of the device: slower, and for comparison.
     pub lists_on_host: bool,
-    /// Lets calls on host tensors use captured buffers as calls on device tensors can: from device
-    /// memory, their contents unknown to the host. Slower, and for comparison.
+    /// Lets calls on host tensors use captured buffers and offsets of sequences as calls on device
+    /// tensors can: from device memory, their contents unknown to the host. Slower, and for
+    /// comparison.
     pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
@@ -244,6 +245,12 @@ fn sequences(dims: &Dims, arrangement: Arrangement<'_>) -> Vec<Sequence> {
         });
     }
     sequences
+}
+
+/// Queries and keys of the longest sequences.
+fn longest(sequences: &[Sequence]) -> [usize; 2] {
+    let of = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
+    [of(|s| s.q_len), of(|s| s.k_len)]
 }
 
 fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {

@@ -8,20 +8,23 @@
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 
+use foveate_mask::Varies;
 use foveate_mods::{AnyBuffer, MaskMod, Type};
-use foveate_problem::{Sequence, Spec};
+use foveate_problem::Spec;
 
 use super::CudaPlan;
-use super::call::{Call, Contents};
+use super::call::{Call, Contents, Offsets, Sequences};
 use super::kernels::{Printed, launch};
 use super::report::Report;
-use crate::abi::{self, Abi, Address, BlockListsParams, RangeTableParams, array_bytes};
-use crate::ahead::table_config;
+use crate::abi::{
+    self, Abi, Address, BlockListsParams, RangeTableParams, SequencesParams, array_bytes,
+};
+use crate::ahead::{sequences_config, table_config};
 use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
 use crate::driver::Block;
 use crate::engine::{Queue, lock};
 use crate::error::CudaError;
-use crate::schedule::{Axis, Outline, Schedule, TileSize};
+use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
@@ -51,15 +54,16 @@ struct TableKey {
     shape: Vec<usize>,
 }
 
+/// What decides a schedule.
 #[derive(Clone, Debug, PartialEq)]
-struct Key {
+pub(super) struct Key {
     queue: u64,
     masked: bool,
     checked: bool,
     axis: Axis,
     tile: TileSize,
     shared_kv: bool,
-    sequences: Vec<Sequence>,
+    sequences: Sequences,
 }
 
 /// Sequences and tiles on the device.
@@ -72,14 +76,18 @@ pub(super) struct Placed {
     pub sum_rows: usize,
     pub sharing: usize,
     rows: Rows,
+    /// An offset that was moved into the tensors.
+    moved: Option<String>,
 }
 
 /// The rows of the lists of a schedule, and lists that were made.
 #[derive(Debug, Default)]
 struct Rows {
-    /// One tile for each row of a head.
+    /// One tile for each row of a head, several of the same where they are of no sequence.
     tiles: Address,
     count: usize,
+    /// Rows of a head.
+    per_head: usize,
     heads: usize,
     head_stride: usize,
     capacity: usize,
@@ -115,9 +123,10 @@ impl Work {
         self.listed.as_ref().map_or(abi::Lists::default(), |l| l.lists)
     }
 
-    /// An index outside its captured buffer that was met when the lists were made.
+    /// An offset or an index of a captured buffer that was found to be out of range before.
     pub fn out_of_range(&self) -> Option<String> {
-        self.listed.as_ref().and_then(|l| l.out_of_range.clone())
+        let of_lists = self.listed.as_ref().and_then(|l| l.out_of_range.as_ref());
+        self.moved.as_ref().or(of_lists).cloned()
     }
 }
 
@@ -178,6 +187,7 @@ impl Placed {
             sum_rows: schedule.sum_rows,
             sharing: schedule.sharing,
             rows,
+            moved: None,
         })
     }
 
@@ -199,12 +209,14 @@ impl Placed {
             rows: Rows {
                 tiles: rows,
                 count: outline.rows.len(),
+                per_head: outline.rows.len(),
                 heads: outline.heads,
                 head_stride: outline.head_stride,
                 capacity: outline.capacity,
                 longest: outline.longest,
                 made: Mutex::default(),
             },
+            moved: None,
         })
     }
 }
@@ -268,8 +280,8 @@ impl CudaPlan {
         }
         if self.options.lists_on_host {
             return Err(CudaError::argument(
-                "the mask reads captured buffers in device memory, which lists that are made on \
-                 the host cannot be made from; plan without `lists_on_host`",
+                "block lists cannot be made on the host from captured buffers or offsets in device \
+                 memory; plan without `lists_on_host`",
             ));
         }
         let listed = Arc::new(self.listed(call, &placed, axis, tile)?);
@@ -286,31 +298,115 @@ impl CudaPlan {
         axis: Axis,
         tile: TileSize,
     ) -> Result<Arc<Placed>, CudaError> {
-        let Call { queue, dims, sequences, checked, .. } = call;
+        let Call { queue, dims, ref sequences, checked, .. } = *call;
         let key = Key {
             queue: queue.id(),
             masked: mask.is_some(),
-            checked: *checked && mask.is_some(),
+            checked: checked && (mask.is_some() || matches!(sequences, Sequences::Offsets(_))),
             axis,
             tile,
             shared_kv: dims.shared_kv,
             sequences: sequences.clone(),
         };
-        let found = {
-            let resident = lock(&self.resident);
-            resident.schedules.iter().find(|(k, _)| *k == key).map(|(_, placed)| placed.clone())
+        let find = |all: &[(Key, Arc<Placed>)]| {
+            all.iter().find(|(k, _)| *k == key).map(|(_, placed)| placed.clone())
+        };
+        let promised = sequences.are_promised();
+        let found = match promised {
+            true => find(&lock(&self.resident).schedules),
+            false => find(&call.placed.borrow()),
         };
         if let Some(placed) = found {
             return Ok(placed);
         }
-        let placed = Arc::new(match mask {
-            Some(mask) if !self.options.lists_on_host => {
+        let placed = Arc::new(match (sequences, mask) {
+            (Sequences::Offsets(offsets), _) => {
+                self.placed_by_device(call, offsets, mask, axis, tile)?
+            }
+            (Sequences::Known(sequences), Some(mask)) if !self.options.lists_on_host => {
                 Placed::outlined(queue, &Outline::new(dims, sequences, mask, axis, tile))?
             }
-            _ => Placed::new(queue, Schedule::new(dims, sequences, mask, axis, tile))?,
+            (Sequences::Known(sequences), _) => {
+                Placed::new(queue, Schedule::new(dims, sequences, mask, axis, tile))?
+            }
         });
-        keep(&mut lock(&self.resident).schedules, MOST_SCHEDULES, (key, placed.clone()));
+        match promised {
+            true => {
+                let schedules = &mut lock(&self.resident).schedules;
+                keep(schedules, MOST_SCHEDULES, (key, placed.clone()));
+            }
+            false => call.placed.borrow_mut().push((key, placed.clone())),
+        }
         Ok(placed)
+    }
+
+    /// A schedule that the device makes from offsets in its memory. Nothing waits, unless they are
+    /// checked.
+    fn placed_by_device(
+        &self,
+        call: &Call<'_>,
+        offsets: &Offsets,
+        mask: Option<&MaskMod>,
+        axis: Axis,
+        tile: TileSize,
+    ) -> Result<Placed, CudaError> {
+        let Call { queue, dims, checked, .. } = *call;
+        let Offsets { address: [cu_q, cu_k], count: sequences, rows, longest, .. } = *offsets;
+        let ((own, side), (other, other_side)) = match axis {
+            Axis::Queries => ((0, tile.q), (1, tile.kv)),
+            Axis::Keys => ((1, tile.kv), (0, tile.q)),
+        };
+        let room = most_tiles(sequences, rows[own], longest[own], side);
+        let sum_rows = most_sum_rows(sequences, rows[0]);
+        count(sum_rows)?;
+        let sequence_bytes =
+            ((sequences + 1) * size_of::<abi::Sequence>()).next_multiple_of(size_of::<u64>());
+        let memory = queue.pool().take(sequence_bytes + room * size_of::<abi::Tile>())?;
+        let report = Report::new(queue, checked)?;
+        let [rows_q, rows_k] = rows.map(|n| n as i32);
+        let [longest_q, longest_k] = longest.map(|n| n as i32);
+        let params = SequencesParams {
+            cu_q,
+            cu_k,
+            sequences: memory.address(),
+            tiles: memory.address() + sequence_bytes as Address,
+            report: report.address(),
+            count: count(sequences)?,
+            rows_q,
+            rows_k,
+            longest_q,
+            longest_k,
+            side: side as i32,
+            of_keys: (axis == Axis::Keys).into(),
+            room: count(room)?,
+        };
+        let config = sequences_config();
+        let function = self.plain_kernel(config.clone())?;
+        launch(&function, queue, [1, 1, 1], config.threads() as u32, &[&params.bytes()])?;
+        let by_head = mask.is_some_and(|mask| Varies::of(mask).by_head);
+        let heads = if by_head { dims.heads_q } else { 1 };
+        // One more for the tiles of no sequence.
+        let per_head = room + 1;
+        let columns = longest[other].div_ceil(other_side);
+        Ok(Placed {
+            sequences: params.sequences,
+            tiles: params.tiles,
+            tile_count: room,
+            sum_rows,
+            sharing: 1,
+            rows: Rows {
+                tiles: params.tiles,
+                count: room,
+                per_head,
+                heads,
+                head_stride: if by_head { per_head } else { 0 },
+                capacity: run_capacity(columns, per_head * heads),
+                longest: columns,
+                made: Mutex::default(),
+            },
+            moved: report.moved(self.options.timeout, offsets)?,
+            _memory: memory,
+        })
     }
 
     /// Block lists that the device makes. Nothing waits, unless indices are checked.
@@ -323,7 +419,7 @@ impl CudaPlan {
     ) -> Result<Listed, CudaError> {
         let Call { queue, dims, checked, .. } = *call;
         let rows = &placed.rows;
-        let all_rows = rows.count * rows.heads;
+        let all_rows = rows.per_head * rows.heads;
         let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
         let memory = queue.pool().take(run_bytes + count_bytes)?;
         let runs = memory.address();

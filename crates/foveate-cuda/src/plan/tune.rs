@@ -15,7 +15,7 @@ use half::{bf16, f16};
 
 use super::call::Call;
 use super::kernels::{PassKind, sizes};
-use super::{CudaPlan, sequences};
+use super::{CudaPlan, longest, sequences};
 use crate::abi::Address;
 use crate::config::Kernel;
 use crate::driver::{Block, Event, Pool};
@@ -84,7 +84,7 @@ impl CudaPlan {
             return Err(Pages::no_gradients().into());
         }
         let dims = self.dims.arranged(arrangement);
-        let sizes = sizes(&dims, &sequences(&dims, arrangement));
+        let sizes = sizes(&dims, longest(&sequences(&dims, arrangement)));
         if sizes.batch * sizes.queries * sizes.keys == 0 {
             return Err(CudaError::argument(
                 "there is nothing to tune: the problem has no pairs of a query and a key",
@@ -304,7 +304,7 @@ impl Subject<'_> {
         let OnDevice { q, k, v, table, out, lse, .. } = self.operands;
         let (varlen, pages) = match self.arrangement {
             Arrangement::Dense => (None, None),
-            Arrangement::Packed(varlen) => (Some(varlen), None),
+            Arrangement::Packed(varlen) => (Some(varlen.into()), None),
             Arrangement::Paged { lengths, .. } => {
                 let (table, entries) = table.expect("a paged problem has a table");
                 (None, Some(DevicePages { table, entries, lengths }))

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use foveate_tensor::{Fold, Layout};
 
-use super::{DeviceOperands, DeviceTensor};
+use super::{DeviceOperands, DeviceTensor, DeviceVarlen};
 use crate::abi::Address;
 use crate::engine::{Engine, lock};
 use crate::error::CudaError;
@@ -47,6 +47,9 @@ impl Places {
         operands.sink.iter().try_for_each(|t| self.read("sink", t))?;
         for (name, array) in operands.captures {
             array.place(&format!("captured buffer `{name}`"), self)?;
+        }
+        if let Some(DeviceVarlen::Device(offsets)) = &operands.varlen {
+            offsets.place(self)?;
         }
         let Some(pages) = operands.pages else { return Ok(()) };
         let entries = operands.q.layout.shape[0].saturating_mul(pages.entries);

@@ -105,6 +105,13 @@ int cuPointerGetAttribute(void *v, int which, Address a) {
 int cuStreamCreate(void **s, unsigned f) { (void)f; return *s = (void *)1, 0; }
 int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
 int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
+int cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; return 0; }
+int cuStreamEndCapture(void *s, void **g) { (void)s; return *g = (void *)1, 0; }
+int cuStreamIsCapturing(void *s, int *yes) { (void)s; return *yes = (int)number("CAPTURES", 0), 0; }
+int cuGraphInstantiateWithFlags(void **r, void *g, unsigned long long f) { (void)g; (void)f; return *r = (void *)1, 0; }
+int cuGraphLaunch(void *r, void *s) { (void)r; (void)s; return 0; }
+int cuGraphExecDestroy(void *r) { (void)r; return 0; }
+int cuGraphDestroy(void *g) { (void)g; return 0; }
 int cuEventCreate(void **e, unsigned f) { (void)f; return *e = (void *)1, 0; }
 int cuEventDestroy_v2(void *e) { (void)e; return 0; }
 int cuEventRecord(void *e, void *s) { (void)e; (void)s; return 0; }

@@ -3,6 +3,7 @@
 mod execute;
 mod lists;
 mod ranges;
+mod sequences;
 
 use super::*;
 use crate::nvrtc::Compiler;
