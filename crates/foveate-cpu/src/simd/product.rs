@@ -339,7 +339,7 @@ fn product_body<T, M: Multiply<T>>(
     assert!(columns.end <= stride || rows.len() == 1, "rows of the result do not overlap");
     assert!((rows.end - 1) * stride + columns.end <= c.len(), "the result holds the part");
     let at = At {
-        c: &mut c[rows.start * stride + columns.start],
+        c: c[rows.start * stride + columns.start..].as_mut_ptr(),
         stride,
         // An empty depth may start at the end of its operands.
         a: a.data.as_ptr().wrapping_add(rows.start * a.row + depth.start * a.column),

@@ -207,8 +207,20 @@ fn weighs_nothing_body<S: Simd>(
 ) -> bool {
     // `exp2` is 0 up to here, which NaN is not.
     const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
-    let mut rows = scores.chunks(stride).zip(lse);
-    rows.all(|(row, lse)| max_body(s, &row[columns.clone()]) - lse < NOTHING)
+    // Two maxima, so that the next comparison need not wait for the last.
+    let mut above = [s.splat(f32::NEG_INFINITY); 2];
+    for (row, &lse) in scores.chunks(stride).zip(lse) {
+        let lse = s.splat(lse);
+        let (pairs, last) = groups(&row[columns.clone()]).as_chunks::<2>();
+        for pair in pairs {
+            above[0] = s.larger(above[0], s.sub(s.load(&pair[0]), lse));
+            above[1] = s.larger(above[1], s.sub(s.load(&pair[1]), lse));
+        }
+        for group in last {
+            above[0] = s.larger(above[0], s.sub(s.load(group), lse));
+        }
+    }
+    s.largest(s.larger(above[0], above[1])) < NOTHING
 }
 
 #[inline(always)]
@@ -229,7 +241,7 @@ fn derive_body<S: Simd>(
             d.fill(0.0);
             continue;
         }
-        let [lse, delta, share] = [lse, rows.delta[r], rows.share[r]].map(|x| s.splat(x));
+        let (lse, delta, share) = (s.splat(lse), s.splat(rows.delta[r]), s.splat(rows.share[r]));
         let plain = rows.share[r] == 1.0;
         for (p, d) in groups_mut(p).iter_mut().zip(groups_mut(d)) {
             // The difference first: it is exact where it matters, however large scores are.
