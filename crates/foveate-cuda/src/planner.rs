@@ -257,15 +257,40 @@ impl KernelPlan {
 }
 
 impl Sizes {
-    /// The sizes of a problem whose sequences are all as long as its operands.
+    /// The sizes of a problem whose sequences are all as long as its operands, as finely as a
+    /// choice can depend on them: a cache that grows by a key a step, or packed documents that are
+    /// others in every step, are the same problem for a while, and are not planned anew.
     pub fn of(dims: &Dims) -> Self {
         Self {
-            batch: dims.batch,
+            batch: coarse(dims.batch),
             heads_q: dims.heads_q,
             heads_kv: dims.heads_kv,
-            queries: dims.len_q,
-            keys: dims.len_k,
+            queries: coarse(dims.len_q),
+            keys: coarse(dims.len_k),
         }
+    }
+}
+
+impl Sizes {
+    /// What candidates are ranked at. Of few queries, as in decoding, on keys that grow, each
+    /// other tile is a kernel to compile between two tokens; so lengths are told apart by powers of
+    /// two there, and those of a few tiles not at all.
+    fn ranked(&self) -> Self {
+        const FEW_QUERIES: usize = 16;
+        const FEW_KEYS: usize = 256;
+        match self.keys.checked_next_power_of_two() {
+            Some(keys) if self.queries <= FEW_QUERIES => Self { keys: keys.max(FEW_KEYS), ..*self },
+            _ => *self,
+        }
+    }
+}
+
+/// Up to 64, where a tile may be as tall, the number itself; beyond, rounded up to one of eight
+/// between two powers of two.
+fn coarse(n: usize) -> usize {
+    match n.checked_next_power_of_two() {
+        Some(above) if n > 64 => n.next_multiple_of(above / 16),
+        _ => n,
     }
 }
 
@@ -340,7 +365,7 @@ pub fn choose(
             Err(refusal) => refused.push(Refused { config, refusal }),
             Ok(resources) => fitting.push(Candidate {
                 occupancy: resources.occupancy(profile),
-                modelled_us: model::time_us(profile, &config, &resources, sizes),
+                modelled_us: model::time_us(profile, &config, &resources, &sizes.ranked()),
                 config,
                 resources,
             }),

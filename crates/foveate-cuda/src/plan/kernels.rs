@@ -345,6 +345,5 @@ fn digest(text: &str) -> u64 {
 
 /// The sizes that choices depend on; of the longest sequence's queries and keys.
 pub(super) fn sizes(dims: &Dims, [queries, keys]: [usize; 2]) -> Sizes {
-    let Dims { batch, heads_q, heads_kv, .. } = *dims;
-    Sizes { batch, heads_q, heads_kv, queries, keys }
+    Sizes::of(&Dims { len_q: queries, len_k: keys, ..*dims })
 }

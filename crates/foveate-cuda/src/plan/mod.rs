@@ -126,15 +126,8 @@ impl CudaPlan {
             resident: Arc::default(),
             bound: Arc::default(),
         };
-        let longest = |n: usize| n.max(1);
-        let sizes = crate::planner::Sizes {
-            batch: dims.batch,
-            heads_q: dims.heads_q,
-            heads_kv: dims.heads_kv,
-            queries: longest(dims.len_q),
-            keys: longest(dims.len_k),
-        };
-        plan.chosen(plan.class(), sizes, plan.gradient.is_ok())?;
+        let some = [dims.len_q.max(1), dims.len_k.max(1)];
+        plan.chosen(plan.class(), kernels::sizes(dims, some), plan.gradient.is_ok())?;
         Ok(plan)
     }
 

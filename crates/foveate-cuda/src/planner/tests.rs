@@ -301,3 +301,66 @@ fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
         }
     }
 }
+
+fn growing(keys: usize) -> Sizes {
+    Sizes::of(&Dims {
+        batch: 4,
+        heads_q: 32,
+        heads_kv: 8,
+        len_q: 1,
+        len_k: keys,
+        dim: 128,
+        dim_v: 128,
+        shared_kv: false,
+        packed: false,
+    })
+}
+
+#[test]
+fn lengths_that_are_close_are_planned_together_and_short_ones_apart() {
+    for n in 0..=64 {
+        assert_eq!(coarse(n), n);
+    }
+    for n in 65..20_000 {
+        let rounded = coarse(n);
+        assert!(n <= rounded && 8 * (rounded - n) < n, "{n} is {rounded}");
+        assert_eq!(coarse(rounded), rounded);
+    }
+    assert_eq!([65, 128, 129, 4096, 4097].map(coarse), [72, 128, 144, 4096, 4608]);
+    assert_eq!(coarse(usize::MAX), usize::MAX);
+}
+
+#[test]
+fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels() {
+    let options = KernelOptions::default();
+    for card in ["h200", "l40s"] {
+        let profile = Profile::named(card).unwrap();
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+        let plan = |sizes: &Sizes| KernelPlan::new(&profile, &class, sizes, false, &options);
+        let mut planned: Vec<Sizes> = (1..=32_768).map(growing).collect();
+        planned.dedup();
+        assert!(planned.len() <= 64 + 9 * 8, "{} plans", planned.len());
+        let mut configs = std::collections::HashSet::new();
+        for sizes in &planned {
+            let kernels = plan(sizes).unwrap().kernels.into_iter();
+            configs.extend(kernels.map(|choice| choice.chosen.config));
+        }
+        // Split or not, few tiles, and what joins the shares.
+        assert!(configs.len() <= 8, "{card}: {configs:#?}");
+        let began = std::time::Instant::now();
+        let mut steps: Vec<Sizes> = (5000..6000).map(growing).collect();
+        steps.dedup();
+        steps.iter().for_each(|sizes| drop(plan(sizes).unwrap()));
+        let rounded = began.elapsed();
+        let exact = |keys| Sizes { keys, ..growing(keys) };
+        let began = std::time::Instant::now();
+        (5000..6000).for_each(|keys| drop(plan(&exact(keys)).unwrap()));
+        println!(
+            "{card}: 1000 steps of a growing cache are planned {} times in {rounded:?}; each anew \
+             would take {:?}; {} kernels up to 32768 keys",
+            steps.len(),
+            began.elapsed(),
+            configs.len()
+        );
+    }
+}

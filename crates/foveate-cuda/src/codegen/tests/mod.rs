@@ -76,6 +76,24 @@ fn learned(name: &str, shape: &[usize]) -> Buffer<f32> {
 }
 
 #[test]
+fn a_cache_that_grows_by_a_key_a_step_prints_few_texts() {
+    let documents = Buffer::<i32>::vector("doc", vec![0; 4096]);
+    let document = masks::document(&documents).unwrap();
+    let window = masks::sliding_window(100).unwrap();
+    for (mask, most) in [(masks::causal() & window, 1), (masks::causal() & document, 2)] {
+        let texts = (64..=8192).step_by(64).map(|keys| {
+            let extent = Extent { batch: 2, heads_q: 8, heads_kv: 2, queries: 16, keys };
+            let options = Options { extent, ..options() };
+            let mods = Mods { mask: Some(&mask), ..Mods::default() };
+            ModsSource::new(mods, &options).unwrap().text().to_owned()
+        });
+        let different: std::collections::HashSet<String> = texts.collect();
+        // One while a buffer is at least as long as the keys, one that clamps beyond.
+        assert!(different.len() <= most, "{} texts of {mask}", different.len());
+    }
+}
+
+#[test]
 fn without_mods_every_function_is_there_and_does_nothing() {
     insta::assert_snapshot!(printed(Mods::default(), &options()));
 }
