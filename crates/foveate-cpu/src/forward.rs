@@ -8,7 +8,8 @@
 //! Inside a tile the work goes strip by strip, a strip being the rows of one block of a product:
 //! scores of a strip are made, weighed and multiplied by v while they are in the first-level
 //! cache, and the keys and values of the tile stay in the second for all strips. In a tile that
-//! the mask decides, a strip computes the columns that some row of it sees.
+//! the mask decides, a strip computes the columns that some row of it sees. While it does, the
+//! queries and values that only the next strip reads are asked for.
 //!
 //! Packing keys and values is done by tasks, too: those of a head stand before its query tiles, so
 //! that a query tile waits only for what another thread is packing right now.

@@ -73,9 +73,9 @@ impl CpuOptions {
 impl Tiles {
     /// The tiles of the forward: sixteen strips, so that under a window or in short documents the
     /// keys that neighbouring strips share are mostly in the caches of one core, and keys that make
-    /// a strip of scores 12 KiB.
+    /// a strip of scores 18 KiB: a window of 256 then lies in one tile or two, not in two or three.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
-        Self::at_most([192, 256], dims, options, 1)
+        Self::at_most([192, 384], dims, options, 1)
     }
 
     /// The tiles of the backward, when operands have `width` numbers in the room of a float.
@@ -131,7 +131,7 @@ mod tests {
         let t = Tiles::forward(&dims(1, 5, 7), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
         let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
-        assert_eq!((t.q, t.kv, t.dim), (192, 256, 128));
+        assert_eq!((t.q, t.kv, t.dim), (192, 384, 128));
         let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default(), 1);
         assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));
     }

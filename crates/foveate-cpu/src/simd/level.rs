@@ -42,18 +42,14 @@ impl Level {
 
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     fn is_here(self) -> bool {
-        let avx2 = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
+        use foveate_mods::vector;
+        // What mods need, which is looked for there, and what products add to it.
+        let of_mods = vector::level();
+        let added = is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         match self {
             Level::Avx512Bf16 => Level::Avx512.is_here() && is_x86_feature_detected!("avx512bf16"),
-            Level::Avx512 => {
-                avx2 && is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl")
-            }
-            Level::Avx2 => avx2,
+            Level::Avx512 => Level::Avx2.is_here() && of_mods == vector::Level::Avx512,
+            Level::Avx2 => added && of_mods != vector::Level::Baseline,
             Level::Baseline => true,
         }
     }

@@ -23,6 +23,7 @@ pub fn level() -> Level {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx2")
         {
             return Level::Avx512;
         }

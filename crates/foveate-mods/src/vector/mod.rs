@@ -33,6 +33,7 @@ pub use adjoint::Read;
 pub use bits::Bits;
 pub use compile::Kernel;
 use compile::{Compiled, LaneKind, OnScore, Place};
+pub use level::{Level, level};
 use outside::Outside;
 use steps::{Operand, View};
 
