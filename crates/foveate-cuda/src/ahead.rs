@@ -70,7 +70,7 @@ pub fn kernels<'a>(
         paged: run.paged,
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
-    let sizes = Sizes::of(dims);
+    let sizes = Sizes::of(dims).under(spec);
     let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
     let options = KernelOptions::default();
     let plan =

@@ -9,6 +9,7 @@
 mod known;
 mod model;
 mod report;
+mod seen;
 #[cfg(test)]
 mod tests;
 
@@ -77,6 +78,8 @@ pub struct Sizes {
     pub queries: usize,
     /// Keys of a sequence.
     pub keys: usize,
+    /// Keys that a query sees on average; see [`Self::under`].
+    pub seen: usize,
 }
 
 /// Tiles, warps and stages that a user asks for; what is `None` is left to the planner.
@@ -257,8 +260,8 @@ impl KernelPlan {
 }
 
 impl Sizes {
-    /// The sizes of a problem whose sequences are all as long as its operands, as finely as a
-    /// choice can depend on them: a cache that grows by a key a step, or packed documents that are
+    /// The sizes of a problem without a mask whose sequences are all as long as its operands, as
+    /// finely as a choice can depend on them: a cache that grows by a key a step, or packed documents that are
     /// others in every step, are the same problem for a while, and are not planned anew.
     pub fn of(dims: &Dims) -> Self {
         Self {
@@ -267,6 +270,7 @@ impl Sizes {
             heads_kv: dims.heads_kv,
             queries: coarse(dims.len_q),
             keys: coarse(dims.len_k),
+            seen: coarse(dims.len_k),
         }
     }
 }
@@ -375,7 +379,7 @@ pub fn choose(
     if fitting.is_empty() {
         return Err(nothing_fits(profile, class, kernel, &asked, &refused));
     }
-    let known = known::of(profile, class, kernel);
+    let known = known::of(profile, class, sizes, kernel);
     let at =
         |tiles: Option<Tiles>| fitting.iter().position(|c| tiles == Some(Tiles::of(&c.config)));
     let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);

@@ -42,7 +42,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         paged: given.problem.arrangement().paged(),
         ..Class::of(&spec, elem, dims, gradient.as_ref())
     };
-    let sizes = Sizes::of(dims);
+    let sizes = Sizes::of(dims).under(&spec);
     let recorded = |kernel| records.as_ref()?.tiles(kernel, &class, &sizes, &spec);
     let backward = args.problem.backward;
     let plan = KernelPlan::with_records(&profile, &class, &sizes, backward, &options, &recorded)?;

@@ -61,6 +61,8 @@ pub enum Kind {
 enum Variant {
     /// Nothing: long sequences of contiguous operands.
     Long,
+    /// A mask that lets few queries see a key.
+    Sparse,
     /// Sums in a fixed order.
     Deterministic,
     /// The keys of a tile split over blocks.
@@ -94,6 +96,8 @@ pub struct Listed {
     choice: Choice,
     /// Queries of a sequence where they are few.
     queries: Option<usize>,
+    /// What the planner chooses where few queries see a key, and not else.
+    sparse: bool,
 }
 
 /// A kernel of the list as a plan would run it.
@@ -149,25 +153,25 @@ pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
     let few = few || arch == "sm_86";
     let mut listed = Vec::new();
     let mut seen = HashSet::new();
-    let mut add = |choice: Choice, mods, queries| {
+    let mut add = |choice: Choice, mods, queries, sparse| {
         if seen.insert((choice.chosen.config.clone(), mods, queries)) {
             let (arch, profile) = (arch.to_owned(), profile.clone());
-            listed.push(Listed { arch, mods, profile, choice, queries });
+            listed.push(Listed { arch, mods, profile, choice, queries, sparse });
         }
     };
     for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
         for dims in DIMS {
             for (mods, variant) in wanted(dtype, dims, few) {
                 for (choice, mods) in variant.kernels(&profile, mods, dtype, dims)? {
-                    add(choice, mods, variant.queries());
+                    add(choice, mods, variant.queries(), variant == Variant::Sparse);
                 }
             }
         }
     }
-    add(only(lists_config(false), &profile)?, Kind::Mask, None);
-    add(only(lists_config(true), &profile)?, Kind::Mask, None);
-    add(only(table_config(), &profile)?, Kind::Plain, None);
-    add(only(sequences_config(), &profile)?, Kind::Plain, None);
+    add(only(lists_config(false), &profile)?, Kind::Mask, None, false);
+    add(only(lists_config(true), &profile)?, Kind::Mask, None, false);
+    add(only(table_config(), &profile)?, Kind::Plain, None, false);
+    add(only(sequences_config(), &profile)?, Kind::Plain, None, false);
     Ok(listed)
 }
 
@@ -213,6 +217,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
     }
     if dims == (64, 64) && dtype == Elem::Bf16 {
         all.extend([0, 2, 4, 8].map(|bytes| (Plain, Align(bytes))));
+        all.push((Mask, Sparse));
     }
     if dims == (64, 64) && dtype == Elem::F32 {
         all.extend([(Plain, Queries(1)), (Plain, Align(0)), (Plain, Sink)]);
@@ -244,6 +249,7 @@ impl Variant {
             heads_kv: HEADS.1,
             queries: queries.unwrap_or(LENGTH),
             keys: LENGTH,
+            seen: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
         };
         let splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
         let options = KernelOptions { splits, ..KernelOptions::default() };
@@ -275,7 +281,7 @@ impl Variant {
             ..Class::new(dtype, dim, dim_v, HEADS.0 / HEADS.1)
         };
         match self {
-            Self::Long | Self::Split | Self::Queries(_) => class,
+            Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
             Self::Deterministic => Class { deterministic: true, ..class },
             Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
             Self::Sink => Class { sink: true, ..class },
@@ -395,6 +401,7 @@ impl Listed {
         ];
         parts.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| (*flag).to_owned()));
         parts.extend(self.queries.map(|n| format!("queries {n}")));
+        parts.extend(self.sparse.then(|| "sparse".to_owned()));
         parts.extend((align != 16).then(|| format!("align {align}")));
         parts.join(", ")
     }

@@ -164,6 +164,7 @@ impl CudaPlan {
             return Ok(found);
         }
         let profile = self.engine.profile();
+        let sizes = sizes.under(&self.spec);
         let recorded = |kernel| self.engine.records()?.tiles(kernel, &key.0, &sizes, &self.spec);
         let options = &self.options.kernels;
         let plan = KernelPlan::with_records(profile, &key.0, &sizes, backward, options, &recorded)?;

@@ -23,7 +23,7 @@ fn mods(class: &Class) -> [Class; 4] {
 }
 
 fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize) -> Sizes {
-    Sizes { batch, heads_q, heads_kv, queries: len, keys: len }
+    Sizes { batch, heads_q, heads_kv, queries: len, keys: len, seen: len }
 }
 
 fn profile_with(limit: usize) -> Profile {
@@ -188,7 +188,8 @@ fn few_queries_split_the_keys_so_that_the_device_is_busy() {
     let profile = Profile::named("h200").unwrap();
     let class = Class::new(Elem::Bf16, 128, 128, 4);
     let options = KernelOptions::default();
-    let decode = Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768 };
+    let decode =
+        Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768, seen: 32_768 };
     let plan = KernelPlan::new(&profile, &class, &decode, false, &options).unwrap();
     assert!(plan.splits >= 4, "{}", plan.splits);
     assert_eq!(plan.config(Kernel::Forward).unwrap().tile_q, 16);
@@ -230,7 +231,7 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     let options = KernelOptions::default();
     let profile = Profile::named("h200").unwrap();
     let plan = |class: &Class, queries| {
-        let sizes = Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192 };
+        let sizes = Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192, seen: 8192 };
         KernelPlan::new(&profile, class, &sizes, false, &options).unwrap()
     };
     let decode = plan(&class, 1);
@@ -251,7 +252,8 @@ fn a_tile_holds_a_query_of_every_head_that_shares_it() {
     let profile = Profile::named("a100").unwrap();
     for group in [2, 3, 7, 12, 71, 128, 129] {
         let class = Class::new(Elem::F16, 64, 64, group);
-        let sizes = Sizes { batch: 1, heads_q: group, heads_kv: 1, queries: 3, keys: 500 };
+        let sizes =
+            Sizes { batch: 1, heads_q: group, heads_kv: 1, queries: 3, keys: 500, seen: 500 };
         let plan = KernelPlan::new(&profile, &class, &sizes, false, &KernelOptions::default());
         let plan = plan.unwrap();
         let forward = plan.config(Kernel::Forward).unwrap();
@@ -293,11 +295,13 @@ fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
     let profile = Profile::named("h200").unwrap();
     for dim in [64, 96, 128, 192, 256] {
         for class in &mods(&Class::new(Elem::Bf16, dim, dim, 1))[..3] {
-            let sizes = sizes(2, 2048 / dim, 2048 / dim, 8192);
-            let options = KernelOptions::default();
-            let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
-            let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
-            assert_eq!(table.count(), 2, "forward and backward of:\n{plan}");
+            for seen in [8192, 256] {
+                let sizes = Sizes { seen, ..sizes(2, 2048 / dim, 2048 / dim, 8192) };
+                let options = KernelOptions::default();
+                let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
+                let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
+                assert_eq!(table.count(), 2, "forward and backward of:\n{plan}");
+            }
         }
     }
 }
@@ -363,4 +367,23 @@ fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels(
             configs.len()
         );
     }
+}
+
+#[test]
+fn keys_that_few_queries_see_get_smaller_tiles_in_the_backward() {
+    let profile = Profile::named("h200").unwrap();
+    let masked = Class { mask: true, ..Class::new(Elem::Bf16, 64, 64, 1) };
+    let scored = Class { score: true, ..masked.clone() };
+    let keys = |class: &Class, heads_q: usize, seen: usize| {
+        let class = Class { group: heads_q / 8, ..class.clone() };
+        let sizes = Sizes { seen, ..sizes(2, heads_q, 8, 8192) };
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
+        plan.config(Kernel::Backward).unwrap().tile_kv
+    };
+    // Documents of 512, a window of 1024, and causal.
+    assert_eq!([256, 960, 4096].map(|seen| keys(&masked, 8, seen)), [64, 64, 96]);
+    // Four heads of queries see each key.
+    assert_eq!([256, 960].map(|seen| keys(&masked, 32, seen)), [64, 96]);
+    assert_eq!(keys(&scored, 8, 256), 96);
 }

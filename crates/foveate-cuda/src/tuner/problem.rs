@@ -21,8 +21,8 @@
 //!
 //! Batch, heads, groups and lengths themselves are not in it.
 
+use foveate_mods::Program;
 use foveate_mods::ir::Node;
-use foveate_mods::{Bits, Bounds, Cover, Head, Kernel as Evaluated, Machine, MaskMod, Program};
 use foveate_problem::Spec;
 use serde::{Deserialize, Serialize};
 
@@ -77,22 +77,10 @@ impl Key {
     /// The class of `kernel` on a problem of these sizes; `None` for one that has no tiles to
     /// choose.
     pub fn of(kernel: Kernel, class: &Class, sizes: &Sizes, spec: &Spec) -> Option<Self> {
-        let share = spec.mask.as_ref().map_or(1.0, |mask| live_share(mask, sizes));
-        Self::with_share(kernel, class, sizes, spec, share)
-    }
-
-    /// The same, when the share of pairs that the mask lets through is known.
-    pub(super) fn with_share(
-        kernel: Kernel,
-        class: &Class,
-        sizes: &Sizes,
-        spec: &Spec,
-        share: f64,
-    ) -> Option<Self> {
-        let Sizes { batch, heads_q, heads_kv, queries, keys } = *sizes;
-        let (rows, walk) = match kernel {
-            Kernel::Forward | Kernel::BackwardDq => (batch * heads_q * queries, keys),
-            Kernel::Backward => (batch * heads_kv * keys, queries * (heads_q / heads_kv.max(1))),
+        let Sizes { batch, heads_q, heads_kv, queries, keys, .. } = *sizes;
+        let rows = match kernel {
+            Kernel::Forward | Kernel::BackwardDq => batch * heads_q * queries,
+            Kernel::Backward => batch * heads_kv * keys,
             _ => return None,
         };
         // Tiles are what a record tells.
@@ -117,14 +105,14 @@ impl Key {
             fold,
             queries: (queries * heads).clamp(1, MOST_QUERIES).next_power_of_two(),
             rows: rounded((rows as f64).min(MOST_ROWS)),
-            walk: rounded((share * walk as f64).min(LONGEST_WALK)),
+            walk: rounded(sizes.walk(kernel).min(LONGEST_WALK)),
         })
     }
 }
 
 /// The nearest power of two: what lies close to one, as many sizes do, is never taken for the
 /// next.
-fn rounded(n: f64) -> usize {
+pub(crate) fn rounded(n: f64) -> usize {
     1 << n.max(1.0).log2().round() as u32
 }
 
@@ -144,75 +132,15 @@ fn operations(program: &Program) -> String {
     names.join(" ")
 }
 
-/// Queries whose keys are counted.
-const SAMPLES: usize = 64;
-/// Keys that are evaluated together where bounds decide nothing.
-const TOGETHER: usize = 64;
-
-/// The share of pairs that `mask` lets through, from a sample of queries, batch entries and heads:
-/// some hundred evaluations of bounds for a mask that they decide.
-pub(super) fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
-    let Sizes { batch, heads_q, heads_kv, queries, keys } = *sizes;
-    if batch == 0 || heads_q == 0 || queries == 0 || keys == 0 {
-        return 1.0;
-    }
-    let samples = SAMPLES.min(queries);
-    let mut counter = Counter {
-        bounds: Bounds::new(mask.program()),
-        machine: Evaluated::compile(mask.program()).machine(1, TOGETHER),
-        truths: Bits::default(),
-    };
-    let live: u64 = (0..samples)
-        .map(|i| {
-            let q = (2 * i + 1) * queries / (2 * samples);
-            let h = i % heads_q;
-            let head = Head {
-                b: (i % batch) as i32,
-                h: h as i32,
-                h_kv: (h * heads_kv / heads_q) as i32,
-                q_len: queries as i32,
-                kv_len: keys as i32,
-            };
-            counter.machine.set_head(head);
-            counter.live(&head, q as i32, 0..keys as i32)
-        })
-        .sum();
-    live as f64 / (samples * keys) as f64
-}
-
-struct Counter {
-    bounds: Bounds,
-    machine: Machine,
-    truths: Bits,
-}
-
-impl Counter {
-    /// Keys of `kv` that query `q` sees.
-    fn live(&mut self, head: &Head, q: i32, kv: std::ops::Range<i32>) -> u64 {
-        match self.bounds.cover(head, q..q + 1, kv.clone()) {
-            Cover::Empty => 0,
-            Cover::Full => kv.len() as u64,
-            Cover::Undecided if kv.len() <= TOGETHER => {
-                self.machine.set_tile(q..q + 1, kv);
-                self.machine.truths(None, &mut self.truths);
-                self.truths.count()
-            }
-            Cover::Undecided => {
-                let middle = kv.start + (kv.len() / 2) as i32;
-                self.live(head, q, kv.start..middle) + self.live(head, q, middle..kv.end)
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use foveate_mods::{Buffer, masks, scores};
+    use foveate_mods::{MaskMod, masks, scores};
 
     use super::*;
     use crate::config::Elem;
 
-    const SIZES: Sizes = Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192 };
+    const SIZES: Sizes =
+        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, seen: 8192 };
 
     fn spec(mask: Option<MaskMod>, cap: Option<f32>) -> Spec {
         let score = cap.map(|cap| scores::soft_cap(cap).unwrap());
@@ -225,21 +153,7 @@ mod tests {
             score: spec.score.is_some(),
             ..Class::new(Elem::Bf16, 128, 128, sizes.heads_q / sizes.heads_kv)
         };
-        Key::of(kernel, &class, sizes, spec).unwrap()
-    }
-
-    #[test]
-    fn the_share_of_a_mask_is_close_to_what_it_lets_through() {
-        let ids = (0..8192).map(|i| i / 512).collect();
-        let documents = masks::document(&Buffer::vector("doc", ids)).unwrap() & masks::causal();
-        let window = masks::sliding_window(1024).unwrap();
-        for (mask, share) in [(masks::causal(), 0.5), (window, 0.117), (documents, 0.0313)] {
-            let found = live_share(&mask, &SIZES);
-            assert!((found / share - 1.0).abs() < 0.08, "{found} for {share}");
-        }
-        assert_eq!(live_share(&masks::causal(), &Sizes { queries: 0, ..SIZES }), 1.0);
-        let few = live_share(&masks::causal(), &Sizes { queries: 3, keys: 3, ..SIZES });
-        assert_eq!(few, 6.0 / 9.0);
+        Key::of(kernel, &class, &sizes.under(spec), spec).unwrap()
     }
 
     #[test]

@@ -18,7 +18,6 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::Key;
-use super::problem::live_share;
 use crate::cache::{Cache, write};
 use crate::config::Kernel;
 use crate::driver::DeviceInfo;
@@ -157,13 +156,7 @@ impl Records {
         sizes: &Sizes,
         spec: &Spec,
     ) -> Option<Tiles> {
-        let of_kernel = |key: &Key| key.kernel == kernel.name() && key.dim == class.dim;
-        // Only where there may be one the mask is looked at.
-        if !lock(&self.found).keys().any(of_kernel) {
-            return None;
-        }
-        let share = spec.mask.as_ref().map_or(1.0, |mask| live_share(mask, sizes));
-        let key = Key::with_share(kernel, class, sizes, spec, share)?;
+        let key = Key::of(kernel, class, sizes, spec)?;
         self.find(&key).map(|record| record.tiles)
     }
 
@@ -213,7 +206,8 @@ mod tests {
     use super::*;
     use crate::config::Elem;
 
-    const SIZES: Sizes = Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192 };
+    const SIZES: Sizes =
+        Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, seen: 8192 };
     const BEST: Tiles = Tiles { tile_q: 128, tile_kv: 96, warps: 4, stages: 1 };
 
     fn machine() -> Machine {
