@@ -1,12 +1,12 @@
 //! The CPU backend against the f64 oracle.
 
 use crate::common::{Case, Random};
-use foveate_cpu::CpuOptions;
+use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::expr::{b, h, h_kv, kv, kv_len, q, q_len, scalar, score};
 use foveate_mods::{Buffer, Expr, MaskMod, ScoreMod};
-use foveate_problem::Dropout;
+use foveate_problem::{Dims, Dropout, ForwardArgs, Operands, Pages, Spec};
 use foveate_reference::Rule;
-use foveate_tensor::DType;
+use foveate_tensor::{DType, Tensor};
 
 pub fn mask(e: Expr<bool>) -> Option<MaskMod> {
     Some(MaskMod::new(e.dynamic()).unwrap())
@@ -270,5 +270,51 @@ fn features_agree_with_the_oracle_in_any_combination() {
             rule: Rule::TanhLike,
         };
         case.check("combination");
+    }
+}
+
+/// One query on a cache whose keys are more than a task reads, so that parts begin inside pages.
+#[test]
+fn decoding_from_pages_gives_what_decoding_from_one_piece_gives() {
+    const PAGE: usize = 7;
+    const LENGTHS: [i32; 2] = [1300, 611];
+    let entries = (LENGTHS[0] as usize).div_ceil(PAGE);
+    let count = 2 * entries;
+    // Every page once, in no order.
+    let table: Vec<i32> = (0..count).map(|i| (i * 101 % count) as i32).collect();
+    let number =
+        |[b, h, s, d]: [usize; 4]| ((b * 31 + h * 17 + s * 7 + d * 3) % 23) as f64 / 11.5 - 1.0;
+    let gathered = |b: usize, dim: usize| {
+        let page = |s: usize| table[b * entries + s / PAGE] as usize;
+        Tensor::from_fn(DType::F32, [1, 2, LENGTHS[b] as usize, dim], |[_, h, s, d]| {
+            number([page(s), h, s % PAGE, d])
+        })
+    };
+    let q = Tensor::from_fn(DType::F32, [2, 4, 1, 24], number);
+    let [k, v] = [24, 18].map(|dim| Tensor::from_fn(DType::F32, [count, 2, PAGE, dim], number));
+    let run = |q: &Tensor, k: &Tensor, v: &Tensor, pages: Option<Pages<'_>>| {
+        let operands =
+            Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages };
+        let dims = Dims::of(&operands).unwrap();
+        let spec = Spec { mask: None, score: None, scale: None, dropout: None };
+        let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
+        let mut out = Tensor::filled(DType::F32, dims.out_shape(), f64::NAN);
+        let mut lse = Tensor::filled(DType::F32, dims.row_shape(), f64::NAN);
+        plan.forward(ForwardArgs {
+            operands,
+            out: out.view_mut().unwrap(),
+            lse: lse.view_mut().unwrap(),
+            max_score: None,
+        })
+        .unwrap();
+        (out.to_f64(), lse.to_f64())
+    };
+    let (out, lse) = run(&q, &k, &v, Some(Pages::new(&table, &LENGTHS).unwrap()));
+    for b in 0..2 {
+        let of_entry =
+            Tensor::from_fn(DType::F32, [1, 4, 1, 24], |[_, h, s, d]| number([b, h, s, d]));
+        let (alone, alone_lse) = run(&of_entry, &gathered(b, 24), &gathered(b, 18), None);
+        assert_eq!(out[b * alone.len()..][..alone.len()], alone, "entry {b}");
+        assert_eq!(lse[b * 4..][..4], alone_lse, "entry {b}");
     }
 }
