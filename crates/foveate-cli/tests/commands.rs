@@ -192,6 +192,20 @@ fn every_command_that_reports_figures_prints_one_object_a_line() {
 }
 
 #[test]
+fn the_shares_of_a_profile_add_up_to_the_whole_time() {
+    let line = "bench cpu --filter causal/h8-2/s256 --repeat 1 --profile --threads 2 --json";
+    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+    assert_eq!(code, Some(0), "{err}");
+    for found in out.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()) {
+        let share = |name: &str| found["profile"][name].as_f64().unwrap();
+        let shares = ["products", "softmax", "mods", "packing", "idle"].map(share);
+        assert!(shares.iter().all(|share| (0.0..=1.0).contains(share)), "{found}");
+        assert!((shares.iter().sum::<f64>() - 1.0).abs() < 0.02, "{found}");
+        assert!(share("products") > 0.1, "{found}");
+    }
+}
+
+#[test]
 fn the_doctor_tells_a_damaged_library_from_a_missing_one() {
     let dir = tempfile::tempdir().unwrap();
     let damaged = dir.path().join("libcuda.so.1");

@@ -3,8 +3,6 @@
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
 
-use foveate_mask::Varies;
-use foveate_mods::Node;
 use foveate_problem::Dims;
 
 use super::CudaPlan;
@@ -125,24 +123,15 @@ impl Ready {
 }
 
 impl CudaPlan {
-    /// What the kernels of every call have in common.
+    /// What the kernels of every call have in common. Which gradients of captured buffers are
+    /// wanted is the call's to say.
     pub(super) fn class(&self) -> Class {
+        let gradient = self.gradient.as_ref().ok().and_then(|g| g.as_deref());
         Class {
-            mask: self.spec.mask.is_some(),
-            by_head: self.spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
-            score: self.spec.score.is_some(),
-            dscore: self.has_derivative(),
-            keep: self.spec.dropout.is_some(),
+            captures: false,
             deterministic: self.options.deterministic,
-            ..Class::new(self.elem, self.dims.dim, self.dims.dim_v, self.dims.group())
+            ..Class::of(&self.spec, self.elem, &self.dims, gradient)
         }
-    }
-
-    /// Whether the derivative of the score by the score is anything but 1.
-    fn has_derivative(&self) -> bool {
-        let Ok(Some(gradient)) = &self.gradient else { return false };
-        let program = gradient.program();
-        *program.graph().node(program.roots()[0]) != Node::F32(1f32.to_bits())
     }
 
     /// The planner's choices for a class of kernels and sizes.
