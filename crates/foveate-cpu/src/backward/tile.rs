@@ -319,9 +319,12 @@ impl Work<'_> {
         clock.lap(Stage::Products);
         evaluator.score(strip.clone(), columns.clone(), p, stride);
         clock.lap(Stage::Mods);
-        if evaluator.has_score() && simd::weighs_nothing(p, stride, columns.clone(), statistics.lse)
+        // As where a bias grows with the distance. What is not a number in `d_out` or v has made
+        // delta none, and 0 times it is to be seen in every gradient.
+        if evaluator.has_score()
+            && statistics.delta.iter().all(|delta| delta.is_finite())
+            && simd::weighs_nothing(p, stride, columns.clone(), statistics.lse)
         {
-            // As where a bias grows with the distance.
             for x in [p_tile, ds_tile] {
                 clear(x, columns.clone());
             }

@@ -1,6 +1,6 @@
 //! The CPU backend against the f64 oracle.
 
-use crate::common::{Case, Random};
+use crate::common::{Case, Random, run};
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::expr::{b, h, h_kv, kv, kv_len, q, q_len, scalar, score};
 use foveate_mods::{Buffer, Expr, MaskMod, ScoreMod};
@@ -130,6 +130,27 @@ fn scores_and_their_derivatives_are_right() {
             };
             case.check(name);
         }
+    }
+}
+
+#[test]
+fn what_is_no_number_in_d_out_reaches_keys_out_of_reach() {
+    let far = (q() - kv()).abs().to_f32() * 4.0;
+    let case = Case { lens: [190, 201], score: score_mod(score() - far), ..Case::default() };
+    let mut inputs = case.inputs();
+    let (row, column) = (170, 3);
+    inputs.d_out = Tensor::from_fn(DType::F32, inputs.d_out.shape(), |at| {
+        if at[1..] == [1, row, column] { f64::NAN } else { 0.5 }
+    });
+    let results = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap();
+    // The oracle's p·d_out and p·(dp - delta) are NaN for every key of the row, whatever p.
+    let (dk, dv) = (results.dk.to_f64(), results.dv.to_f64());
+    let [_, _, keys, dim] = inputs.k.shape();
+    for key in 0..keys {
+        let at = (keys + key) * dim;
+        assert!(dk[at..at + dim].iter().all(|x| x.is_nan()), "dk of key {key}");
+        assert!(dv[at + column].is_nan(), "dv of key {key}");
+        assert!(dv[at].is_finite() && dv[key * dim..][..dim].iter().all(|x| x.is_finite()));
     }
 }
 
