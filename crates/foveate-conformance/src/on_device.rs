@@ -264,7 +264,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
 
 /// Both passes recorded in a graph, from contents that change between its launches.
 pub fn graph(engine: &Arc<Engine>) -> Outcome {
-    let queue = engine.queue();
+    let queue = &engine.new_queue()?;
     let dims = dims(4, LEN);
     let tensors = Tensors::new(queue, dims, 10)?;
     let doc = AnyBuffer::on_device("doc", &[LEN], Type::I32, false)?;

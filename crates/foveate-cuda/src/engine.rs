@@ -122,6 +122,14 @@ impl Engine {
         &self.queue
     }
 
+    /// A queue with a stream of its own, which runs beside [`Self::queue`].
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new_queue(&self) -> Result<Queue, CudaError> {
+        Ok(Queue::new(Stream::new(&self.device)?))
+    }
+
     /// A queue on a stream that somebody else made on this device (PyTorch, candle, cudarc); 0 is
     /// the default stream. Keep it from call to call: the memory of its work stays with it.
     ///

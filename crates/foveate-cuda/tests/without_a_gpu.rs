@@ -7,10 +7,10 @@ mod driver;
 use std::sync::Arc;
 use std::time::Duration;
 
-use foveate_cuda::driver::{Device, Module, Pool, Stream};
+use foveate_cuda::driver::{Device, Graph, Module, Pool, Stream};
 use foveate_cuda::nvrtc::check_driver;
 use foveate_cuda::schedule::TileSize;
-use foveate_cuda::{CudaErrorKind, CudaOptions, CudaPlan, Description, Engine};
+use foveate_cuda::{CudaError, CudaErrorKind, CudaOptions, CudaPlan, Description, Engine};
 use foveate_mods::{masks, scores};
 use foveate_problem::{Arrangement, Dims, Spec};
 use foveate_tensor::DType;
@@ -58,13 +58,30 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
 }
 
 #[test]
-fn copies_are_refused_while_a_graph_is_recorded() {
-    let name = "copies_are_refused_while_a_graph_is_recorded";
-    if !inside(name, &[], &[], &[("CAPTURES", "1")]) {
+fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
+    let name = "a_graph_holds_no_copies_no_memory_and_no_waiting";
+    if !inside(name, &[], &[], &[]) {
         return;
     }
-    let said = pool(0).upload(&[1; 100]).unwrap_err().to_string();
-    assert!(said.starts_with("a copy between host and device cannot be recorded"), "{said}");
+    let pool = pool(0);
+    let block = pool.take(100).unwrap();
+    let record = |work: &dyn Fn() -> Result<(), CudaError>| Graph::record(pool.stream(), work);
+    let refused = |what: &str, work: &dyn Fn() -> Result<(), CudaError>| {
+        let said = record(work).unwrap_err().to_string();
+        assert!(said.starts_with(&format!("{what} cannot be recorded in a graph")), "{said}");
+    };
+    refused("a copy between host and device", &|| block.write(&[1; 100]));
+    refused("taking memory of the device", &|| pool.take(1 << 20).map(drop));
+    refused("waiting for the device", &|| pool.stream().wait(LIMIT, "nothing"));
+    // Memory that is there is given out, and nothing is left recording, whatever happens.
+    drop(pool.take(5000).unwrap());
+    record(&|| pool.take(5000).map(drop)).unwrap();
+    let panics = || record(&|| panic!("on purpose"));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+    let mut found = [0; 100];
+    block.write(&[1; 100]).unwrap();
+    block.read(&mut found, LIMIT).unwrap();
+    assert_eq!(found, [1; 100]);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Work that is recorded once and queued again and again.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
 
 use super::device::Device;
@@ -22,7 +23,10 @@ unsafe impl Sync for Graph {}
 
 impl Graph {
     /// Records what `work` queues on `stream`, which does not run. `work` must not wait for the
-    /// device or ask it for memory: make the same calls once before, so that all is there.
+    /// device or ask it for memory: make the same calls once before, so that all is there. The
+    /// memory of recorded calls goes back to their queue's pool while the graph still names it: let
+    /// the queue be one of its own ([`crate::Engine::new_queue`]) and used for nothing else from
+    /// here on.
     ///
     /// # Errors
     /// Those of `work`, and what the driver does not let a graph hold.
@@ -35,13 +39,14 @@ impl Graph {
         // SAFETY: the stream is alive.
         let code = unsafe { (driver.capture_begin)(stream.handle(), OF_THIS_THREAD) };
         driver.check(code, || "beginning to record a graph".into())?;
-        let worked = work();
+        // A stream must not be left recording.
+        let worked = catch_unwind(AssertUnwindSafe(work));
         let mut recorded = ptr::null_mut();
         // SAFETY: `recorded` is valid for a write; recording was begun above.
         let code = unsafe { (driver.capture_end)(stream.handle(), &mut recorded) };
         // A graph that something has spoilt is null and may be destroyed.
         let mut graph = Self { device: stream.device().clone(), recorded, ready: ptr::null_mut() };
-        worked?;
+        worked.unwrap_or_else(|panic| resume_unwind(panic))?;
         driver.check(code, || "recording a graph".into())?;
         // SAFETY: `ready` is valid for a write, the graph was just recorded.
         let code = unsafe { (driver.graph_instantiate)(&mut graph.ready, recorded, 0) };
@@ -57,7 +62,7 @@ impl Graph {
     /// # Safety
     /// Everything that the recorded work reads and writes is still where it was: operands,
     /// results, what the plan keeps on the device, and the memory of the queue it was recorded on,
-    /// which no other work uses at the same time.
+    /// none of which was taken since.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
         let driver = self.device.current()?;
         // SAFETY: graph and stream are alive; the caller vouches for what the work uses.

@@ -109,6 +109,7 @@ impl Pool {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
+        self.0.stream.refuse_recording("taking memory of the device")?;
         let device = self.0.stream.device();
         let driver = device.current()?;
         let mut address = 0;
@@ -319,7 +320,7 @@ impl Device {
         }
         if let (Some(start), Some(size)) = (attribute(RANGE_START), attribute(RANGE_SIZE))
             && size > 0
-            && address + bytes as u64 > start + size
+            && address.checked_add(bytes as u64).is_none_or(|end| end > start + size)
         {
             return Err(CudaError::argument(format!(
                 "{what} needs {bytes} B from {address:#x} on, but its memory ends {} B after that",

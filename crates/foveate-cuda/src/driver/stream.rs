@@ -56,7 +56,7 @@ impl Stream {
     ///
     /// # Errors
     /// When the stream's work is recorded at present.
-    pub(super) fn refuse_recording(&self, doing: &str) -> Result<(), CudaError> {
+    pub(crate) fn refuse_recording(&self, doing: &str) -> Result<(), CudaError> {
         let driver = self.device.current()?;
         let mut recording = 0;
         // SAFETY: `recording` is valid for a write, the stream is alive.
@@ -75,6 +75,7 @@ impl Stream {
     /// # Errors
     /// [`CudaErrorKind::Timeout`] naming `waiting`, or the failure of queued work.
     pub fn wait(&self, limit: Duration, waiting: &str) -> Result<(), CudaError> {
+        self.refuse_recording("waiting for the device")?;
         let event = Event::new(&self.device)?;
         event.record(self)?;
         event.wait(limit, waiting)

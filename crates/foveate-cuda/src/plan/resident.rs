@@ -239,6 +239,14 @@ fn upload<const N: usize>(
     Ok((memory, at))
 }
 
+/// Refuses to make what later calls would take for made while it is only recorded.
+///
+/// # Errors
+/// When the queue's work is recorded at present.
+fn refuse_recording(queue: &Queue) -> Result<(), CudaError> {
+    queue.stream().refuse_recording("making what is kept from call to call")
+}
+
 /// Rows or runs as kernels count them.
 fn count(n: usize) -> Result<i32, CudaError> {
     i32::try_from(n).map_err(|_| {
@@ -284,6 +292,9 @@ impl CudaPlan {
                  memory; plan without `lists_on_host`",
             ));
         }
+        if contents.is_some() {
+            refuse_recording(call.queue)?;
+        }
         let listed = Arc::new(self.listed(call, &placed, axis, tile)?);
         if let Some(contents) = contents {
             keep(&mut lock(&placed.rows.made), MOST_LISTS, (contents, listed.clone()));
@@ -318,6 +329,9 @@ impl CudaPlan {
         };
         if let Some(placed) = found {
             return Ok(placed);
+        }
+        if promised {
+            refuse_recording(queue)?;
         }
         let placed = Arc::new(match (sequences, mask) {
             (Sequences::Offsets(offsets), _) => {
@@ -502,6 +516,7 @@ impl CudaPlan {
         let uploaded = &mut resident.buffers[at];
         let elems = uploaded.elems.address();
         if bounded && uploaded.ranges.is_none() {
+            refuse_recording(queue)?;
             let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
             uploaded.ranges = Some(Arc::new(table));
         }
@@ -530,6 +545,9 @@ impl CudaPlan {
             Some(table) => table,
             None => {
                 let (queue, address) = (call.queue, array.address);
+                if key.is_some() {
+                    refuse_recording(queue)?;
+                }
                 let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
                 if let Some(key) = key {
                     let mut resident = lock(&self.resident);

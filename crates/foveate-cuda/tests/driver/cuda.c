@@ -105,9 +105,10 @@ int cuPointerGetAttribute(void *v, int which, Address a) {
 int cuStreamCreate(void **s, unsigned f) { (void)f; return *s = (void *)1, 0; }
 int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
 int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
-int cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; return 0; }
-int cuStreamEndCapture(void *s, void **g) { (void)s; return *g = (void *)1, 0; }
-int cuStreamIsCapturing(void *s, int *yes) { (void)s; return *yes = (int)number("CAPTURES", 0), 0; }
+static int captures;
+int cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; return captures = 1, 0; }
+int cuStreamEndCapture(void *s, void **g) { (void)s; return captures = 0, *g = (void *)1, 0; }
+int cuStreamIsCapturing(void *s, int *yes) { (void)s; return *yes = captures, 0; }
 int cuGraphInstantiateWithFlags(void **r, void *g, unsigned long long f) { (void)g; (void)f; return *r = (void *)1, 0; }
 int cuGraphLaunch(void *r, void *s) { (void)r; (void)s; return 0; }
 int cuGraphExecDestroy(void *r) { (void)r; return 0; }
