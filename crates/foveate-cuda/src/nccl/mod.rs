@@ -19,7 +19,8 @@
 //! # }
 //! ```
 //!
-//! Every transfer is checked before any of a group is queued: lengths, ranks, memory, overlaps.
+//! Every transfer is checked before any of a group is queued: lengths, ranks, memory, and
+//! overlaps within a transfer.
 //! Then it is queued and nothing waits for the device. A rank that dies or never comes is found
 //! by time: NCCL is used without blocking, so that joining, queueing and [`Communicator::wait`]
 //! end after the communicator's patience, or as soon as NCCL reports a failure. The communicator
@@ -168,7 +169,11 @@ impl Communicator {
         let group = InGroup::start(functions)?;
         let mut codes = Vec::new();
         for ((engine, rank), handle) in members.iter().zip(&mut handles) {
-            engine.device().current()?;
+            // An early end would leave the others joining.
+            if engine.device().current().is_err() {
+                codes.push(sys::CUDA_FAILED);
+                break;
+            }
             // SAFETY: `handle` and `config` are valid for writes, the device's context is current.
             let code = unsafe { (functions.init)(handle, total, id.0, *rank as i32, &mut config) };
             codes.push(code);
@@ -339,7 +344,11 @@ fn queue_all(
     let group = InGroup::start(functions)?;
     let mut codes = Vec::new();
     for call in calls {
-        call.on.engine.device().current()?;
+        // An early end would leave a part of the group queued.
+        if call.on.engine.device().current().is_err() {
+            codes.push(sys::CUDA_FAILED);
+            break;
+        }
         let member = members.iter().position(|member| ptr::eq(*member, call.on));
         let handle = handles[member.expect("members are those of the calls")];
         // SAFETY: the communicator is alive while its state is locked; the arrays were checked to

@@ -12,6 +12,8 @@ pub type Code = c_int;
 
 /// `ncclSuccess`.
 pub const SUCCESS: Code = 0;
+/// `ncclUnhandledCudaError`.
+pub const CUDA_FAILED: Code = 1;
 /// `ncclInProgress`.
 pub const IN_PROGRESS: Code = 7;
 

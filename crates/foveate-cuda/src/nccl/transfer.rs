@@ -112,7 +112,7 @@ impl Array {
 
     /// Address of part `rank` when it is cut into parts of the size of `part`.
     fn part(&self, part: &Self, rank: usize) -> Address {
-        self.address + (rank * part.bytes()) as Address
+        self.address.wrapping_add(rank.wrapping_mul(part.bytes()) as Address)
     }
 
     /// Whether its memory can be used.
