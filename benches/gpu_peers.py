@@ -123,8 +123,8 @@ def prepare(cases, peers, workers: int):
         process.stdin.close()
         processes.append(process)
     for done, process in enumerate(processes):
-        process.wait()
-        print(f"compiling: {done + 1}/{workers} processes done", file=sys.stderr)
+        end = "done" if process.wait() == 0 else f"ended with {process.returncode}"
+        print(f"compiling: process {done + 1} of {workers} {end}", file=sys.stderr)
 
 
 def main() -> int:

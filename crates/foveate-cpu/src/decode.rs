@@ -1,10 +1,11 @@
 //! The forward pass of few queries over many keys: generation from a cache.
 //!
 //! Every key and value is needed for a handful of query rows, so reading them bounds the pass.
-//! They are read once, where they lie and in their dtype (unless their elements are no neighbours): the query heads that share a key/value
-//! head are rows of one task, nothing is packed. The keys of a head are split over tasks, since
-//! there are too few heads to share among threads, and the parts are combined in their order by
-//! the maxima and denominators that they were made with. How they are split depends on the
+//! They are read once, where they lie and in their dtype (unless their elements are no
+//! neighbours): the query heads that share a key/value head are rows of one task, nothing is
+//! packed. The keys of a head are split over tasks, since there are too few heads to share among
+//! threads, and the parts are combined in their order by the maxima and denominators that they
+//! were made with. How they are split depends on the
 //! lengths only.
 
 use std::ops::Range;

@@ -261,8 +261,9 @@ impl KernelPlan {
 
 impl Sizes {
     /// The sizes of a problem without a mask whose sequences are all as long as its operands, as
-    /// finely as a choice can depend on them: a cache that grows by a key a step, or packed documents that are
-    /// others in every step, are the same problem for a while, and are not planned anew.
+    /// finely as a choice can depend on them: a cache that grows by a key a step, or packed
+    /// documents that are others in every step, are the same problem for a while, and are not
+    /// planned anew.
     pub fn of(dims: &Dims) -> Self {
         Self {
             batch: coarse(dims.batch),

@@ -112,7 +112,8 @@ impl<const N: usize> DeviceTensor<N> {
 
     /// Address of element 0.
     pub(crate) fn start(&self) -> Address {
-        self.address + (self.layout.offset * self.dtype.bytes()) as u64
+        // What overflows is refused by its span.
+        self.address.wrapping_add(self.layout.offset.wrapping_mul(self.dtype.bytes()) as u64)
     }
 
     /// The first address, and the one after the last; equal for no elements.

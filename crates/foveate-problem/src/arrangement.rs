@@ -14,7 +14,7 @@ pub enum Arrangement<'a> {
     Packed(Varlen<'a>),
     /// One for each batch entry, its keys in pages.
     Paged {
-        /// Number of keys of each batch entry.
+        /// Number of keys of each batch entry; a negative one is none.
         lengths: &'a [i32],
         /// Keys of a page.
         page_size: usize,
@@ -45,7 +45,7 @@ impl Dims {
             Arrangement::Packed(varlen) if self.packed => self.batch = varlen.sequences(),
             Arrangement::Paged { lengths, .. } if !self.packed => {
                 self.batch = lengths.len();
-                self.len_k = lengths.iter().copied().max().unwrap_or(0) as usize;
+                self.len_k = lengths.iter().map(|&len| len.max(0)).max().unwrap_or(0) as usize;
                 self.shared_kv = false;
             }
             _ if self.packed => self.batch = 0,

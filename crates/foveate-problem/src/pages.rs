@@ -54,7 +54,7 @@ impl<'a> Pages<'a> {
     /// Gives each of the sequences of a batch its number of keys, one of `lengths`.
     pub fn limit(sequences: &mut [Sequence], lengths: &[i32]) {
         for (s, len) in sequences.iter_mut().zip(lengths) {
-            s.k_len = *len as usize;
+            s.k_len = (*len).max(0) as usize;
         }
     }
 

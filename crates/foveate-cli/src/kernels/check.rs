@@ -38,7 +38,7 @@ pub struct Args {
     /// Compile on so many threads (as many as there are cores when left out)
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// Print one JSON object for each kernel
+    /// Print one JSON object for each entry point of a kernel
     #[arg(long)]
     json: bool,
 }

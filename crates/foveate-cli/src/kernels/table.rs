@@ -111,11 +111,11 @@ impl Table {
         }
     }
 
-    /// Writes the table, a line for each kernel.
+    /// Writes the table, a line for each entry point.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::from(
-            "# What the kernels that the planner chooses take of a multiprocessor, or those that run in\n\
-             # place of what took more than planned.\n\
+            "# What the kernels that the planner chooses take of a multiprocessor, or those that run\n\
+             # in place of what took more than planned.\n\
              # `foveate kernels check` compares with it, with --update it writes it. The numbers:\n\
              # queries and keys of a tile, warps, stages; bytes of shared memory of a block,\n\
              # registers and bytes of local memory of a thread.\n",

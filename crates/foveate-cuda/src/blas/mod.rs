@@ -111,7 +111,6 @@ impl Matmul {
             alignments: [a, b, c, self.bias.map_or(0, |b| b.start())].map(prepared::alignment),
             bias: self.bias.is_some(),
             tf32: self.tf32 && self.a.dtype == DType::F32,
-            in_place: self.beta != 0.0,
         })
     }
 

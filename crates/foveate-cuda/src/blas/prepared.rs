@@ -34,8 +34,6 @@ pub struct Key {
     pub alignments: [u32; 4],
     pub bias: bool,
     pub tf32: bool,
-    /// Whether the result is read too.
-    pub in_place: bool,
 }
 
 /// Bytes that divide an address, as far as kernels differ by them.

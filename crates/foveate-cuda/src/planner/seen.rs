@@ -43,7 +43,9 @@ const TOGETHER: usize = 64;
 /// The share of pairs that `mask` lets through, from a sample of queries, batch entries and heads:
 /// some hundred evaluations of bounds for a mask that they decide.
 fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
-    let Sizes { batch, heads_q, heads_kv, queries, keys, .. } = *sizes;
+    let Sizes { batch, heads_q, heads_kv, .. } = *sizes;
+    // Sizes are rounded up, past what an index can be.
+    let [queries, keys] = [sizes.queries, sizes.keys].map(|len| len.min(i32::MAX as usize));
     if batch == 0 || heads_q == 0 || queries == 0 || keys == 0 {
         return 1.0;
     }
