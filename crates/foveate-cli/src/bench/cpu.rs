@@ -114,9 +114,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let (cases, others): (Vec<_>, Vec<_>) =
         grid.into_iter().partition(|c| c.name().contains(&args.filter));
     if cases.is_empty() {
-        let names: Vec<_> = others.iter().map(Workload::name).collect();
         let message = format!("no case has `{}` in its name", args.filter);
-        return Err(Failure::usage(message).help(format!("the cases are {}", names.join(", "))));
+        let example = others.first().map(Workload::name).unwrap_or_default();
+        let help = format!("names are like {example}; `foveate bench cpu --list` prints them");
+        return Err(Failure::usage(message).help(help));
     }
     if args.list {
         return list(&cases, args.json, out);
