@@ -111,8 +111,12 @@ impl<'a> Call<'a> {
         &self.captures[at].1
     }
 
-    /// What is promised of the contents that decide block lists; `None` when nothing is.
+    /// What is promised of the contents that decide block lists; `None` when nothing is, of what
+    /// the mask reads or of the sequences themselves.
     pub fn contents(&self, mask: &MaskMod) -> Option<Contents> {
+        if !self.sequences.are_promised() {
+            return None;
+        }
         let buffers = mask.program().graph().buffers().iter().filter(|b| b.is_on_device());
         let arrays = buffers.filter_map(|b| self.capture(b.name()));
         arrays.map(|(_, array)| Some((array.address, array.version?))).collect()

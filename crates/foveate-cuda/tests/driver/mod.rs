@@ -7,17 +7,27 @@ use std::env;
 use std::path::Path;
 use std::process::Command;
 
+use foveate_cuda::CudaError;
+use foveate_cuda::library::Library;
 use tempfile::TempDir;
 
 /// Set in the process that has the libraries.
 const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
 
-/// A folder with a driver and `more` of `cublaslt` and `nccl`, compiled with these options;
-/// nothing, and a line that says so, where there is no C compiler.
+/// A folder with a driver and `more` of `cublaslt` and `nccl`, compiled with these options, and of
+/// `nvrtc`, the machine's own; nothing, and a line that says so, where there is no C compiler or no
+/// NVRTC.
 pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../foveate-cuda/tests/driver");
     let folder = tempfile::tempdir().unwrap();
     for name in ["cuda"].iter().chain(more) {
+        if *name == "nvrtc" {
+            if let Err(e) = link_nvrtc(folder.path()) {
+                println!("skipped: {e}");
+                return None;
+            }
+            continue;
+        }
         let file = match *name {
             "cuda" => "libcuda.so.1",
             "cublaslt" => "libcublasLt.so.13",
@@ -40,6 +50,20 @@ pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
         }
     }
     Some(folder)
+}
+
+/// Puts links to this machine's NVRTC and its builtins into a folder.
+fn link_nvrtc(folder: &Path) -> Result<(), CudaError> {
+    let file = Library::Nvrtc.open()?.path().to_owned();
+    let beside = file.parent().filter(|from| !from.as_os_str().is_empty());
+    for entry in beside.into_iter().flat_map(|from| from.read_dir().unwrap()) {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap();
+        if name.to_string_lossy().starts_with("libnvrtc") {
+            std::os::unix::fs::symlink(&path, folder.join(name)).unwrap();
+        }
+    }
+    Ok(())
 }
 
 /// Whether this is the process with the libraries made for tests. Otherwise starts it for the

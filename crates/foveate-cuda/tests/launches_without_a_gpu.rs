@@ -1,0 +1,191 @@
+//! What passes queue, on a driver made for tests that loads kernels and runs none
+//! (`driver/cuda.c`): their order and grids, and what is refused before any of them. The kernels
+//! are compiled, so there is nothing to see on a machine without NVRTC.
+
+mod driver;
+
+use std::{env, fs};
+
+use foveate_cuda::driver::{Block, Graph};
+use foveate_cuda::{
+    CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
+    DeviceOperands, DeviceTensor, Engine, Type,
+};
+use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
+use foveate_problem::{Dims, Spec};
+use foveate_tensor::DType;
+
+/// Whether this is the process with the driver; otherwise starts it for the test `name`.
+fn inside(name: &str) -> bool {
+    driver::inside(name, &["nvrtc"], &["-DLOADS"], &[])
+}
+
+const PLAIN: Spec = Spec { mask: None, score: None, scale: None, dropout: None };
+
+/// Heads of 64 numbers; lengths that divide nothing.
+const DIMS: Dims = Dims {
+    batch: 2,
+    heads_q: 4,
+    heads_kv: 2,
+    len_q: 300,
+    len_k: 301,
+    dim: 64,
+    dim_v: 64,
+    shared_kv: false,
+    packed: false,
+};
+
+/// Operands and destinations of a problem in memory of the engine's own queue.
+struct Tensors {
+    _blocks: Vec<Block>,
+    forward: DeviceForward<'static>,
+    backward: DeviceBackward<'static>,
+}
+
+impl Tensors {
+    fn new(dims: &Dims) -> Self {
+        let engine = Engine::get(0).unwrap();
+        let mut blocks = Vec::new();
+        let mut address = |elems: usize| {
+            let block = engine.queue().pool().take(4 * elems).unwrap();
+            let address = block.address();
+            blocks.push(block);
+            address
+        };
+        let mut tensor = |shape: [usize; 4]| {
+            DeviceTensor::contiguous(address(shape.iter().product()), DType::BF16, shape)
+        };
+        let [q, dq] = [(); 2].map(|()| tensor(dims.q_shape()));
+        let [k, v, dk, dv] = [(); 4].map(|()| tensor(dims.k_shape()));
+        let [out, d_out] = [(); 2].map(|()| tensor(dims.out_shape()));
+        let rows = dims.row_shape();
+        let lse = DeviceTensor::contiguous(address(rows.iter().product()), DType::F32, rows);
+        let mut vector =
+            |len: usize| DeviceTensor::<1>::contiguous(address(len), DType::F32, [len]);
+        let [sink, d_sink] = [(); 2].map(|()| vector(dims.heads_q));
+        let d_bias = vector(dims.len_k);
+        let operands = DeviceOperands { sink: Some(sink), ..DeviceOperands::new(q, k, v) };
+        let forward = DeviceForward { operands, out, lse, max_score: None };
+        let backward = DeviceBackward {
+            operands,
+            out,
+            lse,
+            d_out,
+            d_lse: None,
+            dq,
+            dk,
+            dv,
+            accumulate: false,
+            d_sink: Some(d_sink),
+            d_captures: vec![("bias", d_bias)],
+        };
+        Self { _blocks: blocks, forward, backward }
+    }
+}
+
+fn plan(spec: &Spec, dims: &Dims, options: CudaOptions) -> CudaPlan {
+    CudaPlan::new(Engine::get(0).unwrap(), spec, dims, DType::BF16, options).unwrap()
+}
+
+/// The launches since the last look: kernel, grid, threads.
+fn launches() -> Vec<String> {
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches");
+    let lines = fs::read_to_string(&log).unwrap_or_default();
+    let _ = fs::remove_file(log);
+    lines.lines().map(str::to_owned).collect()
+}
+
+/// Their kernels.
+fn names(launches: &[String]) -> Vec<&str> {
+    launches.iter().map(|line| line.split(' ').next().unwrap()).collect()
+}
+
+#[test]
+fn a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once() {
+    if !inside("a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let bias = Buffer::learned("bias", &[DIMS.len_k], vec![0.5; DIMS.len_k]).unwrap();
+    let score = ScoreMod::new((expr::score() + bias.at([expr::kv()])).dynamic()).unwrap();
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let spec = Spec { mask: Some(mask), score: Some(score), ..PLAIN };
+    let of =
+        |deterministic| plan(&spec, &DIMS, CudaOptions { deterministic, ..CudaOptions::default() });
+    let tensors = Tensors::new(&DIMS);
+
+    let fast = of(false);
+    fast.forward_on(&queue, &tensors.forward).unwrap();
+    let first = launches();
+    assert_eq!(names(&first), ["fv_range_table", "fv_block_lists", "fv_forward"]);
+    fast.forward_on(&queue, &tensors.forward).unwrap();
+    assert_eq!(launches(), first[2..], "what was made is kept");
+    fast.backward_on(&queue, &tensors.backward).unwrap();
+    let rows = ["fv_delta", "fv_rests", "fv_sink_gradient"];
+    assert_eq!(
+        names(&launches()),
+        [&rows[..], &["fv_block_lists", "fv_backward", "fv_dq"]].concat()
+    );
+    fast.backward_on(&queue, &tensors.backward).unwrap();
+    assert_eq!(names(&launches()), [&rows[..], &["fv_backward", "fv_dq"]].concat());
+
+    let ordered = of(true);
+    ordered.backward_on(&queue, &tensors.backward).unwrap();
+    launches();
+    ordered.backward_on(&queue, &tensors.backward).unwrap();
+    let last = ["fv_backward", "fv_capture_sums", "fv_backward_dq"];
+    assert_eq!(names(&launches()), [&rows[..], &last].concat());
+    // Nobody asks for gradients of the sink and of the buffer.
+    let few = DeviceBackward { d_sink: None, d_captures: Vec::new(), ..tensors.backward.clone() };
+    ordered.backward_on(&queue, &few).unwrap();
+    assert_eq!(names(&launches()), ["fv_delta", "fv_rests", "fv_backward", "fv_backward_dq"]);
+}
+
+#[test]
+fn keys_that_are_split_over_blocks_are_joined() {
+    if !inside("keys_that_are_split_over_blocks_are_joined") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let mut options = CudaOptions::default();
+    options.kernels.set("splits", 3).unwrap();
+    plan(&PLAIN, &DIMS, options).forward_on(&queue, &Tensors::new(&DIMS).forward).unwrap();
+    let launches = launches();
+    assert_eq!(names(&launches), ["fv_forward", "fv_combine"]);
+    assert!(launches[0].contains(", 4, 3] x "), "heads and shares: {}", launches[0]);
+    assert!(launches[1].contains(", 4, 1] x "), "{}", launches[1]);
+}
+
+#[test]
+fn calls_of_which_nothing_is_promised_are_recorded_and_make_lists_each_time() {
+    if !inside("calls_of_which_nothing_is_promised_are_recorded_and_make_lists_each_time") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().new_queue().unwrap();
+    let dims = Dims { batch: 1, ..DIMS };
+    let tensors = Tensors::new(&dims);
+    let offsets = queue.pool().take(16).unwrap();
+    let cu = DeviceArray::new(offsets.address(), Type::I32, &[4]);
+    let varlen = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };
+    let packed = Dims { batch: 3, packed: true, ..dims };
+    let constant: Option<MaskMod> = Some(masks::sliding_window(64).unwrap());
+    for mask in [None, Some(masks::causal()), constant] {
+        let masked = mask.is_some();
+        let plan = plan(&Spec { mask, ..PLAIN }, &packed, CudaOptions::default());
+        let operands = DeviceOperands { varlen: Some(varlen.into()), ..tensors.forward.operands };
+        let forward = DeviceForward { operands, ..tensors.forward };
+        let backward =
+            DeviceBackward { operands, d_captures: Vec::new(), ..tensors.backward.clone() };
+        let both = || {
+            plan.forward_on(&queue, &forward)?;
+            plan.backward_on(&queue, &backward)
+        };
+        both().unwrap();
+        let first = launches();
+        let lists = first.iter().filter(|line| line.starts_with("fv_block_lists")).count();
+        assert_eq!(lists, if masked { 2 } else { 0 }, "{first:?}");
+        Graph::record(queue.stream(), both).unwrap();
+        assert_eq!(launches(), first);
+    }
+}
