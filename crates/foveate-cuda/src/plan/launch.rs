@@ -1,23 +1,26 @@
 //! The launches of a pass.
 //!
-//! A forward is one launch. A backward is `Σ out·d_out − d_lse` of each row, the gradients of k
-//! and v with the sums for dq, and dq from its sums; deterministic ones compute dq in a kernel of
-//! its own instead. Nothing here waits for the device.
+//! A forward is one launch, or two where the keys of a tile are split over blocks. A backward is
+//! `Σ out·d_out − d_lse` of each row, the gradients of k and v with the sums for dq, and dq from its
+//! sums; deterministic ones compute dq in a kernel of its own instead. Nothing here waits for the
+//! device, and what a warm call does on the host is counted in microseconds: nothing is made twice.
 
-use foveate_problem::Pages;
+use std::sync::Arc;
+
+use foveate_problem::{Dims, Pages};
 use foveate_tensor::DType;
 
 use super::CudaPlan;
 use super::call::Call;
-use super::kernels::{PassKind, launch, sizes};
+use super::kernels::{PassKind, Ready, launch, sizes};
 use super::report::Report;
-use super::resident::Gradient;
+use super::resident::{Gradient, Work};
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::Kernel;
 use crate::driver::Block;
 use crate::engine::Queue;
 use crate::error::CudaError;
-use crate::planner::Class;
+use crate::planner::{Class, KernelPlan};
 use crate::schedule::Axis;
 use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
 
@@ -92,81 +95,23 @@ impl CudaPlan {
         call: &Call<'_>,
         args: &DeviceForward<'_>,
     ) -> Result<(), CudaError> {
-        let Call { queue, dims, checked, .. } = *call;
-        let pages = args.operands.pages;
         let class = Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
-            paged: pages.is_some(),
-            checked,
+            paged: args.operands.pages.is_some(),
+            checked: call.checked,
             ..self.class()
         };
-        let chosen = self.chosen(class, sizes(dims, call.sequences.longest()), false)?;
-        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Forward, call);
-        let kernel = ready(Kernel::Forward, "fv_forward")?;
-        let splits = chosen.splits;
-        let work = self.work(call, true, Axis::Queries, kernel.tile())?;
-        let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(call, &kernel.mods, &[], report.address())?;
-        let group = dims.group();
-        let heads = (dims.heads_q / kernel.config.heads()) as u32;
-        let params = ForwardParams {
-            q: args.operands.q.view("q", group)?,
-            k: args.operands.k.view("k", 1)?,
-            v: args.operands.v.view("v", 1)?,
-            out: args.out.view("out", group)?,
-            lse: args.lse.rows(),
-            max_score: args.max_score.map_or(RowView::default(), |m| m.rows()),
-            sink: args.operands.sink.map_or(0, |s| s.start()),
-            sequences: work.sequences,
-            tiles: work.tiles,
-            lists: work.lists(),
-            scale: self.scale(),
-            heads_q: dims.heads_q as i32,
-            heads_kv: dims.heads_kv as i32,
-            tile_count: work.tile_count as i32,
-            heads_together: chosen.heads_together(heads as usize, work.tile_count) as i32,
-            splits: splits as i32,
-            page_table: pages.map_or(0, |p| p.table),
-            page_size: args.operands.k.layout.shape[2] as i32,
-            page_stride: pages.map_or(0, |p| p.entries as i32),
-            page_count: args.operands.k.layout.shape[0] as i32,
-            page_report: report.address(),
-            ..Default::default()
-        };
-        let grid = [work.tile_count as u32, heads, splits as u32];
-        if splits == 1 {
-            launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
-            return report.read(self.options.timeout, &work, &kernel.mods.source);
+        let pass = Pass::new(self, call, PassKind::Forward, class, &[])?;
+        let kernel = pass.ready(Kernel::Forward, "fv_forward")?;
+        let work = pass.work(&kernel, Axis::Queries, true)?;
+        let params = pass.forward_params(args, &kernel, &work)?;
+        match pass.chosen.splits {
+            1 => pass.launch_shares(&kernel, &params)?,
+            _ => pass.launch_split(&kernel, params)?,
         }
-        // Shares leave partial results, which a second kernel joins.
-        let [batch, _, len] = dims.row_shape();
-        let rows = batch * dims.heads_q * len;
-        let partial_out = queue.pool().take(4 * splits * rows * dims.dim_v)?;
-        let partial_max = queue.pool().take(4 * splits * rows)?;
-        let partial_sum = queue.pool().take(4 * splits * rows)?;
-        let params = ForwardParams {
-            partial_out: partial_out.address(),
-            partial_max: partial_max.address(),
-            partial_sum: partial_sum.address(),
-            partial_rows: rows as i64,
-            partial_batch: (dims.heads_q * len) as i64,
-            partial_head: len as i64,
-            ..params
-        };
-        launch(&kernel.function, queue, grid, kernel.threads(), &[&params.bytes(), &mods])?;
-        let join = ready(Kernel::Combine, "fv_combine")?;
-        let tiles = self.work(call, false, Axis::Queries, join.tile())?;
-        let params = ForwardParams {
-            sequences: tiles.sequences,
-            tiles: tiles.tiles,
-            tile_count: tiles.tile_count as i32,
-            ..params
-        };
-        let grid = [tiles.tile_count as u32, dims.heads_q as u32, 1];
-        launch(&join.function, queue, grid, join.threads(), &[&params.bytes()])?;
-        report.read(self.options.timeout, &work, &kernel.mods.source)
+        pass.report.read(self.options.timeout, &work, &kernel.mods.source)
     }
 
     pub(super) fn launch_backward(
@@ -183,148 +128,331 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let has_rests = class.has_rests();
-        let chosen = self.chosen(class, sizes(dims, call.sequences.longest()), true)?;
-        let ready = |kernel, entry| self.kernel(&chosen, kernel, entry, PassKind::Backward, call);
-        let stream = queue.stream();
-        let pool = queue.pool();
-        let (heads_q, heads_kv) = (dims.heads_q as u32, dims.heads_kv as u32);
+        let sums = RowSums::new(queue, dims, class.has_rests())?;
+        let captured = Captured::new(self, queue, args)?;
+        let pass = Pass::new(self, call, PassKind::Backward, class, &captured.gradients)?;
+        let params = backward_params(args, dims, self.scale(), &sums)?;
+        pass.launch_row_sums(&params)?;
 
-        let delta = ready(Kernel::Delta, "fv_delta")?;
-        let rows = self.work(call, false, Axis::Queries, delta.tile())?;
-        let row_shape = dims.row_shape();
-        let row_bytes = row_shape.iter().product::<usize>() * 4;
-        let deltas = pool.take(row_bytes)?;
-        let rests = has_rests.then(|| pool.take(row_bytes)).transpose()?;
-        // Gradients of learned buffers that nobody asked for go where nobody looks.
-        let learned = self.spec.learned();
-        let longest = learned.iter().map(|b| b.elems()).max().unwrap_or(0);
-        let some = !args.d_captures.is_empty() && args.d_captures.len() < learned.len();
-        let unwanted = pool.take(if some { 4 * longest } else { 4 })?;
-        // Deterministic sums are integers, and added to the gradient at the end.
-        let counted = self.options.deterministic && !args.d_captures.is_empty();
-        let mut sums = Vec::new();
-        let mut gradients = Vec::new();
-        for buffer in &learned {
-            let wanted = args.d_captures.iter().find(|(name, _)| *name == buffer.name());
-            let into = wanted.map_or(unwanted.address(), |(_, into)| into.start());
-            let mut gradient = Gradient { name: buffer.name(), into, sums: unwanted.address() };
-            if counted {
-                let counts = pool.take(COUNTED_BYTES * buffer.elems())?;
-                counts.fill(0)?;
-                gradient.sums = counts.address();
-                sums.push((counts, into, buffer.elems()));
-            }
-            gradients.push(gradient);
-        }
-        if !args.accumulate {
-            for (_, into) in &args.d_captures {
-                // SAFETY: destinations were checked, and live as long as operands (see `launch`).
-                unsafe { stream.fill(into.start(), 0, into.layout.elems() * 4)? };
-            }
-        }
+        let keys = pass.ready(Kernel::Backward, "fv_backward")?;
+        let work = pass.work(&keys, Axis::Keys, true)?;
+        let dq_sum = pass.dq_sum(&keys, &work)?;
+        let params = BackwardParams { dq_sum: dq_sum.as_ref().map_or(0, Block::address), ..params };
+        let grid = [work.tile_count as u32, dims.heads_kv as u32, 1];
+        pass.launch(&keys, grid, &params.over(&work))?;
 
-        let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(call, &delta.mods, &gradients, report.address())?;
+        pass.launch_capture_sums(&captured)?;
+        pass.launch_dq(&params)?;
+        pass.report.read(self.options.timeout, &work, &keys.mods.source)
+    }
+}
+
+/// A pass on its way to the device: what its launches have in common.
+struct Pass<'a> {
+    plan: &'a CudaPlan,
+    call: &'a Call<'a>,
+    kind: PassKind,
+    chosen: Arc<KernelPlan>,
+    /// Where gradients of learned buffers go.
+    gradients: &'a [Gradient<'a>],
+    report: Report,
+}
+
+impl<'a> Pass<'a> {
+    fn new(
+        plan: &'a CudaPlan,
+        call: &'a Call<'_>,
+        kind: PassKind,
+        class: Class,
+        gradients: &'a [Gradient<'a>],
+    ) -> Result<Self, CudaError> {
+        let sizes = sizes(call.dims, call.sequences.longest());
+        let chosen = plan.chosen(class, sizes, kind == PassKind::Backward)?;
+        let report = Report::new(call.queue, call.checked)?;
+        Ok(Self { plan, call, kind, chosen, gradients, report })
+    }
+
+    /// The kernel `entry` in the file of `kernel`.
+    fn ready(&self, kernel: Kernel, entry: &'static str) -> Result<Ready, CudaError> {
+        self.plan.kernel(&self.chosen, kernel, entry, self.kind, self.call)
+    }
+
+    /// What `kernel` works on as the owner of tiles of `axis`, with the mask's lists if it `walks`
+    /// along the other one.
+    fn work(&self, kernel: &Ready, axis: Axis, walks: bool) -> Result<Work, CudaError> {
+        self.plan.work(self.call, walks, axis, kernel.tile())
+    }
+
+    /// The bytes of a kernel's mods.
+    fn mods(&self, kernel: &Ready) -> Result<Vec<u8>, CudaError> {
+        self.plan.mods_bytes(self.call, &kernel.mods, self.gradients, self.report.address())
+    }
+
+    /// Queues a kernel whose arguments are `params` and mods.
+    fn launch(&self, kernel: &Ready, grid: [u32; 3], params: &impl Abi) -> Result<(), CudaError> {
+        self.launch_with(kernel, grid, &[&params.bytes(), &self.mods(kernel)?])
+    }
+
+    fn launch_with(
+        &self,
+        kernel: &Ready,
+        grid: [u32; 3],
+        parameters: &[&[u8]],
+    ) -> Result<(), CudaError> {
+        launch(&kernel.function, self.call.queue, grid, kernel.threads(), parameters)
+    }
+
+    fn forward_params(
+        &self,
+        args: &DeviceForward<'_>,
+        kernel: &Ready,
+        work: &Work,
+    ) -> Result<ForwardParams, CudaError> {
+        let (o, dims) = (&args.operands, self.call.dims);
         let group = dims.group();
-        let o = &args.operands;
-        let params = BackwardParams {
+        let heads = dims.heads_q / kernel.config.heads();
+        let params = ForwardParams {
             q: o.q.view("q", group)?,
             k: o.k.view("k", 1)?,
             v: o.v.view("v", 1)?,
             out: args.out.view("out", group)?,
-            d_out: args.d_out.view("d_out", group)?,
-            dq: args.dq.view("dq", group)?,
-            dk: args.dk.view("dk", 1)?,
-            dv: args.dv.view("dv", 1)?,
             lse: args.lse.rows(),
-            d_lse: args.d_lse.map_or(RowView::default(), |d| d.rows()),
-            delta: DeviceTensor::<3>::contiguous(deltas.address(), DType::F32, row_shape).rows(),
+            max_score: args.max_score.map_or(RowView::default(), |m| m.rows()),
             sink: o.sink.map_or(0, |s| s.start()),
-            d_sink: args.d_sink.map_or(0, |s| s.start()),
-            rests: rests.as_ref().map_or(0, Block::address),
-            scale: self.scale(),
-            heads_q: heads_q as i32,
-            heads_kv: heads_kv as i32,
-            accumulate: args.accumulate.into(),
-            sharing: 1,
+            scale: self.plan.scale(),
+            heads_q: dims.heads_q as i32,
+            heads_kv: dims.heads_kv as i32,
+            heads_together: self.chosen.heads_together(heads, work.tile_count) as i32,
+            splits: self.chosen.splits as i32,
+            page_table: o.pages.map_or(0, |p| p.table),
+            page_size: o.k.layout.shape[2] as i32,
+            page_stride: o.pages.map_or(0, |p| p.entries as i32),
+            page_count: o.k.layout.shape[0] as i32,
+            page_report: self.report.address(),
             ..Default::default()
         };
-        let by_row = BackwardParams {
-            sequences: rows.sequences,
-            tiles: rows.tiles,
-            tile_count: rows.tile_count as i32,
-            ..params
-        };
-        let row_grid = [rows.tile_count as u32, heads_q, 1];
-        let parameters = [&by_row.bytes()[..], &mods];
-        launch(&delta.function, queue, row_grid, delta.threads(), &parameters)?;
-        if has_rests {
-            let rests = ready(Kernel::Rests, "fv_rests")?;
-            debug_assert_eq!(rests.tile().q, delta.tile().q, "passes over rows have one tile");
-            let mods = self.mods_bytes(call, &rests.mods, &gradients, report.address())?;
-            let parameters = [&by_row.bytes()[..], &mods];
-            launch(&rests.function, queue, row_grid, rests.threads(), &parameters)?;
-        }
-        if args.d_sink.is_some() {
-            let sink = ready(Kernel::Delta, "fv_sink_gradient")?;
-            launch(&sink.function, queue, [heads_q, 1, 1], 1024, &parameters)?;
-        }
+        Ok(params.over(work))
+    }
 
-        let keys = ready(Kernel::Backward, "fv_backward")?;
-        let work = self.work(call, true, Axis::Keys, keys.tile())?;
-        let dq_sum = match self.options.deterministic {
-            true => None,
-            false => {
-                let dim = keys.config.padded_dim();
-                let dq_sum = pool.take(dims.heads_q * work.sum_rows * dim * 4)?;
-                dq_sum.fill(0)?;
-                Some(dq_sum)
-            }
-        };
-        let params = BackwardParams {
-            dq_sum: dq_sum.as_ref().map_or(0, Block::address),
-            sum_rows: work.sum_rows as i64,
+    /// Queues the forward: a block for each share of the keys of a tile.
+    fn launch_shares(&self, kernel: &Ready, params: &ForwardParams) -> Result<(), CudaError> {
+        let heads = self.call.dims.heads_q / kernel.config.heads();
+        let grid = [params.tile_count as u32, heads as u32, self.chosen.splits as u32];
+        self.launch(kernel, grid, params)
+    }
+
+    /// The same where there are several shares: they leave partial results, which a second kernel
+    /// joins.
+    fn launch_split(&self, kernel: &Ready, params: ForwardParams) -> Result<(), CudaError> {
+        let (dims, pool) = (self.call.dims, self.call.queue.pool());
+        let [batch, heads, len] = dims.row_shape();
+        let rows = batch * heads * len;
+        let numbers = 4 * self.chosen.splits * rows;
+        let partial_out = pool.take(numbers * dims.dim_v)?;
+        let partial_max = pool.take(numbers)?;
+        let partial_sum = pool.take(numbers)?;
+        let params = ForwardParams {
+            partial_out: partial_out.address(),
+            partial_max: partial_max.address(),
+            partial_sum: partial_sum.address(),
+            partial_rows: rows as i64,
+            partial_batch: (heads * len) as i64,
+            partial_head: len as i64,
             ..params
         };
-        let by_key = BackwardParams {
+        self.launch_shares(kernel, &params)?;
+        let join = self.ready(Kernel::Combine, "fv_combine")?;
+        let tiles = self.work(&join, Axis::Queries, false)?;
+        let grid = [tiles.tile_count as u32, heads as u32, 1];
+        self.launch_with(&join, grid, &[&params.over(&tiles).bytes()])
+    }
+
+    /// Queues delta = `Σ out·d_out − d_lse` of each row and, where they are needed, what the weights
+    /// of rows add up to and the gradient of the sink, which is made of both.
+    fn launch_row_sums(&self, params: &BackwardParams) -> Result<(), CudaError> {
+        let heads = params.heads_q as u32;
+        let delta = self.ready(Kernel::Delta, "fv_delta")?;
+        let rows = self.work(&delta, Axis::Queries, false)?;
+        let grid = [rows.tile_count as u32, heads, 1];
+        let params = params.over(&rows);
+        let (bytes, mods) = (params.bytes(), self.mods(&delta)?);
+        self.launch_with(&delta, grid, &[&bytes, &mods])?;
+        if params.rests != 0 {
+            let rests = self.ready(Kernel::Rests, "fv_rests")?;
+            debug_assert_eq!(rests.tile().q, delta.tile().q, "passes over rows have one tile");
+            self.launch_with(&rests, grid, &[&bytes, &self.mods(&rests)?])?;
+        }
+        if params.d_sink != 0 {
+            const THREADS: u32 = 1024;
+            let sink = self.ready(Kernel::Delta, "fv_sink_gradient")?;
+            launch(&sink.function, self.call.queue, [heads, 1, 1], THREADS, &[&bytes, &mods])?;
+        }
+        Ok(())
+    }
+
+    /// Zeros for the sums of dq, which tiles of keys add to; nothing where it is made in a fixed
+    /// order.
+    fn dq_sum(&self, keys: &Ready, work: &Work) -> Result<Option<Block>, CudaError> {
+        if self.plan.options.deterministic {
+            return Ok(None);
+        }
+        let rows = self.call.dims.heads_q * work.sum_rows;
+        let dq_sum = self.call.queue.pool().take(4 * rows * keys.config.padded_dim())?;
+        dq_sum.fill(0)?;
+        Ok(Some(dq_sum))
+    }
+
+    /// Queues dq: from its sums, or in a fixed order along the keys that a query sees.
+    fn launch_dq(&self, params: &BackwardParams) -> Result<(), CudaError> {
+        let walks = self.plan.options.deterministic;
+        let (kernel, entry) = match walks {
+            true => (Kernel::BackwardDq, "fv_backward_dq"),
+            false => (Kernel::Dq, "fv_dq"),
+        };
+        let last = self.ready(kernel, entry)?;
+        let rows = self.work(&last, Axis::Queries, walks)?;
+        let grid = [rows.tile_count as u32, params.heads_q as u32, 1];
+        self.launch(&last, grid, &params.over(&rows))
+    }
+
+    /// Queues the addition of integer sums to the gradients of learned buffers.
+    fn launch_capture_sums(&self, captured: &Captured<'_>) -> Result<(), CudaError> {
+        const THREADS: usize = 256;
+        if captured.counts.is_empty() {
+            return Ok(());
+        }
+        let add = self.ready(Kernel::BackwardDq, "fv_capture_sums")?;
+        for (counts, gradient) in captured.counts.iter().zip(self.gradients) {
+            let elems = counts.bytes() / COUNTED_BYTES;
+            let grid = [elems.div_ceil(THREADS) as u32, 1, 1];
+            let (from, into) = (counts.address().bytes(), gradient.into.bytes());
+            let parameters = [&from[..], &into, &(elems as i64).bytes()];
+            launch(&add.function, self.call.queue, grid, THREADS as u32, &parameters)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory for a number or two of each row, in the order of `lse`.
+struct RowSums {
+    delta: Block,
+    /// What the weights of a row add up to.
+    rests: Option<Block>,
+}
+
+impl RowSums {
+    fn new(queue: &Queue, dims: &Dims, has_rests: bool) -> Result<Self, CudaError> {
+        let bytes = 4 * dims.row_shape().iter().product::<usize>();
+        let delta = queue.pool().take(bytes)?;
+        let rests = has_rests.then(|| queue.pool().take(bytes)).transpose()?;
+        Ok(Self { delta, rests })
+    }
+}
+
+/// Where a backward puts the gradients of learned buffers.
+struct Captured<'a> {
+    gradients: Vec<Gradient<'a>>,
+    /// Deterministic sums of each, which are integers and added to the gradient at the end; none
+    /// otherwise.
+    counts: Vec<Block>,
+    /// What nobody asked for goes where nobody looks.
+    _unwanted: Block,
+}
+
+impl<'a> Captured<'a> {
+    /// Memory for what the caller gives none for. Destinations that are not added to are zeroed.
+    fn new(
+        plan: &'a CudaPlan,
+        queue: &Queue,
+        args: &DeviceBackward<'_>,
+    ) -> Result<Self, CudaError> {
+        let asked = &args.d_captures;
+        let learned = plan.spec.learned();
+        let longest = learned.iter().map(|b| b.elems()).max().unwrap_or(0);
+        let some = !asked.is_empty() && asked.len() < learned.len();
+        let unwanted = queue.pool().take(if some { 4 * longest } else { 4 })?;
+        let counted = plan.options.deterministic && !asked.is_empty();
+        let mut counts = Vec::new();
+        let mut gradients = Vec::with_capacity(learned.len());
+        for buffer in learned {
+            let name = buffer.name();
+            let destination = asked.iter().find(|(wanted, _)| *wanted == name);
+            let into = destination.map_or(unwanted.address(), |(_, into)| into.start());
+            let mut sums = unwanted.address();
+            if counted {
+                let count = queue.pool().take(COUNTED_BYTES * buffer.elems())?;
+                count.fill(0)?;
+                sums = count.address();
+                counts.push(count);
+            }
+            gradients.push(Gradient { name, into, sums });
+        }
+        if !args.accumulate {
+            for (_, into) in asked {
+                let (start, bytes) = (into.start(), 4 * into.layout.elems());
+                // SAFETY: destinations were checked, and live as long as operands (see `launch`).
+                unsafe { queue.stream().fill(start, 0, bytes)? };
+            }
+        }
+        Ok(Self { gradients, counts, _unwanted: unwanted })
+    }
+}
+
+fn backward_params(
+    args: &DeviceBackward<'_>,
+    dims: &Dims,
+    scale: f32,
+    sums: &RowSums,
+) -> Result<BackwardParams, CudaError> {
+    let (o, group) = (&args.operands, dims.group());
+    let delta = sums.delta.address();
+    Ok(BackwardParams {
+        q: o.q.view("q", group)?,
+        k: o.k.view("k", 1)?,
+        v: o.v.view("v", 1)?,
+        out: args.out.view("out", group)?,
+        d_out: args.d_out.view("d_out", group)?,
+        dq: args.dq.view("dq", group)?,
+        dk: args.dk.view("dk", 1)?,
+        dv: args.dv.view("dv", 1)?,
+        lse: args.lse.rows(),
+        d_lse: args.d_lse.map_or(RowView::default(), |d| d.rows()),
+        delta: DeviceTensor::<3>::contiguous(delta, DType::F32, dims.row_shape()).rows(),
+        sink: o.sink.map_or(0, |s| s.start()),
+        d_sink: args.d_sink.map_or(0, |s| s.start()),
+        rests: sums.rests.as_ref().map_or(0, Block::address),
+        scale,
+        heads_q: dims.heads_q as i32,
+        heads_kv: dims.heads_kv as i32,
+        accumulate: args.accumulate.into(),
+        ..Default::default()
+    })
+}
+
+impl ForwardParams {
+    /// The same for a kernel that works on `work`.
+    fn over(&self, work: &Work) -> Self {
+        Self {
+            sequences: work.sequences,
+            tiles: work.tiles,
+            tile_count: work.tile_count as i32,
+            lists: work.lists(),
+            ..*self
+        }
+    }
+}
+
+impl BackwardParams {
+    /// The same for a kernel that works on `work`.
+    fn over(&self, work: &Work) -> Self {
+        Self {
             sequences: work.sequences,
             tiles: work.tiles,
             tile_count: work.tile_count as i32,
             lists: work.lists(),
             sharing: work.sharing as i32,
-            ..params
-        };
-        let mods = self.mods_bytes(call, &keys.mods, &gradients, report.address())?;
-        let grid = [work.tile_count as u32, heads_kv, 1];
-        launch(&keys.function, queue, grid, keys.threads(), &[&by_key.bytes(), &mods])?;
-
-        if counted {
-            let add = ready(Kernel::BackwardDq, "fv_capture_sums")?;
-            for (counts, into, elems) in &sums {
-                let blocks = elems.div_ceil(256) as u32;
-                let (from, elems) = (counts.address().bytes(), (*elems as i64).bytes());
-                launch(&add.function, queue, [blocks, 1, 1], 256, &[&from, &into.bytes(), &elems])?;
-            }
+            sum_rows: work.sum_rows as i64,
+            ..*self
         }
-
-        let (kernel, entry) = match self.options.deterministic {
-            true => (Kernel::BackwardDq, "fv_backward_dq"),
-            false => (Kernel::Dq, "fv_dq"),
-        };
-        let last = ready(kernel, entry)?;
-        let walks = self.options.deterministic;
-        let rows = self.work(call, walks, Axis::Queries, last.tile())?;
-        let by_row = BackwardParams {
-            sequences: rows.sequences,
-            tiles: rows.tiles,
-            tile_count: rows.tile_count as i32,
-            lists: rows.lists(),
-            ..params
-        };
-        let mods = self.mods_bytes(call, &last.mods, &gradients, report.address())?;
-        let grid = [rows.tile_count as u32, heads_q, 1];
-        launch(&last.function, queue, grid, last.threads(), &[&by_row.bytes(), &mods])?;
-        report.read(self.options.timeout, &work, &keys.mods.source)
     }
 }
