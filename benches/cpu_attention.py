@@ -8,6 +8,7 @@ others cannot do.
 
 import shutil
 import os
+import time
 
 import torch
 import torch._dynamo
@@ -107,6 +108,12 @@ class Peer:
             if not self.backward:
                 return [out]
             return [out.detach(), *torch.autograd.grad(out, self.operands, self.d_out)]
+
+    def timed(self) -> float:
+        """Milliseconds of a run."""
+        start = time.perf_counter()
+        self.run()
+        return (time.perf_counter() - start) * 1e3
 
 
 def checked_heads(case):

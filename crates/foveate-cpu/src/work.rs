@@ -9,7 +9,6 @@ use std::sync::Mutex;
 
 use foveate_problem::{Dims, Sequence};
 use foveate_tensor::TensorMut;
-use rayon::iter::{ParallelBridge, ParallelIterator};
 
 /// Bytes of workspace a wave may use when nobody says.
 pub const WAVE_BYTES: usize = 256 << 20;
@@ -133,21 +132,37 @@ impl<'a, const N: usize> Pieces<'a, N> {
     }
 }
 
-/// Runs `work` on every task, on all threads of the current pool, starting them in order. Each
-/// thread makes at most one `state`, when it gets its first task.
-pub fn run<T: Send, S: Send>(
+/// Runs `work` on every task, on the calling thread and all others of the current pool, starting
+/// them in order. Each thread makes at most one `state`, when it gets its first task.
+///
+/// The caller takes part although it may be no thread of the pool: a thread that waits has to be
+/// woken for what it could do at once, and systems that wake two at the same time have put both on
+/// one core and left them there for milliseconds.
+pub fn run<T: Send, S>(
     tasks: impl Iterator<Item = T> + Send,
     state: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, T) + Sync,
 ) {
-    if rayon::current_num_threads() == 1 {
+    let most = tasks.size_hint().1.unwrap_or(usize::MAX);
+    let others = rayon::current_num_threads().min(most).saturating_sub(1);
+    let tasks = Mutex::new(tasks.fuse());
+    // A task that panics does so outside the lock.
+    let next = || tasks.lock().unwrap_or_else(|e| e.into_inner()).next();
+    let share = || {
         let mut own = None;
-        tasks.for_each(|task| work(own.get_or_insert_with(&state), task));
-        return;
+        while let Some(task) = next() {
+            work(own.get_or_insert_with(&state), task);
+        }
+    };
+    if others == 0 {
+        return share();
     }
-    tasks
-        .par_bridge()
-        .for_each_init(|| None, |own, task| work(own.get_or_insert_with(&state), task));
+    rayon::in_place_scope(|scope| {
+        for _ in 0..others {
+            scope.spawn(|_| share());
+        }
+        share();
+    });
 }
 
 /// Buffers that outlive a call, so that a training loop allocates once.
@@ -268,10 +283,11 @@ mod tests {
         for threads in [1, 2, 5] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let done = Mutex::new(vec![0; 100]);
-            pool.install(|| {
-                run(0..100usize, || (), |_, i| done.lock().unwrap()[i] += 1);
-            });
-            assert!(done.into_inner().unwrap().iter().all(|&n| n == 1));
+            let all = || run(0..100usize, || (), |_, i| done.lock().unwrap()[i] += 1);
+            pool.install(all);
+            // From outside of any pool, too.
+            all();
+            assert!(done.into_inner().unwrap().iter().all(|&n| n == 2));
         }
     }
 

@@ -44,7 +44,7 @@ pub struct Args {
     #[arg(long)]
     list: bool,
     /// Run the cases that standard input asks for, one JSON request a line
-    #[arg(long, conflicts_with_all = ["list", "filter", "repeat", "profile", "no_peer", "threads"])]
+    #[arg(long, conflicts_with_all = ["list", "filter", "repeat", "profile", "no_peer"])]
     serve: bool,
     /// Print one JSON object a case
     #[arg(long)]
@@ -104,6 +104,7 @@ impl Shares {
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if args.serve {
+        set_threads(args)?;
         return serve::serve(std::io::stdin().lock(), out);
     }
     let grid = match (args.list, args.filter.is_empty()) {
@@ -131,11 +132,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         };
         out.line(head + more)?;
     }
-    let threads = threads(args.threads.map_or(0, |n| n as usize))?;
+    set_threads(args)?;
     let interrupt = Interrupt::watch()?;
     for case in &cases {
         interrupt.check()?;
-        let outcome = threads.install(|| measure(case, args))?;
+        let outcome = measure(case, args)?;
         if args.json {
             out.json(&outcome)?;
             continue;
@@ -169,9 +170,11 @@ fn list(cases: &[Workload], json: bool, out: &mut Output) -> Result<(), Failure>
     Ok(())
 }
 
-/// So many threads, or as many as the machine has cores for 0.
-fn threads(count: usize) -> Result<rayon::ThreadPool, Failure> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build();
+/// Gives the process as many threads as asked for, or as the machine has cores. The main thread
+/// takes part, as that of a user does.
+fn set_threads(args: &Args) -> Result<(), Failure> {
+    let count = args.threads.map_or(0, |n| n as usize);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build_global();
     pool.map_err(|e| Failure::new(format!("{count} threads cannot be started: {e}")))
 }
 
