@@ -18,7 +18,8 @@
 //!
 //! Factors are f16, bf16 or f32; the result has their dtype, or is f32, as gradients of weights
 //! are that are summed over steps. Every sum is made in f32: shares of a summed axis that the
-//! library splits are added in f32 too, so 16-bit results are rounded once. f32 factors are
+//! library splits are added in f32 too, so 16-bit results are rounded once; with a bias some of its
+//! kernels round before they add it and again after (seen with cuBLASLt 13.1). f32 factors are
 //! multiplied as they are; [`Matmul::tf32`] lets the tensor cores round them to 10 bits first.
 //!
 //! A transpose is a view ([`DeviceTensor::transposed`]), a shared matrix one of batch stride 0.

@@ -1,12 +1,14 @@
 //! Loaded kernels.
 
+use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::device::Device;
 use super::stream::Stream;
 use super::sys::{Handle, INVALID_VALUE};
+use crate::engine::lock;
 use crate::error::CudaError;
 
 /// Machine code on a device.
@@ -17,6 +19,9 @@ pub struct Module(Arc<Loaded>);
 struct Loaded {
     device: Device,
     handle: Handle,
+    /// Dynamic shared memory that each kernel may have. Every [`Function`] of a kernel sets the one
+    /// limit the driver has for it, which therefore only grows: it refuses launches beyond it.
+    shared_limits: Mutex<HashMap<String, u32>>,
 }
 
 // SAFETY: the driver lets every thread use a module.
@@ -38,7 +43,11 @@ impl Module {
         // SAFETY: an ELF file carries its own length; the driver copies it.
         let code = unsafe { (driver.module_load)(&mut handle, cubin.as_ptr().cast()) };
         driver.check(code, || format!("loading a kernel on {}", device.info().name))?;
-        Ok(Self(Arc::new(Loaded { device: device.clone(), handle })))
+        Ok(Self(Arc::new(Loaded {
+            device: device.clone(),
+            handle,
+            shared_limits: Mutex::default(),
+        })))
     }
 
     /// The kernel `name`, allowed `shared_bytes` of dynamic shared memory a block.
@@ -53,11 +62,7 @@ impl Module {
         // SAFETY: the module is alive, the name NUL-terminated.
         let code = unsafe { (driver.module_function)(&mut handle, self.0.handle, symbol.as_ptr()) };
         driver.check(code, || format!("finding kernel {name}"))?;
-        const MAX_DYNAMIC_SHARED: i32 = 8;
-        let limit = i32::try_from(shared_bytes).unwrap_or(i32::MAX);
-        // SAFETY: the function is alive.
-        let code = unsafe { (driver.function_set)(handle, MAX_DYNAMIC_SHARED, limit) };
-        driver.check(code, || format!("giving kernel {name} {shared_bytes} B of shared memory"))?;
+        self.allow(handle, name, shared_bytes)?;
         let mut parameters = Vec::new();
         loop {
             let (mut offset, mut size) = (0, 0);
@@ -72,6 +77,23 @@ impl Module {
         }
         let name = name.to_owned();
         Ok(Function { module: self.clone(), handle, name, shared_bytes, parameters })
+    }
+
+    /// Allows kernel `name`, which is `function`, at least `shared_bytes` of dynamic shared memory.
+    fn allow(&self, function: Handle, name: &str, shared_bytes: u32) -> Result<(), CudaError> {
+        const MAX_DYNAMIC_SHARED: i32 = 8;
+        let driver = self.0.device.current()?;
+        let mut limits = lock(&self.0.shared_limits);
+        let limit = limits.entry(name.to_owned()).or_default();
+        if shared_bytes > *limit {
+            let bytes = i32::try_from(shared_bytes).unwrap_or(i32::MAX);
+            // SAFETY: the function is alive.
+            let code = unsafe { (driver.function_set)(function, MAX_DYNAMIC_SHARED, bytes) };
+            let giving = || format!("giving kernel {name} {shared_bytes} B of shared memory");
+            driver.check(code, giving)?;
+            *limit = shared_bytes;
+        }
+        Ok(())
     }
 }
 
