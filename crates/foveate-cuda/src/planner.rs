@@ -23,7 +23,7 @@ use crate::codegen::is_one;
 use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
 use crate::profile::Profile;
-use crate::resources::{Occupancy, Refusal, Resources};
+use crate::resources::{Occupancy, Refusal, Resources, Warps};
 pub(crate) use report::TilesOf;
 
 /// What kernels are compiled for, tiles aside. Fields are those of [`Config`].
@@ -540,13 +540,11 @@ fn candidates(kernel: Kernel, asked: &TileOptions, rows: usize, heads: usize) ->
                 let slices = tile_q / 16;
                 // The forward's warps own 16 or 32 queries each. Of the backward, divisions that
                 // are not even are no candidates unless they are asked for.
-                let usual = match forward {
+                let usual = || match forward {
                     true => slices == warps || slices == 2 * warps,
-                    false => {
-                        crate::resources::Warps::divide(warps, tile_q, tile_kv, true).is_some()
-                    }
+                    false => Warps::divide(warps, tile_q, tile_kv, true).is_some(),
                 };
-                if usual || asked.warps.is_some() {
+                if asked.warps.is_some() || usual() {
                     all.extend(pick(asked.stages, &[1, 2]).into_iter().map(tiles));
                 }
             }

@@ -21,8 +21,11 @@ pub fn local_bytes_allowed(dtype: Elem) -> u32 {
     }
 }
 
-/// Threads that a block can have, on every capability.
-const THREADS_PER_BLOCK: usize = 1024;
+/// Warps that a block can have, on every capability.
+pub(crate) const WARPS_PER_BLOCK: usize = 32;
+/// The longest side of a tile that any device has shared memory for: a bound on what a user can ask
+/// for, so that what a block takes is a number.
+const LONGEST_SIDE: usize = 4096;
 /// Registers that a block can have, on every capability.
 const REGISTERS_PER_BLOCK: usize = 1 << 16;
 /// Bytes after each row of a tile in shared memory, against bank conflicts.
@@ -170,11 +173,14 @@ pub(crate) fn shared_bytes_of(entry: &str, kernel: &Resources) -> u32 {
 fn check_shape(config: &Config) -> Result<(), Refusal> {
     let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let shape = |reason: String| Err(Refusal::Shape { reason });
-    if warps == 0 || config.threads() > THREADS_PER_BLOCK {
-        return shape(format!("{warps} warps; a block has 1 to {}", THREADS_PER_BLOCK / 32));
+    if !(1..=WARPS_PER_BLOCK).contains(&warps) {
+        return shape(format!("{warps} warps; a block has 1 to {WARPS_PER_BLOCK}"));
     }
-    if tile_q == 0 || tile_q % 16 != 0 || tile_kv == 0 || tile_kv % 16 != 0 {
-        return shape(format!("tile {tile_q}x{tile_kv}; both sides are multiples of 16"));
+    let is_side = |n: usize| n.is_multiple_of(16) && (16..=LONGEST_SIDE).contains(&n);
+    if !is_side(tile_q) || !is_side(tile_kv) {
+        return shape(format!(
+            "tile {tile_q}x{tile_kv}; both sides are multiples of 16 up to {LONGEST_SIDE}"
+        ));
     }
     if !(1..=2).contains(&stages) {
         return shape(format!("{stages} stages; a kernel has 1 or 2"));

@@ -198,7 +198,7 @@ pub(crate) fn most_tiles(count: usize, rows: usize, longest: usize, side: usize)
 
 /// Rows of `dq_sum` that such sequences take at most, each where `kernels/sequences.cu` puts it.
 pub(crate) fn most_sum_rows(count: usize, rows: usize) -> usize {
-    rows / 16 * 16 + 16 * count
+    (rows / 16 * 16).saturating_add(count.saturating_mul(16))
 }
 
 /// Sequences from a tile's own on that read the same keys.

@@ -287,6 +287,14 @@ impl<'a> DeviceOperands<'a> {
                 "{given} lengths of keys are given for a batch of {batch}"
             )));
         }
+        for (what, count) in [("pages", self.k.layout.shape[0]), ("entries", pages.entries)] {
+            if i32::try_from(count).is_err() {
+                let most = i32::MAX;
+                return Err(CudaError::argument(format!(
+                    "a page table of {count} {what} is more than kernels count; they go to {most}"
+                )));
+            }
+        }
         let room = pages.entries.saturating_mul(page_size);
         let fits = |len: i32| usize::try_from(len).is_ok_and(|len| len <= room);
         if let Some(len) = pages.lengths.iter().find(|&&len| !fits(len)) {
@@ -575,6 +583,9 @@ mod tests {
         );
         assert!(said(operands, &[5, -2, 0]).starts_with("a batch entry has -2 keys"));
         assert!(said(operands, &[5]).starts_with("1 lengths of keys"));
+        let table = DevicePages { table: BASE, entries: 1 << 31, lengths: &[1, 1, 1] };
+        let long = DeviceOperands { pages: Some(table), ..operands }.dims().unwrap_err();
+        assert!(long.to_string().starts_with("a page table of 2147483648 entries is more"));
         let fewer = DeviceTensor::contiguous(BASE, DType::BF16, [8, 2, 7, 8]);
         assert_eq!(
             said(DeviceOperands { v: fewer, ..operands }, &[1, 1, 1]),

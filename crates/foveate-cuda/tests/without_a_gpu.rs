@@ -101,6 +101,11 @@ fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     let address = most.address();
     drop(most);
     assert_eq!(pool.take(60 << 20).unwrap().address(), address, "given out again");
+    for most in [usize::MAX, isize::MAX as usize] {
+        let error = pool.take(most).unwrap_err();
+        assert!(matches!(error.kind(), CudaErrorKind::OutOfMemory { .. }), "{error}");
+    }
+    assert_eq!(pool.take(60 << 20).unwrap().address(), address, "nothing is lost");
 }
 
 #[test]
@@ -244,6 +249,29 @@ fn a_description_says_how_many_heads_share_a_tile() {
         let long = describe(&spec, 5, [700, 700], Arrangement::Dense);
         assert_eq!(long.tile_heads, 1);
     }
+}
+
+#[test]
+fn more_queries_than_kernels_count_are_an_error_before_anything_is_made() {
+    let name = "more_queries_than_kernels_count_are_an_error_before_anything_is_made";
+    if !inside(name, &[], &[], &[]) {
+        return;
+    }
+    let of = |batch, len_q, packed| {
+        let (heads_q, heads_kv, len_k, dim, dim_v) = (1, 1, len_q, 8, 8);
+        let shared_kv = false;
+        let dims = Dims { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, shared_kv, packed };
+        let engine = Engine::get(0).unwrap();
+        CudaPlan::new(engine, &PLAIN, &dims, DType::BF16, CudaOptions::default())
+    };
+    let said = of(70_000, 32_767, false).unwrap_err().to_string();
+    assert_eq!(
+        said,
+        "batch and sequences have 2293760000 queries of a head together; kernels count to \
+         2147483647: cut the batch"
+    );
+    assert!(of(3, i32::MAX as usize, true).is_err());
+    assert!(of(60_000, 32_767, false).is_ok() && of(3, i32::MAX as usize - 100, true).is_ok());
 }
 
 #[test]

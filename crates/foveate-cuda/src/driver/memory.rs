@@ -65,9 +65,10 @@ impl Pool {
         // A free block that is not much too large serves as well.
         let (room, most) = match bytes.max(1) {
             exact if self.0.exact => (exact, exact),
+            // More than any device has stays as it is, for the driver to refuse.
             bytes => {
-                let room = bytes.next_multiple_of(step);
-                (room, room + room / 4)
+                let room = bytes.checked_next_multiple_of(step).unwrap_or(bytes);
+                (room, room.saturating_add(room / 4))
             }
         };
         let found = {
@@ -97,13 +98,27 @@ impl Pool {
     /// # Errors
     /// When the work does not end, or failed.
     pub fn release(&self) -> Result<(), CudaError> {
+        let blocks = || self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
+        // Taken before the wait, which is for the work of these blocks: another thread may free
+        // more meanwhile.
+        let mut free = std::mem::take(&mut *blocks());
+        let freed = self.wait_and_free(&mut free);
+        for (size, mut addresses) in free {
+            blocks().entry(size).or_default().append(&mut addresses);
+        }
+        freed
+    }
+
+    /// Takes out of `free` what it hands back.
+    fn wait_and_free(&self, free: &mut BTreeMap<usize, Vec<u64>>) -> Result<(), CudaError> {
         self.0.stream.wait(Duration::from_secs(60), "work before memory is handed back")?;
         let driver = self.0.stream.device().current()?;
-        let free = std::mem::take(&mut *self.0.free.lock().unwrap_or_else(PoisonError::into_inner));
-        for address in free.into_values().flatten() {
-            // SAFETY: allocated by `allocate`, free, and no longer used by queued work.
-            let code = unsafe { (driver.free)(address) };
-            driver.check(code, || "handing memory back".into())?;
+        for addresses in free.values_mut() {
+            while let Some(address) = addresses.pop() {
+                // SAFETY: allocated by `allocate`, free, and no longer used by queued work.
+                let code = unsafe { (driver.free)(address) };
+                driver.check(code, || "handing memory back".into())?;
+            }
         }
         Ok(())
     }

@@ -5,7 +5,9 @@
 //! and a missing driver or symbol has to be an error with advice, never a panic at a first call.
 //!
 //! All types keep their device's primary context alive and make it current before they call the
-//! driver, so they work on any thread and beside PyTorch, which uses the same context.
+//! driver, so they work on any thread and beside PyTorch, which uses the same context. It stays
+//! current: on a thread that works on several GPUs, whoever goes by the current one (as the CUDA
+//! runtime does) sets it again after a call for another.
 //!
 //! Memory is given out for use on one stream ([`Pool`]): a block that is dropped while work of
 //! that stream still reads it can be given out again at once, since the next work is queued
@@ -25,4 +27,5 @@ pub use device::{Device, DeviceInfo};
 pub use graph::Graph;
 pub use memory::{Block, Pinned, Pool};
 pub use module::{Function, Module};
+pub(crate) use stream::pause;
 pub use stream::{Event, Stream};

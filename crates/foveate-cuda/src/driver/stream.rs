@@ -170,7 +170,7 @@ impl Event {
     }
 
     /// Waits until the work before it is done, at most `limit`: a kernel that hangs becomes an
-    /// error. Spins at first and then sleeps, so short work is not made longer.
+    /// error.
     ///
     /// # Errors
     /// [`CudaErrorKind::Timeout`] naming `waiting`, or the failure of that work.
@@ -182,11 +182,7 @@ impl Event {
                 let (waiting, seconds) = (waiting.to_owned(), limit.as_secs_f64());
                 return Err(CudaErrorKind::Timeout { waiting, seconds }.into());
             }
-            if spent > Duration::from_millis(20) {
-                std::thread::sleep(Duration::from_micros(200));
-            } else {
-                std::hint::spin_loop();
-            }
+            pause(began);
         }
         Ok(())
     }
@@ -202,6 +198,16 @@ impl Event {
         let code = unsafe { (driver.event_elapsed)(&mut ms, earlier.handle, self.handle) };
         driver.check(code, || "reading a time".into())?;
         Ok(ms)
+    }
+}
+
+/// A step of waiting for a device since `began`: spins at first and then sleeps, so that short work
+/// is not made longer.
+pub(crate) fn pause(began: Instant) {
+    if began.elapsed() > Duration::from_millis(20) {
+        std::thread::sleep(Duration::from_micros(200));
+    } else {
+        std::hint::spin_loop();
     }
 }
 

@@ -35,8 +35,8 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::driver::Event;
 use crate::driver::sys::Handle;
+use crate::driver::{Event, pause};
 use crate::engine::{Engine, Queue, lock};
 use crate::error::{CudaError, CudaErrorKind};
 use sys::{Config, Functions, IN_PROGRESS, Id, SUCCESS};
@@ -464,15 +464,6 @@ fn settle(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Result
         }
     }
     Ok(())
-}
-
-/// Spins at first and then sleeps, so that short work is not made longer.
-fn pause(began: Instant) {
-    if began.elapsed() > Duration::from_millis(20) {
-        std::thread::sleep(Duration::from_micros(200));
-    } else {
-        std::hint::spin_loop();
-    }
 }
 
 /// A group of calls on this thread, which ends in any case.

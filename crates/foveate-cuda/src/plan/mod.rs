@@ -29,6 +29,7 @@ use crate::config::Elem;
 use crate::engine::{Engine, lock};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::KernelOptions;
+use crate::schedule::most_sum_rows;
 use crate::tensors::DeviceOperands;
 
 pub use describe::Description;
@@ -104,6 +105,7 @@ impl CudaPlan {
         options: CudaOptions,
     ) -> Result<Self, CudaError> {
         spec.check()?;
+        check_rows(dims)?;
         let elem = Elem::of(dtype).ok_or_else(|| {
             CudaError::argument(format!("kernels take f16, bf16 and f32, not {dtype}"))
         })?;
@@ -205,7 +207,7 @@ impl CudaPlan {
                 dtype
             )));
         }
-        Ok(())
+        check_rows(dims)
     }
 
     fn scale(&self) -> f32 {
@@ -216,6 +218,23 @@ impl CudaPlan {
     fn differentiable(&self) -> Result<Option<&Arc<ScoreGradient>>, CudaError> {
         self.gradient.as_ref().map(Option::as_ref).map_err(|e| e.clone().into())
     }
+}
+
+/// Whether kernels can count the queries of all sequences, each rounded up as in the sums of dq.
+fn check_rows(dims: &Dims) -> Result<(), CudaError> {
+    const UNIT: usize = 16;
+    let rows = match dims.packed {
+        true => most_sum_rows(dims.batch, dims.len_q),
+        false => dims.batch.saturating_mul(dims.len_q.next_multiple_of(UNIT)),
+    };
+    if i32::try_from(rows).is_ok() {
+        return Ok(());
+    }
+    Err(CudaError::argument(format!(
+        "batch and sequences have {rows} queries of a head together; kernels count to {}: cut the \
+         batch",
+        i32::MAX
+    )))
 }
 
 /// The sequences of a call. Keys that an empty batch shares have no queries, but still gradients

@@ -28,7 +28,7 @@ impl Sizes {
         match kernel {
             Kernel::Backward => {
                 let heads = self.heads_q / self.heads_kv.max(1);
-                (self.seen * self.queries * heads) as f64 / self.keys.max(1) as f64
+                self.seen as f64 * (self.queries * heads) as f64 / self.keys.max(1) as f64
             }
             _ => self.seen as f64,
         }
@@ -134,5 +134,9 @@ mod tests {
         assert!((causal.walk(Kernel::Backward) / 4096.0 - 1.0).abs() < 0.02, "{causal:?}");
         let full = SIZES.under(&spec(None));
         assert_eq!((full.walk(Kernel::Forward), full.walk(Kernel::Backward)), (8192.0, 32768.0));
+        // As long as a sequence can be.
+        let len = 1 << 31;
+        let longest = Sizes { queries: len, keys: len, seen: len, ..SIZES };
+        assert_eq!(longest.walk(Kernel::Backward), 4.0 * len as f64);
     }
 }

@@ -1,17 +1,5 @@
 use super::*;
-
-const DIMS: [(usize, usize); 10] = [
-    (16, 16),
-    (32, 32),
-    (64, 64),
-    (80, 80),
-    (96, 96),
-    (128, 128),
-    (160, 160),
-    (192, 192),
-    (256, 256),
-    (192, 128),
-];
+use crate::check::DIMS;
 
 /// The kinds of mods that the kernels tell apart.
 fn mods(class: &Class) -> [Class; 4] {
@@ -332,6 +320,25 @@ fn lengths_that_are_close_are_planned_together_and_short_ones_apart() {
     }
     assert_eq!([65, 128, 129, 4096, 4097].map(coarse), [72, 128, 144, 4096, 4608]);
     assert_eq!(coarse(usize::MAX), usize::MAX);
+}
+
+#[test]
+fn options_of_any_size_are_refused_at_once() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 64, 64, 4);
+    for name in ["tile_q", "tile_kv", "warps", "stages"] {
+        // What wraps around to something small, what is a multiple of everything, and what takes
+        // long to count to.
+        for value in [(1 << 59) + 1, 1 << 60, 10_000_000_000, 4112, usize::MAX] {
+            for kernel in ["forward", "backward"] {
+                let mut options = KernelOptions::default();
+                options.set(&format!("{kernel}.{name}"), value).unwrap();
+                let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 512), true, &options);
+                let said = plan.unwrap_err().to_string();
+                assert!(said.contains(&format!("({name} {value})")), "{said}");
+            }
+        }
+    }
 }
 
 #[test]
