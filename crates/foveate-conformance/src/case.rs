@@ -10,7 +10,7 @@ use std::path::Path;
 use foveate::Positions;
 use foveate_mods::expr::{kv, q};
 use foveate_mods::text::{Names, parse_mask, parse_score};
-use foveate_mods::{Buffer, DynExpr, Expr, Leaf, MaskMod, ModError, ScoreMod};
+use foveate_mods::{Buffer, DynExpr, Expr, Leaf, MaskMod, ModError, ScalarValue, ScoreMod};
 use foveate_problem::{Dropout, Spec};
 use foveate_reference::Rule;
 use foveate_tensor::DType;
@@ -72,7 +72,7 @@ pub struct Case {
     pub sink: Sink,
     /// Probability of dropping an entry.
     pub dropout: Option<f32>,
-    /// Lengths of packed sequences; the sums are `len` less `tail`.
+    /// Lengths of packed sequences; their sums are at most `len`.
     pub varlen: Option<Lengths>,
     /// Rows after the last sequence.
     #[serde(default)]
@@ -215,9 +215,13 @@ impl Case {
         }
         for (name, value) in &self.scalars {
             names = match value {
-                Value::Integer(i) => names.scalar(name, foveate_mods::ScalarValue::I32(*i as i32)),
-                Value::Float(x) => names.scalar(name, foveate_mods::ScalarValue::F32(*x as f32)),
-                Value::Boolean(x) => names.scalar(name, foveate_mods::ScalarValue::Bool(*x)),
+                Value::Integer(i) => {
+                    let i = i32::try_from(*i);
+                    let i = i.map_err(|e| fail(&format!("scalar `{name}`: {e}")))?;
+                    names.scalar(name, ScalarValue::I32(i))
+                }
+                Value::Float(x) => names.scalar(name, ScalarValue::F32(*x as f32)),
+                Value::Boolean(x) => names.scalar(name, ScalarValue::Bool(*x)),
                 other => return Err(fail(&format!("scalar `{name}` is {other}, not a number"))),
             };
         }

@@ -64,7 +64,8 @@ pub(crate) fn buffer(
                 })
             })
             .collect();
-        let of = |i: usize| ends.iter().filter(|&&end| end <= i).count().min(lens.len() - 1);
+        let last_id = lens.len().saturating_sub(1);
+        let of = |i: usize| ends.iter().filter(|&&end| end <= i).count().min(last_id);
         BufferData::I32((0..elems).map(|i| of(i % last.max(1)) as i32).collect())
     }));
     all.extend(below.map(|n| {

@@ -67,7 +67,7 @@ impl Options {
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
                 "--subset" => options.subset = number()?,
                 "--repeats" => options.repeats = number()?,
-                _ => return Err(format!("{name} {value} is no option; see the top of --help")),
+                _ => return Err(format!("{name} {value} is no option; --help lists them")),
             }
         }
         Ok(options)
@@ -77,19 +77,29 @@ impl Options {
     fn load(&self) -> Result<Vec<Case>, String> {
         let mut cases = load(&self.cases).map_err(|e| e.to_string())?;
         cases.retain(|case| case.name.contains(&self.only));
+        if cases.is_empty() {
+            let (folder, only) = (self.cases.display(), &self.only);
+            return Err(format!("no case in {folder} has `{only}` in its name"));
+        }
         let step = cases.len().div_ceil(self.subset.max(1)).max(1);
         Ok(cases.into_iter().step_by(step).collect())
     }
 
     /// What cases run on; the GPU's reason when there is none.
-    fn backends(&self) -> (Vec<Box<dyn Backend>>, Option<String>) {
+    fn backends(&self) -> Result<(Vec<Box<dyn Backend>>, Option<String>), String> {
         let (gpu, reason) = match self.on.as_str() {
             "cpu" => (Vec::new(), None),
             _ => gpu_backends().map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
         };
         let cpu = if self.on == "gpu" { Vec::new() } else { backends() };
-        let all = cpu.into_iter().chain(gpu).filter(|b| b.name().contains(&self.backend));
-        (all.collect(), reason)
+        let mut all: Vec<_> = cpu.into_iter().chain(gpu).collect();
+        let names: Vec<_> = all.iter().map(|b| format!("`{}`", b.name())).collect();
+        all.retain(|b| b.name().contains(&self.backend));
+        if all.is_empty() && !names.is_empty() {
+            let (wanted, names) = (&self.backend, names.join(", "));
+            return Err(format!("no backend has `{wanted}` in its name; there are {names}"));
+        }
+        Ok((all, reason))
     }
 }
 
@@ -109,19 +119,24 @@ foveate-conformance libraries
     Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.";
 
 fn main() -> ExitCode {
+    if std::env::args().any(|arg| arg == "--help" || arg == "-h") {
+        println!("{HELP}");
+        return ExitCode::SUCCESS;
+    }
     let mut args = std::env::args().skip(1);
     let command = args.next().unwrap_or_default();
     let done = match command.as_str() {
         "run" => Options::parse(args).and_then(|options| run(&options)),
         "work" => Options::parse(args).and_then(|options| work(&options)),
-        "determinism" => Options::parse(args).and_then(|o| determinism::run(o.repeats)),
+        "determinism" => Options::parse(args).and_then(|o| match o.repeats {
+            0 | 1 => Err(format!("--repeats {}: bits of 2 runs or more are compared", o.repeats)),
+            repeats => determinism::run(repeats),
+        }),
         "misuse" => misuse::run(),
         "trespass" => trespass::run(&args.next().unwrap_or_default()),
         "libraries" => libraries::run(),
-        _ => {
-            println!("{HELP}");
-            Ok(command == "--help")
-        }
+        "" => Err("a command is needed; --help lists them".into()),
+        _ => Err(format!("{command} is no command; --help lists them")),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,
@@ -136,8 +151,8 @@ fn main() -> ExitCode {
 /// Runs the cases and prints the table; whether none failed.
 fn run(options: &Options) -> Result<bool, String> {
     let cases = options.load()?;
-    let (backends, reason) = options.backends();
-    if let Some(reason) = &reason {
+    let (backends, reason) = options.backends()?;
+    if let Some(reason) = reason {
         println!("cuda declined all {} cases: {reason}", cases.len());
     }
     if backends.is_empty() {
@@ -152,7 +167,6 @@ fn run(options: &Options) -> Result<bool, String> {
         Report { rows }
     } else {
         let names: Vec<&str> = backends.iter().map(|b| b.name()).collect();
-        drop(reason);
         workers::run(options, &cases, &names)?
     };
     println!("{report}");
@@ -177,7 +191,7 @@ fn answer(case: &Case, backends: &[Box<dyn Backend>], mut tell: impl FnMut(Row))
 /// prints a row a line. It ends after a row that says that the GPU's context is broken.
 fn work(options: &Options) -> Result<bool, String> {
     let cases = options.load()?;
-    let (backends, _) = options.backends();
+    let (backends, _) = options.backends()?;
     let mut out = std::io::stdout();
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|e| e.to_string())?;

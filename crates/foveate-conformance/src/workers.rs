@@ -116,7 +116,7 @@ impl Worker {
             .args(["--only", &options.only, "--cases"])
             .arg(&options.cases)
             .args(["--subset", &options.subset.to_string()])
-            // The corpus runs in many workers; each needs one thread.
+            // The corpus runs in many workers, which share the cores.
             .env("RAYON_NUM_THREADS", "2")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
