@@ -30,6 +30,8 @@ use foveate_conformance::{
     Backend, Case, Outcome, Report, Row, backends, check_each, gpu_backends, load,
 };
 
+type Backends = Vec<Box<dyn Backend>>;
+
 /// What was asked for.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -86,7 +88,7 @@ impl Options {
     }
 
     /// What cases run on; the GPU's reason when there is none.
-    fn backends(&self) -> Result<(Vec<Box<dyn Backend>>, Option<String>), String> {
+    fn backends(&self) -> Result<(Backends, Option<String>), String> {
         let (gpu, reason) = match self.on.as_str() {
             "cpu" => (Vec::new(), None),
             _ => gpu_backends().map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
