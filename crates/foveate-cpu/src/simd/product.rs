@@ -487,36 +487,42 @@ unsafe fn block<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<
 #[inline(always)]
 unsafe fn sums<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
     let s = m.sums();
+    // Values of their own: fields would be read from memory again after every store.
+    let At { c, stride, mut a, a_row, a_depth, mut b, panel, b_depth, depth, write } = at;
     let mut sums = [[s.splat(0.0); G]; R];
-    let (mut a, mut b) = (at.a, at.b);
-    for _ in 0..at.depth {
+    for _ in 0..depth {
         // SAFETY: as given, for this step of the depth.
         unsafe {
             let b_groups: [M::Group; G] =
-                std::array::from_fn(|g| m.load_elements(&*b.add(g * at.panel).cast()));
+                std::array::from_fn(|g| m.load_elements(&*b.add(g * panel).cast()));
             for (i, sums) in sums.iter_mut().enumerate() {
-                let x = m.repeat(&*a.add(i * at.a_row));
+                let x = m.repeat(&*a.add(i * a_row));
                 for (sum, &b) in sums.iter_mut().zip(&b_groups) {
                     *sum = m.add_product(x, b, *sum);
                 }
             }
         }
-        a = a.wrapping_add(at.a_depth);
-        b = b.wrapping_add(at.b_depth);
+        a = a.wrapping_add(a_depth);
+        b = b.wrapping_add(b_depth);
     }
-    let factor = match at.write {
-        Write::Times(factor) => Some(s.splat(factor)),
-        Write::Add => None,
-    };
-    for (i, sums) in sums.iter().enumerate() {
-        for (g, &sum) in sums.iter().enumerate() {
-            // SAFETY: as given; the group is inside the result.
-            let c = unsafe { &mut *at.c.add(i * at.stride + g * LANES).cast::<Lanes>() };
-            let sum = match factor {
-                Some(factor) => s.mul(sum, factor),
-                None => s.add(s.load(c), sum),
-            };
-            s.store(sum, c);
+    // SAFETY: as given; the group is inside the result.
+    let into = |i: usize, g: usize| unsafe { &mut *c.add(i * stride + g * LANES).cast::<Lanes>() };
+    match write {
+        Write::Times(factor) => {
+            let factor = s.splat(factor);
+            for (i, sums) in sums.iter().enumerate() {
+                for (g, &sum) in sums.iter().enumerate() {
+                    s.store(s.mul(sum, factor), into(i, g));
+                }
+            }
+        }
+        Write::Add => {
+            for (i, sums) in sums.iter().enumerate() {
+                for (g, &sum) in sums.iter().enumerate() {
+                    let into = into(i, g);
+                    s.store(s.add(s.load(into), sum), into);
+                }
+            }
         }
     }
 }
