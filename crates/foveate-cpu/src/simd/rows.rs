@@ -107,6 +107,22 @@ fn max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
     s.largest(s.larger(max[0], max[1]))
 }
 
+/// [`max_body`] in a third of the operations: NaN beside numbers may be left out, but then the
+/// result is finite.
+#[inline(always)]
+fn top_body<S: Simd>(s: S, row: &[f32]) -> f32 {
+    let mut max = [s.splat(f32::NEG_INFINITY); 2];
+    let (pairs, last) = groups(row).as_chunks::<2>();
+    for pair in pairs {
+        max = [s.max(max[0], s.load(&pair[0])), s.max(max[1], s.load(&pair[1]))];
+    }
+    for group in last {
+        max[0] = s.max(max[0], s.load(group));
+    }
+    let top = s.largest(s.larger(max[0], max[1]));
+    if top.is_finite() { top } else { max_body(s, row) }
+}
+
 #[inline(always)]
 fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
     let (mut sum, shift) = (s.splat(0.0), s.splat(shift));
@@ -145,7 +161,7 @@ fn soften_body<S: Simd>(
 ) {
     // All maxima first: while one is folded the next is on its way.
     for (row, state) in scores.chunks(stride).zip(&mut *rows) {
-        let max = larger(state.max, max_body(s, &row[columns.clone()]));
+        let max = larger(state.max, top_body(s, &row[columns.clone()]));
         state.factor = 1.0;
         if max != state.max {
             // Nothing to scale before the first score.
@@ -169,7 +185,12 @@ fn soften_body<S: Simd>(
             s.store(weights, group);
             sum = s.add(sum, weights);
         }
-        state.sum = state.sum * state.factor + s.sum(sum);
+        let sum = s.sum(sum);
+        state.sum = state.sum * state.factor + sum;
+        // The largest score is a number, but another is none.
+        if sum.is_nan() && state.max.is_finite() {
+            state.max = f32::NAN;
+        }
     }
 }
 
@@ -392,11 +413,15 @@ mod tests {
     #[test]
     fn a_row_with_nan_is_nan_wherever_it_is() {
         for &level in Level::available() {
-            for at in 0..48 {
-                let mut row = [1.0; 48];
-                row[at] = f32::NAN;
-                let (_, new) = soften_row(level, &row, state(0.0, 1.0));
-                assert!(new.max.is_nan() && new.sum.is_nan());
+            for others in [1.0, f32::NEG_INFINITY, f32::INFINITY, f32::NAN] {
+                for at in 0..48 {
+                    let mut row = [others; 48];
+                    row[at] = f32::NAN;
+                    for before in [state(0.0, 1.0), RowState::START] {
+                        let (_, new) = soften_row(level, &row, before);
+                        assert!(new.max.is_nan() && new.sum.is_nan(), "{others}, NaN at {at}");
+                    }
+                }
             }
         }
     }
