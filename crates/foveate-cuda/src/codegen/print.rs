@@ -369,7 +369,8 @@ impl Printer<'_> {
     ) -> String {
         let graph = self.program.graph();
         let buffer = &self.captures.buffers[slot];
-        let wide = buffer.elems() > i32::MAX as usize;
+        // Where positions outgrow an int, the first product is the one to widen.
+        let mut widen = buffer.elems() > i32::MAX as usize;
         let mut at: Option<Piece> = None;
         for (axis, x) in index.iter().enumerate() {
             let length = self.field(FieldKind::Length { buffer: slot, axis });
@@ -382,10 +383,9 @@ impl Printer<'_> {
                 _ => Some(Piece::atom(format!("clamp({}, {length})", piece.text))),
             };
             let scaled = at.map(|at| Piece {
-                text: if wide && axis == 1 {
-                    format!("i64({}) * {length}", at.text)
-                } else {
-                    format!("{} * {length}", at.within(13))
+                text: match std::mem::take(&mut widen) {
+                    true => format!("i64({}) * {length}", at.text),
+                    false => format!("{} * {length}", at.within(13)),
                 },
                 tight: 13,
                 depth: 0,

@@ -7,7 +7,7 @@ mod sequences;
 
 use super::*;
 use crate::nvrtc::Compiler;
-use foveate_mods::{Buffer, closure, masks, scores};
+use foveate_mods::{Buffer, Expr, closure, expr, masks, scores};
 
 fn options() -> Options {
     let extent = Extent { batch: 2, heads_q: 8, heads_kv: 2, queries: 512, keys: 512 };
@@ -73,6 +73,33 @@ fn of_score(score: &ScoreMod, options: &Options) -> String {
 
 fn learned(name: &str, shape: &[usize]) -> Buffer<f32> {
     Buffer::learned(name, shape, vec![0.5; shape.iter().product()]).unwrap()
+}
+
+#[test]
+fn a_buffer_of_any_name_is_named_in_a_comment_of_one_line() {
+    for name in ["two\nlines", "continued\\", "/* #if 0 */", ""] {
+        let doc = Buffer::vector(name, vec![0i32; 512]);
+        let of_mask = of_mask(&masks::document(&doc).unwrap());
+        assert!(of_mask.lines().all(|line| !line.ends_with('\\')), "{of_mask}");
+        let score = scores::relative_bias(&learned(name, &[8, 9])).unwrap();
+        of_score(&score, &options());
+    }
+}
+
+#[test]
+fn an_element_past_what_an_int_counts_is_found_by_a_wide_index() {
+    let axes = [4, 1 << 16, 1 << 16];
+    let far = Buffer::<f32>::on_device("far", &axes).unwrap();
+    let text = |first: Expr<i32>| {
+        let read = far.at([first, expr::q(), expr::kv()]);
+        let score = ScoreMod::new((expr::score() + read).dynamic()).unwrap();
+        of_score(&score, &options())
+    };
+    let by_head = text(expr::h_kv());
+    assert!(by_head.contains("i64(place.h_kv.v) * mods.far_1 + q.v"), "{by_head}");
+    // The first of the first axis, which is nothing to add.
+    let of_none = text(0.into());
+    assert!(of_none.contains("i64(q.v) * mods.far_2 + kv.v"), "{of_none}");
 }
 
 #[test]
