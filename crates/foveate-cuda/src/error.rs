@@ -175,6 +175,22 @@ impl From<ModError> for CudaError {
     }
 }
 
+/// What to do about a code of the driver's, where something can be done (numbers of `CUresult` in
+/// cuda.h).
+fn advice(code: i32) -> Option<&'static str> {
+    Some(match code {
+        46 => "another process has the GPU for itself: end it, or choose another GPU",
+        100 => "see whether nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES hides none",
+        // Addresses, instructions, assertions, time limits: nothing runs in the context any more.
+        700 | 702 | 709 | 710 | 714..=719 => {
+            "this process cannot use the GPU any more: start it again"
+        }
+        802 => "the GPUs of this machine are not ready: start nvidia-fabricmanager",
+        803 => "the driver was changed under the running system: restart the machine",
+        _ => return None,
+    })
+}
+
 impl fmt::Display for CudaErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -186,13 +202,15 @@ impl fmt::Display for CudaErrorKind {
                 write!(f, "{library} has no `{symbol}`; it is too old, a newer one is needed")
             }
             Self::Driver { doing, code, says } => {
-                write!(f, "{doing}: the driver says {says} ({code})")
+                write!(f, "{doing}: the driver says {says} ({code})")?;
+                advice(*code).map_or(Ok(()), |advice| write!(f, "; {advice}"))
             }
             Self::OutOfMemory { bytes, free, total } => {
                 let mib = |n: usize| n as f64 / f64::from(1 << 20);
                 write!(
                     f,
-                    "the device is out of memory: {:.1} MiB asked for, {:.1} of {:.1} MiB free",
+                    "the device is out of memory: {:.1} MiB asked for, {:.1} of {:.1} MiB free; \
+                     take a smaller batch or shorter sequences, or end what else uses the GPU",
                     mib(*bytes),
                     mib(*free),
                     mib(*total)

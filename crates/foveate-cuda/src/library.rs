@@ -240,7 +240,7 @@ fn open_builtins(nvrtc: &Path) {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         if name.starts_with("libnvrtc-builtins.so") {
-            // SAFETY: as in `Library::find`.
+            // SAFETY: as in `Library::open_at`.
             if let Ok(library) = unsafe { libloading::Library::new(entry.path()) } {
                 std::mem::forget(library);
             }

@@ -117,12 +117,9 @@ impl Compiler {
         // SAFETY: both pointers are valid for a write.
         let code = unsafe { (functions.version)(&mut major, &mut minor) };
         if code != 0 {
-            return Err(CudaErrorKind::Driver {
-                doing: "asking NVRTC for its version".into(),
-                code,
-                says: "an error of NVRTC".into(),
-            }
-            .into());
+            let (doing, library) = ("asking for its version".to_owned(), Library::Nvrtc);
+            let says = "that it cannot tell".to_owned();
+            return Err(CudaErrorKind::Library { doing, library, code, says }.into());
         }
         Ok(Self { functions, version: (major, minor) })
     }

@@ -7,6 +7,7 @@
 use std::borrow::Cow;
 
 use crate::driver::DeviceInfo;
+use crate::error::CudaError;
 
 /// What the planner knows of a device.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -183,6 +184,22 @@ impl Profile {
             bf16_tflops: card.bf16_tflops,
             bandwidth_gbs: card.bandwidth_gbs,
         }
+    }
+
+    /// Whether kernels can be compiled for the device.
+    ///
+    /// # Errors
+    /// When it is older than Ampere.
+    pub fn check_capability(&self) -> Result<(), CudaError> {
+        const OLDEST: (u32, u32) = (8, 0);
+        let (major, minor) = self.capability;
+        if self.capability >= OLDEST {
+            return Ok(());
+        }
+        Err(CudaError::argument(format!(
+            "{} has compute capability {major}.{minor}; kernels run on {}.{} (Ampere) and newer",
+            self.name, OLDEST.0, OLDEST.1
+        )))
     }
 
     /// The architecture that kernels are compiled for, `sm_89`.

@@ -158,6 +158,23 @@ fn a_driver_that_does_not_start_says_why() {
         said.starts_with("starting the driver: the driver says CUDA_ERROR_SYSTEM_DRIVER"),
         "{said}"
     );
+    let advice = "(803); the driver was changed under the running system: restart the machine";
+    assert!(said.ends_with(advice), "{said}");
+}
+
+#[test]
+fn a_gpu_older_than_ampere_is_an_error_before_anything_is_compiled() {
+    let name = "a_gpu_older_than_ampere_is_an_error_before_anything_is_compiled";
+    if !inside(name, &[], &[], &[("CAPABILITY", "75")]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let options = CudaOptions::default();
+    let said = CudaPlan::new(engine, &PLAIN, &dims(1, [64, 64]), DType::BF16, options).unwrap_err();
+    assert_eq!(
+        said.to_string(),
+        "Test GPU has compute capability 7.5; kernels run on 8.0 (Ampere) and newer"
+    );
 }
 
 #[test]
@@ -189,20 +206,25 @@ fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
     assert!(said.ends_with("install a driver 580 or newer"), "{said}");
 }
 
-/// What a plan of 8/2 heads of 64 numbers in bf16 says of a call.
-fn describe(spec: &Spec, batch: usize, len: [usize; 2], arrangement: Arrangement) -> Description {
-    let dims = Dims {
+/// 8/2 heads of 64 numbers.
+fn dims(batch: usize, [len_q, len_k]: [usize; 2]) -> Dims {
+    Dims {
         batch,
         heads_q: 8,
         heads_kv: 2,
-        len_q: len[0],
-        len_k: len[1],
+        len_q,
+        len_k,
         dim: 64,
         dim_v: 64,
         shared_kv: false,
         packed: false,
-    };
+    }
+}
+
+/// What a plan of 8/2 heads of 64 numbers in bf16 says of a call.
+fn describe(spec: &Spec, batch: usize, len: [usize; 2], arrangement: Arrangement) -> Description {
     let engine = Engine::get(0).unwrap();
+    let dims = dims(batch, len);
     let plan = CudaPlan::new(engine, spec, &dims, DType::BF16, CudaOptions::default()).unwrap();
     plan.describe(arrangement).unwrap()
 }
@@ -257,10 +279,8 @@ fn more_queries_than_kernels_count_are_an_error_before_anything_is_made() {
     if !inside(name, &[], &[], &[]) {
         return;
     }
-    let of = |batch, len_q, packed| {
-        let (heads_q, heads_kv, len_k, dim, dim_v) = (1, 1, len_q, 8, 8);
-        let shared_kv = false;
-        let dims = Dims { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, shared_kv, packed };
+    let of = |batch, len, packed| {
+        let dims = Dims { packed, ..dims(batch, [len; 2]) };
         let engine = Engine::get(0).unwrap();
         CudaPlan::new(engine, &PLAIN, &dims, DType::BF16, CudaOptions::default())
     };

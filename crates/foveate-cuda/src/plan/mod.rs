@@ -95,8 +95,8 @@ impl CudaPlan {
     /// fits the device is found out here.
     ///
     /// # Errors
-    /// When the dtype is not one of those, no configuration fits, or [`Spec::check`] refuses the
-    /// program. A score that cannot be differentiated is an error of the backward.
+    /// When the dtype is not one of those, the GPU is older than Ampere, no configuration fits, or
+    /// [`Spec::check`] refuses the program. A score that cannot be differentiated is an error of the backward.
     pub fn new(
         engine: Arc<Engine>,
         spec: &Spec,
@@ -106,6 +106,7 @@ impl CudaPlan {
     ) -> Result<Self, CudaError> {
         spec.check()?;
         check_rows(dims)?;
+        engine.profile().check_capability()?;
         let elem = Elem::of(dtype).ok_or_else(|| {
             CudaError::argument(format!("kernels take f16, bf16 and f32, not {dtype}"))
         })?;

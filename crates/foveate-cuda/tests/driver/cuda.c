@@ -3,7 +3,7 @@
  * may use it at once.
  * LOADS, when it is compiled: kernels load, and their launches are listed.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
- * CUDA: its version. */
+ * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,8 +35,8 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
     switch (a) { /* those of an H200; numbers of CUdevice_attribute in cuda.h */
     case 16: *v = 132; break;
     case 38: *v = 60 << 20; break;
-    case 75: *v = 9; break;
-    case 76: *v = 0; break;
+    case 75: *v = (int)number("CAPABILITY", 90) / 10; break;
+    case 76: *v = (int)number("CAPABILITY", 90) % 10; break;
     case 81: *v = 233472; break;
     case 82: *v = 65536; break;
     case 97: *v = 232448; break;
