@@ -354,7 +354,7 @@ __device__ void load_b(u32 (&b)[COUNT], u32 address) {
 // Steps of a product of M x N accumulators that are laid out one after the other. In f32 few: their
 // sums and split numbers are alive together, and of more there are no registers for large dims.
 template <int M, int N>
-constexpr int together(int steps) { return FV_DTYPE != 2 ? steps : M * N >= 16 ? 1 : 4; }
+constexpr int together(int steps) { return FV_DTYPE != 2 ? steps : M * N >= 16 ? 1 : 2; }
 
 // sum += A B over K steps, for the M x N accumulators of one warp. `a` and `b` are the addresses
 // of the lane's share of the warp's first row and column. Columns from `live` on are not computed.

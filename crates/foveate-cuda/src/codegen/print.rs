@@ -233,6 +233,20 @@ impl Printer<'_> {
             let same = bits & 0x7f_ffff == 0 || near;
             (same && value.is_normal() && inverse.is_normal()).then_some(inverse)
         };
+        // A logarithm of what is positive, finite and not subnormal is 0 or far from where a
+        // quotient by a constant of usual size underflows or overflows.
+        let logarithm = |x: &NodeId| {
+            let Node::Unary(UnaryOp::Log | UnaryOp::Log2, of) = *self.program.graph().node(*x)
+            else {
+                return false;
+            };
+            exact(i) && !rectangle && self.normal[of.index()]
+        };
+        let usual = |y: &NodeId| {
+            let Node::F32(bits) = *self.program.graph().node(*y) else { return None };
+            let value = f32::from_bits(bits);
+            (1e-6..1e6).contains(&value.abs()).then(|| value.recip())
+        };
         match node {
             Node::Leaf(Leaf::Score) if rectangle => Piece::atom("FloatRange::any()"),
             Node::Leaf(Leaf::Score) => wrapped(Piece::atom("score")),
@@ -299,6 +313,11 @@ impl Printer<'_> {
                 tight: 13,
                 depth: 0,
             },
+            Node::Binary(BinaryOp::Div, x, y) if logarithm(x) && usual(y).is_some() => {
+                let inverse = float(usual(y).expect("it is some").to_bits());
+                let [x, y] = [x, y].map(|piece| at(piece).text);
+                Piece::atom(format!("quotient({x}, {y}, {})", wrapped(inverse).text))
+            }
             Node::Binary(op, x, y) => {
                 let float = self.ty(i) == Type::F32 && !decides[i] && !rectangle;
                 let name = match op {

@@ -18,6 +18,7 @@ static float __fadd_rn(float x, float y) { return x + y; }
 static float __fsub_rn(float x, float y) { return x - y; }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fdiv_rn(float x, float y) { return x / y; }
+static float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 static float __fsqrt_rn(float x) { return sqrtf(x); }
 static float __int2float_rn(int x) { return float(x); }
 static int __float2int_rz(float x) {
