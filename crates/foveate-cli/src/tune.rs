@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use foveate::cuda::tuner::{CANDIDATES, Progress, Tuned, Tuning};
-use foveate::cuda::{CudaOptions, CudaPlan, Engine};
+use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
 use foveate_problem::Spec;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -47,15 +47,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let dims = given.problem.dims();
     let plan = CudaPlan::new(engine, &spec, dims, args.problem.dtype, options)?;
     let interrupt = Interrupt::watch()?;
-    let mut view = View::new();
     let arrangement = given.problem.arrangement();
-    let tuning =
-        plan.tune(arrangement, args.problem.backward, args.candidates as usize, &mut |progress| {
-            view.show(progress);
-            !interrupt.pressed()
-        });
-    view.bar.finish_and_clear();
-    let tuning = tuning?;
+    let tuning = watched(&interrupt, |tell| {
+        plan.tune(arrangement, args.problem.backward, args.candidates as usize, tell)
+    })?;
     if args.json {
         out.json(&tuning)?;
     } else {
@@ -66,6 +61,20 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         Some(trouble) => Err(Failure::new(format!("records cannot be kept: {trouble}"))
             .help("set FOVEATE_CACHE_DIR to a folder that can be written")),
     }
+}
+
+/// Tunes with progress shown on stderr, until Ctrl-C.
+pub fn watched(
+    interrupt: &Interrupt,
+    tune: impl FnOnce(&mut dyn FnMut(&Progress) -> bool) -> Result<Tuning, CudaError>,
+) -> Result<Tuning, Failure> {
+    let mut view = View::new();
+    let tuning = tune(&mut |progress| {
+        view.show(progress);
+        !interrupt.pressed()
+    });
+    view.bar.finish_and_clear();
+    Ok(tuning?)
 }
 
 fn print(tuning: &Tuning, out: &mut Output) -> Result<(), Failure> {

@@ -14,11 +14,13 @@ use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
 use foveate::cuda::Engine;
+use foveate::cuda::tuner::Tuned;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::output::Output;
+use crate::tune;
 use cases::{Case, Prepared};
 
 /// How many elements of a result are compared with a peer's.
@@ -35,6 +37,9 @@ pub struct Args {
     /// Timing of one case in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
     seconds: f64,
+    /// Tune the kernels of each case first, and record what is found, as `foveate tune` does
+    #[arg(long, conflicts_with = "list")]
+    tune: bool,
     /// What benches/gpu_peers.py printed for these cases
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
@@ -115,6 +120,14 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     for case in &cases {
         interrupt.check()?;
         let prepared = Prepared::new(case, args.device)?;
+        if args.tune {
+            let tuning = tune::watched(&interrupt, |tell| prepared.tune(tell))?;
+            for Tuned { kernel, planned, planned_us, best, .. } in &tuning.kernels {
+                let (Some((best, us)), Some(planned_us)) = (best, planned_us) else { continue };
+                let case = &case.case;
+                eprintln!("{case}: {kernel} {best} {us:.1} us, planned {planned} {planned_us:.1}");
+            }
+        }
         let mut times = time(&prepared, Duration::from_secs_f64(args.seconds.clamp(0.0, 60.0)))?;
         let sample = prepared.sample(SAMPLES)?;
         times.sort_by(f64::total_cmp);

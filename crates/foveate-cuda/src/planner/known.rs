@@ -12,9 +12,9 @@ use crate::profile::Profile;
 /// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
 type Known = (usize, Tiles);
 
-/// Queries that see a key, below which they are few: of the masks above, documents (256 of them) and
-/// the window (960), but not causal (4096).
-const FEW: f64 = 1500.0;
+/// The same where few rows of the other axis are met ([`Sizes::walk`]), below the second number.
+/// Of the masks above these are documents (256) and the window (960), not causal (4096).
+type Few = (usize, usize, Tiles);
 
 const FORWARD: &[Known] = &[
     (64, tiles(128, 96, 4, 2)),
@@ -24,11 +24,29 @@ const FORWARD: &[Known] = &[
     (256, tiles(128, 128, 8, 1)),
 ];
 /// With a mask, where blocks are shorter.
-const FORWARD_MASKED: &[Known] =
-    &[(128, tiles(128, 64, 4, 2)), (192, tiles(128, 96, 8, 2)), (256, tiles(64, 32, 4, 2))];
+const FORWARD_MASKED: &[Known] = &[
+    (64, tiles(128, 64, 4, 2)),
+    (128, tiles(128, 32, 4, 2)),
+    (192, tiles(128, 96, 8, 2)),
+    (256, tiles(128, 64, 8, 2)),
+];
+/// Under a mask without a score that lets a query see fewer keys than the second number.
+const FORWARD_FEW: &[Few] = &[
+    (64, 1000, tiles(64, 64, 2, 2)),
+    (96, 1000, tiles(128, 64, 4, 2)),
+    (128, 400, tiles(64, 32, 2, 2)),
+    (128, 1000, tiles(128, 48, 4, 2)),
+    (192, 1000, tiles(64, 64, 4, 1)),
+    (256, 1000, tiles(64, 32, 4, 2)),
+];
 /// With a score, with or without a mask.
-const FORWARD_SCORED: &[Known] =
-    &[(128, tiles(128, 64, 4, 2)), (192, tiles(128, 96, 8, 2)), (256, tiles(64, 64, 4, 1))];
+const FORWARD_SCORED: &[Known] = &[
+    (64, tiles(128, 64, 4, 2)),
+    (96, tiles(128, 64, 4, 1)),
+    (128, tiles(128, 64, 4, 2)),
+    (192, tiles(128, 96, 8, 2)),
+    (256, tiles(64, 64, 4, 1)),
+];
 const BACKWARD: &[Known] = &[
     (32, tiles(64, 128, 4, 2)),
     (64, tiles(64, 96, 4, 2)),
@@ -38,8 +56,12 @@ const BACKWARD: &[Known] = &[
     (192, tiles(64, 96, 8, 2)),
     (256, tiles(64, 64, 8, 2)),
 ];
-/// Under a mask that lets few queries see a key, where that is another; else [`BACKWARD`].
-const BACKWARD_FEW: &[Known] = &[(32, tiles(64, 128, 4, 2)), (64, tiles(64, 64, 4, 2))];
+/// Under a mask without a score that lets fewer queries than the second number see a key.
+const BACKWARD_FEW: &[Few] = &[
+    (32, 800, tiles(64, 128, 4, 2)),
+    (64, 800, tiles(64, 64, 4, 2)),
+    (96, 800, tiles(64, 64, 4, 2)),
+];
 const BACKWARD_DQ: &[Known] = &[(128, tiles(64, 64, 4, 2))];
 /// On f32 operands.
 const BACKWARD_F32: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 96, 8, 1))];
@@ -53,7 +75,6 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
     if profile.capability < (9, 0) || profile.capability >= (11, 0) {
         return None;
     }
-    let few = class.mask && !class.score && sizes.walk(kernel) < FEW;
     let table = match (kernel, class.dtype) {
         (Kernel::Backward, Elem::F32) => BACKWARD_F32,
         (_, Elem::F32) => return None,
@@ -64,10 +85,14 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
         (Kernel::BackwardDq, _) => BACKWARD_DQ,
         _ => return None,
     };
-    let first = match (kernel, class.dtype) {
-        (Kernel::Backward, Elem::F16 | Elem::Bf16) if few => BACKWARD_FEW,
+    let few: &[Few] = match (kernel, class.dtype) {
+        _ if !class.mask || class.score => &[],
+        (Kernel::Forward, _) => FORWARD_FEW,
+        (Kernel::Backward, Elem::F16 | Elem::Bf16) => BACKWARD_FEW,
         _ => &[],
     };
-    let dim = class.dim.max(class.dim_v);
-    first.iter().chain(table).find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles)
+    let (dim, met) = (class.dim.max(class.dim_v), sizes.walk(kernel));
+    let of_few = few.iter().find(|(up_to, below, _)| dim <= *up_to && met < *below as f64);
+    let of_many = table.iter().find(|(up_to, _)| dim <= *up_to);
+    of_few.map(|(.., tiles)| *tiles).or(of_many.map(|(_, tiles)| *tiles))
 }

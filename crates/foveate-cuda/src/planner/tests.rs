@@ -377,20 +377,26 @@ fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels(
 }
 
 #[test]
-fn keys_that_few_queries_see_get_smaller_tiles_in_the_backward() {
+fn tiles_are_smaller_where_few_keys_are_seen() {
     let profile = Profile::named("h200").unwrap();
-    let masked = Class { mask: true, ..Class::new(Elem::Bf16, 64, 64, 1) };
-    let scored = Class { score: true, ..masked.clone() };
-    let keys = |class: &Class, heads_q: usize, seen: usize| {
-        let class = Class { group: heads_q / 8, ..class.clone() };
-        let sizes = Sizes { seen, ..sizes(2, heads_q, 8, 8192) };
+    let tiles = |kernel, dim, score, group, seen| {
+        let class = Class { mask: true, score, group, ..Class::new(Elem::Bf16, dim, dim, 1) };
+        let sizes = Sizes { seen, ..sizes(2, 8 * group, 8, 8192) };
         let options = KernelOptions::default();
         let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
-        plan.config(Kernel::Backward).unwrap().tile_kv
+        let config = plan.config(kernel).unwrap();
+        (config.tile_q, config.tile_kv)
     };
     // Documents of 512, a window of 1024, and causal.
-    assert_eq!([256, 960, 4096].map(|seen| keys(&masked, 8, seen)), [64, 64, 96]);
+    let masks = [256, 960, 4096];
+    let forward = |dim, score| masks.map(|seen| tiles(Kernel::Forward, dim, score, 1, seen));
+    assert_eq!(forward(64, false), [(64, 64), (64, 64), (128, 64)]);
+    assert_eq!(forward(128, false), [(64, 32), (128, 48), (128, 32)]);
+    assert_eq!(forward(128, true), [(128, 64); 3]);
+    let backward = |score| masks.map(|seen| tiles(Kernel::Backward, 64, score, 1, seen));
+    assert_eq!(backward(false), [(64, 64), (64, 96), (64, 96)]);
+    assert_eq!(backward(true), [(64, 96); 3]);
     // Four heads of queries see each key.
-    assert_eq!([256, 960].map(|seen| keys(&masked, 32, seen)), [64, 96]);
-    assert_eq!(keys(&scored, 8, 256), 96);
+    assert_eq!(tiles(Kernel::Backward, 64, false, 4, 256), (64, 96));
+    assert_eq!(tiles(Kernel::Backward, 64, false, 4, 128), (64, 64));
 }

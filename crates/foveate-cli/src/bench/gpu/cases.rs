@@ -6,10 +6,12 @@
 use std::sync::Arc;
 
 use foveate::cuda::driver::{Block, Event};
+use foveate::cuda::tuner::{CANDIDATES, Progress, Tuning};
 use foveate::cuda::{
-    CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
+    CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
 use foveate::{DType, Device, Plan, Problem};
+use foveate_problem::Arrangement;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -205,6 +207,11 @@ impl Prepared {
             d_captures: bias.collect(),
         };
         Ok(self.plan().backward_on(self.engine.queue(), &args)?)
+    }
+
+    /// Tunes the kernels of the case; later runs use what is found.
+    pub fn tune(&self, tell: &mut dyn FnMut(&Progress) -> bool) -> Result<Tuning, CudaError> {
+        self.plan().tune(Arrangement::Dense, self.backward, CANDIDATES, tell)
     }
 
     /// Runs the pass once and gives its milliseconds of device time.
