@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use crate::abi::Address;
 use crate::blas::Blas;
@@ -40,20 +40,25 @@ pub struct Engine {
 /// wait for work to end before it drops its memory.
 #[derive(Clone, Debug)]
 pub struct Queue {
-    id: u64,
+    id: Arc<u64>,
     pool: Pool,
 }
 
 impl Queue {
     fn new(stream: Stream) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let id = Arc::new(NEXT.fetch_add(1, Ordering::Relaxed));
         Self { id, pool: Pool::new(Arc::new(stream)) }
     }
 
     /// Differs from that of every other queue.
     pub(crate) fn id(&self) -> u64 {
-        self.id
+        *self.id
+    }
+
+    /// The same number for as long as the queue is held by anybody.
+    pub(crate) fn while_held(&self) -> Weak<u64> {
+        Arc::downgrade(&self.id)
     }
 
     /// Memory for its work.

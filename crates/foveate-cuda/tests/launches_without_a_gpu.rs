@@ -17,7 +17,9 @@ use foveate_tensor::DType;
 
 /// Whether this is the process with the driver; otherwise starts it for the test `name`.
 fn inside(name: &str) -> bool {
-    driver::inside(name, &["nvrtc"], &["-DLOADS"], &[])
+    // Kernels that have not changed are not compiled again.
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    driver::inside(name, &["nvrtc"], &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
 }
 
 const PLAIN: Spec = Spec { mask: None, score: None, scale: None, dropout: None };
@@ -140,6 +142,36 @@ fn a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once() {
     let few = DeviceBackward { d_sink: None, d_captures: Vec::new(), ..tensors.backward.clone() };
     ordered.backward_on(&queue, &few).unwrap();
     assert_eq!(names(&launches()), ["fv_delta", "fv_rests", "fv_backward", "fv_backward_dq"]);
+}
+
+#[test]
+fn what_was_kept_for_a_queue_goes_with_it() {
+    if !inside("what_was_kept_for_a_queue_goes_with_it") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let doc = Buffer::vector("doc", vec![0i32; 1 << 19]);
+    let mask = MaskMod::new(doc.at([expr::q()]).eq(doc.at([expr::kv()])).dynamic()).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let free = || engine.device().memory().unwrap().0;
+    let mut left = Vec::new();
+    for _ in 0..10 {
+        let queue = engine.new_queue().unwrap();
+        plan.forward_on(&queue, &tensors.forward).unwrap();
+        drop(queue);
+        left.push(free());
+    }
+    assert!(left[1..].iter().all(|n| *n == left[1]), "{left:?}");
+    // One that is held keeps what it has.
+    let held = engine.new_queue().unwrap();
+    for _ in 0..2 {
+        plan.forward_on(&held, &tensors.forward).unwrap();
+        plan.forward_on(&engine.new_queue().unwrap(), &tensors.forward).unwrap();
+    }
+    launches();
+    plan.forward_on(&held, &tensors.forward).unwrap();
+    assert_eq!(names(&launches()), ["fv_forward"]);
 }
 
 #[test]

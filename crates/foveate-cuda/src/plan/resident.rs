@@ -1,12 +1,13 @@
 //! What a plan keeps on the device: schedules, block lists and captured buffers.
 //!
 //! They are kept for each queue: memory goes back to the pool of the queue that used it, so it is
-//! never given out again while work of another stream still reads it. What depends on captured
+//! never given out again while work of another stream still reads it. What is kept for a queue that
+//! nobody holds any more goes when the next thing is kept. What depends on captured
 //! buffers in device memory is kept as long as the caller promises that they are the same, and else
 //! made anew in each call.
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use foveate_mask::Varies;
 use foveate_mods::{AnyBuffer, MaskMod, Type};
@@ -32,6 +33,8 @@ pub(super) struct Resident {
     schedules: Vec<(Key, Arc<Placed>)>,
     buffers: Vec<Uploaded>,
     tables: Vec<(TableKey, Arc<Block>)>,
+    /// The queues that all this is kept for.
+    queues: Vec<Weak<u64>>,
 }
 
 /// A captured buffer on the device.
@@ -152,7 +155,22 @@ impl Resident {
             schedules: schedules.cloned().collect(),
             buffers: buffers.cloned().collect(),
             tables: self.tables.clone(),
+            queues: self.queues.clone(),
         }
+    }
+
+    /// To be called before something is kept for `queue`: forgets what was kept for queues that are
+    /// gone.
+    fn keeps_for(&mut self, queue: &Queue) {
+        self.queues.retain(|id| id.strong_count() > 0);
+        let mut held: Vec<u64> = self.queues.iter().filter_map(Weak::upgrade).map(|n| *n).collect();
+        if !held.contains(&queue.id()) {
+            self.queues.push(queue.while_held());
+            held.push(queue.id());
+        }
+        self.schedules.retain(|(key, _)| held.contains(&key.queue));
+        self.buffers.retain(|uploaded| held.contains(&uploaded.queue));
+        self.tables.retain(|(key, _)| held.contains(&key.queue));
     }
 }
 
@@ -346,8 +364,9 @@ impl CudaPlan {
         });
         match promised {
             true => {
-                let schedules = &mut lock(&self.resident).schedules;
-                keep(schedules, MOST_SCHEDULES, (key, placed.clone()));
+                let mut resident = lock(&self.resident);
+                resident.keeps_for(queue);
+                keep(&mut resident.schedules, MOST_SCHEDULES, (key, placed.clone()));
             }
             false => call.placed.borrow_mut().push((key, placed.clone())),
         }
@@ -508,6 +527,7 @@ impl CudaPlan {
             Some(at) => at,
             None => {
                 let elems = Arc::new(queue.pool().upload(&buffer_bytes(buffer))?);
+                resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());
                 resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
                 resident.buffers.len() - 1
@@ -551,6 +571,7 @@ impl CudaPlan {
                 let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
                 if let Some(key) = key {
                     let mut resident = lock(&self.resident);
+                    resident.keeps_for(queue);
                     keep(&mut resident.tables, MOST_TABLES, (key, table.clone()));
                 }
                 table

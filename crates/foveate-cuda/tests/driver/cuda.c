@@ -1,6 +1,6 @@
 /* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
- * out when an event is asked about, so that whoever reuses memory too early is found out. Threads
- * may use it at once.
+ * out when an event is asked about or memory is freed, so that whoever reuses memory too early is
+ * found out. Threads may use it at once.
  * LOADS, when it is compiled: kernels load, and their launches are listed.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
@@ -56,7 +56,14 @@ static int alloc(Address *a, size_t n) {
     blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = now;
     return taken[now] += n, 0;
 }
+static void carry_out(void) {
+    for (size_t i = 0; i < queued; i++)
+        if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
+        else memset(queue[i].to, queue[i].byte, queue[i].bytes);
+    queued = 0;
+}
 static int release(Address a) {
+    carry_out(); /* freeing waits for the device */
     for (size_t i = 0; i < 8192; i++)
         if (blocks[i].start == a) {
             taken[blocks[i].device] -= blocks[i].bytes, blocks[i].start = 0;
@@ -122,10 +129,7 @@ int cuEventQuery(void *e) {
     (void)e;
     if (number("HANGS", 0)) return 600;
     pthread_mutex_lock(&lock);
-    for (size_t i = 0; i < queued; i++)
-        if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
-        else memset(queue[i].to, queue[i].byte, queue[i].bytes);
-    queued = 0;
+    carry_out();
     return pthread_mutex_unlock(&lock), 0;
 }
 int cuEventElapsedTime(float *ms, void *a, void *b) { (void)a; (void)b; return *ms = 1, 0; }
