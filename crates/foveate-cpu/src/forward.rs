@@ -12,7 +12,8 @@
 //! queries and values that only the next strip reads are asked for.
 //!
 //! Packing keys and values is done by tasks, too: those of a head stand before its query tiles, so
-//! that a query tile waits only for what another thread is packing right now.
+//! that a query tile waits only for what another thread is packing right now. Where there are few
+//! query tiles for each key, they pack for themselves.
 
 use std::ops::Range;
 
@@ -55,6 +56,8 @@ struct QueryTile<'a> {
 struct Scratch<'a> {
     /// Queries of a tile; while packing, keys.
     rows: Lent<'a>,
+    /// For what its query tiles pack themselves, once there is any.
+    own: Option<pack::Room<'a>>,
     work: Work<'a>,
 }
 
@@ -73,7 +76,22 @@ struct Work<'a> {
 
 /// Floats of workspace a unit takes.
 pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
-    pack::elems(&call.tiles, unit.keys.len)
+    if shares_blocks(call, unit) { pack::elems(&call.tiles, unit.keys.len) } else { 0 }
+}
+
+/// Whether key tiles of a unit are seen by so many query tiles, on average more than two, that they
+/// are packed once for all.
+fn shares_blocks(call: &Call<'_>, unit: &Unit) -> bool {
+    let mut most = 2 * unit.keys.len.div_ceil(call.tiles.kv);
+    call.heads_of(unit).any(|(b, h)| {
+        let (live, keys) = (call.live(b, h), call.key_tiles(b));
+        (0..call.sequences[b].q_len.div_ceil(call.tiles.q)).any(|tile| {
+            let seen = live.count(tile, &keys);
+            let over = seen > most;
+            most = most.saturating_sub(seen);
+            over
+        })
+    })
 }
 
 /// Runs the forward pass of `call`.
@@ -94,7 +112,8 @@ fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuEr
     let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let (packed, packings) = Packed::<T>::new(&operands, wave, tiles, &mut blocks);
+        let shared = |unit: &Unit| shares_blocks(call, unit);
+        let (packed, packings) = Packed::<T>::new(&operands, wave, shared, tiles, &mut blocks);
         let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
@@ -148,7 +167,8 @@ impl<'a> Scratch<'a> {
             states: vec![RowState::START; tiles.q],
             clock: Clock::new(call.profile),
         };
-        Self { rows: call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v)), work }
+        let rows = call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v));
+        Self { rows, own: None, work }
     }
 }
 
@@ -160,15 +180,18 @@ struct Wave<'a, T> {
 }
 
 impl<T: Format> Wave<'_, T> {
-    fn query_tile(&self, Scratch { rows: room, work }: &mut Scratch<'_>, task: QueryTile<'_>) {
+    fn query_tile<'b>(&'b self, scratch: &mut Scratch<'b>, task: QueryTile<'_>) {
+        let Scratch { rows: room, own, work } = scratch;
         let (call, tiles) = (self.call, self.call.tiles);
+        if !self.packed.is_shared(task.unit) {
+            own.get_or_insert_with(|| pack::Room::new(call.pool, &tiles));
+        }
         let sequence = &call.sequences[task.b];
         let start = task.tile * tiles.q;
         let rows = tiles.q.min(sequence.q_len - start);
         work.clock.start();
         let at = [sequence.q_batch, task.h, sequence.q_start + start];
         let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(room));
-        work.out[..rows * tiles.dim_v].fill(0.0);
         work.states.fill(RowState::START);
         work.clock.lap(Stage::Packing);
         work.evaluator.enter(head(&call.dims, sequence, task.h));
@@ -179,17 +202,20 @@ impl<T: Format> Wave<'_, T> {
             let keys = first_key..sequence.k_len.min(first_key + tiles.kv);
             work.evaluator.tile(start..start + rows, keys, partial);
             work.clock.lap(Stage::Mods);
-            let block = self.packed.block(task.unit, tile);
-            for first in (0..rows).step_by(STRIP) {
-                let [strip, next] =
-                    [first, first + STRIP].map(|first| first.min(rows)..rows.min(first + STRIP));
+            let keys = work.evaluator.live(0..rows);
+            let block = self.packed.block(task.unit, tile, keys, own.as_mut());
+            work.clock.lap(Stage::Packing);
+            let mut next = work.evaluator.strip(0..rows);
+            while !next.is_empty() {
+                let strip = next;
+                next = work.evaluator.strip(strip.end..rows);
                 if std::mem::take(&mut fresh) {
                     let row = |r: usize| &q.data[r * q.row..][..call.dims.dim / T::WIDTH];
                     next.clone().for_each(|r| simd::prefetch(row(r)));
                     fresh = next.end < rows;
                 }
                 work.prefetch(&block, &strip, &next);
-                let q = Matrix { data: &q.data[first * q.row..], ..q };
+                let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
                 work.strip(call, q, &block, strip);
             }
         }
@@ -237,8 +263,14 @@ impl Work<'_> {
         clock.lap(Stage::Mods);
 
         let states = &mut states[strip.clone()];
-        simd::soften(scores, tiles.kv, columns.clone(), states);
         let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
+        // What rows had before their first score is anything.
+        let fresh = states.iter().all(RowState::is_fresh);
+        if !fresh {
+            let fresh = out.chunks_exact_mut(tiles.dim_v).zip(&*states);
+            fresh.filter(|(_, state)| state.is_fresh()).for_each(|(row, _)| row.fill(0.0));
+        }
+        simd::soften(scores, tiles.kv, columns.clone(), states);
         for (row, state) in out.chunks_exact_mut(tiles.dim_v).zip(states) {
             if state.factor != 1.0 {
                 simd::scale(row, state.factor);
@@ -252,7 +284,8 @@ impl Work<'_> {
         let weights = T::factor(scores, rows.len(), tiles.kv, columns, elements(weights));
         clock.lap(Stage::Softmax);
         let part = Part { rows, columns: 0..tiles.dim_v, depth: keys }.in_elements::<T>();
-        simd::product(out, tiles.dim_v, weights, block.v, &part, Write::Add);
+        let write = if fresh { Write::Times(1.0) } else { Write::Add };
+        simd::product(out, tiles.dim_v, weights, block.v, &part, write);
         clock.lap(Stage::Products);
     }
 
@@ -261,6 +294,9 @@ impl Work<'_> {
         let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
         let out = self.out.chunks_exact_mut(dim).zip(&self.states);
         for (r, (row, state)) in out.take(rows).enumerate() {
+            if state.is_fresh() {
+                row.fill(0.0);
+            }
             let lse = call.divide(task.h, state.max, state.sum, row);
             task.out.write_row(0, 0, r, &row[..dim_v], false);
             task.lse.write([0, 0, r], lse.into());

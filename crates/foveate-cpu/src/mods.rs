@@ -14,6 +14,7 @@ use foveate_mods::{MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
 use crate::captures::Slot;
+use crate::simd::{LANES, STRIP};
 
 /// A learned buffer of the score.
 #[derive(Debug)]
@@ -191,6 +192,39 @@ impl Evaluator {
     /// The columns of the tile outside of which no query of `rows` sees a key.
     pub fn live(&self, rows: Range<usize>) -> Range<usize> {
         if self.partial { self.visible.columns(rows) } else { 0..self.keys }
+    }
+
+    /// The first of `rows`, those of a tile that are left, that are computed together: up to
+    /// [`STRIP`], but not beyond where queries see other keys than those before them, as at the
+    /// edge of a document, if less is computed then.
+    pub fn strip(&self, rows: Range<usize>) -> Range<usize> {
+        let strip = rows.start..rows.end.min(rows.start + STRIP);
+        if !self.partial {
+            return strip;
+        }
+        // Two rows more, for what a product costs besides.
+        let cost = |rows: Range<usize>| {
+            let columns = self.visible.columns(rows.clone());
+            (columns.end.div_ceil(LANES) - columns.start / LANES) * (rows.len() + 2)
+        };
+        let mut seen = 0..0;
+        for row in strip.clone() {
+            let own = self.visible.columns(row..row + 1);
+            if own.is_empty() {
+                continue;
+            }
+            if !seen.is_empty() && (own.start >= seen.end || own.end <= seen.start) {
+                let [before, after] = [strip.start..row, row..strip.end];
+                let apart = cost(before.clone()) + cost(after) < cost(strip.clone());
+                return if apart { before } else { strip };
+            }
+            seen = if seen.is_empty() {
+                own
+            } else {
+                seen.start.min(own.start)..seen.end.max(own.end)
+            };
+        }
+        strip
     }
 
     /// The rows of the tile outside of which no query sees a key of `columns`.

@@ -8,7 +8,9 @@
 //! [`Format`]. Rows that lie as they would be copied, one after another, are read where they are.
 //!
 //! In the forward each key tile of a unit becomes one block: k transposed (columns are keys) in
-//! panels, and v across.
+//! panels, and v across. Where most keys are seen by one or two query tiles, as in short sequences
+//! and documents, each query tile packs what it sees for itself: what the others' threads had
+//! packed would come from further away than the keys.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -18,9 +20,9 @@ use foveate_problem::Operands;
 use foveate_tensor::{Layout, Slice, TensorRef};
 use half::bf16;
 
-use crate::simd::{self, Element, Matrix, Pair, Panels};
+use crate::simd::{self, Element, LANES, Matrix, Pair, Panels};
 use crate::tiles::Tiles;
-use crate::work::Unit;
+use crate::work::{Lent, Pool, Unit};
 
 /// What operands of a pass are multiplied as.
 pub trait Format: Element {
@@ -227,14 +229,14 @@ fn keys_in_place<'a, T: Format>(
     operands.pages.is_none().then(|| neighbours(t, at, dim))?
 }
 
-/// Blocks of the units of a wave. Each is packed by a task of its own, and whoever needs it earlier
-/// waits for it.
+/// Blocks of the units of a wave. Those that are shared are packed each by a task of its own, and
+/// whoever needs one earlier waits for it.
 pub struct Packed<'a, T> {
     operands: Operands<'a>,
     units: &'a [Unit],
     blocks: Vec<OnceLock<&'a [T]>>,
-    /// First block of each unit.
-    first: Vec<usize>,
+    /// First block of each unit, if its blocks are shared.
+    first: Vec<Option<usize>>,
     tiles: Tiles,
 }
 
@@ -252,6 +254,21 @@ pub struct Block<'a, T> {
     pub v: Panels<'a, T>,
 }
 
+/// Room for what a query tile packs for itself.
+pub struct Room<'a> {
+    /// Rows of keys or values of a tile on their way.
+    rows: Lent<'a>,
+    block: Lent<'a>,
+}
+
+impl<'a> Room<'a> {
+    /// For tiles of these sizes.
+    pub fn new(pool: &'a Pool, tiles: &Tiles) -> Self {
+        let rows = pool.lend(tiles.kv * tiles.dim.max(tiles.dim_v));
+        Self { rows, block: pool.lend(block_elems::<f32>(tiles)) }
+    }
+}
+
 /// Floats the blocks of a unit take at most.
 pub fn elems(tiles: &Tiles, len_k: usize) -> usize {
     len_k.div_ceil(tiles.kv) * block_elems::<f32>(tiles)
@@ -262,25 +279,33 @@ fn block_elems<T: Format>(tiles: &Tiles) -> usize {
 }
 
 impl<'a, T: Format> Packed<'a, T> {
-    /// Room for the blocks of `units` in `data`, which holds [`elems`] of each, and what is to be
-    /// packed into it, unit by unit.
+    /// Room in `data` for the blocks of those `units` that are `shared`, [`elems`] of each, and
+    /// what is to be packed into it, unit by unit.
     pub fn new(
         operands: &Operands<'a>,
         units: &'a [Unit],
+        shared: impl Fn(&Unit) -> bool,
         tiles: Tiles,
         data: &'a mut [f32],
     ) -> (Self, Vec<Packing<'a>>) {
         let mut rooms = data.chunks_exact_mut(block_elems::<T>(&tiles));
         let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
         for (u, unit) in units.iter().enumerate() {
-            first.push(packings.len());
-            for tile in 0..unit.keys.len.div_ceil(tiles.kv) {
+            let shared = shared(unit);
+            first.push(shared.then_some(packings.len()));
+            let count = if shared { unit.keys.len.div_ceil(tiles.kv) } else { 0 };
+            for tile in 0..count {
                 let into = rooms.next().expect("room for every block");
                 packings.push(Packing { unit: u, tile, into });
             }
         }
         let blocks = packings.iter().map(|_| OnceLock::new()).collect();
         (Self { operands: *operands, units, blocks, first, tiles }, packings)
+    }
+
+    /// Whether the blocks of a unit are packed once for all.
+    pub fn is_shared(&self, u: usize) -> bool {
+        self.first[u].is_some()
     }
 
     /// The values of a tile across where they lie, if they can be read there.
@@ -292,29 +317,60 @@ impl<'a, T: Format> Packed<'a, T> {
 
     /// Packs one block. Rows of keys pass through `room`, a tile of them, and so do values.
     pub fn pack(&self, packing: Packing<'a>, room: &mut [f32]) {
-        let (tiles, Packing { unit: u, tile, into }) = (&self.tiles, packing);
-        let (operands, unit, start) = (&self.operands, &self.units[u], tile * tiles.kv);
-        let keys = start..unit.keys.len.min(start + tiles.kv);
-        let (room, into) = (elements::<T>(room), elements::<T>(into));
-        let (k_t, v) = into.split_at_mut(tiles.kv * tiles.dim / T::WIDTH);
-        let k = key_rows(operands, operands.k, unit, &keys, tiles.dim, room);
-        T::transpose(k, keys.len(), tiles.dim, k_t);
-        if T::WIDTH > 1 {
-            let rows = key_rows(operands, operands.v, unit, &keys, tiles.dim_v, room);
-            T::across(rows, keys.len(), tiles.dim_v, v);
-        } else if self.values_in_place(u, tile).is_none() {
-            load_keys(operands, operands.v, unit, &keys, tiles.dim_v, v);
-        }
-        let packed = self.blocks[self.first[u] + tile].set(into);
+        let Packing { unit, tile, into } = packing;
+        let into = elements::<T>(into);
+        let keys = self.units[unit].keys.len - tile * self.tiles.kv;
+        self.fill(unit, tile, 0..keys.min(self.tiles.kv), elements(room), into);
+        let first = self.first[unit].expect("what is not shared has no packings");
+        let packed = self.blocks[first + tile].set(into);
         assert!(packed.is_ok(), "a block is packed once");
     }
 
-    /// Tile `t` of unit `u` of the wave.
-    pub fn block(&self, u: usize, t: usize) -> Block<'_, T> {
+    /// Packs those `keys` of a tile, counted from its first, that a block is to have; they begin
+    /// with a whole group.
+    fn fill(&self, u: usize, tile: usize, keys: Range<usize>, room: &mut [T], into: &mut [T]) {
+        let (Tiles { kv, dim, dim_v, .. }, operands) = (self.tiles, &self.operands);
+        let (unit, n, first) = (&self.units[u], keys.len(), keys.start);
+        let own = tile * kv + first..tile * kv + keys.end;
+        let (k_t, v) = into.split_at_mut(kv * dim / T::WIDTH);
+        let k = key_rows(operands, operands.k, unit, &own, dim, room);
+        T::transpose(
+            k,
+            n,
+            dim,
+            &mut k_t[first * dim / T::WIDTH..][..simd::padded(n) * dim / T::WIDTH],
+        );
+        let v = &mut v[first * dim_v / T::WIDTH..];
+        if T::WIDTH > 1 {
+            let rows = key_rows(operands, operands.v, unit, &own, dim_v, room);
+            T::across(rows, n, dim_v, v);
+        } else if self.values_in_place(u, tile).is_none() {
+            load_keys(operands, operands.v, unit, &own, dim_v, v);
+        }
+    }
+
+    /// Tile `tile` of unit `u` of the wave, of which `keys` are asked for: the shared block, or one
+    /// packed in `room`.
+    pub fn block<'b>(
+        &'b self,
+        u: usize,
+        tile: usize,
+        keys: Range<usize>,
+        room: Option<&'b mut Room<'_>>,
+    ) -> Block<'b, T> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
-        let block = self.blocks[self.first[u] + t].wait();
+        let block: &[T] = match (self.first[u], room) {
+            (Some(first), _) => self.blocks[first + tile].wait(),
+            (None, Some(Room { rows, block })) => {
+                let block = elements(block);
+                let whole = keys.start / LANES * LANES..keys.end;
+                self.fill(u, tile, whole, elements(rows), block);
+                block
+            }
+            (None, None) => unreachable!("there is room where blocks are not shared"),
+        };
         let (k_t, v) = block.split_at(kv * dim / T::WIDTH);
-        let v = self.values_in_place(u, t).map_or(v, |v| v.data);
+        let v = self.values_in_place(u, tile).map_or(v, |v| v.data);
         Block { k_t: Panels::packed(k_t, dim / T::WIDTH), v: Panels::rows(v, dim_v) }
     }
 }

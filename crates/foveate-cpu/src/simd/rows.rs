@@ -149,6 +149,11 @@ pub struct RowState {
 impl RowState {
     /// Before the first score.
     pub const START: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, factor: 1.0 };
+
+    /// Whether nothing has had a weight.
+    pub fn is_fresh(&self) -> bool {
+        self.max == f32::NEG_INFINITY
+    }
 }
 
 #[inline(always)]

@@ -99,6 +99,40 @@ fn masks_choose_keys() {
     }
 }
 
+#[test]
+fn documents_that_end_inside_a_strip_are_right() {
+    for (seed, dtype) in [DType::F32, DType::BF16].into_iter().enumerate() {
+        // Of 23 tokens, so that each end is at another row of a strip.
+        let ids = (0..151).map(|i| i / 23).collect();
+        let doc = Buffer::vector("doc", ids);
+        let same = doc.at([q()]).eq(doc.at([kv()]));
+        for tile in [None, Some(32)] {
+            let options = CpuOptions { tile_q: tile, tile_kv: tile, ..CpuOptions::default() };
+            let case = Case {
+                seed: seed as u64,
+                dtype,
+                heads: [4, 2],
+                lens: [151, 151],
+                dims: [48, 20],
+                mask: mask(causal() & same.clone()),
+                options,
+                ..Case::default()
+            };
+            case.check(&format!("{dtype}, tiles of {tile:?}"));
+        }
+    }
+}
+
+#[test]
+fn rows_of_a_strip_may_begin_at_different_tiles_or_see_nothing() {
+    let begins = kv().ge((q() % 3) * 20) & (q() % 5).ne(4);
+    for sink in [false, true] {
+        let mask = mask(begins.clone());
+        let case = Case { lens: [45, 70], heads: [4, 2], mask, sink, ..Case::default() };
+        case.check(&format!("a sink: {sink}"));
+    }
+}
+
 trait Small {
     fn rem_is_small(self) -> Expr<bool>;
 }
