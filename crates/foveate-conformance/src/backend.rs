@@ -8,10 +8,9 @@ use foveate_cuda::planner::{KernelOptions, TileOptions};
 use foveate_cuda::{CudaOptions, CudaPlan, Engine};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
-use foveate_tensor::{DType, TensorMut};
+use foveate_tensor::{DType, TensorMut, indices};
 
 use crate::case::Question;
-use crate::data::for_each;
 
 /// Something that computes attention.
 pub trait Backend: Sync {
@@ -279,10 +278,10 @@ impl Prepared for PlainPlan {
 /// Row-major values into a destination; NaN is what a backend leaves alone.
 fn write<const N: usize>(to: &mut TensorMut<'_, N>, values: &[f64], start: Option<f64>) {
     let mut values = values.iter();
-    for_each(to.shape(), |index| {
+    for index in indices(to.shape()) {
         let value = *values.next().expect("as many values as elements");
         if !value.is_nan() {
             to.write(index, value + start.unwrap_or(0.0));
         }
-    });
+    }
 }

@@ -1,7 +1,7 @@
 //! Random data for a case, and where it lies in memory.
 
 use foveate_mods::{AnyBuffer, BufferData};
-use foveate_tensor::{DType, Data, Layout, Order, PackedShape, QkvPacked};
+use foveate_tensor::{DType, Data, Layout, Order, PackedShape, QkvPacked, indices};
 
 use crate::case::{BufferSpec, Case, CaseError};
 
@@ -264,30 +264,13 @@ pub fn fill(
 ) -> Vec<Data> {
     let mut values: Vec<Vec<f64>> = sizes.iter().map(|&n| vec![f64::NAN; n]).collect();
     for (operand, (buffer, layout)) in layouts.iter().enumerate() {
-        for_each(layout.shape, |index| {
-            if used(operand, index[0], index[2]) {
-                let x = value();
-                let old = &mut values[*buffer][layout.at(index)];
-                if old.is_nan() {
-                    *old = x;
-                }
+        for index in indices(layout.shape).filter(|index| used(operand, index[0], index[2])) {
+            let x = value();
+            let old = &mut values[*buffer][layout.at(index)];
+            if old.is_nan() {
+                *old = x;
             }
-        });
-    }
-    values.into_iter().map(|v| Data::from_f64(dtype, v)).collect()
-}
-
-/// Every index of a shape, row-major.
-pub fn for_each<const N: usize>(shape: [usize; N], mut f: impl FnMut([usize; N])) {
-    let mut index = [0; N];
-    for _ in 0..shape.iter().product() {
-        f(index);
-        for axis in (0..N).rev() {
-            index[axis] += 1;
-            if index[axis] < shape[axis] {
-                break;
-            }
-            index[axis] = 0;
         }
     }
+    values.into_iter().map(|v| Data::from_f64(dtype, v)).collect()
 }

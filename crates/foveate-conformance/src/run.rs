@@ -2,12 +2,12 @@
 
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Pages, Sequence};
 use foveate_reference::{Forward, Gradients, Rule, Tolerance, Upstream, backward, forward, low};
-use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef};
+use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef, indices};
 use rayon::prelude::*;
 
 use crate::backend::Backend;
 use crate::case::{Case, CaseError};
-use crate::data::{Random, fill, for_each, place};
+use crate::data::{Random, fill, place};
 use crate::report::{Outcome, Report, Row};
 
 /// What gradients that are accumulated start from.
@@ -278,7 +278,7 @@ impl Wrong {
     fn strays(&mut self, name: &str, data: &Data, layouts: &[Layout]) {
         let mut inside = vec![false; data.len()];
         for layout in layouts {
-            for_each(layout.shape, |index| inside[layout.at(index)] = true);
+            indices(layout.shape).for_each(|index| inside[layout.at(index)] = true);
         }
         let all = foveate_tensor::Slice::from(data);
         let stray = (0..data.len()).find(|&i| !inside[i] && !all.get_f64(i).is_nan());
@@ -294,7 +294,5 @@ fn rounded(values: &[f64]) -> Vec<f64> {
 }
 
 fn row_major(view: &TensorRef<'_>) -> Vec<f64> {
-    let mut values = Vec::new();
-    for_each(view.shape(), |index| values.push(view.get_f64(index)));
-    values
+    indices(view.shape()).map(|index| view.get_f64(index)).collect()
 }

@@ -1,11 +1,12 @@
 //! Strides never change a bit of a result.
 
-use foveate_conformance::data::{Random, for_each};
+use foveate_conformance::data::Random;
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};
 use foveate_tensor::{
     DType, Data, Layout, Order, PackedShape, QkvMut, QkvPacked, Tensor, TensorMut, TensorRef,
+    indices,
 };
 use proptest::prelude::*;
 
@@ -41,7 +42,7 @@ fn any_layout(shape: [usize; 4], repeat: bool) -> impl Strategy<Value = (Layout,
 
 fn placed(values: &Tensor, (layout, len): (Layout, usize)) -> Tensor {
     let mut all = vec![f64::NAN; len];
-    for_each(layout.shape, |index| all[layout.at(index)] = values.view().get_f64(index));
+    indices(layout.shape).for_each(|index| all[layout.at(index)] = values.view().get_f64(index));
     Tensor::new(Data::from_f64(values.dtype(), all), layout).expect("made to fit")
 }
 
@@ -88,7 +89,7 @@ fn attention(inputs: [&Tensor; 4], outputs: [(Layout, usize); 4]) -> [Vec<u64>; 
 fn bits(data: &Data, layout: Layout) -> Vec<u64> {
     let view = TensorRef::new(data.into(), layout).expect("fits");
     let mut bits = Vec::new();
-    for_each(layout.shape, |index| bits.push(view.get_f64(index).to_bits()));
+    indices(layout.shape).for_each(|index| bits.push(view.get_f64(index).to_bits()));
     bits
 }
 

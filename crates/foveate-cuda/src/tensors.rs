@@ -10,8 +10,7 @@ mod places;
 use std::fmt;
 
 use foveate_problem::{Arrangement, Dims, Operands};
-use foveate_tensor::{DType, Layout, Slice, TensorRef};
-use half::{bf16, f16};
+use foveate_tensor::{DType, Layout, TensorRef};
 
 use crate::abi::{Address, RowView, View};
 use crate::config::Elem;
@@ -252,9 +251,9 @@ impl<'a> DeviceOperands<'a> {
             Some(DeviceVarlen::Device(offsets)) => (None, Some(offsets)),
         };
         let operands = Operands {
-            q: shape_of(&self.q)?,
-            k: shape_of(&self.k)?,
-            v: shape_of(&self.v)?,
+            q: TensorRef::zeros(self.q.dtype, self.q.layout.shape),
+            k: TensorRef::zeros(self.k.dtype, self.k.layout.shape),
+            v: TensorRef::zeros(self.v.dtype, self.v.layout.shape),
             sink: None,
             varlen,
             pages: None,
@@ -326,18 +325,6 @@ impl<'a> DeviceOperands<'a> {
     fn tensors(&self) -> [(&'static str, &DeviceTensor); 3] {
         [("q", &self.q), ("k", &self.k), ("v", &self.v)]
     }
-}
-
-/// A host view of the same shape and dtype whose every element is one zero.
-fn shape_of(tensor: &DeviceTensor) -> Result<TensorRef<'static>, CudaError> {
-    let element: Slice<'static> = match tensor.dtype {
-        DType::F32 => Slice::F32(&[0.0]),
-        DType::F16 => Slice::F16(&[f16::ZERO]),
-        DType::BF16 => Slice::BF16(&[bf16::ZERO]),
-        DType::F64 => Slice::F64(&[0.0]),
-    };
-    TensorRef::new(element, Layout::strided(tensor.layout.shape, [0; 4], 0))
-        .map_err(|e| CudaError::argument(e.to_string()))
 }
 
 impl DeviceTensor<1> {

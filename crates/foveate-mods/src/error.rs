@@ -25,7 +25,7 @@ impl fmt::Display for ModError {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ModErrorKind {
-    /// A buffer's shape does not hold its elements.
+    /// A buffer's shape does not hold its elements, or no buffer can have it.
     BufferShape {
         /// Name of the buffer.
         name: String,
@@ -127,8 +127,15 @@ impl From<ModErrorKind> for ModError {
 impl fmt::Display for ModErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::BufferShape { name, shape, .. } if shape.is_empty() => {
+                write!(f, "buffer `{name}` has no axis; give its shape one length or more")
+            }
             Self::BufferShape { name, shape, elems } => {
-                write!(f, "buffer `{name}` of shape {shape:?} cannot hold {elems} elements")
+                write!(f, "buffer `{name}` of shape {shape:?} ")?;
+                match shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len)) {
+                    Some(_) => write!(f, "cannot hold {elems} elements"),
+                    None => write!(f, "has more elements than can be counted"),
+                }
             }
             Self::NotLearnable { name } => {
                 write!(f, "buffer `{name}` cannot be learned: only f32 buffers have gradients")

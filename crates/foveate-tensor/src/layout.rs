@@ -224,6 +224,18 @@ impl Layout<4> {
     }
 }
 
+/// Every index of a view of `shape`, the last axis fastest.
+pub fn indices<const N: usize>(shape: [usize; N]) -> impl Iterator<Item = [usize; N]> + Clone {
+    let first = (!shape.contains(&0)).then_some([0; N]);
+    std::iter::successors(first, move |index| {
+        let axis = (0..N).rev().find(|&axis| index[axis] + 1 < shape[axis])?;
+        let mut next = *index;
+        next[axis] += 1;
+        next[axis + 1..].fill(0);
+        Some(next)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
@@ -233,8 +245,16 @@ mod tests {
     use super::*;
 
     fn positions<const N: usize>(layout: &Layout<N>) -> Vec<usize> {
-        let indices = (0..layout.elems()).map(|i| crate::view::unravel(i, layout.shape));
-        indices.map(|index| layout.at(index)).collect()
+        indices(layout.shape).map(|index| layout.at(index)).collect()
+    }
+
+    #[test]
+    fn indices_count_up_from_the_last_axis() {
+        let all: Vec<_> = indices([2, 1, 3]).collect();
+        let expected = [[0, 0, 0], [0, 0, 1], [0, 0, 2], [1, 0, 0], [1, 0, 1], [1, 0, 2]];
+        assert_eq!(all, expected);
+        assert_eq!(indices([3, 0, 2]).count(), 0);
+        assert_eq!(indices([]).collect::<Vec<_>>(), [[0; 0]]);
     }
 
     fn distinct(layout: &Layout<4>) -> bool {
@@ -311,8 +331,7 @@ mod tests {
             layout in prop_oneof![any_layout(), folded()], start in 0..4usize, len in 0..4usize,
         ) {
             let Ok(cut) = layout.narrowed(1, start, len) else { return Ok(()) };
-            for i in 0..cut.elems() {
-                let [b, h, s, d] = crate::view::unravel(i, cut.shape);
+            for [b, h, s, d] in indices(cut.shape) {
                 prop_assert_eq!(cut.at([b, h, s, d]), layout.at([b, start + h, s, d]));
             }
         }

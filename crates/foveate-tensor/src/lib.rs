@@ -12,7 +12,7 @@ pub mod view;
 
 pub use dtype::{DType, Data};
 pub use error::{TensorError, TensorErrorKind};
-pub use layout::{Fold, Layout};
+pub use layout::{Fold, Layout, indices};
 pub use packed::{Order, PackedShape, Part, QkvMut, QkvPacked, QkvRef};
 pub use varlen::{Packing, Varlen};
 pub use view::{Slice, SliceMut, Tensor, TensorMut, TensorRef};

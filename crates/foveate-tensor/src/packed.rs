@@ -320,7 +320,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::{DType, Data};
-    use crate::view::unravel;
+    use crate::layout::indices;
 
     fn shape(order: Order, heads_kv: usize, dim_v: usize) -> PackedShape {
         PackedShape { order, batch: 2, len: 3, heads_q: 4, heads_kv, dim: 5, dim_v }
@@ -350,8 +350,8 @@ mod tests {
             let parts = [Some(packing.q), Some(packing.k), Some(packing.v), packing.gate];
             let mut seen = HashSet::new();
             for part in parts.into_iter().flatten() {
-                for i in 0..part.elems() {
-                    assert!(seen.insert(part.at(unravel(i, part.shape))), "{packing:?}");
+                for index in indices(part.shape) {
+                    assert!(seen.insert(part.at(index)), "{packing:?}");
                 }
             }
             assert_eq!(seen.len(), packing.elems());
@@ -370,8 +370,7 @@ mod tests {
                     threads.spawn(move || {
                         let Some(tensor) = &mut tensor else { return };
                         let [b, h, s, d] = tensor.shape();
-                        for row in 0..b * h * s {
-                            let [b, h, s] = unravel(row, [b, h, s]);
+                        for [b, h, s] in indices([b, h, s]) {
                             tensor.write_row(b, h, s, &vec![part as f32; d], false);
                         }
                     });

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
 use crate::error::TensorError;
-use crate::layout::Layout;
+use crate::layout::{Layout, indices};
 
 /// Elements behind a shared view.
 #[derive(Clone, Copy, Debug)]
@@ -164,6 +164,20 @@ impl<'a, const N: usize> TensorRef<'a, N> {
     /// The element at `index`, widened.
     pub fn get_f64(&self, index: [usize; N]) -> f64 {
         self.data.get_f64(self.layout.at(index))
+    }
+}
+
+impl<const N: usize> TensorRef<'static, N> {
+    /// A view of `shape` whose every element is one zero: for what looks at shapes and dtypes alone.
+    pub fn zeros(dtype: DType, shape: [usize; N]) -> Self {
+        let data = match dtype {
+            DType::F32 => Slice::F32(&[0.0]),
+            DType::F16 => Slice::F16(&[f16::ZERO]),
+            DType::BF16 => Slice::BF16(&[bf16::ZERO]),
+            DType::F64 => Slice::F64(&[0.0]),
+        };
+        // No stride leaves the one element that there is.
+        Self { data, layout: Layout::strided(shape, [0; N], 0) }
     }
 }
 
@@ -459,8 +473,7 @@ impl<const N: usize> Tensor<N> {
     /// A row-major tensor of `dtype` whose element at `index` is `f(index)`.
     pub fn from_fn(dtype: DType, shape: [usize; N], mut f: impl FnMut([usize; N]) -> f64) -> Self {
         let layout = Layout::contiguous(shape);
-        let values = (0..layout.elems()).map(|i| f(unravel(i, shape)));
-        Self { data: Data::from_f64(dtype, values), layout }
+        Self { data: Data::from_f64(dtype, indices(shape).map(&mut f)), layout }
     }
 
     /// The view of all of it.
@@ -499,7 +512,7 @@ impl<const N: usize> Tensor<N> {
     /// The elements in row-major order, widened.
     pub fn to_f64(&self) -> Vec<f64> {
         let view = self.view();
-        (0..self.layout.elems()).map(|i| view.get_f64(unravel(i, self.layout.shape))).collect()
+        indices(self.layout.shape).map(|index| view.get_f64(index)).collect()
     }
 }
 
@@ -513,15 +526,6 @@ impl<'a, const N: usize> From<&TensorRef<'a, N>> for TensorRef<'a, N> {
     fn from(view: &TensorRef<'a, N>) -> Self {
         *view
     }
-}
-
-pub(crate) fn unravel<const N: usize>(mut i: usize, shape: [usize; N]) -> [usize; N] {
-    let mut index = [0; N];
-    for axis in (0..N).rev() {
-        index[axis] = i % shape[axis].max(1);
-        i /= shape[axis].max(1);
-    }
-    index
 }
 
 #[cfg(test)]
@@ -542,7 +546,7 @@ mod tests {
                 let value = |b: usize, h: usize, s: usize, d: usize| {
                     (1 + d + 3 * (s + 2 * (h + 3 * b))) as f32
                 };
-                let rows = (0..12).map(|i| unravel(i, [2, 3, 2]));
+                let rows = indices([2, 3, 2]);
                 let mut to = TensorMut::new(&mut data, layout).unwrap();
                 for [b, h, s] in rows.clone() {
                     let row = [0, 1, 2].map(|d| value(b, h, s, d));

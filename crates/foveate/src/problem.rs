@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use foveate_problem::{Arrangement, Dims, Operands, Pages, Sequence};
-use foveate_tensor::view::Slice;
 use foveate_tensor::{DType, Layout, TensorRef, Varlen};
-use half::{bf16, f16};
 
 use crate::error::Error;
 
@@ -19,6 +17,10 @@ pub(crate) struct Offsets {
 /// Why a problem cannot have both.
 const PAGES_OR_OFFSETS: &str = "keys in pages go with queries that are not packed; give the pages \
                                 a table and lengths, or the packed operands offsets, not both";
+
+/// Pages of a table that is made for a problem without operands: a table of real ones belongs to
+/// whoever has the pages.
+const MOST_PAGES: usize = 1 << 26;
 
 /// The pages that keys and values lie in.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -134,7 +136,8 @@ impl Problem {
     /// long as they are. Entry `b` has the pages from `b` times those of one entry on.
     ///
     /// # Errors
-    /// Those of [`Problem::shaped`] and [`Problem::paged`], and a page size of 0.
+    /// Those of [`Problem::shaped`] and [`Problem::paged`], a page size of 0, and pages so small that
+    /// their table would have more than 2²⁶ entries (256 MiB).
     pub fn shaped_in_pages(
         dtype: DType,
         q: [usize; 4],
@@ -152,13 +155,17 @@ impl Problem {
             let reason = format!("k and v have batch {batch}; pages belong to {} entries", q[0]);
             return Err(Error::option("shape", reason));
         }
-        let entries = len.div_ceil(page_size);
-        let number = |n: usize| {
-            let reason = || format!("{n} pages or keys are more than a table can count");
-            i32::try_from(n).map_err(|_| Error::option("page_size", reason()))
-        };
-        let table: Vec<i32> = (0..number(batch.saturating_mul(entries))?).collect();
-        let lengths = vec![number(len)?; batch];
+        let pages = batch.saturating_mul(len.div_ceil(page_size));
+        if pages > MOST_PAGES {
+            let reason = format!(
+                "is {page_size}: {batch} entries of {len} keys take {pages} pages, and a table is \
+                 made for {MOST_PAGES} at most; give larger pages, fewer keys or a smaller batch"
+            );
+            return Err(Error::option("page_size", reason));
+        }
+        let number = |n: usize| i32::try_from(n).expect("`Dims` counts lengths in i32");
+        let table: Vec<i32> = (0..number(pages)).collect();
+        let lengths = vec![number(len); batch];
         let [k, v] = [k, v].map(|[_, heads, _, dim]| [table.len(), heads, page_size, dim]);
         let views = [broadcast(dtype, q)?, broadcast(dtype, k)?, broadcast(dtype, v)?];
         let mut problem = Self::paged(views[0], views[1], views[2], &table, &lengths)?;
@@ -267,18 +274,12 @@ impl Problem {
     }
 }
 
-/// A view of this shape whose every element is one zero.
+/// A view of this shape without elements of its own, of which there are no more than could be.
 fn broadcast(dtype: DType, shape: [usize; 4]) -> Result<TensorRef<'static>, Error> {
-    let element = match dtype {
-        DType::F32 => Slice::F32(&[0.0]),
-        DType::F16 => Slice::F16(&[f16::ZERO]),
-        DType::BF16 => Slice::BF16(&[bf16::ZERO]),
-        DType::F64 => Slice::F64(&[0.0]),
-    };
     let bytes = shape.iter().try_fold(dtype.bytes(), |n, &d| n.checked_mul(d));
     if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
         let reason = format!("has more elements in {shape:?} than memory can address");
         return Err(Error::option("shape", reason));
     }
-    Ok(TensorRef::new(element, Layout::strided(shape, [0; 4], 0))?)
+    Ok(TensorRef::zeros(dtype, shape))
 }

@@ -123,6 +123,10 @@ fn a_paged_problem_can_be_posed_without_operands() {
     assert_eq!((pages.table(), pages.lengths()), (&[0, 1, 2, 3, 4, 5][..], &[10, 10][..]));
     let said = posed(shape(10, 8), 0).unwrap_err().to_string();
     assert!(said.contains("a page holds one key or more"), "{said}");
+    let long = [2, 4, 1 << 30, 8];
+    let posed_long = Problem::shaped_in_pages(DType::F32, shape(3, 8), long, long, 1);
+    let said = posed_long.unwrap_err().to_string();
+    assert!(said.contains("is 1: 2 entries of 1073741824 keys take 2147483648 pages"), "{said}");
     let said = posed(shape(9, 8), 4).unwrap_err().to_string();
     assert!(said.contains("they must be equal"), "{said}");
 }

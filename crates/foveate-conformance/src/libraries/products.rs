@@ -7,7 +7,7 @@ use foveate_conformance::data::Random;
 use foveate_cuda::blas::Matmul;
 use foveate_cuda::driver::{Block, Event};
 use foveate_cuda::{CudaError, CudaOptions, DeviceTensor, Engine, Queue};
-use foveate_tensor::{DType, Data, Layout, Slice};
+use foveate_tensor::{DType, Data, Layout, Slice, indices};
 
 use crate::checks::{Checks, Outcome};
 
@@ -83,11 +83,6 @@ impl Matrices {
     fn get(&self, index: [usize; 3]) -> f64 {
         Slice::from(&self.storage).get_f64(self.layout.at(index))
     }
-}
-
-fn indices([batch, rows, columns]: [usize; 3]) -> impl Iterator<Item = [usize; 3]> {
-    let row = move |b| (0..rows).flat_map(move |r| (0..columns).map(move |c| [b, r, c]));
-    (0..batch).flat_map(row)
 }
 
 fn bytes(data: &Data) -> Vec<u8> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use foveate_mods::{AnyBuffer, Type};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
-use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, Varlen};
+use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, Varlen, indices};
 
 use super::call::Call;
 use super::{CudaPlan, sequences};
@@ -360,7 +360,7 @@ impl<const N: usize> Destination<N> {
                 let mut held = Data::filled(dtype, range.len(), 0.0);
                 bytes_mut(&mut held).fill(UNTOUCHED);
                 let mut view = TensorMut::new(&mut held, layout).map_err(refused)?;
-                each(layout.shape, |index| view.write(index, to.get_f64(index)));
+                indices(layout.shape).for_each(|index| view.write(index, to.get_f64(index)));
                 memory.write(bytes_of((&held).into()))?;
                 Some(held)
             }
@@ -387,10 +387,10 @@ impl<const N: usize> Destination<N> {
         let from = TensorRef::new((&data).into(), layout).map_err(refused)?;
         let width = layout.shape.get(3).copied().unwrap_or(1);
         for range in rows {
-            each([layout.shape[0], layout.shape[1], range.len()], |[b, h, s]| {
+            for [b, h, s] in indices([layout.shape[0], layout.shape[1], range.len()]) {
                 write(&from, [b, h, s + range.start]);
                 covered += width;
-            });
+            }
         }
         if covered == len {
             return Ok(());
@@ -401,11 +401,11 @@ impl<const N: usize> Destination<N> {
         for range in rows {
             let mut shape = layout.shape;
             shape[2] = range.len();
-            each(shape, |mut index| {
+            for mut index in indices(shape) {
                 index[2] += range.start;
                 let at = layout.at(index) * size;
                 (at..at + size).for_each(|i| after[i] = held(i));
-            });
+            }
         }
         match after.iter().enumerate().position(|(i, &byte)| byte != held(i)) {
             None => Ok(()),
@@ -434,29 +434,6 @@ fn number<'a, 'd>(
     to: &'a mut TensorMut<'d, 3>,
 ) -> impl FnMut(&TensorRef<'_, 3>, [usize; 3]) + use<'a, 'd> {
     move |from, index| to.write(index, from.get_f64(index))
-}
-
-/// Every index of a shape.
-fn each<const N: usize>(shape: [usize; N], mut f: impl FnMut([usize; N])) {
-    let mut index = [0; N];
-    if shape.contains(&0) {
-        return;
-    }
-    loop {
-        f(index);
-        let mut axis = N;
-        loop {
-            if axis == 0 {
-                return;
-            }
-            axis -= 1;
-            index[axis] += 1;
-            if index[axis] < shape[axis] {
-                break;
-            }
-            index[axis] = 0;
-        }
-    }
 }
 
 fn bytes_mut(data: &mut Data) -> &mut [u8] {
