@@ -1,18 +1,15 @@
 //! `foveate tune`: finds the fastest kernels for a problem on the GPU that is there.
 
-use std::io::IsTerminal;
-use std::time::Duration;
-
-use foveate::cuda::tuner::{CANDIDATES, Progress, Tuned, Tuning};
+use foveate::cuda::tuner::{self, CANDIDATES, Tuned, Tuning};
 use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
 use foveate_problem::Spec;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::explain::ordinal;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::output::Output;
 use crate::problem::ProblemArgs;
+use crate::progress::Progress;
 
 /// Time the best candidates for each GPU kernel of a problem, and record the fastest for plans to
 /// come
@@ -66,14 +63,14 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 /// Tunes with progress shown on stderr, until Ctrl-C.
 pub fn watched(
     interrupt: &Interrupt,
-    tune: impl FnOnce(&mut dyn FnMut(&Progress) -> bool) -> Result<Tuning, CudaError>,
+    tune: impl FnOnce(&mut dyn FnMut(&tuner::Progress) -> bool) -> Result<Tuning, CudaError>,
 ) -> Result<Tuning, Failure> {
-    let mut view = View::new();
-    let tuning = tune(&mut |progress| {
-        view.show(progress);
+    let mut shown = Progress::at_most();
+    let tuning = tune(&mut |at| {
+        let last = at.us.map_or(String::new(), |us| format!("  {us:.1} us"));
+        shown.at(at.done, at.of, &format!("{} {}{last}", at.doing, at.kernel));
         !interrupt.pressed()
     });
-    view.bar.finish_and_clear();
     Ok(tuning?)
 }
 
@@ -108,41 +105,4 @@ fn print(tuning: &Tuning, out: &mut Output) -> Result<(), Failure> {
         out.line(format_args!("recorded in {}", folder.display()))?;
     }
     Ok(())
-}
-
-/// A progress bar on stderr; plain lines now and then where stderr is no terminal.
-struct View {
-    bar: ProgressBar,
-    plain: bool,
-    said: Option<(String, usize)>,
-}
-
-/// Steps between two lines where there is no bar.
-const LINES: usize = 100;
-
-impl View {
-    fn new() -> Self {
-        let plain = !std::io::stderr().is_terminal();
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template(
-            "{bar:30} {pos}/{len}  {msg}  {per_sec}  {elapsed} elapsed, at most {eta} left",
-        );
-        bar.set_style(style.expect("the template is valid"));
-        bar.enable_steady_tick(Duration::from_millis(500));
-        Self { bar, plain, said: None }
-    }
-
-    fn show(&mut self, progress: &Progress) {
-        let Progress { kernel, doing, done, of, us } = progress;
-        let step = format!("{doing} {kernel}");
-        let last = us.map_or(String::new(), |us| format!("  {us:.1} us"));
-        let again = |(said, at): &(String, usize)| *said == step && done - at < LINES;
-        if self.plain && !self.said.as_ref().is_some_and(again) {
-            eprintln!("{done}/{of}  {step}{last}");
-            self.said = Some((step.clone(), *done));
-        }
-        self.bar.set_length(*of as u64);
-        self.bar.set_position(*done as u64);
-        self.bar.set_message(step + &last);
-    }
 }
