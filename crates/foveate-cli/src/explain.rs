@@ -12,6 +12,7 @@ pub use kernels::{ordinal, profile, records};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::problem::ProblemArgs;
+use crate::progress::{COUNTING, PATIENCE, waiting};
 
 /// Show what would run for a problem given by its sizes
 #[derive(Debug, clap::Args)]
@@ -53,7 +54,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(device) = &args.device {
         return kernels::run(args, &given, device, out);
     }
-    let explanation = given.program().plan(&given.problem, &Device::cpu())?.explain();
+    let plan = given.program().plan(&given.problem, &Device::cpu())?;
+    let explanation = waiting(COUNTING, PATIENCE, || plan.explain());
     if args.json {
         return Ok(out.json(&explanation)?);
     }

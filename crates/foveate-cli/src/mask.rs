@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::captures::Captures;
 use crate::failure::Failure;
 use crate::output::{Output, bytes, count};
+use crate::progress::{COUNTING, PATIENCE, waiting};
 
 /// Rows of tiles that are built at most: each takes some tens of bytes, or a few hundred.
 const MAX_ROWS: usize = 1 << 24;
@@ -111,7 +112,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         fs::write(file, block.to_svg(&args.text))
             .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
     }
-    let stats = block.stats();
+    let stats = waiting(COUNTING, PATIENCE, || block.stats());
     let facts = Facts {
         mask: args.text.clone(),
         simplified: mask.to_string(),

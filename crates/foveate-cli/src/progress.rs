@@ -1,6 +1,9 @@
-//! How far a command is: a bar on stderr, or plain lines now and then where stderr is no terminal.
+//! How far a command is: a bar on stderr, or plain lines now and then where stderr is no terminal;
+//! and that it is at work, where it is not known how far.
 
 use std::io::IsTerminal;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -17,6 +20,12 @@ pub struct Progress {
 
 /// Between two plain lines.
 const EVERY: Duration = Duration::from_secs(20);
+
+/// How long a command may say nothing.
+pub const PATIENCE: Duration = Duration::from_secs(3);
+
+/// What takes long of a mask that bounds do not decide.
+pub const COUNTING: &str = "counting the pairs that the mask lets through";
 
 impl Progress {
     /// None of `all` steps is done.
@@ -71,8 +80,55 @@ impl Progress {
     }
 }
 
+/// Does `work`, of which nobody knows how long it takes, and says what is `doing` once it takes more
+/// than `patience`.
+pub fn waiting<T>(doing: &str, patience: Duration, work: impl FnOnce() -> T) -> T {
+    let (done, wait) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            if wait.recv_timeout(patience) != Err(RecvTimeoutError::Timeout) {
+                return;
+            }
+            if !std::io::stderr().is_terminal() {
+                eprintln!("{doing} ...");
+                return;
+            }
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{spinner} {msg}  {elapsed} elapsed");
+            bar.set_style(style.expect("the template is valid"));
+            bar.set_message(doing.to_owned());
+            let bar = bar.with_elapsed(patience);
+            bar.enable_steady_tick(Duration::from_millis(100));
+            // Until the other end is dropped.
+            let _ = wait.recv();
+            bar.finish_and_clear();
+        });
+        // The other end goes with the result, and with a panic too.
+        let _done = done;
+        work()
+    })
+}
+
 impl Drop for Progress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_is_waited_for_however_long_it_takes_and_a_panic_ends_it() {
+        let patience = Duration::from_millis(5);
+        assert_eq!(waiting("a short while", patience, || 3), 3);
+        let slow = || {
+            thread::sleep(10 * patience);
+            4
+        };
+        assert_eq!(waiting("a long while", patience, slow), 4);
+        let panics = || waiting("a while", patience, || panic!("on purpose"));
+        assert!(std::panic::catch_unwind(panics).is_err());
     }
 }
