@@ -117,24 +117,35 @@ struct Scores {
         auto exp_score = [&](float score, int m, int i) {
             return exp2_score(__fsub_rn(score, lse[m][i / 2]) * LOG2_E);
         };
-        for_each_score([&](int m, int n, int i, int row, int column) {
+        // `score_of` is the score function, of an entry and its product.
+        auto weigh_all = [&]([[maybe_unused]] auto score_of) {
+            for_each_score([&](int m, int n, int i, int row, int column) {
 #if FV_SCORE
-            const int q = c.query + row, kv = c.key + column;
-            const float s = g[m][n][i] * scale;
-            const float x = exp_score(fv_score(mods, c.place, q, kv, s), m, i);
-            g[m][n][i] = x;
+                const int q = c.query + row, kv = c.key + column;
+                const float s = g[m][n][i] * scale;
+                const float x = exp_score(score_of(q, kv, s), m, i);
+                g[m][n][i] = x;
 #if FV_DSCORE
-            weight[m][n][i] = x;
-            g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : 0.f;
+                weight[m][n][i] = x;
+                g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : 0.f;
 #endif
 #if FV_CAPTURES
-            raw[m][n][i] = s;
+                raw[m][n][i] = s;
 #endif
 #else
-            if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i);
-            else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
+                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i);
+                else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
 #endif
-        });
+            });
+        };
+#ifdef FV_SCORE_READS
+        const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
+        if (fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+            const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
+            weigh_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
+        } else
+#endif
+        weigh_all([&](int q, int kv, float s) { return fv_score(mods, c.place, q, kv, s); });
         // Seldom, and asked again for each row, so that no registers are kept for it.
         if (RESTS && __any_sync(0xffffffff, divides)) {
             #pragma unroll

@@ -275,6 +275,11 @@ impl Graph {
         &self.nodes
     }
 
+    /// What stands for each of [`Self::nodes`], in their order.
+    pub fn ids(&self) -> impl Iterator<Item = NodeId> {
+        (0..self.nodes.len() as u32).map(NodeId)
+    }
+
     /// The node `id` stands for.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id.index()]

@@ -13,6 +13,10 @@
 //!                       plain    whether that is d
 //!                       add()    adds a sum of terms to the element's gradient
 //!                       one()    whether a whole rectangle of scores reads one element
+//! struct ScoreReads     only with FV_SCORE_READS: what fv_score reads, where that levels off
+//!     bool fv_reads_one(mods, place, q0, q1, kv0, kv1)        each is one element in a rectangle
+//!     ScoreReads fv_score_reads(mods, place, q, kv)
+//!     float fv_score_given(mods, place, q, kv, score, reads)  fv_score
 //! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
 //! ```
@@ -40,7 +44,7 @@ use std::ops::RangeInclusive;
 use foveate_mods::ir::{BinaryOp, UnaryOp};
 use foveate_mods::{
     AnyBuffer, CaptureGradient, Leaf, MaskMod, Node, NodeId, OutOfRange, Program, ScoreGradient,
-    ScoreMod,
+    ScoreMod, Type,
 };
 use foveate_problem::Dropout;
 
@@ -151,6 +155,7 @@ impl ModsSource {
             context.mask(mods.mask, mask.as_ref()),
             context.cover(mask.as_ref()),
             context.score(mods.score, score.as_ref()),
+            context.score_reads(score.as_ref().filter(|_| gradient.is_some())),
             context.score_gradient(gradient.as_ref()),
             context.capture_gradients(gradient.as_ref(), reads),
             context.keep(keep.as_ref()),
@@ -259,8 +264,8 @@ pub(crate) fn is_one(program: &Program, root: NodeId) -> bool {
     *program.graph().node(root) == Node::F32(1f32.to_bits())
 }
 
-/// Whether `roots` depend on what a captured buffer holds.
-fn loads(program: &Program, roots: &[NodeId]) -> bool {
+/// The nodes that `roots` depend on, and they.
+fn needed(program: &Program, roots: &[NodeId]) -> Vec<bool> {
     let nodes = program.graph().nodes();
     let mut needed = vec![false; nodes.len()];
     roots.iter().for_each(|root| needed[root.index()] = true);
@@ -269,7 +274,44 @@ fn loads(program: &Program, roots: &[NodeId]) -> bool {
             node.for_each_operand(|x| needed[x.index()] = true);
         }
     }
-    nodes.iter().zip(needed).any(|(node, needed)| needed && matches!(node, Node::Load { .. }))
+    needed
+}
+
+/// Whether a node that `roots` depend on is such.
+fn any_needed(program: &Program, roots: &[NodeId], such: impl Fn(&Node) -> bool) -> bool {
+    let needed = needed(program, roots);
+    program.graph().nodes().iter().zip(needed).any(|(node, needed)| needed && such(node))
+}
+
+/// Whether `roots` depend on what a captured buffer holds.
+fn loads(program: &Program, roots: &[NodeId]) -> bool {
+    any_needed(program, roots, |node| matches!(node, Node::Load { .. }))
+}
+
+/// Reads of root 0 whose indices vary with the query or key and level off: those of a relative bias
+/// beyond its largest distance, and T5's buckets.
+fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<NodeId>)> {
+    let (graph, depends) = (program.graph(), program.depends());
+    let levels = |node: &Node| {
+        matches!(node, Node::Binary(BinaryOp::Min | BinaryOp::Max, ..) | Node::Select { .. })
+    };
+    let needed = needed(program, &program.roots()[..1]);
+    let mut reads = Vec::new();
+    for id in graph.ids() {
+        let Node::Load { index, .. } = graph.node(id) else { continue };
+        let value = graph.ty(id) == Type::F32 && !decides[id.index()];
+        let varies = |id: &&NodeId| {
+            let leaves = depends[id.index()];
+            leaves.contains(Leaf::Q) || leaves.contains(Leaf::Kv)
+        };
+        let index: Vec<NodeId> = index.iter().filter(varies).copied().collect();
+        let all_level = index.iter().all(|id| any_needed(program, &[*id], levels));
+        if needed[id.index()] && value && !index.is_empty() && all_level && !loads(program, &index)
+        {
+            reads.push((id, index));
+        }
+    }
+    reads
 }
 
 /// Instructions that the index of a learned buffer may take and still be copied to each of the
@@ -280,22 +322,16 @@ const INLINE: usize = 32;
 
 /// About how many instructions `roots` take, once each: an elementary function is a polynomial.
 fn steps(program: &Program, roots: &[NodeId]) -> usize {
-    let nodes = program.graph().nodes();
-    let mut needed = vec![false; nodes.len()];
-    roots.iter().for_each(|root| needed[root.index()] = true);
-    let mut steps = 0;
-    for (i, node) in nodes.iter().enumerate().rev().filter(|(_, node)| !is_free(node)) {
-        if needed[i] {
-            node.for_each_operand(|x| needed[x.index()] = true);
-            steps += match node {
-                Node::Unary(op, _) => unary_steps(*op),
-                Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
-                Node::Binary(BinaryOp::Pow, ..) => 60,
-                _ => 1,
-            };
-        }
-    }
-    steps
+    let nodes = program.graph().nodes().iter().zip(needed(program, roots));
+    nodes
+        .filter(|(node, needed)| *needed && !is_free(node))
+        .map(|(node, _)| match node {
+            Node::Unary(op, _) => unary_steps(*op),
+            Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
+            Node::Binary(BinaryOp::Pow, ..) => 60,
+            _ => 1,
+        })
+        .sum()
 }
 
 /// A leaf: nothing is computed.
@@ -341,6 +377,7 @@ impl Context<'_> {
             within: &part.within,
             normal: &part.normal,
             over: Over::Entry,
+            given: &[],
             fast_math: self.options.fast_math,
             check: if self.options.checked { check } else { Check::Off },
         }
@@ -410,6 +447,49 @@ impl Context<'_> {
             }
             _ => function("No score function.", &head, &["return score;".into()]),
         }
+    }
+
+    /// What the score reads where its indices level off: tiles far from the diagonal read one
+    /// element each, and need neither its index nor the read for every score. Indices that are
+    /// checked are computed for every score.
+    fn score_reads(&self, part: Option<&Part<'_>>) -> String {
+        let Some(part) = part.filter(|_| !self.options.checked) else { return String::new() };
+        let (program, printer) = (part.program, self.printer(part, Check::Off));
+        let root = &program.roots()[..1];
+        let (given, index): (Vec<NodeId>, Vec<Vec<NodeId>>) =
+            levelling_reads(program, &printer.decides(root)).into_iter().unzip();
+        if given.is_empty() {
+            return String::new();
+        }
+        let index = index.concat();
+        let place = if steps(program, &index) > INLINE { "OUT_OF_LINE " } else { "" };
+        let fields: Vec<String> = (0..given.len()).map(|i| format!("x{i}")).collect();
+        let Printed { statements: mut reads, roots: values } = printer.print(&given);
+        let values: Vec<String> = values.into_iter().map(|value| value.text).collect();
+        reads.push(format!("return {{{}}};", values.join(", ")));
+        let Printed { mut statements, roots } = Printer { given: &given, ..printer }.print(root);
+        statements.push(format!("return {};", roots[0].text));
+        [
+            format!(
+                "\n#define FV_SCORE_READS 1\nstruct ScoreReads {{ float {}; }};\n",
+                fields.join(", ")
+            ),
+            function(
+                "Whether fv_score reads the same all over a rectangle.",
+                &format!(
+                    "{place}bool fv_reads_one(const Mods& mods, const Place& place, \
+                     int q0, int q1, int kv0, int kv1)"
+                ),
+                &self.reads_one(part, &index),
+            ),
+            function("", &format!("{place}ScoreReads fv_score_reads({ENTRY})"), &reads),
+            function(
+                "fv_score, given what it reads.",
+                &format!("float fv_score_given({ENTRY}, float score, ScoreReads reads)"),
+                &statements,
+            ),
+        ]
+        .concat()
     }
 
     fn score_gradient(&self, gradient: Option<&Part<'_>>) -> String {

@@ -44,6 +44,8 @@ pub(super) struct Printer<'a> {
     /// Floats that are surely positive, finite and not subnormal.
     pub normal: &'a [bool],
     pub over: Over,
+    /// Nodes whose values are known: the fields `x0`, `x1`, … of `reads`.
+    pub given: &'a [NodeId],
     /// Approximations of the special function units, where nothing is decided.
     pub fast_math: bool,
     pub check: Check,
@@ -91,7 +93,7 @@ impl Printer<'_> {
         let mut uses = vec![0usize; nodes.len()];
         roots.iter().for_each(|r| uses[r.index()] += 1);
         for i in (0..nodes.len()).rev() {
-            if uses[i] > 0 {
+            if uses[i] > 0 && self.given_as(i).is_none() {
                 nodes[i].for_each_operand(|x| uses[x.index()] += 1);
             }
         }
@@ -101,6 +103,10 @@ impl Printer<'_> {
         for (i, node) in nodes.iter().enumerate() {
             if uses[i] == 0 {
                 pieces.push(Piece::atom(""));
+                continue;
+            }
+            if let Some(given) = self.given_as(i) {
+                pieces.push(given);
                 continue;
             }
             if let Node::Load { index, .. } = node {
@@ -126,8 +132,13 @@ impl Printer<'_> {
         Printed { roots: roots.iter().map(value).collect(), statements }
     }
 
+    fn given_as(&self, node: usize) -> Option<Piece> {
+        let at = self.given.iter().position(|given| given.index() == node)?;
+        Some(Piece::atom(format!("reads.x{at}")))
+    }
+
     /// Nodes that an integer or a root that is not a float hangs on.
-    fn decides(&self, roots: &[NodeId]) -> Vec<bool> {
+    pub fn decides(&self, roots: &[NodeId]) -> Vec<bool> {
         let graph = self.program.graph();
         let mut decides: Vec<bool> = graph.types().iter().map(|&ty| ty == Type::I32).collect();
         for root in roots {

@@ -402,7 +402,7 @@ fn random_programs_compile_for_a_gpu_with_and_without_approximations() {
 }
 
 #[test]
-fn a_rectangle_that_reads_one_element_of_a_bias_does() {
+fn a_rectangle_that_reads_one_element_of_a_bias_does_and_scores_need_no_more() {
     let table = |shape: &[usize]| learned("table", shape);
     let biases = [
         scores::t5_buckets(&table(&[32, 4]), true, 48).unwrap(),
@@ -440,7 +440,8 @@ fn a_rectangle_that_reads_one_element_of_a_bias_does() {
             let index = gradient.captures()[0].index.iter().map(|&i| integer(values[i]));
             elements.insert(index.collect::<Vec<_>>());
         }
-        let says_one = answer[0] == 1;
+        let says_one = answer[0] > 0;
+        assert!(answer[0] != 1, "{q:?} x {kv:?}: a score given what it reads is another one");
         assert!(!says_one || elements.len() == 1, "{q:?} x {kv:?} reads {elements:?}");
         found[usize::from(says_one)] += 1;
     }
