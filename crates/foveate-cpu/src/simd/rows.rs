@@ -233,10 +233,11 @@ fn weighs_nothing_body<S: Simd>(
 ) -> bool {
     // `exp2` is 0 up to here, which NaN is not.
     const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
-    // Two maxima, so that the next comparison need not wait for the last.
-    let mut above = [s.splat(f32::NEG_INFINITY); 2];
+    // The first row tells of most strips that they weigh something.
     for (row, &lse) in scores.chunks(stride).zip(lse) {
         let lse = s.splat(lse);
+        // Two maxima, so that the next comparison need not wait for the last.
+        let mut above = [s.splat(f32::NEG_INFINITY); 2];
         let (pairs, last) = groups(&row[columns.clone()]).as_chunks::<2>();
         for pair in pairs {
             above[0] = s.larger(above[0], s.sub(s.load(&pair[0]), lse));
@@ -245,8 +246,12 @@ fn weighs_nothing_body<S: Simd>(
         for group in last {
             above[0] = s.larger(above[0], s.sub(s.load(group), lse));
         }
+        let largest = s.largest(s.larger(above[0], above[1]));
+        if largest.is_nan() || largest >= NOTHING {
+            return false;
+        }
     }
-    s.largest(s.larger(above[0], above[1])) < NOTHING
+    true
 }
 
 #[inline(always)]
