@@ -71,11 +71,13 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles of the forward: sixteen strips, so that under a window or in short documents the
-    /// keys that neighbouring strips share are mostly in the caches of one core, and keys that make
-    /// a strip of scores 18 KiB: a window of 256 then lies in one tile or two, not in two or three.
+    /// The tiles of the forward: rows of queries that with their output are 192 KiB, so that under a
+    /// window or in documents most keys are in the cache of one core for all of their queries; and
+    /// keys that make a strip of scores 18 KiB: a window of 256 then lies in one tile or two, not in
+    /// two or three.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
-        Self::at_most([192, 384], dims, options, 1)
+        let q = if padded(dims.dim) + padded(dims.dim_v) <= 128 { 384 } else { 192 };
+        Self::at_most([q, 384], dims, options, 1)
     }
 
     /// The tiles of the backward, when operands have `width` numbers in the room of a float.
@@ -132,6 +134,8 @@ mod tests {
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
         let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (192, 384, 128));
+        let t = Tiles::forward(&dims(8, 4096, 64), &CpuOptions::default());
+        assert_eq!((t.q, t.kv, t.dim), (384, 384, 64));
         let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default(), 1);
         assert_eq!((t.q, t.kv, t.dim), (128, 128, 128));
     }
