@@ -6,6 +6,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use foveate_conformance::{Case, Outcome, Report, Row};
 
@@ -22,7 +24,7 @@ pub fn run(options: &Options, cases: &[Case], names: &[&str]) -> Result<Report, 
     let next = AtomicUsize::new(0);
     let rows: Mutex<BTreeMap<usize, Vec<Row>>> = Mutex::default();
     let trouble: Mutex<Option<String>> = Mutex::default();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..options.workers.min(cases.len()) {
             scope.spawn(|| {
                 let mut worker = None;
@@ -71,7 +73,8 @@ fn ask(
         let mut end = current.say(index, rows.len());
         while end.is_none() && rows.len() < names.len() {
             match current.rows.recv_timeout(options.timeout) {
-                Ok(row) => {
+                Ok(Err(said)) => end = Some(format!("the process said {said:?}, which is no row")),
+                Ok(Ok(row)) => {
                     let broken = breaks_context(&row);
                     note(&row);
                     rows.push(row);
@@ -105,30 +108,38 @@ fn ask(
 struct Worker {
     child: Child,
     input: ChildStdin,
-    rows: Receiver<Row>,
+    /// What it prints: rows, or a line that is none, after which nothing is read.
+    rows: Receiver<Result<Row, String>>,
 }
+
+/// How long a process that prints nothing more may take to end.
+const FAREWELL: Duration = Duration::from_secs(5);
 
 impl Worker {
     fn start(options: &Options) -> Result<Self, String> {
         let program = std::env::current_exe().map_err(|e| e.to_string())?;
-        let mut child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .args(["work", "--on", &options.on, "--backend", &options.backend])
             .args(["--only", &options.only, "--cases"])
             .arg(&options.cases)
             .args(["--subset", &options.subset.to_string()])
             // The corpus runs in many workers, which share the cores.
-            .env("RAYON_NUM_THREADS", "2")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|e| format!("cannot start a worker: {e}"))?;
+            .env("RAYON_NUM_THREADS", "2");
+        Self::of(command)
+    }
+
+    fn of(mut command: Command) -> Result<Self, String> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().map_err(|e| format!("cannot start a worker: {e}"))?;
         let input = child.stdin.take().expect("piped");
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let (tell, rows) = channel();
-        std::thread::spawn(move || {
+        thread::spawn(move || {
             for line in output.lines().map_while(Result::ok) {
-                let Ok(row) = serde_json::from_str(&line) else { break };
-                if tell.send(row).is_err() {
+                let row = serde_json::from_str(&line).map_err(|_| line);
+                let last = row.is_err();
+                if tell.send(row).is_err() || last {
                     break;
                 }
             }
@@ -143,9 +154,14 @@ impl Worker {
     }
 
     fn last_words(&mut self) -> String {
-        match self.child.wait() {
-            Ok(status) => format!("the process ended: {status}"),
-            Err(e) => format!("the process is gone: {e}"),
+        let began = Instant::now();
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => break format!("the process ended: {status}"),
+                Ok(None) if began.elapsed() < FAREWELL => thread::sleep(Duration::from_millis(5)),
+                Ok(None) => break "the process prints nothing any more and does not end".into(),
+                Err(e) => break format!("the process is gone: {e}"),
+            }
         }
     }
 }
@@ -155,5 +171,30 @@ impl Drop for Worker {
         // Either has ended already or has to.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn worker(script: &str) -> Worker {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Worker::of(command).unwrap()
+    }
+
+    #[test]
+    fn a_line_that_is_no_row_is_told_and_a_process_that_stays_is_not_waited_for() {
+        let began = Instant::now();
+        let talks = worker("echo skipped: no GPU; exec sleep 60");
+        let said = talks.rows.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert_eq!(said, Err("skipped: no GPU".to_owned()));
+        let mut stays = worker("exec >&-; exec sleep 60");
+        assert!(stays.rows.recv_timeout(Duration::from_secs(30)).is_err());
+        assert!(stays.last_words().ends_with("does not end"));
+        assert_eq!(worker("exit 3").last_words(), "the process ended: exit status: 3");
+        drop((talks, stays));
+        assert!(began.elapsed() < Duration::from_secs(50), "{:?}", began.elapsed());
     }
 }
