@@ -51,7 +51,7 @@ impl Cache {
         static CACHE: OnceLock<Cache> = OnceLock::new();
         CACHE.get_or_init(|| {
             let mut cache = Self::at(folder());
-            cache.dump = env::var_os(DUMP_VARIABLE).map(PathBuf::from);
+            cache.dump = named(DUMP_VARIABLE);
             cache
         })
     }
@@ -145,8 +145,12 @@ impl Cache {
     }
 }
 
+/// What a variable names; nothing when it is empty.
+fn named(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)
+}
+
 fn folder() -> Option<PathBuf> {
-    let named = |variable: &str| env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from);
     named(FOLDER_VARIABLE).or_else(|| {
         let caches = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|h| h.join(".cache")));
         caches.map(|c| c.join("foveate").join("kernels"))

@@ -175,6 +175,38 @@ fn what_was_kept_for_a_queue_goes_with_it() {
 }
 
 #[test]
+fn threads_share_a_plan_and_queues() {
+    if !inside("threads_share_a_plan_and_queues") {
+        return;
+    }
+    let engine = &Engine::get(0).unwrap();
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    const CALLS: usize = 25;
+    std::thread::scope(|scope| {
+        for own in [false, false, true, true] {
+            let (plan, forward, backward) = (&plan, &tensors.forward, &backward);
+            scope.spawn(move || {
+                for _ in 0..CALLS {
+                    let new = own.then(|| engine.new_queue().unwrap());
+                    let queue = new.as_ref().unwrap_or(engine.queue());
+                    plan.forward_on(queue, forward).unwrap();
+                    plan.backward_on(queue, backward).unwrap();
+                }
+            });
+        }
+    });
+    let queued = launches();
+    let count = |name| names(&queued).iter().filter(|queued| **queued == name).count();
+    assert_eq!(["fv_forward", "fv_backward", "fv_dq"].map(count), [4 * CALLS; 3]);
+    // Lists of a queue are made once, or once by each thread that comes first.
+    assert!((4 * CALLS + 2..=4 * CALLS + 4).contains(&count("fv_block_lists")), "{queued:?}");
+}
+
+#[test]
 fn keys_that_are_split_over_blocks_are_joined() {
     if !inside("keys_that_are_split_over_blocks_are_joined") {
         return;

@@ -18,7 +18,7 @@ mod report;
 mod resident;
 mod tune;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use foveate_mods::{AnyBuffer, ModError, ScalarValue, ScoreGradient};
@@ -60,16 +60,32 @@ impl Default for CudaOptions {
     /// Not deterministic, not checked, and two minutes of patience (`FOVEATE_TIMEOUT` in seconds
     /// sets another).
     fn default() -> Self {
-        let seconds = std::env::var("FOVEATE_TIMEOUT").ok().and_then(|s| s.parse().ok());
-        let timeout = seconds.filter(|s| (0.0..1e9).contains(s)).unwrap_or(120.0);
+        static TIMEOUT: OnceLock<Duration> = OnceLock::new();
+        let timeout = TIMEOUT.get_or_init(|| {
+            let given = std::env::var("FOVEATE_TIMEOUT").unwrap_or_default();
+            seconds(&given).unwrap_or_else(|| {
+                eprintln!("warning: FOVEATE_TIMEOUT is {given:?}, no number of seconds; it is 120");
+                USUAL_TIMEOUT
+            })
+        });
         Self {
             deterministic: false,
             checked: false,
             lists_on_host: false,
             contents_on_device: false,
             kernels: KernelOptions::default(),
-            timeout: Duration::from_secs_f64(timeout),
+            timeout: *timeout,
         }
+    }
+}
+
+const USUAL_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What `FOVEATE_TIMEOUT` says; nothing when that is no time.
+fn seconds(given: &str) -> Option<Duration> {
+    match given.trim() {
+        "" => Some(USUAL_TIMEOUT),
+        text => Duration::try_from_secs_f64(text.parse().ok()?).ok(),
     }
 }
 
@@ -273,4 +289,16 @@ fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {
 fn unknown(what: &str, name: &str) -> CudaError {
     let reason = format!("no mask or score of the plan has a {what} called `{name}`");
     CudaErrorKind::Argument { reason }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_for_a_device_is_a_number_of_seconds_or_not_taken() {
+        assert_eq!(["", " ", "120"].map(seconds), [Some(USUAL_TIMEOUT); 3]);
+        assert_eq!(seconds("0.5"), Some(Duration::from_millis(500)));
+        assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(seconds), [None; 5]);
+    }
 }
