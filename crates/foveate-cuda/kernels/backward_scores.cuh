@@ -46,6 +46,9 @@ __device__ void for_each_score(F f) {
                 f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
 }
 
+// Whether the scores of a step come from a loop.
+constexpr bool IN_TURN = is_long(OF_S.rows * OF_S.columns * 4, GRADIENT_STEPS);
+
 // The rests of a tile's rows, from its first query on.
 __device__ const float* rests_of(const BackwardParams& p, int batch, int head, int first) {
     return RESTS ? p.rests + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
@@ -83,6 +86,24 @@ struct Scores {
     OfScores raw;           // scale S
 #endif
 
+    // The same as for_each_score, but from a loop: each accumulator has its turn at (0, 0).
+    template <typename F>
+    __device__ void for_each_in_turn(F f) {
+        #pragma unroll 1
+        for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
+            const int row = score_row() + at / OF_S.columns * 16, column = score_column() + at % OF_S.columns * 8;
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) f(0, 0, i, row + i / 2 * 8, column + i % 2);
+            rotate(g);
+#if FV_DSCORE
+            rotate(weight);
+#endif
+#if FV_CAPTURES
+            rotate(raw);
+#endif
+        }
+    }
+
     __device__ float p(int m, int n, int i) const {
 #if FV_DSCORE
         return weight[m][n][i];
@@ -105,25 +126,28 @@ struct Scores {
         // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
         // before anything is multiplied is then small; products of both differ by their rounding.
         // And only a score that is rounded before it is that of fv_rests.
+        auto lse_of = [&](int row) {
+            const float x = load_shared(lse_at + row * 4);
+            return x == -infinity() ? infinity() : x;      // a row that sees nothing: P = 0
+        };
         float lse[OF_S.rows][2];
         [[maybe_unused]] bool divides = false;
         #pragma unroll
         for (int i = 0; i < OF_S.rows * 2; ++i) {
-            float x = load_shared(lse_at + (score_row() + i * 8) * 4);
-            if (x == -infinity()) x = infinity();      // a row that sees nothing: P = 0
+            const float x = lse_of(score_row() + i * 8);
             lse[i / 2][i % 2] = RESTS ? x : x * LOG2_E;
             divides |= is_huge(x);
         }
-        auto exp_score = [&](float score, int m, int i) {
-            return exp2_score(__fsub_rn(score, lse[m][i / 2]) * LOG2_E);
+        auto exp_score = [&](float score, int m, int i, int row) {
+            return exp2_score(__fsub_rn(score, IN_TURN ? lse_of(row) : lse[m][i / 2]) * LOG2_E);
         };
         // `score_of` is the score function, of an entry and its product.
         auto weigh_all = [&]([[maybe_unused]] auto score_of) {
-            for_each_score([&](int m, int n, int i, int row, int column) {
+            auto weigh_one = [&](int m, int n, int i, int row, int column) {
 #if FV_SCORE
                 const int q = c.query + row, kv = c.key + column;
                 const float s = g[m][n][i] * scale;
-                const float x = exp_score(score_of(q, kv, s), m, i);
+                const float x = exp_score(score_of(q, kv, s), m, i, row);
                 g[m][n][i] = x;
 #if FV_DSCORE
                 weight[m][n][i] = x;
@@ -133,12 +157,14 @@ struct Scores {
                 raw[m][n][i] = s;
 #endif
 #else
-                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i);
+                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i, row);
                 else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
 #endif
-            });
+            };
+            if constexpr (IN_TURN) for_each_in_turn(weigh_one);
+            else for_each_score(weigh_one);
         };
-#ifdef FV_SCORE_READS
+#ifdef SCORE_READS
         const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
         if (fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
             const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
@@ -234,11 +260,33 @@ struct Scores {
         using Read = Capture<READ>;
         const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
         const int query = c.query + score_row(), key = c.key + score_column();
-        auto given = [&](int m, int n, int i) {
-            const float d = p(m, n, i);    // of the result of the score function, by now
+        // What a score gives; `d` is dS of the result of the score function.
+        auto term = [&](int m, int n, int i, float score, float d) {
             if constexpr (Read::plain) return d;
             const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
-            return d == 0.f ? 0.f : Read::term(mods, c.place, q, kv, raw[m][n][i], d);
+            if (!IN_TURN && d == 0.f) return 0.f;
+            const float x = Read::term(mods, c.place, q, kv, score, d);
+            return IN_TURN && d == 0.f ? 0.f : x;
+        };
+        constexpr bool AT_ONCE = !Read::plain && IN_TURN;
+        OfScores terms;
+        if constexpr (AT_ONCE) {
+            OfScores scores;
+            for_each_score([&](int m, int n, int i, int, int) {
+                scores[m][n][i] = raw[m][n][i];
+                terms[m][n][i] = p(m, n, i);
+            });
+            #pragma unroll 1
+            for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
+                const int m = at / OF_S.columns, n = at % OF_S.columns;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) terms[0][0][i] = term(m, n, i, scores[0][0][i], terms[0][0][i]);
+                rotate(scores);
+                rotate(terms);
+            }
+        }
+        auto given = [&](int m, int n, int i) {
+            return AT_ONCE ? terms[m][n][i] : term(m, n, i, raw[m][n][i], p(m, n, i));
         };
         auto sum_over = [](float x, int from, int to) {
             for (int apart = from; apart < to; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);

@@ -15,7 +15,8 @@ __device__ float2 load_pair(const float* row, int column) {
     return make_float2(__ldg(row + column), column + 1 < FV_DV ? __ldg(row + column + 1) : 0.f);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Six blocks of a multiprocessor are enough, and left to itself the assembler spills to have more.
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
 fv_combine(const __grid_constant__ ForwardParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
     const Tile tile = p.tiles[blockIdx.x];

@@ -351,6 +351,12 @@ __device__ void load_b(u32 (&b)[COUNT], u32 address) {
     }
 }
 
+// Whether code of so many steps for each of a lane's scores is one copy in a loop, not one for each: the
+// assembler would take seconds over all of them. In the loop nothing is computed beside the products of
+// other scores, and the registers move on, so that shorter code stays as it is. In f32, where a product
+// is many instructions already, the copies count together.
+constexpr bool is_long(int scores, int steps) { return FV_DTYPE == 2 ? scores * steps > 2200 : steps > 80; }
+
 // Steps of a product of M x N accumulators that are laid out one after the other. In f32 few: their
 // sums and split numbers are alive together, and of more there are no registers for large dims.
 template <int M, int N>
@@ -395,4 +401,17 @@ template <int M, int N>
 __device__ void clear(float (&sum)[M][N][4]) {
     #pragma unroll
     for (int i = 0; i < M * N * 4; ++i) sum[i / 4 / N][i / 4 % N][i % 4] = 0.f;
+}
+
+// Moves every accumulator one place on, the first to the end: what a loop around code for the first does
+// between its turns, since registers have no index. After M N of them all are where they were.
+template <int M, int N>
+__device__ void rotate(float (&x)[M][N][4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float first = x[0][0][i];
+        #pragma unroll
+        for (int at = 1; at < M * N; ++at) x[(at - 1) / N][(at - 1) % N][i] = x[at / N][at % N][i];
+        x[M - 1][N - 1][i] = first;
+    }
 }

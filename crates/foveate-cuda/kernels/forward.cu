@@ -22,10 +22,10 @@
 //     start V of the next step                      powers and O
 //     powers and O
 //
-// A step comes in two kinds, so that neither waits for what the other needs: only one whose run says
-// so, or that has the last keys of a sequence, asks the mask and the length. There a warp whose rows
-// see nothing of the tile does without powers. A row that sees nothing at all gives out = 0 and
-// lse = -inf.
+// Only a step whose run says so, or that has the last keys of a sequence, asks the mask and the length;
+// there a warp whose rows see nothing of the tile does without powers. With 16-bit operands such steps
+// have code of their own, so that neither kind waits for what the other needs. A row that sees nothing
+// at all gives out = 0 and lse = -inf.
 //
 // With FV_FOLD, for few queries, the rows of a tile are those of all query heads of a key/value
 // head, so that keys and values are read once for all of them: row r is query r / FV_GROUP of head
@@ -60,6 +60,13 @@ constexpr float SLACK = 8.f;                               // in exponents of 2
 constexpr float FAR = 4096.f;                              // in units of the scores
 // Whether the queries stay in registers: where there is room beside S and O.
 constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
+
+// Whether the scores of a step come from a loop.
+constexpr bool IN_TURN = is_long(ALL, SCORE_STEPS);
+
+// Whether steps that ask the mask have code of their own: not in f32, where a step is three times as
+// long, gains less, and two of them take the compiler two seconds.
+constexpr bool TWO_KINDS = FV_DTYPE != 2;
 
 // Whether a warp's rows of out pass through the place of its queries, to be written in whole chunks.
 constexpr bool STAGES_OUT = !FV_SPLIT && !FV_FOLD && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
@@ -335,7 +342,11 @@ __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Where shared memory has room for two blocks at most, the assembler need not spare registers for a
+// third, as it does for some f32 kernels, which took a fifth longer.
+constexpr int BLOCKS = FV_DTYPE == 2 && THREADS <= 128 && 3 * SHARED_BYTES > 228 * 1024 ? 2 : 0;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods) {
     extern __shared__ __align__(16) char shared[];
     const u32 base = shared_address(shared);
@@ -431,7 +442,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 x *= p.scale;
                 if constexpr (FV_SCORE) x = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), x);
             };
-            if constexpr (FV_SCORE && FV_DTYPE != 2) {
+            if constexpr (IN_TURN) {
+                multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
+                #pragma unroll 1
+                for (int at = 0; at < M * N; ++at) {
+                    const int m = at / N, n = at % N;
+                    #pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        s[0][0][i] = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), s[0][0][i] * p.scale);
+                    rotate(s);
+                }
+            } else if constexpr (FV_SCORE && FV_DTYPE != 2) {
                 // The scores of the first keys are finished between the products of the others.
                 constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
                 // A loop as long as a share at most: one over all scores would be copied for every product
@@ -453,7 +474,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             auto hide = [&](auto hidden) {
                 for_each(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
             };
-            if constexpr (EVALUATES)
+            if (EVALUATES && (TWO_KINDS || evaluate || ends))
                 hide([&](int m, int n, int i) {
                     return !fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i)) | (key_of(n, i) >= sequence.k_len);
                 });
@@ -521,8 +542,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             };
             multiply_values(out, s, stage + values, weigh);
         };
-        if (FV_MASK && (evaluate || ends)) step(Yes());
-        else step(No());
+        if (FV_MASK && (evaluate || ends || !TWO_KINDS)) step(Yes());
+        else if constexpr (!FV_MASK || TWO_KINDS) step(No());
     }
 
     // What the rows have come to, relative to their largest scores.

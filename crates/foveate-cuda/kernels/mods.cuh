@@ -202,6 +202,18 @@ __device__ Exact quotient(Exact x, Exact y, Exact inverse) {
     return Exact(__fmaf_rn(__fmaf_rn(-near, y.v, x.v), inverse.v, near));
 }
 
+#ifdef __CUDA_ARCH__
+__device__ float rough_reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#endif
+
+// x / y where neither operands nor quotient come near to underflow or overflow: what the compiler's
+// division does for such, without its question whether they do, which ends in a call.
+__device__ Exact usual_quotient(Exact x, Exact y) {
+    float inverse = rough_reciprocal(y.v);
+    inverse = __fmaf_rn(__fmaf_rn(-y.v, inverse, 1.f), inverse, inverse);
+    return quotient(x, y, Exact(inverse));
+}
+
 __device__ Exact rsqrt(Exact x) { return Exact(1.f) / sqrt(x); }
 
 __device__ Exact tanh(Exact x) {
@@ -215,7 +227,8 @@ __device__ Exact tanh(Exact x) {
     p = p * r + Exact(4.9999997e-1f);
     Exact scale = power_of_two(to_int(n).v);
     Exact e = scale * (p * r * r + r) + (scale - Exact(1.f));
-    return Exact(copysignf((e / (e + Exact(2.f))).v, x.v));
+    Exact y = usual_quotient(e, e + Exact(2.f));
+    return Exact(copysignf(a.v < 1e-8f ? a.v : y.v, x.v));      // e is 2 a and e + 2 is 2
 }
 
 __device__ Exact sigmoid(Exact x) { return Exact(1.f) / (Exact(1.f) + exp(-x)); }
@@ -229,7 +242,8 @@ __device__ Exact erf(Exact x) {
     p = p * z + Exact(1.f) / Exact(10.f);
     p = p * z - Exact(1.f) / Exact(3.f);
     Exact small = (p * z * x + x) * Exact(1.12837917f);
-    Exact t = Exact(1.f) / (Exact(1.f) + Exact(0.3275911f) * abs(x));
+    // From 16 on e^-z is 0.
+    Exact t = usual_quotient(Exact(1.f), Exact(1.f) + Exact(0.3275911f) * min(abs(x), Exact(16.f)));
     Exact q(1.0614054f);
     q = q * t - Exact(1.453152f);
     q = q * t + Exact(1.4214137f);
@@ -266,6 +280,27 @@ __device__ float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
 __device__ float fast_log(float x) { return fast_log2(x) * 0.693147181f; }
 __device__ float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp(-x)); }
 __device__ float fast_divide(float x, float y) { return x * fast_reciprocal(y); }
+
+// sin(x + quarters pi / 2), to 2^-21 up to x = 2^26. There is no branch for x beyond, as the compiler's
+// sine has, whose copies for each score are long and slow to compile. From 2^31 on floats are some
+// forty turns apart, and r is taken for 0.
+__device__ float fast_sine(float x, int quarters) {
+    float r = x;
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float whole = rintf(r * 0.636619772f);
+        r = fmaf(-whole, -4.37113900e-8f, fmaf(-whole, 1.57079637f, r));
+        quarters += __float2int_rn(whole);
+    }
+    r = fabsf(x) < 2147483648.f ? r : 0.f * x;
+    const float z = r * r;
+    const float sine = fmaf(r * z, fmaf(z, fmaf(z, -1.95152959e-4f, 8.33216087e-3f), -1.66666546e-1f), r);
+    const float cosine = fmaf(z * z, fmaf(z, fmaf(z, 2.44331571e-5f, -1.38873163e-3f), 4.16666456e-2f), fmaf(z, -0.5f, 1.f));
+    const float y = quarters & 1 ? cosine : sine;
+    return quarters & 2 ? -y : y;
+}
+__device__ float fast_sin(float x) { return fast_sine(x, 0); }
+__device__ float fast_cos(float x) { return fast_sine(x, 1); }
 #endif
 
 __device__ float remainder_of(float x, float y) { return x - y * floorf(x / y); }

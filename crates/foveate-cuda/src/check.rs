@@ -7,7 +7,7 @@ use crate::config::{Config, Kernel};
 use crate::cubin;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::{Compiled, KernelResources};
-use crate::resources::{Resources, local_bytes_allowed, shared_bytes_of};
+use crate::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
 
 pub use list::{ARCHS, Checked, DIMS, Kind, Listed, list};
 
@@ -64,17 +64,16 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess
             "`{name}` has {bytes} B of static shared memory, none is planned"
         )));
     }
-    let all = compiled.kernels.iter().filter_map(|entry| excess(config, &planned, entry));
+    let all = compiled.kernels.iter().filter_map(|entry| excess(&planned, entry));
     let worst = all.max_by_key(|excess| (excess.taken.local_bytes, excess.taken.registers));
     Ok(worst.map_or(Ok(()), Err))
 }
 
 /// What an entry point takes beyond the plan of its file.
-fn excess(config: &Config, planned: &Resources, entry: &KernelResources) -> Option<Excess> {
+fn excess(planned: &Resources, entry: &KernelResources) -> Option<Excess> {
     let taken = taken(planned, entry);
-    let allowed = local_bytes_allowed(config.dtype);
-    let too_much = if taken.local_bytes > allowed {
-        format!("{} B of local memory, {allowed} are allowed", taken.local_bytes)
+    let too_much = if taken.local_bytes > LOCAL_BYTES_ALLOWED {
+        format!("{} B of local memory, {LOCAL_BYTES_ALLOWED} are allowed", taken.local_bytes)
     } else if taken.registers as usize > planned.registers {
         format!("{} registers, the bound is {}", taken.registers, planned.registers)
     } else {

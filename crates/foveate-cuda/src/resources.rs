@@ -12,14 +12,8 @@ use crate::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 
 /// Bytes of local memory a thread, spills included, that a compiled kernel may take: what takes
 /// more is refused. Words that are written outside the loop and read in it once a step cost less
-/// than the smaller tile that would do without; in f32, where a product is three and its operands
-/// are split first, more of them are not felt either.
-pub fn local_bytes_allowed(dtype: Elem) -> u32 {
-    match dtype {
-        Elem::F16 | Elem::Bf16 => 40,
-        Elem::F32 => 56,
-    }
-}
+/// than the smaller tile that would do without.
+pub const LOCAL_BYTES_ALLOWED: u32 = 40;
 
 /// Warps that a block can have, on every capability.
 pub(crate) const WARPS_PER_BLOCK: usize = 32;

@@ -12,7 +12,7 @@ use crate::check::Excess;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::{Candidate, Choice, TilesOf};
 use crate::profile::Profile;
-use crate::resources::{Resources, local_bytes_allowed};
+use crate::resources::{LOCAL_BYTES_ALLOWED, Resources};
 
 /// The candidate that runs.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(crate) fn tolerate(
     compared.or_else(|excess| {
         let registers = excess.taken.registers as usize;
         let resources = Resources { registers, ..candidate.resources.clone() };
-        let local = excess.taken.local_bytes > local_bytes_allowed(candidate.config.dtype);
+        let local = excess.taken.local_bytes > LOCAL_BYTES_ALLOWED;
         let fewer = resources.occupancy(profile).blocks < candidate.occupancy.blocks;
         if local || fewer { Err(excess) } else { Ok(()) }
     })

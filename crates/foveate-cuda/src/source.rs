@@ -45,11 +45,12 @@ pub fn source(config: &Config, mods: &ModsSource) -> String {
 }
 
 /// What prints mods, orders tiles and splits keys.
-const AROUND: [&str; 6] = [
+const AROUND: [&str; 7] = [
     include_str!("codegen/mod.rs"),
     include_str!("codegen/print.rs"),
     include_str!("codegen/captures.rs"),
     include_str!("codegen/sharing.rs"),
+    include_str!("codegen/steps.rs"),
     include_str!("planner/model.rs"),
     include_str!("schedule.rs"),
 ];

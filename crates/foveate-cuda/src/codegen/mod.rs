@@ -7,13 +7,14 @@
 //! bool  fv_mask(mods, place, q, kv)
 //! float fv_score(mods, place, q, kv, score)
 //! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
+//! int   SCORE_STEPS, GRADIENT_STEPS                          about how many instructions they take
 //! int   CAPTURE_READS                                             distinct reads of learned buffers, and
 //! struct Capture<read>  kind     which scores read the same element
 //!                       term()   d · ∂score'/∂element
 //!                       plain    whether that is d
 //!                       add()    adds a sum of terms to the element's gradient
 //!                       one()    whether a whole rectangle of scores reads one element
-//! struct ScoreReads     only with FV_SCORE_READS: what fv_score reads, where that levels off
+//! struct ScoreReads     only with SCORE_READS: what fv_score reads, where that levels off
 //!     bool fv_reads_one(mods, place, q0, q1, kv0, kv1)        each is one element in a rectangle
 //!     ScoreReads fv_score_reads(mods, place, q, kv)
 //!     float fv_score_given(mods, place, q, kv, score, reads)  fv_score
@@ -35,13 +36,14 @@ mod captures;
 mod print;
 mod ranges;
 mod sharing;
+mod steps;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use foveate_mods::ir::{BinaryOp, UnaryOp};
+use foveate_mods::ir::BinaryOp;
 use foveate_mods::{
     AnyBuffer, CaptureGradient, Leaf, MaskMod, Node, NodeId, OutOfRange, Program, ScoreGradient,
     ScoreMod, Type,
@@ -56,6 +58,7 @@ use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table_bytes;
 pub(crate) use ranges::type_number;
 use sharing::{Shared, shared};
+use steps::steps;
 
 /// The types that printed mods are made of: values, and ranges of them. Stands before
 /// [`ModsSource::text`].
@@ -97,8 +100,8 @@ pub struct Extent {
 pub struct Options {
     /// Where the functions are evaluated; decides which indices need no clamping.
     pub extent: Extent,
-    /// Approximations with a relative error of about 2⁻²² (`tanh` 2⁻¹¹) in scores and their
-    /// derivatives: for 16-bit operands.
+    /// Approximations with a relative error of about 2⁻²² (`tanh` 2⁻¹¹; `sin` and `cos` an absolute
+    /// one of 2⁻²¹, of arguments up to 2²⁶) in scores and their derivatives: for 16-bit operands.
     pub fast_math: bool,
     /// Indices out of range are reported ([`FieldKind::Report`]) besides being clamped.
     pub checked: bool,
@@ -157,6 +160,7 @@ impl ModsSource {
             context.score(mods.score, score.as_ref()),
             context.score_reads(score.as_ref().filter(|_| gradient.is_some())),
             context.score_gradient(gradient.as_ref()),
+            context.lengths(score.as_ref(), gradient.as_ref()),
             context.capture_gradients(gradient.as_ref(), reads),
             context.keep(keep.as_ref()),
         ]
@@ -320,34 +324,6 @@ fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<Node
 /// compilation.
 const INLINE: usize = 32;
 
-/// About how many instructions `roots` take, once each: an elementary function is a polynomial.
-fn steps(program: &Program, roots: &[NodeId]) -> usize {
-    let nodes = program.graph().nodes().iter().zip(needed(program, roots));
-    nodes
-        .filter(|(node, needed)| *needed && !is_free(node))
-        .map(|(node, _)| match node {
-            Node::Unary(op, _) => unary_steps(*op),
-            Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
-            Node::Binary(BinaryOp::Pow, ..) => 60,
-            _ => 1,
-        })
-        .sum()
-}
-
-/// A leaf: nothing is computed.
-fn is_free(node: &Node) -> bool {
-    matches!(node, Node::Leaf(_) | Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_))
-}
-
-fn unary_steps(op: UnaryOp) -> usize {
-    match op {
-        UnaryOp::Neg | UnaryOp::Not | UnaryOp::Abs | UnaryOp::Floor | UnaryOp::Unit => 1,
-        UnaryOp::Sqrt | UnaryOp::Rsqrt => 10,
-        UnaryOp::Sin | UnaryOp::Cos => 60,
-        _ => 30,
-    }
-}
-
 const ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv";
 
 /// A function: what it says in the text form of mods, its head, its statements.
@@ -462,7 +438,7 @@ impl Context<'_> {
             return String::new();
         }
         let index = index.concat();
-        let place = if steps(program, &index) > INLINE { "OUT_OF_LINE " } else { "" };
+        let place = self.place(program, &index);
         let fields: Vec<String> = (0..given.len()).map(|i| format!("x{i}")).collect();
         let Printed { statements: mut reads, roots: values } = printer.print(&given);
         let values: Vec<String> = values.into_iter().map(|value| value.text).collect();
@@ -471,7 +447,7 @@ impl Context<'_> {
         statements.push(format!("return {};", roots[0].text));
         [
             format!(
-                "\n#define FV_SCORE_READS 1\nstruct ScoreReads {{ float {}; }};\n",
+                "\n#define SCORE_READS 1\nstruct ScoreReads {{ float {}; }};\n",
                 fields.join(", ")
             ),
             function(
@@ -502,6 +478,26 @@ impl Context<'_> {
         let mut statements = printed.statements;
         statements.push(format!("return d * {};", printed.roots[0].factor()));
         function(says, &head, &statements)
+    }
+
+    /// Where a function stands that computes an index.
+    fn place(&self, program: &Program, index: &[NodeId]) -> &'static str {
+        let long = steps(program, index, self.options.fast_math) > INLINE;
+        if long { "OUT_OF_LINE " } else { "" }
+    }
+
+    /// How long the copies of a score are, of which a kernel has one for each score of a lane unless
+    /// it makes a loop of them.
+    fn lengths(&self, score: Option<&Part<'_>>, gradient: Option<&Part<'_>>) -> String {
+        let of = |part: &Part<'_>, root: usize| {
+            steps(part.program, &part.program.roots()[root..=root], self.options.fast_math)
+        };
+        let score = score.map_or(0, |part| of(part, 0));
+        let gradient = score + gradient.map_or(0, |part| of(part, 0));
+        format!(
+            "\n// Instructions of fv_score, and of it and its derivative, about.\n\
+             [[maybe_unused]] constexpr int SCORE_STEPS = {score}, GRADIENT_STEPS = {gradient};\n"
+        )
     }
 
     fn capture_gradients(&self, gradient: Option<&Part<'_>>, reads: &[CaptureGradient]) -> String {
@@ -552,7 +548,7 @@ impl Context<'_> {
                 "    static constexpr CaptureKind kind = {kind};\n    static constexpr bool plain = {plain};\n"
             ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
-            let place = if steps(part.program, &index) > INLINE { "OUT_OF_LINE " } else { "" };
+            let place = self.place(part.program, &index);
             text.push_str(&method(&format!("{place}void add({ENTRY}, float sum)"), &add));
             if sharing == Shared::Diagonal {
                 let head = format!(

@@ -500,8 +500,8 @@ fn unary_name(op: UnaryOp, exact: bool, fast: bool) -> &'static str {
         UnaryOp::Tanh => one("tanh", "exact_tanh", "fast_tanh"),
         UnaryOp::Sigmoid => one("sigmoid", "exact_sigmoid", "fast_sigmoid"),
         UnaryOp::Erf => one("erf", "exact_erf", "exact_erf"),
-        UnaryOp::Sin => one("sin", "sinf", "sinf"),
-        UnaryOp::Cos => one("cos", "cosf", "cosf"),
+        UnaryOp::Sin => one("sin", "sinf", "fast_sin"),
+        UnaryOp::Cos => one("cos", "cosf", "fast_cos"),
         UnaryOp::Neg | UnaryOp::Not | UnaryOp::Unit => unreachable!("written by the caller"),
     }
 }

@@ -19,6 +19,8 @@ static float __fsub_rn(float x, float y) { return x - y; }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fdiv_rn(float x, float y) { return x / y; }
 static float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+// As far off as the device's may be, so that the steps after it are seen to mend it.
+static float rough_reciprocal(float x) { return nextafterf(1.f / x, 0.f); }
 static float __fsqrt_rn(float x) { return sqrtf(x); }
 static float __int2float_rn(int x) { return float(x); }
 static int __float2int_rz(float x) {
