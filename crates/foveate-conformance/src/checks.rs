@@ -1,6 +1,8 @@
 //! What commands that check one thing after the other print: a line for each.
 
-use foveate_cuda::CudaError;
+use std::sync::Arc;
+
+use foveate_cuda::{CudaError, Engine};
 
 /// A check: the engine failed, the result is wrong, or it passed.
 pub type Outcome = Result<Result<(), String>, CudaError>;
@@ -11,12 +13,17 @@ pub struct Checks {
     passed: bool,
 }
 
-impl Checks {
-    /// None yet.
-    pub fn new() -> Self {
-        Self { passed: true }
+/// Makes the checks of `command` on GPU 0; whether all passed. Without a GPU they are declined.
+pub fn on_gpu(command: &str, make: impl FnOnce(&Arc<Engine>, &mut Checks)) -> Result<bool, String> {
+    let mut checks = Checks { passed: true };
+    match Engine::get(0) {
+        Ok(engine) => make(&engine, &mut checks),
+        Err(e) => println!("{command} declined: {e}"),
     }
+    Ok(checks.passed)
+}
 
+impl Checks {
     /// Prints the outcome of the check `name`.
     pub fn say(&mut self, name: &str, outcome: Outcome) {
         let line = match outcome {
@@ -31,10 +38,5 @@ impl Checks {
     /// Prints why the check `name` is not made.
     pub fn skip(&self, name: &str, why: impl std::fmt::Display) {
         println!("{name:<62} skipped: {why}");
-    }
-
-    /// Whether every check passed.
-    pub fn passed(&self) -> bool {
-        self.passed
     }
 }

@@ -10,24 +10,17 @@ use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Data, Layout};
 
-use crate::checks::Checks;
+use crate::checks::on_gpu;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run(repeats: usize) -> Result<bool, String> {
-    let engine = match Engine::get(0) {
-        Ok(engine) => engine,
-        Err(e) => {
-            println!("determinism declined: {e}");
-            return Ok(true);
+    on_gpu("determinism", |engine, checks| {
+        for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
+            let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
+            checks.say(&name, repeat(engine, [len_q, len_k], repeats));
         }
-    };
-    let mut checks = Checks::new();
-    for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
-        let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
-        checks.say(&name, repeat(&engine, [len_q, len_k], repeats));
-    }
-    checks.say("rows further apart than 2^31 elements", far(&engine));
-    Ok(checks.passed())
+        checks.say("rows further apart than 2^31 elements", far(engine));
+    })
 }
 
 /// A mask, and a score with a learned buffer.

@@ -13,45 +13,38 @@ use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
-use crate::checks::{Checks, Outcome};
+use crate::checks::{Outcome, on_gpu};
 use crate::determinism::bf16_bytes;
 use crate::on_device;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
-    let engine = match Engine::get(0) {
-        Ok(engine) => engine,
-        Err(e) => {
-            println!("misuse declined: {e}");
-            return Ok(true);
+    on_gpu("misuse", |engine, checks| {
+        let mut say = |name: &str, outcome| checks.say(name, outcome);
+        say("wrong memory is named before anything runs", memory(engine));
+        say("a captured index out of range is reported", out_of_range(engine));
+        say(
+            "captured buffers in device memory give the bits of the plan's",
+            on_device::captures(engine),
+        );
+        say("offsets in device memory give the bits of the host's", on_device::offsets(engine));
+        say("a recorded graph gives the bits of the calls", on_device::graph(engine));
+        say("a stream of somebody else gives the same bits", foreign_stream(engine));
+        for page_size in [16, 7] {
+            let name = format!("keys in pages of {page_size} give what a cache in one piece gives");
+            say(&name, paged(engine, page_size));
         }
-    };
-    let mut checks = Checks::new();
-    let mut say = |name: &str, outcome| checks.say(name, outcome);
-    say("wrong memory is named before anything runs", memory(&engine));
-    say("a captured index out of range is reported", out_of_range(&engine));
-    say(
-        "captured buffers in device memory give the bits of the plan's",
-        on_device::captures(&engine),
-    );
-    say("offsets in device memory give the bits of the host's", on_device::offsets(&engine));
-    say("a recorded graph gives the bits of the calls", on_device::graph(&engine));
-    say("a stream of somebody else gives the same bits", foreign_stream(&engine));
-    for page_size in [16, 7] {
-        let name = format!("keys in pages of {page_size} give what a cache in one piece gives");
-        say(&name, paged(&engine, page_size));
-    }
-    say("out of memory in a backward is an error, not the end", out_of_memory(&engine));
-    match warm_forward(&engine) {
-        Ok(us) => println!("host time of a warm forward: {us:.1} us"),
-        Err(e) => println!("host time of a warm forward: {e}"),
-    }
-    let name = "memory of another GPU is named";
-    match Engine::get(1) {
-        Ok(other) => checks.say(name, other_device(&engine, &other)),
-        Err(e) => checks.skip(name, e),
-    }
-    Ok(checks.passed())
+        say("out of memory in a backward is an error, not the end", out_of_memory(engine));
+        match warm_forward(engine) {
+            Ok(us) => println!("host time of a warm forward: {us:.1} us"),
+            Err(e) => println!("host time of a warm forward: {e}"),
+        }
+        let name = "memory of another GPU is named";
+        match Engine::get(1) {
+            Ok(other) => checks.say(name, other_device(engine, &other)),
+            Err(e) => checks.skip(name, e),
+        }
+    })
 }
 
 /// One batch entry, head dim 64.
