@@ -166,7 +166,7 @@ struct Scores {
         };
 #ifdef SCORE_READS
         const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
-        if (fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+        if (!IN_TURN && fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
             const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
             weigh_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
         } else
