@@ -6,6 +6,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use foveate_problem::{Dims, Sequence};
 use foveate_tensor::TensorMut;
@@ -137,7 +138,8 @@ impl<'a, const N: usize> Pieces<'a, N> {
 ///
 /// The caller takes part although it may be no thread of the pool: a thread that waits has to be
 /// woken for what it could do at once, and systems that wake two at the same time have put both on
-/// one core and left them there for milliseconds.
+/// one core and left them there for milliseconds. They do so with one that was last on the caller's
+/// core, too. So one more is woken than there are places: the first to run has a place.
 pub fn run<T: Send, S>(
     tasks: impl Iterator<Item = T> + Send,
     state: impl Fn() -> S + Sync,
@@ -157,9 +159,16 @@ pub fn run<T: Send, S>(
     if others == 0 {
         return share();
     }
+    let places = AtomicUsize::new(others);
+    let has_place = |left: usize| left.checked_sub(1);
     rayon::in_place_scope(|scope| {
-        for _ in 0..others {
-            scope.spawn(|_| share());
+        // What waits for the caller's core comes too late for a place.
+        for _ in 0..others + 1 {
+            scope.spawn(|_| {
+                if places.fetch_update(Ordering::Relaxed, Ordering::Relaxed, has_place).is_ok() {
+                    share();
+                }
+            });
         }
         share();
     });
@@ -288,6 +297,22 @@ mod tests {
             // From outside of any pool, too.
             all();
             assert!(done.into_inner().unwrap().iter().all(|&n| n == 2));
+        }
+    }
+
+    #[test]
+    fn no_more_threads_work_than_the_pool_has() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        for _ in 0..20 {
+            let (states, working) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let task = |_: &mut usize, _| {
+                assert!(working.fetch_add(1, Ordering::SeqCst) < 2);
+                std::thread::sleep(std::time::Duration::from_micros(200));
+                working.fetch_sub(1, Ordering::SeqCst);
+            };
+            let state = || states.fetch_add(1, Ordering::SeqCst);
+            pool.install(|| run(0..10, state, task));
+            assert!((1..=2).contains(&states.into_inner()));
         }
     }
 
