@@ -68,6 +68,8 @@ pub fn digest() -> String {
 
 #[cfg(test)]
 mod tests {
+    use foveate_mods::text::{Names, parse_score};
+
     use super::*;
     use crate::codegen::{Extent, Mods, Options};
     use crate::config::Elem;
@@ -94,6 +96,35 @@ mod tests {
             let compiled = compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
             let entry = kernel.entry();
             assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
+        }
+    }
+
+    #[test]
+    fn a_long_score_stands_once_and_not_for_every_entry() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
+        let text = "let x = score * 0.7 + tanh(f32(q - kv) * 0.01); let y = sigmoid(x) * erf(x * 0.5); \
+                    x * exp(-y * y) + sin(y) / (1.5 + y * y) - cos(x) * log(abs(x) + 1.0)";
+        let score = parse_score(text, &Names::new()).unwrap();
+        let gradient = score.gradient().unwrap();
+        let long = Mods { score: Some(&score), gradient: Some(&gradient), ..Mods::default() };
+        for (dtype, fast_math) in [(Elem::Bf16, true), (Elem::F32, false)] {
+            let options = Options { extent, fast_math, checked: false, deterministic: false };
+            for kernel in [Kernel::Forward, Kernel::Backward] {
+                let plain = Config { warps: 2, stages: 1, ..Config::new(kernel, dtype, 64, 64) };
+                let scored = Config { score: true, dscore: true, ..plain.clone() };
+                let [plain, scored] =
+                    [(plain, Mods::default()), (scored, long)].map(|(config, mods)| {
+                        let mods = ModsSource::new(mods, &options).unwrap();
+                        compiler.compile(&source(&config, &mods), "sm_90").unwrap().cubin.len()
+                    });
+                let said = format!("{kernel} {}: {plain} B plain, {scored} B", dtype.name());
+                println!("{said}");
+                assert!(2 * scored < 5 * plain, "{said}");
+            }
         }
     }
 }
