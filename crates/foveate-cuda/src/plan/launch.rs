@@ -139,6 +139,7 @@ impl CudaPlan {
         let dq_sum = pass.dq_sum(&keys, &work)?;
         let params = BackwardParams { dq_sum: dq_sum.as_ref().map_or(0, Block::address), ..params };
         let grid = [work.tile_count as u32, dims.heads_kv as u32, 1];
+        begin_gradients(queue, args)?;
         pass.launch(&keys, grid, &params.over(&work))?;
 
         pass.launch_capture_sums(&captured)?;
@@ -360,7 +361,7 @@ struct Captured<'a> {
 }
 
 impl<'a> Captured<'a> {
-    /// Memory for what the caller gives none for. Destinations that are not added to are zeroed.
+    /// Memory for what the caller gives none for.
     fn new(
         plan: &'a CudaPlan,
         queue: &Queue,
@@ -387,15 +388,19 @@ impl<'a> Captured<'a> {
             }
             gradients.push(Gradient { name, into, sums });
         }
-        if !args.accumulate {
-            for (_, into) in asked {
-                let (start, bytes) = (into.start(), 4 * into.layout.elems());
-                // SAFETY: destinations were checked, and live as long as operands (see `launch`).
-                unsafe { queue.stream().fill(start, 0, bytes)? };
-            }
-        }
         Ok(Self { gradients, counts, _unwanted: unwanted })
     }
+}
+
+/// Zeroes the gradients of captured buffers that are not added to. What kernels add to comes last
+/// before them, so that nothing is lost when one cannot be made.
+fn begin_gradients(queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
+    for (_, into) in args.d_captures.iter().filter(|_| !args.accumulate) {
+        let (start, bytes) = (into.start(), 4 * into.layout.elems());
+        // SAFETY: destinations were checked, and live as long as operands (see `launch`).
+        unsafe { queue.stream().fill(start, 0, bytes)? };
+    }
+    Ok(())
 }
 
 fn backward_params(
