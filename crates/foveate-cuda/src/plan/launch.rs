@@ -392,8 +392,8 @@ impl<'a> Captured<'a> {
     }
 }
 
-/// Zeroes the gradients of captured buffers that are not added to. What kernels add to comes last
-/// before them, so that nothing is lost when one cannot be made.
+/// Zeroes the gradients of captured buffers that are not accumulated. Queued right before the first
+/// kernel that adds to them: what fails earlier leaves them as they were.
 fn begin_gradients(queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
     for (_, into) in args.d_captures.iter().filter(|_| !args.accumulate) {
         let (start, bytes) = (into.start(), 4 * into.layout.elems());
