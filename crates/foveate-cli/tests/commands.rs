@@ -76,6 +76,14 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4", "f16, bf16 and f32, not f64"),
         (
+            "explain --heads 4 --len 2147483647 --batch 2000 --dim 8 --device l4",
+            "have 4294967296000 queries of a head together; kernels count to 2147483647: cut the",
+        ),
+        (
+            "explain --heads 70000 --len 9 --dim 8 --device l4",
+            "70000 query heads are more than the 65535 of a launch",
+        ),
+        (
             "explain --heads 4 --len 99 --dim 128 --dtype f16 --device l40s --backward \
              --kernel backward.tile_q=64 --kernel backward.tile_kv=128 --kernel backward.warps=8",
             "tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use foveate_mods::ScoreGradient;
 use foveate_problem::{Dims, Spec};
+use foveate_tensor::DType;
 
 use crate::abi::BlockListsParams;
 use crate::check;
@@ -15,7 +16,7 @@ use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
 use crate::nvrtc::Compiled;
 use crate::plan::for_entry;
-use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes};
+use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes, admit};
 use crate::profile::Profile;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
@@ -48,15 +49,16 @@ pub struct Ahead<'a> {
 /// Every kernel that `spec` takes on operands of `dims`, on a GPU of which there may be `records`.
 ///
 /// # Errors
-/// Those of [`KernelPlan::new`], and a score that has no derivative.
+/// Those of [`admit`] and [`KernelPlan::new`], and a score that has no derivative.
 pub fn kernels<'a>(
     profile: &Profile,
     spec: &'a Spec,
     dims: &Dims,
-    dtype: Elem,
+    dtype: DType,
     run: Run,
     records: Option<&Records>,
 ) -> Result<Vec<Ahead<'a>>, CudaError> {
+    let dtype = admit(profile, dims, dtype)?;
     let gradient = match &spec.score {
         Some(score) if run.backward => {
             Some(Arc::new(score.gradient().map_err(|e| CudaError::argument(e.to_string()))?))
@@ -237,7 +239,7 @@ mod tests {
         let profile = Profile::named("a100").unwrap();
         let kernels = |run: Run| {
             let found =
-                super::kernels(&profile, &spec, &dims(64, 64), Elem::Bf16, run, None).unwrap();
+                super::kernels(&profile, &spec, &dims(64, 64), DType::BF16, run, None).unwrap();
             let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
             built.map(|(config, _)| config.kernel).collect::<Vec<_>>()
         };

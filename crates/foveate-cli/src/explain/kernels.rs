@@ -2,9 +2,8 @@
 //! could not run there. No GPU is needed.
 
 use foveate_cuda::Records;
-use foveate_cuda::config::Elem;
 use foveate_cuda::driver;
-use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes};
+use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes, admit};
 use foveate_cuda::profile::Profile;
 use foveate_problem::Spec;
 use serde_json::json;
@@ -19,10 +18,9 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     let profile = profile(device)?;
     let records = records(device)?;
     let dtype = args.problem.dtype;
-    let elem = Elem::of(dtype).ok_or_else(|| {
-        Failure::new(format!("kernels take f16, bf16 and f32, not {dtype}"))
-            .help("leave --device out for the CPU")
-    })?;
+    let dims = given.problem.dims();
+    let elem = admit(&profile, dims, dtype)
+        .map_err(|e| Failure::from(e).help("leave --device out for the CPU"))?;
     let mut options = KernelOptions::default();
     for given in &args.kernel {
         let malformed = || Failure::usage(format!("--kernel {given}: KEY=NUMBER is expected"));
@@ -36,7 +34,6 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         (Some(score), true) => Some(score.gradient()?),
         _ => None,
     };
-    let dims = given.problem.dims();
     let class = Class {
         deterministic: args.deterministic,
         paged: given.problem.arrangement().paged(),

@@ -5,10 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::{Args as _, Command, FromArgMatches};
-use foveate_cuda::CudaError;
+use foveate::DType;
 use foveate_cuda::ahead::{self, Run};
 use foveate_cuda::cache::Cache;
-use foveate_cuda::config::{Config, Elem};
+use foveate_cuda::config::Config;
 use foveate_cuda::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
 use rayon::prelude::*;
@@ -47,22 +47,20 @@ struct Wanted {
 
 /// Compiles and prints a line for each problem.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let cuda = |e: CudaError| Failure::new(e.to_string());
     let profile = profile(&args.device)?;
     let records = records(&args.device)?;
     let listed = args.problems.as_deref().map(read).transpose()?;
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
     let problems = wanted.iter().map(Wanted::read).collect::<Result<Vec<_>, _>>()?;
-    let compiler = Compiler::get().map_err(cuda)?;
+    let compiler = Compiler::get()?;
     let cache = Cache::get();
     let compile = |text: &str| cache.compile(compiler, text, &profile.arch());
     let mut built: Vec<(Config, String)> = Vec::new();
-    for (spec, dims, elem, run) in &problems {
-        let kernels = ahead::kernels(&profile, spec, dims, *elem, *run, records.as_ref());
-        let kernels = kernels.map_err(cuda)?;
+    for (spec, dims, dtype, run) in &problems {
+        let kernels = ahead::kernels(&profile, spec, dims, *dtype, *run, records.as_ref())?;
         let compiled: Vec<_> = kernels.par_iter().map(|kernel| kernel.build(compile)).collect();
         for kernel in compiled {
-            for found in kernel.map_err(cuda)? {
+            for found in kernel? {
                 if !built.contains(&found) {
                     out.line(&found.0)?;
                     built.push(found);
@@ -87,11 +85,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 
 impl Wanted {
     /// The program, the sizes and the dtype of its operands, and how it is run.
-    fn read(&self) -> Result<(Spec, Dims, Elem, Run), Failure> {
+    fn read(&self) -> Result<(Spec, Dims, DType, Run), Failure> {
         let given = self.problem.read()?;
-        let dtype = self.problem.dtype;
-        let elem = Elem::of(dtype)
-            .ok_or_else(|| Failure::new(format!("kernels take f16, bf16 and f32, not {dtype}")))?;
         let spec = Spec { mask: given.mask, score: given.score, scale: None, dropout: None };
         let run = Run {
             backward: self.problem.backward,
@@ -99,7 +94,7 @@ impl Wanted {
             checked: self.checked,
             paged: given.problem.arrangement().paged(),
         };
-        Ok((spec, *given.problem.dims(), elem, run))
+        Ok((spec, *given.problem.dims(), self.problem.dtype, run))
     }
 }
 

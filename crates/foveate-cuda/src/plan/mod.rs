@@ -28,8 +28,7 @@ use foveate_tensor::DType;
 use crate::config::Elem;
 use crate::engine::{Engine, lock};
 use crate::error::{CudaError, CudaErrorKind};
-use crate::planner::KernelOptions;
-use crate::schedule::most_sum_rows;
+use crate::planner::{KernelOptions, admit, check_rows};
 use crate::tensors::DeviceOperands;
 
 pub use describe::Description;
@@ -111,8 +110,8 @@ impl CudaPlan {
     /// fits the device is found out here.
     ///
     /// # Errors
-    /// When the dtype is not one of those, the GPU is older than Ampere, no configuration fits, or
-    /// [`Spec::check`] refuses the program. A score that cannot be differentiated is an error of the backward.
+    /// When [`admit`] refuses the sizes, no configuration fits, or [`Spec::check`] refuses the
+    /// program. A score that cannot be differentiated is an error of the backward.
     pub fn new(
         engine: Arc<Engine>,
         spec: &Spec,
@@ -121,18 +120,7 @@ impl CudaPlan {
         options: CudaOptions,
     ) -> Result<Self, CudaError> {
         spec.check()?;
-        check_rows(dims)?;
-        engine.profile().check_capability()?;
-        let elem = Elem::of(dtype).ok_or_else(|| {
-            CudaError::argument(format!("kernels take f16, bf16 and f32, not {dtype}"))
-        })?;
-        const MOST_HEADS: usize = 65535;
-        if dims.heads_q > MOST_HEADS {
-            return Err(CudaError::argument(format!(
-                "{} query heads are more than the {MOST_HEADS} of a launch",
-                dims.heads_q
-            )));
-        }
+        let elem = admit(engine.profile(), dims, dtype)?;
         let plan = Self {
             engine,
             gradient: gradient_of(spec),
@@ -235,23 +223,6 @@ impl CudaPlan {
     fn differentiable(&self) -> Result<Option<&Arc<ScoreGradient>>, CudaError> {
         self.gradient.as_ref().map(Option::as_ref).map_err(|e| e.clone().into())
     }
-}
-
-/// Whether kernels can count the queries of all sequences, each rounded up as in the sums of dq.
-fn check_rows(dims: &Dims) -> Result<(), CudaError> {
-    const UNIT: usize = 16;
-    let rows = match dims.packed {
-        true => most_sum_rows(dims.batch, dims.len_q),
-        false => dims.batch.saturating_mul(dims.len_q.next_multiple_of(UNIT)),
-    };
-    if i32::try_from(rows).is_ok() {
-        return Ok(());
-    }
-    Err(CudaError::argument(format!(
-        "batch and sequences have {rows} queries of a head together; kernels count to {}: cut the \
-         batch",
-        i32::MAX
-    )))
 }
 
 /// The sequences of a call. Keys that an empty batch shares have no queries, but still gradients

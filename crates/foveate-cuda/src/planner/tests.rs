@@ -1,5 +1,9 @@
+use foveate_problem::Dims;
+
+use super::class::coarse;
 use super::*;
 use crate::check::DIMS;
+use crate::config::Elem;
 
 /// The kinds of mods that the kernels tell apart.
 fn mods(class: &Class) -> [Class; 4] {
