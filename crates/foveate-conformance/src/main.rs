@@ -77,7 +77,14 @@ impl Options {
 
     /// The cases that were asked for, in the order of the corpus.
     fn load(&self) -> Result<Vec<Case>, String> {
-        let mut cases = load(&self.cases).map_err(|e| e.to_string())?;
+        const REMEDY: &str = "name the folder of cases with --cases; in Foveate's repository it is conformance/cases";
+        let mut cases = load(&self.cases).map_err(|e| match self.cases.is_dir() {
+            true => e.to_string(),
+            false => format!("{e}; {REMEDY}"),
+        })?;
+        if cases.is_empty() {
+            return Err(format!("{} has no cases; {REMEDY}", self.cases.display()));
+        }
         cases.retain(|case| case.name.contains(&self.only));
         if cases.is_empty() {
             let (folder, only) = (self.cases.display(), &self.only);

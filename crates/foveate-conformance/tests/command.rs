@@ -5,13 +5,14 @@ use std::process::Command;
 
 /// Exit code, and what was said on stdout and stderr.
 fn asked(args: &[&str]) -> (i32, String, String) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/cases");
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    asked_in(&repository, args)
+}
+
+/// The same, asked in `folder`.
+fn asked_in(folder: &Path, args: &[&str]) -> (i32, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foveate-conformance"));
-    command.args(args);
-    if args.first() == Some(&"run") {
-        command.arg("--cases").arg(folder);
-    }
-    let done = command.output().unwrap();
+    let done = command.args(args).current_dir(folder).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (done.status.code().unwrap(), text(done.stdout), text(done.stderr))
 }
@@ -41,6 +42,19 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
         let (code, out, said) = asked(args);
         assert_eq!((code, out.as_str()), (2, ""), "{args:?}");
         assert!(said.starts_with("error: ") && said.contains(expected), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn where_no_cases_are_the_option_that_names_their_folder_is_said() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    for (args, said) in
+        [(&["run"][..], "conformance/cases: "), (&["run", "--cases", "."], ". has no cases; ")]
+    {
+        let (code, out, err) = asked_in(elsewhere.path(), args);
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}");
+        let remedy = "; name the folder of cases with --cases; in Foveate's repository it is ";
+        assert!(err.starts_with(&format!("error: {said}")) && err.contains(remedy), "{err}");
     }
 }
 
