@@ -12,12 +12,13 @@ use foveate_mods::expr::{kv, q};
 use foveate_mods::text::{Names, parse_mask, parse_score};
 use foveate_mods::{Buffer, DynExpr, Expr, Leaf, MaskMod, ModError, ScalarValue, ScoreMod};
 use foveate_problem::{Dropout, Spec};
-use foveate_reference::Rule;
+use foveate_reference::{NotFinite, Rule};
 use foveate_tensor::DType;
 use serde::Deserialize;
 use toml::{Table, Value};
 
 use crate::data::{Random, buffer};
+use crate::given::Given;
 
 /// A case file that cannot be read, or a case that says something impossible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -101,6 +102,12 @@ pub struct Case {
     pub gradients: Option<String>,
     /// Factor on the random operands, 1 if absent.
     pub magnitude: Option<f64>,
+    /// Numbers put into operands after the random fill.
+    #[serde(default)]
+    pub set: Vec<Given>,
+    /// Gradients may be infinite or NaN where gold is not, too; see [`NotFinite::Kept`].
+    #[serde(default)]
+    pub spreads: bool,
     /// The score goes through something like tanh: factor 3 on the largest error of half types.
     #[serde(default)]
     pub tanh_like: bool,
@@ -195,6 +202,11 @@ impl Case {
     /// The rule its results are held to.
     pub fn rule(&self) -> Rule {
         if self.tanh_like { Rule::TanhLike } else { Rule::Plain }
+    }
+
+    /// What its gradients may do with numbers that are not finite.
+    pub fn not_finite(&self) -> NotFinite {
+        if self.spreads { NotFinite::Kept } else { NotFinite::Same }
     }
 
     /// Where its random data starts: a hash of the name, so that no other case changes it.

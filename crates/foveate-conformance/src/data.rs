@@ -128,6 +128,13 @@ impl PageTable {
         }
         Self { table, lengths: lengths.iter().map(|&len| len as i32).collect(), used }
     }
+
+    /// The batch entry and the key that row `row` of page `page`, of `page_size` rows, holds.
+    pub fn key(&self, page: usize, row: usize, page_size: usize) -> Option<[usize; 2]> {
+        let at = self.table.iter().position(|&entry| entry == page as i32)?;
+        let entries = self.table.len() / self.lengths.len();
+        Some([at / entries, at % entries * page_size + row])
+    }
 }
 
 /// Lays the operands of a case out.
@@ -253,19 +260,19 @@ pub fn place(case: &Case) -> Result<Place, CaseError> {
     Ok(place)
 }
 
-/// The buffers of a case, random where `used` says so of a layout, a place on its batch axis and a
-/// row, and NaN elsewhere.
+/// The buffers of a case: `value` of a layout and a place in it where `used` says so of the layout,
+/// the place on its batch axis and the row, and NaN elsewhere.
 pub fn fill(
     dtype: DType,
     sizes: &[usize],
     layouts: &[(usize, Layout)],
     used: impl Fn(usize, usize, usize) -> bool,
-    mut value: impl FnMut() -> f64,
+    mut value: impl FnMut(usize, [usize; 4]) -> f64,
 ) -> Vec<Data> {
     let mut values: Vec<Vec<f64>> = sizes.iter().map(|&n| vec![f64::NAN; n]).collect();
     for (operand, (buffer, layout)) in layouts.iter().enumerate() {
         for index in indices(layout.shape).filter(|index| used(operand, index[0], index[2])) {
-            let x = value();
+            let x = value(operand, index);
             let old = &mut values[*buffer][layout.at(index)];
             if old.is_nan() {
                 *old = x;

@@ -16,6 +16,7 @@
 pub mod backend;
 pub mod case;
 pub mod data;
+pub mod given;
 mod report;
 mod run;
 

@@ -1,13 +1,16 @@
 //! Runs cases.
 
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Pages, Sequence};
-use foveate_reference::{Forward, Gradients, Rule, Tolerance, Upstream, backward, forward, low};
+use foveate_reference::{
+    Forward, Gradients, NotFinite, Rule, Tolerance, Upstream, backward, forward, low,
+};
 use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef, indices};
 use rayon::prelude::*;
 
 use crate::backend::Backend;
 use crate::case::{Case, CaseError};
-use crate::data::{Random, fill, place};
+use crate::data::{PageTable, Place, Random, fill, place};
+use crate::given::{self, Given};
 use crate::report::{Outcome, Report, Row};
 
 /// What gradients that are accumulated start from.
@@ -66,8 +69,19 @@ pub fn check_each(
         (None, Some(pages)) if operand > 0 => row < pages.used[entry],
         (None, _) => true,
     };
+    check_given(case, &place)?;
     let magnitude = case.magnitude.unwrap_or(1.0);
-    let data = fill(dtype, &place.sizes, &place.operands, used, || random.normal() * magnitude);
+    let data = fill(dtype, &place.sizes, &place.operands, used, |operand, index| {
+        let x = random.normal() * magnitude;
+        let [entry, h, row, d] = index;
+        let key = |pages: &PageTable| pages.key(entry, row, place.operands[1].1.shape[2]);
+        let [b, s] = match place.pages.as_ref().filter(|_| operand > 0) {
+            Some(pages) => key(pages).expect("a row in use is a key's"),
+            None => [entry, row],
+        };
+        let operand = [given::Operand::Q, given::Operand::K, given::Operand::V][operand];
+        Given::find(&case.set, operand, [b, h, s, d]).unwrap_or(x)
+    });
     let view = |i: usize| {
         let (buffer, layout) = place.operands[i];
         TensorRef::new((&data[buffer]).into(), layout).map_err(|e| fail(&e))
@@ -78,8 +92,11 @@ pub fn check_each(
     let operands =
         Operands { q: view(0)?, k: view(1)?, v: view(2)?, sink: sink.as_deref(), varlen, pages };
     let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
-    let d_out =
-        fill(dtype, &[place.out.1], &[(0, place.out.0)], used, || random.normal()).remove(0);
+    let d_out = fill(dtype, &[place.out.1], &[(0, place.out.0)], used, |_, index| {
+        let x = random.normal();
+        Given::find(&case.set, given::Operand::DOut, index).unwrap_or(x)
+    })
+    .remove(0);
     let d_out = TensorRef::new((&d_out).into(), place.out.0).map_err(|e| fail(&e))?;
     let rows = Layout::contiguous(dims.row_shape());
     let d_lse: Option<Vec<f32>> =
@@ -119,10 +136,27 @@ pub fn check_each(
     Ok(())
 }
 
+/// That the numbers a case gives have a place in its operands.
+fn check_given(case: &Case, place: &Place) -> Result<(), CaseError> {
+    for given in &case.set {
+        let mut shape = match given.operand {
+            given::Operand::Q => place.operands[0].1.shape,
+            given::Operand::K => place.operands[1].1.shape,
+            given::Operand::V => place.operands[2].1.shape,
+            given::Operand::DOut => place.out.0.shape,
+        };
+        if place.pages.is_some() && matches!(given.operand, given::Operand::K | given::Operand::V) {
+            (shape[0], shape[2]) = (case.batch, case.len[1]);
+        }
+        given.check(&case.name, shape)?;
+    }
+    Ok(())
+}
+
 /// A case with its data and the answers.
 struct Problem<'a> {
     case: &'a Case,
-    place: &'a crate::data::Place,
+    place: &'a Place,
     operands: Operands<'a>,
     dims: Dims,
     upstream: Upstream<'a>,
@@ -152,7 +186,8 @@ impl Problem<'_> {
             max_score: Some(max_score.view_mut().map_err(text)?),
         })?;
 
-        let mut wrong = Wrong { rule: case.rule(), lines: Vec::new() };
+        let (rule, not_finite) = (case.rule(), NotFinite::Same);
+        let mut wrong = Wrong { rule, not_finite, lines: Vec::new() };
         wrong.strays("out", &out, &[layout]);
         let view = TensorRef::new((&out).into(), layout).map_err(text)?;
         wrong.compare("out", dtype, &gold.out, &low.out, &row_major(&view));
@@ -176,7 +211,7 @@ impl Problem<'_> {
             };
             dims.sequences(operands.varlen).iter().any(has)
         };
-        let mut grads = fill(gradients, &sizes, &layouts, covered, || start);
+        let mut grads = fill(gradients, &sizes, &layouts, covered, |_, _| start);
         let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
         let mut captures: Vec<(&str, Vec<f32>)> = gold
             .captures
@@ -202,6 +237,7 @@ impl Problem<'_> {
                     .collect(),
             })?;
         }
+        wrong.not_finite = case.not_finite();
         let start = if case.accumulate { START } else { 0.0 };
         let started = |values: &[f64]| values.iter().map(|x| x + start).collect::<Vec<_>>();
         let mut compare = |name: &str, dtype, gold: &[f64], low: &[f64], ours: &[f64]| {
@@ -263,12 +299,14 @@ impl Problem<'_> {
 
 struct Wrong {
     rule: Rule,
+    not_finite: NotFinite,
     lines: Vec<String>,
 }
 
 impl Wrong {
     fn compare(&mut self, name: &str, dtype: DType, gold: &[f64], low: &[f64], ours: &[f64]) {
-        let found = Tolerance { dtype, rule: self.rule }.measure(gold, low, ours);
+        let Self { rule, not_finite, .. } = *self;
+        let found = Tolerance { dtype, rule, not_finite }.measure(gold, low, ours);
         if !found.passes() {
             self.lines.push(format!("{name}: {found}"));
         }

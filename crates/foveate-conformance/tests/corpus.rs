@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use foveate_conformance::{Outcome, backends, gpu_backends, load, parse, run};
+use foveate_conformance::{Outcome, backends, check, gpu_backends, load, parse, run};
 
 fn cases() -> Vec<foveate_conformance::Case> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/cases");
@@ -79,6 +79,36 @@ fn a_grid_is_the_product_of_its_lists() {
 fn an_unknown_key_is_refused_by_name() {
     let error = parse("here", &format!("{CASE}heds = 3\n")).expect_err("no such key").to_string();
     assert!(error.contains("`two heads`") && error.contains("heds"), "{error}");
+}
+
+#[test]
+fn numbers_are_given_to_elements_of_operands_and_to_nothing_outside() {
+    let refusal = |set: &str| {
+        let cases = parse("here", &format!("{CASE}set = [{{ {set}, value = nan }}]\n"));
+        let cases = cases.expect("the text is a case");
+        check(&cases[0], &[]).expect_err("there is no such place").to_string()
+    };
+    let message = refusal("operand = \"v\", row = 7");
+    assert!(message.starts_with("two heads: ") && message.ends_with("v has no row 7, only 7"));
+    assert!(refusal("operand = \"k\", head = 1, row = 0").ends_with("k has no head 1, only 1"));
+    assert!(refusal("operand = \"q\", row = [2, 6]").ends_with("q has no row 5, only 5"));
+    assert!(refusal("operand = \"q\", row = [2, 2]").ends_with("no row in 2..2"));
+    let column = refusal("operand = \"d_out\", batch = 0, row = 4, column = 3");
+    assert!(column.ends_with("d_out has no column 3, only 3"), "{column}");
+}
+
+#[test]
+fn a_number_that_was_given_is_in_the_operands() {
+    // Adds infinity to one element of row 4 of head 1, which is right only where gold has it.
+    let infinite: Vec<Box<dyn foveate_conformance::Backend>> =
+        vec![Box::new(Broken(|row| row.copy_from_slice(&[0.0, 0.0, f32::INFINITY])))];
+    for (given, failures) in
+        [("set = [{ operand = \"v\", row = 6, column = 2, value = inf }]\n", 0), ("", 1)]
+    {
+        let cases = parse("here", &format!("{CASE}{given}")).expect("a case");
+        let report = run(&cases, &infinite);
+        assert_eq!(report.failures().count(), failures, "{given}\n{report}");
+    }
 }
 
 /// A backend that is wrong in one element, late, or writes where it must not.

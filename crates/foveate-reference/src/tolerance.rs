@@ -8,7 +8,8 @@
 //! A mean of fewer than 16 elements (the gradient of a sink, of a bias for each head) is a matter
 //! of luck: such tensors have the rule of the max only.
 //!
-//! What is infinite or NaN in gold must be the same in ours.
+//! What is infinite or NaN in gold must be the same in ours, and nothing else is; gradients of cases
+//! that say so need only keep it ([`NotFinite`]).
 
 use foveate_tensor::DType;
 
@@ -25,6 +26,17 @@ pub enum Rule {
     TanhLike,
 }
 
+/// What becomes of numbers that are not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NotFinite {
+    /// They are those of gold.
+    #[default]
+    Same,
+    /// Where gold is infinite or NaN, ours is one of both. So may other numbers be, which are
+    /// then not measured: gradients where a mask or dropout has hidden such a number.
+    Kept,
+}
+
 /// How far one tensor may be from gold.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
@@ -32,6 +44,8 @@ pub struct Tolerance {
     pub dtype: DType,
     /// The factor's rule.
     pub rule: Rule,
+    /// The rule of what is infinite or NaN.
+    pub not_finite: NotFinite,
 }
 
 /// Errors found, and what was allowed.
@@ -47,7 +61,7 @@ pub struct Measure {
     pub mean_allowed: f64,
     /// Position of the largest error.
     pub at: usize,
-    /// Elements that are infinite or NaN in one and not the same in the other.
+    /// Elements that are infinite or NaN in one and not, as the rule has it, in the other.
     pub strays: usize,
 }
 
@@ -79,7 +93,7 @@ impl Tolerance {
         let (mut low_max, mut low_sum, mut largest) = (0f64, 0.0, 0f64);
         for (i, ((&g, &l), &o)) in gold.iter().zip(low).zip(ours).enumerate() {
             if !same(g, o) && (!g.is_finite() || !o.is_finite()) {
-                strays += 1;
+                strays += usize::from(self.not_finite == NotFinite::Same || o.is_finite());
                 continue;
             }
             if error(g, o) > max {
@@ -121,11 +135,12 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
 mod tests {
     use super::*;
 
-    const BF16: Tolerance = Tolerance { dtype: DType::BF16, rule: Rule::Plain };
+    const BF16: Tolerance =
+        Tolerance { dtype: DType::BF16, rule: Rule::Plain, not_finite: NotFinite::Same };
 
     #[test]
     fn f32_allows_ten_times_the_plain_error() {
-        let f32 = Tolerance { dtype: DType::F32, rule: Rule::Plain };
+        let f32 = Tolerance { dtype: DType::F32, ..BF16 };
         let (gold, low) = ([1.0, 2.0], [1.0, 2.00001]);
         assert!(f32.measure(&gold, &low, &[1.0 + 9.9e-5, 2.0]).passes());
         assert!(!f32.measure(&gold, &low, &[1.0 + 1.02e-4, 2.0]).passes());
@@ -163,5 +178,15 @@ mod tests {
         let minus = f64::NEG_INFINITY;
         assert!(BF16.measure(&[minus], &[minus], &[minus]).passes());
         assert!(!BF16.measure(&[minus], &[minus], &[-1e9]).passes());
+    }
+
+    #[test]
+    fn what_may_spread_may_not_be_lost() {
+        let kept = Tolerance { not_finite: NotFinite::Kept, ..BF16 };
+        let (gold, low) = ([1.0, f64::NAN, f64::INFINITY], [1.0, f64::NAN, f64::INFINITY]);
+        assert!(kept.measure(&gold, &low, &[f64::NAN, f64::INFINITY, f64::NAN]).passes());
+        assert!(!kept.measure(&gold, &low, &[1.0, 0.0, f64::NAN]).passes());
+        assert!(!kept.measure(&gold, &low, &[1.1, f64::NAN, f64::NAN]).passes());
+        assert!(!BF16.measure(&gold, &low, &[1.0, f64::INFINITY, f64::INFINITY]).passes());
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use foveate_cpu::{CpuError, CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, ScoreMod};
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Spec};
-use foveate_reference::{Rule, Tolerance, Upstream, low};
+use foveate_reference::{NotFinite, Rule, Tolerance, Upstream, low};
 use foveate_tensor::{DType, Tensor, Varlen};
 
 /// A generator good enough to fill tensors, and printable by its seed.
@@ -171,7 +171,8 @@ impl Case {
         let gold_grad = foveate_reference::backward(&spec, &operands, &upstream).expect("gold");
         let plain_grad = low::backward(&spec, &operands, &upstream).expect("low");
         let compare = |what: &str, dtype, gold: &[f64], low: &[f64], ours: &[f64]| {
-            let measure = Tolerance { dtype, rule: self.rule }.measure(gold, low, ours);
+            let measure = Tolerance { dtype, rule: self.rule, not_finite: NotFinite::Same }
+                .measure(gold, low, ours);
             // The mean error of a few sums is chance; it says something of whole tensors.
             let few = gold.len() < 64 && measure.strays == 0 && measure.max <= measure.max_allowed;
             assert!(few || measure.passes(), "{name}, seed {}: {what}: {measure}", self.seed);
