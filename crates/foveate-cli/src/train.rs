@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use foveate_train::metrics::{EvalMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
-use foveate_train::trainer::{Observer, Started, Summary, train};
+use foveate_train::trainer::{Observer, Start, Started, Summary, train};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -25,6 +25,9 @@ pub struct Args {
     /// Continue from the newest checkpoint of the run's folder
     #[arg(long)]
     resume: bool,
+    /// Remove the run that is in the folder, if one is: its checkpoints, metrics and curve
+    #[arg(long, conflicts_with = "resume")]
+    start_over: bool,
     /// Print one JSON object a line: steps and evaluations, at the end a summary
     #[arg(long)]
     json: bool,
@@ -34,7 +37,12 @@ pub struct Args {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let recipe = Recipe::load(&args.recipe, &args.set)?;
     let mut view = View::new(Interrupt::watch()?, args.json.then_some(&mut *out));
-    let result = train(&recipe, &args.recipe, args.resume, &mut view);
+    let start = match (args.resume, args.start_over) {
+        (true, _) => Start::Resume,
+        (_, true) => Start::Over,
+        _ => Start::New,
+    };
+    let result = train(&recipe, &args.recipe, start, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());

@@ -135,7 +135,10 @@ fn a_run_leaves_all_it_promises() {
     assert_eq!(found["documents"], 2);
     assert!(found["loss"].as_f64().unwrap() > 0.0);
     let again = place.told(1, &["train", "recipe.toml"]);
-    assert!(again.contains("a run is already here"), "{again}");
+    assert!(again.contains("run: a run is already here; continue it with --resume, "), "{again}");
+    let over = ["train", "recipe.toml", "--json", "--set", "train.steps=2", "--start-over"];
+    assert_eq!(place.json(&over)["steps"], 2);
+    assert_eq!(place.steps("run").len(), 2);
 }
 
 #[test]
@@ -144,14 +147,11 @@ fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
     let straight = place.path("straight").display().to_string();
     place.json(&["train", "recipe.toml", "--json", "--set", &format!("run.dir={straight}")]);
     for round in 0.. {
-        let mut args = vec!["train", "recipe.toml"];
-        if place.path("run/checkpoints").exists()
-            && std::fs::read_dir(place.path("run/checkpoints"))
-                .unwrap()
-                .any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
-        {
-            args.push("--resume");
-        }
+        let saved = std::fs::read_dir(place.path("run/checkpoints")).is_ok_and(|mut entries| {
+            entries.any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
+        });
+        let how = if saved { "--resume" } else { "--start-over" };
+        let args = ["train", "recipe.toml", how];
         let mut child =
             place.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         // From before the first step to well inside the run.

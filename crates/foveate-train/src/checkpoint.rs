@@ -140,16 +140,33 @@ fn save_with(
     }
     fs::rename(&temporary, &place).map_err(failed)?;
     File::open(folder).and_then(|dir| dir.sync_all()).map_err(failed)?;
-    let mut all = list(folder);
-    while all.len() > keep.max(1) {
-        let (step, oldest) = all.remove(0);
+    remove_but(folder, keep.max(1))?;
+    Ok(place)
+}
+
+/// Removes every checkpoint under `folder`, the oldest first.
+///
+/// # Errors
+/// When one cannot be removed.
+pub fn remove_all(folder: &Path) -> Result<(), TrainError> {
+    if !folder.exists() {
+        return Ok(());
+    }
+    remove_but(folder, 0)?;
+    remove_leftovers(folder).map_err(|e| TrainError::write(folder, e))
+}
+
+/// Removes all checkpoints but the newest `keep`, the oldest first.
+fn remove_but(folder: &Path, keep: usize) -> Result<(), TrainError> {
+    let all = list(folder);
+    for (step, oldest) in &all[..all.len().saturating_sub(keep)] {
         // Out of sight first: a process that dies while it removes leaves no half checkpoint.
         let leaving = folder.join(format!(".writing-{step:06}"));
-        fs::rename(&oldest, &leaving)
+        fs::rename(oldest, &leaving)
             .and_then(|()| fs::remove_dir_all(&leaving))
-            .map_err(|e| TrainError::write(&oldest, e))?;
+            .map_err(|e| TrainError::write(oldest, e))?;
     }
-    Ok(place)
+    Ok(())
 }
 
 fn remove_leftovers(folder: &Path) -> io::Result<()> {

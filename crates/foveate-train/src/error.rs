@@ -40,6 +40,13 @@ pub enum TrainErrorKind {
         /// What is wrong and what to do.
         message: String,
     },
+    /// A run's folder in which this one may not start: there is another run, or none to resume.
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What is there and what to do.
+        message: String,
+    },
     /// A file could not be written; earlier checkpoints are untouched.
     Write {
         /// The file.
@@ -106,7 +113,9 @@ impl fmt::Display for TrainErrorKind {
                 write!(f, "{}:{line}: {message}", file.display())
             }
             Self::Data { file, line: None, message } => write!(f, "{}: {message}", file.display()),
-            Self::Checkpoint { path, message } => write!(f, "{}: {message}", path.display()),
+            Self::Checkpoint { path, message } | Self::Folder { path, message } => {
+                write!(f, "{}: {message}", path.display())
+            }
             Self::Write { path, source } => {
                 write!(f, "{}: could not be written: {source}", path.display())?;
                 if source.kind() == io::ErrorKind::StorageFull {

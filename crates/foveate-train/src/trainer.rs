@@ -4,6 +4,7 @@
 //! that was interrupted, by Ctrl-C or by `kill -9`, continues from its last checkpoint with the
 //! losses it would have had.
 
+mod folder;
 mod setup;
 
 use std::path::{Path, PathBuf};
@@ -78,19 +79,32 @@ pub struct Summary {
     pub interrupted: bool,
 }
 
+/// What becomes of a run that is in `run.dir` already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// There is none, or the new one is refused.
+    New,
+    /// It is continued from its newest checkpoint.
+    Resume,
+    /// It is removed, once all that the new one reads was found to be right: checkpoints, metrics,
+    /// event files and curve, and nothing else in the folder.
+    Over,
+}
+
 /// Runs a recipe. `file` is where the recipe stands: its paths are relative to that folder, and
-/// errors name it. `resume` continues from the newest checkpoint of `run.dir`.
+/// errors name it. `start` says what becomes of a run that is in `run.dir` already; one that another
+/// process is at work on is left alone.
 ///
 /// # Errors
 /// What is wrong with recipe, documents, checkpoint or disk, in one line; earlier checkpoints
-/// stay. Without `resume`, a run folder that already holds checkpoints is refused.
+/// stay.
 pub fn train(
     recipe: &Recipe,
     file: &Path,
-    resume: bool,
+    start: Start,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let mut run = Setup::new(recipe, file, resume)?;
+    let mut run = Setup::new(recipe, file, start)?;
     observer.started(&run.started);
     run.steps(observer)
 }
@@ -112,8 +126,11 @@ impl Setup<'_> {
         if !packer.cursor_fits()? {
             let message = "state.json has a cursor outside the documents; it was changed or \
                            damaged, so remove this checkpoint and resume from an earlier one";
-            let last = checkpoint::latest(&self.dir.join("checkpoints"));
-            return Err(TrainError::checkpoint(&last.unwrap_or(self.dir.clone()), message));
+            let last = checkpoint::latest(&self.folder.checkpoints());
+            return Err(TrainError::checkpoint(
+                &last.unwrap_or(self.recipe.run.dir.clone()),
+                message,
+            ));
         }
         let mut gradients = Gradients::zeros(&self.model);
         let (mut seconds, mut tokens) = (0.0, 0u64);
@@ -146,7 +163,7 @@ impl Setup<'_> {
             true => None,
             false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
         };
-        let curve = self.dir.join("loss.svg");
+        let curve = self.folder.curve();
         curve::write_svg(&curve, "loss", &self.records)
             .map_err(|e| TrainError::write(&curve, e))?;
         Ok(Summary {
@@ -258,9 +275,9 @@ impl Setup<'_> {
     }
 
     fn record(&mut self, record: Record) -> Result<(), TrainError> {
-        let failed = |e| TrainError::write(&self.dir.join("metrics.jsonl"), e);
+        let failed = |e| TrainError::write(&self.folder.metrics(), e);
         self.jsonl.append(&record).map_err(failed)?;
-        self.board.append(&record).map_err(|e| TrainError::write(&self.dir, e))?;
+        self.board.append(&record).map_err(|e| TrainError::write(&self.recipe.run.dir, e))?;
         self.records.push(record);
         Ok(())
     }
@@ -277,7 +294,7 @@ impl Setup<'_> {
             chat_template: self.template_source.as_deref(),
         };
         let keep = self.recipe.train.keep;
-        let path = checkpoint::save(&self.dir.join("checkpoints"), &snapshot, keep)?;
+        let path = checkpoint::save(&self.folder.checkpoints(), &snapshot, keep)?;
         observer.saved(&path);
         Ok(path)
     }

@@ -6,6 +6,7 @@ mod tensorboard;
 
 pub use jsonl::JsonlLog;
 pub use tensorboard::TensorBoardLog;
+pub(crate) use tensorboard::event_files;
 
 use serde::{Deserialize, Serialize};
 

@@ -8,7 +8,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Record;
@@ -17,6 +17,24 @@ use super::Record;
 #[derive(Debug)]
 pub struct TensorBoardLog(File);
 
+/// What the names of event files begin with.
+const PREFIX: &str = "events.out.tfevents.";
+
+/// The event files in `dir`.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn event_files(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
 impl TensorBoardLog {
     /// A new event file in `dir`; a resumed run adds another one.
     ///
@@ -24,7 +42,7 @@ impl TensorBoardLog {
     /// When it cannot be written.
     pub fn create(dir: &Path) -> io::Result<Self> {
         let now = now();
-        let name = format!("events.out.tfevents.{}.{}", now as u64, std::process::id());
+        let name = format!("{PREFIX}{}.{}", now as u64, std::process::id());
         let mut log = Self(File::create(dir.join(name))?);
         let mut event = Vec::new();
         double(&mut event, 1, now);

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use foveate_nn::{AttentionConfig, Model, ModelConfig};
 
-use super::Started;
+use super::folder::{Claim, Folder};
+use super::{Start, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, Config, State};
 use crate::corpus::{Corpus, Sources};
@@ -18,7 +19,9 @@ use crate::tokens::Tokenizer;
 /// A run between two steps.
 pub(super) struct Setup<'a> {
     pub recipe: &'a Recipe,
-    pub dir: PathBuf,
+    pub folder: Folder<'a>,
+    /// The folder is this run's until it ends.
+    _claim: Claim,
     pub corpus: Corpus,
     /// The checkpoint the weights came from at first.
     pub origin: Option<PathBuf>,
@@ -37,10 +40,14 @@ pub(super) struct Setup<'a> {
 
 impl<'a> Setup<'a> {
     /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
-    pub fn new(recipe: &'a Recipe, file: &Path, resume: bool) -> Result<Self, TrainError> {
+    pub fn new(recipe: &'a Recipe, file: &Path, start: Start) -> Result<Self, TrainError> {
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
-        let last = last_checkpoint(recipe, resume)?;
+        let folder = Folder::new(&recipe.run.dir);
+        let last = folder.admit(start)?;
+        if last.is_some() {
+            same_run(recipe, &folder.recipe())?;
+        }
         let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
         let from = origin.as_deref().map(checkpoint::read_config).transpose()?;
         let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
@@ -61,13 +68,18 @@ impl<'a> Setup<'a> {
             (zeros, State { fingerprint, ..Default::default() })
         };
 
-        let dir = recipe.run.dir.clone();
-        std::fs::create_dir_all(&dir).map_err(|e| TrainError::write(&dir, e))?;
-        checkpoint::replace_file(&dir.join("recipe.toml"), recipe.to_toml()?.as_bytes())?;
-        let log = dir.join("metrics.jsonl");
+        if start == Start::Over {
+            let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
+            let read = named.map(|file| place.join(file)).chain(origin.clone());
+            read.into_iter().try_for_each(|path| folder.spare(&path))?;
+        }
+        let claim = folder.claim(start, last.as_deref())?;
+        let dir = &recipe.run.dir;
+        checkpoint::replace_file(&folder.recipe(), recipe.to_toml()?.as_bytes())?;
+        let log = folder.metrics();
         let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
         let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
-        let board = TensorBoardLog::create(&dir).map_err(|e| TrainError::write(&dir, e))?;
+        let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
         let started = Started {
             step: state.step,
             steps: recipe.train.steps,
@@ -80,7 +92,8 @@ impl<'a> Setup<'a> {
         };
         Ok(Self {
             recipe,
-            dir,
+            folder,
+            _claim: claim,
             corpus,
             origin,
             template_source,
@@ -95,28 +108,6 @@ impl<'a> Setup<'a> {
             board,
             records,
         })
-    }
-}
-
-/// The checkpoint to continue from: the newest of the run's folder when `resume`, else none, and
-/// none may be there.
-fn last_checkpoint(recipe: &Recipe, resume: bool) -> Result<Option<PathBuf>, TrainError> {
-    let checkpoints = recipe.run.dir.join("checkpoints");
-    match (checkpoint::latest(&checkpoints), resume) {
-        (None, false) => Ok(None),
-        (Some(last), true) => {
-            same_run(recipe, &recipe.run.dir.join("recipe.toml"))?;
-            Ok(Some(last))
-        }
-        (Some(last), false) => {
-            let message =
-                "a run is already here; continue it with --resume, or choose another run.dir";
-            Err(TrainError::checkpoint(&last, message))
-        }
-        (None, true) => {
-            let message = "there is no checkpoint to resume from; start without --resume";
-            Err(TrainError::checkpoint(&checkpoints, message))
-        }
     }
 }
 

@@ -1,4 +1,7 @@
+use std::collections::BTreeMap;
+
 use super::*;
+use crate::metrics::JsonlLog;
 
 /// A folder with some documents, and recipes about them.
 struct Place(tempfile::TempDir);
@@ -59,9 +62,9 @@ impl Place {
         self.0.path().join("test.toml")
     }
 
-    fn run(&self, recipe: &Recipe, resume: bool) -> Result<(Summary, Log), TrainError> {
+    fn run(&self, recipe: &Recipe, start: Start) -> Result<(Summary, Log), TrainError> {
         let mut log = Log::default();
-        let summary = train(recipe, &self.file(), resume, &mut log)?;
+        let summary = train(recipe, &self.file(), start, &mut log)?;
         Ok((summary, log))
     }
 }
@@ -97,7 +100,7 @@ fn losses_do_not_depend_on_threads_or_recomputation() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let place = Place::new();
         let recipe = place.recipe(&[&format!("train.recompute={recompute}")]);
-        pool.install(|| place.run(&recipe, false).unwrap().1)
+        pool.install(|| place.run(&recipe, Start::New).unwrap().1)
     };
     let one = run(1, "none");
     assert_eq!((one.losses.len(), one.held_out.len()), (6, 2));
@@ -109,18 +112,115 @@ fn losses_do_not_depend_on_threads_or_recomputation() {
 #[test]
 fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
     let straight = Place::new();
-    let (summary, whole) = straight.run(&straight.recipe(&[]), false).unwrap();
+    let (summary, whole) = straight.run(&straight.recipe(&[]), Start::New).unwrap();
     let place = Place::new();
     // Saved weights are rounded; what resuming reads is not.
     let recipe = place.recipe(&["train.save_dtype=bf16"]);
     let mut first = Log { stop_after: Some(3), ..Log::default() };
-    let stopped = train(&recipe, &place.file(), false, &mut first).unwrap();
+    let stopped = train(&recipe, &place.file(), Start::New, &mut first).unwrap();
     assert!(stopped.interrupted && stopped.steps == 3);
-    let (resumed, second) = place.run(&recipe, true).unwrap();
+    let (resumed, second) = place.run(&recipe, Start::Resume).unwrap();
     assert_eq!([first.losses, second.losses].concat(), whole.losses);
     assert_eq!(resumed.held_out_loss, summary.held_out_loss);
-    let again = place.run(&recipe, false).unwrap_err().to_string();
+    let again = place.run(&recipe, Start::New).unwrap_err().to_string();
     assert!(again.contains("--resume"), "{again}");
+}
+
+/// Name and bytes of everything in the folder of a run.
+fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.append(&mut files(&path)),
+            false => drop(found.insert(path.clone(), std::fs::read(&path).unwrap())),
+        }
+    }
+    found
+}
+
+#[test]
+fn a_run_is_not_written_over_unless_that_is_asked_for() {
+    let place = Place::new();
+    let dir = place.0.path().join("run");
+    let (first, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    std::fs::write(dir.join("notes.txt"), "mine").unwrap();
+    let before = files(&dir);
+    let told =
+        |sets: &[&str], start| place.run(&place.recipe(sets), start).unwrap_err().to_string();
+    let refused = told(&[], Start::New);
+    assert!(refused.starts_with(&format!("{}: a run is already here", dir.display())), "{refused}");
+    for way in ["--resume", "--start-over", "run.dir"] {
+        assert!(refused.contains(way), "{refused}");
+    }
+    // What cannot run removes nothing, and what the new run reads is not removed.
+    assert!(told(&["data.files=[\"*.rs\"]"], Start::Over).contains("no file matches"));
+    let tuned = format!(
+        "[run]\ndir = {dir:?}\n[model]\ncheckpoint = {:?}\n[data]\nfiles = [\"*.txt\"]\nlen = 24\n",
+        first.checkpoint
+    );
+    let tuned = Recipe::parse(&tuned, "tune.toml", &[]).unwrap();
+    let own = place.run(&tuned, Start::Over).unwrap_err().to_string();
+    assert!(own.contains("starting over would remove") && own.contains("step-000006"), "{own}");
+    assert_eq!(files(&dir), before);
+
+    let (second, log) = place.run(&place.recipe(&["train.steps=3"]), Start::Over).unwrap();
+    assert!(second.checkpoint.ends_with("step-000003") && log.losses.len() == 3);
+    let after = files(&dir);
+    let has = |part: &str| after.keys().filter(|p| p.display().to_string().contains(part)).count();
+    assert_eq!(
+        (has("step-000006"), has("step-000004"), has("tfevents"), has("loss.svg")),
+        (0, 0, 1, 1)
+    );
+    assert_eq!(after[&dir.join("notes.txt")], b"mine");
+    let records = JsonlLog::read(&dir.join("metrics.jsonl")).unwrap();
+    assert_eq!(records.iter().map(Record::step).max(), Some(3));
+}
+
+#[test]
+fn steps_that_no_checkpoint_has_are_not_written_over_unasked_either() {
+    let place = Place::new();
+    let sets = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=0"];
+    place.run(&place.recipe(&sets), Start::New).unwrap_err();
+    let before = files(&place.0.path().join("run"));
+    for start in [Start::New, Start::Resume] {
+        let told = place.run(&place.recipe(&[]), start).unwrap_err().to_string();
+        assert!(told.contains(" here") && told.contains(" at step 1 and "), "{told}");
+        assert!(told.contains("--start-over"), "{told}");
+    }
+    assert_eq!(files(&place.0.path().join("run")), before);
+    assert_eq!(place.run(&place.recipe(&[]), Start::Over).unwrap().1.losses.len(), 6);
+}
+
+/// Starts another run in the same folder when a run has taken a step.
+#[cfg(unix)]
+struct Intruder<'a> {
+    place: &'a Place,
+    told: Vec<String>,
+}
+
+#[cfg(unix)]
+impl Observer for Intruder<'_> {
+    fn step(&mut self, _: &StepMetrics) {
+        for start in [Start::Resume, Start::Over] {
+            let run = self.place.run(&self.place.recipe(&[]), start);
+            self.told.extend(run.err().map(|e| e.to_string()));
+        }
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_in_which_a_process_trains_is_left_alone() {
+    let place = Place::new();
+    let mut intruder = Intruder { place: &place, told: Vec::new() };
+    train(&place.recipe(&["train.save_every=1"]), &place.file(), Start::New, &mut intruder)
+        .unwrap();
+    let in_use = intruder.told.iter().filter(|t| t.contains("another process is training here"));
+    // Before the first checkpoint there is nothing to resume.
+    assert_eq!((in_use.count(), intruder.told.len()), (11, 12));
+    // Its folder is free once a run has ended.
+    place.run(&place.recipe(&[]), Start::Over).unwrap();
 }
 
 #[test]
@@ -129,7 +229,7 @@ fn accumulated_batches_are_one_large_batch() {
         let place = Place::new();
         let rows = format!("train.batch_rows={rows}");
         let recipe = place.recipe(&[&rows, &format!("train.accumulate={accumulate}")]);
-        place.run(&recipe, false).unwrap().1.losses
+        place.run(&recipe, Start::New).unwrap().1.losses
     };
     for (a, b) in losses(4, 1).into_iter().zip(losses(2, 2)) {
         let (a, b) = (f64::from_bits(a), f64::from_bits(b));
@@ -146,7 +246,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
         "attention.learned.bias.init=0.25",
         "train.recompute=attention",
     ]);
-    let (summary, _) = place.run(&recipe, false).unwrap();
+    let (summary, _) = place.run(&recipe, Start::New).unwrap();
     let config = checkpoint::read_config(&summary.checkpoint).unwrap();
     assert_eq!(config.attention.score.as_deref(), Some("score + bias[h]"));
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
@@ -162,7 +262,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
         "attention.score=score + bias[h, min(q - kv, 7)]",
         "attention.learned.bias.shape=[4, 8]",
     ]);
-    let (summary, _) = place.run(&recipe, false).unwrap();
+    let (summary, _) = place.run(&recipe, Start::New).unwrap();
     let config = checkpoint::read_config(&summary.checkpoint).unwrap();
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
     checkpoint::load_weights(&summary.checkpoint, &mut model).unwrap();
@@ -174,7 +274,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
 fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
     let place = Place::new();
     let base = place.recipe(&["model.max_position_embeddings=64"]);
-    let (summary, _) = place.run(&base, false).unwrap();
+    let (summary, _) = place.run(&base, Start::New).unwrap();
     let text = format!(
         "[run]\ndir = {:?}\n[model]\ncheckpoint = {:?}\n[data]\nfiles = [\"chat.jsonl\"]\nlen = 64\n\
          held_out = 0\nsplit_documents = false\n[train]\nsteps = 20\nbatch_rows = 8\nsave_every = 0\n\
@@ -183,10 +283,10 @@ fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
         summary.checkpoint
     );
     let long = Recipe::parse(&text.replace("len = 64", "len = 65"), "tune.toml", &[]).unwrap();
-    let error = place.run(&long, false).unwrap_err().to_string();
+    let error = place.run(&long, Start::New).unwrap_err().to_string();
     assert!(error.contains("data.len is 65, but the model takes 64"), "{error}");
     let recipe = Recipe::parse(&text, "tune.toml", &[]).unwrap();
-    let (tuned, log) = place.run(&recipe, false).unwrap();
+    let (tuned, log) = place.run(&recipe, Start::New).unwrap();
     // Each conversation fills a row, and its labels are `yes yes`, a newline and the end.
     assert_eq!(log.tokens, 20 * 8 * 9);
     let loss = |i: usize| f64::from_bits(log.losses[i]);
@@ -202,7 +302,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
     let place = Place::new();
     let recipe =
         place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=1"]);
-    let error = place.run(&recipe, false).unwrap_err();
+    let error = place.run(&recipe, Start::New).unwrap_err();
     assert!(matches!(error.kind(), TrainErrorKind::Diverged { step: 2, .. }), "{error}");
     assert!(error.to_string().contains("Lower optimizer.lr"), "{error}");
     let kept = checkpoint::latest(&place.0.path().join("run/checkpoints")).unwrap();
@@ -213,7 +313,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
 fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
     let place = Place::new();
     let mut first = Log { stop_after: Some(2), ..Log::default() };
-    train(&place.recipe(&[]), &place.file(), false, &mut first).unwrap();
+    train(&place.recipe(&[]), &place.file(), Start::New, &mut first).unwrap();
     for (set, key) in [
         ("model.num_hidden_layers=1", "[model]"),
         ("attention.mask=causal", "[attention]"),
@@ -221,7 +321,7 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         ("run.seed=4", "run.seed"),
         ("train.batch_rows=2", "train.batch_rows"),
     ] {
-        let error = place.run(&place.recipe(&[set]), true).unwrap_err().to_string();
+        let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
     }
     let state = place.0.path().join("run/checkpoints/step-000002/state.json");
@@ -230,15 +330,15 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         let mut damaged: serde_json::Value = serde_json::from_str(&whole).unwrap();
         damaged["cursor"][key] = value.into();
         std::fs::write(&state, damaged.to_string()).unwrap();
-        let error = place.run(&place.recipe(&[]), true).unwrap_err().to_string();
+        let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
     }
     std::fs::write(&state, whole).unwrap();
     let file = place.0.path().join("3.txt");
     let before = std::fs::read(&file).unwrap();
     std::fs::write(&file, "other words").unwrap();
-    let error = place.run(&place.recipe(&[]), true).unwrap_err().to_string();
+    let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
     assert!(error.contains("documents are not those"), "{error}");
     std::fs::write(&file, before).unwrap();
-    assert_eq!(place.run(&place.recipe(&["train.steps=7"]), true).unwrap().0.steps, 7);
+    assert_eq!(place.run(&place.recipe(&["train.steps=7"]), Start::Resume).unwrap().0.steps, 7);
 }
