@@ -1,9 +1,10 @@
 //! The forward pass.
 //!
-//! One task is one query tile of one head. It walks the live key tiles of its row from left to
-//! right with the online softmax: scores `s = q·kᵀ`, running maximum `m` and denominator `l` of
-//! each row, the output so far rescaled by `exp(m_old - m_new)` and `exp(s - m)·v` added. Only at
-//! the end is it divided by the denominator.
+//! One task is one query tile of one head. It walks the live key tiles of its row with the online
+//! softmax: scores `s = q·kᵀ`, running maximum `m` and denominator `l` of each row, the output so
+//! far rescaled by `exp(m_old - m_new)` and `exp(s - m)·v` added. Only at the end is it divided by
+//! the denominator. It goes from left to right; under a score that puts keys out of reach, from
+//! those on that it raises most, and leaves out what is [`out of reach`](crate::reach).
 //!
 //! Inside a tile the work goes strip by strip, a strip being the rows of one block of a product:
 //! scores of a strip are made, weighed and multiplied by v while they are in the first-level
@@ -24,6 +25,7 @@ use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Block, Format, Packed, Packing, elements};
+use crate::reach::lowest;
 use crate::simd::{self, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
@@ -113,7 +115,8 @@ fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuEr
     for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
         let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
         let shared = |unit: &Unit| shares_blocks(call, unit);
-        let (packed, packings) = Packed::<T>::new(&operands, wave, shared, tiles, &mut blocks);
+        let (packed, packings) =
+            Packed::<T>::new(&operands, wave, shared, tiles, call.mods.has_reach(), &mut blocks);
         let mut packings = packings.into_iter().peekable();
         let mut tasks = Vec::new();
         for (u, unit) in wave.iter().enumerate() {
@@ -194,13 +197,29 @@ impl<T: Format> Wave<'_, T> {
         let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(room));
         work.states.fill(RowState::START);
         work.clock.lap(Stage::Packing);
-        work.evaluator.enter(head(&call.dims, sequence, task.h));
+        let head = head(&call.dims, sequence, task.h);
+        work.evaluator.enter(head);
+        let keys_of = |tile: usize| tile * tiles.kv..sequence.k_len.min((tile + 1) * tiles.kv);
+        let mut live: Vec<(usize, bool)> =
+            call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)).collect();
+        let reach = call.mods.reach(head, start..start + rows).filter(|reach| {
+            self.packed.is_shared(task.unit) && reach.sort(&mut live, |(tile, _)| keys_of(tile))
+        });
+        let norm = reach.as_ref().map_or(0.0, |_| pack::largest_norm(q, rows, tiles.dim));
         // Whether there are queries that nothing has read.
         let mut fresh = true;
-        for (tile, partial) in call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)) {
-            let first_key = tile * tiles.kv;
-            let keys = first_key..sequence.k_len.min(first_key + tiles.kv);
+        for (tile, partial) in live {
+            let keys = keys_of(tile);
+            let reached = reach.as_ref().map(|reach| {
+                let seen = lowest(work.states[..rows].iter().map(|state| state.max));
+                let of_keys = || self.packed.norm(task.unit, tile);
+                reach.columns(&keys, seen, || call.scale.abs() * norm * of_keys())
+            });
+            if reached.as_ref().is_some_and(Range::is_empty) {
+                continue;
+            }
             work.evaluator.tile(start..start + rows, keys, partial);
+            reached.into_iter().for_each(|columns| work.evaluator.confine(columns));
             work.clock.lap(Stage::Mods);
             let keys = work.evaluator.live(0..rows);
             let block = self.packed.block(task.unit, tile, keys, own.as_mut());

@@ -13,7 +13,8 @@
 //! - `pack` has operands as products want them, whatever their dtype and strides: f32, or pairs of
 //!   bf16 where the processor multiplies those.
 //! - `forward` and `backward` say what a task does; `mods` evaluates masks, scores and dropout
-//!   inside a tile; `captures` sums the gradients of learned buffers.
+//!   inside a tile; `reach` says which keys weigh nothing whatever they are; `captures` sums the
+//!   gradients of learned buffers.
 //! - `decode` is the forward of few queries over many keys, read in place.
 //! - `simd` has the inner loops, and all of the crate's `unsafe`.
 //!
@@ -70,6 +71,7 @@ mod masks;
 mod mods;
 mod pack;
 pub mod plan;
+mod reach;
 mod simd;
 pub mod stages;
 pub mod tiles;

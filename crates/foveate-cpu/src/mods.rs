@@ -10,10 +10,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_mods::vector::{Bits, Head, Kernel, Machine, Read};
-use foveate_mods::{MaskMod, ModError, Node, ScoreMod};
+use foveate_mods::{Bounds, Leaf, MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
 use crate::captures::Slot;
+use crate::reach::Reach;
 use crate::simd::{LANES, STRIP};
 
 /// A learned buffer of the score.
@@ -43,8 +44,14 @@ pub struct Mods {
     mask: Option<Kernel>,
     score: Option<Kernel>,
     gradient: Option<Result<Gradient, ModError>>,
+    /// What the score is at most, where that may tell anything.
+    bounds: Option<Bounds>,
     keep: Option<Kernel>,
 }
+
+/// Elements of captured buffers up to which a score is bounded: what bounds look up in them takes
+/// time to make.
+const BOUNDED: usize = 1 << 14;
 
 impl Mods {
     /// Compiles the programs. That a score has no derivative is reported by
@@ -56,6 +63,7 @@ impl Mods {
             mask: mask.as_ref().map(of_mask),
             score: score.as_ref().map(|s| Kernel::compile(s.program())),
             gradient: score.as_ref().map(Gradient::new),
+            bounds: score.as_ref().and_then(bounds),
             keep: dropout.as_ref().map(|d| of_mask(d.keep())),
         }
     }
@@ -70,6 +78,16 @@ impl Mods {
             Some(Ok(gradient)) => Ok(&gradient.learned),
             Some(Err(e)) => Err(e.clone()),
         }
+    }
+
+    /// What tells which keys `queries` of a head do not reach; `None` where nothing does.
+    pub fn reach(&self, head: Head, queries: Range<usize>) -> Option<Reach<'_>> {
+        self.bounds.as_ref().map(|bounds| Reach::new(bounds, head, queries))
+    }
+
+    /// Whether [`Self::reach`] is for anything.
+    pub fn has_reach(&self) -> bool {
+        self.bounds.is_some()
     }
 
     /// What a thread needs for tiles of `[queries, keys]`. `backward` says that it is for the
@@ -97,10 +115,19 @@ impl Mods {
             visible: Bits::default(),
             kept: Bits::default(),
             partial: false,
+            reached: 0..0,
             queries: 0,
             keys: 0,
         }
     }
+}
+
+/// The bounds of a score that looks at keys.
+fn bounds(score: &ScoreMod) -> Option<Bounds> {
+    let graph = score.program().graph();
+    let captured: usize = graph.buffers().iter().map(|b| b.data().len()).sum();
+    let may = graph.nodes().contains(&Node::Leaf(Leaf::Kv)) && captured <= BOUNDED;
+    may.then(|| Bounds::new(score.program()))
 }
 
 impl Gradient {
@@ -150,6 +177,8 @@ pub struct Evaluator {
     kept: Bits,
     /// Whether the mask decides inside the tile.
     partial: bool,
+    /// Columns of the tile that count.
+    reached: Range<usize>,
     /// Queries and keys in the tile.
     queries: usize,
     keys: usize,
@@ -170,6 +199,7 @@ impl Evaluator {
     pub fn tile(&mut self, queries: Range<usize>, keys: Range<usize>, partial: bool) {
         let [q, kv] = [queries, keys].map(|r| r.start as i32..r.end as i32);
         (self.queries, self.keys) = (q.len(), kv.len());
+        self.reached = 0..self.keys;
         self.partial = partial && self.mask.is_some();
         if let Some(mask) = self.mask.as_mut().filter(|_| self.partial) {
             mask.set_tile(q.clone(), kv.clone());
@@ -184,14 +214,25 @@ impl Evaluator {
         }
     }
 
+    /// Leaves the columns of the tile outside of `columns`, which are whole groups, out.
+    pub fn confine(&mut self, columns: Range<usize>) {
+        self.reached = columns;
+    }
+
     /// Whether there is a score function.
     pub fn has_score(&self) -> bool {
         self.score.is_some()
     }
 
-    /// The columns of the tile outside of which no query of `rows` sees a key.
+    /// The columns of the tile that count, outside of which no query of `rows` sees a key.
     pub fn live(&self, rows: Range<usize>) -> Range<usize> {
-        if self.partial { self.visible.columns(rows) } else { 0..self.keys }
+        let Range { start, end } = self.reached;
+        if !self.partial {
+            return start..end;
+        }
+        let seen = self.visible.columns(rows);
+        let start = start.max(seen.start);
+        start..end.min(seen.end).max(start)
     }
 
     /// The first of `rows`, those of a tile that are left, that are computed together: up to

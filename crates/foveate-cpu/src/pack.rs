@@ -30,6 +30,9 @@ pub trait Format: Element {
     /// format.
     fn stored<'a>(t: TensorRef<'a>, place: usize) -> Option<&'a [Self]>;
 
+    /// `Σ x²` over a row.
+    fn square_sum(row: &[Self]) -> f32;
+
     /// Copies the vector at `[b, h, s]`, padded with zeros.
     fn load_row(t: TensorRef<'_>, at: [usize; 3], into: &mut [Self]);
 
@@ -72,6 +75,10 @@ impl Format for f32 {
         }
     }
 
+    fn square_sum(row: &[f32]) -> f32 {
+        simd::dot(row, row)
+    }
+
     fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [f32]) {
         let (own, padding) = into.split_at_mut(t.shape()[3]);
         t.load_row(b, h, s, own);
@@ -109,6 +116,10 @@ impl Format for Pair {
             Slice::BF16(data) => Some(data[place..].as_chunks().0),
             _ => None,
         }
+    }
+
+    fn square_sum(row: &[Pair]) -> f32 {
+        simd::pair_square_sum(row)
     }
 
     fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [Pair]) {
@@ -229,15 +240,30 @@ fn keys_in_place<'a, T: Format>(
     operands.pages.is_none().then(|| neighbours(t, at, dim))?
 }
 
+/// The largest `√Σx²` of `n` rows of `dim` numbers; NaN when one is.
+pub fn largest_norm<T: Format>(rows: Matrix<'_, T>, n: usize, dim: usize) -> f32 {
+    let sums = (0..n).map(|r| T::square_sum(&rows.data[r * rows.row..][..dim / T::WIDTH]));
+    sums.fold(0.0, simd::larger).sqrt()
+}
+
 /// Blocks of the units of a wave. Those that are shared are packed each by a task of its own, and
 /// whoever needs one earlier waits for it.
 pub struct Packed<'a, T> {
     operands: Operands<'a>,
     units: &'a [Unit],
-    blocks: Vec<OnceLock<&'a [T]>>,
+    blocks: Vec<OnceLock<Shared<'a, T>>>,
     /// First block of each unit, if its blocks are shared.
     first: Vec<Option<usize>>,
+    /// Whether shared blocks have norms.
+    norms: bool,
     tiles: Tiles,
+}
+
+/// A block that is shared.
+struct Shared<'a, T> {
+    block: &'a [T],
+    /// Of its keys, the largest.
+    norm: f32,
 }
 
 /// A block to be packed.
@@ -280,12 +306,13 @@ fn block_elems<T: Format>(tiles: &Tiles) -> usize {
 
 impl<'a, T: Format> Packed<'a, T> {
     /// Room in `data` for the blocks of those `units` that are `shared`, [`elems`] of each, and
-    /// what is to be packed into it, unit by unit.
+    /// what is to be packed into it, unit by unit. `norms` says that those of keys are wanted.
     pub fn new(
         operands: &Operands<'a>,
         units: &'a [Unit],
         shared: impl Fn(&Unit) -> bool,
         tiles: Tiles,
+        norms: bool,
         data: &'a mut [f32],
     ) -> (Self, Vec<Packing<'a>>) {
         let mut rooms = data.chunks_exact_mut(block_elems::<T>(&tiles));
@@ -300,7 +327,13 @@ impl<'a, T: Format> Packed<'a, T> {
             }
         }
         let blocks = packings.iter().map(|_| OnceLock::new()).collect();
-        (Self { operands: *operands, units, blocks, first, tiles }, packings)
+        (Self { operands: *operands, units, blocks, first, norms, tiles }, packings)
+    }
+
+    /// The largest norm of the keys of a tile of a unit whose blocks are shared.
+    pub fn norm(&self, u: usize, tile: usize) -> f32 {
+        let first = self.first[u].expect("only shared blocks have norms");
+        self.blocks[first + tile].wait().norm
     }
 
     /// Whether the blocks of a unit are packed once for all.
@@ -320,15 +353,22 @@ impl<'a, T: Format> Packed<'a, T> {
         let Packing { unit, tile, into } = packing;
         let into = elements::<T>(into);
         let keys = self.units[unit].keys.len - tile * self.tiles.kv;
-        self.fill(unit, tile, 0..keys.min(self.tiles.kv), elements(room), into);
+        let norm = self.fill(unit, tile, 0..keys.min(self.tiles.kv), elements(room), into);
         let first = self.first[unit].expect("what is not shared has no packings");
-        let packed = self.blocks[first + tile].set(into);
+        let packed = self.blocks[first + tile].set(Shared { block: into, norm });
         assert!(packed.is_ok(), "a block is packed once");
     }
 
     /// Packs those `keys` of a tile, counted from its first, that a block is to have; they begin
-    /// with a whole group.
-    fn fill(&self, u: usize, tile: usize, keys: Range<usize>, room: &mut [T], into: &mut [T]) {
+    /// with a whole group. Returns their largest norm, if norms are wanted, else infinity.
+    fn fill(
+        &self,
+        u: usize,
+        tile: usize,
+        keys: Range<usize>,
+        room: &mut [T],
+        into: &mut [T],
+    ) -> f32 {
         let (Tiles { kv, dim, dim_v, .. }, operands) = (self.tiles, &self.operands);
         let (unit, n, first) = (&self.units[u], keys.len(), keys.start);
         let own = tile * kv + first..tile * kv + keys.end;
@@ -340,6 +380,7 @@ impl<'a, T: Format> Packed<'a, T> {
             dim,
             &mut k_t[first * dim / T::WIDTH..][..simd::padded(n) * dim / T::WIDTH],
         );
+        let norm = if self.norms { largest_norm(k, n, dim) } else { f32::INFINITY };
         let v = &mut v[first * dim_v / T::WIDTH..];
         if T::WIDTH > 1 {
             let rows = key_rows(operands, operands.v, unit, &own, dim_v, room);
@@ -347,6 +388,7 @@ impl<'a, T: Format> Packed<'a, T> {
         } else if self.values_in_place(u, tile).is_none() {
             load_keys(operands, operands.v, unit, &own, dim_v, v);
         }
+        norm
     }
 
     /// Tile `tile` of unit `u` of the wave, of which `keys` are asked for: the shared block, or one
@@ -360,7 +402,7 @@ impl<'a, T: Format> Packed<'a, T> {
     ) -> Block<'b, T> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
         let block: &[T] = match (self.first[u], room) {
-            (Some(first), _) => self.blocks[first + tile].wait(),
+            (Some(first), _) => self.blocks[first + tile].wait().block,
             (None, Some(Room { rows, block })) => {
                 let block = elements(block);
                 let whole = keys.start / LANES * LANES..keys.end;

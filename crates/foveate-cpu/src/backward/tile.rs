@@ -1,5 +1,6 @@
 //! What a task does: its lane's keys, chunk by chunk, against the rows that see them.
 
+use std::cell::LazyCell;
 use std::ops::Range;
 
 use foveate_problem::Operands;
@@ -12,6 +13,7 @@ use crate::call::{Call, head};
 use crate::captures::Slot;
 use crate::mods::Evaluator;
 use crate::pack::{self, Format, both_elems, elements};
+use crate::reach::{Reach, lowest};
 use crate::simd::{self, LANES, Matrix, Panels, Part, RowStatistics, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Unit};
@@ -189,7 +191,8 @@ impl<'a> Worker<'a> {
         let unit = &self.wave[lane.unit];
         let of_tile = |(first, room)| {
             let keys = first..keys.end.min(first + tiles.kv);
-            block::pack(self.operands, unit, &keys, tiles, room, v_rows)
+            let norms = self.call.mods.has_reach();
+            block::pack(self.operands, unit, &keys, tiles, norms, room, v_rows)
         };
         let blocks: Vec<Block<'_, T>> =
             keys.clone().step_by(tiles.kv).zip(rooms).map(of_tile).collect();
@@ -226,21 +229,36 @@ impl<'a> Worker<'a> {
         let (b, h) = self.lanes.head(of_wave);
         let sequence = &call.sequences[b];
         let first_tile = keys.start / tiles.kv;
-        work.evaluator.enter(head(&call.dims, sequence, h));
+        let head = head(&call.dims, sequence, h);
+        work.evaluator.enter(head);
         for start in rows.clone().step_by(tiles.q) {
             let key_tiles = first_tile..keys.end.div_ceil(tiles.kv);
-            let mut live = call.live(b, h).tiles(start / tiles.q, &key_tiles).peekable();
-            if live.peek().is_none() {
-                continue;
-            }
             let end = rows.end.min(start + tiles.q);
             let (at, n) = ([sequence.q_batch, h, sequence.q_start + start], end - start);
+            let statistics = self.statistics.of(of_wave, start..end);
+            let mut live: Vec<_> = call.live(b, h).tiles(start / tiles.q, &key_tiles).collect();
+            if let Some(reach) = call.mods.reach(head, start..end) {
+                let norm = LazyCell::new(|| {
+                    let room = elements::<T>(&mut q_room[0]);
+                    let rows = pack::rows(self.operands.q, at, n, tiles.dim, room);
+                    pack::largest_norm(rows, n, tiles.dim)
+                });
+                live.retain(|(tile, _)| {
+                    let range = tile * tiles.kv..keys.end.min((tile + 1) * tiles.kv);
+                    let of_keys = blocks[tile - first_tile].norm;
+                    let magnitude = || call.scale.abs() * *norm * of_keys;
+                    !is_out_of_reach(&reach, &range, statistics, magnitude)
+                });
+            }
+            if live.is_empty() {
+                continue;
+            }
             let queries = Queries {
                 start,
                 rows: n,
                 q: Both::of(self.operands.q, at, n, tiles.dim, q_room),
                 d_out: Both::of(self.d_out, at, n, tiles.dim_v, d_out_room),
-                statistics: self.statistics.of(of_wave, start..end),
+                statistics,
             };
             work.clock.lap(Stage::Packing);
             let dq = &mut dq[(start - rows.start) * tiles.dim..][..n * tiles.dim];
@@ -253,6 +271,18 @@ impl<'a> Worker<'a> {
             }
         }
     }
+}
+
+/// Whether queries of these statistics give `keys` weights of 0 only, and so no gradient. What is
+/// not a number in `d_out` or v has made delta none, and 0 times it is to be seen in every gradient.
+fn is_out_of_reach(
+    reach: &Reach<'_>,
+    keys: &Range<usize>,
+    statistics: RowStatistics<'_>,
+    magnitude: impl Fn() -> f32,
+) -> bool {
+    let columns = || reach.columns(keys, lowest(statistics.lse.iter().copied()), magnitude);
+    statistics.delta.iter().all(|delta| delta.is_finite()) && columns().is_empty()
 }
 
 impl Work<'_> {

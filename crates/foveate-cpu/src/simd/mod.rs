@@ -23,11 +23,15 @@ mod transpose;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use level::larger;
 pub use level::{LANES, VARIABLE, asked, level};
 pub use pairs::{interleave, round_along, round_beside};
 pub use prefetch::prefetch;
 pub use product::{Element, Matrix, Pair, Panels, Part, STRIP, Write, product};
-pub use rows::{RowState, RowStatistics, add, derive, dot, exp_sum, scale, soften, weighs_nothing};
+pub use rows::{
+    NOTHING, RowState, RowStatistics, add, derive, dot, exp_sum, pair_square_sum, scale, soften,
+    weighs_nothing,
+};
 pub use stream::{Rows, add_in_place, scores_in_place};
 pub use transpose::{transpose, transpose_pairs};
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::exp::{exp, exp2, exp2_small};
 use super::level::{LANES, Lanes, Simd, for_each_level, larger};
+use super::product::Pair;
 
 for_each_level! {
     /// `row[i] = exp(row[i] - shift)`; returns the sum. `-∞` becomes 0 for any finite `shift`.
@@ -34,6 +35,10 @@ for_each_level! {
     pub dot / dot_on = dot_body(a: &[f32], b: &[f32]) -> f32
 }
 for_each_level! {
+    /// `Σ x²` over numbers in bf16.
+    pub pair_square_sum / pair_square_sum_on = pair_square_sum_body(row: &[Pair]) -> f32
+}
+for_each_level! {
     /// Weights of a strip and their gradients: `p = share·exp(p - lse)` and `d = p·(d - delta)`.
     /// Row `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row without
     /// weight, whose lse is `+∞`, becomes 0 in both.
@@ -56,6 +61,9 @@ for_each_level! {
         lse: &[f32],
     ) -> bool
 }
+
+/// A weight is 0 whose score is so far, or farther, from the one that weighs 1.
+pub const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
 
 /// What the backward knows of rows.
 #[derive(Clone, Copy, Debug)]
@@ -224,6 +232,19 @@ fn dot_body<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[inline(always)]
+fn pair_square_sum_body<S: Simd>(s: S, row: &[Pair]) -> f32 {
+    let (groups, rest) = row.as_flattened().as_chunks::<LANES>();
+    debug_assert!(rest.is_empty(), "rows are padded to whole groups");
+    let mut sum = s.splat(0.0);
+    for group in groups {
+        // What to_f32 does, but for the kind of a NaN.
+        let x = s.load(&group.map(|x| f32::from_bits(u32::from(x.to_bits()) << 16)));
+        sum = s.mul_add(x, x, sum);
+    }
+    s.sum(sum)
+}
+
+#[inline(always)]
 fn weighs_nothing_body<S: Simd>(
     s: S,
     scores: &[f32],
@@ -231,8 +252,6 @@ fn weighs_nothing_body<S: Simd>(
     columns: Range<usize>,
     lse: &[f32],
 ) -> bool {
-    // `exp2` is 0 up to here, which NaN is not.
-    const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
     // The first row tells of most strips that they weigh something.
     for (row, &lse) in scores.chunks(stride).zip(lse) {
         let lse = s.splat(lse);
@@ -247,7 +266,7 @@ fn weighs_nothing_body<S: Simd>(
             above[0] = s.larger(above[0], s.sub(s.load(group), lse));
         }
         let largest = s.largest(s.larger(above[0], above[1]));
-        if largest.is_nan() || largest >= NOTHING {
+        if largest.is_nan() || largest > NOTHING {
             return false;
         }
     }

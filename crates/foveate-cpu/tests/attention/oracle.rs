@@ -189,6 +189,37 @@ fn what_is_no_number_in_d_out_reaches_keys_out_of_reach() {
 }
 
 #[test]
+fn what_is_no_number_in_k_or_q_reaches_queries_that_are_out_of_reach() {
+    let far = (q() - kv()).abs().to_f32() * 4.0;
+    for dtype in [DType::F32, DType::BF16] {
+        let case = Case {
+            lens: [190, 201],
+            dims: [32, 32],
+            dtype,
+            score: score_mod(score() - far.clone()),
+            ..Case::default()
+        };
+        let clean = case.inputs();
+        // NaN with every query, for a key far from most; infinities of both signs for a query.
+        let with = |t: &Tensor, row: usize, value: f64| {
+            Tensor::from_fn(dtype, t.shape(), |at| {
+                if at == [0, 1, row, 5] { value } else { t.view().get_f64(at) }
+            })
+        };
+        let mut inputs = case.inputs();
+        inputs.k = with(&clean.k, 2, f64::NAN);
+        let lse = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap().lse.to_f64();
+        assert!(lse[..190].iter().all(|x| x.is_finite()) && lse[190..].iter().all(|x| x.is_nan()));
+        let mut inputs = case.inputs();
+        inputs.q = with(&clean.q, 100, f64::INFINITY);
+        let lse = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap().lse.to_f64();
+        for (row, x) in lse.iter().enumerate() {
+            assert_eq!(x.is_nan(), row == 190 + 100, "row {row}: {x}");
+        }
+    }
+}
+
+#[test]
 fn keys_that_a_bias_puts_out_of_reach_cost_no_accuracy() {
     let gain = Buffer::learned("gain", &[4], vec![1.0, 0.5, 2.0, 0.01]).unwrap();
     let far = (q() - kv()).abs().to_f32() * gain.at([h()]) * 2.0;

@@ -1,4 +1,4 @@
-//! What a mask can be over a whole rectangle of queries and keys.
+//! What a mask or a score can be over a whole rectangle of queries and keys.
 //!
 //! Interval arithmetic over the graph: each node gets a range that holds every value it takes
 //! for the queries and keys of the rectangle. If the mask's range is only `true` or only
@@ -33,15 +33,15 @@ pub enum Cover {
     Undecided,
 }
 
-/// A mask program ready to be bounded.
+/// A mask or score program ready to be bounded.
 #[derive(Clone, Debug)]
 pub struct Bounds {
     program: Program,
 }
 
 impl Bounds {
-    /// Prepares a program whose root 0 is bool. A captured buffer that was in no bounds before
-    /// takes time and memory linear in its length, all others none.
+    /// Prepares a program. A captured buffer that was in no bounds before takes time and memory
+    /// linear in its length, all others none.
     pub fn new(program: &Program) -> Self {
         program.graph().buffers().iter().for_each(|buffer| {
             buffer.ranges();
@@ -54,7 +54,7 @@ impl Bounds {
     /// # Panics
     /// When root 0 is not bool.
     pub fn cover(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> Cover {
-        let (range, inside) = self.root(head, q, kv);
+        let (range, inside) = self.root(head, q, kv, Interval::ANY_F32);
         match range {
             Interval::Bool { .. } if !inside => Cover::Undecided,
             Interval::Bool { yes: true, no: false } => Cover::Full,
@@ -67,11 +67,31 @@ impl Bounds {
     /// Whether the program surely reads its captured buffers inside their axes, at every point of
     /// a rectangle that is not empty.
     pub fn reads_inside(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> bool {
-        self.program.graph().buffers().is_empty() || self.root(head, q, kv).1
+        self.program.graph().buffers().is_empty() || self.root(head, q, kv, Interval::ANY_F32).1
     }
 
-    /// Range of root 0 over a rectangle, and whether every index is surely inside its axis.
-    fn root(&self, head: &Head, q: Range<i32>, kv: Range<i32>) -> (Interval, bool) {
+    /// What no value of root 0, an f32, is above over a rectangle that is not empty, whatever the
+    /// raw scores there are between `-magnitude` and `magnitude`. `+∞` where it may be NaN or an
+    /// index outside its axis.
+    ///
+    /// # Panics
+    /// When root 0 is not f32.
+    pub fn highest(&self, head: &Head, q: Range<i32>, kv: Range<i32>, magnitude: f32) -> f32 {
+        let raw = if magnitude.is_nan() {
+            Interval::ANY_F32
+        } else {
+            Interval::F32 { lo: -magnitude, hi: magnitude, nan: false }
+        };
+        match self.root(head, q, kv, raw) {
+            (Interval::F32 { hi, nan: false, .. }, true) => hi,
+            (Interval::F32 { .. }, _) => f32::INFINITY,
+            _ => panic!("the root of a score is f32"),
+        }
+    }
+
+    /// Range of root 0 over a rectangle for raw scores in `raw`, and whether every index is surely
+    /// inside its axis.
+    fn root(&self, head: &Head, q: Range<i32>, kv: Range<i32>, raw: Interval) -> (Interval, bool) {
         let graph = self.program.graph();
         let point = Point {
             b: head.b,
@@ -87,7 +107,7 @@ impl Bounds {
             let range = match node {
                 Node::Leaf(Leaf::Q) => Interval::I32 { lo: q.start, hi: q.end - 1 },
                 Node::Leaf(Leaf::Kv) => Interval::I32 { lo: kv.start, hi: kv.end - 1 },
-                Node::Leaf(Leaf::Score) => Interval::ANY_F32,
+                Node::Leaf(Leaf::Score) => raw,
                 Node::Leaf(leaf) => Interval::one(point.leaf(*leaf)),
                 Node::Load { buffer, index } => {
                     let buffer = &graph.buffers()[*buffer as usize];
@@ -275,6 +295,51 @@ mod tests {
         let hidden = Bounds::new(mask(ids.at([expr::kv() - 1]).eq(7) & expr::q().lt(0)).program());
         assert_eq!(hidden.cover(&head, 0..4, 1..11), Cover::Empty);
         assert_eq!(hidden.cover(&head, 0..4, 0..11), Cover::Undecided);
+    }
+
+    #[test]
+    fn no_score_is_above_the_highest() {
+        let head = Head { h: 1, q_len: LEN, kv_len: LEN, ..Default::default() };
+        let wave = Buffer::vector("wave", (0..LEN).map(|i| (i as f32).sin()).collect::<Vec<_>>());
+        let relative = expr::score() + wave.at([(expr::q() - expr::kv()).abs()]);
+        let scores = [
+            crate::scores::alibi(4).unwrap(),
+            crate::scores::soft_cap(3.0).unwrap(),
+            crate::scores::alibi(4).unwrap().then(&crate::scores::soft_cap(30.0).unwrap()),
+            crate::ScoreMod::new(relative.dynamic()).unwrap(),
+        ];
+        for score in scores {
+            let bounds = Bounds::new(score.program());
+            for (q, kv) in [(3..9, 0..4), (20..24, 2..7), (0..24, 0..24), (5..6, 5..6)] {
+                let highest = bounds.highest(&head, q.clone(), kv.clone(), 2.5);
+                let mut exact = f32::NEG_INFINITY;
+                for (q, kv) in q.flat_map(|q| kv.clone().map(move |kv| (q, kv))) {
+                    for raw in [-2.5, 0.0, 1.0, 2.5] {
+                        let point = Point { q, kv, h: 1, score: raw, ..Default::default() };
+                        let ScalarValue::F32(x) = score.program().eval(&point).unwrap()[0] else {
+                            unreachable!("a score is f32")
+                        };
+                        exact = exact.max(x);
+                    }
+                }
+                assert!(exact <= highest && highest.is_finite(), "{exact} above {highest}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_known_of_a_score_that_may_be_nan_or_read_outside() {
+        let head = Head { q_len: LEN, kv_len: LEN, ..Default::default() };
+        let highest = |score: Expr<f32>, magnitude| {
+            let score = crate::ScoreMod::new(score.dynamic()).unwrap();
+            Bounds::new(score.program()).highest(&head, 0..4, 0..8, magnitude)
+        };
+        assert_eq!(highest(expr::score() * 2.0, 4.0), 8.0);
+        assert_eq!(highest(expr::score(), f32::INFINITY), f32::INFINITY);
+        assert_eq!(highest(expr::score(), f32::NAN), f32::INFINITY);
+        assert_eq!(highest(expr::score().sqrt(), 1.0), f32::INFINITY);
+        let short = Buffer::vector("short", vec![-1000.0; 7]);
+        assert_eq!(highest(short.at([expr::kv()]) + expr::score(), 1.0), f32::INFINITY);
     }
 
     #[test]
