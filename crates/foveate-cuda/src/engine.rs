@@ -37,38 +37,75 @@ pub struct Engine {
 /// A stream and memory for its work. Cheap to clone.
 ///
 /// Memory that was used on a queue is given out again on the same queue only, so nothing has to
-/// wait for work to end before it drops its memory.
+/// wait for work to end before it drops its memory. When the last clone is dropped the driver frees
+/// it, and waits for the device; what plans keep for the queue, and what they keep it from freeing,
+/// other queues get once the work is done ([`Pool::release`] hands it back).
 #[derive(Clone, Debug)]
-pub struct Queue {
-    id: Arc<u64>,
+pub struct Queue(Arc<Held>);
+
+/// A queue for as long as anybody holds it.
+#[derive(Debug)]
+struct Held {
+    id: u64,
     pool: Pool,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.pool.end();
+    }
+}
+
+/// What is left of a queue when nobody holds it any more, and until then.
+#[derive(Clone, Debug)]
+pub(crate) struct Remains {
+    id: u64,
+    held: Weak<Held>,
+    pool: Pool,
+}
+
+impl Remains {
+    /// That of [`Queue::id`].
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Whether nobody holds the queue and its work is done.
+    pub fn is_over(&self) -> bool {
+        self.held.strong_count() == 0 && !self.pool.is_busy()
+    }
+
+    /// Leaves memory that nothing is kept in to other queues.
+    pub fn leave(&self) {
+        self.pool.leave();
+    }
 }
 
 impl Queue {
     fn new(stream: Stream) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let id = Arc::new(NEXT.fetch_add(1, Ordering::Relaxed));
-        Self { id, pool: Pool::new(Arc::new(stream)) }
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::new(Held { id, pool: Pool::new(Arc::new(stream)) }))
     }
 
     /// Differs from that of every other queue.
     pub(crate) fn id(&self) -> u64 {
-        *self.id
+        self.0.id
     }
 
-    /// The same number for as long as the queue is held by anybody.
-    pub(crate) fn while_held(&self) -> Weak<u64> {
-        Arc::downgrade(&self.id)
+    /// What is left of it when it is gone.
+    pub(crate) fn remains(&self) -> Remains {
+        Remains { id: self.0.id, held: Arc::downgrade(&self.0), pool: self.0.pool.clone() }
     }
 
     /// Memory for its work.
     pub fn pool(&self) -> &Pool {
-        &self.pool
+        &self.0.pool
     }
 
     /// Where its work is queued.
     pub fn stream(&self) -> &Stream {
-        self.pool.stream()
+        self.0.pool.stream()
     }
 }
 

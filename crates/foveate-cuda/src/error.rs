@@ -265,8 +265,8 @@ impl fmt::Display for CudaErrorKind {
             Self::Timeout { waiting, seconds } => {
                 write!(
                     f,
-                    "{waiting} did not finish within {seconds:.0} s; the device hangs or is shared \
-                     with heavy work"
+                    "{waiting} did not finish within {seconds} s; the device hangs, or has more to do: \
+                     FOVEATE_TIMEOUT or CudaOptions::timeout sets how long to wait"
                 )
             }
             Self::Stopped { what } => f.write_str(what),

@@ -9,7 +9,7 @@ use std::{env, fs};
 use foveate_cuda::driver::{Block, Graph};
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
-    DeviceOperands, DeviceTensor, Engine, Type,
+    DeviceOperands, DeviceTensor, Engine, Queue, Type,
 };
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
@@ -172,6 +172,42 @@ fn what_was_kept_for_a_queue_goes_with_it() {
     launches();
     plan.forward_on(&held, &tensors.forward).unwrap();
     assert_eq!(names(&launches()), ["fv_forward"]);
+}
+
+#[test]
+fn no_call_waits_for_memory_of_a_queue_that_is_gone() {
+    if !inside("no_call_waits_for_memory_of_a_queue_that_is_gone") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = Some(masks::document(&doc).unwrap());
+    let plan = plan(&Spec { mask, ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let home = std::path::PathBuf::from(env::var_os("HOME").unwrap());
+    // The driver frees memory, of the device and pinned, only after all that the device is doing.
+    let freed = || fs::read_to_string(home.join("frees")).unwrap_or_default().lines().count();
+    let left = || engine.device().memory().unwrap().0;
+    let call = |queue: &Queue| plan.forward_on(queue, &tensors.forward).unwrap();
+    let [first, second] = [(); 2].map(|()| engine.new_queue().unwrap());
+    call(&first);
+    fs::write(home.join("busy"), "").unwrap();
+    drop(first);
+    let before = left();
+    call(&second);
+    let taken = before - left();
+    assert!(taken > 0, "work of the first queue may still use its memory");
+    fs::remove_file(home.join("busy")).unwrap();
+    call(&second);
+    for _ in 0..3 {
+        let third = engine.new_queue().unwrap();
+        call(&third);
+        assert_eq!(left(), before - taken, "it takes what the first queue has left");
+    }
+    assert_eq!(freed(), 0);
+    call(&second);
+    engine.queue().pool().release().unwrap();
+    assert!(freed() > 0 && left() >= before, "what is left is handed back where somebody waits");
 }
 
 #[test]

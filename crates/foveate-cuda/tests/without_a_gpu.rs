@@ -139,6 +139,29 @@ fn a_device_that_hangs_is_an_error_after_a_time() {
 }
 
 #[test]
+fn room_to_copy_through_is_waited_for_as_long_as_the_caller_says() {
+    let name = "room_to_copy_through_is_waited_for_as_long_as_the_caller_says";
+    if !inside(name, &[], &[], &[("HANGS", "1"), ("FOVEATE_TIMEOUT", "0.4")]) {
+        return;
+    }
+    let waited = |pool: &Pool| {
+        // More than the chunks hold, behind work that does not end.
+        let error = pool.upload(&vec![1; 12 << 20]).unwrap_err();
+        let CudaErrorKind::Timeout { waiting, seconds } = error.kind() else { panic!("{error}") };
+        assert_eq!(waiting, "copies between host and device");
+        *seconds
+    };
+    let pool = pool(0);
+    assert_eq!(waited(&pool), 0.4);
+    assert_eq!(waited(&pool.within(Duration::from_millis(50))), 0.05);
+    let said = pool.release().unwrap_err().to_string();
+    assert!(said.contains(" within 0.4 s; ") && said.contains("FOVEATE_TIMEOUT"), "{said}");
+    // Its end would be waited for.
+    std::mem::forget(pool);
+    assert_eq!(CudaOptions::default().timeout, Duration::from_millis(400));
+}
+
+#[test]
 fn a_driver_without_a_function_is_too_old() {
     if !inside("a_driver_without_a_function_is_too_old", &[], &["-DOLD"], &[]) {
         return;

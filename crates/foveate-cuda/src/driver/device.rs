@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_int};
 use std::ptr;
 use std::sync::Arc;
 
+use super::depot::Depot;
 use super::sys::{Driver, Handle};
 use crate::error::CudaError;
 
@@ -16,6 +17,7 @@ struct Inner {
     ordinal: i32,
     context: Handle,
     info: DeviceInfo,
+    depot: Depot,
 }
 
 // SAFETY: a context is a handle that the driver lets every thread use.
@@ -84,7 +86,7 @@ impl Device {
         // SAFETY: `context` is valid for a write; `Drop` releases what is retained.
         let code = unsafe { (driver.context_retain)(&mut context, device) };
         driver.check(code, doing)?;
-        Ok(Self(Arc::new(Inner { ordinal: device, context, info })))
+        Ok(Self(Arc::new(Inner { ordinal: device, context, info, depot: Depot::default() })))
     }
 
     /// Its index.
@@ -95,6 +97,11 @@ impl Device {
     /// What it offers.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
+    }
+
+    /// What queues that are gone have left of its memory.
+    pub(super) fn depot(&self) -> &Depot {
+        &self.0.depot
     }
 
     /// Free and total bytes of its memory.
@@ -131,6 +138,12 @@ impl Eq for Device {}
 impl Drop for Inner {
     fn drop(&mut self) {
         if let Ok(driver) = Driver::get() {
+            // SAFETY: the context is retained still.
+            let current = unsafe { (driver.context_set)(self.context) };
+            if current == 0 {
+                // A failure while the process ends is of no account.
+                let _ = self.depot.hand_back(driver);
+            }
             // SAFETY: retained once in `open`. A failure while the process ends is of no account.
             unsafe { (driver.context_release)(self.ordinal) };
         }

@@ -1,14 +1,14 @@
 //! Memory of a device, given out again and again.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::depot::Free;
 use super::device::Device;
 use super::staging::Staging;
-use super::stream::Stream;
+use super::stream::{Event, Stream, patience};
 use super::sys::OUT_OF_MEMORY;
 use crate::error::{CudaError, CudaErrorKind};
 
@@ -23,15 +23,20 @@ const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
 
 /// Memory for the work of one stream. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Pool(Arc<Shared>);
+pub struct Pool {
+    shared: Arc<Shared>,
+    /// How long to wait for work that is in the way.
+    patience: Duration,
+}
 
 #[derive(Debug)]
 struct Shared {
     stream: Arc<Stream>,
-    /// Addresses of free blocks, by size.
-    free: Mutex<BTreeMap<usize, Vec<u64>>>,
+    free: Mutex<Free>,
     exact: bool,
     staging: Mutex<Staging>,
+    /// The end of all work that uses its memory, once there is one.
+    ended: OnceLock<Event>,
 }
 
 /// Device memory that goes back to its pool when it is dropped.
@@ -44,16 +49,23 @@ pub struct Block {
 }
 
 impl Pool {
-    /// A pool for work queued on `stream`.
+    /// A pool for work queued on `stream`, which waits as long as [`patience`] says.
     pub fn new(stream: Arc<Stream>) -> Self {
-        let (free, staging) = Default::default();
+        let (free, staging, ended) = Default::default();
         let exact = std::env::var_os(EXACT_VARIABLE).is_some();
-        Self(Arc::new(Shared { stream, free, exact, staging }))
+        let shared = Arc::new(Shared { stream, free, exact, staging, ended });
+        Self { shared, patience: patience() }
+    }
+
+    /// The same memory, where filling blocks that are taken from here waits for at most `limit` for
+    /// earlier copies, and so for the work before them.
+    pub fn within(&self, limit: Duration) -> Self {
+        Self { shared: self.shared.clone(), patience: limit }
     }
 
     /// The stream that its memory is used on.
     pub fn stream(&self) -> &Arc<Stream> {
-        &self.0.stream
+        &self.shared.stream
     }
 
     /// `bytes` of memory with arbitrary contents, aligned to 256 bytes.
@@ -64,18 +76,15 @@ impl Pool {
         let step = if bytes > LARGE { LARGE } else { SMALL };
         // A free block that is not much too large serves as well.
         let (room, most) = match bytes.max(1) {
-            exact if self.0.exact => (exact, exact),
+            exact if self.shared.exact => (exact, exact),
             // More than any device has stays as it is, for the driver to refuse.
             bytes => {
                 let room = bytes.checked_next_multiple_of(step).unwrap_or(bytes);
                 (room, room.saturating_add(room / 4))
             }
         };
-        let found = {
-            let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let fitting = free.range_mut(room..=most).find(|(_, list)| !list.is_empty());
-            fitting.and_then(|(&size, list)| list.pop().map(|address| (address, size)))
-        };
+        let own = self.free().take(room, most);
+        let found = own.or_else(|| self.stream().device().depot().block(room, most));
         let (address, room) = match found {
             Some(found) => found,
             None => (self.allocate(room)?, room),
@@ -93,39 +102,68 @@ impl Pool {
         Ok(block)
     }
 
-    /// Hands every free block back to the device, once the stream's work is done.
+    fn free(&self) -> MutexGuard<'_, Free> {
+        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands every free block back to the device, once the stream's work is done, and with them what
+    /// queues that are gone have left.
     ///
     /// # Errors
     /// When the work does not end, or failed.
     pub fn release(&self) -> Result<(), CudaError> {
-        let blocks = || self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
         // Taken before the wait, which is for the work of these blocks: another thread may free
         // more meanwhile.
-        let mut free = std::mem::take(&mut *blocks());
+        let mut free = std::mem::take(&mut *self.free());
         let freed = self.wait_and_free(&mut free);
-        for (size, mut addresses) in free {
-            blocks().entry(size).or_default().append(&mut addresses);
-        }
+        self.free().absorb(free);
         freed
     }
 
     /// Takes out of `free` what it hands back.
-    fn wait_and_free(&self, free: &mut BTreeMap<usize, Vec<u64>>) -> Result<(), CudaError> {
-        self.0.stream.wait(Duration::from_secs(60), "work before memory is handed back")?;
-        let driver = self.0.stream.device().current()?;
-        for addresses in free.values_mut() {
-            while let Some(address) = addresses.pop() {
-                // SAFETY: allocated by `allocate`, free, and no longer used by queued work.
-                let code = unsafe { (driver.free)(address) };
-                driver.check(code, || "handing memory back".into())?;
-            }
+    fn wait_and_free(&self, free: &mut Free) -> Result<(), CudaError> {
+        self.stream().wait(self.patience, "work before memory is handed back")?;
+        let device = self.stream().device();
+        let driver = device.current()?;
+        device.depot().hand_back(driver)?;
+        // SAFETY: the context is current, and the work that used them is done.
+        unsafe { free.hand_back(driver) }
+    }
+
+    /// Marks the end of the stream's work: nothing is queued on it any more that uses memory of
+    /// this pool, and nobody promises that the stream is there from here on.
+    pub(crate) fn end(&self) {
+        let stream = self.stream();
+        let event = match stream.refuse_recording("the end of a queue") {
+            Ok(()) => Event::new(stream.device()).and_then(|e| e.record(stream).map(|()| e)),
+            Err(e) => Err(e),
+        };
+        // Without the mark, memory is freed by the driver, which waits.
+        if let Ok(event) = event {
+            let _ = self.shared.ended.set(event);
         }
-        Ok(())
+    }
+
+    /// Whether work before the end is still under way.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.shared.ended.get().is_some_and(|end| matches!(end.done(), Ok(false)))
+    }
+
+    /// Leaves what is free to other queues of the device, once the end is reached.
+    pub(crate) fn leave(&self) {
+        if self.shared.ended.get().is_some_and(|end| matches!(end.done(), Ok(true))) {
+            let free = std::mem::take(&mut *self.free());
+            self.stream().device().depot().put(free, self.staging().leave());
+        }
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
-        self.0.stream.refuse_recording("taking memory of the device")?;
-        let device = self.0.stream.device();
+        self.stream().refuse_recording("taking memory of the device")?;
+        let device = self.stream().device();
         let driver = device.current()?;
         let mut address = 0;
         // SAFETY: `address` is valid for a write, and the context is current.
@@ -148,10 +186,9 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let Ok(driver) = self.stream.device().current() else { return };
         let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for address in std::mem::take(free).into_values().flatten() {
-            // SAFETY: allocated by `allocate` and free. Freeing waits for the device's work.
-            unsafe { (driver.free)(address) };
-        }
+        // SAFETY: the context is current, and freeing waits for the device's work. There is nobody
+        // left to tell of a failure.
+        let _ = unsafe { free.hand_back(driver) };
     }
 }
 
@@ -174,7 +211,7 @@ impl Block {
     /// reused at once.
     ///
     /// # Errors
-    /// When it does not fit, and those of the driver.
+    /// When it does not fit, earlier copies do not end in the pool's time, and those of the driver.
     pub fn write(&self, data: &[u8]) -> Result<(), CudaError> {
         self.write_at(0, data)
     }
@@ -185,10 +222,10 @@ impl Block {
     /// Those of [`Self::write`].
     pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), CudaError> {
         self.fits(start, data.len())?;
-        let mut staging = self.pool.0.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let (address, limit) = (self.address + start as u64, self.pool.patience);
         // SAFETY: the block has room, checked above, and its memory is not freed before the
         // stream's work is done.
-        unsafe { staging.upload(self.stream(), self.address + start as u64, data) }
+        unsafe { self.pool.staging().upload(self.stream(), address, data, limit) }
     }
 
     /// Copies the start of the block to `data`, behind the stream's work, and waits for it, at
@@ -207,9 +244,9 @@ impl Block {
     pub fn read_at(&self, start: usize, data: &mut [u8], limit: Duration) -> Result<(), CudaError> {
         self.fits(start, data.len())?;
         self.stream().wait(limit, "work on the device")?;
-        let mut staging = self.pool.0.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let address = self.address + start as u64;
         // SAFETY: as in `write_at`.
-        unsafe { staging.download(self.stream(), self.address + start as u64, data, limit) }
+        unsafe { self.pool.staging().download(self.stream(), address, data, limit) }
     }
 
     /// Sets every byte, in order with the stream's work.
@@ -238,8 +275,7 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let mut free = self.pool.0.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.entry(self.room).or_default().push(self.address);
+        self.pool.free().put(self.room, self.address);
     }
 }
 
@@ -273,6 +309,19 @@ impl Pinned {
         Ok(Self { device: device.clone(), data, bytes })
     }
 
+    /// Memory that was given away by [`Self::leave`].
+    ///
+    /// # Safety
+    /// It is memory of the same device and that many bytes, and this is its only owner.
+    pub(super) unsafe fn adopt(device: &Device, data: *mut u8, bytes: usize) -> Self {
+        Self { device: device.clone(), data, bytes }
+    }
+
+    /// Gives the memory away.
+    pub(super) fn leave(mut self) -> *mut u8 {
+        std::mem::replace(&mut self.data, ptr::null_mut())
+    }
+
     /// Where it starts.
     pub(super) fn data(&self) -> *mut u8 {
         self.data
@@ -293,6 +342,9 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        if self.data.is_null() {
+            return;
+        }
         if let Ok(driver) = self.device.current() {
             // SAFETY: allocated in `new`.
             unsafe { (driver.host_free)(self.data.cast()) };

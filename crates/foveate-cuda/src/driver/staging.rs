@@ -21,8 +21,6 @@ const CHUNK_BYTES: usize = 4 << 20;
 const CHUNKS: usize = 2;
 /// Distance that starts of copies keep.
 const ALIGN: usize = 256;
-/// How long a chunk may take to become free.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// The chunks of one stream, made when they are first needed.
 #[derive(Debug, Default)]
@@ -42,9 +40,11 @@ struct Chunk {
 
 impl Staging {
     /// Queues a copy of `data` to `address`, which has room for it. `data` is not read afterwards.
+    /// Where both chunks hold copies that are queued, it waits for the older ones, and so for the
+    /// work before them; at most `limit` for each chunk.
     ///
     /// # Errors
-    /// When earlier copies do not end, and those of the driver.
+    /// When earlier copies do not end in time, and those of the driver.
     ///
     /// # Safety
     /// `data.len()` bytes from `address` on are memory of the stream's device that lives as long
@@ -54,10 +54,11 @@ impl Staging {
         stream: &Stream,
         address: u64,
         data: &[u8],
+        limit: Duration,
     ) -> Result<(), CudaError> {
         let driver = stream.device().current()?;
         for (i, piece) in data.chunks(CHUNK_BYTES).enumerate() {
-            let chunk = self.with_room(stream, piece.len())?;
+            let chunk = self.with_room(stream, piece.len(), limit)?;
             let start = chunk.start();
             let to = address + (i * CHUNK_BYTES) as u64;
             // SAFETY: the chunk has room for the piece from `start` on, which no queued copy uses.
@@ -90,7 +91,7 @@ impl Staging {
         let driver = stream.device().current()?;
         let bytes = data.len();
         for (i, piece) in data.chunks_mut(CHUNK_BYTES).enumerate() {
-            let start = self.with_room(stream, piece.len())?.start();
+            let start = self.with_room(stream, piece.len(), limit)?.start();
             let from = address + (i * CHUNK_BYTES) as u64;
             // SAFETY: as in `upload`; nobody reads this part of the chunk before the copy is done.
             let code =
@@ -106,19 +107,36 @@ impl Staging {
         Ok(())
     }
 
+    /// Gives away the chunks whose copies are done.
+    pub fn leave(&mut self) -> Vec<*mut u8> {
+        let (done, busy): (Vec<_>, Vec<_>) =
+            self.chunks.drain(..).partition(|chunk| matches!(chunk.copied.done(), Ok(true)));
+        (self.chunks, self.at) = (busy, 0);
+        done.into_iter().map(|chunk| chunk.memory.leave()).collect()
+    }
+
     /// The chunk to copy `bytes` through next.
-    fn with_room(&mut self, stream: &Stream, bytes: usize) -> Result<&Chunk, CudaError> {
+    fn with_room(
+        &mut self,
+        stream: &Stream,
+        bytes: usize,
+        limit: Duration,
+    ) -> Result<&Chunk, CudaError> {
         stream.refuse_recording("a copy between host and device")?;
         if self.chunks.get(self.at).is_some_and(|chunk| chunk.used + bytes > CHUNK_BYTES) {
             self.at = (self.at + 1) % CHUNKS;
             if let Some(chunk) = self.chunks.get_mut(self.at) {
-                chunk.copied.wait(LIMIT, "copies between host and device")?;
+                chunk.copied.wait(limit, "copies between host and device")?;
                 chunk.used = 0;
             }
         }
         if self.at >= self.chunks.len() {
             let device = stream.device();
-            let memory = Pinned::new(device, CHUNK_BYTES)?;
+            let memory = match device.depot().chunk() {
+                // SAFETY: only `leave` puts chunks there.
+                Some(data) => unsafe { Pinned::adopt(device, data, CHUNK_BYTES) },
+                None => Pinned::new(device, CHUNK_BYTES)?,
+            };
             self.chunks.push(Chunk { memory, used: 0, copied: Event::new(device)? });
             self.at = self.chunks.len() - 1;
         }

@@ -1,11 +1,35 @@
 //! Streams, events, and waiting with a deadline.
 
 use std::ptr;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::sys::{Handle, NOT_READY};
 use crate::error::{CudaError, CudaErrorKind};
+
+/// How long to wait for a device before it is said to hang, where nothing else is said: two minutes,
+/// or the seconds that `FOVEATE_TIMEOUT` says.
+pub fn patience() -> Duration {
+    static PATIENCE: OnceLock<Duration> = OnceLock::new();
+    *PATIENCE.get_or_init(|| {
+        let given = std::env::var("FOVEATE_TIMEOUT").unwrap_or_default();
+        seconds(&given).unwrap_or_else(|| {
+            eprintln!("warning: FOVEATE_TIMEOUT is {given:?}, no number of seconds; it is 120");
+            USUAL_PATIENCE
+        })
+    })
+}
+
+const USUAL_PATIENCE: Duration = Duration::from_secs(120);
+
+/// What `FOVEATE_TIMEOUT` says; nothing when that is no time.
+fn seconds(given: &str) -> Option<Duration> {
+    match given.trim() {
+        "" => Some(USUAL_PATIENCE),
+        text => Duration::try_from_secs_f64(text.parse().ok()?).ok(),
+    }
+}
 
 /// A queue of work on a device: our own, or one that belongs to somebody else (PyTorch, candle).
 #[derive(Debug)]
@@ -217,5 +241,17 @@ impl Drop for Event {
             // SAFETY: made in `new`.
             unsafe { (driver.event_destroy)(self.handle) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_for_a_device_is_a_number_of_seconds_or_not_taken() {
+        assert_eq!(["", " ", "120"].map(seconds), [Some(USUAL_PATIENCE); 3]);
+        assert_eq!(seconds("0.5"), Some(Duration::from_millis(500)));
+        assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(seconds), [None; 5]);
     }
 }

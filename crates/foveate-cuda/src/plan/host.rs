@@ -14,8 +14,7 @@ use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, V
 use super::call::Call;
 use super::{CudaPlan, sequences};
 use crate::codegen::buffer_bytes;
-use crate::driver::Block;
-use crate::engine::Queue;
+use crate::driver::{Block, Pool};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::tensors::{
     DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages,
@@ -40,19 +39,20 @@ impl CudaPlan {
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CudaError> {
         self.spec.check_on_host()?;
         let queue = self.engine.queue();
-        let host = Copies::of(queue, &args.operands)?;
-        let captures = self.captures(queue)?;
+        let pool = &self.pool(queue);
+        let host = Copies::of(pool, &args.operands)?;
+        let captures = self.captures(pool)?;
         let captures = arrays(&captures);
         let table = match args.operands.pages {
             None => None,
             Some(pages) => {
                 // Checked before the device sees it.
                 Dims::of(&args.operands).map_err(|e| CudaError::argument(e.to_string()))?;
-                let block = queue.pool().upload(bytemuck::cast_slice(pages.table()))?;
+                let block = pool.upload(bytemuck::cast_slice(pages.table()))?;
                 Some((block, pages))
             }
         };
-        let offsets = self.offsets(queue, args.operands.varlen)?;
+        let offsets = self.offsets(pool, args.operands.varlen)?;
         let mut operands = host.operands(varlen(&offsets, args.operands.varlen));
         operands.pages = table.as_ref().map(|(block, pages)| DevicePages {
             table: block.address(),
@@ -63,11 +63,11 @@ impl CudaPlan {
         let dims = self.admit(&operands)?;
         args.check(&dims)?;
         let ForwardArgs { operands: from, mut out, mut lse, mut max_score } = args;
-        let on_out = Destination::new(queue, &out, stored(out.dtype()), false)?;
-        let on_lse = Destination::new(queue, &lse, DType::F32, false)?;
+        let on_out = Destination::new(pool, &out, stored(out.dtype()), false)?;
+        let on_lse = Destination::new(pool, &lse, DType::F32, false)?;
         let on_max = match &max_score {
             None => None,
-            Some(max) => Some(Destination::new(queue, max, DType::F32, false)?),
+            Some(max) => Some(Destination::new(pool, max, DType::F32, false)?),
         };
         let device = DeviceForward {
             operands,
@@ -97,10 +97,11 @@ impl CudaPlan {
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CudaError> {
         self.spec.check_on_host()?;
         let queue = self.engine.queue();
-        let host = Copies::of(queue, &args.operands)?;
-        let captures = self.captures(queue)?;
+        let pool = &self.pool(queue);
+        let host = Copies::of(pool, &args.operands)?;
+        let captures = self.captures(pool)?;
         let captures = arrays(&captures);
-        let offsets = self.offsets(queue, args.operands.varlen)?;
+        let offsets = self.offsets(pool, args.operands.varlen)?;
         let operands = DeviceOperands {
             captures: &captures,
             ..host.operands(varlen(&offsets, args.operands.varlen))
@@ -111,17 +112,17 @@ impl CudaPlan {
         let BackwardArgs { operands: from, out, lse, d_out, d_lse, accumulate, .. } = args;
         let (mut dq, mut dk, mut dv) = (args.dq, args.dk, args.dv);
         let (mut d_sink, mut d_captures) = (args.d_sink, args.d_captures);
-        let out = Copy::of_dtype(queue, &out, self.dtype)?;
-        let d_out = Copy::of_dtype(queue, &d_out, self.dtype)?;
-        let lse = Copy::new(queue, &lse)?;
-        let d_lse = d_lse.map(|d_lse| Copy::new(queue, &d_lse)).transpose()?;
+        let out = Copy::of_dtype(pool, &out, self.dtype)?;
+        let d_out = Copy::of_dtype(pool, &d_out, self.dtype)?;
+        let lse = Copy::new(pool, &lse)?;
+        let d_lse = d_lse.map(|d_lse| Copy::new(pool, &d_lse)).transpose()?;
         let dtypes = [&dq, &dk, &dv].map(|t| stored(t.dtype()));
         let dtype = if dtypes == [dtypes[0]; 3] { dtypes[0] } else { DType::F32 };
-        let on_dq = Destination::new(queue, &dq, dtype, accumulate)?;
-        let on_dk = Destination::new(queue, &dk, dtype, accumulate)?;
-        let on_dv = Destination::new(queue, &dv, dtype, accumulate)?;
+        let on_dq = Destination::new(pool, &dq, dtype, accumulate)?;
+        let on_dk = Destination::new(pool, &dk, dtype, accumulate)?;
+        let on_dv = Destination::new(pool, &dv, dtype, accumulate)?;
         let vector = |values: &[f32]| -> Result<(Block, DeviceTensor<1>), CudaError> {
-            let block = queue.pool().upload(bytemuck::cast_slice(values))?;
+            let block = pool.upload(bytemuck::cast_slice(values))?;
             let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [values.len()]);
             Ok((block, tensor))
         };
@@ -163,13 +164,13 @@ impl CudaPlan {
 
     /// The captured buffers in device memory, when they are to be used from there. Those that share
     /// a name with another stay with the plan.
-    fn captures(&self, queue: &Queue) -> Result<Vec<(Block, &AnyBuffer)>, CudaError> {
+    fn captures(&self, pool: &Pool) -> Result<Vec<(Block, &AnyBuffer)>, CudaError> {
         let all: Vec<&AnyBuffer> = self.spec.programs().flat_map(|p| p.graph().buffers()).collect();
         let mut copies: Vec<(Block, &AnyBuffer)> = Vec::new();
         for buffer in all.iter().filter(|_| self.options.contents_on_device) {
             let alone = all.iter().all(|b| b.name() != buffer.name() || b.same(buffer));
             if alone && !copies.iter().any(|(_, b)| b.same(buffer)) {
-                copies.push((queue.pool().upload(&buffer_bytes(buffer))?, buffer));
+                copies.push((pool.upload(&buffer_bytes(buffer))?, buffer));
             }
         }
         Ok(copies)
@@ -178,7 +179,7 @@ impl CudaPlan {
     /// The offsets of packed operands in device memory, when they are to be used from there.
     fn offsets(
         &self,
-        queue: &Queue,
+        pool: &Pool,
         varlen: Option<Varlen<'_>>,
     ) -> Result<Option<CopiedOffsets>, CudaError> {
         let Some(varlen) = varlen.filter(|_| self.options.contents_on_device) else {
@@ -186,7 +187,7 @@ impl CudaPlan {
         };
         let copy = |rows: &dyn Fn(usize) -> Range<usize>, all: &[i32]| {
             let longest = (0..varlen.sequences()).map(|b| rows(b).len()).max().unwrap_or(0);
-            Ok::<_, CudaError>((queue.pool().upload(bytemuck::cast_slice(all))?, longest))
+            Ok::<_, CudaError>((pool.upload(bytemuck::cast_slice(all))?, longest))
         };
         let (q, longest_q) = copy(&|b| varlen.q_rows(b), varlen.cu_q())?;
         let (k, longest_k) = copy(&|b| varlen.k_rows(b), varlen.cu_k())?;
@@ -261,22 +262,22 @@ struct Copy<const N: usize> {
 }
 
 impl<const N: usize> Copy<N> {
-    fn new(queue: &Queue, view: &TensorRef<'_, N>) -> Result<Self, CudaError> {
+    fn new(pool: &Pool, view: &TensorRef<'_, N>) -> Result<Self, CudaError> {
         let (range, layout) = cut(view.layout());
         let bytes = view.dtype().bytes();
         let all = bytes_of(view.data());
-        let memory = queue.pool().upload(&all[range.start * bytes..range.end * bytes])?;
+        let memory = pool.upload(&all[range.start * bytes..range.end * bytes])?;
         let tensor = DeviceTensor { address: memory.address(), dtype: view.dtype(), layout };
         Ok(Self { _memory: memory, tensor })
     }
 
     /// Rounded to `dtype` first when it has another.
-    fn of_dtype(queue: &Queue, view: &TensorRef<'_, N>, dtype: DType) -> Result<Self, CudaError> {
+    fn of_dtype(pool: &Pool, view: &TensorRef<'_, N>, dtype: DType) -> Result<Self, CudaError> {
         if view.dtype() == dtype {
-            return Self::new(queue, view);
+            return Self::new(pool, view);
         }
         let rounded = Tensor::<N>::from_fn(dtype, view.shape(), |index| view.get_f64(index));
-        Self::new(queue, &rounded.view())
+        Self::new(pool, &rounded.view())
     }
 }
 
@@ -289,19 +290,19 @@ struct Copies {
 }
 
 impl Copies {
-    fn of(queue: &Queue, operands: &Operands<'_>) -> Result<Self, CudaError> {
+    fn of(pool: &Pool, operands: &Operands<'_>) -> Result<Self, CudaError> {
         let sink = match operands.sink {
             None => None,
             Some(sink) => {
-                let block = queue.pool().upload(bytemuck::cast_slice(sink))?;
+                let block = pool.upload(bytemuck::cast_slice(sink))?;
                 let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [sink.len()]);
                 Some((block, tensor))
             }
         };
         Ok(Self {
-            q: Copy::new(queue, &operands.q)?,
-            k: Copy::new(queue, &operands.k)?,
-            v: Copy::new(queue, &operands.v)?,
+            q: Copy::new(pool, &operands.q)?,
+            k: Copy::new(pool, &operands.k)?,
+            v: Copy::new(pool, &operands.v)?,
             sink,
         })
     }
@@ -344,13 +345,13 @@ struct Destination<const N: usize> {
 impl<const N: usize> Destination<N> {
     /// Untouched memory in `dtype`; with `filled`, what the destination holds.
     fn new(
-        queue: &Queue,
+        pool: &Pool,
         to: &TensorMut<'_, N>,
         dtype: DType,
         filled: bool,
     ) -> Result<Self, CudaError> {
         let (range, layout) = cut(to.layout());
-        let memory = queue.pool().take(range.len() * dtype.bytes())?;
+        let memory = pool.take(range.len() * dtype.bytes())?;
         let before = match filled {
             false => {
                 memory.fill(UNTOUCHED)?;

@@ -95,6 +95,7 @@ impl CudaPlan {
         call: &Call<'_>,
         args: &DeviceForward<'_>,
     ) -> Result<(), CudaError> {
+        self.forget_queues();
         let class = Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
@@ -119,6 +120,7 @@ impl CudaPlan {
         call: &Call<'_>,
         args: &DeviceBackward<'_>,
     ) -> Result<(), CudaError> {
+        self.forget_queues();
         let Call { queue, dims, checked, .. } = *call;
         let class = Class {
             grad_dtype: written("dq", args.dq.dtype)?,

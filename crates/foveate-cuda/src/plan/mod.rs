@@ -18,7 +18,7 @@ mod report;
 mod resident;
 mod tune;
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use foveate_mods::{AnyBuffer, ModError, ScalarValue, ScoreGradient};
@@ -26,7 +26,8 @@ use foveate_problem::{Arrangement, Dims, Rebound, Sequence, Spec};
 use foveate_tensor::DType;
 
 use crate::config::Elem;
-use crate::engine::{Engine, lock};
+use crate::driver::{Pool, patience};
+use crate::engine::{Engine, Queue, lock};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::planner::{KernelOptions, admit, check_rows};
 use crate::tensors::DeviceOperands;
@@ -51,7 +52,8 @@ pub struct CudaOptions {
     pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
-    /// How long to wait for the device before it is said to hang.
+    /// How long to wait for the device before it is said to hang; the wait for room to copy through
+    /// behind what is queued already is one, too.
     pub timeout: Duration,
 }
 
@@ -59,32 +61,14 @@ impl Default for CudaOptions {
     /// Not deterministic, not checked, and two minutes of patience (`FOVEATE_TIMEOUT` in seconds
     /// sets another).
     fn default() -> Self {
-        static TIMEOUT: OnceLock<Duration> = OnceLock::new();
-        let timeout = TIMEOUT.get_or_init(|| {
-            let given = std::env::var("FOVEATE_TIMEOUT").unwrap_or_default();
-            seconds(&given).unwrap_or_else(|| {
-                eprintln!("warning: FOVEATE_TIMEOUT is {given:?}, no number of seconds; it is 120");
-                USUAL_TIMEOUT
-            })
-        });
         Self {
             deterministic: false,
             checked: false,
             lists_on_host: false,
             contents_on_device: false,
             kernels: KernelOptions::default(),
-            timeout: *timeout,
+            timeout: patience(),
         }
-    }
-}
-
-const USUAL_TIMEOUT: Duration = Duration::from_secs(120);
-
-/// What `FOVEATE_TIMEOUT` says; nothing when that is no time.
-fn seconds(given: &str) -> Option<Duration> {
-    match given.trim() {
-        "" => Some(USUAL_TIMEOUT),
-        text => Duration::try_from_secs_f64(text.parse().ok()?).ok(),
     }
 }
 
@@ -215,6 +199,11 @@ impl CudaPlan {
         check_rows(dims)
     }
 
+    /// Memory for what is queued on `queue`, filled with the plan's patience.
+    fn pool(&self, queue: &Queue) -> Pool {
+        queue.pool().within(self.options.timeout)
+    }
+
     fn scale(&self) -> f32 {
         self.spec.scale.unwrap_or(1.0 / (self.dims.dim as f32).sqrt())
     }
@@ -260,16 +249,4 @@ fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {
 fn unknown(what: &str, name: &str) -> CudaError {
     let reason = format!("no mask or score of the plan has a {what} called `{name}`");
     CudaErrorKind::Argument { reason }.into()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_time_for_a_device_is_a_number_of_seconds_or_not_taken() {
-        assert_eq!(["", " ", "120"].map(seconds), [Some(USUAL_TIMEOUT); 3]);
-        assert_eq!(seconds("0.5"), Some(Duration::from_millis(500)));
-        assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(seconds), [None; 5]);
-    }
 }

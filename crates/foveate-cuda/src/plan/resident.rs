@@ -2,12 +2,13 @@
 //!
 //! They are kept for each queue: memory goes back to the pool of the queue that used it, so it is
 //! never given out again while work of another stream still reads it. What is kept for a queue that
-//! nobody holds any more goes when the next thing is kept. What depends on captured
+//! nobody holds any more goes with the first call after its work is done; nothing waits for that, and
+//! other queues get the memory. What depends on captured
 //! buffers in device memory is kept as long as the caller promises that they are the same, and else
 //! made anew in each call.
 
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 
 use foveate_mask::Varies;
 use foveate_mods::{AnyBuffer, MaskMod, Type};
@@ -22,8 +23,8 @@ use crate::abi::{
 };
 use crate::ahead::{sequences_config, table_config};
 use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
-use crate::driver::Block;
-use crate::engine::{Queue, lock};
+use crate::driver::{Block, Pool};
+use crate::engine::{Queue, Remains, lock};
 use crate::error::CudaError;
 use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
 
@@ -34,7 +35,7 @@ pub(super) struct Resident {
     buffers: Vec<Uploaded>,
     tables: Vec<(TableKey, Arc<Block>)>,
     /// The queues that all this is kept for.
-    queues: Vec<Weak<u64>>,
+    queues: Vec<Remains>,
 }
 
 /// A captured buffer on the device.
@@ -159,18 +160,23 @@ impl Resident {
         }
     }
 
-    /// To be called before something is kept for `queue`: forgets what was kept for queues that are
-    /// gone.
+    /// Notes that something is kept for `queue`.
     fn keeps_for(&mut self, queue: &Queue) {
-        self.queues.retain(|id| id.strong_count() > 0);
-        let mut held: Vec<u64> = self.queues.iter().filter_map(Weak::upgrade).map(|n| *n).collect();
-        if !held.contains(&queue.id()) {
-            self.queues.push(queue.while_held());
-            held.push(queue.id());
+        if !self.queues.iter().any(|of| of.id() == queue.id()) {
+            self.queues.push(queue.remains());
         }
-        self.schedules.retain(|(key, _)| held.contains(&key.queue));
-        self.buffers.retain(|uploaded| held.contains(&uploaded.queue));
-        self.tables.retain(|(key, _)| held.contains(&key.queue));
+    }
+
+    /// Forgets what was kept for queues that are gone and whose work is done.
+    fn forget(&mut self) -> Vec<Remains> {
+        let gone: Vec<Remains> = self.queues.extract_if(.., |queue| queue.is_over()).collect();
+        if !gone.is_empty() {
+            let held = |id: u64| !gone.iter().any(|queue| queue.id() == id);
+            self.schedules.retain(|(key, _)| held(key.queue));
+            self.buffers.retain(|uploaded| held(uploaded.queue));
+            self.tables.retain(|(key, _)| held(key.queue));
+        }
+        gone
     }
 }
 
@@ -184,13 +190,13 @@ fn keep<T>(all: &mut Vec<T>, most: usize, one: T) {
 
 impl Placed {
     /// A schedule that was made on the host.
-    fn new(queue: &Queue, schedule: Schedule) -> Result<Self, CudaError> {
+    fn new(pool: &Pool, schedule: Schedule) -> Result<Self, CudaError> {
         let parts = [array_bytes(&schedule.sequences), array_bytes(&schedule.tiles)];
-        let (memory, [sequences, tiles]) = upload(queue, parts)?;
+        let (memory, [sequences, tiles]) = upload(pool, parts)?;
         let rows = Rows::default();
         if let Some(l) = &schedule.lists {
             let (memory, [counts, runs]) =
-                upload(queue, [array_bytes(&l.counts), array_bytes(&l.runs)])?;
+                upload(pool, [array_bytes(&l.counts), array_bytes(&l.runs)])?;
             let (capacity, head_stride) = (count(l.capacity)?, count(l.head_stride)?);
             let lists = abi::Lists { counts, runs, capacity, head_stride };
             let out_of_range = schedule.out_of_range;
@@ -210,13 +216,13 @@ impl Placed {
     }
 
     /// A schedule whose lists the device will make.
-    fn outlined(queue: &Queue, outline: &Outline) -> Result<Self, CudaError> {
+    fn outlined(pool: &Pool, outline: &Outline) -> Result<Self, CudaError> {
         let parts = [
             array_bytes(&outline.sequences),
             array_bytes(&outline.tiles),
             array_bytes(&outline.rows),
         ];
-        let (memory, [sequences, tiles, rows]) = upload(queue, parts)?;
+        let (memory, [sequences, tiles, rows]) = upload(pool, parts)?;
         Ok(Self {
             _memory: memory,
             sequences,
@@ -241,7 +247,7 @@ impl Placed {
 
 /// Parts one after the other in one block, each at a multiple of 16 bytes, and where each is.
 fn upload<const N: usize>(
-    queue: &Queue,
+    pool: &Pool,
     parts: [Vec<u8>; N],
 ) -> Result<(Block, [Address; N]), CudaError> {
     let mut bytes = Vec::with_capacity(parts.iter().map(|p| p.len() + 16).sum());
@@ -251,7 +257,7 @@ fn upload<const N: usize>(
         *at = bytes.len() as Address;
         bytes.extend(part);
     }
-    let memory = queue.pool().take(bytes.len())?;
+    let memory = pool.take(bytes.len())?;
     memory.write(&bytes)?;
     let at = at.map(|at| memory.address() + at);
     Ok((memory, at))
@@ -284,6 +290,12 @@ pub(super) struct Gradient<'a> {
 }
 
 impl CudaPlan {
+    /// Lets go of what was kept for queues that are gone. Nothing waits.
+    pub(super) fn forget_queues(&self) {
+        let gone = lock(&self.resident).forget();
+        gone.iter().for_each(Remains::leave);
+    }
+
     /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it `walks` along
     /// the other one.
     pub(super) fn work(
@@ -356,10 +368,13 @@ impl CudaPlan {
                 self.placed_by_device(call, offsets, mask, axis, tile)?
             }
             (Sequences::Known(sequences), Some(mask)) if !self.options.lists_on_host => {
-                Placed::outlined(queue, &Outline::new(dims, sequences, mask, axis, tile))?
+                Placed::outlined(
+                    &self.pool(queue),
+                    &Outline::new(dims, sequences, mask, axis, tile),
+                )?
             }
             (Sequences::Known(sequences), _) => {
-                Placed::new(queue, Schedule::new(dims, sequences, mask, axis, tile))?
+                Placed::new(&self.pool(queue), Schedule::new(dims, sequences, mask, axis, tile))?
             }
         });
         match promised {
@@ -526,7 +541,7 @@ impl CudaPlan {
         let at = match resident.buffers.iter().position(same) {
             Some(at) => at,
             None => {
-                let elems = Arc::new(queue.pool().upload(&buffer_bytes(buffer))?);
+                let elems = Arc::new(self.pool(queue).upload(&buffer_bytes(buffer))?);
                 resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());
                 resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });

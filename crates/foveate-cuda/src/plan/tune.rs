@@ -368,7 +368,7 @@ impl OnDevice {
         arrangement: Arrangement<'_>,
         backward: bool,
     ) -> Result<Self, CudaError> {
-        let pool = plan.engine.queue().pool();
+        let pool = &plan.pool(plan.engine.queue());
         let mut blocks = Vec::new();
         let [q, mut k, mut v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
         let mut table = None;
