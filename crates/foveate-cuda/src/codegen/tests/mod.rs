@@ -4,6 +4,7 @@ mod execute;
 mod lists;
 mod ranges;
 mod sequences;
+mod sine;
 
 use super::*;
 use crate::nvrtc::Compiler;
