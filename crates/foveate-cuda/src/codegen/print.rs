@@ -139,17 +139,7 @@ impl Printer<'_> {
 
     /// Nodes that an integer or a root that is not a float hangs on.
     pub fn decides(&self, roots: &[NodeId]) -> Vec<bool> {
-        let graph = self.program.graph();
-        let mut decides: Vec<bool> = graph.types().iter().map(|&ty| ty == Type::I32).collect();
-        for root in roots {
-            decides[root.index()] |= graph.ty(*root) != Type::F32;
-        }
-        for (i, node) in graph.nodes().iter().enumerate().rev() {
-            if decides[i] {
-                node.for_each_operand(|x| decides[x.index()] = true);
-            }
-        }
-        decides
+        decides(self.program, roots)
     }
 
     fn ty(&self, node: usize) -> Type {
@@ -432,6 +422,21 @@ impl Printer<'_> {
         }
         at.map_or(String::new(), |at| format!(" + {}", at.text))
     }
+}
+
+/// Nodes of `program` that an integer or a root that is not a float hangs on.
+pub(super) fn decides(program: &Program, roots: &[NodeId]) -> Vec<bool> {
+    let graph = program.graph();
+    let mut decides: Vec<bool> = graph.types().iter().map(|&ty| ty == Type::I32).collect();
+    for root in roots {
+        decides[root.index()] |= graph.ty(*root) != Type::F32;
+    }
+    for (i, node) in graph.nodes().iter().enumerate().rev() {
+        if decides[i] {
+            node.for_each_operand(|x| decides[x.index()] = true);
+        }
+    }
+    decides
 }
 
 /// The plain float of an exact one.

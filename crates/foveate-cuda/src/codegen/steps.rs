@@ -4,29 +4,27 @@
 //! that a long score does not take the compiler long.
 
 use foveate_mods::ir::{BinaryOp, UnaryOp};
-use foveate_mods::{Node, NodeId, Program, Type};
+use foveate_mods::{Node, NodeId, Program};
+
+use super::print::decides;
 
 /// About how many instructions `roots` take, once each. With `fast_math` floats that no integer
 /// hangs on come from the special function units; else an elementary function is a polynomial.
 pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usize {
-    let (nodes, types) = (program.graph().nodes(), program.graph().types());
+    let nodes = program.graph().nodes();
     let mut needed = vec![false; nodes.len()];
-    let mut exact = vec![!fast_math; nodes.len()];
+    let exact = if fast_math { decides(program, roots) } else { vec![true; nodes.len()] };
     roots.iter().for_each(|root| needed[root.index()] = true);
     let mut steps = 0;
     for (i, node) in nodes.iter().enumerate().rev().filter(|(_, node)| !is_free(node)) {
         if !needed[i] {
             continue;
         }
-        let decides = exact[i] || types[i] != Type::F32;
-        node.for_each_operand(|x| {
-            needed[x.index()] = true;
-            exact[x.index()] |= decides;
-        });
+        node.for_each_operand(|x| needed[x.index()] = true);
         steps += match node {
-            Node::Unary(op, _) if decides => unary_steps(*op),
+            Node::Unary(op, _) if exact[i] => unary_steps(*op),
             Node::Unary(op, _) => unary_steps(*op).min(fast_steps(*op)),
-            Node::Binary(BinaryOp::Div, ..) if !decides => 2,
+            Node::Binary(BinaryOp::Div, ..) if !exact[i] => 2,
             Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
             Node::Binary(BinaryOp::Pow, ..) => 60,
             _ => 1,
@@ -55,5 +53,28 @@ fn fast_steps(op: UnaryOp) -> usize {
         UnaryOp::Erf => 30,
         UnaryOp::Sin | UnaryOp::Cos => 20,
         _ => 3,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_mods::text::{Names, parse_score};
+
+    use super::*;
+
+    #[test]
+    fn what_a_comparison_of_a_score_reads_is_as_short_as_the_score() {
+        for (text, fast, accurate) in [
+            ("tanh(score)", 3, 30),
+            // The comparison and the choice are one instruction each.
+            ("if tanh(score) > 0.5 { score } else { 0.0 }", 3 + 2, 30 + 2),
+            ("if score / 3.0 > 0.5 { score } else { 0.0 }", 2 + 2, 10 + 2),
+            // An integer is the same on every backend, so what it hangs on is accurate.
+            ("score + f32(i32(tanh(score)))", 30 + 3, 30 + 3),
+        ] {
+            let score = parse_score(text, &Names::new()).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let of = |fast| steps(score.program(), score.program().roots(), fast);
+            assert_eq!([of(true), of(false)], [fast, accurate], "{text}");
+        }
     }
 }
