@@ -90,6 +90,13 @@ mod neon {
                     map2(a, b, |a, b| vtrn2q_f32(a, b)),
                 ],
             };
+            swap<const STEP>(x: V) -> V = match STEP {
+                8 => [x[2], x[3], x[0], x[1]],
+                4 => [x[1], x[0], x[3], x[2]],
+                2 => x.map(|x| vextq_f32::<2>(x, x)),
+                _ => x.map(|x| vrev64q_f32(x)),
+            };
+            first(x: V) -> f32 = vgetq_lane_f32::<0>(x[0]);
         }
     }
 }
@@ -157,6 +164,16 @@ impl Simd for Baseline {
     #[inline(always)]
     fn to_exponent(self, x: Lanes) -> Lanes {
         x.map(|x| f32::from_bits(x.to_bits() << 23))
+    }
+
+    #[inline(always)]
+    fn swap<const STEP: usize>(self, x: Lanes) -> Lanes {
+        std::array::from_fn(|l| x[l ^ STEP])
+    }
+
+    #[inline(always)]
+    fn first(self, x: Lanes) -> f32 {
+        x[0]
     }
 
     #[inline(always)]

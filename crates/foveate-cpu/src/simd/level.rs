@@ -189,6 +189,10 @@ pub trait Simd: Copy {
     /// of `b` that lie `STEP` lower. Done for all pairs of rows `STEP` apart, and for 8, 4, 2 and
     /// 1, it transposes sixteen rows.
     fn exchange<const STEP: usize>(self, a: Self::V, b: Self::V) -> [Self::V; 2];
+    /// The lanes, each in the place of the one whose number differs in the bit `STEP`: 8, 4, 2 or 1.
+    fn swap<const STEP: usize>(self, x: Self::V) -> Self::V;
+    /// Lane 0.
+    fn first(self, x: Self::V) -> f32;
 
     /// The lanes added up, halves first.
     #[inline(always)]
@@ -205,16 +209,10 @@ pub trait Simd: Copy {
     /// `f` of the two halves of the lanes, of their halves, and so on.
     #[inline(always)]
     fn fold(self, x: Self::V, f: impl Fn(Self::V, Self::V) -> Self::V) -> f32 {
-        let [a, b] = self.exchange::<8>(x, x);
-        let x = f(a, b);
-        let [a, b] = self.exchange::<4>(x, x);
-        let x = f(a, b);
-        let [a, b] = self.exchange::<2>(x, x);
-        let x = f(a, b);
-        let [a, b] = self.exchange::<1>(x, x);
-        let mut lanes = [0.0; LANES];
-        self.store(f(a, b), &mut lanes);
-        lanes[0]
+        let x = f(x, self.swap::<8>(x));
+        let x = f(x, self.swap::<4>(x));
+        let x = f(x, self.swap::<2>(x));
+        self.first(f(x, self.swap::<1>(x)))
     }
 }
 

@@ -47,6 +47,13 @@ impl Simd for Avx512 {
             };
             [pick(const { lower(STEP) }), pick(const { upper(STEP) })]
         };
+        swap<const STEP>(x: __m512) -> __m512 = match STEP {
+            8 => _mm512_shuffle_f32x4::<0b01_00_11_10>(x, x),
+            4 => _mm512_shuffle_f32x4::<0b10_11_00_01>(x, x),
+            2 => _mm512_permute_ps::<0b01_00_11_10>(x),
+            _ => _mm512_permute_ps::<0b10_11_00_01>(x),
+        };
+        first(x: __m512) -> f32 = _mm512_cvtss_f32(x);
     }
 }
 
@@ -193,5 +200,12 @@ impl Simd for Avx2 {
                 [[low[0], high[0]], [low[1], high[1]]]
             }
         };
+        swap<const STEP>(x: [__m256; 2]) -> [__m256; 2] = match STEP {
+            8 => [x[1], x[0]],
+            4 => x.map(|x| _mm256_permute2f128_ps::<0x01>(x, x)),
+            2 => x.map(|x| _mm256_permute_ps::<0b01_00_11_10>(x)),
+            _ => x.map(|x| _mm256_permute_ps::<0b10_11_00_01>(x)),
+        };
+        first(x: [__m256; 2]) -> f32 = _mm256_cvtss_f32(x[0]);
     }
 }
