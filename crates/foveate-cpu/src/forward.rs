@@ -26,7 +26,7 @@ use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Block, Format, Packed, Packing, elements};
 use crate::reach::lowest;
-use crate::simd::{self, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
+use crate::simd::{self, Ahead, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
 
@@ -228,14 +228,15 @@ impl<T: Format> Wave<'_, T> {
             while !next.is_empty() {
                 let strip = next;
                 next = work.evaluator.strip(strip.end..rows);
-                if std::mem::take(&mut fresh) {
-                    let row = |r: usize| &q.data[r * q.row..][..call.dims.dim / T::WIDTH];
-                    next.clone().for_each(|r| simd::prefetch(row(r)));
-                    fresh = next.end < rows;
-                }
-                work.prefetch(&block, &strip, &next);
+                let queries: &[T] = if fresh {
+                    &q.data[next.start * q.row..next.end * q.row]
+                } else {
+                    &[]
+                };
+                fresh &= next.end < rows;
+                let ahead = Ahead::new([queries, work.next_values(&block, &strip, &next)], 3);
                 let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
-                work.strip(call, q, &block, strip);
+                work.strip(call, q, &block, strip, ahead);
             }
         }
         call.note(&mut work.evaluator);
@@ -246,24 +247,31 @@ impl<T: Format> Wave<'_, T> {
 }
 
 impl Work<'_> {
-    /// Asks for the values of a key tile that the next strip reads and this one does not.
-    fn prefetch<T: Format>(&self, block: &Block<'_, T>, strip: &Range<usize>, next: &Range<usize>) {
+    /// The values of a key tile that the next strip reads and this one does not.
+    fn next_values<'a, T: Format>(
+        &self,
+        block: &Block<'a, T>,
+        strip: &Range<usize>,
+        next: &Range<usize>,
+    ) -> &'a [T] {
         let [seen, then] = [strip, next].map(|rows| self.evaluator.live(rows.clone()));
         let from = then.start.max(seen.end);
-        if !seen.is_empty() && from < then.end {
-            let rows = from / T::WIDTH..then.end.div_ceil(T::WIDTH);
-            let stride = block.v.depth;
-            simd::prefetch(&block.v.data[rows.start * stride..rows.end * stride]);
+        if seen.is_empty() || from >= then.end {
+            return &[];
         }
+        let rows = from / T::WIDTH..then.end.div_ceil(T::WIDTH);
+        &block.v.data[rows.start * block.v.depth..rows.end * block.v.depth]
     }
 
-    /// One strip of query rows, whose queries are the first of `q`, against one key tile.
+    /// One strip of query rows, whose queries are the first of `q`, against one key tile. What is
+    /// needed `ahead` is asked for meanwhile.
     fn strip<T: Format>(
         &mut self,
         call: &Call<'_>,
         q: Matrix<'_, T>,
         block: &Block<'_, T>,
         strip: Range<usize>,
+        mut ahead: Ahead<'_, T>,
     ) {
         let (dims, tiles) = (&call.dims, &call.tiles);
         let Self { evaluator, scores, weights, out, states, clock } = self;
@@ -275,12 +283,14 @@ impl Work<'_> {
         let rows = 0..strip.len();
         let part = Part { rows: rows.clone(), columns: columns.clone(), depth: 0..dims.dim };
         let part = part.in_elements::<T>();
+        ahead.ask();
         simd::product(scores, tiles.kv, q, block.k_t, &part, Write::Times(call.scale));
         clock.lap(Stage::Products);
 
         evaluator.score(strip.clone(), columns.clone(), scores, tiles.kv);
         clock.lap(Stage::Mods);
 
+        ahead.ask();
         let states = &mut states[strip.clone()];
         let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
         // What rows had before their first score is anything.
@@ -303,6 +313,7 @@ impl Work<'_> {
         let weights = T::factor(scores, rows.len(), tiles.kv, columns, elements(weights));
         clock.lap(Stage::Softmax);
         let part = Part { rows, columns: 0..tiles.dim_v, depth: keys }.in_elements::<T>();
+        ahead.ask();
         let write = if fresh { Write::Times(1.0) } else { Write::Add };
         simd::product(out, tiles.dim_v, weights, block.v, &part, write);
         clock.lap(Stage::Products);

@@ -26,7 +26,7 @@ mod x86;
 pub use level::larger;
 pub use level::{LANES, VARIABLE, asked, level};
 pub use pairs::{interleave, round_along, round_beside};
-pub use prefetch::prefetch;
+pub use prefetch::Ahead;
 pub use product::{Element, Matrix, Pair, Panels, Part, STRIP, Write, product};
 pub use rows::{
     NOTHING, RowState, RowStatistics, add, derive, dot, exp_sum, pair_square_sum, scale, soften,

@@ -13,6 +13,31 @@ pub fn prefetch<T>(data: &[T]) {
     data.chunks(LINE / size_of::<T>()).for_each(|line| prefetch_line(line.as_ptr()));
 }
 
+/// What is asked for a part at a time, between other work: a core waits for those beyond about two
+/// dozen lines that it has asked for and not got.
+pub struct Ahead<'a, T> {
+    data: [&'a [T]; 2],
+    /// Elements of a part of each.
+    parts: [usize; 2],
+}
+
+impl<'a, T> Ahead<'a, T> {
+    /// `data` in so many parts.
+    pub fn new(data: [&'a [T]; 2], parts: usize) -> Self {
+        let line = LINE / size_of::<T>();
+        Self { data, parts: data.map(|data| data.len().div_ceil(line).div_ceil(parts) * line) }
+    }
+
+    /// Asks for the next part.
+    pub fn ask(&mut self) {
+        for (data, &part) in self.data.iter_mut().zip(&self.parts) {
+            let (now, later) = data.split_at(part.min(data.len()));
+            prefetch(now);
+            *data = later;
+        }
+    }
+}
+
 /// Asks for the line at `at`, which may be anywhere: an address without memory is passed over.
 #[inline(always)]
 pub fn prefetch_line<T>(at: *const T) {
