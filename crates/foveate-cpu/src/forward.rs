@@ -228,11 +228,8 @@ impl<T: Format> Wave<'_, T> {
             while !next.is_empty() {
                 let strip = next;
                 next = work.evaluator.strip(strip.end..rows);
-                let queries: &[T] = if fresh {
-                    &q.data[next.start * q.row..next.end * q.row]
-                } else {
-                    &[]
-                };
+                let queries: &[T] =
+                    if fresh { &q.data[next.start * q.row..next.end * q.row] } else { &[] };
                 fresh &= next.end < rows;
                 let ahead = Ahead::new([queries, work.next_values(&block, &strip, &next)], 3);
                 let q = Matrix { data: &q.data[strip.start * q.row..], ..q };

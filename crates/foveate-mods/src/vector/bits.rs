@@ -49,6 +49,28 @@ impl Bits {
         }
     }
 
+    /// Makes it `rows × columns` of what distances alone decide: row `r` has the bits of `distances`
+    /// from `rows - 1 - r` on. Those hold anything past what the rows have, and a word more.
+    pub(super) fn lay_out(&mut self, rows: usize, columns: usize, distances: &mut [u64]) {
+        self.row_words = columns.div_ceil(WORD);
+        let used = (rows + columns).saturating_sub(1);
+        for (w, word) in distances.iter_mut().enumerate() {
+            *word &= first_bits(used.saturating_sub(w * WORD).min(WORD));
+        }
+        let Span { columns: all, gaps } = span(distances);
+        self.words.resize(rows * self.row_words, 0);
+        self.spans.clear();
+        for (r, row) in self.words.chunks_exact_mut(self.row_words.max(1)).enumerate() {
+            let at = rows - 1 - r;
+            shifted(distances, at, row);
+            let [start, end] = [all.start, all.end].map(|c| c.saturating_sub(at).min(columns));
+            *row.last_mut().expect("a row has words") &= first_bits((columns - 1) % WORD + 1);
+            let clipped = || Span { columns: if start < end { start..end } else { 0..0 }, gaps };
+            self.spans.push(if gaps { span(row) } else { clipped() });
+        }
+        self.spans.resize(rows, Span::default());
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.spans.len()
@@ -74,8 +96,7 @@ impl Bits {
     pub(super) fn set_all(&mut self, r: usize, n: usize, truth: bool) {
         let row = &mut self.words[r * self.row_words..][..self.row_words];
         for (w, word) in row.iter_mut().enumerate() {
-            let in_use = if truth { n.saturating_sub(w * WORD).min(WORD) } else { 0 };
-            *word = if in_use == WORD { u64::MAX } else { (1 << in_use) - 1 };
+            *word = first_bits(if truth { n.saturating_sub(w * WORD).min(WORD) } else { 0 });
         }
         self.spans[r] = span(row);
     }
@@ -127,6 +148,20 @@ pub(super) fn gather<T>(group: &[T; LANES], truth: impl Fn(&T) -> bool) -> u64 {
         bits |= u32::from(truth(x)) << l;
     }
     bits.into()
+}
+
+/// A word whose first `n` bits are true.
+fn first_bits(n: usize) -> u64 {
+    if n == WORD { u64::MAX } else { (1 << n) - 1 }
+}
+
+/// The bits from `at` on.
+pub(super) fn shifted(bits: &[u64], at: usize, into: &mut [u64]) {
+    let (first, by) = (at / WORD, at % WORD);
+    for (x, pair) in into.iter_mut().zip(bits[first..].windows(2)) {
+        // In two steps, as there may be nothing to shift.
+        *x = pair[0] >> by | pair[1] << 1 << (WORD - 1 - by);
+    }
 }
 
 fn span(row: &[u64]) -> Span {

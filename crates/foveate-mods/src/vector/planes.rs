@@ -7,7 +7,7 @@
 //! combines words. Only a comparison of the numbers of queries and keys looks at entries, once for
 //! neighbouring queries that have the same number.
 
-use super::bits::{Bits, WORD, gather};
+use super::bits::{Bits, WORD, gather, shifted};
 use super::compile::{Compiled, Place, Rate};
 use super::level::for_each_level;
 use super::steps::{Line, Operand, View, int, truth};
@@ -71,6 +71,12 @@ impl Machine {
     pub(super) fn by_planes(&mut self, compiled: &Compiled, steps: &[Step], into: &mut Bits) {
         let (rows, columns) = (self.q.len(), self.kv.len());
         self.strip = (0..rows, 0..padded(columns));
+        if let [Step::Of(i)] = steps
+            && let Place::Diagonal(lane) = compiled.places[*i]
+        {
+            self.pack_distances(lane);
+            return into.lay_out(rows, columns, &mut self.diagonal);
+        }
         let mut planes = std::mem::take(&mut self.planes);
         let mut depth = 0;
         for step in steps {
@@ -100,6 +106,16 @@ impl Machine {
         self.planes = planes;
     }
 
+    /// Packs the truths of a lane of distances.
+    fn pack_distances(&mut self, lane: usize) {
+        let Self { lanes, diagonal, .. } = self;
+        let truths = &lanes[lane].get()[..padded(self.q.len() + padded(self.kv.len()))];
+        diagonal.clear();
+        // A row reads a word more than it has.
+        diagonal.resize(truths.len().div_ceil(WORD) + 2, 0);
+        pack(truths, diagonal);
+    }
+
     /// Writes the plane of a step that adds one.
     fn plane(&mut self, compiled: &Compiled, step: Step, into: &mut Vec<u64>) {
         let (rows, width) = (self.q.len(), padded(self.kv.len()));
@@ -109,16 +125,10 @@ impl Machine {
         if let Step::Of(i) = step
             && let Place::Diagonal(lane) = compiled.places[i]
         {
-            let mut bits = std::mem::take(&mut self.diagonal);
-            let truths = &self.lanes[lane].get()[..padded(rows + width)];
-            bits.clear();
-            // A row reads a word more than it has.
-            bits.resize(truths.len().div_ceil(WORD) + 2, 0);
-            pack(truths, &mut bits);
+            self.pack_distances(lane);
             for (r, row) in into.chunks_exact_mut(words.max(1)).enumerate() {
-                shifted(&bits, rows - 1 - r, row);
+                shifted(&self.diagonal, rows - 1 - r, row);
             }
-            self.diagonal = bits;
             return;
         }
         let operand = |i| self.operand(compiled, i, View::Strip(Scores::default()));
@@ -127,15 +137,6 @@ impl Machine {
             Step::Compare(op, [x, y]) => compare(op, &operand(x), &operand(y), width, into),
             Step::Not | Step::Both(_) => unreachable!("it changes planes that are there"),
         }
-    }
-}
-
-/// The bits from `at` on.
-fn shifted(bits: &[u64], at: usize, into: &mut [u64]) {
-    let (first, by) = (at / WORD, at % WORD);
-    for (x, pair) in into.iter_mut().zip(bits[first..].windows(2)) {
-        // In two steps, as there may be nothing to shift.
-        *x = pair[0] >> by | pair[1] << 1 << (WORD - 1 - by);
     }
 }
 

@@ -238,6 +238,42 @@ fn bits_know_between_which_columns_a_row_is_true() {
 }
 
 #[test]
+fn bits_of_distances_are_those_of_their_entries() {
+    let ago = || expr::q() - expr::kv();
+    let masks = [
+        ago().ge(0),
+        ago().ge(0) & ago().lt(70),
+        ago().abs().gt(5) & ago().lt(150),
+        ago().ge(1000),
+        (ago() % 3).eq(0),
+    ];
+    for mask in masks {
+        let program = Program::build(&[mask.dynamic().clone()]);
+        let mut machine = Kernel::compile(&program).machine(100, 200);
+        machine.set_head(HEAD);
+        let mut truths = Bits::default();
+        for (q, kv) in [(150..210, 90..249), (60..61, 0..64), (7..70, 3..131), (0..16, 0..1)] {
+            machine.set_tile(q.clone(), kv.clone());
+            machine.truths(None, &mut truths);
+            assert_eq!(truths.rows(), q.len());
+            for (r, q) in q.enumerate() {
+                let want =
+                    |kv| program.eval(&at(q, kv, 0.0)).unwrap()[0] == ScalarValue::Bool(true);
+                let seen: Vec<usize> =
+                    (0..kv.len()).filter(|c| want(kv.start + *c as i32)).collect();
+                let ends = seen.first().zip(seen.last()).map_or(0..0, |(a, b)| *a..b + 1);
+                assert_eq!(truths.columns(r..r + 1), ends);
+                assert!((0..kv.len()).all(|c| truths.get(r, c) == seen.contains(&c)));
+                let mut row = vec![1.0; padded(kv.len())];
+                truths.fill_false(r, 0, &mut row, 0.0);
+                let left = row.iter().enumerate().filter(|(_, x)| **x == 1.0).map(|(c, _)| c);
+                assert!(left.eq(seen));
+            }
+        }
+    }
+}
+
+#[test]
 fn an_index_out_of_range_counts_where_the_entry_does() {
     let table = Buffer::vector("table", vec![1.0; 8]);
     let score = expr::score() + table.at([expr::kv() - expr::q()]);
