@@ -25,10 +25,13 @@ use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Block, Format, Packed, Packing, elements};
-use crate::reach::lowest;
+use crate::reach::{Reach, lowest};
 use crate::simd::{self, Ahead, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
+
+/// Queries that have their reach looked at together.
+const CONFINED: usize = 4 * STRIP;
 
 /// What a thread is given to do.
 #[expect(clippy::large_enum_variant, reason = "most are query tiles")]
@@ -202,36 +205,43 @@ impl<T: Format> Wave<'_, T> {
         let keys_of = |tile: usize| tile * tiles.kv..sequence.k_len.min((tile + 1) * tiles.kv);
         let mut live: Vec<(usize, bool)> =
             call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)).collect();
-        let reach = call.mods.reach(head, start..start + rows).filter(|reach| {
-            self.packed.is_shared(task.unit) && reach.sort(&mut live, |(tile, _)| keys_of(tile))
+        let queries = |rows: &Range<usize>| start + rows.start..start + rows.end;
+        let reach = call.mods.reach(head).filter(|reach| {
+            let keys = |(tile, _)| keys_of(tile);
+            self.packed.is_shared(task.unit) && reach.sort(&queries(&(0..rows)), &mut live, keys)
         });
         let norm = reach.as_ref().map_or(0.0, |_| pack::largest_norm(q, rows, tiles.dim));
         // Whether there are queries that nothing has read.
         let mut fresh = true;
         for (tile, partial) in live {
             let keys = keys_of(tile);
-            let reached = reach.as_ref().map(|reach| {
-                let seen = lowest(work.states[..rows].iter().map(|state| state.max));
-                let of_keys = || self.packed.norm(task.unit, tile);
-                reach.columns(&keys, seen, || call.scale.abs() * norm * of_keys())
-            });
-            if reached.as_ref().is_some_and(Range::is_empty) {
+            let reached = |reach: &Reach<'_>, rows: &Range<usize>, states: &[RowState]| {
+                let seen = lowest(states[rows.clone()].iter().map(|state| state.max));
+                let magnitude = || call.scale.abs() * norm * self.packed.norm(task.unit, tile);
+                reach.columns(&queries(rows), &keys, seen, magnitude)
+            };
+            if reach.as_ref().is_some_and(|r| reached(r, &(0..rows), &work.states).is_empty()) {
                 continue;
             }
-            work.evaluator.tile(start..start + rows, keys, partial);
-            reached.into_iter().for_each(|columns| work.evaluator.confine(columns));
+            let mut confined = 0;
+            work.evaluator.tile(queries(&(0..rows)), keys.clone(), partial);
             work.clock.lap(Stage::Mods);
-            let keys = work.evaluator.live(0..rows);
-            let block = self.packed.block(task.unit, tile, keys, own.as_mut());
+            let seen = work.evaluator.live(0..rows);
+            let block = self.packed.block(task.unit, tile, seen, own.as_mut());
             work.clock.lap(Stage::Packing);
             let mut next = work.evaluator.strip(0..rows);
             while !next.is_empty() {
                 let strip = next;
+                if let Some(reach) = reach.as_ref().filter(|_| confined <= strip.start) {
+                    confined = rows.min(strip.start + CONFINED);
+                    let columns = reached(reach, &(strip.start..confined), &work.states);
+                    work.evaluator.confine(columns);
+                }
                 next = work.evaluator.strip(strip.end..rows);
-                let queries: &[T] =
+                let unread: &[T] =
                     if fresh { &q.data[next.start * q.row..next.end * q.row] } else { &[] };
                 fresh &= next.end < rows;
-                let ahead = Ahead::new([queries, work.next_values(&block, &strip, &next)], 3);
+                let ahead = Ahead::new([unread, work.next_values(&block, &strip, &next)], 3);
                 let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
                 work.strip(call, q, &block, strip, ahead);
             }

@@ -80,9 +80,9 @@ impl Mods {
         }
     }
 
-    /// What tells which keys `queries` of a head do not reach; `None` where nothing does.
-    pub fn reach(&self, head: Head, queries: Range<usize>) -> Option<Reach<'_>> {
-        self.bounds.as_ref().map(|bounds| Reach::new(bounds, head, queries))
+    /// What tells which keys queries of a head do not reach; `None` where nothing does.
+    pub fn reach(&self, head: Head) -> Option<Reach<'_>> {
+        self.bounds.as_ref().map(|bounds| Reach::new(bounds, head))
     }
 
     /// Whether [`Self::reach`] is for anything.

@@ -23,30 +23,35 @@ const STEP: usize = 64;
 /// More than products and norms of rows are rounded by.
 const ROUNDING: f32 = 1.001;
 
-/// What bounds the scores of a query tile.
+/// What bounds the scores of a head.
 #[derive(Clone, Debug)]
 pub struct Reach<'a> {
     bounds: &'a Bounds,
     head: Head,
-    queries: Range<i32>,
 }
 
 impl<'a> Reach<'a> {
-    /// For `queries` of a head, under the score function of `bounds`.
-    pub fn new(bounds: &'a Bounds, head: Head, queries: Range<usize>) -> Self {
-        Self { bounds, head, queries: queries.start as i32..queries.end as i32 }
+    /// For a head under the score function of `bounds`.
+    pub fn new(bounds: &'a Bounds, head: Head) -> Self {
+        Self { bounds, head }
     }
 
-    /// What no score of `keys` is above, where raw ones are at most `magnitude`.
-    fn highest(&self, keys: &Range<usize>, magnitude: f32) -> f32 {
-        let keys = keys.start as i32..keys.end as i32;
-        self.bounds.highest(&self.head, self.queries.clone(), keys, ROUNDING * magnitude)
+    /// What no score of `queries` and `keys` is above, where raw ones are at most `magnitude`.
+    fn highest(&self, queries: &Range<usize>, keys: &Range<usize>, magnitude: f32) -> f32 {
+        let [q, kv] = [queries, keys].map(|r| r.start as i32..r.end as i32);
+        self.bounds.highest(&self.head, q, kv, ROUNDING * magnitude)
     }
 
-    /// Sorts key tiles, those that may weigh most first, so that the others are compared with them.
-    /// Says whether any may be out of reach of queries that reach another; if not, nothing is moved.
-    pub fn sort<T: Copy>(&self, tiles: &mut [T], keys: impl Fn(T) -> Range<usize>) -> bool {
-        let highest = |&tile: &T| (self.highest(&keys(tile), 0.0), tile);
+    /// Sorts key tiles, those that may weigh most for `queries` first, so that the others are
+    /// compared with them. Says whether any may be out of reach of queries that reach another; if
+    /// not, nothing is moved.
+    pub fn sort<T: Copy>(
+        &self,
+        queries: &Range<usize>,
+        tiles: &mut [T],
+        keys: impl Fn(T) -> Range<usize>,
+    ) -> bool {
+        let highest = |&tile: &T| (self.highest(queries, &keys(tile), 0.0), tile);
         let mut sorted: Vec<(f32, T)> = tiles.iter().map(highest).collect();
         sorted.sort_by(|(a, _), (b, _)| b.total_cmp(a));
         let far = match &sorted[..] {
@@ -59,16 +64,18 @@ impl<'a> Reach<'a> {
         far
     }
 
-    /// The stretch of `keys` outside of which all weights are 0 beside a score of `seen`, counted
-    /// from their first; whole steps of them. `magnitude` is asked for where it matters.
+    /// The stretch of `keys` outside of which all weights of `queries`, which have seen a score of
+    /// `seen` at least, are 0: counted from the first key, whole steps. `magnitude` is asked for
+    /// where it matters.
     pub fn columns(
         &self,
+        queries: &Range<usize>,
         keys: &Range<usize>,
         seen: f32,
         magnitude: impl Fn() -> f32,
     ) -> Range<usize> {
         let far = |keys: &Range<usize>| {
-            let below = |magnitude| self.highest(keys, magnitude) - seen <= NOTHING;
+            let below = |magnitude| self.highest(queries, keys, magnitude) - seen <= NOTHING;
             below(0.0) && below(magnitude())
         };
         let mut steps = (0..keys.len()).step_by(STEP).map(|first| {
@@ -95,16 +102,16 @@ mod tests {
     /// One key tile after the other, as `sort` leaves them.
     fn sorted(reach: &Reach<'_>, tiles: usize) -> Option<Vec<usize>> {
         let mut order: Vec<usize> = (0..tiles).collect();
-        reach.sort(&mut order, |tile| tile * 128..(tile + 1) * 128).then_some(order)
+        reach.sort(&(512..640), &mut order, |tile| tile * 128..(tile + 1) * 128).then_some(order)
     }
 
     #[test]
     fn a_slope_leaves_the_keys_near_the_queries() {
         let alibi = Bounds::new(scores::alibi(8).unwrap().program());
         let head = |h| Head { h, q_len: 1024, kv_len: 1024, ..Head::default() };
-        let steep = Reach::new(&alibi, head(0), 512..640);
+        let steep = Reach::new(&alibi, head(0));
         // Scores of 8 at most beside one of 0, half a unit a key: 193 keys on either side.
-        let columns = |keys, seen| steep.columns(&keys, seen, || 8.0);
+        let columns = |keys, seen| steep.columns(&(512..640), &keys, seen, || 8.0);
         assert_eq!(columns(0..512, 0.0), 320..512);
         assert_eq!(columns(512..640, 0.0), 0..128);
         assert_eq!(columns(640..1024, 0.0), 0..192);
@@ -113,17 +120,17 @@ mod tests {
         assert_eq!(columns(0..512, f32::NEG_INFINITY), 0..512);
         assert_eq!(columns(0..512, f32::NAN), 0..512);
         for norm in [f32::INFINITY, f32::NAN] {
-            assert_eq!(steep.columns(&(0..512), 0.0, || norm), 0..512);
+            assert_eq!(steep.columns(&(512..640), &(0..512), 0.0, || norm), 0..512);
         }
         assert_eq!(sorted(&steep, 8), Some(vec![4, 3, 5, 2, 6, 1, 7, 0]));
-        assert_eq!(sorted(&Reach::new(&alibi, head(7), 512..640), 8), None);
+        assert_eq!(sorted(&Reach::new(&alibi, head(7)), 8), None);
     }
 
     #[test]
     fn a_bounded_score_leaves_every_key() {
         let capped = Bounds::new(scores::soft_cap(30.0).unwrap().program());
-        let reach = Reach::new(&capped, Head::default(), 0..128);
+        let reach = Reach::new(&capped, Head::default());
         assert_eq!(sorted(&reach, 8), None);
-        assert_eq!(reach.columns(&(0..512), 30.0, || 1e9), 0..512);
+        assert_eq!(reach.columns(&(0..128), &(0..512), 30.0, || 1e9), 0..512);
     }
 }

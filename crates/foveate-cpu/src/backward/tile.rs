@@ -237,7 +237,7 @@ impl<'a> Worker<'a> {
             let (at, n) = ([sequence.q_batch, h, sequence.q_start + start], end - start);
             let statistics = self.statistics.of(of_wave, start..end);
             let mut live: Vec<_> = call.live(b, h).tiles(start / tiles.q, &key_tiles).collect();
-            if let Some(reach) = call.mods.reach(head, start..end) {
+            if let Some(reach) = call.mods.reach(head) {
                 let norm = LazyCell::new(|| {
                     let room = elements::<T>(&mut q_room[0]);
                     let rows = pack::rows(self.operands.q, at, n, tiles.dim, room);
@@ -247,7 +247,7 @@ impl<'a> Worker<'a> {
                     let range = tile * tiles.kv..keys.end.min((tile + 1) * tiles.kv);
                     let of_keys = blocks[tile - first_tile].norm;
                     let magnitude = || call.scale.abs() * *norm * of_keys;
-                    !is_out_of_reach(&reach, &range, statistics, magnitude)
+                    !is_out_of_reach(&reach, [&(start..end), &range], statistics, magnitude)
                 });
             }
             if live.is_empty() {
@@ -273,15 +273,16 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Whether queries of these statistics give `keys` weights of 0 only, and so no gradient. What is
+/// Whether `queries` of these statistics give `keys` weights of 0 only, and so no gradient. What is
 /// not a number in `d_out` or v has made delta none, and 0 times it is to be seen in every gradient.
 fn is_out_of_reach(
     reach: &Reach<'_>,
-    keys: &Range<usize>,
+    [queries, keys]: [&Range<usize>; 2],
     statistics: RowStatistics<'_>,
     magnitude: impl Fn() -> f32,
 ) -> bool {
-    let columns = || reach.columns(keys, lowest(statistics.lse.iter().copied()), magnitude);
+    let lowest = lowest(statistics.lse.iter().copied());
+    let columns = || reach.columns(queries, keys, lowest, magnitude);
     statistics.delta.iter().all(|delta| delta.is_finite()) && columns().is_empty()
 }
 
