@@ -26,8 +26,8 @@ fv_combine(const __grid_constant__ ForwardParams p) {
         const i64 first = sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
         // The shares are divided between the lanes, to find the largest score and the sum of powers.
         float top = -infinity();
-        for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, __ldg(p.partial_max + i * p.partial_rows + first));
-        for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+        for (int i = lane; i < p.splits; i += 32) top = larger(top, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(0xffffffff, top, step));
         const float safe = top == -infinity() ? 0.f : top;
         auto weight = [&](int i) {
             return i < p.splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - safe) * LOG2_E) : 0.f;
@@ -48,8 +48,8 @@ fv_combine(const __grid_constant__ ForwardParams p) {
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) {
                     const float2 pair = load_pair(share, lane * 2 + c * 64);
-                    sum[c].x += pair.x * factor;
-                    sum[c].y += pair.y * factor;
+                    sum[c].x += factor == 0.f ? 0.f : pair.x * factor;
+                    sum[c].y += factor == 0.f ? 0.f : pair.y * factor;
                 }
             }
         }

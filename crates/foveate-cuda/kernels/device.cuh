@@ -64,10 +64,17 @@ __device__ float exp2_score(float x) {
     return y;
 }
 
+// The larger of two; NaN when either is, which fmaxf would drop.
+__device__ float larger(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // Over the four lanes that hold a row of an accumulator.
 __device__ float over_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = larger(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return larger(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 __device__ float over_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);

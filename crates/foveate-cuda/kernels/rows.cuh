@@ -28,7 +28,7 @@ __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int 
     float highest = top, factor = 1.f;
     if constexpr (FV_SINK) {
         const float sink = __ldg(p.sink + head);
-        highest = fmaxf(top, sink);
+        highest = larger(top, sink);
         factor = highest == -infinity() ? 0.f : exp2_score((top - highest) * LOG2_E);
         total = total * factor + (highest == -infinity() ? 0.f : exp2_score((sink - highest) * LOG2_E));
     }
@@ -42,7 +42,13 @@ __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int 
     return {out, p.out.elem, total == 0.f ? 0.f : ratio(factor, total)};
 }
 
-// Columns column, column + 1 of a row; column is even.
+// A column of a row.
+__device__ void store_one(const Row& row, int column, float x) {
+    if constexpr (FV_OUT_DTYPE == 2) row.out[column * row.elem] = x;
+    else row.out[column * row.elem] = narrow2<FV_OUT_DTYPE>(x, 0.f);
+}
+
+// Columns column, column + 1 of a row, times its factor; column is even.
 __device__ void store_out(const Row& row, int column, float x, float y) {
     if (column >= FV_DV) return;
     x *= row.factor;
@@ -54,10 +60,6 @@ __device__ void store_out(const Row& row, int column, float x, float y) {
             return;
         }
     }
-    auto store = [&](int c, float value) {
-        if constexpr (FV_OUT_DTYPE == 2) row.out[c * row.elem] = value;
-        else row.out[c * row.elem] = narrow2<FV_OUT_DTYPE>(value, 0.f);
-    };
-    store(column, x);
-    if (column + 1 < FV_DV) store(column + 1, y);
+    store_one(row, column, x);
+    if (column + 1 < FV_DV) store_one(row, column + 1, y);
 }

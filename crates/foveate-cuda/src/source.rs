@@ -12,6 +12,8 @@ use crate::nvrtc::OPTIONS;
 
 const PARAMS: &str = include_str!("../kernels/params.cuh");
 const DEVICE: &str = include_str!("../kernels/device.cuh");
+const FORWARD_DEVICE: &str = include_str!("../kernels/forward_device.cuh");
+const FORWARD_ROW: &str = include_str!("../kernels/forward_row.cuh");
 const ROWS: &str = include_str!("../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../kernels/backward_device.cuh");
 const BACKWARD_SCORES: &str = include_str!("../kernels/backward_scores.cuh");
@@ -19,7 +21,9 @@ const BACKWARD_SCORES: &str = include_str!("../kernels/backward_scores.cuh");
 /// What a kernel needs after the mods: shared files, then its own.
 fn files(kernel: Kernel) -> &'static [&'static str] {
     match kernel {
-        Kernel::Forward => &[DEVICE, ROWS, include_str!("../kernels/forward.cu")],
+        Kernel::Forward => {
+            &[DEVICE, ROWS, FORWARD_DEVICE, FORWARD_ROW, include_str!("../kernels/forward.cu")]
+        }
         Kernel::Combine => &[DEVICE, ROWS, include_str!("../kernels/combine.cu")],
         Kernel::Delta => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/delta.cu")],
         Kernel::Rests => &[DEVICE, BACKWARD_DEVICE, include_str!("../kernels/rests.cu")],
