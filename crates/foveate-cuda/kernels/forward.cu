@@ -25,7 +25,8 @@
 // Only a step whose run says so, or that has the last keys of a sequence, asks the mask and the length;
 // there a warp whose rows see nothing of the tile does without powers. With 16-bit operands such steps
 // have code of their own, so that neither kind waits for what the other needs. A row that sees nothing
-// at all gives out = 0 and lse = -inf; one with a NaN among its scores is NaN.
+// at all gives out = 0 and lse = -inf; one with a NaN among its scores is NaN. Values that are not
+// finite stay with the rows that see them: see forward_row.cuh.
 //
 // With FV_FOLD, for few queries, the rows of a tile are those of all query heads of a key/value
 // head, so that keys and values are read once for all of them: row r is query r / FV_GROUP of head
@@ -254,11 +255,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 
     auto query_at = [&](u32 row_of_tile) { return query0 + int(row_of_tile / HEADS); };
     auto head_at = [&](u32 row_of_tile) { return head0 + int(row_of_tile % HEADS); };
-    float rest = 0.f;                                      // NaN where something in out is not finite
+    // 0, or NaN where something in out is not finite. In parts, so that an addition need not wait for the
+    // one before; f32 has no registers for more than one.
+    constexpr int PARTS = FV_DTYPE == 2 ? 1 : 4;
+    float rest[PARTS] = {};
     if constexpr (LEAVES_OUT)
         #pragma unroll
-        for (int i = 0; i < M * N_OUT * 4; ++i) rest = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, rest);
-    const bool spoiled = LEAVES_OUT && __any_sync(~0u, rest != 0.f);
+        for (int i = 0; i < M * N_OUT * 4; ++i) rest[i % PARTS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, rest[i % PARTS]);
+    #pragma unroll
+    for (int i = 1; i < PARTS; ++i) rest[0] += rest[i];
+    const bool spoiled = LEAVES_OUT && __any_sync(~0u, rest[0] != 0.f);
+
     // What the rows have come to, relative to their largest scores.
     #pragma unroll
     for (int m = 0; m < M; ++m)

@@ -82,7 +82,10 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
         (Kernel::Forward, Elem::F32) if class.score => FORWARD_SCORED_F32,
         (_, Elem::F32) => return None,
         (Kernel::Forward, _) if class.score => FORWARD_SCORED,
-        (Kernel::Forward, _) if class.mask => FORWARD_MASKED,
+        // The bits of dropout leave no registers for more keys.
+        (Kernel::Forward, _) if class.mask || (class.keep && class.dim.max(class.dim_v) <= 64) => {
+            FORWARD_MASKED
+        }
         (Kernel::Forward, _) => FORWARD,
         (Kernel::Backward, _) => BACKWARD,
         (Kernel::BackwardDq, _) => BACKWARD_DQ,
