@@ -71,12 +71,12 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles of the forward: rows of queries that with their output are 192 KiB, so that under a
-    /// window or in documents most keys are in the cache of one core for all of their queries; and
-    /// keys that make a strip of scores 18 KiB: a window of 256 then lies in one tile or two, not in
-    /// two or three.
+    /// The tiles of the forward: rows of queries that with their output are up to 384 KiB, so that
+    /// under a window or in documents most keys are in the cache of one core for all of their
+    /// queries; and keys that make a strip of scores 18 KiB: a window of 256 then lies in one tile
+    /// or two, not in two or three.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
-        let q = if padded(dims.dim) + padded(dims.dim_v) <= 128 { 384 } else { 192 };
+        let q = if padded(dims.dim) + padded(dims.dim_v) <= 256 { 384 } else { 192 };
         Self::at_most([q, 384], dims, options, 1)
     }
 
@@ -133,7 +133,7 @@ mod tests {
         let t = Tiles::forward(&dims(1, 5, 7), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
         let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
-        assert_eq!((t.q, t.kv, t.dim), (192, 384, 128));
+        assert_eq!((t.q, t.kv, t.dim), (384, 384, 128));
         let t = Tiles::forward(&dims(8, 4096, 64), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (384, 384, 64));
         let t = Tiles::backward(&dims(8, 4096, 128), &CpuOptions::default(), 1);
