@@ -185,6 +185,27 @@ struct Wave<'a, T> {
     q: TensorRef<'a>,
 }
 
+/// The queries of a tile, packed.
+struct Queries<'a, T> {
+    /// Unit of the wave.
+    unit: usize,
+    /// First query, and how many.
+    start: usize,
+    rows: usize,
+    q: Matrix<'a, T>,
+    /// What tells which keys they reach, where that may leave any out, and their largest norm.
+    reach: Option<(Reach<'a>, f32)>,
+    /// Whether there are some that nothing has read.
+    fresh: bool,
+}
+
+/// A key tile of a row, and whether the mask decides inside.
+struct KeyTile {
+    tile: usize,
+    keys: Range<usize>,
+    partial: bool,
+}
+
 impl<T: Format> Wave<'_, T> {
     fn query_tile<'b>(&'b self, scratch: &mut Scratch<'b>, task: QueryTile<'_>) {
         let Scratch { rows: room, own, work } = scratch;
@@ -202,54 +223,79 @@ impl<T: Format> Wave<'_, T> {
         work.clock.lap(Stage::Packing);
         let head = head(&call.dims, sequence, task.h);
         work.evaluator.enter(head);
-        let keys_of = |tile: usize| tile * tiles.kv..sequence.k_len.min((tile + 1) * tiles.kv);
-        let mut live: Vec<(usize, bool)> =
-            call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b)).collect();
-        let queries = |rows: &Range<usize>| start + rows.start..start + rows.end;
+        let key_tile = |(tile, partial)| {
+            let first = tile * tiles.kv;
+            KeyTile { tile, keys: first..sequence.k_len.min(first + tiles.kv), partial }
+        };
+        let live = call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b));
+        let mut live: Vec<KeyTile> = live.map(key_tile).collect();
         let reach = call.mods.reach(head).filter(|reach| {
-            let keys = |(tile, _)| keys_of(tile);
-            self.packed.is_shared(task.unit) && reach.sort(&queries(&(0..rows)), &mut live, keys)
+            let shared = self.packed.is_shared(task.unit);
+            shared && reach.sort(&(start..start + rows), &mut live, |tile| &tile.keys)
         });
-        let norm = reach.as_ref().map_or(0.0, |_| pack::largest_norm(q, rows, tiles.dim));
-        // Whether there are queries that nothing has read.
-        let mut fresh = true;
-        for (tile, partial) in live {
-            let keys = keys_of(tile);
-            let reached = |reach: &Reach<'_>, rows: &Range<usize>, states: &[RowState]| {
-                let seen = lowest(states[rows.clone()].iter().map(|state| state.max));
-                let magnitude = || call.scale.abs() * norm * self.packed.norm(task.unit, tile);
-                reach.columns(&queries(rows), &keys, seen, magnitude)
-            };
-            if reach.as_ref().is_some_and(|r| reached(r, &(0..rows), &work.states).is_empty()) {
-                continue;
-            }
-            let mut confined = 0;
-            work.evaluator.tile(queries(&(0..rows)), keys.clone(), partial);
-            work.clock.lap(Stage::Mods);
-            let seen = work.evaluator.live(0..rows);
-            let block = self.packed.block(task.unit, tile, seen, own.as_mut());
-            work.clock.lap(Stage::Packing);
-            let mut next = work.evaluator.strip(0..rows);
-            while !next.is_empty() {
-                let strip = next;
-                if let Some(reach) = reach.as_ref().filter(|_| confined <= strip.start) {
-                    confined = rows.min(strip.start + CONFINED);
-                    let columns = reached(reach, &(strip.start..confined), &work.states);
-                    work.evaluator.confine(columns);
-                }
-                next = work.evaluator.strip(strip.end..rows);
-                let unread: &[T] =
-                    if fresh { &q.data[next.start * q.row..next.end * q.row] } else { &[] };
-                fresh &= next.end < rows;
-                let ahead = Ahead::new([unread, work.next_values(&block, &strip, &next)], 3);
-                let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
-                work.strip(call, q, &block, strip, ahead);
-            }
+        let reach = reach.map(|reach| (reach, pack::largest_norm(q, rows, tiles.dim)));
+        let mut queries = Queries { unit: task.unit, start, rows, q, reach, fresh: true };
+        for tile in &live {
+            self.key_tile(work, own.as_mut(), &mut queries, tile);
         }
         call.note(&mut work.evaluator);
         work.clock.lap(Stage::Mods);
         work.store(call, task, rows);
         work.clock.lap(Stage::Packing);
+    }
+
+    /// The part of a query tile that one key tile gives.
+    fn key_tile<'b>(
+        &'b self,
+        work: &mut Work<'b>,
+        own: Option<&mut pack::Room<'b>>,
+        queries: &mut Queries<'_, T>,
+        key_tile: &KeyTile,
+    ) {
+        let &mut Queries { unit, start, rows, q, .. } = queries;
+        let KeyTile { tile, keys, partial } = key_tile;
+        if self.reached(queries, key_tile, 0..rows, &work.states).is_empty() {
+            return;
+        }
+        work.evaluator.tile(start..start + rows, keys.clone(), *partial);
+        work.clock.lap(Stage::Mods);
+        let seen = work.evaluator.live(0..rows);
+        let block = self.packed.block(unit, *tile, seen, own);
+        work.clock.lap(Stage::Packing);
+        // Up to which row columns are confined to those that are reached.
+        let mut confined = 0;
+        let mut next = work.evaluator.strip(0..rows);
+        while !next.is_empty() {
+            let strip = next;
+            if confined <= strip.start {
+                confined = rows.min(strip.start + CONFINED);
+                let own = strip.start..confined;
+                let columns = self.reached(queries, key_tile, own, &work.states);
+                work.evaluator.confine(columns);
+            }
+            next = work.evaluator.strip(strip.end..rows);
+            let unread: &[T] =
+                if queries.fresh { &q.data[next.start * q.row..next.end * q.row] } else { &[] };
+            queries.fresh &= next.end < rows;
+            let ahead = Ahead::new([unread, work.next_values(&block, &strip, &next)], 3);
+            let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
+            work.strip(self.call, q, &block, strip, ahead);
+        }
+    }
+
+    /// The columns of a key tile outside of which the weights of `rows` of a query tile are 0.
+    fn reached(
+        &self,
+        queries: &Queries<'_, T>,
+        key_tile: &KeyTile,
+        rows: Range<usize>,
+        states: &[RowState],
+    ) -> Range<usize> {
+        let Some((reach, norm)) = &queries.reach else { return 0..key_tile.keys.len() };
+        let seen = lowest(states[rows.clone()].iter().map(|state| state.max));
+        let of_keys = || self.packed.norm(queries.unit, key_tile.tile);
+        let rows = queries.start + rows.start..queries.start + rows.end;
+        reach.columns(&rows, &key_tile.keys, seen, || self.call.scale.abs() * norm * of_keys())
     }
 }
 

@@ -45,21 +45,20 @@ impl<'a> Reach<'a> {
     /// Sorts key tiles, those that may weigh most for `queries` first, so that the others are
     /// compared with them. Says whether any may be out of reach of queries that reach another; if
     /// not, nothing is moved.
-    pub fn sort<T: Copy>(
+    pub fn sort<T>(
         &self,
         queries: &Range<usize>,
         tiles: &mut [T],
-        keys: impl Fn(T) -> Range<usize>,
+        keys: impl Fn(&T) -> &Range<usize>,
     ) -> bool {
-        let highest = |&tile: &T| (self.highest(queries, &keys(tile), 0.0), tile);
-        let mut sorted: Vec<(f32, T)> = tiles.iter().map(highest).collect();
-        sorted.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        let far = match &sorted[..] {
-            [first, .., last] => last.0 - first.0 <= NOTHING,
-            _ => false,
-        };
+        let highest = |tile: &T| self.highest(queries, keys(tile), 0.0);
+        let (mut least, mut most) = (f32::INFINITY, f32::NEG_INFINITY);
+        for x in tiles.iter().map(highest) {
+            (least, most) = (least.min(x), most.max(x));
+        }
+        let far = least - most <= NOTHING;
         if far {
-            tiles.iter_mut().zip(sorted).for_each(|(tile, (_, own))| *tile = own);
+            tiles.sort_by(|a, b| highest(b).total_cmp(&highest(a)));
         }
         far
     }
@@ -101,8 +100,9 @@ mod tests {
 
     /// One key tile after the other, as `sort` leaves them.
     fn sorted(reach: &Reach<'_>, tiles: usize) -> Option<Vec<usize>> {
-        let mut order: Vec<usize> = (0..tiles).collect();
-        reach.sort(&(512..640), &mut order, |tile| tile * 128..(tile + 1) * 128).then_some(order)
+        let mut order: Vec<Range<usize>> = (0..tiles).map(|i| i * 128..(i + 1) * 128).collect();
+        let far = reach.sort(&(512..640), &mut order, |keys| keys);
+        far.then(|| order.iter().map(|keys| keys.start / 128).collect())
     }
 
     #[test]
