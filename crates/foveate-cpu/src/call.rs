@@ -70,7 +70,7 @@ impl Call<'_> {
             row.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        simd::scale(row, own * self.keep_factor / denominator);
+        simd::reweigh(row, own * self.keep_factor / denominator);
         top + denominator.ln()
     }
 

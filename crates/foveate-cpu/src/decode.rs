@@ -17,6 +17,7 @@ use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack;
+use crate::seen;
 use crate::simd::{self, RowState, Rows};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Pieces, Span, Unit, run};
@@ -117,11 +118,13 @@ impl<'a> Share<'a> {
                 continue;
             }
             let (own, theirs) = ((own - max).exp(), (theirs - max).exp());
+            // A weight of 0 takes nothing, not even of infinity.
+            let times = |x: f32, weight: f32| if weight == 0.0 { 0.0 } else { x * weight };
             self.max[r] = max;
             self.sum[r] = self.sum[r] * own + other.sum[r] * theirs;
             let into = self.out[r * dim_v..][..dim_v].iter_mut();
             for (x, &y) in into.zip(&other.out[r * dim_v..][..dim_v]) {
-                *x = *x * own + y * theirs;
+                *x = times(*x, own) + times(y, theirs);
             }
         }
     }
@@ -135,6 +138,8 @@ struct Scratch<'a> {
     scores: Lent<'a>,
     /// Keys or values of a tile that cannot be read in place.
     copied: Lent<'a>,
+    /// Whether some values are not finite, which rows without a weight for them must not take.
+    careful: bool,
     clock: Clock<'a>,
 }
 
@@ -162,6 +167,7 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
         q: call.pool.lend(MAX_ROWS * tiles.dim),
         scores: call.pool.lend(MAX_ROWS * tiles.kv),
         copied: call.pool.lend(tiles.kv * tiles.dim.max(dim_v)),
+        careful: false,
         clock: Clock::new(call.profile),
     };
     run(tasks.into_iter(), scratch, |scratch, part| attend(call, &operands, scratch, part));
@@ -235,7 +241,7 @@ fn rows_in<'a>(
 }
 
 /// One part: all query rows of its unit against its keys, tile by tile.
-fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, part: Part<'_>) {
+fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, mut part: Part<'_>) {
     let (tiles, unit) = (call.tiles, part.unit);
     let heads: Vec<Row> = heads_in(call, unit).collect();
     let rows = heads.last().map_or(0, |head| head.rows.end);
@@ -248,8 +254,26 @@ fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, p
         evaluator.enter(head(&call.dims, s, own.h));
     }
     simd::scale(&mut scratch.q[..rows * tiles.dim], call.scale);
-    let mut share = Share::empty(part.share, rows);
     scratch.clock.lap(Stage::Packing);
+    scratch.careful = false;
+    let share = add_keys(call, operands, &heads, scratch, &mut part);
+    if seen::is_tainted(share.out, tiles.dim_v, share.sum.iter().copied()) {
+        scratch.careful = true;
+        add_keys(call, operands, &heads, scratch, &mut part);
+    }
+    scratch.evaluators.iter_mut().for_each(|evaluator| call.note(evaluator));
+}
+
+/// Every key tile of a part, added to its share, which is empty before.
+fn add_keys<'a>(
+    call: &Call<'_>,
+    operands: &Operands<'_>,
+    heads: &[Row],
+    scratch: &mut Scratch<'_>,
+    part: &'a mut Part<'_>,
+) -> Share<'a> {
+    let tiles = call.tiles;
+    let mut share = Share::empty(part.share, heads.last().map_or(0, |head| head.rows.end));
     for tile in part.keys.start / tiles.kv..part.keys.end.div_ceil(tiles.kv) {
         let keys = tile * tiles.kv..part.keys.end.min((tile + 1) * tiles.kv);
         // Neighbouring heads that see the tile go through the products together.
@@ -262,11 +286,11 @@ fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, p
             },
         ) {
             if heads[0].partial.is_some() {
-                add_tile(call, operands, unit, &keys, (i, heads), scratch, &mut share);
+                add_tile(call, operands, part.unit, &keys, (i, heads), scratch, &mut share);
             }
         }
     }
-    scratch.evaluators.iter_mut().for_each(|evaluator| call.note(evaluator));
+    share
 }
 
 /// Adds a key tile to the share of `heads`, which see it; the first of them is head `at` of the
@@ -281,7 +305,7 @@ fn add_tile(
     share: &mut Share<'_>,
 ) {
     let (tiles, width) = (call.tiles, simd::padded(keys.len()));
-    let Scratch { evaluators, q, scores, copied, clock } = scratch;
+    let Scratch { evaluators, q, scores, copied, careful, clock } = scratch;
     let (first, end) = (heads[0].rows.start, heads[heads.len() - 1].rows.end);
     let q = &q[first * tiles.dim..end * tiles.dim];
     let k = rows_in(operands, operands.k, unit, keys, tiles.dim, copied);
@@ -305,9 +329,7 @@ fn add_tile(
     let out = &mut share.out[first * tiles.dim_v..end * tiles.dim_v];
     for ((r, state), row) in (first..end).zip(states).zip(out.chunks_exact_mut(tiles.dim_v)) {
         (share.max[r], share.sum[r]) = (state.max, state.sum);
-        if state.factor != 1.0 {
-            simd::scale(row, state.factor);
-        }
+        simd::reweigh(row, state.factor);
     }
     clock.lap(Stage::Softmax);
 
@@ -317,7 +339,21 @@ fn add_tile(
     }
     clock.lap(Stage::Mods);
 
-    let v = rows_in(operands, operands.v, unit, keys, tiles.dim_v, copied);
-    simd::add_in_place(out, tiles.dim_v, scores, tiles.kv, v);
+    // Values that no row sees are not read.
+    let seen = heads.iter().zip(&evaluators[at..]).map(|(own, e)| e.live(0..own.rows.len()));
+    let Some(seen) = seen.filter(|keys| !keys.is_empty()).reduce(hull) else { return };
+    let keys = keys.start + seen.start..keys.start + seen.end;
+    let v = rows_in(operands, operands.v, unit, &keys, tiles.dim_v, copied);
+    let p = &scores[seen.start..];
+    if *careful {
+        seen::add_in_place(out, tiles.dim_v, p, tiles.kv, v);
+    } else {
+        simd::add_in_place(out, tiles.dim_v, p, tiles.kv, v);
+    }
     clock.lap(Stage::Products);
+}
+
+/// The smallest range that has both.
+fn hull(a: Range<usize>, b: Range<usize>) -> Range<usize> {
+    a.start.min(b.start)..a.end.max(b.end)
 }

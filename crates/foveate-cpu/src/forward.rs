@@ -26,6 +26,7 @@ use crate::error::CpuError;
 use crate::mods::Evaluator;
 use crate::pack::{self, Block, Format, Packed, Packing, elements};
 use crate::reach::{Reach, lowest};
+use crate::seen;
 use crate::simd::{self, Ahead, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
 use crate::stages::{Clock, Stage};
 use crate::work::{Lent, Pieces, Span, Unit, run, waves};
@@ -76,6 +77,8 @@ struct Work<'a> {
     out: Lent<'a>,
     /// The softmax of each row.
     states: Vec<RowState>,
+    /// Whether some values are not finite, which rows without a weight for them must not take.
+    careful: bool,
     clock: Clock<'a>,
 }
 
@@ -171,6 +174,7 @@ impl<'a> Scratch<'a> {
             weights: call.pool.lend(STRIP * tiles.kv * (T::WIDTH - 1) / T::WIDTH),
             out: call.pool.lend(tiles.q * tiles.dim_v),
             states: vec![RowState::START; tiles.q],
+            careful: false,
             clock: Clock::new(call.profile),
         };
         let rows = call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v));
@@ -207,7 +211,7 @@ struct KeyTile {
 }
 
 impl<T: Format> Wave<'_, T> {
-    fn query_tile<'b>(&'b self, scratch: &mut Scratch<'b>, task: QueryTile<'_>) {
+    fn query_tile<'b>(&'b self, scratch: &mut Scratch<'b>, mut task: QueryTile<'_>) {
         let Scratch { rows: room, own, work } = scratch;
         let (call, tiles) = (self.call, self.call.tiles);
         if !self.packed.is_shared(task.unit) {
@@ -219,7 +223,6 @@ impl<T: Format> Wave<'_, T> {
         work.clock.start();
         let at = [sequence.q_batch, task.h, sequence.q_start + start];
         let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(room));
-        work.states.fill(RowState::START);
         work.clock.lap(Stage::Packing);
         let head = head(&call.dims, sequence, task.h);
         work.evaluator.enter(head);
@@ -235,12 +238,18 @@ impl<T: Format> Wave<'_, T> {
         });
         let reach = reach.map(|reach| (reach, pack::largest_norm(q, rows, tiles.dim)));
         let mut queries = Queries { unit: task.unit, start, rows, q, reach, fresh: true };
-        for tile in &live {
-            self.key_tile(work, own.as_mut(), &mut queries, tile);
+        // Once, and with care where that has tainted a row.
+        for careful in [false, true] {
+            work.careful = careful;
+            work.states.fill(RowState::START);
+            for tile in &live {
+                self.key_tile(work, own.as_mut(), &mut queries, tile);
+            }
+            if !work.store(call, &mut task, rows) {
+                break;
+            }
         }
         call.note(&mut work.evaluator);
-        work.clock.lap(Stage::Mods);
-        work.store(call, task, rows);
         work.clock.lap(Stage::Packing);
     }
 
@@ -327,7 +336,7 @@ impl Work<'_> {
         mut ahead: Ahead<'_, T>,
     ) {
         let (dims, tiles) = (&call.dims, &call.tiles);
-        let Self { evaluator, scores, weights, out, states, clock } = self;
+        let Self { evaluator, scores, weights, out, states, careful, clock } = self;
         let keys = evaluator.live(strip.clone());
         if keys.is_empty() {
             return;
@@ -347,16 +356,14 @@ impl Work<'_> {
         let states = &mut states[strip.clone()];
         let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
         // What rows had before their first score is anything.
-        let fresh = states.iter().all(RowState::is_fresh);
+        let fresh = !*careful && states.iter().all(RowState::is_fresh);
         if !fresh {
             let fresh = out.chunks_exact_mut(tiles.dim_v).zip(&*states);
             fresh.filter(|(_, state)| state.is_fresh()).for_each(|(row, _)| row.fill(0.0));
         }
         simd::soften(scores, tiles.kv, columns.clone(), states);
         for (row, state) in out.chunks_exact_mut(tiles.dim_v).zip(states) {
-            if state.factor != 1.0 {
-                simd::scale(row, state.factor);
-            }
+            simd::reweigh(row, state.factor);
         }
         clock.lap(Stage::Softmax);
 
@@ -367,13 +374,18 @@ impl Work<'_> {
         clock.lap(Stage::Softmax);
         let part = Part { rows, columns: 0..tiles.dim_v, depth: keys }.in_elements::<T>();
         ahead.ask();
-        let write = if fresh { Write::Times(1.0) } else { Write::Add };
-        simd::product(out, tiles.dim_v, weights, block.v, &part, write);
+        if *careful {
+            seen::add(out, tiles.dim_v, weights, block.v, &part);
+        } else {
+            let write = if fresh { Write::Times(1.0) } else { Write::Add };
+            simd::product(out, tiles.dim_v, weights, block.v, &part, write);
+        }
         clock.lap(Stage::Products);
     }
 
-    /// Divides by the denominator and writes the rows out.
-    fn store(&mut self, call: &Call<'_>, mut task: QueryTile<'_>, rows: usize) {
+    /// Divides by the denominator and writes the rows out; returns whether one may have taken what
+    /// it does not see.
+    fn store(&mut self, call: &Call<'_>, task: &mut QueryTile<'_>, rows: usize) -> bool {
         let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
         let out = self.out.chunks_exact_mut(dim).zip(&self.states);
         for (r, (row, state)) in out.take(rows).enumerate() {
@@ -387,5 +399,7 @@ impl Work<'_> {
                 max_score.write([0, 0, r], state.max.into());
             }
         }
+        let sums = self.states.iter().map(|state| state.sum);
+        seen::is_tainted(&self.out[..rows * dim], dim, sums)
     }
 }

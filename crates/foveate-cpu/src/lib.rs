@@ -16,6 +16,7 @@
 //!   inside a tile; `reach` says which keys weigh nothing whatever they are; `captures` sums the
 //!   gradients of learned buffers.
 //! - `decode` is the forward of few queries over many keys, read in place.
+//! - `seen` keeps infinity and NaN in values from queries that do not see them.
 //! - `simd` has the inner loops, and all of the crate's `unsafe`.
 //!
 //! # Reproducible
@@ -72,6 +73,7 @@ mod mods;
 mod pack;
 pub mod plan;
 mod reach;
+mod seen;
 mod simd;
 pub mod stages;
 pub mod tiles;

@@ -33,6 +33,9 @@ pub trait Format: Element {
     /// `Σ x²` over a row.
     fn square_sum(row: &[Self]) -> f32;
 
+    /// The numbers of elements, in order.
+    fn numbers(elements: &[Self]) -> impl Iterator<Item = f32>;
+
     /// Copies the vector at `[b, h, s]`, padded with zeros.
     fn load_row(t: TensorRef<'_>, at: [usize; 3], into: &mut [Self]);
 
@@ -79,6 +82,10 @@ impl Format for f32 {
         simd::dot(row, row)
     }
 
+    fn numbers(elements: &[f32]) -> impl Iterator<Item = f32> {
+        elements.iter().copied()
+    }
+
     fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [f32]) {
         let (own, padding) = into.split_at_mut(t.shape()[3]);
         t.load_row(b, h, s, own);
@@ -120,6 +127,10 @@ impl Format for Pair {
 
     fn square_sum(row: &[Pair]) -> f32 {
         simd::pair_square_sum(row)
+    }
+
+    fn numbers(elements: &[Pair]) -> impl Iterator<Item = f32> {
+        elements.as_flattened().iter().map(|x| x.to_f32())
     }
 
     fn load_row(t: TensorRef<'_>, [b, h, s]: [usize; 3], into: &mut [Pair]) {

@@ -29,8 +29,8 @@ pub use pairs::{interleave, round_along, round_beside};
 pub use prefetch::Ahead;
 pub use product::{Element, Matrix, Pair, Panels, Part, STRIP, Write, product};
 pub use rows::{
-    NOTHING, RowState, RowStatistics, add, derive, dot, exp_sum, pair_square_sum, scale, soften,
-    weighs_nothing,
+    NOTHING, RowState, RowStatistics, add, all_finite, derive, dot, exp_sum, pair_square_sum,
+    reweigh, scale, soften, weighs_nothing,
 };
 pub use stream::{Rows, add_in_place, scores_in_place};
 pub use transpose::{transpose, transpose_pairs};

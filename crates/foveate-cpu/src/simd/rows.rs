@@ -27,6 +27,10 @@ for_each_level! {
     pub scale / scale_on = scale_body(row: &mut [f32], factor: f32)
 }
 for_each_level! {
+    /// Whether no element is infinite or NaN.
+    pub all_finite / all_finite_on = all_finite_body(row: &[f32]) -> bool
+}
+for_each_level! {
     /// `into[i] += row[i]`.
     pub add / add_on = add_body(into: &mut [f32], row: &[f32])
 }
@@ -215,6 +219,33 @@ fn scale_body<S: Simd>(s: S, row: &mut [f32], factor: f32) {
     }
 }
 
+/// `row[i] *= factor` for a sum of weighted values, of which a factor of 0 leaves nothing.
+#[inline]
+pub fn reweigh(row: &mut [f32], factor: f32) {
+    if factor == 0.0 {
+        row.fill(0.0);
+    } else if factor != 1.0 {
+        scale(row, factor);
+    }
+}
+
+#[inline(always)]
+fn all_finite_body<S: Simd>(s: S, row: &[f32]) -> bool {
+    // 0 times what is not finite is NaN.
+    let (zero, mut sums) = (s.splat(0.0), [s.splat(0.0); 4]);
+    let (fours, last) = groups(row).as_chunks::<4>();
+    for four in fours {
+        for (sum, group) in sums.iter_mut().zip(four) {
+            *sum = s.mul_add(s.load(group), zero, *sum);
+        }
+    }
+    for group in last {
+        sums[0] = s.mul_add(s.load(group), zero, sums[0]);
+    }
+    let [a, b, c, d] = sums;
+    s.sum(s.add(s.add(a, b), s.add(c, d))) == 0.0
+}
+
 #[inline(always)]
 fn add_body<S: Simd>(s: S, into: &mut [f32], row: &[f32]) {
     for (into, group) in groups_mut(into).iter_mut().zip(groups(row)) {
@@ -378,6 +409,33 @@ mod tests {
                 assert!(!nothing || derived(level, &scores), "{}: {largest}", level.name());
                 assert_eq!(nothing, largest <= -78.2, "{}: {largest}", level.name());
             }
+        }
+    }
+
+    #[test]
+    fn one_element_that_is_not_finite_is_seen_wherever_it_is_on_every_level() {
+        for (&level, groups) in Level::available().iter().flat_map(|l| (0..7).map(move |g| (l, g)))
+        {
+            let mut row = vec![f32::MAX; groups * LANES];
+            assert!(all_finite_on(level, &row));
+            for at in 0..row.len() {
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    row[at] = bad;
+                    assert!(!all_finite_on(level, &row), "{}: {bad} at {at}", level.name());
+                }
+                row[at] = -f32::MAX;
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_of_infinity_after_a_factor_of_zero() {
+        let odd = [f32::INFINITY, f32::NAN, f32::NEG_INFINITY, 2.0];
+        for (factor, want) in [(0.0, 0.0), (1.0, 2.0), (0.5, 1.0)] {
+            let mut row = [odd; LANES / 4].concat();
+            reweigh(&mut row, factor);
+            let kept = if factor == 0.0 { 0.0 } else { f32::INFINITY };
+            assert!(row[3] == want && row[0] == kept, "{factor} gave {row:?}");
         }
     }
 
