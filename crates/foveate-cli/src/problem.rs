@@ -1,10 +1,14 @@
 //! A problem given by its sizes on the command line, and the program that is to run on it.
 
 use foveate::mods::text::{parse_mask, parse_score};
-use foveate::{Attention, DType, MaskMod, Problem, ScoreMod};
+use foveate::{Attention, DType, Problem};
+use foveate_problem::{Dropout, Spec};
 
 use crate::captures::Captures;
 use crate::failure::Failure;
+
+/// Which probabilities are dropped is nothing that a plan depends on.
+const SEED: u64 = 0;
 
 /// Sizes, dtype and mods.
 #[derive(Debug, clap::Args)]
@@ -33,6 +37,9 @@ pub struct ProblemArgs {
     /// The score, such as "softcap(30)"
     #[arg(long, value_name = "TEXT")]
     score: Option<String>,
+    /// Chance that a probability is dropped, from 0 up to but not including 1
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    dropout: Option<f32>,
     /// Plan the backward pass too
     #[arg(long)]
     pub backward: bool,
@@ -60,10 +67,8 @@ fn dtype(text: &str) -> Result<DType, String> {
 
 /// What the arguments say.
 pub struct Given {
-    /// The mask.
-    pub mask: Option<MaskMod>,
-    /// The score.
-    pub score: Option<ScoreMod>,
+    /// Mask, score and dropout.
+    pub spec: Spec,
     /// The sizes.
     pub problem: Problem,
 }
@@ -102,19 +107,26 @@ impl ProblemArgs {
         if !self.backward {
             problem = problem.forward_only();
         }
-        Ok(Given { mask, score, problem })
+        let dropout = self.dropout.map(|p| Dropout::new(p, SEED));
+        let spec = Spec { mask, score, scale: None, dropout };
+        spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+        Ok(Given { spec, problem })
     }
 }
 
 impl Given {
     /// The program.
     pub fn program(&self) -> Attention {
+        let Spec { mask, score, dropout, .. } = &self.spec;
         let mut program = Attention::new();
-        if let Some(mask) = &self.mask {
+        if let Some(mask) = mask {
             program = program.mask(mask.clone());
         }
-        if let Some(score) = &self.score {
+        if let Some(score) = score {
             program = program.score(score.clone());
+        }
+        if let Some(dropout) = dropout {
+            program = program.dropout(dropout.p(), SEED);
         }
         program
     }

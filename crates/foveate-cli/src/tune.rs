@@ -2,7 +2,6 @@
 
 use foveate::cuda::tuner::{self, CANDIDATES, Tuned, Tuning};
 use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
-use foveate_problem::Spec;
 
 use crate::explain::ordinal;
 use crate::failure::Failure;
@@ -39,10 +38,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             .help("cuda:0 is the first")
     })?;
     let engine = Engine::get(device)?;
-    let spec = Spec { mask: given.mask, score: given.score, scale: None, dropout: None };
     let options = CudaOptions { deterministic: args.deterministic, ..CudaOptions::default() };
     let dims = given.problem.dims();
-    let plan = CudaPlan::new(engine, &spec, dims, args.problem.dtype, options)?;
+    let plan = CudaPlan::new(engine, &given.spec, dims, args.problem.dtype, options)?;
     let interrupt = Interrupt::watch()?;
     let arrangement = given.problem.arrangement();
     let tuning = watched(&interrupt, |tell| {

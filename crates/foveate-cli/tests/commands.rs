@@ -34,6 +34,7 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len -9 --dim 8", "invalid value '-9'"),
         ("explain --heads 4 --len 9 --dim 8 --page-size 0", "a page holds one key or more"),
         ("explain --heads 4 --len 9 --dim 8 --page-size 4 --backward", "cannot be used with"),
+        ("explain --heads 4 --len 9 --dim 8 --dropout 1", "it must be at least 0, below 1"),
         ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
         ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
         ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
@@ -135,6 +136,22 @@ fn the_kernels_of_a_cache_in_pages_are_explained() {
     let found: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["paged"], true);
     assert_eq!(found["class"]["paged"], true);
+}
+
+#[test]
+fn the_kernels_of_dropout_are_explained() {
+    let line = "explain --device h200 --heads 8/2 --len 700 --dim 64 --dtype bf16 --dropout 0.1";
+    let line: Vec<&str> = line.split_whitespace().collect();
+    let (code, out, err) = run(&line);
+    assert!(code == Some(0) && err.is_empty(), "{err}");
+    assert!(out.contains("dropout    0.1\n"), "{out}");
+    let (_, json, _) = run(&[&line[..], &["--json"]].concat());
+    let found: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(found["class"]["keep"], true);
+    let (_, on_cpu, _) =
+        run(&"explain --heads 2 --len 9 --dim 8 --dropout 0.25".split(' ').collect::<Vec<_>>());
+    assert!(on_cpu.contains("dropout    0.25\n"), "{on_cpu}");
+    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["keep"], true);
 }
 
 /// The case of torchtune #2113: FlexAttention has no valid choice for this backward.

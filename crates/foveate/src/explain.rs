@@ -93,6 +93,9 @@ pub struct Explanation {
     pub mask: Option<String>,
     /// The score as it runs; `None` leaves it as it is.
     pub score: Option<String>,
+    /// Chance that a probability is dropped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dropout: Option<f32>,
     /// Factor on `q·k`.
     pub scale: f32,
     /// Buffers that the mask and the score capture, and what they have.
@@ -152,6 +155,7 @@ impl Explanation {
             dtype: problem.dtype().name(),
             mask: spec.mask.as_ref().map(ToString::to_string),
             score: spec.score.as_ref().map(ToString::to_string),
+            dropout: spec.dropout.as_ref().map(|d| d.p()),
             scale: spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             captures: captures(spec),
             backward: !problem.is_forward_only(),
@@ -212,6 +216,7 @@ impl fmt::Display for Explanation {
         line("copies", copies)?;
         line("mask", self.mask.clone().unwrap_or_else(|| "none".into()))?;
         line("score", self.score.clone().unwrap_or_else(|| "none".into()))?;
+        self.dropout.iter().try_for_each(|p| line("dropout", p.to_string()))?;
         if !self.captures.is_empty() {
             line("captures", self.captures.join("; "))?;
         }

@@ -5,7 +5,6 @@ use foveate_cuda::Records;
 use foveate_cuda::driver;
 use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes, admit};
 use foveate_cuda::profile::Profile;
-use foveate_problem::Spec;
 use serde_json::json;
 
 use super::Args;
@@ -28,8 +27,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         let value = value.trim().parse().map_err(|_| malformed())?;
         options.set(name.trim(), value).map_err(Failure::usage)?;
     }
-    let spec =
-        Spec { mask: given.mask.clone(), score: given.score.clone(), scale: None, dropout: None };
+    let spec = &given.spec;
     let gradient = match (&spec.score, args.problem.backward) {
         (Some(score), true) => Some(score.gradient()?),
         _ => None,
@@ -37,10 +35,10 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     let class = Class {
         deterministic: args.deterministic,
         paged: given.problem.arrangement().paged(),
-        ..Class::of(&spec, elem, dims, gradient.as_ref())
+        ..Class::of(spec, elem, dims, gradient.as_ref())
     };
-    let sizes = Sizes::of(dims).under(&spec);
-    let recorded = |kernel| records.as_ref()?.tiles(kernel, &class, &sizes, &spec);
+    let sizes = Sizes::of(dims).under(spec);
+    let recorded = |kernel| records.as_ref()?.tiles(kernel, &class, &sizes, spec);
     let backward = args.problem.backward;
     let plan = KernelPlan::with_records(&profile, &class, &sizes, backward, &options, &recorded)?;
     if args.json {
@@ -51,8 +49,11 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         "problem    {dtype}, batch {}, {}/{} heads, {} queries, {} keys, head dim {}/{}",
         dims.batch, dims.heads_q, dims.heads_kv, dims.len_q, dims.len_k, dims.dim, dims.dim_v
     ))?;
-    out.line(format_args!("mask       {}", part(spec.mask.map(|m| m.to_string()))))?;
-    out.line(format_args!("score      {}", part(spec.score.map(|s| s.to_string()))))?;
+    out.line(format_args!("mask       {}", part(spec.mask.as_ref().map(|m| m.to_string()))))?;
+    out.line(format_args!("score      {}", part(spec.score.as_ref().map(|s| s.to_string()))))?;
+    if let Some(dropout) = &spec.dropout {
+        out.line(format_args!("dropout    {}", dropout.p()))?;
+    }
     Ok(out.text(&plan)?)
 }
 

@@ -87,14 +87,13 @@ impl Wanted {
     /// The program, the sizes and the dtype of its operands, and how it is run.
     fn read(&self) -> Result<(Spec, Dims, DType, Run), Failure> {
         let given = self.problem.read()?;
-        let spec = Spec { mask: given.mask, score: given.score, scale: None, dropout: None };
         let run = Run {
             backward: self.problem.backward,
             deterministic: self.deterministic,
             checked: self.checked,
             paged: given.problem.arrangement().paged(),
         };
-        Ok((spec, *given.problem.dims(), self.problem.dtype, run))
+        Ok((given.spec, *given.problem.dims(), self.problem.dtype, run))
     }
 }
 
