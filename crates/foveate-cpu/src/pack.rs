@@ -262,7 +262,8 @@ pub fn largest_norm<T: Format>(rows: Matrix<'_, T>, n: usize, dim: usize) -> f32
 pub struct Packed<'a, T> {
     operands: Operands<'a>,
     units: &'a [Unit],
-    blocks: Vec<OnceLock<Shared<'a, T>>>,
+    /// `None` where packing one has panicked, so that nobody waits for it for ever.
+    blocks: Vec<OnceLock<Option<Shared<'a, T>>>>,
     /// First block of each unit, if its blocks are shared.
     first: Vec<Option<usize>>,
     /// Whether shared blocks have norms.
@@ -315,6 +316,16 @@ fn block_elems<T: Format>(tiles: &Tiles) -> usize {
     tiles.kv * (tiles.dim + tiles.dim_v) / T::WIDTH
 }
 
+/// Where a block is to be, which tells those who wait for it when it will not be there.
+struct Place<'p, 'a, T>(&'p OnceLock<Option<Shared<'a, T>>>);
+
+impl<T> Drop for Place<'_, '_, T> {
+    fn drop(&mut self) {
+        // What is there stays.
+        self.0.set(None).ok();
+    }
+}
+
 impl<'a, T: Format> Packed<'a, T> {
     /// Room in `data` for the blocks of those `units` that are `shared`, [`elems`] of each, and
     /// what is to be packed into it, unit by unit. `norms` says that those of keys are wanted.
@@ -343,8 +354,16 @@ impl<'a, T: Format> Packed<'a, T> {
 
     /// The largest norm of the keys of a tile of a unit whose blocks are shared.
     pub fn norm(&self, u: usize, tile: usize) -> f32 {
-        let first = self.first[u].expect("only shared blocks have norms");
-        self.blocks[first + tile].wait().norm
+        self.shared(u, tile).expect("only shared blocks have norms").norm
+    }
+
+    /// A tile of a unit, if its blocks are shared, when it is packed.
+    ///
+    /// # Panics
+    /// When packing it has.
+    fn shared(&self, u: usize, tile: usize) -> Option<&Shared<'a, T>> {
+        let packed = self.blocks[self.first[u]? + tile].wait();
+        Some(packed.as_ref().expect("packing the block has not panicked on its thread"))
     }
 
     /// Whether the blocks of a unit are packed once for all.
@@ -362,11 +381,12 @@ impl<'a, T: Format> Packed<'a, T> {
     /// Packs one block. Rows of keys pass through `room`, a tile of them, and so do values.
     pub fn pack(&self, packing: Packing<'a>, room: &mut [f32]) {
         let Packing { unit, tile, into } = packing;
+        let first = self.first[unit].expect("what is not shared has no packings");
+        let place = Place(&self.blocks[first + tile]);
         let into = elements::<T>(into);
         let keys = self.units[unit].keys.len - tile * self.tiles.kv;
         let norm = self.fill(unit, tile, 0..keys.min(self.tiles.kv), elements(room), into);
-        let first = self.first[unit].expect("what is not shared has no packings");
-        let packed = self.blocks[first + tile].set(Shared { block: into, norm });
+        let packed = place.0.set(Some(Shared { block: into, norm }));
         assert!(packed.is_ok(), "a block is packed once");
     }
 
@@ -412,8 +432,8 @@ impl<'a, T: Format> Packed<'a, T> {
         room: Option<&'b mut Room<'_>>,
     ) -> Block<'b, T> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
-        let block: &[T] = match (self.first[u], room) {
-            (Some(first), _) => self.blocks[first + tile].wait().block,
+        let block: &[T] = match (self.shared(u, tile), room) {
+            (Some(shared), _) => shared.block,
             (None, Some(Room { rows, block })) => {
                 let block = elements(block);
                 let whole = keys.start / LANES * LANES..keys.end;
@@ -455,5 +475,42 @@ pub fn load_rows<T: Format>(
 ) {
     for (r, row) in into.chunks_exact_mut(dim / T::WIDTH).take(n).enumerate() {
         T::load_row(t, [b, h, s + r], row);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use foveate_tensor::{DType, Tensor};
+
+    use super::*;
+    use crate::work::Span;
+
+    #[test]
+    fn nobody_waits_for_a_block_whose_packing_has_panicked() {
+        // Vectors that are no neighbours pass through room, of which one packing has too little.
+        let k = Tensor::from_fn(DType::F32, [1, 1, 32, 9], |[_, _, s, d]| (s + d) as f64);
+        let operands = Operands {
+            q: k.view(),
+            k: k.view(),
+            v: k.view(),
+            sink: None,
+            varlen: None,
+            pages: None,
+        };
+        let keys = Span { batch: 0, start: 0, len: 32 };
+        let units = [Unit { keys, span: 0, h_kv: 0, sequences: 0..1 }];
+        let tiles = Tiles { q: 16, kv: 16, chunk: 1, dim: 16, dim_v: 16 };
+        let mut data = vec![f32::NAN; elems(&tiles, 32)];
+        let (packed, packings) =
+            Packed::<f32>::new(&operands, &units, |_| true, tiles, false, &mut data);
+        let [first, second] = <[Packing<'_>; 2]>::try_from(packings).ok().expect("two tiles");
+        packed.pack(first, &mut [0.0; 16 * 16]);
+        let panics = |f: &dyn Fn()| catch_unwind(AssertUnwindSafe(f)).is_err();
+        let second = std::cell::Cell::new(Some(second));
+        assert!(panics(&|| packed.pack(second.take().expect("once"), &mut [0.0; 16])));
+        assert!(panics(&|| assert!(!packed.block(0, 1, 0..16, None).v.data.is_empty())));
+        assert_eq!(packed.block(0, 0, 0..16, None).v.data[..3], [0.0, 1.0, 2.0]);
     }
 }
