@@ -5,6 +5,7 @@
 //! so its methods are safe. A group has [`LANES`] floats on every level, in one register of
 //! AVX-512, two of AVX2, four of NEON: loops do the same sums in the same order everywhere.
 
+use std::ffi::OsStr;
 use std::sync::OnceLock;
 
 use half::f16;
@@ -88,9 +89,14 @@ pub const VARIABLE: &str = "FOVEATE_CPU_LEVEL";
 /// # Errors
 /// When that is none of this machine's.
 pub fn asked() -> Result<Option<Level>, String> {
-    let Some(name) = std::env::var_os(VARIABLE) else {
+    named(&std::env::var_os(VARIABLE).unwrap_or_default())
+}
+
+/// The level of this machine that is called `name`; none when that is empty, as when it is not set.
+fn named(name: &OsStr) -> Result<Option<Level>, String> {
+    if name.is_empty() {
         return Ok(None);
-    };
+    }
     let mut here = LEVELS_BEST_FIRST.into_iter().filter(|level| level.is_here());
     here.clone().find(|level| name == level.name()).map(Some).ok_or_else(|| {
         let names: Vec<&str> = here.by_ref().map(Level::name).collect();
@@ -269,6 +275,15 @@ mod tests {
         let mut to = [f32::NAN; LANES];
         s.store(s.load_f16(from), &mut to);
         to
+    }
+
+    #[test]
+    fn a_level_is_asked_for_by_name_and_an_empty_name_asks_for_none() {
+        assert_eq!(named(OsStr::new("")), Ok(None));
+        assert_eq!(named(OsStr::new(Level::Baseline.name())), Ok(Some(Level::Baseline)));
+        let message = named(OsStr::new("AVX-1024")).expect_err("no such level");
+        assert!(message.starts_with("no level `AVX-1024`; this machine has "), "{message}");
+        assert!(message.ends_with(Level::Baseline.name()), "{message}");
     }
 
     #[test]
