@@ -1,6 +1,6 @@
 //! How a command fails: what is shown and what the process ends with.
 
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use foveate::mods::{ModError, ModErrorKind};
@@ -79,13 +79,17 @@ impl Failure {
         let ModErrorKind::Parse { position, message, text } = error.kind() else {
             return Self::usage(format!("{what}: {error}"));
         };
+        let help = message.contains("captured buffer").then(|| {
+            "--buffer NAME=1,2,3 brings a buffer, --doc-lens 20,44 the ids of packed documents"
+                .to_owned()
+        });
         let position = (*position).min(text.len());
         let width = text[position..].chars().next().map_or(1, char::len_utf8);
         // The blank is what a fault at the end of the text points at.
         let label = LabeledSpan::at(position..position + width, message.clone());
         Self::Usage(Box::new(Report {
             message: format!("{what} cannot be read"),
-            help: None,
+            help,
             excerpt: Some((NamedSource::new(what, format!("{text} ")), label)),
         }))
     }
@@ -105,7 +109,7 @@ impl Failure {
             Self::Interrupted => ExitCode::from(130),
             Self::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
             Self::Output(_) => {
-                eprintln!("error: {}", self.message());
+                tell(&format!("error: {}\n", self.message()));
                 ExitCode::from(1)
             }
         }
@@ -113,19 +117,19 @@ impl Failure {
 }
 
 fn show(report: &Report) {
-    if report.excerpt.is_none() {
-        eprintln!("error: {}", report.message);
-        if let Some(help) = &report.help {
-            eprintln!("help: {help}");
-        }
-        return;
-    }
     let mut text = String::new();
-    let handler = GraphicalReportHandler::new();
-    match handler.render_report(&mut text, report) {
-        Ok(()) => eprint!("{}", text.trim_start_matches('\n')),
-        Err(_) => eprintln!("error: {report}"),
+    let drawn = report.excerpt.is_some()
+        && GraphicalReportHandler::new().render_report(&mut text, report).is_ok();
+    if !drawn {
+        text = format!("error: {report}\n");
+        text.extend(report.help.iter().map(|help| format!("help: {help}\n")));
     }
+    tell(text.trim_start_matches('\n'));
+}
+
+/// Writes to stderr. Where nobody reads that any more, there is nobody to tell.
+fn tell(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 impl From<io::Error> for Failure {

@@ -22,6 +22,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causal --len 2000000000 --tile 1x1", "make the tiles larger"),
         ("mask causal --len 5 --tile 0x3", "two lengths of at least 1"),
         ("mask causl --len 5", "did you mean `causal`?"),
+        ("mask doc[q]==1 --len 5", "--buffer NAME=1,2,3 brings a buffer"),
+        ("mask causal&document --len 5", "--doc-lens 20,44 the ids of packed documents"),
         ("mask q>n --len 5 --scalar n=99999999999", "integers lie in ±2147483647"),
         ("mask document --len 5 --doc-lens 2,2", "the documents have 4 positions in all, not 5"),
         (
@@ -85,6 +87,10 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
             "70000 query heads are more than the 65535 of a launch",
         ),
         (
+            "explain --heads 4 --len 9 --dim 8 --device l4 --kernel forward.tile_q=48",
+            "there is no forward tile with the options given (tile_q 48) that a usual number of",
+        ),
+        (
             "explain --heads 4 --len 99 --dim 128 --dtype f16 --device l40s --backward \
              --kernel backward.tile_q=64 --kernel backward.tile_kv=128 --kernel backward.warps=8",
             "tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
@@ -94,6 +100,20 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
         assert!(code == Some(1) && err.starts_with("error: "), "{line}: {code:?} {err}");
         assert!(out.is_empty() && err.contains(said), "{line}: {out}{err}");
+    }
+}
+
+/// Whoever reads is told; a closed pipe is no failure of ours.
+#[cfg(unix)]
+#[test]
+fn an_error_that_nobody_reads_has_its_exit_code_still() {
+    for line in ["explain --heads 4", "mask causl --len 5", "train nowhere.toml"] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        let command = command.args(line.split(' ')).stdin(Stdio::null()).stderr(writer);
+        let code = command.status().unwrap().code();
+        assert!(matches!(code, Some(1 | 2)), "{line}: {code:?}");
     }
 }
 

@@ -128,6 +128,11 @@ fn a_run_leaves_all_it_promises() {
     let bias = tensors.tensor("model.layers.1.self_attn.rel_bias").unwrap();
     assert_eq!(bias.shape(), [2, 17]);
     assert!(bias.data().iter().any(|&b| b != 0), "the learned bias has moved");
+    for folder in ["run", "run/checkpoints"] {
+        let told = place.told(1, &["generate", folder, "--prompt", "the"]);
+        assert!(told.contains(&format!("{folder}: is no checkpoint; the newest one")), "{told}");
+        assert!(told.ends_with("step-000024"), "{told}");
+    }
     let text =
         place.json(&["generate", checkpoint, "--prompt", "the", "--max-tokens", "5", "--json"]);
     assert!(text["tokens"].as_u64().unwrap() <= 5);
@@ -211,6 +216,8 @@ fn wrong_input_gets_one_line_with_the_place() {
         ("attention.score=score + bias[h]", "recipe.toml: attention.score: there is no captured"),
         ("attention.buffers.doc={shape=[1],values=[1]}", "every batch brings this buffer"),
         ("attention.scalars.n=\"x\"", "expected a truth value, an integer or a float"),
+        ("run.dir=", "run.dir is empty; name a folder"),
+        ("run.dir=00.txt", "00.txt: is no folder; choose another run.dir"),
         ("train.steps=-1", "expected a whole number of at least 0"),
         ("train.batch_rows=99999999999", "times data.len (32) it may be 2147483647 at most"),
         ("train.batch_rows=60000000", "but this machine has"),

@@ -67,6 +67,7 @@ impl Options {
                 "--backend" => options.backend = value,
                 "--workers" => options.workers = number()?,
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
+                "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
                 "--subset" => options.subset = number()?,
                 "--repeats" => options.repeats = number()?,
                 _ => return Err(format!("{name} {value} is no option; --help lists them")),
@@ -141,9 +142,12 @@ fn main() -> ExitCode {
             0 | 1 => Err(format!("--repeats {}: bits of 2 runs or more are compared", o.repeats)),
             repeats => determinism::run(repeats),
         }),
-        "misuse" => misuse::run(),
-        "trespass" => trespass::run(&args.next().unwrap_or_default()),
-        "libraries" => libraries::run(),
+        "misuse" => nothing_more(args).and_then(|()| misuse::run()),
+        "trespass" => {
+            let tool = args.next().unwrap_or_default();
+            nothing_more(args).and_then(|()| trespass::run(&tool))
+        }
+        "libraries" => nothing_more(args).and_then(|()| libraries::run()),
         "" => Err("a command is needed; --help lists them".into()),
         _ => Err(format!("{command} is no command; --help lists them")),
     };
@@ -155,6 +159,11 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Refuses arguments that a command does not have.
+fn nothing_more(mut args: impl Iterator<Item = String>) -> Result<(), String> {
+    args.next().map_or(Ok(()), |arg| Err(format!("{arg} is no option; --help lists them")))
 }
 
 /// Runs the cases and prints the table; whether none failed.

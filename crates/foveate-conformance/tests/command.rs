@@ -37,6 +37,9 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
             &["run", "--on", "cpu", "--backend", "tpu"],
             "no backend has `tpu` in its name; there are",
         ),
+        (&["run", "--on", "cpu", "--subset", "0"], "--subset 0 runs nothing"),
+        (&["misuse", "--twice"], "--twice is no option; --help lists them"),
+        (&["trespass", "memcheck", "twice"], "twice is no option"),
         (&["determinism", "--repeats", "1"], "--repeats 1: bits of 2 runs or more are compared"),
     ] {
         let (code, out, said) = asked(args);

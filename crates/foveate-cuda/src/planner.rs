@@ -298,6 +298,12 @@ fn nothing_fits(
         true => String::new(),
         false => format!(" with the options given ({asked})"),
     };
+    if refused.is_empty() {
+        return CudaError::argument(format!(
+            "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \
+             multiples of 16, and asking for warps as well allows other divisions"
+        ));
+    }
     let mut message = format!(
         "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a block can have {} \
          B of shared memory:",

@@ -317,6 +317,9 @@ impl Recipe {
                 return fail(key, "is 0; it must be at least 1".to_owned());
             }
         }
+        if self.run.dir.as_os_str().is_empty() {
+            return fail("run.dir", "is empty; name a folder, or `.` for this one".to_owned());
+        }
         let tokens = self.train.batch_rows.checked_mul(self.data.len);
         if tokens.is_none_or(|n| i32::try_from(n).is_err()) {
             let (rows, len) = (self.train.batch_rows, self.data.len);

@@ -10,7 +10,7 @@ use foveate_nn::{AttentionConfig, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{CHAT_TEMPLATE, Snapshot};
+use super::{CHAT_TEMPLATE, Snapshot, latest};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
@@ -160,6 +160,13 @@ fn ids(json: &Value, key: &str) -> Vec<u32> {
 /// When a file is missing or damaged, or the model is not of the Llama family.
 pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
     let path = folder.join(CONFIG);
+    let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
+    if !path.exists()
+        && let Some(newest) = newest()
+    {
+        let message = format!("is no checkpoint; the newest one in it is {}", newest.display());
+        return Err(TrainError::checkpoint(folder, message));
+    }
     let json = read_json(&path)?;
     let fail = |message: String| Err(TrainError::checkpoint(&path, message));
     let kind = json.get("model_type").and_then(Value::as_str).unwrap_or("llama");

@@ -43,9 +43,12 @@ impl<'a> Folder<'a> {
     /// start in this way.
     pub fn admit(&self, start: Start) -> Result<Option<PathBuf>, TrainError> {
         const OVER: &str = "start over with --start-over, which removes it";
+        let refuse = |message: String| Err(self.refusal(message));
+        if self.0.exists() && !self.0.is_dir() {
+            return refuse("is no folder; choose another run.dir".to_owned());
+        }
         let last = checkpoint::latest(&self.checkpoints());
         let steps = self.steps()?;
-        let refuse = |message: String| Err(self.refusal(message));
         match (start, last) {
             (Start::Over, _) => Ok(None),
             (Start::Resume, Some(last)) => Ok(Some(last)),
