@@ -81,21 +81,18 @@ fn transpose_body<S: Simd, T: Lane>(
         for (g, columns) in panel.as_chunks_mut::<LANES>().0.chunks_mut(LANES).enumerate() {
             // The same lines of the next panel's rows.
             (0..LANES).for_each(|j| prefetch_line(ahead.wrapping_add(j * rows.row + g * LANES)));
-            let mut block: [S::V; LANES] = std::array::from_fn(|j| {
-                let row = p * LANES + j;
-                if row >= n {
-                    return s.splat(0.0);
-                }
+            let mut block = [s.splat(0.0); LANES];
+            for (row, column) in (p * LANES..n).zip(&mut block) {
                 let from = &rows.data[row * rows.row + g * LANES..][..columns.len()];
-                match from.first_chunk() {
+                *column = match from.first_chunk() {
                     Some(group) => T::load(s, group),
                     None => {
                         let mut group = [T::ZERO; LANES];
                         group[..from.len()].copy_from_slice(from);
                         T::load(s, &group)
                     }
-                }
-            });
+                };
+            }
             step::<S, 8>(s, &mut block);
             step::<S, 4>(s, &mut block);
             step::<S, 2>(s, &mut block);
