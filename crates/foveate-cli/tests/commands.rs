@@ -198,6 +198,11 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
     for kernel in kernels {
         assert!(kernel["chosen"]["resources"]["shared_bytes"].as_u64().unwrap() <= 101_376);
     }
+    // Rows of 33 f16 numbers begin at multiples of 2 bytes.
+    let odd = "explain --device l40s --heads 4 --len 50 --dim 33 --dtype f16 --json";
+    let (_, out, _) = run(&odd.split(' ').collect::<Vec<_>>());
+    let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(plan["plan"]["kernels"][0]["chosen"]["config"]["align"], 2);
 }
 
 #[test]

@@ -46,23 +46,36 @@ pub struct Ahead<'a> {
     run: Run,
 }
 
-/// Every kernel that `spec` takes on operands of `dims`, on a GPU of which there may be `records`.
+/// How a problem is planned.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// What its kernels are compiled for.
+    pub class: Class,
+    /// Its sizes, as finely as they decide.
+    pub sizes: Sizes,
+    /// What is chosen.
+    pub plan: KernelPlan,
+    /// The derivative of the score, for a backward.
+    gradient: Option<Arc<ScoreGradient>>,
+}
+
+/// Plans `spec` on operands of `dims` as [`crate::CudaPlan`] does, for a GPU of which there may be
+/// `records`.
 ///
 /// # Errors
 /// Those of [`admit`] and [`KernelPlan::new`], and a score that has no derivative.
-pub fn kernels<'a>(
+pub fn plan(
     profile: &Profile,
-    spec: &'a Spec,
+    spec: &Spec,
     dims: &Dims,
     dtype: DType,
     run: Run,
+    options: &KernelOptions,
     records: Option<&Records>,
-) -> Result<Vec<Ahead<'a>>, CudaError> {
+) -> Result<Planned, CudaError> {
     let dtype = admit(profile, dims, dtype)?;
     let gradient = match &spec.score {
-        Some(score) if run.backward => {
-            Some(Arc::new(score.gradient().map_err(|e| CudaError::argument(e.to_string()))?))
-        }
+        Some(score) if run.backward => Some(Arc::new(score.gradient()?)),
         _ => None,
     };
     let class = Class {
@@ -74,9 +87,24 @@ pub fn kernels<'a>(
     };
     let sizes = Sizes::of(dims).under(spec);
     let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
+    let plan = KernelPlan::with_records(profile, &class, &sizes, run.backward, options, &recorded)?;
+    Ok(Planned { class, sizes, plan, gradient })
+}
+
+/// Every kernel that `spec` takes on operands of `dims`, on a GPU of which there may be `records`.
+///
+/// # Errors
+/// Those of [`plan`].
+pub fn kernels<'a>(
+    profile: &Profile,
+    spec: &'a Spec,
+    dims: &Dims,
+    dtype: DType,
+    run: Run,
+    records: Option<&Records>,
+) -> Result<Vec<Ahead<'a>>, CudaError> {
     let options = KernelOptions::default();
-    let plan =
-        KernelPlan::with_records(profile, &class, &sizes, run.backward, &options, &recorded)?;
+    let Planned { plan, gradient, .. } = plan(profile, spec, dims, dtype, run, &options, records)?;
     let ahead = |choice| Ahead {
         profile: profile.clone(),
         choice,

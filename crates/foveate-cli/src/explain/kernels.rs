@@ -2,8 +2,9 @@
 //! could not run there. No GPU is needed.
 
 use foveate_cuda::Records;
+use foveate_cuda::ahead::{self, Planned, Run};
 use foveate_cuda::driver;
-use foveate_cuda::planner::{Class, KernelOptions, KernelPlan, Sizes, admit};
+use foveate_cuda::planner::{KernelOptions, admit};
 use foveate_cuda::profile::Profile;
 use serde_json::json;
 
@@ -18,7 +19,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     let records = records(device)?;
     let dtype = args.problem.dtype;
     let dims = given.problem.dims();
-    let elem = admit(&profile, dims, dtype)
+    admit(&profile, dims, dtype)
         .map_err(|e| Failure::from(e).help("leave --device out for the CPU"))?;
     let mut options = KernelOptions::default();
     for given in &args.kernel {
@@ -28,19 +29,14 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         options.set(name.trim(), value).map_err(Failure::usage)?;
     }
     let spec = &given.spec;
-    let gradient = match (&spec.score, args.problem.backward) {
-        (Some(score), true) => Some(score.gradient()?),
-        _ => None,
-    };
-    let class = Class {
+    let run = Run {
+        backward: args.problem.backward,
         deterministic: args.deterministic,
+        checked: false,
         paged: given.problem.arrangement().paged(),
-        ..Class::of(spec, elem, dims, gradient.as_ref())
     };
-    let sizes = Sizes::of(dims).under(spec);
-    let recorded = |kernel| records.as_ref()?.tiles(kernel, &class, &sizes, spec);
-    let backward = args.problem.backward;
-    let plan = KernelPlan::with_records(&profile, &class, &sizes, backward, &options, &recorded)?;
+    let Planned { class, sizes, plan, .. } =
+        ahead::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
     if args.json {
         return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
     }
