@@ -3,30 +3,30 @@
 //! They are kept for each queue: memory goes back to the pool of the queue that used it, so it is
 //! never given out again while work of another stream still reads it. What is kept for a queue that
 //! nobody holds any more goes with the first call after its work is done; nothing waits for that, and
-//! other queues get the memory. What depends on captured
-//! buffers in device memory is kept as long as the caller promises that they are the same, and else
-//! made anew in each call.
+//! other queues get the memory. What depends on captured buffers in device memory is kept as long as
+//! the caller promises that they are the same, and else made anew in each call.
+
+mod buffers;
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 
 use foveate_mask::Varies;
-use foveate_mods::{AnyBuffer, MaskMod, Type};
+use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::Spec;
 
 use super::CudaPlan;
 use super::call::{Call, Contents, Offsets, Sequences};
-use super::kernels::{Printed, launch};
+use super::kernels::launch;
 use super::report::Report;
-use crate::abi::{
-    self, Abi, Address, BlockListsParams, RangeTableParams, SequencesParams, array_bytes,
-};
-use crate::ahead::{sequences_config, table_config};
-use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
+use crate::abi::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
+use crate::ahead::sequences_config;
 use crate::driver::{Block, Pool};
 use crate::engine::{Queue, Remains, lock};
 use crate::error::CudaError;
 use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
+pub(super) use buffers::Gradient;
+use buffers::{TableKey, Uploaded};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
@@ -36,26 +36,6 @@ pub(super) struct Resident {
     tables: Vec<(TableKey, Arc<Block>)>,
     /// The queues that all this is kept for.
     queues: Vec<Remains>,
-}
-
-/// A captured buffer on the device.
-#[derive(Clone, Debug)]
-struct Uploaded {
-    queue: u64,
-    buffer: AnyBuffer,
-    elems: Arc<Block>,
-    /// Its range table, once a kernel has bounds that read it.
-    ranges: Option<Arc<Block>>,
-}
-
-/// Contents of device memory that somebody else promises to leave as they are.
-#[derive(Clone, Debug, PartialEq)]
-struct TableKey {
-    queue: u64,
-    address: Address,
-    version: u64,
-    ty: Type,
-    shape: Vec<usize>,
 }
 
 /// What decides a schedule.
@@ -139,9 +119,6 @@ const MOST_SCHEDULES: usize = 48;
 
 /// Lists of one schedule, for different contents of captured buffers, kept at a time.
 const MOST_LISTS: usize = 4;
-
-/// Range tables of captured buffers in device memory kept at a time.
-const MOST_TABLES: usize = 16;
 
 impl Resident {
     /// What still holds for a program of other captured values, `spec`; `masked` when those of
@@ -276,17 +253,6 @@ fn count(n: usize) -> Result<i32, CudaError> {
     i32::try_from(n).map_err(|_| {
         CudaError::argument(format!("{n} rows of tiles are more than a launch can count"))
     })
-}
-
-/// Where a pass puts the gradient of a learned buffer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Gradient<'a> {
-    /// The buffer.
-    pub name: &'a str,
-    /// f32, in the order of the buffer's elements.
-    pub into: Address,
-    /// i64 `[elements, 3]` for deterministic sums.
-    pub sums: Address,
 }
 
 impl CudaPlan {
@@ -498,129 +464,5 @@ impl CudaPlan {
         launch(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
         let out_of_range = report.noted(self.options.timeout, &printed.source)?;
         Ok(Listed { _memory: memory, lists, out_of_range })
-    }
-
-    /// The bytes of `struct Mods`: where captured buffers and their gradients are.
-    pub(super) fn mods_bytes(
-        &self,
-        call: &Call<'_>,
-        printed: &Printed,
-        gradients: &[Gradient<'_>],
-        report: Address,
-    ) -> Result<Vec<u8>, CudaError> {
-        let source = &printed.source;
-        let learned: Vec<usize> = source.learned().collect();
-        let bounded: Vec<usize> = source.bounded().collect();
-        let mut addresses = Vec::with_capacity(source.buffers().len());
-        for (slot, buffer) in source.buffers().iter().enumerate() {
-            let bounded = bounded.contains(&slot);
-            let (elems, ranges) = match call.capture(buffer.name()) {
-                Some((at, array)) if buffer.is_on_device() => {
-                    (array.address, if bounded { self.table_of(call, at)? } else { 0 })
-                }
-                _ => self.uploaded(call.queue, buffer, bounded)?,
-            };
-            let wanted = gradients.iter().find(|g| g.name == buffer.name());
-            let wanted = wanted.filter(|_| learned.contains(&slot));
-            let (gradient, sums) = wanted.map_or((0, 0), |g| (g.into, g.sums));
-            addresses.push(BufferAddresses { elems, gradient, sums, ranges });
-        }
-        source.pack(&addresses, report)
-    }
-
-    /// Where a captured buffer of the host and, if asked for, its range table are; it is copied
-    /// over at its first use.
-    fn uploaded(
-        &self,
-        queue: &Queue,
-        buffer: &AnyBuffer,
-        bounded: bool,
-    ) -> Result<(Address, Address), CudaError> {
-        let mut resident = lock(&self.resident);
-        let same = |b: &Uploaded| b.queue == queue.id() && b.buffer.same(buffer);
-        let at = match resident.buffers.iter().position(same) {
-            Some(at) => at,
-            None => {
-                let elems = Arc::new(self.pool(queue).upload(&buffer_bytes(buffer))?);
-                resident.keeps_for(queue);
-                let (queue, buffer) = (queue.id(), buffer.clone());
-                resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
-                resident.buffers.len() - 1
-            }
-        };
-        let uploaded = &mut resident.buffers[at];
-        let elems = uploaded.elems.address();
-        if bounded && uploaded.ranges.is_none() {
-            refuse_recording(queue)?;
-            let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
-            uploaded.ranges = Some(Arc::new(table));
-        }
-        let ranges = uploaded.ranges.as_ref().map_or(0, |block| block.address());
-        Ok((elems, ranges))
-    }
-
-    /// Where the range table of a captured buffer of the call is.
-    fn table_of(&self, call: &Call<'_>, at: usize) -> Result<Address, CudaError> {
-        if let Some((_, table)) = call.tables.borrow().iter().find(|(of, _)| *of == at) {
-            return Ok(table.address());
-        }
-        let array = call.array(at);
-        let key = array.version.map(|version| TableKey {
-            queue: call.queue.id(),
-            address: array.address,
-            version,
-            ty: array.ty,
-            shape: array.shape.to_vec(),
-        });
-        let found = key.as_ref().and_then(|key| {
-            let resident = lock(&self.resident);
-            resident.tables.iter().find(|(k, _)| k == key).map(|(_, table)| table.clone())
-        });
-        let table = match found {
-            Some(table) => table,
-            None => {
-                let (queue, address) = (call.queue, array.address);
-                if key.is_some() {
-                    refuse_recording(queue)?;
-                }
-                let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
-                if let Some(key) = key {
-                    let mut resident = lock(&self.resident);
-                    resident.keeps_for(queue);
-                    keep(&mut resident.tables, MOST_TABLES, (key, table.clone()));
-                }
-                table
-            }
-        };
-        let address = table.address();
-        call.tables.borrow_mut().push((at, table));
-        Ok(address)
-    }
-
-    /// Queues the making of a range table.
-    fn range_table(
-        &self,
-        queue: &Queue,
-        elems: Address,
-        ty: Type,
-        shape: &[usize],
-    ) -> Result<Block, CudaError> {
-        const MOST_THREADS: usize = 1024;
-        // Nobody reads the table of a buffer without elements, but it has an address.
-        let table = queue.pool().take(range_table_bytes(shape).max(8))?;
-        let length = shape.last().copied().unwrap_or(0);
-        let rows = shape.iter().product::<usize>() / length.max(1);
-        let function = self.plain_kernel(table_config())?;
-        let params = RangeTableParams {
-            elems,
-            table: table.address(),
-            rows: rows as i64,
-            length: count(length)?,
-            ty: type_number(ty),
-        };
-        let grid = [count(rows)? as u32, 1, 1];
-        let threads = length.div_ceil(32).next_multiple_of(32).clamp(32, MOST_THREADS) as u32;
-        launch(&function, queue, grid, threads, &[&params.bytes()])?;
-        Ok(table)
     }
 }

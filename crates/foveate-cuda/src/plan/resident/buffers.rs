@@ -1,0 +1,177 @@
+//! Captured buffers and their range tables on the device, and the structure that tells kernels where
+//! they are.
+
+use std::sync::Arc;
+
+use foveate_mods::{AnyBuffer, Type};
+
+use super::{count, keep, refuse_recording};
+use crate::abi::{Abi, Address, RangeTableParams};
+use crate::ahead::table_config;
+use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
+use crate::driver::Block;
+use crate::engine::{Queue, lock};
+use crate::error::CudaError;
+use crate::plan::CudaPlan;
+use crate::plan::call::Call;
+use crate::plan::kernels::{Printed, launch};
+
+/// A captured buffer on the device.
+#[derive(Clone, Debug)]
+pub(super) struct Uploaded {
+    pub queue: u64,
+    pub buffer: AnyBuffer,
+    elems: Arc<Block>,
+    /// Its range table, once a kernel has bounds that read it.
+    ranges: Option<Arc<Block>>,
+}
+
+/// Contents of device memory that somebody else promises to leave as they are.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct TableKey {
+    pub queue: u64,
+    address: Address,
+    version: u64,
+    ty: Type,
+    shape: Vec<usize>,
+}
+
+/// Where a pass puts the gradient of a learned buffer.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::plan) struct Gradient<'a> {
+    /// The buffer.
+    pub name: &'a str,
+    /// f32, in the order of the buffer's elements.
+    pub into: Address,
+    /// i64 `[elements, 3]` for deterministic sums.
+    pub sums: Address,
+}
+
+/// Range tables of captured buffers in device memory kept at a time.
+const MOST_TABLES: usize = 16;
+
+impl CudaPlan {
+    /// The bytes of `struct Mods`: where captured buffers and their gradients are.
+    pub(in crate::plan) fn mods_bytes(
+        &self,
+        call: &Call<'_>,
+        printed: &Printed,
+        gradients: &[Gradient<'_>],
+        report: Address,
+    ) -> Result<Vec<u8>, CudaError> {
+        let source = &printed.source;
+        let learned: Vec<usize> = source.learned().collect();
+        let bounded: Vec<usize> = source.bounded().collect();
+        let mut addresses = Vec::with_capacity(source.buffers().len());
+        for (slot, buffer) in source.buffers().iter().enumerate() {
+            let bounded = bounded.contains(&slot);
+            let (elems, ranges) = match call.capture(buffer.name()) {
+                Some((at, array)) if buffer.is_on_device() => {
+                    (array.address, if bounded { self.table_of(call, at)? } else { 0 })
+                }
+                _ => self.uploaded(call.queue, buffer, bounded)?,
+            };
+            let wanted = gradients.iter().find(|g| g.name == buffer.name());
+            let wanted = wanted.filter(|_| learned.contains(&slot));
+            let (gradient, sums) = wanted.map_or((0, 0), |g| (g.into, g.sums));
+            addresses.push(BufferAddresses { elems, gradient, sums, ranges });
+        }
+        source.pack(&addresses, report)
+    }
+
+    /// Where a captured buffer of the host and, if asked for, its range table are; it is copied
+    /// over at its first use.
+    fn uploaded(
+        &self,
+        queue: &Queue,
+        buffer: &AnyBuffer,
+        bounded: bool,
+    ) -> Result<(Address, Address), CudaError> {
+        let mut resident = lock(&self.resident);
+        let same = |b: &Uploaded| b.queue == queue.id() && b.buffer.same(buffer);
+        let at = match resident.buffers.iter().position(same) {
+            Some(at) => at,
+            None => {
+                let elems = Arc::new(self.pool(queue).upload(&buffer_bytes(buffer))?);
+                resident.keeps_for(queue);
+                let (queue, buffer) = (queue.id(), buffer.clone());
+                resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
+                resident.buffers.len() - 1
+            }
+        };
+        let uploaded = &mut resident.buffers[at];
+        let elems = uploaded.elems.address();
+        if bounded && uploaded.ranges.is_none() {
+            refuse_recording(queue)?;
+            let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
+            uploaded.ranges = Some(Arc::new(table));
+        }
+        let ranges = uploaded.ranges.as_ref().map_or(0, |block| block.address());
+        Ok((elems, ranges))
+    }
+
+    /// Where the range table of a captured buffer of the call is.
+    fn table_of(&self, call: &Call<'_>, at: usize) -> Result<Address, CudaError> {
+        if let Some((_, table)) = call.tables.borrow().iter().find(|(of, _)| *of == at) {
+            return Ok(table.address());
+        }
+        let array = call.array(at);
+        let key = array.version.map(|version| TableKey {
+            queue: call.queue.id(),
+            address: array.address,
+            version,
+            ty: array.ty,
+            shape: array.shape.to_vec(),
+        });
+        let found = key.as_ref().and_then(|key| {
+            let resident = lock(&self.resident);
+            resident.tables.iter().find(|(k, _)| k == key).map(|(_, table)| table.clone())
+        });
+        let table = match found {
+            Some(table) => table,
+            None => {
+                let (queue, address) = (call.queue, array.address);
+                if key.is_some() {
+                    refuse_recording(queue)?;
+                }
+                let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
+                if let Some(key) = key {
+                    let mut resident = lock(&self.resident);
+                    resident.keeps_for(queue);
+                    keep(&mut resident.tables, MOST_TABLES, (key, table.clone()));
+                }
+                table
+            }
+        };
+        let address = table.address();
+        call.tables.borrow_mut().push((at, table));
+        Ok(address)
+    }
+
+    /// Queues the making of a range table.
+    fn range_table(
+        &self,
+        queue: &Queue,
+        elems: Address,
+        ty: Type,
+        shape: &[usize],
+    ) -> Result<Block, CudaError> {
+        const MOST_THREADS: usize = 1024;
+        // Nobody reads the table of a buffer without elements, but it has an address.
+        let table = queue.pool().take(range_table_bytes(shape).max(8))?;
+        let length = shape.last().copied().unwrap_or(0);
+        let rows = shape.iter().product::<usize>() / length.max(1);
+        let function = self.plain_kernel(table_config())?;
+        let params = RangeTableParams {
+            elems,
+            table: table.address(),
+            rows: rows as i64,
+            length: count(length)?,
+            ty: type_number(ty),
+        };
+        let grid = [count(rows)? as u32, 1, 1];
+        let threads = length.div_ceil(32).next_multiple_of(32).clamp(32, MOST_THREADS) as u32;
+        launch(&function, queue, grid, threads, &[&params.bytes()])?;
+        Ok(table)
+    }
+}
