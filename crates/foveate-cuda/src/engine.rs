@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::abi::Address;
 use crate::blas::Blas;
@@ -37,47 +37,34 @@ pub struct Engine {
 /// A stream and memory for its work. Cheap to clone.
 ///
 /// Memory that was used on a queue is given out again on the same queue only, so nothing has to
-/// wait for work to end before it drops its memory. When the last clone is dropped the driver frees
-/// it, and waits for the device; what plans keep for the queue, and what they keep it from freeing,
-/// other queues get once the work is done ([`Pool::release`] hands it back).
+/// wait for work to end before it drops its memory. A queue is gone when the last clone of it, of
+/// its pool, and the last block from there are dropped: the driver frees its memory, and waits for
+/// the device; what plans keep for the queue, and what they keep it from freeing, other queues get
+/// once the work is done ([`Pool::release`] hands it back).
 #[derive(Clone, Debug)]
-pub struct Queue(Arc<Held>);
-
-/// A queue for as long as anybody holds it.
-#[derive(Debug)]
-struct Held {
+pub struct Queue {
     id: u64,
     pool: Pool,
 }
 
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.pool.end();
-    }
-}
-
-/// What is left of a queue when nobody holds it any more, and until then.
+/// What is left of a queue when it is gone, and until then.
 #[derive(Clone, Debug)]
-pub(crate) struct Remains {
-    id: u64,
-    held: Weak<Held>,
-    pool: Pool,
-}
+pub(crate) struct Remains(Queue);
 
 impl Remains {
     /// That of [`Queue::id`].
     pub fn id(&self) -> u64 {
-        self.id
+        self.0.id
     }
 
     /// Whether nobody holds the queue and its work is done.
     pub fn is_over(&self) -> bool {
-        self.held.strong_count() == 0 && !self.pool.is_busy()
+        self.0.pool.is_over()
     }
 
     /// Leaves memory that nothing is kept in to other queues.
     pub fn leave(&self) {
-        self.pool.leave();
+        self.0.pool.leave();
     }
 }
 
@@ -85,27 +72,27 @@ impl Queue {
     fn new(stream: Stream) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::new(Held { id, pool: Pool::new(Arc::new(stream)) }))
+        Self { id, pool: Pool::new(Arc::new(stream)) }
     }
 
     /// Differs from that of every other queue.
     pub(crate) fn id(&self) -> u64 {
-        self.0.id
+        self.id
     }
 
     /// What is left of it when it is gone.
     pub(crate) fn remains(&self) -> Remains {
-        Remains { id: self.0.id, held: Arc::downgrade(&self.0), pool: self.0.pool.clone() }
+        Remains(Self { id: self.id, pool: self.pool.kept() })
     }
 
     /// Memory for its work.
     pub fn pool(&self) -> &Pool {
-        &self.0.pool
+        &self.pool
     }
 
     /// Where its work is queued.
     pub fn stream(&self) -> &Stream {
-        self.0.pool.stream()
+        self.pool.stream()
     }
 }
 
@@ -176,8 +163,8 @@ impl Engine {
     /// the default stream. Keep it from call to call: the memory of its work stays with it.
     ///
     /// # Safety
-    /// `stream` is 0 or a `CUstream` of the device's primary context that outlives the queue and
-    /// everything that was queued on it.
+    /// `stream` is 0 or a `CUstream` of the device's primary context that outlives the queue, pools
+    /// and blocks of its memory, and everything that was queued on it.
     pub unsafe fn queue_on(&self, stream: usize) -> Queue {
         // SAFETY: the caller's promise is the same.
         Queue::new(unsafe { Stream::borrowed(&self.device, stream) })

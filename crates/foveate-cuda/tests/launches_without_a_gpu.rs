@@ -211,6 +211,37 @@ fn no_call_waits_for_memory_of_a_queue_that_is_gone() {
 }
 
 #[test]
+fn memory_that_outlives_its_queue_goes_to_others_behind_the_last_work_on_it() {
+    if !inside("memory_that_outlives_its_queue_goes_to_others_behind_the_last_work_on_it") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let mask = Some(masks::causal());
+    let plan = plan(&Spec { mask, ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let busy = std::path::PathBuf::from(env::var_os("HOME").unwrap()).join("busy");
+    let call = |queue: &Queue| plan.forward_on(queue, &tensors.forward).unwrap();
+    let [first, second] = [(); 2].map(|()| engine.new_queue().unwrap());
+    call(&first);
+    let pool = first.pool().clone();
+    drop(first);
+    // Of no size that anything else has.
+    const BYTES: usize = 7 << 20;
+    let block = pool.take(BYTES).unwrap();
+    let address = block.address();
+    drop(pool);
+    fs::write(&busy, "").unwrap();
+    block.write(&[1; 1000]).unwrap();
+    drop(block);
+    call(&second);
+    let another = second.pool().take(BYTES).unwrap();
+    assert_ne!(another.address(), address, "what was copied there is still on its way");
+    fs::remove_file(&busy).unwrap();
+    call(&second);
+    assert_eq!(second.pool().take(BYTES).unwrap().address(), address);
+}
+
+#[test]
 fn threads_share_a_plan_and_queues() {
     if !inside("threads_share_a_plan_and_queues") {
         return;

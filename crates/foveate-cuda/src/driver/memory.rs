@@ -17,14 +17,20 @@ use crate::error::{CudaError, CudaErrorKind};
 const SMALL: usize = 512;
 const LARGE: usize = 1 << 20;
 
-/// Set, blocks have exactly the bytes that were asked for, so that compute-sanitizer sees every
-/// access past an operand's end.
+/// Set, blocks have exactly the bytes that were asked for, so that compute-sanitizer
+/// sees every access past an operand's end.
 const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
 
 /// Memory for the work of one stream. Cheap to clone.
+///
+/// When the last clone and the last block are gone that work may be queued for, the end of the
+/// stream's work is marked, and memory is given to other streams only when that end is reached. What
+/// plans keep for the stream does not count, or it would keep itself.
 #[derive(Clone, Debug)]
 pub struct Pool {
     shared: Arc<Shared>,
+    /// Nothing for what plans keep.
+    _user: Option<Arc<User>>,
     /// How long to wait for work that is in the way.
     patience: Duration,
 }
@@ -35,8 +41,27 @@ struct Shared {
     free: Mutex<Free>,
     exact: bool,
     staging: Mutex<Staging>,
-    /// The end of all work that uses its memory, once there is one.
-    ended: OnceLock<Event>,
+    /// The end of all work that uses its memory, once nobody queues any more; nothing where it could
+    /// not be marked.
+    ended: OnceLock<Option<Event>>,
+}
+
+/// Whoever may queue work on a pool's stream. The last to go marks the end of that work; from there
+/// on nobody promises that the stream is there.
+#[derive(Debug)]
+struct User(Arc<Shared>);
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let stream = &self.0.stream;
+        let mark = || {
+            stream.refuse_recording("the end of a queue")?;
+            let end = Event::new(stream.device())?;
+            end.record(stream).map(|()| end)
+        };
+        // Without the mark, memory is freed by the driver, which waits.
+        let _ = self.0.ended.set(mark().ok());
+    }
 }
 
 /// Device memory that goes back to its pool when it is dropped.
@@ -54,13 +79,19 @@ impl Pool {
         let (free, staging, ended) = Default::default();
         let exact = std::env::var_os(EXACT_VARIABLE).is_some();
         let shared = Arc::new(Shared { stream, free, exact, staging, ended });
-        Self { shared, patience: patience() }
+        Self { _user: Some(Arc::new(User(shared.clone()))), shared, patience: patience() }
     }
 
     /// The same memory, where filling blocks that are taken from here waits for at most `limit` for
     /// earlier copies, and so for the work before them.
     pub fn within(&self, limit: Duration) -> Self {
-        Self { shared: self.shared.clone(), patience: limit }
+        Self { patience: limit, ..self.clone() }
+    }
+
+    /// The same memory for what is kept until [`Self::is_over`]: it does not keep the end of the
+    /// stream's work from being marked. Whoever uses it has one that does beside it.
+    pub(crate) fn kept(&self) -> Self {
+        Self { _user: None, ..self.clone() }
     }
 
     /// The stream that its memory is used on.
@@ -134,28 +165,16 @@ impl Pool {
         unsafe { free.hand_back(driver) }
     }
 
-    /// Marks the end of the stream's work: nothing is queued on it any more that uses memory of
-    /// this pool, and nobody promises that the stream is there from here on.
-    pub(crate) fn end(&self) {
-        let stream = self.stream();
-        let event = match stream.refuse_recording("the end of a queue") {
-            Ok(()) => Event::new(stream.device()).and_then(|e| e.record(stream).map(|()| e)),
-            Err(e) => Err(e),
-        };
-        // Without the mark, memory is freed by the driver, which waits.
-        if let Ok(event) = event {
-            let _ = self.shared.ended.set(event);
-        }
-    }
-
-    /// Whether work before the end is still under way.
-    pub(crate) fn is_busy(&self) -> bool {
-        self.shared.ended.get().is_some_and(|end| matches!(end.done(), Ok(false)))
+    /// Whether nobody can queue work any more and what was queued is done, or its end unknown.
+    pub(crate) fn is_over(&self) -> bool {
+        let end = self.shared.ended.get();
+        end.is_some_and(|end| !end.as_ref().is_some_and(|end| matches!(end.done(), Ok(false))))
     }
 
     /// Leaves what is free to other queues of the device, once the end is reached.
     pub(crate) fn leave(&self) {
-        if self.shared.ended.get().is_some_and(|end| matches!(end.done(), Ok(true))) {
+        let end = self.shared.ended.get().and_then(Option::as_ref);
+        if end.is_some_and(|end| matches!(end.done(), Ok(true))) {
             let free = std::mem::take(&mut *self.free());
             self.stream().device().depot().put(free, self.staging().leave());
         }

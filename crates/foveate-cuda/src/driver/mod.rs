@@ -11,7 +11,8 @@
 //!
 //! Memory is given out for use on one stream ([`Pool`]): a block that is dropped while work of
 //! that stream still reads it can be given out again at once, since the next work is queued
-//! behind it. What is left when a queue is gone is given out to others (`depot`). Copies go through pinned memory of ours, so that what a caller gave is free at once.
+//! behind it. What is left when a queue is gone is given out to others (`depot`). Copies go through
+//! pinned memory of ours, so that what a caller gave is free at once.
 //!
 //! `tests/without_a_gpu.rs` runs this layer against a driver made for tests.
 

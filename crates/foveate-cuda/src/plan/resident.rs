@@ -262,6 +262,11 @@ impl CudaPlan {
         gone.iter().for_each(Remains::leave);
     }
 
+    /// Memory for what is kept for a queue until it is gone.
+    fn kept(&self, queue: &Queue) -> Pool {
+        self.pool(queue).kept()
+    }
+
     /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it `walks` along
     /// the other one.
     pub(super) fn work(
@@ -335,12 +340,12 @@ impl CudaPlan {
             }
             (Sequences::Known(sequences), Some(mask)) if !self.options.lists_on_host => {
                 Placed::outlined(
-                    &self.pool(queue),
+                    &self.kept(queue),
                     &Outline::new(dims, sequences, mask, axis, tile),
                 )?
             }
             (Sequences::Known(sequences), _) => {
-                Placed::new(&self.pool(queue), Schedule::new(dims, sequences, mask, axis, tile))?
+                Placed::new(&self.kept(queue), Schedule::new(dims, sequences, mask, axis, tile))?
             }
         });
         match promised {
@@ -375,7 +380,7 @@ impl CudaPlan {
         count(sum_rows)?;
         let sequence_bytes =
             ((sequences + 1) * size_of::<abi::Sequence>()).next_multiple_of(size_of::<u64>());
-        let memory = queue.pool().take(sequence_bytes + room * size_of::<abi::Tile>())?;
+        let memory = self.kept(queue).take(sequence_bytes + room * size_of::<abi::Tile>())?;
         let report = Report::new(queue, checked)?;
         let [rows_q, rows_k] = rows.map(|n| n as i32);
         let [longest_q, longest_k] = longest.map(|n| n as i32);
@@ -435,7 +440,7 @@ impl CudaPlan {
         let rows = &placed.rows;
         let all_rows = rows.per_head * rows.heads;
         let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
-        let memory = queue.pool().take(run_bytes + count_bytes)?;
+        let memory = self.kept(queue).take(run_bytes + count_bytes)?;
         let runs = memory.address();
         let lists = abi::Lists {
             counts: runs + run_bytes as Address,

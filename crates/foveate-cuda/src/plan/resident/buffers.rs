@@ -92,7 +92,7 @@ impl CudaPlan {
         let at = match resident.buffers.iter().position(same) {
             Some(at) => at,
             None => {
-                let elems = Arc::new(self.pool(queue).upload(&buffer_bytes(buffer))?);
+                let elems = Arc::new(self.kept(queue).upload(&buffer_bytes(buffer))?);
                 resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());
                 resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
@@ -158,7 +158,7 @@ impl CudaPlan {
     ) -> Result<Block, CudaError> {
         const MOST_THREADS: usize = 1024;
         // Nobody reads the table of a buffer without elements, but it has an address.
-        let table = queue.pool().take(range_table_bytes(shape).max(8))?;
+        let table = self.kept(queue).take(range_table_bytes(shape).max(8))?;
         let length = shape.last().copied().unwrap_or(0);
         let rows = shape.iter().product::<usize>() / length.max(1);
         let function = self.plain_kernel(table_config())?;
