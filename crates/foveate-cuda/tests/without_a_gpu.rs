@@ -108,6 +108,28 @@ fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     assert_eq!(pool.take(60 << 20).unwrap().address(), address, "nothing is lost");
 }
 
+/// Whether a block is given out for one byte more, which an exact pool has no room for.
+fn serves_nearly_equal_requests() -> bool {
+    let pool = pool(0);
+    let address = pool.take(1000).unwrap().address();
+    pool.take(1001).unwrap().address() == address
+}
+
+#[test]
+fn an_empty_variable_does_not_make_memory_exact() {
+    let empty = [("FOVEATE_EXACT_MEMORY", "")];
+    if inside("an_empty_variable_does_not_make_memory_exact", &[], &[], &empty) {
+        assert!(serves_nearly_equal_requests());
+    }
+}
+
+#[test]
+fn a_variable_makes_memory_exact() {
+    if inside("a_variable_makes_memory_exact", &[], &[], &[("FOVEATE_EXACT_MEMORY", "1")]) {
+        assert!(!serves_nearly_equal_requests());
+    }
+}
+
 #[test]
 fn memory_of_the_host_or_of_another_gpu_is_named() {
     if !inside("memory_of_the_host_or_of_another_gpu_is_named", &[], &[], &[]) {

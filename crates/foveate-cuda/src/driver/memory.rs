@@ -17,7 +17,7 @@ use crate::error::{CudaError, CudaErrorKind};
 const SMALL: usize = 512;
 const LARGE: usize = 1 << 20;
 
-/// Set, blocks have exactly the bytes that were asked for, so that compute-sanitizer
+/// Set and not empty, blocks have exactly the bytes that were asked for, so that compute-sanitizer
 /// sees every access past an operand's end.
 const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
 
@@ -77,7 +77,7 @@ impl Pool {
     /// A pool for work queued on `stream`, which waits as long as [`patience`] says.
     pub fn new(stream: Arc<Stream>) -> Self {
         let (free, staging, ended) = Default::default();
-        let exact = std::env::var_os(EXACT_VARIABLE).is_some();
+        let exact = std::env::var_os(EXACT_VARIABLE).is_some_and(|value| !value.is_empty());
         let shared = Arc::new(Shared { stream, free, exact, staging, ended });
         Self { _user: Some(Arc::new(User(shared.clone()))), shared, patience: patience() }
     }

@@ -1,5 +1,6 @@
 //! Streams, events, and waiting with a deadline.
 
+use std::ffi::OsStr;
 use std::ptr;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use crate::error::{CudaError, CudaErrorKind};
 pub fn patience() -> Duration {
     static PATIENCE: OnceLock<Duration> = OnceLock::new();
     *PATIENCE.get_or_init(|| {
-        let given = std::env::var("FOVEATE_TIMEOUT").unwrap_or_default();
+        let given = std::env::var_os("FOVEATE_TIMEOUT").unwrap_or_default();
         seconds(&given).unwrap_or_else(|| {
             eprintln!("warning: FOVEATE_TIMEOUT is {given:?}, no number of seconds; it is 120");
             USUAL_PATIENCE
@@ -24,8 +25,8 @@ pub fn patience() -> Duration {
 const USUAL_PATIENCE: Duration = Duration::from_secs(120);
 
 /// What `FOVEATE_TIMEOUT` says; nothing when that is no time.
-fn seconds(given: &str) -> Option<Duration> {
-    match given.trim() {
+fn seconds(given: &OsStr) -> Option<Duration> {
+    match given.to_str()?.trim() {
         "" => Some(USUAL_PATIENCE),
         text => Duration::try_from_secs_f64(text.parse().ok()?).ok(),
     }
@@ -62,7 +63,8 @@ impl Stream {
     /// A stream that somebody else made on `device` and keeps alive; 0 is the default stream.
     ///
     /// # Safety
-    /// `raw` is 0 or a `CUstream` of the device's primary context that outlives the value.
+    /// `raw` is 0 or a `CUstream` of the device's primary context that outlives every use of the
+    /// value.
     pub unsafe fn borrowed(device: &Device, raw: usize) -> Self {
         Self { device: device.clone(), handle: raw as Handle, owned: false }
     }
@@ -250,8 +252,16 @@ mod tests {
 
     #[test]
     fn the_time_for_a_device_is_a_number_of_seconds_or_not_taken() {
-        assert_eq!(["", " ", "120"].map(seconds), [Some(USUAL_PATIENCE); 3]);
-        assert_eq!(seconds("0.5"), Some(Duration::from_millis(500)));
-        assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(seconds), [None; 5]);
+        let of = |text: &str| seconds(text.as_ref());
+        assert_eq!(["", " ", "120"].map(of), [Some(USUAL_PATIENCE); 3]);
+        assert_eq!(of("0.5"), Some(Duration::from_millis(500)));
+        assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(of), [None; 5]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_time_that_is_no_text_is_not_taken_for_one_that_is_not_set() {
+        use std::os::unix::ffi::OsStrExt;
+        assert_eq!(seconds(OsStr::from_bytes(b"60\xff")), None);
     }
 }
