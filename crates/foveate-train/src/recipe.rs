@@ -522,6 +522,21 @@ steps = 10
     }
 
     #[test]
+    fn recipes_to_begin_with_say_their_size_and_remove_no_run() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap();
+        for name in ["README.md", "recipes/tiny.toml", "recipes/learned-bias.toml"] {
+            let text = read(name);
+            let mut commands = text.lines().filter(|line| line.contains("-- train recipes/"));
+            assert!(commands.clone().count() > 0 && commands.all(|c| !c.contains("--start-over")));
+        }
+        let tiny = Recipe::parse(&read("recipes/tiny.toml"), "tiny.toml", &[]).unwrap();
+        let parameters = tiny.model_config(257).unwrap().unwrap().parameter_count();
+        let said = format!("about {:.1} million parameters", parameters as f64 * 1e-6);
+        assert!(read("recipes/tiny.toml").contains(&said), "{said}");
+    }
+
+    #[test]
     fn overrides_change_values_of_every_type() {
         let sets =
             ["train.steps=20", "optimizer.lr=1e-3", "run.dir=elsewhere", "data.shuffle=false"];
