@@ -6,21 +6,63 @@ use std::path::Path;
 
 use super::Record;
 
+/// How every record begins.
+const BEGINNING: &[u8] = b"{\"kind\":\"";
+
+/// What a line of a log is.
+enum Line<'a> {
+    /// A whole record.
+    Record(Record),
+    /// Blank, or a record cut short at the end of the file, as a process that dies leaves it.
+    Nothing,
+    /// What is not ours.
+    Foreign(&'a [u8]),
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = Line<'_>> {
+    text.split_inclusive(|&byte| byte == b'\n').map(|line| {
+        let cut = !line.ends_with(b"\n");
+        match serde_json::from_slice(line) {
+            Ok(record) => Line::Record(record),
+            _ if line.trim_ascii().is_empty() => Line::Nothing,
+            _ if cut && (line.starts_with(BEGINNING) || BEGINNING.starts_with(line)) => {
+                Line::Nothing
+            }
+            _ => Line::Foreign(line.trim_ascii_end()),
+        }
+    })
+}
+
+/// The bytes of a log; none of one that is not there.
+fn bytes(path: &Path) -> io::Result<Vec<u8>> {
+    match std::fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        read => read,
+    }
+}
+
 /// An append-only file of one record a line.
 #[derive(Debug)]
 pub struct JsonlLog(File);
 
 impl JsonlLog {
     /// Opens the log for a run that continues after `step` (0 for a new one): records of later
-    /// steps, which a resumed run takes again, and a last line cut short are dropped.
+    /// steps, which a resumed run takes again, and a last line cut short are dropped. Lines that are no
+    /// records stay.
     ///
     /// # Errors
     /// When the file cannot be read or written.
     pub fn open(path: &Path, step: u64) -> io::Result<Self> {
         if path.exists() {
             let mut kept = Vec::new();
-            for record in Self::read(path)?.iter().filter(|r| r.step() <= step) {
-                serde_json::to_writer(&mut kept, record)?;
+            for line in lines(&bytes(path)?) {
+                match line {
+                    Line::Record(record) if record.step() <= step => {
+                        serde_json::to_writer(&mut kept, &record)?;
+                    }
+                    Line::Foreign(line) => kept.extend_from_slice(line),
+                    Line::Record(_) | Line::Nothing => continue,
+                }
                 kept.push(b'\n');
             }
             let temporary = path.with_extension("tmp");
@@ -45,11 +87,21 @@ impl JsonlLog {
     /// # Errors
     /// When the file cannot be read.
     pub fn read(path: &Path) -> io::Result<Vec<Record>> {
-        match std::fs::read_to_string(path) {
-            Ok(text) => Ok(text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-            Err(e) => Err(e),
-        }
+        let record = |line| match line {
+            Line::Record(record) => Some(record),
+            Line::Nothing | Line::Foreign(_) => None,
+        };
+        Ok(lines(&bytes(path)?).filter_map(record).collect())
+    }
+
+    /// The first line, counted from one, that is not of a log: neither a record, nor the beginning
+    /// of one that ends the file, nor blank. `None` without the file.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn foreign_line(path: &Path) -> io::Result<Option<usize>> {
+        let found = lines(&bytes(path)?).position(|line| matches!(line, Line::Foreign(_)));
+        Ok(found.map(|before| before + 1))
     }
 }
 
@@ -61,6 +113,30 @@ mod tests {
     fn record(step: u64) -> Record {
         let held_out_loss = 1.0 / step as f64;
         Record::Eval(EvalMetrics { step, held_out_loss, perplexity: 2.0, tokens: 7 })
+    }
+
+    #[test]
+    fn lines_that_are_no_records_are_found_and_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        assert_eq!(JsonlLog::foreign_line(&path).unwrap(), None);
+        let ours = serde_json::to_string(&record(1)).unwrap();
+        let whole = format!("{ours}\n\n{{\"loss\": 2}}\n{ours}\nnot\u{e9} \u{0}");
+        std::fs::write(&path, &whole).unwrap();
+        assert_eq!(JsonlLog::foreign_line(&path).unwrap(), Some(3));
+        JsonlLog::open(&path, 0).unwrap().append(&record(2)).unwrap();
+        let ours = serde_json::to_string(&record(2)).unwrap();
+        let kept = format!("{{\"loss\": 2}}\nnot\u{e9} \u{0}\n{ours}\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), kept);
+        // Not text at all, or the only line, without an end.
+        for other in [&b"\xff\xfe"[..], b"{\"loss\": 2}"] {
+            std::fs::write(&path, other).unwrap();
+            assert_eq!(JsonlLog::foreign_line(&path).unwrap(), Some(1));
+        }
+        for torn in ["", "{", "{\"kind\":\"ev", &ours[..20]] {
+            std::fs::write(&path, format!("{ours}\n{torn}")).unwrap();
+            assert_eq!(JsonlLog::foreign_line(&path).unwrap(), None, "{torn}");
+        }
     }
 
     #[test]
