@@ -383,10 +383,15 @@ pub fn load_weights(folder: &Path, model: &mut Model) -> Result<Vec<String>, Tra
 /// # Errors
 /// Names the file and the tensor that is missing or damaged.
 pub fn load_state(folder: &Path, model: &mut Model) -> Result<(Vec<Moments>, State), TrainError> {
-    let path = folder.join(STATE);
+    let [path, masters] = [STATE, MASTERS].map(|name| folder.join(name));
+    if let Some(missing) = [&path, &masters].into_iter().find(|file| !file.exists()) {
+        let message =
+            "is missing; put it back, or remove this checkpoint and resume from an earlier one";
+        return Err(TrainError::checkpoint(missing, message));
+    }
     let state: State = serde_json::from_value(read_json(&path)?)
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
-    let path = folder.join(MASTERS);
+    let path = masters;
     let mut tensors = Tensors::open(&path)?;
     let mut moments = Vec::with_capacity(model.parameters().len());
     for p in model.parameters_mut() {

@@ -40,9 +40,10 @@ pub enum TrainErrorKind {
         /// What is wrong and what to do.
         message: String,
     },
-    /// A run's folder in which this one may not start: there is another run, or none to resume.
+    /// A run's folder in which this one may not start: there is another run, none to resume, or
+    /// something that the run would destroy.
     Folder {
-        /// The folder.
+        /// The folder, or what in it stands in the way.
         path: PathBuf,
         /// What is there and what to do.
         message: String,

@@ -87,7 +87,7 @@ pub enum Start {
     /// It is continued from its newest checkpoint.
     Resume,
     /// It is removed, once all that the new one reads was found to be right: checkpoints, metrics,
-    /// event files and curve, and nothing else in the folder.
+    /// event files, curve and saved recipe, and nothing else in the folder.
     Over,
 }
 

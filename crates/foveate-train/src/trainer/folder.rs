@@ -1,7 +1,9 @@
 //! The folder of a run: what is in it, and whether a run may start there.
 //!
-//! A run never writes over another one unasked. A folder holds a run when it has a checkpoint or
-//! the metrics of a step. While a process trains, it holds a lock on the folder, which the system
+//! A run never writes over another one unasked, and never over a recipe, a log or documents that are
+//! the user's. A folder holds a run when it has a checkpoint or the metrics of a step. A run's log is
+//! there before its recipe and is removed after it, so a recipe without one is no run's. While a
+//! process trains, it holds a lock on the folder, which the system
 //! gives back when the process ends in whatever way; where folders cannot be locked (Windows, some
 //! network file systems) two processes are not told apart.
 
@@ -47,10 +49,10 @@ impl<'a> Folder<'a> {
         if self.0.exists() && !self.0.is_dir() {
             return refuse("is no folder; choose another run.dir".to_owned());
         }
+        self.check_kinds()?;
         let last = checkpoint::latest(&self.checkpoints());
-        let steps = self.steps()?;
+        let steps = self.records()?.iter().map(Record::step).max().unwrap_or(0);
         match (start, last) {
-            (Start::Over, _) => Ok(None),
             (Start::Resume, Some(last)) => Ok(Some(last)),
             (Start::Resume, None) if steps == 0 => {
                 refuse("there is no checkpoint to resume from; start without --resume".to_owned())
@@ -66,8 +68,54 @@ impl<'a> Folder<'a> {
                 "a run is already here, at step {steps} and without a checkpoint; {OVER}, or choose \
                  another run.dir"
             )),
-            (Start::New, None) => Ok(None),
+            (Start::New | Start::Over, last) => self.check_ours(last.is_some()).map(|()| None),
         }
+    }
+
+    /// Refuses folders where the run has files and files where it has a folder: it would fail after
+    /// its first steps or its last.
+    fn check_kinds(&self) -> Result<(), TrainError> {
+        let files = [self.recipe(), self.metrics(), self.curve()].map(|file| (file, false));
+        let found = |path: &Path| path.symlink_metadata().is_ok();
+        for (path, folder) in [(self.checkpoints(), true)].into_iter().chain(files) {
+            if found(&path) && path.is_dir() != folder {
+                let is = if folder { "is no folder" } else { "is a folder" };
+                return Err(at(&path, format!("{is}; move it away, or choose another run.dir")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses where a new run would replace a log or a recipe that no run wrote; `run` says that
+    /// there is a checkpoint.
+    fn check_ours(&self, run: bool) -> Result<(), TrainError> {
+        let log = self.metrics();
+        if let Some(line) = JsonlLog::foreign_line(&log).map_err(|e| unreadable(&log, &e))? {
+            let message = format!(
+                "line {line} is no record of a run, and a new run would remove it; move the file \
+                 away, or choose another run.dir"
+            );
+            return Err(at(&log, message));
+        }
+        if self.recipe().exists() && !run && !log.exists() {
+            let message = "no run is here that it would be the recipe of, and a new run would \
+                           replace it; move it away, or choose another run.dir";
+            return Err(at(&self.recipe(), message.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Refuses a recipe, given as `file`, that stands where the run saves the resolved one.
+    pub fn check_recipe(&self, file: &Path, start: Start) -> Result<(), TrainError> {
+        let [given, saved] = [file, &self.recipe()].map(|path| path.canonicalize().ok());
+        if given.is_none() || given != saved {
+            return Ok(());
+        }
+        let remedy = match start {
+            Start::Resume => "resume with a copy of it that has another name",
+            Start::New | Start::Over => "give it another name, or choose another run.dir",
+        };
+        Err(at(file, format!("the run would replace this recipe by its resolved form; {remedy}")))
     }
 
     /// Makes the folder, takes it for this process, and removes what is to be started over. What
@@ -77,11 +125,14 @@ impl<'a> Folder<'a> {
         fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
         let held = File::open(self.0).ok();
         let taken = held.as_ref().map(File::try_lock);
-        if matches!(taken, Some(Err(TryLockError::WouldBlock)))
-            || self.admit(start)?.as_deref() != last
-        {
+        if matches!(taken, Some(Err(TryLockError::WouldBlock))) {
             let message =
                 "another process is training here; wait for it, or choose another run.dir";
+            return Err(self.refusal(message.to_owned()));
+        }
+        if self.admit(start)?.as_deref() != last {
+            let message = "another process has saved or removed a checkpoint meanwhile; give the \
+                           command again";
             return Err(self.refusal(message.to_owned()));
         }
         if start == Start::Over {
@@ -90,32 +141,55 @@ impl<'a> Folder<'a> {
         Ok(Claim { _held: held })
     }
 
-    /// Refuses to start over where that would remove what the run is going to read.
-    pub fn spare(&self, needed: &Path) -> Result<(), TrainError> {
-        let [needed_at, checkpoints] =
-            [needed.to_owned(), self.checkpoints()].map(|path| path.canonicalize().unwrap_or(path));
-        match needed_at.starts_with(&checkpoints) {
-            false => Ok(()),
-            true => Err(self.refusal(format!(
-                "starting over would remove {}, which the recipe reads; choose another run.dir",
-                needed.display()
-            ))),
-        }
+    /// Refuses to start where the run would remove or write over what it reads: `needed`.
+    pub fn spare(
+        &self,
+        start: Start,
+        needed: impl IntoIterator<Item = PathBuf>,
+    ) -> Result<(), TrainError> {
+        let own = self.own()?;
+        let touched = |path: &PathBuf| {
+            path.canonicalize().is_ok_and(|path| own.iter().any(|own| path.starts_with(own)))
+        };
+        let Some(path) = needed.into_iter().find(touched) else {
+            return Ok(());
+        };
+        let would = match start {
+            Start::Over => "starting over would remove",
+            Start::New | Start::Resume => "the run would remove or write over",
+        };
+        Err(self.refusal(format!(
+            "{would} {}, which the recipe reads; choose another run.dir, or leave the files of runs \
+             out with data.exclude",
+            path.display()
+        )))
     }
 
-    /// Steps that are logged.
-    fn steps(&self) -> Result<u64, TrainError> {
+    /// What is here of all that a run removes or writes, links resolved.
+    fn own(&self) -> Result<Vec<PathBuf>, TrainError> {
+        let mut own = match self.0.is_dir() {
+            true => metrics::event_files(self.0).map_err(|e| unreadable(self.0, &e))?,
+            false => Vec::new(),
+        };
+        let replaced = [self.recipe(), self.metrics()];
+        own.extend(replaced.iter().map(|file| file.with_extension("tmp")));
+        own.extend(replaced);
+        own.extend([self.curve(), self.checkpoints()]);
+        Ok(own.into_iter().filter_map(|path| path.canonicalize().ok()).collect())
+    }
+
+    /// All that is logged.
+    pub fn records(&self) -> Result<Vec<Record>, TrainError> {
         let log = self.metrics();
-        let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
-        Ok(records.iter().map(Record::step).max().unwrap_or(0))
+        JsonlLog::read(&log).map_err(|e| unreadable(&log, &e))
     }
 
     /// Removes the run that is here, checkpoints first and the newest of them last: a process that
     /// dies meanwhile leaves a run that can be resumed, or one that can be told from none.
     fn clear(&self) -> Result<(), TrainError> {
         checkpoint::remove_all(&self.checkpoints())?;
-        let logs = metrics::event_files(self.0).map_err(|e| TrainError::write(self.0, e))?;
-        for file in logs.into_iter().chain([self.curve(), self.metrics()]) {
+        let logs = metrics::event_files(self.0).map_err(|e| unreadable(self.0, &e))?;
+        for file in logs.into_iter().chain([self.curve(), self.recipe(), self.metrics()]) {
             match fs::remove_file(&file) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
                     return Err(TrainError::write(&file, e));
@@ -127,8 +201,17 @@ impl<'a> Folder<'a> {
     }
 
     fn refusal(&self, message: String) -> TrainError {
-        TrainErrorKind::Folder { path: self.0.to_owned(), message }.into()
+        at(self.0, message)
     }
+}
+
+/// The refusal to run in a folder for the sake of what is at `path`.
+fn at(path: &Path, message: String) -> TrainError {
+    TrainErrorKind::Folder { path: path.to_owned(), message }.into()
+}
+
+fn unreadable(path: &Path, e: &io::Error) -> TrainError {
+    at(path, format!("could not be read: {e}; repair that, or choose another run.dir"))
 }
 
 /// That a folder is taken by this process.

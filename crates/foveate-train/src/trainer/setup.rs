@@ -44,6 +44,7 @@ impl<'a> Setup<'a> {
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
+        folder.check_recipe(file, start)?;
         let last = folder.admit(start)?;
         if last.is_some() {
             same_run(recipe, &folder.recipe())?;
@@ -53,6 +54,9 @@ impl<'a> Setup<'a> {
         let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
         let tokenizer = tokenizer(recipe, place, from.as_ref())?;
         let corpus = Corpus::scan(&sources(recipe, place), tokenizer, Some(template))?;
+        let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
+        let read = named.map(|file| place.join(file)).chain(origin.clone());
+        folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let vocab = corpus.tokenizer().vocab_size();
         let (mut model, attention) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
@@ -67,18 +71,13 @@ impl<'a> Setup<'a> {
             let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
             (zeros, State { fingerprint, ..Default::default() })
         };
-
-        if start == Start::Over {
-            let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
-            let read = named.map(|file| place.join(file)).chain(origin.clone());
-            read.into_iter().try_for_each(|path| folder.spare(&path))?;
-        }
+        let resolved = recipe.to_toml()?;
         let claim = folder.claim(start, last.as_deref())?;
         let dir = &recipe.run.dir;
-        checkpoint::replace_file(&folder.recipe(), recipe.to_toml()?.as_bytes())?;
         let log = folder.metrics();
         let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
-        let records = JsonlLog::read(&log).map_err(|e| TrainError::write(&log, e))?;
+        let records = folder.records()?;
+        checkpoint::replace_file(&folder.recipe(), resolved.as_bytes())?;
         let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
         let started = Started {
             step: state.step,
@@ -212,6 +211,11 @@ fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String>
 /// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
 /// Steps, rates and what is saved when may change.
 fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
+    if !path.exists() {
+        let message = "is missing; put back the recipe that the run here was started with, or start \
+                       a new run in another run.dir";
+        return Err(TrainError::checkpoint(path, message));
+    }
     let saved = Recipe::load(path, &[])?;
     let (old, new) = (&saved.train, &recipe.train);
     let differs = [

@@ -3,6 +3,8 @@ use std::collections::BTreeMap;
 use super::*;
 use crate::metrics::JsonlLog;
 
+mod folder;
+
 /// A folder with some documents, and recipes about them.
 struct Place(tempfile::TempDir);
 

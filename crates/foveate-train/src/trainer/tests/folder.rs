@@ -1,0 +1,164 @@
+//! What a run leaves alone, and what it is told before it starts.
+
+use super::super::folder::Folder;
+use super::*;
+
+const ALL: [Start; 3] = [Start::New, Start::Resume, Start::Over];
+
+impl Place {
+    fn dir(&self) -> PathBuf {
+        self.0.path().join("run")
+    }
+
+    /// Puts a file into the folder of the run.
+    fn put(&self, name: &str, text: &str) {
+        std::fs::create_dir_all(self.dir()).unwrap();
+        std::fs::write(self.dir().join(name), text).unwrap();
+    }
+
+    /// What a start that has to be refused says; everything stays as it is.
+    fn refused(&self, sets: &[&str], start: Start) -> String {
+        let before = files(self.0.path());
+        let told = self.run(&self.recipe(sets), start).unwrap_err().to_string();
+        assert!(files(self.0.path()) == before, "{start:?} changed something: {told}");
+        told
+    }
+}
+
+#[test]
+fn the_recipe_that_is_given_is_never_replaced() {
+    let place = Place::new();
+    let mine = place.0.path().join("recipe.toml");
+    std::fs::write(&mine, "# my words\n").unwrap();
+    let here = place.recipe(&[&format!("run.dir={}", place.0.path().display())]);
+    let spelled = place.0.path().join(".").join("recipe.toml");
+    for file in [&mine, &spelled] {
+        for start in ALL {
+            let told = train(&here, file, start, &mut Log::default()).unwrap_err().to_string();
+            assert!(told.contains("recipe.toml: the run would replace this recipe"), "{told}");
+        }
+    }
+    // Neither is one beside it.
+    for start in [Start::New, Start::Over] {
+        let told = train(&here, &place.file(), start, &mut Log::default()).unwrap_err().to_string();
+        assert!(told.contains("recipe.toml: no run is here that it would be"), "{told}");
+    }
+    assert_eq!(files(place.0.path())[&mine], b"# my words\n");
+    assert!(!place.0.path().join("metrics.jsonl").exists());
+}
+
+#[test]
+fn what_a_start_without_a_step_left_is_replaced() {
+    for start in [Start::New, Start::Over] {
+        let place = Place::new();
+        place.put("metrics.jsonl", "");
+        place.put("recipe.toml", "# left behind\n");
+        assert_eq!(place.run(&place.recipe(&[]), start).unwrap().1.losses.len(), 6);
+        assert!(Recipe::load(&place.dir().join("recipe.toml"), &[]).is_ok());
+    }
+}
+
+#[test]
+fn documents_that_are_files_of_the_run_are_not_removed() {
+    let place = Place::new();
+    place.run(&place.recipe(&[]), Start::New).unwrap();
+    for (files, first) in [
+        ("run/checkpoints/**/*.json", "step-000004"),
+        ("run/metrics.jsonl", "metrics.jsonl"),
+        ("**/*.toml", "recipe.toml"),
+        ("*/*.svg", "loss.svg"),
+    ] {
+        let sets = [&format!("data.files=[\"*.txt\", {files:?}]"), "data.format=text"];
+        let told = place.refused(&sets, Start::Over);
+        assert!(told.contains("starting over would remove ") && told.contains(first), "{told}");
+        assert!(told.contains("data.exclude"), "{told}");
+        let told = place.refused(&sets, Start::New);
+        assert!(told.contains("a run is already here"), "{told}");
+    }
+    let left = Place::new();
+    left.put("metrics.jsonl", "");
+    left.put("recipe.toml", "# left behind\n");
+    let told = left.refused(&["data.files=[\"**/*.toml\"]"], Start::New);
+    assert!(told.contains("the run would remove or write over "), "{told}");
+}
+
+#[test]
+fn a_log_that_is_no_runs_is_left_alone() {
+    let place = Place::new();
+    place.put("metrics.jsonl", "{\"loss\": 3.5}\n{\"loss\": 3.25}\n");
+    for start in [Start::New, Start::Over] {
+        let told = place.refused(&[], start);
+        assert!(told.contains("metrics.jsonl: line 1 is no record of a run"), "{told}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_log_that_cannot_be_read_is_not_said_to_be_unwritten() {
+    let place = Place::new();
+    std::fs::create_dir(place.dir()).unwrap();
+    let log = place.dir().join("metrics.jsonl");
+    std::os::unix::fs::symlink(&log, &log).unwrap();
+    for start in ALL {
+        let told = place.run(&place.recipe(&[]), start).unwrap_err().to_string();
+        assert!(told.contains("metrics.jsonl: could not be read: "), "{told}");
+    }
+}
+
+#[test]
+fn files_and_folders_in_each_others_place_are_found_before_the_first_step() {
+    for (name, is_file) in [
+        ("checkpoints", true),
+        ("recipe.toml", false),
+        ("metrics.jsonl", false),
+        ("loss.svg", false),
+    ] {
+        let place = Place::new();
+        match is_file {
+            true => place.put(name, "mine"),
+            false => std::fs::create_dir_all(place.dir().join(name)).unwrap(),
+        }
+        for start in ALL {
+            let told = place.refused(&[], start);
+            let is = if is_file { "is no folder" } else { "is a folder" };
+            assert!(told.contains(&format!("{name}: {is}; move it away")), "{told}");
+        }
+        assert_eq!(std::fs::read_dir(place.dir()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn what_resuming_lacks_is_named_with_the_remedy() {
+    let place = Place::new();
+    let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    for (file, remedy) in [
+        (place.dir().join("recipe.toml"), "put back the recipe that"),
+        (summary.checkpoint.join("state.json"), "resume from an earlier one"),
+        (summary.checkpoint.join("masters.safetensors"), "resume from an earlier one"),
+    ] {
+        let kept = std::fs::read(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        let told = place.refused(&[], Start::Resume);
+        assert!(told.starts_with(&format!("{}: is missing; ", file.display())), "{told}");
+        assert!(told.contains(remedy), "{told}");
+        std::fs::write(&file, kept).unwrap();
+    }
+    assert_eq!(place.run(&place.recipe(&[]), Start::Resume).unwrap().0.steps, 6);
+}
+
+#[test]
+fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
+    let place = Place::new();
+    let dir = place.dir();
+    let folder = Folder::new(&dir);
+    assert_eq!(folder.admit(Start::New).unwrap(), None);
+    let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let older = summary.checkpoint.with_file_name("step-000004");
+    let told =
+        |start, last| folder.claim(start, last).err().map(|e| e.to_string()).unwrap_or_default();
+    let new = told(Start::New, None);
+    assert!(new.contains("a run is already here; continue it with --resume"), "{new}");
+    let resumed = told(Start::Resume, Some(older.as_path()));
+    assert!(resumed.contains("has saved or removed a checkpoint meanwhile"), "{resumed}");
+    assert!(folder.claim(Start::Resume, Some(&summary.checkpoint)).is_ok());
+}
