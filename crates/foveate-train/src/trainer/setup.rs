@@ -13,7 +13,7 @@ use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, TensorBoardLog};
 use crate::optimizer::Moments;
-use crate::recipe::Recipe;
+use crate::recipe::{Data, Recipe};
 use crate::tokens::Tokenizer;
 
 /// A run between two steps.
@@ -209,7 +209,8 @@ fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String>
 }
 
 /// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
-/// Steps, rates and what is saved when may change.
+/// Steps, rates and what is saved when may change, and so may `data.exclude`: the fingerprint tells
+/// whether the documents are the same, and files of the run may have to be left out of them.
 fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
     if !path.exists() {
         let message = "is missing; put back the recipe that the run here was started with, or start \
@@ -218,11 +219,12 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
     }
     let saved = Recipe::load(path, &[])?;
     let (old, new) = (&saved.train, &recipe.train);
+    let data = Data { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
     let differs = [
         ("run.seed", saved.run.seed != recipe.run.seed),
         ("[model]", saved.model != recipe.model),
         ("[attention]", saved.attention != recipe.attention),
-        ("[data]", saved.data != recipe.data),
+        ("[data]", data != recipe.data),
         ("train.batch_rows", old.batch_rows != new.batch_rows),
         ("train.accumulate", old.accumulate != new.accumulate),
     ];

@@ -83,6 +83,22 @@ fn documents_that_are_files_of_the_run_are_not_removed() {
 }
 
 #[test]
+fn a_run_whose_patterns_match_its_own_files_resumes_without_them() {
+    let place = Place::new();
+    std::fs::write(place.0.path().join("words.toml"), "words = 3\n").unwrap();
+    let matching = "data.files=[\"*.txt\", \"**/*.toml\"]";
+    place.run(&place.recipe(&[matching]), Start::New).unwrap();
+    let told = place.refused(&[matching, "train.steps=7"], Start::Resume);
+    assert!(told.contains("recipe.toml, which the recipe reads"), "{told}");
+    assert!(told.contains("data.exclude"), "{told}");
+    let without = [matching, "data.exclude=[\"run/**/*\"]", "train.steps=7"];
+    assert_eq!(place.run(&place.recipe(&without), Start::Resume).unwrap().0.steps, 7);
+    // The documents have to be those of the start still.
+    let fewer = place.refused(&[matching, "data.exclude=[\"**/*.toml\"]"], Start::Resume);
+    assert!(fewer.contains("the documents are not those"), "{fewer}");
+}
+
+#[test]
 fn a_log_that_is_no_runs_is_left_alone() {
     let place = Place::new();
     place.put("metrics.jsonl", "{\"loss\": 3.5}\n{\"loss\": 3.25}\n");
