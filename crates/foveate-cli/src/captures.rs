@@ -6,13 +6,14 @@ use foveate::mods::text::Names;
 use foveate::{AnyBuffer, BufferData, ScalarValue};
 
 use crate::failure::Failure;
+use crate::number::number;
 
 /// What the texts of a command may name.
 #[derive(Debug, Default, clap::Args)]
 pub struct Captures {
     /// Lengths of documents one after another; their ids become the buffer `doc`, which
     /// `document` reads
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',')]
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = number::<usize>)]
     pub doc_lens: Vec<usize>,
     /// A captured buffer: numbers (or true and false) with commas between, or a file of them.
     /// `NAME[8,64]=...` gives it axes

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::memory;
+use crate::number::number;
 use crate::output::Output;
 
 /// Tokens of a row where the user gives none and the model takes more.
@@ -25,10 +26,10 @@ pub struct Args {
     #[arg(required = true)]
     files: Vec<String>,
     /// Tokens of a packed row (the model's longest sequence when left out, 4096 at most)
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     len: Option<usize>,
     /// Packed rows computed at once
-    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8, value_parser = number::<usize>)]
     batch_rows: usize,
     /// Leave out documents that are empty or not UTF-8 instead of stopping
     #[arg(long)]

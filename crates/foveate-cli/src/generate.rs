@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::memory;
+use crate::number::number;
 use crate::output::Output;
 
 /// Write text with a trained model
@@ -24,19 +25,19 @@ pub struct Args {
     #[arg(long)]
     chat: bool,
     /// Tokens to write at most
-    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 200)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 200, value_parser = number::<usize>)]
     max_tokens: usize,
     /// Divides the logits; 0 always takes the likeliest token
     #[arg(long, value_name = "T", allow_negative_numbers = true, default_value_t = 0.8)]
     temperature: f32,
     /// Draw from this many of the likeliest tokens only; 0 draws from all
-    #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0)]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<usize>)]
     top_k: usize,
     /// Draw from the likeliest tokens only whose probabilities reach this sum
     #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.95)]
     top_p: f32,
     /// Fixes the draws
-    #[arg(long, allow_negative_numbers = true, default_value_t = 0)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0, value_parser = number::<u64>)]
     seed: u64,
     /// Print one JSON object
     #[arg(long)]

@@ -15,6 +15,7 @@ mod interrupt;
 mod kernels;
 mod mask;
 mod memory;
+mod number;
 mod output;
 mod problem;
 mod progress;

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::captures::Captures;
 use crate::failure::Failure;
+use crate::number::number;
 use crate::output::{Output, bytes, count};
 use crate::progress::{COUNTING, PATIENCE, waiting};
 
@@ -25,19 +26,19 @@ pub struct Args {
     /// The mask, such as "causal & document" or "q >= kv && q - kv < 256"
     text: String,
     /// Number of queries (the sum of --doc-lens when left out)
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     len: Option<usize>,
     /// Number of keys (as many as queries when left out)
-    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = number::<usize>)]
     kv_len: Option<usize>,
     /// Size of the tiles: queries x keys
     #[arg(long, value_name = "QxKV", default_value = "128x128", value_parser = tile)]
     tile: Tile,
     /// Batch entry that is drawn
-    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 0)]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<i32>)]
     batch_index: i32,
     /// Query head that is drawn
-    #[arg(long, value_name = "H", allow_negative_numbers = true, default_value_t = 0)]
+    #[arg(long, value_name = "H", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<i32>)]
     head: i32,
     #[command(flatten)]
     captures: Captures,

@@ -6,6 +6,7 @@ use foveate_problem::{Dropout, Spec};
 
 use crate::captures::Captures;
 use crate::failure::Failure;
+use crate::number::number;
 
 /// Which probabilities are dropped is nothing that a plan depends on.
 const SEED: u64 = 0;
@@ -17,16 +18,16 @@ pub struct ProblemArgs {
     #[arg(long, value_name = "HQ[/HKV]", value_parser = pair)]
     heads: Option<(usize, usize)>,
     /// Number of queries (the sum of --doc-lens when left out)
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     len: Option<usize>,
     /// Number of keys (as many as queries when left out)
-    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = number::<usize>)]
     kv_len: Option<usize>,
     /// Head dim, or that of queries and keys/that of values
     #[arg(long, value_name = "D[/DV]", value_parser = pair)]
     dim: Option<(usize, usize)>,
     /// Batch entries
-    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 1)]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 1, value_parser = number::<usize>)]
     batch: usize,
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = dtype)]
@@ -44,7 +45,7 @@ pub struct ProblemArgs {
     #[arg(long)]
     pub backward: bool,
     /// Keys and values in pages of so many keys, as a cache keeps them (forward only)
-    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with = "backward")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with = "backward", value_parser = number::<usize>)]
     page_size: Option<usize>,
     #[command(flatten)]
     captures: Captures,
@@ -52,7 +53,7 @@ pub struct ProblemArgs {
 
 /// `32/8`, or `32` for `32/32`.
 fn pair(text: &str) -> Result<(usize, usize), String> {
-    let number = |t: &str| t.trim().parse().map_err(|_| format!("`{t}` is no number"));
+    let number = |t: &str| number(t).map_err(|e| format!("`{t}`: {e}"));
     match text.split_once('/') {
         None => number(text).map(|n| (n, n)),
         Some((a, b)) => Ok((number(a)?, number(b)?)),

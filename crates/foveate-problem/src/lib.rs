@@ -94,7 +94,13 @@ impl Dims {
                 v.dtype()
             ));
         }
-        if heads_q == 0 || heads_kv == 0 || heads_q % heads_kv != 0 {
+        if heads_q == 0 || heads_kv == 0 {
+            return fail(format!(
+                "{heads_q} query heads and {heads_kv} key/value heads; there must be at least 1 of \
+                 each"
+            ));
+        }
+        if heads_q % heads_kv != 0 {
             return fail(format!(
                 "{heads_q} query heads cannot share {heads_kv} key/value heads; \
                  the first must be a multiple of the second"

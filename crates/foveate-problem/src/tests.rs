@@ -41,7 +41,11 @@ fn each_misfit_names_its_operand() {
         ([2, 4, 5, 9], [2, 4, 5, 8], "k has head dim 9 but q has 8"),
         ([2, 4, 5, 8], [2, 4, 6, 8], "v has batch 2, heads 4, length 6"),
         ([2, 3, 5, 8], [2, 3, 5, 8], "4 query heads cannot share 3"),
-        ([2, 0, 5, 8], [2, 0, 5, 8], "4 query heads cannot share 0"),
+        (
+            [2, 0, 5, 8],
+            [2, 0, 5, 8],
+            "4 query heads and 0 key/value heads; there must be at least 1",
+        ),
         ([3, 4, 5, 8], [3, 4, 5, 8], "k and v have batch 3; q needs 2"),
         ([2, 4, 5, 8], [2, 4, 5, 0], "head dim is 0"),
     ] {

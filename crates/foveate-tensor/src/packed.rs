@@ -273,7 +273,13 @@ impl QkvPacked {
 impl PackedShape {
     fn group(&self) -> Result<usize, TensorError> {
         let Self { heads_q, heads_kv, dim, dim_v, .. } = *self;
-        if heads_q == 0 || heads_kv == 0 || heads_q % heads_kv != 0 {
+        if heads_q == 0 || heads_kv == 0 {
+            return Err(packed(format!(
+                "{heads_q} query heads and {heads_kv} key/value heads; there must be at least 1 of \
+                 each"
+            )));
+        }
+        if heads_q % heads_kv != 0 {
             return Err(packed(format!(
                 "{heads_q} query heads cannot share {heads_kv} key/value heads; the first must be \
                  a multiple of the second"
@@ -410,6 +416,8 @@ mod tests {
         assert!(says(QkvPacked::per_head(&grouped)).contains("use an interleaved packing"));
         let uneven = PackedShape { heads_kv: 3, ..grouped };
         assert!(says(QkvPacked::stacked(&uneven)).contains("4 query heads cannot share 3"));
+        let none = PackedShape { heads_q: 0, heads_kv: 0, ..grouped };
+        assert!(says(QkvPacked::stacked(&none)).contains("there must be at least 1 of each"));
         use Part::{K, Q, V};
         let parts = [Q, Q, K, Q, K, Q, V, V];
         assert!(says(QkvPacked::new(&grouped, &parts)).contains("unevenly spaced"));

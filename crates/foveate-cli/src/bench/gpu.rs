@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::number::number;
 use crate::output::Output;
 use crate::tune;
 use cases::{Case, Prepared};
@@ -32,7 +33,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", value_delimiter = ',')]
     filter: Vec<String>,
     /// Which GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<usize>)]
     device: usize,
     /// Timing of one case in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]

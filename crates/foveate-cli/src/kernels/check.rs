@@ -16,6 +16,7 @@ use serde::Serialize;
 use super::table::{Standing, Table, rows};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::number::number;
 use crate::output::Output;
 use crate::progress::Progress;
 
@@ -36,7 +37,7 @@ pub struct Args {
         default_missing_value = "conformance/kernel-resources.toml")]
     update: Option<PathBuf>,
     /// Compile on so many threads (as many as there are cores when left out)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
     threads: Option<usize>,
     /// Print one JSON object for each entry point of a kernel
     #[arg(long)]

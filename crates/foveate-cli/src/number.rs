@@ -1,0 +1,30 @@
+//! Whole numbers of the command line.
+
+use std::num::{IntErrorKind, ParseIntError};
+use std::str::FromStr;
+
+/// Reads a whole number of the type that an option has.
+///
+/// # Errors
+/// What was expected instead; whoever calls names the option and the text.
+pub fn number<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
+    text.trim().parse().map_err(|e: ParseIntError| match e.kind() {
+        IntErrorKind::PosOverflow | IntErrorKind::NegOverflow => "it is out of range".to_owned(),
+        _ => "a number is expected, such as 16".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_number_is_answered_with_one() {
+        assert_eq!((number(" 7 "), number("-7")), (Ok(7usize), Ok(-7i32)));
+        for wrong in ["1/0", "-3", "x", "", "1.5"] {
+            let said = number::<usize>(wrong).unwrap_err();
+            assert_eq!(said, "a number is expected, such as 16", "{wrong}");
+        }
+        assert_eq!(number::<usize>(&"9".repeat(30)).unwrap_err(), "it is out of range");
+    }
+}
