@@ -151,6 +151,27 @@ fn a_list_of_problems_is_compiled_into_the_cache() {
 }
 
 #[test]
+fn a_folder_that_cannot_be_filled_with_kernels_is_said_once() {
+    if let Err(e) = foveate_cuda::nvrtc::Compiler::get() {
+        return println!("skipped: {e}");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for variable in ["FOVEATE_CACHE_DIR", "FOVEATE_DUMP_KERNELS"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        command.args("kernels build --device a10 --heads 2 --len 100 --dim 32".split(' '));
+        command.args(["--dtype", "f16"]).env("FOVEATE_CACHE_DIR", dir.path().join("kept"));
+        let done = command.env(variable, &file).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(1), "{said}");
+        assert!(said.starts_with(&format!("error: {}", file.display())), "{said}");
+        assert_eq!(said.matches(variable).count(), 1, "{said}");
+        assert!(!said.contains("warning") && !said.contains("each process"), "{said}");
+    }
+}
+
+#[test]
 fn the_kernels_of_a_cache_in_pages_are_explained() {
     let line = "explain --device h200 --heads 8/2 --batch 16 --len 1 --kv-len 700 --dim 64 \
                 --dtype bf16 --page-size 16";

@@ -6,7 +6,8 @@
 //! a temporary name and rename them, so a reader never sees half of one, and of two that compile
 //! one key at the same time the last to finish is kept, which is the same. A file whose checksum
 //! is wrong is built again. A folder that cannot be written, read-only or full, costs its users
-//! nothing but the time to compile: stderr says so once, and [`Cache::trouble`] always.
+//! nothing but the time to compile: stderr says so once, and [`Cache::trouble`] always. For whoever
+//! compiles only to keep, it is an error ([`Cache::to_fill`]).
 //!
 //! The folder is `FOVEATE_CACHE_DIR`, else `foveate/kernels` in the user's cache folder.
 //! `FOVEATE_DUMP_KERNELS` names a folder that gets source, log and machine code of every kernel
@@ -21,7 +22,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use sha2::{Digest, Sha256};
 
-use crate::error::CudaError;
+use crate::error::{CudaError, CudaErrorKind};
 use crate::nvrtc::{Compiled, Compiler, OPTIONS};
 
 /// Where compiled kernels are kept.
@@ -41,6 +42,8 @@ type Slot = Arc<OnceLock<Result<Arc<Compiled>, CudaError>>>;
 pub struct Cache {
     folder: Option<PathBuf>,
     dump: Option<PathBuf>,
+    /// What cannot be written is an error.
+    to_fill: bool,
     slots: Mutex<HashMap<Key, Slot>>,
     trouble: OnceLock<String>,
 }
@@ -49,16 +52,23 @@ impl Cache {
     /// The cache of this process.
     pub fn get() -> &'static Self {
         static CACHE: OnceLock<Cache> = OnceLock::new();
-        CACHE.get_or_init(|| {
-            let mut cache = Self::at(folder());
-            cache.dump = named(DUMP_VARIABLE);
-            cache
-        })
+        CACHE.get_or_init(Self::of_process)
+    }
+
+    /// The same folders for whoever compiles to fill them: a kernel that cannot be kept, or dumped
+    /// where that is asked for, is an error.
+    pub fn to_fill() -> Self {
+        Self { to_fill: true, ..Self::of_process() }
+    }
+
+    fn of_process() -> Self {
+        Self { dump: named(DUMP_VARIABLE), ..Self::at(folder()) }
     }
 
     /// A cache in `folder`, or in memory only.
     pub fn at(folder: Option<PathBuf>) -> Self {
-        Self { folder, dump: None, slots: Mutex::default(), trouble: OnceLock::new() }
+        let (slots, trouble) = Default::default();
+        Self { folder, dump: None, to_fill: false, slots, trouble }
     }
 
     /// The folder of compiled kernels.
@@ -74,7 +84,8 @@ impl Cache {
     /// `source` compiled for `arch` (`sm_90`), from memory, from disk, or by the compiler.
     ///
     /// # Errors
-    /// Those of [`Compiler::compile`]. They are kept like results.
+    /// Those of [`Compiler::compile`], and of writing with [`Self::to_fill`]. They are kept like
+    /// results.
     pub fn compile(
         &self,
         compiler: &Compiler,
@@ -106,12 +117,7 @@ impl Cache {
             let fresh = kept.is_none();
             let compiled = kept.map_or_else(compile, Ok)?;
             if let (true, Some(file)) = (fresh, &file) {
-                self.note(file, write(file, &pack(&compiled)), || {
-                    format!(
-                        "compiled kernels cannot be kept; each process compiles its own until \
-                         {FOLDER_VARIABLE} names a folder that can be written"
-                    )
-                });
+                self.write(file, &pack(&compiled), &KEEPING)?;
             }
             if let Some(dump) = &self.dump {
                 let taken: String = compiled.kernels.iter().map(|k| format!("{k}\n")).collect();
@@ -123,9 +129,7 @@ impl Cache {
                 ];
                 for (extension, bytes) in parts {
                     let file = dump.join(&key[..16]).with_extension(extension);
-                    let advice = "kernels cannot be dumped; name a folder that can be written in";
-                    let advice = || format!("{advice} {DUMP_VARIABLE}");
-                    self.note(&file, write(&file, bytes), advice);
+                    self.write(&file, bytes, &DUMPING)?;
                 }
             }
             Ok(Arc::new(compiled))
@@ -133,17 +137,44 @@ impl Cache {
         made.clone()
     }
 
-    /// Keeps and prints the first failure to write a file.
-    fn note(&self, file: &Path, done: io::Result<()>, what: impl FnOnce() -> String) {
-        if let Err(e) = done {
-            self.trouble.get_or_init(|| {
-                let trouble = format!("{}: {e}; {}", file.display(), what());
-                eprintln!("warning: {trouble}");
-                trouble
-            });
+    /// Writes a file for `purpose`. Keeps and prints the first failure, where it is no error.
+    fn write(&self, file: &Path, bytes: &[u8], purpose: &Purpose) -> Result<(), CudaError> {
+        let Err(e) = write(file, bytes) else { return Ok(()) };
+        let Purpose { fails, instead, variable } = purpose;
+        let instead = if self.to_fill { "" } else { instead };
+        let trouble = format!(
+            "{}: {e}; {fails}{instead} until {variable} names a folder that can be written",
+            file.display()
+        );
+        if self.to_fill {
+            return Err(CudaErrorKind::Unkept { reason: trouble }.into());
         }
+        self.trouble.get_or_init(|| {
+            eprintln!("warning: {trouble}");
+            trouble
+        });
+        Ok(())
     }
 }
+
+/// Why a file is written.
+struct Purpose {
+    /// What is not done when it cannot be.
+    fails: &'static str,
+    /// What is done instead.
+    instead: &'static str,
+    /// What names its folder.
+    variable: &'static str,
+}
+
+const KEEPING: Purpose = Purpose {
+    fails: "compiled kernels cannot be kept",
+    instead: ", and each process compiles its own,",
+    variable: FOLDER_VARIABLE,
+};
+
+const DUMPING: Purpose =
+    Purpose { fails: "kernels cannot be dumped", instead: "", variable: DUMP_VARIABLE };
 
 /// What a variable names; nothing when it is empty.
 fn named(variable: &str) -> Option<PathBuf> {
@@ -270,8 +301,32 @@ mod tests {
         assert_eq!(compiled.load(Ordering::SeqCst), 1);
         let trouble = cache.trouble().unwrap();
         assert!(trouble.starts_with(root.path().to_str().unwrap()), "{trouble}");
-        assert!(trouble.contains("compiled kernels cannot be kept;"), "{trouble}");
-        assert!(trouble.contains(FOLDER_VARIABLE), "{trouble}");
+        let advice = "; compiled kernels cannot be kept, and each process compiles its own, until \
+                      FOVEATE_CACHE_DIR names a folder that can be written";
+        assert!(trouble.ends_with(advice), "{trouble}");
+    }
+
+    #[test]
+    fn a_folder_to_be_filled_that_cannot_be_written_is_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        let occupied = root.path().join("file");
+        fs::write(&occupied, "").unwrap();
+        let find = |cache: Cache| {
+            let cache = Cache { to_fill: true, ..cache };
+            let found = cache.find(key((13, 0), "sm_90", "a"), "a", || Ok(made("a")));
+            assert_eq!(cache.trouble(), None, "nothing is printed");
+            found.map_err(|e| e.to_string())
+        };
+        let said = find(Cache::at(Some(occupied.clone()))).unwrap_err();
+        assert!(said.starts_with(root.path().to_str().unwrap()), "{said}");
+        let advice = "; compiled kernels cannot be kept until FOVEATE_CACHE_DIR names a folder that \
+                      can be written";
+        assert!(said.ends_with(advice), "{said}");
+        let dumped = Cache { dump: Some(occupied), ..Cache::at(None) };
+        assert!(
+            find(dumped).unwrap_err().contains("; kernels cannot be dumped until FOVEATE_DUMP")
+        );
+        assert_eq!(*find(Cache::at(Some(root.path().join("kernels")))).unwrap(), made("a"));
     }
 
     #[test]
@@ -295,7 +350,9 @@ mod tests {
         cache.dump = Some(root.path().join("kernels").join(&key[..16]).with_extension("cu"));
         kernel_of(&cache, "a", &AtomicUsize::new(0));
         let trouble = cache.trouble().unwrap();
-        assert!(trouble.ends_with(&format!("can be written in {DUMP_VARIABLE}")), "{trouble}");
+        let advice = "; kernels cannot be dumped until FOVEATE_DUMP_KERNELS names a folder that \
+                      can be written";
+        assert!(trouble.ends_with(advice), "{trouble}");
     }
 
     #[test]

@@ -102,6 +102,11 @@ pub enum CudaErrorKind {
         /// NVRTC's log.
         log: String,
     },
+    /// A compiled kernel could not be kept where it was asked for.
+    Unkept {
+        /// The file, why it could not be written, and what to do.
+        reason: String,
+    },
     /// A compiled kernel is not what was planned.
     Resources {
         /// The kernel.
@@ -272,7 +277,9 @@ impl fmt::Display for CudaErrorKind {
             Self::Stopped { what } => f.write_str(what),
             Self::Problem(e) => e.fmt(f),
             Self::Mod(e) => e.fmt(f),
-            Self::OutOfRange { reason } | Self::Argument { reason } => f.write_str(reason),
+            Self::OutOfRange { reason } | Self::Argument { reason } | Self::Unkept { reason } => {
+                f.write_str(reason)
+            }
         }
     }
 }

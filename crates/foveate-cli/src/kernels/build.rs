@@ -53,7 +53,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
     let problems = wanted.iter().map(Wanted::read).collect::<Result<Vec<_>, _>>()?;
     let compiler = Compiler::get()?;
-    let cache = Cache::get();
+    let cache = Cache::to_fill();
+    let folder = cache.folder().ok_or_else(|| {
+        Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
+    })?;
     let compile = |text: &str| cache.compile(compiler, text, &profile.arch());
     let mut built: Vec<(Config, String)> = Vec::new();
     for (spec, dims, dtype, run) in &problems {
@@ -68,12 +71,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             }
         }
     }
-    if let Some(trouble) = cache.trouble() {
-        return Err(Failure::new(trouble));
-    }
-    let folder = cache.folder().ok_or_else(|| {
-        Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
-    })?;
     let (kernels, problems) = (built.len(), wanted.len());
     out.line(format_args!(
         "{kernels} kernels of {problems} problems for {} in {}",
