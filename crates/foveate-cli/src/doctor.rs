@@ -1,5 +1,6 @@
 //! `foveate doctor`: what this machine offers and what this build makes of it.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
@@ -26,8 +27,11 @@ struct Findings {
     target: String,
     cpu: Option<String>,
     features: Vec<&'static str>,
+    instructions: Option<&'static str>,
+    instructions_refused: Option<String>,
     cores: usize,
     threads: usize,
+    threads_refused: Option<String>,
     caches: Vec<Cache>,
     memory_bytes: Option<u64>,
     memory_available_bytes: Option<u64>,
@@ -82,10 +86,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     out.line(format_args!("foveate   {} for {}", found.version, found.target))?;
     out.line(format_args!("cpu       {}", found.cpu.clone().unwrap_or_else(unknown)))?;
     out.line(format_args!("features  {}", found.features.join(" ")))?;
-    out.line(format_args!(
-        "threads   {} of {} cores (RAYON_NUM_THREADS sets them)",
-        found.threads, found.cores
-    ))?;
+    let level = match (found.instructions, &found.instructions_refused) {
+        (Some(level), _) => format!("{level} (FOVEATE_CPU_LEVEL takes a lesser one)"),
+        (None, why) => format!("no attention runs on the CPU: {}", why.as_deref().unwrap_or("?")),
+    };
+    out.line(format_args!("level     {level}"))?;
+    let why = found.threads_refused.as_deref().unwrap_or("RAYON_NUM_THREADS sets them");
+    out.line(format_args!("threads   {} of {} cores ({why})", found.threads, found.cores))?;
     let caches = found.caches.iter().map(|c| format!("L{} {} {}", c.level, c.kind, c.size));
     let caches = caches.collect::<Vec<_>>().join(", ");
     out.line(format_args!("caches    {}", if caches.is_empty() { unknown() } else { caches }))?;
@@ -147,13 +154,17 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 impl Findings {
     fn gather() -> Self {
         let [total, available] = ["MemTotal", "MemAvailable"].map(memory);
+        let level = foveate::cpu::instructions();
         Self {
             version: env!("CARGO_PKG_VERSION"),
             target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
             cpu: cpu_name(),
             features: features(),
+            instructions: level.as_ref().ok().copied(),
+            instructions_refused: level.err().map(|e| e.to_string()),
             cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
             threads: rayon::current_num_threads(),
+            threads_refused: threads_refused(std::env::var_os(THREADS_VARIABLE)),
             caches: caches(),
             memory_bytes: total,
             memory_available_bytes: available,
@@ -226,6 +237,17 @@ impl Searched {
         let system = folder.as_os_str().is_empty();
         Some(if system { "the system's folders".into() } else { folder.display().to_string() })
     }
+}
+
+/// How many threads work is spread over; a variable of the library that does it.
+const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
+
+/// Why what the variable was given is not the number of threads.
+fn threads_refused(given: Option<OsString>) -> Option<String> {
+    let given = given.filter(|text| !text.is_empty())?;
+    let number = given.to_str().and_then(|text| text.parse::<usize>().ok());
+    let why = "which is no number of threads and not used";
+    number.is_none_or(|n| n == 0).then(|| format!("{THREADS_VARIABLE} is {given:?}, {why}"))
 }
 
 fn first_gpu() -> Option<DeviceInfo> {

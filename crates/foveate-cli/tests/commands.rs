@@ -172,6 +172,35 @@ fn a_folder_that_cannot_be_filled_with_kernels_is_said_once() {
 }
 
 #[test]
+fn the_doctor_says_which_level_and_threads_are_used_and_what_is_wrong_with_those_asked_for() {
+    let doctor = |variables: &[(&str, &str)], args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        command.env_remove("FOVEATE_CPU_LEVEL").env_remove("RAYON_NUM_THREADS");
+        let done = command.arg("doctor").args(args).envs(variables.iter().copied()).output();
+        let done = done.unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        String::from_utf8(done.stdout).unwrap()
+    };
+    let json: serde_json::Value = serde_json::from_str(&doctor(&[], &["--json"])).unwrap();
+    let level = json["instructions"].as_str().unwrap();
+    assert!(json["instructions_refused"].is_null() && json["threads_refused"].is_null(), "{json}");
+    let line = format!("level     {level} (FOVEATE_CPU_LEVEL takes a lesser one)\n");
+    assert!(doctor(&[], &[]).contains(&line));
+    let told = doctor(&[("FOVEATE_CPU_LEVEL", "nonsense"), ("RAYON_NUM_THREADS", "3")], &[]);
+    let refused = "level     no attention runs on the CPU: option FOVEATE_CPU_LEVEL: no level \
+                   `nonsense`; this machine has ";
+    assert!(told.contains(refused) && told.contains(level), "{told}");
+    assert!(told.contains("threads   3 of ") && told.contains("(RAYON_NUM_THREADS sets"), "{told}");
+    for wrong in ["abc", "0"] {
+        let told = doctor(&[("RAYON_NUM_THREADS", wrong)], &[]);
+        let refused = format!(
+            "cores (RAYON_NUM_THREADS is {wrong:?}, which is no number of threads and not used)"
+        );
+        assert!(told.contains(&refused), "{told}");
+    }
+}
+
+#[test]
 fn the_kernels_of_a_cache_in_pages_are_explained() {
     let line = "explain --device h200 --heads 8/2 --batch 16 --len 1 --kv-len 700 --dim 64 \
                 --dtype bf16 --page-size 16";

@@ -6,9 +6,20 @@ use std::sync::Arc;
 use foveate_mask::Stats;
 
 use crate::call::Call;
+use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
 use crate::work::{Unit, waves};
 use crate::{backward, forward, simd};
+
+/// The instruction set of this process's row passes and products: the best one of the machine, or
+/// the lesser one that `FOVEATE_CPU_LEVEL` names.
+///
+/// # Errors
+/// When that names none of the machine's. It is what [`CpuPlan::new`](crate::CpuPlan::new) says too.
+pub fn instructions() -> Result<&'static str, CpuError> {
+    simd::asked().map_err(|reason| CpuErrorKind::Option { name: simd::VARIABLE, reason })?;
+    Ok(simd::level().name())
+}
 
 /// What a call does: how it is tiled, how much of it is live, what memory it needs.
 #[derive(Clone, Debug, PartialEq)]

@@ -80,7 +80,7 @@ pub mod stages;
 pub mod tiles;
 mod work;
 
-pub use describe::Description;
+pub use describe::{Description, instructions};
 pub use error::{CpuError, CpuErrorKind};
 pub use plan::CpuPlan;
 pub use stages::Stages;

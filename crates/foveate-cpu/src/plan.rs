@@ -10,7 +10,7 @@ use foveate_tensor::DType;
 
 use crate::call::{Call, head};
 use crate::decode;
-use crate::describe::Description;
+use crate::describe::{Description, instructions};
 use crate::error::{CpuError, CpuErrorKind};
 use crate::forward;
 use crate::masks::{Live, MaskCache};
@@ -54,7 +54,7 @@ impl CpuPlan {
             return Err(CpuErrorKind::DType { found: dtype }.into());
         }
         options.check()?;
-        simd::asked().map_err(|reason| CpuErrorKind::Option { name: simd::VARIABLE, reason })?;
+        instructions()?;
         spec.check()?;
         spec.check_on_host()?;
         Ok(Self {
