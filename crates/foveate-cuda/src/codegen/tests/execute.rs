@@ -235,8 +235,8 @@ fn executed(cases: &[Case]) -> Option<Vec<u8>> {
     program_output(&format!("{text}{main} }}\n"), arena, input)
 }
 
-/// What the program `text` writes, given an arena and the rest of its input; nothing without a
-/// host compiler.
+/// What the program `text` writes, given an arena and the rest of its input; nothing, and a line
+/// that says so, without a host compiler.
 pub(super) fn program_output(text: &str, arena: Arena, input: Vec<u8>) -> Option<Vec<u8>> {
     let folder = tempfile::tempdir().unwrap();
     let (code, program) = (folder.path().join("mods.cpp"), folder.path().join("mods"));
