@@ -276,7 +276,7 @@ impl<T: Format> Wave<'_, T> {
         let mut next = work.evaluator.strip(0..rows);
         while !next.is_empty() {
             let strip = next;
-            if confined <= strip.start {
+            if confined < strip.end {
                 confined = rows.min(strip.start + CONFINED);
                 let own = strip.start..confined;
                 let columns = self.reached(queries, key_tile, own, &work.states);

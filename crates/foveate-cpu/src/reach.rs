@@ -10,6 +10,7 @@
 //! NaN and infinity are not lost: a norm that is not finite, a score that may be NaN, and an index
 //! that may be outside its axis have no bound.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use foveate_mods::Bounds;
@@ -58,7 +59,7 @@ impl<'a> Reach<'a> {
         }
         let far = least - most <= NOTHING;
         if far {
-            tiles.sort_by(|a, b| highest(b).total_cmp(&highest(a)));
+            tiles.sort_by_cached_key(|tile| Reverse(order(highest(tile))));
         }
         far
     }
@@ -85,6 +86,12 @@ impl<'a> Reach<'a> {
         let last = steps.rev().find(|(_, own)| !far(own)).map_or(first, |(last, _)| last);
         first..keys.len().min(last + STEP)
     }
+}
+
+/// A number that is as much larger as `x` is, in the order of [`f32::total_cmp`].
+fn order(x: f32) -> i32 {
+    let bits = x.to_bits() as i32;
+    if bits < 0 { bits ^ i32::MAX } else { bits }
 }
 
 /// The smallest of some scores; NaN when one is.

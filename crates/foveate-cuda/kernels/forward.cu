@@ -259,12 +259,11 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     // one before; f32 has no registers for more than one.
     constexpr int PARTS = FV_DTYPE == 2 ? 1 : 4;
     float rest[PARTS] = {};
-    if constexpr (LEAVES_OUT)
-        #pragma unroll
-        for (int i = 0; i < M * N_OUT * 4; ++i) rest[i % PARTS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, rest[i % PARTS]);
+    #pragma unroll
+    for (int i = 0; i < M * N_OUT * 4; ++i) rest[i % PARTS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, rest[i % PARTS]);
     #pragma unroll
     for (int i = 1; i < PARTS; ++i) rest[0] += rest[i];
-    const bool spoiled = LEAVES_OUT && __any_sync(~0u, rest[0] != 0.f);
+    const bool spoiled = __any_sync(~0u, rest[0] != 0.f);
 
     // What the rows have come to, relative to their largest scores.
     #pragma unroll

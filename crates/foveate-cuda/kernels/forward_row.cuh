@@ -3,10 +3,9 @@
 // A weight of 0 takes part in no sum, but in a product of tiles 0 times infinity is NaN: a value that
 // is not finite would reach every row of the tile, those too that do not see its key. Nothing is done
 // about it on the way. A warp looks at what out has come to, and where that is not finite though the
-// weights are, the row is computed here, leaving out weights of 0. In f32, whose operands are split in
-// two, infinity times any weight is NaN, so that rows which see it are computed here, too.
-
-constexpr bool LEAVES_OUT = FV_MASK || FV_KEEP || FV_DTYPE == 2;
+// weights are, its rows are computed here, leaving out weights of 0. So are sums that have left f32
+// because the powers of a tile are up to 2^SLACK, and rows that see infinity in f32, whose operands are
+// split in two, so that infinity times any weight is NaN.
 
 // Where key `key` of a sequence lies, in bytes from `all`, its first (in pages: from the first page's).
 __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, const Rows& all, int sequence, int key) {
@@ -101,6 +100,6 @@ __device__ __noinline__ void attend_again(const ForwardParams& p, const Mods& mo
         if constexpr (FV_SPLIT) total = p.partial_sum[partial_row(p, sequence, head, query)];
         else total = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
         __syncwarp();
-        if (fabsf(total) < infinity()) attend_row(p, mods, sequence, steps, head, query);
+        if (total < infinity()) attend_row(p, mods, sequence, steps, head, query);
     }
 }
