@@ -79,6 +79,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     if (more) {
         load_k(steps.key, base + AT_STAGES);
         if constexpr (FV_STAGES == 2) load_v(steps.key, base + AT_STAGES);
+    } else if (!HOLDS_QUERIES) {
+        // There is no step to wait for the queries in, and out is to take their place.
+        wait_copies();
+        __syncthreads();
     }
 
     Queries queries;
