@@ -7,7 +7,7 @@
 // because the powers of a tile are up to 2^SLACK, and rows that see infinity in f32, whose operands are
 // split in two, so that infinity times any weight is NaN.
 
-// Where key `key` of a sequence lies, in bytes from `all`, its first (in pages: from the first page's).
+// The row of key `key` of a sequence, whose first is at `all`; with pages the first row of the first is there.
 __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, const Rows& all, int sequence, int key) {
     i64 row = key * view.row;
     if constexpr (FV_PAGED) {
