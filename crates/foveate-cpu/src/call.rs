@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use foveate_mods::vector::Head;
+use foveate_mods::Head;
 use foveate_problem::{Dims, Sequence};
 
 use crate::error::{CpuError, CpuErrorKind};

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use foveate_mask::{BlockMask, Kind, Run, Tile, Varies};
-use foveate_mods::vector::Head;
+use foveate_mods::Head;
 use foveate_mods::{MaskMod, OutOfRange};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 

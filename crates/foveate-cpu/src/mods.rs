@@ -9,8 +9,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use foveate_mods::vector::{Bits, Head, Kernel, Machine, Read};
-use foveate_mods::{Bounds, Leaf, MaskMod, ModError, Node, ScoreMod};
+use foveate_mods::vector::{Bits, Kernel, Machine, Read};
+use foveate_mods::{Bounds, Head, Leaf, MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
 use crate::captures::Slot;

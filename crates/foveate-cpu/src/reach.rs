@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use foveate_mods::Bounds;
-use foveate_mods::vector::Head;
+use foveate_mods::Head;
 
 use crate::simd::NOTHING;
 

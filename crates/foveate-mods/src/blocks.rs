@@ -126,10 +126,10 @@ fn elems(buffer: &Buffer<i32>) -> &[i32] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::capture::ScalarValue;
-    use crate::eval::Point;
     use crate::masks::causal;
+    use crate::point::Point;
     use crate::text::{Names, parse_mask};
+    use crate::value::ScalarValue;
 
     fn buffer(shape: &[usize], elems: Vec<i32>) -> Buffer<i32> {
         Buffer::new("list", shape, elems).unwrap()

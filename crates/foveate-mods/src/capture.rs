@@ -8,36 +8,9 @@
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use crate::bounds::Table;
 use crate::error::{ModError, ModErrorKind};
-use crate::ir::Type;
-
-/// The elements of a captured buffer, in row-major order.
-#[derive(Clone, Debug, PartialEq)]
-pub enum BufferData {
-    /// Truth values.
-    Bool(Vec<bool>),
-    /// Integers.
-    I32(Vec<i32>),
-    /// Floats; f16 and bf16 are widened when the buffer is made.
-    F32(Vec<f32>),
-}
-
-impl BufferData {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        match self {
-            BufferData::Bool(v) => v.len(),
-            BufferData::I32(v) => v.len(),
-            BufferData::F32(v) => v.len(),
-        }
-    }
-
-    /// True when there are no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
+use crate::ranges::RangeTable;
+use crate::value::{BufferData, Element, ScalarValue, Type};
 
 #[derive(Debug)]
 struct Inner {
@@ -46,7 +19,7 @@ struct Inner {
     data: BufferData,
     learned: bool,
     /// For bounds; the elements never change, so it is made once.
-    ranges: OnceLock<Table>,
+    ranges: OnceLock<RangeTable>,
 }
 
 /// A captured buffer of any element type. Cloning shares the elements.
@@ -138,51 +111,18 @@ impl AnyBuffer {
 
     /// The element type.
     pub fn ty(&self) -> Type {
-        match self.0.data {
-            BufferData::Bool(_) => Type::Bool,
-            BufferData::I32(_) => Type::I32,
-            BufferData::F32(_) => Type::F32,
-        }
+        self.0.data.ty()
     }
 
     /// Smallest and largest elements of its stretches. The first call takes time linear in the
     /// number of elements.
-    pub(crate) fn ranges(&self) -> &Table {
-        self.0.ranges.get_or_init(|| Table::new(self))
+    pub(crate) fn ranges(&self) -> &RangeTable {
+        self.0.ranges.get_or_init(|| RangeTable::new(&self.0.data))
     }
 
     /// True when both share one allocation.
     pub fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-/// Element types of captured buffers, and of values in a mod.
-pub trait Element: Copy + Send + Sync + 'static {
-    /// The IR type.
-    const TYPE: Type;
-    /// Wraps elements.
-    fn into_data(elems: Vec<Self>) -> BufferData;
-}
-
-impl Element for bool {
-    const TYPE: Type = Type::Bool;
-    fn into_data(elems: Vec<Self>) -> BufferData {
-        BufferData::Bool(elems)
-    }
-}
-
-impl Element for i32 {
-    const TYPE: Type = Type::I32;
-    fn into_data(elems: Vec<Self>) -> BufferData {
-        BufferData::I32(elems)
-    }
-}
-
-impl Element for f32 {
-    const TYPE: Type = Type::F32;
-    fn into_data(elems: Vec<Self>) -> BufferData {
-        BufferData::F32(elems)
     }
 }
 
@@ -284,24 +224,9 @@ pub struct Scalar {
     pub value: ScalarValue,
 }
 
-/// The value of a run-time scalar or of a constant.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum ScalarValue {
-    /// Truth value.
-    Bool(bool),
-    /// Integer.
-    I32(i32),
-    /// Float.
-    F32(f32),
-}
-
 impl Scalar {
     /// Its type.
     pub fn ty(&self) -> Type {
-        match self.value {
-            ScalarValue::Bool(_) => Type::Bool,
-            ScalarValue::I32(_) => Type::I32,
-            ScalarValue::F32(_) => Type::F32,
-        }
+        self.value.ty()
     }
 }

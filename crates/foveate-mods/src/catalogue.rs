@@ -4,15 +4,15 @@
 //! documented is what can be called. Arguments are values or captured buffers; a buffer that is
 //! not given is looked up under its usual name (`document` reads `doc`).
 
-use crate::capture::{AnyBuffer, Buffer, Element, ScalarValue};
+use crate::capture::{AnyBuffer, Buffer};
 use crate::error::ModError;
 use crate::expr::{DynExpr, Op};
-use crate::ir::Type;
 use crate::masks;
+use crate::names::Names;
 use crate::parameter::{Parameter, argument};
 use crate::program::{MaskMod, ScoreMod};
 use crate::scores;
-use crate::text::Names;
+use crate::value::{Element, ScalarValue, Type};
 
 /// An argument of a named mask or score, as written.
 #[derive(Clone, Debug)]

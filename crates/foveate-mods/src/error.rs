@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 
-use crate::ir::Type;
+use crate::value::Type;
 
 /// What went wrong while a mod was built, parsed, bound or differentiated.
 #[derive(Clone, Debug, PartialEq)]

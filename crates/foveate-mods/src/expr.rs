@@ -17,9 +17,10 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::capture::{AnyBuffer, Buffer, Element, Scalar, ScalarValue};
+use crate::capture::{AnyBuffer, Buffer, Scalar};
 use crate::error::{ModError, ModErrorKind};
-use crate::ir::{BinaryOp, Leaf, Type, UnaryOp};
+use crate::ir::{BinaryOp, Leaf, UnaryOp};
+use crate::value::{Element, ScalarValue, Type};
 
 /// What one traced node does to its operands.
 #[derive(Clone, Debug)]
@@ -87,12 +88,7 @@ impl DynExpr {
 
     /// A constant: part of the structure, a different value is a different mod.
     pub fn constant(value: ScalarValue) -> Self {
-        let ty = match value {
-            ScalarValue::Bool(_) => Type::Bool,
-            ScalarValue::I32(_) => Type::I32,
-            ScalarValue::F32(_) => Type::F32,
-        };
-        Self::make(ty, Op::Const(value), Vec::new())
+        Self::make(value.ty(), Op::Const(value), Vec::new())
     }
 
     /// A run-time scalar.

@@ -18,10 +18,10 @@
 use std::collections::HashMap;
 use std::f32::consts::{FRAC_2_SQRT_PI, LN_2, LOG2_E};
 
-use crate::capture::ScalarValue;
 use crate::error::{ModError, ModErrorKind};
-use crate::ir::{BinaryOp, Graph, Leaf, Node, NodeId, Type, UnaryOp};
+use crate::ir::{BinaryOp, Graph, Leaf, Node, NodeId, UnaryOp};
 use crate::program::{Program, ScoreMod};
+use crate::value::{ScalarValue, Type};
 
 /// The derivative of a score function.
 #[derive(Clone, Debug)]
@@ -455,8 +455,8 @@ impl Tape {
 mod tests {
     use super::*;
     use crate::capture::Buffer;
-    use crate::eval::Point;
     use crate::expr::{self, Expr};
+    use crate::point::Point;
 
     fn value(program: &Program, root: usize, score: f32) -> f32 {
         let point = Point { h: 1, q: 3, kv: 2, score, ..Default::default() };

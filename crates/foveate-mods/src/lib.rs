@@ -60,6 +60,7 @@
 // The attributes name this crate as other crates do.
 extern crate self as foveate_mods;
 
+mod arithmetic;
 mod blocks;
 pub mod bounds;
 pub mod capture;
@@ -69,29 +70,38 @@ pub mod depends;
 pub mod error;
 pub mod eval;
 pub mod expr;
+mod fnv;
 pub mod gradient;
+mod interval;
 pub mod ir;
 pub mod masks;
 mod math;
+mod names;
+mod op;
 mod parameter;
+mod point;
 pub mod program;
+mod ranges;
 pub mod scores;
 mod simplify;
 mod structure;
 pub mod text;
 pub mod trace;
+mod value;
 pub mod vector;
 
 pub use bounds::{Bounds, Cover};
-pub use capture::{AnyBuffer, Buffer, BufferData, Element, Scalar, ScalarValue};
+pub use capture::{AnyBuffer, Buffer, Scalar};
 pub use error::{ModError, ModErrorKind};
-pub use eval::{OutOfRange, Point};
+pub use eval::OutOfRange;
 pub use expr::{DynExpr, Expr};
 pub use gradient::{CaptureGradient, ScoreGradient};
-pub use ir::{Graph, Leaf, Node, NodeId, Type};
+pub use ir::{Graph, Leaf, Node, NodeId};
 pub use parameter::Parameter;
+pub use point::{Head, Point};
 pub use program::{MaskMod, Program, ScoreMod};
-pub use vector::{Bits, Head, Kernel, Machine};
+pub use value::{BufferData, Element, ScalarValue, Type};
+pub use vector::{Bits, Kernel, Machine};
 
 #[doc(inline)]
 pub use foveate_macros::{mask_mod, score_mod};

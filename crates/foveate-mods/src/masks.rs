@@ -243,8 +243,8 @@ pub fn neighbourhood(sizes: &[i32], kernels: &[i32]) -> Result<MaskMod, ModError
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::capture::ScalarValue;
-    use crate::eval::Point;
+    use crate::point::Point;
+    use crate::value::ScalarValue;
 
     /// Compares a mask with a formula over every point of a grid.
     #[track_caller]

@@ -1,10 +1,11 @@
 //! The numbers and buffers that named masks and scores take.
 
-use crate::capture::{Buffer, Element, ScalarValue};
+use crate::capture::Buffer;
 use crate::error::{ModError, ModErrorKind};
 use crate::expr::{self, DynExpr, Expr, IntoScalar};
 use crate::ir::Node;
 use crate::program::Program;
+use crate::value::{Element, ScalarValue};
 
 pub(crate) fn argument(of: &str, reason: impl Into<String>) -> ModError {
     ModErrorKind::Argument { of: of.to_owned(), reason: reason.into() }.into()

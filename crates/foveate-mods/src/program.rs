@@ -9,10 +9,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::capture::{AnyBuffer, Scalar, ScalarValue};
+use crate::capture::{AnyBuffer, Scalar};
 use crate::error::{ModError, ModErrorKind};
 use crate::expr::{DynExpr, Expr, ExprNode, Op};
-use crate::ir::{Graph, Leaf, Node, NodeId, Type};
+use crate::ir::{Graph, Leaf, Node, NodeId};
+use crate::value::{ScalarValue, Type};
 
 /// A graph and the nodes in it that are results.
 #[derive(Clone, Debug)]

@@ -195,8 +195,8 @@ fn per_head(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::capture::ScalarValue;
-    use crate::eval::Point;
+    use crate::point::Point;
+    use crate::value::ScalarValue;
 
     /// Compares a score function with a formula over a grid, to a few units in the last place.
     #[track_caller]

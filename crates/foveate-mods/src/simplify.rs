@@ -1,15 +1,15 @@
 //! Simplification, at the one place where nodes are made.
 //!
 //! [`Graph::simplified`] is what tracing and differentiation call instead of
-//! [`Graph::intern`]. It folds constants with the meaning of [`crate::eval`] and applies only
+//! [`Graph::intern`]. It folds constants with the meaning of [`crate::arithmetic`] and applies only
 //! identities that hold bit for bit: integer arithmetic wraps, so its ring identities hold; on
 //! floats `x·1`, `x/1` and `x−0` are kept out, while `x+0` (wrong for −0) and `x·0` (wrong for
 //! NaN) stay. Operands of commutative operations are put into an order that depends on what
 //! they say, not on when they were made, so that `a & b` and `b & a` are one node.
 
-use crate::capture::ScalarValue;
-use crate::eval;
-use crate::ir::{BinaryOp, Graph, Node, NodeId, Type, UnaryOp};
+use crate::arithmetic;
+use crate::ir::{BinaryOp, Graph, Node, NodeId, UnaryOp};
+use crate::value::{ScalarValue, Type};
 
 use BinaryOp::{Add, And, Div, Eq, Le, Lt, Max, Min, Mul, Ne, Or, Rem, Sub, Xor};
 
@@ -42,7 +42,7 @@ impl Graph {
             Node::Binary(op, x, y) => self.simplified_binary(op, x, y),
             Node::Select { cond, then, other } => self.simplified_select(cond, then, other),
             Node::Cast(to, x) => match self.constant(x) {
-                Some(v) => self.constant_node(eval::cast(to, v)),
+                Some(v) => self.constant_node(arithmetic::cast(to, v)),
                 None => self.intern(node),
             },
             Node::F32(bits) => self.constant_node(ScalarValue::F32(f32::from_bits(bits))),
@@ -52,7 +52,7 @@ impl Graph {
 
     fn simplified_unary(&mut self, op: UnaryOp, x: NodeId) -> NodeId {
         if let Some(v) = self.constant(x) {
-            return self.constant_node(eval::unary(op, v));
+            return self.constant_node(arithmetic::unary(op, v));
         }
         match (op, self.node(x).clone()) {
             (UnaryOp::Not, Node::Unary(UnaryOp::Not, y))
@@ -73,7 +73,7 @@ impl Graph {
     fn simplified_binary(&mut self, op: BinaryOp, x: NodeId, y: NodeId) -> NodeId {
         let (cx, cy) = (self.constant(x), self.constant(y));
         if let (Some(cx), Some(cy)) = (cx, cy) {
-            return self.constant_node(eval::binary(op, cx, cy));
+            return self.constant_node(arithmetic::binary(op, cx, cy));
         }
         let ty = self.ty(x);
         let found = match ty {

@@ -5,43 +5,10 @@
 //! compile caches are keyed by it.
 
 use crate::capture::AnyBuffer;
-use crate::ir::{Node, Type};
+use crate::fnv::Fnv;
+use crate::ir::hash_node;
 use crate::program::{MaskMod, Program, ScoreMod};
-
-/// FNV-1a, 64 bits: tiny, stable, good enough where equality is checked behind it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Fnv(pub(crate) u64);
-
-impl Fnv {
-    pub(crate) fn new() -> Self {
-        Self(0xCBF2_9CE4_8422_2325)
-    }
-
-    pub(crate) fn word(&mut self, word: u64) {
-        for byte in word.to_le_bytes() {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3);
-        }
-    }
-}
-
-/// Feeds a node to `hash`; `operand` says what stands for an operand.
-pub(crate) fn hash_node(hash: &mut Fnv, node: &Node, operand: impl Fn(crate::NodeId) -> u64) {
-    let (tag, payload) = match node {
-        Node::Leaf(leaf) => (0, *leaf as u64),
-        Node::Bool(v) => (1, u64::from(*v)),
-        Node::I32(v) => (2, u64::from(*v as u32)),
-        Node::F32(v) => (3, u64::from(*v)),
-        Node::Scalar(slot) => (4, u64::from(*slot)),
-        Node::Load { buffer, .. } => (5, u64::from(*buffer)),
-        Node::Unary(op, _) => (6, *op as u64),
-        Node::Binary(op, ..) => (7, *op as u64),
-        Node::Select { .. } => (8, 0),
-        Node::Cast(ty, _) => (9, *ty as u64),
-    };
-    hash.word(tag);
-    hash.word(payload);
-    node.for_each_operand(|x| hash.word(operand(x)));
-}
+use crate::value::Type;
 
 impl Program {
     /// Hash of the structure: nodes, types and ranks; not names, contents or scalar values.

@@ -4,8 +4,8 @@
 //! of the root is the derivative of the root with respect to that node: the score, or one load
 //! of a learned buffer.
 
-use foveate_mods::ir::{BinaryOp, Leaf, Node, Type, UnaryOp, mix};
-use foveate_mods::{BufferData, Program, ScalarValue};
+use foveate_mods::ir::{BinaryOp, Leaf, Node, UnaryOp, mix};
+use foveate_mods::{BufferData, Program, ScalarValue, Type};
 
 use crate::error::{ReferenceError, ReferenceErrorKind};
 use crate::real::{Function, Real};

@@ -8,19 +8,16 @@
 //! that may read a captured buffer outside its axes is never decided, so whoever evaluates what
 //! bounds leave open meets every index out of range, however the plane is cut.
 
-mod interval;
 #[cfg(test)]
 pub(crate) mod random;
-mod table;
 
 use std::ops::{Range, RangeInclusive};
 
-use crate::eval::Point;
-use crate::ir::{Leaf, Node, NodeId, Type};
+use crate::interval::{self, Interval};
+use crate::ir::{Leaf, Node, NodeId};
+use crate::point::Head;
 use crate::program::Program;
-use crate::vector::Head;
-use interval::Interval;
-pub(crate) use table::Table;
+use crate::value::{ScalarValue, Type};
 
 /// What a mask is over a rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,14 +90,7 @@ impl Bounds {
     /// inside its axis.
     fn root(&self, head: &Head, q: Range<i32>, kv: Range<i32>, raw: Interval) -> (Interval, bool) {
         let graph = self.program.graph();
-        let point = Point {
-            b: head.b,
-            h: head.h,
-            h_kv: head.h_kv,
-            q_len: head.q_len,
-            kv_len: head.kv_len,
-            ..Point::default()
-        };
+        let point = head.at(0, 0);
         let mut inside = true;
         let mut ranges: Vec<Interval> = Vec::with_capacity(graph.nodes().len());
         for node in graph.nodes() {
@@ -114,7 +104,7 @@ impl Bounds {
                     let of = |id: &NodeId| ranges[id.index()];
                     let mut axes = index.iter().map(of).zip(buffer.shape());
                     inside &= axes.all(|(index, &len)| index.within(len));
-                    buffer.ranges().range(buffer, index.iter().map(of))
+                    buffer.ranges().range(buffer.data(), buffer.shape(), index.iter().map(of))
                 }
                 node => computed(&self.program, node, &ranges),
             };
@@ -128,9 +118,9 @@ impl Bounds {
 fn computed(program: &Program, node: &Node, ranges: &[Interval]) -> Interval {
     let of = |id: &NodeId| ranges[id.index()];
     match node {
-        Node::Bool(v) => Interval::one(crate::ScalarValue::Bool(*v)),
-        Node::I32(v) => Interval::one(crate::ScalarValue::I32(*v)),
-        Node::F32(v) => Interval::one(crate::ScalarValue::F32(f32::from_bits(*v))),
+        Node::Bool(v) => Interval::one(ScalarValue::Bool(*v)),
+        Node::I32(v) => Interval::one(ScalarValue::I32(*v)),
+        Node::F32(v) => Interval::one(ScalarValue::F32(f32::from_bits(*v))),
         Node::Scalar(slot) => Interval::one(program.graph().scalars()[*slot as usize].value),
         Node::Unary(op, x) => interval::unary(*op, of(x)),
         Node::Binary(op, x, y) => interval::binary(*op, of(x), of(y)),
@@ -214,8 +204,9 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::capture::{Buffer, ScalarValue};
+    use crate::capture::Buffer;
     use crate::expr::{self, Expr};
+    use crate::point::Point;
     use crate::program::MaskMod;
 
     const LEN: i32 = 24;

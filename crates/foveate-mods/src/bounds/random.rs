@@ -1,9 +1,10 @@
 //! Soundness of bounds on random programs of every operation, against brute force.
 
 use super::*;
-use crate::capture::{AnyBuffer, Buffer, ScalarValue};
+use crate::capture::{AnyBuffer, Buffer};
 use crate::expr::DynExpr;
-use crate::ir::{BinaryOp, Type, UnaryOp, mix};
+use crate::ir::{BinaryOp, UnaryOp, mix};
+use crate::value::{ScalarValue, Type};
 use crate::vector::{Bits, Kernel, Machine};
 
 /// A counter-based generator: enough randomness, no dependency, the seed says it all.

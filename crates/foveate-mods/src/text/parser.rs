@@ -2,15 +2,16 @@
 
 use std::collections::HashMap;
 
-use super::Names;
 use super::lexer::{Token, error, tokens};
 use super::words::{BINARY, COMPARE, OPERATORS, TYPES, UNARY, WORDS};
-use crate::capture::{AnyBuffer, Scalar, ScalarValue};
+use crate::capture::{AnyBuffer, Scalar};
 use crate::catalogue::{self, Arg};
 use crate::error::{ModError, ModErrorKind};
 use crate::expr::DynExpr;
-use crate::ir::{BinaryOp, Leaf, Type, UnaryOp};
+use crate::ir::{BinaryOp, Leaf, UnaryOp};
+use crate::names::{Names, nearest};
 use crate::program::ScoreMod;
+use crate::value::{ScalarValue, Type};
 
 /// What a text is to be.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -538,7 +539,7 @@ impl<'a> Parser<'a> {
         if known.is_empty() {
             return format!("there is no captured buffer `{name}`; none is given");
         }
-        let near = super::nearest(name, known.iter().copied());
+        let near = nearest(name, known.iter().copied());
         let hint = near.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
         format!("there is no captured buffer `{name}`; given are {}{hint}", known.join(", "))
     }
@@ -550,7 +551,7 @@ impl<'a> Parser<'a> {
         let named: Vec<&str> = catalogue::names().collect();
         known.extend(named);
         known.extend(self.names.iter().chain(self.lets.keys().map(String::as_str)));
-        let near = super::nearest(name, known);
+        let near = nearest(name, known);
         let hint = near.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
         self.fail(at, format!("there is no `{name}`{hint}"))
     }

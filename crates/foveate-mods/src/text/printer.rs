@@ -6,12 +6,12 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::Names;
 use super::words::{COMPARE, WORDS, function_name, operator};
-use crate::capture::ScalarValue;
 use crate::catalogue;
 use crate::ir::{Leaf, Node, NodeId, UnaryOp};
+use crate::names::Names;
 use crate::program::Program;
+use crate::value::ScalarValue;
 
 /// Deepest nesting of one expression; well below what the parser takes.
 const MAX_DEPTH: usize = 20;

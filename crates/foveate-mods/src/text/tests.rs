@@ -2,8 +2,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::capture::Buffer;
-use crate::eval::Point;
 use crate::expr::{self, Expr};
+use crate::point::Point;
+use crate::value::ScalarValue;
 
 fn names() -> Names {
     let doc = Buffer::vector("doc", vec![0, 0, 1, 1, 2, 2]);

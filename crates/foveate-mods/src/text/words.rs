@@ -1,7 +1,8 @@
 //! The vocabulary of the text form, in tables that parser and printer share: what one writes the
 //! other reads.
 
-use crate::ir::{BinaryOp, Type, UnaryOp};
+use crate::ir::{BinaryOp, UnaryOp};
+use crate::value::Type;
 
 /// Binary operators: mark, how tightly it binds, operation, whether operands are exchanged.
 pub(super) const OPERATORS: [(&str, u8, BinaryOp, bool); 16] = [

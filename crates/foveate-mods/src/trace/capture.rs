@@ -3,10 +3,11 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::{Float, Int};
-use crate::capture::{Buffer, Element};
+use super::operand::{Float, Int, Pass};
+use crate::capture::Buffer;
 use crate::expr::{self, Expr, IntoScalar};
 use crate::program::{MaskMod, ScoreMod};
+use crate::value::Element;
 
 /// What a mod can capture.
 #[diagnostic::on_unimplemented(
@@ -48,9 +49,6 @@ macro_rules! capture_pointees {
         }
     )*};
 }
-
-/// Arguments that a call hands over unchanged.
-pub trait Pass {}
 
 capture_scalars!(bool, i32, f32);
 capture_clones!([T: Element] Expr<T>, [T: Element] Buffer<T>, [] MaskMod, [] ScoreMod);

@@ -17,40 +17,16 @@
 //! The functions can be called by hand, but [`crate::expr`] is the pleasant way to do that.
 //!
 //! [`Expr`]: crate::Expr
+//! [`MaskMod::check`]: crate::MaskMod::check
 
 mod call;
 mod capture;
 mod operand;
 mod operation;
-
-use std::panic::Location;
-
-use crate::program::{MaskMod, ScoreMod};
+mod result;
 
 pub use call::*;
 pub use capture::*;
 pub use operand::*;
 pub use operation::*;
-
-/// An integer literal: an i32, or an f32 next to an f32.
-#[derive(Clone, Copy, Debug)]
-pub struct Int(pub i32);
-
-/// A float literal.
-#[derive(Clone, Copy, Debug)]
-pub struct Float(pub f32);
-
-/// A finished mask. One that reads the score, which only a captured expression can bring into it,
-/// holds that error.
-#[track_caller]
-pub fn mask(body: impl Adapt<bool>) -> MaskMod {
-    let place = Location::caller();
-    MaskMod::holding(MaskMod::new(body.adapt().dynamic()).map_err(|e| e.at(place)))
-}
-
-/// A finished score function.
-#[track_caller]
-pub fn score(body: impl Adapt<f32>) -> ScoreMod {
-    let place = Location::caller();
-    ScoreMod::holding(ScoreMod::new(body.adapt().dynamic()).map_err(|e| e.at(place)))
-}
+pub use result::*;

@@ -1,8 +1,15 @@
 //! Types of operands: which meet, and what stands where a type is wanted.
 
-use super::{Float, Int, Pass};
-use crate::capture::Element;
 use crate::expr::Expr;
+use crate::value::Element;
+
+/// An integer literal: an i32, or an f32 next to an f32.
+#[derive(Clone, Copy, Debug)]
+pub struct Int(pub i32);
+
+/// A float literal.
+#[derive(Clone, Copy, Debug)]
+pub struct Float(pub f32);
 
 /// Two operands of one type, literals taking the other's.
 #[diagnostic::on_unimplemented(
@@ -85,6 +92,9 @@ impl Adapt<f32> for Float {
 pub fn typed<T: Element, X: Adapt<T>>(x: X) -> Expr<T> {
     x.adapt()
 }
+
+/// Arguments that a call hands over unchanged.
+pub trait Pass {}
 
 /// Arguments of calls: literals get their usual type.
 pub trait Settle {

@@ -1,9 +1,10 @@
 //! Operators and functions of a body.
 
-use super::{Adapt, Cast, Float, Int, Pair};
-use crate::capture::{Buffer, Element};
+use super::operand::{Adapt, Cast, Float, Int, Pair};
+use crate::capture::Buffer;
 use crate::expr::{DynExpr, Expr, Number};
 use crate::ir::BinaryOp;
+use crate::value::Element;
 
 const CHECKED: &str = "Rust's types allow the operands";
 

@@ -6,10 +6,11 @@
 
 use std::ops::Range;
 
-use super::compile::Rate;
+use super::lanes::{LANES, Line, Operand};
 use super::level::for_each_level;
-use super::steps::{Line, Operand, run_start};
-use super::{LANES, Machine};
+use super::machine::Machine;
+use super::rate::Rate;
+use super::steps::run_start;
 
 /// Where a program says by which element of a buffer its result changes, and how much.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::LANES;
+use super::lanes::LANES;
 use super::level::for_each_level;
 
 /// Entries of a word.

@@ -2,114 +2,17 @@
 
 use std::ops::Range;
 
+use super::bits::Bits;
 use super::compile::{Compiled, Place};
+use super::lanes::{Lane, Line, Operand, int, of_int, of_truth, padded, truth};
 use super::level::for_each_level;
+use super::machine::{Machine, View};
 use super::outside::note;
-use super::{Bits, Lane, Machine, Scores};
-use crate::capture::{AnyBuffer, BufferData, ScalarValue};
-use crate::eval::{self, euclid_rem, floor_div, unary_f32};
-use crate::ir::{BinaryOp, Leaf, Node, NodeId, Type, UnaryOp, mix};
+use crate::arithmetic::{self, euclid_rem, floor_div, unary_f32};
+use crate::capture::AnyBuffer;
+use crate::ir::{BinaryOp, Leaf, Node, NodeId, UnaryOp, mix};
 use crate::math;
-
-/// What a step runs over.
-#[derive(Clone, Copy)]
-pub(super) enum View<'a> {
-    /// The queries of the tile; so for keys and diagonals. The width is whole groups.
-    Rows {
-        width: usize,
-    },
-    Columns {
-        width: usize,
-    },
-    Diagonals {
-        width: usize,
-    },
-    /// The machine's strip.
-    Strip(Scores<'a>),
-}
-
-/// Values for the lines of a step: line `r` begins at `start + r·step`.
-#[derive(Clone, Copy)]
-pub(super) struct Operand<'a> {
-    data: &'a [f32],
-    start: usize,
-    step: isize,
-    /// A line is one value.
-    one: bool,
-}
-
-/// One line of an operand.
-#[derive(Clone, Copy)]
-pub(super) enum Line<'a> {
-    One(f32),
-    Lanes(&'a [f32]),
-}
-
-impl<'a> Operand<'a> {
-    #[inline(always)]
-    pub(super) fn line(&self, r: usize, width: usize) -> Line<'a> {
-        let at = self.start.wrapping_add_signed(self.step * r as isize);
-        if self.one { Line::One(self.data[at]) } else { Line::Lanes(&self.data[at..at + width]) }
-    }
-
-    /// The value in column `c`, counted from the first of the strip, of line `r`.
-    pub(super) fn at(&self, r: usize, c: usize) -> f32 {
-        let at = self.start.wrapping_add_signed(self.step * r as isize);
-        self.data[if self.one { at } else { at + c }]
-    }
-
-    /// Whether line `r` is the line before it.
-    #[inline(always)]
-    pub(super) fn repeats(&self, r: usize) -> bool {
-        let at = |r: usize| self.data[self.start.wrapping_add_signed(self.step * r as isize)];
-        self.step == 0 || self.one && at(r).to_bits() == at(r - 1).to_bits()
-    }
-
-    /// Whether lines of `width` follow one another, or all are one value.
-    fn is_flat(&self, width: usize) -> bool {
-        if self.one { self.step == 0 } else { self.step == width as isize }
-    }
-}
-
-/// The bits of a value as they lie in a lane.
-pub(super) fn bits_of(value: ScalarValue) -> f32 {
-    match value {
-        ScalarValue::Bool(v) => of_truth(v),
-        ScalarValue::I32(v) => of_int(v),
-        ScalarValue::F32(v) => v,
-    }
-}
-
-#[inline(always)]
-pub(super) fn int(x: f32) -> i32 {
-    x.to_bits() as i32
-}
-
-#[inline(always)]
-fn of_int(x: i32) -> f32 {
-    f32::from_bits(x as u32)
-}
-
-#[inline(always)]
-pub(super) fn truth(x: f32) -> bool {
-    x.to_bits() != 0
-}
-
-#[inline(always)]
-fn of_truth(x: bool) -> f32 {
-    f32::from_bits(u32::from(x))
-}
-
-impl Line<'_> {
-    /// Writes the line to `out`.
-    #[inline(always)]
-    fn copy_to(self, out: &mut [f32]) {
-        match self {
-            Line::One(x) => out.fill(x),
-            Line::Lanes(x) => out.copy_from_slice(x),
-        }
-    }
-}
+use crate::value::{BufferData, Type};
 
 /// The lines of a result. Loops over them are plain loops over slices, which compilers turn into
 /// vectors; nested over groups they would be unrolled first.
@@ -245,7 +148,7 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
         }
         Node::Unary(op, x) if graph.ty(*x) == Type::I32 => match op {
             UnaryOp::Neg => out.map(of(x), |x| of_int(int(x).wrapping_neg())),
-            UnaryOp::Unit => out.map(of(x), |x| eval::unit(int(x))),
+            UnaryOp::Unit => out.map(of(x), |x| arithmetic::unit(int(x))),
             _ => out.map(of(x), |x| of_int(int(x).wrapping_abs())),
         },
         Node::Unary(op, x) => unary(*op, of(x), out),
@@ -341,58 +244,6 @@ fn floats(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
 }
 
 impl Machine {
-    /// Number and width of the lines of a view.
-    #[inline(always)]
-    fn extent(&self, view: View<'_>) -> (usize, usize) {
-        match view {
-            View::Rows { width } | View::Columns { width } | View::Diagonals { width } => {
-                (1, width)
-            }
-            View::Strip(_) => (self.strip.0.len(), self.strip.1.len()),
-        }
-    }
-
-    /// Node `i` as an operand of a step over `view`.
-    #[inline(always)]
-    pub(super) fn operand<'a>(
-        &'a self,
-        compiled: &Compiled,
-        i: usize,
-        view: View<'a>,
-    ) -> Operand<'a> {
-        let lane = |lane: usize| self.lanes[lane].get();
-        let View::Strip(scores) = view else {
-            let diagonal = matches!(view, View::Diagonals { .. });
-            let expanded = compiled.expanded[i].filter(|_| diagonal);
-            let data = match compiled.places[i] {
-                Place::Head => {
-                    return Operand { data: &self.values, start: i, step: 0, one: true };
-                }
-                Place::Row(own) | Place::Column(own) | Place::Diagonal(own) => {
-                    lane(expanded.unwrap_or(own))
-                }
-                Place::Full(_) | Place::Score => unreachable!("a rate reads what is rarer"),
-            };
-            return Operand { data, start: 0, step: 0, one: false };
-        };
-        let (rows, columns) = &self.strip;
-        let (start, width) = (columns.start, columns.len() as isize);
-        match compiled.places[i] {
-            Place::Head => Operand { data: &self.values, start: i, step: 0, one: true },
-            Place::Row(own) => Operand { data: lane(own), start: rows.start, step: 1, one: true },
-            Place::Column(own) => Operand { data: lane(own), start, step: 0, one: false },
-            Place::Diagonal(own) => {
-                let start = self.q.len() - 1 - rows.start + start;
-                Operand { data: lane(own), start, step: -1, one: false }
-            }
-            Place::Full(own) => Operand { data: lane(own), start: 0, step: width, one: false },
-            Place::Score => {
-                let step = scores.stride as isize;
-                Operand { data: scores.data, start, step, one: false }
-            }
-        }
-    }
-
     /// Reads a captured buffer.
     fn load(
         &mut self,
@@ -506,7 +357,7 @@ for_each_level! {
 
 #[inline(always)]
 fn pack_body(root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut Bits) {
-    let width = super::padded(columns);
+    let width = padded(columns);
     for (line, r) in rows.enumerate() {
         match root.line(line, width) {
             Line::One(x) => into.set_all(r, columns, truth(x)),

@@ -1,11 +1,18 @@
 //! Tiles against single points.
 
+use std::ops::Range;
+
+use super::compile::Place;
+use super::lanes::padded;
 use super::*;
 use crate::bounds::random::{Random, buffers, random};
 use crate::capture::Buffer;
+use crate::eval;
 use crate::expr::{self, DynExpr, Expr};
-use crate::ir::Type;
+use crate::point::{Head, Point};
 use crate::program::Program;
+use crate::value::ScalarValue;
+use crate::value::Type;
 
 const HEAD: Head = Head { b: 1, h: 2, h_kv: 1, q_len: 70, kv_len: 90 };
 

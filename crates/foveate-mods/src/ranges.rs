@@ -4,9 +4,8 @@
 //! is two overlapping powers of two of blocks and at most two ends of single elements. For `n`
 //! elements that is about `n/8 · log₂(n/64) / 8` words, an eighth to a half of the buffer.
 
-use super::interval::Interval;
-use crate::capture::{AnyBuffer, BufferData, ScalarValue};
-use crate::ir::Type;
+use crate::interval::Interval;
+use crate::value::{BufferData, ScalarValue, Type};
 
 const BLOCK: usize = 64;
 
@@ -14,16 +13,16 @@ const BLOCK: usize = 64;
 const ROWS: usize = 64;
 
 #[derive(Clone, Debug)]
-pub(crate) struct Table {
+pub(crate) struct RangeTable {
     /// `levels[k][i]` holds blocks `i..i + 2^k`.
     levels: Vec<Vec<Interval>>,
 }
 
-impl Table {
-    pub(crate) fn new(buffer: &AnyBuffer) -> Self {
-        let len = buffer.data().len();
+impl RangeTable {
+    pub(crate) fn new(elems: &BufferData) -> Self {
+        let len = elems.len();
         let blocks = (0..len).step_by(BLOCK);
-        let first: Vec<Interval> = blocks.map(|i| scan(buffer, i, (i + BLOCK).min(len))).collect();
+        let first: Vec<Interval> = blocks.map(|i| scan(elems, i, (i + BLOCK).min(len))).collect();
         let mut levels = vec![first];
         let mut reach = 1;
         while 2 * reach <= levels[0].len() {
@@ -36,21 +35,23 @@ impl Table {
         Self { levels }
     }
 
-    /// Range of the elements that indices in the given ranges read, clamped to the axes.
-    pub(super) fn range(
+    /// Range of the elements that indices in the given ranges read, clamped to the axes of `shape`.
+    /// `elems` are those that the table was made of.
+    pub(crate) fn range(
         &self,
-        buffer: &AnyBuffer,
+        elems: &BufferData,
+        shape: &[usize],
         index: impl Iterator<Item = Interval>,
     ) -> Interval {
-        if buffer.data().is_empty() {
-            return Interval::one(match buffer.ty() {
+        if elems.is_empty() {
+            return Interval::one(match elems.ty() {
                 Type::Bool => ScalarValue::Bool(false),
                 Type::I32 => ScalarValue::I32(0),
                 Type::F32 => ScalarValue::F32(0.0),
             });
         }
-        let mut axes: Vec<(usize, usize, usize)> = Vec::with_capacity(buffer.shape().len());
-        for (i, &len) in index.zip(buffer.shape()) {
+        let mut axes: Vec<(usize, usize, usize)> = Vec::with_capacity(shape.len());
+        for (i, &len) in index.zip(shape) {
             let Interval::I32 { lo, hi } = i else { unreachable!("an index is i32") };
             let clamp = |i: i32| (i.max(0) as usize).min(len - 1);
             axes.push((clamp(lo), clamp(hi), len));
@@ -61,7 +62,7 @@ impl Table {
             leading.iter().fold(0, |at, axis| at * axis.2 + pick(axis)) * last.2
         };
         if rows > ROWS {
-            return self.stretch(buffer, flat(&|a| a.0) + last.0, flat(&|a| a.1) + last.1 + 1);
+            return self.stretch(elems, flat(&|a| a.0) + last.0, flat(&|a| a.1) + last.1 + 1);
         }
         let mut all: Option<Interval> = None;
         for row in 0..rows {
@@ -75,32 +76,32 @@ impl Table {
                 scale *= len;
             }
             let base = at * last.2;
-            let range = self.stretch(buffer, base + last.0, base + last.1 + 1);
+            let range = self.stretch(elems, base + last.0, base + last.1 + 1);
             all = Some(all.map_or(range, |a| a.union(range)));
         }
         all.expect("ranges are not empty")
     }
 
-    fn stretch(&self, buffer: &AnyBuffer, from: usize, to: usize) -> Interval {
+    fn stretch(&self, elems: &BufferData, from: usize, to: usize) -> Interval {
         let (first, last) = (from.div_ceil(BLOCK), to / BLOCK);
         if first >= last {
-            return scan(buffer, from, to);
+            return scan(elems, from, to);
         }
         let level = (last - first).ilog2() as usize;
         let blocks = &self.levels[level];
         let mut range = blocks[first].union(blocks[last - (1 << level)]);
         if from < first * BLOCK {
-            range = range.union(scan(buffer, from, first * BLOCK));
+            range = range.union(scan(elems, from, first * BLOCK));
         }
         if last * BLOCK < to {
-            range = range.union(scan(buffer, last * BLOCK, to));
+            range = range.union(scan(elems, last * BLOCK, to));
         }
         range
     }
 }
 
-fn scan(buffer: &AnyBuffer, from: usize, to: usize) -> Interval {
-    match buffer.data() {
+fn scan(elems: &BufferData, from: usize, to: usize) -> Interval {
+    match elems {
         BufferData::Bool(v) => {
             let yes = v[from..to].iter().any(|&x| x);
             let no = v[from..to].iter().any(|&x| !x);

@@ -1,16 +1,16 @@
 //! Ranges of values and what operations do to them.
 //!
 //! Every rule returns a range that holds the result for all operands in the given ranges, with
-//! the wrapping and rounding of [`crate::eval`]. Where a rule would be long, it returns
+//! the wrapping and rounding of [`crate::arithmetic`]. Where a rule would be long, it returns
 //! everything instead.
 
-use crate::capture::ScalarValue;
-use crate::eval;
-use crate::ir::{BinaryOp, Type, UnaryOp};
+use crate::arithmetic;
+use crate::op::{BinaryOp, UnaryOp};
+use crate::value::{ScalarValue, Type};
 
 /// A set of values that holds at least the possible ones.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Interval {
+pub(crate) enum Interval {
     Bool { yes: bool, no: bool },
     I32 { lo: i32, hi: i32 },
     F32 { lo: f32, hi: f32, nan: bool },
@@ -19,11 +19,11 @@ pub(super) enum Interval {
 use Interval::{Bool, F32, I32};
 
 impl Interval {
-    pub(super) const ANY_BOOL: Self = Bool { yes: true, no: true };
-    pub(super) const ANY_I32: Self = I32 { lo: i32::MIN, hi: i32::MAX };
-    pub(super) const ANY_F32: Self = F32 { lo: f32::NEG_INFINITY, hi: f32::INFINITY, nan: true };
+    pub(crate) const ANY_BOOL: Self = Bool { yes: true, no: true };
+    pub(crate) const ANY_I32: Self = I32 { lo: i32::MIN, hi: i32::MAX };
+    pub(crate) const ANY_F32: Self = F32 { lo: f32::NEG_INFINITY, hi: f32::INFINITY, nan: true };
 
-    pub(super) fn one(value: ScalarValue) -> Self {
+    pub(crate) fn one(value: ScalarValue) -> Self {
         match value {
             ScalarValue::Bool(v) => Bool { yes: v, no: !v },
             ScalarValue::I32(v) => I32 { lo: v, hi: v },
@@ -33,7 +33,7 @@ impl Interval {
     }
 
     /// Whether every value is an index of an axis of length `len`.
-    pub(super) fn within(self, len: usize) -> bool {
+    pub(crate) fn within(self, len: usize) -> bool {
         matches!(self, I32 { lo, hi } if lo >= 0 && (hi as usize) < len)
     }
 
@@ -47,7 +47,7 @@ impl Interval {
         }
     }
 
-    pub(super) fn union(self, other: Self) -> Self {
+    pub(crate) fn union(self, other: Self) -> Self {
         match (self, other) {
             (Bool { yes, no }, Bool { yes: y, no: n }) => Bool { yes: yes | y, no: no | n },
             (I32 { lo, hi }, I32 { lo: l, hi: h }) => I32 { lo: lo.min(l), hi: hi.max(h) },
@@ -84,9 +84,9 @@ fn widened(lo: f32, hi: f32, nan: bool) -> Interval {
     F32 { lo: lo - slack(lo), hi: hi + slack(hi), nan }
 }
 
-pub(super) fn unary(op: UnaryOp, x: Interval) -> Interval {
+pub(crate) fn unary(op: UnaryOp, x: Interval) -> Interval {
     if let Some(x) = x.known() {
-        return Interval::one(eval::unary(op, x));
+        return Interval::one(arithmetic::unary(op, x));
     }
     match (op, x) {
         (UnaryOp::Not, Bool { yes, no }) => Bool { yes: no, no: yes },
@@ -99,7 +99,7 @@ pub(super) fn unary(op: UnaryOp, x: Interval) -> Interval {
         (UnaryOp::Unit, _) => F32 { lo: 0.0, hi: 1.0, nan: false },
         (op, F32 { lo, hi, nan }) => {
             let ends = |nan| {
-                let f = |x| eval::unary_f32(op, x);
+                let f = |x| arithmetic::unary_f32(op, x);
                 widened(f(lo), f(hi), nan)
             };
             match op {
@@ -121,9 +121,9 @@ pub(super) fn unary(op: UnaryOp, x: Interval) -> Interval {
     }
 }
 
-pub(super) fn binary(op: BinaryOp, x: Interval, y: Interval) -> Interval {
+pub(crate) fn binary(op: BinaryOp, x: Interval, y: Interval) -> Interval {
     if let (Some(x), Some(y)) = (x.known(), y.known()) {
-        return Interval::one(eval::binary(op, x, y));
+        return Interval::one(arithmetic::binary(op, x, y));
     }
     match (x, y) {
         (Bool { yes, no }, Bool { yes: y, no: n }) => match op {
@@ -202,7 +202,7 @@ fn floats(op: BinaryOp, (lo, hi): (f32, f32), (l, h): (f32, f32), nan: bool) -> 
     }
 }
 
-pub(super) fn cast(to: Type, x: Interval) -> Interval {
+pub(crate) fn cast(to: Type, x: Interval) -> Interval {
     match (to, x) {
         (Type::I32, Bool { yes, no }) => I32 { lo: i32::from(!no), hi: i32::from(yes) },
         (Type::F32, Bool { yes, no }) => {
