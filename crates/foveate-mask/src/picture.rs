@@ -101,7 +101,7 @@ impl BlockMask {
              <title>{title}</title>\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
              <text x=\"{MARGIN}\" y=\"16\">{title}</text>\n\
              <text x=\"{MARGIN}\" y=\"34\">keys 0..{} →</text>\n\
-             <text transform=\"translate(32 {MARGIN}) rotate(90)\">queries 0..{} →</text>\n\
+             <text transform=\"translate(26 {MARGIN}) rotate(90)\">queries 0..{} →</text>\n\
              <g transform=\"translate({MARGIN} {MARGIN})\" shape-rendering=\"crispEdges\">\n",
             width + 2.0 * MARGIN,
             height + 2.0 * MARGIN,
