@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | libraries | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | placement | libraries | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -92,6 +92,7 @@ lines() {
 
 determinism() { lines determinism; }
 misuse() { lines misuse; }
+placement() { lines placement; }
 libraries() { lines libraries; }
 
 sanitize() {
@@ -133,17 +134,18 @@ bench() {
         echo "PyTorch with CUDA is not here: no peers"
         check "bench" "$here/bin/foveate" bench gpu
     fi
-    cat "$out"/bench*.txt
+    check "host time" "$corpus" host-time
+    cat "$out"/bench*.txt "$out/host-time.txt"
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | libraries | sanitize | bench | all)
+    conformance | determinism | misuse | placement | libraries | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
     *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | libraries | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; libraries; sanitize; bench ;;
+    conformance | determinism | misuse | placement | libraries | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; libraries; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -1,4 +1,4 @@
-//! What can run a case.
+//! The backends that run cases.
 
 use std::sync::Arc;
 
@@ -10,7 +10,10 @@ use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
 use foveate_tensor::{DType, TensorMut, indices};
 
-use crate::case::Question;
+use crate::program::Program;
+
+/// What each element of a gradient holds before a backward pass that accumulates.
+pub(crate) const ACCUMULATE_START: f64 = 0.5;
 
 /// Something that computes attention.
 pub trait Backend: Sync {
@@ -23,7 +26,7 @@ pub trait Backend: Sync {
     /// Why it declines.
     fn prepare(
         &self,
-        question: &Question,
+        program: &Program,
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String>;
@@ -111,12 +114,12 @@ impl Backend for Cuda {
 
     fn prepare(
         &self,
-        question: &Question,
+        program: &Program,
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String> {
         let (engine, options) = (self.engine.clone(), self.options.clone());
-        let plan = CudaPlan::new(engine, &question.local, dims, dtype, options);
+        let plan = CudaPlan::new(engine, &program.local, dims, dtype, options);
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }
 }
@@ -147,11 +150,11 @@ impl Backend for Cpu {
 
     fn prepare(
         &self,
-        question: &Question,
+        program: &Program,
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String> {
-        let plan = CpuPlan::new(&question.local, dims, dtype, self.options);
+        let plan = CpuPlan::new(&program.local, dims, dtype, self.options);
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }
 }
@@ -179,11 +182,11 @@ impl Backend for Public {
 
     fn prepare(
         &self,
-        question: &Question,
+        program: &Program,
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String> {
-        let Question { global, positions: [q, kv], seed, .. } = question;
+        let Program { global, positions: [q, kv], seed, .. } = program;
         let mut program = Attention::new().positions(q.clone(), kv.clone());
         if let Some(mask) = &global.mask {
             program = program.mask(mask.clone());
@@ -227,13 +230,8 @@ impl Backend for Plain {
         "plain"
     }
 
-    fn prepare(
-        &self,
-        question: &Question,
-        _: &Dims,
-        _: DType,
-    ) -> Result<Box<dyn Prepared>, String> {
-        Ok(Box::new(PlainPlan(question.local.clone())))
+    fn prepare(&self, program: &Program, _: &Dims, _: DType) -> Result<Box<dyn Prepared>, String> {
+        Ok(Box::new(PlainPlan(program.local.clone())))
     }
 }
 
@@ -252,9 +250,9 @@ impl Prepared for PlainPlan {
 
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
         let BackwardArgs { operands, d_out, d_lse, mut dq, mut dk, mut dv, accumulate, .. } = args;
-        // The destinations cannot be read, so this backend learns what they hold from the harness:
-        // every element starts at the same value.
-        let start = accumulate.then_some(crate::run::START);
+        // The destinations cannot be read, so this backend is told what they hold by the harness:
+        // every element starts at one value.
+        let start = accumulate.then_some(ACCUMULATE_START);
         let upstream = Upstream { d_out, d_lse };
         let found = low::backward(&self.0, &operands, &upstream).map_err(|e| e.to_string())?;
         write(&mut dq, &found.dq, start);

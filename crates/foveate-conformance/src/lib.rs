@@ -13,14 +13,25 @@
 //! # Ok::<(), foveate_conformance::CaseError>(())
 //! ```
 
-pub mod backend;
-pub mod case;
-pub mod data;
-pub mod given;
+mod backend;
+mod case;
+mod compare;
+mod corpus;
+mod error;
+mod inputs;
+mod overrides;
+mod program;
+mod random;
 mod report;
 mod run;
+mod storage;
 
 pub use backend::{Backend, Prepared, backends, gpu_backends};
-pub use case::{Case, CaseError, Question, load, parse};
+pub use case::{BufferSpec, Case, Lengths, Sink};
+pub use corpus::{load, parse};
+pub use error::CaseError;
+pub use overrides::{Operand, Override, Rows};
+pub use program::Program;
+pub use random::Random;
 pub use report::{Outcome, Report, Row};
 pub use run::{check, check_each, run};

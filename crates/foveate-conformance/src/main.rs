@@ -5,6 +5,8 @@
 //!                         [--workers N] [--timeout SECONDS] [--subset N]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
+//! foveate-conformance placement
+//! foveate-conformance host-time
 //! foveate-conformance trespass memcheck|synccheck
 //! foveate-conformance libraries
 //! ```
@@ -13,105 +15,17 @@
 //! GPU's context broken costs its worker and nothing else: the worker is replaced and the next
 //! case starts clean.
 
-mod checks;
-mod determinism;
-mod libraries;
-mod misuse;
-mod on_device;
-mod trespass;
+mod gpu;
+mod options;
 mod workers;
 
 use std::io::{BufRead, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use foveate_conformance::{
-    Backend, Case, Outcome, Report, Row, backends, check_each, gpu_backends, load,
-};
+use foveate_conformance::{Backend, Case, Outcome, Report, Row, check_each};
 
-type Backends = Vec<Box<dyn Backend>>;
-
-/// What was asked for.
-#[derive(Clone, Debug)]
-pub struct Options {
-    cases: PathBuf,
-    only: String,
-    on: String,
-    backend: String,
-    workers: usize,
-    timeout: Duration,
-    repeats: usize,
-    subset: usize,
-}
-
-impl Options {
-    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
-        let mut options = Self {
-            cases: "conformance/cases".into(),
-            only: String::new(),
-            on: "gpu".into(),
-            backend: String::new(),
-            workers: std::thread::available_parallelism().map_or(4, usize::from).min(12),
-            timeout: Duration::from_secs(60),
-            repeats: 1000,
-            subset: usize::MAX,
-        };
-        while let Some(name) = args.next() {
-            let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
-            let number = || value.parse().map_err(|_| format!("{name} is a number, not {value:?}"));
-            match name.as_str() {
-                "--cases" => options.cases = value.into(),
-                "--only" => options.only = value,
-                "--on" if ["gpu", "cpu", "all"].contains(&value.as_str()) => options.on = value,
-                "--backend" => options.backend = value,
-                "--workers" => options.workers = number()?,
-                "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
-                "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
-                "--subset" => options.subset = number()?,
-                "--repeats" => options.repeats = number()?,
-                _ => return Err(format!("{name} {value} is no option; --help lists them")),
-            }
-        }
-        Ok(options)
-    }
-
-    /// The cases that were asked for, in the order of the corpus.
-    fn load(&self) -> Result<Vec<Case>, String> {
-        const REMEDY: &str = "name the folder of cases with --cases; in Foveate's repository it is conformance/cases";
-        let mut cases = load(&self.cases).map_err(|e| match self.cases.is_dir() {
-            true => e.to_string(),
-            false => format!("{e}; {REMEDY}"),
-        })?;
-        if cases.is_empty() {
-            return Err(format!("{} has no cases; {REMEDY}", self.cases.display()));
-        }
-        cases.retain(|case| case.name.contains(&self.only));
-        if cases.is_empty() {
-            let (folder, only) = (self.cases.display(), &self.only);
-            return Err(format!("no case in {folder} has `{only}` in its name"));
-        }
-        let step = cases.len().div_ceil(self.subset.max(1)).max(1);
-        Ok(cases.into_iter().step_by(step).collect())
-    }
-
-    /// What cases run on; the GPU's reason when there is none.
-    fn backends(&self) -> Result<(Backends, Option<String>), String> {
-        let (gpu, reason) = match self.on.as_str() {
-            "cpu" => (Vec::new(), None),
-            _ => gpu_backends().map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
-        };
-        let cpu = if self.on == "gpu" { Vec::new() } else { backends() };
-        let mut all: Vec<_> = cpu.into_iter().chain(gpu).collect();
-        let names: Vec<_> = all.iter().map(|b| format!("`{}`", b.name())).collect();
-        all.retain(|b| b.name().contains(&self.backend));
-        if all.is_empty() && !names.is_empty() {
-            let (wanted, names) = (&self.backend, names.join(", "));
-            return Err(format!("no backend has `{wanted}` in its name; there are {names}"));
-        }
-        Ok((all, reason))
-    }
-}
+use crate::gpu::{determinism, host_time, libraries, misuse, placement, trespass};
+use crate::options::Options;
 
 const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
@@ -123,6 +37,10 @@ foveate-conformance determinism [--repeats N]
     elements.
 foveate-conformance misuse
     Asks the GPU what it cannot do, and for each that one clear error says so.
+foveate-conformance placement
+    Compares the bits of passes whose data lies elsewhere: in device memory, in pages, in a graph.
+foveate-conformance host-time
+    Measures the host's time for queueing a forward pass.
 foveate-conformance trespass memcheck|synccheck
     Runs a kernel that this tool of compute-sanitizer must complain of.
 foveate-conformance libraries
@@ -143,6 +61,8 @@ fn main() -> ExitCode {
             repeats => determinism::run(repeats),
         }),
         "misuse" => nothing_more(args).and_then(|()| misuse::run()),
+        "placement" => nothing_more(args).and_then(|()| placement::run()),
+        "host-time" => nothing_more(args).and_then(|()| host_time::run()),
         "trespass" => {
             let tool = args.next().unwrap_or_default();
             nothing_more(args).and_then(|()| trespass::run(&tool))

@@ -1,20 +1,17 @@
 //! Runs cases.
 
-use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Pages, Sequence};
-use foveate_reference::{
-    Forward, Gradients, NotFinite, Rule, Tolerance, Upstream, backward, forward, low,
-};
-use foveate_tensor::{DType, Data, Layout, Packing, Tensor, TensorMut, TensorRef, indices};
+use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Sequence, Spec};
+use foveate_reference::{Forward, Gradients, NotFinite, Upstream, backward, forward, low};
+use foveate_tensor::{DType, Data, Layout, Tensor, TensorError, TensorMut, TensorRef};
 use rayon::prelude::*;
 
-use crate::backend::Backend;
-use crate::case::{Case, CaseError};
-use crate::data::{PageTable, Place, Random, fill, place};
-use crate::given::{self, Given};
+use crate::backend::{ACCUMULATE_START, Backend, Prepared};
+use crate::case::Case;
+use crate::compare::{Mismatches, rounded_to_f16, row_major};
+use crate::error::CaseError;
+use crate::inputs::{Inputs, fill};
 use crate::report::{Outcome, Report, Row};
-
-/// What gradients that are accumulated start from.
-pub(crate) const START: f64 = 0.5;
+use crate::storage::Storage;
 
 /// Runs every case on every backend, cases in parallel.
 pub fn run(cases: &[Case], backends: &[Box<dyn Backend>]) -> Report {
@@ -41,7 +38,7 @@ pub fn check(case: &Case, backends: &[Box<dyn Backend>]) -> Result<Vec<Row>, Cas
     Ok(rows)
 }
 
-/// The same, telling how each backend did as soon as it is done.
+/// Runs one case on each of `backends`, telling how each did as soon as it is done.
 ///
 /// # Errors
 /// Those of [`check`].
@@ -50,79 +47,10 @@ pub fn check_each(
     backends: &[Box<dyn Backend>],
     mut tell: impl FnMut(Row),
 ) -> Result<(), CaseError> {
-    let fail = |e: &dyn std::fmt::Display| CaseError::new(&case.name, e);
-    let mut random = Random::new(case.seed());
-    let question = case.question(&mut random)?;
-    let spec = &question.local;
-    let dtype = case.dtype()?;
-    let place = place(case)?;
-
-    let packing = match &case.varlen {
-        None => None,
-        Some(lengths) => Some(Packing::new(&lengths.q, &lengths.k).map_err(|e| fail(&e))?),
-    };
-    let rows = case.len.map(|n| n + case.tail);
-    let varlen = packing.as_ref().map(|p| p.varlen(rows[0], rows[1])).transpose();
-    let varlen = varlen.map_err(|e| fail(&e))?;
-    let used = |operand: usize, entry: usize, row: usize| match (&packing, &place.pages) {
-        (Some(p), _) => row < if operand == 0 { p.rows_q() } else { p.rows_k() },
-        (None, Some(pages)) if operand > 0 => row < pages.used[entry],
-        (None, _) => true,
-    };
-    check_given(case, &place)?;
-    let magnitude = case.magnitude.unwrap_or(1.0);
-    let data = fill(dtype, &place.sizes, &place.operands, used, |operand, index| {
-        let x = random.normal() * magnitude;
-        let [entry, h, row, d] = index;
-        let key = |pages: &PageTable| pages.key(entry, row, place.operands[1].1.shape[2]);
-        let [b, s] = match place.pages.as_ref().filter(|_| operand > 0) {
-            Some(pages) => key(pages).expect("a row in use is a key's"),
-            None => [entry, row],
-        };
-        let operand = [given::Operand::Q, given::Operand::K, given::Operand::V][operand];
-        Given::find(&case.set, operand, [b, h, s, d]).unwrap_or(x)
-    });
-    let view = |i: usize| {
-        let (buffer, layout) = place.operands[i];
-        TensorRef::new((&data[buffer]).into(), layout).map_err(|e| fail(&e))
-    };
-    let sink = case.sinks(&mut random);
-    let pages = place.pages.as_ref().map(|p| Pages::new(&p.table, &p.lengths)).transpose();
-    let pages = pages.map_err(|e| fail(&e))?;
-    let operands =
-        Operands { q: view(0)?, k: view(1)?, v: view(2)?, sink: sink.as_deref(), varlen, pages };
-    let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
-    let d_out = fill(dtype, &[place.out.1], &[(0, place.out.0)], used, |_, index| {
-        let x = random.normal();
-        Given::find(&case.set, given::Operand::DOut, index).unwrap_or(x)
-    })
-    .remove(0);
-    let d_out = TensorRef::new((&d_out).into(), place.out.0).map_err(|e| fail(&e))?;
-    let rows = Layout::contiguous(dims.row_shape());
-    let d_lse: Option<Vec<f32>> =
-        case.d_lse.then(|| (0..rows.elems()).map(|_| random.normal() as f32).collect());
-    let d_lse = d_lse.as_deref().map(|v| TensorRef::f32(v, rows)).transpose();
-    let upstream = Upstream { d_out, d_lse: d_lse.map_err(|e| fail(&e))? };
-
-    let problem = Problem {
-        case,
-        place: &place,
-        operands,
-        dims,
-        upstream,
-        gold: forward(spec, &operands).map_err(|e| fail(&e))?,
-        low: low::forward(spec, &operands).map_err(|e| fail(&e))?,
-        gradients: match pages {
-            Some(_) => None,
-            None => Some([
-                backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
-                low::backward(spec, &operands, &upstream).map_err(|e| fail(&e))?,
-            ]),
-        },
-        statistics: low::statistics(spec, &operands).map_err(|e| fail(&e))?,
-    };
-    let row = |backend: &dyn Backend| {
-        let outcome = match backend.prepare(&question, &dims, dtype) {
+    let inputs = Inputs::draw(case)?;
+    let problem = Problem::of(case, &inputs)?;
+    for backend in backends {
+        let outcome = match backend.prepare(&inputs.program, &problem.dims, inputs.dtype) {
             Err(reason) => Outcome::Declined(reason),
             Ok(plan) => match problem.run(&*plan) {
                 Err(reason) => Outcome::Failed(vec![reason]),
@@ -130,147 +58,182 @@ pub fn check_each(
                 Ok(lines) => Outcome::Failed(lines),
             },
         };
-        Row { case: case.name.clone(), seed: case.seed(), backend: backend.name().into(), outcome }
-    };
-    backends.iter().for_each(|backend| tell(row(&**backend)));
-    Ok(())
-}
-
-/// That the numbers a case gives have a place in its operands.
-fn check_given(case: &Case, place: &Place) -> Result<(), CaseError> {
-    for given in &case.set {
-        let mut shape = match given.operand {
-            given::Operand::Q => place.operands[0].1.shape,
-            given::Operand::K => place.operands[1].1.shape,
-            given::Operand::V => place.operands[2].1.shape,
-            given::Operand::DOut => place.out.0.shape,
-        };
-        if place.pages.is_some() && matches!(given.operand, given::Operand::K | given::Operand::V) {
-            (shape[0], shape[2]) = (case.batch, case.len[1]);
-        }
-        given.check(&case.name, shape)?;
+        let backend = backend.name().into();
+        tell(Row { case: case.name.clone(), seed: case.seed(), backend, outcome });
     }
     Ok(())
 }
 
-/// A case with its data and the answers.
+/// What the oracle (gold) and the plain implementation in the operands' precision (low) give.
+struct Answers {
+    gold: Forward,
+    low: Forward,
+    /// `lse` and `max_score` of the plain implementation.
+    statistics: Forward,
+    /// Gold and low, where there is a backward.
+    gradients: Option<[Gradients; 2]>,
+}
+
+impl Answers {
+    fn of(
+        spec: &Spec,
+        operands: &Operands<'_>,
+        upstream: &Upstream<'_>,
+    ) -> Result<Self, foveate_reference::ReferenceError> {
+        Ok(Self {
+            gold: forward(spec, operands)?,
+            low: low::forward(spec, operands)?,
+            statistics: low::statistics(spec, operands)?,
+            gradients: match operands.pages {
+                Some(_) => None,
+                None => {
+                    let gold = backward(spec, operands, upstream)?;
+                    Some([gold, low::backward(spec, operands, upstream)?])
+                }
+            },
+        })
+    }
+}
+
+/// A case with its data and its answers.
 struct Problem<'a> {
     case: &'a Case,
-    place: &'a Place,
+    storage: &'a Storage,
     operands: Operands<'a>,
     dims: Dims,
     upstream: Upstream<'a>,
-    gold: Forward,
-    low: Forward,
-    /// Gold and low, where there is a backward.
-    gradients: Option<[Gradients; 2]>,
-    statistics: Forward,
+    answers: Answers,
 }
 
-impl Problem<'_> {
-    /// Both passes of a plan; a line for each result that is wrong.
-    fn run(&self, plan: &dyn crate::Prepared) -> Result<Vec<String>, String> {
-        let Problem { case, dims, operands, upstream, gold, low, .. } = self;
-        let dtype = operands.q.dtype();
-        let gradients = case.gradient_dtype().map_err(|e| e.to_string())?;
-        let text = |e: foveate_tensor::TensorError| e.to_string();
+/// What a forward pass wrote, as the backward pass reads it.
+struct Saved {
+    out: Data,
+    lse: Tensor<3>,
+}
 
-        let (layout, size) = self.place.out;
+impl<'a> Problem<'a> {
+    fn of(case: &'a Case, inputs: &'a Inputs<'_>) -> Result<Self, CaseError> {
+        let fail = |e: &dyn std::fmt::Display| CaseError::new(&case.name, e);
+        let (operands, upstream) = (inputs.operands()?, inputs.upstream()?);
+        let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
+        let answers = Answers::of(&inputs.program.local, &operands, &upstream);
+        let answers = answers.map_err(|e| fail(&e))?;
+        Ok(Self { case, storage: &inputs.storage, operands, dims, upstream, answers })
+    }
+
+    /// Both passes of a plan; a line for each result that is wrong.
+    fn run(&self, plan: &dyn Prepared) -> Result<Vec<String>, String> {
+        let mut wrong = Mismatches::new(self.case.rule());
+        let saved = self.forward(plan, &mut wrong)?;
+        if let Some(answers) = &self.answers.gradients {
+            self.backward(plan, &saved, answers, &mut wrong)?;
+        }
+        Ok(wrong.into_lines())
+    }
+
+    fn forward(&self, plan: &dyn Prepared, wrong: &mut Mismatches) -> Result<Saved, String> {
+        let dtype = self.operands.q.dtype();
+        let (layout, size) = self.storage.out;
         let mut out = Data::filled(dtype, size, f64::NAN);
         let [mut lse, mut max_score] =
-            [(); 2].map(|()| Tensor::<3>::filled(DType::F32, dims.row_shape(), f64::NAN));
+            [(); 2].map(|()| Tensor::<3>::filled(DType::F32, self.dims.row_shape(), f64::NAN));
         plan.forward(ForwardArgs {
-            operands: *operands,
+            operands: self.operands,
             out: TensorMut::new(&mut out, layout).map_err(text)?,
             lse: lse.view_mut().map_err(text)?,
             max_score: Some(max_score.view_mut().map_err(text)?),
         })?;
 
-        let (rule, not_finite) = (case.rule(), NotFinite::Same);
-        let mut wrong = Wrong { rule, not_finite, lines: Vec::new() };
-        wrong.strays("out", &out, &[layout]);
+        let Answers { gold, low, statistics, .. } = &self.answers;
+        wrong.outside("out", &out, &[layout]);
         let view = TensorRef::new((&out).into(), layout).map_err(text)?;
-        wrong.compare("out", dtype, &gold.out, &low.out, &row_major(&view));
-        let statistics = &self.statistics;
-        let coarse = case.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
+        wrong.compare("out", dtype, NotFinite::Same, [&gold.out, &low.out, &row_major(&view)]);
+        let coarse = self.case.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };
-        let mut compare = |name, gold: &[f64], low: &[f64], ours: &[f64]| {
-            let low = if coarse { rounded(gold) } else { low.to_vec() };
-            wrong.compare(name, precision, gold, &low, ours);
-        };
-        compare("lse", &gold.lse, &statistics.lse, &lse.to_f64());
-        compare("max_score", &gold.max_score, &statistics.max_score, &max_score.to_f64());
-
-        let Some([gold, low]) = &self.gradients else { return Ok(wrong.lines) };
-        let start = if case.accumulate { START } else { f64::NAN };
-        let (sizes, layouts) = self.gradient_places();
-        let covered = |operand: usize, _: usize, row: usize| {
-            let has = |s: &Sequence| match operand {
-                0 => (s.q_start..s.q_start + s.q_len).contains(&row),
-                _ => (s.k_start..s.k_start + s.k_len).contains(&row),
-            };
-            dims.sequences(operands.varlen).iter().any(has)
-        };
-        let mut grads = fill(gradients, &sizes, &layouts, covered, |_, _| start);
-        let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
-        let mut captures: Vec<(&str, Vec<f32>)> = gold
-            .captures
-            .iter()
-            .map(|(name, values)| (name.as_str(), vec![start as f32; values.len()]))
-            .collect();
-        {
-            let [dq, dk, dv] = self.destinations(&mut grads, &layouts).map_err(text)?;
-            plan.backward(BackwardArgs {
-                operands: *operands,
-                out: view,
-                lse: lse.view(),
-                d_out: upstream.d_out,
-                d_lse: upstream.d_lse,
-                dq,
-                dk,
-                dv,
-                accumulate: case.accumulate,
-                d_sink: d_sink.as_deref_mut(),
-                d_captures: captures
-                    .iter_mut()
-                    .map(|(name, into)| CaptureGrad { name, into })
-                    .collect(),
-            })?;
+        for (name, gold, low, ours) in [
+            ("lse", &gold.lse, &statistics.lse, &lse),
+            ("max_score", &gold.max_score, &statistics.max_score, &max_score),
+        ] {
+            let low = if coarse { &rounded_to_f16(gold) } else { low };
+            wrong.compare(name, precision, NotFinite::Same, [gold, low, &ours.to_f64()]);
         }
-        wrong.not_finite = case.not_finite();
-        let start = if case.accumulate { START } else { 0.0 };
-        let started = |values: &[f64]| values.iter().map(|x| x + start).collect::<Vec<_>>();
-        let mut compare = |name: &str, dtype, gold: &[f64], low: &[f64], ours: &[f64]| {
-            wrong.compare(name, dtype, &started(gold), &started(low), ours);
+        Ok(Saved { out, lse })
+    }
+
+    fn backward(
+        &self,
+        plan: &dyn Prepared,
+        saved: &Saved,
+        [gold, low]: &[Gradients; 2],
+        wrong: &mut Mismatches,
+    ) -> Result<(), String> {
+        let Self { case, operands, upstream, .. } = self;
+        let dtype = case.gradient_dtype().map_err(|e| e.to_string())?;
+        let start = if case.accumulate { ACCUMULATE_START } else { f64::NAN };
+        let (sizes, layouts) = self.gradient_storage();
+        let mut grads = fill(dtype, &sizes, &layouts, self.covered(), |_, _| start);
+        let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
+        let captures = gold.captures.iter();
+        let mut captures: Vec<(&str, Vec<f32>)> =
+            captures.map(|(name, x)| (name.as_str(), vec![start as f32; x.len()])).collect();
+        let [dq, dk, dv] = self.destinations(&mut grads, &layouts).map_err(text)?;
+        let d_captures = captures.iter_mut().map(|(name, into)| CaptureGrad { name, into });
+        plan.backward(BackwardArgs {
+            operands: *operands,
+            out: TensorRef::new((&saved.out).into(), self.storage.out.0).map_err(text)?,
+            lse: saved.lse.view(),
+            d_out: upstream.d_out,
+            d_lse: upstream.d_lse,
+            dq,
+            dk,
+            dv,
+            accumulate: case.accumulate,
+            d_sink: d_sink.as_deref_mut(),
+            d_captures: d_captures.collect(),
+        })?;
+
+        let added = if case.accumulate { ACCUMULATE_START } else { 0.0 };
+        let plus = |values: &[f64]| values.iter().map(|x| x + added).collect::<Vec<_>>();
+        let mut compare = |name: &str, gold: &[f64], low: &[f64], ours: &[f64]| {
+            wrong.compare(name, dtype, case.nonfinite(), [&plus(gold), &plus(low), ours]);
         };
-        let names = ["dq", "dk", "dv"];
-        let golds = [&gold.dq, &gold.dk, &gold.dv];
-        let lows = [&low.dq, &low.dk, &low.dv];
-        for i in 0..3 {
-            let (buffer, layout) = layouts[i];
+        let dense =
+            [("dq", &gold.dq, &low.dq), ("dk", &gold.dk, &low.dk), ("dv", &gold.dv, &low.dv)];
+        for ((name, gold, low), (buffer, layout)) in dense.into_iter().zip(layouts) {
             let ours = TensorRef::new((&grads[buffer]).into(), layout).map_err(text)?;
-            compare(names[i], dtype, golds[i], lows[i], &row_major(&ours));
+            compare(name, gold, low, &row_major(&ours));
         }
         let wide = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
         if let Some(d_sink) = &d_sink {
-            compare("d_sink", dtype, &gold.d_sink, &low.d_sink, &wide(d_sink));
+            compare("d_sink", &gold.d_sink, &low.d_sink, &wide(d_sink));
         }
         for (name, ours) in &captures {
             let (gold, low) = (&gold.captures[*name], &low.captures[*name]);
-            compare(&format!("gradient of `{name}`"), dtype, gold, low, &wide(ours));
+            compare(&format!("gradient of `{name}`"), gold, low, &wide(ours));
         }
         for (buffer, data) in grads.iter().enumerate() {
-            let here = layouts.iter().filter(|(b, _)| *b == buffer).map(|(_, l)| *l);
-            wrong.strays("a gradient's buffer", data, &here.collect::<Vec<_>>());
+            let inside = layouts.iter().filter(|(b, _)| *b == buffer).map(|(_, l)| *l);
+            wrong.outside("a gradient's buffer", data, &inside.collect::<Vec<_>>());
         }
-        Ok(wrong.lines)
+        Ok(())
+    }
+
+    /// Whether a row of dq (operand 0), dk or dv is one of a sequence: `(operand, batch, row)`.
+    fn covered(&self) -> impl Fn(usize, usize, usize) -> bool {
+        let sequences = self.dims.sequences(self.operands.varlen);
+        move |operand, _, row| {
+            sequences.iter().any(|s: &Sequence| match operand {
+                0 => (s.q_start..s.q_start + s.q_len).contains(&row),
+                _ => (s.k_start..s.k_start + s.k_len).contains(&row),
+            })
+        }
     }
 
     /// Buffers and layouts of dq, dk, dv: those of q, k, v, dense where these repeat a head.
-    fn gradient_places(&self) -> (Vec<usize>, [(usize, Layout); 3]) {
-        let mut sizes = self.place.sizes.clone();
-        let mut layouts = self.place.operands;
-        if self.place.dense_gradients {
+    fn gradient_storage(&self) -> (Vec<usize>, [(usize, Layout); 3]) {
+        let mut sizes = self.storage.sizes.clone();
+        let mut layouts = self.storage.operands;
+        if self.storage.dense_gradients {
             for (buffer, layout) in &mut layouts[1..] {
                 *layout = Layout::contiguous(layout.shape);
                 sizes[*buffer] = layout.elems();
@@ -283,8 +246,8 @@ impl Problem<'_> {
         &self,
         grads: &'d mut [Data],
         layouts: &[(usize, Layout); 3],
-    ) -> Result<[TensorMut<'d>; 3], foveate_tensor::TensorError> {
-        if let Some(packed) = &self.place.packed {
+    ) -> Result<[TensorMut<'d>; 3], TensorError> {
+        if let Some(packed) = &self.storage.packed {
             let parts = packed.views_mut(&mut grads[0])?;
             return Ok([parts.q, parts.k, parts.v]);
         }
@@ -297,40 +260,6 @@ impl Problem<'_> {
     }
 }
 
-struct Wrong {
-    rule: Rule,
-    not_finite: NotFinite,
-    lines: Vec<String>,
-}
-
-impl Wrong {
-    fn compare(&mut self, name: &str, dtype: DType, gold: &[f64], low: &[f64], ours: &[f64]) {
-        let Self { rule, not_finite, .. } = *self;
-        let found = Tolerance { dtype, rule, not_finite }.measure(gold, low, ours);
-        if !found.passes() {
-            self.lines.push(format!("{name}: {found}"));
-        }
-    }
-
-    /// Notes elements outside `layouts` that are no longer NaN.
-    fn strays(&mut self, name: &str, data: &Data, layouts: &[Layout]) {
-        let mut inside = vec![false; data.len()];
-        for layout in layouts {
-            indices(layout.shape).for_each(|index| inside[layout.at(index)] = true);
-        }
-        let all = foveate_tensor::Slice::from(data);
-        let stray = (0..data.len()).find(|&i| !inside[i] && !all.get_f64(i).is_nan());
-        if let Some(at) = stray {
-            self.lines.push(format!("{name}: element {at} lies outside the view and was written"));
-        }
-    }
-}
-
-/// Values rounded to f16.
-fn rounded(values: &[f64]) -> Vec<f64> {
-    values.iter().map(|&x| half::f16::from_f64(x).to_f64()).collect()
-}
-
-fn row_major(view: &TensorRef<'_>) -> Vec<f64> {
-    indices(view.shape()).map(|index| view.get_f64(index)).collect()
+fn text(e: TensorError) -> String {
+    e.to_string()
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use foveate_conformance::{Case, Outcome, Report, Row};
 
-use crate::Options;
+use crate::options::Options;
 
 /// Whether a row says that no further work can be done in its process.
 pub fn breaks_context(row: &Row) -> bool {

@@ -121,11 +121,11 @@ impl foveate_conformance::Backend for Broken {
 
     fn prepare(
         &self,
-        question: &foveate_conformance::Question,
+        program: &foveate_conformance::Program,
         dims: &foveate_problem::Dims,
         dtype: foveate_tensor::DType,
     ) -> Result<Box<dyn foveate_conformance::Prepared>, String> {
-        let cpu = backends().remove(1).prepare(question, dims, dtype)?;
+        let cpu = backends().remove(1).prepare(program, dims, dtype)?;
         Ok(Box::new(BrokenPlan(cpu, self.0)))
     }
 }

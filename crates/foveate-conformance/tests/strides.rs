@@ -1,6 +1,6 @@
 //! Strides never change a bit of a result.
 
-use foveate_conformance::data::Random;
+use foveate_conformance::Random;
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};

@@ -1,12 +1,12 @@
-//! Numbers that a case gives to operands after they were filled at random: infinity and NaN.
+//! Numbers that a case puts into operands in place of random ones: infinity, NaN, huge values.
 //!
 //! They are placed by logical axes, so that a row of keys is the same in every layout, in pages too.
 
 use serde::Deserialize;
 
-use crate::case::CaseError;
+use crate::error::CaseError;
 
-/// What numbers are given to.
+/// What a number is put into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operand {
@@ -33,7 +33,7 @@ pub enum Rows {
 /// A number for some elements of an operand.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Given {
+pub struct Override {
     /// `q`, `k`, `v` or `d_out`.
     pub operand: Operand,
     /// Batch entry; every one if absent.
@@ -61,7 +61,7 @@ impl Operand {
     }
 }
 
-impl Given {
+impl Override {
     fn rows(&self) -> std::ops::Range<usize> {
         match self.row {
             Rows::One(row) => row..row + 1,
@@ -69,7 +69,7 @@ impl Given {
         }
     }
 
-    /// That it is for something in an operand of `[batch, heads, rows, columns]`.
+    /// Checks that it lies in an operand of shape `[batch, heads, rows, columns]`.
     ///
     /// # Errors
     /// Which place lies outside, or that there is no row.
@@ -95,16 +95,16 @@ impl Given {
     }
 
     /// The number for the element at `[batch, head, row, column]` of an operand; the last one that
-    /// was given.
+    /// was one.
     pub fn find(all: &[Self], operand: Operand, [b, h, s, d]: [usize; 4]) -> Option<f64> {
         let is = |own: Option<usize>, at| own.is_none_or(|own| own == at);
-        let holds = |given: &&Self| {
-            given.operand == operand
-                && is(given.batch, b)
-                && is(given.head, h)
-                && given.rows().contains(&s)
-                && is(given.column, d)
+        let holds = |one: &&Self| {
+            one.operand == operand
+                && is(one.batch, b)
+                && is(one.head, h)
+                && one.rows().contains(&s)
+                && is(one.column, d)
         };
-        all.iter().rev().find(holds).map(|given| given.value)
+        all.iter().rev().find(holds).map(|one| one.value)
     }
 }

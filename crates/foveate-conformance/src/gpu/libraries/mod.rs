@@ -5,7 +5,7 @@ mod transfers;
 
 use foveate_cuda::{blas, nccl};
 
-use crate::checks::on_gpu;
+use crate::gpu::checks::on_gpu;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {

@@ -1,6 +1,8 @@
 //! The same bits again and again, and tensors whose elements are further apart than 2^31.
 
-use foveate_conformance::data::Random;
+use std::sync::Arc;
+
+use foveate_conformance::Random;
 use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
@@ -8,9 +10,10 @@ use foveate_cuda::{
 };
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
-use foveate_tensor::{DType, Data, Layout};
+use foveate_tensor::{DType, Layout};
 
-use crate::checks::on_gpu;
+use crate::gpu::checks::{Outcome, on_gpu};
+use crate::gpu::tensors::bf16_bytes;
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run(repeats: usize) -> Result<bool, String> {
@@ -26,11 +29,11 @@ pub fn run(repeats: usize) -> Result<bool, String> {
 /// A mask, and a score with a learned buffer.
 fn spec(len_q: usize, len_k: usize) -> Spec {
     let (q, kv) = (expr::q(), expr::kv());
-    let slack = len_k as i32 - len_q as i32;
-    let mask = MaskMod::new((q.clone() + slack).ge(kv.clone()).dynamic()).expect("bool");
+    let offset = len_k as i32 - len_q as i32;
+    let mask = MaskMod::new((q.clone() + offset).ge(kv.clone()).dynamic()).expect("bool");
     let distances = (0..len_k).map(|i| (i as f32 * 0.37).sin()).collect();
     let bias = Buffer::learned("bias", &[len_k], distances).expect("one axis");
-    let distance = (q + slack - kv).abs();
+    let distance = (q + offset - kv).abs();
     let score = ScoreMod::new((expr::score() + bias.at([distance])).dynamic()).expect("f32");
     Spec { mask: Some(mask), score: Some(score), scale: None, dropout: None }
 }
@@ -52,18 +55,8 @@ fn dims(len_q: usize, len_k: usize, batch: usize) -> Dims {
     }
 }
 
-pub fn bf16_bytes(random: &mut Random, elems: usize) -> Vec<u8> {
-    let values = Data::from_f64(DType::BF16, (0..elems).map(|_| random.normal()));
-    let Data::BF16(values) = values else { unreachable!("made as bf16") };
-    values.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect()
-}
-
 /// Forward and backward `repeats` times, deterministic; every result has the bits of the first.
-fn repeat(
-    engine: &std::sync::Arc<Engine>,
-    [len_q, len_k]: [usize; 2],
-    repeats: usize,
-) -> Result<Result<(), String>, CudaError> {
+fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> Outcome {
     let dims = dims(len_q, len_k, 1);
     let spec = spec(len_q, len_k);
     let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
@@ -136,7 +129,7 @@ fn repeat(
 }
 
 /// Two batch entries 2^31 + 16 elements apart give what neighbours give.
-fn far(engine: &std::sync::Arc<Engine>) -> Result<Result<(), String>, CudaError> {
+fn far(engine: &Arc<Engine>) -> Outcome {
     const APART: usize = (1 << 31) + 16;
     let (len_q, len_k) = (130, 200);
     let dims = dims(len_q, len_k, 2);

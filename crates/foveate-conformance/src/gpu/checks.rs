@@ -1,4 +1,4 @@
-//! What commands that check one thing after the other print: a line for each.
+//! Commands that check one thing after the other and print a line for each.
 
 use std::sync::Arc;
 
@@ -38,5 +38,14 @@ impl Checks {
     /// Prints why the check `name` is not made.
     pub fn skip(&self, name: &str, why: impl std::fmt::Display) {
         println!("{name:<62} skipped: {why}");
+    }
+}
+
+/// Checks that a call was refused with words that `expected` is part of.
+pub fn expect_refusal<T>(result: Result<T, CudaError>, expected: &str) -> Result<(), String> {
+    match result {
+        Err(e) if e.to_string().contains(expected) => Ok(()),
+        Err(e) => Err(format!("{e}, not the expected `{expected}`")),
+        Ok(_) => Err(format!("no error, not the expected `{expected}`")),
     }
 }

@@ -1,0 +1,12 @@
+//! Checks that need a GPU and are no case of the corpus.
+
+mod checks;
+pub mod determinism;
+mod device_data;
+pub mod host_time;
+pub mod libraries;
+pub mod misuse;
+mod pages;
+pub mod placement;
+mod tensors;
+pub mod trespass;

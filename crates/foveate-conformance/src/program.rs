@@ -1,0 +1,127 @@
+//! The program of a case: its texts parsed, its captured buffers filled, its positions bound.
+
+use foveate::Positions;
+use foveate_mods::expr::{kv, q};
+use foveate_mods::text::{Names, parse_mask, parse_score};
+use foveate_mods::{
+    AnyBuffer, Buffer, BufferData, DynExpr, Expr, Leaf, MaskMod, ModError, ScalarValue, ScoreMod,
+};
+use foveate_problem::{Dropout, Spec};
+use toml::Value;
+
+use crate::case::{BufferSpec, Case};
+use crate::error::CaseError;
+use crate::random::Random;
+
+/// What a case asks a backend to compute.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Mask, score, scale and dropout in global positions.
+    pub global: Spec,
+    /// Global positions of the rows of q, and of those of k and v.
+    pub positions: [Positions; 2],
+    /// `global` with rows for positions, as every backend below the crate `foveate` takes it.
+    pub local: Spec,
+    /// Seed of the dropout.
+    pub seed: u64,
+}
+
+impl Case {
+    /// The program, its captured buffers filled from `random`.
+    ///
+    /// # Errors
+    /// When a text does not parse or a buffer cannot be made.
+    pub fn program(&self, random: &mut Random) -> Result<Program, CaseError> {
+        let fail = |e: &dyn std::fmt::Display| CaseError::new(&self.name, e);
+        let mut names = Names::new().heads(self.heads[0]);
+        for (name, spec) in &self.buffers {
+            names = names.buffer(&buffer(&self.name, name, spec, random)?);
+        }
+        for (name, value) in &self.scalars {
+            names = match value {
+                Value::Integer(i) => {
+                    let i = i32::try_from(*i);
+                    let i = i.map_err(|e| fail(&format!("scalar `{name}`: {e}")))?;
+                    names.scalar(name, ScalarValue::I32(i))
+                }
+                Value::Float(x) => names.scalar(name, ScalarValue::F32(*x as f32)),
+                Value::Boolean(x) => names.scalar(name, ScalarValue::Bool(*x)),
+                other => return Err(fail(&format!("scalar `{name}` is {other}, not a number"))),
+            };
+        }
+        let mask = self.mask.as_ref().map(|text| parse_mask(text, &names)).transpose();
+        let score = self.score.as_ref().map(|text| parse_score(text, &names)).transpose();
+        let (mask, score) = (mask.map_err(|e| fail(&e))?, score.map_err(|e| fail(&e))?);
+        let dropout = self.dropout.map(|p| Dropout::new(p, self.seed()));
+        let global = Spec { mask, score, scale: self.scale, dropout };
+        let local = self.local(&global).map_err(|e| fail(&e))?;
+        let seed = self.seed();
+        Ok(Program { global, local, positions: self.positions(), seed })
+    }
+
+    fn positions(&self) -> [Positions; 2] {
+        let of = |map: &Option<Vec<i32>>, offset, name| match map {
+            Some(map) => Positions::Map(Buffer::vector(name, map.clone())),
+            None if offset != 0 => Positions::offset(offset),
+            None => Positions::Rows,
+        };
+        let [q, kv] = self.offsets;
+        [of(&self.q_map, q, "q_map"), of(&self.kv_map, kv, "kv_map")]
+    }
+
+    /// `global` with rows for positions: offsets are constants here, not run-time scalars as in
+    /// the crate `foveate`, which does this for its users.
+    fn local(&self, global: &Spec) -> Result<Spec, ModError> {
+        let [q_offset, kv_offset] = self.offsets;
+        let place = |map: &Option<Vec<i32>>, name, row: Expr<i32>, offset| match map {
+            Some(map) => Buffer::vector(name, map.clone()).at([row]),
+            None => row + offset,
+        };
+        let at = |leaf: Leaf| match leaf {
+            Leaf::Q => place(&self.q_map, "q_map", q(), q_offset).dynamic().clone(),
+            Leaf::Kv => place(&self.kv_map, "kv_map", kv(), kv_offset).dynamic().clone(),
+            other => DynExpr::leaf(other),
+        };
+        let mask = |m: &MaskMod| MaskMod::new(m.at(&at).dynamic());
+        let score = |s: &ScoreMod| ScoreMod::new(s.at(&at).dynamic());
+        Ok(Spec {
+            mask: global.mask.as_ref().map(mask).transpose()?,
+            score: global.score.as_ref().map(score).transpose()?,
+            scale: global.scale,
+            dropout: global.dropout.as_ref().map(|d| d.map(mask)).transpose()?,
+        })
+    }
+}
+
+/// A captured buffer of a case.
+fn buffer(
+    at: &str,
+    name: &str,
+    spec: &BufferSpec,
+    random: &mut Random,
+) -> Result<AnyBuffer, CaseError> {
+    let elems: usize = spec.shape.iter().product();
+    let last = spec.shape.last().copied().unwrap_or(0);
+    let BufferSpec { ints, floats, doc_lens, below, normal, chance, .. } = spec;
+    let mut all = Vec::new();
+    all.extend(ints.clone().map(BufferData::I32));
+    all.extend(floats.clone().map(BufferData::F32));
+    all.extend(doc_lens.as_ref().map(|lens| {
+        let mut end = 0;
+        let ends: Vec<usize> = lens.iter().map(|n| (end += n, end).1).collect();
+        let last_id = lens.len().saturating_sub(1);
+        let of = |i: usize| ends.iter().filter(|&&end| end <= i).count().min(last_id);
+        BufferData::I32((0..elems).map(|i| of(i % last.max(1)) as i32).collect())
+    }));
+    all.extend(below.map(|n| {
+        BufferData::I32((0..elems).map(|_| random.below(n.max(1) as usize) as i32).collect())
+    }));
+    all.extend(
+        normal.map(|x| BufferData::F32((0..elems).map(|_| random.normal() as f32 * x).collect())),
+    );
+    all.extend(chance.map(|p| BufferData::Bool((0..elems).map(|_| random.unit() < p).collect())));
+    let fail = |e: &dyn std::fmt::Display| CaseError::new(at, format!("buffer `{name}`: {e}"));
+    let [data] = <[BufferData; 1]>::try_from(all)
+        .map_err(|all| fail(&format!("{} ways to fill it, not one", all.len())))?;
+    AnyBuffer::new(name, &spec.shape, data, spec.learned).map_err(|e| fail(&e))
+}
