@@ -9,7 +9,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use foveate_mods::vector::{Bits, Kernel, Machine, Read};
+use foveate_mods::vector::{Machine, MaskBits, Read, TileProgram};
 use foveate_mods::{Bounds, Head, Leaf, MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
@@ -30,7 +30,7 @@ pub struct Learned {
 #[derive(Debug)]
 struct Gradient {
     /// The derivatives, and last the score.
-    kernel: Kernel,
+    kernel: TileProgram,
     /// Root of the score.
     score: usize,
     learned: Arc<Vec<Learned>>,
@@ -41,12 +41,12 @@ struct Gradient {
 /// The compiled mods of a plan.
 #[derive(Debug)]
 pub struct Mods {
-    mask: Option<Kernel>,
-    score: Option<Kernel>,
+    mask: Option<TileProgram>,
+    score: Option<TileProgram>,
     gradient: Option<Result<Gradient, ModError>>,
     /// What the score is at most, where that may tell anything.
     bounds: Option<Bounds>,
-    keep: Option<Kernel>,
+    keep: Option<TileProgram>,
 }
 
 /// Elements of captured buffers up to which a score is bounded: what bounds look up in them takes
@@ -58,10 +58,10 @@ impl Mods {
     /// [`Self::differentiable`].
     pub fn new(spec: &Spec) -> Self {
         let Spec { mask, score, dropout, .. } = spec;
-        let of_mask = |m: &MaskMod| Kernel::compile(m.program());
+        let of_mask = |m: &MaskMod| TileProgram::compile(m.program());
         Self {
             mask: mask.as_ref().map(of_mask),
-            score: score.as_ref().map(|s| Kernel::compile(s.program())),
+            score: score.as_ref().map(|s| TileProgram::compile(s.program())),
             gradient: score.as_ref().map(Gradient::new),
             bounds: score.as_ref().and_then(bounds),
             keep: dropout.as_ref().map(|d| of_mask(d.keep())),
@@ -93,7 +93,7 @@ impl Mods {
     /// What a thread needs for tiles of `[queries, keys]`. `backward` says that it is for the
     /// backward pass, and whether gradients of learned buffers are wanted.
     pub fn evaluator(&self, [queries, keys]: [usize; 2], backward: Option<bool>) -> Evaluator {
-        let machine = |k: &Option<Kernel>| k.as_ref().map(|k| k.machine(queries, keys));
+        let machine = |k: &Option<TileProgram>| k.as_ref().map(|k| k.machine(queries, keys));
         let score = match &self.gradient {
             Some(Ok(g)) if backward.is_some_and(|captures| captures || !g.is_one) => {
                 Some(ScoreMachine {
@@ -112,8 +112,8 @@ impl Mods {
             mask: machine(&self.mask),
             score,
             keep: machine(&self.keep),
-            visible: Bits::default(),
-            kept: Bits::default(),
+            visible: MaskBits::default(),
+            kept: MaskBits::default(),
             partial: false,
             reached: 0..0,
             queries: 0,
@@ -149,7 +149,7 @@ impl Gradient {
         let root = graph.node(gradient.program().roots()[0]);
         Ok(Self {
             is_one: *root == Node::F32(1f32.to_bits()),
-            kernel: Kernel::compile(gradient.with_score()),
+            kernel: TileProgram::compile(gradient.with_score()),
             score: gradient.with_score().roots().len() - 1,
             learned: Arc::new(learned.into_iter().map(|(_, l)| l).collect()),
         })
@@ -172,9 +172,9 @@ pub struct Evaluator {
     score: Option<ScoreMachine>,
     keep: Option<Machine>,
     /// Where the mask of a partial tile is true.
-    visible: Bits,
+    visible: MaskBits,
     /// What dropout keeps in the tile.
-    kept: Bits,
+    kept: MaskBits,
     /// Whether the mask decides inside the tile.
     partial: bool,
     /// Columns of the tile that count.
@@ -203,14 +203,14 @@ impl Evaluator {
         self.partial = partial && self.mask.is_some();
         if let Some(mask) = self.mask.as_mut().filter(|_| self.partial) {
             mask.set_tile(q.clone(), kv.clone());
-            mask.truths(None, &mut self.visible);
+            mask.mask_bits(None, &mut self.visible);
         }
         if let Some(score) = &mut self.score {
             score.machine.set_tile(q.clone(), kv.clone());
         }
         if let Some(keep) = &mut self.keep {
             keep.set_tile(q, kv);
-            keep.truths(self.partial.then_some(&self.visible), &mut self.kept);
+            keep.mask_bits(self.partial.then_some(&self.visible), &mut self.kept);
         }
     }
 

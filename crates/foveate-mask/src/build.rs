@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use foveate_mods::{Bits, Bounds, Cover, Head, Kernel, Machine, MaskMod};
+use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
 
 use crate::live::Live;
 use crate::{BlockMask, Kind, Run, Tile};
@@ -16,14 +16,14 @@ pub(crate) fn build(
 ) -> BlockMask {
     assert!(tile.q > 0 && tile.kv > 0, "a tile has queries and keys");
     let fits = |len: usize| i32::try_from(len).expect("positions are i32");
-    let kernel = Kernel::compile(mask.program());
-    let mut machine = kernel.machine(tile.q as usize, tile.kv as usize);
+    let compiled = TileProgram::compile(mask.program());
+    let mut machine = compiled.machine(tile.q as usize, tile.kv as usize);
     machine.set_head(head);
     let rows = q_len.div_ceil(tile.q as usize);
     let mut builder = Builder {
         bounds: Bounds::new(mask.program()),
         machine,
-        truths: Bits::default(),
+        bits: MaskBits::default(),
         head,
         q_len: fits(q_len),
         kv_len: fits(kv_len),
@@ -39,7 +39,7 @@ pub(crate) fn build(
 struct Builder {
     bounds: Bounds,
     machine: Machine,
-    truths: Bits,
+    bits: MaskBits,
     head: Head,
     q_len: i32,
     kv_len: i32,
@@ -90,8 +90,8 @@ impl Builder {
         for rows in [q.start..q.start + 1, q.end - 1..q.end, q] {
             let points = rows.len() as u64 * kv.len() as u64;
             self.machine.set_tile(rows, kv.clone());
-            self.machine.truths(None, &mut self.truths);
-            let live = self.truths.count();
+            self.machine.mask_bits(None, &mut self.bits);
+            let live = self.bits.count();
             any |= live > 0;
             all &= live == points;
             if any && !all && settled {

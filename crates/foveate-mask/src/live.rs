@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use foveate_mods::{Bits, Head, Kernel, MaskMod};
+use foveate_mods::{Head, MaskBits, MaskMod, TileProgram};
 
 use crate::{BlockMask, Kind};
 
@@ -61,8 +61,8 @@ impl Counted {
         if transposed {
             (q, kv) = (kv, q);
         }
-        let kernel = Kernel::compile(self.mask.program());
-        let (mut machine, mut truths) = (kernel.machine(q, kv), Bits::default());
+        let compiled = TileProgram::compile(self.mask.program());
+        let (mut machine, mut bits) = (compiled.machine(q, kv), MaskBits::default());
         machine.set_head(self.head);
         let mut points = tiles.entries_of(Kind::Full);
         for row in 0..tiles.rows() {
@@ -73,8 +73,8 @@ impl Counted {
                 }
                 let positions = |span: Range<usize>| span.start as i32..span.end as i32;
                 machine.set_tile(positions(q), positions(kv));
-                machine.truths(None, &mut truths);
-                points += truths.count();
+                machine.mask_bits(None, &mut bits);
+                points += bits.count();
             }
         }
         points

@@ -101,7 +101,7 @@ pub use parameter::Parameter;
 pub use point::{Head, Point};
 pub use program::{MaskMod, Program, ScoreMod};
 pub use value::{BufferData, Element, ScalarValue, Type};
-pub use vector::{Bits, Kernel, Machine};
+pub use vector::{Machine, MaskBits, TileProgram};
 
 #[doc(inline)]
 pub use foveate_macros::{mask_mod, score_mod};

@@ -4,7 +4,7 @@
 //! A mask's share of pairs is sampled on the host, by bounds: no list of tiles is made, and nothing
 //! waits for a device.
 
-use foveate_mods::{Bits, Bounds, Cover, Head, Kernel as Evaluated, Machine, MaskMod};
+use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
 use foveate_problem::Spec;
 
 use super::Sizes;
@@ -52,8 +52,8 @@ fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
     let samples = SAMPLES.min(queries);
     let mut counter = Counter {
         bounds: Bounds::new(mask.program()),
-        machine: Evaluated::compile(mask.program()).machine(1, TOGETHER),
-        truths: Bits::default(),
+        machine: TileProgram::compile(mask.program()).machine(1, TOGETHER),
+        bits: MaskBits::default(),
     };
     let live: u64 = (0..samples)
         .map(|i| {
@@ -76,7 +76,7 @@ fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
 struct Counter {
     bounds: Bounds,
     machine: Machine,
-    truths: Bits,
+    bits: MaskBits,
 }
 
 impl Counter {
@@ -87,8 +87,8 @@ impl Counter {
             Cover::Full => kv.len() as u64,
             Cover::Undecided if kv.len() <= TOGETHER => {
                 self.machine.set_tile(q..q + 1, kv);
-                self.machine.truths(None, &mut self.truths);
-                self.truths.count()
+                self.machine.mask_bits(None, &mut self.bits);
+                self.bits.count()
             }
             Cover::Undecided => {
                 let middle = kv.start + (kv.len() / 2) as i32;

@@ -5,7 +5,7 @@ use crate::capture::{AnyBuffer, Buffer};
 use crate::expr::DynExpr;
 use crate::ir::{BinaryOp, UnaryOp, mix};
 use crate::value::{ScalarValue, Type};
-use crate::vector::{Bits, Kernel, Machine};
+use crate::vector::{Machine, MaskBits, TileProgram};
 
 /// A counter-based generator: enough randomness, no dependency, the seed says it all.
 pub(crate) struct Random(pub i32, pub i32);
@@ -100,10 +100,10 @@ pub(crate) fn buffers() -> Vec<AnyBuffer> {
 /// Whether the mask is true somewhere and false somewhere, indices clamped as evaluation does.
 fn seen(machine: &mut Machine, q: Range<i32>, kv: Range<i32>) -> [bool; 2] {
     let entries = q.len() as u64 * kv.len() as u64;
-    let mut truths = Bits::default();
+    let mut bits = MaskBits::default();
     machine.set_tile(q, kv);
-    machine.truths(None, &mut truths);
-    [truths.count() < entries, truths.count() > 0]
+    machine.mask_bits(None, &mut bits);
+    [bits.count() < entries, bits.count() > 0]
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn random_programs_are_never_decided_wrongly() {
         let program = Program::build(&[random(&mut r, &buffers, Type::Bool)]);
         let head = Head { h: r.below(4) as i32, q_len: 70, kv_len: 90, ..Head::default() };
         let bounds = Bounds::new(&program);
-        let mut machine = Kernel::compile(&program).machine(6, 20);
+        let mut machine = TileProgram::compile(&program).machine(6, 20);
         machine.set_head(head);
         for _ in 0..6 {
             let (q, kv) = (r.below(64) as i32, r.below(64) as i32);

@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use super::lanes::{LANES, Line, Operand};
 use super::level::for_each_level;
 use super::machine::Machine;
 use super::rate::Rate;
+use super::registers::{LANES, Line, Operand};
 use super::steps::run_start;
 
 /// Where a program says by which element of a buffer its result changes, and how much.
@@ -49,10 +49,10 @@ impl Machine {
         };
         let d = Rows { data: d, stride, columns: &columns };
         let mut sums = vec![0.0; height + width];
-        let compiled = &self.kernel.0;
+        let compiled = &self.program.0;
         let node = |root: usize| compiled.program.roots()[root].index();
         let counts = read.index.last().is_some_and(|&root| compiled.counts[node(root)]);
-        match self.kernel.0.rate(read.index.iter().copied()) {
+        match self.program.0.rate(read.index.iter().copied()) {
             Rate::Head => {
                 (0..height).for_each(|r| into[at(0, 0)] += sum(&value, r, d));
             }
@@ -127,7 +127,7 @@ fn sum_body(x: &Operand<'_>, r: usize, d: Rows<'_>) -> f32 {
                 lanes.iter_mut().zip(d).for_each(|(sum, &d)| *sum += times(d, x));
             }
         }
-        Line::Lanes(x) => {
+        Line::Each(x) => {
             for (d, x) in groups.iter().zip(x.as_chunks::<LANES>().0) {
                 let terms = d.iter().zip(x);
                 lanes.iter_mut().zip(terms).for_each(|(sum, (&d, &x))| *sum += times(d, x));
@@ -155,7 +155,7 @@ fn add_body(x: &Operand<'_>, r: usize, d: Rows<'_>, sums: &mut [f32]) {
     let places = sums.iter_mut().zip(row);
     match x.line(r, row.len()) {
         Line::One(x) => places.for_each(|(sum, &d)| *sum += times(d, x)),
-        Line::Lanes(x) => places.zip(x).for_each(|((sum, &d), &x)| *sum += times(d, x)),
+        Line::Each(x) => places.zip(x).for_each(|((sum, &d), &x)| *sum += times(d, x)),
     }
 }
 
@@ -178,7 +178,7 @@ fn multiply_body(
         let row = &mut d[r * stride..][columns.clone()];
         match root.line(r, columns.len()) {
             Line::One(x) => row.iter_mut().for_each(|d| *d = times(*d, x)),
-            Line::Lanes(x) => row.iter_mut().zip(x).for_each(|(d, &x)| *d = times(*d, x)),
+            Line::Each(x) => row.iter_mut().zip(x).for_each(|(d, &x)| *d = times(*d, x)),
         }
     }
 }

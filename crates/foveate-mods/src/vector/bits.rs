@@ -1,32 +1,32 @@
-//! Truth values of a tile, one bit an entry.
+//! The mask bits of a tile, one an entry.
 
 use std::ops::Range;
 
-use super::lanes::LANES;
 use super::level::for_each_level;
+use super::registers::LANES;
 
 /// Entries of a word.
 pub(super) const WORD: usize = u64::BITS as usize;
 
-/// The truth values of a tile, row by row, with the columns between which a row has any.
+/// The mask bits of a tile, row by row, with the columns between which a row has any that is set.
 #[derive(Clone, Debug, Default)]
-pub struct Bits {
+pub struct MaskBits {
     words: Vec<u64>,
     /// Words of a row.
     row_words: usize,
     spans: Vec<Span>,
 }
 
-/// What a row has.
+/// Which columns of a row are set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Span {
     /// From the first true column to past the last one.
     columns: Range<usize>,
-    /// Whether one in between is false.
+    /// Whether one in between is not.
     gaps: bool,
 }
 
-impl Bits {
+impl MaskBits {
     /// Makes it `rows × columns`, of values to be [`Self::set`].
     pub(super) fn resize(&mut self, rows: usize, columns: usize) {
         self.row_words = columns.div_ceil(WORD);
@@ -76,12 +76,12 @@ impl Bits {
         self.spans.len()
     }
 
-    /// Sets row `r`, of `n` columns. `truths` holds whole groups of 0 and 1, by their bits.
+    /// Sets row `r`, of `n` columns. `bools` holds whole groups of 0 and 1, by their bits.
     #[inline(always)]
-    pub(super) fn set(&mut self, r: usize, n: usize, truths: &[f32]) {
+    pub(super) fn set(&mut self, r: usize, n: usize, bools: &[f32]) {
         let row = &mut self.words[r * self.row_words..][..self.row_words];
         row.fill(0);
-        for (g, group) in truths.as_chunks::<LANES>().0.iter().enumerate() {
+        for (g, group) in bools.as_chunks::<LANES>().0.iter().enumerate() {
             let at = g * LANES;
             let in_use = n.saturating_sub(at).min(LANES);
             let bits = gather(group, |x| x.to_bits() & 1 == 1) & ((1u64 << in_use) - 1);
@@ -93,10 +93,10 @@ impl Bits {
     }
 
     /// Sets row `r`, of `n` columns, to one value.
-    pub(super) fn set_all(&mut self, r: usize, n: usize, truth: bool) {
+    pub(super) fn set_all(&mut self, r: usize, n: usize, value: bool) {
         let row = &mut self.words[r * self.row_words..][..self.row_words];
         for (w, word) in row.iter_mut().enumerate() {
-            *word = first_bits(if truth { n.saturating_sub(w * WORD).min(WORD) } else { 0 });
+            *word = first_bits(if value { n.saturating_sub(w * WORD).min(WORD) } else { 0 });
         }
         self.spans[r] = span(row);
     }
@@ -140,12 +140,12 @@ impl Bits {
     }
 }
 
-/// The truths of a group, a bit each.
+/// The bools of a group, a bit each.
 #[inline(always)]
-pub(super) fn gather<T>(group: &[T; LANES], truth: impl Fn(&T) -> bool) -> u64 {
+pub(super) fn gather<T>(group: &[T; LANES], bit: impl Fn(&T) -> bool) -> u64 {
     let mut bits = 0u32;
     for (l, x) in group.iter().enumerate() {
-        bits |= u32::from(truth(x)) << l;
+        bits |= u32::from(bit(x)) << l;
     }
     bits.into()
 }

@@ -12,11 +12,11 @@ use crate::program::Program;
 pub(super) enum Place {
     /// With the values of the head.
     Head,
-    /// A lane of this number, of one value a query; so for the others.
+    /// A register of this number, of one value a query; so for the others.
     Row(usize),
     Column(usize),
     Diagonal(usize),
-    /// A lane of one value an entry of a strip.
+    /// A register of one value an entry of a strip.
     Full(usize),
     /// The caller's scores.
     Score,
@@ -39,16 +39,16 @@ pub(super) struct Compiled {
     pub expand: Vec<usize>,
     pub diagonal: Vec<usize>,
     pub full: Vec<usize>,
-    /// What makes root 0, a truth, without evaluating it at every entry.
+    /// The steps that make root 0, a bool, without evaluating it at every entry.
     pub planes: Option<Vec<Step>>,
-    /// What the only root is, when that is all there is to evaluate at an entry.
+    /// The only root, when one operation on the score is all there is to evaluate at an entry.
     pub on_score: Option<OnScore>,
-    /// Lanes of all kinds.
-    pub lanes: Vec<LaneKind>,
+    /// Registers of all kinds.
+    pub registers: Vec<RegisterKind>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LaneKind {
+pub(super) enum RegisterKind {
     Row,
     Column,
     Diagonal,
@@ -83,9 +83,9 @@ impl OnScore {
 
 /// A program prepared for evaluation over tiles. Cheap to clone and to share.
 #[derive(Clone, Debug)]
-pub struct Kernel(pub(super) Arc<Compiled>);
+pub struct TileProgram(pub(super) Arc<Compiled>);
 
-impl Kernel {
+impl TileProgram {
     /// Sorts the nodes by how often they change and gives their values places.
     pub fn compile(program: &Program) -> Self {
         let (rates, affine) = rates(program);
@@ -104,7 +104,7 @@ impl Kernel {
             full: at(Rate::Full),
             planes: steps(program, &rates),
             on_score: OnScore::of(program, &rates),
-            lanes: Vec::new(),
+            registers: Vec::new(),
         };
         // The score is read where the caller has it. As a root it is copied: roots outlive it.
         let is_root = |i: usize| program.roots().contains(&NodeId(i as u32));
@@ -112,9 +112,9 @@ impl Kernel {
         for (i, node) in graph.nodes().iter().enumerate() {
             compiled.places[i] = match rates[i] {
                 Rate::Head => Place::Head,
-                Rate::Row => Place::Row(compiled.lane(LaneKind::Row)),
-                Rate::Column => Place::Column(compiled.lane(LaneKind::Column)),
-                Rate::Diagonal => Place::Diagonal(compiled.lane(LaneKind::Diagonal)),
+                Rate::Row => Place::Row(compiled.register(RegisterKind::Row)),
+                Rate::Column => Place::Column(compiled.register(RegisterKind::Column)),
+                Rate::Diagonal => Place::Diagonal(compiled.register(RegisterKind::Diagonal)),
                 Rate::Full => Place::Score,
             };
             if rates[i] == Rate::Diagonal {
@@ -122,7 +122,7 @@ impl Kernel {
                     let x = x.index();
                     let alone = matches!(rates[x], Rate::Row | Rate::Column);
                     if alone && compiled.expanded[x].is_none() {
-                        compiled.expanded[x] = Some(compiled.lane(LaneKind::Diagonal));
+                        compiled.expanded[x] = Some(compiled.register(RegisterKind::Diagonal));
                         compiled.expand.push(x);
                     }
                 });
@@ -139,9 +139,9 @@ impl Kernel {
 }
 
 impl Compiled {
-    fn lane(&mut self, kind: LaneKind) -> usize {
-        self.lanes.push(kind);
-        self.lanes.len() - 1
+    fn register(&mut self, kind: RegisterKind) -> usize {
+        self.registers.push(kind);
+        self.registers.len() - 1
     }
 
     /// How often any of these roots changes.
@@ -156,7 +156,7 @@ impl Compiled {
         roots.map(rate).fold(Rate::Head, Rate::join)
     }
 
-    /// Gives the nodes that change with every entry lanes, one used again when all that read it
+    /// Gives the nodes that change with every entry registers, one used again when all that read it
     /// have run, so that a strip of all of them stays in the first-level cache.
     fn place_full(&mut self) {
         let program = self.program.clone();
@@ -170,15 +170,15 @@ impl Compiled {
         }
         let mut free: Vec<usize> = Vec::new();
         for i in self.full.clone() {
-            let lane = free.pop().unwrap_or_else(|| self.lane(LaneKind::Full));
-            self.places[i] = Place::Full(lane);
+            let register = free.pop().unwrap_or_else(|| self.register(RegisterKind::Full));
+            self.places[i] = Place::Full(register);
             let mut done = Vec::new();
             graph.nodes()[i].for_each_operand(|x| {
-                if let Place::Full(lane) = self.places[x.index()]
+                if let Place::Full(register) = self.places[x.index()]
                     && last_use[x.index()] == i
-                    && !done.contains(&lane)
+                    && !done.contains(&register)
                 {
-                    done.push(lane);
+                    done.push(register);
                 }
             });
             free.extend(done);

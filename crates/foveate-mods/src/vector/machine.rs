@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::compile::{Compiled, Kernel, LaneKind, Place};
-use super::lanes::{LANES, Lane, Operand, Scores, padded};
+use super::compile::{Compiled, Place, RegisterKind, TileProgram};
 use super::outside::Outside;
+use super::registers::{LANES, Operand, Register, Scores, padded};
 use crate::eval::OutOfRange;
 use crate::point::{Head, Point};
 use crate::value::ScalarValue;
@@ -31,15 +31,15 @@ pub(super) enum View<'a> {
     Strip(Scores<'a>),
 }
 
-/// The registers of a [`Kernel`] at work. Calls go from outside in: [`Self::set_head`],
+/// The registers of a [`TileProgram`] at work. Calls go from outside in: [`Self::set_head`],
 /// [`Self::set_tile`], then [`Self::run`] for strips of its rows, then what reads the roots.
 #[derive(Debug)]
 pub struct Machine {
-    pub(super) kernel: Kernel,
+    pub(super) program: TileProgram,
     /// Values of the nodes that change with the head, and their bits.
     pub(super) scalars: Vec<ScalarValue>,
     pub(super) values: Vec<f32>,
-    pub(super) lanes: Vec<Lane>,
+    pub(super) registers: Vec<Register>,
     pub(super) head: Head,
     pub(super) q: Range<i32>,
     pub(super) kv: Range<i32>,
@@ -47,15 +47,16 @@ pub struct Machine {
     pub(super) strip: (Range<usize>, Range<usize>),
     /// Scratch for row-major buffer positions.
     pub(super) positions: Vec<usize>,
-    /// Scratch for truths: planes, and those of distances.
+    /// Scratch for mask bits: planes, and those of distances.
     pub(super) planes: Vec<Vec<u64>>,
     pub(super) diagonal: Vec<u64>,
     pub(super) outside: Outside,
-    pub(super) wrong: Option<OutOfRange>,
+    /// The first that counts.
+    pub(super) out_of_range: Option<OutOfRange>,
     pub(super) largest: [usize; 2],
 }
 
-impl Kernel {
+impl TileProgram {
     /// A machine for tiles of at most `rows` queries and `columns` keys.
     pub fn machine(&self, rows: usize, columns: usize) -> Machine {
         Machine::new(self.clone(), rows, columns)
@@ -63,18 +64,18 @@ impl Kernel {
 }
 
 impl Machine {
-    fn new(kernel: Kernel, rows: usize, columns: usize) -> Self {
-        let compiled = &kernel.0;
+    fn new(program: TileProgram, rows: usize, columns: usize) -> Self {
+        let compiled = &program.0;
         let [rows, columns] = [padded(rows.max(1)), padded(columns.max(1))];
-        let len = |kind: &LaneKind| match kind {
-            LaneKind::Row => rows,
-            LaneKind::Column => columns,
-            LaneKind::Diagonal => rows + columns,
-            LaneKind::Full => STRIP.max(STRIP_ROWS * columns),
+        let len = |kind: &RegisterKind| match kind {
+            RegisterKind::Row => rows,
+            RegisterKind::Column => columns,
+            RegisterKind::Diagonal => rows + columns,
+            RegisterKind::Full => STRIP.max(STRIP_ROWS * columns),
         };
         let nodes = compiled.places.len();
         Self {
-            lanes: compiled.lanes.iter().map(|kind| Lane::new(len(kind))).collect(),
+            registers: compiled.registers.iter().map(|kind| Register::new(len(kind))).collect(),
             scalars: vec![ScalarValue::I32(0); nodes],
             values: vec![0.0; nodes],
             head: Head::default(),
@@ -85,9 +86,9 @@ impl Machine {
             planes: Vec::new(),
             diagonal: Vec::new(),
             outside: Outside::default(),
-            wrong: None,
+            out_of_range: None,
             largest: [rows, columns],
-            kernel,
+            program,
         }
     }
 
@@ -106,13 +107,13 @@ impl Machine {
 
     /// The first captured-buffer index that was outside its axis since the machine was made.
     pub fn out_of_range(&self) -> Option<&OutOfRange> {
-        self.wrong.as_ref()
+        self.out_of_range.as_ref()
     }
 
     /// A root over the strip that was run last.
     pub(super) fn root(&self, root: usize) -> Operand<'_> {
-        let i = self.kernel.program().roots()[root].index();
-        self.operand(&self.kernel.0, i, View::Strip(Scores::default()))
+        let i = self.program.program().roots()[root].index();
+        self.operand(&self.program.0, i, View::Strip(Scores::default()))
     }
 
     /// Number and width of the lines of a view.
@@ -134,7 +135,7 @@ impl Machine {
         i: usize,
         view: View<'a>,
     ) -> Operand<'a> {
-        let lane = |lane: usize| self.lanes[lane].get();
+        let register = |register: usize| self.registers[register].get();
         let View::Strip(scores) = view else {
             let diagonal = matches!(view, View::Diagonals { .. });
             let expanded = compiled.expanded[i].filter(|_| diagonal);
@@ -143,7 +144,7 @@ impl Machine {
                     return Operand { data: &self.values, start: i, step: 0, one: true };
                 }
                 Place::Row(own) | Place::Column(own) | Place::Diagonal(own) => {
-                    lane(expanded.unwrap_or(own))
+                    register(expanded.unwrap_or(own))
                 }
                 Place::Full(_) | Place::Score => unreachable!("a rate reads what is rarer"),
             };
@@ -153,13 +154,15 @@ impl Machine {
         let (start, width) = (columns.start, columns.len() as isize);
         match compiled.places[i] {
             Place::Head => Operand { data: &self.values, start: i, step: 0, one: true },
-            Place::Row(own) => Operand { data: lane(own), start: rows.start, step: 1, one: true },
-            Place::Column(own) => Operand { data: lane(own), start, step: 0, one: false },
+            Place::Row(own) => {
+                Operand { data: register(own), start: rows.start, step: 1, one: true }
+            }
+            Place::Column(own) => Operand { data: register(own), start, step: 0, one: false },
             Place::Diagonal(own) => {
                 let start = self.q.len() - 1 - rows.start + start;
-                Operand { data: lane(own), start, step: -1, one: false }
+                Operand { data: register(own), start, step: -1, one: false }
             }
-            Place::Full(own) => Operand { data: lane(own), start: 0, step: width, one: false },
+            Place::Full(own) => Operand { data: register(own), start: 0, step: width, one: false },
             Place::Score => {
                 let step = scores.stride as isize;
                 Operand { data: scores.data, start, step, one: false }

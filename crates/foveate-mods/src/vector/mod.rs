@@ -6,9 +6,9 @@
 //! ALiBi, relative biases), and only the rest once an entry. That rest runs one operation at a time
 //! over strips of rows small enough that all intermediates stay in the first-level cache, in loops
 //! over groups of [`LANES`] floats, compiled once per instruction set (`level`). Most masks need
-//! none of that: their truths are made of bits, a word at a time (`planes`).
+//! none of that: their mask bits are made a word at a time (`planes`).
 //!
-//! All values lie in lanes of f32: integers by their bits, truths as the bits of 0 and 1. So one
+//! All values lie in registers of f32: integers by their bits, bools as the bits of 0 and 1. So one
 //! kind of storage serves every type, and the caller's scores are read where they are.
 //!
 //! Captured-buffer indices are clamped to their axis; the first one that had to be, at an entry
@@ -19,21 +19,21 @@
 mod adjoint;
 mod bits;
 mod compile;
-mod lanes;
 mod level;
 mod machine;
 mod outside;
 mod plan;
 mod planes;
 mod rate;
+mod registers;
 mod run;
 mod steps;
 #[cfg(test)]
 mod tests;
 
 pub use adjoint::Read;
-pub use bits::Bits;
-pub use compile::Kernel;
-pub use lanes::{LANES, Scores};
+pub use bits::MaskBits;
+pub use compile::TileProgram;
 pub use level::{Level, level};
 pub use machine::Machine;
+pub use registers::{LANES, Scores};

@@ -1,11 +1,11 @@
-//! How the truths of a tile are made of whole words, where a program allows it.
+//! How the mask bits of a tile are made of whole words, where a program allows it.
 
 use super::rate::Rate;
 use crate::ir::{BinaryOp, Node, UnaryOp};
 use crate::program::Program;
 use crate::value::Type;
 
-/// A step of making the truths of a tile. Planes, which hold a bit an entry, are on a stack.
+/// A step of making the mask bits of a tile. Planes, which hold a bit an entry, are on a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// Adds the plane of a node that changes less often than entries.
@@ -21,7 +21,7 @@ pub(super) enum Step {
 /// Steps of a program at most: where nodes are shared there may be very many.
 const STEPS: usize = 32;
 
-/// The steps that make root 0 of a program whose nodes have these rates, when it is a truth and
+/// The steps that make root 0 of a program whose nodes have these rates, when it is a bool and
 /// planes are all it takes.
 pub(super) fn steps(program: &Program, rates: &[Rate]) -> Option<Vec<Step>> {
     let mut steps = Vec::new();

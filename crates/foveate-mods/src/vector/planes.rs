@@ -1,29 +1,29 @@
-//! The truths of a tile by whole words of bits.
+//! The mask bits of a tile, by whole words.
 //!
-//! What a mask asks of an entry is mostly known before: whether its distance is inside a window,
-//! its key before another, its query in the key's document. Truths that change with queries, keys
+//! Most of a mask is known before an entry is looked at: whether its distance is inside a window,
+//! its key before another, its query in the key's document. Bools that change with queries, keys
 //! or distances alone become bits once and are laid out over the tile: those of distances by
-//! shifting, since each row has the bits of the row before, one column further. What combines truths
-//! combines words. Only a comparison of the numbers of queries and keys looks at entries, once for
+//! shifting, since each row has the bits of the row before, one column further. Logic between
+//! bools combines words. Only a comparison of the numbers of queries and keys looks at entries, once for
 //! neighbouring queries that have the same number.
 
-use super::bits::{Bits, WORD, gather, shifted};
+use super::bits::{MaskBits, WORD, gather, shifted};
 use super::compile::{Compiled, Place};
-use super::lanes::{LANES, Line, Operand, Scores, int, padded, truth};
 use super::level::for_each_level;
 use super::machine::{Machine, View};
 use super::plan::Step;
+use super::registers::{LANES, Line, Operand, Scores, bool, int, padded};
 use crate::ir::BinaryOp;
 
 impl Machine {
-    /// Makes the truths of the tile by `steps`, which leaves the tile as the strip.
-    pub(super) fn by_planes(&mut self, compiled: &Compiled, steps: &[Step], into: &mut Bits) {
+    /// Makes the mask bits of the tile by `steps`, which leaves the tile as the strip.
+    pub(super) fn by_planes(&mut self, compiled: &Compiled, steps: &[Step], into: &mut MaskBits) {
         let (rows, columns) = (self.q.len(), self.kv.len());
         self.strip = (0..rows, 0..padded(columns));
         if let [Step::Of(i)] = steps
-            && let Place::Diagonal(lane) = compiled.places[*i]
+            && let Place::Diagonal(register) = compiled.places[*i]
         {
-            self.pack_distances(lane);
+            self.pack_distances(register);
             return into.lay_out(rows, columns, &mut self.diagonal);
         }
         let mut planes = std::mem::take(&mut self.planes);
@@ -55,14 +55,14 @@ impl Machine {
         self.planes = planes;
     }
 
-    /// Packs the truths of a lane of distances.
-    fn pack_distances(&mut self, lane: usize) {
-        let Self { lanes, diagonal, .. } = self;
-        let truths = &lanes[lane].get()[..padded(self.q.len() + padded(self.kv.len()))];
+    /// Packs a register of bools that distances decide.
+    fn pack_distances(&mut self, register: usize) {
+        let Self { registers, diagonal, .. } = self;
+        let bools = &registers[register].get()[..padded(self.q.len() + padded(self.kv.len()))];
         diagonal.clear();
         // A row reads a word more than it has.
-        diagonal.resize(truths.len().div_ceil(WORD) + 2, 0);
-        pack(truths, diagonal);
+        diagonal.resize(bools.len().div_ceil(WORD) + 2, 0);
+        pack(bools, diagonal);
     }
 
     /// Writes the plane of a step that adds one.
@@ -72,9 +72,9 @@ impl Machine {
         into.clear();
         into.resize(rows * words, 0);
         if let Step::Of(i) = step
-            && let Place::Diagonal(lane) = compiled.places[i]
+            && let Place::Diagonal(register) = compiled.places[i]
         {
-            self.pack_distances(lane);
+            self.pack_distances(register);
             for (r, row) in into.chunks_exact_mut(words.max(1)).enumerate() {
                 shifted(&self.diagonal, rows - 1 - r, row);
             }
@@ -90,27 +90,27 @@ impl Machine {
 }
 
 for_each_level! {
-    /// Packs truths, whole groups, into bits that are 0.
-    pack = pack_body(truths: &[f32], into: &mut [u64])
+    /// Packs bools, whole groups, into bits that are 0.
+    pack = pack_body(bools: &[f32], into: &mut [u64])
 }
 
 #[inline(always)]
-fn pack_body(truths: &[f32], into: &mut [u64]) {
-    for (g, group) in truths.as_chunks::<LANES>().0.iter().enumerate() {
+fn pack_body(bools: &[f32], into: &mut [u64]) {
+    for (g, group) in bools.as_chunks::<LANES>().0.iter().enumerate() {
         let at = g * LANES;
-        into[at / WORD] |= gather(group, |x| truth(*x)) << (at % WORD);
+        into[at / WORD] |= gather(group, |x| bool(*x)) << (at % WORD);
     }
 }
 
 /// Fills a plane that is 0 with what is the same for all keys or for all queries.
-fn fill(truths: &Operand<'_>, width: usize, into: &mut [u64]) {
+fn fill(bools: &Operand<'_>, width: usize, into: &mut [u64]) {
     let words = width.div_ceil(WORD).max(1);
     for r in 0..into.len() / words {
         let own = r * words..(r + 1) * words;
-        match truths.line(r, width) {
-            Line::One(x) => into[own].fill(if truth(x) { u64::MAX } else { 0 }),
-            Line::Lanes(_) if r > 0 => into.copy_within(own.start - words..own.start, own.start),
-            Line::Lanes(x) => pack(x, &mut into[own]),
+        match bools.line(r, width) {
+            Line::One(x) => into[own].fill(if bool(x) { u64::MAX } else { 0 }),
+            Line::Each(_) if r > 0 => into.copy_within(own.start - words..own.start, own.start),
+            Line::Each(x) => pack(x, &mut into[own]),
         }
     }
 }
@@ -129,7 +129,7 @@ fn compare_body(op: BinaryOp, x: &Operand<'_>, y: &Operand<'_>, width: usize, in
         BinaryOp::Ne => compare_by(x, y, width, into, |x, y| x != y),
         BinaryOp::Lt => compare_by(x, y, width, into, |x, y| x < y),
         BinaryOp::Le => compare_by(x, y, width, into, |x, y| x <= y),
-        _ => unreachable!("only comparisons of integers are truths"),
+        _ => unreachable!("only comparisons of integers have planes"),
     }
 }
 
@@ -152,7 +152,7 @@ fn compare_by(
         for at in (0..width).step_by(LANES) {
             let group = |line: Line<'_>| match line {
                 Line::One(x) => [x; LANES],
-                Line::Lanes(x) => *x[at..].first_chunk().expect("lines are whole groups"),
+                Line::Each(x) => *x[at..].first_chunk().expect("lines are whole groups"),
             };
             let (x, y) = (group(x), group(y));
             let pairs: [(f32, f32); LANES] = std::array::from_fn(|l| (x[l], y[l]));

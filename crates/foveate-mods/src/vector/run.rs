@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::bits::Bits;
+use super::bits::MaskBits;
 use super::compile::{Compiled, OnScore, Place};
-use super::lanes::{Scores, bits_of, padded};
 use super::machine::{Machine, View};
 use super::outside::Outside;
+use super::registers::{Scores, bits_of, padded};
 use super::steps;
 use crate::arithmetic;
 use crate::eval;
@@ -21,7 +21,7 @@ impl Machine {
         self.head = head;
         (self.q, self.kv) = (0..0, 0..0);
         self.outside = Outside::default();
-        let compiled = Arc::clone(&self.kernel.0);
+        let compiled = Arc::clone(&self.program.0);
         for &i in &compiled.head {
             self.scalars[i] = self.scalar(&compiled, i);
             self.values[i] = bits_of(self.scalars[i]);
@@ -36,7 +36,7 @@ impl Machine {
     pub fn set_tile(&mut self, q: Range<i32>, kv: Range<i32>) {
         let [rows, columns] = self.largest;
         assert!(q.len() <= rows && kv.len() <= columns, "a tile is as large as the machine's");
-        let compiled = Arc::clone(&self.kernel.0);
+        let compiled = Arc::clone(&self.program.0);
         let [new_q, new_kv] = [q != self.q, kv != self.kv];
         let moved = q.len() != self.q.len()
             || kv.len() != self.kv.len()
@@ -65,16 +65,16 @@ impl Machine {
         let last = self.q.len().saturating_sub(1);
         for &i in &compiled.expand {
             let into = compiled.expanded[i].expect("it is to be expanded");
-            let mut into = std::mem::take(&mut self.lanes[into]);
+            let mut into = std::mem::take(&mut self.registers[into]);
             let out = &mut into.get_mut()[..width];
             match compiled.places[i] {
-                Place::Row(lane) => {
-                    let rows = &self.lanes[lane].get()[..=last];
+                Place::Row(register) => {
+                    let rows = &self.registers[register].get()[..=last];
                     out[..=last].iter_mut().zip(rows.iter().rev()).for_each(|(o, x)| *o = *x);
                     out[last..].fill(rows[0]);
                 }
-                Place::Column(lane) => {
-                    let columns = &self.lanes[lane].get()[..padded(self.kv.len())];
+                Place::Column(register) => {
+                    let columns = &self.registers[register].get()[..padded(self.kv.len())];
                     let n = columns.len().min(width - last);
                     out[..last].fill(columns[0]);
                     out[last..last + n].copy_from_slice(&columns[..n]);
@@ -82,7 +82,7 @@ impl Machine {
                 }
                 _ => unreachable!("only rows and columns are expanded"),
             }
-            self.lanes[compiled.expanded[i].expect("as above")] = into;
+            self.registers[compiled.expanded[i].expect("as above")] = into;
         }
     }
 
@@ -97,10 +97,10 @@ impl Machine {
         rows: Range<usize>,
         columns: Range<usize>,
         scores: Scores<'_>,
-        live: Option<&Bits>,
+        live: Option<&MaskBits>,
     ) {
         self.set_strip(rows, columns);
-        let compiled = Arc::clone(&self.kernel.0);
+        let compiled = Arc::clone(&self.program.0);
         steps::run(self, &compiled, &compiled.full, View::Strip(scores));
         self.count_outside(scores, live);
     }
@@ -116,23 +116,23 @@ impl Machine {
         [rows, columns]: [Range<usize>; 2],
         scores: &mut [f32],
         stride: usize,
-        live: Option<&Bits>,
+        live: Option<&MaskBits>,
     ) {
-        let Some(OnScore { op, other, first }) = self.kernel.0.on_score else {
+        let Some(OnScore { op, other, first }) = self.program.0.on_score else {
             self.run(rows, columns, Scores { data: scores, stride }, live);
             return self.store(root, scores, stride);
         };
         self.set_strip(rows, columns);
         self.count_outside(Scores { data: scores, stride }, live);
         let (rows, columns) = self.strip.clone();
-        let other = self.operand(&self.kernel.0, other, View::Strip(Scores::default()));
+        let other = self.operand(&self.program.0, other, View::Strip(Scores::default()));
         steps::change((op, first), &other, rows.len(), columns, scores, stride);
     }
 
-    /// Evaluates a program without scores over the tile and keeps where root 0, a truth, is true.
-    /// With `live`, only there is anything asked for.
-    pub fn truths(&mut self, live: Option<&Bits>, into: &mut Bits) {
-        let compiled = Arc::clone(&self.kernel.0);
+    /// Writes the mask bits of the tile: root 0, a bool, of a program without scores. With `live`,
+    /// only the bits where it is true have to be right.
+    pub fn mask_bits(&mut self, live: Option<&MaskBits>, into: &mut MaskBits) {
+        let compiled = Arc::clone(&self.program.0);
         if let Some(steps) = &compiled.planes {
             self.outside.entries.clear();
             self.by_planes(&compiled, steps, into);
@@ -185,8 +185,8 @@ impl Machine {
     }
 
     /// Keeps the first index out of range that counts in the strip.
-    pub(super) fn count_outside(&mut self, scores: Scores<'_>, live: Option<&Bits>) {
-        if self.wrong.is_some() || !self.outside.any() {
+    pub(super) fn count_outside(&mut self, scores: Scores<'_>, live: Option<&MaskBits>) {
+        if self.out_of_range.is_some() || !self.outside.any() {
             return;
         }
         let (rows, columns) = self.strip.clone();
@@ -207,8 +207,8 @@ impl Machine {
                 let score = scores.data.get((r - rows.start) * scores.stride + c);
                 let mut point = self.point(r, c);
                 point.score = score.copied().unwrap_or(0.0);
-                if let Err(wrong) = self.kernel.program().eval(&point) {
-                    self.wrong = Some(wrong);
+                if let Err(wrong) = self.program.program().eval(&point) {
+                    self.out_of_range = Some(wrong);
                     return;
                 }
             }

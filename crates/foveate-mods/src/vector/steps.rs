@@ -1,13 +1,13 @@
-//! One operation over the lanes of a rate, or over a strip.
+//! One operation over the registers of a rate, or over a strip.
 
 use std::ops::Range;
 
-use super::bits::Bits;
+use super::bits::MaskBits;
 use super::compile::{Compiled, Place};
-use super::lanes::{Lane, Line, Operand, int, of_int, of_truth, padded, truth};
 use super::level::for_each_level;
 use super::machine::{Machine, View};
 use super::outside::note;
+use super::registers::{Line, Operand, Register, bool, int, of_bool, of_int, padded};
 use crate::arithmetic::{self, euclid_rem, floor_div, unary_f32};
 use crate::capture::AnyBuffer;
 use crate::ir::{BinaryOp, Leaf, Node, NodeId, UnaryOp, mix};
@@ -45,7 +45,7 @@ impl<'a> Out<'a> {
         for (r, out) in self.each_line() {
             match x.line(r, width) {
                 Line::One(x) => out.fill(f(x)),
-                Line::Lanes(x) => out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)),
+                Line::Each(x) => out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)),
             }
         }
     }
@@ -57,13 +57,13 @@ impl<'a> Out<'a> {
         let width = self.width;
         for (r, out) in self.each_line() {
             match (x.line(r, width), y.line(r, width)) {
-                (Line::Lanes(x), Line::Lanes(y)) => {
+                (Line::Each(x), Line::Each(y)) => {
                     out.iter_mut().zip(x).zip(y).for_each(|((o, &x), &y)| *o = f(x, y));
                 }
-                (Line::Lanes(x), Line::One(y)) => {
+                (Line::Each(x), Line::One(y)) => {
                     out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x, y));
                 }
-                (Line::One(x), Line::Lanes(y)) => {
+                (Line::One(x), Line::Each(y)) => {
                     out.iter_mut().zip(y).for_each(|(o, &y)| *o = f(x, y));
                 }
                 (Line::One(x), Line::One(y)) => out.fill(f(x, y)),
@@ -79,15 +79,15 @@ impl<'a> Out<'a> {
         for (r, out) in self.each_line() {
             y.line(r, width).copy_to(out);
             match (c.line(r, width), x.line(r, width)) {
-                (Line::One(c), x) if truth(c) => x.copy_to(out),
+                (Line::One(c), x) if bool(c) => x.copy_to(out),
                 (Line::One(_), _) => {}
-                (Line::Lanes(c), Line::Lanes(x)) => {
+                (Line::Each(c), Line::Each(x)) => {
                     for ((o, &c), &x) in out.iter_mut().zip(c).zip(x) {
-                        *o = if truth(c) { x } else { *o };
+                        *o = if bool(c) { x } else { *o };
                     }
                 }
-                (Line::Lanes(c), Line::One(x)) => {
-                    out.iter_mut().zip(c).for_each(|(o, &c)| *o = if truth(c) { x } else { *o });
+                (Line::Each(c), Line::One(x)) => {
+                    out.iter_mut().zip(c).for_each(|(o, &c)| *o = if bool(c) { x } else { *o });
                 }
             }
         }
@@ -100,7 +100,7 @@ impl<'a> Out<'a> {
 
     #[inline(always)]
     fn compare(self, x: Operand<'_>, y: Operand<'_>, f: impl Fn(f32, f32) -> bool) {
-        self.zip(x, y, |x, y| of_truth(f(x, y)));
+        self.zip(x, y, |x, y| of_bool(f(x, y)));
     }
 }
 
@@ -114,20 +114,21 @@ for_each_level! {
 #[inline(always)]
 fn run_body(machine: &mut Machine, compiled: &Compiled, nodes: &[usize], view: View<'_>) {
     for &i in nodes {
-        let lane = match compiled.places[i] {
-            Place::Row(lane) | Place::Column(lane) | Place::Diagonal(lane) | Place::Full(lane) => {
-                lane
-            }
-            Place::Head | Place::Score => unreachable!("it has no lane to fill"),
+        let register = match compiled.places[i] {
+            Place::Row(register)
+            | Place::Column(register)
+            | Place::Diagonal(register)
+            | Place::Full(register) => register,
+            Place::Head | Place::Score => unreachable!("it has no register to fill"),
         };
-        let mut into = std::mem::take(&mut machine.lanes[lane]);
+        let mut into = std::mem::take(&mut machine.registers[register]);
         step(machine, compiled, i, view, &mut into);
-        machine.lanes[lane] = into;
+        machine.registers[register] = into;
     }
 }
 
 #[inline(always)]
-fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, into: &mut Lane) {
+fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, into: &mut Register) {
     let graph = compiled.program.graph();
     let (lines, width) = machine.extent(view);
     let out = Out { data: into.get_mut(), lines, width };
@@ -153,7 +154,7 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
         },
         Node::Unary(op, x) => unary(*op, of(x), out),
         Node::Binary(op, x, y) => match graph.ty(*x) {
-            Type::Bool => truths(*op, of(x), of(y), out),
+            Type::Bool => bools(*op, of(x), of(y), out),
             Type::I32 => integers(*op, of(x), of(y), out),
             Type::F32 => floats(*op, of(x), of(y), out),
         },
@@ -162,7 +163,7 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
             (Type::F32, Type::I32) => out.map(of(x), |x| int(x) as f32),
             (Type::F32, Type::Bool) => out.map(of(x), |x| int(x) as f32),
             (Type::I32, Type::F32) => out.map(of(x), |x| of_int(x as i32)),
-            // A truth lies in a lane as the integer it becomes.
+            // A bool lies in a register as the integer it becomes.
             _ => out.map(of(x), |x| x),
         },
         Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_) => {
@@ -174,7 +175,7 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
 #[inline(always)]
 fn unary(op: UnaryOp, x: Operand<'_>, out: Out<'_>) {
     match op {
-        UnaryOp::Not => out.map(x, |x| of_truth(!truth(x))),
+        UnaryOp::Not => out.map(x, |x| of_bool(!bool(x))),
         UnaryOp::Neg => out.map(x, |x| -x),
         UnaryOp::Abs => out.map(x, f32::abs),
         UnaryOp::Floor => out.map(x, f32::floor),
@@ -192,7 +193,7 @@ fn unary(op: UnaryOp, x: Operand<'_>, out: Out<'_>) {
 }
 
 #[inline(always)]
-fn truths(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
+fn bools(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
     match op {
         BinaryOp::And => out.zip_int(x, y, |x, y| x & y),
         BinaryOp::Or => out.zip_int(x, y, |x, y| x | y),
@@ -283,7 +284,7 @@ impl Machine {
                 for (c, p) in positions.iter_mut().enumerate() {
                     let i = match index {
                         Line::One(i) => int(i),
-                        Line::Lanes(i) => int(i[c]),
+                        Line::Each(i) => int(i[c]),
                     };
                     *p = *p * len + (i.max(0) as usize).min(last);
                     if i as u32 as usize >= len && first + c < inside {
@@ -311,8 +312,8 @@ pub(super) fn run_start<'a>(
         let last = axis + 1 == shape.len() && counts;
         let (i, count) = match line {
             Line::One(i) => (int(i), 1),
-            Line::Lanes(i) if last => (int(i[0]), width),
-            Line::Lanes(_) => return None,
+            Line::Each(i) if last => (int(i[0]), width),
+            Line::Each(_) => return None,
         };
         let i = usize::try_from(i).ok().filter(|i| i + count <= len)?;
         if last && count == 1 {
@@ -327,7 +328,7 @@ fn copy_run(from: &BufferData, start: usize, into: &mut [f32]) {
     let end = start + into.len();
     match from {
         BufferData::Bool(v) => {
-            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_truth(x));
+            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_bool(x));
         }
         BufferData::I32(v) => {
             into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_int(x));
@@ -341,7 +342,7 @@ fn gather(from: &BufferData, positions: &[usize], into: &mut [f32]) {
     let places = into.iter_mut().zip(positions);
     match from {
         BufferData::Bool(v) => {
-            places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_truth(x)))
+            places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_bool(x)))
         }
         BufferData::I32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_int(x))),
         BufferData::F32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| x)),
@@ -349,19 +350,19 @@ fn gather(from: &BufferData, positions: &[usize], into: &mut [f32]) {
 }
 
 for_each_level! {
-    /// Keeps the truths of rows `rows` of a tile of so many columns.
+    /// Keeps the mask bits of rows `rows` of a tile of so many columns.
     pub(super) pack = pack_body(
-        root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut Bits
+        root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut MaskBits
     )
 }
 
 #[inline(always)]
-fn pack_body(root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut Bits) {
+fn pack_body(root: &Operand<'_>, rows: Range<usize>, columns: usize, into: &mut MaskBits) {
     let width = padded(columns);
     for (line, r) in rows.enumerate() {
         match root.line(line, width) {
-            Line::One(x) => into.set_all(r, columns, truth(x)),
-            Line::Lanes(x) => into.set(r, columns, x),
+            Line::One(x) => into.set_all(r, columns, bool(x)),
+            Line::Each(x) => into.set(r, columns, x),
         }
     }
 }
@@ -425,6 +426,6 @@ fn change_body(
 fn change_row(row: &mut [f32], other: Line<'_>, f: impl Fn(f32, f32) -> f32) {
     match other {
         Line::One(y) => row.iter_mut().for_each(|x| *x = f(*x, y)),
-        Line::Lanes(y) => row.iter_mut().zip(y).for_each(|(x, &y)| *x = f(*x, y)),
+        Line::Each(y) => row.iter_mut().zip(y).for_each(|(x, &y)| *x = f(*x, y)),
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::compile::Place;
-use super::lanes::padded;
+use super::registers::padded;
 use super::*;
 use crate::bounds::random::{Random, buffers, random};
 use crate::capture::Buffer;
@@ -28,7 +28,7 @@ fn tile(r: &mut Random) -> (Range<i32>, Range<i32>) {
 }
 
 fn machine(program: &Program) -> Machine {
-    let mut machine = Kernel::compile(program).machine(40, 40);
+    let mut machine = TileProgram::compile(program).machine(40, 40);
     machine.set_head(HEAD);
     machine
 }
@@ -42,17 +42,17 @@ fn random_masks_are_over_tiles_what_they_are_at_points() {
         let mut r = Random(seed + case, 0);
         let program = Program::build(&[random(&mut r, &buffers, Type::Bool)]);
         let mut machine = machine(&program);
-        let mut truths = Bits::default();
+        let mut bits = MaskBits::default();
         for _ in 0..3 {
             let (q, kv) = tile(&mut r);
             machine.set_tile(q.clone(), kv.clone());
-            machine.truths(None, &mut truths);
+            machine.mask_bits(None, &mut bits);
             let mut outside = false;
             for (i, q) in q.clone().enumerate() {
                 for (j, kv) in kv.clone().enumerate() {
                     match program.eval(&at(q, kv, 0.0)) {
                         Ok(values) => assert_eq!(
-                            ScalarValue::Bool(truths.get(i, j)),
+                            ScalarValue::Bool(bits.get(i, j)),
                             values[0],
                             "case {case} at {q}, {kv}: {program:?}"
                         ),
@@ -62,7 +62,7 @@ fn random_masks_are_over_tiles_what_they_are_at_points() {
             }
             let found = machine.out_of_range().is_some();
             assert!(found || !outside, "case {case}: nobody noticed over {q:?} x {kv:?}");
-            machine.wrong = None;
+            machine.out_of_range = None;
         }
     }
 }
@@ -106,7 +106,7 @@ fn random_scores_are_over_strips_what_they_are_at_points() {
 }
 
 #[test]
-fn truths_made_of_words_are_what_they_are_at_points() {
+fn mask_bits_made_of_words_are_what_they_are_at_points() {
     let (q, kv) = (expr::q, expr::kv);
     let ids = |step: usize| (0..400).map(|i| (i / step) as i32).collect::<Vec<_>>();
     let (doc, other) = (Buffer::vector("doc", ids(37)), Buffer::vector("other", ids(5)));
@@ -123,25 +123,25 @@ fn truths_made_of_words_are_what_they_are_at_points() {
     ];
     for (case, mask) in masks.iter().enumerate() {
         let program = Program::build(&[mask.dynamic().clone()]);
-        let kernel = Kernel::compile(&program);
-        assert!(kernel.0.planes.is_some(), "case {case} looks at every entry");
-        let mut machine = kernel.machine(96, 256);
+        let compiled = TileProgram::compile(&program);
+        assert!(compiled.0.planes.is_some(), "case {case} looks at every entry");
+        let mut machine = compiled.machine(96, 256);
         machine.set_head(HEAD);
-        let mut truths = Bits::default();
+        let mut bits = MaskBits::default();
         for (rows, columns) in [(80..117, 3..203), (0..96, 64..320), (200..201, 130..195)] {
             machine.set_tile(rows.clone(), columns.clone());
-            machine.truths(None, &mut truths);
+            machine.mask_bits(None, &mut bits);
             let mut count = 0;
             for (i, q) in rows.enumerate() {
                 for (j, kv) in columns.clone().enumerate() {
                     let want = program.eval(&at(q, kv, 0.0)).unwrap()[0];
-                    let got = truths.get(i, j);
+                    let got = bits.get(i, j);
                     assert_eq!(ScalarValue::Bool(got), want, "case {case} at {q}, {kv}");
-                    assert!(!got || truths.columns(i..i + 1).contains(&j));
+                    assert!(!got || bits.columns(i..i + 1).contains(&j));
                     count += u64::from(got);
                 }
             }
-            assert_eq!(truths.count(), count, "case {case}: nothing is true past the tile");
+            assert_eq!(bits.count(), count, "case {case}: nothing is true past the tile");
         }
     }
 }
@@ -161,7 +161,7 @@ fn a_score_that_something_is_done_to_once_is_changed_where_it_lies() {
     for (case, expr) in changed.iter().chain(&evaluated).enumerate() {
         let program = Program::build(&[expr.dynamic().clone()]);
         let mut machine = machine(&program);
-        assert_eq!(machine.kernel.0.on_score.is_some(), case < changed.len(), "case {case}");
+        assert_eq!(machine.program.0.on_score.is_some(), case < changed.len(), "case {case}");
         let stride = 48;
         let given = |i: usize, j: usize| ((i * 7 + j * 5) % 11) as f32 - 5.5;
         let mut scores: Vec<f32> =
@@ -185,8 +185,8 @@ fn a_score_that_something_is_done_to_once_is_changed_where_it_lies() {
 
 fn places(expr: impl Into<DynExpr>) -> (Place, usize) {
     let program = Program::build(&[expr.into()]);
-    let kernel = Kernel::compile(&program);
-    (kernel.0.places[program.roots()[0].index()], kernel.0.full.len())
+    let compiled = TileProgram::compile(&program);
+    (compiled.0.places[program.roots()[0].index()], compiled.0.full.len())
 }
 
 #[test]
@@ -213,12 +213,12 @@ fn what_depends_on_a_distance_is_evaluated_once_a_diagonal() {
 fn a_comparison_that_wraps_inside_a_tile_wraps_at_its_points() {
     let program = Program::build(&[(expr::q() + (i32::MAX - 3)).ge(expr::kv()).dynamic().clone()]);
     let mut machine = machine(&program);
-    let mut truths = Bits::default();
+    let mut bits = MaskBits::default();
     machine.set_tile(0..8, 0..8);
-    machine.truths(None, &mut truths);
+    machine.mask_bits(None, &mut bits);
     for (q, kv) in (0..64).map(|i| (i / 8, i % 8)) {
         let want = program.eval(&at(q, kv, 0.0)).unwrap()[0];
-        assert_eq!(ScalarValue::Bool(truths.get(q as usize, kv as usize)), want);
+        assert_eq!(ScalarValue::Bool(bits.get(q as usize, kv as usize)), want);
     }
 }
 
@@ -227,21 +227,21 @@ fn bits_know_between_which_columns_a_row_is_true() {
     let band = (expr::q() - expr::kv()).abs().le(3) | expr::kv().eq(30);
     let program = Program::build(&[band.dynamic().clone()]);
     let mut machine = machine(&program);
-    let mut truths = Bits::default();
+    let mut bits = MaskBits::default();
     machine.set_tile(10..14, 0..40);
-    machine.truths(None, &mut truths);
-    assert_eq!((truths.rows(), truths.columns(0..1), truths.columns(1..3)), (4, 7..31, 8..31));
-    assert_eq!((truths.rows_within(8..9), truths.rows_within(0..7)), (0..2, 0..0));
+    machine.mask_bits(None, &mut bits);
+    assert_eq!((bits.rows(), bits.columns(0..1), bits.columns(1..3)), (4, 7..31, 8..31));
+    assert_eq!((bits.rows_within(8..9), bits.rows_within(0..7)), (0..2, 0..0));
     let mut row = [1.0; 48];
-    truths.fill_false(0, 0, &mut row, -1.0);
+    bits.fill_false(0, 0, &mut row, -1.0);
     let seen = |c: usize| (7..=13).contains(&c) || c == 30;
     assert!((0..48).all(|c| (row[c] == 1.0) == seen(c)));
     let mut part = [1.0; 16];
-    truths.fill_false(0, 16, &mut part, -1.0);
+    bits.fill_false(0, 16, &mut part, -1.0);
     assert!((0..16).all(|c| (part[c] == 1.0) == seen(16 + c)));
     machine.set_tile(20..22, 0..10);
-    machine.truths(None, &mut truths);
-    assert_eq!(truths.columns(0..2), 0..0);
+    machine.mask_bits(None, &mut bits);
+    assert_eq!(bits.columns(0..2), 0..0);
 }
 
 #[test]
@@ -256,23 +256,23 @@ fn bits_of_distances_are_those_of_their_entries() {
     ];
     for mask in masks {
         let program = Program::build(&[mask.dynamic().clone()]);
-        let mut machine = Kernel::compile(&program).machine(100, 200);
+        let mut machine = TileProgram::compile(&program).machine(100, 200);
         machine.set_head(HEAD);
-        let mut truths = Bits::default();
+        let mut bits = MaskBits::default();
         for (q, kv) in [(150..210, 90..249), (60..61, 0..64), (7..70, 3..131), (0..16, 0..1)] {
             machine.set_tile(q.clone(), kv.clone());
-            machine.truths(None, &mut truths);
-            assert_eq!(truths.rows(), q.len());
+            machine.mask_bits(None, &mut bits);
+            assert_eq!(bits.rows(), q.len());
             for (r, q) in q.enumerate() {
                 let want =
                     |kv| program.eval(&at(q, kv, 0.0)).unwrap()[0] == ScalarValue::Bool(true);
                 let seen: Vec<usize> =
                     (0..kv.len()).filter(|c| want(kv.start + *c as i32)).collect();
                 let ends = seen.first().zip(seen.last()).map_or(0..0, |(a, b)| *a..b + 1);
-                assert_eq!(truths.columns(r..r + 1), ends);
-                assert!((0..kv.len()).all(|c| truths.get(r, c) == seen.contains(&c)));
+                assert_eq!(bits.columns(r..r + 1), ends);
+                assert!((0..kv.len()).all(|c| bits.get(r, c) == seen.contains(&c)));
                 let mut row = vec![1.0; padded(kv.len())];
-                truths.fill_false(r, 0, &mut row, 0.0);
+                bits.fill_false(r, 0, &mut row, 0.0);
                 let left = row.iter().enumerate().filter(|(_, x)| **x == 1.0).map(|(c, _)| c);
                 assert!(left.eq(seen));
             }
@@ -286,11 +286,11 @@ fn an_index_out_of_range_counts_where_the_entry_does() {
     let score = expr::score() + table.at([expr::kv() - expr::q()]);
     let program = Program::build(&[score.dynamic().clone()]);
     let mut machine = machine(&program);
-    let mut live = Bits::default();
+    let mut live = MaskBits::default();
     let causal = Program::build(&[expr::q().le(expr::kv()).dynamic().clone()]);
     let mut mask = self::machine(&causal);
     mask.set_tile(0..8, 0..8);
-    mask.truths(None, &mut live);
+    mask.mask_bits(None, &mut live);
     let data = vec![0.0; 8 * LANES];
     let scores = Scores { data: &data, stride: LANES };
     machine.set_tile(0..8, 0..8);

@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::process::{Command, Stdio};
 
 use foveate_mods::ir::{BinaryOp, UnaryOp, mix};
-use foveate_mods::vector::{Bits, LANES, Machine, Read, Scores};
-use foveate_mods::{Bounds, Cover, DynExpr, Head, Kernel, Point, ScalarValue, Type};
+use foveate_mods::vector::{LANES, Machine, MaskBits, Read, Scores};
+use foveate_mods::{Bounds, Cover, DynExpr, Head, Point, ScalarValue, TileProgram, Type};
 
 use super::ranges::range_table;
 use super::*;
@@ -294,7 +294,7 @@ fn agree_with_the_cpu(cases: &[Case]) {
     let (mut decided, mut as_on_cpu, mut reported) = (0, 0, 0);
     for (number, case) in cases.iter().enumerate() {
         let machine = |program: &Program| {
-            let mut machine = Kernel::compile(program).machine(1, width);
+            let mut machine = TileProgram::compile(program).machine(1, width);
             machine.set_head(HEAD);
             machine
         };
@@ -312,11 +312,11 @@ fn agree_with_the_cpu(cases: &[Case]) {
             let mut given = row_of_scores(q);
             given.resize(padded, 0.0);
             let given = Scores { data: &given, stride: padded };
-            let (mut seen, mut kept) = (Bits::default(), Bits::default());
+            let (mut seen, mut kept) = (MaskBits::default(), MaskBits::default());
             mask.set_tile(q..q + 1, KEYS);
-            mask.truths(None, &mut seen);
+            mask.mask_bits(None, &mut seen);
             keep.set_tile(q..q + 1, KEYS);
-            keep.truths(None, &mut kept);
+            keep.mask_bits(None, &mut kept);
             score.set_tile(q..q + 1, KEYS);
             score.run(0..1, 0..width, given, Some(&seen));
             let scores = row(&score);
@@ -348,11 +348,11 @@ fn agree_with_the_cpu(cases: &[Case]) {
         }
         let bounds = Bounds::new(case.mask.program());
         for (q, kv) in &case.rectangles {
-            let mut machine = Kernel::compile(case.mask.program()).machine(q.len(), kv.len());
-            let mut entries = Bits::default();
+            let mut machine = TileProgram::compile(case.mask.program()).machine(q.len(), kv.len());
+            let mut entries = MaskBits::default();
             machine.set_head(HEAD);
             machine.set_tile(q.clone(), kv.clone());
-            machine.truths(None, &mut entries);
+            machine.mask_bits(None, &mut entries);
             let live = entries.count();
             let seen = [live < (q.len() * kv.len()) as u64, live > 0];
             let says = word();
@@ -500,7 +500,7 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
     for (number, (source, gradient)) in sources.iter().enumerate() {
         let buffers = gradient.program().graph().buffers();
         let mut wanted: Vec<Vec<f64>> = buffers.iter().map(|b| vec![0.0; b.data().len()]).collect();
-        let mut machine = Kernel::compile(gradient.program()).machine(1, KEYS.len());
+        let mut machine = TileProgram::compile(gradient.program()).machine(1, KEYS.len());
         machine.set_head(HEAD);
         for q in QUERIES {
             let padded = KEYS.len().next_multiple_of(LANES);

@@ -1,4 +1,4 @@
-//! Values as lanes of f32: integers by their bits, truths as the bits of 0 and 1.
+//! Values of nodes as f32: integers by their bits, bools as the bits of 0 and 1.
 
 use crate::value::ScalarValue;
 
@@ -20,12 +20,12 @@ pub struct Scores<'a> {
 
 /// Values of one node, beginning at a multiple of a cache line.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
+pub(super) struct Register {
     data: Vec<f32>,
     start: usize,
 }
 
-impl Lane {
+impl Register {
     pub(super) fn new(len: usize) -> Self {
         let data = vec![0.0; len + LANES];
         let start = data.as_ptr().align_offset(LANES * size_of::<f32>()).min(LANES);
@@ -55,14 +55,14 @@ pub(super) struct Operand<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum Line<'a> {
     One(f32),
-    Lanes(&'a [f32]),
+    Each(&'a [f32]),
 }
 
 impl<'a> Operand<'a> {
     #[inline(always)]
     pub(super) fn line(&self, r: usize, width: usize) -> Line<'a> {
         let at = self.start.wrapping_add_signed(self.step * r as isize);
-        if self.one { Line::One(self.data[at]) } else { Line::Lanes(&self.data[at..at + width]) }
+        if self.one { Line::One(self.data[at]) } else { Line::Each(&self.data[at..at + width]) }
     }
 
     /// The value in column `c`, counted from the first of the strip, of line `r`.
@@ -84,10 +84,10 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// The bits of a value as they lie in a lane.
+/// The bits of a value as they lie in a register.
 pub(super) fn bits_of(value: ScalarValue) -> f32 {
     match value {
-        ScalarValue::Bool(v) => of_truth(v),
+        ScalarValue::Bool(v) => of_bool(v),
         ScalarValue::I32(v) => of_int(v),
         ScalarValue::F32(v) => v,
     }
@@ -104,12 +104,12 @@ pub(super) fn of_int(x: i32) -> f32 {
 }
 
 #[inline(always)]
-pub(super) fn truth(x: f32) -> bool {
+pub(super) fn bool(x: f32) -> bool {
     x.to_bits() != 0
 }
 
 #[inline(always)]
-pub(super) fn of_truth(x: bool) -> f32 {
+pub(super) fn of_bool(x: bool) -> f32 {
     f32::from_bits(u32::from(x))
 }
 
@@ -119,7 +119,7 @@ impl Line<'_> {
     pub(super) fn copy_to(self, out: &mut [f32]) {
         match self {
             Line::One(x) => out.fill(x),
-            Line::Lanes(x) => out.copy_from_slice(x),
+            Line::Each(x) => out.copy_from_slice(x),
         }
     }
 }
