@@ -4,9 +4,10 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
-use foveate_cuda::driver::{Device, DeviceInfo};
-use foveate_cuda::library::{Library, Outcome, Step};
-use foveate_cuda::{CudaErrorKind, blas, cache, nccl, nvrtc};
+use foveate_gpu::driver::{Device, DeviceInfo};
+use foveate_gpu::library::Library;
+use foveate_gpu::loader::{Outcome, Step};
+use foveate_gpu::{GpuErrorKind, blas, cache, nccl, nvrtc};
 use foveate_train::machine::memory;
 use serde::Serialize;
 
@@ -189,7 +190,7 @@ impl Found {
         };
         let advice = match (&opened, library) {
             (Err(e), _) => Some(match e.kind() {
-                CudaErrorKind::Missing { advice, .. } => (*advice).to_owned(),
+                GpuErrorKind::Missing { advice, .. } => (*advice).to_owned(),
                 _ => e.to_string(),
             }),
             // A driver without a GPU, one that does not start, a library too old.

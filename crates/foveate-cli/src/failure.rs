@@ -153,6 +153,12 @@ impl From<foveate::cuda::CudaError> for Failure {
     }
 }
 
+impl From<foveate::gpu::GpuError> for Failure {
+    fn from(e: foveate::gpu::GpuError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
 impl From<foveate_train::TrainError> for Failure {
     fn from(e: foveate_train::TrainError) -> Self {
         Self::new(e.to_string())

@@ -125,7 +125,7 @@ fn an_error_that_nobody_reads_has_its_exit_code_still() {
 
 #[test]
 fn a_list_of_problems_is_compiled_into_the_cache() {
-    if foveate_cuda::nvrtc::Compiler::get().is_err() {
+    if foveate_gpu::nvrtc::Compiler::get().is_err() {
         return println!("skipped: there is no NVRTC");
     }
     let dir = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn a_list_of_problems_is_compiled_into_the_cache() {
 
 #[test]
 fn a_folder_that_cannot_be_filled_with_kernels_is_said_once() {
-    if let Err(e) = foveate_cuda::nvrtc::Compiler::get() {
+    if let Err(e) = foveate_gpu::nvrtc::Compiler::get() {
         return println!("skipped: {e}");
     }
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! What `foveate-conformance libraries` checks on a GPU, on libraries made for tests: layouts,
 //! arguments and errors are right before a GPU sees them, and the checks see what is wrong.
 
-#[path = "../../foveate-cuda/tests/driver/mod.rs"]
+#[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
 use std::process::Command;

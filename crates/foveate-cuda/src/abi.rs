@@ -1,77 +1,11 @@
-//! The arguments of kernels, as `kernels/params.cuh` declares them.
+//! The parameters of kernels, as `kernels/params.cuh` declares them.
 //!
 //! Every struct knows its bytes as the kernel reads them: each field at its offset, zeros between
 //! them. A test compiles `params.cuh` and holds the offsets against these.
 
-/// A device address.
-pub type Address = u64;
+pub use foveate_gpu::abi::{Abi, Address, array_bytes};
 
-/// A value that a kernel reads as it lies here.
-pub trait Abi: Copy {
-    /// Writes the value to the start of `into`, which has room for it.
-    fn put(&self, into: &mut [u8]);
-
-    /// The value's bytes.
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; size_of::<Self>()];
-        self.put(&mut bytes);
-        bytes
-    }
-}
-
-/// The bytes of an array of values.
-pub fn array_bytes<T: Abi>(values: &[T]) -> Vec<u8> {
-    let mut bytes = vec![0; size_of_val(values)];
-    if size_of::<T>() > 0 {
-        for (value, into) in values.iter().zip(bytes.chunks_exact_mut(size_of::<T>())) {
-            value.put(into);
-        }
-    }
-    bytes
-}
-
-macro_rules! numbers {
-    ($($t:ty)*) => {$(
-        impl Abi for $t {
-            fn put(&self, into: &mut [u8]) {
-                into[..size_of::<Self>()].copy_from_slice(&self.to_ne_bytes());
-            }
-        }
-    )*};
-}
-
-numbers!(i32 i64 u64 f32);
-
-macro_rules! structs {
-    ($($(#[$doc:meta])* pub struct $name:ident {
-        $($(#[$field_doc:meta])* pub $field:ident: $t:ty,)*
-    })*) => {
-        $(
-            $(#[$doc])*
-            #[repr(C)]
-            #[derive(Clone, Copy, Debug, Default, PartialEq)]
-            pub struct $name {
-                $($(#[$field_doc])* pub $field: $t,)*
-            }
-
-            impl Abi for $name {
-                fn put(&self, into: &mut [u8]) {
-                    $(self.$field.put(&mut into[std::mem::offset_of!(Self, $field)..]);)*
-                }
-            }
-        )*
-
-        /// Size of each struct, and the offset of each of its fields.
-        #[cfg(test)]
-        const STRUCTS: &[(&str, usize, &[(&str, usize)])] = &[
-            $((stringify!($name), size_of::<$name>(), &[
-                $((stringify!($field), std::mem::offset_of!($name, $field)),)*
-            ]),)*
-        ];
-    };
-}
-
-structs! {
+foveate_gpu::abi_structs! {
     /// An operand or a destination, `[batch, head, row, element]`; strides in elements.
     pub struct View {
         /// Address of element 0.
@@ -354,7 +288,7 @@ mod tests {
     use std::fmt::Write;
 
     use super::*;
-    use crate::nvrtc::Compiler;
+    use foveate_gpu::nvrtc::Compiler;
 
     #[test]
     fn bytes_are_those_of_the_fields_with_zeros_between() {

@@ -14,13 +14,14 @@ use crate::check;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
 use crate::error::CudaError;
-use crate::nvrtc::Compiled;
 use crate::plan::for_entry;
 use crate::planner::{Candidate, Choice, Class, KernelOptions, KernelPlan, Sizes, admit};
-use crate::profile::Profile;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
 use crate::tuner::Records;
+use foveate_gpu::GpuError;
+use foveate_gpu::nvrtc::Compiled;
+use foveate_gpu::profile::Profile;
 
 /// How a problem is going to be run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -124,7 +125,7 @@ impl Ahead<'_> {
     /// Those of `compile`; a kernel whose shared memory is not what was planned.
     pub fn build(
         &self,
-        compile: impl Fn(&str) -> Result<Arc<Compiled>, CudaError>,
+        compile: impl Fn(&str) -> Result<Arc<Compiled>, GpuError>,
     ) -> Result<Vec<(Config, String)>, CudaError> {
         let settled = settle(&self.choice, |candidate| {
             let sources = self.sources(candidate)?;

@@ -4,10 +4,11 @@
 mod list;
 
 use crate::config::{Config, Kernel};
-use crate::cubin;
-use crate::error::{CudaError, CudaErrorKind};
-use crate::nvrtc::{Compiled, KernelResources};
+use crate::error::CudaError;
 use crate::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
+use foveate_gpu::GpuErrorKind;
+use foveate_gpu::cubin;
+use foveate_gpu::nvrtc::{Compiled, KernelResources};
 
 pub use list::{ARCHS, Checked, DIMS, Kind, Listed, list};
 
@@ -37,11 +38,11 @@ pub struct Excess {
 /// more, runs for whoever has nothing better: the inner error is of the entry with the most.
 ///
 /// # Errors
-/// [`CudaErrorKind::Resources`] when the kernel is not there or shared memory is not what the
+/// [`GpuErrorKind::Resources`] when the kernel is not there or shared memory is not what the
 /// formula gives: it must not run.
 pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess>, CudaError> {
     let wrong = |reason: String| -> CudaError {
-        CudaErrorKind::Resources { kernel: config.to_string(), reason }.into()
+        GpuErrorKind::Resources { kernel: config.to_string(), reason }.into()
     };
     let main = config.kernel.entry();
     if !compiled.kernels.iter().any(|k| k.name == main) {

@@ -2,15 +2,11 @@
 
 use std::fmt;
 
+use foveate_gpu::{GpuError, GpuErrorKind};
 use foveate_mods::ModError;
 use foveate_problem::{ProblemError, RebindError};
 
-use crate::library::Library;
-
-/// Major CUDA version of the oldest libraries that are supported.
-pub(crate) const OLDEST_CUDA: u32 = 12;
-
-/// A refusal or a failure of the GPU engine. [`Self::kind`] has the details.
+/// A refusal or a failure of attention on a GPU. [`Self::kind`] has the details.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{kind}")]
 pub struct CudaError {
@@ -21,106 +17,8 @@ pub struct CudaError {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum CudaErrorKind {
-    /// A library of NVIDIA's is not on this machine, or cannot be opened.
-    Missing {
-        /// What it is, `NVRTC`.
-        library: &'static str,
-        /// How to get it.
-        advice: &'static str,
-        /// Number of files looked for.
-        tried: usize,
-        /// A file that is there but cannot be opened, and why.
-        unusable: Option<String>,
-    },
-    /// A library lacks a function.
-    Symbol {
-        /// What it is.
-        library: &'static str,
-        /// The function.
-        symbol: &'static str,
-    },
-    /// The driver refused a call.
-    Driver {
-        /// What was to be done.
-        doing: String,
-        /// The driver's code.
-        code: i32,
-        /// Its name and description.
-        says: String,
-    },
-    /// The device has not enough memory.
-    OutOfMemory {
-        /// Bytes asked for.
-        bytes: usize,
-        /// Bytes free on the device.
-        free: usize,
-        /// Bytes of the device.
-        total: usize,
-    },
-    /// The driver cannot load what this library makes.
-    OldDriver {
-        /// The driver's CUDA version.
-        driver: (u32, u32),
-        /// The library.
-        library: Library,
-        /// Its CUDA version.
-        version: (u32, u32),
-    },
-    /// A library is of a version that is not supported.
-    OldLibrary {
-        /// Which.
-        library: Library,
-        /// Its version, `2.9.8`.
-        version: String,
-        /// The oldest that is, `2.18`.
-        needed: &'static str,
-    },
-    /// A library refused a call.
-    Library {
-        /// What was to be done.
-        doing: String,
-        /// Which library.
-        library: Library,
-        /// Its code.
-        code: i32,
-        /// The code's name, and what the library says about it.
-        says: String,
-    },
-    /// Ranks that work together lost each other: a communicator failed and can be used no more.
-    Communication {
-        /// The rank that tells.
-        rank: usize,
-        /// Number of ranks.
-        ranks: usize,
-        /// What happened.
-        reason: String,
-    },
-    /// NVRTC refused a source.
-    Compile {
-        /// The architecture it was for.
-        arch: String,
-        /// NVRTC's log.
-        log: String,
-    },
-    /// A compiled kernel could not be kept where it was asked for.
-    Unkept {
-        /// The file, why it could not be written, and what to do.
-        reason: String,
-    },
-    /// A compiled kernel is not what was planned.
-    Resources {
-        /// The kernel.
-        kernel: String,
-        /// What differs.
-        reason: String,
-    },
-    /// The device did not finish in time.
-    Timeout {
-        /// What was waited for.
-        waiting: String,
-        /// For how long, in seconds.
-        seconds: f64,
-    },
+    /// The GPU, or a library that it needs.
+    Gpu(GpuError),
     /// The caller wanted to stop.
     Stopped {
         /// What was stopped, and what remains of it.
@@ -148,6 +46,14 @@ impl CudaError {
         &self.kind
     }
 
+    /// What is wrong with the GPU or a library, if that is the reason.
+    pub fn gpu(&self) -> Option<&GpuErrorKind> {
+        match self.kind() {
+            CudaErrorKind::Gpu(e) => Some(e.kind()),
+            _ => None,
+        }
+    }
+
     pub(crate) fn argument(reason: impl Into<String>) -> Self {
         CudaErrorKind::Argument { reason: reason.into() }.into()
     }
@@ -156,6 +62,18 @@ impl CudaError {
 impl From<CudaErrorKind> for CudaError {
     fn from(kind: CudaErrorKind) -> Self {
         Self { kind: Box::new(kind) }
+    }
+}
+
+impl From<GpuError> for CudaError {
+    fn from(e: GpuError) -> Self {
+        CudaErrorKind::Gpu(e).into()
+    }
+}
+
+impl From<GpuErrorKind> for CudaError {
+    fn from(kind: GpuErrorKind) -> Self {
+        GpuError::from(kind).into()
     }
 }
 
@@ -180,106 +98,14 @@ impl From<ModError> for CudaError {
     }
 }
 
-/// What to do about a code of the driver's, where something can be done (numbers of `CUresult` in
-/// cuda.h).
-fn advice(code: i32) -> Option<&'static str> {
-    Some(match code {
-        46 => "another process has the GPU for itself: end it, or choose another GPU",
-        100 => "see whether nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES hides none",
-        // Addresses, instructions, assertions, time limits: nothing runs in the context any more.
-        700 | 702 | 709 | 710 | 714..=719 => {
-            "this process cannot use the GPU any more: start it again"
-        }
-        802 => "the GPUs of this machine are not ready: start nvidia-fabricmanager",
-        803 => "the driver was changed under the running system: restart the machine",
-        _ => return None,
-    })
-}
-
 impl fmt::Display for CudaErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing { library, advice, tried, unusable } => match unusable {
-                Some(why) => write!(f, "{library} cannot be opened ({why}); {advice}"),
-                None => write!(f, "{library} was not found in {tried} places; {advice}"),
-            },
-            Self::Symbol { library, symbol } => {
-                write!(f, "{library} has no `{symbol}`; it is too old, a newer one is needed")
-            }
-            Self::Driver { doing, code, says } => {
-                write!(f, "{doing}: the driver says {says} ({code})")?;
-                advice(*code).map_or(Ok(()), |advice| write!(f, "; {advice}"))
-            }
-            Self::OutOfMemory { bytes, free, total } => {
-                let mib = |n: usize| n as f64 / f64::from(1 << 20);
-                write!(
-                    f,
-                    "the device is out of memory: {:.1} MiB asked for, {:.1} of {:.1} MiB free; \
-                     take a smaller batch or shorter sequences, or end what else uses the GPU",
-                    mib(*bytes),
-                    mib(*free),
-                    mib(*total)
-                )
-            }
-            Self::OldDriver { driver, library, version } => {
-                let needed = match version.0 {
-                    13 => "580 or newer",
-                    12 => "525 or newer",
-                    _ => "that came with it, or a newer one",
-                };
-                let takes = if *library == Library::Nvrtc { "loads" } else { "runs" };
-                write!(
-                    f,
-                    "the driver is for CUDA {}.{} and {takes} no kernels of {} {}.{}; install a \
-                     driver {needed}",
-                    driver.0,
-                    driver.1,
-                    library.name(),
-                    version.0,
-                    version.1
-                )?;
-                if driver.0 < OLDEST_CUDA {
-                    return Ok(());
-                }
-                write!(
-                    f,
-                    ", or {} {} (`pip install {}`), to whose folder {} points",
-                    library.name(),
-                    driver.0,
-                    library.package(driver.0),
-                    crate::library::VARIABLE
-                )
-            }
-            Self::OldLibrary { library, version, needed } => write!(
-                f,
-                "{} is of version {version}, {needed} or newer is needed: {}",
-                library.name(),
-                library.advice()
-            ),
-            Self::Library { doing, library, code, says } => {
-                write!(f, "{doing}: {} says {says} ({code})", library.name())
-            }
-            Self::Communication { rank, ranks, reason } => {
-                write!(f, "rank {rank} of {ranks}: {reason}")
-            }
-            Self::Compile { arch, log } => {
-                let first = log.lines().find(|l| l.contains("error")).unwrap_or("no reason given");
-                write!(f, "NVRTC refused a kernel for {arch}: {first}")
-            }
-            Self::Resources { kernel, reason } => write!(f, "kernel {kernel}: {reason}"),
-            Self::Timeout { waiting, seconds } => {
-                write!(
-                    f,
-                    "{waiting} did not finish within {seconds} s; the device hangs, or has more to do: \
-                     FOVEATE_TIMEOUT or CudaOptions::timeout sets how long to wait"
-                )
-            }
+            Self::Gpu(e) => e.fmt(f),
             Self::Stopped { what } => f.write_str(what),
             Self::Problem(e) => e.fmt(f),
             Self::Mod(e) => e.fmt(f),
-            Self::OutOfRange { reason } | Self::Argument { reason } | Self::Unkept { reason } => {
-                f.write_str(reason)
-            }
+            Self::OutOfRange { reason } | Self::Argument { reason } => f.write_str(reason),
         }
     }
 }

@@ -12,35 +12,23 @@
 
 pub mod abi;
 pub mod ahead;
-pub mod blas;
-pub mod cache;
 pub mod check;
 pub mod codegen;
 pub mod config;
-mod cubin;
-
-pub mod driver;
-pub mod engine;
 mod error;
-pub mod library;
-pub mod nccl;
-pub mod nvrtc;
+pub mod operands;
 pub mod plan;
 pub mod planner;
-pub mod profile;
 pub mod resources;
 pub mod schedule;
 mod settle;
 pub mod source;
-pub mod tensors;
 pub mod tuner;
 
-pub use engine::{Engine, Queue};
 pub use error::{CudaError, CudaErrorKind};
-pub use foveate_mods::Type;
-pub use plan::{CudaOptions, CudaPlan, Description};
-pub use tensors::{
-    DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages,
-    DeviceTensor, DeviceVarlen,
+pub use foveate_gpu::{DeviceArray, DeviceTensor, Element, Engine, Queue};
+pub use operands::{
+    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
 };
+pub use plan::{CudaOptions, CudaPlan, Description};
 pub use tuner::{Records, Tuning};

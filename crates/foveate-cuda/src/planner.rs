@@ -20,9 +20,9 @@ use std::fmt;
 
 use crate::config::{Config, Kernel};
 use crate::error::CudaError;
-use crate::profile::Profile;
 use crate::resources::{Occupancy, Refusal, Resources, Warps};
 pub use class::{Class, Sizes};
+use foveate_gpu::profile::Profile;
 pub use limits::admit;
 pub(crate) use limits::check_rows;
 pub use options::{KernelOptions, TileOptions};

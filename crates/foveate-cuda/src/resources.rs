@@ -8,7 +8,7 @@
 use std::fmt;
 
 use crate::config::{Config, Elem, Kernel};
-use crate::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
+use foveate_gpu::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 
 /// Bytes of local memory a thread, spills included, that a compiled kernel may take: what takes
 /// more is refused. Words that are written outside the loop and read in it once a step cost less

@@ -9,10 +9,11 @@
 //! disk, so to settle again costs a look at what is there.
 
 use crate::check::Excess;
-use crate::error::{CudaError, CudaErrorKind};
+use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, TilesOf};
-use crate::profile::Profile;
 use crate::resources::{LOCAL_BYTES_ALLOWED, Resources};
+use foveate_gpu::GpuErrorKind;
+use foveate_gpu::profile::Profile;
 
 /// The candidate that runs.
 #[derive(Debug)]
@@ -43,7 +44,7 @@ pub(crate) fn tolerate(
 /// Makes candidates of `choice`, the best first, until one takes no more than was planned.
 ///
 /// # Errors
-/// The first of `make`, except that [`CudaErrorKind::Resources`], a kernel that must not run, is
+/// The first of `make`, except that [`GpuErrorKind::Resources`], a kernel that must not run, is
 /// passed over as long as there is another.
 pub(crate) fn settle<'a, T>(
     choice: &'a Choice,
@@ -70,7 +71,7 @@ pub(crate) fn settle<'a, T>(
                 }
                 format!("kernel {}: {reason}", candidate.config)
             }
-            Err(e) if matches!(e.kind(), CudaErrorKind::Resources { .. }) => {
+            Err(e) if matches!(e.gpu(), Some(GpuErrorKind::Resources { .. })) => {
                 let said = e.to_string();
                 broken.get_or_insert(e);
                 said
@@ -190,7 +191,7 @@ mod tests {
         let choice = choice(KernelOptions::default());
         let refused = |c: &Candidate| -> CudaError {
             let reason = "it states 8 B of shared memory, but 16 B are planned".to_owned();
-            CudaErrorKind::Resources { kernel: c.config.to_string(), reason }.into()
+            GpuErrorKind::Resources { kernel: c.config.to_string(), reason }.into()
         };
         let settled = settle(&choice, |c| match c == &choice.chosen {
             true => Err(refused(c)),

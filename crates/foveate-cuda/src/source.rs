@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::codegen::{ModsSource, PRELUDE};
 use crate::config::{Config, Kernel};
-use crate::nvrtc::OPTIONS;
+use foveate_gpu::nvrtc::OPTIONS;
 
 const PARAMS: &str = include_str!("../kernels/params.cuh");
 const DEVICE: &str = include_str!("../kernels/device.cuh");
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
     use crate::codegen::{Extent, Mods, Options};
     use crate::config::Elem;
-    use crate::nvrtc::Compiler;
+    use foveate_gpu::nvrtc::Compiler;
 
     #[test]
     fn every_kernel_is_one_source_that_compiles() {

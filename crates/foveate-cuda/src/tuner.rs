@@ -14,8 +14,9 @@ pub use problem::Key;
 pub use records::{Machine, Record, Records};
 
 use crate::config::Kernel;
-use crate::error::{CudaError, CudaErrorKind};
+use crate::error::CudaError;
 use crate::planner::Tiles;
+use foveate_gpu::GpuErrorKind;
 
 /// Candidates of a kernel that are timed if nobody says how many.
 pub const CANDIDATES: usize = 12;
@@ -88,7 +89,7 @@ pub(crate) struct Finish {
 /// `None` when nothing could run.
 ///
 /// # Errors
-/// The first of `time`, except [`CudaErrorKind::OutOfMemory`], for which a candidate is skipped.
+/// The first of `time`, except [`GpuErrorKind::OutOfMemory`], for which a candidate is skipped.
 pub(crate) fn race(
     count: usize,
     mut time: impl FnMut(usize) -> Result<f64, CudaError>,
@@ -99,7 +100,7 @@ pub(crate) fn race(
     for i in 0..count {
         match time(i) {
             Ok(_) => running.push(i),
-            Err(e) if matches!(e.kind(), CudaErrorKind::OutOfMemory { .. }) => {
+            Err(e) if matches!(e.gpu(), Some(GpuErrorKind::OutOfMemory { .. })) => {
                 skipped.push((i, e.to_string()));
             }
             Err(e) => return Err(e),
@@ -171,7 +172,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_in_memory_is_skipped_and_a_hang_ends_the_race() {
         let full = || -> CudaError {
-            CudaErrorKind::OutOfMemory { bytes: 1 << 30, free: 1 << 20, total: 1 << 33 }.into()
+            GpuErrorKind::OutOfMemory { bytes: 1 << 30, free: 1 << 20, total: 1 << 33 }.into()
         };
         let finish = race(3, |i| if i == 0 { Err(full()) } else { Ok(3.0 - i as f64) });
         let finish = finish.unwrap().unwrap();
@@ -183,7 +184,7 @@ mod tests {
         let hung = race(2, |_| {
             runs += 1;
             let waiting = "a kernel that is tuned".to_owned();
-            Err(CudaErrorKind::Timeout { waiting, seconds: 20.0 }.into())
+            Err(GpuErrorKind::Timeout { waiting, seconds: 20.0 }.into())
         });
         assert!(hung.unwrap_err().to_string().starts_with("a kernel that is tuned did not"));
         assert_eq!(runs, 1);

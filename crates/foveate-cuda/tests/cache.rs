@@ -4,11 +4,11 @@ use std::env;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use foveate_cuda::cache::{Cache, FOLDER_VARIABLE};
 use foveate_cuda::codegen::{Extent, Mods, ModsSource, Options};
 use foveate_cuda::config::{Config, Elem, Kernel};
-use foveate_cuda::nvrtc::Compiler;
 use foveate_cuda::source::source;
+use foveate_gpu::cache::{Cache, FOLDER_VARIABLE};
+use foveate_gpu::nvrtc::Compiler;
 
 const ROLE: &str = "FOVEATE_TEST_OF_CACHE";
 

@@ -2,15 +2,16 @@
 //! (`driver/cuda.c`): their order and grids, and what is refused before any of them. The kernels
 //! are compiled, so there is nothing to see on a machine without NVRTC.
 
+#[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
 use std::{env, fs};
 
-use foveate_cuda::driver::{Block, Graph};
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
-    DeviceOperands, DeviceTensor, Engine, Queue, Type,
+    DeviceOperands, DeviceTensor, Element, Engine, Queue,
 };
+use foveate_gpu::driver::{Block, Graph};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
@@ -297,7 +298,7 @@ fn calls_of_which_nothing_is_promised_are_recorded_and_make_lists_each_time() {
     let dims = Dims { batch: 1, ..DIMS };
     let tensors = Tensors::new(&dims);
     let offsets = queue.pool().take(16).unwrap();
-    let cu = DeviceArray::new(offsets.address(), Type::I32, &[4]);
+    let cu = DeviceArray::new(offsets.address(), Element::I32, &[4]);
     let varlen = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };
     let packed = Dims { batch: 3, packed: true, ..dims };
     let constant: Option<MaskMod> = Some(masks::sliding_window(64).unwrap());

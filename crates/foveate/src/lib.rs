@@ -83,6 +83,7 @@ pub use problem::Problem;
 
 pub use foveate_cpu as cpu;
 pub use foveate_cuda as cuda;
+pub use foveate_gpu as gpu;
 pub use foveate_mask as mask;
 pub use foveate_mods as mods;
 pub use foveate_mods::{

@@ -3,9 +3,9 @@
 
 use foveate_cuda::Records;
 use foveate_cuda::ahead::{self, Planned, Run};
-use foveate_cuda::driver;
 use foveate_cuda::planner::{KernelOptions, admit};
-use foveate_cuda::profile::Profile;
+use foveate_gpu::driver;
+use foveate_gpu::profile::Profile;
 use serde_json::json;
 
 use super::Args;

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use clap::{Args as _, Command, FromArgMatches};
 use foveate::DType;
 use foveate_cuda::ahead::{self, Run};
-use foveate_cuda::cache::Cache;
 use foveate_cuda::config::Config;
-use foveate_cuda::nvrtc::Compiler;
+use foveate_gpu::cache::Cache;
+use foveate_gpu::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
 use rayon::prelude::*;
 

@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_cuda::CudaError;
-use foveate_cuda::cache::Cache;
 use foveate_cuda::check::{ARCHS, Checked, Listed, Taken, list};
-use foveate_cuda::nvrtc::Compiler;
+use foveate_gpu::cache::Cache;
+use foveate_gpu::nvrtc::Compiler;
 use serde::Serialize;
 
 use super::table::{Standing, Table, rows};

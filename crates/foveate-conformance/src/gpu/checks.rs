@@ -1,5 +1,6 @@
 //! Commands that check one thing after the other and print a line for each.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use foveate_cuda::{CudaError, Engine};
@@ -42,7 +43,7 @@ impl Checks {
 }
 
 /// Checks that a call was refused with words that `expected` is part of.
-pub fn expect_refusal<T>(result: Result<T, CudaError>, expected: &str) -> Result<(), String> {
+pub fn expect_refusal<T, E: Display>(result: Result<T, E>, expected: &str) -> Result<(), String> {
     match result {
         Err(e) if e.to_string().contains(expected) => Ok(()),
         Err(e) => Err(format!("{e}, not the expected `{expected}`")),

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use foveate_conformance::Random;
-use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine,
 };
+use foveate_gpu::driver::Block;
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Layout};
@@ -75,7 +75,7 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
     let (_v, v) = operand(dims.v_shape())?;
     let (_d_out, d_out) = operand(dims.out_shape())?;
     let result = |shape: [usize; 4], dtype: DType| -> Result<Block, CudaError> {
-        queue.pool().take(shape.iter().product::<usize>() * dtype.bytes())
+        Ok(queue.pool().take(shape.iter().product::<usize>() * dtype.bytes())?)
     };
     let [b, h, s] = dims.row_shape();
     let blocks = [

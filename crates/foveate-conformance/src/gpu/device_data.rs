@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use foveate_cuda::driver::{Block, Graph};
 use foveate_cuda::{
     CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward,
-    DeviceOffsets, DeviceOperands, DeviceVarlen, Engine, Queue,
+    DeviceOffsets, DeviceOperands, DeviceVarlen, Element, Engine, Queue,
 };
+use foveate_gpu::driver::{Block, Graph};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, Type, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Varlen};
@@ -98,7 +98,7 @@ pub fn captures(engine: &Arc<Engine>) -> Outcome {
     let write = |n: i32, more| -> Result<(), CudaError> {
         let (doc, bias) = contents(n, more);
         doc_at.write(&bytes(&doc, |x| x.to_le_bytes()))?;
-        bias_at.write(&bytes(&bias, |x| x.to_le_bytes()))
+        Ok(bias_at.write(&bytes(&bias, |x| x.to_le_bytes()))?)
     };
     let lengths = [[LEN], [LEN + 50]];
     let arrays = |longer: usize, version| {
@@ -106,7 +106,7 @@ pub fn captures(engine: &Arc<Engine>) -> Outcome {
             version,
             ..DeviceArray::new(buffer.address(), ty, &lengths[longer])
         };
-        [("doc", array(&doc_at, Type::I32)), ("bias", array(&bias_at, Type::F32))]
+        [("doc", array(&doc_at, Element::I32)), ("bias", array(&bias_at, Element::F32))]
     };
     for (what, n, longer, version) in [
         ("first contents", 0, 0, None),
@@ -147,7 +147,7 @@ fn refused(
 ) -> Result<(), String> {
     let host = [0i32; LEN];
     let at = |address: u64| ("doc", DeviceArray { address, ..doc.1 });
-    let of_type = ("doc", DeviceArray { ty: Type::F32, ..doc.1 });
+    let of_type = ("doc", DeviceArray { element: Element::F32, ..doc.1 });
     let of_rank = ("doc", DeviceArray { shape: &[1, LEN], ..doc.1 });
     let asked: [(&[(&str, DeviceArray<'_>)], &str); 8] = [
         (&[*bias], "captured buffer `doc` is in device memory; say where"),
@@ -190,7 +190,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     let [q_at, k_at] = [queue.pool().take(64)?, queue.pool().take(64)?];
     let array = |buffer: &Block, version| DeviceArray {
         version,
-        ..DeviceArray::new(buffer.address(), Type::I32, &[5])
+        ..DeviceArray::new(buffer.address(), Element::I32, &[5])
     };
     let given = |[longest_q, longest_k]: [usize; 2], version| DeviceOffsets {
         q: array(&q_at, version),
@@ -204,7 +204,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     };
     let write = |q: &[i32], k: &[i32]| -> Result<(), CudaError> {
         q_at.write(&bytes(q, |x| x.to_le_bytes()))?;
-        k_at.write(&bytes(k, |x| x.to_le_bytes()))
+        Ok(k_at.write(&bytes(k, |x| x.to_le_bytes()))?)
     };
     let (q, k) = ([0, 37, 37, 180, 290], [0, 80, 90, 250, 250]);
     let (bad_q, bad_k) = ([-3, 120, 60, 180, 999], [0, 80, i32::MIN, 250, i32::MAX]);
@@ -238,7 +238,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     }
     let good = given([143, 160], None);
     let at = |q| DeviceOffsets { q, ..good };
-    let of_type = at(DeviceArray { ty: Type::F32, ..good.q });
+    let of_type = at(DeviceArray { element: Element::F32, ..good.q });
     let of_rank = at(DeviceArray { shape: &[5, 1], ..good.q });
     let fewer = at(DeviceArray { shape: &[4], ..good.q });
     let host = at(DeviceArray { address: q.as_ptr() as u64, ..good.q });
@@ -286,11 +286,11 @@ fn replayed(engine: &Arc<Engine>, plan: &CudaPlan, dims: Dims, captures: bool) -
         let (doc, bias) = contents(n, 0);
         doc_at.write(&bytes(&doc, |x| x.to_le_bytes()))?;
         bias_at.write(&bytes(&bias, |x| x.to_le_bytes()))?;
-        cu_at.write(&bytes(&[0, middle, 290], |x| x.to_le_bytes()))
+        Ok(cu_at.write(&bytes(&[0, middle, 290], |x| x.to_le_bytes()))?)
     };
     let array = |buffer: &Block, ty| DeviceArray::new(buffer.address(), ty, &[LEN]);
-    let arrays = [("doc", array(&doc_at, Type::I32)), ("bias", array(&bias_at, Type::F32))];
-    let cu = DeviceArray::new(cu_at.address(), Type::I32, &[3]);
+    let arrays = [("doc", array(&doc_at, Element::I32)), ("bias", array(&bias_at, Element::F32))];
+    let cu = DeviceArray::new(cu_at.address(), Element::I32, &[3]);
     let offsets = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };
     let arrays: &[_] = if captures { &arrays } else { &[] };
     let operands = DeviceOperands { varlen: Some(offsets.into()), ..all(&tensors, arrays) };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use foveate_cuda::{
     CudaErrorKind, CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
+use foveate_gpu::GpuErrorKind;
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::Spec;
 use foveate_tensor::DType;
@@ -148,7 +149,7 @@ fn out_of_memory(engine: &Arc<Engine>) -> Outcome {
         }
     }
     match plan.backward_on(queue, &tensors.backward()) {
-        Err(e) if matches!(e.kind(), CudaErrorKind::OutOfMemory { .. }) => {}
+        Err(e) if matches!(e.gpu(), Some(GpuErrorKind::OutOfMemory { .. })) => {}
         Err(e) => return Ok(Err(format!("{e}, not an error for memory"))),
         Ok(()) => return Ok(Err("no error with all memory taken".into())),
     }

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use foveate_conformance::Random;
-use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DevicePages, DeviceTensor, Engine,
 };
+use foveate_gpu::driver::Block;
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 

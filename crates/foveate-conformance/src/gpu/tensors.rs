@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use foveate_conformance::Random;
-use foveate_cuda::driver::Block;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine, Queue,
 };
+use foveate_gpu::driver::Block;
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Data};
@@ -83,7 +83,7 @@ impl Tensors {
 
     /// Makes every result NaN.
     pub fn clear(&self) -> Result<(), CudaError> {
-        self.blocks[4..].iter().try_for_each(|block| block.fill(0xFF))
+        Ok(self.blocks[4..].iter().try_for_each(|block| block.fill(0xFF))?)
     }
 
     /// The bytes of tensor `i`: q, k, v, d_out, out, lse, dq, dk, dv.

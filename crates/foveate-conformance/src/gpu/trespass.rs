@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use foveate_cuda::driver::Module;
-use foveate_cuda::nvrtc::Compiler;
-use foveate_cuda::{CudaError, Engine};
+use foveate_gpu::driver::Module;
+use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::{Engine, GpuError};
 
 const SOURCE: &str = r#"
 // One thread more than there are elements, and a barrier that one warp reaches in two places.
@@ -31,7 +31,7 @@ pub fn run(tool: &str) -> Result<bool, String> {
             ));
         }
     };
-    let launched = || -> Result<(), CudaError> {
+    let launched = || -> Result<(), GpuError> {
         let engine = Engine::get(0)?;
         let queue = engine.queue();
         let block = queue.pool().take(4 * ELEMS)?;

@@ -23,18 +23,19 @@ use foveate_problem::Dropout;
 
 use super::{Taken, compare, taken};
 use crate::ahead::{lists_config, sequences_config, table_config};
-use crate::cache::Cache;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Elem, Kernel};
-use crate::error::{CudaError, CudaErrorKind};
-use crate::nvrtc::Compiler;
+use crate::error::CudaError;
 use crate::planner::{
     Candidate, Choice, Class, HeadDims, KernelOptions, KernelPlan, Origin, Sizes, TilesOf,
 };
-use crate::profile::Profile;
 use crate::resources::Resources;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
+use foveate_gpu::GpuErrorKind;
+use foveate_gpu::cache::Cache;
+use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::profile::Profile;
 
 /// The mods that kernels are listed with, one of each kind that they tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
@@ -429,7 +430,7 @@ impl Listed {
         let config = settled.candidate.config.clone();
         if !held {
             let reason = settled.note.unwrap_or_default();
-            return Err(CudaErrorKind::Resources { kernel: config.to_string(), reason }.into());
+            return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
         }
         let planned = &settled.candidate.resources;
         let mut entries: Vec<_> =

@@ -14,10 +14,11 @@ use foveate_problem::{Dims, Sequence};
 use super::resident::{Key, Placed};
 use super::{CudaPlan, longest, sequences, unknown};
 use crate::abi::Address;
-use crate::driver::Block;
-use crate::engine::{Queue, lock};
 use crate::error::CudaError;
-use crate::tensors::{DeviceArray, DeviceOffsets, DeviceOperands};
+use crate::operands::{DeviceOffsets, DeviceOperands, element, mod_type};
+use foveate_gpu::driver::Block;
+use foveate_gpu::sync::lock;
+use foveate_gpu::{DeviceArray, Queue};
 
 /// One call of a plan.
 pub(super) struct Call<'a> {
@@ -106,9 +107,9 @@ impl<'a> Call<'a> {
         Some((at, &self.captures[at].1))
     }
 
-    /// The captured buffer at a place in the call.
-    pub fn array(&self, at: usize) -> &DeviceArray<'a> {
-        &self.captures[at].1
+    /// The captured buffer at a place in the call, with its name.
+    pub fn captured(&self, at: usize) -> &(&'a str, DeviceArray<'a>) {
+        &self.captures[at]
     }
 
     /// What is promised of the contents that decide block lists; `None` when nothing is, of what
@@ -174,7 +175,9 @@ impl CudaPlan {
                 return Err(unknown("captured buffer", name));
             }
         }
-        let same = |b: &AnyBuffer, a: &DeviceArray<'_>| b.shape() == a.shape && b.ty() == a.ty;
+        let same = |b: &AnyBuffer, a: &DeviceArray<'_>| {
+            b.shape() == a.shape && element(b.ty()) == a.element
+        };
         let fits = |b: &AnyBuffer| {
             let mut of_name = captures.iter().filter(|(name, _)| *name == b.name());
             of_name.all(|(_, a)| (b.is_on_device() || b.elems() == 0) && same(b, a))
@@ -197,7 +200,8 @@ impl CudaPlan {
         let mut of = Vec::with_capacity(captures.len());
         for (name, array) in captures {
             let learned = buffers().any(|b| b.name() == *name && b.learned());
-            let buffer = AnyBuffer::on_device(*name, array.shape, array.ty, learned)?;
+            let buffer =
+                AnyBuffer::on_device(*name, array.shape, mod_type(name, array.element)?, learned)?;
             plan = plan.rebind(&buffer)?;
             of.push(buffer);
         }

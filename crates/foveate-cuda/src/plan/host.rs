@@ -7,19 +7,21 @@
 
 use std::ops::Range;
 
-use foveate_mods::{AnyBuffer, Type};
+use foveate_mods::AnyBuffer;
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
 use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, Varlen, indices};
 
 use super::call::Call;
 use super::{CudaPlan, sequences};
 use crate::codegen::buffer_bytes;
-use crate::driver::{Block, Pool};
 use crate::error::{CudaError, CudaErrorKind};
-use crate::tensors::{
-    DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages,
-    DeviceTensor, DeviceVarlen,
+use crate::operands::{
+    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
+    element,
 };
+use foveate_gpu::driver::{Block, Pool};
+use foveate_gpu::{DeviceArray, DeviceTensor};
+use foveate_gpu::{Element, GpuErrorKind};
 
 /// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
 /// gives.
@@ -206,8 +208,9 @@ impl CudaPlan {
 
 /// Captured buffers as a call takes them.
 fn arrays<'a>(captures: &'a [(Block, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
-    let array =
-        |block: &Block, b: &'a AnyBuffer| DeviceArray::new(block.address(), b.ty(), b.shape());
+    let array = |block: &Block, b: &'a AnyBuffer| {
+        DeviceArray::new(block.address(), element(b.ty()), b.shape())
+    };
     captures.iter().map(|(block, b)| (b.name(), array(block, b))).collect()
 }
 
@@ -229,7 +232,7 @@ fn varlen<'a>(
         return known.map(Into::into);
     };
     let (longest_q, longest_k) = (*longest_q, *longest_k);
-    let [q, k] = [q, k].map(|block| DeviceArray::new(block.address(), Type::I32, count));
+    let [q, k] = [q, k].map(|block| DeviceArray::new(block.address(), Element::I32, count));
     Some(DeviceOffsets { q, k, longest_q, longest_k }.into())
 }
 
@@ -410,7 +413,7 @@ impl<const N: usize> Destination<N> {
         }
         match after.iter().enumerate().position(|(i, &byte)| byte != held(i)) {
             None => Ok(()),
-            Some(at) => Err(CudaErrorKind::Resources {
+            Some(at) => Err(GpuErrorKind::Resources {
                 kernel: name.to_owned(),
                 reason: format!("element {} lies outside the view and was written", at / size),
             }

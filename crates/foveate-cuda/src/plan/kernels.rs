@@ -11,14 +11,16 @@ use crate::ahead::{lists_config, no_mods};
 use crate::check::compare;
 use crate::codegen::{Extent, Mods, ModsSource, Options};
 use crate::config::{Config, Kernel};
-use crate::driver::Function;
-use crate::engine::{Queue, lock};
 use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
 use crate::resources::{Resources, shared_bytes_of};
 use crate::schedule::TileSize;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
+use crate::tuner::Records;
+use foveate_gpu::Queue;
+use foveate_gpu::driver::Function;
+use foveate_gpu::sync::lock;
 
 /// What was made so far.
 #[derive(Clone, Debug, Default)]
@@ -101,7 +103,8 @@ pub(super) fn launch(
     // SAFETY: `check_places` has asked the driver whether operands and destinations are memory of
     // this device, and their strides keep kernels inside; whoever hands them over keeps them until
     // the work is done. Blocks go back to the pool of the same queue, behind this launch.
-    unsafe { function.launch(queue.stream(), grid, threads, parameters) }
+    unsafe { function.launch(queue.stream(), grid, threads, parameters)? };
+    Ok(())
 }
 
 /// A kernel ready for launches.
@@ -154,7 +157,8 @@ impl CudaPlan {
         }
         let profile = self.engine.profile();
         let sizes = sizes.under(&self.spec);
-        let recorded = |kernel| self.engine.records()?.tiles(kernel, &key.0, &sizes, &self.spec);
+        let records = Records::of_engine(&self.engine);
+        let recorded = |kernel| (*records).as_ref()?.tiles(kernel, &key.0, &sizes, &self.spec);
         let options = &self.options.kernels;
         let plan = KernelPlan::with_records(profile, &key.0, &sizes, backward, options, &recorded)?;
         let plan = Arc::new(plan);

@@ -17,12 +17,13 @@ use super::report::Report;
 use super::resident::{Gradient, Work};
 use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::config::Kernel;
-use crate::driver::Block;
-use crate::engine::Queue;
 use crate::error::CudaError;
+use crate::operands::{DeviceBackward, DeviceForward, row_view, view, written};
 use crate::planner::{Class, KernelPlan};
 use crate::schedule::Axis;
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceTensor, Places, written};
+use foveate_gpu::access::Accesses;
+use foveate_gpu::driver::Block;
+use foveate_gpu::{DeviceTensor, Queue};
 
 /// Bytes of the deterministic sum of one element of a captured buffer's gradient: three i64.
 pub(super) const COUNTED_BYTES: usize = 24;
@@ -43,7 +44,7 @@ impl CudaPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
-        self.check_places(&args.places()?)?;
+        self.check_accesses(&args.accesses()?)?;
         plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
     }
 
@@ -61,13 +62,13 @@ impl CudaPlan {
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
         plan.check_captures(args)?;
-        self.check_places(&args.places()?)?;
+        self.check_accesses(&args.accesses()?)?;
         plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
     }
 
-    fn check_places(&self, places: &Places) -> Result<(), CudaError> {
-        places.check_apart(self.engine.known_apart())?;
-        places.check_device(&self.engine)
+    fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {
+        accesses.check_apart(self.engine.known_apart())?;
+        Ok(accesses.check_device(&self.engine)?)
     }
 
     fn check_captures(&self, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
@@ -215,12 +216,12 @@ impl<'a> Pass<'a> {
         let group = dims.group();
         let heads = dims.heads_q / kernel.config.heads();
         let params = ForwardParams {
-            q: o.q.view("q", group)?,
-            k: o.k.view("k", 1)?,
-            v: o.v.view("v", 1)?,
-            out: args.out.view("out", group)?,
-            lse: args.lse.rows(),
-            max_score: args.max_score.map_or(RowView::default(), |m| m.rows()),
+            q: view(&o.q, "q", group)?,
+            k: view(&o.k, "k", 1)?,
+            v: view(&o.v, "v", 1)?,
+            out: view(&args.out, "out", group)?,
+            lse: row_view(&args.lse),
+            max_score: args.max_score.map_or(RowView::default(), |m| row_view(&m)),
             sink: o.sink.map_or(0, |s| s.start()),
             scale: self.plan.scale(),
             heads_q: dims.heads_q as i32,
@@ -414,17 +415,17 @@ fn backward_params(
     let (o, group) = (&args.operands, dims.group());
     let delta = sums.delta.address();
     Ok(BackwardParams {
-        q: o.q.view("q", group)?,
-        k: o.k.view("k", 1)?,
-        v: o.v.view("v", 1)?,
-        out: args.out.view("out", group)?,
-        d_out: args.d_out.view("d_out", group)?,
-        dq: args.dq.view("dq", group)?,
-        dk: args.dk.view("dk", 1)?,
-        dv: args.dv.view("dv", 1)?,
-        lse: args.lse.rows(),
-        d_lse: args.d_lse.map_or(RowView::default(), |d| d.rows()),
-        delta: DeviceTensor::<3>::contiguous(delta, DType::F32, dims.row_shape()).rows(),
+        q: view(&o.q, "q", group)?,
+        k: view(&o.k, "k", 1)?,
+        v: view(&o.v, "v", 1)?,
+        out: view(&args.out, "out", group)?,
+        d_out: view(&args.d_out, "d_out", group)?,
+        dq: view(&args.dq, "dq", group)?,
+        dk: view(&args.dk, "dk", 1)?,
+        dv: view(&args.dv, "dv", 1)?,
+        lse: row_view(&args.lse),
+        d_lse: args.d_lse.map_or(RowView::default(), |d| row_view(&d)),
+        delta: row_view(&DeviceTensor::contiguous(delta, DType::F32, dims.row_shape())),
         sink: o.sink.map_or(0, |s| s.start()),
         d_sink: args.d_sink.map_or(0, |s| s.start()),
         rests: sums.rests.as_ref().map_or(0, Block::address),

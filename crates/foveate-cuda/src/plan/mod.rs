@@ -26,11 +26,12 @@ use foveate_problem::{Arrangement, Dims, Rebound, Sequence, Spec};
 use foveate_tensor::DType;
 
 use crate::config::Elem;
-use crate::driver::{Pool, patience};
-use crate::engine::{Engine, Queue, lock};
 use crate::error::{CudaError, CudaErrorKind};
+use crate::operands::DeviceOperands;
 use crate::planner::{KernelOptions, admit, check_rows};
-use crate::tensors::DeviceOperands;
+use foveate_gpu::driver::{Pool, patience};
+use foveate_gpu::sync::lock;
+use foveate_gpu::{Engine, Queue};
 
 pub use describe::Description;
 pub(crate) use kernels::for_entry;

@@ -7,9 +7,9 @@ use super::call::Offsets;
 use super::resident::Work;
 use crate::abi::Address;
 use crate::codegen::ModsSource;
-use crate::driver::Block;
-use crate::engine::Queue;
 use crate::error::{CudaError, CudaErrorKind};
+use foveate_gpu::Queue;
+use foveate_gpu::driver::Block;
 
 /// What stands in place of a captured buffer's number for the table of paged keys.
 const PAGE_TABLE: i32 = -1;

@@ -21,12 +21,13 @@ use super::kernels::launch;
 use super::report::Report;
 use crate::abi::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
 use crate::ahead::sequences_config;
-use crate::driver::{Block, Pool};
-use crate::engine::{Queue, Remains, lock};
 use crate::error::CudaError;
 use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
 pub(super) use buffers::Gradient;
 use buffers::{TableKey, Uploaded};
+use foveate_gpu::driver::{Block, Pool};
+use foveate_gpu::sync::lock;
+use foveate_gpu::{Queue, Remains};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
@@ -245,7 +246,7 @@ fn upload<const N: usize>(
 /// # Errors
 /// When the queue's work is recorded at present.
 fn refuse_recording(queue: &Queue) -> Result<(), CudaError> {
-    queue.stream().refuse_recording("making what is kept from call to call")
+    Ok(queue.stream().refuse_recording("making what is kept from call to call")?)
 }
 
 /// Rows or runs as kernels count them.

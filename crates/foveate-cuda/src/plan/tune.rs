@@ -18,13 +18,15 @@ use super::kernels::{PassKind, sizes};
 use super::{CudaPlan, longest, sequences};
 use crate::abi::Address;
 use crate::config::Kernel;
-use crate::driver::{Block, Event, Pool};
-use crate::engine::lock;
 use crate::error::{CudaError, CudaErrorKind};
-use crate::nvrtc::Compiler;
+use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages};
 use crate::planner::{Choice, Class, KernelOptions, KernelPlan, Sizes, Tiles};
-use crate::tensors::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor};
-use crate::tuner::{Finish, Key, Progress, Record, Tuned, Tuning, most_runs, race};
+use crate::tuner::{Finish, Key, Progress, Record, Records, Tuned, Tuning, most_runs, race};
+use foveate_gpu::DeviceTensor;
+use foveate_gpu::GpuErrorKind;
+use foveate_gpu::driver::{Block, Event, Pool};
+use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::sync::lock;
 
 /// A run that takes longer hangs: the slowest candidates of the longest problems take seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -103,7 +105,8 @@ impl CudaPlan {
         let of = choices.iter().map(|c| ranked(c) + most_runs(ranked(c))).sum();
         let now = Progress { kernel: Kernel::Forward, doing: "compiling", done: 0, of, us: None };
         let mut teller = Teller { tell, now };
-        let records = self.engine.records();
+        let records = Records::of_engine(&self.engine);
+        let records = (*records).as_ref();
         let folder = records.and_then(|r| r.folder()).map(Into::into);
         let mut tuning = Tuning { kernels: Vec::new(), folder, trouble: None };
         for (kernel, choice) in kernels.iter().zip(&choices) {
@@ -253,8 +256,8 @@ impl Subject<'_> {
             for (i, result) in receive {
                 made[i] = Some(match result {
                     Ok(trial) => Ok(trial),
-                    Err(e) => match e.kind() {
-                        CudaErrorKind::Compile { .. } | CudaErrorKind::Resources { .. } => {
+                    Err(e) => match e.gpu() {
+                        Some(GpuErrorKind::Compile { .. } | GpuErrorKind::Resources { .. }) => {
                             Err(e.to_string())
                         }
                         _ => return Err(e),
@@ -281,7 +284,7 @@ impl Subject<'_> {
             None => Ok(trial),
             Some(reason) => {
                 let kernel = kernel.name().to_owned();
-                Err(CudaErrorKind::Resources { kernel, reason }.into())
+                Err(GpuErrorKind::Resources { kernel, reason }.into())
             }
         }
     }

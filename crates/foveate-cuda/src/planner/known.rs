@@ -7,7 +7,7 @@
 
 use super::{Class, Sizes, Tiles};
 use crate::config::{Elem, Kernel};
-use crate::profile::Profile;
+use foveate_gpu::profile::Profile;
 
 /// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
 type Known = (usize, Tiles);

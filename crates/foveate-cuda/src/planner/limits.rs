@@ -6,8 +6,8 @@ use foveate_tensor::DType;
 
 use crate::config::Elem;
 use crate::error::CudaError;
-use crate::profile::Profile;
 use crate::schedule::most_sum_rows;
+use foveate_gpu::profile::Profile;
 
 /// Query heads of a launch: blocks along its second axis.
 const MOST_HEADS: usize = 65535;

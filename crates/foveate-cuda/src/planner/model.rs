@@ -11,8 +11,8 @@
 
 use super::Sizes;
 use crate::config::{Config, Elem, Kernel};
-use crate::profile::Profile;
 use crate::resources::{Resources, Warps};
+use foveate_gpu::profile::Profile;
 
 /// Bytes of shared memory that a multiprocessor reads or writes in a cycle.
 const SHARED_PER_CYCLE: f64 = 128.0;

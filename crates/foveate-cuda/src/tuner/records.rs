@@ -11,21 +11,22 @@ use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use foveate_problem::Spec;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::Key;
-use crate::cache::{Cache, write};
 use crate::config::Kernel;
-use crate::driver::DeviceInfo;
-use crate::engine::lock;
 use crate::error::CudaError;
-use crate::nvrtc::Compiler;
 use crate::planner::{Class, Sizes, Tiles};
 use crate::source;
+use foveate_gpu::Engine;
+use foveate_gpu::cache::{Cache, write_whole};
+use foveate_gpu::driver::DeviceInfo;
+use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::sync::lock;
 
 /// Changes with the format.
 const FORMAT: u32 = 1;
@@ -105,6 +106,12 @@ impl Records {
         Ok(Self::at(Cache::get().folder(), Machine::of(info)?))
     }
 
+    /// The records of an engine's GPU, read when they are first asked for; `None` where NVRTC is
+    /// missing, and nothing could run.
+    pub fn of_engine(engine: &Engine) -> Arc<Option<Self>> {
+        engine.keep(|| Self::of(engine.device().info()).ok())
+    }
+
     /// The records of `machine` beside kernels in `folder`, or in memory only.
     pub fn at(folder: Option<&Path>, machine: Machine) -> Self {
         let folder = folder.map(|f| f.join("tuned").join(machine.folder()));
@@ -171,7 +178,7 @@ impl Records {
         let name = file_name(&key);
         let entry = Entry { format: FORMAT, machine, key, record };
         let text = serde_json::to_string_pretty(&entry).expect("texts and numbers are JSON");
-        write(&folder.join(name), text.as_bytes())
+        write_whole(&folder.join(name), text.as_bytes())
     }
 }
 

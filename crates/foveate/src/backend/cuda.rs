@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use foveate_cuda::{CudaError, CudaErrorKind, CudaOptions, CudaPlan, Engine};
+use foveate_gpu::GpuErrorKind;
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
@@ -25,6 +26,7 @@ impl Backend for Cuda {
         let Wanted { spec, problem, deterministic } = *wanted;
         let options = CudaOptions { deterministic, ..CudaOptions::default() };
         let plan = Engine::get(self.0)
+            .map_err(CudaError::from)
             .and_then(|engine| {
                 CudaPlan::new(engine, spec, problem.dims(), problem.dtype(), options)
             })
@@ -100,6 +102,9 @@ fn error(e: CudaError) -> Error {
         CudaErrorKind::Problem(e) => e.clone().into(),
         CudaErrorKind::Mod(e) => e.clone().into(),
         CudaErrorKind::Argument { reason } => Error::mismatch(reason.clone()),
+        CudaErrorKind::Gpu(e) if let GpuErrorKind::Argument { reason } = e.kind() => {
+            Error::mismatch(reason.clone())
+        }
         CudaErrorKind::OutOfRange { reason } => {
             ErrorKind::OutOfRange { reason: reason.clone() }.into()
         }

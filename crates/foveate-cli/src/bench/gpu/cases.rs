@@ -5,11 +5,11 @@
 
 use std::sync::Arc;
 
-use foveate::cuda::driver::{Block, Event};
 use foveate::cuda::tuner::{CANDIDATES, Progress, Tuning};
 use foveate::cuda::{
     CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
+use foveate::gpu::driver::{Block, Event};
 use foveate::{DType, Device, Plan, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;

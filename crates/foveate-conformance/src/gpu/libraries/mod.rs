@@ -3,7 +3,7 @@
 mod products;
 mod transfers;
 
-use foveate_cuda::{blas, nccl};
+use foveate_gpu::{blas, nccl};
 
 use crate::gpu::checks::on_gpu;
 

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use foveate_conformance::Random;
-use foveate_cuda::blas::Matmul;
-use foveate_cuda::driver::{Block, Event};
-use foveate_cuda::{CudaError, CudaOptions, DeviceTensor, Engine, Queue};
+use foveate_gpu::blas::Matmul;
+use foveate_gpu::driver::{Block, Event, patience};
+use foveate_gpu::{DeviceTensor, Engine, GpuError, Queue};
 use foveate_tensor::{DType, Data, Layout, Slice, indices};
 
 use crate::gpu::checks::{Checks, Outcome, expect_refusal};
@@ -197,7 +197,7 @@ impl Problem {
         engine.matmul(queue, &matmul)?;
         let before = bytes(&self.c.storage);
         let mut after = vec![0; before.len()];
-        c.read(&mut after, CudaOptions::default().timeout)?;
+        c.read(&mut after, patience())?;
         let mut written = vec![false; before.len() / result.bytes()];
         for index in indices(self.c.layout.shape) {
             let at = self.c.layout.at(index);
@@ -229,7 +229,7 @@ impl fmt::Display for Problem {
 }
 
 /// Random numbers in device memory.
-fn numbers(queue: &Queue, seed: u64, dtype: DType, elems: usize) -> Result<Block, CudaError> {
+fn numbers(queue: &Queue, seed: u64, dtype: DType, elems: usize) -> Result<Block, GpuError> {
     // One stretch again and again: the numbers of a large matrix cost more time than its product.
     let mut random = Random::new(seed);
     let some = elems.min((1 << 20) + 37);
@@ -262,7 +262,7 @@ fn twice(engine: &Arc<Engine>) -> Outcome {
     for result in &mut results {
         c.fill(0xFF)?;
         engine.matmul(queue, &matmul)?;
-        c.read(result, CudaOptions::default().timeout)?;
+        c.read(result, patience())?;
     }
     let nan = results[0].chunks_exact(4).any(|word| word == [0xFF; 4]);
     Ok(match (nan, results[0] == results[1]) {
@@ -279,7 +279,7 @@ fn refused(engine: &Engine, queue: &Queue, asked: &[(Matmul, &str)]) -> Result<(
 }
 
 /// Operands and result of a product of squares.
-fn squares(queue: &Queue) -> Result<(Vec<Block>, Matmul), CudaError> {
+fn squares(queue: &Queue) -> Result<(Vec<Block>, Matmul), GpuError> {
     let (a, b) = (numbers(queue, 1, DType::F32, 400)?, numbers(queue, 2, DType::F32, 400)?);
     let c = queue.pool().take(1600)?;
     c.fill(0xFF)?;
@@ -295,7 +295,7 @@ fn square(address: u64) -> DeviceTensor<3> {
 /// Whether nothing was written to the result of [`squares`].
 fn untouched(blocks: &[Block]) -> Outcome {
     let mut bytes = [0; 1600];
-    blocks[2].read(&mut bytes, CudaOptions::default().timeout)?;
+    blocks[2].read(&mut bytes, patience())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused product wrote something".into()) })
 }
@@ -332,14 +332,14 @@ fn other_device(engine: &Arc<Engine>, other: &Arc<Engine>) -> Outcome {
 }
 
 /// TFLOP/s of a bf16 product of `n³`, and the host's time for queueing one.
-fn speed(engine: &Arc<Engine>, n: usize) -> Result<String, CudaError> {
+fn speed(engine: &Arc<Engine>, n: usize) -> Result<String, GpuError> {
     let queue = engine.queue();
     let factors = [1, 2].map(|seed| numbers(queue, seed, DType::BF16, n * n));
     let [a, b] = factors;
     let (a, b, c) = (a?, b?, queue.pool().take(2 * n * n)?);
     let matrix = |block: &Block| DeviceTensor::contiguous(block.address(), DType::BF16, [1, n, n]);
     let matmul = Matmul::new(matrix(&a), matrix(&b), matrix(&c));
-    let limit = CudaOptions::default().timeout;
+    let limit = patience();
     let device = engine.device();
     let (mut ms, mut host) = (f32::INFINITY, f64::INFINITY);
     for _ in 0..8 {

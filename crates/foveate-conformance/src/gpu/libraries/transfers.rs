@@ -6,11 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_conformance::Random;
-use foveate_cuda::driver::{Block, Device};
-use foveate_cuda::nccl::{
-    Array, Call, Communicator, Element, Reduce, Transfer, UniqueId, together,
-};
-use foveate_cuda::{CudaError, CudaErrorKind, CudaOptions, Engine, Queue};
+use foveate_gpu::driver::{Block, Device, patience};
+use foveate_gpu::nccl::{Array, Call, Communicator, Reduce, Transfer, UniqueId, together};
+use foveate_gpu::{Element, Engine, GpuError, GpuErrorKind, Queue};
 use half::{bf16, f16};
 
 use crate::gpu::checks::{Checks, Outcome, expect_refusal};
@@ -77,7 +75,7 @@ impl Kind {
 fn numbers(element: Element, rank: usize, len: usize) -> Vec<f64> {
     let mut random = Random::new(77 + rank as u64);
     let mut next = || match element {
-        Element::U8 => random.below(60) as f64,
+        Element::Bool | Element::U8 => random.below(60) as f64,
         Element::I32 => random.below(2_000_000) as f64 - 1e6,
         _ => (random.below(64) as f64 - 32.0) / 8.0,
     };
@@ -98,7 +96,7 @@ fn reduced(element: Element, how: Reduce, ranks: usize, len: usize) -> Vec<f64> 
 fn encoded(element: Element, values: &[f64]) -> Vec<u8> {
     let each = values.iter();
     match element {
-        Element::U8 => each.map(|&x| x as u8).collect(),
+        Element::Bool | Element::U8 => each.map(|&x| x as u8).collect(),
         Element::I32 => each.flat_map(|&x| (x as i32).to_le_bytes()).collect(),
         Element::F16 => each.flat_map(|&x| f16::from_f64(x).to_bits().to_le_bytes()).collect(),
         Element::BF16 => each.flat_map(|&x| bf16::from_f64(x).to_bits().to_le_bytes()).collect(),
@@ -124,7 +122,7 @@ impl Part {
         len: usize,
         [rank, ranks]: [usize; 2],
         queue: &Queue,
-    ) -> Result<Self, CudaError> {
+    ) -> Result<Self, GpuError> {
         let own = |len: usize| encoded(element, &numbers(element, rank, len));
         let width = element.bytes();
         let (part, start) = (len * width, rank * len * width);
@@ -133,7 +131,7 @@ impl Part {
             element,
             len,
         };
-        let filled = |bytes: usize| -> Result<Block, CudaError> {
+        let filled = |bytes: usize| -> Result<Block, GpuError> {
             let block = queue.pool().take(bytes)?;
             block.fill(0xFF)?;
             Ok(block)
@@ -211,7 +209,7 @@ impl Part {
     fn check(&self) -> Outcome {
         let mut found = vec![0; self.expected.len()];
         let last = self.blocks.last().expect("every part has one");
-        last.read_at(self.start, &mut found, CudaOptions::default().timeout)?;
+        last.read_at(self.start, &mut found, patience())?;
         Ok(match found == self.expected {
             true => Ok(()),
             false => Err(format!("{}: wrong numbers", self.what)),
@@ -232,8 +230,8 @@ fn in_threads(engines: &[Arc<Engine>]) -> Outcome {
     // As another process gets it.
     let id = UniqueId::from_bytes(*id.bytes());
     let rank = |rank: usize, engine: &Arc<Engine>| -> Outcome {
-        let patience = CudaOptions::default().timeout;
-        let among = Communicator::new(engine, &id, rank, ranks, patience)?;
+        let limit = patience();
+        let among = Communicator::new(engine, &id, rank, ranks, limit)?;
         let queue = engine.queue();
         for (kind, element, len) in every() {
             let part = Part::new(kind, element, len, [rank, ranks], queue)?;
@@ -256,7 +254,7 @@ fn in_threads(engines: &[Arc<Engine>]) -> Outcome {
 
 /// All ranks of one thread.
 fn in_one(engines: &[Arc<Engine>]) -> Outcome {
-    let among = Communicator::of_process(engines, CudaOptions::default().timeout)?;
+    let among = Communicator::of_process(engines, patience())?;
     for (kind, element, len) in every() {
         let each = engines.iter().enumerate();
         let parts = each.map(|(rank, engine)| {
@@ -278,10 +276,10 @@ fn in_one(engines: &[Arc<Engine>]) -> Outcome {
 }
 
 /// Checks that the loss of a rank is reported in time.
-fn in_time(began: Instant, said: Result<(), CudaError>) -> Result<(), String> {
+fn in_time(began: Instant, said: Result<(), GpuError>) -> Result<(), String> {
     let expected = format!("did not finish within {} s", SHORT.as_secs());
     match said {
-        Err(e) if !matches!(e.kind(), CudaErrorKind::Communication { .. }) => Err(e.to_string()),
+        Err(e) if !matches!(e.kind(), GpuErrorKind::Communication { .. }) => Err(e.to_string()),
         Err(e) if !e.to_string().contains(&expected) => Err(e.to_string()),
         Err(_) if began.elapsed() > SHORT * 4 => Err(format!("it took {:?}", began.elapsed())),
         Err(_) => Ok(()),
@@ -323,7 +321,7 @@ fn lost(engines: &[Arc<Engine>]) -> Outcome {
 
 fn wrong(engine: &Arc<Engine>) -> Outcome {
     let id = UniqueId::new()?;
-    let among = Communicator::new(engine, &id, 0, 1, CudaOptions::default().timeout)?;
+    let among = Communicator::new(engine, &id, 0, 1, patience())?;
     let queue = engine.queue();
     let block = queue.pool().take(4000)?;
     block.fill(0xFF)?;
@@ -353,7 +351,7 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     }
     among.wait(queue)?;
     let mut bytes = [0; 4000];
-    block.read(&mut bytes, CudaOptions::default().timeout)?;
+    block.read(&mut bytes, patience())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused transfer wrote something".into()) })
 }

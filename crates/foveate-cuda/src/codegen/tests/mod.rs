@@ -7,7 +7,7 @@ mod sequences;
 mod sine;
 
 use super::*;
-use crate::nvrtc::Compiler;
+use foveate_gpu::nvrtc::Compiler;
 use foveate_mods::{Buffer, Expr, closure, expr, masks, scores};
 
 fn options() -> Options {

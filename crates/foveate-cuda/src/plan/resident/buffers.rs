@@ -9,12 +9,14 @@ use super::{count, keep, refuse_recording};
 use crate::abi::{Abi, Address, RangeTableParams};
 use crate::ahead::table_config;
 use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
-use crate::driver::Block;
-use crate::engine::{Queue, lock};
 use crate::error::CudaError;
+use crate::operands::mod_type;
 use crate::plan::CudaPlan;
 use crate::plan::call::Call;
 use crate::plan::kernels::{Printed, launch};
+use foveate_gpu::Queue;
+use foveate_gpu::driver::Block;
+use foveate_gpu::sync::lock;
 
 /// A captured buffer on the device.
 #[derive(Clone, Debug)]
@@ -115,12 +117,13 @@ impl CudaPlan {
         if let Some((_, table)) = call.tables.borrow().iter().find(|(of, _)| *of == at) {
             return Ok(table.address());
         }
-        let array = call.array(at);
+        let (name, array) = call.captured(at);
+        let ty = mod_type(name, array.element)?;
         let key = array.version.map(|version| TableKey {
             queue: call.queue.id(),
             address: array.address,
             version,
-            ty: array.ty,
+            ty,
             shape: array.shape.to_vec(),
         });
         let found = key.as_ref().and_then(|key| {
@@ -134,7 +137,7 @@ impl CudaPlan {
                 if key.is_some() {
                     refuse_recording(queue)?;
                 }
-                let table = Arc::new(self.range_table(queue, address, array.ty, array.shape)?);
+                let table = Arc::new(self.range_table(queue, address, ty, array.shape)?);
                 if let Some(key) = key {
                     let mut resident = lock(&self.resident);
                     resident.keeps_for(queue);

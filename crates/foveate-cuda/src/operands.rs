@@ -1,0 +1,369 @@
+//! What attention reads and writes in device memory, and whether it fits together: shapes, dtypes,
+//! groups of heads, pages, offsets. Whether the memory is the device's, and destinations are apart,
+//! is [`foveate_gpu::access`]'s.
+
+#[cfg(test)]
+mod tests;
+mod varlen;
+
+use foveate_gpu::access::Accesses;
+use foveate_gpu::{DeviceArray, DeviceTensor, Element};
+use foveate_mods::Type;
+use foveate_problem::{Arrangement, Dims, Operands};
+use foveate_tensor::{DType, TensorRef};
+
+use crate::abi::{Address, RowView, View};
+use crate::config::Elem;
+use crate::error::CudaError;
+pub use varlen::{DeviceOffsets, DeviceVarlen};
+
+/// What attention reads, in device memory; shapes as in [`Operands`].
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceOperands<'a> {
+    /// Queries.
+    pub q: DeviceTensor,
+    /// Keys.
+    pub k: DeviceTensor,
+    /// Values.
+    pub v: DeviceTensor,
+    /// A logit per query head that joins the softmax's denominator only, f32 `[Hq]`.
+    pub sink: Option<DeviceTensor<1>>,
+    /// Sequence offsets of packed operands.
+    pub varlen: Option<DeviceVarlen<'a>>,
+    /// The pages that k and v lie in, for a forward.
+    pub pages: Option<DevicePages<'a>>,
+    /// Captured buffers by name that lie in device memory. One takes the place of the buffer of
+    /// that name in the plan, whose type and number of axes it has; the lengths are its own.
+    pub captures: &'a [(&'a str, DeviceArray<'a>)],
+}
+
+/// Operands and destinations of a forward pass, in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceForward<'a> {
+    /// What is read.
+    pub operands: DeviceOperands<'a>,
+    /// `out [B, Hq, Sq, Dv]`, f16, bf16 or f32.
+    pub out: DeviceTensor,
+    /// Natural log of the softmax's denominator, f32 `[B, Hq, Sq]`.
+    pub lse: DeviceTensor<3>,
+    /// Largest score of each row, f32 `[B, Hq, Sq]`.
+    pub max_score: Option<DeviceTensor<3>>,
+}
+
+/// Operands and destinations of a backward pass, in device memory.
+#[derive(Clone, Debug)]
+pub struct DeviceBackward<'a> {
+    /// What the forward pass read.
+    pub operands: DeviceOperands<'a>,
+    /// What it wrote, in the dtype of the operands.
+    pub out: DeviceTensor,
+    /// What it wrote.
+    pub lse: DeviceTensor<3>,
+    /// Gradient of the loss with respect to `out`, in the dtype of the operands.
+    pub d_out: DeviceTensor,
+    /// Gradient of the loss with respect to `lse`, f32.
+    pub d_lse: Option<DeviceTensor<3>>,
+    /// Gradient of q; dq, dk and dv have one dtype.
+    pub dq: DeviceTensor,
+    /// Gradient of k (summed over the batch when k is shared).
+    pub dk: DeviceTensor,
+    /// Gradient of v (summed over the batch when v is shared).
+    pub dv: DeviceTensor,
+    /// Add to dq, dk, dv, d_sink and d_captures instead of overwriting them.
+    pub accumulate: bool,
+    /// Gradient of the sink, f32 `[Hq]`.
+    pub d_sink: Option<DeviceTensor<1>>,
+    /// Gradients of learned captured buffers by name, f32, row-major like the buffers.
+    pub d_captures: Vec<(&'a str, DeviceTensor<1>)>,
+}
+
+/// A cache of keys and values in pages: row `r` of batch entry `b` is row `r % page_size` of page
+/// `table[b, r / page_size]`. k is `[pages, Hkv, page_size, D]` then, v `[pages, Hkv, page_size, Dv]`.
+/// An entry of the table that is no page is read as the nearest one, and reported by a checked plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePages<'a> {
+    /// Address of the table, i32 `[B, entries]`, in device memory.
+    pub table: Address,
+    /// Entries of the table for each batch entry.
+    pub entries: usize,
+    /// Number of keys of each batch entry, in host memory.
+    pub lengths: &'a [i32],
+}
+
+impl<'a> DeviceOperands<'a> {
+    /// Queries, keys and values, and nothing else.
+    pub fn new(q: DeviceTensor, k: DeviceTensor, v: DeviceTensor) -> Self {
+        Self { q, k, v, sink: None, varlen: None, pages: None, captures: &[] }
+    }
+
+    /// How their sequences lie; the offsets that say it where the host does not know.
+    pub(crate) fn arrangement(&self) -> Result<Arrangement<'a>, DeviceOffsets<'a>> {
+        Ok(match (self.varlen, self.pages) {
+            (Some(DeviceVarlen::Device(offsets)), _) => return Err(offsets),
+            (Some(DeviceVarlen::Host(varlen)), _) => Arrangement::Packed(varlen),
+            (None, Some(DevicePages { lengths, .. })) => {
+                Arrangement::Paged { lengths, page_size: self.k.layout.shape[2] }
+            }
+            (None, None) => Arrangement::Dense,
+        })
+    }
+
+    /// The sizes, once the operands fit together.
+    ///
+    /// # Errors
+    /// Those of [`Dims::of`]; or a sink that is not f32, one logit for each query head.
+    pub fn dims(&self) -> Result<Dims, CudaError> {
+        if let Some(pages) = &self.pages {
+            return self.paged_dims(pages);
+        }
+        let (varlen, offsets) = match self.varlen {
+            None => (None, None),
+            Some(DeviceVarlen::Host(varlen)) => (Some(varlen), None),
+            Some(DeviceVarlen::Device(offsets)) => (None, Some(offsets)),
+        };
+        let operands = Operands {
+            q: TensorRef::zeros(self.q.dtype, self.q.layout.shape),
+            k: TensorRef::zeros(self.k.dtype, self.k.layout.shape),
+            v: TensorRef::zeros(self.v.dtype, self.v.layout.shape),
+            sink: None,
+            varlen,
+            pages: None,
+        };
+        let mut dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
+        if let Some(offsets) = offsets {
+            dims = offsets.dims(&dims)?;
+        }
+        if let Some(sink) = &self.sink {
+            sink.check_vector("sink", dims.heads_q)?;
+        }
+        Ok(dims)
+    }
+
+    /// The sizes with keys and values in `pages`, once all fit together: the keys are as many as
+    /// those of the longest batch entry.
+    ///
+    /// # Errors
+    /// When k and v are not pages of one size, lengths are not one for each batch entry, or
+    /// longer than the table.
+    fn paged_dims(&self, pages: &DevicePages<'_>) -> Result<Dims, CudaError> {
+        let [batch, ..] = self.q.layout.shape;
+        let page_size = self.k.layout.shape[2];
+        if self.varlen.is_some() {
+            return Err(CudaError::argument("keys in pages go with queries that are not packed"));
+        }
+        if pages.lengths.len() != batch {
+            let given = pages.lengths.len();
+            return Err(CudaError::argument(format!(
+                "{given} lengths of keys are given for a batch of {batch}"
+            )));
+        }
+        for (what, count) in [("pages", self.k.layout.shape[0]), ("entries", pages.entries)] {
+            if i32::try_from(count).is_err() {
+                let most = i32::MAX;
+                return Err(CudaError::argument(format!(
+                    "a page table of {count} {what} is more than kernels count; they go to {most}"
+                )));
+            }
+        }
+        let room = pages.entries.saturating_mul(page_size);
+        let fits = |len: i32| usize::try_from(len).is_ok_and(|len| len <= room);
+        if let Some(len) = pages.lengths.iter().find(|&&len| !fits(len)) {
+            return Err(CudaError::argument(format!(
+                "a batch entry has {len} keys in {} pages of {page_size}; it can have 0 to {room}",
+                pages.entries
+            )));
+        }
+        let longest = pages.lengths.iter().copied().max().unwrap_or(0);
+        if longest > 0 && self.k.layout.shape[0] == 0 {
+            return Err(CudaError::argument(format!(
+                "k has no pages, but a batch entry has {longest} keys"
+            )));
+        }
+        // One page stands for the keys of a batch of one: heads, dims and dtypes are checked so.
+        let one = |mut tensor: DeviceTensor| {
+            tensor.layout.shape[0] = 1;
+            tensor
+        };
+        let of_page = DeviceOperands { k: one(self.k), v: one(self.v), pages: None, ..*self };
+        let dims = of_page.dims()?;
+        if self.v.layout.shape[0] != self.k.layout.shape[0] {
+            let [k, v] = [&self.k, &self.v].map(|t| t.layout.shape[0]);
+            return Err(CudaError::argument(format!("k has {k} pages, v has {v}")));
+        }
+        Ok(Dims { len_k: longest as usize, shared_kv: false, ..dims })
+    }
+
+    fn tensors(&self) -> [(&'static str, &DeviceTensor); 3] {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)]
+    }
+
+    /// Adds everything that is read.
+    fn read(&self, accesses: &mut Accesses) -> Result<(), CudaError> {
+        self.tensors().into_iter().try_for_each(|(name, t)| accesses.read(name, t))?;
+        self.sink.iter().try_for_each(|t| accesses.read("sink", t))?;
+        for (name, array) in self.captures {
+            accesses.read_array(&format!("captured buffer `{name}`"), array)?;
+        }
+        if let Some(DeviceVarlen::Device(offsets)) = &self.varlen {
+            offsets.read(accesses)?;
+        }
+        if let Some(pages) = self.pages {
+            let shape = [self.q.layout.shape[0], pages.entries];
+            let table = DeviceArray::new(pages.table, Element::I32, &shape);
+            accesses.read_array("the page table", &table)?;
+        }
+        Ok(())
+    }
+}
+
+impl DeviceForward<'_> {
+    /// Checks shapes and dtypes against `dims`.
+    pub(crate) fn check(&self, dims: &Dims) -> Result<(), CudaError> {
+        self.out.check_shape("out", dims.out_shape())?;
+        written("out", self.out.dtype)?;
+        let statistics = [("lse", Some(&self.lse)), ("max_score", self.max_score.as_ref())];
+        statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))
+    }
+
+    /// The least alignment of a row of any tensor.
+    pub(crate) fn align(&self) -> usize {
+        let tensors = self.operands.tensors().map(|(_, t)| t);
+        tensors.into_iter().chain([&self.out]).map(DeviceTensor::row_align).min().unwrap_or(0)
+    }
+
+    /// Everything that is read or written.
+    pub(crate) fn accesses(&self) -> Result<Accesses, CudaError> {
+        let mut accesses = Accesses::default();
+        self.operands.read(&mut accesses)?;
+        accesses.write("out", &self.out)?;
+        accesses.write("lse", &self.lse)?;
+        self.max_score.iter().try_for_each(|m| accesses.write("max_score", m))?;
+        Ok(accesses)
+    }
+}
+
+impl DeviceBackward<'_> {
+    /// Checks shapes and dtypes against `dims`; the captured buffers have been checked.
+    pub(crate) fn check(&self, dims: &Dims) -> Result<(), CudaError> {
+        let dtype = self.operands.q.dtype;
+        for (name, tensor) in [("out", &self.out), ("d_out", &self.d_out)] {
+            tensor.check_shape(name, dims.out_shape())?;
+            tensor.check_dtype(name, dtype)?;
+        }
+        let statistics = [("lse", Some(&self.lse)), ("d_lse", self.d_lse.as_ref())];
+        statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))?;
+        let shapes = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+        for ((name, tensor), shape) in self.gradients().into_iter().zip(shapes) {
+            tensor.check_shape(name, shape)?;
+            tensor.check_dtype(name, self.dq.dtype)?;
+        }
+        written("dq", self.dq.dtype)?;
+        if let Some(d_sink) = &self.d_sink {
+            if self.operands.sink.is_none() {
+                let reason = "d_sink is asked for, but there is no sink; leave it out";
+                return Err(CudaError::argument(reason));
+            }
+            d_sink.check_vector("d_sink", dims.heads_q)?;
+        }
+        Ok(())
+    }
+
+    fn gradients(&self) -> [(&'static str, &DeviceTensor); 3] {
+        [("dq", &self.dq), ("dk", &self.dk), ("dv", &self.dv)]
+    }
+
+    /// The least alignment of a row of any tensor.
+    pub(crate) fn align(&self) -> usize {
+        let read = self.operands.tensors().into_iter().chain([("", &self.out), ("", &self.d_out)]);
+        let all = read.chain(self.gradients());
+        all.map(|(_, t)| t.row_align()).min().unwrap_or(0)
+    }
+
+    /// Everything that is read or written.
+    pub(crate) fn accesses(&self) -> Result<Accesses, CudaError> {
+        let mut accesses = Accesses::default();
+        self.operands.read(&mut accesses)?;
+        accesses.read("out", &self.out)?;
+        accesses.read("lse", &self.lse)?;
+        accesses.read("d_out", &self.d_out)?;
+        self.d_lse.iter().try_for_each(|t| accesses.read("d_lse", t))?;
+        self.gradients().into_iter().try_for_each(|(name, t)| accesses.write(name, t))?;
+        self.d_sink.iter().try_for_each(|t| accesses.write("d_sink", t))?;
+        self.d_captures.iter().try_for_each(|(name, t)| accesses.write(name, t))?;
+        Ok(accesses)
+    }
+}
+
+/// An operand or a destination as kernels take it.
+///
+/// # Errors
+/// When the heads come in groups that are not those of a key/value head.
+pub(crate) fn view(tensor: &DeviceTensor, name: &str, group: usize) -> Result<View, CudaError> {
+    let [batch, mut head, row, elem] = tensor.layout.strides.map(|s| s as i64);
+    let mut data = tensor.start();
+    let mut between = 0;
+    if let Some(fold) = tensor.layout.fold {
+        let (entry, outer) = (fold.first % fold.inner, fold.outer as i64);
+        let inside = |h: usize| (fold.first + h) % fold.inner;
+        data += ((fold.first / fold.inner * fold.outer) as u64 + entry as u64 * head as u64)
+            * tensor.dtype.bytes() as u64;
+        let heads = tensor.layout.shape[1];
+        if fold.inner == 1 {
+            head = outer;
+        } else if entry == 0 && fold.inner == group {
+            between = outer - group as i64 * head;
+        } else if inside(heads.saturating_sub(1)) < entry || entry + heads > fold.inner {
+            return Err(CudaError::argument(format!(
+                "the heads of {name} come in groups of {} that start at head {entry} of one, \
+                 but {group} query heads share a key head; cut them at whole groups",
+                fold.inner
+            )));
+        }
+    }
+    Ok(View { data, batch, head, row, elem, group: between })
+}
+
+/// Statistics of rows, `[B, Hq, Sq]`, as kernels take them.
+pub(crate) fn row_view(tensor: &DeviceTensor<3>) -> RowView {
+    let [batch, head, row] = tensor.layout.strides.map(|s| s as i64);
+    RowView { data: tensor.start(), batch, head, row }
+}
+
+/// The type of a destination that kernels write.
+pub(crate) fn written(name: &str, dtype: DType) -> Result<Elem, CudaError> {
+    Elem::of(dtype).ok_or_else(|| {
+        CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
+    })
+}
+
+fn statistic(name: &str, rows: Option<&DeviceTensor<3>>, dims: &Dims) -> Result<(), CudaError> {
+    let Some(rows) = rows else { return Ok(()) };
+    rows.check_shape(name, dims.row_shape())?;
+    Ok(rows.check_dtype(name, DType::F32)?)
+}
+
+/// The type of a captured buffer's elements in device memory.
+pub(crate) fn element(ty: Type) -> Element {
+    match ty {
+        Type::Bool => Element::Bool,
+        Type::I32 => Element::I32,
+        Type::F32 => Element::F32,
+    }
+}
+
+/// The type that mods have for the elements of captured buffer `name`.
+///
+/// # Errors
+/// When mods have none.
+pub(crate) fn mod_type(name: &str, element: Element) -> Result<Type, CudaError> {
+    match element {
+        Element::Bool => Ok(Type::Bool),
+        Element::I32 => Ok(Type::I32),
+        Element::F32 => Ok(Type::F32),
+        Element::U8 | Element::F16 | Element::BF16 | Element::F64 => {
+            Err(CudaError::argument(format!(
+                "captured buffer `{name}` is {element}; masks and scores read bool, i32 and f32"
+            )))
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Devices and what they offer.
+
+use std::ffi::{CStr, c_int};
+use std::ptr;
+use std::sync::Arc;
+
+use super::depot::Depot;
+use super::sys::{Driver, Handle};
+use crate::error::GpuError;
+
+/// A GPU with its primary context. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Device(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    ordinal: i32,
+    context: Handle,
+    info: DeviceInfo,
+    depot: Depot,
+}
+
+// SAFETY: a context is a handle that the driver lets every thread use.
+unsafe impl Send for Inner {}
+// SAFETY: as above; nothing in it changes.
+unsafe impl Sync for Inner {}
+
+/// What the driver says about a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its name, `NVIDIA H200`.
+    pub name: String,
+    /// Compute capability, `(9, 0)`.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of shared memory a block can ask for.
+    pub shared_bytes_per_block: u32,
+    /// Bytes of shared memory of a multiprocessor.
+    pub shared_bytes_per_multiprocessor: u32,
+    /// Bytes of shared memory that the system takes of each block.
+    pub shared_bytes_reserved: u32,
+    /// Registers of a multiprocessor.
+    pub registers_per_multiprocessor: u32,
+    /// Bytes of second-level cache.
+    pub l2_bytes: u32,
+    /// Bytes of memory.
+    pub memory_bytes: usize,
+    /// The driver's CUDA version, `(13, 0)`.
+    pub driver: (u32, u32),
+}
+
+impl Device {
+    /// Number of devices.
+    ///
+    /// # Errors
+    /// When there is no driver, or it does not start.
+    pub fn count() -> Result<usize, GpuError> {
+        let driver = Driver::get()?;
+        let mut count = 0;
+        // SAFETY: `count` is valid for a write.
+        let code = unsafe { (driver.device_count)(&mut count) };
+        driver.check(code, || "counting devices".into())?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// Device `ordinal`, with its primary context.
+    ///
+    /// # Errors
+    /// When there is no driver or no such device.
+    pub fn open(ordinal: usize) -> Result<Self, GpuError> {
+        let driver = Driver::get()?;
+        let count = Self::count()?;
+        if ordinal >= count {
+            return Err(GpuError::argument(format!(
+                "there is no GPU {ordinal}; the driver has {count}, counted from 0"
+            )));
+        }
+        let doing = || format!("opening GPU {ordinal}");
+        let mut device = 0;
+        // SAFETY: `device` is valid for a write.
+        let code = unsafe { (driver.device_get)(&mut device, ordinal as c_int) };
+        driver.check(code, doing)?;
+        let info = DeviceInfo::of(driver, device)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: `context` is valid for a write; `Drop` releases what is retained.
+        let code = unsafe { (driver.context_retain)(&mut context, device) };
+        driver.check(code, doing)?;
+        Ok(Self(Arc::new(Inner { ordinal: device, context, info, depot: Depot::default() })))
+    }
+
+    /// Its index.
+    pub fn ordinal(&self) -> usize {
+        self.0.ordinal as usize
+    }
+
+    /// What it offers.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.0.info
+    }
+
+    /// What queues that are gone have left of its memory.
+    pub(super) fn depot(&self) -> &Depot {
+        &self.0.depot
+    }
+
+    /// Free and total bytes of its memory.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn memory(&self) -> Result<(usize, usize), GpuError> {
+        let driver = self.current()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are valid for a write, and the context is current.
+        let code = unsafe { (driver.memory_info)(&mut free, &mut total) };
+        driver.check(code, || "asking for free memory".into())?;
+        Ok((free, total))
+    }
+
+    /// The driver, with this device's context current on this thread.
+    pub(crate) fn current(&self) -> Result<&'static Driver, GpuError> {
+        let driver = Driver::get()?;
+        // SAFETY: the context is retained as long as `self` lives.
+        let code = unsafe { (driver.context_set)(self.0.context) };
+        driver.check(code, || format!("making GPU {} current", self.0.ordinal))?;
+        Ok(driver)
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.ordinal == other.0.ordinal
+    }
+}
+
+impl Eq for Device {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Ok(driver) = Driver::get() {
+            // SAFETY: the context is retained still.
+            let current = unsafe { (driver.context_set)(self.context) };
+            if current == 0 {
+                // A failure while the process ends is of no account.
+                let _ = self.depot.hand_back(driver);
+            }
+            // SAFETY: retained once in `open`. A failure while the process ends is of no account.
+            unsafe { (driver.context_release)(self.ordinal) };
+        }
+    }
+}
+
+impl DeviceInfo {
+    fn of(driver: &Driver, device: c_int) -> Result<Self, GpuError> {
+        let doing = || "asking what a GPU offers".to_owned();
+        let mut name = [0; 256];
+        // SAFETY: there is room for the length given, and the driver ends the name with a NUL.
+        let code = unsafe { (driver.device_name)(name.as_mut_ptr(), 256, device) };
+        driver.check(code, doing)?;
+        // SAFETY: as above.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let mut memory_bytes = 0;
+        // SAFETY: valid for a write.
+        let code = unsafe { (driver.device_memory)(&mut memory_bytes, device) };
+        driver.check(code, doing)?;
+        let mut version = 0;
+        // SAFETY: valid for a write.
+        let code = unsafe { (driver.version)(&mut version) };
+        driver.check(code, doing)?;
+        let attribute = |which: c_int| {
+            let mut value = 0;
+            // SAFETY: valid for a write.
+            let code = unsafe { (driver.device_attribute)(&mut value, which, device) };
+            driver.check(code, doing)?;
+            Ok::<u32, GpuError>(u32::try_from(value).unwrap_or(0))
+        };
+        // Numbers of CUdevice_attribute in cuda.h.
+        Ok(Self {
+            name,
+            capability: (attribute(75)?, attribute(76)?),
+            multiprocessors: attribute(16)?,
+            shared_bytes_per_block: attribute(97)?,
+            shared_bytes_per_multiprocessor: attribute(81)?,
+            shared_bytes_reserved: attribute(111)?,
+            registers_per_multiprocessor: attribute(82)?,
+            l2_bytes: attribute(38)?,
+            memory_bytes,
+            driver: ((version / 1000) as u32, (version % 1000 / 10) as u32),
+        })
+    }
+
+    /// The architecture that kernels are compiled for, `sm_90`.
+    pub fn arch(&self) -> String {
+        format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+}

@@ -1,0 +1,418 @@
+//! Memory of a device, given out again and again.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use super::depot::Free;
+use super::device::Device;
+use super::staging::Staging;
+use super::stream::{Event, Stream, patience};
+use super::sys::OUT_OF_MEMORY;
+use crate::error::{GpuError, GpuErrorKind};
+
+/// Blocks are multiples of this up to [`LARGE`], and of `LARGE` beyond it, so that nearly equal
+/// requests reuse each other's blocks.
+const SMALL: usize = 512;
+const LARGE: usize = 1 << 20;
+
+/// Set and not empty, blocks have exactly the bytes that were asked for, so that compute-sanitizer
+/// sees every access past an operand's end.
+const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
+
+/// Memory for the work of one stream. Cheap to clone.
+///
+/// When the last clone and the last block are gone that work may be queued for, the end of the
+/// stream's work is marked, and memory is given to other streams only when that end is reached. What
+/// plans keep for the stream does not count, or it would keep itself.
+#[derive(Clone, Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+    /// Nothing for what plans keep.
+    _user: Option<Arc<User>>,
+    /// How long to wait for work that is in the way.
+    patience: Duration,
+}
+
+#[derive(Debug)]
+struct Shared {
+    stream: Arc<Stream>,
+    free: Mutex<Free>,
+    exact: bool,
+    staging: Mutex<Staging>,
+    /// The end of all work that uses its memory, once nobody queues any more; nothing where it could
+    /// not be marked.
+    ended: OnceLock<Option<Event>>,
+}
+
+/// Whoever may queue work on a pool's stream. The last to go marks the end of that work; from there
+/// on nobody promises that the stream is there.
+#[derive(Debug)]
+struct User(Arc<Shared>);
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let stream = &self.0.stream;
+        let mark = || {
+            stream.refuse_recording("the end of a queue")?;
+            let end = Event::new(stream.device())?;
+            end.record(stream).map(|()| end)
+        };
+        // Without the mark, memory is freed by the driver, which waits.
+        let _ = self.0.ended.set(mark().ok());
+    }
+}
+
+/// Device memory that goes back to its pool when it is dropped.
+#[derive(Debug)]
+pub struct Block {
+    pool: Pool,
+    address: u64,
+    bytes: usize,
+    room: usize,
+}
+
+impl Pool {
+    /// A pool for work queued on `stream`, which waits as long as [`patience`] says.
+    pub fn new(stream: Arc<Stream>) -> Self {
+        let (free, staging, ended) = Default::default();
+        let exact = std::env::var_os(EXACT_VARIABLE).is_some_and(|value| !value.is_empty());
+        let shared = Arc::new(Shared { stream, free, exact, staging, ended });
+        Self { _user: Some(Arc::new(User(shared.clone()))), shared, patience: patience() }
+    }
+
+    /// The same memory, where filling blocks that are taken from here waits for at most `limit` for
+    /// earlier copies, and so for the work before them.
+    pub fn within(&self, limit: Duration) -> Self {
+        Self { patience: limit, ..self.clone() }
+    }
+
+    /// The same memory for what is kept until [`Self::is_over`]: it does not keep the end of the
+    /// stream's work from being marked. Whoever uses it has one that does beside it.
+    pub fn kept(&self) -> Self {
+        Self { _user: None, ..self.clone() }
+    }
+
+    /// The stream that its memory is used on.
+    pub fn stream(&self) -> &Arc<Stream> {
+        &self.shared.stream
+    }
+
+    /// `bytes` of memory with arbitrary contents, aligned to 256 bytes.
+    ///
+    /// # Errors
+    /// [`GpuErrorKind::OutOfMemory`], after every free block was handed back to the device.
+    pub fn take(&self, bytes: usize) -> Result<Block, GpuError> {
+        let step = if bytes > LARGE { LARGE } else { SMALL };
+        // A free block that is not much too large serves as well.
+        let (room, most) = match bytes.max(1) {
+            exact if self.shared.exact => (exact, exact),
+            // More than any device has stays as it is, for the driver to refuse.
+            bytes => {
+                let room = bytes.checked_next_multiple_of(step).unwrap_or(bytes);
+                (room, room.saturating_add(room / 4))
+            }
+        };
+        let own = self.free().take(room, most);
+        let found = own.or_else(|| self.stream().device().depot().block(room, most));
+        let (address, room) = match found {
+            Some(found) => found,
+            None => (self.allocate(room)?, room),
+        };
+        Ok(Block { pool: self.clone(), address, bytes, room })
+    }
+
+    /// A copy of `data` on the device, in order with the stream's work.
+    ///
+    /// # Errors
+    /// Those of [`Self::take`] and of the driver.
+    pub fn upload(&self, data: &[u8]) -> Result<Block, GpuError> {
+        let block = self.take(data.len())?;
+        block.write(data)?;
+        Ok(block)
+    }
+
+    fn free(&self) -> MutexGuard<'_, Free> {
+        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands every free block back to the device, once the stream's work is done, and with them what
+    /// queues that are gone have left.
+    ///
+    /// # Errors
+    /// When the work does not end, or failed.
+    pub fn release(&self) -> Result<(), GpuError> {
+        // Taken before the wait, which is for the work of these blocks: another thread may free
+        // more meanwhile.
+        let mut free = std::mem::take(&mut *self.free());
+        let freed = self.wait_and_free(&mut free);
+        self.free().absorb(free);
+        freed
+    }
+
+    /// Takes out of `free` what it hands back.
+    fn wait_and_free(&self, free: &mut Free) -> Result<(), GpuError> {
+        self.stream().wait(self.patience, "work before memory is handed back")?;
+        let device = self.stream().device();
+        let driver = device.current()?;
+        device.depot().hand_back(driver)?;
+        // SAFETY: the context is current, and the work that used them is done.
+        unsafe { free.hand_back(driver) }
+    }
+
+    /// Whether nobody can queue work any more and what was queued is done, or its end unknown.
+    pub(crate) fn is_over(&self) -> bool {
+        let end = self.shared.ended.get();
+        end.is_some_and(|end| !end.as_ref().is_some_and(|end| matches!(end.done(), Ok(false))))
+    }
+
+    /// Leaves what is free to other queues of the device, once the end is reached.
+    pub(crate) fn leave(&self) {
+        let end = self.shared.ended.get().and_then(Option::as_ref);
+        if end.is_some_and(|end| matches!(end.done(), Ok(true))) {
+            let free = std::mem::take(&mut *self.free());
+            self.stream().device().depot().put(free, self.staging().leave());
+        }
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<u64, GpuError> {
+        self.stream().refuse_recording("taking memory of the device")?;
+        let device = self.stream().device();
+        let driver = device.current()?;
+        let mut address = 0;
+        // SAFETY: `address` is valid for a write, and the context is current.
+        let mut code = unsafe { (driver.alloc)(&mut address, bytes) };
+        if code == OUT_OF_MEMORY {
+            self.release()?;
+            // SAFETY: as above.
+            code = unsafe { (driver.alloc)(&mut address, bytes) };
+        }
+        if code == OUT_OF_MEMORY {
+            let (free, total) = device.memory()?;
+            return Err(GpuErrorKind::OutOfMemory { bytes, free, total }.into());
+        }
+        driver.check(code, || format!("allocating {bytes} B"))?;
+        Ok(address)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let Ok(driver) = self.stream.device().current() else { return };
+        let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the context is current, and freeing waits for the device's work. There is nobody
+        // left to tell of a failure.
+        let _ = unsafe { free.hand_back(driver) };
+    }
+}
+
+impl Block {
+    /// Its address on the device.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn stream(&self) -> &Stream {
+        self.pool.stream()
+    }
+
+    /// Copies `data` to the start of the block, in order with the stream's work. `data` can be
+    /// reused at once.
+    ///
+    /// # Errors
+    /// When it does not fit, earlier copies do not end in the pool's time, and those of the driver.
+    pub fn write(&self, data: &[u8]) -> Result<(), GpuError> {
+        self.write_at(0, data)
+    }
+
+    /// The same from byte `start` of the block on.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
+        self.fits(start, data.len())?;
+        let (address, limit) = (self.address + start as u64, self.pool.patience);
+        // SAFETY: the block has room, checked above, and its memory is not freed before the
+        // stream's work is done.
+        unsafe { self.pool.staging().upload(self.stream(), address, data, limit) }
+    }
+
+    /// Copies the start of the block to `data`, behind the stream's work, and waits for it, at
+    /// most `limit`.
+    ///
+    /// # Errors
+    /// When `data` is longer than the block, the work does not end in time or failed.
+    pub fn read(&self, data: &mut [u8], limit: Duration) -> Result<(), GpuError> {
+        self.read_at(0, data, limit)
+    }
+
+    /// The same from byte `start` of the block on.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`].
+    pub fn read_at(&self, start: usize, data: &mut [u8], limit: Duration) -> Result<(), GpuError> {
+        self.fits(start, data.len())?;
+        self.stream().wait(limit, "work on the device")?;
+        let address = self.address + start as u64;
+        // SAFETY: as in `write_at`.
+        unsafe { self.pool.staging().download(self.stream(), address, data, limit) }
+    }
+
+    /// Sets every byte, in order with the stream's work.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn fill(&self, byte: u8) -> Result<(), GpuError> {
+        let driver = self.stream().device().current()?;
+        // SAFETY: the block has that many bytes.
+        let code =
+            unsafe { (driver.set_bytes)(self.address, byte, self.bytes, self.stream().handle()) };
+        driver.check(code, || format!("filling {} B", self.bytes))
+    }
+
+    fn fits(&self, start: usize, bytes: usize) -> Result<(), GpuError> {
+        if start.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let from = if start == 0 { String::new() } else { format!(" from byte {start} on") };
+            return Err(GpuError::argument(format!(
+                "{bytes} B do not fit a block of {} B{from}",
+                self.bytes
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.pool.free().put(self.room, self.address);
+    }
+}
+
+/// Host memory that the device copies from and to without a detour.
+#[derive(Debug)]
+pub struct Pinned {
+    device: Device,
+    data: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: it owns its memory.
+unsafe impl Send for Pinned {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// `bytes` zeros.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(device: &Device, bytes: usize) -> Result<Self, GpuError> {
+        let driver = device.current()?;
+        let mut data: *mut c_void = ptr::null_mut();
+        // SAFETY: `data` is valid for a write.
+        let code = unsafe { (driver.host_alloc)(&mut data, bytes.max(1), 0) };
+        driver.check(code, || format!("pinning {bytes} B of host memory"))?;
+        let data = data.cast::<u8>();
+        // SAFETY: freshly allocated with that many bytes.
+        unsafe { data.write_bytes(0, bytes.max(1)) };
+        Ok(Self { device: device.clone(), data, bytes })
+    }
+
+    /// Memory that was given away by [`Self::leave`].
+    ///
+    /// # Safety
+    /// It is memory of the same device and that many bytes, and this is its only owner.
+    pub(super) unsafe fn adopt(device: &Device, data: *mut u8, bytes: usize) -> Self {
+        Self { device: device.clone(), data, bytes }
+    }
+
+    /// Gives the memory away.
+    pub(super) fn leave(mut self) -> *mut u8 {
+        std::mem::replace(&mut self.data, ptr::null_mut())
+    }
+
+    /// Where it starts.
+    pub(super) fn data(&self) -> *mut u8 {
+        self.data
+    }
+
+    /// Its contents.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: `data` has `bytes` initialised bytes.
+        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    }
+
+    /// Its contents.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.data.is_null() {
+            return;
+        }
+        if let Ok(driver) = self.device.current() {
+            // SAFETY: allocated in `new`.
+            unsafe { (driver.host_free)(self.data.cast()) };
+        }
+    }
+}
+
+impl Device {
+    /// Checks that `bytes` from `address` on are memory of this device: what somebody else hands
+    /// over to be read or written.
+    ///
+    /// # Errors
+    /// When the address is of the host, of another device, or of nothing the driver knows, or
+    /// the allocation ends before the range does; `what` names the operand.
+    pub fn check_address(&self, what: &str, address: u64, bytes: usize) -> Result<(), GpuError> {
+        let driver = self.current()?;
+        const MEMORY_TYPE: i32 = 2;
+        const DEVICE_ORDINAL: i32 = 9;
+        const RANGE_START: i32 = 11;
+        const RANGE_SIZE: i32 = 12;
+        const ON_DEVICE: u32 = 2;
+        let attribute = |which: i32| {
+            let mut value = 0u64;
+            // SAFETY: no attribute asked for here is longer than eight bytes.
+            let code =
+                unsafe { (driver.pointer_attribute)((&raw mut value).cast(), which, address) };
+            (code == 0).then_some(value)
+        };
+        if attribute(MEMORY_TYPE).map(|t| t as u32) != Some(ON_DEVICE) {
+            return Err(GpuError::argument(format!(
+                "{what} is at {address:#x}, which is no device memory; copy it to the GPU first"
+            )));
+        }
+        let ordinal = attribute(DEVICE_ORDINAL).map_or(-1, |d| d as i32);
+        if ordinal as usize != self.ordinal() {
+            return Err(GpuError::argument(format!(
+                "{what} is on GPU {ordinal}, but the work is for GPU {}",
+                self.ordinal()
+            )));
+        }
+        if let (Some(start), Some(size)) = (attribute(RANGE_START), attribute(RANGE_SIZE))
+            && size > 0
+            && address.checked_add(bytes as u64).is_none_or(|end| end > start + size)
+        {
+            return Err(GpuError::argument(format!(
+                "{what} needs {bytes} B from {address:#x} on, but its memory ends {} B after that",
+                start + size - address
+            )));
+        }
+        Ok(())
+    }
+}

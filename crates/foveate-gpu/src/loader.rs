@@ -1,0 +1,340 @@
+//! Finding and opening what NVIDIA ships.
+//!
+//! Nothing is linked: a binary runs on machines with and without a GPU. Each library is looked
+//! for in the same places, in this order:
+//!
+//! 1. `FOVEATE_CUDA_LIBRARIES`, a folder or a file (several are separated like `PATH`);
+//! 2. wheels: `nvidia/*/lib` in the packages of the Python that runs this process, of the active
+//!    environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), of the `python3` on `PATH` (which is asked for
+//!    its place when it is a script, such as a shim of pyenv's), and of the user;
+//! 3. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
+//! 4. the bare name, which leaves the search to the system's loader.
+//!
+//! The driver is no part of wheels and toolkits, so it is looked for in the first and the last
+//! place only. A library is opened by its absolute path and stays open for the life of the
+//! process. What was tried and what came of it is kept ([`Search`]), so that a file that is there
+//! and cannot be opened is never reported as missing without its reason.
+
+mod surroundings;
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use crate::error::{GpuError, GpuErrorKind};
+use crate::library::{LIBRARIES_VARIABLE, Library};
+use surroundings::Surroundings;
+
+impl Library {
+    /// Whether a driver of CUDA `driver` runs what this library of CUDA `version` makes: one of its
+    /// own major version, whatever the minor ones, or a newer one.
+    ///
+    /// # Errors
+    /// [`GpuErrorKind::OldDriver`] with the versions that would do.
+    pub fn check_driver(self, version: (u32, u32), driver: (u32, u32)) -> Result<(), GpuError> {
+        match driver.0 >= version.0 {
+            true => Ok(()),
+            false => Err(GpuErrorKind::OldDriver { driver, library: self, version }.into()),
+        }
+    }
+
+    /// The search for it, done once in a process.
+    pub fn search(self) -> &'static Search {
+        static SEARCHES: [OnceLock<Search>; 4] = [const { OnceLock::new() }; 4];
+        SEARCHES[self as usize].get_or_init(|| self.search_in(&Surroundings::of_process()))
+    }
+
+    /// Opens it, once in a process.
+    ///
+    /// # Errors
+    /// When it is nowhere, with advice.
+    pub fn open(self) -> Result<&'static Opened, GpuError> {
+        let search = self.search();
+        search.opened.as_ref().ok_or_else(|| {
+            let (library, advice) = (self.name(), self.advice());
+            let unusable = search.steps.iter().find_map(|step| match &step.outcome {
+                Outcome::Unusable(why) => Some(format!("{}: {why}", step.path.display())),
+                _ => None,
+            });
+            let tried = search.steps.len();
+            GpuErrorKind::Missing { library, advice, tried, unusable }.into()
+        })
+    }
+
+    fn search_in(self, around: &Surroundings) -> Search {
+        let mut steps = Vec::new();
+        for (origin, path) in around.candidates(self) {
+            let bare = origin == Origin::System;
+            let found = if bare || path.is_file() { self.open_at(&path, bare) } else { Ok(None) };
+            let (outcome, opened) = match found {
+                Ok(None) => (Outcome::Absent, None),
+                Ok(opened) => (Outcome::Opened, opened),
+                Err(why) => (Outcome::Unusable(why), None),
+            };
+            steps.push(Step { origin, path, outcome });
+            if opened.is_some() {
+                return Search { steps, opened };
+            }
+        }
+        Search { steps, opened: None }
+    }
+
+    /// `None` when the system's loader knows of no such library.
+    fn open_at(self, path: &Path, bare: bool) -> Result<Option<Opened>, String> {
+        if self == Self::Nvrtc && !bare {
+            open_builtins(path);
+        }
+        // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
+        match unsafe { libloading::Library::new(path) } {
+            Ok(library) => Ok(Some(Opened { of: self, path: path.into(), library })),
+            Err(e) => {
+                // The loader's own words are behind the error.
+                let why = e.source().map_or_else(|| e.to_string(), |said| said.to_string());
+                // It names the file it misses, which may also be one that the library needs.
+                let missed = format!("{}: cannot open shared object file", path.display());
+                if bare && why.starts_with(&missed) { Ok(None) } else { Err(why) }
+            }
+        }
+    }
+}
+
+/// What became of the search for a library.
+#[derive(Debug)]
+pub struct Search {
+    steps: Vec<Step>,
+    opened: Option<Opened>,
+}
+
+impl Search {
+    /// The files tried, in order; the last one is open if any is.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+}
+
+/// A file that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Why there.
+    pub origin: Origin,
+    /// The file; a bare name for the system's loader.
+    pub path: PathBuf,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// Why a place is looked in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// `FOVEATE_CUDA_LIBRARIES` names it.
+    Variable,
+    /// Packages of a Python.
+    Wheel,
+    /// A CUDA toolkit.
+    Toolkit,
+    /// The system's loader.
+    System,
+}
+
+impl Origin {
+    /// A word for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Variable => LIBRARIES_VARIABLE,
+            Self::Wheel => "wheel",
+            Self::Toolkit => "toolkit",
+            Self::System => "system",
+        }
+    }
+}
+
+/// What came of trying a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is not there.
+    Absent,
+    /// It is there and the loader refuses it: why.
+    Unusable(String),
+    /// It is open.
+    Opened,
+}
+
+/// NVRTC 13.0 has no run path: it finds its builtins only when they are open already.
+fn open_builtins(nvrtc: &Path) {
+    let Some(Ok(entries)) = nvrtc.parent().map(std::fs::read_dir) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("libnvrtc-builtins.so") {
+            // SAFETY: as in `Library::open_at`.
+            if let Ok(library) = unsafe { libloading::Library::new(entry.path()) } {
+                std::mem::forget(library);
+            }
+        }
+    }
+}
+
+/// A struct of a library's functions, each found when the library is first used: a symbol that is
+/// missing is an error then, and not a panic at a first call. The types are those of its header.
+macro_rules! functions {
+    ($(#[$doc:meta])* $name:ident of $library:expr;
+     $($field:ident $symbol:literal ($($arg:ty),*) -> $result:ty;)*) => {
+        $(#[$doc])*
+        pub(crate) struct $name {
+            $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+        }
+
+        impl $name {
+            fn load() -> Result<Self, $crate::error::GpuError> {
+                let library = $library.open()?;
+                // SAFETY: each type is that of the function in the library's header.
+                unsafe { Ok(Self { $($field: library.function($symbol)?,)* }) }
+            }
+        }
+    };
+}
+pub(crate) use functions;
+
+/// A library that is open.
+#[derive(Debug)]
+pub struct Opened {
+    of: Library,
+    path: PathBuf,
+    library: libloading::Library,
+}
+
+impl Opened {
+    /// Where it was found; a bare name when the system's loader found it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A function of the library.
+    ///
+    /// # Errors
+    /// When the library has none of that name.
+    ///
+    /// # Safety
+    /// `F` must be the function's type.
+    pub(crate) unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, GpuError> {
+        // SAFETY: the caller vouches for the type; the library is never closed.
+        match unsafe { self.library.get::<F>(symbol.as_bytes()) } {
+            Ok(found) => Ok(*found),
+            Err(_) => Err(GpuErrorKind::Symbol { library: self.of.name(), symbol }.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[&str]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for file in files {
+            let file = root.path().join(file);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, "no library").unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn places_are_tried_in_the_documented_order() {
+        let root = tree(&[
+            "mine/libnvrtc.so.13",
+            "venv/lib/python3.9/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cu12/lib/libnvrtc.so.12",
+            "venv/lib/python3.13/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
+            "usr/local/lib/python3.11/dist-packages/nvidia/cu13/lib/libnvrtc.so.13",
+            "conda/conda-meta/history",
+            "conda/lib/libnvrtc.so.13",
+            "cuda/lib64/libnvrtc.so.13",
+        ]);
+        let at = |name: &str| root.path().join(name);
+        let around = Surroundings {
+            named: vec![at("mine")],
+            pythons: vec![at("venv"), at("usr"), at("conda"), at("nowhere")],
+            toolkits: vec![at("cuda")],
+        };
+        let search = Library::Nvrtc.search_in(&around);
+        let there = search.steps.iter().filter(|s| s.path.starts_with(root.path()));
+        let there: Vec<_> = there
+            .filter(|s| s.outcome != Outcome::Absent)
+            .map(|s| {
+                assert!(matches!(s.outcome, Outcome::Unusable(_)), "{s:?}");
+                let path = s.path.strip_prefix(root.path()).unwrap().to_str().unwrap();
+                (s.origin.name(), path.replace("site-packages/nvidia", "*"))
+            })
+            .collect();
+        let expected = [
+            (LIBRARIES_VARIABLE, "mine/libnvrtc.so.13"),
+            ("wheel", "venv/lib/python3.13/*/cu13/lib/libnvrtc.so.13"),
+            ("wheel", "venv/lib/python3.13/*/cu12/lib/libnvrtc.so.12"),
+            ("wheel", "venv/lib/python3.13/*/cuda_nvrtc/lib/libnvrtc.so.12"),
+            ("wheel", "venv/lib/python3.9/*/cuda_nvrtc/lib/libnvrtc.so.12"),
+            ("wheel", "usr/local/lib/python3.11/dist-packages/nvidia/cu13/lib/libnvrtc.so.13"),
+            ("wheel", "conda/lib/libnvrtc.so.13"),
+            ("toolkit", "cuda/lib64/libnvrtc.so.13"),
+        ];
+        assert_eq!(there, expected.map(|(origin, path)| (origin, path.to_owned())));
+        let system = search.steps.iter().find(|s| s.origin == Origin::System).unwrap();
+        assert_eq!(system.path, Path::new("libnvrtc.so.13"));
+    }
+
+    #[test]
+    fn a_file_is_taken_for_the_library_it_is_of() {
+        let root = tree(&["libnvrtc.so.13.0", "libnvrtc-builtins.so.13.0", "libnccl.so.2"]);
+        let files = ["libnvrtc-builtins.so.13.0", "libnvrtc.so.13.0", "libnccl.so.2"];
+        let named: Vec<PathBuf> = files.map(|name| root.path().join(name)).into();
+        let around = Surroundings { named: named.clone(), ..Surroundings::default() };
+        let of = |library: Library| -> Vec<PathBuf> {
+            let all = around.candidates(library).into_iter();
+            all.filter(|(origin, _)| *origin == Origin::Variable).map(|(_, path)| path).collect()
+        };
+        assert_eq!(of(Library::Nvrtc), [named[1].clone()]);
+        assert_eq!(of(Library::Nccl), [named[2].clone()]);
+        assert_eq!(of(Library::CublasLt), [] as [PathBuf; 0]);
+    }
+
+    #[test]
+    fn the_driver_is_not_looked_for_among_wheels_and_toolkits() {
+        let root = tree(&["lib/python3.12/site-packages/nvidia/cu13/lib/libcuda.so.1"]);
+        let prefix = vec![root.path().to_owned()];
+        let around = Surroundings { pythons: prefix.clone(), toolkits: prefix, named: vec![] };
+        let places = around.candidates(Library::Driver);
+        assert!(places.iter().all(|(origin, _)| *origin == Origin::System), "{places:?}");
+    }
+
+    #[test]
+    fn a_library_that_is_nowhere_is_an_error_with_advice() {
+        let missing = |unusable| -> String {
+            let (library, advice) = (Library::Nvrtc.name(), Library::Nvrtc.advice());
+            GpuError::from(GpuErrorKind::Missing { library, advice, tried: 7, unusable })
+                .to_string()
+        };
+        let said = missing(None);
+        assert!(said.starts_with("NVRTC was not found in 7 places; `pip install"), "{said}");
+        let said = missing(Some("/x/libnvrtc.so.13: file too short".into()));
+        let expected = "NVRTC cannot be opened (/x/libnvrtc.so.13: file too short); `pip install";
+        assert!(said.starts_with(expected), "{said}");
+    }
+
+    #[test]
+    fn a_bare_name_that_the_system_does_not_know_is_absent_and_a_text_file_is_unusable() {
+        let absent = Library::Nccl.open_at(Path::new("libfoveate-has-none.so.2"), true);
+        assert!(matches!(absent, Ok(None)), "{absent:?}");
+        let root = tree(&["libnccl.so.2"]);
+        let why = Library::Nccl.open_at(&root.path().join("libnccl.so.2"), false).unwrap_err();
+        assert!(why.contains("libnccl.so.2: "), "{why}");
+    }
+
+    #[test]
+    fn every_search_ends_with_the_bare_name() {
+        for library in Library::ALL {
+            let (origin, last) = Surroundings::of_process().candidates(library).pop().unwrap();
+            assert_eq!((origin, last.components().count()), (Origin::System, 1), "{last:?}");
+        }
+    }
+}

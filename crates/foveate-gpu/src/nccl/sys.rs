@@ -1,0 +1,129 @@
+//! The functions of NCCL, with the types and numbers of nccl.h.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use crate::driver::sys::Handle;
+use crate::error::{GpuError, GpuErrorKind};
+use crate::library::Library;
+use crate::loader::functions;
+
+/// `ncclResult_t`.
+pub type Code = c_int;
+
+/// `ncclSuccess`.
+pub const SUCCESS: Code = 0;
+/// `ncclUnhandledGpuError`.
+pub const CUDA_FAILED: Code = 1;
+/// `ncclInProgress`.
+pub const IN_PROGRESS: Code = 7;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Id(pub [u8; 128]);
+
+/// `ncclConfig_t` as it was in NCCL 2.14. A newer library reads as much as `version` says, and
+/// takes its defaults for the rest.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    bytes: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+}
+
+impl Config {
+    /// Calls come back before the other ranks took part, so that waiting for them can end.
+    pub const WITHOUT_BLOCKING: Self =
+        Self { bytes: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+}
+
+/// The oldest version: the first whose communicators are all that is used here without blocking.
+const OLDEST: [u32; 2] = [2, 18];
+
+functions! {
+    /// NCCL's functions.
+    Functions of Library::Nccl;
+
+    version "ncclGetVersion" (*mut c_int) -> Code;
+    error_string "ncclGetErrorString" (Code) -> *const c_char;
+    last_error "ncclGetLastError" (Handle) -> *const c_char;
+    unique_id "ncclGetUniqueId" (*mut Id) -> Code;
+    init "ncclCommInitRankConfig" (*mut Handle, c_int, Id, c_int, *mut Config) -> Code;
+    async_error "ncclCommGetAsyncError" (Handle, *mut Code) -> Code;
+    finalize "ncclCommFinalize" (Handle) -> Code;
+    destroy "ncclCommDestroy" (Handle) -> Code;
+    abort "ncclCommAbort" (Handle) -> Code;
+    group_start "ncclGroupStart" () -> Code;
+    group_end "ncclGroupEnd" () -> Code;
+    all_reduce "ncclAllReduce" (*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle)
+        -> Code;
+    all_gather "ncclAllGather" (*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> Code;
+    reduce_scatter "ncclReduceScatter" (*const c_void, *mut c_void, usize, c_int, c_int, Handle,
+        Handle) -> Code;
+    broadcast "ncclBroadcast" (*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle)
+        -> Code;
+    send "ncclSend" (*const c_void, usize, c_int, c_int, Handle, Handle) -> Code;
+    receive "ncclRecv" (*mut c_void, usize, c_int, c_int, Handle, Handle) -> Code;
+}
+
+impl Functions {
+    /// The library of this machine.
+    ///
+    /// # Errors
+    /// When there is none, or it is too old.
+    pub fn get() -> Result<&'static Self, GpuError> {
+        static FUNCTIONS: OnceLock<Result<Functions, GpuError>> = OnceLock::new();
+        let open = || {
+            let functions = Self::load()?;
+            let found = functions.version()?;
+            if found[..2] < OLDEST[..] {
+                let version = found.map(|n| n.to_string()).join(".");
+                let (library, needed) = (Library::Nccl, "2.18");
+                return Err(GpuErrorKind::OldLibrary { library, version, needed }.into());
+            }
+            Ok(functions)
+        };
+        FUNCTIONS.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
+    /// Major, minor and patch.
+    ///
+    /// # Errors
+    /// Those of the library.
+    pub fn version(&self) -> Result<[u32; 3], GpuError> {
+        let mut n = 0;
+        // SAFETY: `n` is valid for a write.
+        let code = unsafe { (self.version)(&mut n) };
+        self.check(code, || "asking for the version".into())?;
+        let n = n.unsigned_abs();
+        // Up to 2.8 the minor version had one digit.
+        Ok(match n {
+            ..10_000 => [n / 1000, n / 100 % 10, n % 100],
+            _ => [n / 10_000, n / 100 % 100, n % 100],
+        })
+    }
+
+    /// An error for every code of a call without a communicator but success.
+    pub fn check(&self, code: Code, doing: impl FnOnce() -> String) -> Result<(), GpuError> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        let (doing, library, says) = (doing(), Library::Nccl, self.says(code));
+        Err(GpuErrorKind::Library { doing, library, code, says }.into())
+    }
+
+    /// What the library says about a code, and about the last failure.
+    pub fn says(&self, code: Code) -> String {
+        let text = |said: *const c_char| {
+            // SAFETY: a string of the library's is NUL-terminated and outlives the call.
+            (!said.is_null()).then(|| unsafe { CStr::from_ptr(said) }.to_string_lossy())
+        };
+        // SAFETY: both take any number and no communicator, and give a string or null.
+        let said = unsafe { [(self.error_string)(code), (self.last_error)(std::ptr::null_mut())] };
+        let [name, last] = said.map(|said| text(said).unwrap_or_default());
+        if last.is_empty() { name.into_owned() } else { format!("{name}, {}", last.trim()) }
+    }
+}

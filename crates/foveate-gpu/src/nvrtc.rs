@@ -1,0 +1,336 @@
+//! NVRTC: CUDA C++ to a cubin for a real architecture.
+//!
+//! The cubin and not PTX: a driver loads cubins of every compiler of its major version, but
+//! refuses PTX of a newer one. The log of a compilation is always kept, and what it says about
+//! each kernel (registers, spills, shared memory) is read out of it.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::fmt;
+use std::ptr;
+use std::sync::OnceLock;
+
+use crate::error::{GpuError, GpuErrorKind};
+use crate::library::Library;
+use crate::loader::functions;
+
+type Program = *mut c_void;
+
+functions! {
+    /// NVRTC's functions, unchanged since CUDA 11.1.
+    Functions of Library::Nvrtc;
+
+    version "nvrtcVersion" (*mut c_int, *mut c_int) -> c_int;
+    create "nvrtcCreateProgram" (*mut Program, *const c_char, *const c_char, c_int,
+                                 *const *const c_char, *const *const c_char) -> c_int;
+    destroy "nvrtcDestroyProgram" (*mut Program) -> c_int;
+    compile "nvrtcCompileProgram" (Program, c_int, *const *const c_char) -> c_int;
+    log_size "nvrtcGetProgramLogSize" (Program, *mut usize) -> c_int;
+    log "nvrtcGetProgramLog" (Program, *mut c_char) -> c_int;
+    cubin_size "nvrtcGetCUBINSize" (Program, *mut usize) -> c_int;
+    cubin "nvrtcGetCUBIN" (Program, *mut c_char) -> c_int;
+}
+
+/// The compiler, opened once in a process. Compilations may run on several threads at once.
+pub struct Compiler {
+    functions: Functions,
+    version: (i32, i32),
+}
+
+/// A compiled source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Compiled {
+    /// Machine code for one architecture.
+    pub cubin: Vec<u8>,
+    /// What NVRTC and its assembler said.
+    pub log: String,
+    /// One entry for each kernel.
+    pub kernels: Vec<KernelResources>,
+}
+
+impl Compiled {
+    /// Machine code and the log that says what its kernels take.
+    pub(crate) fn new(cubin: Vec<u8>, log: String) -> Self {
+        let kernels = resources(&log);
+        Self { cubin, log, kernels }
+    }
+
+    /// Refuses kernels that spill more than `allowed` bytes a thread.
+    ///
+    /// # Errors
+    /// [`GpuErrorKind::Resources`] naming the first such kernel.
+    pub fn check_spills(&self, allowed: u32) -> Result<(), GpuError> {
+        match self.kernels.iter().find(|k| k.spill_bytes > allowed) {
+            None => Ok(()),
+            Some(kernel) => Err(GpuErrorKind::Resources {
+                kernel: kernel.name.clone(),
+                reason: format!(
+                    "{} B of registers spill to memory, {allowed} B are allowed",
+                    kernel.spill_bytes
+                ),
+            }
+            .into()),
+        }
+    }
+}
+
+/// What a kernel takes of a multiprocessor, as the assembler reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelResources {
+    /// Name of the entry point.
+    pub name: String,
+    /// Registers a thread.
+    pub registers: u32,
+    /// Bytes a thread writes and reads back for want of registers.
+    pub spill_bytes: u32,
+    /// Bytes of local memory a thread (spills included).
+    pub stack_bytes: u32,
+    /// Bytes of shared memory a block that the source fixes; what is asked for at a launch is
+    /// not among them.
+    pub static_shared_bytes: u32,
+}
+
+impl fmt::Display for KernelResources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {} registers, {} B spilled, {} B of local memory, {} B of static shared memory",
+            self.name, self.registers, self.spill_bytes, self.stack_bytes, self.static_shared_bytes
+        )
+    }
+}
+
+/// Options that every compilation gets, beside the architecture.
+pub const OPTIONS: &[&str] = &["--std=c++17", "-default-device", "--ptxas-options=-v"];
+
+impl Compiler {
+    /// The compiler of this machine.
+    ///
+    /// # Errors
+    /// When NVRTC is not found, with advice.
+    pub fn get() -> Result<&'static Self, GpuError> {
+        static COMPILER: OnceLock<Result<Compiler, GpuError>> = OnceLock::new();
+        COMPILER.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    }
+
+    fn open() -> Result<Self, GpuError> {
+        let functions = Functions::load()?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: both pointers are valid for a write.
+        let code = unsafe { (functions.version)(&mut major, &mut minor) };
+        if code != 0 {
+            let (doing, library) = ("asking for its version".to_owned(), Library::Nvrtc);
+            let says = "that it cannot tell".to_owned();
+            return Err(GpuErrorKind::Library { doing, library, code, says }.into());
+        }
+        Ok(Self { functions, version: (major, minor) })
+    }
+
+    /// Major and minor version.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// Compiles `source` for `arch` (`sm_90`).
+    ///
+    /// # Errors
+    /// When NVRTC refuses the source: [`GpuErrorKind::Compile`] with the log.
+    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, GpuError> {
+        let compiled = self.compile_with(source, arch, &[])?;
+        // From 13 on NVRTC has a cache of its own. What comes out of it, after another process
+        // compiled the same, has no report of what kernels take.
+        let reported = !compiled.kernels.is_empty() || !source.contains("__global__");
+        if reported { Ok(compiled) } else { self.compile_with(source, arch, &["--no-cache"]) }
+    }
+
+    /// The same with `more` options.
+    fn compile_with(&self, source: &str, arch: &str, more: &[&str]) -> Result<Compiled, GpuError> {
+        let refused = |log: String| -> GpuError {
+            GpuErrorKind::Compile { arch: arch.to_owned(), log }.into()
+        };
+        let Ok(text) = CString::new(source) else {
+            return Err(refused("error: the source has a NUL character".into()));
+        };
+        let mut program = Made { of: &self.functions, program: ptr::null_mut() };
+        // SAFETY: `text` is NUL-terminated and outlives the call, which copies it; there are no
+        // headers, so their arrays may be null.
+        let code = unsafe {
+            (self.functions.create)(
+                &mut program.program,
+                text.as_ptr(),
+                c"foveate.cu".as_ptr(),
+                0,
+                ptr::null(),
+                ptr::null(),
+            )
+        };
+        if code != 0 {
+            return Err(refused(format!("error: NVRTC cannot make a program ({code})")));
+        }
+        let options: Vec<CString> = OPTIONS
+            .iter()
+            .chain(more)
+            .map(|o| (*o).to_owned())
+            .chain([format!("--gpu-architecture={arch}")])
+            .map(|o| CString::new(o).expect("options have no NUL"))
+            .collect();
+        let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+        // SAFETY: the program was made above; the options outlive the call.
+        let code = unsafe {
+            (self.functions.compile)(program.program, pointers.len() as c_int, pointers.as_ptr())
+        };
+        let log = program.bytes(self.functions.log_size, self.functions.log);
+        let log = CStr::from_bytes_until_nul(&log)
+            .map_or(String::new(), |l| l.to_string_lossy().into_owned());
+        if code != 0 {
+            return Err(refused(log));
+        }
+        let cubin = program.bytes(self.functions.cubin_size, self.functions.cubin);
+        Ok(Compiled::new(cubin, log))
+    }
+}
+
+/// Whether a driver loads the machine code of an NVRTC: see [`Library::check_driver`]. (For PTX the
+/// minor version would count too.)
+///
+/// # Errors
+/// [`GpuErrorKind::OldDriver`] with the versions that would do.
+pub fn check_driver(nvrtc: (i32, i32), driver: (u32, u32)) -> Result<(), GpuError> {
+    Library::Nvrtc.check_driver((nvrtc.0.unsigned_abs(), nvrtc.1.unsigned_abs()), driver)
+}
+
+/// A program of NVRTC's, destroyed with the value.
+struct Made<'a> {
+    of: &'a Functions,
+    program: Program,
+}
+
+impl Made<'_> {
+    /// What a pair of functions for size and contents gives; nothing when they fail.
+    fn bytes(
+        &self,
+        size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+        contents: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    ) -> Vec<u8> {
+        let mut len = 0;
+        // SAFETY: the program is alive, and `len` is valid for a write.
+        if unsafe { size(self.program, &mut len) } != 0 {
+            return Vec::new();
+        }
+        let mut bytes = vec![0u8; len];
+        // SAFETY: there is room for the size that NVRTC gave.
+        if unsafe { contents(self.program, bytes.as_mut_ptr().cast()) } != 0 {
+            bytes.clear();
+        }
+        bytes
+    }
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        if !self.program.is_null() {
+            // SAFETY: made by `create` and destroyed only here.
+            unsafe { (self.of.destroy)(&mut self.program) };
+        }
+    }
+}
+
+/// Reads the assembler's report, three lines a kernel:
+///
+/// ```text
+/// ptxas info    : Compiling entry function 'fv_forward' for 'sm_90'
+/// ptxas info    : Function properties for fv_forward
+///     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+/// ptxas info    : Used 168 registers, used 1 barriers, 16 bytes smem
+/// ```
+fn resources(log: &str) -> Vec<KernelResources> {
+    let mut kernels: Vec<KernelResources> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let name = rest.split('\'').next().unwrap_or_default().to_owned();
+            kernels.push(KernelResources { name, ..Default::default() });
+        }
+        let Some(kernel) = kernels.last_mut() else { continue };
+        let before = |what: &str| number_before(line, what);
+        if let Some(stack) = before(" bytes stack frame") {
+            kernel.stack_bytes = kernel.stack_bytes.max(stack);
+            let stores = before(" bytes spill stores").unwrap_or(0);
+            kernel.spill_bytes += stores + before(" bytes spill loads").unwrap_or(0);
+        }
+        if let Some(registers) = before(" registers") {
+            kernel.registers = registers;
+            kernel.static_shared_bytes = before(" bytes smem").unwrap_or(0);
+        }
+    }
+    kernels
+}
+
+/// The number that stands before `what` in `line`.
+fn number_before(line: &str, what: &str) -> Option<u32> {
+    let (head, _) = line.split_once(what)?;
+    let digits = head.rsplit(|c: char| !c.is_ascii_digit()).next()?;
+    digits.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_assemblers_report_is_read() {
+        let log = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'a' for 'sm_90'
+ptxas info    : Function properties for a
+    24 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, 16 bytes smem
+ptxas info    : Compiling entry function 'b' for 'sm_90'
+ptxas info    : Function properties for b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+";
+        let a = KernelResources {
+            name: "a".into(),
+            registers: 168,
+            spill_bytes: 20,
+            stack_bytes: 24,
+            static_shared_bytes: 16,
+        };
+        let b = KernelResources { name: "b".into(), registers: 8, ..Default::default() };
+        let said =
+            "a: 168 registers, 20 B spilled, 24 B of local memory, 16 B of static shared memory";
+        assert_eq!(a.to_string(), said);
+        assert_eq!(resources(log), [a, b]);
+        let compiled = Compiled::new(Vec::new(), log.into());
+        compiled.check_spills(20).unwrap();
+        let said = compiled.check_spills(19).unwrap_err().to_string();
+        assert_eq!(said, "kernel a: 20 B of registers spill to memory, 19 B are allowed");
+    }
+
+    /// The compiler, or a line that says why the test is skipped.
+    fn compiler() -> Option<&'static Compiler> {
+        Compiler::get().map_err(|e| println!("skipped: {e}")).ok()
+    }
+
+    #[test]
+    fn a_kernel_becomes_a_cubin_with_its_resources() {
+        let Some(compiler) = compiler() else { return };
+        let source = "extern \"C\" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }";
+        for arch in ["sm_80", "sm_90"] {
+            let compiled = compiler.compile(source, arch).unwrap();
+            assert_eq!(&compiled.cubin[..4], b"\x7fELF");
+            let [kernel] = &compiled.kernels[..] else { panic!("{:?}", compiled.kernels) };
+            assert_eq!((kernel.name.as_str(), kernel.spill_bytes), ("twice", 0));
+            assert!(kernel.registers > 0);
+        }
+    }
+
+    #[test]
+    fn a_source_that_does_not_compile_is_an_error_with_the_line() {
+        let Some(compiler) = compiler() else { return };
+        let error = compiler.compile("__global__ void f() { nothing(); }", "sm_80").unwrap_err();
+        let said = error.to_string();
+        assert!(said.starts_with("NVRTC refused a kernel for sm_80: foveate.cu(1)"), "{said}");
+        let unknown = compiler.compile("", "sm_1").unwrap_err().to_string();
+        assert!(unknown.starts_with("NVRTC refused a kernel for sm_1"), "{unknown}");
+    }
+}

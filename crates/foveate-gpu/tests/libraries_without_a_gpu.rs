@@ -1,0 +1,163 @@
+//! cuBLASLt and NCCL made for tests, or missing, or of a wrong version: each is one clear error.
+//! That products and transfers are right on them is a test of `foveate-conformance`.
+
+mod driver;
+
+use std::time::{Duration, Instant};
+
+use foveate_gpu::blas::{self, Matmul};
+use foveate_gpu::nccl::{self, Array, Communicator, Reduce, Transfer, UniqueId};
+use foveate_gpu::{DeviceTensor, Element, Engine, GpuError, GpuErrorKind, driver::Block};
+use foveate_tensor::DType;
+
+use driver::inside;
+
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// A product on the driver for tests, and its memory.
+fn product() -> (Result<(), GpuError>, Block) {
+    let engine = Engine::get(0).unwrap();
+    let block = engine.queue().pool().take(4096).unwrap();
+    let square =
+        |i: u64| DeviceTensor::contiguous(block.address() + 1024 * i, DType::F32, [1, 16, 16]);
+    let matmul = Matmul::new(square(0), square(1), square(2));
+    (engine.matmul(engine.queue(), &matmul), block)
+}
+
+fn said<T>(result: Result<T, GpuError>) -> String {
+    result.map(drop).unwrap_err().to_string()
+}
+
+#[test]
+fn libraries_that_are_missing_are_named_with_what_to_install() {
+    if !inside("libraries_that_are_missing_are_named_with_what_to_install", &[], &[], &[]) {
+        return;
+    }
+    if blas::version().is_ok() || nccl::version().is_ok() {
+        return println!("skipped: this machine has them where everybody finds them");
+    }
+    let why = said(product().0);
+    assert!(why.starts_with("cuBLASLt was not found in "), "{why}");
+    assert!(why.ends_with("`pip install nvidia-cublas` or install the CUDA toolkit"), "{why}");
+    let why = said(UniqueId::new());
+    assert!(why.starts_with("NCCL was not found in "), "{why}");
+    assert!(why.ends_with("`pip install nvidia-nccl-cu13` or install NCCL"), "{why}");
+}
+
+#[test]
+fn libraries_without_a_function_are_too_old() {
+    let (name, more) = ("libraries_without_a_function_are_too_old", ["cublaslt", "nccl"]);
+    if !inside(name, &more, &["-DOLD_BLAS", "-DOLD_NCCL"], &[]) {
+        return;
+    }
+    let why = said(product().0);
+    assert!(why.starts_with("cuBLASLt has no `cublasLtMatmul`; it is too old"), "{why}");
+    let why = said(UniqueId::new());
+    assert!(why.starts_with("NCCL has no `ncclCommFinalize`; it is too old"), "{why}");
+}
+
+#[test]
+fn libraries_of_old_versions_are_refused_with_the_version_that_is_needed() {
+    let name = "libraries_of_old_versions_are_refused_with_the_version_that_is_needed";
+    let old = [("BLAS", "110504"), ("NCCL", "2804")];
+    if !inside(name, &["cublaslt", "nccl"], &[], &old) {
+        return;
+    }
+    assert_eq!(
+        said(blas::version()),
+        "cuBLASLt is of version 11.5.4, 12.0 or newer is needed: `pip install nvidia-cublas` or \
+         install the CUDA toolkit"
+    );
+    assert_eq!(
+        said(nccl::version()),
+        "NCCL is of version 2.8.4, 2.18 or newer is needed: `pip install nvidia-nccl-cu13` or \
+         install NCCL"
+    );
+}
+
+#[test]
+fn a_cublaslt_newer_than_the_driver_is_refused_with_one_that_fits() {
+    let name = "a_cublaslt_newer_than_the_driver_is_refused_with_one_that_fits";
+    if !inside(name, &["cublaslt"], &[], &[("CUDA", "12040")]) {
+        return;
+    }
+    assert_eq!(blas::version().unwrap(), [13, 1, 2]);
+    assert_eq!(
+        said(product().0),
+        "the driver is for CUDA 12.4 and runs no kernels of cuBLASLt 13.1; install a driver 580 or \
+         newer, or cuBLASLt 12 (`pip install nvidia-cublas-cu12`), to whose folder \
+         FOVEATE_CUDA_LIBRARIES points"
+    );
+}
+
+#[test]
+fn a_product_without_a_kernel_is_described() {
+    let name = "a_product_without_a_kernel_is_described";
+    if !inside(name, &["cublaslt"], &[], &[("KERNELS", "0")]) {
+        return;
+    }
+    let error = product().0.unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::Library { code: 15, .. }), "{error:?}");
+    assert_eq!(
+        error.to_string(),
+        "asking for a kernel for a product [16, 16] · [16, 16] of f32: cuBLASLt says \
+         CUBLAS_STATUS_NOT_SUPPORTED, a failure of tests (15)"
+    );
+}
+
+/// One rank, and numbers of its.
+fn alone() -> (Communicator, Block, Transfer) {
+    let engine = Engine::get(0).unwrap();
+    let among = Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, PATIENCE).unwrap();
+    let block = engine.queue().pool().take(4000).unwrap();
+    let numbers = Array { address: block.address(), element: Element::F32, len: 1000 };
+    let reduce = Reduce::Sum;
+    (among, block, Transfer::AllReduce { from: numbers, into: numbers, reduce })
+}
+
+#[test]
+fn a_failure_of_another_rank_ends_the_communicator() {
+    let name = "a_failure_of_another_rank_ends_the_communicator";
+    if !inside(name, &["nccl"], &[], &[("FAILS", "6")]) {
+        return;
+    }
+    let (engine, (among, _memory, transfer)) = (Engine::get(0).unwrap(), alone());
+    let expected = "rank 0 of 1: all-reduce of 1000 f32: NCCL says remote process exited or there \
+                    was a network error";
+    assert_eq!(said(among.run(engine.queue(), transfer)), expected);
+    // It is said again to whoever comes later.
+    assert_eq!(said(among.run(engine.queue(), transfer)), expected);
+    assert_eq!(said(among.wait(engine.queue())), expected);
+}
+
+#[test]
+fn transfers_that_hang_on_the_device_end_after_a_time() {
+    let name = "transfers_that_hang_on_the_device_end_after_a_time";
+    if !inside(name, &["nccl"], &[], &[("HANGS", "1")]) {
+        return;
+    }
+    let (engine, (among, _memory, transfer)) = (Engine::get(0).unwrap(), alone());
+    among.run(engine.queue(), transfer).unwrap();
+    let began = Instant::now();
+    let error = among.wait(engine.queue()).unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::Communication { .. }), "{error:?}");
+    assert!(error.to_string().starts_with("rank 0 of 1: transfers on the device did not"));
+    assert!(began.elapsed() >= PATIENCE && began.elapsed() < PATIENCE * 50);
+}
+
+#[test]
+fn ranks_that_cannot_be_are_refused() {
+    if !inside("ranks_that_cannot_be_are_refused", &["nccl"], &[], &[]) {
+        return;
+    }
+    let (engine, id) = (Engine::get(0).unwrap(), UniqueId::new().unwrap());
+    let why = said(Communicator::new(&engine, &id, 2, 2, PATIENCE));
+    assert_eq!(why, "there is no rank 2 of 2; ranks are counted from 0");
+    let why = said(Communicator::of_process(&[engine.clone(), engine.clone()], PATIENCE));
+    assert_eq!(why, "GPU 0 is given twice; a device has one rank");
+    let why = said(Communicator::of_process(&[], PATIENCE));
+    assert_eq!(why, "there are no devices for ranks");
+    let joining = Communicator::new(&engine, &id, 0, 2, PATIENCE);
+    let why = said(joining);
+    assert!(why.starts_with("rank 0 of 2: joining the other ranks did not finish"), "{why}");
+}

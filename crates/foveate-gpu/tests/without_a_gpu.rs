@@ -1,0 +1,231 @@
+//! The driver layer against a driver made for tests (`driver/cuda.c`), which queues copies and
+//! can run out of memory, hang, or be too old. Each test runs itself again in a process that
+//! finds that driver and no other.
+
+mod driver;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use foveate_gpu::driver::{Device, Graph, Module, Pool, Stream, patience};
+use foveate_gpu::nvrtc::check_driver;
+use foveate_gpu::{GpuError, GpuErrorKind};
+
+use driver::inside;
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+fn pool(ordinal: usize) -> Pool {
+    let device = Device::open(ordinal).unwrap();
+    Pool::new(Arc::new(Stream::new(&device).unwrap()))
+}
+
+#[test]
+fn what_was_given_to_a_copy_can_be_reused_at_once() {
+    if !inside("what_was_given_to_a_copy_can_be_reused_at_once", &[], &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    // Through one chunk, exactly one, several, and uneven.
+    for bytes in [0, 1, 1000, 4 << 20, (9 << 20) + 7] {
+        let given: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
+        let mut data = given.clone();
+        let block = pool.upload(&data).unwrap();
+        data.fill(0xEE);
+        block.read(&mut data, LIMIT).unwrap();
+        assert!(data == given, "{bytes} B");
+        if bytes > 10 {
+            block.write_at(3, &[7; 5]).unwrap();
+            block.read_at(2, &mut data[..7], LIMIT).unwrap();
+            assert_eq!(data[..7], [given[2], 7, 7, 7, 7, 7, given[8]]);
+            block.fill(9).unwrap();
+            block.read(&mut data, LIMIT).unwrap();
+            assert!(data.iter().all(|&b| b == 9));
+        }
+        assert!(block.write_at(1, &given).is_err() && block.read_at(1, &mut data, LIMIT).is_err());
+    }
+    // More small copies than the chunks hold, all queued before the first is read back.
+    let blocks: Vec<_> = (0..3000u32).map(|i| pool.upload(&[i as u8; 4000]).unwrap()).collect();
+    for (i, block) in blocks.iter().enumerate() {
+        let mut data = [0; 4000];
+        block.read(&mut data, LIMIT).unwrap();
+        assert_eq!(data, [i as u8; 4000]);
+    }
+}
+
+#[test]
+fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
+    let name = "a_graph_holds_no_copies_no_memory_and_no_waiting";
+    if !inside(name, &[], &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    let block = pool.take(100).unwrap();
+    let record = |work: &dyn Fn() -> Result<(), GpuError>| Graph::record(pool.stream(), work);
+    let refused = |what: &str, work: &dyn Fn() -> Result<(), GpuError>| {
+        let said = record(work).unwrap_err().to_string();
+        assert!(said.starts_with(&format!("{what} cannot be recorded in a graph")), "{said}");
+    };
+    refused("a copy between host and device", &|| block.write(&[1; 100]));
+    refused("taking memory of the device", &|| pool.take(1 << 20).map(drop));
+    refused("waiting for the device", &|| pool.stream().wait(LIMIT, "nothing"));
+    // Memory that is there is given out, and nothing is left recording, whatever happens.
+    drop(pool.take(5000).unwrap());
+    record(&|| pool.take(5000).map(drop)).unwrap();
+    let panics = || record(&|| panic!("on purpose"));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+    let mut found = [0; 100];
+    block.write(&[1; 100]).unwrap();
+    block.read(&mut found, LIMIT).unwrap();
+    assert_eq!(found, [1; 100]);
+}
+
+#[test]
+fn memory_runs_out_only_when_free_blocks_are_handed_back() {
+    let name = "memory_runs_out_only_when_free_blocks_are_handed_back";
+    if !inside(name, &[], &[], &[("TOTAL", "67108864")]) {
+        return;
+    }
+    let pool = pool(0);
+    drop(pool.take(40 << 20).unwrap());
+    let most = pool.take(60 << 20).expect("the free 40 MiB were handed back");
+    let error = pool.take(5 << 20).unwrap_err();
+    let GpuErrorKind::OutOfMemory { bytes, free, total } = *error.kind() else { panic!("{error}") };
+    assert_eq!((bytes, free, total), (5 << 20, 4 << 20, 64 << 20));
+    let address = most.address();
+    drop(most);
+    assert_eq!(pool.take(60 << 20).unwrap().address(), address, "given out again");
+    for most in [usize::MAX, isize::MAX as usize] {
+        let error = pool.take(most).unwrap_err();
+        assert!(matches!(error.kind(), GpuErrorKind::OutOfMemory { .. }), "{error}");
+    }
+    assert_eq!(pool.take(60 << 20).unwrap().address(), address, "nothing is lost");
+}
+
+/// Whether a block is given out for one byte more, which an exact pool has no room for.
+fn serves_nearly_equal_requests() -> bool {
+    let pool = pool(0);
+    let address = pool.take(1000).unwrap().address();
+    pool.take(1001).unwrap().address() == address
+}
+
+#[test]
+fn an_empty_variable_does_not_make_memory_exact() {
+    let empty = [("FOVEATE_EXACT_MEMORY", "")];
+    if inside("an_empty_variable_does_not_make_memory_exact", &[], &[], &empty) {
+        assert!(serves_nearly_equal_requests());
+    }
+}
+
+#[test]
+fn a_variable_makes_memory_exact() {
+    if inside("a_variable_makes_memory_exact", &[], &[], &[("FOVEATE_EXACT_MEMORY", "1")]) {
+        assert!(!serves_nearly_equal_requests());
+    }
+}
+
+#[test]
+fn memory_of_the_host_or_of_another_gpu_is_named() {
+    if !inside("memory_of_the_host_or_of_another_gpu_is_named", &[], &[], &[]) {
+        return;
+    }
+    let (pool, device) = (pool(1), Device::open(0).unwrap());
+    let block = pool.take(1 << 20).unwrap();
+    let said = device.check_address("q", block.address(), 16).unwrap_err().to_string();
+    assert_eq!(said, "q is on GPU 1, but the work is for GPU 0");
+    pool.stream().device().check_address("q", block.address(), 1 << 20).unwrap();
+    let host = [0u8; 16];
+    let said = device.check_address("k", host.as_ptr() as u64, 16).unwrap_err().to_string();
+    assert!(said.starts_with("k is at 0x") && said.contains("no device memory"), "{said}");
+    let said = Device::open(2).unwrap_err().to_string();
+    assert_eq!(said, "there is no GPU 2; the driver has 2, counted from 0");
+    let said = Module::load(&device, b"\x7fELF").unwrap_err().to_string();
+    assert!(said.starts_with("loading a kernel on Test GPU: "), "{said}");
+}
+
+#[test]
+fn a_device_that_hangs_is_an_error_after_a_time() {
+    if !inside("a_device_that_hangs_is_an_error_after_a_time", &[], &[], &[("HANGS", "1")]) {
+        return;
+    }
+    let pool = pool(0);
+    let block = pool.take(100).unwrap();
+    let error = block.read(&mut [0; 100], Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::Timeout { .. }), "{error}");
+}
+
+#[test]
+fn room_to_copy_through_is_waited_for_as_long_as_the_caller_says() {
+    let name = "room_to_copy_through_is_waited_for_as_long_as_the_caller_says";
+    if !inside(name, &[], &[], &[("HANGS", "1"), ("FOVEATE_TIMEOUT", "0.4")]) {
+        return;
+    }
+    let waited = |pool: &Pool| {
+        // More than the chunks hold, behind work that does not end.
+        let error = pool.upload(&vec![1; 12 << 20]).unwrap_err();
+        let GpuErrorKind::Timeout { waiting, seconds } = error.kind() else { panic!("{error}") };
+        assert_eq!(waiting, "copies between host and device");
+        *seconds
+    };
+    let pool = pool(0);
+    assert_eq!(waited(&pool), 0.4);
+    assert_eq!(waited(&pool.within(Duration::from_millis(50))), 0.05);
+    let said = pool.release().unwrap_err().to_string();
+    assert!(said.contains(" within 0.4 s; ") && said.contains("FOVEATE_TIMEOUT"), "{said}");
+    // Its end would be waited for.
+    std::mem::forget(pool);
+    assert_eq!(patience(), Duration::from_millis(400));
+}
+
+#[test]
+fn a_driver_without_a_function_is_too_old() {
+    if !inside("a_driver_without_a_function_is_too_old", &[], &["-DOLD"], &[]) {
+        return;
+    }
+    let said = Device::count().unwrap_err().to_string();
+    let expected = "the NVIDIA driver has no `cuFuncGetParamInfo`; it is too old";
+    assert!(said.starts_with(expected), "{said}");
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_why() {
+    if !inside("a_driver_that_does_not_start_says_why", &[], &[], &[("INIT", "803")]) {
+        return;
+    }
+    let said = Device::count().unwrap_err().to_string();
+    assert!(
+        said.starts_with("starting the driver: the driver says CUDA_ERROR_SYSTEM_DRIVER"),
+        "{said}"
+    );
+    let advice = "(803); the driver was changed under the running system: restart the machine";
+    assert!(said.ends_with(advice), "{said}");
+}
+
+#[test]
+fn a_driver_older_than_nvrtc_is_refused_with_what_to_install() {
+    if !inside(
+        "a_driver_older_than_nvrtc_is_refused_with_what_to_install",
+        &[],
+        &[],
+        &[("CUDA", "12040")],
+    ) {
+        return;
+    }
+    let driver = Device::open(0).unwrap().info().driver;
+    assert_eq!(driver, (12, 4));
+    for newer_minor_or_older in [(12, 9), (12, 4), (11, 8)] {
+        check_driver(newer_minor_or_older, driver).unwrap();
+    }
+    let error = check_driver((13, 0), driver).unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::OldDriver { .. }), "{error:?}");
+    let said = error.to_string();
+    assert_eq!(
+        said,
+        "the driver is for CUDA 12.4 and loads no kernels of NVRTC 13.0; install a driver 580 or \
+         newer, or NVRTC 12 (`pip install nvidia-cuda-nvrtc-cu12`), to whose folder \
+         FOVEATE_CUDA_LIBRARIES points"
+    );
+    // No NVRTC that Foveate takes would do.
+    let said = check_driver((13, 0), (11, 8)).unwrap_err().to_string();
+    assert!(said.ends_with("install a driver 580 or newer"), "{said}");
+}
