@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
-//!                         [--workers N] [--timeout SECONDS] [--subset N]
+//!                         [--workers N] [--timeout SECONDS] [--subset N|cover]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance placement
 //! foveate-conformance host-time
-//! foveate-conformance trespass memcheck|synccheck
+//! foveate-conformance trespass memcheck|synccheck|racecheck
 //! foveate-conformance libraries
 //! ```
 //!
@@ -29,9 +29,10 @@ use crate::options::Options;
 
 const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
-                        [--workers N] [--timeout SECONDS] [--subset N]
-    Runs every case whose name has TEXT in it, or N of them, evenly chosen, on the backends whose
-    names have theirs; with --workers 0 in this process.
+                        [--workers N] [--timeout SECONDS] [--subset N|cover]
+    Runs every case whose name has TEXT in it on the backends whose names have theirs; of the cases
+    N, evenly chosen, or the smallest that together have every feature of all (cover). With
+    --workers 0 in this process.
 foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
     elements.
@@ -41,7 +42,7 @@ foveate-conformance placement
     Compares the bits of passes whose data lies elsewhere: in device memory, in pages, in a graph.
 foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
-foveate-conformance trespass memcheck|synccheck
+foveate-conformance trespass memcheck|synccheck|racecheck
     Runs a kernel that this tool of compute-sanitizer must complain of.
 foveate-conformance libraries
     Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.";

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use foveate_conformance::{Backend, Case, backends, gpu_backends, load};
+use foveate_conformance::{Backend, Case, backends, cover, gpu_backends, load};
 
 /// What cases run on.
 pub type Backends = Vec<Box<dyn Backend>>;
@@ -18,7 +18,25 @@ pub struct Options {
     pub workers: usize,
     pub timeout: Duration,
     pub repeats: usize,
-    pub subset: usize,
+    pub subset: Subset,
+}
+
+/// Which of the cases run.
+#[derive(Clone, Copy, Debug)]
+pub enum Subset {
+    /// So many, evenly chosen.
+    Evenly(usize),
+    /// The smallest that together have every feature of the corpus ([`cover`]).
+    Cover,
+}
+
+impl std::fmt::Display for Subset {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Evenly(number) => number.fmt(f),
+            Self::Cover => "cover".fmt(f),
+        }
+    }
 }
 
 impl Options {
@@ -32,7 +50,7 @@ impl Options {
             workers: std::thread::available_parallelism().map_or(4, usize::from).min(12),
             timeout: Duration::from_secs(60),
             repeats: 1000,
-            subset: usize::MAX,
+            subset: Subset::Evenly(usize::MAX),
         };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
@@ -44,8 +62,9 @@ impl Options {
                 "--backend" => options.backend = value,
                 "--workers" => options.workers = number()?,
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
+                "--subset" if value == "cover" => options.subset = Subset::Cover,
                 "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
-                "--subset" => options.subset = number()?,
+                "--subset" => options.subset = Subset::Evenly(number()?),
                 "--repeats" => options.repeats = number()?,
                 _ => return Err(format!("{name} {value} is no option; --help lists them")),
             }
@@ -68,8 +87,13 @@ impl Options {
             let (folder, only) = (self.cases.display(), &self.only);
             return Err(format!("no case in {folder} has `{only}` in its name"));
         }
-        let step = cases.len().div_ceil(self.subset.max(1)).max(1);
-        Ok(cases.into_iter().step_by(step).collect())
+        match self.subset {
+            Subset::Cover => cover(cases).map_err(|e| e.to_string()),
+            Subset::Evenly(number) => {
+                let step = cases.len().div_ceil(number);
+                Ok(cases.into_iter().step_by(step).collect())
+            }
+        }
     }
 
     /// The backends that were asked for; the GPU's reason when there is none.
