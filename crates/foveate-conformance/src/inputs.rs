@@ -81,7 +81,7 @@ impl<'c> Inputs<'c> {
         let fail = |e: &dyn std::fmt::Display| CaseError::new(&self.case.name, e);
         let view = |i: usize| {
             let (buffer, layout) = self.storage.operands[i];
-            TensorRef::new((&self.qkv[buffer]).into(), layout).map_err(|e| fail(&e))
+            TensorRef::new(&self.qkv[buffer], layout).map_err(|e| fail(&e))
         };
         let [rows_q, rows_k] = self.case.rows();
         let varlen = self.packing.as_ref().map(|p| p.varlen(rows_q, rows_k)).transpose();
@@ -100,10 +100,10 @@ impl<'c> Inputs<'c> {
     pub fn upstream(&self) -> Result<Upstream<'_>, CaseError> {
         let fail = |e: &dyn std::fmt::Display| CaseError::new(&self.case.name, e);
         let layout = self.storage.out.0;
-        let d_out = TensorRef::new((&self.d_out).into(), layout).map_err(|e| fail(&e))?;
+        let d_out = TensorRef::new(&self.d_out, layout).map_err(|e| fail(&e))?;
         let [b, h, s, _] = layout.shape;
         let rows = Layout::contiguous([b, h, s]);
-        let d_lse = self.d_lse.as_deref().map(|v| TensorRef::f32(v, rows)).transpose();
+        let d_lse = self.d_lse.as_deref().map(|v| TensorRef::new(v, rows)).transpose();
         Ok(Upstream { d_out, d_lse: d_lse.map_err(|e| fail(&e))? })
     }
 }

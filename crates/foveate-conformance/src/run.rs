@@ -146,7 +146,7 @@ impl<'a> Problem<'a> {
 
         let Answers { gold, low, statistics, .. } = &self.answers;
         wrong.outside("out", &out, &[layout]);
-        let view = TensorRef::new((&out).into(), layout).map_err(text)?;
+        let view = TensorRef::new(&out, layout).map_err(text)?;
         wrong.compare("out", dtype, NotFinite::Same, [&gold.out, &low.out, &row_major(&view)]);
         let coarse = self.case.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };
@@ -180,7 +180,7 @@ impl<'a> Problem<'a> {
         let d_captures = captures.iter_mut().map(|(name, into)| CaptureGrad { name, into });
         plan.backward(BackwardArgs {
             operands: *operands,
-            out: TensorRef::new((&saved.out).into(), self.storage.out.0).map_err(text)?,
+            out: TensorRef::new(&saved.out, self.storage.out.0).map_err(text)?,
             lse: saved.lse.view(),
             d_out: upstream.d_out,
             d_lse: upstream.d_lse,
@@ -200,7 +200,7 @@ impl<'a> Problem<'a> {
         let dense =
             [("dq", &gold.dq, &low.dq), ("dk", &gold.dk, &low.dk), ("dv", &gold.dv, &low.dv)];
         for ((name, gold, low), (buffer, layout)) in dense.into_iter().zip(layouts) {
-            let ours = TensorRef::new((&grads[buffer]).into(), layout).map_err(text)?;
+            let ours = TensorRef::new(&grads[buffer], layout).map_err(text)?;
             compare(name, gold, low, &row_major(&ours));
         }
         let wide = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();

@@ -71,7 +71,7 @@ fn attention(inputs: [&Tensor; 4], outputs: [(Layout, usize); 4]) -> [Vec<u64>; 
     .expect("forward");
     plan.backward(BackwardArgs {
         operands,
-        out: TensorRef::new((&*out).into(), layouts[0]).expect("fits"),
+        out: TensorRef::new(&*out, layouts[0]).expect("fits"),
         lse: lse.view(),
         d_out: d_out.view(),
         d_lse: None,
@@ -87,7 +87,7 @@ fn attention(inputs: [&Tensor; 4], outputs: [(Layout, usize); 4]) -> [Vec<u64>; 
 }
 
 fn bits(data: &Data, layout: Layout) -> Vec<u64> {
-    let view = TensorRef::new(data.into(), layout).expect("fits");
+    let view = TensorRef::new(data, layout).expect("fits");
     let mut bits = Vec::new();
     indices(layout.shape).for_each(|index| bits.push(view.get_f64(index).to_bits()));
     bits
@@ -185,7 +185,7 @@ fn the_fused_multi_query_projection_of_transformer_engine_1195_is_followed_at_it
     let QkvMut { q: dq, k: dk, v: dv, .. } = packing.views_mut(&mut gradient).expect("fits");
     plan.backward(BackwardArgs {
         operands,
-        out: TensorRef::new((&out).into(), layout).expect("fits"),
+        out: TensorRef::new(&out, layout).expect("fits"),
         lse: lse.view(),
         d_out: d_out.view(),
         d_lse: None,

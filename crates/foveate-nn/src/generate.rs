@@ -246,15 +246,15 @@ fn attend(
     let mut lse = vec![0.0; heads_q * len];
     plan.forward_into(ForwardArgs {
         operands: Operands {
-            q: TensorRef::f32(qkv, layout(len, heads_q, (heads_q + 2 * heads_kv) * dim))?,
-            k: TensorRef::f32(keys, kv)?,
-            v: TensorRef::f32(values, kv)?,
+            q: TensorRef::new(qkv, layout(len, heads_q, (heads_q + 2 * heads_kv) * dim))?,
+            k: TensorRef::new(keys, kv)?,
+            v: TensorRef::new(values, kv)?,
             sink: None,
             varlen: None,
             pages: None,
         },
-        out: TensorMut::f32(out, layout(len, heads_q, heads_q * dim))?,
-        lse: TensorMut::f32(&mut lse, Layout::contiguous([1, heads_q, len]))?,
+        out: TensorMut::new(out, layout(len, heads_q, heads_q * dim))?,
+        lse: TensorMut::new(&mut lse, Layout::contiguous([1, heads_q, len]))?,
         max_score: None,
     })?;
     Ok(())

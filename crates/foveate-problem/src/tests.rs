@@ -120,7 +120,7 @@ fn operands_other_than_the_planned_ones_are_refused() {
     let args = ForwardArgs {
         operands: operands(&longer, &longer, &longer),
         out: out.view_mut().expect("dense"),
-        lse: TensorMut::f32(&mut lse, foveate_tensor::Layout::contiguous([1, 1, 4])).expect("fits"),
+        lse: TensorMut::new(&mut lse, foveate_tensor::Layout::contiguous([1, 1, 4])).expect("fits"),
         max_score: None,
     };
     let error = args.check(&planned).expect_err("4 rows, not 3").to_string();

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::dtype::DType;
+
 /// A layout or a view that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kind}")]
@@ -23,6 +25,27 @@ pub enum TensorErrorKind {
         offset: usize,
         /// Elements in the storage.
         len: usize,
+    },
+    /// A shape that has more or fewer elements than were given for it.
+    Elements {
+        /// The shape.
+        shape: Vec<usize>,
+        /// Elements given.
+        len: usize,
+    },
+    /// Elements asked for as a slice that do not lie one after the other in row-major order.
+    Apart {
+        /// Shape of the layout.
+        shape: Vec<usize>,
+        /// Strides in elements.
+        strides: Vec<usize>,
+    },
+    /// Elements asked for as another type.
+    DType {
+        /// What they are.
+        found: DType,
+        /// As what they were asked for.
+        asked: DType,
     },
     /// Two elements of a destination would share memory.
     Overlap {
@@ -73,6 +96,21 @@ impl fmt::Display for TensorErrorKind {
                 "shape {shape:?} with strides {strides:?} from element {offset} reaches past the \
                  {len} elements of the storage"
             ),
+            Self::Elements { shape, len } => {
+                write!(f, "{len} elements cannot have shape {shape:?}, which has ")?;
+                match shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) {
+                    Some(elems) => write!(f, "{elems}"),
+                    None => f.write_str("more than memory can address"),
+                }
+            }
+            Self::Apart { shape, strides } => write!(
+                f,
+                "the elements of shape {shape:?} with strides {strides:?} do not lie one after \
+                 the other in row-major order; `to_vec` copies them into it"
+            ),
+            Self::DType { found, asked } => {
+                write!(f, "the elements are {found}, not {asked}; `to_vec` converts them")
+            }
             Self::Overlap { shape, strides } => write!(
                 f,
                 "a destination of shape {shape:?} with strides {strides:?} would write some \

@@ -4,10 +4,18 @@
 //! query heads of an interleaved projection, which come in groups with keys and values between
 //! the groups. [`Fold`] says so, so that these too are a view.
 
+use std::ops::Range;
+
 use crate::error::{TensorError, TensorErrorKind};
 
 /// Where the elements of an `N`-axis view lie in its storage. Strides may be 0 (a broadcast
 /// axis) and the strides of axes of length 1 mean nothing.
+///
+/// Strides are never negative: a reversed view (`ndarray`'s `slice(s![..;-1])`) has to be copied.
+/// PyTorch, JAX and cuDNN have no negative strides either; the strides of a GPU's tensor maps are
+/// unsigned, and every check that a view stays in its storage rests on `offset` being the first
+/// element in memory too. A mask that looks backwards needs no reversed operand: it is a
+/// formula over `q` and `kv`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout<const N: usize = 4> {
     /// Length of each axis.
@@ -42,6 +50,31 @@ impl<const N: usize> Layout<N> {
             strides[axis] = shape[axis + 1].max(1).saturating_mul(strides[axis + 1]);
         }
         Self::strided(shape, strides, 0)
+    }
+
+    /// Row-major over all of `len` elements.
+    pub(crate) fn of_all(len: usize, shape: [usize; N]) -> Result<Self, TensorError> {
+        let layout = Self::contiguous(shape);
+        if layout.elems() != len {
+            return Err(TensorErrorKind::Elements { shape: shape.to_vec(), len }.into());
+        }
+        Ok(layout)
+    }
+
+    /// The storage positions of the elements, when these lie there one after the other in
+    /// row-major order.
+    pub(crate) fn row_major(&self) -> Result<Range<usize>, TensorError> {
+        let elems = self.elems();
+        let dense = Self::contiguous(self.shape).strides;
+        let along = |axis: usize| self.shape[axis] == 1 || self.strides[axis] == dense[axis];
+        if elems == 0 {
+            return Ok(0..0);
+        }
+        if self.fold.is_none() && (0..N).all(along) {
+            return Ok(self.offset..self.offset + elems);
+        }
+        let (shape, strides) = (self.shape.to_vec(), self.strides.to_vec());
+        Err(TensorErrorKind::Apart { shape, strides }.into())
     }
 
     /// One stride an axis, from element `offset`.

@@ -5,6 +5,7 @@
 
 pub mod dtype;
 pub mod error;
+pub mod float;
 pub mod layout;
 pub mod packed;
 pub mod varlen;
@@ -12,6 +13,7 @@ pub mod view;
 
 pub use dtype::{DType, Data};
 pub use error::{TensorError, TensorErrorKind};
+pub use float::Float;
 pub use layout::{Fold, Layout, indices};
 pub use packed::{Order, PackedShape, Part, QkvMut, QkvPacked, QkvRef};
 pub use varlen::{Packing, Varlen};

@@ -11,7 +11,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
-use crate::error::TensorError;
+use crate::error::{TensorError, TensorErrorKind};
+use crate::float::Float;
 use crate::layout::{Layout, indices};
 
 /// Elements behind a shared view.
@@ -88,6 +89,17 @@ pub enum SliceMut<'a> {
     F64(&'a mut [f64]),
 }
 
+impl SliceMut<'_> {
+    fn elems(&self) -> usize {
+        match self {
+            SliceMut::F32(v) => v.len(),
+            SliceMut::F16(v) => v.len(),
+            SliceMut::BF16(v) => v.len(),
+            SliceMut::F64(v) => v.len(),
+        }
+    }
+}
+
 impl<'a> From<&'a mut Data> for SliceMut<'a> {
     fn from(data: &'a mut Data) -> Self {
         match data {
@@ -99,23 +111,6 @@ impl<'a> From<&'a mut Data> for SliceMut<'a> {
     }
 }
 
-macro_rules! from_slices {
-    ($($variant:ident $t:ty),*) => {$(
-        impl<'a> From<&'a [$t]> for Slice<'a> {
-            fn from(elems: &'a [$t]) -> Self {
-                Slice::$variant(elems)
-            }
-        }
-        impl<'a> From<&'a mut [$t]> for SliceMut<'a> {
-            fn from(elems: &'a mut [$t]) -> Self {
-                SliceMut::$variant(elems)
-            }
-        }
-    )*};
-}
-
-from_slices!(F32 f32, F16 f16, BF16 bf16, F64 f64);
-
 /// A read-only view. `N` is 4 for operands, 3 for statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a, const N: usize = 4> {
@@ -124,21 +119,41 @@ pub struct TensorRef<'a, const N: usize = 4> {
 }
 
 impl<'a, const N: usize> TensorRef<'a, N> {
-    /// A view of `data`.
+    /// A view of `data`: a slice or vector of one of the dtypes, or [`Data`].
     ///
     /// # Errors
     /// When the layout reaches past the storage.
-    pub fn new(data: Slice<'a>, layout: Layout<N>) -> Result<Self, TensorError> {
+    pub fn new(data: impl Into<Slice<'a>>, layout: Layout<N>) -> Result<Self, TensorError> {
+        let data = data.into();
         layout.check(data.len())?;
         Ok(Self { data, layout })
     }
 
-    /// A view of f32 elements.
+    /// A view of all of `data`, row-major: the last axis of `shape` is the fastest.
     ///
     /// # Errors
-    /// When the layout reaches past the storage.
-    pub fn f32(data: &'a [f32], layout: Layout<N>) -> Result<Self, TensorError> {
-        Self::new(Slice::F32(data), layout)
+    /// When `data` has not as many elements as the shape.
+    pub fn from_slice(data: impl Into<Slice<'a>>, shape: [usize; N]) -> Result<Self, TensorError> {
+        let data = data.into();
+        Self::new(data, Layout::of_all(data.len(), shape)?)
+    }
+
+    /// The elements where they lie, in row-major order of the shape.
+    ///
+    /// # Errors
+    /// When they are of another type than `T`, or do not lie one after the other in that order:
+    /// [`Self::to_vec`] copies then.
+    pub fn as_slice<T: Float>(&self) -> Result<&'a [T], TensorError> {
+        let elems = T::of(self.data).ok_or_else(|| other_dtype::<T>(self.dtype()))?;
+        Ok(&elems[self.layout.row_major()?])
+    }
+
+    /// The elements in row-major order, each rounded once to `T` where that is another type.
+    pub fn to_vec<T: Float>(&self) -> Vec<T> {
+        match self.as_slice() {
+            Ok(elems) => elems.to_vec(),
+            Err(_) => indices(self.shape()).map(|at| T::from_f64(self.get_f64(at))).collect(),
+        }
     }
 
     /// The storage, which the layout indexes.
@@ -249,11 +264,16 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         Ok(part.expect("a destination for the layout given"))
     }
 
-    /// A destination in f32 elements.
+    /// All of `data` as a destination, row-major: the last axis of `shape` is the fastest.
     ///
     /// # Errors
-    /// When the layout reaches past the storage or writes an element twice.
-    pub fn f32(data: &'a mut [f32], layout: Layout<N>) -> Result<Self, TensorError> {
+    /// When `data` has not as many elements as the shape.
+    pub fn from_slice(
+        data: impl Into<SliceMut<'a>>,
+        shape: [usize; N],
+    ) -> Result<Self, TensorError> {
+        let data = data.into();
+        let layout = Layout::of_all(data.elems(), shape)?;
         Self::new(data, layout)
     }
 
@@ -268,11 +288,12 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         data: SliceMut<'a>,
         layouts: [Option<Layout<N>>; M],
     ) -> Result<[Option<Self>; M], TensorError> {
-        let (pointer, len, dtype) = match data {
-            SliceMut::F32(v) => (v.as_mut_ptr().cast(), v.len(), DType::F32),
-            SliceMut::F16(v) => (v.as_mut_ptr().cast(), v.len(), DType::F16),
-            SliceMut::BF16(v) => (v.as_mut_ptr().cast(), v.len(), DType::BF16),
-            SliceMut::F64(v) => (v.as_mut_ptr().cast(), v.len(), DType::F64),
+        let len = data.elems();
+        let (pointer, dtype) = match data {
+            SliceMut::F32(v) => (v.as_mut_ptr().cast(), DType::F32),
+            SliceMut::F16(v) => (v.as_mut_ptr().cast(), DType::F16),
+            SliceMut::BF16(v) => (v.as_mut_ptr().cast(), DType::BF16),
+            SliceMut::F64(v) => (v.as_mut_ptr().cast(), DType::F64),
         };
         for layout in layouts.iter().flatten() {
             layout.check(len)?;
@@ -455,13 +476,32 @@ pub struct Tensor<const N: usize = 4> {
 }
 
 impl<const N: usize> Tensor<N> {
-    /// `data` seen through `layout`.
+    /// `data`, a vector of one of the dtypes, seen through `layout`.
     ///
     /// # Errors
     /// When the layout reaches past the storage.
-    pub fn new(data: Data, layout: Layout<N>) -> Result<Self, TensorError> {
+    pub fn new(data: impl Into<Data>, layout: Layout<N>) -> Result<Self, TensorError> {
+        let data = data.into();
         layout.check(data.len())?;
         Ok(Self { data, layout })
+    }
+
+    /// All of `data`, a vector of one of the dtypes, row-major: the last axis of `shape` is the
+    /// fastest. Nothing is copied.
+    ///
+    /// ```
+    /// use foveate_tensor::Tensor;
+    /// let q = Tensor::from_vec(vec![0.5f32; 2 * 3 * 4], [1, 2, 3, 4])?;
+    /// assert_eq!(q.as_slice::<f32>()?[0], 0.5);
+    /// # Ok::<(), foveate_tensor::TensorError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When `data` has not as many elements as the shape.
+    pub fn from_vec(data: impl Into<Data>, shape: [usize; N]) -> Result<Self, TensorError> {
+        let data = data.into();
+        let layout = Layout::of_all(data.len(), shape)?;
+        Self::new(data, layout)
     }
 
     /// A row-major tensor filled with `value`.
@@ -511,9 +551,53 @@ impl<const N: usize> Tensor<N> {
 
     /// The elements in row-major order, widened.
     pub fn to_f64(&self) -> Vec<f64> {
-        let view = self.view();
-        indices(self.layout.shape).map(|index| view.get_f64(index)).collect()
+        self.to_vec()
     }
+
+    /// The elements in row-major order, each rounded once to `T` where that is another type.
+    pub fn to_vec<T: Float>(&self) -> Vec<T> {
+        self.view().to_vec()
+    }
+
+    /// The elements where they lie, in row-major order of the shape.
+    ///
+    /// # Errors
+    /// When they are of another type than `T`, or do not lie one after the other in that order:
+    /// [`Self::to_vec`] copies then.
+    pub fn as_slice<T: Float>(&self) -> Result<&[T], TensorError> {
+        self.view().as_slice()
+    }
+
+    /// The elements where they lie, to write to, in row-major order of the shape.
+    ///
+    /// # Errors
+    /// Those of [`Self::as_slice`]; [`Self::view_mut`] writes through any strides.
+    pub fn as_mut_slice<T: Float>(&mut self) -> Result<&mut [T], TensorError> {
+        let dtype = self.dtype();
+        let elems = T::of_mut((&mut self.data).into()).ok_or_else(|| other_dtype::<T>(dtype))?;
+        Ok(&mut elems[self.layout.row_major()?])
+    }
+
+    /// The elements in row-major order. Nothing is copied where they fill the storage in that
+    /// order.
+    ///
+    /// # Errors
+    /// When they are of another type than `T`; [`Self::to_vec`] rounds them.
+    pub fn into_vec<T: Float>(self) -> Result<Vec<T>, TensorError> {
+        let all = self.layout.row_major().ok() == Some(0..self.data.len());
+        if self.dtype() != T::DTYPE {
+            return Err(other_dtype::<T>(self.dtype()));
+        }
+        if !all {
+            return Ok(self.to_vec());
+        }
+        Ok(T::from_data(self.data).expect("the dtype is that of the type"))
+    }
+}
+
+/// What is wrong when elements of `found` are asked for as `T`.
+fn other_dtype<T: Float>(found: DType) -> TensorError {
+    TensorErrorKind::DType { found, asked: T::DTYPE }.into()
 }
 
 impl<'a, const N: usize> From<&'a Tensor<N>> for TensorRef<'a, N> {
@@ -554,7 +638,7 @@ mod tests {
                     to.write_row(b, h, s, &row, true);
                 }
                 assert_eq!(to.get_f64([1, 2, 1, 2]), 2.0 * f64::from(value(1, 2, 1, 2)));
-                let from = TensorRef::new((&data).into(), layout).unwrap();
+                let from = TensorRef::new(&data, layout).unwrap();
                 for [b, h, s] in rows {
                     let expected = [0, 1, 2].map(|d| 2.0 * value(b, h, s, d));
                     let mut row = [0.0; 3];
@@ -570,6 +654,62 @@ mod tests {
                 assert_eq!(view.filter(|x| !x.is_nan()).count(), 36, "nothing else is written");
             }
         }
+    }
+
+    #[test]
+    fn a_vector_goes_in_and_a_slice_comes_out_without_a_copy() {
+        let given: Vec<f32> = (0..24).map(|i| i as f32).collect();
+        let place = given.as_ptr();
+        let mut tensor = Tensor::from_vec(given, [1, 2, 3, 4]).unwrap();
+        assert_eq!(tensor.view().get_f64([0, 1, 2, 3]), 23.0);
+        assert_eq!(tensor.as_slice::<f32>().unwrap().as_ptr(), place);
+        tensor.as_mut_slice::<f32>().unwrap()[23] = 7.0;
+        assert_eq!(tensor.to_vec::<f16>()[23], f16::from_f32(7.0));
+        let back: Vec<f32> = tensor.into_vec().unwrap();
+        assert_eq!((back.as_ptr(), back[23]), (place, 7.0));
+
+        let mut out = vec![f32::NAN; 6];
+        let mut to = TensorMut::from_slice(&mut out, [1, 1, 2, 3]).unwrap();
+        to.write_row(0, 0, 1, &[1.0, 2.0, 3.0], false);
+        to.write_row(0, 0, 0, &[4.0, 5.0, 6.0], false);
+        assert_eq!(out, [4.0, 5.0, 6.0, 1.0, 2.0, 3.0]);
+        let view = TensorRef::from_slice(&out[3..], [3]).unwrap();
+        assert_eq!(view.as_slice::<f32>().unwrap(), [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn what_lies_in_another_order_is_copied_into_that_of_the_shape() {
+        let elems: Vec<f32> = (0..6).map(|i| i as f32).collect();
+        let transposed = Tensor::new(elems, Layout::strided([3, 2], [1, 3], 0)).unwrap();
+        let said = transposed.as_slice::<f32>().unwrap_err().to_string();
+        assert_eq!(
+            said,
+            "the elements of shape [3, 2] with strides [1, 3] do not lie one after the other in \
+             row-major order; `to_vec` copies them into it"
+        );
+        assert_eq!(transposed.to_vec::<f32>(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(transposed.into_vec::<f32>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        // A part that lies in one piece is a slice, and not all of the vector.
+        let whole = Tensor::from_vec(vec![1.0f64, 2.0, 3.0, 4.0], [2, 2]).unwrap();
+        let row = whole.view().layout().narrowed(0, 1, 1).unwrap();
+        let row = Tensor::new(whole.data().clone(), row).unwrap();
+        assert_eq!(row.as_slice::<f64>().unwrap(), [3.0, 4.0]);
+        assert_eq!(row.into_vec::<f64>().unwrap(), [3.0, 4.0]);
+    }
+
+    #[test]
+    fn elements_that_are_not_as_many_or_of_another_type_are_refused_with_both() {
+        let few = Tensor::from_vec(vec![0.0f32; 5], [2, 3]).unwrap_err().to_string();
+        assert_eq!(few, "5 elements cannot have shape [2, 3], which has 6");
+        let mut data = vec![0.0f32; 7];
+        assert!(TensorMut::from_slice(&mut data, [2, 3]).is_err());
+        assert!(TensorRef::from_slice(&data, [usize::MAX, 3]).is_err());
+        let mut halves = Tensor::from_vec(vec![f16::ONE; 2], [2]).unwrap();
+        let other = "the elements are f16, not f32; `to_vec` converts them";
+        assert_eq!(halves.as_slice::<f32>().unwrap_err().to_string(), other);
+        assert_eq!(halves.as_mut_slice::<f32>().unwrap_err().to_string(), other);
+        assert_eq!(halves.to_vec::<f32>(), [1.0, 1.0]);
+        assert_eq!(halves.into_vec::<f32>().unwrap_err().to_string(), other);
     }
 
     #[test]

@@ -66,6 +66,7 @@
 
 mod attention;
 mod backend;
+mod call;
 mod device;
 mod error;
 mod explain;
@@ -74,6 +75,7 @@ mod positions;
 mod problem;
 
 pub use attention::Attention;
+pub use call::{BackwardCall, ForwardCall, ForwardRef, GradientsMut};
 pub use device::Device;
 pub use error::{Declined, Error, ErrorKind};
 pub use explain::{Explanation, Work};
@@ -94,4 +96,6 @@ pub use foveate_problem::{
     BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Pages, ProblemError,
 };
 pub use foveate_tensor as tensor;
-pub use foveate_tensor::{DType, Data, Layout, Tensor, TensorError, TensorMut, TensorRef, Varlen};
+pub use foveate_tensor::{
+    DType, Data, Float, Layout, Tensor, TensorError, TensorMut, TensorRef, Varlen,
+};

@@ -7,10 +7,11 @@ use foveate_cpu::CpuPlan;
 use foveate_cuda::CudaPlan;
 use foveate_mods::expr::IntoScalar;
 use foveate_mods::{AnyBuffer, Buffer, Element};
-use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands};
 use foveate_tensor::{DType, Tensor, TensorRef};
 
 use crate::backend::{self, Chosen, Planned, Wanted};
+use crate::call::{BackwardCall, ForwardCall, ForwardRef};
 use crate::device::Device;
 use crate::error::{Declined, Error};
 use crate::explain::Explanation;
@@ -104,38 +105,80 @@ impl Plan {
     /// Those of [`Plan::forward`], a `d_out` that has not the shape of `out`, or a score that has
     /// no derivative.
     pub fn backward<'a>(
-        &self,
+        &'a self,
         q: impl Into<TensorRef<'a>>,
         k: impl Into<TensorRef<'a>>,
         v: impl Into<TensorRef<'a>>,
-        forward: &Forward,
+        forward: &'a Forward,
         d_out: impl Into<TensorRef<'a>>,
     ) -> Result<Gradients, Error> {
-        let operands = self.operands(q.into(), k.into(), v.into())?;
-        let dims = Dims::of(&operands)?;
+        self.backward_call(q, k, v, forward, d_out).run()
+    }
+
+    /// Gradients for these operands, all 0.
+    pub(crate) fn zero_gradients(&self, operands: &Operands<'_>) -> Result<Gradients, Error> {
+        let dims = Dims::of(operands)?;
         let dtype = self.gradients_in.unwrap_or(operands.q.dtype());
-        let mut dq = Tensor::filled(dtype, dims.q_shape(), 0.0);
-        let mut dk = Tensor::filled(dtype, dims.k_shape(), 0.0);
-        let mut dv = Tensor::filled(dtype, dims.v_shape(), 0.0);
-        let mut d_sink = operands.sink.map(|s| vec![0.0; s.len()]);
-        let learned = self.planned.spec().learned();
-        let zeros = |b: &&AnyBuffer| (b.name().to_owned(), vec![0.0; b.data().len()]);
-        let mut captures: BTreeMap<_, _> = learned.iter().map(zeros).collect();
-        let d_captures = captures.iter_mut().map(|(name, into)| CaptureGrad { name, into });
-        self.backward_into(BackwardArgs {
-            operands,
-            out: forward.out.view(),
-            lse: forward.lse.view(),
-            d_out: d_out.into(),
-            d_lse: None,
-            dq: dq.view_mut()?,
-            dk: dk.view_mut()?,
-            dv: dv.view_mut()?,
-            accumulate: false,
-            d_sink: d_sink.as_deref_mut(),
-            d_captures: d_captures.collect(),
-        })?;
-        Ok(Gradients { dq, dk, dv, d_sink, captures })
+        let zeros = |b: &AnyBuffer| (b.name().to_owned(), vec![0.0; b.elems()]);
+        Ok(Gradients {
+            dq: Tensor::filled(dtype, dims.q_shape(), 0.0),
+            dk: Tensor::filled(dtype, dims.k_shape(), 0.0),
+            dv: Tensor::filled(dtype, dims.v_shape(), 0.0),
+            d_sink: operands.sink.map(|s| vec![0.0; s.len()]),
+            captures: self.planned.spec().learned().into_iter().map(zeros).collect(),
+        })
+    }
+
+    /// Begins a forward pass into destinations of the caller's.
+    ///
+    /// ```
+    /// use foveate::{Attention, Device, Problem, Tensor, TensorMut};
+    ///
+    /// let q = Tensor::from_vec(vec![0.5f32; 2 * 3 * 4], [1, 2, 3, 4])?;
+    /// let plan = Attention::new().plan(&Problem::of(&q, &q, &q)?, &Device::cpu())?;
+    /// let (mut out, mut lse) = (vec![0.0f32; 24], vec![0.0f32; 6]);
+    /// plan.forward_call(&q, &q, &q).write_to(
+    ///     TensorMut::from_slice(&mut out, [1, 2, 3, 4])?,
+    ///     TensorMut::from_slice(&mut lse, [1, 2, 3])?,
+    /// )?;
+    /// assert_eq!(out[0], 0.5);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn forward_call<'a>(
+        &'a self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+    ) -> ForwardCall<'a> {
+        ForwardCall::new(self, [q.into(), k.into(), v.into()])
+    }
+
+    /// Begins a backward pass with more than [`Plan::backward`] takes: a gradient of `lse`,
+    /// destinations of the caller's, a sum over several calls. `forward` is what
+    /// [`Plan::forward`] gave, or a [`ForwardRef`] to tensors of the caller's.
+    ///
+    /// ```
+    /// use foveate::{Attention, Device, Problem, Tensor};
+    ///
+    /// let q = Tensor::from_vec(vec![0.5f32; 2 * 3 * 4], [1, 2, 3, 4])?;
+    /// let plan = Attention::new().plan(&Problem::of(&q, &q, &q)?, &Device::cpu())?;
+    /// let forward = plan.forward(&q, &q, &q)?;
+    /// let d_lse = Tensor::from_vec(vec![1.0f32; 6], [1, 2, 3])?;
+    /// let mut sum = plan.backward_call(&q, &q, &q, &forward, &q).d_lse(&d_lse).run()?;
+    /// plan.backward_call(&q, &q, &q, &forward, &q).add_to(sum.view_mut()?)?;
+    /// let dq: &[f32] = sum.dq.as_slice()?;
+    /// # assert_eq!(dq.len(), 24);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backward_call<'a>(
+        &'a self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+        forward: impl Into<ForwardRef<'a>>,
+        d_out: impl Into<TensorRef<'a>>,
+    ) -> BackwardCall<'a> {
+        BackwardCall::new(self, [q.into(), k.into(), v.into()], forward.into(), d_out.into())
     }
 
     /// Computes attention into destinations of any strides and dtype. The sink and the sequence

@@ -156,7 +156,7 @@ fn one_plan_runs_other_lengths_batches_and_strides_of_its_class() {
             }
         }
     }
-    let sbhd = TensorRef::f32(&elements, layout).unwrap();
+    let sbhd = TensorRef::new(&elements, layout).unwrap();
     assert_eq!(made.forward(sbhd, sbhd, sbhd).unwrap().out, expected.out);
 }
 

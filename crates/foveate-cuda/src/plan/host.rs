@@ -388,7 +388,7 @@ impl<const N: usize> Destination<N> {
         let mut data = Data::filled(dtype, len, 0.0);
         self.memory.read(bytes_mut(&mut data), plan.options.timeout)?;
         let mut covered = 0;
-        let from = TensorRef::new((&data).into(), layout).map_err(refused)?;
+        let from = TensorRef::new(&data, layout).map_err(refused)?;
         let width = layout.shape.get(3).copied().unwrap_or(1);
         for range in rows {
             for [b, h, s] in indices([layout.shape[0], layout.shape[1], range.len()]) {

@@ -49,8 +49,8 @@ pub(super) fn forward(
 ) -> Result<(), NnError> {
     plan.forward_into(ForwardArgs {
         operands: operands(heads, qkv)?,
-        out: TensorMut::f32(out, out_layout(heads))?,
-        lse: TensorMut::f32(lse, lse_layout(heads))?,
+        out: TensorMut::new(out, out_layout(heads))?,
+        lse: TensorMut::new(lse, lse_layout(heads))?,
         max_score: None,
     })?;
     Ok(())
@@ -78,9 +78,9 @@ pub(super) fn backward(
     let QkvMut { q: dq, k: dk, v: dv, .. } = packing(heads)?.views_mut(d_qkv)?;
     plan.backward_into(BackwardArgs {
         operands: operands(heads, qkv)?,
-        out: TensorRef::f32(out, out_layout(heads))?,
-        lse: TensorRef::f32(lse, lse_layout(heads))?,
-        d_out: TensorRef::f32(d_out, out_layout(heads))?,
+        out: TensorRef::new(out, out_layout(heads))?,
+        lse: TensorRef::new(lse, lse_layout(heads))?,
+        d_out: TensorRef::new(d_out, out_layout(heads))?,
         d_lse: None,
         dq,
         dk,

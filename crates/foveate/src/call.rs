@@ -1,0 +1,178 @@
+//! Calls that say more than operands: destinations of the caller's, a gradient of `lse`, sums over
+//! several calls.
+//!
+//! [`Plan::forward`] and [`Plan::backward`] are the plain calls. [`Plan::forward_call`] and
+//! [`Plan::backward_call`] begin one that is told the rest piece by piece; the last method runs it.
+//! Below both are [`Plan::forward_into`] and [`Plan::backward_into`], which take everything at
+//! once, as backends do.
+
+use foveate_problem::{BackwardArgs, CaptureGrad, ForwardArgs};
+use foveate_tensor::{TensorMut, TensorRef};
+
+use crate::error::Error;
+use crate::plan::{Forward, Gradients, Plan};
+
+/// A forward pass into destinations of the caller's: see [`Plan::forward_call`].
+#[derive(Debug)]
+#[must_use = "a call runs when its destinations are given"]
+pub struct ForwardCall<'a> {
+    plan: &'a Plan,
+    operands: [TensorRef<'a>; 3],
+    max_score: Option<TensorMut<'a, 3>>,
+}
+
+impl<'a> ForwardCall<'a> {
+    pub(crate) fn new(plan: &'a Plan, operands: [TensorRef<'a>; 3]) -> Self {
+        Self { plan, operands, max_score: None }
+    }
+
+    /// Writes the largest score of each row to `into` too, `[B, Hq, Sq]`, f32.
+    pub fn max_score(mut self, into: TensorMut<'a, 3>) -> Self {
+        self.max_score = Some(into);
+        self
+    }
+
+    /// Runs the pass: `out` is `[B, Hq, Sq, Dv]` of any dtype, `lse` is `[B, Hq, Sq]`, f32; both
+    /// of any strides.
+    ///
+    /// # Errors
+    /// Those of [`Plan::forward_into`].
+    pub fn write_to(self, out: TensorMut<'_>, lse: TensorMut<'_, 3>) -> Result<(), Error> {
+        let [q, k, v] = self.operands;
+        let operands = self.plan.operands(q, k, v)?;
+        self.plan.forward_into(ForwardArgs { operands, out, lse, max_score: self.max_score })
+    }
+}
+
+/// What a backward pass needs of the forward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct ForwardRef<'a> {
+    /// `[B, Hq, Sq, Dv]`, as the forward pass wrote it.
+    pub out: TensorRef<'a>,
+    /// `[B, Hq, Sq]`, f32, as the forward pass wrote it.
+    pub lse: TensorRef<'a, 3>,
+}
+
+impl<'a> From<&'a Forward> for ForwardRef<'a> {
+    fn from(forward: &'a Forward) -> Self {
+        Self { out: forward.out.view(), lse: forward.lse.view() }
+    }
+}
+
+/// A backward pass: see [`Plan::backward_call`].
+#[derive(Debug)]
+#[must_use = "a call runs when it is told where gradients go"]
+pub struct BackwardCall<'a> {
+    plan: &'a Plan,
+    operands: [TensorRef<'a>; 3],
+    forward: ForwardRef<'a>,
+    d_out: TensorRef<'a>,
+    d_lse: Option<TensorRef<'a, 3>>,
+}
+
+impl<'a> BackwardCall<'a> {
+    pub(crate) fn new(
+        plan: &'a Plan,
+        operands: [TensorRef<'a>; 3],
+        forward: ForwardRef<'a>,
+        d_out: TensorRef<'a>,
+    ) -> Self {
+        Self { plan, operands, forward, d_out, d_lse: None }
+    }
+
+    /// The gradient of the loss with respect to `lse`, `[B, Hq, Sq]`, f32; 0 when it is not given.
+    pub fn d_lse(mut self, d_lse: impl Into<TensorRef<'a, 3>>) -> Self {
+        self.d_lse = Some(d_lse.into());
+        self
+    }
+
+    /// Runs the pass into new tensors, as [`Plan::backward`] does.
+    ///
+    /// # Errors
+    /// Those of [`Plan::backward`].
+    pub fn run(self) -> Result<Gradients, Error> {
+        let [q, k, v] = self.operands;
+        let mut gradients = self.plan.zero_gradients(&self.plan.operands(q, k, v)?)?;
+        self.write_to(gradients.view_mut()?)?;
+        Ok(gradients)
+    }
+
+    /// Runs the pass and writes the gradients to `to`, over what is there.
+    ///
+    /// # Errors
+    /// Those of [`Plan::backward_into`].
+    pub fn write_to(self, to: GradientsMut<'_>) -> Result<(), Error> {
+        self.finish(to, false)
+    }
+
+    /// Runs the pass and adds the gradients to what `to` holds: the sum over the parts of a batch.
+    ///
+    /// # Errors
+    /// Those of [`Plan::backward_into`].
+    pub fn add_to(self, to: GradientsMut<'_>) -> Result<(), Error> {
+        self.finish(to, true)
+    }
+
+    fn finish(self, to: GradientsMut<'_>, accumulate: bool) -> Result<(), Error> {
+        let [q, k, v] = self.operands;
+        self.plan.backward_into(BackwardArgs {
+            operands: self.plan.operands(q, k, v)?,
+            out: self.forward.out,
+            lse: self.forward.lse,
+            d_out: self.d_out,
+            d_lse: self.d_lse,
+            dq: to.dq,
+            dk: to.dk,
+            dv: to.dv,
+            accumulate,
+            d_sink: to.d_sink,
+            d_captures: to.captures,
+        })
+    }
+}
+
+/// Where the gradients of a backward pass go: views of any strides and dtype, those of one packed
+/// buffer too. What is given no destination is not computed.
+#[derive(Debug)]
+pub struct GradientsMut<'a> {
+    dq: TensorMut<'a>,
+    dk: TensorMut<'a>,
+    dv: TensorMut<'a>,
+    d_sink: Option<&'a mut [f32]>,
+    captures: Vec<CaptureGrad<'a>>,
+}
+
+impl<'a> GradientsMut<'a> {
+    /// Destinations of the shapes of q, k and v.
+    pub fn new(dq: TensorMut<'a>, dk: TensorMut<'a>, dv: TensorMut<'a>) -> Self {
+        Self { dq, dk, dv, d_sink: None, captures: Vec::new() }
+    }
+
+    /// That of the sink's gradient, `[Hq]`.
+    pub fn d_sink(mut self, into: &'a mut [f32]) -> Self {
+        self.d_sink = Some(into);
+        self
+    }
+
+    /// That of the gradient of the learned captured buffer called `name`, row-major like the
+    /// buffer.
+    pub fn capture(mut self, name: &'a str, into: &'a mut [f32]) -> Self {
+        self.captures.push(CaptureGrad { name, into });
+        self
+    }
+}
+
+impl Gradients {
+    /// All of them as destinations of another pass.
+    ///
+    /// # Errors
+    /// Never for gradients that a plan made: these are contiguous.
+    pub fn view_mut(&mut self) -> Result<GradientsMut<'_>, Error> {
+        let mut to =
+            GradientsMut::new(self.dq.view_mut()?, self.dk.view_mut()?, self.dv.view_mut()?);
+        to.d_sink = self.d_sink.as_deref_mut();
+        let captures = self.captures.iter_mut();
+        to.captures = captures.map(|(name, into)| CaptureGrad { name, into }).collect();
+        Ok(to)
+    }
+}
