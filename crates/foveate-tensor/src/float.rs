@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
-use crate::view::{Slice, SliceMut};
+use crate::slice::{Slice, SliceMut};
 
 /// A Rust type that tensors hold: `f32`, `f16`, `bf16` or `f64`. No other type implements it.
 pub trait Float: Copy + Send + Sync + sealed::Sealed + 'static {

@@ -8,6 +8,7 @@ pub mod error;
 pub mod float;
 pub mod layout;
 pub mod packed;
+pub mod slice;
 pub mod varlen;
 pub mod view;
 
@@ -16,5 +17,6 @@ pub use error::{TensorError, TensorErrorKind};
 pub use float::Float;
 pub use layout::{Fold, Layout, indices};
 pub use packed::{Order, PackedShape, Part, QkvMut, QkvPacked, QkvRef};
+pub use slice::{Slice, SliceMut};
 pub use varlen::{Packing, Varlen};
-pub use view::{Slice, SliceMut, Tensor, TensorMut, TensorRef};
+pub use view::{Tensor, TensorMut, TensorRef};
