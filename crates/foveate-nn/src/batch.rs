@@ -30,8 +30,9 @@ pub struct LossSum {
     pub sum_nats: f64,
     /// Tokens that have a label.
     pub tokens: usize,
-    /// Pairs of query and key that the mask lets through, in the mean of the heads.
-    pub live_pairs: f64,
+    /// Pairs of query and key that the mask lets through, in the mean of the heads; `None` where no
+    /// gradient was asked for.
+    pub live_pairs: Option<f64>,
     /// Time spent in attention, forward and backward, in seconds.
     pub attention_seconds: f64,
     /// Time of the whole step, in seconds.

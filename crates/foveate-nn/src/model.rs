@@ -7,7 +7,7 @@ use crate::batch::{Batch, IGNORE, LossSum};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
-use crate::parameters::{Parameter, Places, initialise, layout};
+use crate::parameters::{Parameter, Places, Start, first_values, layout, unfilled};
 use crate::program::{AttentionProgram, Plans};
 use crate::step::Step;
 use crate::tape::{Recompute, Workspace};
@@ -19,6 +19,8 @@ pub struct Model {
     pub(crate) plans: Plans,
     pub(crate) places: Places,
     pub(crate) parameters: Vec<Parameter>,
+    /// How each parameter starts.
+    starts: Vec<Start>,
     workspace: Mutex<Workspace<Vec<f32>>>,
 }
 
@@ -52,9 +54,9 @@ impl Model {
         attention: &AttentionConfig,
         seed: u64,
     ) -> Result<Self, NnError> {
-        config.validate()?;
-        let program = AttentionProgram::parse(attention, config.num_attention_heads)?;
-        Self::with_program(config, &program, seed)
+        let mut model = Self::unfilled(config, attention)?;
+        model.draw_missing(seed);
+        Ok(model)
     }
 
     /// [`Model::new`] with an attention program built in Rust.
@@ -66,11 +68,41 @@ impl Model {
         program: &AttentionProgram,
         seed: u64,
     ) -> Result<Self, NnError> {
+        let mut model = Self::unfilled_with_program(config, program)?;
+        model.draw_missing(seed);
+        Ok(model)
+    }
+
+    /// A model whose parameters have names and shapes but no elements, to be read from a
+    /// checkpoint: no value is drawn that would be overwritten. A model with a parameter that has
+    /// no elements refuses to run.
+    ///
+    /// # Errors
+    /// Those of [`Model::new`].
+    pub fn unfilled(config: ModelConfig, attention: &AttentionConfig) -> Result<Self, NnError> {
+        config.validate()?;
+        let program = AttentionProgram::parse(attention, config.num_attention_heads)?;
+        Self::unfilled_with_program(config, &program)
+    }
+
+    fn unfilled_with_program(
+        config: ModelConfig,
+        program: &AttentionProgram,
+    ) -> Result<Self, NnError> {
         config.validate()?;
         let plans = Plans::new(program, &config)?;
         let places = Places::new(&config, program.learned.len());
-        let parameters = initialise(layout(&config, &program.learned), seed);
-        Ok(Self { config, plans, places, parameters, workspace: Mutex::default() })
+        let (parameters, starts) = unfilled(layout(&config, &program.learned));
+        Ok(Self { config, plans, places, parameters, starts, workspace: Mutex::default() })
+    }
+
+    /// Gives every parameter without elements the first values that [`Model::new`] gives it.
+    pub fn draw_missing(&mut self, seed: u64) {
+        for (i, (p, start)) in self.parameters.iter_mut().zip(&self.starts).enumerate() {
+            if p.data.is_empty() {
+                p.data = first_values(i, &p.shape, *start, seed);
+            }
+        }
     }
 
     /// The sizes.
@@ -98,7 +130,7 @@ impl Model {
     /// # Errors
     /// When the batch does not fit the model, or attention reads a buffer out of its bounds.
     pub fn loss(&self, batch: &Batch<'_>) -> Result<LossSum, NnError> {
-        self.run(batch, |step, ws| step.loss(ws))
+        self.run(batch, false, |step, ws| step.loss(ws))
     }
 
     /// The loss of a batch, summed over its labelled tokens, and the gradients of that sum,
@@ -125,19 +157,20 @@ impl Model {
             let reason = format!("its gradient has {} of {} elements", g.len(), p.data.len());
             return Err(NnError::parameter(&p.name, reason));
         }
-        self.run(batch, |step, ws| step.forward_backward(ws, &mut gradients.arrays, recompute))
+        let arrays = &mut gradients.arrays;
+        self.run(batch, true, |step, ws| step.forward_backward(ws, arrays, recompute))
     }
 
     fn run(
         &self,
         batch: &Batch<'_>,
+        backward: bool,
         work: impl FnOnce(&mut Step<'_, Cpu>, &mut Workspace<Vec<f32>>) -> Result<f64, NnError>,
     ) -> Result<LossSum, NnError> {
         let start = Instant::now();
         batch.validate(&self.config)?;
         self.check_parameters()?;
         let shape = [batch.rows, batch.len];
-        let live_pairs = self.plans.live_pairs(shape, batch.documents)?;
         let bound = self.plans.training(shape, batch.documents)?;
         let plans = (0..self.config.num_hidden_layers)
             .map(|layer| {
@@ -162,7 +195,7 @@ impl Model {
         Ok(LossSum {
             sum_nats,
             tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
-            live_pairs,
+            live_pairs: if backward { self.plans.live_pairs(&bound) } else { None },
             attention_seconds: step.attention_seconds,
             seconds: start.elapsed().as_secs_f64(),
         })

@@ -117,19 +117,20 @@ pub(crate) fn layout(
     all
 }
 
-/// The parameters with their first values, which depend on `seed`, place and shape alone.
-pub(crate) fn initialise(layout: Vec<(String, Vec<usize>, Start)>, seed: u64) -> Vec<Parameter> {
-    let make = |(i, (name, shape, start)): (usize, (String, Vec<usize>, Start))| {
-        let elems = shape.iter().product();
-        let mut random = Random::new(seed ^ (i as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93));
-        let data = if start.std == 0.0 {
-            vec![start.mean; elems]
-        } else {
-            (0..elems).map(|_| start.mean + start.std * random.normal()).collect()
-        };
-        Parameter { name, shape, data }
-    };
-    layout.into_iter().enumerate().map(make).collect()
+/// The parameters of a layout without elements, and how each starts.
+pub(crate) fn unfilled(layout: Vec<(String, Vec<usize>, Start)>) -> (Vec<Parameter>, Vec<Start>) {
+    let empty = |(name, shape, start)| (Parameter { name, shape, data: Vec::new() }, start);
+    layout.into_iter().map(empty).unzip()
+}
+
+/// The first values of parameter `index`, which depend on `seed`, place and shape alone.
+pub(crate) fn first_values(index: usize, shape: &[usize], start: Start, seed: u64) -> Vec<f32> {
+    let elems = shape.iter().product();
+    if start.std == 0.0 {
+        return vec![start.mean; elems];
+    }
+    let mut random = Random::new(seed ^ (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93));
+    (0..elems).map(|_| start.mean + start.std * random.normal()).collect()
 }
 
 /// splitmix64 (Steele, Lea, Flood 2014).

@@ -4,9 +4,10 @@
 //! A plan is made once. What changes from batch to batch (the documents) and from step to step
 //! (learned buffers) is bound to it.
 
-use foveate::mask::{BlockMask, Tile, Varies};
+use std::sync::{Mutex, PoisonError};
+
 use foveate::mods::text::{Names, parse_mask, parse_score};
-use foveate::mods::{Head, Leaf, ModError};
+use foveate::mods::{Leaf, ModError};
 use foveate::{
     AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Plan, Positions, Problem,
     ScalarValue, ScoreMod,
@@ -141,25 +142,32 @@ impl AttentionProgram {
 }
 
 /// A program joined with the sizes of a model.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Plans {
-    train: Plan,
+    attention: Attention,
+    /// The plan of training and the shape `[rows, len]` it was made for, the last one asked for.
+    train: Mutex<([usize; 2], Plan)>,
     generate: Plan,
     learned: Vec<String>,
     reads_documents: bool,
     reads_query: bool,
     order: QkvOrder,
-    mask: Option<MaskMod>,
-    heads: usize,
-    group: usize,
+    /// Query heads, key/value heads, length of a head's vector.
+    heads: [usize; 3],
+}
+
+fn problem(
+    [heads, kv_heads, dim]: [usize; 3],
+    [rows, len]: [usize; 2],
+) -> Result<Problem, NnError> {
+    let kv = [rows, kv_heads, len, dim];
+    Ok(Problem::shaped(DType::F32, [rows, heads, len, dim], kv, kv)?)
 }
 
 impl Plans {
     pub fn new(program: &AttentionProgram, config: &ModelConfig) -> Result<Self, NnError> {
         program.check()?;
-        let q = [1, config.num_attention_heads, 1, config.dim()];
-        let kv = [1, config.kv_heads(), 1, config.dim()];
-        let problem = Problem::shaped(DType::F32, q, kv, kv)?;
+        let heads = [config.num_attention_heads, config.kv_heads(), config.dim()];
         let mut attention = Attention::new();
         if let Some(mask) = &program.mask {
             attention = attention.mask(mask.clone());
@@ -167,19 +175,18 @@ impl Plans {
         if let Some(score) = &program.score {
             attention = attention.score(score.clone());
         }
-        let device = Device::cpu();
-        let train = attention.clone().plan(&problem, &device)?;
-        let cached = attention.positions(Positions::offset(0), Positions::Rows);
+        let (device, shape) = (Device::cpu(), [1, 1]);
+        let train = attention.clone().plan(&problem(heads, shape)?, &device)?;
+        let cached = attention.clone().positions(Positions::offset(0), Positions::Rows);
         Ok(Self {
-            train,
-            generate: cached.plan(&problem.forward_only(), &device)?,
+            attention,
+            train: Mutex::new((shape, train)),
+            generate: cached.plan(&problem(heads, shape)?.forward_only(), &device)?,
             learned: program.learned.iter().map(|(name, _)| name.clone()).collect(),
             reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
             reads_query: program.reads(Leaf::Q),
             order: program.qkv_order,
-            mask: program.mask.clone(),
-            heads: config.num_attention_heads,
-            group: config.num_attention_heads / config.kv_heads(),
+            heads,
         })
     }
 
@@ -218,37 +225,24 @@ impl Plans {
         Ok(plan)
     }
 
-    /// The plan of a batch whose documents are `[rows, len]`, before [`Self::layer`].
+    /// The plan of a batch whose documents are `[rows, len]`, before [`Self::layer`]. Batches of one
+    /// shape share the block masks that do not depend on the documents.
     pub fn training(&self, shape: [usize; 2], documents: &[i32]) -> Result<Plan, NnError> {
-        self.documents(&self.train, shape, documents)
+        // A plan is replaced as a whole, so one that a panic left behind is sound.
+        let mut train = self.train.lock().unwrap_or_else(PoisonError::into_inner);
+        if train.0 != shape {
+            let plan = self.attention.clone().plan(&problem(self.heads, shape)?, &Device::cpu())?;
+            *train = (shape, plan);
+        }
+        self.documents(&train.1, shape, documents)
     }
 
-    /// Pairs of query and key that the mask lets through in a batch, in the mean of the heads.
-    pub fn live_pairs(&self, [rows, len]: [usize; 2], documents: &[i32]) -> Result<f64, NnError> {
-        let Some(mask) = &self.mask else { return Ok((rows * len * len) as f64) };
-        let bound;
-        let mask = if self.reads_documents {
-            let data = BufferData::I32(documents.to_vec());
-            let doc = AnyBuffer::new(DOCUMENTS, &[rows, len], data, false)?;
-            bound = mask.map(|program| program.rebind(&doc))?;
-            &bound
-        } else {
-            mask
-        };
-        let varies = Varies::of(mask);
-        let heads = if varies.by_head { self.heads } else { 1 };
-        let batch = if varies.by_batch { rows } else { 1 };
-        let mut live = 0.0;
-        for b in 0..batch {
-            for h in 0..heads {
-                let (q_len, kv_len) = (len as i32, len as i32);
-                let h_kv = (h / self.group) as i32;
-                let head = Head { b: b as i32, h: h as i32, h_kv, q_len, kv_len };
-                let tile = Tile { q: 64, kv: 64 };
-                live += BlockMask::build(mask, head, len, len, tile).stats().live_entries as f64;
-            }
-        }
-        Ok(live * rows as f64 / (batch * heads) as f64)
+    /// Pairs of query and key that the mask lets through in the batch that `plan` was made for by
+    /// [`Self::training`], in the mean of the heads. After a step the block masks of its passes are
+    /// counted, and none is built for that.
+    pub fn live_pairs(&self, plan: &Plan) -> Option<f64> {
+        let described = plan.cpu()?.describe(plan.problem().arrangement());
+        Some(described.live_pairs as f64 / self.heads[0] as f64)
     }
 
     /// The plan of one layer for a cache of `capacity` positions that hold one document.

@@ -261,3 +261,49 @@ fn bad_sizes_batches_and_programs_are_refused_with_the_place() {
     let error = model.generator(65, Sampling::default()).unwrap_err().to_string();
     assert!(error.contains("65") && error.contains("64"), "{error}");
 }
+
+#[test]
+fn a_model_that_is_read_draws_only_what_is_missing() {
+    let drawn = Model::new(tiny(false), &attention(), 9).unwrap();
+    let mut read = Model::unfilled(tiny(false), &attention()).unwrap();
+    assert!(read.parameters().iter().all(|p| p.data.is_empty()));
+    let text = Text::new(&[4, 4], 6);
+    let told = read.loss(&text.batch(2)).unwrap_err().to_string();
+    assert!(told.starts_with("parameter `model.embed_tokens.weight`: shape"), "{told}");
+    read.parameters_mut()[3].data = vec![0.25; drawn.parameters()[3].data.len()];
+    read.draw_missing(9);
+    for (i, (a, b)) in read.parameters().iter().zip(drawn.parameters()).enumerate() {
+        assert_eq!((a.data == b.data, &a.shape), (i != 3, &b.shape), "{}", a.name);
+    }
+    assert!(read.parameters()[3].data.iter().all(|&x| x == 0.25));
+}
+
+#[test]
+fn live_pairs_are_those_that_the_mask_lets_through() {
+    let window = |mask: &str| AttentionConfig { mask: mask.into(), ..Default::default() };
+    let lengths = [70, 3, 61, 1, 60, 5, 130, 10];
+    let text = Text::new(&lengths, 8);
+    let documents: u64 = lengths.iter().map(|&n| n as u64 * (n as u64 + 1) / 2).sum();
+    // Rows of 170: the first ends 35 tokens into the fifth document, each part of which is causal.
+    let split = |n: u64| n * (n + 1) / 2;
+    let documents = documents - split(60) + split(35) + split(25);
+    let causal = 2 * split(170);
+    for (mask, rows, want) in
+        [("causal & document", 2, documents), ("causal", 2, causal), ("", 2, 2 * 170 * 170)]
+    {
+        let mut config = tiny(true);
+        config.max_position_embeddings = 400;
+        let model = Model::new(config, &window(mask), 1).unwrap();
+        let mut gradients = Gradients::zeros(&model);
+        let mut batch = text.batch(rows);
+        let loss = model.forward_backward(&batch, &mut gradients, Recompute::None).unwrap();
+        assert_eq!(loss.live_pairs, Some(want as f64), "{mask}");
+        // Another shape, then the first again.
+        (batch.rows, batch.len) = (1, 340);
+        model.forward_backward(&batch, &mut gradients, Recompute::None).unwrap();
+        let batch = text.batch(rows);
+        let again = model.forward_backward(&batch, &mut gradients, Recompute::None).unwrap();
+        assert_eq!((again.live_pairs, again.sum_nats), (loss.live_pairs, loss.sum_nats));
+        assert_eq!(model.loss(&batch).unwrap().live_pairs, None);
+    }
+}
