@@ -13,6 +13,7 @@ use crate::failure::Failure;
 use crate::memory;
 use crate::number::number;
 use crate::output::Output;
+use crate::train::checksums;
 
 /// Tokens of a row where the user gives none and the model takes more.
 const LONGEST_ROW: usize = 4096;
@@ -34,6 +35,9 @@ pub struct Args {
     /// Leave out documents that are empty or not UTF-8 instead of stopping
     #[arg(long)]
     skip_bad: bool,
+    /// Read the checkpoint without comparing it with the checksums it was saved with
+    #[arg(long)]
+    skip_checksums: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -55,8 +59,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let need = need.weights.saturating_add(need.activations);
     memory::fits(need, "lower --batch-rows or --len")?;
     let template = config.template()?;
-    let mut model = Model::new(config.model, &config.attention, 0)?;
-    checkpoint::load_weights(&args.checkpoint, &mut model)?;
+    let mut model = Model::unfilled(config.model, &config.attention)?;
+    checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
+    model.draw_missing(0);
     let sources = Sources {
         root: PathBuf::new(),
         files: args.files.clone(),

@@ -12,6 +12,7 @@ use crate::interrupt::Interrupt;
 use crate::memory;
 use crate::number::number;
 use crate::output::Output;
+use crate::train::checksums;
 
 /// Write text with a trained model
 #[derive(Debug, clap::Args)]
@@ -39,6 +40,9 @@ pub struct Args {
     /// Fixes the draws
     #[arg(long, allow_negative_numbers = true, default_value_t = 0, value_parser = number::<u64>)]
     seed: u64,
+    /// Read the checkpoint without comparing it with the checksums it was saved with
+    #[arg(long)]
+    skip_checksums: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -49,8 +53,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
     let weights = config.model.memory_estimate(1, 1, 4, Recompute::Full).weights;
     memory::fits(weights, "choose a smaller checkpoint, or a larger machine")?;
-    let mut model = Model::new(config.model.clone(), &config.attention, 0)?;
-    checkpoint::load_weights(&args.checkpoint, &mut model)?;
+    let mut model = Model::unfilled(config.model.clone(), &config.attention)?;
+    checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
+    model.draw_missing(0);
     let tokenizer = &config.tokenizer;
     let text = if args.chat {
         let said = Message { role: "user".to_owned(), content: args.prompt.clone() };

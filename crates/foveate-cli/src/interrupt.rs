@@ -1,11 +1,16 @@
-//! Ctrl-C as a flag that a command looks at where it can stop cleanly.
+//! Ctrl-C and SIGTERM as a flag that a command looks at where it can stop cleanly.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
 use crate::failure::Failure;
 
-/// Set once the user has pressed Ctrl-C. A second press ends the process at once.
+/// Set once the user has pressed Ctrl-C, or a scheduler has sent SIGTERM. A second of these signals
+/// ends the process at once.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<AtomicBool>);
 
@@ -16,14 +21,16 @@ impl Interrupt {
     /// When the system takes no handler.
     pub fn watch() -> Result<Self, Failure> {
         let pressed = Arc::new(AtomicBool::new(false));
-        let flag = Arc::clone(&pressed);
-        let handler = move || {
-            if flag.swap(true, Ordering::SeqCst) {
-                std::process::exit(130);
-            }
+        let watch = |signal| -> io::Result<()> {
+            // The handlers of a signal run in this order: the first one sees what an earlier signal
+            // has set.
+            flag::register_conditional_shutdown(signal, 130, Arc::clone(&pressed))?;
+            flag::register(signal, Arc::clone(&pressed)).map(drop)
         };
-        ctrlc::set_handler(handler)
-            .map_err(|e| Failure::new(format!("Ctrl-C cannot be watched: {e}")))?;
+        [SIGINT, SIGTERM]
+            .into_iter()
+            .try_for_each(watch)
+            .map_err(|e| Failure::new(format!("Ctrl-C and SIGTERM cannot be watched: {e}")))?;
         Ok(Self(pressed))
     }
 
@@ -35,7 +42,7 @@ impl Interrupt {
     /// Goes on, or stops when the user wants so.
     ///
     /// # Errors
-    /// [`Failure::Interrupted`] after Ctrl-C.
+    /// [`Failure::Interrupted`] after Ctrl-C or SIGTERM.
     pub fn check(&self) -> Result<(), Failure> {
         if self.pressed() { Err(Failure::Interrupted) } else { Ok(()) }
     }

@@ -4,9 +4,10 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use foveate_train::checkpoint::Checksums;
 use foveate_train::metrics::{EvalMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
-use foveate_train::trainer::{Observer, Start, Started, Summary, train};
+use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -28,6 +29,9 @@ pub struct Args {
     /// Remove the run that is in the folder, if one is: its checkpoints, metrics and curve
     #[arg(long, conflicts_with = "resume")]
     start_over: bool,
+    /// Read checkpoints without comparing them with the checksums they were saved with
+    #[arg(long)]
+    skip_checksums: bool,
     /// Print one JSON object a line: steps and evaluations, at the end a summary
     #[arg(long)]
     json: bool,
@@ -42,7 +46,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         (_, true) => Start::Over,
         _ => Start::New,
     };
-    let result = train(&recipe, &args.recipe, start, &mut view);
+    let options = Options { start, checksums: checksums(args.skip_checksums) };
+    let result = train(&recipe, &args.recipe, options, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
@@ -70,6 +75,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Ok(());
     }
     report(&recipe, &summary, out)
+}
+
+/// Whether checkpoints are held to their checksums, as `--skip-checksums` says.
+pub fn checksums(skip: bool) -> Checksums {
+    if skip { Checksums::Skip } else { Checksums::Verify }
 }
 
 fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Failure> {

@@ -175,7 +175,14 @@ fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_saves_and_the_run_goes_on_as_if_it_had_not_been() {
+fn ctrl_c_and_sigterm_save_and_the_run_goes_on_as_if_it_had_not_been() {
+    for signal in ["-INT", "-TERM"] {
+        stopped_by(signal);
+    }
+}
+
+#[cfg(unix)]
+fn stopped_by(signal: &str) {
     let place = Place::new();
     let steps = ["train", "recipe.toml", "--set", "train.steps=200"];
     place.json(&[&steps[..], &["--json", "--set", "run.dir=straight"]].concat());
@@ -185,7 +192,7 @@ fn ctrl_c_saves_and_the_run_goes_on_as_if_it_had_not_been() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let pid = child.id().to_string();
-    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
     let done = child.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&done.stderr).into_owned();
     assert_eq!(done.status.code(), Some(130), "{told}");
@@ -254,6 +261,17 @@ fn wrong_input_gets_one_line_with_the_place() {
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     let cut = told(&["eval", checkpoint, "00.txt"]);
     assert!(cut.contains("model.safetensors") && cut.contains("cut short"), "{cut}");
+    let mut flipped = whole.clone();
+    let last = flipped.len() - 3;
+    flipped[last..].iter_mut().for_each(|byte| *byte ^= 0x10);
+    std::fs::write(&file, &flipped).unwrap();
+    for command in [&["eval", checkpoint, "00.txt"][..], &["generate", checkpoint]] {
+        let damaged = told(command);
+        assert!(damaged.contains("does not match its checksum"), "{damaged}");
+        let unchecked = place.run(&[command, &["--skip-checksums"]].concat());
+        assert!(unchecked.status.success(), "{}", String::from_utf8_lossy(&unchecked.stderr));
+    }
+    std::fs::write(&file, &whole).unwrap();
     let fewer = told(&["train", "recipe.toml", "--resume", "--set", "train.steps=3"]);
     assert!(fewer.contains("train.steps is 3, but the run has taken 4 steps"), "{fewer}");
     std::fs::write(place.path("00.txt"), "another text").unwrap();

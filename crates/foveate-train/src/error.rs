@@ -54,6 +54,8 @@ pub enum TrainErrorKind {
         path: PathBuf,
         /// The system's reason.
         source: io::Error,
+        /// The checkpoint that the run can be resumed from, where it has saved one.
+        earlier: Option<PathBuf>,
     },
     /// The loss or the gradient stopped being a finite number.
     Diverged {
@@ -89,7 +91,15 @@ impl TrainError {
     }
 
     pub(crate) fn write(path: &Path, source: io::Error) -> Self {
-        TrainErrorKind::Write { path: path.to_path_buf(), source }.into()
+        TrainErrorKind::Write { path: path.to_path_buf(), source, earlier: None }.into()
+    }
+
+    /// The same error, of a run whose newest checkpoint is `last`.
+    pub(crate) fn of_run(mut self, last: Option<PathBuf>) -> Self {
+        if let TrainErrorKind::Write { earlier, .. } = self.kind.as_mut() {
+            *earlier = last;
+        }
+        self
     }
 
     pub(crate) fn model(message: impl fmt::Display) -> Self {
@@ -117,14 +127,22 @@ impl fmt::Display for TrainErrorKind {
             Self::Checkpoint { path, message } | Self::Folder { path, message } => {
                 write!(f, "{}: {message}", path.display())
             }
-            Self::Write { path, source } => {
+            Self::Write { path, source, earlier } => {
                 write!(f, "{}: could not be written: {source}", path.display())?;
-                if source.kind() == io::ErrorKind::StorageFull {
-                    f.write_str(
-                        "; free some space and resume: the earlier checkpoints are intact",
-                    )?;
+                if source.kind() != io::ErrorKind::StorageFull {
+                    return Ok(());
                 }
-                Ok(())
+                match earlier {
+                    Some(last) => write!(
+                        f,
+                        "; free some space and continue with --resume: {} is intact",
+                        last.display()
+                    ),
+                    None => f.write_str(
+                        "; free some space and start again with --start-over: no checkpoint of \
+                         this run was saved",
+                    ),
+                }
             }
             Self::Diverged { step, message } => write!(
                 f,

@@ -4,7 +4,12 @@
 //! gaps. A header is believed only where the file agrees: offsets inside the file, no gap or
 //! overlap, and as many bytes as dtype and shape need; what is wrong is said with the tensor's
 //! name. Tensors are read one at a time and widened to f32, so that a large checkpoint is never in
-//! memory twice.
+//! memory twice. Each is compared with its checksum where one is known, and a value that is not
+//! finite is an error: nothing computed from it would be a number.
+
+mod write;
+
+pub use write::{Source, WriteError, write};
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,8 +18,10 @@ use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 use serde::Deserialize;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::TrainError;
+use crate::recipe::SaveDtype;
 
 /// The longest header that is believed, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
@@ -22,26 +29,42 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Elements converted at once.
 const CHUNK: usize = 1 << 16;
 
-/// A dtype that is read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Precision {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl Precision {
-    fn bytes(self) -> usize {
+impl SaveDtype {
+    /// Bytes of an element.
+    pub(crate) fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    fn of_tag(tag: &str) -> Option<Self> {
-        match tag {
-            "F32" => Some(Self::F32),
-            "BF16" => Some(Self::Bf16),
-            "F16" => Some(Self::F16),
-            _ => None,
+    /// Its name in a header.
+    pub(crate) fn tag(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::Bf16 => "BF16",
+            Self::F16 => "F16",
         }
+    }
+
+    fn of_tag(tag: &str) -> Option<Self> {
+        [Self::F32, Self::Bf16, Self::F16].into_iter().find(|dtype| dtype.tag() == tag)
+    }
+}
+
+/// XXH3 (64 bits) over dtype, shape and bytes of a tensor: it finds damage, not malice.
+struct Checksum(Xxh3);
+
+impl Checksum {
+    fn new(dtype: &str, shape: &[usize]) -> Self {
+        let mut sum = Self(Xxh3::new());
+        sum.update(format!("{dtype} {shape:?}").as_bytes());
+        sum
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    fn hex(&self) -> String {
+        format!("{:016x}", self.0.digest())
     }
 }
 
@@ -59,6 +82,7 @@ pub struct Tensors {
     file: File,
     data_start: u64,
     entries: BTreeMap<String, Entry>,
+    sums: Option<BTreeMap<String, String>>,
 }
 
 impl Tensors {
@@ -97,7 +121,8 @@ impl Tensors {
             })?;
             entries.insert(name, entry);
         }
-        let tensors = Self { path: path.to_path_buf(), file, data_start: 8 + length, entries };
+        let tensors =
+            Self { path: path.to_path_buf(), file, data_start: 8 + length, entries, sums: None };
         tensors.check(size - 8 - length)?;
         Ok(tensors)
     }
@@ -155,16 +180,23 @@ impl Tensors {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
+    /// Compares every tensor read from now on with its checksum among `sums`.
+    pub fn verified_by(mut self, sums: BTreeMap<String, String>) -> Self {
+        self.sums = Some(sums);
+        self
+    }
+
     /// Reads a tensor, widened to f32.
     ///
     /// # Errors
-    /// If it is missing, holds no floats that can be read, or cannot be read.
+    /// If it is missing, holds no floats that can be read, cannot be read, is not what its checksum
+    /// was taken of, or has a value that is not finite.
     pub fn read(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
         let refuse = |message: String| TrainError::checkpoint(&self.path, message);
         let Some(entry) = self.entries.get(name) else {
             return Err(refuse(format!("tensor `{name}` is missing")));
         };
-        let Some(precision) = Precision::of_tag(&entry.dtype) else {
+        let Some(dtype) = SaveDtype::of_tag(&entry.dtype) else {
             let dtype = &entry.dtype;
             let message = format!("tensor `{name}` is {dtype}; F32, BF16 and F16 can be read");
             return Err(refuse(message));
@@ -176,20 +208,48 @@ impl Tensors {
         let (start, end) = entry.data_offsets;
         self.file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
         let mut left = (end - start) as usize;
-        let mut values = Vec::with_capacity(left / precision.bytes());
+        let mut values = Vec::with_capacity(left / dtype.bytes());
         let mut bytes = Vec::new();
+        let mut sum = Checksum::new(dtype.tag(), &entry.shape);
         while left > 0 {
-            bytes.resize(left.min(CHUNK * precision.bytes()), 0);
+            bytes.resize(left.min(CHUNK * dtype.bytes()), 0);
             left -= bytes.len();
             self.file.read_exact(&mut bytes).map_err(failed)?;
+            if self.sums.is_some() {
+                sum.update(&bytes);
+            }
             let (words, halves) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
-            match precision {
-                Precision::F32 => values.extend(words.map(|b| f32::from_le_bytes(*b))),
-                Precision::Bf16 => values.extend(halves.map(|b| bf16::from_le_bytes(*b).to_f32())),
-                Precision::F16 => values.extend(halves.map(|b| f16::from_le_bytes(*b).to_f32())),
+            match dtype {
+                SaveDtype::F32 => values.extend(words.map(|b| f32::from_le_bytes(*b))),
+                SaveDtype::Bf16 => values.extend(halves.map(|b| bf16::from_le_bytes(*b).to_f32())),
+                SaveDtype::F16 => values.extend(halves.map(|b| f16::from_le_bytes(*b).to_f32())),
             }
         }
-        Ok(values)
+        if let Some(sums) = &self.sums {
+            let wrong = match sums.get(name) {
+                None => Some("has no checksum"),
+                Some(known) => (*known != sum.hex()).then_some("does not match its checksum"),
+            };
+            if let Some(wrong) = wrong {
+                return Err(refuse(format!("tensor `{name}` {wrong}; {DAMAGED}")));
+            }
+        }
+        finite(values).map_err(|e| refuse(format!("tensor `{name}` {e}")))
+    }
+}
+
+/// What to do with a file that is not what a checksum was taken of.
+pub const DAMAGED: &str = "the file was damaged or changed after it was saved: restore it, use \
+                           another checkpoint, or pass --skip-checksums if the change is yours";
+
+/// The values, or which of them is not finite.
+fn finite(values: Vec<f32>) -> Result<Vec<f32>, String> {
+    match values.iter().position(|x| !x.is_finite()) {
+        None => Ok(values),
+        Some(at) => Err(format!(
+            "is {} at element {at}, of which no finite loss can come; use another checkpoint",
+            values[at]
+        )),
     }
 }
 

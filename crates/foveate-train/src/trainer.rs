@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use foveate_nn::{Batch, Gradients, Model};
 
-use crate::checkpoint::{self, Snapshot};
+use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
@@ -20,6 +20,7 @@ use crate::metrics::{EvalMetrics, Record, StepMetrics, curve};
 use crate::optimizer::{AdamW, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
+use folder::Folder;
 use setup::Setup;
 
 /// What a run starts with.
@@ -91,9 +92,24 @@ pub enum Start {
     Over,
 }
 
+/// How a run starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// What becomes of a run that is in `run.dir` already; one that another process is at work on
+    /// is left alone.
+    pub start: Start,
+    /// Whether checkpoints that are read are held to their checksums.
+    pub checksums: Checksums,
+}
+
+impl From<Start> for Options {
+    fn from(start: Start) -> Self {
+        Self { start, checksums: Checksums::Verify }
+    }
+}
+
 /// Runs a recipe. `file` is where the recipe stands: its paths are relative to that folder, and
-/// errors name it. `start` says what becomes of a run that is in `run.dir` already; one that another
-/// process is at work on is left alone.
+/// errors name it.
 ///
 /// # Errors
 /// What is wrong with recipe, documents, checkpoint or disk, in one line; earlier checkpoints
@@ -101,12 +117,14 @@ pub enum Start {
 pub fn train(
     recipe: &Recipe,
     file: &Path,
-    start: Start,
+    options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let mut run = Setup::new(recipe, file, start)?;
-    observer.started(&run.started);
-    run.steps(observer)
+    let ran = Setup::new(recipe, file, options.into()).and_then(|mut run| {
+        observer.started(&run.started);
+        run.steps(observer)
+    });
+    ran.map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
 }
 
 impl Setup<'_> {
@@ -198,7 +216,7 @@ impl Setup<'_> {
             labelled += loss.tokens;
             attention_seconds += loss.attention_seconds;
             cells += packed.tokens.len();
-            pairs += loss.live_pairs;
+            pairs += loss.live_pairs.unwrap_or_default();
         }
         let step = self.state.step + 1;
         let mean = nats / labelled.max(1) as f64;

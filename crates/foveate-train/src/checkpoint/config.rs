@@ -10,13 +10,12 @@ use foveate_nn::{AttentionConfig, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{CHAT_TEMPLATE, Snapshot, latest};
+use super::{CHAT_TEMPLATE, CONFIG, Snapshot, latest};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
 use crate::tokens::Tokenizer;
 
-const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";

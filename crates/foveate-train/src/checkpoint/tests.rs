@@ -1,6 +1,16 @@
-use foveate_nn::ModelConfig;
+use std::cell::Cell;
+use std::rc::Rc;
 
+use foveate_nn::{AttentionConfig, Model, ModelConfig};
+use half::bf16;
+use serde_json::json;
+
+use super::config::read_json;
+use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
+use crate::optimizer::Moments;
+use crate::recipe::SaveDtype;
+use crate::tokens::Tokenizer;
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -75,11 +85,11 @@ fn what_was_saved_is_loaded_bit_for_bit() {
     assert_eq!((read.model.clone(), read.attention), (config(), attention()));
     assert!(read.tokenizer.is_bytes());
     let mut other = model(2);
-    let (moments, state) = load_state(&place, &mut other).unwrap();
+    let (moments, state) = load_state(&place, &mut other, Checksums::Verify).unwrap();
     assert_eq!((moments, state), (run.moments.clone(), run.state.clone()));
     assert_eq!(other.parameters(), run.model.parameters());
     let mut rounded = model(3);
-    assert!(load_weights(&place, &mut rounded).unwrap().is_empty());
+    assert!(load_weights(&place, &mut rounded, Checksums::Verify).unwrap().is_empty());
     for (a, b) in rounded.parameters().iter().zip(run.model.parameters()) {
         let want: Vec<f32> = b.data.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
         assert_eq!(a.data, want, "{}", a.name);
@@ -91,15 +101,15 @@ fn large_models_are_saved_in_shards_with_an_index() {
     let dir = tempfile::tempdir().unwrap();
     let run = Run::new(1, 5);
     let snapshot = run.snapshot(SaveDtype::F32);
-    let place = save_with(dir.path(), &snapshot, 1, &write_file, 4000).unwrap();
+    let place = save_with(dir.path(), &snapshot, 1, &create, 4000).unwrap();
     assert!(place.join(INDEX).exists() && !place.join(SINGLE).exists());
     let mut other = model(2);
-    load_weights(&place, &mut other).unwrap();
+    load_weights(&place, &mut other, Checksums::Verify).unwrap();
     assert_eq!(other.parameters(), run.model.parameters());
     let shard = fs::read_dir(&place).unwrap().flatten().map(|e| e.path());
     let shard = shard.into_iter().find(|p| p.to_string_lossy().contains("-of-")).unwrap();
     fs::remove_file(&shard).unwrap();
-    let told = load_weights(&place, &mut other).unwrap_err().to_string();
+    let told = load_weights(&place, &mut other, Checksums::Verify).unwrap_err().to_string();
     assert!(told.contains(&shard.display().to_string()), "{told}");
     assert!(told.contains("could not be read"), "{told}");
 }
@@ -115,28 +125,104 @@ fn the_newest_checkpoints_are_kept() {
     assert_eq!(latest(dir.path()), Some(dir.path().join("step-000200")));
 }
 
+/// A file on a disk that has `left` bytes.
+struct Filling {
+    file: File,
+    left: Rc<Cell<usize>>,
+}
+
+impl Write for Filling {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let fits = bytes.len().min(self.left.get());
+        if fits == 0 && !bytes.is_empty() {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.left.set(self.left.get() - fits);
+        self.file.write_all(&bytes[..fits]).map(|()| fits)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl Durable for Filling {
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+}
+
 #[test]
 fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let first = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
-    for room in [0usize, 1, 2, 3] {
-        let left = std::cell::Cell::new(room);
-        let full = |path: &Path, bytes: &[u8]| {
-            if left.get() == 0 {
-                fs::write(path, &bytes[..bytes.len() / 2])?;
-                return Err(io::ErrorKind::StorageFull.into());
-            }
-            left.set(left.get() - 1);
-            write_file(path, bytes)
+    let sizes = fs::read_dir(&first).unwrap().map(|e| e.unwrap().metadata().unwrap().len());
+    let all = sizes.sum::<u64>() as usize;
+    for room in [0, 100, all / 5, all / 2, all - 1] {
+        let left = Rc::new(Cell::new(room));
+        let full = |path: &Path| {
+            let file = File::create(path)?;
+            Ok(Box::new(Filling { file, left: Rc::clone(&left) }) as Box<dyn Durable>)
         };
         let later = Run::new(2, 2);
         let snapshot = later.snapshot(SaveDtype::F32);
         let told = save_with(dir.path(), &snapshot, 2, &full, SHARD_BYTES).unwrap_err();
-        assert!(told.to_string().contains("free some space"), "{told}");
+        let resumable = told.of_run(latest(dir.path())).to_string();
+        let wanted = format!("continue with --resume: {} is intact", first.display());
+        assert!(resumable.contains(&wanted), "{resumable}");
         assert_eq!(latest(dir.path()), Some(first.clone()));
-        load_state(&first, &mut model(5)).unwrap();
+        load_state(&first, &mut model(5), Checksums::Verify).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing half-written stays");
     }
+}
+
+#[test]
+fn a_disk_that_is_full_at_the_first_save_advises_no_resume() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 1);
+    let full =
+        |_: &Path| -> io::Result<Box<dyn Durable>> { Err(io::ErrorKind::StorageFull.into()) };
+    let told = save_with(dir.path(), &run.snapshot(SaveDtype::F32), 2, &full, SHARD_BYTES);
+    let told = told.unwrap_err().of_run(latest(dir.path())).to_string();
+    assert!(told.contains("start again with --start-over") && !told.contains("resume"), "{told}");
+}
+
+#[test]
+fn three_flipped_bytes_are_found_in_every_tensor() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 1);
+    let place = save(dir.path(), &run.snapshot(SaveDtype::Bf16), 1).unwrap();
+    let file = place.join(SINGLE);
+    let whole = fs::read(&file).unwrap();
+    let start = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut target = model(2);
+    let mut at = start;
+    for p in run.model.parameters() {
+        let mut bytes = whole.clone();
+        bytes[at..at + 3].iter_mut().for_each(|b| *b ^= 0x10);
+        fs::write(&file, &bytes).unwrap();
+        let told = load_weights(&place, &mut target, Checksums::Verify).unwrap_err().to_string();
+        let wanted = format!("model.safetensors: tensor `{}` does not match", p.name);
+        assert!(told.contains(&wanted), "{told}");
+        load_weights(&place, &mut target, Checksums::Skip).unwrap();
+        at += 2 * p.data.len();
+    }
+    assert_eq!(at, whole.len());
+    fs::write(&file, &whole).unwrap();
+    // A checkpoint of other tools has no checksums.
+    fs::remove_file(place.join("checksums.json")).unwrap();
+    load_weights(&place, &mut target, Checksums::Verify).unwrap();
+}
+
+#[test]
+fn weights_that_the_saved_dtype_cannot_hold_are_not_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut run = Run::new(1, 1);
+    run.model.parameters_mut()[2].data[5] = 7e4;
+    let told = save(dir.path(), &run.snapshot(SaveDtype::F16), 1).unwrap_err().to_string();
+    assert!(told.contains("q_proj.weight` is 70000 at element 5, past the range of F16"), "{told}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    save(dir.path(), &run.snapshot(SaveDtype::Bf16), 1).unwrap();
 }
 
 #[test]
@@ -159,7 +245,7 @@ fn damage_is_named_with_file_and_tensor() {
     let mut target = model(2);
     let mut told = |bytes: &[u8]| {
         fs::write(&file, bytes).unwrap();
-        let told = load_weights(&place, &mut target).unwrap_err().to_string();
+        let told = load_weights(&place, &mut target, Checksums::Verify).unwrap_err().to_string();
         assert!(told.contains("model.safetensors"), "{told}");
         told
     };
@@ -182,7 +268,7 @@ fn damage_is_named_with_file_and_tensor() {
     fs::write(&file, &whole).unwrap();
     let other = ModelConfig { intermediate_size: 32, ..config() };
     let mut other = Model::new(other, &attention(), 1).unwrap();
-    let told = load_weights(&place, &mut other).unwrap_err().to_string();
+    let told = load_weights(&place, &mut other, Checksums::Verify).unwrap_err().to_string();
     assert!(told.contains("mlp.") && told.contains("but config.json makes it"), "{told}");
 }
 

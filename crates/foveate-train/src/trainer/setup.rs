@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use foveate_nn::{AttentionConfig, Model, ModelConfig};
 
 use super::folder::{Claim, Folder};
-use super::{Start, Started};
+use super::{Options, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
-use crate::checkpoint::{self, Config, State};
+use crate::checkpoint::{self, Checksums, Config, State};
 use crate::corpus::{Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
@@ -40,7 +40,8 @@ pub(super) struct Setup<'a> {
 
 impl<'a> Setup<'a> {
     /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
-    pub fn new(recipe: &'a Recipe, file: &Path, start: Start) -> Result<Self, TrainError> {
+    pub fn new(recipe: &'a Recipe, file: &Path, options: Options) -> Result<Self, TrainError> {
+        let Options { start, checksums } = options;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
@@ -63,11 +64,12 @@ impl<'a> Setup<'a> {
         let fingerprint = corpus.fingerprint();
         let mut fresh_buffers = Vec::new();
         let (moments, state) = if let Some(last) = &last {
-            resumed(recipe, last, &mut model, fingerprint)?
+            resumed(recipe, last, &mut model, fingerprint, checksums)?
         } else {
             if let Some(origin) = &origin {
-                fresh_buffers = checkpoint::load_weights(origin, &mut model)?;
+                fresh_buffers = checkpoint::load_weights(origin, &mut model, checksums)?;
             }
+            model.draw_missing(recipe.run.seed);
             let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
             (zeros, State { fingerprint, ..Default::default() })
         };
@@ -137,7 +139,7 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
     }
 }
 
-/// The model with its first weights, and its attention program; or what is wrong with the recipe.
+/// The model without its weights, and its attention program; or what is wrong with the recipe.
 fn model(
     recipe: &Recipe,
     from: Option<&Config>,
@@ -164,7 +166,7 @@ fn model(
         .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
         .clone();
     fits_the_machine(recipe, &config)?;
-    let model = Model::new(config, &attention, recipe.run.seed).map_err(|e| e.to_string())?;
+    let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
     Ok((model, attention))
 }
 
@@ -174,8 +176,9 @@ fn resumed(
     last: &Path,
     model: &mut Model,
     fingerprint: u64,
+    checksums: Checksums,
 ) -> Result<(Vec<Moments>, State), TrainError> {
-    let (moments, state) = checkpoint::load_state(last, model)?;
+    let (moments, state) = checkpoint::load_state(last, model, checksums)?;
     if state.fingerprint != fingerprint {
         let message =
             "the documents are not those this run was trained on; restore them, or start a new run";

@@ -64,9 +64,13 @@ impl Place {
         self.0.path().join("test.toml")
     }
 
-    fn run(&self, recipe: &Recipe, start: Start) -> Result<(Summary, Log), TrainError> {
+    fn run(
+        &self,
+        recipe: &Recipe,
+        options: impl Into<Options>,
+    ) -> Result<(Summary, Log), TrainError> {
         let mut log = Log::default();
-        let summary = train(recipe, &self.file(), start, &mut log)?;
+        let summary = train(recipe, &self.file(), options, &mut log)?;
         Ok((summary, log))
     }
 }
@@ -252,7 +256,11 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
     let config = checkpoint::read_config(&summary.checkpoint).unwrap();
     assert_eq!(config.attention.score.as_deref(), Some("score + bias[h]"));
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
-    assert!(checkpoint::load_weights(&summary.checkpoint, &mut model).unwrap().is_empty());
+    assert!(
+        checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify)
+            .unwrap()
+            .is_empty()
+    );
     for layer in 0..2 {
         let name = format!("model.layers.{layer}.self_attn.bias");
         let bias = &model.parameter(&name).unwrap().data;
@@ -267,7 +275,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
     let (summary, _) = place.run(&recipe, Start::New).unwrap();
     let config = checkpoint::read_config(&summary.checkpoint).unwrap();
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
-    checkpoint::load_weights(&summary.checkpoint, &mut model).unwrap();
+    checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify).unwrap();
     let bias = &model.parameter("model.layers.1.self_attn.bias").unwrap().data;
     assert!(bias.iter().all(|&b| b != 0.0 && b.is_finite()), "{bias:?}");
 }
@@ -312,6 +320,67 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
 }
 
 #[test]
+fn a_checkpoint_whose_bytes_changed_is_not_trained_on() {
+    let place = Place::new();
+    let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let more = place.recipe(&["train.steps=7"]);
+    let told = |options: Options| place.run(&more, options).unwrap_err().to_string();
+    let masters = summary.checkpoint.join("masters.safetensors");
+    let whole = std::fs::read(&masters).unwrap();
+    let mut flipped = whole.clone();
+    let at = flipped.len() - 2;
+    flipped[at] ^= 1;
+    std::fs::write(&masters, &flipped).unwrap();
+    let error = told(Start::Resume.into());
+    assert!(error.contains("masters.safetensors: tensor `square:lm_head.weight` does"), "{error}");
+    assert!(error.contains("--skip-checksums"), "{error}");
+    std::fs::write(&masters, &whole).unwrap();
+    // Another step would draw another rate and another order.
+    let state = summary.checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&state).unwrap();
+    std::fs::write(&state, text.replace("\"step\": 6", "\"step\": 5")).unwrap();
+    let error = told(Start::Resume.into());
+    assert!(error.contains("state.json: does not match its checksum"), "{error}");
+    std::fs::write(&state, text).unwrap();
+    let sums = summary.checkpoint.join("checksums.json");
+    let text = std::fs::read_to_string(&sums).unwrap();
+    std::fs::remove_file(&sums).unwrap();
+    assert!(told(Start::Resume.into()).contains("checksums.json: is missing; put it back"));
+    std::fs::write(&sums, text).unwrap();
+    assert_eq!(place.run(&more, Start::Resume).unwrap().0.steps, 7);
+}
+
+#[test]
+fn a_value_that_is_not_finite_is_named_when_it_is_loaded() {
+    let place = Place::new();
+    let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let masters = summary.checkpoint.join("masters.safetensors");
+    let mut bytes = std::fs::read(&masters).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&masters, bytes).unwrap();
+    let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip };
+    let error = place.run(&place.recipe(&["train.steps=7"]), unchecked).unwrap_err().to_string();
+    let named = "masters.safetensors: tensor `square:lm_head.weight` is NaN at element 4111";
+    assert!(error.contains(named) && !error.contains("lr"), "{error}");
+}
+
+#[test]
+fn a_foreign_folder_among_the_checkpoints_is_no_checkpoint() {
+    let place = Place::new();
+    let mut first = Log { stop_after: Some(3), ..Log::default() };
+    train(&place.recipe(&[]), &place.file(), Start::New, &mut first).unwrap();
+    let foreign = |step: u32| place.0.path().join(format!("run/checkpoints/step-{step:06}"));
+    // One where a save will be, one past all.
+    for step in [6, 900] {
+        std::fs::create_dir(foreign(step)).unwrap();
+    }
+    let (resumed, log) = place.run(&place.recipe(&[]), Start::Resume).unwrap();
+    assert_eq!((resumed.steps, log.losses.len()), (6, 3));
+    assert!(resumed.checkpoint.join("state.json").exists() && foreign(900).exists());
+}
+
+#[test]
 fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
     let place = Place::new();
     let mut first = Log { stop_after: Some(2), ..Log::default() };
@@ -333,6 +402,9 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         damaged["cursor"][key] = value.into();
         std::fs::write(&state, damaged.to_string()).unwrap();
         let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
+        assert!(error.contains("state.json: does not match its checksum"), "{error}");
+        let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip };
+        let error = place.run(&place.recipe(&[]), unchecked).unwrap_err().to_string();
         assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
     }
     std::fs::write(&state, whole).unwrap();

@@ -1,0 +1,138 @@
+//! Reading weights and states, each tensor held to its checksum.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use foveate_nn::Model;
+use serde_json::Value;
+
+use super::checksums::{Checksums, Manifest};
+use super::config::{read_json, unreadable};
+use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State};
+use crate::error::TrainError;
+use crate::optimizer::Moments;
+use crate::safetensors::Tensors;
+
+fn open(file: &Path, sums: Option<&Manifest>) -> Result<Tensors, TrainError> {
+    let tensors = Tensors::open(file)?;
+    match sums {
+        Some(sums) => Ok(tensors.verified_by(sums.tensors(file)?)),
+        None => Ok(tensors),
+    }
+}
+
+/// Reads weights into `model`. Learned attention buffers that the files do not have stay as they
+/// are; their names are returned.
+///
+/// # Errors
+/// Names the file, and the tensor, that is missing, damaged, not finite, of another shape or not
+/// known.
+pub fn load_weights(
+    folder: &Path,
+    model: &mut Model,
+    checksums: Checksums,
+) -> Result<Vec<String>, TrainError> {
+    let sums = checksums.of(folder)?;
+    let index = folder.join(INDEX);
+    let files: Vec<PathBuf> = if index.exists() {
+        let json = read_json(&index)?;
+        let Some(map) = json.get("weight_map").and_then(Value::as_object) else {
+            return Err(TrainError::checkpoint(&index, "has no `weight_map`"));
+        };
+        let mut names: Vec<&str> = map.values().filter_map(Value::as_str).collect();
+        names.sort_unstable();
+        names.dedup();
+        names.into_iter().map(|n| folder.join(n)).collect()
+    } else {
+        let file = folder.join(SINGLE);
+        let pickled = || ["pytorch_model.bin", PICKLED_INDEX].map(|n| folder.join(n));
+        if !file.exists() && pickled().iter().any(|other| other.exists()) {
+            let message =
+                "is missing; only safetensors are read, so convert pytorch_model.bin first";
+            return Err(TrainError::checkpoint(&file, message));
+        }
+        if let Err(e) = File::open(&file) {
+            return Err(unreadable(&file, &e));
+        }
+        vec![file]
+    };
+    let tied = model.config().tie_word_embeddings;
+    let mut missing: BTreeMap<String, usize> =
+        model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
+    for file in &files {
+        let mut tensors = open(file, sums.as_ref())?;
+        let names: Vec<String> = tensors.names().map(str::to_owned).collect();
+        for name in names {
+            let derived =
+                name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
+            if derived {
+                continue;
+            }
+            let Some(i) = missing.remove(&name) else {
+                let message =
+                    format!("tensor `{name}` is not one of this model's, or stands twice");
+                return Err(TrainError::checkpoint(file, message));
+            };
+            let parameter = &mut model.parameters_mut()[i];
+            let shape = tensors.shape(&name).expect("it is one of the names");
+            if parameter.shape != shape {
+                let message = format!(
+                    "tensor `{name}` has shape {shape:?}, but config.json makes it {:?}",
+                    parameter.shape
+                );
+                return Err(TrainError::checkpoint(file, message));
+            }
+            parameter.data = tensors.read(&name)?;
+        }
+    }
+    let standard = |name: &str| name.ends_with(".weight");
+    if let Some(name) = missing.keys().find(|n| standard(n)) {
+        let file = files.last().expect("there is a file");
+        return Err(TrainError::checkpoint(file, format!("tensor `{name}` is missing")));
+    }
+    Ok(missing.into_keys().collect())
+}
+
+/// Reads f32 masters, moments and state of one of our own checkpoints.
+///
+/// # Errors
+/// Names the file and the tensor that is missing, damaged or not finite.
+pub fn load_state(
+    folder: &Path,
+    model: &mut Model,
+    checksums: Checksums,
+) -> Result<(Vec<Moments>, State), TrainError> {
+    let [path, masters] = [STATE, MASTERS].map(|name| folder.join(name));
+    if let Some(missing) = [&path, &masters].into_iter().find(|file| !file.exists()) {
+        let message =
+            "is missing; put it back, or remove this checkpoint and resume from an earlier one";
+        return Err(TrainError::checkpoint(missing, message));
+    }
+    let sums = checksums.of_ours(folder)?;
+    let text = fs::read(&path).map_err(|e| unreadable(&path, &e))?;
+    if let Some(sums) = &sums {
+        sums.check(&path, &text)?;
+    }
+    let state: State = serde_json::from_slice(&text)
+        .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
+    let path = masters;
+    let mut tensors = open(&path, sums.as_ref())?;
+    let mut moments = Vec::with_capacity(model.parameters().len());
+    for p in model.parameters_mut() {
+        let mut read = |kind: &str| {
+            let name = format!("{kind}:{}", p.name);
+            match tensors.shape(&name) {
+                Some(shape) if shape != p.shape => {
+                    let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
+                    Err(TrainError::checkpoint(&path, message))
+                }
+                _ => tensors.read(&name),
+            }
+        };
+        let weight = read("weight")?;
+        moments.push(Moments { mean: read("mean")?, square: read("square")? });
+        p.data = weight;
+    }
+    Ok((moments, state))
+}

@@ -1,0 +1,163 @@
+//! Writing safetensors files in chunks, with a checksum of each tensor on the way.
+//!
+//! Values are encoded a chunk at a time, so writing takes the same memory for every model. A value
+//! that the file could not give back (not finite, or past the range of f16) is refused: nobody
+//! would want to load it.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use half::{bf16, f16};
+use serde_json::{Map, Value, json};
+
+use super::{CHUNK, Checksum};
+use crate::recipe::SaveDtype;
+
+/// A tensor to write.
+pub struct Source<'a> {
+    /// Its name in the file.
+    pub name: String,
+    /// Length of each axis.
+    pub shape: &'a [usize],
+    /// Its elements, row-major.
+    pub values: &'a [f32],
+}
+
+/// Why a file was not written.
+#[derive(Debug)]
+pub enum WriteError {
+    /// The system refused.
+    Io(io::Error),
+    /// A value has no finite form in the file.
+    Value {
+        /// The tensor's name.
+        tensor: String,
+        /// Which of its elements, counted from 0.
+        element: usize,
+        /// The value.
+        value: f32,
+    },
+}
+
+impl From<io::Error> for WriteError {
+    fn from(e: io::Error) -> Self {
+        Self::Io(e)
+    }
+}
+
+/// Writes a file of `tensors`, all in `dtype`, and returns their checksums by name.
+///
+/// # Errors
+/// When the system refuses, or a value has no finite form in `dtype`.
+pub fn write(
+    to: &mut dyn Write,
+    dtype: SaveDtype,
+    tensors: &[Source<'_>],
+) -> Result<BTreeMap<String, String>, WriteError> {
+    let header = header(dtype, tensors);
+    to.write_all(&(header.len() as u64).to_le_bytes())?;
+    to.write_all(header.as_bytes())?;
+    let mut sums = BTreeMap::new();
+    let mut bytes = Vec::with_capacity(CHUNK * dtype.bytes());
+    for tensor in tensors {
+        let mut sum = Checksum::new(dtype.tag(), tensor.shape);
+        for (i, chunk) in tensor.values.chunks(CHUNK).enumerate() {
+            bytes.clear();
+            if let Err(at) = encode(chunk, dtype, &mut bytes) {
+                let (tensor, value) = (tensor.name.clone(), chunk[at]);
+                return Err(WriteError::Value { tensor, element: i * CHUNK + at, value });
+            }
+            sum.update(&bytes);
+            to.write_all(&bytes)?;
+        }
+        sums.insert(tensor.name.clone(), sum.hex());
+    }
+    Ok(sums)
+}
+
+/// The JSON that opens a file, padded so that the data begins at a multiple of 8 bytes.
+fn header(dtype: SaveDtype, tensors: &[Source<'_>]) -> String {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    let mut end = 0;
+    for tensor in tensors {
+        let start = end;
+        end += tensor.values.len() * dtype.bytes();
+        let entry =
+            json!({ "dtype": dtype.tag(), "shape": tensor.shape, "data_offsets": [start, end] });
+        header.insert(tensor.name.clone(), entry);
+    }
+    let mut text = Value::Object(header).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    text
+}
+
+/// Appends the stored form of `values`; the index of the first that has no finite one stops it.
+fn encode(values: &[f32], dtype: SaveDtype, into: &mut Vec<u8>) -> Result<(), usize> {
+    let stored_is_finite = |x: f32| match dtype {
+        SaveDtype::F32 => x.is_finite(),
+        SaveDtype::Bf16 => bf16::from_f32(x).is_finite(),
+        SaveDtype::F16 => f16::from_f32(x).is_finite(),
+    };
+    if let Some(at) = values.iter().position(|&x| !stored_is_finite(x)) {
+        return Err(at);
+    }
+    match dtype {
+        SaveDtype::F32 => into.extend(values.iter().flat_map(|x| x.to_le_bytes())),
+        SaveDtype::Bf16 => {
+            into.extend(values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()));
+        }
+        SaveDtype::F16 => into.extend(values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reference_crate_reads_what_is_written() {
+        let values: Vec<f32> = (0..3 * CHUNK + 5).map(|i| (i as f32 - 7e4) * 0.37).collect();
+        for (dtype, step) in [(SaveDtype::F32, 0.0f32), (SaveDtype::Bf16, 1.0 / 256.0)] {
+            let tensors = [
+                Source { name: "b".to_owned(), shape: &[2, 3], values: &values[..6] },
+                Source { name: "a".to_owned(), shape: &[values.len()], values: &values },
+                Source { name: "c".to_owned(), shape: &[0], values: &[] },
+            ];
+            let mut file = Vec::new();
+            let sums = write(&mut file, dtype, &tensors).unwrap();
+            assert_eq!(sums.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
+            let read = safetensors::SafeTensors::deserialize(&file).unwrap();
+            for tensor in &tensors {
+                let found = read.tensor(&tensor.name).unwrap();
+                assert_eq!(found.shape(), tensor.shape);
+                let wide = |i: usize| match dtype {
+                    SaveDtype::F32 => {
+                        f32::from_le_bytes(found.data()[4 * i..4 * i + 4].try_into().unwrap())
+                    }
+                    _ => bf16::from_le_bytes(found.data()[2 * i..2 * i + 2].try_into().unwrap())
+                        .to_f32(),
+                };
+                for (i, x) in tensor.values.iter().enumerate() {
+                    assert!((wide(i) - x).abs() <= x.abs() * step, "{i}: {} {x}", wide(i));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_without_a_finite_form_is_refused_with_its_place() {
+        let mut values = vec![1.0f32; CHUNK + 9];
+        for (dtype, value) in
+            [(SaveDtype::F16, 7e4), (SaveDtype::F32, f32::NAN), (SaveDtype::Bf16, f32::INFINITY)]
+        {
+            values[CHUNK + 3] = value;
+            let shape = [values.len()];
+            let source = Source { name: "w".to_owned(), shape: &shape, values: &values };
+            let told = write(&mut Vec::new(), dtype, &[source]).unwrap_err();
+            let WriteError::Value { tensor, element, .. } = told else { panic!("{told:?}") };
+            assert_eq!((tensor.as_str(), element), ("w", CHUNK + 3));
+        }
+    }
+}
