@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use foveate_nn::{Model, Recompute};
 use foveate_train::checkpoint;
-use foveate_train::corpus::{BadDocument, Corpus, Format, Sources};
+use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
 use foveate_train::pack::PackOptions;
+use foveate_train::tokens::Ends;
 use foveate_train::trainer::held_out_loss;
 use serde_json::json;
 
@@ -35,6 +36,14 @@ pub struct Args {
     /// Leave out documents that are empty or not UTF-8 instead of stopping
     #[arg(long)]
     skip_bad: bool,
+    /// Whether the token that begins a text is put before each document (the tokenizer's own rule
+    /// when left out)
+    #[arg(long, value_name = "BOOL")]
+    add_bos_token: Option<bool>,
+    /// Whether the token that ends a text is put after each document (the tokenizer's own rule when
+    /// left out)
+    #[arg(long, value_name = "BOOL")]
+    add_eos_token: Option<bool>,
     /// Read the checkpoint without comparing it with the checksums it was saved with
     #[arg(long)]
     skip_checksums: bool,
@@ -68,8 +77,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         exclude: Vec::new(),
         format: Format::Auto,
         on_bad_document: if args.skip_bad { BadDocument::Skip } else { BadDocument::Error },
+        asker: Asker::Command,
     };
-    let corpus = Corpus::scan(&sources, config.tokenizer, Some(template))?;
+    let ends = Ends { bos: args.add_bos_token, eos: args.add_eos_token };
+    let corpus = Corpus::scan(&sources, config.tokenizer.adding(ends)?, Some(template))?;
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };

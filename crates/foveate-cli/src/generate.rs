@@ -1,10 +1,11 @@
-//! `foveate generate`: text from a checkpoint.
+//! `foveate generate`: text from a checkpoint, or a conversation with it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use foveate_nn::{Model, Recompute, Sampling};
-use foveate_train::chat::Message;
+use foveate_nn::{Generator, Model, Recompute, Sampling};
+use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
+use foveate_train::tokens::{Ends, Tokenizer};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -19,13 +20,17 @@ use crate::train::checksums;
 pub struct Args {
     /// Folder of the checkpoint
     checkpoint: PathBuf,
-    /// What the text starts with
-    #[arg(long, default_value = "")]
-    prompt: String,
-    /// Take the prompt as what a user says, in the checkpoint's chat template
+    /// What the text starts with; with --chat it may be given several times, one for each of the
+    /// user's turns
+    #[arg(long, value_name = "TEXT")]
+    prompt: Vec<String>,
+    /// Take each prompt as what a user says, in the checkpoint's chat template, and answer it
     #[arg(long)]
     chat: bool,
-    /// Tokens to write at most
+    /// What the system says first in a conversation: a file that is there, or the text itself
+    #[arg(long, value_name = "FILE|TEXT", requires = "chat")]
+    system: Option<String>,
+    /// Tokens to write at most, in each turn
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 200, value_parser = number::<usize>)]
     max_tokens: usize,
     /// Divides the logits; 0 always takes the likeliest token
@@ -40,81 +45,153 @@ pub struct Args {
     /// Fixes the draws
     #[arg(long, allow_negative_numbers = true, default_value_t = 0, value_parser = number::<u64>)]
     seed: u64,
+    /// Whether the token that begins a text is put before it (the tokenizer's own rule when left
+    /// out)
+    #[arg(long, value_name = "BOOL")]
+    add_bos_token: Option<bool>,
     /// Read the checkpoint without comparing it with the checksums it was saved with
     #[arg(long)]
     skip_checksums: bool,
-    /// Print one JSON object
+    /// Print one JSON object for each prompt, with token ids
     #[arg(long)]
     json: bool,
 }
 
 /// Writes the text as it comes.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    if args.prompt.len() > 1 && !args.chat {
+        return Err(Failure::usage("--prompt is given several times, but one text has one start")
+            .help("add --chat to take them as the user's turns"));
+    }
     let config = checkpoint::read_config(&args.checkpoint)?;
     let weights = config.model.memory_estimate(1, 1, 4, Recompute::Full).weights;
     memory::fits(weights, "choose a smaller checkpoint, or a larger machine")?;
-    let mut model = Model::unfilled(config.model.clone(), &config.attention)?;
+    let template = config.template()?;
+    let ends = Ends { bos: args.add_bos_token, eos: None };
+    let tokenizer = config.tokenizer.adding(ends)?;
+    let mut model = Model::unfilled(config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0);
-    let tokenizer = &config.tokenizer;
-    let text = if args.chat {
-        let said = Message { role: "user".to_owned(), content: args.prompt.clone() };
-        config.template()?.text(&[said], true).map_err(Failure::new)?
-    } else {
-        args.prompt.clone()
-    };
-    let mut prompt = tokenizer.encode(&text)?.ids;
-    // A template writes the token that begins a text itself.
-    if let Some(bos) = tokenizer.bos().filter(|bos| prompt.first() != Some(bos)) {
-        prompt.insert(0, bos);
-    }
-    if prompt.is_empty() {
-        return Err(Failure::usage("there is nothing to start from").help("give --prompt"));
-    }
-    let limit = model.config().max_position_embeddings;
-    if prompt.len() >= limit {
-        let message =
-            format!("the prompt has {} tokens; the model takes {limit} in all", prompt.len());
-        return Err(Failure::usage(message).help("shorten --prompt"));
-    }
-    let capacity = limit.min(prompt.len() + args.max_tokens);
-    let sampling = Sampling {
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        seed: args.seed,
-    };
-    let mut generator = model.generator(capacity.max(1), sampling)?;
     let interrupt = Interrupt::watch()?;
-    generator.prompt(&prompt)?;
-    let mut written = Vec::new();
-    let mut shown = 0;
-    if !args.json {
-        out.text(if args.chat { "" } else { &args.prompt })?;
-        out.flush()?;
+    let writer = Writer { args, model: &model, tokenizer: &tokenizer, interrupt };
+    if !args.chat {
+        let prompt = args.prompt.first().map_or("", String::as_str);
+        return writer.answer(prompt, prompt, out).map(|_| ());
     }
-    for _ in prompt.len()..capacity {
-        interrupt.check()?;
-        let token = generator.next_token()?;
-        if config.stops.contains(&token) {
-            break;
+    writer.converse(&template, out)
+}
+
+/// A model that writes.
+struct Writer<'a> {
+    args: &'a Args,
+    model: &'a Model,
+    tokenizer: &'a Tokenizer,
+    interrupt: Interrupt,
+}
+
+impl Writer<'_> {
+    /// Answers one prompt after the other in one conversation.
+    fn converse(&self, template: &ChatTemplate, out: &mut Output) -> Result<(), Failure> {
+        let says = |role: &str, content: &str| Message {
+            role: role.to_owned(),
+            content: content.to_owned(),
+        };
+        let system = self.args.system.as_deref().map(file_or_text).transpose()?;
+        let mut said: Vec<Message> = system.iter().map(|text| says("system", text)).collect();
+        let alone = [String::new()];
+        let prompts = if self.args.prompt.is_empty() { &alone } else { &self.args.prompt[..] };
+        for prompt in prompts {
+            said.push(says("user", prompt));
+            let text = template.text(&said, true).map_err(Failure::new)?;
+            let answer = self.answer(prompt, &text, out)?;
+            said.push(says("assistant", &answer));
         }
-        written.push(token);
-        let text = tokenizer.decode(&written)?;
-        // A character may need more tokens: its replacement mark is held back.
-        let whole = text.trim_end_matches('\u{FFFD}').len();
-        if !args.json && whole > shown {
-            out.text(text.get(shown..whole).unwrap_or_default())?;
+        Ok(())
+    }
+
+    /// What the model writes after `text`; `prompt` is what the user gave of it.
+    fn answer(&self, prompt: &str, text: &str, out: &mut Output) -> Result<String, Failure> {
+        let (args, tokenizer) = (self.args, self.tokenizer);
+        let mut read = tokenizer.encode(text)?.ids;
+        tokenizer.open(&mut read);
+        if read.is_empty() {
+            return Err(Failure::usage("there is nothing to start from")
+                .help("give --prompt, or --add-bos-token true"));
+        }
+        let limit = self.model.config().max_position_embeddings;
+        if read.len() >= limit {
+            let message =
+                format!("the prompt has {} tokens; the model takes {limit} in all", read.len());
+            return Err(Failure::usage(message).help("shorten --prompt"));
+        }
+        let capacity = limit.min(read.len().saturating_add(args.max_tokens));
+        let sampling = Sampling {
+            temperature: args.temperature,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            seed: args.seed,
+        };
+        let mut generator = self.model.generator(capacity, sampling)?;
+        generator.prompt(&read)?;
+        if !args.json {
+            out.text(if args.chat { "" } else { prompt })?;
             out.flush()?;
-            shown = whole;
         }
+        let shown = (!args.json).then_some(&mut *out);
+        let (written, answer) = self.write(&mut generator, capacity - read.len(), shown)?;
+        if args.json {
+            out.json(&json!({
+                "prompt": prompt,
+                "text": answer,
+                "tokens": written.len(),
+                "prompt_token_ids": read,
+                "token_ids": written,
+            }))?;
+        }
+        Ok(answer)
     }
-    let text = tokenizer.decode(&written)?;
-    if args.json {
-        let tokens = written.len();
-        out.json(&json!({ "prompt": args.prompt, "text": text, "tokens": tokens }))?;
-    } else {
-        out.line(text.get(shown..).unwrap_or_default())?;
+
+    /// At most `most` tokens and their text, shown as it comes.
+    fn write(
+        &self,
+        generator: &mut Generator<'_>,
+        most: usize,
+        mut out: Option<&mut Output>,
+    ) -> Result<(Vec<u32>, String), Failure> {
+        let mut written = Vec::new();
+        let mut shown = 0;
+        for _ in 0..most {
+            self.interrupt.check()?;
+            let token = generator.next_token()?;
+            if self.tokenizer.stops().contains(&token) {
+                break;
+            }
+            written.push(token);
+            let Some(out) = out.as_mut() else { continue };
+            let text = self.tokenizer.decode(&written)?;
+            // A character may need more tokens: its replacement mark is held back.
+            let whole = text.trim_end_matches('\u{FFFD}').len();
+            if whole > shown {
+                out.text(text.get(shown..whole).unwrap_or_default())?;
+                out.flush()?;
+                shown = whole;
+            }
+        }
+        let text = self.tokenizer.decode(&written)?;
+        if let Some(out) = out {
+            out.line(text.get(shown..).unwrap_or_default())?;
+        }
+        Ok((written, text))
     }
-    Ok(())
+}
+
+/// What is in the file `given`, without the end of its last line, or `given` itself where there is no
+/// such file.
+fn file_or_text(given: &str) -> Result<String, Failure> {
+    if !Path::new(given).is_file() {
+        return Ok(given.to_owned());
+    }
+    std::fs::read_to_string(given)
+        .map(|text| text.trim_end().to_owned())
+        .map_err(|e| Failure::new(format!("{given}: could not be read: {e}")))
 }

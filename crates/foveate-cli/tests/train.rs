@@ -272,6 +272,10 @@ fn wrong_input_gets_one_line_with_the_place() {
         assert!(unchecked.status.success(), "{}", String::from_utf8_lossy(&unchecked.stderr));
     }
     std::fs::write(&file, &whole).unwrap();
+    std::fs::write(place.path("blank.txt"), " ").unwrap();
+    let blank = told(&["eval", checkpoint, "blank.txt"]);
+    assert!(blank.contains("or pass --skip-bad"), "{blank}");
+    std::fs::remove_file(place.path("blank.txt")).unwrap();
     let fewer = told(&["train", "recipe.toml", "--resume", "--set", "train.steps=3"]);
     assert!(fewer.contains("train.steps is 3, but the run has taken 4 steps"), "{fewer}");
     std::fs::write(place.path("00.txt"), "another text").unwrap();

@@ -78,9 +78,19 @@ impl ChatTemplate {
         for (turn, _) in
             messages.iter().enumerate().filter(|(_, message)| message.role == "assistant")
         {
-            let start = self.text(&messages[..turn], true)?;
+            let first = |why: &str| {
+                format!(
+                    "the conversation begins with the assistant, which the chat template does not \
+                     allow ({why}); put a user's turn first, or give another data.chat_template"
+                )
+            };
+            let start = self.text(&messages[..turn], true);
+            let start = if turn == 0 { start.map_err(|e| first(&e))? } else { start? };
             let end = self.text(&messages[..=turn], false)?;
             if !end.starts_with(&start) || !text.starts_with(&end) {
+                if turn == 0 {
+                    return Err(first("it writes something else before a first turn"));
+                }
                 return Err(format!(
                     "the chat template rewrites earlier turns, so turn {} cannot be labelled; \
                      split the conversation or use a template that only appends",
@@ -160,6 +170,20 @@ mod tests {
         let error =
             template(source).render(&[says("user", "a"), says("assistant", "b")]).unwrap_err();
         assert!(error.contains("rewrites earlier turns"), "{error}");
+    }
+
+    #[test]
+    fn a_conversation_that_the_assistant_begins_says_so_where_the_template_cannot() {
+        let turns = [says("assistant", "Hello!"), says("user", "Hi"), says("assistant", "Yes?")];
+        assert_eq!(template(DEFAULT_TEMPLATE).render(&turns).unwrap().learned.len(), 2);
+        for source in [
+            "{% if messages[0]['role'] == 'system' %}s{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "{% if not messages %}new{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+        ] {
+            let told = template(source).render(&turns).unwrap_err();
+            assert!(told.starts_with("the conversation begins with the assistant"), "{told}");
+            assert!(told.contains("put a user's turn first"), "{told}");
+        }
     }
 
     #[test]

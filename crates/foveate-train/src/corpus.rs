@@ -6,11 +6,14 @@
 //! the held-out side (equal documents land on one side), it makes a fingerprint that a resumed run must match, and
 //! it notices a file that changes under a running job.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::TrainError;
@@ -70,6 +73,34 @@ pub struct Document {
     pub learned: Vec<bool>,
 }
 
+/// Who asked for the documents: the words in which errors say what to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Asker {
+    /// A recipe, with its fields.
+    #[default]
+    Recipe,
+    /// A command, with its options.
+    Command,
+}
+
+impl Asker {
+    fn on_bad_document(self) -> &'static str {
+        match self {
+            Self::Recipe => {
+                "repair it, list it in data.exclude, or set data.on_bad_document = \"skip\""
+            }
+            Self::Command => "repair it, leave the file out, or pass --skip-bad",
+        }
+    }
+
+    fn on_change(self) -> &'static str {
+        match self {
+            Self::Recipe => "put back what it was and resume",
+            Self::Command => "give the command again when nothing writes to it",
+        }
+    }
+}
+
 /// Which files to read and how; the data section of a recipe with its paths resolved.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
@@ -83,6 +114,8 @@ pub struct Sources {
     pub format: Format,
     /// The policy for unusable documents.
     pub on_bad_document: BadDocument,
+    /// Who asked.
+    pub asker: Asker,
 }
 
 /// An index of documents.
@@ -93,10 +126,12 @@ pub struct Corpus {
     skipped: Vec<Skipped>,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
+    asker: Asker,
 }
 
 impl Corpus {
-    /// Finds and checks every document. Files are taken in the order of their paths, each once.
+    /// Finds and checks every document. Files are taken in the order of their paths, each once under
+    /// however many names patterns and links find it.
     ///
     /// # Errors
     /// If a pattern matches nothing, a file cannot be read, or a document is empty, not UTF-8 or not the JSON that
@@ -107,8 +142,9 @@ impl Corpus {
         template: Option<ChatTemplate>,
     ) -> Result<Self, TrainError> {
         let files = find_files(sources)?;
+        let (entries, skipped) = (Vec::new(), Vec::new());
         let mut corpus =
-            Self { files, entries: Vec::new(), skipped: Vec::new(), tokenizer, template };
+            Self { files, entries, skipped, tokenizer, template, asker: sources.asker };
         for index in 0..corpus.files.len() {
             corpus.scan_file(index, sources)?;
         }
@@ -163,13 +199,10 @@ impl Corpus {
                 self.skipped.push(Skipped { file: path, line, reason });
                 Ok(())
             }
-            BadDocument::Error => Err(TrainError::data(
-                &path,
-                line,
-                format!(
-                    "{reason}; repair it, list it in data.exclude, or set data.on_bad_document = \"skip\""
-                ),
-            )),
+            BadDocument::Error => {
+                let message = format!("{reason}; {}", self.asker.on_bad_document());
+                Err(TrainError::data(&path, line, message))
+            }
         }
     }
 
@@ -183,15 +216,19 @@ impl Corpus {
         if !json {
             return Ok(Parts { text: text.to_owned(), learned: None });
         }
-        let record: Record = serde_json::from_str(text)
-            .map_err(|e| format!("the line is not a JSON document: {e}"))?;
+        // Without the end of the line, of which an error would say that it is the next one.
+        let record: Record = serde_json::from_str(text.trim_end()).map_err(|e| {
+            let told = e.to_string();
+            let why = told.rsplit_once(" at line ").map_or(told.as_str(), |(why, _)| why);
+            format!("the line is not a JSON document: {why} (column {})", e.column())
+        })?;
         match (record.text, record.messages, &self.template) {
             (Some(text), None, _) if text.trim().is_empty() => {
                 Err("the document is empty".to_owned())
             }
             (Some(text), None, _) => Ok(Parts { text, learned: None }),
             (None, Some(messages), Some(template)) => {
-                let rendered = template.render(&messages)?;
+                let rendered = template.render(&said(messages)?)?;
                 Ok(Parts { text: rendered.text, learned: Some(rendered.learned) })
             }
             (None, Some(_), None) => {
@@ -271,7 +308,7 @@ impl Corpus {
         });
         if read.is_err() || hash(&bytes) != entry.hash {
             let message =
-                "the document changed while it was in use; put back what it was and resume";
+                format!("the document changed while it was in use; {}", self.asker.on_change());
             return Err(TrainError::data(path, entry.line, message));
         }
         let parts = self
@@ -291,29 +328,84 @@ impl Corpus {
                 .collect(),
         };
         let mut document = Document { tokens: tokens.ids, learned };
-        // A template writes its own special tokens; the first one must not be doubled.
-        if let Some(bos) = self.tokenizer.bos().filter(|bos| document.tokens.first() != Some(bos)) {
-            document.tokens.insert(0, bos);
-            document.learned.insert(0, false);
+        let closing = match &parts.learned {
+            None => self.tokenizer.closing().to_vec(),
+            Some(spans) => {
+                let end = self.close_turns(&mut document, &tokens.starts, spans, parts.text.len());
+                end.into_iter().collect()
+            }
+        };
+        if !document.tokens.ends_with(&closing) {
+            document.learned.extend(closing.iter().map(|_| true));
+            document.tokens.extend(closing);
         }
-        if let Some(eos) = self.tokenizer.eos().filter(|eos| document.tokens.last() != Some(eos)) {
-            let ends_learned = document.learned.last().copied().unwrap_or(false);
-            document.tokens.push(eos);
-            document.learned.push(ends_learned);
-        }
+        // A template writes its own special tokens; those that open a text are not doubled.
+        let opened = self.tokenizer.open(&mut document.tokens);
+        document.learned.splice(..0, (0..opened).map(|_| false));
         Ok(document)
+    }
+
+    /// Ends the learning of each turn in `spans` with the last token in it that ends a turn: what a template writes
+    /// after that is not the assistant's. Returns what is still to be added at the end: the token that ends a text,
+    /// where the last turn is the assistant's and the last token learned in it ends no turn.
+    fn close_turns(
+        &self,
+        document: &mut Document,
+        starts: &[usize],
+        spans: &[Range<usize>],
+        bytes: usize,
+    ) -> Option<u32> {
+        let stops = self.tokenizer.stops();
+        let mut closed = true;
+        for span in spans {
+            let first = starts.partition_point(|&start| start < span.start);
+            let turn = first..starts.partition_point(|&start| start < span.end);
+            let end = document.tokens[turn.clone()].iter().rposition(|token| stops.contains(token));
+            if let Some(end) = end {
+                document.learned[first + end + 1..turn.end].fill(false);
+            }
+            closed = end.is_some() || span.end < bytes;
+        }
+        let never = self.tokenizer.said().eos == Some(false);
+        self.tokenizer.eos().filter(|_| !closed && !never)
     }
 }
 
 #[derive(Deserialize)]
 struct Record {
     text: Option<String>,
-    messages: Option<Vec<Message>>,
+    messages: Option<Vec<Turn>>,
+}
+
+/// A message as files have it: what it says may be no text.
+#[derive(Deserialize)]
+struct Turn {
+    role: String,
+    content: Option<Value>,
+}
+
+/// The messages of a conversation, or which of them has no text and what to do.
+fn said(turns: Vec<Turn>) -> Result<Vec<Message>, String> {
+    let message = |(i, turn): (usize, Turn)| {
+        let wrong = match turn.content {
+            Some(Value::String(content)) => return Ok(Message { role: turn.role, content }),
+            None | Some(Value::Null) => {
+                "no text (content is null or missing, as where a tool is called); give it a text, \
+                 or leave the conversation out"
+            }
+            Some(Value::Array(_)) => {
+                "a list of parts for content; only text is learned: write it as one string"
+            }
+            Some(_) => "a content that is no string; write it as one",
+        };
+        Err(format!("message {} ({}) has {wrong}", i + 1, turn.role))
+    };
+    turns.into_iter().enumerate().map(message).collect()
 }
 
 struct Parts {
     text: String,
-    learned: Option<Vec<std::ops::Range<usize>>>,
+    learned: Option<Vec<Range<usize>>>,
 }
 
 fn unreadable(path: &Path, error: &std::io::Error) -> TrainError {
@@ -367,9 +459,30 @@ fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
             return Err(TrainError::data(shown, None, no_match(root, pattern)));
         }
     }
-    files.sort();
-    files.dedup();
-    Ok(files)
+    // Of the names of a file the one nearest to the root stays: the others go through links.
+    files.sort_by_cached_key(|path| (path.components().count(), path.clone()));
+    let mut known = HashSet::new();
+    let mut once = Vec::with_capacity(files.len());
+    for path in files {
+        if known.insert(identity(&path).map_err(|e| unreadable(&path, &e))?) {
+            once.push(path);
+        }
+    }
+    once.sort();
+    Ok(once)
+}
+
+/// What two names of one file share: device and inode.
+#[cfg(unix)]
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    path.metadata().map(|file| (file.dev(), file.ino()))
+}
+
+/// What two names of one file share: the path with its links resolved.
+#[cfg(not(unix))]
+fn identity(path: &Path) -> std::io::Result<PathBuf> {
+    path.canonicalize()
 }
 
 /// What to say of a pattern that matches no file under `root`.
@@ -387,6 +500,7 @@ fn no_match(root: &Path, pattern: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tokens::Ends;
 
     fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -452,6 +566,54 @@ mod tests {
         assert_eq!(corpus.skipped()[1].line, Some(2));
     }
 
+    #[cfg(unix)]
+    #[test]
+    fn a_file_is_one_document_however_many_names_links_give_it() {
+        let dir = folder(&[("a.txt", b"a"), ("sub/b.txt", b"b")]);
+        let link = |to: &str, name: &str| {
+            std::os::unix::fs::symlink(dir.path().join(to), dir.path().join(name)).unwrap();
+        };
+        link("", "sub/loop");
+        link("a.txt", "0.txt");
+        std::fs::hard_link(dir.path().join("a.txt"), dir.path().join("sub/z.txt")).unwrap();
+        let corpus = scan(&sources(&dir, &["**/*.txt"])).unwrap();
+        let found: Vec<u32> =
+            (0..corpus.len()).map(|i| corpus.document(i).unwrap().tokens[1]).collect();
+        assert_eq!(found, [u32::from(b'a'), u32::from(b'b')]);
+        let name = |i: usize| corpus.files()[i].strip_prefix(dir.path()).unwrap().to_owned();
+        assert_eq!([name(0), name(1)], [Path::new("0.txt"), Path::new("sub/b.txt")]);
+    }
+
+    #[test]
+    fn a_message_that_cannot_be_learned_says_what_it_is_and_what_to_do() {
+        let told = |line: &str| {
+            let dir = folder(&[("c.jsonl", format!("{{\"text\": \"x\"}}\n{line}\n").as_bytes())]);
+            scan(&sources(&dir, &["c.jsonl"])).unwrap_err().to_string()
+        };
+        let talk = |content: &str| {
+            format!("{{\"messages\": [{{\"role\": \"user\", \"content\": {content}}}]}}")
+        };
+        for (line, wanted) in [
+            (talk("null"), "c.jsonl:2: message 1 (user) has no text (content is null or missing"),
+            (talk("[{\"type\": \"text\"}]"), "c.jsonl:2: message 1 (user) has a list of parts"),
+            (talk("3"), "c.jsonl:2: message 1 (user) has a content that is no string"),
+            // The line is the file's, not that of the text that was parsed.
+            ("{\"text\": ".to_owned(), "c.jsonl:2: the line is not a JSON document: EOF while"),
+            ("{\"text\": 3}".to_owned(), "expected a string (column 10); repair"),
+        ] {
+            let told = told(&line);
+            assert!(told.contains(wanted) && !told.contains("at line"), "{line}: {told}");
+        }
+    }
+
+    #[test]
+    fn advice_names_the_options_of_who_asked() {
+        let dir = folder(&[("a.txt", b" ")]);
+        let asked = Sources { asker: Asker::Command, ..sources(&dir, &["a.txt"]) };
+        let told = scan(&asked).unwrap_err().to_string();
+        assert!(told.ends_with("or pass --skip-bad") && !told.contains("data."), "{told}");
+    }
+
     #[test]
     fn a_line_that_is_not_json_names_its_line() {
         let dir =
@@ -475,6 +637,38 @@ mod tests {
             .map(|(&t, _)| t)
             .collect();
         assert_eq!(learned, [u32::from(b'y'), u32::from(b'o'), u32::from(b'\n'), 256]);
+    }
+
+    #[test]
+    fn a_turn_that_the_template_closed_is_not_closed_again() {
+        // `|` stands for the token that ends a turn; a newline follows, as in published templates.
+        let source = "{% for m in messages %}<{{ m.content }}|\n{% endfor %}{% if add_generation_prompt %}<{% endif %}";
+        let template = ChatTemplate::new(source, Path::new("template"), "", "").unwrap();
+        let turn = |role: &str, said: &str| format!("{{\"role\":{role:?},\"content\":{said:?}}}");
+        let line = |turns: &[String]| format!("{{\"messages\":[{}]}}\n", turns.join(","));
+        let (ask, say) = (turn("user", "q"), turn("assistant", "a"));
+        let lines =
+            line(&[ask.clone(), say.clone(), ask.clone(), say.clone()]) + &line(&[say, ask]);
+        let dir = folder(&[("chat.jsonl", lines.as_bytes())]);
+        let learned = |tokenizer: Tokenizer, index| {
+            let sources = sources(&dir, &["chat.jsonl"]);
+            let corpus = Corpus::scan(&sources, tokenizer, Some(template.clone())).unwrap();
+            let Document { tokens, learned } = corpus.document(index).unwrap();
+            let learned: Vec<u32> =
+                tokens.iter().zip(learned).filter(|t| t.1).map(|t| *t.0).collect();
+            (learned, *tokens.last().unwrap())
+        };
+        let ids = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
+        let closing = Tokenizer::bytes().and_stops([u32::from(b'|')]);
+        assert_eq!(learned(closing.clone(), 0), (ids("a|a|"), u32::from(b'\n')));
+        // The last turn is the user's.
+        assert_eq!(learned(closing, 1), (ids("a|"), u32::from(b'\n')));
+        // Where nothing says that `|` ends a turn, the end of a text does.
+        let open = [ids("a|\na|\n"), vec![256]].concat();
+        assert_eq!(learned(Tokenizer::bytes(), 0), (open, 256));
+        let never = Ends { eos: Some(false), ..Default::default() };
+        let none = learned(Tokenizer::bytes().adding(never).unwrap(), 0);
+        assert_eq!(none, (ids("a|\na|\n"), u32::from(b'\n')));
     }
 
     #[test]

@@ -50,6 +50,22 @@ impl Packed {
         self.labels.iter().filter(|&&label| label != IGNORE).count()
     }
 
+    /// The first `rows` rows, and of each the first `len` tokens.
+    fn cut(self, rows: usize, len: usize) -> Self {
+        fn cut<T: Copy>(cells: &[T], width: usize, rows: usize, len: usize) -> Vec<T> {
+            cells.chunks_exact(width).take(rows).flat_map(|row| &row[..len]).copied().collect()
+        }
+        let width = self.len;
+        Self {
+            rows,
+            len,
+            tokens: cut(&self.tokens, width, rows, len),
+            labels: cut(&self.labels, width, rows, len),
+            documents: cut(&self.documents, width, rows, len),
+            positions: cut(&self.positions, width, rows, len),
+        }
+    }
+
     fn with_rows(rows: usize, len: usize) -> Self {
         let cells = rows * len;
         Self {
@@ -130,27 +146,34 @@ impl<'a> Packer<'a> {
         Ok(packed)
     }
 
-    /// The next rows of the current pass, at most `rows`; none when the pass is over.
+    /// The next rows of the current pass, at most `rows`, as long as the longest of them is filled; none when the
+    /// pass is over. The row that the pass ends in comes alone, so that it makes no padding.
     ///
     /// # Errors
     /// If a document cannot be read.
     pub fn batch_of_pass(&mut self, rows: usize, pass: u64) -> Result<Option<Packed>, TrainError> {
         let mut packed = Packed::with_rows(rows, self.options.len);
-        let mut used = 0;
+        let (mut used, mut longest) = (0, 0);
         while used < rows && self.cursor.epoch <= pass {
-            self.fill(&mut packed, used, pass)?;
+            let before = (self.cursor, self.cut_tokens);
+            let filled = self.fill(&mut packed, used, pass)?;
+            if used > 0 && self.cursor.epoch > pass && filled < longest {
+                (self.cursor, self.cut_tokens) = before;
+                break;
+            }
+            longest = longest.max(filled);
             used += 1;
         }
-        let cells = used * self.options.len;
-        packed.rows = used;
-        packed.tokens.truncate(cells);
-        packed.labels.truncate(cells);
-        packed.documents.truncate(cells);
-        packed.positions.truncate(cells);
-        Ok((used > 0).then_some(packed))
+        Ok((used > 0).then(|| packed.cut(used, longest)))
     }
 
-    fn fill(&mut self, packed: &mut Packed, row: usize, last_pass: u64) -> Result<(), TrainError> {
+    /// Fills a row and returns how many tokens are in it.
+    fn fill(
+        &mut self,
+        packed: &mut Packed,
+        row: usize,
+        last_pass: u64,
+    ) -> Result<usize, TrainError> {
         let len = self.options.len;
         let (mut at, mut id) = (0, 0);
         while at < len && self.cursor.epoch <= last_pass {
@@ -185,7 +208,7 @@ impl<'a> Packer<'a> {
             at += count;
             id += 1;
         }
-        Ok(())
+        Ok(at)
     }
 
     fn advance(&mut self) {
@@ -292,6 +315,30 @@ mod tests {
     }
 
     #[test]
+    fn the_end_of_a_pass_is_not_padded() {
+        let (_dir, corpus) = corpus(&["a".repeat(30), "b".repeat(5)]);
+        let mut packer = Packer::new(&corpus, vec![0, 1], options(true, None), Cursor::default());
+        let mut shapes = Vec::new();
+        while let Some(packed) = packer.batch_of_pass(8, 0).unwrap() {
+            check_rows(&packed);
+            assert!(packed.documents.iter().all(|&document| document >= 0));
+            shapes.push((packed.rows, packed.len));
+        }
+        assert_eq!(shapes, [(3, 13)]);
+        let mut packer = Packer::new(&corpus, vec![1, 0], options(true, None), Cursor::default());
+        packer.options.len = 16;
+        let mut shapes = Vec::new();
+        while let Some(packed) = packer.batch_of_pass(8, 0).unwrap() {
+            shapes.push((packed.rows, packed.len));
+        }
+        assert_eq!(shapes, [(2, 16), (1, 7)]);
+        let mut packer = Packer::new(&corpus, vec![1], options(true, None), Cursor::default());
+        packer.options.len = 4096;
+        let alone = packer.batch_of_pass(8, 0).unwrap().unwrap();
+        assert_eq!((alone.rows, alone.len, alone.tokens.len()), (1, 7, 7));
+    }
+
+    #[test]
     fn a_label_never_belongs_to_the_next_document() {
         let (_dir, corpus) = corpus(&["aaa".to_owned(), "bbb".to_owned()]);
         let mut packer = Packer::new(&corpus, vec![0, 1], options(true, None), Cursor::default());
@@ -343,7 +390,7 @@ mod tests {
             Packer::new(&corpus, vec![0, 1, 2], options(false, None), Cursor::default());
         let packed = packer.batch_of_pass(5, 0).unwrap().unwrap();
         check_rows(&packed);
-        assert_eq!(packed.rows, 3);
+        assert_eq!((packed.rows, packed.len), (3, 13));
         assert_eq!(packed.documents[11..13], [-1, -1]);
         assert_eq!(packed.documents[13 + 6..26], [-1; 7]);
         assert_eq!(packed.documents[26..], [0; 13]);

@@ -132,6 +132,13 @@ pub struct Data {
     /// A `tokenizers` JSON file; without one, bytes (or the checkpoint's tokenizer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
+    /// Whether the token that begins a text is added to a document; the tokenizer's own rule when not
+    /// given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub add_bos_token: Option<bool>,
+    /// The same of the token that ends a text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub add_eos_token: Option<bool>,
     /// A Jinja file for conversations; the checkpoint's or a plain one when not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<PathBuf>,

@@ -2,6 +2,10 @@
 //!
 //! Every token remembers the byte at which it starts, so that a span of text (an assistant's turn) can be
 //! labelled after the whole document was tokenised in one piece, as at inference time.
+//!
+//! Which tokens open and close a text is the tokenizer's own rule, so that a text has the tokens it had when the
+//! model was made: what a `tokenizer_config.json` says as `add_bos_token` and `add_eos_token`, and where it says
+//! nothing what the post-processor of the `tokenizer.json` adds. Recipes and commands may say otherwise.
 
 use std::path::{Path, PathBuf};
 
@@ -22,30 +26,56 @@ pub struct Tokens {
     pub starts: Vec<usize>,
 }
 
+/// Whether the tokens that begin and end a text are added to it; `None` follows the rule of before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ends {
+    /// The token that begins a text.
+    pub bos: Option<bool>,
+    /// The token that ends it.
+    pub eos: Option<bool>,
+}
+
 /// Turns text into tokens and back.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     kind: Kind,
+    /// Begins a text, as the model has it.
+    bos: Option<u32>,
+    /// Ends a text, as the model has it.
+    eos: Option<u32>,
+    /// All that end a text or a turn.
+    stops: Vec<u32>,
+    /// What was said of both ends, by whoever said it last.
+    said: Ends,
+    /// What stands before a text.
+    opening: Vec<u32>,
+    /// What stands after it.
+    closing: Vec<u32>,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
     Bytes,
-    Json {
-        tokenizer: Box<tokenizers::Tokenizer>,
-        path: PathBuf,
-        bos: Option<u32>,
-        eos: Option<u32>,
-    },
+    Json { tokenizer: Box<tokenizers::Tokenizer>, path: PathBuf },
 }
 
 impl Tokenizer {
-    /// One token a byte, and [`DOCUMENT`].
+    /// One token a byte, and [`DOCUMENT`] at both ends.
     pub fn bytes() -> Self {
-        Self { kind: Kind::Bytes }
+        let (document, ends) = (Some(DOCUMENT), vec![DOCUMENT]);
+        Self {
+            kind: Kind::Bytes,
+            bos: document,
+            eos: document,
+            stops: ends.clone(),
+            said: Ends::default(),
+            opening: ends.clone(),
+            closing: ends,
+        }
     }
 
-    /// The tokenizer in a `tokenizer.json`, with the model's begin and end tokens where it has them.
+    /// The tokenizer in a `tokenizer.json`, with the model's begin and end tokens where it has them. What it adds to
+    /// a text is what its post-processor does.
     ///
     /// # Errors
     /// If the file is missing or is not a tokenizer.
@@ -53,19 +83,67 @@ impl Tokenizer {
         let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(|e| {
             TrainError::data(path, None, format!("is not a tokenizer JSON file: {e}"))
         })?;
-        Ok(Self {
-            kind: Kind::Json { tokenizer: Box::new(tokenizer), path: path.to_path_buf(), bos, eos },
-        })
+        let [plain, whole] = [false, true].map(|special| {
+            let encoding = tokenizer.encode("a", special);
+            encoding.map(|e| e.get_ids().to_vec()).unwrap_or_default()
+        });
+        let at = whole.windows(plain.len().max(1)).position(|part| part == plain);
+        let (opening, closing) = match at {
+            Some(at) => (whole[..at].to_vec(), whole[at + plain.len()..].to_vec()),
+            None => (Vec::new(), Vec::new()),
+        };
+        let kind = Kind::Json { tokenizer: Box::new(tokenizer), path: path.to_path_buf() };
+        let (stops, said) = (eos.into_iter().collect(), Ends::default());
+        Ok(Self { kind, bos, eos, stops, said, opening, closing })
     }
 
-    /// The same tokenizer, with the tokens of these texts to open and to close a document where
-    /// it has none; texts that are no tokens (the empty one) change nothing.
+    /// The same tokenizer, with the tokens of these texts to begin and to end a text where it has none; texts that
+    /// are no tokens (the empty one) change nothing.
     pub fn or_ends(mut self, opening: &str, closing: &str) -> Self {
-        if let Kind::Json { tokenizer, bos, eos, .. } = &mut self.kind {
-            *bos = bos.or_else(|| tokenizer.token_to_id(opening));
-            *eos = eos.or_else(|| tokenizer.token_to_id(closing));
+        if let Kind::Json { tokenizer, .. } = &self.kind {
+            self.bos = self.bos.or_else(|| tokenizer.token_to_id(opening));
+            self.eos = self.eos.or_else(|| tokenizer.token_to_id(closing));
+        }
+        let eos = self.eos;
+        self.and_stops(eos)
+    }
+
+    /// The same tokenizer, with more tokens at which a text or a turn ends.
+    pub fn and_stops(mut self, stops: impl IntoIterator<Item = u32>) -> Self {
+        for stop in stops {
+            if !self.stops.contains(&stop) {
+                self.stops.push(stop);
+            }
         }
         self
+    }
+
+    /// The same tokenizer, which adds what `ends` says.
+    ///
+    /// # Errors
+    /// If a token is to be added that the tokenizer does not have.
+    pub fn adding(mut self, ends: Ends) -> Result<Self, TrainError> {
+        let Self { kind, opening, closing, bos, eos, said, .. } = &mut self;
+        for (add, token, side, kept, key) in [
+            (ends.bos, *bos, opening, &mut said.bos, "bos_token"),
+            (ends.eos, *eos, closing, &mut said.eos, "eos_token"),
+        ] {
+            match (add, token) {
+                (None, _) => continue,
+                (Some(false), _) => side.clear(),
+                (Some(true), Some(token)) => *side = vec![token],
+                (Some(true), None) => {
+                    let file = kind.place();
+                    let message = format!(
+                        "add_{key} is true, but the tokenizer has no such token; name it as {key} \
+                         in the tokenizer_config.json beside it"
+                    );
+                    return Err(TrainError::data(file, None, message));
+                }
+            }
+            *kept = add;
+        }
+        Ok(self)
     }
 
     /// The file it came from; none for bytes.
@@ -74,6 +152,36 @@ impl Tokenizer {
             Kind::Bytes => None,
             Kind::Json { path, .. } => Some(path),
         }
+    }
+
+    /// What was said of the ends besides the post-processor.
+    pub fn said(&self) -> Ends {
+        self.said
+    }
+
+    /// The tokens before a text.
+    pub fn opening(&self) -> &[u32] {
+        &self.opening
+    }
+
+    /// The tokens after a text.
+    pub fn closing(&self) -> &[u32] {
+        &self.closing
+    }
+
+    /// All tokens that end a text or a turn.
+    pub fn stops(&self) -> &[u32] {
+        &self.stops
+    }
+
+    /// Puts what opens a text before the tokens of one that does not begin with it already, as one that a template
+    /// wrote may do. Returns how many tokens were put there.
+    pub fn open(&self, tokens: &mut Vec<u32>) -> usize {
+        if tokens.starts_with(&self.opening) {
+            return 0;
+        }
+        tokens.splice(..0, self.opening.iter().copied());
+        self.opening.len()
     }
 
     /// Whether a token is a byte, so that a loss per token is a loss per byte.
@@ -89,20 +197,14 @@ impl Tokenizer {
         }
     }
 
-    /// The token that opens a document.
+    /// The token that begins a text, as the model has it, whether it is added or not.
     pub fn bos(&self) -> Option<u32> {
-        match &self.kind {
-            Kind::Bytes => Some(DOCUMENT),
-            Kind::Json { bos, .. } => *bos,
-        }
+        self.bos
     }
 
-    /// The token that closes a document.
+    /// The token that ends a text, as the model has it, whether it is added or not.
     pub fn eos(&self) -> Option<u32> {
-        match &self.kind {
-            Kind::Bytes => Some(DOCUMENT),
-            Kind::Json { eos, .. } => *eos,
-        }
+        self.eos
     }
 
     /// The tokens of `text`, no special tokens added.
@@ -115,7 +217,7 @@ impl Tokenizer {
                 ids: text.bytes().map(u32::from).collect(),
                 starts: (0..text.len()).collect(),
             }),
-            Kind::Json { tokenizer, path, .. } => {
+            Kind::Json { tokenizer, path } => {
                 let encoding = tokenizer.encode(text, false).map_err(|e| {
                     TrainError::data(path, None, format!("the tokenizer failed: {e}"))
                 })?;
@@ -137,9 +239,19 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::Json { tokenizer, path, .. } => tokenizer
+            Kind::Json { tokenizer, path } => tokenizer
                 .decode(ids, true)
                 .map_err(|e| TrainError::data(path, None, format!("the tokenizer failed: {e}"))),
+        }
+    }
+}
+
+impl Kind {
+    /// Where it comes from, for errors.
+    fn place(&self) -> &Path {
+        match self {
+            Self::Bytes => Path::new("the byte tokenizer"),
+            Self::Json { path, .. } => path,
         }
     }
 }
@@ -170,5 +282,45 @@ mod tests {
             error.contains("tokenizer.json") && error.contains("is not a tokenizer"),
             "{error}"
         );
+    }
+
+    /// A tokenizer of words, whose post-processor is `post`.
+    fn words(post: serde_json::Value) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        let vocab = serde_json::json!({ "a": 0, "b": 1, "<s>": 2, "</s>": 3 });
+        let model = serde_json::json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "a" });
+        let split = serde_json::json!({ "type": "Whitespace" });
+        let file = serde_json::json!({
+            "version": "1.0", "model": model, "pre_tokenizer": split, "post_processor": post
+        });
+        std::fs::write(&path, file.to_string()).unwrap();
+        (dir, path)
+    }
+
+    #[test]
+    fn what_opens_and_closes_a_text_is_the_tokenizers_rule_or_what_is_said() {
+        let token = |id: &str| serde_json::json!({ "SpecialToken": { "id": id, "type_id": 0 } });
+        let sequence = serde_json::json!({ "Sequence": { "id": "A", "type_id": 0 } });
+        let special = serde_json::json!({ "<s>": { "id": "<s>", "ids": [2], "tokens": ["<s>"] } });
+        let begins = serde_json::json!({
+            "type": "TemplateProcessing", "single": [token("<s>"), sequence],
+            "pair": [token("<s>"), sequence, sequence], "special_tokens": special
+        });
+        let ends = |t: &Tokenizer| (t.opening().to_vec(), t.closing().to_vec());
+        let (_dir, path) = words(begins);
+        let llama = Tokenizer::from_file(&path, None, None).unwrap().or_ends("<s>", "</s>");
+        assert_eq!(ends(&llama), (vec![2], vec![]));
+        let said = |bos, eos| ends(&llama.clone().adding(Ends { bos, eos }).unwrap());
+        assert_eq!(said(Some(false), None), (vec![], vec![]));
+        assert_eq!(said(None, Some(true)), (vec![2], vec![3]));
+        let (_dir, path) = words(serde_json::Value::Null);
+        let plain = Tokenizer::from_file(&path, None, None).unwrap();
+        assert_eq!(ends(&plain), (vec![], vec![]));
+        let told = plain.adding(Ends { bos: Some(true), eos: None }).unwrap_err().to_string();
+        assert!(told.contains("tokenizer.json: add_bos_token is true, but"), "{told}");
+        let mut tokens = vec![0, 1];
+        assert_eq!((llama.open(&mut tokens), llama.open(&mut tokens)), (1, 0));
+        assert_eq!(tokens, [2, 0, 1]);
     }
 }

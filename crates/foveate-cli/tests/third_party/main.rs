@@ -69,7 +69,8 @@ impl Place {
     fn agrees(&self, name: &str, sizes: &Sizes, weights: &Weights) {
         let mut losses = Vec::new();
         for text in TEXTS {
-            let tokens = [vec![BEGIN], self.encode(text), vec![END]].concat();
+            // As the tokenizer's own files say: a text is begun, and not ended.
+            let tokens = [vec![BEGIN], self.encode(text)].concat();
             losses.extend(oracle::losses(sizes, weights, &tokens));
         }
         let want = losses.iter().sum::<f64>() / losses.len() as f64;
@@ -84,7 +85,8 @@ impl Place {
         let want = self.tokenizer().decode(&written, true).unwrap();
         let greedy = ["--prompt", prompt, "--temperature", "0", "--max-tokens", "24", "--json"];
         let found = self.json(&[&["generate", name][..], &greedy].concat());
-        assert_eq!((&found["text"], &found["tokens"]), (&json!(want), &json!(written.len())));
+        assert_eq!((&found["text"], &found["token_ids"]), (&json!(want), &json!(written)));
+        assert_eq!(found["prompt_token_ids"], json!(read));
     }
 }
 
@@ -210,7 +212,8 @@ fn a_checkpoint_is_fine_tuned_on_chat_data_and_written_as_others_read_it() {
     // The first step's loss is that of the assistant's words alone, in the template's text.
     let before = "<|begin|><|user|>who runs over the row?<|turn|><|assistant|>";
     let (head, said) = (place.encode(before), place.encode("the quick fox<|turn|>"));
-    let tokens = [head.clone(), said, vec![END]].concat();
+    // The template's token ends a text, so no other one follows.
+    let tokens = [head.clone(), said].concat();
     let losses = oracle::losses(&sizes, &weights(&sizes), &tokens);
     let learned = &losses[head.len() - 1..];
     let want = learned.iter().sum::<f64>() / learned.len() as f64;
@@ -253,6 +256,84 @@ fn a_checkpoint_is_fine_tuned_on_chat_data_and_written_as_others_read_it() {
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         let read = |folder: PathBuf| std::fs::read(folder.join(file)).unwrap();
         assert!(read(saved.clone()) == read(place.path("base")), "{file}");
+    }
+}
+
+#[test]
+fn options_decide_which_tokens_begin_and_end_a_text() {
+    let sizes = sizes();
+    let place = Place::new(&sizes, folder::write_single, |_| ());
+    let weights = weights(&sizes);
+    let text = place.encode(TEXTS[0]);
+    for (options, tokens) in [
+        (["false", "false"], text.clone()),
+        (["true", "true"], [vec![BEGIN], text.clone(), vec![END]].concat()),
+    ] {
+        let [bos, eos] = options;
+        let args = ["eval", "base", "0.txt", "--json", "--add-bos-token", bos];
+        let found = place.json(&[&args[..], &["--add-eos-token", eos]].concat());
+        let losses = oracle::losses(&sizes, &weights, &tokens);
+        assert_eq!(found["tokens"], losses.len());
+        let want = losses.iter().sum::<f64>() / losses.len() as f64;
+        let loss = found["loss"].as_f64().unwrap();
+        assert!((loss - want).abs() < 2e-5 * want, "{loss}, but the oracle has {want}");
+    }
+    let args = ["generate", "base", "--prompt", "the", "--max-tokens", "1", "--json"];
+    let found = place.json(&[&args[..], &["--add-bos-token", "false"]].concat());
+    assert_eq!(found["prompt_token_ids"], json!(place.encode("the")));
+}
+
+#[test]
+fn a_conversation_has_a_system_and_several_turns() {
+    let sizes = sizes();
+    let place = Place::new(&sizes, folder::write_single, |_| ());
+    std::fs::write(place.path("system.txt"), "be brief\n").unwrap();
+    let weights = weights(&sizes);
+    let before = "<|begin|><|system|>be brief<|turn|>";
+    let args = ["generate", "base", "--chat", "--temperature", "0", "--max-tokens", "5", "--json"];
+    for system in ["system.txt", "be brief"] {
+        let turns = ["--system", system, "--prompt", "the fox", "--prompt", "the row"];
+        let done = place.run(&[&args[..], &turns].concat());
+        let text = String::from_utf8(done.stdout).unwrap();
+        let found: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        assert_eq!(found.len(), 2, "{}", String::from_utf8_lossy(&done.stderr));
+        let mut said = before.to_owned();
+        for (answer, prompt) in found.iter().zip(["the fox", "the row"]) {
+            said += &format!("<|user|>{prompt}<|turn|><|assistant|>");
+            let read = place.encode(&said);
+            assert_eq!(answer["prompt_token_ids"], json!(read));
+            let written = oracle::greedy(&sizes, &weights, &read, 5, &[END]);
+            assert_eq!(answer["token_ids"], json!(written));
+            said += &format!("{}<|turn|>", answer["text"].as_str().unwrap().trim());
+        }
+    }
+    let done = place.run(&["generate", "base", "--prompt", "a", "--prompt", "b"]);
+    assert_eq!(done.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&done.stderr).contains("add --chat"));
+}
+
+#[test]
+fn what_cannot_be_read_as_a_checkpoint_is_told_apart() {
+    let sizes = sizes();
+    let place = Place::new(&sizes, folder::write_single, |_| ());
+    std::fs::write(place.path("model.gguf"), "GGUF").unwrap();
+    for (name, wanted) in [
+        ("model.gguf", "is a GGUF file"),
+        ("someone/Tiny-1B", "run `hf download someone/Tiny-1B"),
+        ("nowhere", "does not exist"),
+    ] {
+        let told = place.told(&["eval", name, "0.txt"]);
+        assert!(told.contains(wanted), "{told}");
+    }
+    // The last value of the last tensor becomes NaN.
+    let file = place.path("base/model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let end = bytes.len();
+    bytes[end - 2..].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    for command in [&["eval", "base", "0.txt"][..], &["generate", "base", "--prompt", "a"]] {
+        let told = place.told(command);
+        assert!(told.contains("model.safetensors: tensor `model.norm.weight` is NaN at"), "{told}");
     }
 }
 

@@ -14,7 +14,7 @@ use super::{CHAT_TEMPLATE, CONFIG, Snapshot, latest};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
-use crate::tokens::Tokenizer;
+use crate::tokens::{Ends, Tokenizer};
 
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -36,6 +36,12 @@ struct Extra {
     attention: AttentionConfig,
     /// `bytes`, or `file` for the `tokenizer.json` beside it.
     tokenizer: String,
+    /// Whether the token that begins a text is added, where the recipe said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    add_bos_token: Option<bool>,
+    /// The same of the token that ends it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    add_eos_token: Option<bool>,
 }
 
 /// The `config.json` of a snapshot. Fields of the checkpoint it started from stay where we have
@@ -69,6 +75,8 @@ pub(super) fn config_json(snapshot: &Snapshot<'_>) -> Result<Value, TrainError> 
     let extra = Extra {
         attention: snapshot.attention.clone(),
         tokenizer: if tokenizer.is_bytes() { "bytes" } else { "file" }.to_owned(),
+        add_bos_token: tokenizer.said().bos,
+        add_eos_token: tokenizer.said().eos,
     };
     for part in [ours, sizes, json!({ "foveate": extra })] {
         let Value::Object(part) = part else { unreachable!("each part is an object") };
@@ -88,8 +96,6 @@ pub struct Config {
     pub attention: AttentionConfig,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Every token that ends a text: those of `config.json` and of `generation_config.json`.
-    pub stops: Vec<u32>,
     /// Source of the chat template, where the checkpoint brings one.
     pub chat_template: Option<String>,
     /// Texts of the tokens that begin and end a text, which templates print themselves.
@@ -153,11 +159,43 @@ fn ids(json: &Value, key: &str) -> Vec<u32> {
     all.iter().filter_map(|v| v.as_u64()?.try_into().ok()).collect()
 }
 
+/// What stands where the folder of a checkpoint is expected, and what to do, if it is no folder.
+fn no_folder(path: &Path) -> Option<String> {
+    const LAYOUT: &str = "config.json, *.safetensors and tokenizer.json";
+    if path.is_dir() {
+        return None;
+    }
+    if path.is_file() {
+        let gguf = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+        return Some(match gguf {
+            true => format!(
+                "is a GGUF file, which is not read; give the folder of the model in Hugging Face's \
+                 layout ({LAYOUT}) that it was converted from"
+            ),
+            false => format!("is a file; give the folder that holds it ({LAYOUT})"),
+        });
+    }
+    let text = path.to_str().unwrap_or_default();
+    let part = |part: &str| !part.is_empty() && !matches!(part, "." | "..");
+    let hub = text.split_once('/').is_some_and(|(owner, name)| {
+        part(owner) && part(name) && !name.contains('/') && !Path::new(owner).is_dir()
+    });
+    Some(match hub {
+        true => format!(
+            "is no folder here, and nothing is downloaded; if it is a name on the Hugging Face hub, \
+             run `hf download {text} --local-dir {name}` and give {name}",
+            name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default()
+        ),
+        false => format!("does not exist; give the folder of a checkpoint ({LAYOUT})"),
+    })
+}
+
 /// Reads `config.json` and the tokenizer of a Hugging Face Llama checkpoint, ours included.
 ///
 /// # Errors
 /// When a file is missing or damaged, or the model is not of the Llama family.
 pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
+    no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
     let path = folder.join(CONFIG);
     let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
     if !path.exists()
@@ -197,23 +235,28 @@ pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
         let first = |key: &str| ids(&json, key).first().copied();
         read_tokenizer(&folder.join(TOKENIZER), first("bos_token_id"), first("eos_token_id"))?
     };
-    let mut stops: Vec<u32> = tokenizer.eos().into_iter().collect();
-    stops.extend(ids(&json, "eos_token_id"));
-    stops.extend(ids(&read_json_if_there(&folder.join(GENERATION))?, "eos_token_id"));
+    let ends = extra
+        .as_ref()
+        .map_or_else(Ends::default, |e| Ends { bos: e.add_bos_token, eos: e.add_eos_token });
+    let generation = read_json_if_there(&folder.join(GENERATION))?;
+    let tokenizer = tokenizer
+        .adding(ends)?
+        .and_stops(ids(&json, "eos_token_id"))
+        .and_stops(ids(&generation, "eos_token_id"));
     let attention = extra.map_or_else(
         || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
         |e| e.attention,
     );
     let (chat_template, special) = chat(folder)?;
     let folder = folder.to_path_buf();
-    Ok(Config { folder, model, attention, tokenizer, stops, chat_template, special })
+    Ok(Config { folder, model, attention, tokenizer, chat_template, special })
 }
 
 /// Reads a `tokenizer.json`. Tokens that begin and end a text and are not given are those that
-/// a `tokenizer_config.json` beside it names.
+/// a `tokenizer_config.json` beside it names, and whether they are added is what that says.
 ///
 /// # Errors
-/// When a file is missing or damaged.
+/// When a file is missing or damaged, or a token is to be added that there is not.
 pub fn read_tokenizer(
     path: &Path,
     bos: Option<u32>,
@@ -223,8 +266,11 @@ pub fn read_tokenizer(
         let message = "is missing; put the model's tokenizer.json there";
         return Err(TrainError::checkpoint(path, message));
     }
-    let special = special_texts(path)?;
-    Tokenizer::from_file(path, bos, eos).map(|t| t.or_ends(&special.bos, &special.eos))
+    let beside = read_json_if_there(&path.with_file_name(TOKENIZER_CONFIG))?;
+    let special = SpecialTexts::of(&beside);
+    let said = |key: &str| beside.get(key).and_then(Value::as_bool);
+    let ends = Ends { bos: said("add_bos_token"), eos: said("add_eos_token") };
+    Tokenizer::from_file(path, bos, eos)?.or_ends(&special.bos, &special.eos).adding(ends)
 }
 
 /// Texts of the tokens that begin and end a text, as named beside a `tokenizer.json`.

@@ -359,3 +359,20 @@ fn of_several_chat_templates_the_default_one_is_taken() {
     fs::write(place.join("tokenizer_config.json"), config.to_string()).unwrap();
     assert_eq!(read_config(&place).unwrap().chat_template.as_deref(), Some("default!"));
 }
+
+#[test]
+fn what_is_no_folder_of_a_checkpoint_says_what_it_is_and_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let told = |path: &Path| read_config(path).unwrap_err().to_string();
+    for (name, wanted) in [
+        ("model.gguf", "is a GGUF file, which is not read; give the folder"),
+        ("model.safetensors", "is a file; give the folder that holds it"),
+    ] {
+        fs::write(dir.path().join(name), "GGUF").unwrap();
+        assert!(told(&dir.path().join(name)).contains(wanted), "{name}");
+    }
+    let hub = told(Path::new("someone/Tiny-1B"));
+    assert!(hub.contains("run `hf download someone/Tiny-1B --local-dir Tiny-1B`"), "{hub}");
+    let none = told(&dir.path().join("none"));
+    assert!(none.contains("does not exist; give the folder of a checkpoint"), "{none}");
+}

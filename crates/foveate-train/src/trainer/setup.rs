@@ -8,13 +8,13 @@ use super::folder::{Claim, Folder};
 use super::{Options, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, Checksums, Config, State};
-use crate::corpus::{Corpus, Sources};
+use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, TensorBoardLog};
 use crate::optimizer::Moments;
 use crate::recipe::{Data, Recipe};
-use crate::tokens::Tokenizer;
+use crate::tokens::{Ends, Tokenizer};
 
 /// A run between two steps.
 pub(super) struct Setup<'a> {
@@ -118,14 +118,18 @@ fn tokenizer(
     place: &Path,
     from: Option<&Config>,
 ) -> Result<Tokenizer, TrainError> {
-    match (&recipe.data.tokenizer, from) {
-        (Some(file), from) => {
-            let (bos, eos) = from.map_or((None, None), |f| (f.tokenizer.bos(), f.tokenizer.eos()));
-            checkpoint::read_tokenizer(&place.join(file), bos, eos)
+    let tokenizer = match (&recipe.data.tokenizer, from) {
+        (Some(file), Some(from)) => {
+            let known = &from.tokenizer;
+            checkpoint::read_tokenizer(&place.join(file), known.bos(), known.eos())?
+                .and_stops(known.stops().iter().copied())
         }
-        (None, Some(from)) => Ok(from.tokenizer.clone()),
-        (None, None) => Ok(Tokenizer::bytes()),
-    }
+        (Some(file), None) => checkpoint::read_tokenizer(&place.join(file), None, None)?,
+        (None, Some(from)) => from.tokenizer.clone(),
+        (None, None) => Tokenizer::bytes(),
+    };
+    let data = &recipe.data;
+    tokenizer.adding(Ends { bos: data.add_bos_token, eos: data.add_eos_token })
 }
 
 fn sources(recipe: &Recipe, place: &Path) -> Sources {
@@ -136,6 +140,7 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
         exclude: data.exclude.clone(),
         format: data.format,
         on_bad_document: data.on_bad_document,
+        asker: Asker::Recipe,
     }
 }
 
