@@ -1,36 +1,51 @@
 #!/usr/bin/env python3
-"""Times PyTorch's attention on the cases of `foveate bench gpu`, on the same data.
+"""Times other implementations of attention on the cases of `foveate bench gpu`, on the same data.
 
     foveate bench gpu --list --json > cases.jsonl
     python3 benches/gpu_peers.py cases.jsonl > peers.jsonl
     foveate bench gpu --peers peers.jsonl
 
-Peers: `cudnn` and `flash2` (scaled_dot_product_attention restricted to one backend; full and
-causal without a score only), `flex` (flex_attention under torch.compile) and `flex-autotune`
-(the same with max-autotune-no-cudagraphs). A peer that cannot run a case is reported with its
-reason, not left out. One JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by
-live pairs), sample (a few elements of the result, to compare with Foveate's), or `declined`.
+Peers:
+
+    cudnn, flash2    scaled_dot_product_attention restricted to one backend
+    flex             flex_attention under torch.compile
+    flex-autotune    the same with max-autotune-no-cudagraphs
+    flex-flash       the same on FlashAttention-4 instead of Triton (kernel option BACKEND=FLASH)
+    fa4              FlashAttention-4 called directly, documents as packed sequences
+    cudnn-flex       cuDNN Frontend's flex_attention, masks as intervals of keys
+
+A peer that cannot run a case, or is not installed, is reported with its reason, not left out. One
+JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by live pairs), sample (a few
+elements of the result, to compare with Foveate's), or `declined`. Every peer gets its operands in
+the order of axes that it documents; making them so is not timed.
 
 Compiling FlexAttention takes seconds a case. `--prepare N` first lets N processes compile all of
 them into PyTorch's cache, and times afterwards, alone.
 
-Needs PyTorch 2.6 or newer with a CUDA device.
+Needs PyTorch 2.6 or newer with a CUDA device; flex-flash PyTorch 2.11; flex-flash and fa4 the
+package flash-attn-4, cudnn-flex the package nvidia-cudnn-frontend.
 """
 
 import argparse
 import functools
+import importlib
 import json
 import subprocess
 import sys
 import time
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+try:
+    import torch
 
-from workloads import documents_of, mask_of, operands, random, score_of
+    from workloads import documents_of, intervals_of, mask_of, operands, random, score_of
+except ImportError as error:
+    torch, missing = None, str(error)
 
 SAMPLES = 16
+
+
+class Declined(Exception):
+    """Why a peer does not run a case."""
 
 
 def median_ms(run, seconds: float):
@@ -50,39 +65,136 @@ def median_ms(run, seconds: float):
     return times[len(times) // 2], times[0], len(times)
 
 
+def part_of(package: str, module: str, name: str):
+    """A function of a package that need not be installed."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise Declined(f"{package} cannot be imported: {error}") from error
+    except AttributeError as error:
+        raise Declined(f"{package} is here without {module}.{name}") from error
+
+
+def no_score(case, peer: str):
+    if case["score"] != "none":
+        raise Declined(f"{peer} has no such score")
+
+
+def sdpa(backend: str, case, operands, bias):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if case["mask"] not in ("full", "causal") or case["score"] != "none":
+        raise Declined("scaled_dot_product_attention has no such mask or score")
+    backend, causal = getattr(SDPBackend, backend), case["mask"] == "causal"
+    grouped = case["heads"] != case["heads_kv"]
+
+    def run(q, k, v):
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, enable_gqa=grouped
+            )
+
+    return run
+
+
 @functools.cache
-def compiled(mode):
+def compiled(mode: str):
+    from torch.nn.attention.flex_attention import flex_attention
+
     torch._dynamo.config.cache_size_limit = 1000
     return torch.compile(flex_attention, dynamic=False, mode=mode)
 
 
-def attention(peer: str, case, q, k, v, bias):
-    """A function of q, k, v that runs the peer."""
-    grouped = q.shape[1] != k.shape[1]
-    if peer in ("cudnn", "flash2"):
-        if case["mask"] not in ("full", "causal") or case["score"] != "none":
-            raise NotImplementedError("scaled_dot_product_attention has no such mask or score")
-        backend = SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION
-        causal = case["mask"] == "causal"
+def flex(mode: str, case, operands, bias, options=None):
+    from torch.nn.attention.flex_attention import create_block_mask
 
-        def sdpa(q, k, v):
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=grouped
-                )
-
-        return sdpa
-    length = case["len"]
     mask = mask_of(case, documents_of(case, "cuda"))
-    block = create_block_mask(mask, None, None, length, length) if mask else None
-    score = score_of(case, bias)
-    flex = compiled("max-autotune-no-cudagraphs" if peer == "flex-autotune" else "default")
-    return lambda q, k, v: flex(q, k, v, score_mod=score, block_mask=block, enable_gqa=grouped)
+    lengths = case["q_len"], case["len"]
+    block = create_block_mask(mask, None, None, *lengths) if mask else None
+    run = compiled(mode)
+    settings = {
+        "score_mod": score_of(case, bias),
+        "block_mask": block,
+        "enable_gqa": case["heads"] != case["heads_kv"],
+    }
+    if options:
+        settings["kernel_options"] = options
+    return lambda q, k, v: run(q, k, v, **settings)
+
+
+def flex_flash(case, operands, bias):
+    part_of("flash-attn-4", "flash_attn.cute.interface", "flash_attn_func")
+    return flex("default", case, operands, bias, {"BACKEND": "FLASH"})
+
+
+def fa4(case, operands, bias):
+    mask, settings = case["mask"], {}
+    if case["score"] == "softcap":
+        settings["softcap"] = 30.0
+    else:
+        no_score(case, "FlashAttention-4 without a mod in CuTe DSL")
+    if mask == "prefix":
+        raise Declined("FlashAttention-4 without a mod in CuTe DSL has no such mask")
+    if mask != "full" and case["q_len"] != case["len"]:
+        # It aligns the last query with the last key, these cases the first with the first.
+        raise Declined("FlashAttention-4 aligns masks of other lengths differently")
+    if mask in ("causal", "documents"):
+        settings["causal"] = True
+    if mask == "window":
+        settings["window_size"] = (case["width"] - 1, 0)
+    if mask == "documents":
+        return fa4_packed(case, settings)
+    attend = part_of("flash-attn-4", "flash_attn.cute.interface", "flash_attn_func")
+    return lambda q, k, v: result_of(attend(q, k, v, **settings))
+
+
+def fa4_packed(case, settings):
+    """Documents as sequences, one after another, those of each batch entry after the last one's."""
+    attend = part_of("flash-attn-4", "flash_attn.cute.interface", "flash_attn_varlen_func")
+    documents = documents_of(case)
+    lengths = torch.bincount(documents).repeat(case["batch"])
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
+    settings |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+
+    def run(q, k, v):
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        return result_of(attend(*packed, **settings)).view_as(q)
+
+    return run
+
+
+def result_of(found):
+    """The output of a function that may give the log-sum-exp after it."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+def cudnn_flex(case, operands, bias):
+    no_score(case, "cuDNN's flex_attention")
+    create = part_of("nvidia-cudnn-frontend", "cudnn.flex_attention", "create_mask_plan")
+    attend = part_of("nvidia-cudnn-frontend", "cudnn.flex_attention", "flex_attn_func")
+    intervals = intervals_of(case, "cuda").repeat(1, case["batch"])[None].contiguous()
+    plan = create(intervals, *operands)
+    return lambda q, k, v: attend(q, k, v, mask_plan=plan)
+
+
+# By name: the order of axes of its operands, and what makes the function of q, k, v to be timed
+# from a case, its operands and the table of its bias.
+PEERS = {
+    "cudnn": ("bhsd", functools.partial(sdpa, "CUDNN_ATTENTION")),
+    "flash2": ("bhsd", functools.partial(sdpa, "FLASH_ATTENTION")),
+    "flex": ("bhsd", functools.partial(flex, "default")),
+    "flex-autotune": ("bhsd", functools.partial(flex, "max-autotune-no-cudagraphs")),
+    "flex-flash": ("bhsd", flex_flash),
+    "fa4": ("bshd", fa4),
+    "cudnn-flex": ("bshd", cudnn_flex),
+}
 
 
 def measure(peer: str, case, seconds: float):
     backward = case["pass"] == "backward"
-    q, k, v, d_out = operands(case, "cuda")
+    order, make = PEERS[peer]
+    laid_out = (lambda x: x) if order == "bhsd" else (lambda x: x.transpose(1, 2).contiguous())
+    q, k, v, d_out = map(laid_out, operands(case, "cuda"))
     bias = None
     if case["score"] == "relative":
         bias = random(5, (case["heads"], 2 * case["reach"] + 1), torch.float32, "cuda")
@@ -90,7 +202,7 @@ def measure(peer: str, case, seconds: float):
     if backward:
         for x in learned:
             x.requires_grad_()
-    run = attention(peer, case, q, k, v, bias)
+    run = make(case, (q, k, v), bias)
     out = run(q, k, v)
     if not backward:
         result, timed = out, lambda: run(q, k, v)
@@ -99,6 +211,8 @@ def measure(peer: str, case, seconds: float):
         timed = lambda: torch.autograd.grad(out, learned, d_out, retain_graph=True)  # noqa: E731
     with torch.set_grad_enabled(backward):
         median, least, runs = median_ms(timed, seconds)
+    if order == "bshd":
+        result = result.transpose(1, 2)
     step = max(1, result.numel() // SAMPLES)
     sample = result.detach().flatten()[::step][:SAMPLES].float().tolist()
     return {
@@ -127,29 +241,47 @@ def prepare(cases, peers, workers: int):
         print(f"compiling: process {done + 1} of {workers} {end}", file=sys.stderr)
 
 
-def main() -> int:
+def peers_of(text: str):
+    """The peers of a list with commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown or not names:
+        wrong = f"no peer {unknown[0]!r}" if unknown else "no peer"
+        raise argparse.ArgumentTypeError(f"{wrong}; there are {', '.join(PEERS)}")
+    return names
+
+
+def arguments(args=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", type=argparse.FileType("r"), help="JSON lines, - for stdin")
-    parser.add_argument("--peers", default="cudnn,flash2,flex,flex-autotune")
+    parser.add_argument(
+        "--peers", type=peers_of, default=list(PEERS), help="with commas between; all if left out"
+    )
     parser.add_argument("--prepare", type=int, default=0, metavar="N", help="compile with N first")
     parser.add_argument("--seconds", type=float, default=0.3, help="timing of one case and peer")
-    args = parser.parse_args()
+    return parser.parse_args(args)
+
+
+def main() -> int:
+    args = arguments()
+    if torch is None:
+        print(f"gpu_peers: PyTorch is not installed: {missing}", file=sys.stderr)
+        return 1
     if not torch.cuda.is_available():
         print("gpu_peers: PyTorch sees no CUDA device", file=sys.stderr)
         return 1
     cases = [json.loads(line) for line in args.cases if line.strip()]
-    peers = args.peers.split(",")
-    compiling = [peer for peer in peers if peer.startswith("flex")]
+    compiling = [peer for peer in args.peers if peer.startswith("flex")]
     if args.prepare and compiling:
         prepare(cases, compiling, args.prepare)
     began = time.monotonic()
     for done, case in enumerate(cases):
-        for peer in peers:
+        for peer in args.peers:
             line = {"case": case["case"], "peer": peer}
             try:
                 line |= measure(peer, case, args.seconds)
             except Exception as error:  # a peer's refusal is a result
-                line["declined"] = str(error).strip().splitlines()[0][:200] or repr(error)
+                line["declined"] = (str(error).strip().splitlines() or [repr(error)])[0][:200]
             print(json.dumps(line), flush=True)
             torch.cuda.empty_cache()
         spent = time.monotonic() - began

@@ -74,3 +74,26 @@ def score_of(case, bias=None):
         reach = (bias.shape[1] - 1) // 2
         return lambda s, b, h, q, kv: s + bias[h, torch.clamp(q - kv, -reach, reach) + reach]
     raise ValueError(f"no score {kind!r}")
+
+
+def intervals_of(case, device="cpu"):
+    """The mask of a case as sorted ends of intervals, int32 `[odd n, q_len]`: query i sees the keys
+    [0, e[0][i]), [e[1][i], e[2][i]), and so on."""
+    kind, width = case["mask"], case["width"]
+    q = torch.arange(case["q_len"], device=device)
+    none = torch.zeros_like(q)
+    after = torch.clamp(q + 1, max=case["len"])
+    if kind == "full":
+        ends = [torch.full_like(q, case["len"])]
+    elif kind == "causal":
+        ends = [after]
+    elif kind == "window":
+        ends = [none, torch.clamp(q - width + 1, min=0, max=case["len"]), after]
+    elif kind == "prefix":
+        ends = [torch.clamp(after, min=min(width, case["len"]))]
+    elif kind == "documents":
+        documents = documents_of(case, device)
+        ends = [none, torch.searchsorted(documents, documents[q]), after]
+    else:
+        raise ValueError(f"no mask {kind!r}")
+    return torch.stack(ends).to(torch.int32)

@@ -141,7 +141,7 @@ bench() {
     "$here/bin/foveate" bench gpu --list --json > "$cases" || { row "bench" 0 1 0; return; }
     if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         python3 "$here/benches/gpu_peers.py" --prepare "${WORKERS:-8}" \
-            --peers "${PEERS:-cudnn,flash2,flex}" "$cases" > "$peers"
+            --peers "${PEERS:-cudnn,flash2,flex,flex-flash,fa4,cudnn-flex}" "$cases" > "$peers"
         check "bench beside PyTorch" "$here/bin/foveate" bench gpu --peers "$peers"
     else
         echo "PyTorch with CUDA is not here: no peers"
