@@ -13,9 +13,9 @@ use foveate_mods::vector::{Machine, MaskBits, Read, TileProgram};
 use foveate_mods::{Bounds, Head, Leaf, MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
-use crate::captures::Slot;
 use crate::reach::Reach;
 use crate::simd::{LANES, STRIP};
+use crate::work::Lent;
 
 /// A learned buffer of the score.
 #[derive(Debug)]
@@ -320,12 +320,13 @@ impl Evaluator {
 
     /// Turns the gradient of the final scores of the strip that [`Self::score`] was given last,
     /// which had twelve rows at most, into that of the raw ones, and adds what learned
-    /// buffers get. An entry without weight has no gradient, whatever the derivative there.
-    pub fn gradient(&self, d: &mut [f32], stride: usize, slot: &mut Slot<'_>) {
+    /// buffers get to their `sums`, which are as many as learned buffers, or none. An entry without
+    /// weight has no gradient, whatever the derivative there.
+    pub fn gradient(&self, d: &mut [f32], stride: usize, sums: &mut [Lent<'_>]) {
         let Some(ScoreMachine { machine, learned: Some(learned), .. }) = &self.score else {
             return;
         };
-        for (learned, sum) in learned.iter().zip(&mut slot.sums) {
+        for (learned, sum) in learned.iter().zip(sums) {
             for (value, index) in &learned.loads {
                 let read = Read { value: *value, index, shape: &learned.shape };
                 machine.add_read(read, d, stride, sum);

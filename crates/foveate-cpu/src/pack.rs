@@ -20,12 +20,12 @@ use foveate_problem::Operands;
 use foveate_tensor::{Layout, Slice, TensorRef};
 use half::bf16;
 
-use crate::simd::{self, Element, LANES, Matrix, Pair, Panels};
+use crate::simd::{self, LANES, Matrix, Pair, Panels, TileProduct};
 use crate::tiles::Tiles;
 use crate::work::{Lent, Pool, Unit};
 
 /// What operands of a pass are multiplied as.
-pub trait Format: Element {
+pub trait Format: TileProduct {
     /// The elements of `t`'s storage from the one at `place` on, if they are numbers of this
     /// format.
     fn stored<'a>(t: TensorRef<'a>, place: usize) -> Option<&'a [Self]>;

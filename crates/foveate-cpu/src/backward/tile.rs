@@ -371,7 +371,7 @@ impl Work<'_> {
         clock.lap(Stage::Mods);
         simd::derive(p, ds, stride, columns.clone(), statistics);
         clock.lap(Stage::Softmax);
-        evaluator.gradient(ds, stride, captures);
+        evaluator.gradient(ds, stride, &mut captures.sums);
         evaluator.drop_out(strip.clone(), columns.clone(), p, stride);
         clock.lap(Stage::Mods);
         for x in [&mut *p_tile, &mut *ds_tile] {

@@ -1,10 +1,12 @@
 //! What the compiler may assume of the target: NEON, or plain floats.
 
+use half::bf16;
 #[cfg(not(target_arch = "aarch64"))]
 use half::f16;
 
+use super::group::{LANES, Pair, Round, Simd};
 #[cfg(not(target_arch = "aarch64"))]
-use super::level::{Block, LANES, Lanes, Simd, larger, widen};
+use super::group::{Block, Lanes, larger, widen};
 
 /// NEON, which every AArch64 has.
 #[cfg(target_arch = "aarch64")]
@@ -23,10 +25,34 @@ impl Baseline {
     }
 }
 
+impl Round for Baseline {
+    type Floats = Self;
+
+    #[inline(always)]
+    fn floats(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn along(self, x: <Self as Simd>::V, to: &mut [bf16; LANES]) {
+        let mut lanes = [0.0; LANES];
+        self.store(x, &mut lanes);
+        *to = lanes.map(bf16::from_f32);
+    }
+
+    #[inline(always)]
+    fn beside(self, first: <Self as Simd>::V, second: <Self as Simd>::V, to: &mut [Pair; LANES]) {
+        let mut rows = [[0.0; LANES]; 2];
+        self.store(first, &mut rows[0]);
+        self.store(second, &mut rows[1]);
+        *to = std::array::from_fn(|i| [rows[0][i], rows[1][i]].map(bf16::from_f32));
+    }
+}
+
 #[cfg(target_arch = "aarch64")]
 mod neon {
     use super::Baseline;
-    use crate::simd::level::{Block, LANES, Lanes, Simd, methods, widen};
+    use crate::simd::group::{Block, LANES, Lanes, Simd, methods, widen};
     use half::f16;
     use std::arch::aarch64::*;
 

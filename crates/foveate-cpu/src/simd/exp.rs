@@ -2,7 +2,7 @@
 
 use std::f32::consts::LN_2;
 
-use super::level::Simd;
+use super::group::Simd;
 
 /// Adding it leaves a rounded integer, plus the bias of the exponent, in the low bits.
 const ROUND: f32 = 12_582_912.0 + 127.0;
@@ -57,7 +57,8 @@ pub fn exp2<S: Simd>(s: S, x: S::V) -> S::V {
 
 #[cfg(test)]
 mod tests {
-    use super::super::level::{LANES, Level};
+    use super::super::group::LANES;
+    use super::super::level::Level;
     use super::super::rows::exp_sum_on;
 
     fn exp_on(level: Level, x: f32) -> f32 {

@@ -1,8 +1,10 @@
 //! The inner loops: products of tiles and passes over score rows.
 //!
-//! - `level`: instruction sets, and operations on sixteen floats; `x86` and `baseline` have them.
+//! - `group`: sixteen floats, and the operations on them; `x86` and `baseline` have those of the
+//!   instruction sets.
+//! - `level`: which instruction sets this machine has, and how loops are compiled for each.
 //! - `prefetch`: asking for memory early.
-//! - `product`: tile products from registers, of floats or of pairs of bf16.
+//! - `operands`, `product`: tile products from registers, of floats or of pairs of bf16.
 //! - `pairs`: floats and rows into pairs.
 //! - `rows`, `exp`: passes over rows.
 //! - `stream`: products with keys and values read where they lie.
@@ -13,7 +15,9 @@
 
 mod baseline;
 mod exp;
+mod group;
 mod level;
+mod operands;
 mod pairs;
 mod prefetch;
 mod product;
@@ -23,11 +27,12 @@ mod transpose;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use level::larger;
-pub use level::{LANES, VARIABLE, asked, level};
+pub use group::{LANES, Pair, larger};
+pub use level::{VARIABLE, asked, level};
+pub use operands::{Element, Matrix, Panels, Part, Write};
 pub use pairs::{interleave, round_along, round_beside};
 pub use prefetch::Ahead;
-pub use product::{Element, Matrix, Pair, Panels, Part, STRIP, Write, product};
+pub use product::{STRIP, TileProduct, product};
 pub use rows::{
     NOTHING, RowState, RowStatistics, add, all_finite, derive, dot, exp_sum, pair_square_sum,
     reweigh, scale, soften, weighs_nothing,

@@ -7,84 +7,9 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::baseline::Baseline;
-use super::level::{LANES, Lanes, Simd};
-use super::product::{Matrix, Pair};
-
-/// Instructions that round floats to bf16, ties to even.
-pub trait Round: Copy {
-    /// Those for floats.
-    type Floats: Simd;
-
-    fn floats(self) -> Self::Floats;
-    /// Each lane.
-    fn along(self, x: <Self::Floats as Simd>::V, to: &mut [bf16; LANES]);
-    /// Lane `i` of both becomes pair `i`.
-    fn beside(
-        self,
-        first: <Self::Floats as Simd>::V,
-        second: <Self::Floats as Simd>::V,
-        to: &mut [Pair; LANES],
-    );
-}
-
-impl Round for Baseline {
-    type Floats = Self;
-
-    #[inline(always)]
-    fn floats(self) -> Self {
-        self
-    }
-
-    #[inline(always)]
-    fn along(self, x: <Self as Simd>::V, to: &mut [bf16; LANES]) {
-        let mut lanes = [0.0; LANES];
-        self.store(x, &mut lanes);
-        *to = lanes.map(bf16::from_f32);
-    }
-
-    #[inline(always)]
-    fn beside(self, first: <Self as Simd>::V, second: <Self as Simd>::V, to: &mut [Pair; LANES]) {
-        let mut rows = [[0.0; LANES]; 2];
-        self.store(first, &mut rows[0]);
-        self.store(second, &mut rows[1]);
-        *to = std::array::from_fn(|i| [rows[0][i], rows[1][i]].map(bf16::from_f32));
-    }
-}
-
-/// Defines `fn name(args)` that runs `body(instructions, args)` compiled for pairs of bf16 where
-/// [`level`](super::level::level) has them, and `name_on(level, args)`.
-macro_rules! for_pairs {
-    ($(#[$doc:meta])* $vis:vis $name:ident / $on:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?)) => {
-        $(#[$doc])*
-        #[inline]
-        $vis fn $name($($arg: $ty),*) {
-            $on($crate::simd::level::level(), $($arg),*)
-        }
-
-        /// The same on `level`, which this machine has.
-        #[inline]
-        $vis fn $on(level: $crate::simd::level::Level, $($arg: $ty),*) {
-            debug_assert!($crate::simd::level::Level::available().contains(&level));
-            match level {
-                #[cfg(target_arch = "x86_64")]
-                $crate::simd::level::Level::Avx512Bf16 => {
-                    #[target_feature(
-                        enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"
-                    )]
-                    fn run($($arg: $ty),*) {
-                        // SAFETY: this function has the features of the token.
-                        $body(unsafe { $crate::simd::x86::Avx512Pairs::new() }, $($arg),*)
-                    }
-                    // SAFETY: a level is one of those that were found on this machine.
-                    unsafe { run($($arg),*) }
-                }
-                _ => $body($crate::simd::baseline::Baseline::new(), $($arg),*),
-            }
-        }
-    };
-}
-pub(crate) use for_pairs;
+use super::group::{Lanes, Pair, Round, Simd};
+use super::level::for_pairs;
+use super::operands::Matrix;
 
 for_pairs! {
     /// Rounds `columns`, whole groups, of `rows` rows of floats, `stride` apart, to pairs of

@@ -17,27 +17,17 @@
 //! depth. A product of pairs adds two exact products to an f32 in one instruction of the levels
 //! that have it; on the others it is written out, for tests.
 
-use std::ops::Range;
-
-use bytemuck::Pod;
-use half::bf16;
-
 use super::baseline::Baseline;
-use super::level::{Block, LANES, Lanes, Simd, for_each_level};
-use super::pairs::for_pairs;
+use super::group::{Block, LANES, Lanes, Pair, Simd};
+use super::level::{for_each_level, for_pairs};
+use super::operands::{Element, Matrix, Panels, Part, Write};
 
 /// Rows that are whole blocks on every level, so that nothing is lost when parts are chosen for so
 /// many at a time.
 pub const STRIP: usize = 12;
 
-/// Two bf16.
-pub type Pair = [bf16; 2];
-
-/// What a product multiplies.
-pub trait Element: Pod + Send + Sync {
-    /// Numbers in one.
-    const WIDTH: usize;
-
+/// An element that products are compiled for.
+pub trait TileProduct: Element {
     /// See [`product`].
     fn product(
         c: &mut [f32],
@@ -49,9 +39,7 @@ pub trait Element: Pod + Send + Sync {
     );
 }
 
-impl Element for f32 {
-    const WIDTH: usize = 1;
-
+impl TileProduct for f32 {
     #[inline]
     fn product(
         c: &mut [f32],
@@ -65,9 +53,7 @@ impl Element for f32 {
     }
 }
 
-impl Element for Pair {
-    const WIDTH: usize = 2;
-
+impl TileProduct for Pair {
     #[inline]
     fn product(
         c: &mut [f32],
@@ -79,99 +65,6 @@ impl Element for Pair {
     ) {
         product_pairs(c, stride, a, b, part, write);
     }
-}
-
-/// A matrix inside a slice: element `(i, j)` is at `i * row + j * column`.
-#[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a, T = f32> {
-    /// The elements.
-    pub data: &'a [T],
-    /// Distance between rows.
-    pub row: usize,
-    /// Distance between columns.
-    pub column: usize,
-}
-
-impl<'a, T> Matrix<'a, T> {
-    /// Row-major with rows `stride` apart.
-    pub fn rows(data: &'a [T], stride: usize) -> Self {
-        Self { data, row: stride, column: 1 }
-    }
-
-    /// Rows and columns exchanged.
-    pub fn transposed(self) -> Self {
-        Self { data: self.data, row: self.column, column: self.row }
-    }
-
-    fn holds(&self, rows: &Range<usize>, columns: &Range<usize>) -> bool {
-        rows.is_empty()
-            || columns.is_empty()
-            || (rows.end - 1) * self.row + (columns.end - 1) * self.column < self.data.len()
-    }
-}
-
-/// A matrix in panels of [`LANES`] columns: element `(d, j)` is at
-/// `j / 16 * panel + d * depth + j % 16`.
-#[derive(Clone, Copy, Debug)]
-pub struct Panels<'a, T = f32> {
-    /// The elements.
-    pub data: &'a [T],
-    /// Distance between panels.
-    pub panel: usize,
-    /// Distance between the groups of a panel.
-    pub depth: usize,
-}
-
-impl<'a, T> Panels<'a, T> {
-    /// Panels of `depth` groups, one after another.
-    pub fn packed(data: &'a [T], depth: usize) -> Self {
-        Self { data, panel: depth * LANES, depth: LANES }
-    }
-
-    /// A row-major matrix whose rows are `stride` apart, where it lies. It pays where neighbouring
-    /// rows are close: rows a large power of two apart share few lines of the cache.
-    pub fn rows(data: &'a [T], stride: usize) -> Self {
-        Self { data, panel: LANES, depth: stride }
-    }
-
-    fn holds(&self, depth: &Range<usize>, columns: &Range<usize>) -> bool {
-        depth.is_empty()
-            || columns.is_empty()
-            || (columns.end / LANES - 1) * self.panel + (depth.end - 1) * self.depth + LANES
-                <= self.data.len()
-    }
-}
-
-/// What is computed of `c (+)= a·b`: elements `rows × columns` of `c`, summed over `depth` columns
-/// of `a` and rows of `b`. Columns are whole groups.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
-    pub rows: Range<usize>,
-    pub columns: Range<usize>,
-    pub depth: Range<usize>,
-}
-
-impl Part {
-    /// All of a product of these sizes.
-    #[cfg(test)]
-    pub fn all(rows: usize, depth: usize, columns: usize) -> Self {
-        Self { rows: 0..rows, columns: 0..columns, depth: 0..depth }
-    }
-
-    /// The part with its depth, given in numbers, in elements that hold them.
-    pub fn in_elements<T: Element>(self) -> Self {
-        let depth = self.depth.start / T::WIDTH..self.depth.end.div_ceil(T::WIDTH);
-        Self { depth, ..self }
-    }
-}
-
-/// What becomes of the sums of a product.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Write {
-    /// They replace what was there, times a factor.
-    Times(f32),
-    /// They are added to what was there.
-    Add,
 }
 
 /// Instructions that multiply groups of elements.
@@ -257,7 +150,7 @@ impl Multiply<Pair> for super::x86::Avx512Pairs {
 
     #[inline(always)]
     fn sums(self) -> Self::Sums {
-        super::pairs::Round::floats(self)
+        super::group::Round::floats(self)
     }
 
     #[inline(always)]
@@ -286,7 +179,7 @@ impl Multiply<Pair> for super::x86::Avx512Pairs {
 /// # Panics
 /// When an operand does not hold the part, rows of `c` overlap, or columns are not whole groups.
 #[inline]
-pub fn product<T: Element>(
+pub fn product<T: TileProduct>(
     c: &mut [f32],
     stride: usize,
     a: Matrix<'_, T>,
@@ -529,6 +422,8 @@ unsafe fn sums<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::super::level::Level;
     use super::*;
 

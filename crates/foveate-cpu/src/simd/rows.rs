@@ -4,8 +4,8 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::exp::{exp, exp2, exp2_small};
-use super::level::{LANES, Lanes, Simd, for_each_level, larger};
-use super::product::Pair;
+use super::group::{LANES, Lanes, Pair, Simd, larger};
+use super::level::for_each_level;
 
 for_each_level! {
     /// `row[i] = exp(row[i] - shift)`; returns the sum. `-∞` becomes 0 for any finite `shift`.

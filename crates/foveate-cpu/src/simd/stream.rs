@@ -8,7 +8,8 @@
 use foveate_tensor::Slice;
 use half::{bf16, f16};
 
-use super::level::{LANES, Lanes, Simd, for_each_level};
+use super::group::{LANES, Lanes, Simd};
+use super::level::for_each_level;
 
 /// `count` rows of whole groups, `stride` elements apart: row `i` begins at
 /// `data[first + i * stride]`.

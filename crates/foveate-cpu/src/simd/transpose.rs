@@ -1,8 +1,9 @@
 //! Transposition of rows into panels.
 
-use super::level::{LANES, Simd, for_each_level};
+use super::group::{LANES, Pair, Simd};
+use super::level::for_each_level;
+use super::operands::Matrix;
 use super::prefetch::prefetch_line;
-use super::product::{Matrix, Pair};
 
 /// What fits a lane, moved as bits.
 trait Lane: Copy {

@@ -1,8 +1,6 @@
 //! AVX-512 and AVX2.
 
-use super::level::{Block, LANES, Lanes, Simd, methods};
-use super::pairs::Round;
-use super::product::Pair;
+use super::group::{Block, LANES, Lanes, Pair, Round, Simd, methods};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
