@@ -1,4 +1,4 @@
-//! What both passes of one call share.
+//! The state of one call, which both passes share.
 
 use std::sync::Mutex;
 
@@ -8,42 +8,43 @@ use foveate_problem::{Dims, Sequence};
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
 use crate::mods::{Evaluator, Mods};
+use crate::pool::Pool;
 use crate::simd;
 use crate::stages::Profile;
+use crate::tasks::KvHead;
 use crate::tiles::Tiles;
-use crate::work::{Pool, Unit};
 
-/// One call of a plan: its sizes, its pieces and the plan's parts that it uses.
+/// One call of a plan: its sizes, its live tiles, and the parts of the plan that it uses.
 pub struct Call<'a> {
     pub dims: Dims,
     pub sequences: Vec<Sequence>,
-    pub units: Vec<Unit>,
+    pub kv_heads: Vec<KvHead>,
     pub tiles: Tiles,
-    /// Workspace of a wave.
+    /// Limit of a wave's workspace, in bytes.
     pub wave_bytes: usize,
-    /// Of each head, sequence by sequence.
+    /// The live tiles of each query head, sequence by sequence.
     pub live: Vec<Live>,
     /// Factor on `q·k`.
     pub scale: f32,
     /// Logit of each query head that joins the denominator.
     pub sink: Option<&'a [f32]>,
     /// `1/(1-p)` of the dropout.
-    pub keep_factor: f32,
-    /// Whether operands are multiplied in pairs.
+    pub dropout_scale: f32,
+    /// Whether operands are multiplied as pairs of bf16.
     pub pairs: bool,
     pub mods: &'a Mods,
     pub pool: &'a Pool,
-    /// Who wants to know where time goes.
+    /// The profile that stages are added to.
     pub profile: Option<&'a Profile>,
     pub out_of_range: Mutex<Option<String>>,
 }
 
 impl Call<'_> {
-    /// The sequences and query heads that attend to a unit, in order.
-    pub fn heads_of(&self, unit: &Unit) -> impl Iterator<Item = (usize, usize)> {
+    /// The sequences and query heads that attend to a KV head, in order.
+    pub fn heads_of(&self, kv_head: &KvHead) -> impl Iterator<Item = (usize, usize)> {
         let group = self.dims.group();
-        let heads = unit.h_kv * group..(unit.h_kv + 1) * group;
-        unit.sequences.clone().flat_map(move |b| heads.clone().map(move |h| (b, h)))
+        let heads = kv_head.h_kv * group..(kv_head.h_kv + 1) * group;
+        kv_head.sequences.clone().flat_map(move |b| heads.clone().map(move |h| (b, h)))
     }
 
     /// The live tiles of a head.
@@ -56,22 +57,22 @@ impl Call<'_> {
         0..self.sequences[b].k_len.div_ceil(self.tiles.kv)
     }
 
-    /// Divides a row of `out` of head `h` by its denominator, `sum` relative to `max` and the sink;
-    /// returns its `lse`. A row that saw nothing is 0.
+    /// Divides a row of `out` of query head `h` by its denominator: `sum`, relative to the row maximum
+    /// `max`, and the sink. Returns its `lse`. An empty row becomes 0.
     pub fn divide(&self, h: usize, max: f32, sum: f32, row: &mut [f32]) -> f32 {
-        let (mut top, mut own, mut denominator) = (max, 1.0, sum);
+        let (mut shift, mut own, mut denominator) = (max, 1.0, sum);
         if let Some(sink) = self.sink.map(|sink| sink[h]) {
-            // Against the larger of both, so that neither exponential overflows.
-            top = if sink > top { sink } else { top };
-            own = (max - top).exp();
-            denominator = denominator * own + (sink - top).exp();
+            // Relative to the larger of both, so that neither exponential overflows.
+            shift = if sink > shift { sink } else { shift };
+            own = (max - shift).exp();
+            denominator = denominator * own + (sink - shift).exp();
         }
-        if top == f32::NEG_INFINITY {
+        if shift == f32::NEG_INFINITY {
             row.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        simd::reweigh(row, own * self.keep_factor / denominator);
-        top + denominator.ln()
+        simd::rescale(row, own * self.dropout_scale / denominator);
+        shift + denominator.ln()
     }
 
     /// Remembers the first index out of range that the mods of `evaluator` have met.
@@ -92,7 +93,7 @@ impl Call<'_> {
     }
 }
 
-/// What mods are told about a head.
+/// The coordinates of a head that mods see.
 pub fn head(dims: &Dims, s: &Sequence, h: usize) -> Head {
     Head {
         b: s.b as i32,

@@ -1,9 +1,9 @@
 //! Gradients of learned captured buffers.
 //!
-//! Any element of a tile may add to any element of a buffer, so tasks cannot own parts of it.
-//! Instead tasks are dealt to a fixed number of *slots*, each with its own f32 sums, and the
-//! tasks of a slot run one after another; the slots are added up in order. Memory is one copy of
-//! the learned buffers per slot: sixteen slots when they fit 64 MiB, never fewer than four.
+//! Any entry of a tile may add to any element of a buffer, so tasks cannot own parts of a buffer.
+//! Instead tasks are dealt to a fixed number of *slots*, each with f32 accumulators of its own. The
+//! tasks of a slot run one after another, and the slots are added up in order. Memory is one copy
+//! of the learned buffers per slot: sixteen slots when they fit 64 MiB, never fewer than four.
 
 use foveate_problem::CaptureGrad;
 use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
@@ -11,18 +11,19 @@ use rayon::slice::ParallelSliceMut;
 
 use crate::error::CpuError;
 use crate::mods::Mods;
-use crate::work::{Lent, Pool};
+use crate::pool::{Pool, PoolBuffer};
 
 /// Floats that all slots together may take before there are fewer of them.
 const BUDGET_ELEMS: usize = 16 << 20;
 
-/// Sums of one slot: for each learned buffer of the mods, empty when its gradient is not wanted.
+/// The accumulators of one slot: one for each learned buffer of the mods, empty when its gradient is
+/// not wanted.
 #[derive(Debug, Default)]
 pub struct Slot<'a> {
-    pub sums: Vec<Lent<'a>>,
+    pub sums: Vec<PoolBuffer<'a>>,
 }
 
-/// The slots of a call and where their totals go.
+/// The slots of a call and the destinations of their totals.
 pub struct CaptureSums<'a> {
     slots: Vec<Slot<'a>>,
     /// Destination of each learned buffer.
@@ -57,7 +58,7 @@ impl<'a> CaptureSums<'a> {
         let mut slots = Vec::new();
         if let Some(count) = BUDGET_ELEMS.checked_div(elems) {
             slots.resize_with(count.clamp(4, 16), || Slot {
-                sums: into.iter().map(|i| pool.lend(i.as_ref().map_or(0, |i| i.len()))).collect(),
+                sums: into.iter().map(|i| pool.alloc(i.as_ref().map_or(0, |i| i.len()))).collect(),
             });
             slots.par_iter_mut().flat_map(|s| &mut s.sums).for_each(|sum| sum.fill(0.0));
         }
@@ -70,7 +71,7 @@ impl<'a> CaptureSums<'a> {
     }
 
     /// Deals tasks to slots in turn. Without gradients to sum each task is alone.
-    pub fn share<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot<'a>, Vec<T>)> {
+    pub fn deal<T>(&mut self, tasks: Vec<T>) -> impl Iterator<Item = (&mut Slot<'a>, Vec<T>)> {
         if !self.wanted() {
             self.slots.resize_with(tasks.len(), Slot::default);
         }

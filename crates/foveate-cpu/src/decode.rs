@@ -1,12 +1,10 @@
-//! The forward pass of few queries over many keys: generation from a cache.
+//! The forward pass of few queries over many keys: generation from a KV cache.
 //!
-//! Every key and value is needed for a handful of query rows, so reading them bounds the pass.
-//! They are read once, where they lie and in their dtype (unless their elements are no
-//! neighbours): the query heads that share a key/value head are rows of one task, nothing is
-//! packed. The keys of a head are split over tasks, since there are too few heads to share among
-//! threads, and the parts are combined in their order by the maxima and denominators that they
-//! were made with. How they are split depends on the
-//! lengths only.
+//! Every key and value serves a handful of query rows, so reading them bounds the pass. They are read
+//! once, in place and in their dtype (unless their elements are not consecutive). The query heads of
+//! a KV head are rows of one task; nothing is packed. There are too few heads to occupy all threads,
+//! so the keys of a head are split over tasks (split-KV). The results of the splits are combined in
+//! order, by their row maxima and denominators. The splits depend on the lengths only.
 
 use std::ops::Range;
 
@@ -16,90 +14,91 @@ use foveate_tensor::{Slice, TensorRef};
 use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
+use crate::nonfinite;
 use crate::pack;
-use crate::seen;
+use crate::pool::PoolBuffer;
 use crate::simd::{self, RowState, Rows};
 use crate::stages::{Clock, Stage};
-use crate::work::{Lent, Pieces, Span, Unit, run};
+use crate::tasks::{KvHead, OutputTiles, RowRange, run};
 
-/// Query rows of a key/value head up to which keys are read in place. With more of them packed
-/// products are faster, and earlier so where they are products of pairs: measured for D 64 and 128
-/// on two AVX-512 cores.
+/// Query rows of a KV head up to which keys are read in place. With more rows packed products are
+/// faster, and products of pairs with fewer: measured for D 64 and 128 on two AVX-512 cores.
 const MAX_ROWS: usize = 48;
 const MAX_ROWS_OF_PAIRS: usize = 16;
-/// Parts that the keys of a head are split into at most, and keys of a part at least.
-const PARTS: usize = 64;
-const MIN_KEYS: usize = 512;
+/// The most splits of a head's keys, and the fewest keys of a split.
+const MAX_KV_SPLITS: usize = 64;
+const MIN_SPLIT_KEYS: usize = 512;
 
-/// Whether the pass of `call` is one for this module.
+/// Whether `call` has few enough query rows for this module.
 pub fn suits(call: &Call<'_>) -> bool {
     let most = if call.pairs { MAX_ROWS_OF_PAIRS } else { MAX_ROWS };
-    let few = |unit: &Unit| rows_of(call, unit) <= most;
+    let few = |kv_head: &KvHead| rows_of(call, kv_head) <= most;
     let one_tile = call.sequences.iter().all(|s| s.q_len <= call.tiles.q);
-    one_tile && call.units.iter().all(few)
+    one_tile && call.kv_heads.iter().all(few)
 }
 
-/// Query rows that attend to a unit.
-fn rows_of(call: &Call<'_>, unit: &Unit) -> usize {
-    call.heads_of(unit).map(|(b, _)| call.sequences[b].q_len).sum()
+/// Query rows that attend to a KV head.
+fn rows_of(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    call.heads_of(kv_head).map(|(b, _)| call.sequences[b].q_len).sum()
 }
 
-/// Keys of a part, whole tiles.
-fn part_keys(call: &Call<'_>, unit: &Unit) -> usize {
-    let keys = unit.keys.len.div_ceil(PARTS).max(MIN_KEYS);
+/// Keys of a split, whole tiles.
+fn split_keys(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    let keys = kv_head.keys.len.div_ceil(MAX_KV_SPLITS).max(MIN_SPLIT_KEYS);
     keys.next_multiple_of(call.tiles.kv)
 }
 
-/// Some keys of a unit, and where its share of the results goes.
-struct Part<'a> {
-    unit: &'a Unit,
+/// A KV split: a range of keys of a KV head, and the buffer of its result.
+struct DecodeSplit<'a> {
+    kv_head: &'a KvHead,
     keys: Range<usize>,
-    share: &'a mut [f32],
+    result: &'a mut [f32],
 }
 
-/// A head of a unit: its query rows among those of the unit.
-struct Row {
+/// A query head of a KV head.
+struct Head {
     b: usize,
     h: usize,
+    /// Its query rows among those of the KV head.
     rows: Range<usize>,
 }
 
-impl Row {
-    /// What the head sees of a key tile.
-    fn sees(&self, call: &Call<'_>, tile: usize) -> Seen<'_> {
+impl Head {
+    /// The head against a key tile.
+    fn tile(&self, call: &Call<'_>, tile: usize) -> HeadTile<'_> {
         let live = call.live(self.b, self.h);
         let kind = (!self.rows.is_empty()).then(|| live.tiles(0, &(tile..tile + 1)).next());
-        Seen { rows: &self.rows, partial: kind.flatten().map(|(_, partial)| partial) }
+        HeadTile { rows: &self.rows, partial: kind.flatten().map(|(_, partial)| partial) }
     }
 }
 
-/// What a head sees of a key tile.
-struct Seen<'a> {
+/// A query head against a key tile.
+struct HeadTile<'a> {
     /// Its query rows.
     rows: &'a Range<usize>,
-    /// Whether the mask decides inside; `None` when it sees nothing of it.
+    /// Whether the tile is partial; `None` when it is empty.
     partial: Option<bool>,
 }
 
-/// The share of a part, or of a whole unit: for each row the largest score, the denominator
-/// relative to it, and the output before it is divided.
-struct Share<'a> {
+/// The result of a split, or of a whole KV head: for each row the maximum, the denominator relative
+/// to it, and the output accumulator.
+struct SplitResult<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
     out: &'a mut [f32],
 }
 
-impl<'a> Share<'a> {
+impl<'a> SplitResult<'a> {
     fn elems(rows: usize, dim_v: usize) -> usize {
         rows * (dim_v + 2)
     }
 
-    /// A share that has seen nothing.
+    /// The result of no keys.
     fn empty(data: &'a mut [f32], rows: usize) -> Self {
         data.fill(0.0);
-        let share = Self::of(data, rows);
-        share.max.fill(f32::NEG_INFINITY);
-        share
+        let result = Self::of(data, rows);
+        result.max.fill(f32::NEG_INFINITY);
+        result
     }
 
     fn of(data: &'a mut [f32], rows: usize) -> Self {
@@ -108,17 +107,16 @@ impl<'a> Share<'a> {
         Self { max, sum, out }
     }
 
-    /// Adds the share of later keys.
-    fn add(&mut self, other: &Share<'_>, dim_v: usize) {
+    /// Adds the result of later keys.
+    fn add(&mut self, other: &SplitResult<'_>, dim_v: usize) {
         for r in 0..self.max.len() {
             let (own, theirs) = (self.max[r], other.max[r]);
-            // NaN when either is.
-            let max = if theirs > own || theirs.is_nan() { theirs } else { own };
+            let max = simd::larger(own, theirs);
             if max == f32::NEG_INFINITY {
                 continue;
             }
             let (own, theirs) = ((own - max).exp(), (theirs - max).exp());
-            // A weight of 0 takes nothing, not even of infinity.
+            // A factor of 0 takes nothing, not even infinity.
             let times = |x: f32, weight: f32| if weight == 0.0 { 0.0 } else { x * weight };
             self.max[r] = max;
             self.sum[r] = self.sum[r] * own + other.sum[r] * theirs;
@@ -130,16 +128,16 @@ impl<'a> Share<'a> {
     }
 }
 
-/// What a thread works in.
+/// The workspace of a thread.
 struct Scratch<'a> {
-    /// One for each head of a unit.
+    /// One for each query head of a KV head.
     evaluators: Vec<Evaluator>,
-    q: Lent<'a>,
-    scores: Lent<'a>,
+    q: PoolBuffer<'a>,
+    scores: PoolBuffer<'a>,
     /// Keys or values of a tile that cannot be read in place.
-    copied: Lent<'a>,
-    /// Whether some values are not finite, which rows without a weight for them must not take.
-    careful: bool,
+    copied: PoolBuffer<'a>,
+    /// Whether some values are non-finite, so that a weight of 0 must not multiply them.
+    has_nonfinite: bool,
     clock: Clock<'a>,
 }
 
@@ -147,45 +145,45 @@ struct Scratch<'a> {
 pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let ForwardArgs { operands, out, lse, max_score } = args;
     let (tiles, dim_v) = (call.tiles, call.tiles.dim_v);
-    let share = |unit: &Unit| Share::elems(rows_of(call, unit), dim_v);
-    let parts = |unit: &Unit| unit.keys.len.div_ceil(part_keys(call, unit)).max(1);
-    let mut shares = call.pool.lend(call.units.iter().map(|u| share(u) * parts(u)).sum());
+    let result = |kv_head: &KvHead| SplitResult::elems(rows_of(call, kv_head), dim_v);
+    let splits = |kv_head: &KvHead| kv_head.keys.len.div_ceil(split_keys(call, kv_head)).max(1);
+    let mut results = call.pool.alloc(call.kv_heads.iter().map(|u| result(u) * splits(u)).sum());
     let mut tasks = Vec::new();
-    let mut rest = &mut shares[..];
-    for unit in &call.units {
-        let step = part_keys(call, unit);
-        for part in 0..parts(unit) {
-            let (own, more) = rest.split_at_mut(share(unit));
+    let mut rest = &mut results[..];
+    for kv_head in &call.kv_heads {
+        let step = split_keys(call, kv_head);
+        for split in 0..splits(kv_head) {
+            let (own, more) = rest.split_at_mut(result(kv_head));
             rest = more;
-            let keys = part * step..unit.keys.len.min((part + 1) * step);
-            tasks.push(Part { unit, keys, share: own });
+            let keys = split * step..kv_head.keys.len.min((split + 1) * step);
+            tasks.push(DecodeSplit { kv_head, keys, result: own });
         }
     }
-    let heads = call.units.iter().map(|u| call.heads_of(u).count()).max().unwrap_or(0);
+    let heads = call.kv_heads.iter().map(|u| call.heads_of(u).count()).max().unwrap_or(0);
     let scratch = || Scratch {
         evaluators: (0..heads).map(|_| call.mods.evaluator([tiles.q, tiles.kv], None)).collect(),
-        q: call.pool.lend(MAX_ROWS * tiles.dim),
-        scores: call.pool.lend(MAX_ROWS * tiles.kv),
-        copied: call.pool.lend(tiles.kv * tiles.dim.max(dim_v)),
-        careful: false,
+        q: call.pool.alloc(MAX_ROWS * tiles.dim),
+        scores: call.pool.alloc(MAX_ROWS * tiles.kv),
+        copied: call.pool.alloc(tiles.kv * tiles.dim.max(dim_v)),
+        has_nonfinite: false,
         clock: Clock::new(call.profile),
     };
-    run(tasks.into_iter(), scratch, |scratch, part| attend(call, &operands, scratch, part));
+    run(tasks.into_iter(), scratch, |scratch, split| attend(call, &operands, scratch, split));
 
-    let spans: Vec<Span> = call.sequences.iter().map(Span::queries).collect();
-    let mut out = Pieces::cut(out, &spans, |len| len);
-    let mut lse = Pieces::cut(lse, &spans, |len| len);
-    let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |len| len));
-    let mut rest = &mut shares[..];
-    for unit in &call.units {
-        let (own, more) = rest.split_at_mut(share(unit) * parts(unit));
+    let ranges: Vec<RowRange> = call.sequences.iter().map(RowRange::queries).collect();
+    let mut out = OutputTiles::split(out, &ranges, |len| len);
+    let mut lse = OutputTiles::split(lse, &ranges, |len| len);
+    let mut max_score = max_score.map(|t| OutputTiles::split(t, &ranges, |len| len));
+    let mut rest = &mut results[..];
+    for kv_head in &call.kv_heads {
+        let (own, more) = rest.split_at_mut(result(kv_head) * splits(kv_head));
         rest = more;
-        let (first, later) = own.split_at_mut(share(unit));
-        let mut total = Share::of(first, rows_of(call, unit));
-        for part in later.chunks_exact_mut(share(unit).max(1)) {
-            total.add(&Share::of(part, rows_of(call, unit)), dim_v);
+        let (first, later) = own.split_at_mut(result(kv_head));
+        let mut total = SplitResult::of(first, rows_of(call, kv_head));
+        for split in later.chunks_exact_mut(result(kv_head).max(1)) {
+            total.add(&SplitResult::of(split, rows_of(call, kv_head)), dim_v);
         }
-        for Row { b, h, rows } in heads_in(call, unit).filter(|head| !head.rows.is_empty()) {
+        for Head { b, h, rows } in heads_in(call, kv_head).filter(|head| !head.rows.is_empty()) {
             let (mut out, mut lse) = (out.take(b, h, 0), lse.take(b, h, 0));
             let mut max_score = max_score.as_mut().map(|m| m.take(b, h, 0));
             for (i, r) in rows.enumerate() {
@@ -202,28 +200,28 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     call.finish()
 }
 
-/// The heads of a unit, in order.
-fn heads_in(call: &Call<'_>, unit: &Unit) -> impl Iterator<Item = Row> {
+/// The query heads of a KV head, in order.
+fn heads_in(call: &Call<'_>, kv_head: &KvHead) -> impl Iterator<Item = Head> {
     let mut next = 0;
-    call.heads_of(unit).map(move |(b, h)| {
+    call.heads_of(kv_head).map(move |(b, h)| {
         let rows = next..next + call.sequences[b].q_len;
         next = rows.end;
-        Row { b, h, rows }
+        Head { b, h, rows }
     })
 }
 
-/// Some keys or values of a unit: where they lie, when that is in rows of neighbours, one distance
-/// apart; else copied to `buffer`, so that every layout of the same numbers gives the same bits.
+/// Keys or values of a KV head: in place, when their rows are dense and at one distance; else copied
+/// to `buffer`, so that every layout of the same numbers gives the same bits.
 fn rows_in<'a>(
     operands: &Operands<'a>,
     t: TensorRef<'a>,
-    unit: &Unit,
+    kv_head: &KvHead,
     keys: &Range<usize>,
     dim: usize,
     buffer: &'a mut [f32],
 ) -> Rows<'a> {
     let (layout, count) = (t.layout(), keys.len());
-    let place = |r| operands.key_place(unit.keys.batch, unit.keys.start + keys.start + r);
+    let place = |r| operands.key_place(kv_head.keys.batch, kv_head.keys.start + keys.start + r);
     let ([b, first], [last_b, last]) = (place(0), place(count - 1));
     let follow = operands.pages.is_none() || (b, first + count - 1) == (last_b, last);
     let folded = layout.fold.is_some_and(|fold| fold.axis >= 2);
@@ -233,17 +231,22 @@ fn rows_in<'a>(
         && follow
         && count <= t.shape()[2]
     {
-        let first = layout.at([b, unit.h_kv, first, 0]);
+        let first = layout.at([b, kv_head.h_kv, first, 0]);
         return Rows { data: t.data(), first, stride: layout.strides[2], count };
     }
-    pack::load_keys(operands, t, unit, keys, dim, buffer);
+    pack::load_keys(operands, t, kv_head, keys, dim, buffer);
     Rows { data: Slice::F32(buffer), first: 0, stride: dim, count }
 }
 
-/// One part: all query rows of its unit against its keys, tile by tile.
-fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, mut part: Part<'_>) {
-    let (tiles, unit) = (call.tiles, part.unit);
-    let heads: Vec<Row> = heads_in(call, unit).collect();
+/// Computes one split: all query rows of its KV head against its keys.
+fn attend(
+    call: &Call<'_>,
+    operands: &Operands<'_>,
+    scratch: &mut Scratch<'_>,
+    mut split: DecodeSplit<'_>,
+) {
+    let (tiles, kv_head) = (call.tiles, split.kv_head);
+    let heads: Vec<Head> = heads_in(call, kv_head).collect();
     let rows = heads.last().map_or(0, |head| head.rows.end);
     scratch.clock.start();
     for (own, evaluator) in heads.iter().zip(&mut scratch.evaluators) {
@@ -255,60 +258,61 @@ fn attend(call: &Call<'_>, operands: &Operands<'_>, scratch: &mut Scratch<'_>, m
     }
     simd::scale(&mut scratch.q[..rows * tiles.dim], call.scale);
     scratch.clock.lap(Stage::Packing);
-    scratch.careful = false;
-    let share = add_keys(call, operands, &heads, scratch, &mut part);
-    if seen::is_tainted(share.out, tiles.dim_v, share.sum.iter().copied()) {
-        scratch.careful = true;
-        add_keys(call, operands, &heads, scratch, &mut part);
+    scratch.has_nonfinite = false;
+    let result = add_keys(call, operands, &heads, scratch, &mut split);
+    if nonfinite::has_nonfinite(result.out, tiles.dim_v, result.sum.iter().copied()) {
+        scratch.has_nonfinite = true;
+        add_keys(call, operands, &heads, scratch, &mut split);
     }
     scratch.evaluators.iter_mut().for_each(|evaluator| call.note(evaluator));
 }
 
-/// Every key tile of a part, added to its share, which is empty before.
+/// Adds every key tile of a split to its result, which is cleared first.
 fn add_keys<'a>(
     call: &Call<'_>,
     operands: &Operands<'_>,
-    heads: &[Row],
+    heads: &[Head],
     scratch: &mut Scratch<'_>,
-    part: &'a mut Part<'_>,
-) -> Share<'a> {
+    split: &'a mut DecodeSplit<'_>,
+) -> SplitResult<'a> {
     let tiles = call.tiles;
-    let mut share = Share::empty(part.share, heads.last().map_or(0, |head| head.rows.end));
-    for tile in part.keys.start / tiles.kv..part.keys.end.div_ceil(tiles.kv) {
-        let keys = tile * tiles.kv..part.keys.end.min((tile + 1) * tiles.kv);
-        // Neighbouring heads that see the tile go through the products together.
-        let seen: Vec<Seen<'_>> = heads.iter().map(|head| head.sees(call, tile)).collect();
-        for (i, heads) in seen.chunk_by(|a, b| a.partial.is_some() == b.partial.is_some()).scan(
-            0,
-            |next, heads| {
+    let mut result = SplitResult::empty(split.result, heads.last().map_or(0, |head| head.rows.end));
+    for tile in split.keys.start / tiles.kv..split.keys.end.div_ceil(tiles.kv) {
+        let keys = tile * tiles.kv..split.keys.end.min((tile + 1) * tiles.kv);
+        // Consecutive heads that see the tile are rows of one product.
+        let head_tiles: Vec<HeadTile<'_>> =
+            heads.iter().map(|head| head.tile(call, tile)).collect();
+        for (i, heads) in head_tiles
+            .chunk_by(|a, b| a.partial.is_some() == b.partial.is_some())
+            .scan(0, |next, heads| {
                 *next += heads.len();
                 Some((*next - heads.len(), heads))
-            },
-        ) {
+            })
+        {
             if heads[0].partial.is_some() {
-                add_tile(call, operands, part.unit, &keys, (i, heads), scratch, &mut share);
+                add_tile(call, operands, split.kv_head, &keys, (i, heads), scratch, &mut result);
             }
         }
     }
-    share
+    result
 }
 
-/// Adds a key tile to the share of `heads`, which see it; the first of them is head `at` of the
-/// unit.
+/// Adds a key tile to the result of `heads`, which see it; the first of them is head `at` of the
+/// KV head.
 fn add_tile(
     call: &Call<'_>,
     operands: &Operands<'_>,
-    unit: &Unit,
+    kv_head: &KvHead,
     keys: &Range<usize>,
-    (at, heads): (usize, &[Seen<'_>]),
+    (at, heads): (usize, &[HeadTile<'_>]),
     scratch: &mut Scratch<'_>,
-    share: &mut Share<'_>,
+    result: &mut SplitResult<'_>,
 ) {
     let (tiles, width) = (call.tiles, simd::padded(keys.len()));
-    let Scratch { evaluators, q, scores, copied, careful, clock } = scratch;
+    let Scratch { evaluators, q, scores, copied, has_nonfinite, clock } = scratch;
     let (first, end) = (heads[0].rows.start, heads[heads.len() - 1].rows.end);
     let q = &q[first * tiles.dim..end * tiles.dim];
-    let k = rows_in(operands, operands.k, unit, keys, tiles.dim, copied);
+    let k = rows_in(operands, operands.k, kv_head, keys, tiles.dim, copied);
     simd::scores_in_place(scores, tiles.kv, q, tiles.dim, k);
     clock.lap(Stage::Products);
 
@@ -323,30 +327,30 @@ fn add_tile(
     let mut states = [RowState::START; MAX_ROWS];
     let states = &mut states[..end - first];
     for (r, state) in (first..end).zip(&mut *states) {
-        (state.max, state.sum) = (share.max[r], share.sum[r]);
+        (state.max, state.sum) = (result.max[r], result.sum[r]);
     }
-    simd::soften(scores, tiles.kv, 0..width, states);
-    let out = &mut share.out[first * tiles.dim_v..end * tiles.dim_v];
+    simd::online_softmax(scores, tiles.kv, 0..width, states);
+    let out = &mut result.out[first * tiles.dim_v..end * tiles.dim_v];
     for ((r, state), row) in (first..end).zip(states).zip(out.chunks_exact_mut(tiles.dim_v)) {
-        (share.max[r], share.sum[r]) = (state.max, state.sum);
-        simd::reweigh(row, state.factor);
+        (result.max[r], result.sum[r]) = (state.max, state.sum);
+        simd::rescale(row, state.factor);
     }
     clock.lap(Stage::Softmax);
 
     for (own, evaluator) in heads.iter().zip(&evaluators[at..]) {
         let p = &mut scores[(own.rows.start - first) * tiles.kv..][..own.rows.len() * tiles.kv];
-        evaluator.drop_out(0..own.rows.len(), 0..width, p, tiles.kv);
+        evaluator.apply_dropout(0..own.rows.len(), 0..width, p, tiles.kv);
     }
     clock.lap(Stage::Mods);
 
     // Values that no row sees are not read.
-    let seen = heads.iter().zip(&evaluators[at..]).map(|(own, e)| e.live(0..own.rows.len()));
-    let Some(seen) = seen.filter(|keys| !keys.is_empty()).reduce(hull) else { return };
-    let keys = keys.start + seen.start..keys.start + seen.end;
-    let v = rows_in(operands, operands.v, unit, &keys, tiles.dim_v, copied);
-    let p = &scores[seen.start..];
-    if *careful {
-        seen::add_in_place(out, tiles.dim_v, p, tiles.kv, v);
+    let live = heads.iter().zip(&evaluators[at..]).map(|(own, e)| e.live(0..own.rows.len()));
+    let Some(live) = live.filter(|keys| !keys.is_empty()).reduce(hull) else { return };
+    let keys = keys.start + live.start..keys.start + live.end;
+    let v = rows_in(operands, operands.v, kv_head, &keys, tiles.dim_v, copied);
+    let p = &scores[live.start..];
+    if *has_nonfinite {
+        nonfinite::add_in_place(out, tiles.dim_v, p, tiles.kv, v);
     } else {
         simd::add_in_place(out, tiles.dim_v, p, tiles.kv, v);
     }

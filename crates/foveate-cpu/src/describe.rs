@@ -1,4 +1,4 @@
-//! What a plan will do, as data.
+//! The description of a plan: tiles, density, workspace.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,14 +8,15 @@ use foveate_mask::Stats;
 use crate::call::Call;
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
-use crate::work::{Unit, waves};
+use crate::tasks::{KvHead, waves};
 use crate::{backward, forward, simd};
 
 /// The instruction set of this process's row passes and products: the best one of the machine, or
 /// the lesser one that `FOVEATE_CPU_LEVEL` names.
 ///
 /// # Errors
-/// When that names none of the machine's. It is what [`CpuPlan::new`](crate::CpuPlan::new) says too.
+/// When the machine does not have that level. [`CpuPlan::new`](crate::CpuPlan::new) gives the same
+/// error.
 pub fn instructions() -> Result<&'static str, CpuError> {
     simd::asked().map_err(|reason| CpuErrorKind::Option { name: simd::VARIABLE, reason })?;
     Ok(simd::level().name())
@@ -29,7 +30,7 @@ pub struct Description {
     pub instructions: &'static str,
     /// Threads of the pool it was asked from.
     pub threads: usize,
-    /// Queries in a tile of the forward; so for what else is said of tiles.
+    /// Queries in a tile of the forward. All fields about tiles are of the forward.
     pub tile_q: usize,
     /// Keys in a tile.
     pub tile_kv: usize,
@@ -37,10 +38,10 @@ pub struct Description {
     pub tiles: usize,
     /// Tiles where every query sees every key.
     pub full_tiles: usize,
-    /// Tiles inside which the mask decides.
+    /// Tiles where some queries see some keys.
     pub partial_tiles: usize,
-    /// Pairs of a query and a key that the mask lets through, of all heads: what is computed,
-    /// apart from the edges of strips.
+    /// Entries that the mask lets through, of all heads. They are computed, and so are a few around
+    /// them, up to the edges of subtiles.
     pub live_pairs: u64,
     /// Block masks that heads share; 0 without a mask.
     pub block_masks: usize,
@@ -48,8 +49,9 @@ pub struct Description {
     pub runs: u64,
     /// Memory of those block masks in bytes.
     pub block_mask_bytes: u64,
-    /// Share of points that the mask lets through, in those block masks; 1 without a mask.
-    pub live_share: f64,
+    /// Density of those block masks: the share of entries that the mask lets through; 1 without a
+    /// mask.
+    pub density: f64,
     /// Workspace of a forward pass in bytes, without a few tiles for each thread.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes, without a few tiles for each thread and the sums
@@ -74,12 +76,12 @@ impl Description {
                         s.q_len as u64 * s.k_len as u64
                     }
                     Live::Some(mask) => {
-                        let seen = masks.entry(Arc::as_ptr(mask));
+                        let entry = masks.entry(Arc::as_ptr(mask));
                         for row in 0..rows {
                             let [full, partial] = live.kinds(row);
                             kinds = [kinds[0] + full, kinds[1] + partial];
                         }
-                        seen.or_insert_with(|| mask.stats()).live_entries
+                        entry.or_insert_with(|| mask.stats()).live_entries
                     }
                 };
                 live_pairs = live_pairs.saturating_add(pairs);
@@ -88,9 +90,9 @@ impl Description {
         let sum = |of: &dyn Fn(&Stats) -> u64| masks.values().map(of).sum();
         let entries: u64 = sum(&|s| s.entries);
         let live_entries: u64 = sum(&|s| s.live_entries);
-        let largest = |call: &Call<'_>, elems: &dyn Fn(&Unit) -> usize| {
-            let waves = waves(&call.units, call.wave_bytes, elems);
-            let wave = |wave: &[Unit]| wave.iter().map(elems).sum::<usize>();
+        let largest = |call: &Call<'_>, elems: &dyn Fn(&KvHead) -> usize| {
+            let waves = waves(&call.kv_heads, call.wave_bytes, elems);
+            let wave = |wave: &[KvHead]| wave.iter().map(elems).sum::<usize>();
             4 * waves.into_iter().map(wave).max().unwrap_or(0)
         };
         Self {
@@ -105,9 +107,9 @@ impl Description {
             block_masks: masks.len(),
             runs: sum(&|s| s.runs),
             block_mask_bytes: sum(&|s| s.bytes),
-            live_share: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
-            forward_bytes: largest(call, &|unit| forward::wave_elems(call, unit)),
-            backward_bytes: largest(backward, &|unit| backward::wave_elems(backward, unit)),
+            density: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
+            forward_bytes: largest(call, &|kv_head| forward::wave_elems(call, kv_head)),
+            backward_bytes: largest(backward, &|kv_head| backward::wave_elems(backward, kv_head)),
         }
     }
 }

@@ -1,20 +1,21 @@
 //! The forward pass.
 //!
-//! One task is one query tile of one head. It walks the live key tiles of its row with the online
-//! softmax: scores `s = q·kᵀ`, running maximum `m` and denominator `l` of each row, the output so
-//! far rescaled by `exp(m_old - m_new)` and `exp(s - m)·v` added. Only at the end is it divided by
-//! the denominator. It goes from left to right; under a score that puts keys out of reach, from
-//! those on that it raises most, and leaves out what is [`out of reach`](crate::reach).
+//! A task is a query tile of a head. It visits the live key tiles with the online softmax: scores
+//! `s = q·kᵀ`, the running maximum `m` and denominator `l` of each row, and an output accumulator
+//! that is rescaled by `exp(m_old - m_new)` before `exp(s - m)·v` is added. The epilogue divides it
+//! by the denominator. Key tiles are visited from left to right. Where the score's bounds differ
+//! enough between tiles, those with the highest bound come first, and tiles whose weights are all 0
+//! ([`score_bounds`](crate::score_bounds)) are skipped.
 //!
-//! Inside a tile the work goes strip by strip, a strip being the rows of one block of a product:
-//! scores of a strip are made, weighed and multiplied by v while they are in the first-level
-//! cache, and the keys and values of the tile stay in the second for all strips. In a tile that
-//! the mask decides, a strip computes the columns that some row of it sees. While it does, the
-//! queries and values that only the next strip reads are asked for.
+//! A tile is processed in subtiles of [`SUBTILE_ROWS`] query rows. The scores of a subtile stay in
+//! the first-level cache until they are multiplied with v; the keys and values of the tile stay in
+//! the second-level cache for all subtiles. In a partial tile a subtile computes only the columns
+//! that one of its rows sees. The queries and values that only the next subtile reads are
+//! prefetched meanwhile.
 //!
-//! Packing keys and values is done by tasks, too: those of a head stand before its query tiles, so
-//! that a query tile waits only for what another thread is packing right now. Where there are few
-//! query tiles for each key, they pack for themselves.
+//! Tasks pack keys and values, too. The pack tasks of a head come before its query tiles, so a query
+//! tile waits only for a key tile that another thread is packing at that moment. Where there are few
+//! query tiles for each key, each query tile packs for itself.
 
 use std::ops::Range;
 
@@ -24,27 +25,28 @@ use foveate_tensor::{TensorMut, TensorRef};
 use crate::call::{Call, head};
 use crate::error::CpuError;
 use crate::mods::Evaluator;
-use crate::pack::{self, Block, Format, Packed, Packing, elements};
-use crate::reach::{Reach, lowest};
-use crate::seen;
-use crate::simd::{self, Ahead, LANES, Matrix, Pair, Part, RowState, STRIP, Write};
+use crate::nonfinite;
+use crate::pack::{self, Format, PackTask, PackedTile, PackedTiles, elements};
+use crate::pool::PoolBuffer;
+use crate::score_bounds::{ScoreBounds, lowest};
+use crate::simd::{self, LANES, Matrix, Pair, Part, Prefetch, RowState, SUBTILE_ROWS, Write};
 use crate::stages::{Clock, Stage};
-use crate::work::{Lent, Pieces, Span, Unit, run, waves};
+use crate::tasks::{KvHead, OutputTiles, RowRange, run, waves};
 
-/// Queries that have their reach looked at together.
-const CONFINED: usize = 4 * STRIP;
+/// Queries whose scores are bounded together.
+const BOUND_ROWS: usize = 4 * SUBTILE_ROWS;
 
-/// What a thread is given to do.
+/// What a thread is given.
 #[expect(clippy::large_enum_variant, reason = "most are query tiles")]
-enum Task<'a> {
-    Pack(Packing<'a>),
+enum ForwardTask<'a> {
+    Pack(PackTask<'a>),
     Tile(QueryTile<'a>),
 }
 
 /// A query tile of a head, and where its results go.
 struct QueryTile<'a> {
-    /// Unit of the wave.
-    unit: usize,
+    /// Index of the KV head in the wave.
+    kv_head: usize,
     /// Sequence.
     b: usize,
     /// Query head.
@@ -58,45 +60,45 @@ struct QueryTile<'a> {
     max_score: Option<TensorMut<'a, 3>>,
 }
 
-/// What a thread works in.
+/// The workspace of a thread.
 struct Scratch<'a> {
-    /// Queries of a tile; while packing, keys.
-    rows: Lent<'a>,
-    /// For what its query tiles pack themselves, once there is any.
-    own: Option<pack::Room<'a>>,
-    work: Work<'a>,
+    /// Queries of a tile; keys or values while packing.
+    rows: PoolBuffer<'a>,
+    /// Key tiles that its query tiles pack for themselves, once there is one.
+    own: Option<pack::PackScratch<'a>>,
+    acc: OutAccumulator<'a>,
 }
 
-/// A query tile at work.
-struct Work<'a> {
+/// The accumulator of a query tile, with what a subtile needs.
+struct OutAccumulator<'a> {
     evaluator: Evaluator,
-    /// Scores of a strip.
-    scores: Lent<'a>,
-    /// Their weights, where those are not floats.
-    weights: Lent<'a>,
-    out: Lent<'a>,
+    /// Scores of a subtile, then its weights.
+    scores: PoolBuffer<'a>,
+    /// The weights as elements, where those are not floats.
+    weights: PoolBuffer<'a>,
+    out: PoolBuffer<'a>,
     /// The softmax of each row.
     states: Vec<RowState>,
-    /// Whether some values are not finite, which rows without a weight for them must not take.
-    careful: bool,
+    /// Whether some values are non-finite, so that a weight of 0 must not multiply them.
+    has_nonfinite: bool,
     clock: Clock<'a>,
 }
 
-/// Floats of workspace a unit takes.
-pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
-    if shares_blocks(call, unit) { pack::elems(&call.tiles, unit.keys.len) } else { 0 }
+/// Floats of workspace that a KV head takes.
+pub fn wave_elems(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    if packs_once(call, kv_head) { pack::elems(&call.tiles, kv_head.keys.len) } else { 0 }
 }
 
-/// Whether key tiles of a unit are seen by so many query tiles, on average more than two, that they
-/// are packed once for all.
-fn shares_blocks(call: &Call<'_>, unit: &Unit) -> bool {
-    let mut most = 2 * unit.keys.len.div_ceil(call.tiles.kv);
-    call.heads_of(unit).any(|(b, h)| {
+/// Whether the key tiles of a KV head are packed once for all query tiles: on average more than two
+/// query tiles see each.
+fn packs_once(call: &Call<'_>, kv_head: &KvHead) -> bool {
+    let mut most = 2 * kv_head.keys.len.div_ceil(call.tiles.kv);
+    call.heads_of(kv_head).any(|(b, h)| {
         let (live, keys) = (call.live(b, h), call.key_tiles(b));
         (0..call.sequences[b].q_len.div_ceil(call.tiles.q)).any(|tile| {
-            let seen = live.count(tile, &keys);
-            let over = seen > most;
-            most = most.saturating_sub(seen);
+            let live_tiles = live.count(tile, &keys);
+            let over = live_tiles > most;
+            most = most.saturating_sub(live_tiles);
             over
         })
     })
@@ -110,30 +112,40 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     }
 }
 
-/// The same with operands in a format.
+/// [`forward`] with operands in a format.
 fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
     let ForwardArgs { operands, out, lse, max_score } = args;
     let tiles = call.tiles;
-    let spans: Vec<Span> = call.sequences.iter().map(Span::queries).collect();
-    let mut out = Pieces::cut(out, &spans, |_| tiles.q);
-    let mut lse = Pieces::cut(lse, &spans, |_| tiles.q);
-    let mut max_score = max_score.map(|t| Pieces::cut(t, &spans, |_| tiles.q));
-    for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
-        let mut blocks = call.pool.lend(wave.iter().map(|unit| wave_elems(call, unit)).sum());
-        let shared = |unit: &Unit| shares_blocks(call, unit);
-        let (packed, packings) =
-            Packed::<T>::new(&operands, wave, shared, tiles, call.mods.has_reach(), &mut blocks);
-        let mut packings = packings.into_iter().peekable();
+    let ranges: Vec<RowRange> = call.sequences.iter().map(RowRange::queries).collect();
+    let mut out = OutputTiles::split(out, &ranges, |_| tiles.q);
+    let mut lse = OutputTiles::split(lse, &ranges, |_| tiles.q);
+    let mut max_score = max_score.map(|t| OutputTiles::split(t, &ranges, |_| tiles.q));
+    for wave in waves(&call.kv_heads, call.wave_bytes, |kv_head| wave_elems(call, kv_head)) {
+        let mut packed_tiles =
+            call.pool.alloc(wave.iter().map(|kv_head| wave_elems(call, kv_head)).sum());
+        let shared = |kv_head: &KvHead| packs_once(call, kv_head);
+        let (packed, pack_tasks) = PackedTiles::<T>::new(
+            &operands,
+            wave,
+            shared,
+            tiles,
+            call.mods.has_score_bounds(),
+            &mut packed_tiles,
+        );
+        let mut pack_tasks = pack_tasks.into_iter().peekable();
         let mut tasks = Vec::new();
-        for (u, unit) in wave.iter().enumerate() {
-            tasks.extend(std::iter::from_fn(|| packings.next_if(|p| p.unit == u)).map(Task::Pack));
+        for (u, kv_head) in wave.iter().enumerate() {
+            tasks.extend(
+                std::iter::from_fn(|| pack_tasks.next_if(|p| p.kv_head == u))
+                    .map(ForwardTask::Pack),
+            );
             let mut query_tiles = Vec::new();
-            for (b, h) in call.heads_of(unit) {
+            for (b, h) in call.heads_of(kv_head) {
                 let live = call.live(b, h);
                 let keys = call.key_tiles(b);
                 for tile in 0..call.sequences[b].q_len.div_ceil(tiles.q) {
                     query_tiles.push(QueryTile {
-                        unit: u,
+                        kv_head: u,
                         b,
                         h,
                         tile,
@@ -144,21 +156,22 @@ fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuEr
                     });
                 }
             }
-            // Heads in order, so that few are in the caches at once; longest first inside.
+            // Heads stay in order, so that few are in the caches at once; the longest tile of a
+            // head comes first.
             query_tiles.sort_by_key(|t| std::cmp::Reverse(t.cost));
-            tasks.extend(query_tiles.into_iter().map(Task::Tile));
+            tasks.extend(query_tiles.into_iter().map(ForwardTask::Tile));
         }
         let wave = Wave { call, packed: &packed, q: operands.q };
         run(
             tasks.into_iter(),
             || Scratch::new::<T>(call),
             |scratch, task| match task {
-                Task::Pack(packing) => {
-                    scratch.work.clock.start();
+                ForwardTask::Pack(packing) => {
+                    scratch.acc.clock.start();
                     packed.pack(packing, &mut scratch.rows);
-                    scratch.work.clock.lap(Stage::Packing);
+                    scratch.acc.clock.lap(Stage::Packing);
                 }
-                Task::Tile(tile) => wave.query_tile(scratch, tile),
+                ForwardTask::Tile(tile) => wave.query_tile(scratch, tile),
             },
         );
     }
@@ -168,43 +181,43 @@ fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuEr
 impl<'a> Scratch<'a> {
     fn new<T: Format>(call: &'a Call<'_>) -> Self {
         let tiles = &call.tiles;
-        let work = Work {
+        let acc = OutAccumulator {
             evaluator: call.mods.evaluator([tiles.q, tiles.kv], None),
-            scores: call.pool.lend(STRIP * tiles.kv),
-            weights: call.pool.lend(STRIP * tiles.kv * (T::WIDTH - 1) / T::WIDTH),
-            out: call.pool.lend(tiles.q * tiles.dim_v),
+            scores: call.pool.alloc(SUBTILE_ROWS * tiles.kv),
+            weights: call.pool.alloc(SUBTILE_ROWS * tiles.kv * (T::WIDTH - 1) / T::WIDTH),
+            out: call.pool.alloc(tiles.q * tiles.dim_v),
             states: vec![RowState::START; tiles.q],
-            careful: false,
+            has_nonfinite: false,
             clock: Clock::new(call.profile),
         };
-        let rows = call.pool.lend(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v));
-        Self { rows, own: None, work }
+        let rows = call.pool.alloc(tiles.q.max(tiles.kv) * tiles.dim.max(tiles.dim_v));
+        Self { rows, own: None, acc }
     }
 }
 
-/// What all query tiles of a wave read.
+/// The arguments that all query tiles of a wave share.
 struct Wave<'a, T> {
     call: &'a Call<'a>,
-    packed: &'a Packed<'a, T>,
+    packed: &'a PackedTiles<'a, T>,
     q: TensorRef<'a>,
 }
 
 /// The queries of a tile, packed.
 struct Queries<'a, T> {
-    /// Unit of the wave.
-    unit: usize,
+    /// Index of the KV head in the wave.
+    kv_head: usize,
     /// First query, and how many.
     start: usize,
     rows: usize,
     q: Matrix<'a, T>,
-    /// What tells which keys they reach, where that may leave any out, and their largest norm.
-    reach: Option<(Reach<'a>, f32)>,
-    /// Whether there are some that nothing has read.
+    /// The bounds of their scores, where those may skip a key tile, and their largest norm.
+    bounds: Option<(ScoreBounds<'a>, f32)>,
+    /// Whether some rows have not been read yet.
     fresh: bool,
 }
 
 /// A key tile of a row, and whether the mask decides inside.
-struct KeyTile {
+struct LiveTile {
     tile: usize,
     keys: Range<usize>,
     partial: bool,
@@ -212,179 +225,181 @@ struct KeyTile {
 
 impl<T: Format> Wave<'_, T> {
     fn query_tile<'b>(&'b self, scratch: &mut Scratch<'b>, mut task: QueryTile<'_>) {
-        let Scratch { rows: room, own, work } = scratch;
+        let Scratch { rows: buffer, own, acc } = scratch;
         let (call, tiles) = (self.call, self.call.tiles);
-        if !self.packed.is_shared(task.unit) {
-            own.get_or_insert_with(|| pack::Room::new(call.pool, &tiles));
+        if !self.packed.is_shared(task.kv_head) {
+            own.get_or_insert_with(|| pack::PackScratch::new(call.pool, &tiles));
         }
         let sequence = &call.sequences[task.b];
         let start = task.tile * tiles.q;
         let rows = tiles.q.min(sequence.q_len - start);
-        work.clock.start();
+        acc.clock.start();
         let at = [sequence.q_batch, task.h, sequence.q_start + start];
-        let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(room));
-        work.clock.lap(Stage::Packing);
+        let q = pack::rows(self.q, at, rows, tiles.dim, elements::<T>(buffer));
+        acc.clock.lap(Stage::Packing);
         let head = head(&call.dims, sequence, task.h);
-        work.evaluator.enter(head);
+        acc.evaluator.enter(head);
         let key_tile = |(tile, partial)| {
             let first = tile * tiles.kv;
-            KeyTile { tile, keys: first..sequence.k_len.min(first + tiles.kv), partial }
+            LiveTile { tile, keys: first..sequence.k_len.min(first + tiles.kv), partial }
         };
         let live = call.live(task.b, task.h).tiles(task.tile, &call.key_tiles(task.b));
-        let mut live: Vec<KeyTile> = live.map(key_tile).collect();
-        let reach = call.mods.reach(head).filter(|reach| {
-            let shared = self.packed.is_shared(task.unit);
-            shared && reach.sort(&(start..start + rows), &mut live, |tile| &tile.keys)
+        let mut live: Vec<LiveTile> = live.map(key_tile).collect();
+        let bounds = call.mods.score_bounds(head).filter(|bounds| {
+            let shared = self.packed.is_shared(task.kv_head);
+            shared && bounds.sort_tiles(&(start..start + rows), &mut live, |tile| &tile.keys)
         });
-        let reach = reach.map(|reach| (reach, pack::largest_norm(q, rows, tiles.dim)));
-        let mut queries = Queries { unit: task.unit, start, rows, q, reach, fresh: true };
-        // Once, and with care where that has tainted a row.
-        for careful in [false, true] {
-            work.careful = careful;
-            work.states.fill(RowState::START);
+        let bounds = bounds.map(|bounds| (bounds, pack::largest_norm(q, rows, tiles.dim)));
+        let mut queries = Queries { kv_head: task.kv_head, start, rows, q, bounds, fresh: true };
+        // A second time, without products by weights of 0, where a row came out non-finite.
+        for has_nonfinite in [false, true] {
+            acc.has_nonfinite = has_nonfinite;
+            acc.states.fill(RowState::START);
             for tile in &live {
-                self.key_tile(work, own.as_mut(), &mut queries, tile);
+                self.key_tile(acc, own.as_mut(), &mut queries, tile);
             }
-            if !work.store(call, &mut task, rows) {
+            if !acc.store(call, &mut task, rows) {
                 break;
             }
         }
-        call.note(&mut work.evaluator);
-        work.clock.lap(Stage::Packing);
+        call.note(&mut acc.evaluator);
+        acc.clock.lap(Stage::Packing);
     }
 
-    /// The part of a query tile that one key tile gives.
+    /// Adds one key tile to a query tile.
     fn key_tile<'b>(
         &'b self,
-        work: &mut Work<'b>,
-        own: Option<&mut pack::Room<'b>>,
+        acc: &mut OutAccumulator<'b>,
+        own: Option<&mut pack::PackScratch<'b>>,
         queries: &mut Queries<'_, T>,
-        key_tile: &KeyTile,
+        key_tile: &LiveTile,
     ) {
-        let &mut Queries { unit, start, rows, q, .. } = queries;
-        let KeyTile { tile, keys, partial } = key_tile;
-        if self.reached(queries, key_tile, 0..rows, &work.states).is_empty() {
+        let &mut Queries { kv_head, start, rows, q, .. } = queries;
+        let LiveTile { tile, keys, partial } = key_tile;
+        if self.nonzero_columns(queries, key_tile, 0..rows, &acc.states).is_empty() {
             return;
         }
-        work.evaluator.tile(start..start + rows, keys.clone(), *partial);
-        work.clock.lap(Stage::Mods);
-        let seen = work.evaluator.live(0..rows);
-        let block = self.packed.block(unit, *tile, seen, own);
-        work.clock.lap(Stage::Packing);
-        // Up to which row columns are confined to those that are reached.
-        let mut confined = 0;
-        let mut next = work.evaluator.strip(0..rows);
+        acc.evaluator.tile(start..start + rows, keys.clone(), *partial);
+        acc.clock.lap(Stage::Mods);
+        let live = acc.evaluator.live(0..rows);
+        let packed = self.packed.tile(kv_head, *tile, live, own);
+        acc.clock.lap(Stage::Packing);
+        // The row up to which the evaluator is restricted to columns with weights.
+        let mut bounded = 0;
+        let mut next = acc.evaluator.subtile(0..rows);
         while !next.is_empty() {
-            let strip = next;
-            if confined < strip.end {
-                confined = rows.min(strip.start + CONFINED);
-                let own = strip.start..confined;
-                let columns = self.reached(queries, key_tile, own, &work.states);
-                work.evaluator.confine(columns);
+            let subtile = next;
+            if bounded < subtile.end {
+                bounded = rows.min(subtile.start + BOUND_ROWS);
+                let own = subtile.start..bounded;
+                let columns = self.nonzero_columns(queries, key_tile, own, &acc.states);
+                acc.evaluator.restrict(columns);
             }
-            next = work.evaluator.strip(strip.end..rows);
+            next = acc.evaluator.subtile(subtile.end..rows);
             let unread: &[T] =
                 if queries.fresh { &q.data[next.start * q.row..next.end * q.row] } else { &[] };
             queries.fresh &= next.end < rows;
-            let ahead = Ahead::new([unread, work.next_values(&block, &strip, &next)], 3);
-            let q = Matrix { data: &q.data[strip.start * q.row..], ..q };
-            work.strip(self.call, q, &block, strip, ahead);
+            let prefetch = Prefetch::new([unread, acc.next_values(&packed, &subtile, &next)], 3);
+            let q = Matrix { data: &q.data[subtile.start * q.row..], ..q };
+            acc.subtile(self.call, q, &packed, subtile, prefetch);
         }
     }
 
-    /// The columns of a key tile outside of which the weights of `rows` of a query tile are 0.
-    fn reached(
+    /// The columns of a key tile outside of which all weights of `rows` of a query tile are 0.
+    fn nonzero_columns(
         &self,
         queries: &Queries<'_, T>,
-        key_tile: &KeyTile,
+        key_tile: &LiveTile,
         rows: Range<usize>,
         states: &[RowState],
     ) -> Range<usize> {
-        let Some((reach, norm)) = &queries.reach else { return 0..key_tile.keys.len() };
-        let seen = lowest(states[rows.clone()].iter().map(|state| state.max));
-        let of_keys = || self.packed.norm(queries.unit, key_tile.tile);
+        let Some((bounds, norm)) = &queries.bounds else { return 0..key_tile.keys.len() };
+        let row_max = lowest(states[rows.clone()].iter().map(|state| state.max));
+        let of_keys = || self.packed.norm(queries.kv_head, key_tile.tile);
         let rows = queries.start + rows.start..queries.start + rows.end;
-        reach.columns(&rows, &key_tile.keys, seen, || self.call.scale.abs() * norm * of_keys())
+        bounds.nonzero_columns(&rows, &key_tile.keys, row_max, || {
+            self.call.scale.abs() * norm * of_keys()
+        })
     }
 }
 
-impl Work<'_> {
-    /// The values of a key tile that the next strip reads and this one does not.
+impl OutAccumulator<'_> {
+    /// The values of a key tile that the next subtile reads and this one does not.
     fn next_values<'a, T: Format>(
         &self,
-        block: &Block<'a, T>,
-        strip: &Range<usize>,
+        packed: &PackedTile<'a, T>,
+        subtile: &Range<usize>,
         next: &Range<usize>,
     ) -> &'a [T] {
-        let [seen, then] = [strip, next].map(|rows| self.evaluator.live(rows.clone()));
-        let from = then.start.max(seen.end);
-        if seen.is_empty() || from >= then.end {
+        let [now, then] = [subtile, next].map(|rows| self.evaluator.live(rows.clone()));
+        let from = then.start.max(now.end);
+        if now.is_empty() || from >= then.end {
             return &[];
         }
         let rows = from / T::WIDTH..then.end.div_ceil(T::WIDTH);
-        &block.v.data[rows.start * block.v.depth..rows.end * block.v.depth]
+        &packed.v.data[rows.start * packed.v.depth..rows.end * packed.v.depth]
     }
 
-    /// One strip of query rows, whose queries are the first of `q`, against one key tile. What is
-    /// needed `ahead` is asked for meanwhile.
-    fn strip<T: Format>(
+    /// Adds one key tile to one subtile of query rows, whose queries are the first of `q`. Issues
+    /// `prefetch` meanwhile.
+    fn subtile<T: Format>(
         &mut self,
         call: &Call<'_>,
         q: Matrix<'_, T>,
-        block: &Block<'_, T>,
-        strip: Range<usize>,
-        mut ahead: Ahead<'_, T>,
+        packed: &PackedTile<'_, T>,
+        subtile: Range<usize>,
+        mut prefetch: Prefetch<'_, T>,
     ) {
         let (dims, tiles) = (&call.dims, &call.tiles);
-        let Self { evaluator, scores, weights, out, states, careful, clock } = self;
-        let keys = evaluator.live(strip.clone());
+        let Self { evaluator, scores, weights, out, states, has_nonfinite, clock } = self;
+        let keys = evaluator.live(subtile.clone());
         if keys.is_empty() {
             return;
         }
         let columns = keys.start / LANES * LANES..simd::padded(keys.end);
-        let rows = 0..strip.len();
+        let rows = 0..subtile.len();
         let part = Part { rows: rows.clone(), columns: columns.clone(), depth: 0..dims.dim };
         let part = part.in_elements::<T>();
-        ahead.ask();
-        simd::product(scores, tiles.kv, q, block.k_t, &part, Write::Times(call.scale));
+        prefetch.issue();
+        simd::product(scores, tiles.kv, q, packed.k_t, &part, Write::Times(call.scale));
         clock.lap(Stage::Products);
 
-        evaluator.score(strip.clone(), columns.clone(), scores, tiles.kv);
+        evaluator.score(subtile.clone(), columns.clone(), scores, tiles.kv);
         clock.lap(Stage::Mods);
 
-        ahead.ask();
-        let states = &mut states[strip.clone()];
-        let out = &mut out[strip.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
-        // What rows had before their first score is anything.
-        let fresh = !*careful && states.iter().all(RowState::is_fresh);
+        prefetch.issue();
+        let states = &mut states[subtile.clone()];
+        let out = &mut out[subtile.start * tiles.dim_v..][..rows.len() * tiles.dim_v];
+        // The accumulator of a row is undefined before its first score.
+        let fresh = !*has_nonfinite && states.iter().all(RowState::is_fresh);
         if !fresh {
             let fresh = out.chunks_exact_mut(tiles.dim_v).zip(&*states);
             fresh.filter(|(_, state)| state.is_fresh()).for_each(|(row, _)| row.fill(0.0));
         }
-        simd::soften(scores, tiles.kv, columns.clone(), states);
+        simd::online_softmax(scores, tiles.kv, columns.clone(), states);
         for (row, state) in out.chunks_exact_mut(tiles.dim_v).zip(states) {
-            simd::reweigh(row, state.factor);
+            simd::rescale(row, state.factor);
         }
         clock.lap(Stage::Softmax);
 
-        evaluator.drop_out(strip, columns.clone(), scores, tiles.kv);
+        evaluator.apply_dropout(subtile, columns.clone(), scores, tiles.kv);
         clock.lap(Stage::Mods);
 
-        let weights = T::factor(scores, rows.len(), tiles.kv, columns, elements(weights));
+        let weights = T::to_a(scores, rows.len(), tiles.kv, columns, elements(weights));
         clock.lap(Stage::Softmax);
         let part = Part { rows, columns: 0..tiles.dim_v, depth: keys }.in_elements::<T>();
-        ahead.ask();
-        if *careful {
-            seen::add(out, tiles.dim_v, weights, block.v, &part);
+        prefetch.issue();
+        if *has_nonfinite {
+            nonfinite::add(out, tiles.dim_v, weights, packed.v, &part);
         } else {
             let write = if fresh { Write::Times(1.0) } else { Write::Add };
-            simd::product(out, tiles.dim_v, weights, block.v, &part, write);
+            simd::product(out, tiles.dim_v, weights, packed.v, &part, write);
         }
         clock.lap(Stage::Products);
     }
 
-    /// Divides by the denominator and writes the rows out; returns whether one may have taken what
-    /// it does not see.
+    /// The epilogue: divides by the denominator and writes the rows. Returns whether one may be
+    /// non-finite because a weight of 0 was multiplied with a non-finite value.
     fn store(&mut self, call: &Call<'_>, task: &mut QueryTile<'_>, rows: usize) -> bool {
         let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
         let out = self.out.chunks_exact_mut(dim).zip(&self.states);
@@ -400,6 +415,6 @@ impl Work<'_> {
             }
         }
         let sums = self.states.iter().map(|state| state.sum);
-        seen::is_tainted(&self.out[..rows * dim], dim, sums)
+        nonfinite::has_nonfinite(&self.out[..rows * dim], dim, sums)
     }
 }

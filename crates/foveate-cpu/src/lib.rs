@@ -7,16 +7,17 @@
 //! How a call runs, module by module:
 //!
 //! - [`tiles`] chooses tile sizes from the problem and the caches.
-//! - `masks` finds the live tiles of each head; the others cost nothing.
-//! - `work` cuts the call into tasks that own their rows of the results, and into waves of
-//!   key/value heads whose workspace is bounded.
-//! - `pack` has operands as products want them, whatever their dtype and strides: f32, or pairs of
-//!   bf16 where the processor multiplies those.
-//! - `forward` and `backward` say what a task does; `mods` evaluates masks, scores and dropout
-//!   inside a tile; `reach` says which keys weigh nothing whatever they are; `captures` sums the
+//! - `masks` finds the live tiles of each head; empty tiles cost nothing.
+//! - `tasks` divides the call into tasks that own their rows of the results, and into waves of KV heads
+//!   whose workspace is bounded; `pool` keeps the workspace.
+//! - `pack` converts operands of any dtype and strides to what products read: f32, or pairs of bf16
+//!   where the processor multiplies those.
+//! - `forward` and `backward` are the two passes; `mods` evaluates masks, scores and dropout inside a
+//!   tile; `score_bounds` finds keys whose weights are 0 from the score function alone;
+//!   `row_weight_sum` renormalises rows whose lse is too large to be exact; `captures` sums the
 //!   gradients of learned buffers.
-//! - `decode` is the forward of few queries over many keys, read in place.
-//! - `seen` keeps infinity and NaN in values from queries that do not see them.
+//! - `decode` is the forward of few queries over many keys, which are read in place.
+//! - `nonfinite` keeps non-finite values from queries that do not see them.
 //! - `simd` has the inner loops, and all of the crate's `unsafe`.
 //!
 //! # Reproducible
@@ -28,11 +29,11 @@
 //!
 //! # Memory
 //!
-//! Linear in the lengths. A wave of key/value heads holds in f32, in the forward, its keys and
-//! values; in the backward up to eight copies of dq for its query heads, each of the rows that see
-//! its keys: 256 MiB (an option), or what one key/value head needs if that is more. Learned captured
-//! buffers take four to sixteen f32 copies in the backward. Workspace is kept by the plan and
-//! used again.
+//! Workspace is linear in the lengths. In the forward a wave of KV heads holds its keys and values in
+//! f32; in the backward it holds up to eight copies of dq for its query heads, each of the rows that
+//! see its keys. A wave takes up to 256 MiB (an option), or what one KV head needs if that is more.
+//! Learned captured buffers take four to sixteen f32 copies in the backward. The plan keeps its
+//! workspace and uses it again.
 //!
 //! # Speed
 //!
@@ -52,7 +53,7 @@
 //! D 64; where it is converted to f32, as much to within 7 %.
 //! Beside the causal backward at D 64 a prefix takes 3 % longer, a soft cap 20 %, a learned relative
 //! bias 18 %; a learned bias of every pair of positions takes 1.6 times as long. ALiBi with 8 heads
-//! takes 0.83 of the time at S 2048, as many keys are out of reach.
+//! takes 0.83 of the time at S 2048, because the weights of many keys are 0.
 //!
 //! What bounds it: at S 2048 products take 0.83 to 0.86 of the backward's time, row passes 0.05,
 //! mods 0.02 (0.16 with a soft cap), and bringing operands in and gradients out the rest; of a
@@ -68,17 +69,18 @@ mod decode;
 pub mod describe;
 pub mod error;
 mod forward;
-mod huge;
 mod masks;
 mod mods;
+mod nonfinite;
 mod pack;
 pub mod plan;
-mod reach;
-mod seen;
+mod pool;
+mod row_weight_sum;
+mod score_bounds;
 mod simd;
 pub mod stages;
+mod tasks;
 pub mod tiles;
-mod work;
 
 pub use describe::{Description, instructions};
 pub use error::{CpuError, CpuErrorKind};

@@ -1,4 +1,4 @@
-//! Which tiles are live.
+//! The live tiles of each head.
 //!
 //! Block masks are built at first use, one for each class of heads that the mask cannot tell
 //! apart: the lengths, and `b` and `h` if it reads them. A plan keeps them for later calls; a
@@ -19,14 +19,14 @@ const CACHED_ROWS: usize = 1 << 20;
 /// The live tiles of a head.
 #[derive(Clone, Debug)]
 pub enum Live {
-    /// All of so many columns of tiles, in full.
+    /// So many columns of tiles, all of them full.
     All(usize),
-    /// Those of a block mask.
+    /// The live tiles of a block mask.
     Some(Arc<BlockMask>),
 }
 
 impl Live {
-    /// Tiles and whether the mask decides inside, of the runs of a row.
+    /// The runs of a row: their tiles, and whether these are partial.
     fn runs(&self, row: usize) -> impl Iterator<Item = (Range<usize>, bool)> + '_ {
         let (all, runs) = match self {
             Live::All(tiles) => (Some((0..*tiles, false)), &[][..]),
@@ -60,8 +60,7 @@ impl Live {
         self.runs(row).map(|(run, _)| clip(&run, range).len()).sum()
     }
 
-    /// The live tiles of a row inside `range`, left to right, and whether the mask decides
-    /// inside.
+    /// The live tiles of a row inside `range`, left to right, and whether each is partial.
     pub fn tiles(
         &self,
         row: usize,
@@ -77,7 +76,7 @@ fn clip(run: &Range<usize>, range: &Range<usize>) -> Range<usize> {
     start..run.end.min(range.end).max(start)
 }
 
-/// What a block mask depends on, besides the mask.
+/// The parameters of a block mask, besides the mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Class {
     q_len: i32,

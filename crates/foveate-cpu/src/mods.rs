@@ -1,10 +1,10 @@
 //! Masks, scores and dropout inside a tile.
 //!
 //! A plan compiles its programs once ([`Mods`]); each thread evaluates them in an [`Evaluator`].
-//! The mask of a partial tile is evaluated before its products, into bits, which say for each strip
-//! of rows between which keys there is anything to compute. Full tiles never run the mask. Scores
-//! are evaluated a strip of rows at a time; in the backward the same run gives the derivative,
-//! which is kept until the strip's gradient is known.
+//! The mask of a partial tile is evaluated into mask bits before its products. The mask bits say
+//! which columns a subtile has to compute. Full tiles never run the mask. Scores are evaluated a
+//! subtile at a time; in the backward the same run gives the derivative, which is kept until the
+//! subtile's gradient is known.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use foveate_mods::vector::{Machine, MaskBits, Read, TileProgram};
 use foveate_mods::{Bounds, Head, Leaf, MaskMod, ModError, Node, ScoreMod};
 use foveate_problem::Spec;
 
-use crate::reach::Reach;
-use crate::simd::{LANES, STRIP};
-use crate::work::Lent;
+use crate::pool::PoolBuffer;
+use crate::score_bounds::ScoreBounds;
+use crate::simd::{LANES, SUBTILE_ROWS};
 
 /// A learned buffer of the score.
 #[derive(Debug)]
@@ -44,13 +44,13 @@ pub struct Mods {
     mask: Option<TileProgram>,
     score: Option<TileProgram>,
     gradient: Option<Result<Gradient, ModError>>,
-    /// What the score is at most, where that may tell anything.
+    /// The bounds of the score, where they may skip a tile.
     bounds: Option<Bounds>,
-    keep: Option<TileProgram>,
+    dropout_keep: Option<TileProgram>,
 }
 
-/// Elements of captured buffers up to which a score is bounded: what bounds look up in them takes
-/// time to make.
+/// Elements of captured buffers up to which a score is bounded: the range tables that bounds look up
+/// take time to build.
 const BOUNDED: usize = 1 << 14;
 
 impl Mods {
@@ -64,7 +64,7 @@ impl Mods {
             score: score.as_ref().map(|s| TileProgram::compile(s.program())),
             gradient: score.as_ref().map(Gradient::new),
             bounds: score.as_ref().and_then(bounds),
-            keep: dropout.as_ref().map(|d| of_mask(d.keep())),
+            dropout_keep: dropout.as_ref().map(|d| of_mask(d.keep())),
         }
     }
 
@@ -80,18 +80,18 @@ impl Mods {
         }
     }
 
-    /// What tells which keys queries of a head do not reach; `None` where nothing does.
-    pub fn reach(&self, head: Head) -> Option<Reach<'_>> {
-        self.bounds.as_ref().map(|bounds| Reach::new(bounds, head))
+    /// The score bounds of a head; `None` where they cannot skip a tile.
+    pub fn score_bounds(&self, head: Head) -> Option<ScoreBounds<'_>> {
+        self.bounds.as_ref().map(|bounds| ScoreBounds::new(bounds, head))
     }
 
-    /// Whether [`Self::reach`] is for anything.
-    pub fn has_reach(&self) -> bool {
+    /// Whether [`Self::score_bounds`] gives any.
+    pub fn has_score_bounds(&self) -> bool {
         self.bounds.is_some()
     }
 
-    /// What a thread needs for tiles of `[queries, keys]`. `backward` says that it is for the
-    /// backward pass, and whether gradients of learned buffers are wanted.
+    /// An evaluator for tiles of `[queries, keys]`. `backward` is set for the backward pass and says
+    /// whether gradients of learned buffers are wanted.
     pub fn evaluator(&self, [queries, keys]: [usize; 2], backward: Option<bool>) -> Evaluator {
         let machine = |k: &Option<TileProgram>| k.as_ref().map(|k| k.machine(queries, keys));
         let score = match &self.gradient {
@@ -111,18 +111,18 @@ impl Mods {
         Evaluator {
             mask: machine(&self.mask),
             score,
-            keep: machine(&self.keep),
-            visible: MaskBits::default(),
-            kept: MaskBits::default(),
+            dropout_keep: machine(&self.dropout_keep),
+            mask_bits: MaskBits::default(),
+            dropout_bits: MaskBits::default(),
             partial: false,
-            reached: 0..0,
+            columns: 0..0,
             queries: 0,
             keys: 0,
         }
     }
 }
 
-/// The bounds of a score that looks at keys.
+/// The bounds of a score that depends on the key's position.
 fn bounds(score: &ScoreMod) -> Option<Bounds> {
     let graph = score.program().graph();
     let captured: usize = graph.buffers().iter().map(|b| b.data().len()).sum();
@@ -160,25 +160,25 @@ struct ScoreMachine {
     machine: Machine,
     /// Root of the score.
     score: usize,
-    /// Root 0 is the derivative by the raw score, and there are those by these buffers.
+    /// The buffers whose derivatives are roots, besides root 0, the derivative by the raw score.
     learned: Option<Arc<Vec<Learned>>>,
 }
 
-/// What a thread evaluates mods with. Calls go from outside in: [`Self::enter`] a head, then a
-/// [`Self::tile`], then strips of its rows, which are counted from the first of the tile, and of its
-/// columns, which are whole groups counted from its first key.
+/// Evaluates mods on one thread. Calls go from outside in: [`Self::enter`] a head, then a
+/// [`Self::tile`], then its subtiles. Rows are counted from the first of the tile, columns from its
+/// first key; columns are whole groups.
 pub struct Evaluator {
     mask: Option<Machine>,
     score: Option<ScoreMachine>,
-    keep: Option<Machine>,
+    dropout_keep: Option<Machine>,
     /// Where the mask of a partial tile is true.
-    visible: MaskBits,
-    /// What dropout keeps in the tile.
-    kept: MaskBits,
-    /// Whether the mask decides inside the tile.
+    mask_bits: MaskBits,
+    /// The entries of the tile that dropout keeps.
+    dropout_bits: MaskBits,
+    /// Whether the tile is partial.
     partial: bool,
-    /// Columns of the tile that count.
-    reached: Range<usize>,
+    /// Columns of the tile that may have a weight.
+    columns: Range<usize>,
     /// Queries and keys in the tile.
     queries: usize,
     keys: usize,
@@ -187,7 +187,7 @@ pub struct Evaluator {
 impl Evaluator {
     fn machines(&mut self) -> impl Iterator<Item = &mut Machine> {
         let score = self.score.as_mut().map(|s| &mut s.machine);
-        self.mask.iter_mut().chain(score).chain(&mut self.keep)
+        self.mask.iter_mut().chain(score).chain(&mut self.dropout_keep)
     }
 
     /// Starts a head.
@@ -195,28 +195,28 @@ impl Evaluator {
         self.machines().for_each(|m| m.set_head(head));
     }
 
-    /// Starts a tile; `partial` when the mask decides inside.
+    /// Starts a tile.
     pub fn tile(&mut self, queries: Range<usize>, keys: Range<usize>, partial: bool) {
         let [q, kv] = [queries, keys].map(|r| r.start as i32..r.end as i32);
         (self.queries, self.keys) = (q.len(), kv.len());
-        self.reached = 0..self.keys;
+        self.columns = 0..self.keys;
         self.partial = partial && self.mask.is_some();
         if let Some(mask) = self.mask.as_mut().filter(|_| self.partial) {
             mask.set_tile(q.clone(), kv.clone());
-            mask.mask_bits(None, &mut self.visible);
+            mask.mask_bits(None, &mut self.mask_bits);
         }
         if let Some(score) = &mut self.score {
             score.machine.set_tile(q.clone(), kv.clone());
         }
-        if let Some(keep) = &mut self.keep {
+        if let Some(keep) = &mut self.dropout_keep {
             keep.set_tile(q, kv);
-            keep.mask_bits(self.partial.then_some(&self.visible), &mut self.kept);
+            keep.mask_bits(self.partial.then_some(&self.mask_bits), &mut self.dropout_bits);
         }
     }
 
-    /// Leaves the columns of the tile outside of `columns`, which are whole groups, out.
-    pub fn confine(&mut self, columns: Range<usize>) {
-        self.reached = columns;
+    /// Leaves out the columns of the tile outside of `columns`, which are whole groups.
+    pub fn restrict(&mut self, columns: Range<usize>) {
+        self.columns = columns;
     }
 
     /// Whether there is a score function.
@@ -224,57 +224,57 @@ impl Evaluator {
         self.score.is_some()
     }
 
-    /// The columns of the tile that count, outside of which no query of `rows` sees a key.
+    /// The columns of the tile outside of which no query of `rows` has a key with a weight.
     pub fn live(&self, rows: Range<usize>) -> Range<usize> {
-        let Range { start, end } = self.reached;
+        let Range { start, end } = self.columns;
         if !self.partial {
             return start..end;
         }
-        let seen = self.visible.columns(rows);
-        let start = start.max(seen.start);
-        start..end.min(seen.end).max(start)
+        let live = self.mask_bits.columns(rows);
+        let start = start.max(live.start);
+        start..end.min(live.end).max(start)
     }
 
-    /// The first of `rows`, those of a tile that are left, that are computed together: up to
-    /// [`STRIP`], but not beyond where queries see other keys than those before them, as at the
-    /// edge of a document, if less is computed then.
-    pub fn strip(&self, rows: Range<usize>) -> Range<usize> {
-        let strip = rows.start..rows.end.min(rows.start + STRIP);
+    /// The next subtile of `rows`, the rest of a tile: up to [`SUBTILE_ROWS`] rows. It ends earlier
+    /// where a query sees none of the keys that the queries before it see, as at the edge of a
+    /// document, if less is computed then.
+    pub fn subtile(&self, rows: Range<usize>) -> Range<usize> {
+        let subtile = rows.start..rows.end.min(rows.start + SUBTILE_ROWS);
         if !self.partial {
-            return strip;
+            return subtile;
         }
-        // Two rows more, for what a product costs besides.
+        // Two rows more, for the fixed cost of a product.
         let cost = |rows: Range<usize>| {
-            let columns = self.visible.columns(rows.clone());
+            let columns = self.mask_bits.columns(rows.clone());
             (columns.end.div_ceil(LANES) - columns.start / LANES) * (rows.len() + 2)
         };
-        let mut seen = 0..0;
-        for row in strip.clone() {
-            let own = self.visible.columns(row..row + 1);
+        let mut live = 0..0;
+        for row in subtile.clone() {
+            let own = self.mask_bits.columns(row..row + 1);
             if own.is_empty() {
                 continue;
             }
-            if !seen.is_empty() && (own.start >= seen.end || own.end <= seen.start) {
-                let [before, after] = [strip.start..row, row..strip.end];
-                let apart = cost(before.clone()) + cost(after) < cost(strip.clone());
-                return if apart { before } else { strip };
+            if !live.is_empty() && (own.start >= live.end || own.end <= live.start) {
+                let [before, after] = [subtile.start..row, row..subtile.end];
+                let apart = cost(before.clone()) + cost(after) < cost(subtile.clone());
+                return if apart { before } else { subtile };
             }
-            seen = if seen.is_empty() {
+            live = if live.is_empty() {
                 own
             } else {
-                seen.start.min(own.start)..seen.end.max(own.end)
+                live.start.min(own.start)..live.end.max(own.end)
             };
         }
-        strip
+        subtile
     }
 
     /// The rows of the tile outside of which no query sees a key of `columns`.
     pub fn live_rows(&self, columns: Range<usize>) -> Range<usize> {
-        if self.partial { self.visible.rows_within(columns) } else { 0..self.queries }
+        if self.partial { self.mask_bits.rows_within(columns) } else { 0..self.queries }
     }
 
-    /// Turns raw scores into what the softmax sees: the score function, then `-∞` where the mask
-    /// is false and past the tile's keys. `scores` begins at the first of `rows`, in column 0.
+    /// Applies the score function to raw scores, then writes `-∞` where the mask is false and past
+    /// the tile's keys. `scores` begins at the first of `rows`, in column 0.
     pub fn score(
         &mut self,
         rows: Range<usize>,
@@ -282,19 +282,19 @@ impl Evaluator {
         scores: &mut [f32],
         stride: usize,
     ) {
-        let visible = self.partial.then_some(&self.visible);
+        let mask_bits = self.partial.then_some(&self.mask_bits);
         if let Some(ScoreMachine { machine, score, .. }) = &mut self.score {
             let step = Machine::strip_rows(columns.len());
             for start in rows.clone().step_by(step) {
-                let strip = start..rows.end.min(start + step);
+                let subtile = start..rows.end.min(start + step);
                 let own = &mut scores[(start - rows.start) * stride..];
-                machine.change(*score, [strip, columns.clone()], own, stride, visible);
+                machine.change(*score, [subtile, columns.clone()], own, stride, mask_bits);
             }
         }
         for (r, row) in rows.zip(scores.chunks_mut(stride)) {
             let row = &mut row[columns.clone()];
-            match visible {
-                Some(visible) => visible.fill_false(r, columns.start, row, f32::NEG_INFINITY),
+            match mask_bits {
+                Some(mask_bits) => mask_bits.fill_false(r, columns.start, row, f32::NEG_INFINITY),
                 None if columns.end > self.keys => {
                     row[self.keys.saturating_sub(columns.start)..].fill(f32::NEG_INFINITY);
                 }
@@ -303,26 +303,26 @@ impl Evaluator {
         }
     }
 
-    /// Sets what dropout drops of the tile to 0.
-    pub fn drop_out(
+    /// Sets the entries that dropout drops to 0.
+    pub fn apply_dropout(
         &self,
         rows: Range<usize>,
         columns: Range<usize>,
         p: &mut [f32],
         stride: usize,
     ) {
-        if self.keep.is_some() {
+        if self.dropout_keep.is_some() {
             for (r, row) in rows.zip(p.chunks_mut(stride)) {
-                self.kept.fill_false(r, columns.start, &mut row[columns.clone()], 0.0);
+                self.dropout_bits.fill_false(r, columns.start, &mut row[columns.clone()], 0.0);
             }
         }
     }
 
-    /// Turns the gradient of the final scores of the strip that [`Self::score`] was given last,
-    /// which had twelve rows at most, into that of the raw ones, and adds what learned
-    /// buffers get to their `sums`, which are as many as learned buffers, or none. An entry without
-    /// weight has no gradient, whatever the derivative there.
-    pub fn gradient(&self, d: &mut [f32], stride: usize, sums: &mut [Lent<'_>]) {
+    /// Turns the gradient of the scores into the gradient of the raw scores, for the subtile that
+    /// [`Self::score`] was given last, and adds the gradients of learned buffers to `sums`, one for
+    /// each buffer or none at all. An entry without weight has no gradient, whatever the derivative
+    /// there.
+    pub fn gradient(&self, d: &mut [f32], stride: usize, sums: &mut [PoolBuffer<'_>]) {
         let Some(ScoreMachine { machine, learned: Some(learned), .. }) = &self.score else {
             return;
         };
@@ -335,7 +335,7 @@ impl Evaluator {
         machine.multiply(0, d, stride);
     }
 
-    /// The first index out of range that any mod has met, as a message.
+    /// The first index out of range that a mod read, as a message.
     pub fn out_of_range(&mut self) -> Option<String> {
         self.machines().find_map(|m| m.out_of_range()).map(|o| o.to_string())
     }

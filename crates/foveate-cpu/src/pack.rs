@@ -1,16 +1,17 @@
-//! Operands as the products want them.
+//! Packing of operands into the layouts that products read.
 //!
-//! A product sums over the columns of rows (queries, or what [`Format::transpose`] makes of keys),
-//! or over rows as [`Format::across`] has them. Every dtype, stride and page meets here and nowhere
-//! else, so a call computes the same bits for any layout of the same numbers. Padding is zero.
+//! A product sums over the columns of its `a` operand (queries, or what [`Format::transpose`] makes of
+//! keys) and over the rows of its `b` operand ([`Format::to_b`]). This module alone knows of dtypes,
+//! strides and pages, so a call computes the same bits for any layout of the same numbers. Padding
+//! is zero.
 //!
-//! Operands are f32, or pairs where they are bf16 and the processor multiplies pairs: a
-//! [`Format`]. Rows that lie as they would be copied, one after another, are read where they are.
+//! The elements of operands are f32, or pairs of bf16 where the processor multiplies those: a
+//! [`Format`]. Rows that are dense and consecutive already are read in place.
 //!
-//! In the forward each key tile of a unit becomes one block: k transposed (columns are keys) in
-//! panels, and v across. Where most keys are seen by one or two query tiles, as in short sequences
-//! and documents, each query tile packs what it sees for itself: what the others' threads had
-//! packed would come from further away than the keys.
+//! In the forward each key tile of a KV head is packed once: k transposed (columns are keys) in
+//! panels, and v by rows. Where most keys are seen by one or two query tiles, as in short sequences
+//! and documents, each query tile packs what it sees for itself: a tile that another thread packed
+//! would come from a more distant cache than the keys.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -20,11 +21,12 @@ use foveate_problem::Operands;
 use foveate_tensor::{Layout, Slice, TensorRef};
 use half::bf16;
 
+use crate::pool::{Pool, PoolBuffer};
 use crate::simd::{self, LANES, Matrix, Pair, Panels, TileProduct};
+use crate::tasks::KvHead;
 use crate::tiles::Tiles;
-use crate::work::{Lent, Pool, Unit};
 
-/// What operands of a pass are multiplied as.
+/// The elements that a pass multiplies, and how operands are converted to them.
 pub trait Format: TileProduct {
     /// The elements of `t`'s storage from the one at `place` on, if they are numbers of this
     /// format.
@@ -33,7 +35,7 @@ pub trait Format: TileProduct {
     /// `Σ x²` over a row.
     fn square_sum(row: &[Self]) -> f32;
 
-    /// The numbers of elements, in order.
+    /// The numbers in elements, in order.
     fn numbers(elements: &[Self]) -> impl Iterator<Item = f32>;
 
     /// Copies the vector at `[b, h, s]`, padded with zeros.
@@ -42,31 +44,36 @@ pub trait Format: TileProduct {
     /// Writes `n` rows of `dim` numbers as the columns of a matrix, in panels.
     fn transpose(rows: Matrix<'_, Self>, n: usize, dim: usize, into: &mut [Self]);
 
-    /// `n` rows of `dim` numbers as what a product sums over, in `room` unless they are that
-    /// already.
-    fn across<'a>(
+    /// `n` rows of `dim` numbers as a `b` operand, in place or converted into `buffer`.
+    fn to_b<'a>(
         rows: Matrix<'a, Self>,
         n: usize,
         dim: usize,
-        room: &'a mut [Self],
+        buffer: &'a mut [Self],
     ) -> Panels<'a, Self>;
 
-    /// The place for a strip of scores that become elements of `tile` from `at` on: there, or in
-    /// `room`.
-    fn strip<'a>(tile: &'a mut [Self], at: usize, room: &'a mut [f32]) -> &'a mut [f32];
+    /// The floats in which a subtile of scores is computed that becomes elements of `tile` from `at`
+    /// on: there, or in `buffer`.
+    fn subtile<'a>(tile: &'a mut [Self], at: usize, buffer: &'a mut [f32]) -> &'a mut [f32];
 
-    /// Brings `columns` of a strip of `rows` rows, `stride` apart, from its `room` to where it
-    /// begins in its tile, brought together by rows.
-    fn keep(room: &[f32], rows: usize, stride: usize, columns: Range<usize>, tile: &mut [Self]);
-
-    /// `columns` of a strip of `rows` rows, `stride` apart, as what is multiplied, in `room` unless
-    /// it is that already.
-    fn factor<'a>(
-        strip: &'a [f32],
+    /// Converts `columns` of a subtile of `rows` rows, `stride` apart, from `buffer` to elements of its
+    /// tile, as a `b` operand.
+    fn store_subtile(
+        buffer: &[f32],
         rows: usize,
         stride: usize,
         columns: Range<usize>,
-        room: &'a mut [Self],
+        tile: &mut [Self],
+    );
+
+    /// `columns` of a subtile of `rows` rows, `stride` apart, as an `a` operand, in place or converted
+    /// into `buffer`.
+    fn to_a<'a>(
+        subtile: &'a [f32],
+        rows: usize,
+        stride: usize,
+        columns: Range<usize>,
+        buffer: &'a mut [Self],
     ) -> Matrix<'a, Self>;
 }
 
@@ -96,24 +103,24 @@ impl Format for f32 {
         simd::transpose(rows, n, dim, into);
     }
 
-    fn across<'a>(rows: Matrix<'a>, _: usize, _: usize, _: &'a mut [f32]) -> Panels<'a> {
+    fn to_b<'a>(rows: Matrix<'a>, _: usize, _: usize, _: &'a mut [f32]) -> Panels<'a> {
         Panels::rows(rows.data, rows.row)
     }
 
-    fn strip<'a>(tile: &'a mut [f32], at: usize, _: &'a mut [f32]) -> &'a mut [f32] {
+    fn subtile<'a>(tile: &'a mut [f32], at: usize, _: &'a mut [f32]) -> &'a mut [f32] {
         &mut tile[at..]
     }
 
-    fn keep(_: &[f32], _: usize, _: usize, _: Range<usize>, _: &mut [f32]) {}
+    fn store_subtile(_: &[f32], _: usize, _: usize, _: Range<usize>, _: &mut [f32]) {}
 
-    fn factor<'a>(
-        strip: &'a [f32],
+    fn to_a<'a>(
+        subtile: &'a [f32],
         _: usize,
         stride: usize,
         _: Range<usize>,
         _: &'a mut [f32],
     ) -> Matrix<'a> {
-        Matrix::rows(strip, stride)
+        Matrix::rows(subtile, stride)
     }
 }
 
@@ -149,53 +156,59 @@ impl Format for Pair {
         simd::transpose_pairs(rows, n, dim / 2, into);
     }
 
-    fn across<'a>(
+    fn to_b<'a>(
         rows: Matrix<'a, Pair>,
         n: usize,
         dim: usize,
-        room: &'a mut [Pair],
+        buffer: &'a mut [Pair],
     ) -> Panels<'a, Pair> {
-        simd::interleave(rows, n, dim, room);
-        Panels::rows(room, dim)
+        simd::interleave(rows, n, dim, buffer);
+        Panels::rows(buffer, dim)
     }
 
-    fn strip<'a>(_: &'a mut [Pair], _: usize, room: &'a mut [f32]) -> &'a mut [f32] {
-        room
+    fn subtile<'a>(_: &'a mut [Pair], _: usize, buffer: &'a mut [f32]) -> &'a mut [f32] {
+        buffer
     }
 
-    fn keep(room: &[f32], rows: usize, stride: usize, columns: Range<usize>, tile: &mut [Pair]) {
-        simd::round_beside(room, rows, stride, columns, tile);
-    }
-
-    fn factor<'a>(
-        strip: &'a [f32],
+    fn store_subtile(
+        buffer: &[f32],
         rows: usize,
         stride: usize,
         columns: Range<usize>,
-        room: &'a mut [Pair],
+        tile: &mut [Pair],
+    ) {
+        simd::round_beside(buffer, rows, stride, columns, tile);
+    }
+
+    fn to_a<'a>(
+        subtile: &'a [f32],
+        rows: usize,
+        stride: usize,
+        columns: Range<usize>,
+        buffer: &'a mut [Pair],
     ) -> Matrix<'a, Pair> {
-        simd::round_along(strip, rows, stride, columns, room);
-        Matrix::rows(room, stride / 2)
+        simd::round_along(subtile, rows, stride, columns, buffer);
+        Matrix::rows(buffer, stride / 2)
     }
 }
 
 /// Elements of a buffer of the pool.
-pub fn elements<T: Format>(room: &mut [f32]) -> &mut [T] {
-    cast_slice_mut(room)
+pub fn elements<T: Format>(buffer: &mut [f32]) -> &mut [T] {
+    cast_slice_mut(buffer)
 }
 
-/// Floats of a buffer that holds `n` rows of `dim` numbers, and the same across.
-pub const fn both_elems<T: Format>(n: usize, dim: usize) -> [usize; 2] {
+/// Floats that `n` rows of `dim` numbers take as an `a` operand, and as a `b` operand besides.
+pub const fn operand_elems<T: Format>(n: usize, dim: usize) -> [usize; 2] {
     [n * dim / T::WIDTH, n.div_ceil(2) * dim * (T::WIDTH - 1)]
 }
 
-/// Whether the numbers of a row are neighbours.
+/// Whether the numbers of a row are consecutive.
 fn is_dense(layout: &Layout<4>) -> bool {
     layout.strides[3] == 1 && layout.fold.is_none_or(|fold| fold.axis != 3)
 }
 
-/// The vectors from `[b, h, s]` on where they lie, if they are of the format, `dim` long and follow
-/// one another.
+/// The vectors from `[b, h, s]` on in place, if they are of the format, dense, `dim` long and
+/// consecutive.
 pub fn neighbours<'a, T: Format>(
     t: TensorRef<'a>,
     [b, h, s]: [usize; 3],
@@ -209,45 +222,45 @@ pub fn neighbours<'a, T: Format>(
     T::stored(t, layout.at([b, h, s, 0])).map(|data| Matrix::rows(data, dim / T::WIDTH))
 }
 
-/// `n` vectors from `[b, h, s]` on, padded with zeros to `dim`: where they lie, or copied to `room`.
+/// `n` vectors from `[b, h, s]` on, padded with zeros to `dim`: in place, or copied to `buffer`.
 pub fn rows<'a, T: Format>(
     t: TensorRef<'a>,
     [b, h, s]: [usize; 3],
     n: usize,
     dim: usize,
-    room: &'a mut [T],
+    buffer: &'a mut [T],
 ) -> Matrix<'a, T> {
     neighbours(t, [b, h, s], dim).unwrap_or_else(|| {
-        load_rows(t, [b, h, s], n, dim, room);
-        Matrix::rows(room, dim / T::WIDTH)
+        load_rows(t, [b, h, s], n, dim, buffer);
+        Matrix::rows(buffer, dim / T::WIDTH)
     })
 }
 
-/// The rows `keys` of a unit in `t`, k or v of `operands`, padded with zeros to `dim`: where they
-/// lie, or copied to `room`.
+/// The rows `keys` of a KV head in `t`, k or v of `operands`, padded with zeros to `dim`: in place, or
+/// copied to `buffer`.
 pub fn key_rows<'a, T: Format>(
     operands: &Operands<'a>,
     t: TensorRef<'a>,
-    unit: &Unit,
+    kv_head: &KvHead,
     keys: &Range<usize>,
     dim: usize,
-    room: &'a mut [T],
+    buffer: &'a mut [T],
 ) -> Matrix<'a, T> {
-    keys_in_place(operands, t, unit, keys.start, dim).unwrap_or_else(|| {
-        load_keys(operands, t, unit, keys, dim, room);
-        Matrix::rows(room, dim / T::WIDTH)
+    keys_in_place(operands, t, kv_head, keys.start, dim).unwrap_or_else(|| {
+        load_keys(operands, t, kv_head, keys, dim, buffer);
+        Matrix::rows(buffer, dim / T::WIDTH)
     })
 }
 
-/// The keys of a unit from `first` on where they lie in `t`, if they can be read there.
+/// The keys of a KV head from `first` on in `t`, if they can be read in place.
 fn keys_in_place<'a, T: Format>(
     operands: &Operands<'a>,
     t: TensorRef<'a>,
-    unit: &Unit,
+    kv_head: &KvHead,
     first: usize,
     dim: usize,
 ) -> Option<Matrix<'a, T>> {
-    let at = [unit.keys.batch, unit.h_kv, unit.keys.start + first];
+    let at = [kv_head.keys.batch, kv_head.h_kv, kv_head.keys.start + first];
     operands.pages.is_none().then(|| neighbours(t, at, dim))?
 }
 
@@ -257,154 +270,157 @@ pub fn largest_norm<T: Format>(rows: Matrix<'_, T>, n: usize, dim: usize) -> f32
     sums.fold(0.0, simd::larger).sqrt()
 }
 
-/// Blocks of the units of a wave. Those that are shared are packed each by a task of its own, and
-/// whoever needs one earlier waits for it.
-pub struct Packed<'a, T> {
+/// The key tiles of the KV heads of a wave. Each shared tile is packed by a task of its own; a query
+/// tile that needs it earlier waits for it.
+pub struct PackedTiles<'a, T> {
     operands: Operands<'a>,
-    units: &'a [Unit],
-    /// `None` where packing one has panicked, so that nobody waits for it for ever.
-    blocks: Vec<OnceLock<Option<Shared<'a, T>>>>,
-    /// First block of each unit, if its blocks are shared.
+    kv_heads: &'a [KvHead],
+    /// `None` where the task that packs it has panicked, so that no thread waits for ever.
+    shared_tiles: Vec<OnceLock<Option<SharedTile<'a, T>>>>,
+    /// The first shared tile of each KV head, if its tiles are shared.
     first: Vec<Option<usize>>,
-    /// Whether shared blocks have norms.
+    /// Whether the norms of shared tiles are computed.
     norms: bool,
     tiles: Tiles,
 }
 
-/// A block that is shared.
-struct Shared<'a, T> {
-    block: &'a [T],
-    /// Of its keys, the largest.
+/// A packed key tile that several query tiles read.
+struct SharedTile<'a, T> {
+    elements: &'a [T],
+    /// The largest norm of its keys.
     norm: f32,
 }
 
-/// A block to be packed.
-pub struct Packing<'a> {
-    /// Unit of the wave.
-    pub unit: usize,
+/// A shared tile to be packed.
+pub struct PackTask<'a> {
+    /// Index of the KV head in the wave.
+    pub kv_head: usize,
     tile: usize,
     into: &'a mut [f32],
 }
 
-/// One key tile. Element `(i, j)` of `k_t` is component `i` of key `j`.
-pub struct Block<'a, T> {
+/// A packed key tile. Element `(i, j)` of `k_t` is component `i` of key `j`.
+pub struct PackedTile<'a, T> {
     pub k_t: Panels<'a, T>,
     pub v: Panels<'a, T>,
 }
 
-/// Room for what a query tile packs for itself.
-pub struct Room<'a> {
-    /// Rows of keys or values of a tile on their way.
-    rows: Lent<'a>,
-    block: Lent<'a>,
+/// The workspace of a query tile that packs key tiles for itself.
+pub struct PackScratch<'a> {
+    /// Rows of keys or values that cannot be read in place.
+    rows: PoolBuffer<'a>,
+    tile: PoolBuffer<'a>,
 }
 
-impl<'a> Room<'a> {
+impl<'a> PackScratch<'a> {
     /// For tiles of these sizes.
     pub fn new(pool: &'a Pool, tiles: &Tiles) -> Self {
-        let rows = pool.lend(tiles.kv * tiles.dim.max(tiles.dim_v));
-        Self { rows, block: pool.lend(block_elems::<f32>(tiles)) }
+        let rows = pool.alloc(tiles.kv * tiles.dim.max(tiles.dim_v));
+        Self { rows, tile: pool.alloc(tile_elems::<f32>(tiles)) }
     }
 }
 
-/// Floats the blocks of a unit take at most.
+/// Floats that the key tiles of a KV head take at most.
 pub fn elems(tiles: &Tiles, len_k: usize) -> usize {
-    len_k.div_ceil(tiles.kv) * block_elems::<f32>(tiles)
+    len_k.div_ceil(tiles.kv) * tile_elems::<f32>(tiles)
 }
 
-fn block_elems<T: Format>(tiles: &Tiles) -> usize {
+fn tile_elems<T: Format>(tiles: &Tiles) -> usize {
     tiles.kv * (tiles.dim + tiles.dim_v) / T::WIDTH
 }
 
-/// Where a block is to be, which tells those who wait for it when it will not be there.
-struct Place<'p, 'a, T>(&'p OnceLock<Option<Shared<'a, T>>>);
+/// Marks a shared tile as failed when it is dropped, so that a panic wakes the threads that wait for
+/// the tile.
+struct PackGuard<'p, 'a, T>(&'p OnceLock<Option<SharedTile<'a, T>>>);
 
-impl<T> Drop for Place<'_, '_, T> {
+impl<T> Drop for PackGuard<'_, '_, T> {
     fn drop(&mut self) {
-        // What is there stays.
+        // A tile that is packed stays.
         self.0.set(None).ok();
     }
 }
 
-impl<'a, T: Format> Packed<'a, T> {
-    /// Room in `data` for the blocks of those `units` that are `shared`, [`elems`] of each, and
-    /// what is to be packed into it, unit by unit. `norms` says that those of keys are wanted.
+impl<'a, T: Format> PackedTiles<'a, T> {
+    /// Divides `data` among the key tiles of those `kv_heads` that are `shared`, which take [`elems`]
+    /// each. Also returns the tasks that pack them, in the order of the KV heads. `norms` says
+    /// whether the norms of keys are wanted.
     pub fn new(
         operands: &Operands<'a>,
-        units: &'a [Unit],
-        shared: impl Fn(&Unit) -> bool,
+        kv_heads: &'a [KvHead],
+        shared: impl Fn(&KvHead) -> bool,
         tiles: Tiles,
         norms: bool,
         data: &'a mut [f32],
-    ) -> (Self, Vec<Packing<'a>>) {
-        let mut rooms = data.chunks_exact_mut(block_elems::<T>(&tiles));
-        let (mut first, mut packings) = (Vec::with_capacity(units.len()), Vec::new());
-        for (u, unit) in units.iter().enumerate() {
-            let shared = shared(unit);
-            first.push(shared.then_some(packings.len()));
-            let count = if shared { unit.keys.len.div_ceil(tiles.kv) } else { 0 };
+    ) -> (Self, Vec<PackTask<'a>>) {
+        let mut buffers = data.chunks_exact_mut(tile_elems::<T>(&tiles));
+        let (mut first, mut pack_tasks) = (Vec::with_capacity(kv_heads.len()), Vec::new());
+        for (u, kv_head) in kv_heads.iter().enumerate() {
+            let shared = shared(kv_head);
+            first.push(shared.then_some(pack_tasks.len()));
+            let count = if shared { kv_head.keys.len.div_ceil(tiles.kv) } else { 0 };
             for tile in 0..count {
-                let into = rooms.next().expect("room for every block");
-                packings.push(Packing { unit: u, tile, into });
+                let into = buffers.next().expect("data holds every tile");
+                pack_tasks.push(PackTask { kv_head: u, tile, into });
             }
         }
-        let blocks = packings.iter().map(|_| OnceLock::new()).collect();
-        (Self { operands: *operands, units, blocks, first, norms, tiles }, packings)
+        let shared_tiles = pack_tasks.iter().map(|_| OnceLock::new()).collect();
+        (Self { operands: *operands, kv_heads, shared_tiles, first, norms, tiles }, pack_tasks)
     }
 
-    /// The largest norm of the keys of a tile of a unit whose blocks are shared.
+    /// The largest norm of the keys of a shared tile.
     pub fn norm(&self, u: usize, tile: usize) -> f32 {
-        self.shared(u, tile).expect("only shared blocks have norms").norm
+        self.shared(u, tile).expect("only shared tiles have norms").norm
     }
 
-    /// A tile of a unit, if its blocks are shared, when it is packed.
+    /// A tile of a KV head, if its tiles are shared. Waits until it is packed.
     ///
     /// # Panics
-    /// When packing it has.
-    fn shared(&self, u: usize, tile: usize) -> Option<&Shared<'a, T>> {
-        let packed = self.blocks[self.first[u]? + tile].wait();
-        Some(packed.as_ref().expect("packing the block has not panicked on its thread"))
+    /// When the task that packs it has panicked.
+    fn shared(&self, u: usize, tile: usize) -> Option<&SharedTile<'a, T>> {
+        let packed = self.shared_tiles[self.first[u]? + tile].wait();
+        Some(packed.as_ref().expect("the task that packs the tile has not panicked"))
     }
 
-    /// Whether the blocks of a unit are packed once for all.
+    /// Whether the tiles of a KV head are packed once for all query tiles.
     pub fn is_shared(&self, u: usize) -> bool {
         self.first[u].is_some()
     }
 
-    /// The values of a tile across where they lie, if they can be read there.
+    /// The values of a tile as a `b` operand, if they can be read in place.
     fn values_in_place(&self, u: usize, tile: usize) -> Option<Matrix<'a, T>> {
-        let (unit, first) = (&self.units[u], tile * self.tiles.kv);
-        let own = || keys_in_place(&self.operands, self.operands.v, unit, first, self.tiles.dim_v);
+        let (kv_head, first) = (&self.kv_heads[u], tile * self.tiles.kv);
+        let own =
+            || keys_in_place(&self.operands, self.operands.v, kv_head, first, self.tiles.dim_v);
         (T::WIDTH == 1).then(own)?
     }
 
-    /// Packs one block. Rows of keys pass through `room`, a tile of them, and so do values.
-    pub fn pack(&self, packing: Packing<'a>, room: &mut [f32]) {
-        let Packing { unit, tile, into } = packing;
-        let first = self.first[unit].expect("what is not shared has no packings");
-        let place = Place(&self.blocks[first + tile]);
+    /// Packs one shared tile. `buffer` holds the rows of a tile that cannot be read in place.
+    pub fn pack(&self, task: PackTask<'a>, buffer: &mut [f32]) {
+        let PackTask { kv_head, tile, into } = task;
+        let first = self.first[kv_head].expect("only shared tiles have pack tasks");
+        let guard = PackGuard(&self.shared_tiles[first + tile]);
         let into = elements::<T>(into);
-        let keys = self.units[unit].keys.len - tile * self.tiles.kv;
-        let norm = self.fill(unit, tile, 0..keys.min(self.tiles.kv), elements(room), into);
-        let packed = place.0.set(Some(Shared { block: into, norm }));
-        assert!(packed.is_ok(), "a block is packed once");
+        let keys = self.kv_heads[kv_head].keys.len - tile * self.tiles.kv;
+        let norm = self.fill(kv_head, tile, 0..keys.min(self.tiles.kv), elements(buffer), into);
+        let packed = guard.0.set(Some(SharedTile { elements: into, norm }));
+        assert!(packed.is_ok(), "a tile is packed once");
     }
 
-    /// Packs those `keys` of a tile, counted from its first, that a block is to have; they begin
-    /// with a whole group. Returns their largest norm, if norms are wanted, else infinity.
+    /// Packs those `keys` of a tile, counted from its first, that are needed; they begin with a whole
+    /// group. Returns their largest norm, or infinity where norms are not wanted.
     fn fill(
         &self,
         u: usize,
         tile: usize,
         keys: Range<usize>,
-        room: &mut [T],
+        buffer: &mut [T],
         into: &mut [T],
     ) -> f32 {
         let (Tiles { kv, dim, dim_v, .. }, operands) = (self.tiles, &self.operands);
-        let (unit, n, first) = (&self.units[u], keys.len(), keys.start);
+        let (kv_head, n, first) = (&self.kv_heads[u], keys.len(), keys.start);
         let own = tile * kv + first..tile * kv + keys.end;
         let (k_t, v) = into.split_at_mut(kv * dim / T::WIDTH);
-        let k = key_rows(operands, operands.k, unit, &own, dim, room);
+        let k = key_rows(operands, operands.k, kv_head, &own, dim, buffer);
         T::transpose(
             k,
             n,
@@ -414,54 +430,54 @@ impl<'a, T: Format> Packed<'a, T> {
         let norm = if self.norms { largest_norm(k, n, dim) } else { f32::INFINITY };
         let v = &mut v[first * dim_v / T::WIDTH..];
         if T::WIDTH > 1 {
-            let rows = key_rows(operands, operands.v, unit, &own, dim_v, room);
-            T::across(rows, n, dim_v, v);
+            let rows = key_rows(operands, operands.v, kv_head, &own, dim_v, buffer);
+            T::to_b(rows, n, dim_v, v);
         } else if self.values_in_place(u, tile).is_none() {
-            load_keys(operands, operands.v, unit, &own, dim_v, v);
+            load_keys(operands, operands.v, kv_head, &own, dim_v, v);
         }
         norm
     }
 
-    /// Tile `tile` of unit `u` of the wave, of which `keys` are asked for: the shared block, or one
-    /// packed in `room`.
-    pub fn block<'b>(
+    /// The `keys` of tile `tile` of KV head `u` of the wave: the shared tile, or one packed into
+    /// `buffer`.
+    pub fn tile<'b>(
         &'b self,
         u: usize,
         tile: usize,
         keys: Range<usize>,
-        room: Option<&'b mut Room<'_>>,
-    ) -> Block<'b, T> {
+        buffer: Option<&'b mut PackScratch<'_>>,
+    ) -> PackedTile<'b, T> {
         let Tiles { kv, dim, dim_v, .. } = self.tiles;
-        let block: &[T] = match (self.shared(u, tile), room) {
-            (Some(shared), _) => shared.block,
-            (None, Some(Room { rows, block })) => {
-                let block = elements(block);
+        let packed: &[T] = match (self.shared(u, tile), buffer) {
+            (Some(shared), _) => shared.elements,
+            (None, Some(PackScratch { rows, tile: own })) => {
+                let packed = elements(own);
                 let whole = keys.start / LANES * LANES..keys.end;
-                self.fill(u, tile, whole, elements(rows), block);
-                block
+                self.fill(u, tile, whole, elements(rows), packed);
+                packed
             }
-            (None, None) => unreachable!("there is room where blocks are not shared"),
+            (None, None) => unreachable!("a query tile has a buffer where tiles are not shared"),
         };
-        let (k_t, v) = block.split_at(kv * dim / T::WIDTH);
+        let (k_t, v) = packed.split_at(kv * dim / T::WIDTH);
         let v = self.values_in_place(u, tile).map_or(v, |v| v.data);
-        Block { k_t: Panels::packed(k_t, dim / T::WIDTH), v: Panels::rows(v, dim_v) }
+        PackedTile { k_t: Panels::packed(k_t, dim / T::WIDTH), v: Panels::rows(v, dim_v) }
     }
 }
 
-/// Copies the rows `keys` of a unit in `t`, k or v of `operands`, each padded with zeros to `dim`.
+/// Copies the rows `keys` of a KV head in `t`, k or v of `operands`, each padded with zeros to `dim`.
 pub fn load_keys<T: Format>(
     operands: &Operands<'_>,
     t: TensorRef<'_>,
-    unit: &Unit,
+    kv_head: &KvHead,
     keys: &Range<usize>,
     dim: usize,
     into: &mut [T],
 ) {
     let rows = into.chunks_exact_mut(dim / T::WIDTH).take(keys.len());
     for (r, row) in rows.enumerate() {
-        let place = unit.keys.start + keys.start + r;
-        let [b, s] = operands.key_place(unit.keys.batch, place);
-        T::load_row(t, [b, unit.h_kv, s], row);
+        let place = kv_head.keys.start + keys.start + r;
+        let [b, s] = operands.key_place(kv_head.keys.batch, place);
+        T::load_row(t, [b, kv_head.h_kv, s], row);
     }
 }
 
@@ -485,11 +501,11 @@ mod tests {
     use foveate_tensor::{DType, Tensor};
 
     use super::*;
-    use crate::work::Span;
+    use crate::tasks::RowRange;
 
     #[test]
-    fn nobody_waits_for_a_block_whose_packing_has_panicked() {
-        // Vectors that are no neighbours pass through room, of which one packing has too little.
+    fn nobody_waits_for_a_tile_whose_packing_has_panicked() {
+        // Vectors that are not dense pass through the buffer, which is too small for one task.
         let k = Tensor::from_fn(DType::F32, [1, 1, 32, 9], |[_, _, s, d]| (s + d) as f64);
         let operands = Operands {
             q: k.view(),
@@ -499,18 +515,18 @@ mod tests {
             varlen: None,
             pages: None,
         };
-        let keys = Span { batch: 0, start: 0, len: 32 };
-        let units = [Unit { keys, span: 0, h_kv: 0, sequences: 0..1 }];
+        let keys = RowRange { batch: 0, start: 0, len: 32 };
+        let kv_heads = [KvHead { keys, range: 0, h_kv: 0, sequences: 0..1 }];
         let tiles = Tiles { q: 16, kv: 16, chunk: 1, dim: 16, dim_v: 16 };
         let mut data = vec![f32::NAN; elems(&tiles, 32)];
-        let (packed, packings) =
-            Packed::<f32>::new(&operands, &units, |_| true, tiles, false, &mut data);
-        let [first, second] = <[Packing<'_>; 2]>::try_from(packings).ok().expect("two tiles");
+        let (packed, pack_tasks) =
+            PackedTiles::<f32>::new(&operands, &kv_heads, |_| true, tiles, false, &mut data);
+        let [first, second] = <[PackTask<'_>; 2]>::try_from(pack_tasks).ok().expect("two tiles");
         packed.pack(first, &mut [0.0; 16 * 16]);
         let panics = |f: &dyn Fn()| catch_unwind(AssertUnwindSafe(f)).is_err();
         let second = std::cell::Cell::new(Some(second));
         assert!(panics(&|| packed.pack(second.take().expect("once"), &mut [0.0; 16])));
-        assert!(panics(&|| assert!(!packed.block(0, 1, 0..16, None).v.data.is_empty())));
-        assert_eq!(packed.block(0, 0, 0..16, None).v.data[..3], [0.0, 1.0, 2.0]);
+        assert!(panics(&|| assert!(!packed.tile(0, 1, 0..16, None).v.data.is_empty())));
+        assert_eq!(packed.tile(0, 0, 0..16, None).v.data[..3], [0.0, 1.0, 2.0]);
     }
 }

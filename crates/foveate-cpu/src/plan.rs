@@ -15,10 +15,11 @@ use crate::error::{CpuError, CpuErrorKind};
 use crate::forward;
 use crate::masks::{Live, MaskCache};
 use crate::mods::Mods;
+use crate::pool::Pool;
 use crate::simd;
 use crate::stages::{Profile, Stages};
+use crate::tasks::{WAVE_BYTES, kv_heads};
 use crate::tiles::{CpuOptions, Tiles};
-use crate::work::{Pool, WAVE_BYTES, units};
 
 /// A program ready to run on the CPU.
 ///
@@ -41,7 +42,7 @@ impl CpuPlan {
     ///
     /// # Errors
     /// When the dtype is not one of those, an option is out of its range, the environment variable
-    /// `FOVEATE_CPU_LEVEL` names an instruction set that this machine has not, or [`Spec::check`] or
+    /// `FOVEATE_CPU_LEVEL` names an instruction set that this machine does not have, or [`Spec::check`] or
     /// [`Spec::check_on_host`] refuses the program. A score that cannot be differentiated is an
     /// error of [`Self::backward`], and of [`Self::differentiable`].
     pub fn new(
@@ -69,7 +70,7 @@ impl CpuPlan {
         })
     }
 
-    /// What is computed, after every rebinding.
+    /// The program, after every rebinding.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
@@ -144,8 +145,8 @@ impl CpuPlan {
         self.profiled(|| crate::backward::backward(&call, args))
     }
 
-    /// Where the time of calls went since this was last asked, of this plan and those bound from
-    /// it; zero unless [`CpuOptions::profile`] is set.
+    /// The stages of calls of this plan, and of plans bound from it, since the last call of this
+    /// function; zero unless [`CpuOptions::profile`] is set.
     pub fn take_stages(&self) -> Stages {
         self.profile.take()
     }
@@ -187,7 +188,7 @@ impl CpuPlan {
         Ok(dims)
     }
 
-    /// Cuts a problem of sizes `dims` up, whose independent problems are `sequences`.
+    /// The call of a problem of sizes `dims`, whose independent problems are `sequences`.
     fn call<'a>(
         &'a self,
         dims: Dims,
@@ -214,17 +215,17 @@ impl CpuPlan {
                 self.masks.live(mask, &heads.collect::<Vec<_>>(), [tiles.q, tiles.kv])
             }
         };
-        // The first head's, so that neither tiles nor threads decide whether it is reported.
+        // The report of the first head, so that it depends on neither tiles nor threads.
         let out_of_range = live.iter().find_map(Live::out_of_range).map(ToString::to_string);
         Call {
-            units: units(&dims, &sequences),
+            kv_heads: kv_heads(&dims, &sequences),
             sequences,
             tiles,
             wave_bytes: self.options.workspace_bytes.unwrap_or(WAVE_BYTES),
             live,
             scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
             sink,
-            keep_factor: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
+            dropout_scale: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             pairs,
             mods: &self.mods,
             pool: &self.pool,

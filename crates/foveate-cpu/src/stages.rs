@@ -1,6 +1,6 @@
-//! Where the time of a call goes.
+//! The time that each stage of a call takes.
 //!
-//! Each thread has a [`Clock`]; code that ends a stage says so with [`Clock::lap`]. Without
+//! Each thread has a [`Clock`]; [`Clock::lap`] ends a stage. Without
 //! [`CpuOptions::profile`](crate::CpuOptions::profile) a lap is a test of one word.
 
 use std::sync::Mutex;
@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 pub struct Stages {
     /// Products of tiles.
     pub products: Duration,
-    /// Maxima, exponentials, sums, rescaling, and their derivative.
+    /// The online softmax and its backward.
     pub softmax: Duration,
     /// Masks, scores, dropout and their derivatives.
     pub mods: Duration,
-    /// Bringing operands in and results out: conversion, packing, division by the denominator.
+    /// Conversion and packing of operands, and the epilogue.
     pub packing: Duration,
-    /// Length of the calls times the threads they had.
+    /// Wall time of the calls times their threads.
     pub total: Duration,
 }
 
@@ -36,7 +36,7 @@ pub enum Stage {
 }
 
 impl Stages {
-    /// What no stage accounts for: threads without work, and cutting the call into tasks.
+    /// The time outside of stages: threads without tasks, and the division of calls into tasks.
     pub fn idle(&self) -> Duration {
         let busy = self.products + self.softmax + self.mods + self.packing;
         self.total.saturating_sub(busy)
@@ -83,7 +83,7 @@ impl Profile {
     }
 }
 
-/// A thread's stop watch, which hands in its sums when it is dropped.
+/// A thread's stop watch, which adds its sums to the profile when it is dropped.
 #[derive(Debug)]
 pub struct Clock<'a>(Option<Running<'a>>);
 
@@ -95,13 +95,13 @@ struct Running<'a> {
 }
 
 impl<'a> Clock<'a> {
-    /// One that counts for `profile`, if there is any.
+    /// A clock that counts for `profile`, if there is one.
     pub fn new(profile: Option<&'a Profile>) -> Self {
         let running = |profile| Running { profile, sums: Stages::default(), since: Instant::now() };
         Self(profile.map(running))
     }
 
-    /// Begins a stage; the time since the last one ended is nobody's.
+    /// Begins a stage. The time since the last stage ended is not counted.
     #[inline]
     pub fn start(&mut self) {
         if let Some(running) = &mut self.0 {

@@ -1,26 +1,26 @@
 //! Tile sizes, from the caches and the problem.
 //!
-//! A query tile is a task's rows; a key tile is what one product covers. In the forward the scores
-//! of a strip of rows stay in the first-level cache, beside what streams through it, and the keys
-//! and values of a tile in the second for all strips. In the backward the score tile and its
-//! gradient should stay in the first, and the keys, values and gradients of a chunk of key tiles in
-//! the second. Small problems get small tiles, so that there are tasks to share and little padding.
-//! The sizes depend on the problem only, never on the machine's threads, because results do depend
-//! on tiles in the last bits.
+//! A query tile is the rows of a task; a key tile is the columns of one product. In the forward the
+//! scores of a subtile of rows stay in the first-level cache, and the keys and values of a tile in the
+//! second-level cache for all subtiles. In the backward the score tile and its gradient stay in the
+//! first-level cache, and the keys, values and gradients of a chunk of key tiles in the second-level
+//! cache. Small problems get small tiles, so that there are tasks for all threads and little padding.
+//! The sizes depend on the problem only, never on the machine's threads, because results depend on
+//! tiles in the last bits.
 
 use foveate_problem::Dims;
 
 use crate::error::{CpuError, CpuErrorKind};
 use crate::simd::{LANES, padded};
 
-/// Second-level cache a task counts on, in floats (512 KiB).
+/// Floats of the second-level cache that a task may fill (512 KiB).
 const L2_ELEMS: usize = 128 << 10;
 /// Tasks a call aims for, so that tens of threads have work.
 const TASKS: usize = 32;
-/// Partial sums of dq at most.
-const MAX_LANES: usize = 8;
+/// The most KV splits of a head in the backward, each with a `dq_accum`.
+const MAX_KV_SPLITS: usize = 8;
 
-/// What a user may ask of the CPU backend.
+/// Options of the CPU backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuOptions {
     /// Rows of a query tile, 1 to 1024; chosen when `None`.
@@ -31,7 +31,7 @@ pub struct CpuOptions {
     /// when `None`. Of the results only the gradients of learned buffers depend on it, in the
     /// last bits.
     pub workspace_bytes: Option<usize>,
-    /// Whether calls count where their time goes, for
+    /// Whether calls measure the time of their stages, for
     /// [`CpuPlan::take_stages`](crate::CpuPlan::take_stages).
     pub profile: bool,
 }
@@ -71,16 +71,15 @@ impl CpuOptions {
 }
 
 impl Tiles {
-    /// The tiles of the forward: rows of queries that with their output are up to 384 KiB, so that
-    /// under a window or in documents most keys are in the cache of one core for all of their
-    /// queries; and keys that make a strip of scores 18 KiB: a window of 256 then lies in one tile
-    /// or two, not in two or three.
+    /// The tiles of the forward. Queries and their output take up to 384 KiB, so that under a window
+    /// or in documents most keys stay in the cache of one core for all of their queries. A subtile of
+    /// scores takes 18 KiB, so that a window of 256 lies in one key tile or two, not in two or three.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
         let q = if padded(dims.dim) + padded(dims.dim_v) <= 256 { 384 } else { 192 };
         Self::at_most([q, 384], dims, options, 1)
     }
 
-    /// The tiles of the backward, when operands have `width` numbers in the room of a float.
+    /// The tiles of the backward, when `width` numbers of the operands take the space of a float.
     pub fn backward(dims: &Dims, options: &CpuOptions, width: usize) -> Self {
         Self::at_most([128, 128], dims, options, width)
     }
@@ -100,13 +99,12 @@ impl Tiles {
         Self { q, kv, chunk, dim, dim_v }
     }
 
-    /// Rows of keys that one partial sum of dq covers, whole chunks, when there are `units`
-    /// key/value heads to share among tasks.
-    pub fn lane(&self, len_k: usize, units: usize) -> usize {
+    /// Keys of a KV split of the backward, whole chunks, when there are `kv_heads` KV heads.
+    pub fn kv_split_len(&self, len_k: usize, kv_heads: usize) -> usize {
         let chunk = self.chunk * self.kv;
         let chunks = len_k.div_ceil(chunk).max(1);
-        let lanes = TASKS.div_ceil(units.max(1)).clamp(1, MAX_LANES).min(chunks);
-        chunks.div_ceil(lanes) * chunk
+        let splits = TASKS.div_ceil(kv_heads.max(1)).clamp(1, MAX_KV_SPLITS).min(chunks);
+        chunks.div_ceil(splits) * chunk
     }
 }
 
@@ -144,8 +142,8 @@ mod tests {
     fn partial_sums_are_few_whatever_the_length() {
         for len in [1, 100, 5000, 1_000_000] {
             let t = Tiles::backward(&dims(1, len, 64), &CpuOptions::default(), 1);
-            let lane = t.lane(len, 1);
-            assert!(len.div_ceil(lane) <= MAX_LANES && lane.is_multiple_of(t.chunk * t.kv));
+            let split = t.kv_split_len(len, 1);
+            assert!(len.div_ceil(split) <= MAX_KV_SPLITS && split.is_multiple_of(t.chunk * t.kv));
         }
     }
 

@@ -8,26 +8,25 @@
 //! dv += pᵀ·d_out   dk += dsᵀ·q   dq += ds·k
 //! ```
 //!
-//! A task owns a *lane*: a range of keys of one key/value head. It goes through its keys in
-//! chunks that it packs and that stay in the second-level cache with their dk and dv, and for each
-//! chunk over all query rows of all heads (and sequences) that see it. So dk and dv are summed in one place, in
-//! one order, and written once. dq of a row gets a part from every lane that it sees; a head has at
-//! most eight, each with its own f32 dq of the rows that see it, added up in order when
-//! the last is there. The
-//! number of lanes depends on the problem only. That is the price of five products instead of
-//! seven without atomics: at most eight f32 copies of dq for the heads of a wave, O(S).
+//! A task owns a *KV split*: a range of keys of one KV head. It visits its keys in chunks. It packs a
+//! chunk, which stays in the second-level cache with its dk and dv, and visits all query rows of all
+//! heads (and sequences) that see the chunk. So one task sums dk and dv, in one order, and writes
+//! them once. Every split that a query row sees adds to its dq. A head has at most eight splits, each
+//! with an f32 `dq_accum` of its own; the task that finishes last adds them up in order. The number
+//! of splits depends on the problem only. That is the price of five products instead of seven
+//! without atomics: at most eight f32 copies of dq for the heads of a wave, O(S).
 //!
-//! Operands in bf16 are multiplied in pairs where the processor does that, and `p` and `ds` are
-//! rounded to bf16 for their products, as the gradients will be. A `d_out` of another dtype than
-//! theirs is not rounded: then all of it is done in f32.
+//! Operands in bf16 are multiplied in pairs where the processor does that. `p` and `ds` are rounded
+//! to bf16 for their products, as the gradients will be. A `d_out` of another dtype than the operands
+//! is not rounded: then the pass runs in f32.
 //!
-//! - `lanes` cuts a wave into lanes, and adds their parts of dq up.
-//! - `block` has the keys and values of a tile packed.
-//! - `statistics` has `lse` and `delta` of its rows.
-//! - `tile` is what a task does.
+//! - `kv_split` splits the keys of a wave, and adds up dq.
+//! - `key_tile` packs the keys and values of a tile.
+//! - `statistics` has `lse` and `delta` of the rows of a wave.
+//! - `tile` is the loop of a task and the products of a tile.
 
-mod block;
-mod lanes;
+mod key_tile;
+mod kv_split;
 mod statistics;
 mod tile;
 
@@ -39,9 +38,9 @@ use crate::captures::CaptureSums;
 use crate::error::CpuError;
 use crate::pack::Format;
 use crate::simd::Pair;
-use crate::work::{Pieces, Span, Unit, key_spans, run, waves};
+use crate::tasks::{KvHead, OutputTiles, RowRange, key_ranges, run, waves};
 
-use lanes::{Lanes, Sums};
+use kv_split::{DqAccum, KvSplits};
 use statistics::{Sources, Statistics};
 use tile::{Scratch, Worker};
 
@@ -53,42 +52,42 @@ pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError>
     }
 }
 
-/// The same with operands in a format.
+/// [`backward`] with operands in a format.
 fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError> {
     let BackwardArgs { operands, out, lse, d_out, d_lse, dq, dk, dv, accumulate, .. } = args;
     let tiles = call.tiles;
-    let spans: Vec<Span> = call.sequences.iter().map(Span::queries).collect();
-    let keys = key_spans(&call.dims, &call.sequences);
-    let lane_len = |len: usize| tiles.lane(len, call.units.len());
-    let mut dq = Pieces::cut(dq, &spans, |_| tiles.q);
-    let mut dk = Pieces::cut(dk, &keys, lane_len);
-    let mut dv = Pieces::cut(dv, &keys, lane_len);
+    let ranges: Vec<RowRange> = call.sequences.iter().map(RowRange::queries).collect();
+    let keys = key_ranges(&call.dims, &call.sequences);
+    let split_len = |len: usize| tiles.kv_split_len(len, call.kv_heads.len());
+    let mut dq = OutputTiles::split(dq, &ranges, |_| tiles.q);
+    let mut dk = OutputTiles::split(dk, &keys, split_len);
+    let mut dv = OutputTiles::split(dv, &keys, split_len);
     let mut captures = CaptureSums::new(call.mods, call.pool, args.d_captures, accumulate)?;
     let captures_wanted = captures.wanted();
     let mut d_sink = vec![0.0; call.dims.heads_q];
 
-    for wave in waves(&call.units, call.wave_bytes, |unit| wave_elems(call, unit)) {
-        let rows: usize = wave.iter().map(|unit| rows_of(call, unit)).sum();
-        let mut room = call.pool.lend(3 * rows);
+    for wave in waves(&call.kv_heads, call.wave_bytes, |kv_head| wave_elems(call, kv_head)) {
+        let rows: usize = wave.iter().map(|kv_head| rows_of(call, kv_head)).sum();
+        let mut rows_buffer = call.pool.alloc(3 * rows);
         let sources = Sources { out, lse, d_out, d_lse };
         let statistics =
-            Statistics::new::<T>(call, wave, &operands, sources, &mut room, &mut d_sink);
-        let lanes = Lanes::cut(call, wave);
-        let mut parts = call.pool.lend(lanes.elems(tiles.dim));
-        let tasks = lanes.tasks(tiles.dim, &mut parts, wave, &mut dk, &mut dv);
-        let sums = Sums::new(call, wave, &lanes, &mut dq, accumulate);
+            Statistics::new::<T>(call, wave, &operands, sources, &mut rows_buffer, &mut d_sink);
+        let splits = KvSplits::new(call, wave);
+        let mut dq_buffer = call.pool.alloc(splits.elems(tiles.dim));
+        let tasks = splits.tasks(tiles.dim, &mut dq_buffer, wave, &mut dk, &mut dv);
+        let dq_accum = DqAccum::new(call, wave, &splits, &mut dq, accumulate);
         let worker = Worker {
             call,
             wave,
-            lanes: &lanes,
-            sums: &sums,
+            splits: &splits,
+            dq_accum: &dq_accum,
             statistics: &statistics,
             operands: &operands,
             d_out,
             accumulate,
         };
         let scratch = || Scratch::new::<T>(call, captures_wanted);
-        run(captures.share(tasks), scratch, |scratch, (slot, tasks)| {
+        run(captures.deal(tasks), scratch, |scratch, (slot, tasks)| {
             tasks.into_iter().for_each(|task| worker.run::<T>(scratch, slot, task));
         });
     }
@@ -101,14 +100,14 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
     call.finish()
 }
 
-/// Query rows of all heads of a unit.
-fn rows_of(call: &Call<'_>, unit: &Unit) -> usize {
-    call.heads_of(unit).map(|(b, _)| call.sequences[b].q_len).sum()
+/// Query rows of all heads of a KV head.
+fn rows_of(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    call.heads_of(kv_head).map(|(b, _)| call.sequences[b].q_len).sum()
 }
 
-/// Floats of workspace a unit takes at most: parts of dq and row statistics.
-pub fn wave_elems(call: &Call<'_>, unit: &Unit) -> usize {
-    let (tiles, len) = (&call.tiles, unit.keys.len);
-    let lanes = len.div_ceil(tiles.lane(len, call.units.len()));
-    rows_of(call, unit) * (lanes * tiles.dim + 3)
+/// Floats of workspace that a KV head takes at most: `dq_accum` and row statistics.
+pub fn wave_elems(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    let (tiles, len) = (&call.tiles, kv_head.keys.len);
+    let splits = len.div_ceil(tiles.kv_split_len(len, call.kv_heads.len()));
+    rows_of(call, kv_head) * (splits * tiles.dim + 3)
 }

@@ -6,12 +6,13 @@ use foveate_problem::Operands;
 use foveate_tensor::TensorRef;
 
 use crate::call::Call;
-use crate::huge::shares;
 use crate::pack::Format;
+use crate::pool::PoolBuffer;
+use crate::row_weight_sum::row_weight_sums;
 use crate::simd::{self, RowStatistics};
-use crate::work::{Unit, run};
+use crate::tasks::{KvHead, run};
 
-/// What row statistics are made of.
+/// The tensors that row statistics are computed from.
 #[derive(Clone, Copy)]
 pub struct Sources<'a> {
     pub out: TensorRef<'a>,
@@ -20,74 +21,80 @@ pub struct Sources<'a> {
     pub d_lse: Option<TensorRef<'a, 3>>,
 }
 
-/// Of each row: lse (`+∞` for an empty row, whose every `p` is then 0), `delta`, and its
-/// [`shares`].
+/// The lse of each row (`+∞` for an empty row, whose weights are then 0), its `delta`, and its
+/// [`row_weight_sums`].
 pub struct Statistics<'a> {
     lse: &'a [f32],
     delta: &'a [f32],
-    share: &'a [f32],
-    /// First row of each head of the wave.
+    row_weight_sum: &'a [f32],
+    /// First row of each query head of the wave.
     first: Vec<usize>,
 }
 
-/// The rows of one head.
+/// The rows of one query head.
 struct Rows<'a> {
     b: usize,
     h: usize,
-    share: &'a [f32],
+    row_weight_sum: &'a [f32],
     lse: &'a mut [f32],
     delta: &'a mut [f32],
     d_sink: &'a mut f64,
 }
 
 impl<'a> Statistics<'a> {
-    /// Computes them into `room`, three floats a row, and adds what each row gives the sinks.
+    /// Computes them into `buffer`, three floats a row, and adds to the gradients of the sinks.
     pub fn new<T: Format>(
         call: &Call<'_>,
-        wave: &[Unit],
+        wave: &[KvHead],
         operands: &Operands<'_>,
         from: Sources<'_>,
-        room: &'a mut [f32],
+        buffer: &'a mut [f32],
         d_sink: &mut [f64],
     ) -> Self {
         let heads: Vec<(usize, usize)> = wave.iter().flat_map(|u| call.heads_of(u)).collect();
         let mut parts = vec![0.0; heads.len()];
         let mut first = Vec::with_capacity(heads.len());
-        let rows = room.len() / 3;
-        let (share, rest) = room.split_at_mut(rows);
+        let rows = buffer.len() / 3;
+        let (row_weight_sum, rest) = buffer.split_at_mut(rows);
         let (lse, delta) = rest.split_at_mut(rows);
-        shares::<T>(call, wave, operands, from.lse, share);
+        row_weight_sums::<T>(call, wave, operands, from.lse, row_weight_sum);
         let (mut lse_left, mut delta_left, mut row) = (&mut *lse, &mut *delta, 0);
         let mut tasks = Vec::with_capacity(heads.len());
         for (&(b, h), d_sink) in heads.iter().zip(&mut parts) {
             let len = call.sequences[b].q_len;
-            let share = &share[row..row + len];
+            let row_weight_sum = &row_weight_sum[row..row + len];
             first.push(row);
             row += len;
             let (lse, delta);
             (lse, lse_left) = lse_left.split_at_mut(len);
             (delta, delta_left) = delta_left.split_at_mut(len);
-            tasks.push(Rows { b, h, share, lse, delta, d_sink });
+            tasks.push(Rows { b, h, row_weight_sum, lse, delta, d_sink });
         }
         let dim_v = call.tiles.dim_v;
-        let vectors = || [vec![0.0; dim_v], vec![0.0; dim_v]];
+        let vectors = || {
+            let mut vectors = [0; 2].map(|_| call.pool.alloc(dim_v));
+            // The padding stays 0.
+            vectors.iter_mut().for_each(|vector| vector.fill(0.0));
+            vectors
+        };
         run(tasks.into_iter(), vectors, |vectors, rows| rows.compute(call, from, vectors));
         for ((_, h), part) in heads.into_iter().zip(parts) {
             d_sink[h] += part;
         }
-        Self { lse, delta, share, first }
+        Self { lse, delta, row_weight_sum, first }
     }
 
-    /// Those of rows of a head of the wave.
+    /// The statistics of rows of a query head of the wave.
     pub fn of(&self, head: usize, rows: Range<usize>) -> RowStatistics<'_> {
-        let all = RowStatistics { lse: self.lse, delta: self.delta, share: self.share };
+        let all =
+            RowStatistics { lse: self.lse, delta: self.delta, row_weight_sum: self.row_weight_sum };
         all.of(self.first[head] + rows.start..self.first[head] + rows.end)
     }
 }
 
 impl Rows<'_> {
-    fn compute(self, call: &Call<'_>, from: Sources<'_>, [out, d_out]: &mut [Vec<f32>; 2]) {
-        let Self { b, h, share, lse, delta, d_sink } = self;
+    fn compute(self, call: &Call<'_>, from: Sources<'_>, [out, d_out]: &mut [PoolBuffer<'_>; 2]) {
+        let Self { b, h, row_weight_sum, lse, delta, d_sink } = self;
         let s = &call.sequences[b];
         let own = ..call.dims.dim_v;
         let scalar = |t: TensorRef<'_, 3>, at| t.get_f64(at) as f32;
@@ -103,7 +110,7 @@ impl Rows<'_> {
             let d_lse = from.d_lse.map_or(0.0, |t| scalar(t, at));
             delta[r] = simd::dot(out, d_out) - d_lse;
             if let Some(sink) = call.sink {
-                *d_sink -= f64::from((sink[h] - lse[r]).exp() * share[r] * delta[r]);
+                *d_sink -= f64::from((sink[h] - lse[r]).exp() * row_weight_sum[r] * delta[r]);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What the compiler may assume of the target: NEON, or plain floats.
+//! The instructions that every machine of the target has: NEON, or scalar floats.
 
 use half::bf16;
 #[cfg(not(target_arch = "aarch64"))]
@@ -6,14 +6,14 @@ use half::f16;
 
 use super::group::{LANES, Pair, Round, Simd};
 #[cfg(not(target_arch = "aarch64"))]
-use super::group::{Block, Lanes, larger, widen};
+use super::group::{Lanes, RegisterBlock, larger, widen};
 
 /// NEON, which every AArch64 has.
 #[cfg(target_arch = "aarch64")]
 #[derive(Clone, Copy)]
 pub struct Baseline(());
 
-/// Plain floats: what the compiler makes of them, and what Miri can run.
+/// Scalar floats, which the compiler may vectorise and Miri can run.
 #[cfg(not(target_arch = "aarch64"))]
 #[derive(Clone, Copy)]
 pub struct Baseline(());
@@ -52,7 +52,7 @@ impl Round for Baseline {
 #[cfg(target_arch = "aarch64")]
 mod neon {
     use super::Baseline;
-    use crate::simd::group::{Block, LANES, Lanes, Simd, methods, widen};
+    use crate::simd::group::{LANES, Lanes, RegisterBlock, Simd, methods, widen};
     use half::f16;
     use std::arch::aarch64::*;
 
@@ -65,7 +65,7 @@ mod neon {
 
     impl Simd for Baseline {
         type V = V;
-        const BLOCK: Block = Block::R6G1;
+        const REGISTER_BLOCK: RegisterBlock = RegisterBlock::R6G1;
 
         methods! {
             splat(x: f32) -> V = [vdupq_n_f32(x); 4];
@@ -130,7 +130,7 @@ mod neon {
 #[cfg(not(target_arch = "aarch64"))]
 impl Simd for Baseline {
     type V = Lanes;
-    const BLOCK: Block = Block::R2G1;
+    const REGISTER_BLOCK: RegisterBlock = RegisterBlock::R2G1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {

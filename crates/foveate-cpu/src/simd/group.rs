@@ -1,9 +1,9 @@
-//! Groups of sixteen floats, and what every instruction set can do with them.
+//! Groups of sixteen floats, and the operations that every instruction set has on them.
 //!
-//! Loops are written once, generic over a [`Simd`], and compiled once per instruction set. A value
-//! of such a type is the proof that this machine has the instructions, so its methods are safe. A
-//! group has [`LANES`] floats on every level, in one register of AVX-512, two of AVX2, four of
-//! NEON: loops do the same sums in the same order everywhere.
+//! A loop is written once, generic over [`Simd`], and compiled once for each instruction set. A
+//! value of a type that implements [`Simd`] proves that this machine has the instructions, so its
+//! methods are safe. A group has [`LANES`] floats on every level (one register of AVX-512, two of
+//! AVX2, four of NEON), so a loop adds the same numbers in the same order everywhere.
 
 use half::{bf16, f16};
 
@@ -16,10 +16,10 @@ pub type Lanes = [f32; LANES];
 /// Two bf16.
 pub type Pair = [bf16; 2];
 
-/// Rows and groups of columns of the block of a product whose sums fit the registers.
+/// Rows and groups of columns of a product whose accumulators fit the registers.
 #[allow(dead_code, reason = "a target has some of them")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Block {
+pub enum RegisterBlock {
     /// 12 rows, 2 groups.
     R12G2,
     /// 6 rows, 1 group.
@@ -32,8 +32,8 @@ pub enum Block {
 pub trait Simd: Copy {
     /// A group in registers.
     type V: Copy;
-    /// What fits the registers.
-    const BLOCK: Block;
+    /// The accumulators of a product that fit the registers.
+    const REGISTER_BLOCK: RegisterBlock;
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
@@ -55,16 +55,16 @@ pub trait Simd: Copy {
     /// The bits of each lane shifted left by 23, as a float: an integer becomes an exponent.
     fn to_exponent(self, x: Self::V) -> Self::V;
 
-    /// `a` and `b`, with the lanes of `a` whose number has the bit `STEP` exchanged for the lanes
-    /// of `b` that lie `STEP` lower. Done for all pairs of rows `STEP` apart, and for 8, 4, 2 and
-    /// 1, it transposes sixteen rows.
+    /// Exchanges the lanes of `a` whose number has the bit `STEP` for the lanes of `b` that are
+    /// `STEP` lower. Applied to all pairs of rows `STEP` apart, for 8, 4, 2 and 1, it transposes
+    /// sixteen rows.
     fn exchange<const STEP: usize>(self, a: Self::V, b: Self::V) -> [Self::V; 2];
-    /// The lanes, each in the place of the one whose number differs in the bit `STEP`: 8, 4, 2 or 1.
+    /// Exchanges each lane for the one whose number differs in the bit `STEP`: 8, 4, 2 or 1.
     fn swap<const STEP: usize>(self, x: Self::V) -> Self::V;
     /// Lane 0.
     fn first(self, x: Self::V) -> f32;
 
-    /// The lanes added up, halves first.
+    /// The sum of the lanes, by halves.
     #[inline(always)]
     fn sum(self, x: Self::V) -> f32 {
         self.fold(x, |a, b| self.add(a, b))
@@ -76,7 +76,7 @@ pub trait Simd: Copy {
         self.fold(x, |a, b| self.larger(a, b))
     }
 
-    /// `f` of the two halves of the lanes, of their halves, and so on.
+    /// Reduces the lanes with `f`, by halves.
     #[inline(always)]
     fn fold(self, x: Self::V, f: impl Fn(Self::V, Self::V) -> Self::V) -> f32 {
         let x = f(x, self.swap::<8>(x));
@@ -88,13 +88,13 @@ pub trait Simd: Copy {
 
 /// Instructions that round floats to bf16, ties to even.
 pub trait Round: Copy {
-    /// Those for floats.
+    /// The instructions for floats of the same level.
     type Floats: Simd;
 
     fn floats(self) -> Self::Floats;
-    /// Each lane.
+    /// Rounds each lane.
     fn along(self, x: <Self::Floats as Simd>::V, to: &mut [bf16; LANES]);
-    /// Lane `i` of both becomes pair `i`.
+    /// Rounds lane `i` of both into pair `i`.
     fn beside(
         self,
         first: <Self::Floats as Simd>::V,
@@ -109,9 +109,9 @@ pub fn larger(a: f32, b: f32) -> f32 {
     if b > a || b.is_nan() { b } else { a }
 }
 
-/// An f16 as f32, exactly, without branches: the exponent is moved to its place and corrected by a
-/// product, which makes subnormals normal, too; infinity and NaN get the exponent of theirs. All
-/// of it on 32 bits, as compilers make vectors of.
+/// Converts an f16 to f32 exactly and without branches. A product corrects the bias of the exponent
+/// and normalises subnormals; infinity and NaN get the largest exponent. All operations are on
+/// 32 bits, which compilers vectorise.
 #[inline(always)]
 pub fn widen(bits: u16) -> f32 {
     const CORRECTION: f32 = f32::from_bits((127 + 127 - 15) << 23);

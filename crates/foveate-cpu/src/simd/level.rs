@@ -1,8 +1,9 @@
-//! Instruction sets: which this machine has, and functions compiled for each.
+//! The instruction sets of this machine, and the dispatch of loops to them.
 //!
-//! `for_each_level!` compiles a loop over floats for every level, `for_pairs!` one over pairs of
-//! bf16. Both call it with the token of the level's instructions
-//! ([`Simd`](super::group::Simd), [`Round`](super::group::Round)), which only they make.
+//! `for_each_level!` compiles a loop over floats for every level, `for_pairs!` a loop over pairs of
+//! bf16. Only these macros make the tokens ([`Simd`](super::group::Simd),
+//! [`Round`](super::group::Round)) that prove a level's instructions, after they have matched on a
+//! level that was detected.
 
 use std::ffi::OsStr;
 use std::sync::OnceLock;
@@ -35,7 +36,7 @@ impl Level {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     fn is_here(self) -> bool {
         use foveate_mods::vector;
-        // What mods need, which is looked for there, and what products add to it.
+        // `foveate-mods` detects what mods need; products need FMA and F16C besides.
         let of_mods = vector::level();
         let added = is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         match self {
@@ -56,7 +57,7 @@ impl Level {
         self == Level::Avx512Bf16
     }
 
-    /// The levels of this machine, best first, from the one asked for on.
+    /// The levels of this machine, best first, beginning with the one that [`VARIABLE`] names.
     pub fn available() -> &'static [Level] {
         static LEVELS: OnceLock<Vec<Level>> = OnceLock::new();
         LEVELS.get_or_init(|| {
@@ -72,18 +73,20 @@ impl Level {
 const LEVELS_BEST_FIRST: [Level; 4] =
     [Level::Avx512Bf16, Level::Avx512, Level::Avx2, Level::Baseline];
 
-/// The environment variable that names the best level to use, to compare levels on one machine.
+/// The environment variable that names the best level to use. It serves to compare levels on one
+/// machine.
 pub const VARIABLE: &str = "FOVEATE_CPU_LEVEL";
 
 /// The level that [`VARIABLE`] names.
 ///
 /// # Errors
-/// When that is none of this machine's.
+/// When this machine does not have that level.
 pub fn asked() -> Result<Option<Level>, String> {
     named(&std::env::var_os(VARIABLE).unwrap_or_default())
 }
 
-/// The level of this machine that is called `name`; none when that is empty, as when it is not set.
+/// The level of this machine called `name`; `None` for an empty name, as when the variable is not
+/// set.
 fn named(name: &OsStr) -> Result<Option<Level>, String> {
     if name.is_empty() {
         return Ok(None);
@@ -101,8 +104,8 @@ pub fn level() -> Level {
     Level::available()[0]
 }
 
-/// Defines `fn name(args) -> ret` that runs `body(simd, args)` compiled for [`level`], and
-/// `name_on(level, args)` for the tests, which compares levels.
+/// Defines `fn name(args) -> ret`, which runs `body(simd, args)` compiled for [`level`], and
+/// `name_on(level, args)`, with which the tests compare levels.
 macro_rules! for_each_level {
     ($(#[$doc:meta])* $vis:vis $name:ident / $on:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {
         $(#[$doc])*
@@ -143,7 +146,7 @@ macro_rules! for_each_level {
 }
 pub(crate) use for_each_level;
 
-/// Defines `fn name(args)` that runs `body(instructions, args)` compiled for pairs of bf16 where
+/// Defines `fn name(args)`, which runs `body(instructions, args)` compiled for pairs of bf16 where
 /// [`level`] has them, and `name_on(level, args)`.
 macro_rules! for_pairs {
     ($(#[$doc:meta])* $vis:vis $name:ident / $on:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?)) => {

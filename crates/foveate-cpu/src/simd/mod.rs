@@ -1,17 +1,17 @@
 //! The inner loops: products of tiles and passes over score rows.
 //!
-//! - `group`: sixteen floats, and the operations on them; `x86` and `baseline` have those of the
-//!   instruction sets.
-//! - `level`: which instruction sets this machine has, and how loops are compiled for each.
-//! - `prefetch`: asking for memory early.
-//! - `operands`, `product`: tile products from registers, of floats or of pairs of bf16.
-//! - `pairs`: floats and rows into pairs.
+//! - `group`: the operations on sixteen floats; `x86` and `baseline` implement them.
+//! - `level`: the instruction sets of this machine, and the dispatch of loops to them.
+//! - `operands`, `product`: products of tiles, of floats or of pairs of bf16.
+//! - `pairs`: conversion of floats and rows to pairs of bf16.
 //! - `rows`, `exp`: passes over rows.
-//! - `stream`: products with keys and values read where they lie.
-//! - `transpose`: rows into panels.
+//! - `stream`: products that read keys and values in place.
+//! - `transpose`: transposition of rows into panels.
+//! - `prefetch`: software prefetch.
 //!
-//! This is the only module of the crate with `unsafe` in it: functions compiled for a feature
-//! that was found at run time, and the pointers of the products, which its safe functions check.
+//! No other module of the crate has `unsafe`. It is needed to call functions compiled for features
+//! that were detected at run time, and for the pointers of the products, whose bounds the safe
+//! functions check.
 
 mod baseline;
 mod exp;
@@ -29,18 +29,18 @@ mod x86;
 
 pub use group::{LANES, Pair, larger};
 pub use level::{VARIABLE, asked, level};
-pub use operands::{Element, Matrix, Panels, Part, Write};
+pub use operands::{Matrix, Panels, Part, Write};
 pub use pairs::{interleave, round_along, round_beside};
-pub use prefetch::Ahead;
-pub use product::{STRIP, TileProduct, product};
+pub use prefetch::Prefetch;
+pub use product::{SUBTILE_ROWS, TileProduct, product};
 pub use rows::{
-    NOTHING, RowState, RowStatistics, add, all_finite, derive, dot, exp_sum, pair_square_sum,
-    reweigh, scale, soften, weighs_nothing,
+    RowState, RowStatistics, ZERO_WEIGHT, add, all_finite, dot, exp_sum, online_softmax,
+    pair_square_sum, rescale, scale, softmax_backward, weights_are_zero,
 };
 pub use stream::{Rows, add_in_place, scores_in_place};
 pub use transpose::{transpose, transpose_pairs};
 
-/// `n` rounded up to whole groups.
+/// `n` rounded up to a multiple of [`LANES`].
 pub const fn padded(n: usize) -> usize {
     n.div_ceil(LANES) * LANES
 }

@@ -1,5 +1,5 @@
-//! What a product of tiles is given: where operands lie, which part of it is computed, and what
-//! becomes of the sums.
+//! The arguments of a product of tiles: operands in memory, the part of the product to compute, and
+//! how results are written.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use bytemuck::Pod;
 
 use super::group::{LANES, Pair};
 
-/// What a product multiplies.
+/// An element of an operand: a number, or a pair of them.
 pub trait Element: Pod + Send + Sync {
     /// Numbers in one.
     const WIDTH: usize;
@@ -68,8 +68,8 @@ impl<'a, T> Panels<'a, T> {
         Self { data, panel: depth * LANES, depth: LANES }
     }
 
-    /// A row-major matrix whose rows are `stride` apart, where it lies. It pays where neighbouring
-    /// rows are close: rows a large power of two apart share few lines of the cache.
+    /// A row-major matrix whose rows are `stride` apart, read in place. Neighbouring rows should be
+    /// close: rows a large power of two apart share few sets of the cache.
     pub fn rows(data: &'a [T], stride: usize) -> Self {
         Self { data, panel: LANES, depth: stride }
     }
@@ -82,7 +82,7 @@ impl<'a, T> Panels<'a, T> {
     }
 }
 
-/// What is computed of `c (+)= a·b`: elements `rows × columns` of `c`, summed over `depth` columns
+/// The part of `c (+)= a·b` that is computed: elements `rows × columns` of `c`, summed over `depth` columns
 /// of `a` and rows of `b`. Columns are whole groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
@@ -105,7 +105,7 @@ impl Part {
     }
 }
 
-/// What becomes of the sums of a product.
+/// How the sums of a product are written.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Write {
     /// They replace what was there, times a factor.

@@ -1,7 +1,7 @@
-//! Pairs of bf16: made of floats, and of rows of bf16.
+//! Conversion to pairs of bf16, from floats and from rows of bf16.
 //!
-//! A product of pairs sums over numbers that are neighbours in a pair. Along a row they are; where
-//! it sums over rows, [`interleave`] and [`round_beside`] bring each two rows together.
+//! A product of pairs sums over the two numbers of a pair. The numbers of a row are pairs already;
+//! for a sum over rows, [`interleave`] and [`round_beside`] interleave two rows at a time.
 
 use std::ops::Range;
 

@@ -1,35 +1,36 @@
-//! Asking for memory before it is needed.
+//! Software prefetch.
 //!
-//! Hardware foresees long runs of neighbouring lines. What a short strip reads for the first time
-//! it sees too late: a few rows of queries and values, sixteen rows at a time of keys to transpose.
+//! The hardware prefetcher follows long runs of neighbouring lines. It is too late for the short
+//! runs that a subtile reads for the first time: a few rows of queries and values, and sixteen rows
+//! of keys at a time while they are transposed.
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Asks for `data`, which is read soon.
+/// Prefetches `data`.
 #[inline]
 pub fn prefetch<T>(data: &[T]) {
-    // From its first element on, which may be inside a line.
+    // The first element may be inside a line.
     data.chunks(LINE / size_of::<T>()).for_each(|line| prefetch_line(line.as_ptr()));
 }
 
-/// What is asked for a part at a time, between other work: a core waits for those beyond about two
-/// dozen lines that it has asked for and not got.
-pub struct Ahead<'a, T> {
+/// A prefetch that is issued in parts, between other work: a core stalls when more than about two
+/// dozen lines are outstanding.
+pub struct Prefetch<'a, T> {
     data: [&'a [T]; 2],
-    /// Elements of a part of each.
+    /// Elements of a part of each slice.
     parts: [usize; 2],
 }
 
-impl<'a, T> Ahead<'a, T> {
+impl<'a, T> Prefetch<'a, T> {
     /// `data` in so many parts.
     pub fn new(data: [&'a [T]; 2], parts: usize) -> Self {
         let line = LINE / size_of::<T>();
         Self { data, parts: data.map(|data| data.len().div_ceil(line).div_ceil(parts) * line) }
     }
 
-    /// Asks for the next part.
-    pub fn ask(&mut self) {
+    /// Prefetches the next part.
+    pub fn issue(&mut self) {
         for (data, &part) in self.data.iter_mut().zip(&self.parts) {
             let (now, later) = data.split_at(part.min(data.len()));
             prefetch(now);
@@ -38,7 +39,8 @@ impl<'a, T> Ahead<'a, T> {
     }
 }
 
-/// Asks for the line at `at`, which may be anywhere: an address without memory is passed over.
+/// Prefetches the line at `at`, which may be any address: the instruction ignores one that is not
+/// mapped.
 #[inline(always)]
 pub fn prefetch_line<T>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]

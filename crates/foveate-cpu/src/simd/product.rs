@@ -1,30 +1,30 @@
 //! Products of tiles.
 //!
-//! All five products of attention are `c (+)= a·b` with a small `a` and `c` and with a `b` that
-//! is used many times, so `b` comes packed in [`Panels`]: sixteen columns beside each other,
-//! depth after depth. `a` is read where it lies, along or across its rows. A block of `c` (12
-//! rows of 32 columns with AVX-512, 6 of 16 with AVX2 and NEON) stays in registers over the whole
-//! depth: each step loads one or two groups of `b` and multiplies them by one number of each row.
+//! All five products of attention are `c (+)= a·b` with small `a` and `c` and a `b` that is used
+//! many times, so `b` is packed in [`Panels`] of sixteen columns, row after row. `a` is read in
+//! place, by rows or by columns. A register block of `c` (12 rows of 32 columns with AVX-512, 6 of
+//! 16 with AVX2 and NEON) accumulates over the whole depth: each step loads one or two groups of
+//! `b` and multiplies them by one element of each row of `a`.
 //!
-//! What is computed is a [`Part`]: rows, columns and depth each have a range, so that a caller
-//! that knows what is dead in a tile computes the rest only, [`STRIP`] rows at a time.
+//! A caller computes a [`Part`]: a range of rows, columns and depth. So it can leave out what the
+//! mask hides in a tile, [`SUBTILE_ROWS`] rows at a time.
 //!
-//! Every element is summed over its depth from first to last and written, times a factor, or added
-//! to `c` at the end. Levels differ in how a multiply-add rounds, and in nothing else; neither
-//! parts nor blocks matter.
+//! Every element is summed over its depth from first to last, then multiplied by a factor and
+//! written, or added to `c`. Levels differ in how a multiply-add rounds and in nothing else; parts
+//! and register blocks do not change the bits.
 //!
-//! What is multiplied is an [`Element`]: f32, or a [`Pair`] of bf16 that are neighbours along the
-//! depth. A product of pairs adds two exact products to an f32 in one instruction of the levels
-//! that have it; on the others it is written out, for tests.
+//! Operands are of an [`Element`]: f32, or a [`Pair`] of bf16 that are neighbours along the depth.
+//! One instruction of the levels that have it adds the two exact products of a pair to an f32; the
+//! other levels have a scalar version, for tests.
 
 use super::baseline::Baseline;
-use super::group::{Block, LANES, Lanes, Pair, Simd};
+use super::group::{LANES, Lanes, Pair, RegisterBlock, Simd};
 use super::level::{for_each_level, for_pairs};
 use super::operands::{Element, Matrix, Panels, Part, Write};
 
-/// Rows that are whole blocks on every level, so that nothing is lost when parts are chosen for so
-/// many at a time.
-pub const STRIP: usize = 12;
+/// Rows of a subtile: whole register blocks on every level, so that a part of so many rows costs no
+/// more for each row than a whole tile.
+pub const SUBTILE_ROWS: usize = 12;
 
 /// An element that products are compiled for.
 pub trait TileProduct: Element {
@@ -69,12 +69,12 @@ impl TileProduct for Pair {
 
 /// Instructions that multiply groups of elements.
 trait Multiply<T>: Copy {
-    /// Those for the sums.
-    type Sums: Simd;
+    /// The instructions for the accumulators.
+    type Acc: Simd;
     /// A group of elements in registers.
     type Group: Copy;
 
-    fn sums(self) -> Self::Sums;
+    fn floats(self) -> Self::Acc;
     fn load_elements(self, from: &[T; LANES]) -> Self::Group;
     /// `x` in every lane.
     fn repeat(self, x: &T) -> Self::Group;
@@ -83,16 +83,16 @@ trait Multiply<T>: Copy {
         self,
         a: Self::Group,
         b: Self::Group,
-        c: <Self::Sums as Simd>::V,
-    ) -> <Self::Sums as Simd>::V;
+        c: <Self::Acc as Simd>::V,
+    ) -> <Self::Acc as Simd>::V;
 }
 
 impl<S: Simd> Multiply<f32> for S {
-    type Sums = S;
+    type Acc = S;
     type Group = S::V;
 
     #[inline(always)]
-    fn sums(self) -> S {
+    fn floats(self) -> S {
         self
     }
 
@@ -112,13 +112,13 @@ impl<S: Simd> Multiply<f32> for S {
     }
 }
 
-/// Plain floats.
+/// Scalar floats.
 impl Multiply<Pair> for Baseline {
-    type Sums = Self;
+    type Acc = Self;
     type Group = [<Self as Simd>::V; 2];
 
     #[inline(always)]
-    fn sums(self) -> Self {
+    fn floats(self) -> Self {
         self
     }
 
@@ -145,11 +145,11 @@ impl Multiply<Pair> for Baseline {
 
 #[cfg(target_arch = "x86_64")]
 impl Multiply<Pair> for super::x86::Avx512Pairs {
-    type Sums = super::x86::Avx512;
+    type Acc = super::x86::Avx512;
     type Group = super::x86::PairGroup;
 
     #[inline(always)]
-    fn sums(self) -> Self::Sums {
+    fn floats(self) -> Self::Acc {
         super::group::Round::floats(self)
     }
 
@@ -168,8 +168,8 @@ impl Multiply<Pair> for super::x86::Avx512Pairs {
         self,
         a: Self::Group,
         b: Self::Group,
-        c: <Self::Sums as Simd>::V,
-    ) -> <Self::Sums as Simd>::V {
+        c: <Self::Acc as Simd>::V,
+    ) -> <Self::Acc as Simd>::V {
         self.add_products(a, b, c)
     }
 }
@@ -248,15 +248,15 @@ fn product_body<T, M: Multiply<T>>(
     // SAFETY: the assertions keep every element of the part inside the three slices, and `c` is
     // borrowed exclusively.
     unsafe {
-        match M::Sums::BLOCK {
-            Block::R12G2 => blocks::<T, M, 12, 2>(m, at, rows, groups),
-            Block::R6G1 => blocks::<T, M, 6, 1>(m, at, rows, groups),
-            Block::R2G1 => blocks::<T, M, 2, 1>(m, at, rows, groups),
+        match M::Acc::REGISTER_BLOCK {
+            RegisterBlock::R12G2 => register_blocks::<T, M, 12, 2>(m, at, rows, groups),
+            RegisterBlock::R6G1 => register_blocks::<T, M, 6, 1>(m, at, rows, groups),
+            RegisterBlock::R2G1 => register_blocks::<T, M, 2, 1>(m, at, rows, groups),
         }
     }
 }
 
-/// Where a block lies.
+/// The addresses of a register block.
 struct At<T> {
     c: *mut f32,
     stride: usize,
@@ -280,7 +280,7 @@ impl<T> Clone for At<T> {
 impl<T> Copy for At<T> {}
 
 impl<T> At<T> {
-    /// So many rows down.
+    /// Moves down by `rows`.
     #[inline(always)]
     fn down(self, rows: usize) -> Self {
         Self {
@@ -290,7 +290,7 @@ impl<T> At<T> {
         }
     }
 
-    /// So many groups of columns right.
+    /// Moves right by `groups` of columns.
     #[inline(always)]
     fn right(self, groups: usize) -> Self {
         Self {
@@ -301,19 +301,19 @@ impl<T> At<T> {
     }
 }
 
-/// All blocks of a part, of at most `R` rows and `G` groups.
+/// All register blocks of a part, of at most `R` rows and `G` groups.
 ///
 /// # Safety
 /// `rows` rows and `groups` groups from `at` on are inside the operands and the result, and the
 /// result is the caller's to write.
 #[inline(always)]
-unsafe fn blocks<T, M: Multiply<T>, const R: usize, const G: usize>(
+unsafe fn register_blocks<T, M: Multiply<T>, const R: usize, const G: usize>(
     m: M,
     at: At<T>,
     rows: usize,
     groups: usize,
 ) {
-    // Down first: the panels of a column of blocks stay in the first-level cache.
+    // Down first: the panels of a column of register blocks stay in the first-level cache.
     let mut group = 0;
     while G == 2 && group + 2 <= groups {
         // SAFETY: as given.
@@ -330,7 +330,7 @@ unsafe fn blocks<T, M: Multiply<T>, const R: usize, const G: usize>(
 /// `rows` rows of `G` groups of columns.
 ///
 /// # Safety
-/// That of [`blocks`].
+/// That of [`register_blocks`].
 #[inline(always)]
 unsafe fn column<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>, rows: usize) {
     let mut row = 0;
@@ -338,7 +338,7 @@ unsafe fn column<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At
         ($rows:expr) => {
             while row + $rows <= rows {
                 // SAFETY: as given.
-                unsafe { block::<T, M, { $rows }, G>(m, at.down(row)) };
+                unsafe { register_block::<T, M, { $rows }, G>(m, at.down(row)) };
                 row += $rows;
             }
         };
@@ -355,42 +355,42 @@ unsafe fn column<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At
     }
     while row < rows {
         // SAFETY: as given.
-        unsafe { block::<T, M, 1, G>(m, at.down(row)) };
+        unsafe { register_block::<T, M, 1, G>(m, at.down(row)) };
         row += 1;
     }
 }
 
-/// One block.
+/// One register block.
 ///
 /// # Safety
-/// That of [`blocks`].
+/// That of [`register_blocks`].
 #[inline(always)]
-unsafe fn block<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
+unsafe fn register_block<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
     if at.a_row == 1 {
         // SAFETY: as given.
-        unsafe { sums::<T, M, R, G>(m, At { a_row: 1, ..at }) }
+        unsafe { accumulate::<T, M, R, G>(m, At { a_row: 1, ..at }) }
     } else {
         // SAFETY: as given.
-        unsafe { sums::<T, M, R, G>(m, at) }
+        unsafe { accumulate::<T, M, R, G>(m, at) }
     }
 }
 
 /// # Safety
-/// That of [`blocks`].
+/// That of [`register_blocks`].
 #[inline(always)]
-unsafe fn sums<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
-    let s = m.sums();
-    // Values of their own: fields would be read from memory again after every store.
+unsafe fn accumulate<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T>) {
+    let s = m.floats();
+    // Local copies: the compiler would reload fields from memory after every store.
     let At { c, stride, mut a, a_row, a_depth, mut b, panel, b_depth, depth, write } = at;
-    let mut sums = [[s.splat(0.0); G]; R];
+    let mut accumulators = [[s.splat(0.0); G]; R];
     for _ in 0..depth {
         // SAFETY: as given, for this step of the depth.
         unsafe {
             let b_groups: [M::Group; G] =
                 std::array::from_fn(|g| m.load_elements(&*b.add(g * panel).cast()));
-            for (i, sums) in sums.iter_mut().enumerate() {
+            for (i, row) in accumulators.iter_mut().enumerate() {
                 let x = m.repeat(&*a.add(i * a_row));
-                for (sum, &b) in sums.iter_mut().zip(&b_groups) {
+                for (sum, &b) in row.iter_mut().zip(&b_groups) {
                     *sum = m.add_product(x, b, *sum);
                 }
             }
@@ -403,15 +403,15 @@ unsafe fn sums<T, M: Multiply<T>, const R: usize, const G: usize>(m: M, at: At<T
     match write {
         Write::Times(factor) => {
             let factor = s.splat(factor);
-            for (i, sums) in sums.iter().enumerate() {
-                for (g, &sum) in sums.iter().enumerate() {
+            for (i, row) in accumulators.iter().enumerate() {
+                for (g, &sum) in row.iter().enumerate() {
                     s.store(s.mul(sum, factor), into(i, g));
                 }
             }
         }
         Write::Add => {
-            for (i, sums) in sums.iter().enumerate() {
-                for (g, &sum) in sums.iter().enumerate() {
+            for (i, row) in accumulators.iter().enumerate() {
+                for (g, &sum) in row.iter().enumerate() {
                     let into = into(i, g);
                     s.store(s.add(s.load(into), sum), into);
                 }

@@ -12,10 +12,10 @@ for_each_level! {
     pub exp_sum / exp_sum_on = exp_sum_body(row: &mut [f32], shift: f32) -> f32
 }
 for_each_level! {
-    /// The online softmax of a strip. Row `r` is `scores[r * stride..][columns]`, for as many rows
-    /// as `rows` has; it becomes its weights relative to the largest score so far. A row that has
-    /// seen nothing but `-∞` becomes 0.
-    pub soften / soften_on = soften_body(
+    /// The online softmax of a subtile. Row `r` is `scores[r * stride..][columns]`, for as many rows
+    /// as `rows` has. Scores become weights relative to the row maximum so far; a row whose scores
+    /// so far are all `-∞` becomes 0.
+    pub online_softmax / online_softmax_on = online_softmax_body(
         scores: &mut [f32],
         stride: usize,
         columns: Range<usize>,
@@ -43,10 +43,11 @@ for_each_level! {
     pub pair_square_sum / pair_square_sum_on = pair_square_sum_body(row: &[Pair]) -> f32
 }
 for_each_level! {
-    /// Weights of a strip and their gradients: `p = share·exp(p - lse)` and `d = p·(d - delta)`.
-    /// Row `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row without
-    /// weight, whose lse is `+∞`, becomes 0 in both.
-    pub derive / derive_on = derive_body(
+    /// The softmax's weights and the gradient of its scores, in place: scores `p` become
+    /// `row_weight_sum·exp(p - lse)`, and gradients `d` of the weights become `p·(d - delta)`. Row
+    /// `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row whose lse is
+    /// `+∞` becomes 0 in both.
+    pub softmax_backward / softmax_backward_on = softmax_backward_body(
         p: &mut [f32],
         d: &mut [f32],
         stride: usize,
@@ -56,9 +57,9 @@ for_each_level! {
 }
 
 for_each_level! {
-    /// Whether every weight that [`derive`] would make of a strip is 0: scores are so far below lse
-    /// that their exponentials are.
-    pub weighs_nothing / weighs_nothing_on = weighs_nothing_body(
+    /// Whether [`softmax_backward`] would make every weight of a subtile 0, because all scores are
+    /// further than [`ZERO_WEIGHT`] below their lse.
+    pub weights_are_zero / weights_are_zero_on = weights_are_zero_body(
         scores: &[f32],
         stride: usize,
         columns: Range<usize>,
@@ -66,25 +67,30 @@ for_each_level! {
     ) -> bool
 }
 
-/// A weight is 0 whose score is so far, or farther, from the one that weighs 1.
-pub const NOTHING: f32 = -127.0 / LOG2_E - 0.1;
+/// The exponential of this difference, and of any below it, is 0 in f32.
+pub const ZERO_WEIGHT: f32 = -127.0 / LOG2_E - 0.1;
 
-/// What the backward knows of rows.
+/// The statistics of rows that the backward reads.
 #[derive(Clone, Copy, Debug)]
 pub struct RowStatistics<'a> {
-    /// `+∞` for a row that sees nothing.
+    /// `+∞` for an empty row.
     pub lse: &'a [f32],
     /// `Σ d_out·out - d_lse`.
     pub delta: &'a [f32],
-    /// What the powers of a row are multiplied with to be its weights: 1, unless lse is huge.
-    pub share: &'a [f32],
+    /// `1 / Σ exp(score - lse)` for rows whose lse is too large for its rounding not to matter;
+    /// 1 for all others.
+    pub row_weight_sum: &'a [f32],
 }
 
 impl<'a> RowStatistics<'a> {
-    /// Those of a range.
+    /// The statistics of a range of rows.
     pub fn of(&self, rows: Range<usize>) -> Self {
-        let Self { lse, delta, share } = self;
-        Self { lse: &lse[rows.clone()], delta: &delta[rows.clone()], share: &share[rows] }
+        let Self { lse, delta, row_weight_sum } = self;
+        Self {
+            lse: &lse[rows.clone()],
+            delta: &delta[rows.clone()],
+            row_weight_sum: &row_weight_sum[rows],
+        }
     }
 }
 
@@ -107,7 +113,7 @@ fn groups_mut(row: &mut [f32]) -> &mut [Lanes] {
 /// The largest element of `row`; `-∞` when empty, NaN when one is NaN.
 #[inline(always)]
 fn max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
-    // Two maxima, so that the next comparison need not wait for the last.
+    // Two maxima: consecutive comparisons do not depend on each other.
     let mut max = [s.splat(f32::NEG_INFINITY); 2];
     let (pairs, last) = groups(row).as_chunks::<2>();
     for pair in pairs {
@@ -119,10 +125,9 @@ fn max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
     s.largest(s.larger(max[0], max[1]))
 }
 
-/// [`max_body`] in a third of the operations: NaN beside numbers may be left out, but then the
-/// result is finite.
+/// [`max_body`] with a third of the operations where the result is finite. It may miss a NaN there.
 #[inline(always)]
-fn top_body<S: Simd>(s: S, row: &[f32]) -> f32 {
+fn finite_max_body<S: Simd>(s: S, row: &[f32]) -> f32 {
     let mut max = [s.splat(f32::NEG_INFINITY); 2];
     let (pairs, last) = groups(row).as_chunks::<2>();
     for pair in pairs {
@@ -131,8 +136,8 @@ fn top_body<S: Simd>(s: S, row: &[f32]) -> f32 {
     for group in last {
         max[0] = s.max(max[0], s.load(group));
     }
-    let top = s.largest(s.larger(max[0], max[1]));
-    if top.is_finite() { top } else { max_body(s, row) }
+    let max = s.largest(s.larger(max[0], max[1]));
+    if max.is_finite() { max } else { max_body(s, row) }
 }
 
 #[inline(always)]
@@ -146,15 +151,15 @@ fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
     s.sum(sum)
 }
 
-/// What the online softmax knows of a row.
+/// The online softmax of a row.
 #[derive(Clone, Copy, Debug)]
 pub struct RowState {
-    /// The largest score so far, which weights are relative to.
+    /// The row maximum so far, which weights are relative to.
     pub max: f32,
-    /// The weights so far, added up.
+    /// The sum of the weights so far.
     pub sum: f32,
-    /// What the last strip scaled `sum` by before it added its own, and what earlier products with
-    /// weights are to be scaled by.
+    /// What the last subtile rescaled `sum` by before it added its own weights. The output
+    /// accumulator is to be rescaled by the same.
     pub factor: f32,
 }
 
@@ -162,26 +167,26 @@ impl RowState {
     /// Before the first score.
     pub const START: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, factor: 1.0 };
 
-    /// Whether nothing has had a weight.
+    /// Whether no key has had a weight.
     pub fn is_fresh(&self) -> bool {
         self.max == f32::NEG_INFINITY
     }
 }
 
 #[inline(always)]
-fn soften_body<S: Simd>(
+fn online_softmax_body<S: Simd>(
     s: S,
     scores: &mut [f32],
     stride: usize,
     columns: Range<usize>,
     rows: &mut [RowState],
 ) {
-    // All maxima first: while one is folded the next is on its way.
+    // All maxima first, so that their reductions overlap.
     for (row, state) in scores.chunks(stride).zip(&mut *rows) {
-        let max = larger(state.max, top_body(s, &row[columns.clone()]));
+        let max = larger(state.max, finite_max_body(s, &row[columns.clone()]));
         state.factor = 1.0;
         if max != state.max {
-            // Nothing to scale before the first score.
+            // Before the first score there is nothing to rescale.
             if state.max != f32::NEG_INFINITY {
                 state.factor = (state.max - max).exp();
             }
@@ -197,14 +202,14 @@ fn soften_body<S: Simd>(
         }
         let (mut sum, max) = (s.splat(0.0), s.splat(state.max));
         for group in groups_mut(row) {
-            // The difference first: it is exact where it matters, however large scores are.
+            // The difference comes first: it is exact near the maximum, however large scores are.
             let weights = exp2_small(s, s.mul(s.sub(s.load(group), max), log2_e));
             s.store(weights, group);
             sum = s.add(sum, weights);
         }
         let sum = s.sum(sum);
         state.sum = state.sum * state.factor + sum;
-        // The largest score is a number, but another is none.
+        // The maximum is a number, but another score is NaN.
         if sum.is_nan() && state.max.is_finite() {
             state.max = f32::NAN;
         }
@@ -219,9 +224,9 @@ fn scale_body<S: Simd>(s: S, row: &mut [f32], factor: f32) {
     }
 }
 
-/// `row[i] *= factor` for a sum of weighted values, of which a factor of 0 leaves nothing.
+/// `row[i] *= factor` for a weighted sum of values. A factor of 0 clears it, whatever is in it.
 #[inline]
-pub fn reweigh(row: &mut [f32], factor: f32) {
+pub fn rescale(row: &mut [f32], factor: f32) {
     if factor == 0.0 {
         row.fill(0.0);
     } else if factor != 1.0 {
@@ -268,7 +273,7 @@ fn pair_square_sum_body<S: Simd>(s: S, row: &[Pair]) -> f32 {
     debug_assert!(rest.is_empty(), "rows are padded to whole groups");
     let mut sum = s.splat(0.0);
     for group in groups {
-        // What to_f32 does, but for the kind of a NaN.
+        // As bf16::to_f32, except that a signalling NaN stays one.
         let x = s.load(&group.map(|x| f32::from_bits(u32::from(x.to_bits()) << 16)));
         sum = s.mul_add(x, x, sum);
     }
@@ -276,17 +281,17 @@ fn pair_square_sum_body<S: Simd>(s: S, row: &[Pair]) -> f32 {
 }
 
 #[inline(always)]
-fn weighs_nothing_body<S: Simd>(
+fn weights_are_zero_body<S: Simd>(
     s: S,
     scores: &[f32],
     stride: usize,
     columns: Range<usize>,
     lse: &[f32],
 ) -> bool {
-    // The first row tells of most strips that they weigh something.
+    // The first row decides most subtiles.
     for (row, &lse) in scores.chunks(stride).zip(lse) {
         let lse = s.splat(lse);
-        // Two maxima, so that the next comparison need not wait for the last.
+        // Two maxima: consecutive comparisons do not depend on each other.
         let mut above = [s.splat(f32::NEG_INFINITY); 2];
         let (pairs, last) = groups(&row[columns.clone()]).as_chunks::<2>();
         for pair in pairs {
@@ -297,7 +302,7 @@ fn weighs_nothing_body<S: Simd>(
             above[0] = s.larger(above[0], s.sub(s.load(group), lse));
         }
         let largest = s.largest(s.larger(above[0], above[1]));
-        if largest.is_nan() || largest > NOTHING {
+        if largest.is_nan() || largest > ZERO_WEIGHT {
             return false;
         }
     }
@@ -305,7 +310,7 @@ fn weighs_nothing_body<S: Simd>(
 }
 
 #[inline(always)]
-fn derive_body<S: Simd>(
+fn softmax_backward_body<S: Simd>(
     s: S,
     p: &mut [f32],
     d: &mut [f32],
@@ -322,12 +327,13 @@ fn derive_body<S: Simd>(
             d.fill(0.0);
             continue;
         }
-        let (lse, delta, share) = (s.splat(lse), s.splat(rows.delta[r]), s.splat(rows.share[r]));
-        let plain = rows.share[r] == 1.0;
+        let (lse, delta, row_weight_sum) =
+            (s.splat(lse), s.splat(rows.delta[r]), s.splat(rows.row_weight_sum[r]));
+        let plain = rows.row_weight_sum[r] == 1.0;
         for (p, d) in groups_mut(p).iter_mut().zip(groups_mut(d)) {
-            // The difference first: it is exact where it matters, however large scores are.
+            // The difference comes first: it is exact near the maximum, however large scores are.
             let power = exp2(s, s.mul(s.sub(s.load(p), lse), log2_e));
-            let weight = if plain { power } else { s.mul(power, share) };
+            let weight = if plain { power } else { s.mul(power, row_weight_sum) };
             s.store(weight, p);
             s.store(s.mul(weight, s.sub(s.load(d), delta)), d);
         }
@@ -365,14 +371,14 @@ mod tests {
         let scores: Vec<f32> = (0..4 * stride).map(|i| ((i * 37) % 23) as f32 * 0.25).collect();
         let d_p: Vec<f32> = (0..4 * stride).map(|i| ((i * 11) % 17) as f32 * 0.5 - 4.0).collect();
         let (lse, delta) = ([2.0, f32::INFINITY, -95.0, 7.0], [1.5, 0.0, -2.0, 0.5]);
-        let share = [1.0, 1.0, 1.0, 0.25];
+        let row_weight_sum = [1.0, 1.0, 1.0, 0.25];
         for &level in Level::available() {
             let (mut p, mut d) = (scores.clone(), d_p.clone());
-            let rows = RowStatistics { lse: &lse, delta: &delta, share: &share };
-            derive_on(level, &mut p, &mut d, stride, columns.clone(), rows);
+            let rows = RowStatistics { lse: &lse, delta: &delta, row_weight_sum: &row_weight_sum };
+            softmax_backward_on(level, &mut p, &mut d, stride, columns.clone(), rows);
             for i in 0..4 * stride {
                 let (r, inside) = (i / stride, columns.contains(&(i % stride)));
-                let weight = f64::from(share[r]) * f64::from(scores[i] - lse[r]).exp();
+                let weight = f64::from(row_weight_sum[r]) * f64::from(scores[i] - lse[r]).exp();
                 let near = |got: f32, want: f64| {
                     // Above 2^127 what is not infinite is as large as can be.
                     let want = want.min(f64::from(2f32.powi(127)) * 1.5);
@@ -395,8 +401,8 @@ mod tests {
         let lse = [50.0, f32::INFINITY, 10.0];
         let derived = |level, scores: &[f32]| {
             let (mut p, mut d) = (scores.to_vec(), vec![1.0; scores.len()]);
-            let rows = RowStatistics { lse: &lse, delta: &[0.5; 3], share: &[1.0; 3] };
-            derive_on(level, &mut p, &mut d, stride, columns.clone(), rows);
+            let rows = RowStatistics { lse: &lse, delta: &[0.5; 3], row_weight_sum: &[1.0; 3] };
+            softmax_backward_on(level, &mut p, &mut d, stride, columns.clone(), rows);
             (0..3).all(|r| p[r * stride..][columns.clone()].iter().all(|&p| p == 0.0))
         };
         for &level in Level::available() {
@@ -405,7 +411,7 @@ mod tests {
                 scores[2 * stride + 30] = largest;
                 // Not of the columns.
                 scores[3] = 60.0;
-                let nothing = weighs_nothing_on(level, &scores, stride, columns.clone(), &lse);
+                let nothing = weights_are_zero_on(level, &scores, stride, columns.clone(), &lse);
                 assert!(!nothing || derived(level, &scores), "{}: {largest}", level.name());
                 assert_eq!(nothing, largest <= -78.2, "{}: {largest}", level.name());
             }
@@ -433,16 +439,16 @@ mod tests {
         let odd = [f32::INFINITY, f32::NAN, f32::NEG_INFINITY, 2.0];
         for (factor, want) in [(0.0, 0.0), (1.0, 2.0), (0.5, 1.0)] {
             let mut row = [odd; LANES / 4].concat();
-            reweigh(&mut row, factor);
+            rescale(&mut row, factor);
             let kept = if factor == 0.0 { 0.0 } else { f32::INFINITY };
             assert!(row[3] == want && row[0] == kept, "{factor} gave {row:?}");
         }
     }
 
-    /// A strip of one row through [`soften`].
+    /// A subtile of one row through [`online_softmax`].
     fn soften_row(level: Level, row: &[f32], mut state: RowState) -> (Vec<f32>, RowState) {
         let mut p = row.to_vec();
-        soften_on(level, &mut p, row.len(), 0..row.len(), std::slice::from_mut(&mut state));
+        online_softmax_on(level, &mut p, row.len(), 0..row.len(), std::slice::from_mut(&mut state));
         (p, state)
     }
 

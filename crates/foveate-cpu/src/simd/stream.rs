@@ -1,9 +1,9 @@
-//! Products of a few rows with many rows that are read where they lie, whatever their dtype.
+//! Products of a few query rows with many key or value rows, read in place in any dtype.
 //!
-//! Decoding has a handful of queries for each key/value head, so every element of keys and values
-//! takes part in a few products only and memory is what bounds it: packing would read and write it
-//! once more. Here a row of keys or values is read in its dtype, widened in registers, and meets
-//! all query rows of its head while it is in the first-level cache.
+//! Decoding has a handful of queries for each KV head, so memory bandwidth bounds it, and packing
+//! would read and write every key and value once more. Here a row of keys or values is loaded in
+//! its dtype, converted in registers, and multiplied with all query rows of its head while it is in
+//! the first-level cache.
 
 use foveate_tensor::Slice;
 use half::{bf16, f16};
@@ -38,7 +38,7 @@ impl<'a, E> Typed<'a, E> {
     }
 }
 
-/// An element that is widened in registers.
+/// An element that is converted to f32 in registers.
 trait Element: Copy {
     fn load<S: Simd>(s: S, from: &[Self; LANES]) -> S::V;
 }
@@ -188,7 +188,7 @@ fn add_body<S: Simd>(
     });
 }
 
-/// Adds the weighted values to `R` rows, as many groups at a time as sums fit the registers.
+/// Adds the weighted values to `R` rows, as many groups at a time as accumulators fit the registers.
 #[inline(always)]
 fn sum_rows<S: Simd, E: Element, const R: usize>(
     s: S,

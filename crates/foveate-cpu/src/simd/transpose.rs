@@ -5,9 +5,9 @@ use super::level::for_each_level;
 use super::operands::Matrix;
 use super::prefetch::prefetch_line;
 
-/// What fits a lane, moved as bits.
+/// An element as wide as a lane.
 trait Lane: Copy {
-    /// In what has not been read.
+    /// The padding.
     const ZERO: Self;
 
     fn load<S: Simd>(s: S, from: &[Self; LANES]) -> S::V;
@@ -59,7 +59,7 @@ for_each_level! {
 }
 
 for_each_level! {
-    /// The same of pairs.
+    /// [`transpose`] for pairs.
     pub transpose_pairs / transpose_pairs_on = transpose_body(
         rows: Matrix<'_, Pair>,
         n: usize,
@@ -80,7 +80,7 @@ fn transpose_body<S: Simd, T: Lane>(
     for (p, panel) in into.chunks_exact_mut(depth * LANES).enumerate() {
         let ahead = rows.data.as_ptr().wrapping_add((p + 1) * LANES * rows.row);
         for (g, columns) in panel.as_chunks_mut::<LANES>().0.chunks_mut(LANES).enumerate() {
-            // The same lines of the next panel's rows.
+            // Prefetch the same lines of the next panel's rows.
             (0..LANES).for_each(|j| prefetch_line(ahead.wrapping_add(j * rows.row + g * LANES)));
             let mut block = [s.splat(0.0); LANES];
             for (row, column) in (p * LANES..n).zip(&mut block) {

@@ -1,6 +1,6 @@
 //! AVX-512 and AVX2.
 
-use super::group::{Block, LANES, Lanes, Pair, Round, Simd, methods};
+use super::group::{LANES, Lanes, Pair, RegisterBlock, Round, Simd, methods};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -19,7 +19,7 @@ impl Avx512 {
 
 impl Simd for Avx512 {
     type V = __m512;
-    const BLOCK: Block = Block::R12G2;
+    const REGISTER_BLOCK: RegisterBlock = RegisterBlock::R12G2;
 
     methods! {
         splat(x: f32) -> __m512 = _mm512_set1_ps(x);
@@ -105,7 +105,7 @@ impl Round for Avx512Pairs {
     }
 }
 
-/// Which lanes of two groups, counted on, the first of [`Simd::exchange`] has.
+/// The lanes of `a` (0 to 15) and `b` (16 to 31) that the first result of [`Simd::exchange`] takes.
 const fn lower(step: usize) -> [i32; 16] {
     let (mut lanes, mut l) = ([0; 16], 0);
     while l < 16 {
@@ -115,7 +115,7 @@ const fn lower(step: usize) -> [i32; 16] {
     lanes
 }
 
-/// The same of the second.
+/// The lanes that the second result takes.
 const fn upper(step: usize) -> [i32; 16] {
     let (mut lanes, mut l) = ([0; 16], 0);
     while l < 16 {
@@ -140,7 +140,7 @@ impl Avx2 {
 
 impl Simd for Avx2 {
     type V = [__m256; 2];
-    const BLOCK: Block = Block::R6G1;
+    const REGISTER_BLOCK: RegisterBlock = RegisterBlock::R6G1;
 
     methods! {
         splat(x: f32) -> [__m256; 2] = [_mm256_set1_ps(x); 2];

@@ -102,7 +102,7 @@ fn masks_choose_keys() {
 #[test]
 fn documents_that_end_inside_a_strip_are_right() {
     for (seed, dtype) in [DType::F32, DType::BF16].into_iter().enumerate() {
-        // Of 23 tokens, so that each end is at another row of a strip.
+        // Of 23 tokens, so that each end is at another row of a subtile.
         let ids = (0..151).map(|i| i / 23).collect();
         let doc = Buffer::vector("doc", ids);
         let same = doc.at([q()]).eq(doc.at([kv()]));

@@ -68,7 +68,7 @@ impl Planned for CpuPlan {
             block_masks: found.block_masks,
             runs: found.runs,
             block_mask_bytes: found.block_mask_bytes,
-            live_share: found.live_share,
+            live_share: found.density,
             forward_bytes: found.forward_bytes,
             backward_bytes: found.backward_bytes,
             ..Work::default()

@@ -1,23 +1,22 @@
-//! Products of weights with values of which some are infinite or NaN.
+//! Products of weights with non-finite values.
 //!
-//! A row of values takes part in the sums of those that give it a weight, and in no others: what a
-//! mask hides or dropout drops does not come out. A product of tiles multiplies all of them, and 0
-//! times infinity is NaN. To look at every value before would cost everybody; so the forward looks
-//! at its results instead, and where one is not finite though its row's weights are, it computes
-//! those rows again with the products here. They leave rows of values that are numbers to the
-//! products of tiles, too, and multiply the others by weights that are not 0 only.
+//! A weight of 0 takes no value, not even a non-finite one: what a mask hides or dropout drops does
+//! not reach `out`. But a product of tiles multiplies every value, and 0 times infinity is NaN.
+//! Checking all values beforehand would slow every call down. So the forward checks its results
+//! instead: where a row is non-finite although the sum of its weights is finite, it computes the
+//! tile again with the products of this module. They multiply a non-finite row of values only by
+//! weights that are not 0, and leave finite rows to the products of tiles.
 
 use std::ops::Range;
 
 use crate::pack::Format;
 use crate::simd::{self, Matrix, Panels, Part, Rows, Write};
 
-/// Whether one of these rows of results, of `dim` numbers each, may have taken what its weights of
-/// 0 hide. Of each row `sums` has the sum of its weights, which is no number where the row rightly
-/// is none.
-pub fn is_tainted(rows: &[f32], dim: usize, sums: impl Iterator<Item = f32>) -> bool {
-    let tainted = |(row, sum): (&[f32], f32)| sum.is_finite() && !simd::all_finite(row);
-    !simd::all_finite(rows) && rows.chunks_exact(dim).zip(sums).any(tainted)
+/// Whether one of `rows`, of `dim` numbers each, is non-finite although the sum of its weights, in
+/// `sums`, is finite.
+pub fn has_nonfinite(rows: &[f32], dim: usize, sums: impl Iterator<Item = f32>) -> bool {
+    let has_nonfinite = |(row, sum): (&[f32], f32)| sum.is_finite() && !simd::all_finite(row);
+    !simd::all_finite(rows) && rows.chunks_exact(dim).zip(sums).any(has_nonfinite)
 }
 
 /// `out += weights·v` for `part` of it, rows of `out` being `stride` apart.
@@ -70,7 +69,7 @@ pub fn add_in_place(out: &mut [f32], dim: usize, p: &[f32], stride: usize, value
     }
 }
 
-/// The runs of neighbours that all are finite, or that all are not.
+/// The runs of neighbours that all are finite, or all non-finite.
 fn runs(
     all: Range<usize>,
     is_finite: impl Fn(usize) -> bool,
@@ -164,7 +163,7 @@ mod tests {
     fn results_are_tainted_where_they_are_not_finite_though_their_weights_are() {
         let mut rows = vec![1.0; 3 * DIM];
         let sums = [2.0, f32::NAN, 0.0];
-        let is = |rows: &[f32]| is_tainted(rows, DIM, sums.into_iter());
+        let is = |rows: &[f32]| has_nonfinite(rows, DIM, sums.into_iter());
         assert!(!is(&rows));
         rows[DIM + 3] = f32::NAN;
         assert!(!is(&rows), "a row of NaN scores is rightly NaN");

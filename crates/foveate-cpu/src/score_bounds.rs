@@ -1,14 +1,13 @@
-//! Keys that are out of reach: their weights are 0, whatever their products with the queries are.
+//! Bounds on scores, which find the keys whose weights are 0 before anything is multiplied.
 //!
 //! A score function may lower scores with the distance so far that most weights are 0 in f32, as
-//! ALiBi does for half of its heads. How far is known before anything is multiplied: a raw score is
-//! at most `scale·|q|·|k|`, interval arithmetic gives what the score function makes of that over a
-//! rectangle of queries and keys, and where that is below the scores that the queries have seen by
-//! more than the logarithm of the smallest float, the rectangle is left out. That changes no bit of
-//! the results.
+//! ALiBi does for half of its heads. A raw score is at most `scale·|q|·|k|`. Interval arithmetic
+//! bounds the score function of that over a rectangle of queries and keys. Where the bound is below
+//! the row maxima by more than the logarithm of the smallest float ([`ZERO_WEIGHT`]), the rectangle
+//! is skipped. That changes no bit of the results.
 //!
-//! NaN and infinity are not lost: a norm that is not finite, a score that may be NaN, and an index
-//! that may be outside its axis have no bound.
+//! NaN and infinity are not lost: a non-finite norm, a score that may be NaN, and an index that may
+//! be outside its axis have no bound.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -16,37 +15,37 @@ use std::ops::Range;
 use foveate_mods::Bounds;
 use foveate_mods::Head;
 
-use crate::simd::NOTHING;
+use crate::simd::ZERO_WEIGHT;
 
-/// Keys that are looked at together, a divisor of most key tiles.
+/// Keys that are bounded together, a divisor of most key tiles.
 const STEP: usize = 64;
 
-/// More than products and norms of rows are rounded by.
+/// An upper bound on the rounding of products and norms.
 const ROUNDING: f32 = 1.001;
 
-/// What bounds the scores of a head.
+/// The bounds of a head's scores.
 #[derive(Clone, Debug)]
-pub struct Reach<'a> {
+pub struct ScoreBounds<'a> {
     bounds: &'a Bounds,
     head: Head,
 }
 
-impl<'a> Reach<'a> {
+impl<'a> ScoreBounds<'a> {
     /// For a head under the score function of `bounds`.
     pub fn new(bounds: &'a Bounds, head: Head) -> Self {
         Self { bounds, head }
     }
 
-    /// What no score of `queries` and `keys` is above, where raw ones are at most `magnitude`.
+    /// An upper bound on the scores of `queries` and `keys`, whose raw scores are at most
+    /// `magnitude`.
     fn highest(&self, queries: &Range<usize>, keys: &Range<usize>, magnitude: f32) -> f32 {
         let [q, kv] = [queries, keys].map(|r| r.start as i32..r.end as i32);
         self.bounds.highest(&self.head, q, kv, ROUNDING * magnitude)
     }
 
-    /// Sorts key tiles, those that may weigh most for `queries` first, so that the others are
-    /// compared with them. Says whether any may be out of reach of queries that reach another; if
-    /// not, nothing is moved.
-    pub fn sort<T>(
+    /// Sorts key tiles by their bound, highest first, so that the row maxima rise early. Returns
+    /// whether the bounds differ by enough to skip a tile; if not, the order stays.
+    pub fn sort_tiles<T>(
         &self,
         queries: &Range<usize>,
         tiles: &mut [T],
@@ -57,25 +56,25 @@ impl<'a> Reach<'a> {
         for x in tiles.iter().map(highest) {
             (least, most) = (least.min(x), most.max(x));
         }
-        let far = least - most <= NOTHING;
+        let far = least - most <= ZERO_WEIGHT;
         if far {
             tiles.sort_by_cached_key(|tile| Reverse(order(highest(tile))));
         }
         far
     }
 
-    /// The stretch of `keys` outside of which all weights of `queries`, which have seen a score of
-    /// `seen` at least, are 0: counted from the first key, whole steps. `magnitude` is asked for
-    /// where it matters.
-    pub fn columns(
+    /// The range of `keys` outside of which all weights of `queries`, whose row maxima are at least
+    /// `row_max`, are 0: counted from the first key, whole steps. `magnitude` is called only where
+    /// the raw scores matter.
+    pub fn nonzero_columns(
         &self,
         queries: &Range<usize>,
         keys: &Range<usize>,
-        seen: f32,
+        row_max: f32,
         magnitude: impl Fn() -> f32,
     ) -> Range<usize> {
         let far = |keys: &Range<usize>| {
-            let below = |magnitude| self.highest(queries, keys, magnitude) - seen <= NOTHING;
+            let below = |magnitude| self.highest(queries, keys, magnitude) - row_max <= ZERO_WEIGHT;
             below(0.0) && below(magnitude())
         };
         let mut steps = (0..keys.len()).step_by(STEP).map(|first| {
@@ -88,7 +87,7 @@ impl<'a> Reach<'a> {
     }
 }
 
-/// A number that is as much larger as `x` is, in the order of [`f32::total_cmp`].
+/// An integer that orders as `x` does under [`f32::total_cmp`].
 fn order(x: f32) -> i32 {
     let bits = x.to_bits() as i32;
     if bits < 0 { bits ^ i32::MAX } else { bits }
@@ -105,10 +104,10 @@ mod tests {
 
     use super::*;
 
-    /// One key tile after the other, as `sort` leaves them.
-    fn sorted(reach: &Reach<'_>, tiles: usize) -> Option<Vec<usize>> {
+    /// The order in which `sort_tiles` leaves key tiles.
+    fn sorted(bounds: &ScoreBounds<'_>, tiles: usize) -> Option<Vec<usize>> {
         let mut order: Vec<Range<usize>> = (0..tiles).map(|i| i * 128..(i + 1) * 128).collect();
-        let far = reach.sort(&(512..640), &mut order, |keys| keys);
+        let far = bounds.sort_tiles(&(512..640), &mut order, |keys| keys);
         far.then(|| order.iter().map(|keys| keys.start / 128).collect())
     }
 
@@ -116,9 +115,9 @@ mod tests {
     fn a_slope_leaves_the_keys_near_the_queries() {
         let alibi = Bounds::new(scores::alibi(8).unwrap().program());
         let head = |h| Head { h, q_len: 1024, kv_len: 1024, ..Head::default() };
-        let steep = Reach::new(&alibi, head(0));
+        let steep = ScoreBounds::new(&alibi, head(0));
         // Scores of 8 at most beside one of 0, half a unit a key: 193 keys on either side.
-        let columns = |keys, seen| steep.columns(&(512..640), &keys, seen, || 8.0);
+        let columns = |keys, seen| steep.nonzero_columns(&(512..640), &keys, seen, || 8.0);
         assert_eq!(columns(0..512, 0.0), 320..512);
         assert_eq!(columns(512..640, 0.0), 0..128);
         assert_eq!(columns(640..1024, 0.0), 0..192);
@@ -127,17 +126,17 @@ mod tests {
         assert_eq!(columns(0..512, f32::NEG_INFINITY), 0..512);
         assert_eq!(columns(0..512, f32::NAN), 0..512);
         for norm in [f32::INFINITY, f32::NAN] {
-            assert_eq!(steep.columns(&(512..640), &(0..512), 0.0, || norm), 0..512);
+            assert_eq!(steep.nonzero_columns(&(512..640), &(0..512), 0.0, || norm), 0..512);
         }
         assert_eq!(sorted(&steep, 8), Some(vec![4, 3, 5, 2, 6, 1, 7, 0]));
-        assert_eq!(sorted(&Reach::new(&alibi, head(7)), 8), None);
+        assert_eq!(sorted(&ScoreBounds::new(&alibi, head(7)), 8), None);
     }
 
     #[test]
     fn a_bounded_score_leaves_every_key() {
         let capped = Bounds::new(scores::soft_cap(30.0).unwrap().program());
-        let reach = Reach::new(&capped, Head::default());
-        assert_eq!(sorted(&reach, 8), None);
-        assert_eq!(reach.columns(&(0..128), &(0..512), 30.0, || 1e9), 0..512);
+        let bounds = ScoreBounds::new(&capped, Head::default());
+        assert_eq!(sorted(&bounds, 8), None);
+        assert_eq!(bounds.nonzero_columns(&(0..128), &(0..512), 30.0, || 1e9), 0..512);
     }
 }
