@@ -97,6 +97,10 @@ mod neon {
             max(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
             min(a: V, b: V) -> V = map2(a, b, |a, b| vminq_f32(a, b));
             larger(a: V, b: V) -> V = map2(a, b, |a, b| vmaxq_f32(a, b));
+            clear_masked(x: V, score: V) -> V = map2(x, score, |x, score| {
+                let masked = vceqq_f32(score, vdupq_n_f32(f32::NEG_INFINITY));
+                vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), masked))
+            });
             to_exponent(x: V) -> V = x.map(|x| {
                 vreinterpretq_f32_s32(vshlq_n_s32::<23>(vreinterpretq_s32_f32(x)))
             });
@@ -185,6 +189,11 @@ impl Simd for Baseline {
     #[inline(always)]
     fn larger(self, a: Lanes, b: Lanes) -> Lanes {
         std::array::from_fn(|i| larger(a[i], b[i]))
+    }
+
+    #[inline(always)]
+    fn clear_masked(self, x: Lanes, score: Lanes) -> Lanes {
+        std::array::from_fn(|i| if score[i] == f32::NEG_INFINITY { 0.0 } else { x[i] })
     }
 
     #[inline(always)]

@@ -52,6 +52,8 @@ pub trait Simd: Copy {
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
     /// The larger; NaN when either is.
     fn larger(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `x`, but 0 in the lanes where `score` is `-∞`, whatever `x` is there.
+    fn clear_masked(self, x: Self::V, score: Self::V) -> Self::V;
     /// The bits of each lane shifted left by 23, as a float: an integer becomes an exponent.
     fn to_exponent(self, x: Self::V) -> Self::V;
 

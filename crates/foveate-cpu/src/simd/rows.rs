@@ -46,7 +46,8 @@ for_each_level! {
     /// The softmax's weights and the gradient of its scores, in place: scores `p` become
     /// `row_weight_sum·exp(p - lse)`, and gradients `d` of the weights become `p·(d - delta)`. Row
     /// `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row whose lse is
-    /// `+∞` becomes 0 in both.
+    /// `+∞` becomes 0 in both, and so does an entry whose score is `-∞`, whatever lse, `d` and delta
+    /// are: a masked entry takes nothing of values or rows that are non-finite.
     pub softmax_backward / softmax_backward_on = softmax_backward_body(
         p: &mut [f32],
         d: &mut [f32],
@@ -332,10 +333,11 @@ fn softmax_backward_body<S: Simd>(
         let plain = rows.row_weight_sum[r] == 1.0;
         for (p, d) in groups_mut(p).iter_mut().zip(groups_mut(d)) {
             // The difference comes first: it is exact near the maximum, however large scores are.
-            let power = exp2(s, s.mul(s.sub(s.load(p), lse), log2_e));
+            let score = s.load(p);
+            let power = exp2(s, s.mul(s.sub(score, lse), log2_e));
             let weight = if plain { power } else { s.mul(power, row_weight_sum) };
-            s.store(weight, p);
-            s.store(s.mul(weight, s.sub(s.load(d), delta)), d);
+            s.store(s.clear_masked(weight, score), p);
+            s.store(s.clear_masked(s.mul(weight, s.sub(s.load(d), delta)), score), d);
         }
     }
 }
@@ -396,7 +398,31 @@ mod tests {
     }
 
     #[test]
-    fn a_strip_weighs_nothing_when_all_of_its_weights_are_zero() {
+    fn a_masked_entry_is_zero_whatever_else_is_not_finite_on_every_level() {
+        let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0];
+        let hidden = |i: usize| i % 3 == 1;
+        for &level in Level::available() {
+            for (lse, delta) in odd.iter().flat_map(|&lse| odd.map(|delta| (lse, delta))) {
+                let score = |i| if hidden(i) { f32::NEG_INFINITY } else { 0.5 };
+                let mut p: Vec<f32> = (0..2 * LANES).map(score).collect();
+                let mut d: Vec<f32> = (0..2 * LANES).map(|i| odd[i % 4]).collect();
+                let rows = RowStatistics { lse: &[lse], delta: &[delta], row_weight_sum: &[0.5] };
+                softmax_backward_on(level, &mut p, &mut d, 2 * LANES, 0..2 * LANES, rows);
+                for i in (0..2 * LANES).filter(|&i| hidden(i)) {
+                    let name = level.name();
+                    assert!(p[i] == 0.0 && d[i] == 0.0, "{name}, lse {lse}, delta {delta}: {i}");
+                }
+                let seen = (0..2 * LANES).filter(|&i| !hidden(i));
+                let lost = lse.is_nan() && seen.clone().any(|i| p[i].is_finite());
+                assert!(!lost, "{}: NaN is lost from the weights", level.name());
+                let lost = lse == 1.0 && delta.is_nan() && seen.clone().any(|i| d[i].is_finite());
+                assert!(!lost, "{}: NaN is lost from the gradients", level.name());
+            }
+        }
+    }
+
+    #[test]
+    fn a_subtile_is_skipped_when_all_of_its_weights_are_zero() {
         let (stride, columns) = (48, 16..48);
         let lse = [50.0, f32::INFINITY, 10.0];
         let derived = |level, scores: &[f32]| {

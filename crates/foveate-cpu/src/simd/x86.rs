@@ -37,6 +37,10 @@ impl Simd for Avx512 {
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
             _mm512_mask_mov_ps(_mm512_max_ps(a, b), nan, a)
         };
+        clear_masked(x: __m512, score: __m512) -> __m512 = {
+            let masked = _mm512_set1_ps(f32::NEG_INFINITY);
+            _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(score, masked), x)
+        };
         to_exponent(x: __m512) -> __m512 =
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x)));
         exchange<const STEP>(a: __m512, b: __m512) -> [__m512; 2] = {
@@ -175,6 +179,11 @@ impl Simd for Avx2 {
                 _mm256_blendv_ps(_mm256_max_ps(a, b), a, nan)
             };
             [one(a[0], b[0]), one(a[1], b[1])]
+        };
+        clear_masked(x: [__m256; 2], score: [__m256; 2]) -> [__m256; 2] = {
+            let masked = _mm256_set1_ps(f32::NEG_INFINITY);
+            let one = |x, score| _mm256_and_ps(x, _mm256_cmp_ps::<_CMP_NEQ_UQ>(score, masked));
+            [one(x[0], score[0]), one(x[1], score[1])]
         };
         to_exponent(x: [__m256; 2]) -> [__m256; 2] = {
             let one = |x| {
