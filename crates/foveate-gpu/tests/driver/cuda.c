@@ -4,6 +4,8 @@
  * LOADS, when it is compiled: kernels load, and their launches are listed.
  * The file `busy` in the home folder: no event is done that was recorded while it was there; the file `frees` there: a line for each call
  * that frees.
+ * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
+ * find.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #include <pthread.h>
@@ -68,9 +70,12 @@ static int alloc(Address *a, size_t n) {
     blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = now;
     return taken[now] += n, 0;
 }
+#ifndef OVERRUN
+#define OVERRUN 0
+#endif
 static void carry_out(size_t first) {
     for (size_t i = 0; i < first; i++)
-        if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
+        if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes + OVERRUN);
         else memset(queue[i].to, queue[i].byte, queue[i].bytes);
     carried += first, queued -= first;
     memmove(queue, queue + first, queued * sizeof *queue);

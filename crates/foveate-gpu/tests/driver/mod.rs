@@ -14,12 +14,13 @@ use tempfile::TempDir;
 /// Set in the process that has the libraries.
 const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
 
-/// A folder with a driver and `more` of `cublaslt` and `nccl`, compiled with these options, and of
-/// `nvrtc`, the machine's own; nothing, and a line that says so, where there is no C compiler or no
-/// NVRTC.
+/// A folder with a driver and `more` of `cublaslt` and `nccl`, compiled with these options and those
+/// of the variable `CFLAGS`, and of `nvrtc`, the machine's own; nothing, and a line that says so,
+/// where there is no C compiler or no NVRTC.
 pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../foveate-gpu/tests/driver");
     let folder = tempfile::tempdir().unwrap();
+    let more_options = env::var("CFLAGS").unwrap_or_default();
     for name in ["cuda"].iter().chain(more) {
         if *name == "nvrtc" {
             if let Err(e) = link_nvrtc(folder.path()) {
@@ -36,6 +37,7 @@ pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
         };
         let mut compile = Command::new("cc");
         compile.args(["-shared", "-fPIC", "-O1", "-pthread", "-o", file]).args(options);
+        compile.args(more_options.split_whitespace());
         compile.arg(format!("-Wl,-soname,{file}")).arg(sources.join(format!("{name}.c")));
         if *name != "cuda" {
             // The driver beside it, which is open already.
