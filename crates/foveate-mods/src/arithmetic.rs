@@ -112,7 +112,9 @@ pub fn binary(op: BinaryOp, x: ScalarValue, y: ScalarValue) -> ScalarValue {
             Or => x | y,
             Xor | Ne => x ^ y,
             Eq => x == y,
-            _ => unreachable!("{WELL_TYPED}"),
+            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Mix => {
+                unreachable!("{WELL_TYPED}")
+            }
         }),
         _ => unreachable!("{WELL_TYPED}"),
     }

@@ -125,16 +125,8 @@ impl DynExpr {
     /// # Errors
     /// When the operation does not take the operand's type.
     pub fn unary(op: UnaryOp, x: DynExpr) -> Result<Self, ModError> {
-        use UnaryOp::*;
-        let takes: &[Type] = match op {
-            Not => &[Type::Bool],
-            Neg | Abs => &[Type::I32, Type::F32],
-            Unit => &[Type::I32],
-            _ => &[Type::F32],
-        };
-        expect(|| format!("{op:?}").to_lowercase(), x.ty, takes)?;
-        let ty = if op == Unit { Type::F32 } else { x.ty };
-        Ok(Self::make(ty, Op::Unary(op), vec![x]))
+        expect(|| format!("{op:?}").to_lowercase(), x.ty, op.takes())?;
+        Ok(Self::make(op.result(x.ty), Op::Unary(op), vec![x]))
     }
 
     /// An operation on two values of one type.
@@ -142,19 +134,10 @@ impl DynExpr {
     /// # Errors
     /// When the operation does not take the operands' types, or they differ.
     pub fn binary(op: BinaryOp, x: DynExpr, y: DynExpr) -> Result<Self, ModError> {
-        use BinaryOp::*;
-        let takes: &[Type] = match op {
-            And | Or | Xor => &[Type::Bool],
-            Eq | Ne => &[Type::Bool, Type::I32, Type::F32],
-            Mix => &[Type::I32],
-            Pow => &[Type::F32],
-            _ => &[Type::I32, Type::F32],
-        };
         let name = || format!("{op:?}").to_lowercase();
-        expect(name, x.ty, takes)?;
+        expect(name, x.ty, op.takes())?;
         expect(name, y.ty, &[x.ty])?;
-        let ty = if matches!(op, Eq | Ne | Lt | Le) { Type::Bool } else { x.ty };
-        Ok(Self::make(ty, Op::Binary(op), vec![x, y]))
+        Ok(Self::make(op.result(x.ty), Op::Binary(op), vec![x, y]))
     }
 
     /// `if cond { then } else { other }`.

@@ -444,7 +444,14 @@ impl Tape {
                     t.mul(a, d)
                 }),
             ),
-            _ => unreachable!("the other operations do not give an f32"),
+            BinaryOp::Eq
+            | BinaryOp::Ne
+            | BinaryOp::Lt
+            | BinaryOp::Le
+            | BinaryOp::And
+            | BinaryOp::Or
+            | BinaryOp::Xor
+            | BinaryOp::Mix => unreachable!("{op:?} does not give an f32"),
         };
         self.give(x, adjoint, active, to_x.0, to_x.1);
         self.give(y, adjoint, active, to_y.0, to_y.1);

@@ -113,8 +113,9 @@ pub(crate) fn unary(op: UnaryOp, x: Interval) -> Interval {
                     ends(nan)
                 }
                 UnaryOp::Log | UnaryOp::Log2 | UnaryOp::Sqrt if lo >= 0.0 => ends(nan),
+                UnaryOp::Log | UnaryOp::Log2 | UnaryOp::Sqrt | UnaryOp::Rsqrt => Interval::ANY_F32,
                 UnaryOp::Sin | UnaryOp::Cos => F32 { lo: -1.0, hi: 1.0, nan: true },
-                _ => Interval::ANY_F32,
+                UnaryOp::Not | UnaryOp::Unit => unreachable!("{op:?} does not take an f32"),
             }
         }
         _ => unreachable!("a graph is well-typed"),
@@ -129,7 +130,8 @@ pub(crate) fn binary(op: BinaryOp, x: Interval, y: Interval) -> Interval {
         (Bool { yes, no }, Bool { yes: y, no: n }) => match op {
             BinaryOp::And => Bool { yes: yes & y, no: no | n },
             BinaryOp::Or => Bool { yes: yes | y, no: no & n },
-            _ => Interval::ANY_BOOL,
+            BinaryOp::Xor | BinaryOp::Eq | BinaryOp::Ne => Interval::ANY_BOOL,
+            op => unreachable!("{op:?} does not take bools"),
         },
         (I32 { lo, hi }, I32 { lo: l, hi: h }) => {
             integers(op, (lo.into(), hi.into()), (l.into(), h.into()))
@@ -166,7 +168,10 @@ fn integers(op: BinaryOp, (lo, hi): (i64, i64), (l, h): (i64, i64)) -> Interval 
         BinaryOp::Ne => Bool { yes: true, no: !apart },
         BinaryOp::Lt => Bool { yes: lo < h, no: hi >= l },
         BinaryOp::Le => Bool { yes: lo <= h, no: hi > l },
-        _ => Interval::ANY_I32,
+        BinaryOp::Mix => Interval::ANY_I32,
+        BinaryOp::Pow | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
+            unreachable!("{op:?} does not take i32")
+        }
     }
 }
 
@@ -198,7 +203,10 @@ fn floats(op: BinaryOp, (lo, hi): (f32, f32), (l, h): (f32, f32), nan: bool) -> 
         BinaryOp::Ne => Bool { yes: true, no: lo <= h && l <= hi },
         BinaryOp::Lt => Bool { yes: lo < h, no: hi >= l || nan },
         BinaryOp::Le => Bool { yes: lo <= h, no: hi > l || nan },
-        _ => Interval::ANY_F32,
+        BinaryOp::Div | BinaryOp::Rem | BinaryOp::Pow => Interval::ANY_F32,
+        BinaryOp::Mix | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
+            unreachable!("{op:?} does not take f32")
+        }
     }
 }
 

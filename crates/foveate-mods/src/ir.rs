@@ -287,12 +287,8 @@ impl Graph {
             Node::F32(_) => Type::F32,
             Node::Scalar(slot) => self.scalars[*slot as usize].ty(),
             Node::Load { buffer, .. } => self.buffers[*buffer as usize].ty(),
-            Node::Unary(UnaryOp::Unit, _) => Type::F32,
-            Node::Unary(_, x) => self.ty(*x),
-            Node::Binary(op, x, _) => match op {
-                BinaryOp::Eq | BinaryOp::Ne | BinaryOp::Lt | BinaryOp::Le => Type::Bool,
-                _ => self.ty(*x),
-            },
+            Node::Unary(op, x) => op.result(self.ty(*x)),
+            Node::Binary(op, x, _) => op.result(self.ty(*x)),
             Node::Select { then, .. } => self.ty(*then),
             Node::Cast(ty, _) => *ty,
         }

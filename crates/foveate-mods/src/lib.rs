@@ -71,6 +71,7 @@ pub mod error;
 pub mod eval;
 pub mod expr;
 mod fnv;
+pub mod fuzz;
 pub mod gradient;
 mod interval;
 pub mod ir;

@@ -209,14 +209,15 @@ fn unary<F: Real>(op: UnaryOp, x: Value<F>) -> Result<Value<F>, ReferenceError> 
 
 fn binary<F: Real>(op: BinaryOp, x: Value<F>, y: Value<F>) -> Result<Value<F>, ReferenceError> {
     use BinaryOp::*;
-    let zero = F::of(0.0);
     Ok(match (x, y) {
         (Bool(x), Bool(y)) => Bool(match op {
             And => x & y,
             Or => x | y,
             Xor | Ne => x ^ y,
             Eq => x == y,
-            _ => unreachable!("{TYPED}"),
+            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Mix => {
+                unreachable!("{TYPED}")
+            }
         }),
         (I32(x), I32(y)) => match op {
             Add => I32(x.wrapping_add(y)),
@@ -248,8 +249,8 @@ fn binary<F: Real>(op: BinaryOp, x: Value<F>, y: Value<F>) -> Result<Value<F>, R
                 R(value, times(dx, F::of(1.0) / y) - times(dy, value / y))
             }
             Rem => {
-                let value = x - y * (x / y).apply(Function::Floor);
-                return flat(op, &[dx, dy], R(value, zero));
+                let whole = (x / y).apply(Function::Floor);
+                R(x - y * whole, dx - times(dy, whole))
             }
             Min => {
                 if y < x {
@@ -294,3 +295,6 @@ fn cast<F: Real>(to: Type, x: Value<F>) -> Result<Value<F>, ReferenceError> {
         (_, same) => same,
     })
 }
+
+#[cfg(test)]
+mod tests;

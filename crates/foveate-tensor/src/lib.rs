@@ -8,6 +8,7 @@ pub mod error;
 pub mod float;
 pub mod layout;
 pub mod packed;
+pub mod random;
 pub mod slice;
 pub mod varlen;
 pub mod view;

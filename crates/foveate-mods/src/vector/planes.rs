@@ -48,7 +48,8 @@ impl Machine {
                 BinaryOp::And => both.for_each(|(x, y)| *x &= y),
                 BinaryOp::Or => both.for_each(|(x, y)| *x |= y),
                 BinaryOp::Eq => both.for_each(|(x, y)| *x = !(*x ^ y)),
-                _ => both.for_each(|(x, y)| *x ^= y),
+                BinaryOp::Xor | BinaryOp::Ne => both.for_each(|(x, y)| *x ^= y),
+                op => unreachable!("{op:?} does not take bools"),
             }
         }
         into.copy_from(rows, columns, &planes[0]);

@@ -150,7 +150,8 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
         Node::Unary(op, x) if graph.ty(*x) == Type::I32 => match op {
             UnaryOp::Neg => out.map(of(x), |x| of_int(int(x).wrapping_neg())),
             UnaryOp::Unit => out.map(of(x), |x| arithmetic::unit(int(x))),
-            _ => out.map(of(x), |x| of_int(int(x).wrapping_abs())),
+            UnaryOp::Abs => out.map(of(x), |x| of_int(int(x).wrapping_abs())),
+            op => unreachable!("{op:?} does not take an i32"),
         },
         Node::Unary(op, x) => unary(*op, of(x), out),
         Node::Binary(op, x, y) => match graph.ty(*x) {
@@ -198,7 +199,8 @@ fn bools(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
         BinaryOp::And => out.zip_int(x, y, |x, y| x & y),
         BinaryOp::Or => out.zip_int(x, y, |x, y| x | y),
         BinaryOp::Eq => out.zip_int(x, y, |x, y| x ^ y ^ 1),
-        _ => out.zip_int(x, y, |x, y| x ^ y),
+        BinaryOp::Xor | BinaryOp::Ne => out.zip_int(x, y, |x, y| x ^ y),
+        op => unreachable!("{op:?} does not take bools"),
     }
 }
 

@@ -5,7 +5,9 @@ use std::ops::Range;
 use super::compile::Place;
 use super::registers::padded;
 use super::*;
-use crate::bounds::random::{Random, buffers, random};
+use foveate_tensor::random::Random;
+
+use crate::bounds::random::{buffers, random};
 use crate::capture::Buffer;
 use crate::eval;
 use crate::expr::{self, DynExpr, Expr};
@@ -39,7 +41,7 @@ fn random_masks_are_over_tiles_what_they_are_at_points() {
     println!("seed {seed}");
     let buffers = buffers();
     for case in 0..3000 {
-        let mut r = Random(seed + case, 0);
+        let mut r = Random::new(seed + case);
         let program = Program::build(&[random(&mut r, &buffers, Type::Bool)]);
         let mut machine = machine(&program);
         let mut bits = MaskBits::default();
@@ -74,7 +76,7 @@ fn random_scores_are_over_strips_what_they_are_at_points() {
     let buffers = buffers();
     let same = |x: f32, y: f32| x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
     for case in 0..3000 {
-        let mut r = Random(seed + case, 0);
+        let mut r = Random::new(seed + case);
         let program = Program::build(&[random(&mut r, &buffers, Type::F32)]);
         let mut machine = machine(&program);
         let (q, kv) = tile(&mut r);
