@@ -5,109 +5,27 @@ use std::io::Write;
 use std::ops::Range;
 use std::process::{Command, Stdio};
 
-use foveate_mods::ir::{BinaryOp, UnaryOp, mix};
+use foveate_mods::fuzz;
 use foveate_mods::vector::{LANES, Machine, MaskBits, Read, Scores};
 use foveate_mods::{Bounds, Cover, DynExpr, Head, Point, ScalarValue, TileProgram, Type};
+
+use foveate_tensor::random::Random;
 
 use super::ranges::range_table;
 use super::*;
 
-/// A counter-based generator: the seed says it all.
-struct Random(i32, i32);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.1 += 1;
-        (mix(self.0, self.1) as u32 as usize) % n
-    }
-
-    fn of<T: Clone>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len())].clone()
-    }
-}
-
 /// A random expression of type `wanted` over `leaves`, buffers and scalars.
 fn expression(r: &mut Random, leaves: &[Leaf], buffers: &[AnyBuffer], wanted: Type) -> DynExpr {
-    use BinaryOp::*;
-    let integers = [0, 1, -1, 2, 3, 7, -5, 100, i32::MAX, i32::MIN];
-    let floats = [0.0, -0.0, 0.5, -3.0, 1e30, f32::INFINITY, f32::NAN];
-    let mut pool: Vec<DynExpr> = leaves.iter().map(|&leaf| DynExpr::leaf(leaf)).collect();
-    for _ in 0..3 {
-        pool.push(DynExpr::constant(ScalarValue::I32(r.of(&integers))));
-        pool.push(DynExpr::constant(ScalarValue::F32(r.of(&floats))));
-    }
+    let mut given: Vec<DynExpr> = leaves.iter().map(|&leaf| DynExpr::leaf(leaf)).collect();
     for (name, value) in [
-        ("width", ScalarValue::I32(r.of(&integers))),
-        ("Slope", ScalarValue::F32(r.of(&floats))),
+        ("width", ScalarValue::I32([0, 2, 7, -5, 100, i32::MAX][r.below(6)])),
+        ("Slope", ScalarValue::F32([-0.0, 0.5, -3.0, 1e30, f32::NAN][r.below(5)])),
         ("if", ScalarValue::Bool(r.below(2) == 0)),
     ] {
-        pool.push(DynExpr::scalar(foveate_mods::Scalar { name: name.into(), value }));
+        given.push(DynExpr::scalar(foveate_mods::Scalar { name: name.into(), value }));
     }
-    pool.push(DynExpr::leaf(Leaf::Q).cast(Type::F32));
-    let pick = |r: &mut Random, pool: &[DynExpr], ty: Type| {
-        // The later of two, so that expressions grow deep.
-        let of: Vec<_> = pool.iter().filter(|e| e.ty() == ty).cloned().collect();
-        of[r.below(of.len()).max(r.below(of.len()))].clone()
-    };
-    let unary = [
-        UnaryOp::Neg,
-        UnaryOp::Abs,
-        UnaryOp::Floor,
-        UnaryOp::Exp,
-        UnaryOp::Exp2,
-        UnaryOp::Log,
-        UnaryOp::Log2,
-        UnaryOp::Sqrt,
-        UnaryOp::Rsqrt,
-        UnaryOp::Tanh,
-        UnaryOp::Sigmoid,
-        UnaryOp::Erf,
-        UnaryOp::Sin,
-        UnaryOp::Cos,
-    ];
-    for _ in 0..24 {
-        let (i, f) = (Type::I32, Type::F32);
-        let made = match r.below(11) {
-            0 | 1 => {
-                let op = r.of(&[Add, Sub, Mul, Div, Rem, Min, Max, Mix, Sub, Div, Rem]);
-                DynExpr::binary(op, pick(r, &pool, i), pick(r, &pool, i))
-            }
-            2 => DynExpr::binary(r.of(&[Eq, Ne, Lt, Le]), pick(r, &pool, i), pick(r, &pool, i)),
-            3 => {
-                let buffer = r.of(buffers);
-                let index = buffer.shape().iter().map(|_| pick(r, &pool, i)).collect();
-                DynExpr::load(&buffer, index)
-            }
-            4 => {
-                let op = r.of(&[Add, Sub, Mul, Div, Rem, Min, Max, Pow]);
-                DynExpr::binary(op, pick(r, &pool, f), pick(r, &pool, f))
-            }
-            5 => DynExpr::binary(r.of(&[Eq, Ne, Lt, Le]), pick(r, &pool, f), pick(r, &pool, f)),
-            6 => DynExpr::unary(r.of(&unary), pick(r, &pool, f)),
-            7 => {
-                let (x, y) = (pick(r, &pool, Type::Bool), pick(r, &pool, Type::Bool));
-                match r.below(5) {
-                    0 => DynExpr::unary(UnaryOp::Not, x),
-                    _ => DynExpr::binary(r.of(&[And, Or, Xor, Eq, Ne]), x, y),
-                }
-            }
-            8 => DynExpr::unary(
-                r.of(&[UnaryOp::Neg, UnaryOp::Abs, UnaryOp::Unit]),
-                pick(r, &pool, i),
-            ),
-            9 => {
-                let from = r.of(&[Type::Bool, i, f]);
-                Ok(pick(r, &pool, from).cast(r.of(&[Type::Bool, i, f])))
-            }
-            _ => {
-                let ty = r.of(&[i, f, Type::Bool]);
-                let (x, y) = (pick(r, &pool, ty), pick(r, &pool, ty));
-                DynExpr::select(pick(r, &pool, Type::Bool), x, y)
-            }
-        };
-        pool.push(made.expect("types were chosen to fit"));
-    }
-    pool.into_iter().rev().find(|e| e.ty() == wanted).expect("every type is in the pool")
+    given.push(DynExpr::leaf(Leaf::Q).cast(Type::F32));
+    fuzz::expression(&mut |n| r.below(n), &given, buffers, 24, wanted)
 }
 
 fn buffers() -> Vec<AnyBuffer> {
@@ -143,17 +61,25 @@ const QUERIES: [i32; 4] = [0, 5, 33, 69];
 const KEYS: Range<i32> = 60..90;
 
 /// One case: its mods and the rectangles asked about.
-struct Case {
-    mask: MaskMod,
-    score: ScoreMod,
-    gradient: Option<ScoreGradient>,
-    dropout: Dropout,
-    rectangles: Vec<(Range<i32>, Range<i32>)>,
-    checked: bool,
+pub(super) struct Case {
+    pub mask: MaskMod,
+    pub score: ScoreMod,
+    pub gradient: Option<ScoreGradient>,
+    pub dropout: Dropout,
+    pub rectangles: Vec<(Range<i32>, Range<i32>)>,
+    pub checked: bool,
+}
+
+/// What was compared, and how much of it tells anything.
+pub(super) struct Agreement {
+    rectangles: usize,
+    decided: usize,
+    as_on_cpu: usize,
+    reported: usize,
 }
 
 impl Case {
-    fn source(&self, fast_math: bool) -> ModsSource {
+    pub(super) fn source(&self, fast_math: bool) -> ModsSource {
         let extent = Extent { batch: 2, heads_q: 4, heads_kv: 2, queries: 70, keys: 90 };
         let checked = self.checked;
         let options = Options { extent, fast_math, checked, deterministic: false };
@@ -168,7 +94,7 @@ impl Case {
 
     fn random(seed: i32) -> Self {
         let buffers = buffers();
-        let mut r = Random(seed, 0);
+        let mut r = Random::new(seed as u64);
         let coordinates = [Leaf::Q, Leaf::Kv, Leaf::H, Leaf::QLen, Leaf::HKv, Leaf::B, Leaf::KvLen];
         let mask = expression(&mut r, &coordinates, &buffers, Type::Bool);
         let with_score = [Leaf::Q, Leaf::Kv, Leaf::H, Leaf::Score];
@@ -286,8 +212,9 @@ fn same(x: f32, y: f32) -> bool {
     x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan()
 }
 
-fn agree_with_the_cpu(cases: &[Case]) {
-    let Some(bytes) = executed(cases) else { return };
+/// Compares what printed mods give with the CPU's bits and bounds; nothing without a compiler.
+pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
+    let bytes = executed(cases)?;
     let mut words = bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
     let mut word = || words.next().expect("one answer for each question");
     let (width, padded) = (KEYS.len(), KEYS.len().next_multiple_of(LANES));
@@ -370,15 +297,18 @@ fn agree_with_the_cpu(cases: &[Case]) {
     let rectangles: usize = cases.iter().map(|c| c.rectangles.len()).sum();
     println!("{decided} of {rectangles} rectangles decided, {as_on_cpu} as on the CPU");
     println!("indices out of range in {reported} of {} cases", cases.len());
-    assert!(decided * 8 > rectangles && as_on_cpu * 10 > rectangles * 9);
-    assert!((1..cases.len() / 2).contains(&reported));
+    Some(Agreement { rectangles, decided, as_on_cpu, reported })
 }
 
 #[test]
 fn random_programs_give_the_cpus_bits_and_bounds_that_hold() {
     let seed = 20_261;
     println!("seed {seed}");
-    agree_with_the_cpu(&(seed..seed + 250).map(Case::random).collect::<Vec<_>>());
+    let cases: Vec<_> = (seed..seed + 250).map(Case::random).collect();
+    let Some(found) = agree_with_the_cpu(&cases) else { return };
+    let Agreement { rectangles, decided, as_on_cpu, reported } = found;
+    assert!(decided * 8 > rectangles && as_on_cpu * 10 > rectangles * 9);
+    assert!((1..cases.len() / 2).contains(&reported));
 }
 
 #[test]
@@ -412,7 +342,7 @@ fn a_rectangle_that_reads_one_element_of_a_bias_does_and_scores_need_no_more() {
     ];
     let mut text = format!("{}{PRELUDE}", include_str!("shim.h"));
     let mut main = String::from("int main() { take_arena();");
-    let (mut arena, mut input, mut r) = (Arena::default(), Vec::new(), Random(5, 0));
+    let (mut arena, mut input, mut r) = (Arena::default(), Vec::new(), Random::new(5));
     let mut asked = Vec::new();
     for (i, score) in biases.iter().enumerate() {
         let gradient = score.gradient().unwrap();

@@ -2,6 +2,7 @@
 
 mod execute;
 mod lists;
+mod operations;
 mod ranges;
 mod sequences;
 mod sine;
