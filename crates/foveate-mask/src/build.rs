@@ -1,11 +1,44 @@
 //! From a mask to runs.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
 
 use crate::live::Live;
 use crate::{BlockMask, Kind, Run, Tile};
+
+/// Steps between two calls of a watch.
+const STEPS: u32 = 1 << 10;
+
+/// What a row of tiles takes while it is built: its list, the first allocation of that, and its
+/// place in the block mask.
+const ROW_BYTES: u64 = 92;
+
+/// What a run takes while it is built: its place in a list that doubles, and in the block mask.
+const RUN_BYTES: u64 = 30;
+
+/// How far building a block mask, or counting what it lets through, is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Tiles that are decided, or partial tiles that are counted.
+    pub done: u64,
+    /// All of them.
+    pub all: u64,
+    /// Memory that it takes whatever the mask is, about, in bytes.
+    pub base_bytes: u64,
+    /// Memory that it takes so far, about, in bytes.
+    pub bytes: u64,
+}
+
+impl Progress {
+    /// The share that is done, between 0 and 1.
+    pub fn share(&self) -> f64 {
+        if self.all == 0 { 1.0 } else { self.done as f64 / self.all as f64 }
+    }
+}
+
+/// Follows work and may break it off.
+pub(crate) type Watch<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
 pub(crate) fn build(
     mask: &MaskMod,
@@ -13,30 +46,45 @@ pub(crate) fn build(
     q_len: usize,
     kv_len: usize,
     tile: Tile,
-) -> BlockMask {
+    watch: Watch<'_>,
+) -> Option<BlockMask> {
     assert!(tile.q > 0 && tile.kv > 0, "a tile has queries and keys");
     let fits = |len: usize| i32::try_from(len).expect("positions are i32");
+    let (q_end, kv_end) = (fits(q_len), fits(kv_len));
+    let [rows, columns] = [q_len.div_ceil(tile.q as usize), kv_len.div_ceil(tile.kv as usize)];
+    let all = rows as u64 * columns as u64;
+    let base_bytes = rows as u64 * ROW_BYTES;
+    if watch(Progress { done: 0, all, base_bytes, bytes: base_bytes }).is_break() {
+        return None;
+    }
     let compiled = TileProgram::compile(mask.program());
-    let mut machine = compiled.machine(tile.q as usize, tile.kv as usize);
+    let side = |tile: u32, len: usize| len.clamp(1, tile as usize);
+    let mut machine = compiled.machine(side(tile.q, q_len), side(tile.kv, kv_len));
     machine.set_head(head);
-    let rows = q_len.div_ceil(tile.q as usize);
     let mut builder = Builder {
         bounds: Bounds::new(mask.program()),
         machine,
         bits: MaskBits::default(),
         head,
-        q_len: fits(q_len),
-        kv_len: fits(kv_len),
+        q_len: q_end,
+        kv_len: kv_end,
         tile,
         rows: vec![Vec::new(); rows],
+        runs: 0,
+        decided: 0,
+        all,
+        steps: 0,
+        watch,
     };
-    builder.visit(0..rows as u32, 0..kv_len.div_ceil(tile.kv as usize) as u32);
+    if builder.visit(0..rows as u32, 0..columns as u32).is_break() {
+        return None;
+    }
     let out_of_range = builder.machine.out_of_range().cloned();
     let mask = BlockMask::from_rows(q_len, kv_len, tile, builder.rows, Live::of(mask, head));
-    BlockMask { out_of_range, ..mask }
+    Some(BlockMask { out_of_range, ..mask })
 }
 
-struct Builder {
+struct Builder<'a> {
     bounds: Bounds,
     machine: Machine,
     bits: MaskBits,
@@ -45,17 +93,26 @@ struct Builder {
     kv_len: i32,
     tile: Tile,
     rows: Vec<Vec<Run>>,
+    runs: u64,
+    /// Tiles of which it is known what they are.
+    decided: u64,
+    /// Tiles of the plane.
+    all: u64,
+    steps: u32,
+    watch: Watch<'a>,
 }
 
-impl Builder {
+impl Builder<'_> {
     /// Decides the tiles `rows × columns`. Every row meets its columns from left to right. The
     /// depth is the number of halvings, at most 62.
-    fn visit(&mut self, rows: Range<u32>, columns: Range<u32>) {
+    fn visit(&mut self, rows: Range<u32>, columns: Range<u32>) -> ControlFlow<()> {
         if rows.is_empty() || columns.is_empty() {
-            return;
+            return ControlFlow::Continue(());
         }
+        self.tell()?;
         let q = span(&rows, self.tile.q, self.q_len);
         let kv = span(&columns, self.tile.kv, self.kv_len);
+        let tiles = rows.len() as u64 * columns.len() as u64;
         match self.bounds.cover(&self.head, q.clone(), kv.clone()) {
             Cover::Empty => {}
             Cover::Full => {
@@ -63,22 +120,36 @@ impl Builder {
                     self.push(row, columns.clone(), Kind::Full);
                 }
             }
-            Cover::Undecided if rows.len() == 1 && columns.len() == 1 => {
+            Cover::Undecided if tiles == 1 => {
                 if let Some(kind) = self.evaluate(q, kv) {
                     self.push(rows.start, columns, kind);
                 }
             }
             Cover::Undecided if rows.len() > columns.len() => {
                 let middle = rows.start + rows.len() as u32 / 2;
-                self.visit(rows.start..middle, columns.clone());
-                self.visit(middle..rows.end, columns);
+                self.visit(rows.start..middle, columns.clone())?;
+                return self.visit(middle..rows.end, columns);
             }
             Cover::Undecided => {
                 let middle = columns.start + columns.len() as u32 / 2;
-                self.visit(rows.clone(), columns.start..middle);
-                self.visit(rows, middle..columns.end);
+                self.visit(rows.clone(), columns.start..middle)?;
+                return self.visit(rows, middle..columns.end);
             }
         }
+        self.decided += tiles;
+        ControlFlow::Continue(())
+    }
+
+    /// Tells the watch now and then how far this is.
+    fn tell(&mut self) -> ControlFlow<()> {
+        self.steps += 1;
+        if self.steps < STEPS {
+            return ControlFlow::Continue(());
+        }
+        self.steps = 0;
+        let base_bytes = self.rows.len() as u64 * ROW_BYTES;
+        let bytes = base_bytes + self.runs * RUN_BYTES;
+        (self.watch)(Progress { done: self.decided, all: self.all, base_bytes, bytes })
     }
 
     /// What one tile is, by its points. The outermost rows come first: in a tile on an edge they
@@ -111,7 +182,10 @@ impl Builder {
             Some(last) if last.kind == kind && last.tiles().end == columns.start => {
                 last.count += columns.len() as u32;
             }
-            _ => runs.push(Run { first: columns.start, count: columns.len() as u32, kind }),
+            _ => {
+                runs.push(Run { first: columns.start, count: columns.len() as u32, kind });
+                self.runs += 1;
+            }
         }
     }
 }

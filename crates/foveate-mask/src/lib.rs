@@ -48,8 +48,10 @@ mod lists;
 mod live;
 pub mod picture;
 
+use std::ops::ControlFlow::{self, Continue};
 use std::ops::Range;
 
+pub use build::Progress;
 pub use lists::MaskError;
 
 use foveate_mods::{Head, Leaf, MaskMod, OutOfRange};
@@ -137,10 +139,31 @@ impl BlockMask {
     /// not be multiples of the tile; `head` gives the mask its `b`, `h` and lengths. A mask that
     /// holds an error ([`MaskMod::check`]) is false everywhere.
     ///
+    /// Memory and time follow the runs, of which a mask without any pattern in small tiles has as
+    /// many as tiles: [`Self::build_watched`] can be broken off.
+    ///
     /// # Panics
-    /// When a tile has no queries or no keys, or a length is over `i32::MAX`.
+    /// When a tile has no queries or no keys, a length is over `i32::MAX`, or there are more runs
+    /// than `u32::MAX`.
     pub fn build(mask: &MaskMod, head: Head, q_len: usize, kv_len: usize, tile: Tile) -> Self {
-        build::build(mask, head, q_len, kv_len, tile)
+        let built = build::build(mask, head, q_len, kv_len, tile, &mut |_| Continue(()));
+        built.expect("nobody breaks it off")
+    }
+
+    /// [`Self::build`], telling `watch` how far it is: once before anything is taken, then every few
+    /// milliseconds. `None` when `watch` breaks it off.
+    ///
+    /// # Panics
+    /// As [`Self::build`].
+    pub fn build_watched(
+        mask: &MaskMod,
+        head: Head,
+        q_len: usize,
+        kv_len: usize,
+        tile: Tile,
+        watch: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    ) -> Option<Self> {
+        build::build(mask, head, q_len, kv_len, tile, watch)
     }
 
     /// Everything live: what no mask is.
@@ -159,7 +182,7 @@ impl BlockMask {
         starts.push(0);
         for row in rows {
             runs.extend(row);
-            starts.push(runs.len() as u32);
+            starts.push(u32::try_from(runs.len()).expect("runs are counted in 32 bits"));
         }
         Self { q_len, kv_len, tile, starts, runs, live, out_of_range: None }
     }
@@ -313,15 +336,23 @@ impl BlockMask {
 
     /// Counts. Evaluates every point of every partial tile when asked first: see [`Stats`].
     pub fn stats(&self) -> Stats {
-        Stats {
+        self.stats_watched(&mut |_| Continue(())).expect("nobody breaks it off")
+    }
+
+    /// [`Self::stats`], telling `watch` how far the counting is. `None` when `watch` breaks it off.
+    pub fn stats_watched(
+        &self,
+        watch: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    ) -> Option<Stats> {
+        Some(Stats {
             tiles: self.rows() as u64 * self.columns() as u64,
             full: self.tiles_of(Kind::Full),
             partial: self.tiles_of(Kind::Partial),
-            live_entries: self.live.points(self),
+            live_entries: self.live.points(self, watch)?,
             entries: self.q_len as u64 * self.kv_len as u64,
             runs: self.runs.len() as u64,
             bytes: self.bytes(),
-        }
+        })
     }
 }
 
@@ -333,7 +364,7 @@ impl PartialEq for BlockMask {
             && self.starts == other.starts
             && self.runs == other.runs
             && self.out_of_range == other.out_of_range
-            && self.live.points(self) == other.live.points(other)
+            && self.stats().live_entries == other.stats().live_entries
     }
 }
 

@@ -8,7 +8,11 @@ use std::sync::{Arc, OnceLock};
 
 use foveate_mods::{Head, MaskBits, MaskMod, TileProgram};
 
+use crate::build::{Progress, Watch};
 use crate::{BlockMask, Kind};
+
+/// Points that are evaluated between two calls of a watch.
+const STEP_POINTS: u64 = 1 << 22;
 
 /// The points of a block mask.
 #[derive(Clone, Debug)]
@@ -43,28 +47,38 @@ impl Live {
         }
     }
 
-    /// Their number, of the block mask that holds this.
-    pub(crate) fn points(&self, tiles: &BlockMask) -> u64 {
+    /// Their number, of the block mask that holds this; `None` when `watch` breaks it off.
+    pub(crate) fn points(&self, tiles: &BlockMask, watch: Watch<'_>) -> Option<u64> {
         match self {
-            Self::Known(points) => *points,
+            Self::Known(points) => Some(*points),
             Self::Counted { of, transposed } => {
-                *of.points.get_or_init(|| of.count(tiles, *transposed))
+                if let Some(points) = of.points.get() {
+                    return Some(*points);
+                }
+                let points = of.count(tiles, *transposed, watch)?;
+                Some(*of.points.get_or_init(|| points))
             }
         }
     }
 }
 
 impl Counted {
-    fn count(&self, tiles: &BlockMask, transposed: bool) -> u64 {
+    fn count(&self, tiles: &BlockMask, transposed: bool, watch: Watch<'_>) -> Option<u64> {
         let partial = |row: usize| tiles.row(row).iter().filter(|r| r.kind == Kind::Partial);
         let [mut q, mut kv] = [tiles.tile.q, tiles.tile.kv].map(|side| side as usize);
         if transposed {
             (q, kv) = (kv, q);
         }
         let compiled = TileProgram::compile(self.mask.program());
-        let (mut machine, mut bits) = (compiled.machine(q, kv), MaskBits::default());
+        let [rows, columns] = [tiles.q_len, tiles.kv_len];
+        let [rows, columns] = if transposed { [columns, rows] } else { [rows, columns] };
+        let machine = compiled.machine(rows.clamp(1, q), columns.clamp(1, kv));
+        let (mut machine, mut bits) = (machine, MaskBits::default());
         machine.set_head(self.head);
         let mut points = tiles.entries_of(Kind::Full);
+        let (mut done, all, bytes) = (0, tiles.tiles_of(Kind::Partial), tiles.bytes());
+        // So that the watch hears of it every few milliseconds.
+        let step = (STEP_POINTS / (q as u64 * kv as u64).max(1)).max(1);
         for row in 0..tiles.rows() {
             for column in partial(row).flat_map(|run| run.tiles()) {
                 let (mut q, mut kv) = tiles.spans(row, column);
@@ -75,8 +89,13 @@ impl Counted {
                 machine.set_tile(positions(q), positions(kv));
                 machine.mask_bits(None, &mut bits);
                 points += bits.count();
+                done += 1;
+                let progress = Progress { done, all, base_bytes: bytes, bytes };
+                if done % step == 0 && watch(progress).is_break() {
+                    return None;
+                }
             }
         }
-        points
+        Some(points)
     }
 }

@@ -30,10 +30,11 @@ impl Cells {
             for run in mask.row(row) {
                 let tiles = run.first as usize..run.tiles().end as usize;
                 let kind = usize::from(run.kind == Kind::Partial);
-                for (i, cell) in cells.iter_mut().enumerate() {
+                let met = tiles.start / per_column..tiles.end.div_ceil(per_column);
+                for i in met {
                     let from = tiles.start.max(i * per_column);
                     let to = tiles.end.min((i + 1) * per_column);
-                    cell[kind] += to.saturating_sub(from) as f32;
+                    cells[i][kind] += (to - from) as f32;
                 }
             }
         }
@@ -81,34 +82,16 @@ impl BlockMask {
         text
     }
 
-    /// The mask as an SVG document: queries downwards, keys to the right; dark is full, light
-    /// is partial. Masks of over 256 tiles a side are drawn in larger cells.
+    /// The mask as an SVG document: queries downwards, keys to the right; dark is full, light is
+    /// partial. Below stand a legend and the statistics ([`Self::stats`], which counts every point
+    /// of partial tiles). Masks of over 256 tiles a side are drawn in larger cells.
     pub fn to_svg(&self, title: &str) -> String {
-        const CELLS: usize = 256;
-        const SIDE: f64 = 640.0;
-        const MARGIN: f64 = 40.0;
-        let cells = Cells::of(self, CELLS, CELLS);
-        let longest = self.q_len().max(self.kv_len()).max(1) as f64;
-        let (width, height) =
-            (SIDE * self.kv_len() as f64 / longest, SIDE * self.q_len() as f64 / longest);
-        let step_x = SIDE * (cells.tiles[1] * self.tile().kv as usize) as f64 / longest;
-        let step_y = SIDE * (cells.tiles[0] * self.tile().q as usize) as f64 / longest;
-        let mut svg = String::new();
-        let _ = write!(
-            svg,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.1} {:.1}\" \
-             font-family=\"sans-serif\" font-size=\"13\">\n\
-             <title>{title}</title>\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-             <text x=\"{MARGIN}\" y=\"16\">{title}</text>\n\
-             <text x=\"{MARGIN}\" y=\"34\">keys 0..{} →</text>\n\
-             <text transform=\"translate(26 {MARGIN}) rotate(90)\">queries 0..{} →</text>\n\
-             <g transform=\"translate({MARGIN} {MARGIN})\" shape-rendering=\"crispEdges\">\n",
-            width + 2.0 * MARGIN,
-            height + 2.0 * MARGIN,
-            self.kv_len(),
-            self.q_len(),
-            title = escaped(title),
-        );
+        let cells = Cells::of(self, MOST_CELLS, MOST_CELLS);
+        let frame = Frame::of(self);
+        let [per_row, per_column] = cells.tiles;
+        let step_x = frame.x_of((per_column * self.tile().kv as usize) as f64);
+        let step_y = frame.y_of((per_row * self.tile().q as usize) as f64);
+        let mut svg = frame.opened(title);
         for row in 0..cells.rows {
             let line = &cells.shares[row * cells.columns..][..cells.columns];
             let mut column = 0;
@@ -118,25 +101,150 @@ impl BlockMask {
                 let end = end.unwrap_or(cells.columns);
                 if share != [0.0; 2] {
                     let (x, y) = (column as f64 * step_x, row as f64 * step_y);
-                    let _ = writeln!(
-                        svg,
-                        "<rect x=\"{x:.2}\" y=\"{y:.2}\" width=\"{:.2}\" height=\"{:.2}\" \
-                         fill=\"#1f4e79\" fill-opacity=\"{:.2}\"/>",
-                        (end as f64 * step_x).min(width) - x,
-                        ((row + 1) as f64 * step_y).min(height) - y,
-                        (share[0] + 0.45 * share[1]).clamp(0.05, 1.0),
-                    );
+                    let width = (end as f64 * step_x).min(frame.width) - x;
+                    let height = ((row + 1) as f64 * step_y).min(frame.height) - y;
+                    svg += &rect([x, y, width, height], shade(share));
                 }
                 column = end;
             }
         }
-        let _ = write!(
+        svg += &format!("{}</g>\n", outline([0.0, 0.0, frame.width, frame.height]));
+        svg += &frame.closed(self, cells.tiles);
+        svg
+    }
+}
+
+/// Cells along a side of a picture.
+const MOST_CELLS: usize = 256;
+/// The longer side of the frame, and the shorter one at least.
+const SIDE: [f64; 2] = [640.0, 24.0];
+/// Margins left of the frame, above it and right of it, for a title and the names of the axes.
+const MARGIN: [f64; 3] = [48.0, 64.0, 24.0];
+/// Margin below the frame, for the legend and the statistics.
+const FOOT: f64 = 84.0;
+/// Width of a picture at least, so that its texts fit.
+const LEAST_WIDTH: f64 = 520.0;
+/// Size of the letters, and how wide one is about.
+const FONT: f64 = 13.0;
+const LETTER: f64 = 7.0;
+
+/// Where the mask lies in the picture.
+struct Frame {
+    width: f64,
+    height: f64,
+    /// Picture units a query and a key.
+    scale: [f64; 2],
+    lengths: [usize; 2],
+}
+
+impl Frame {
+    fn of(mask: &BlockMask) -> Self {
+        let lengths = [mask.q_len(), mask.kv_len()];
+        let longest = lengths[0].max(lengths[1]).max(1) as f64;
+        let [height, width] =
+            lengths.map(|n| (SIDE[0] * n as f64 / longest).max(if n > 0 { SIDE[1] } else { 0.0 }));
+        let scale = [height / lengths[0].max(1) as f64, width / lengths[1].max(1) as f64];
+        Self { width, height, scale, lengths }
+    }
+
+    fn x_of(&self, keys: f64) -> f64 {
+        keys * self.scale[1]
+    }
+
+    fn y_of(&self, queries: f64) -> f64 {
+        queries * self.scale[0]
+    }
+
+    /// The document up to the inside of the frame: title and names of the axes.
+    fn opened(&self, title: &str) -> String {
+        let [left, top, right] = MARGIN;
+        let width = (left + self.width + right).max(LEAST_WIDTH);
+        let height = top + self.height + FOOT;
+        let [queries, keys] = self.lengths;
+        let most = ((width - left - right) / LETTER) as usize;
+        let shown = match title.char_indices().nth(most) {
+            Some((end, _)) => format!("{}…", &title[..end]),
+            None => title.to_owned(),
+        };
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.1} {height:.1}\" \
+             font-family=\"sans-serif\" font-size=\"{FONT}\">\n<title>{}</title>\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+            escaped(title)
+        );
+        svg += &text([left, 22.0], "font-weight=\"bold\"", &shown);
+        svg += &text([left, top - 12.0], "", &format!("keys 0..{keys} →"));
+        let turned = format!("transform=\"translate({} {top}) rotate(90)\"", left - 12.0 - FONT);
+        let _ = writeln!(svg, "<text {turned}>queries 0..{queries} →</text>");
+        let _ = writeln!(
             svg,
-            "<rect width=\"{width:.1}\" height=\"{height:.1}\" fill=\"none\" stroke=\"#444\"/>\n\
-             </g>\n</svg>\n"
+            "<g transform=\"translate({left} {top})\" shape-rendering=\"crispEdges\">"
         );
         svg
     }
+
+    /// The legend, the statistics and the end of the document.
+    fn closed(&self, mask: &BlockMask, [per_row, per_column]: [usize; 2]) -> String {
+        let (left, y) = (MARGIN[0], MARGIN[1] + self.height + 18.0);
+        let mut svg = String::new();
+        let legend = [("full", [1.0, 0.0]), ("partial", [0.0, 1.0]), ("empty", [0.0, 0.0])];
+        for (i, (name, share)) in legend.into_iter().enumerate() {
+            let x = left + 90.0 * i as f64;
+            let swatch = [x, y, FONT, FONT];
+            svg += &rect(swatch, shade(share));
+            svg += &outline(swatch);
+            svg += &text([x + FONT + 6.0, y + 11.0], "", name);
+        }
+        if per_row * per_column > 1 {
+            let cell = format!("a cell is {per_row} x {per_column} tiles, shaded by their share");
+            svg += &text([left + 270.0, y + 11.0], "", &cell);
+        }
+        let stats = mask.stats();
+        let share = |n: u64| 100.0 * n as f64 / stats.tiles.max(1) as f64;
+        let (full, partial) = (share(stats.full), share(stats.partial));
+        let tiles = format!(
+            "{} tiles of {} x {}: {full:.1} % full, {partial:.1} % partial, {:.1} % empty",
+            stats.tiles,
+            mask.tile().q,
+            mask.tile().kv,
+            share(stats.tiles - stats.full - stats.partial),
+        );
+        let pairs = format!(
+            "{} of {} pairs are live, {:.2} % are masked",
+            stats.live_entries,
+            stats.entries,
+            100.0 * stats.sparsity()
+        );
+        svg += &text([left, y + 34.0], "", &tiles);
+        svg += &text([left, y + 52.0], "", &pairs);
+        svg + "</svg>\n"
+    }
+}
+
+/// How dark a cell of these shares of full and partial tiles is.
+fn shade([full, partial]: [f32; 2]) -> f32 {
+    match full + partial {
+        0.0 => 0.0,
+        _ => (full + 0.45 * partial).clamp(0.05, 1.0),
+    }
+}
+
+fn rect([x, y, width, height]: [f64; 4], opacity: f32) -> String {
+    format!(
+        "<rect x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" \
+         fill=\"#1f4e79\" fill-opacity=\"{opacity:.2}\"/>\n"
+    )
+}
+
+fn outline([x, y, width, height]: [f64; 4]) -> String {
+    format!(
+        "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" \
+         fill=\"none\" stroke=\"#444\"/>\n"
+    )
+}
+
+fn text([x, y]: [f64; 2], style: &str, said: &str) -> String {
+    format!("<text x=\"{x:.1}\" y=\"{y:.1}\" {style}>{}</text>\n", escaped(said))
 }
 
 fn escaped(text: &str) -> String {

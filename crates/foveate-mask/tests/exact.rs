@@ -1,6 +1,8 @@
 //! Block masks against brute force.
 
-use foveate_mask::{BlockMask, Kind, Tile};
+use std::ops::ControlFlow::{Break, Continue};
+
+use foveate_mask::{BlockMask, Kind, Progress, Tile};
 use foveate_mods::{Buffer, Expr, Head, MaskMod, Point, ScalarValue, expr};
 use proptest::prelude::*;
 
@@ -173,6 +175,58 @@ fn a_million_positions_take_a_few_runs_a_row_and_little_time() {
 }
 
 #[test]
+fn the_names_of_the_axes_stand_clear_of_the_frame_whatever_its_sides() {
+    let causal = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).unwrap();
+    for [q_len, kv_len] in [[300, 300], [1, 100_000], [100_000, 1]] {
+        let svg = build(&causal, q_len, kv_len, Tile { q: 100, kv: 100 }).to_svg("causal");
+        let number = |after: &str| -> f64 {
+            let (_, rest) = svg.split_once(after).expect("it is drawn");
+            let end = rest.find(|c: char| !"0123456789.".contains(c)).expect("it ends");
+            rest[..end].parse().expect("a number")
+        };
+        let [left, top] = [number("<g transform=\"translate("), 64.0];
+        assert!(svg.contains(&format!("<g transform=\"translate({left} {top})\"")), "{svg}");
+        // A letter reaches 13 from its foot, which is the right side of a turned one.
+        let turned = number("<text transform=\"translate(");
+        assert!(turned >= 0.0 && turned + 13.0 + 6.0 <= left, "{turned} {left}");
+        let (before, _) = svg.split_once(">keys 0..").expect("it is drawn");
+        let (_, foot) = before.rsplit_once("y=\"").expect("it has a place");
+        let foot: f64 = foot.split('"').next().unwrap().parse().unwrap();
+        // Letters hang 4 below their foot.
+        assert!(foot + 4.0 + 6.0 <= top, "{foot}");
+    }
+}
+
+#[test]
+fn building_and_counting_say_how_far_they_are_and_can_be_broken_off() {
+    let even = ((expr::q() + expr::kv()) % 2).eq(0);
+    let even = MaskMod::new(even.dynamic()).unwrap();
+    let tile = Tile { q: 1, kv: 1 };
+    let mut heard = Vec::new();
+    let head = Head { q_len: 500, kv_len: 500, ..Head::default() };
+    let built = BlockMask::build_watched(&even, head, 500, 500, tile, &mut |progress| {
+        heard.push(progress);
+        Continue(())
+    });
+    let built = built.expect("nobody broke it off");
+    assert_eq!(built.stats().runs, 500 * 250);
+    assert!(heard[0].done == 0 && heard.iter().all(|p| p.all == 250_000));
+    assert!(heard.windows(2).all(|w| w[0].done < w[1].done), "{heard:?}");
+    let last = heard.last().expect("it was told");
+    assert!(last.bytes > built.bytes(), "what is kept is part of what is taken: {last:?}");
+    assert!(heard.iter().all(|p| p.base_bytes == heard[0].bytes), "{heard:?}");
+
+    let stop = &mut |progress: Progress| match progress.share() > 0.3 {
+        true => Break(()),
+        false => Continue(()),
+    };
+    assert!(BlockMask::build_watched(&even, head, 500, 500, tile, stop).is_none());
+    let wide = build(&even, 5000, 5000, Tile { q: 128, kv: 128 });
+    assert!(wide.stats_watched(stop).is_none());
+    assert_eq!(wide.stats().live_entries, 5000 * 5000 / 2);
+}
+
+#[test]
 fn pictures_show_full_partial_and_empty_tiles() {
     let causal = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).unwrap();
     let built = build(&causal, 300, 300, Tile { q: 100, kv: 100 });
@@ -180,7 +234,17 @@ fn pictures_show_full_partial_and_empty_tiles() {
     assert_eq!(picture, "▒··\n█▒·\n██▒\neach cell: 100 queries x 100 keys\n");
     let svg = built.to_svg("causal & <more>");
     assert!(svg.contains("<title>causal &amp; &lt;more&gt;</title>"));
-    // The background, one partial tile a row, one run of full tiles in two rows, the frame.
-    assert_eq!(svg.matches("<rect").count(), 1 + 3 + 2 + 1);
+    // The background, one partial tile a row, one run of full tiles in two rows, the frame, and a
+    // swatch with its outline for each kind of tile.
+    assert_eq!(svg.matches("<rect").count(), 1 + 3 + 2 + 1 + 3 * 2);
+    for said in [
+        ">full<",
+        ">partial<",
+        ">empty<",
+        ">9 tiles of 100 x 100: 33.3 % full, 33.3 % partial, 33.3 % empty<",
+        ">45150 of 90000 pairs are live, 49.83 % are masked<",
+    ] {
+        assert!(svg.contains(said), "`{said}` is not in\n{svg}");
+    }
     assert!(build(&causal, 0, 5, Tile { q: 2, kv: 2 }).to_terminal(4, 4).is_empty());
 }
