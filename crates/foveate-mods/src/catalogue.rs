@@ -170,7 +170,7 @@ const MASKS: &[Row<MaskMod>] = &[
         },
     ),
     ("documents(length, …)", usize::MAX, "same document, of documents with these lengths", |c| {
-        masks::document_lengths(&c.ints()?)
+        masks::document_lengths_within(&c.ints()?, c.names.position_count())
     }),
     ("chunked(size)", 1, "q and kv in the same chunk of `size` positions", |c| {
         masks::chunked(c.size(0)?)

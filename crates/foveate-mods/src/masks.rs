@@ -127,13 +127,28 @@ pub fn document_pair(q_ids: &Buffer<i32>, kv_ids: &Buffer<i32>) -> Result<MaskMo
 /// # Errors
 /// When a length is negative or there are more than `i32::MAX` positions.
 pub fn document_lengths(lengths: &[i32]) -> Result<MaskMod, ModError> {
-    let mut ids = Vec::new();
+    document_lengths_within(lengths, usize::MAX)
+}
+
+/// [`document_lengths`], of the first `positions` positions only: the mask is never asked for
+/// others, so their ids are not made.
+///
+/// # Errors
+/// Those of [`document_lengths`].
+pub fn document_lengths_within(lengths: &[i32], positions: usize) -> Result<MaskMod, ModError> {
+    let mut ends = Vec::with_capacity(lengths.len());
+    let mut end = 0i32;
     for (id, &length) in lengths.iter().enumerate() {
-        let length = usize::try_from(length)
-            .map_err(|_| argument("document", format!("length {id} is negative: {length}")))?;
-        let end = ids.len().checked_add(length).filter(|&n| n <= i32::MAX as usize);
-        let end = end.ok_or_else(|| argument("document", "more than i32::MAX positions"))?;
-        ids.resize(end, id as i32);
+        if length < 0 {
+            return Err(argument("document", format!("length {id} is negative: {length}")));
+        }
+        let next = end.checked_add(length);
+        end = next.ok_or_else(|| argument("document", "more than i32::MAX positions"))?;
+        ends.push(end);
+    }
+    let mut ids = Vec::with_capacity(positions.min(end as usize));
+    for (id, &end) in ends.iter().enumerate() {
+        ids.resize(positions.min(end as usize), id as i32);
     }
     document(&Buffer::vector("doc", ids))
 }
@@ -303,6 +318,11 @@ mod tests {
         is(&document(&Buffer::vector("doc", ids.to_vec())).unwrap(), 6, 6, formula);
         is(&document_lengths(&[2, 3, 0, 1]).unwrap(), 6, 6, formula);
         is(&document_offsets(&[0, 2, 5, 5, 6]).unwrap(), 6, 6, formula);
+        // Ids are made for the positions that are looked at, and lengths checked before any are.
+        let few = document_lengths_within(&[2, 3, 0, i32::MAX - 5], 4).unwrap();
+        is(&few, 4, 4, formula);
+        assert_eq!(few.program().graph().buffers()[0].elems(), 4);
+        assert!(document_lengths(&[i32::MAX, 1]).is_err());
         let rows = Buffer::new("doc", &[2, 3], vec![0, 0, 1, 5, 6, 6]).unwrap();
         let table = [[0, 0, 1], [5, 6, 6]];
         is(&document(&rows).unwrap(), 3, 3, |b, q, kv| {

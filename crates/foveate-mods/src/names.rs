@@ -11,6 +11,7 @@ pub struct Names {
     buffers: BTreeMap<String, AnyBuffer>,
     scalars: BTreeMap<String, ScalarValue>,
     heads: Option<usize>,
+    positions: Option<usize>,
 }
 
 impl Names {
@@ -43,6 +44,13 @@ impl Names {
         self
     }
 
+    /// With the number of positions that queries and keys have at most: tables that a named mask
+    /// makes, such as the ids of `documents(...)`, are no longer than that.
+    pub fn positions(mut self, positions: usize) -> Self {
+        self.positions = Some(positions);
+        self
+    }
+
     /// The buffer called `name`.
     pub fn get_buffer(&self, name: &str) -> Option<&AnyBuffer> {
         self.buffers.get(name)
@@ -56,6 +64,11 @@ impl Names {
     /// The number of query heads, where it is known.
     pub fn head_count(&self) -> Option<usize> {
         self.heads
+    }
+
+    /// The number of positions, as large as can be where it is not known.
+    pub(crate) fn position_count(&self) -> usize {
+        self.positions.unwrap_or(usize::MAX)
     }
 
     /// The names of the buffers.

@@ -7,7 +7,6 @@
 use std::collections::{HashMap, HashSet};
 
 use super::words::{COMPARE, WORDS, function_name, operator};
-use crate::catalogue;
 use crate::ir::{Leaf, Node, NodeId, UnaryOp};
 use crate::names::Names;
 use crate::program::Program;
@@ -31,8 +30,9 @@ const PREFIX: u8 = 7;
 pub(super) fn print(program: &Program) -> (String, Names) {
     let graph = program.graph();
     let root = program.roots()[0];
-    let mut taken: HashSet<String> = catalogue::names().map(str::to_owned).collect();
-    taken.extend(Leaf::ALL.map(|l| l.name().to_owned()));
+    // A capture may be called like a named mask or score: formulas are printed, and captures come
+    // first when they are read.
+    let mut taken: HashSet<String> = Leaf::ALL.map(|l| l.name().to_owned()).into();
     taken.extend(WORDS.map(str::to_owned));
     // Where numbering goes on, by stem.
     let mut numbered: HashMap<String, usize> = HashMap::new();
