@@ -37,6 +37,20 @@ pub fn suits(call: &Call<'_>) -> bool {
     one_tile && call.kv_heads.iter().all(few)
 }
 
+/// Why `call` is not one for this module, where it is not.
+pub fn declines(call: &Call<'_>) -> Option<String> {
+    if suits(call) {
+        return None;
+    }
+    let most = if call.pairs { MAX_ROWS_OF_PAIRS } else { MAX_ROWS };
+    let rows = call.kv_heads.iter().map(|kv_head| rows_of(call, kv_head)).max().unwrap_or(0);
+    Some(format!(
+        "up to {rows} query rows attend to a KV head; keys are read in place for up to {most}, \
+         within one query tile ({})",
+        call.tiles.q
+    ))
+}
+
 /// Query rows that attend to a KV head.
 fn rows_of(call: &Call<'_>, kv_head: &KvHead) -> usize {
     call.heads_of(kv_head).map(|(b, _)| call.sequences[b].q_len).sum()

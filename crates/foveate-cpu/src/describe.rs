@@ -9,7 +9,7 @@ use crate::call::Call;
 use crate::error::{CpuError, CpuErrorKind};
 use crate::masks::Live;
 use crate::tasks::{KvHead, waves};
-use crate::{backward, forward, simd};
+use crate::{backward, decode, forward, simd};
 
 /// The instruction set of this process's row passes and products: the best one of the machine, or
 /// the lesser one that `FOVEATE_CPU_LEVEL` names.
@@ -52,6 +52,8 @@ pub struct Description {
     /// Density of those block masks: the share of entries that the mask lets through; 1 without a
     /// mask.
     pub density: f64,
+    /// Why the forward is not that of a few queries, which reads keys in place; `None` when it is.
+    pub decode_declined: Option<String>,
     /// Workspace of a forward pass in bytes, without a few tiles for each thread.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes, without a few tiles for each thread and the sums
@@ -108,6 +110,7 @@ impl Description {
             runs: sum(&|s| s.runs),
             block_mask_bytes: sum(&|s| s.bytes),
             density: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
+            decode_declined: decode::declines(call),
             forward_bytes: largest(call, &|kv_head| forward::wave_elems(call, kv_head)),
             backward_bytes: largest(backward, &|kv_head| backward::wave_elems(backward, kv_head)),
         }

@@ -2,7 +2,7 @@
 //!
 //! A backend either takes a problem or declines it with a reason; the planner asks the
 //! candidates of a device in order and keeps every reason. A backend is the only thing that knows
-//! its plan; to the rest of the crate a plan is a [`Planned`].
+//! its plan; to the rest of the crate a plan is a [`BackendPlan`].
 
 mod cpu;
 mod cuda;
@@ -16,7 +16,7 @@ use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
 use crate::device::Device;
 use crate::error::{Declined, Error, ErrorKind};
-use crate::explain::Work;
+use crate::explain::Execution;
 use crate::problem::Problem;
 
 /// A way to compute attention.
@@ -24,7 +24,7 @@ pub(crate) trait Backend {
     /// Its name in explanations and refusals.
     fn name(&self) -> &'static str;
     /// A plan, or why not.
-    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String>;
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn BackendPlan>, String>;
 }
 
 /// What is to be planned.
@@ -37,15 +37,15 @@ pub(crate) struct Wanted<'a> {
 
 /// A backend's plan. It runs every problem of its class: lengths, batch, strides and buffer
 /// contents are free.
-pub(crate) trait Planned: std::fmt::Debug + Send + Sync {
+pub(crate) trait BackendPlan: std::fmt::Debug + Send + Sync {
     fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error>;
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), Error>;
-    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn Planned>, Error>;
-    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn Planned>, Error>;
+    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn BackendPlan>, Error>;
+    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn BackendPlan>, Error>;
     /// What it computes, after every substitution and rebinding.
     fn spec(&self) -> &Spec;
     /// How it would run `problem`.
-    fn work(&self, problem: &Problem) -> Work;
+    fn execution(&self, problem: &Problem) -> Execution;
     /// The plan of the GPU engine, when it is one.
     fn cuda(&self) -> Option<&CudaPlan> {
         None
@@ -59,7 +59,7 @@ pub(crate) trait Planned: std::fmt::Debug + Send + Sync {
 /// A plan and the name of its backend, with the candidates that declined before it.
 pub(crate) struct Chosen {
     pub(crate) backend: &'static str,
-    pub(crate) plan: Arc<dyn Planned>,
+    pub(crate) plan: Arc<dyn BackendPlan>,
     pub(crate) declined: Vec<Declined>,
 }
 

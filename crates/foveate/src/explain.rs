@@ -11,10 +11,10 @@ use crate::problem::Problem;
 /// How a backend runs a problem.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[non_exhaustive]
-pub struct Work {
+pub struct Execution {
     /// Instruction set that was chosen for this machine; of a GPU its name and architecture.
     pub instructions: String,
-    /// Threads of the pool it was asked from; of a GPU its multiprocessors.
+    /// Threads of the pool it was asked from; of a GPU its SMs.
     pub threads: usize,
     /// The kernels that run, with their configurations and what they take of the device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -23,6 +23,9 @@ pub struct Work {
     /// so far.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// Kernels that do not take the problem, and why.
+    #[serde(skip)]
+    pub declined: Vec<Declined>,
     /// Copies that a call on host tensors makes.
     #[serde(skip)]
     pub copies: Vec<String>,
@@ -66,7 +69,7 @@ pub struct Explanation {
     pub backend: &'static str,
     /// The device.
     pub device: String,
-    /// Candidates that declined, with their reasons.
+    /// What declined to run it, with the reasons: backends, and kernels of the one that runs.
     pub declined: Vec<Declined>,
     /// True for sequences packed one after another.
     pub packed: bool,
@@ -107,7 +110,7 @@ pub struct Explanation {
     /// Copies that a call on host tensors makes. Empty: every stride is read in place.
     pub copies: Vec<String>,
     /// How the backend runs it.
-    pub work: Work,
+    pub execution: Execution,
     /// Multiply-adds counted as two, of a forward pass without a mask.
     pub dense_forward_flops: f64,
     /// The same of a backward pass: five products.
@@ -124,7 +127,7 @@ impl Explanation {
         device: &Device,
         problem: &Problem,
         spec: &Spec,
-        work: Work,
+        execution: Execution,
         declined: &[Declined],
     ) -> Self {
         let dims = problem.dims();
@@ -135,11 +138,11 @@ impl Explanation {
             .fold(0.0, |all, pairs| all + pairs);
         let (dim, dim_v) = (dims.dim as f64, dims.dim_v as f64);
         let (forward, backward) = (2.0 * (dim + dim_v), 2.0 * (3.0 * dim + 2.0 * dim_v));
-        let live = work.live_pairs as f64;
+        let live = execution.live_pairs as f64;
         Self {
             backend,
             device: device.to_string(),
-            declined: declined.to_vec(),
+            declined: [declined, &execution.declined].concat(),
             packed: dims.packed,
             batch: dims.batch,
             heads_q: dims.heads_q,
@@ -160,8 +163,8 @@ impl Explanation {
             captures: captures(spec),
             backward: !problem.is_forward_only(),
             strides: problem.layouts().map(|l| l.strides),
-            copies: work.copies.clone(),
-            work,
+            copies: execution.copies.clone(),
+            execution,
             dense_forward_flops: pairs * forward,
             dense_backward_flops: pairs * backward,
             live_forward_flops: live * forward,
@@ -170,15 +173,22 @@ impl Explanation {
     }
 }
 
-/// Every buffer of the program: `bias: f32 [8, 64], learned`.
+/// Every buffer of the program under the name that mask and score print it with:
+/// `bias: f32 [8, 64], learned`.
 fn captures(spec: &Spec) -> Vec<String> {
     let mask = spec.mask.as_ref().map(|m| m.program());
     let score = spec.score.as_ref().map(|s| s.program());
     let mut said = Vec::new();
-    for buffer in [mask, score].into_iter().flatten().flat_map(|p| p.graph().buffers()) {
-        let learned = if buffer.learned() { ", learned" } else { "" };
-        let (name, ty, shape) = (buffer.name(), buffer.ty(), buffer.shape());
-        said.push(format!("{name}: {ty} {shape:?}{learned}"));
+    for (_, names) in [mask, score].into_iter().flatten().map(|p| p.text()) {
+        for (name, buffer) in names.iter().filter_map(|n| Some((n, names.get_buffer(n)?))) {
+            let learned = if buffer.learned() { ", learned" } else { "" };
+            let (ty, shape) = (buffer.ty(), buffer.shape());
+            let bound = match buffer.name() {
+                own if own == name => String::new(),
+                own => format!(", bound as `{own}`"),
+            };
+            said.push(format!("{name}: {ty} {shape:?}{learned}{bound}"));
+        }
     }
     said.sort();
     said.dedup();
@@ -188,16 +198,17 @@ fn captures(spec: &Spec) -> Vec<String> {
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut line = |name: &str, text: String| writeln!(f, "{name:<10} {text}");
-        let Self { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, dtype, work, .. } = self;
+        let Self { batch, heads_q, heads_kv, len_q, len_k, dim, dim_v, dtype, execution, .. } =
+            self;
         line(
             "backend",
             format!(
                 "{} on the {}: {}, {} {}",
                 self.backend,
                 self.device,
-                work.instructions,
-                work.threads,
-                if work.kernels.is_empty() { "threads" } else { "multiprocessors" }
+                execution.instructions,
+                execution.threads,
+                if execution.kernels.is_empty() { "threads" } else { "SMs" }
             ),
         )?;
         let batches = if self.packed { "sequences" } else { "batch" };
@@ -220,47 +231,53 @@ impl fmt::Display for Explanation {
         if !self.captures.is_empty() {
             line("captures", self.captures.join("; "))?;
         }
-        work.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
-        work.notes.iter().try_for_each(|note| line("note", note.clone()))?;
-        work.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
-        let part = |n: usize| 100.0 * n as f64 / work.tiles.max(1) as f64;
-        let empty = work.tiles - work.full_tiles - work.partial_tiles;
+        execution.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
+        execution.notes.iter().try_for_each(|note| line("note", note.clone()))?;
+        execution.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
+        let part = |n: usize| 100.0 * n as f64 / execution.tiles.max(1) as f64;
+        let empty = execution.tiles - execution.full_tiles - execution.partial_tiles;
         line(
             "tiles",
             format!(
                 "{} of {} x {}{}: {:.1} % full, {:.1} % partial, {:.1} % empty",
-                work.tiles,
-                work.tile_q,
-                work.tile_kv,
-                match work.tile_heads {
+                execution.tiles,
+                execution.tile_q,
+                execution.tile_kv,
+                match execution.tile_heads {
                     0 | 1 => String::new(),
                     heads => format!(", {heads} heads share a tile"),
                 },
-                part(work.full_tiles),
-                part(work.partial_tiles),
+                part(execution.full_tiles),
+                part(execution.partial_tiles),
                 part(empty)
             ),
         )?;
-        if work.block_masks > 0 {
+        if execution.block_masks > 0 {
             line(
                 "block mask",
                 format!(
                     "{} runs in {} masks, {}; the mask lets {:.1} % of pairs through",
-                    work.runs,
-                    work.block_masks,
-                    binary(work.block_mask_bytes as usize),
-                    100.0 * work.live_share
+                    execution.runs,
+                    execution.block_masks,
+                    binary(execution.block_mask_bytes as usize),
+                    100.0 * execution.live_share
                 ),
             )?;
+        }
+        if execution.live_pairs == 0
+            && self.dense_forward_flops > 0.0
+            && execution.trouble.is_none()
+        {
+            line("warning", "the mask lets no query see any key: every output is 0".into())?;
         }
         let flops = |dense: f64, live: f64| format!("{} dense, {} live", si(dense), si(live));
         line("forward", flops(self.dense_forward_flops, self.live_forward_flops))?;
         if self.backward {
             line("backward", flops(self.dense_backward_flops, self.live_backward_flops))?;
         }
-        let mut workspace = format!("{} forward", binary(work.forward_bytes));
+        let mut workspace = format!("{} forward", binary(execution.forward_bytes));
         if self.backward {
-            workspace += &format!(", {} backward", binary(work.backward_bytes));
+            workspace += &format!(", {} backward", binary(execution.backward_bytes));
         }
         line("workspace", workspace)?;
         match self.declined.is_empty() {

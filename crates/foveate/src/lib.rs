@@ -78,7 +78,7 @@ pub use attention::Attention;
 pub use call::{BackwardCall, ForwardCall, ForwardRef, GradientsMut};
 pub use device::Device;
 pub use error::{Declined, Error, ErrorKind};
-pub use explain::{Explanation, Work};
+pub use explain::{Execution, Explanation};
 pub use plan::{AsBuffer, Forward, Gradients, Plan};
 pub use positions::Positions;
 pub use problem::Problem;

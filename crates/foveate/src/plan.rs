@@ -10,7 +10,7 @@ use foveate_mods::{AnyBuffer, Buffer, Element};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands};
 use foveate_tensor::{DType, Tensor, TensorRef};
 
-use crate::backend::{self, Chosen, Planned, Wanted};
+use crate::backend::{self, BackendPlan, Chosen, Wanted};
 use crate::call::{BackwardCall, ForwardCall, ForwardRef};
 use crate::device::Device;
 use crate::error::{Declined, Error};
@@ -26,7 +26,7 @@ pub struct Plan {
     problem: Problem,
     device: Device,
     backend: &'static str,
-    planned: Arc<dyn Planned>,
+    planned: Arc<dyn BackendPlan>,
     declined: Vec<Declined>,
     gradients_in: Option<DType>,
 }
@@ -269,13 +269,13 @@ impl Plan {
 
     /// What will run, and why not something else.
     pub fn explain(&self) -> Explanation {
-        let work = self.planned.work(&self.problem);
+        let execution = self.planned.execution(&self.problem);
         Explanation::new(
             self.backend,
             &self.device,
             &self.problem,
             self.planned.spec(),
-            work,
+            execution,
             &self.declined,
         )
     }

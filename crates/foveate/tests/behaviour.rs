@@ -234,7 +234,7 @@ fn an_explanation_counts_dense_and_live_work() {
     assert_eq!(dense.dense_forward_flops, pairs * 2.0 * (64.0 + 32.0));
     assert_eq!(dense.dense_backward_flops, pairs * 2.0 * (3.0 * 64.0 + 2.0 * 32.0));
     assert_eq!(dense.live_forward_flops, dense.dense_forward_flops);
-    assert!(dense.copies.is_empty() && dense.declined.is_empty());
+    assert!(dense.copies.is_empty());
 
     let causal = Attention::new().mask(masked(kv().le(q())));
     let half = causal.plan(&problem, &Device::cpu()).unwrap().explain();
@@ -244,4 +244,43 @@ fn an_explanation_counts_dense_and_live_work() {
     for part in ["backend    cpu", "heads 4/2, lengths 512/512, dims 64/32", "copies     none"] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
+}
+
+#[test]
+fn captures_are_explained_under_the_name_that_mask_and_score_print() {
+    let problem = Problem::shaped(DType::F32, [1, 2, 9, 8], [1, 2, 9, 8], [1, 2, 9, 8]).unwrap();
+    // `bias` and `document` are named mods too; two buffers have one name.
+    let bias = Buffer::learned("bias", &[2], vec![0.0; 2]).unwrap();
+    let again = Buffer::vector("document", vec![0.0; 9]);
+    let other = Buffer::vector("document", vec![1.0; 3]);
+    let score = score() + bias.at([h()]) + again.at([q()]) * other.at([h()]);
+    let program = Attention::new().score(scored(score));
+    let said = program.plan(&problem, &Device::cpu()).unwrap().explain();
+    assert!(said.score.as_ref().unwrap().contains("bias[h]"), "{said}");
+    assert_eq!(
+        said.captures,
+        ["bias: f32 [2], learned", "document: f32 [9]", "document_2: f32 [3], bound as `document`"]
+    );
+}
+
+#[test]
+fn what_declined_is_explained_when_something_else_runs() {
+    let explained = |queries: usize| {
+        let q = [1, 2, queries, 8];
+        let problem = Problem::shaped(DType::F32, q, [1, 2, 900, 8], [1, 2, 900, 8]).unwrap();
+        Attention::new().plan(&problem, &Device::cpu()).unwrap().explain()
+    };
+    let [declined] = &explained(300).declined[..] else { panic!("{}", explained(300)) };
+    assert_eq!(declined.backend, "cpu decode");
+    assert!(declined.reason.contains("300 query rows"), "{}", declined.reason);
+    assert!(explained(1).declined.is_empty());
+}
+
+#[test]
+fn an_explanation_warns_of_a_mask_that_lets_nothing_through() {
+    let problem = Problem::shaped(DType::F32, [1, 2, 9, 8], [1, 2, 9, 8], [1, 2, 9, 8]).unwrap();
+    let explained = |mask| Attention::new().mask(mask).plan(&problem, &Device::cpu()).unwrap();
+    let nothing = explained(masked(kv().lt(0))).explain().to_string();
+    assert!(nothing.contains("warning    the mask lets no query see any key"), "{nothing}");
+    assert!(!explained(masked(kv().le(q()))).explain().to_string().contains("warning"));
 }

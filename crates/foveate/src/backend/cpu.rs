@@ -6,9 +6,9 @@ use foveate_cpu::{CpuError, CpuErrorKind, CpuOptions, CpuPlan};
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
-use super::{Backend, Planned, Wanted};
-use crate::error::{Error, ErrorKind};
-use crate::explain::Work;
+use super::{Backend, BackendPlan, Wanted};
+use crate::error::{Declined, Error, ErrorKind};
+use crate::explain::Execution;
 use crate::problem::Problem;
 
 const NAME: &str = "cpu";
@@ -20,7 +20,7 @@ impl Backend for Cpu {
         NAME
     }
 
-    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String> {
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn BackendPlan>, String> {
         let Wanted { spec, problem, .. } = wanted;
         let options = CpuOptions::default();
         let plan = CpuPlan::new(spec, problem.dims(), problem.dtype(), options);
@@ -28,7 +28,7 @@ impl Backend for Cpu {
     }
 }
 
-impl Planned for CpuPlan {
+impl BackendPlan for CpuPlan {
     fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error> {
         self.forward(args).map_err(error)
     }
@@ -37,11 +37,11 @@ impl Planned for CpuPlan {
         self.backward(args).map_err(error)
     }
 
-    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn Planned>, Error> {
+    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn BackendPlan>, Error> {
         Ok(Arc::new(self.rebind(buffer).map_err(error)?))
     }
 
-    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn Planned>, Error> {
+    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn BackendPlan>, Error> {
         Ok(Arc::new(self.set_scalar(name, value).map_err(error)?))
     }
 
@@ -53,11 +53,12 @@ impl Planned for CpuPlan {
         Some(self)
     }
 
-    fn work(&self, problem: &Problem) -> Work {
+    fn execution(&self, problem: &Problem) -> Execution {
         let found = self.describe(problem.arrangement());
-        Work {
+        Execution {
             instructions: found.instructions.to_owned(),
             threads: found.threads,
+            declined: found.decode_declined.map(decode_declined).into_iter().collect(),
             tile_q: found.tile_q,
             tile_kv: found.tile_kv,
             tile_heads: 1,
@@ -71,9 +72,13 @@ impl Planned for CpuPlan {
             live_share: found.density,
             forward_bytes: found.forward_bytes,
             backward_bytes: found.backward_bytes,
-            ..Work::default()
+            ..Execution::default()
         }
     }
+}
+
+fn decode_declined(reason: String) -> Declined {
+    Declined { backend: "cpu decode", reason }
 }
 
 fn error(e: CpuError) -> Error {

@@ -7,9 +7,9 @@ use foveate_gpu::GpuErrorKind;
 use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{BackwardArgs, ForwardArgs, Spec};
 
-use super::{Backend, Planned, Wanted};
+use super::{Backend, BackendPlan, Wanted};
 use crate::error::{Error, ErrorKind};
-use crate::explain::Work;
+use crate::explain::Execution;
 use crate::problem::Problem;
 
 const NAME: &str = "cuda";
@@ -22,7 +22,7 @@ impl Backend for Cuda {
         NAME
     }
 
-    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn Planned>, String> {
+    fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn BackendPlan>, String> {
         let Wanted { spec, problem, deterministic } = *wanted;
         let options = CudaOptions { deterministic, ..CudaOptions::default() };
         let plan = Engine::get(self.0)
@@ -35,7 +35,7 @@ impl Backend for Cuda {
     }
 }
 
-impl Planned for CudaPlan {
+impl BackendPlan for CudaPlan {
     fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error> {
         self.forward(args).map_err(error)
     }
@@ -44,11 +44,11 @@ impl Planned for CudaPlan {
         self.backward(args).map_err(error)
     }
 
-    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn Planned>, Error> {
+    fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn BackendPlan>, Error> {
         Ok(Arc::new(self.rebind(buffer).map_err(error)?))
     }
 
-    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn Planned>, Error> {
+    fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn BackendPlan>, Error> {
         Ok(Arc::new(self.set_scalar(name, value).map_err(error)?))
     }
 
@@ -56,22 +56,23 @@ impl Planned for CudaPlan {
         self.spec()
     }
 
-    fn work(&self, problem: &Problem) -> Work {
+    fn execution(&self, problem: &Problem) -> Execution {
         let copies = ["q, k, v to the device", "out, lse and gradients back"];
         let copies = copies.map(|what| format!("{what} (host tensors only)")).to_vec();
         match self.describe(problem.arrangement()) {
-            Err(e) => Work { trouble: Some(e.to_string()), copies, ..Work::default() },
+            Err(e) => Execution { trouble: Some(e.to_string()), copies, ..Execution::default() },
             Ok(found) => {
                 let entries: f64 = problem
                     .sequences()
                     .iter()
                     .map(|s| problem.dims().heads_q as f64 * s.q_len as f64 * s.k_len as f64)
                     .sum();
-                Work {
+                Execution {
                     instructions: found.device,
                     threads: found.multiprocessors,
                     kernels: found.kernels,
                     notes: found.notes,
+                    declined: Vec::new(),
                     copies,
                     trouble: None,
                     tile_q: found.tile.q,
