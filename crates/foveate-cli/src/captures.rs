@@ -1,12 +1,14 @@
 //! Captured buffers and run-time scalars given on the command line.
 
 use std::fs;
+use std::io::{self, Read};
 
 use foveate::mods::text::Names;
 use foveate::{AnyBuffer, BufferData, ScalarValue};
 
 use crate::failure::Failure;
 use crate::number::number;
+use crate::output::bytes;
 
 /// What the texts of a command may name.
 #[derive(Debug, Default, clap::Args)]
@@ -27,12 +29,21 @@ pub struct Captures {
 impl Captures {
     /// Length of all documents together.
     pub fn documents_len(&self) -> Option<usize> {
-        (!self.doc_lens.is_empty()).then(|| self.doc_lens.iter().sum())
+        let all = self.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
+        (!self.doc_lens.is_empty()).then_some(all)
     }
 
-    /// The names, for texts about sequences of up to `len` positions.
+    /// Memory of the document ids that `texts` read, for sequences of up to `len` positions.
+    pub fn id_bytes<'a>(&self, len: usize, texts: impl IntoIterator<Item = &'a String>) -> f64 {
+        let made = texts.into_iter().filter(|text| text.contains("documents")).count();
+        let given = usize::from(!self.doc_lens.is_empty());
+        ((made + given) * len) as f64 * ID_BYTES
+    }
+
+    /// The names, for texts about sequences of up to `len` positions. Document ids are made for
+    /// these only.
     pub fn names(&self, len: usize) -> Result<Names, Failure> {
-        let mut names = Names::new();
+        let mut names = Names::new().positions(len);
         if let Some(total) = self.documents_len() {
             if total < len {
                 let message =
@@ -40,7 +51,10 @@ impl Captures {
                 return Err(Failure::usage(message)
                     .help("add a document, or leave --len out: it is the sum then"));
             }
-            let ids = self.doc_lens.iter().zip(0..).flat_map(|(&n, id)| vec![id; n]).collect();
+            let mut ids = Vec::with_capacity(len);
+            for (&n, id) in self.doc_lens.iter().zip(0..) {
+                ids.resize(ids.len().saturating_add(n).min(len), id);
+            }
             names = names.buffer(foveate::Buffer::<i32>::vector("doc", ids).any());
         }
         for given in &self.buffers {
@@ -65,6 +79,12 @@ impl Captures {
     }
 }
 
+/// Memory of a document's id: itself, and its part of the table of ranges.
+const ID_BYTES: f64 = 6.0;
+
+/// The longest file of numbers that is read.
+const FILE_BYTES: u64 = 256 << 20;
+
 fn malformed(option: &str, given: &str) -> Failure {
     Failure::usage(format!("--{option} {given}: a name, `=` and a value are expected"))
 }
@@ -80,32 +100,53 @@ fn buffer(given: &str) -> Result<AnyBuffer, Failure> {
             (name, Some(axes.map_err(|_| fail("the axes in [ ] are lengths".into()))?))
         }
     };
-    let words = |text: &str| -> Vec<String> {
-        let separate = |c: char| c == ',' || c.is_whitespace();
-        text.split(separate).filter(|w| !w.is_empty()).map(str::to_owned).collect()
-    };
-    let data = match numbers(&words(values)) {
+    let data = match numbers(values) {
         Ok(data) => data,
         Err(word) => {
-            let text = fs::read_to_string(values).map_err(|e| {
+            let text = read(values).map_err(|e| {
+                let word = shortened(word);
                 fail(format!("`{word}` is no number, and as a file it cannot be read: {e}"))
             })?;
-            numbers(&words(&text)).map_err(|w| fail(format!("`{w}` in the file is no number")))?
+            let wrong = |word| fail(format!("`{}` in the file is no number", shortened(word)));
+            numbers(&text).map_err(wrong)?
         }
     };
     let shape = shape.unwrap_or_else(|| vec![data.len()]);
     AnyBuffer::new(name, &shape, data, false).map_err(|e| fail(e.to_string()))
 }
 
-/// All words as the narrowest type that holds them; or the first that is no number.
-fn numbers(words: &[String]) -> Result<BufferData, String> {
-    if let Ok(bools) = words.iter().map(|w| w.parse()).collect() {
+/// The text of a file of numbers, which may be a pipe or a device that never ends.
+fn read(path: &str) -> io::Result<String> {
+    let mut text = String::new();
+    fs::File::open(path)?.take(FILE_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > FILE_BYTES {
+        let limit = bytes(FILE_BYTES as f64);
+        return Err(io::Error::other(format!("it is longer than the {limit} that are read")));
+    }
+    Ok(text)
+}
+
+/// The beginning of a word, as far as a message shows it.
+fn shortened(word: &str) -> String {
+    let mut shown: String = word.chars().take(40).flat_map(char::escape_default).collect();
+    if word.chars().nth(40).is_some() {
+        shown += "...";
+    }
+    shown
+}
+
+/// All words of a text, with commas or blanks between, as the narrowest type that holds them; or
+/// the first that is no number.
+fn numbers(text: &str) -> Result<BufferData, &str> {
+    let separate = |c: char| c == ',' || c.is_whitespace();
+    let words = || text.split(separate).filter(|word| !word.is_empty());
+    if let Ok(bools) = words().map(str::parse).collect() {
         return Ok(BufferData::Bool(bools));
     }
-    if let Ok(ints) = words.iter().map(|w| w.parse()).collect() {
+    if let Ok(ints) = words().map(str::parse).collect() {
         return Ok(BufferData::I32(ints));
     }
-    let floats = words.iter().map(|w| w.parse().map_err(|_| w.clone()));
+    let floats = words().map(|word| word.parse().map_err(|_| word));
     Ok(BufferData::F32(floats.collect::<Result<_, _>>()?))
 }
 
@@ -137,6 +178,25 @@ mod tests {
         fs::write(&file, "3 4\n5\n").expect("written");
         let b = buffer(&format!("ids={}", file.display())).expect("numbers");
         assert_eq!(b.data(), &BufferData::I32(vec![3, 4, 5]));
+    }
+
+    #[test]
+    fn document_ids_are_made_for_the_positions_that_are_looked_at() {
+        let captures = Captures { doc_lens: vec![3, usize::MAX, 9], ..Captures::default() };
+        assert_eq!(captures.documents_len(), Some(usize::MAX));
+        let names = captures.names(5).expect("long enough");
+        let ids = names.get_buffer("doc").expect("made of the lengths").data().clone();
+        assert_eq!(ids, BufferData::I32(vec![0, 0, 0, 1, 1]));
+        let texts = ["documents(4) | document".to_owned()];
+        assert_eq!(captures.id_bytes(5, &texts), 10.0 * ID_BYTES);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_never_ends_is_refused() {
+        let endless = said("doc=/dev/zero");
+        let why = "as a file it cannot be read: it is longer than the 256.0 MiB that are read";
+        assert!(endless.ends_with(why), "{endless}");
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! `foveate doctor`: what this machine offers and what this build makes of it.
 
-use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
@@ -13,6 +12,7 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::output::{Output, bytes};
+use crate::threads;
 
 /// Show what this machine offers and what this build makes of it
 #[derive(Debug, clap::Args)]
@@ -65,8 +65,8 @@ struct Searched {
 struct Gpu {
     name: String,
     arch: String,
-    multiprocessors: u32,
-    shared_bytes_per_block: u32,
+    sms: u32,
+    smem_bytes_per_cta: u32,
     memory_bytes: usize,
 }
 
@@ -108,14 +108,15 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     for (i, gpu) in found.gpus.iter().enumerate() {
         out.line(format_args!(
-            "gpu {i}     {}, {}, {} multiprocessors, {} of shared memory a block, {}",
+            "gpu {i}     {}, {}, {} SMs, {} of smem a CTA, {}",
             gpu.name,
             gpu.arch,
-            gpu.multiprocessors,
-            bytes(f64::from(gpu.shared_bytes_per_block)),
+            gpu.sms,
+            bytes(f64::from(gpu.smem_bytes_per_cta)),
             bytes(gpu.memory_bytes as f64)
         ))?;
     }
+    let mut told = String::new();
     for library in &found.libraries {
         let name = library.name.trim_start_matches("the NVIDIA ");
         let version = library.version.as_ref().map(|v| format!(" {v}")).unwrap_or_default();
@@ -143,7 +144,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
                 library.searched.iter().filter_map(Searched::folder).collect();
             folders.dedup();
             let folders = folders.join(", ");
-            out.line(format_args!("          looked for in {folders}"))?;
+            match folders == told {
+                true => out.line("          looked for in the same folders")?,
+                false => out.line(format_args!("          looked for in {folders}"))?,
+            }
+            told = folders;
         }
     }
     if let Some(folder) = &found.kernel_cache {
@@ -165,7 +170,7 @@ impl Findings {
             instructions_refused: level.err().map(|e| e.to_string()),
             cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
             threads: rayon::current_num_threads(),
-            threads_refused: threads_refused(std::env::var_os(THREADS_VARIABLE)),
+            threads_refused: threads::refused(std::env::var_os(threads::VARIABLE)),
             caches: caches(),
             memory_bytes: total,
             memory_available_bytes: available,
@@ -240,17 +245,6 @@ impl Searched {
     }
 }
 
-/// How many threads work is spread over; a variable of the library that does it.
-const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
-
-/// Why what the variable was given is not the number of threads.
-fn threads_refused(given: Option<OsString>) -> Option<String> {
-    let given = given.filter(|text| !text.is_empty())?;
-    let number = given.to_str().and_then(|text| text.parse::<usize>().ok());
-    let why = "which is no number of threads and not used";
-    number.is_none_or(|n| n == 0).then(|| format!("{THREADS_VARIABLE} is {given:?}, {why}"))
-}
-
 fn first_gpu() -> Option<DeviceInfo> {
     Device::open(0).ok().map(|d| d.info().clone())
 }
@@ -263,8 +257,8 @@ fn gpus() -> Vec<Gpu> {
             Gpu {
                 name: info.name.clone(),
                 arch: info.arch(),
-                multiprocessors: info.multiprocessors,
-                shared_bytes_per_block: info.shared_bytes_per_block,
+                sms: info.multiprocessors,
+                smem_bytes_per_cta: info.shared_bytes_per_block,
                 memory_bytes: info.memory_bytes,
             }
         })

@@ -13,12 +13,14 @@ mod failure;
 mod generate;
 mod interrupt;
 mod kernels;
+mod limits;
 mod mask;
 mod memory;
 mod number;
 mod output;
 mod problem;
 mod progress;
+mod threads;
 mod train;
 mod tune;
 
@@ -69,7 +71,8 @@ impl Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = Output::stdout();
-    let result = cli.command.run(&mut out).and_then(|()| Ok(out.flush()?));
+    let result = threads::check().and_then(|()| cli.command.run(&mut out));
+    let result = result.and_then(|()| Ok(out.flush()?));
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),

@@ -12,12 +12,13 @@ use serde::Serialize;
 
 use crate::captures::Captures;
 use crate::failure::Failure;
+use crate::limits::{Limits, Need};
 use crate::number::number;
 use crate::output::{Output, bytes, count};
-use crate::progress::{COUNTING, PATIENCE, waiting};
+use crate::progress::COUNTING;
 
-/// Rows of tiles that are built at most: each takes some tens of bytes, or a few hundred.
-const MAX_ROWS: usize = 1 << 24;
+/// Points of a tile at most: each has a bit while the tile is evaluated.
+const TILE_POINTS: u64 = 1 << 24;
 
 /// Draw a mask and its tiles, with statistics and build time
 #[derive(Debug, clap::Args)]
@@ -48,6 +49,8 @@ pub struct Args {
     /// Print one JSON object, without the picture
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    limits: Limits,
 }
 
 #[derive(Debug, Serialize)]
@@ -81,6 +84,9 @@ fn tile(text: &str) -> Result<Tile, String> {
     let side = |text: &str| text.trim().parse::<u32>().ok().filter(|n| (1..=1 << 20).contains(n));
     let sides = text.split_once('x').and_then(|(q, kv)| Some((side(q)?, side(kv)?)));
     let (q, kv) = sides.ok_or("two lengths of at least 1 with an x between, such as 128x128")?;
+    if u64::from(q) * u64::from(kv) > TILE_POINTS {
+        return Err(format!("a tile has up to {TILE_POINTS} points, such as 4096x4096"));
+    }
     Ok(Tile { q, kv })
 }
 
@@ -94,26 +100,30 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         (Ok(q), Ok(kv)) => (q, kv),
         _ => return Err(Failure::usage(format!("lengths go up to {}", i32::MAX))),
     };
-    let rows = len.div_ceil(args.tile.q as usize);
-    if rows > MAX_ROWS {
-        return Err(Failure::usage(format!("{rows} rows of tiles; up to {MAX_ROWS} are built"))
-            .help("make the tiles larger: --tile 1024x1024"));
-    }
-    let names = args.captures.names(len.max(kv_len))?;
+    let longest = len.max(kv_len);
+    let ids = args.captures.id_bytes(longest, [&args.text]);
+    let need = Need { bytes: ids, seconds: 0.0 };
+    args.limits.admit("the table of documents", need, "give fewer positions: --len 4096")?;
+    let names = args.captures.names(longest)?;
     let mask = parse_mask(&args.text, &names).map_err(|e| Failure::of_text("the mask", &e))?;
     let head =
         Head { b: args.batch_index, h: args.head, h_kv: args.head, q_len, kv_len: kv_len_i32 };
+    let larger = "make the tiles larger, such as --tile 1024x1024, or --len smaller";
     let began = Instant::now();
-    let block = BlockMask::build(&mask, head, len, kv_len, args.tile);
+    let tiles = format!("building the mask in tiles of {}x{}", args.tile.q, args.tile.kv);
+    let block = args.limits.watched(&tiles, ids, larger, |watch| {
+        BlockMask::build_watched(&mask, head, len, kv_len, args.tile, watch)
+    })?;
     let build_ms = began.elapsed().as_secs_f64() * 1e3;
     if let Some(read) = block.out_of_range() {
         return Err(Failure::usage(read.to_string()));
     }
+    let smaller = "make --len smaller, or the tiles, of which fewer points are partial then";
+    let stats = args.limits.watched(COUNTING, ids, smaller, |watch| block.stats_watched(watch))?;
     if let Some(file) = &args.svg {
         fs::write(file, block.to_svg(&args.text))
             .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
     }
-    let stats = waiting(COUNTING, PATIENCE, || block.stats());
     let facts = Facts {
         mask: args.text.clone(),
         simplified: mask.to_string(),
@@ -131,6 +141,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         sparsity: stats.sparsity(),
         build_ms,
     };
+    if facts.live_entries == 0 && facts.entries > 0 {
+        eprintln!("warning: this mask lets no query see any key");
+    }
     if args.json {
         return Ok(out.json(&facts)?);
     }
@@ -147,7 +160,7 @@ fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
     out.line(format_args!("mask     {}", facts.simplified))?;
     out.line(format_args!("size     {} queries x {} keys", facts.q_len, facts.kv_len))?;
     out.line(format_args!(
-        "pairs    {} of {} seen, {:.2} % masked",
+        "pairs    {} of {} live, {:.2} % masked",
         count(facts.live_entries as f64),
         count(facts.entries as f64),
         100.0 * facts.sparsity

@@ -6,6 +6,7 @@ use foveate_problem::{Dropout, Spec};
 
 use crate::captures::Captures;
 use crate::failure::Failure;
+use crate::limits::{Limits, Need};
 use crate::number::number;
 
 /// Which probabilities are dropped is nothing that a plan depends on.
@@ -49,6 +50,8 @@ pub struct ProblemArgs {
     page_size: Option<usize>,
     #[command(flatten)]
     captures: Captures,
+    #[command(flatten)]
+    pub limits: Limits,
 }
 
 /// `32/8`, or `32` for `32/32`.
@@ -88,7 +91,11 @@ impl ProblemArgs {
             .or(self.captures.documents_len())
             .ok_or_else(|| missing("--len").help("say how many queries: --len 4096"))?;
         let kv_len = self.kv_len.unwrap_or(len);
-        let names = self.captures.names(len.max(kv_len))?.heads(heads);
+        let longest = len.max(kv_len);
+        let ids = self.captures.id_bytes(longest, self.mask.iter().chain(&self.score));
+        let need = Need { bytes: ids, seconds: 0.0 };
+        self.limits.admit("the table of documents", need, "give fewer positions: --len 4096")?;
+        let names = self.captures.names(longest)?.heads(heads);
         let mask = self
             .mask
             .as_ref()

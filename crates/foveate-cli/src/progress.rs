@@ -22,7 +22,7 @@ pub struct Progress {
 const EVERY: Duration = Duration::from_secs(20);
 
 /// How long a command may say nothing.
-pub const PATIENCE: Duration = Duration::from_secs(3);
+pub const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What takes long of a mask that bounds do not decide.
 pub const COUNTING: &str = "counting the pairs that the mask lets through";
@@ -77,6 +77,54 @@ impl Progress {
     /// Since the first step began.
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()
+    }
+}
+
+/// Work that knows which share of it is done: a bar, or a line now and then, once it takes more than
+/// [`PATIENCE`].
+pub struct Gauge {
+    doing: String,
+    bar: Option<ProgressBar>,
+    began: Instant,
+    said: Option<Instant>,
+}
+
+impl Gauge {
+    /// Nothing is done of what is `doing`.
+    pub fn new(doing: &str) -> Self {
+        Self { doing: doing.to_owned(), bar: None, began: Instant::now(), said: None }
+    }
+
+    /// A `share` is done, from 0 to 1, and the rest takes about as long as `left`, in seconds.
+    pub fn at(&mut self, share: f64, left: f64) {
+        let elapsed = self.began.elapsed();
+        if elapsed < PATIENCE {
+            return;
+        }
+        let times = format!("{:.0} s elapsed, {left:.0} s left", elapsed.as_secs_f64());
+        if std::io::stderr().is_terminal() {
+            let bar = self.bar.get_or_insert_with(|| {
+                let target = ProgressDrawTarget::stderr();
+                let bar = ProgressBar::with_draw_target(Some(SHARES), target);
+                let style = ProgressStyle::with_template("{bar:30} {percent} %  {msg}");
+                bar.set_style(style.expect("the template is valid"));
+                bar
+            });
+            bar.set_message(format!("{}  {times}", self.doing));
+            bar.set_position((share * SHARES as f64) as u64);
+        } else if self.said.is_none_or(|said| said.elapsed() >= EVERY) {
+            self.said = Some(Instant::now());
+            eprintln!("{:.1} %  {}  {times}", 100.0 * share, self.doing);
+        }
+    }
+}
+
+/// Steps of a [`Gauge`]'s bar.
+const SHARES: u64 = 10_000;
+
+impl Drop for Gauge {
+    fn drop(&mut self) {
+        self.bar.iter().for_each(ProgressBar::finish_and_clear);
     }
 }
 

@@ -22,7 +22,27 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causal --head x", "'x' for '--head <H>': a number is expected"),
         ("mask causal --doc-lens 3,x", "'x' for '--doc-lens <N,N,...>': a number is expected"),
         ("mask causal --len 5000000000", "lengths go up to 2147483647"),
-        ("mask causal --len 2000000000 --tile 1x1", "make the tiles larger"),
+        (
+            "mask causal --len 2000000000 --tile 1x1",
+            "building the mask in tiles of 1x1 takes about 171.4 GiB, but ",
+        ),
+        ("mask causal --len 2000000000", "in tiles of 128x128 takes about 1.3 GiB\nhelp: make the"),
+        ("mask causal --len 5 --tile 8192x8192", "up to 16777216 points, such as 4096x4096"),
+        ("mask document --doc-lens 2000000000", "the table of documents takes about 11.2 GiB"),
+        ("mask documents(2000000000,2000000000) --len 9", "more than i32::MAX positions"),
+        ("mask documents(-1) --len 9", "length 0 is negative: -1"),
+        ("explain --heads 4 --len 9 --dim 8 --batch 1000000000", "explaining this problem takes"),
+        (
+            "explain --heads 64 --len 2000000000 --dim 8 --mask causal",
+            "help: give fewer heads, batch entries or positions",
+        ),
+        ("explain --recipe a.txt --batch 3", "cannot be used with"),
+        ("explain --recipe a.txt --doc-lens 3", "cannot be used with"),
+        (
+            "explain --heads 4 --len 9 --dim 8 --device l4 --kernel backward.tile_q=64",
+            "--kernel backward.tile_q=64 is of the backward pass, which is not planned",
+        ),
+        ("explain --heads 4 --len 9 --dim 8 --device l4 --deterministic", "give --backward"),
         ("mask causal --len 5 --tile 0x3", "two lengths of at least 1"),
         ("mask causl --len 5", "did you mean `causal`?"),
         ("mask doc[q]==1 --len 5", "--buffer NAME=1,2,3 brings a buffer"),
@@ -330,4 +350,52 @@ fn the_doctor_tells_a_damaged_library_from_a_missing_one() {
     );
     assert_eq!(step["path"], damaged.to_str().unwrap());
     assert!(step["reason"].as_str().unwrap().contains("libcuda.so.1"), "{step}");
+}
+
+#[test]
+fn fine_grained_masks_in_small_tiles_are_broken_off_with_what_they_would_take() {
+    let line = ["mask", "(q + kv) % 2 == 0", "--len", "200000", "--tile", "1x1"];
+    let began = std::time::Instant::now();
+    let (code, out, err) = run(&line);
+    assert!(code == Some(2) && out.is_empty(), "{code:?} {err}");
+    let (told, help) = err.split_once("\nhelp: ").expect("it says what to do");
+    assert!(told.contains("building the mask in tiles of 1x1 takes about "), "{err}");
+    assert!(told.contains(" GiB"), "{err}");
+    assert!(help.starts_with("make the tiles larger"), "{err}");
+    // It is seen after some seconds; the whole takes ten minutes.
+    assert!(began.elapsed().as_secs() < 120, "{:?}", began.elapsed());
+}
+
+#[test]
+fn what_is_drawn_is_what_is_built() {
+    for line in [
+        "mask document --doc-lens 3,2000000000,2000000000 --len 300",
+        "mask documents(3,2000000000) --len 300",
+        "explain --heads 2 --dim 8 --mask document --doc-lens 2000000000 --len 300",
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert_eq!((code, err.as_str()), (Some(0), ""), "{line}");
+        assert!(!out.is_empty(), "{line}");
+    }
+}
+
+#[test]
+fn a_mask_that_sees_nothing_warns() {
+    let (code, _, err) = run(&["mask", "kv < 0", "--len", "300"]);
+    assert_eq!((code, err.as_str()), (Some(0), "warning: this mask lets no query see any key\n"));
+    let (_, out, _) =
+        run(&["explain", "--heads", "2", "--len", "9", "--dim", "8", "--mask", "kv < 0"]);
+    assert!(out.contains("warning    the mask lets no query see any key"), "{out}");
+}
+
+#[test]
+fn a_number_of_threads_that_no_machine_has_is_refused_by_name() {
+    for line in ["doctor", "mask causal --len 9", "explain --heads 2 --len 9 --dim 8"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        let done =
+            command.args(line.split(' ')).env("RAYON_NUM_THREADS", "20000").output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        assert!(said.starts_with("error: RAYON_NUM_THREADS is 20000; up to 1024"), "{said}");
+    }
 }

@@ -53,7 +53,7 @@ pub struct Args {
 
 /// A case of the comparison with PyTorch.
 #[derive(Debug, Serialize)]
-struct Listed<'a> {
+struct ListedCase<'a> {
     case: String,
     #[serde(flatten)]
     work: &'a Workload,
@@ -63,7 +63,7 @@ struct Listed<'a> {
 
 /// What a case took.
 #[derive(Debug, Serialize)]
-struct Outcome {
+struct CpuTiming {
     case: String,
     ms: f64,
     min_ms: f64,
@@ -162,7 +162,7 @@ fn list(cases: &[Workload], json: bool, out: &mut Output) -> Result<(), Failure>
     for work in cases {
         let case = work.name();
         if json {
-            out.json(&Listed { case, work, flops: work.flops() })?;
+            out.json(&ListedCase { case, work, flops: work.flops() })?;
         } else {
             out.line(case)?;
         }
@@ -178,7 +178,7 @@ fn set_threads(args: &Args) -> Result<(), Failure> {
     pool.map_err(|e| Failure::new(format!("{count} threads cannot be started: {e}")))
 }
 
-fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
+fn measure(case: &Workload, args: &Args) -> Result<CpuTiming, Failure> {
     let mut prepared = Prepared::new(case)?;
     let peer = !args.no_peer && !args.profile && Unfused::takes(case);
     let mut unfused = peer.then(|| Unfused::new(&prepared));
@@ -197,7 +197,7 @@ fn measure(case: &Workload, args: &Args) -> Result<Outcome, Failure> {
     ours.sort_by(f64::total_cmp);
     theirs.sort_by(f64::total_cmp);
     let (median, peer_ms) = (ours[ours.len() / 2], theirs.get(theirs.len() / 2).copied());
-    Ok(Outcome {
+    Ok(CpuTiming {
         case: case.name(),
         ms: median,
         min_ms: ours[0],

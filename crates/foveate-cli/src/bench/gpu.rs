@@ -67,7 +67,7 @@ struct Peer {
 }
 
 #[derive(Debug, Serialize)]
-struct Outcome<'a> {
+struct GpuTiming<'a> {
     case: &'a str,
     ms: f64,
     min_ms: f64,
@@ -134,7 +134,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];
         let tflops = |ms: f64| case.flops / ms / 1e9;
-        let own = Outcome {
+        let own = GpuTiming {
             case: &case.case,
             ms,
             min_ms: times[0],
@@ -158,7 +158,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             }
             for peer in of_case {
                 let (peer_tflops, ratio, difference) = beside(peer);
-                out.json(&Outcome {
+                out.json(&GpuTiming {
                     peer: Some(&peer.peer),
                     peer_ms: peer.ms,
                     peer_tflops,

@@ -10,10 +10,17 @@ use foveate_train::tokens::BYTE_VOCAB;
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::limits::{Limits, Need};
 use crate::output::{Output, bytes, count};
 
 /// Prints parameters, memory, operations and the attention plan of one layer.
-pub fn run(path: &Path, set: &[String], as_json: bool, out: &mut Output) -> Result<(), Failure> {
+pub fn run(
+    path: &Path,
+    set: &[String],
+    limits: Limits,
+    as_json: bool,
+    out: &mut Output,
+) -> Result<(), Failure> {
     let recipe = Recipe::load(path, set)?;
     let place = path.parent().unwrap_or(Path::new(""));
     let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
@@ -53,6 +60,10 @@ pub fn run(path: &Path, set: &[String], as_json: bool, out: &mut Output) -> Resu
     }
     let mut plan = layer.plan(&Problem::shaped(DType::F32, q, kv, kv)?, &Device::cpu())?;
     if program.captures().any(|b| b.name() == "doc") {
+        let positions = rows as f64 * len as f64;
+        // Ids, and their part of the table of ranges.
+        let need = Need { bytes: 6.0 * positions, seconds: 0.0 };
+        limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
         let one_document = BufferData::I32(vec![0; rows * len]);
         plan = plan.rebind(&AnyBuffer::new("doc", &[rows, len], one_document, false)?)?;
     }

@@ -27,6 +27,14 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         let (name, value) = given.split_once('=').ok_or_else(malformed)?;
         let value = value.trim().parse().map_err(|_| malformed())?;
         options.set(name.trim(), value).map_err(Failure::usage)?;
+        if name.trim().starts_with("backward") && !args.problem.backward {
+            let message = format!("--kernel {given} is of the backward pass, which is not planned");
+            return Err(Failure::usage(message).help("give --backward, or leave it out"));
+        }
+    }
+    if args.deterministic && !args.problem.backward {
+        let message = "--deterministic changes the backward pass only, which is not planned";
+        return Err(Failure::usage(message).help("give --backward, or leave it out"));
     }
     let spec = &given.spec;
     let run = Run {
