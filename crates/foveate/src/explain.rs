@@ -54,7 +54,7 @@ pub struct Execution {
     /// Memory of those block masks in bytes.
     pub block_mask_bytes: u64,
     /// Share of points that the mask lets through, in those block masks; 1 without a mask.
-    pub live_share: f64,
+    pub density: f64,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes.
@@ -260,7 +260,7 @@ impl fmt::Display for Explanation {
                     execution.runs,
                     execution.block_masks,
                     binary(execution.block_mask_bytes as usize),
-                    100.0 * execution.live_share
+                    100.0 * execution.density
                 ),
             )?;
         }

@@ -69,7 +69,7 @@ impl BackendPlan for CpuPlan {
             block_masks: found.block_masks,
             runs: found.runs,
             block_mask_bytes: found.block_mask_bytes,
-            live_share: found.density,
+            density: found.density,
             forward_bytes: found.forward_bytes,
             backward_bytes: found.backward_bytes,
             ..Execution::default()

@@ -85,7 +85,7 @@ impl BackendPlan for CudaPlan {
                     block_masks: found.block_masks,
                     runs: found.runs,
                     block_mask_bytes: found.block_mask_bytes,
-                    live_share: found.live_pairs as f64 / entries.max(1.0),
+                    density: found.live_pairs as f64 / entries.max(1.0),
                     forward_bytes: found.forward_bytes,
                     backward_bytes: found.backward_bytes,
                 }
