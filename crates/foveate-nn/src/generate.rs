@@ -243,7 +243,7 @@ fn attend(
     let PackedHeads { len, heads_q, heads_kv, dim, .. } = heads;
     let layout = |len, heads, width| Layout::strided([1, heads, len, dim], [0, dim, width, 1], 0);
     let kv = layout(end, heads_kv, heads_kv * dim);
-    let mut lse = vec![0.0; heads_q * len];
+    let mut lse = vec![0.0f32; heads_q * len];
     plan.forward_into(ForwardArgs {
         operands: Operands {
             q: TensorRef::new(qkv, layout(len, heads_q, (heads_q + 2 * heads_kv) * dim))?,
