@@ -95,8 +95,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
 #[test]
 fn what_fails_is_said_with_the_place_and_exit_code_1() {
     for (line, said) in [
-        ("generate nowhere", "nowhere/config.json: could not be read"),
-        ("eval nowhere a.txt", "nowhere/config.json: could not be read"),
+        ("generate nowhere", "nowhere: does not exist; give the folder of a checkpoint"),
+        ("eval nowhere a.txt", "nowhere: does not exist; give the folder of a checkpoint"),
         ("train nowhere.toml", "nowhere.toml: could not be read"),
         ("train .", ".: could not be read"),
         ("kernels build --device l4 --problems nowhere.toml", "nowhere.toml: could not be read"),
