@@ -1,11 +1,13 @@
 //! `foveate train`: a recipe, run.
 
-use std::io::IsTerminal;
-use std::path::PathBuf;
+mod lines;
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use foveate_train::checkpoint::Checksums;
-use foveate_train::metrics::{EvalMetrics, StepMetrics};
+use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
 use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -13,7 +15,8 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
-use crate::output::{Output, count};
+use crate::output::{Output, bytes, count};
+use lines::{LIVELY, Lines};
 
 /// Train a model by a recipe
 #[derive(Debug, clap::Args)]
@@ -46,7 +49,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         (_, true) => Start::Over,
         _ => Start::New,
     };
-    let options = Options { start, checksums: checksums(args.skip_checksums) };
+    let options = Options {
+        start,
+        checksums: checksums(args.skip_checksums),
+        commit: option_env!("FOVEATE_COMMIT"),
+    };
     let result = train(&recipe, &args.recipe, options, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
@@ -66,7 +73,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if args.json {
         out.json(&json!({
             "held_out_loss": summary.held_out_loss,
-            "tokens_per_s": summary.tokens_per_s,
+            "labelled_tokens_per_s": summary.labelled_tokens_per_s,
+            "packed_tokens_per_s": summary.packed_tokens_per_s,
+            "padding_share": summary.padding_share,
+            "peak_memory_bytes": summary.peak_memory_bytes,
             "steps": summary.steps,
             "checkpoint": summary.checkpoint,
             "train_loss": summary.train_loss,
@@ -83,8 +93,8 @@ pub fn checksums(skip: bool) -> Checksums {
 }
 
 fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Failure> {
-    let bytes = recipe.data.tokenizer.is_none() && recipe.model.checkpoint.is_none();
-    let token = if bytes { "byte" } else { "token" };
+    let is_byte = recipe.data.tokenizer.is_none() && recipe.model.checkpoint.is_none();
+    let token = if is_byte { "byte" } else { "token" };
     match summary.held_out_loss {
         Some(loss) => out.line(format!(
             "held-out loss {loss:.4} nats a {token} (perplexity {:.2}) after {} steps",
@@ -94,9 +104,12 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
         None => out.line(format!("{} steps done; no document is held out", summary.steps))?,
     }
     out.line(format!(
-        "{} tokens/s, {:.0} s of training",
-        count(summary.tokens_per_s.round()),
-        summary.seconds
+        "{} labelled tokens/s, {} packed tokens/s ({:.1} % padding), {:.0} s of training, peak memory {}",
+        count(summary.labelled_tokens_per_s.round()),
+        count(summary.packed_tokens_per_s.round()),
+        100.0 * summary.padding_share,
+        summary.seconds,
+        bytes(summary.peak_memory_bytes as f64),
     ))?;
     let dir = recipe.run.dir.display();
     out.line(format!("checkpoint  {}", summary.checkpoint.display()))?;
@@ -114,24 +127,30 @@ fn called() -> String {
     std::env::args().next().unwrap_or_else(|| "foveate".to_owned())
 }
 
-/// A progress bar on stderr; plain lines now and then where stderr is no terminal.
+/// A progress bar on stderr, or lines where stderr is no terminal.
 struct View<'a> {
     bar: ProgressBar,
+    lines: Option<Lines>,
     interrupt: Interrupt,
     /// Where JSON lines go, when they are wanted.
     json: Option<&'a mut Output>,
     /// The first failure to write one; it ends the run as an interruption does.
     unwritten: Option<std::io::Error>,
-    plain: bool,
     held_out: Option<f64>,
     steps: u64,
+    /// How far the run is.
+    status: String,
 }
 
 impl<'a> View<'a> {
     fn new(interrupt: Interrupt, json: Option<&'a mut Output>) -> Self {
         let plain = !std::io::stderr().is_terminal();
+        // Where nobody reads stderr any more, there is nobody to tell.
+        let print = |line: &str| drop(writeln!(std::io::stderr(), "{line}"));
+        let lines = plain.then(|| Lines::new(LIVELY, print));
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        Self { bar, interrupt, json, unwritten: None, plain, held_out: None, steps: 0 }
+        let (unwritten, held_out, status) = (None, None, String::new());
+        Self { bar, lines, interrupt, json, unwritten, held_out, steps: 0, status }
     }
 
     fn line(&mut self, value: serde_json::Value) {
@@ -172,10 +191,17 @@ impl Observer for View<'_> {
 
     fn step(&mut self, m: &StepMetrics) {
         let held_out = self.held_out.map_or(String::new(), |l| format!("  held out {l:.3}"));
-        let message =
-            format!("loss {:.3}{held_out}  {} tokens/s", m.loss, count(m.tokens_per_s.round()));
-        if self.plain && (m.step.is_multiple_of(50) || m.step == 1) {
-            eprintln!("step {}/{}  {message}", m.step, self.steps);
+        let message = format!(
+            "loss {:.3}{held_out}  {} labelled tokens/s, {} packed",
+            m.loss,
+            count(m.labelled_tokens_per_s.round()),
+            count(m.packed_tokens_per_s.round())
+        );
+        self.status = format!("step {}/{}  {message}", m.step, self.steps);
+        if let Some(lines) = &self.lines
+            && (m.step.is_multiple_of(50) || m.step == 1)
+        {
+            lines.say(self.status.clone());
         }
         self.bar.set_message(message);
         self.bar.set_position(m.step);
@@ -185,6 +211,17 @@ impl Observer for View<'_> {
     fn evaluated(&mut self, m: &EvalMetrics) {
         self.held_out = Some(m.held_out_loss);
         self.line(json!({ "kind": "eval", "metrics": m }));
+    }
+
+    fn saved(&mut self, path: &Path, m: &SaveMetrics) {
+        self.line(json!({ "kind": "save", "metrics": m, "checkpoint": path }));
+    }
+
+    fn begins(&mut self, what: &'static str) {
+        if let Some(lines) = &self.lines {
+            let gap = if self.status.is_empty() { "" } else { "; " };
+            lines.doing(format!("{}{gap}{what}", self.status));
+        }
     }
 
     fn interrupted(&mut self) -> bool {

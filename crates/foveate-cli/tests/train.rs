@@ -113,7 +113,12 @@ fn a_run_leaves_all_it_promises() {
     let place = Place::new();
     let summary = place.json(&["train", "recipe.toml", "--json"]);
     assert!(summary["held_out_loss"].as_f64().unwrap() < 5.6);
-    assert!(summary["tokens_per_s"].as_f64().unwrap() > 0.0);
+    for rate in ["labelled_tokens_per_s", "packed_tokens_per_s"] {
+        assert!(summary[rate].as_f64().unwrap() > 0.0, "{rate}");
+    }
+    let log = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
+    let ran: serde_json::Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
+    assert!(ran["kind"] == "run" && ran["threads"].as_u64() > Some(0), "{ran}");
     assert_eq!(summary["steps"], 24);
     let checkpoint = summary["checkpoint"].as_str().unwrap();
     for file in ["config.json", "model.safetensors", "masters.safetensors", "state.json"] {

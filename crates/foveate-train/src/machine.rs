@@ -10,6 +10,17 @@ pub fn resident() -> Option<u64> {
     field("/proc/self/status", "VmRSS")
 }
 
+/// The most resident memory that this process has had, in bytes.
+pub fn peak_resident() -> Option<u64> {
+    field("/proc/self/status", "VmHWM")
+}
+
+/// The name of the machine.
+pub fn host() -> Option<String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+}
+
 /// Bytes that programs can take in all: memory and swap.
 pub fn usable() -> Option<u64> {
     Some(memory("MemTotal")? + memory("SwapTotal").unwrap_or(0))
@@ -31,6 +42,7 @@ mod tests {
     fn a_process_takes_less_than_there_is() {
         let (total, mine) = (memory("MemTotal").unwrap(), resident().unwrap());
         assert!(0 < mine && mine < total && total <= usable().unwrap());
+        assert!(mine <= peak_resident().unwrap() && host().is_some());
         assert_eq!(memory("MemTot"), None);
     }
 }

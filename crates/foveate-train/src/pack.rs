@@ -50,6 +50,11 @@ impl Packed {
         self.labels.iter().filter(|&&label| label != IGNORE).count()
     }
 
+    /// Places without a document.
+    pub fn padding(&self) -> usize {
+        self.documents.iter().filter(|&&document| document < 0).count()
+    }
+
     /// The first `rows` rows, and of each the first `len` tokens.
     fn cut(self, rows: usize, len: usize) -> Self {
         fn cut<T: Copy>(cells: &[T], width: usize, rows: usize, len: usize) -> Vec<T> {
@@ -127,6 +132,11 @@ impl<'a> Packer<'a> {
     /// Where the next row starts.
     pub fn cursor(&self) -> Cursor {
         self.cursor
+    }
+
+    /// Passes over the documents so far: whole ones, and the share of the documents of the one under way.
+    pub fn passes(&self) -> f64 {
+        self.cursor.epoch as f64 + self.cursor.document as f64 / self.documents.len() as f64
     }
 
     /// Tokens cut from documents longer than a row so far; zero where documents may split.

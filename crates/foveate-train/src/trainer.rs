@@ -16,7 +16,7 @@ use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
-use crate::metrics::{EvalMetrics, Record, StepMetrics, curve};
+use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::optimizer::{AdamW, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
@@ -53,7 +53,10 @@ pub trait Observer {
     /// The held-out documents were looked at.
     fn evaluated(&mut self, _metrics: &EvalMetrics) {}
     /// A checkpoint was saved.
-    fn saved(&mut self, _path: &Path) {}
+    fn saved(&mut self, _path: &Path, _metrics: &SaveMetrics) {}
+    /// Something that may take long begins, in words such as `saving`; it lasts until the next one
+    /// does.
+    fn begins(&mut self, _what: &'static str) {}
     /// Asked after every step: true saves a checkpoint and ends the run, to be resumed.
     fn interrupted(&mut self) -> bool {
         false
@@ -68,8 +71,14 @@ pub struct Summary {
     pub held_out_loss: Option<f64>,
     /// Mean training loss of the last step, in nats.
     pub train_loss: Option<f64>,
-    /// Tokens a second over all steps of this process.
-    pub tokens_per_s: f64,
+    /// Labelled tokens (those with a target) a second, over all steps of this process.
+    pub labelled_tokens_per_s: f64,
+    /// Packed tokens (padding included) a second, over all steps of this process.
+    pub packed_tokens_per_s: f64,
+    /// Share of the packed tokens that are padding, from 0 to 1.
+    pub padding_share: f64,
+    /// The most resident memory this process has had, in bytes; 0 where the system does not say.
+    pub peak_memory_bytes: u64,
     /// Steps done, those before a resume included.
     pub steps: u64,
     /// Seconds of the steps of this process.
@@ -100,11 +109,13 @@ pub struct Options {
     pub start: Start,
     /// Whether checkpoints that are read are held to their checksums.
     pub checksums: Checksums,
+    /// The commit that the program was built from, for the log.
+    pub commit: Option<&'static str>,
 }
 
 impl From<Start> for Options {
     fn from(start: Start) -> Self {
-        Self { start, checksums: Checksums::Verify }
+        Self { start, checksums: Checksums::Verify, commit: None }
     }
 }
 
@@ -120,7 +131,7 @@ pub fn train(
     options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let ran = Setup::new(recipe, file, options.into()).and_then(|mut run| {
+    let ran = Setup::new(recipe, file, options.into(), observer).and_then(|mut run| {
         observer.started(&run.started);
         run.steps(observer)
     });
@@ -151,14 +162,13 @@ impl Setup<'_> {
             ));
         }
         let mut gradients = Gradients::zeros(&self.model);
-        let (mut seconds, mut tokens) = (0.0, 0u64);
+        let mut sums = Sums::default();
         let mut train_loss = None;
         let mut saved = None;
         let mut interrupted = false;
         while self.state.step < train.steps && !interrupted {
-            let metrics = self.step(&mut packer, &mut gradients)?;
-            seconds += metrics.seconds;
-            tokens += (train.batch_rows * train.accumulate * self.recipe.data.len) as u64;
+            observer.begins("a step");
+            let metrics = self.step(&mut packer, &mut gradients, &mut sums)?;
             train_loss = Some(metrics.loss);
             self.record(Record::Step(metrics.clone()))?;
             observer.step(&metrics);
@@ -187,9 +197,12 @@ impl Setup<'_> {
         Ok(Summary {
             held_out_loss,
             train_loss,
-            tokens_per_s: if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
+            labelled_tokens_per_s: sums.labelled_per_s(),
+            packed_tokens_per_s: sums.packed_per_s(),
+            padding_share: sums.padding_share(),
+            peak_memory_bytes: machine::peak_resident().unwrap_or(0),
             steps: self.state.step,
-            seconds,
+            seconds: sums.seconds,
             checkpoint,
             interrupted,
         })
@@ -199,28 +212,33 @@ impl Setup<'_> {
         &mut self,
         packer: &mut Packer<'_>,
         gradients: &mut Gradients,
+        run: &mut Sums,
     ) -> Result<StepMetrics, TrainError> {
         let start = Instant::now();
         let train = &self.recipe.train;
         gradients.clear();
-        let (mut nats, mut labelled, mut attention_seconds) = (0.0, 0, 0.0);
-        let (mut cells, mut pairs) = (0usize, 0.0);
+        let (mut nats, mut attention_seconds, mut data_seconds) = (0.0, 0.0, 0.0);
+        let (mut sums, mut pairs) = (Sums::default(), 0.0);
         for _ in 0..train.accumulate {
+            let reading = Instant::now();
             let packed = packer.batch(train.batch_rows)?;
+            data_seconds += reading.elapsed().as_secs_f64();
             let recompute = train.recompute.into();
             let loss = self
                 .model
                 .forward_backward(&batch(&packed), gradients, recompute)
                 .map_err(TrainError::model)?;
             nats += loss.sum_nats;
-            labelled += loss.tokens;
             attention_seconds += loss.attention_seconds;
-            cells += packed.tokens.len();
             pairs += loss.live_pairs.unwrap_or_default();
+            sums.labelled += loss.tokens as u64;
+            sums.packed += packed.tokens.len() as u64;
+            sums.padding += packed.padding() as u64;
         }
+        let optimizing = Instant::now();
         let step = self.state.step + 1;
-        let mean = nats / labelled.max(1) as f64;
-        let scale = 1.0 / labelled.max(1) as f64;
+        let scale = 1.0 / sums.labelled.max(1) as f64;
+        let mean = nats * scale;
         let norm = global_norm(gradients.arrays.iter().map(Vec::as_slice)) * scale;
         for (what, value) in [("the loss", mean), ("the gradient norm", norm)] {
             if !value.is_finite() {
@@ -228,11 +246,49 @@ impl Setup<'_> {
                 return Err(TrainErrorKind::Diverged { step, message }.into());
             }
         }
+        let lr = self.recipe.optimizer.lr * self.schedule.ratio(self.state.step);
+        self.update(
+            gradients,
+            step,
+            lr,
+            scale * clip_factor(norm, self.recipe.optimizer.clip_norm),
+        );
+        self.state.step = step;
+        self.state.tokens += sums.labelled;
+        self.state.cursor = packer.cursor();
+        let optimizer_seconds = optimizing.elapsed().as_secs_f64();
+        sums.seconds = start.elapsed().as_secs_f64();
+        run.add(&sums);
+        let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
+        let tflops =
+            |keys: f64| cells * config.flops_per_token(keys).total() / sums.seconds * 1e-12;
+        Ok(StepMetrics {
+            step,
+            unix_time: unix_time(),
+            epoch: packer.passes(),
+            loss: mean,
+            grad_norm: norm,
+            lr,
+            labelled_tokens: self.state.tokens,
+            labelled_tokens_per_s: sums.labelled_per_s(),
+            packed_tokens_per_s: sums.packed_per_s(),
+            padding_share: sums.padding_share(),
+            tflops_dense: tflops(self.recipe.data.len as f64),
+            tflops_live: tflops(pairs / cells),
+            memory_bytes: machine::resident().unwrap_or(0),
+            peak_memory_bytes: machine::peak_resident().unwrap_or(0),
+            attention_share: attention_seconds / sums.seconds,
+            data_seconds,
+            optimizer_seconds,
+            seconds: sums.seconds,
+        })
+    }
+
+    /// One step of AdamW with `scale` times the gradients.
+    fn update(&mut self, gradients: &Gradients, step: u64, lr: f64, scale: f64) {
         let o = &self.recipe.optimizer;
         let adam =
             AdamW { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay };
-        let lr = o.lr * self.recipe.learning_rate().ratio(self.state.step);
-        let scale = scale * clip_factor(norm, o.clip_norm);
         let moments = self.moments.iter_mut();
         for ((p, g), m) in
             self.model.parameters_mut().iter_mut().zip(&gradients.arrays).zip(moments)
@@ -240,26 +296,6 @@ impl Setup<'_> {
             let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
             adam.update(&mut p.data, g, m, step, lr, scale, decay);
         }
-        self.state.step = step;
-        self.state.tokens += labelled as u64;
-        self.state.cursor = packer.cursor();
-        let seconds = start.elapsed().as_secs_f64();
-        let config = self.model.config();
-        let tflops =
-            |keys: f64| cells as f64 * config.flops_per_token(keys).total() / seconds * 1e-12;
-        Ok(StepMetrics {
-            step,
-            loss: mean,
-            grad_norm: norm,
-            lr,
-            tokens: self.state.tokens,
-            tokens_per_s: cells as f64 / seconds,
-            tflops_dense: tflops(self.recipe.data.len as f64),
-            tflops_live: tflops(pairs / cells.max(1) as f64),
-            memory_bytes: machine::resident().unwrap_or(0),
-            attention_share: attention_seconds / seconds,
-            seconds,
-        })
     }
 
     /// Mean loss of the held-out documents, over at most `rows` rows.
@@ -271,6 +307,8 @@ impl Setup<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
+        observer.begins("evaluating");
+        let start = Instant::now();
         let len = self.recipe.data.len;
         let split = self.recipe.data.split_documents;
         let found = held_out_loss(
@@ -283,9 +321,11 @@ impl Setup<'_> {
         )?;
         let metrics = EvalMetrics {
             step: self.state.step,
+            unix_time: unix_time(),
             held_out_loss: found.mean(),
             perplexity: found.mean().exp(),
-            tokens: found.tokens as u64,
+            labelled_tokens: found.tokens as u64,
+            seconds: start.elapsed().as_secs_f64(),
         };
         self.record(Record::Eval(metrics.clone()))?;
         observer.evaluated(&metrics);
@@ -301,6 +341,8 @@ impl Setup<'_> {
     }
 
     fn save(&mut self, observer: &mut dyn Observer) -> Result<PathBuf, TrainError> {
+        observer.begins("saving");
+        let start = Instant::now();
         let snapshot = Snapshot {
             model: &self.model,
             attention: &self.attention,
@@ -313,8 +355,44 @@ impl Setup<'_> {
         };
         let keep = self.recipe.train.keep;
         let path = checkpoint::save(&self.folder.checkpoints(), &snapshot, keep)?;
-        observer.saved(&path);
+        let (step, seconds) = (self.state.step, start.elapsed().as_secs_f64());
+        let metrics = SaveMetrics { step, unix_time: unix_time(), seconds };
+        self.record(Record::Save(metrics.clone()))?;
+        observer.saved(&path, &metrics);
         Ok(path)
+    }
+}
+
+/// Tokens and time of some steps.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    /// Tokens with a target.
+    labelled: u64,
+    /// All places of the rows.
+    packed: u64,
+    /// Places without a document.
+    padding: u64,
+    seconds: f64,
+}
+
+impl Sums {
+    fn add(&mut self, other: &Self) {
+        self.labelled += other.labelled;
+        self.packed += other.packed;
+        self.padding += other.padding;
+        self.seconds += other.seconds;
+    }
+
+    fn labelled_per_s(&self) -> f64 {
+        if self.seconds > 0.0 { self.labelled as f64 / self.seconds } else { 0.0 }
+    }
+
+    fn packed_per_s(&self) -> f64 {
+        if self.seconds > 0.0 { self.packed as f64 / self.seconds } else { 0.0 }
+    }
+
+    fn padding_share(&self) -> f64 {
+        self.padding as f64 / self.packed.max(1) as f64
     }
 }
 

@@ -17,14 +17,14 @@ pub fn write_svg(path: &Path, title: &str, records: &[Record]) -> io::Result<()>
         .iter()
         .filter_map(|r| match r {
             Record::Step(m) => Some((m.step as f64, m.loss)),
-            Record::Eval(_) => None,
+            _ => None,
         })
         .collect();
     let held_out: Vec<(f64, f64)> = records
         .iter()
         .filter_map(|r| match r {
             Record::Eval(m) => Some((m.step as f64, m.held_out_loss)),
-            Record::Step(_) => None,
+            _ => None,
         })
         .collect();
     let mut picture = String::new();
@@ -100,7 +100,14 @@ mod tests {
         let records: Vec<Record> = (1..=4)
             .map(|step| {
                 let held_out_loss = 5.0 / step as f64;
-                Record::Eval(EvalMetrics { step, held_out_loss, perplexity: 1.0, tokens: 1 })
+                Record::Eval(EvalMetrics {
+                    step,
+                    unix_time: 0.0,
+                    held_out_loss,
+                    perplexity: 1.0,
+                    labelled_tokens: 1,
+                    seconds: 0.0,
+                })
             })
             .collect();
         write_svg(&path, "loss of a test", &records).unwrap();

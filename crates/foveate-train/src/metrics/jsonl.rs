@@ -112,7 +112,14 @@ mod tests {
 
     fn record(step: u64) -> Record {
         let held_out_loss = 1.0 / step as f64;
-        Record::Eval(EvalMetrics { step, held_out_loss, perplexity: 2.0, tokens: 7 })
+        Record::Eval(EvalMetrics {
+            step,
+            unix_time: 1.5,
+            held_out_loss,
+            perplexity: 2.0,
+            labelled_tokens: 7,
+            seconds: 0.25,
+        })
     }
 
     #[test]

@@ -8,13 +8,37 @@ pub use jsonl::JsonlLog;
 pub use tensorboard::TensorBoardLog;
 pub(crate) use tensorboard::event_files;
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use serde::{Deserialize, Serialize};
 
-/// One training step.
+/// What ran, once for each start of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunMetrics {
+    /// Optimiser steps done before this start.
+    pub step: u64,
+    /// When, in seconds since 1970 (UTC).
+    pub unix_time: f64,
+    /// Version of the trainer.
+    pub version: String,
+    /// Commit it was built from, where that is known.
+    pub commit: Option<String>,
+    /// Name of the machine, where the system says.
+    pub host: Option<String>,
+    /// Threads of the pool that computes.
+    pub threads: usize,
+}
+
+/// One training step. A *packed* token is any place of a row, padding included: what is computed. A
+/// *labelled* token is one that has a target: what is learned.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Optimiser step, from 1.
     pub step: u64,
+    /// When it ended, in seconds since 1970 (UTC).
+    pub unix_time: f64,
+    /// Passes over the training documents: whole ones, and the share of the one under way.
+    pub epoch: f64,
     /// Mean loss of a labelled token, in nats.
     pub loss: f64,
     /// Global norm of the gradients of that mean, before clipping.
@@ -22,18 +46,28 @@ pub struct StepMetrics {
     /// Learning rate.
     pub lr: f64,
     /// Labelled tokens seen so far.
-    pub tokens: u64,
+    pub labelled_tokens: u64,
+    /// Labelled tokens a second, of this step.
+    pub labelled_tokens_per_s: f64,
     /// Packed tokens a second, of this step.
-    pub tokens_per_s: f64,
+    pub packed_tokens_per_s: f64,
+    /// Share of this step's packed tokens that are padding, from 0 to 1.
+    pub padding_share: f64,
     /// Model TFLOP/s, every query counted with a whole row of keys.
     pub tflops_dense: f64,
     /// Model TFLOP/s, queries counted with the keys that the mask lets through.
     pub tflops_live: f64,
     /// Resident memory of the process, in bytes; 0 where the system does not say.
     pub memory_bytes: u64,
+    /// The most it has been since the process started, in bytes; 0 where the system does not say.
+    pub peak_memory_bytes: u64,
     /// Share of the step's time spent in attention, from 0 to 1.
     pub attention_share: f64,
-    /// Time of the step, in seconds.
+    /// Time to read, tokenise and pack the step's documents, in seconds.
+    pub data_seconds: f64,
+    /// Time of clipping and AdamW, in seconds.
+    pub optimizer_seconds: f64,
+    /// Time of the whole step, in seconds; evaluations and saves are not part of it.
     pub seconds: f64,
 }
 
@@ -42,30 +76,56 @@ pub struct StepMetrics {
 pub struct EvalMetrics {
     /// Optimiser steps done.
     pub step: u64,
+    /// When it ended, in seconds since 1970 (UTC).
+    pub unix_time: f64,
     /// Mean loss of a held-out token, in nats.
     pub held_out_loss: f64,
     /// `e` to that loss.
     pub perplexity: f64,
-    /// Held-out tokens looked at.
-    pub tokens: u64,
+    /// Held-out tokens that have a target, looked at.
+    pub labelled_tokens: u64,
+    /// Time it took, in seconds.
+    pub seconds: f64,
+}
+
+/// One checkpoint saved.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SaveMetrics {
+    /// Optimiser steps done.
+    pub step: u64,
+    /// When it was whole, in seconds since 1970 (UTC).
+    pub unix_time: f64,
+    /// Time it took, in seconds.
+    pub seconds: f64,
+}
+
+/// Seconds since 1970 (UTC).
+pub(crate) fn unix_time() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
 /// A line of the log.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Record {
+    /// A start of the run.
+    Run(RunMetrics),
     /// A training step.
     Step(StepMetrics),
     /// A held-out evaluation.
     Eval(EvalMetrics),
+    /// A checkpoint.
+    Save(SaveMetrics),
 }
 
 impl Record {
     /// The optimiser step it belongs to.
     pub fn step(&self) -> u64 {
         match self {
+            Record::Run(m) => m.step,
             Record::Step(m) => m.step,
             Record::Eval(m) => m.step,
+            Record::Save(m) => m.step,
         }
     }
 }

@@ -9,9 +9,8 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::Record;
+use super::{Record, unix_time};
 
 /// An event file.
 #[derive(Debug)]
@@ -41,7 +40,7 @@ impl TensorBoardLog {
     /// # Errors
     /// When it cannot be written.
     pub fn create(dir: &Path) -> io::Result<Self> {
-        let now = now();
+        let now = unix_time();
         let name = format!("{PREFIX}{}.{}", now as u64, std::process::id());
         let mut log = Self(File::create(dir.join(name))?);
         let mut event = Vec::new();
@@ -61,15 +60,23 @@ impl TensorBoardLog {
                 ("train/loss", m.loss),
                 ("train/grad_norm", m.grad_norm),
                 ("train/lr", m.lr),
-                ("speed/tokens_per_s", m.tokens_per_s),
+                ("data/epoch", m.epoch),
+                ("data/padding_share", m.padding_share),
+                ("speed/labelled_tokens_per_s", m.labelled_tokens_per_s),
+                ("speed/packed_tokens_per_s", m.packed_tokens_per_s),
+                ("speed/data_seconds", m.data_seconds),
+                ("speed/optimizer_seconds", m.optimizer_seconds),
                 ("speed/tflops_dense", m.tflops_dense),
                 ("speed/tflops_live", m.tflops_live),
                 ("speed/attention_share", m.attention_share),
                 ("memory/resident_bytes", m.memory_bytes as f64),
+                ("memory/peak_bytes", m.peak_memory_bytes as f64),
             ],
             Record::Eval(m) => {
                 vec![("held_out/loss", m.held_out_loss), ("held_out/perplexity", m.perplexity)]
             }
+            Record::Save(m) => vec![("speed/save_seconds", m.seconds)],
+            Record::Run(_) => return Ok(()),
         };
         let mut summary = Vec::new();
         for (tag, value) in values {
@@ -80,7 +87,7 @@ impl TensorBoardLog {
             bytes(&mut summary, 1, &entry);
         }
         let mut event = Vec::new();
-        double(&mut event, 1, now());
+        double(&mut event, 1, unix_time());
         event.push(2 << 3);
         varint(&mut event, record.step());
         bytes(&mut event, 5, &summary);
@@ -95,10 +102,6 @@ impl TensorBoardLog {
         frame.extend(masked_crc(payload).to_le_bytes());
         self.0.write_all(&frame)
     }
-}
-
-fn now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
 fn double(into: &mut Vec<u8>, field: u8, value: f64) {
@@ -179,7 +182,14 @@ mod tests {
     fn what_was_written_is_decoded_again() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = TensorBoardLog::create(dir.path()).unwrap();
-        let metrics = EvalMetrics { step: 300, held_out_loss: 2.25, perplexity: 9.5, tokens: 1 };
+        let metrics = EvalMetrics {
+            step: 300,
+            unix_time: 5.0,
+            held_out_loss: 2.25,
+            perplexity: 9.5,
+            labelled_tokens: 1,
+            seconds: 0.5,
+        };
         log.append(&Record::Eval(metrics)).unwrap();
         let path = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
         let frames = frames(&std::fs::read(path).unwrap());

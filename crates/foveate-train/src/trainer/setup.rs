@@ -5,15 +5,16 @@ use std::path::{Path, PathBuf};
 use foveate_nn::{AttentionConfig, Model, ModelConfig};
 
 use super::folder::{Claim, Folder};
-use super::{Options, Started};
+use super::{Observer, Options, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, Checksums, Config, State};
 use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
-use crate::metrics::{JsonlLog, Record, TensorBoardLog};
+use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::optimizer::Moments;
 use crate::recipe::{Data, Recipe};
+use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer};
 
 /// A run between two steps.
@@ -36,12 +37,18 @@ pub(super) struct Setup<'a> {
     pub jsonl: JsonlLog,
     pub board: TensorBoardLog,
     pub records: Vec<Record>,
+    pub schedule: Schedule,
 }
 
 impl<'a> Setup<'a> {
     /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
-    pub fn new(recipe: &'a Recipe, file: &Path, options: Options) -> Result<Self, TrainError> {
-        let Options { start, checksums } = options;
+    pub fn new(
+        recipe: &'a Recipe,
+        file: &Path,
+        options: Options,
+        observer: &mut dyn Observer,
+    ) -> Result<Self, TrainError> {
+        let Options { start, checksums, commit } = options;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
@@ -54,6 +61,7 @@ impl<'a> Setup<'a> {
         let from = origin.as_deref().map(checkpoint::read_config).transpose()?;
         let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
         let tokenizer = tokenizer(recipe, place, from.as_ref())?;
+        observer.begins("reading the documents");
         let corpus = Corpus::scan(&sources(recipe, place), tokenizer, Some(template))?;
         let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
         let read = named.map(|file| place.join(file)).chain(origin.clone());
@@ -63,6 +71,7 @@ impl<'a> Setup<'a> {
         let (mut model, attention) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
         let fingerprint = corpus.fingerprint();
         let mut fresh_buffers = Vec::new();
+        observer.begins("making the model");
         let (moments, state) = if let Some(last) = &last {
             resumed(recipe, last, &mut model, fingerprint, checksums)?
         } else {
@@ -77,7 +86,16 @@ impl<'a> Setup<'a> {
         let claim = folder.claim(start, last.as_deref())?;
         let dir = &recipe.run.dir;
         let log = folder.metrics();
-        let jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
+        let mut jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
+        let ran = Record::Run(RunMetrics {
+            step: state.step,
+            unix_time: unix_time(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            commit: commit.map(str::to_owned),
+            host: machine::host(),
+            threads: rayon::current_num_threads(),
+        });
+        jsonl.append(&ran).map_err(|e| TrainError::write(&log, e))?;
         let records = folder.records()?;
         checkpoint::replace_file(&folder.recipe(), resolved.as_bytes())?;
         let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
@@ -108,6 +126,7 @@ impl<'a> Setup<'a> {
             jsonl,
             board,
             records,
+            schedule: recipe.learning_rate(),
         })
     }
 }

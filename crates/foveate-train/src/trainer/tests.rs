@@ -87,7 +87,7 @@ struct Log {
 impl Observer for Log {
     fn step(&mut self, metrics: &StepMetrics) {
         self.losses.push(metrics.loss.to_bits());
-        self.tokens = metrics.tokens;
+        self.tokens = metrics.labelled_tokens;
         self.stop_after = self.stop_after.map(|left| left - 1);
     }
 
@@ -230,6 +230,50 @@ fn a_folder_in_which_a_process_trains_is_left_alone() {
 }
 
 #[test]
+fn what_a_step_reports_is_named_and_adds_up() {
+    let place = Place::new();
+    let options = Options { commit: Some("abc"), ..Start::New.into() };
+    let sets = ["data.split_documents=false", "data.len=40", "train.accumulate=2"];
+    let recipe = place.recipe(&sets);
+    let (summary, _) = place.run(&recipe, options).unwrap();
+    let records = JsonlLog::read(&place.0.path().join("run/metrics.jsonl")).unwrap();
+    let Record::Run(run) = &records[0] else { panic!("{:?}", records[0]) };
+    assert_eq!((run.step, run.commit.as_deref()), (0, Some("abc")));
+    assert!(run.version == env!("CARGO_PKG_VERSION") && run.threads > 0);
+    let (mut labelled, mut time, mut epoch) = (0, run.unix_time, 0.0);
+    let mut saves = Vec::new();
+    for record in &records[1..] {
+        let at = match record {
+            Record::Run(_) => panic!("one start has one record"),
+            Record::Save(m) => {
+                saves.push(m.step);
+                assert!(m.seconds > 0.0);
+                m.unix_time
+            }
+            Record::Eval(m) => m.unix_time,
+            Record::Step(m) => {
+                // Documents of 33 tokens and more, one in each row.
+                let rate =
+                    |tokens: f64, per_s: f64| (per_s * m.seconds / tokens - 1.0).abs() < 1e-9;
+                assert!(rate(6.0 * 40.0, m.packed_tokens_per_s));
+                assert!(rate((m.labelled_tokens - labelled) as f64, m.labelled_tokens_per_s));
+                assert!((0.0..0.2).contains(&m.padding_share), "{m:?}");
+                assert!(m.data_seconds + m.optimizer_seconds <= m.seconds && m.epoch > epoch);
+                assert!(m.memory_bytes <= m.peak_memory_bytes);
+                (labelled, epoch) = (m.labelled_tokens, m.epoch);
+                m.unix_time
+            }
+        };
+        assert!(at >= time, "{record:?}");
+        time = at;
+    }
+    assert_eq!(saves, [2, 4, 6]);
+    assert!(summary.labelled_tokens_per_s < summary.packed_tokens_per_s);
+    assert!(summary.padding_share > 0.0);
+    assert!(summary.peak_memory_bytes > 0 || !cfg!(target_os = "linux"));
+}
+
+#[test]
 fn accumulated_batches_are_one_large_batch() {
     let losses = |rows: usize, accumulate: usize| {
         let place = Place::new();
@@ -359,7 +403,7 @@ fn a_value_that_is_not_finite_is_named_when_it_is_loaded() {
     let end = bytes.len();
     bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(&masters, bytes).unwrap();
-    let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip };
+    let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
     let error = place.run(&place.recipe(&["train.steps=7"]), unchecked).unwrap_err().to_string();
     let named = "masters.safetensors: tensor `square:lm_head.weight` is NaN at element 4111";
     assert!(error.contains(named) && !error.contains("lr"), "{error}");
@@ -403,7 +447,7 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         std::fs::write(&state, damaged.to_string()).unwrap();
         let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains("state.json: does not match its checksum"), "{error}");
-        let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip };
+        let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
         let error = place.run(&place.recipe(&[]), unchecked).unwrap_err().to_string();
         assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
     }

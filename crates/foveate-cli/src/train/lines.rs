@@ -1,0 +1,105 @@
+//! Progress as lines, where stderr is no terminal: whoever reads a log sees that the run is alive, and
+//! at what it is.
+//!
+//! A thread of its own writes them, as a step, a save or the reading of documents may take minutes.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// The longest time between two lines.
+pub const LIVELY: Duration = Duration::from_secs(20);
+
+enum Said {
+    /// A line for now.
+    Now(String),
+    /// What is under way: said when it lasts.
+    Doing(String),
+}
+
+/// Where lines go.
+pub struct Lines {
+    to: Option<Sender<Said>>,
+    writer: Option<JoinHandle<()>>,
+}
+
+impl Lines {
+    /// Lines that `print` writes, at least one in every stretch of `every`.
+    pub fn new(every: Duration, print: impl Fn(&str) + Send + 'static) -> Self {
+        let (to, said) = mpsc::channel();
+        let writer = thread::spawn(move || write(&said, every, &print));
+        Self { to: Some(to), writer: Some(writer) }
+    }
+
+    /// Writes a line.
+    pub fn say(&self, line: String) {
+        self.send(Said::Now(line));
+    }
+
+    /// `what` is under way from now on.
+    pub fn doing(&self, what: String) {
+        self.send(Said::Doing(what));
+    }
+
+    fn send(&self, said: Said) {
+        if let Some(to) = &self.to {
+            // A writer that has panicked can say nothing more.
+            let _ = to.send(said);
+        }
+    }
+}
+
+impl Drop for Lines {
+    fn drop(&mut self) {
+        self.to = None;
+        if let Some(writer) = self.writer.take() {
+            let _ = writer.join();
+        }
+    }
+}
+
+fn write(said: &Receiver<Said>, every: Duration, print: &dyn Fn(&str)) {
+    let (mut doing, mut since, mut last) = (String::new(), Instant::now(), Instant::now());
+    loop {
+        match said.recv_timeout(every.saturating_sub(last.elapsed())) {
+            Ok(Said::Now(line)) => {
+                print(&line);
+                last = Instant::now();
+            }
+            Ok(Said::Doing(what)) => (doing, since) = (what, Instant::now()),
+            Err(RecvTimeoutError::Timeout) => {
+                print(&format!("{doing} ({:.0} s so far)", since.elapsed().as_secs_f64()));
+                last = Instant::now();
+            }
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lasts_is_said_again_and_again() {
+        let (to, from) = mpsc::channel();
+        let every = Duration::from_millis(20);
+        let lines = Lines::new(every, move |line| to.send(line.to_owned()).unwrap());
+        lines.doing("reading".to_owned());
+        // What came before a line that begins with `wanted`, which may be any number of others.
+        let until = |wanted: &str| {
+            let heard = || from.recv_timeout(Duration::from_secs(60)).unwrap();
+            let lines = std::iter::repeat_with(heard);
+            lines.take_while(|line| !line.starts_with(wanted)).collect::<Vec<_>>()
+        };
+        until("reading (");
+        until("reading (");
+        lines.doing("step 3/9; saving".to_owned());
+        lines.say("a line".to_owned());
+        until("a line");
+        assert_eq!(until("step 3/9; saving ("), [""; 0]);
+        drop(lines);
+        // Ends only when the writer has.
+        assert!(!from.iter().any(|line| line == "a line"));
+    }
+}
