@@ -169,6 +169,7 @@ impl Observer for View<'_> {
             run.held_out_documents,
             run.dir.display()
         );
+        eprintln!("{} of memory at most, saves included", bytes(run.memory.total() as f64));
         if run.skipped_documents > 0 {
             eprintln!("{} documents skipped: empty, not UTF-8 or not JSON", run.skipped_documents);
         }

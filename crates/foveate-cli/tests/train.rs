@@ -301,6 +301,47 @@ fn published_models_are_explained_without_their_files() {
     }
 }
 
+/// Two models: one whose weights and moments take the memory, one whose activations do.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_memory_that_explain_and_train_print_is_the_peak_of_the_run() {
+    let place = Place::new();
+    for sizes in [
+        &[
+            "model.vocab_size=16384",
+            "model.hidden_size=512",
+            "model.num_attention_heads=8",
+            "attention.learned.rel_bias.shape=[8, 17]",
+        ][..],
+        &[
+            "model.hidden_size=64",
+            "model.intermediate_size=176",
+            "model.num_hidden_layers=6",
+            "attention.learned.rel_bias.shape=[2, 65]",
+            "data.len=256",
+            "train.batch_rows=16",
+        ],
+    ] {
+        let mut sets = Vec::new();
+        for set in sizes.iter().chain(&["train.steps=2", "train.save_every=1", "run.dir=memory"]) {
+            sets.extend(["--set", *set]);
+        }
+        let told =
+            place.json(&[&["explain", "--recipe", "recipe.toml", "--json"], &sets[..]].concat());
+        let told = told["memory_bytes"]["none"]["total"].as_f64().unwrap();
+        let train = [&["train", "recipe.toml", "--json", "--start-over"], &sets[..]].concat();
+        let done = place.run(&train);
+        let said = String::from_utf8(done.stderr).unwrap();
+        let mib = format!("{:.1} MiB of memory at most, saves included", told / f64::from(1 << 20));
+        assert!(said.contains(&mib), "{mib}: {said}");
+        let text = String::from_utf8(done.stdout).unwrap();
+        let summary: serde_json::Value =
+            serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        let peak = summary["peak_memory_bytes"].as_f64().unwrap();
+        assert!((peak / told - 1.0).abs() < 0.1, "{sizes:?}: {told} told, {peak} measured");
+    }
+}
+
 #[test]
 fn a_checkpoint_is_fine_tuned_on_conversations() {
     let place = Place::new();

@@ -1,8 +1,17 @@
 //! What a model costs before it is made: parameters, memory, floating-point operations.
 
 use crate::config::{LearnedBuffer, ModelConfig};
-use crate::parameters::layout;
+use crate::error::NnError;
+use crate::model::Model;
+use crate::parameters::{Parameter, layout};
 use crate::tape::{Recompute, loss_chunk};
+
+/// What a training process takes besides arrays that follow from the sizes: the program, its
+/// threads, the packing buffers of matrix products. Measured on Linux, release and debug builds.
+const PROCESS: u64 = 20 << 20;
+
+/// Tokens of the largest batch whose attention is described to know its workspace.
+const COUNTED_TOKENS: usize = 1 << 22;
 
 /// Bytes that training takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,13 +24,18 @@ pub struct MemoryEstimate {
     pub optimizer: u64,
     /// Arrays of one step: what is saved, what is scratch, and one chunk of logits.
     pub activations: u64,
+    /// Workspace of attention; 0 where only sizes are known.
+    pub attention: u64,
+    /// The process itself; 0 where only sizes are known.
+    pub process: u64,
 }
 
 impl MemoryEstimate {
     /// All of it, in bytes.
     pub fn total(&self) -> u64 {
-        let parts = [self.weights, self.gradients, self.optimizer, self.activations];
-        parts.into_iter().fold(0, u64::saturating_add)
+        let arrays = [self.weights, self.gradients, self.optimizer, self.activations];
+        let rest = [self.attention, self.process];
+        arrays.into_iter().chain(rest).fold(0, u64::saturating_add)
     }
 }
 
@@ -57,8 +71,8 @@ impl ModelConfig {
 
     /// Bytes that a step over `rows` rows of `len` tokens takes, with weights and activations
     /// of `bytes` bytes an element: 4 for f32, 2 for bf16. For f32 the activations are exactly
-    /// those of the step's workspace; attention's own workspace is not counted. Sizes past
-    /// counting give the largest count.
+    /// those of the step's workspace. Attention's own workspace and the process are not counted:
+    /// [`Model::training_memory`] does. Sizes past counting give the largest count.
     pub fn memory_estimate(
         &self,
         rows: usize,
@@ -85,6 +99,8 @@ impl ModelConfig {
             gradients: parameters.saturating_mul(4),
             optimizer: parameters.saturating_mul(8 + master),
             activations: (tokens as u64).saturating_mul(a_token).saturating_add(logits),
+            attention: 0,
+            process: 0,
         }
     }
 
@@ -98,6 +114,34 @@ impl ModelConfig {
         let layer = hidden * (self.qkv_width() as f64 + attention + 3.0 * wide);
         let weights = layers * layer + hidden * self.vocab_size as f64;
         FlopCount { linear: 6.0 * weights, attention: 12.0 * layers * attention * keys }
+    }
+}
+
+impl Model {
+    /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
+    /// tokens, `rows` at once, and saves it. Parameters need no elements yet
+    /// ([`Model::unfilled`]).
+    ///
+    /// # Errors
+    /// When attention cannot be planned for such a batch.
+    pub fn training_memory(
+        &self,
+        rows: usize,
+        len: usize,
+        recompute: Recompute,
+    ) -> Result<MemoryEstimate, NnError> {
+        let elems = |p: &Parameter| p.shape.iter().product::<usize>() as u64;
+        let parameters: u64 = self.parameters().iter().map(elems).sum();
+        // The workspace is cut into waves, so more rows than these take no more of it.
+        let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
+        Ok(MemoryEstimate {
+            weights: parameters * 4,
+            gradients: parameters * 4,
+            optimizer: parameters * 8,
+            attention: self.plans.workspace_bytes([rows_at_once, len])?,
+            process: PROCESS,
+            ..self.config().memory_estimate(rows, len, 4, recompute)
+        })
     }
 }
 

@@ -245,6 +245,15 @@ impl Plans {
         Some(described.live_pairs as f64 / self.heads[0] as f64)
     }
 
+    /// Bytes that attention takes besides its operands in a batch of one document a row.
+    pub fn workspace_bytes(&self, [rows, len]: [usize; 2]) -> Result<u64, NnError> {
+        let plan = self.training([rows, len], &vec![0; rows * len])?;
+        let Some(cpu) = plan.cpu() else { return Ok(0) };
+        let described = cpu.describe(plan.problem().arrangement());
+        let workspace = described.forward_bytes.max(described.backward_bytes) as u64;
+        Ok(workspace + described.block_mask_bytes)
+    }
+
     /// The plan of one layer for a cache of `capacity` positions that hold one document.
     pub fn generation(&self, capacity: usize, learned: &[Parameter]) -> Result<Plan, NnError> {
         let plan = self.documents(&self.generate, [1, capacity], &vec![0; capacity])?;

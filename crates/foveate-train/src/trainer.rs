@@ -10,7 +10,7 @@ mod setup;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use foveate_nn::{Batch, Gradients, Model};
+use foveate_nn::{Batch, Gradients, MemoryEstimate, Model};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
@@ -40,6 +40,8 @@ pub struct Started {
     pub skipped_documents: usize,
     /// Learned attention buffers that a checkpoint to start from did not have.
     pub fresh_buffers: Vec<String>,
+    /// The most memory that the run takes, saves included.
+    pub memory: MemoryEstimate,
     /// Folder of the run.
     pub dir: PathBuf,
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Problem};
-use foveate_nn::{AttentionProgram, Recompute};
+use foveate_nn::{AttentionProgram, Model, Recompute};
 use foveate_train::checkpoint;
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::BYTE_VOCAB;
@@ -45,8 +45,12 @@ pub fn run(
     let chosen: Recompute = recipe.train.recompute.into();
     let modes =
         [("none", Recompute::None), ("attention", Recompute::Attention), ("full", Recompute::Full)];
-    let memory = modes
-        .map(|(name, mode)| (name, mode == chosen, config.memory_estimate(rows, len, 4, mode)));
+    let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
+    let mut memory = Vec::new();
+    for (name, mode) in modes {
+        let estimate = model.training_memory(rows, len, mode)?;
+        memory.push((name, mode == chosen, estimate));
+    }
     let flops = config.flops_per_token(len as f64);
 
     let q = [rows, heads, len, config.dim()];
@@ -78,6 +82,8 @@ pub fn run(
                     "gradients": m.gradients,
                     "optimizer": m.optimizer,
                     "activations": m.activations,
+                    "attention": m.attention,
+                    "process": m.process,
                     "total": m.total(),
                 });
                 ((*name).to_owned(), parts)
@@ -96,15 +102,21 @@ pub fn run(
     for (name, is_chosen, m) in &memory {
         let mark = if *is_chosen { "*" } else { " " };
         out.line(format!(
-            "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {}",
+            "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
+             + attention {} + process {}",
             bytes(m.total() as f64),
             bytes(m.weights as f64),
             bytes(m.gradients as f64),
             bytes(m.optimizer as f64),
             bytes(m.activations as f64),
+            bytes(m.attention as f64),
+            bytes(m.process as f64),
         ))?;
     }
-    out.line("                 by what the backward pass computes again; * is the recipe's")?;
+    out.line(
+        "                 at most, saves included, by what the backward pass computes again; * is \
+         the recipe's",
+    )?;
     out.line(format!(
         "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
         count(flops.linear),

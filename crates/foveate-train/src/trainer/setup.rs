@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Model, ModelConfig};
+use foveate_nn::{AttentionConfig, MemoryEstimate, Model};
 
 use super::folder::{Claim, Folder};
 use super::{Observer, Options, Started};
@@ -68,7 +68,7 @@ impl<'a> Setup<'a> {
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let vocab = corpus.tokenizer().vocab_size();
-        let (mut model, attention) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
+        let (mut model, attention, memory) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
         let fingerprint = corpus.fingerprint();
         let mut fresh_buffers = Vec::new();
         observer.begins("making the model");
@@ -107,6 +107,7 @@ impl<'a> Setup<'a> {
             held_out_documents: held_out.len(),
             skipped_documents: corpus.skipped().len(),
             fresh_buffers,
+            memory,
             dir: dir.clone(),
         };
         Ok(Self {
@@ -168,7 +169,7 @@ fn model(
     recipe: &Recipe,
     from: Option<&Config>,
     vocab: usize,
-) -> Result<(Model, AttentionConfig), String> {
+) -> Result<(Model, AttentionConfig, MemoryEstimate), String> {
     let config = match (from, recipe.model_config(vocab)?) {
         (Some(from), _) => from.model.clone(),
         (None, Some(config)) => config,
@@ -189,9 +190,13 @@ fn model(
     let attention = attention
         .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
         .clone();
-    fits_the_machine(recipe, &config)?;
+    let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
+    // By the sizes alone first: nothing is made that cannot be.
+    fits_the_machine(&config.memory_estimate(rows, len, 4, recompute))?;
     let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
-    Ok((model, attention))
+    let memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
+    fits_the_machine(&memory)?;
+    Ok((model, attention, memory))
 }
 
 /// Moments and state of the checkpoint `last`, whose weights go into `model`.
@@ -218,9 +223,7 @@ fn resumed(
 }
 
 /// Refuses, with the remedy, what cannot be held in memory.
-fn fits_the_machine(recipe: &Recipe, config: &ModelConfig) -> Result<(), String> {
-    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
-    let need = config.memory_estimate(rows, len, 4, recipe.train.recompute.into());
+fn fits_the_machine(need: &MemoryEstimate) -> Result<(), String> {
     let Some(there) = machine::usable().filter(|there| need.total() > *there) else {
         return Ok(());
     };
