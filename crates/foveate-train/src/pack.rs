@@ -96,6 +96,39 @@ pub struct PackOptions {
     pub shuffle: Option<u64>,
 }
 
+impl PackOptions {
+    /// The order of `documents` documents in a pass.
+    fn order(&self, documents: usize, pass: u64) -> Vec<usize> {
+        match self.shuffle {
+            Some(seed) => permutation(documents, seed, pass),
+            None => (0..documents).collect(),
+        }
+    }
+
+    /// The rows that `passes` passes over documents of these numbers of tokens fill, the last of them perhaps in
+    /// part.
+    pub fn rows(&self, lengths: &[usize], passes: u64) -> u64 {
+        // Tokens in the row that is being filled; 0 when there is none.
+        let (mut rows, mut at) = (0u64, 0);
+        for pass in 0..passes {
+            for document in self.order(lengths.len(), pass) {
+                let mut left = lengths[document];
+                if !self.split {
+                    left = left.min(self.len);
+                    at = if lengths[document] > self.len - at { 0 } else { at };
+                }
+                while left > 0 {
+                    rows += u64::from(at == 0);
+                    let count = left.min(self.len - at);
+                    left -= count;
+                    at = (at + count) % self.len;
+                }
+            }
+        }
+        rows
+    }
+}
+
 /// A stream of rows over some documents of a corpus.
 #[derive(Clone, Debug)]
 pub struct Packer<'a> {
@@ -234,11 +267,7 @@ impl<'a> Packer<'a> {
     fn load(&mut self) -> Result<&Document, TrainError> {
         let epoch = self.cursor.epoch;
         if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
-            let order = match self.options.shuffle {
-                Some(seed) => permutation(self.documents.len(), seed, epoch),
-                None => (0..self.documents.len()).collect(),
-            };
-            self.order = Some((epoch, order));
+            self.order = Some((epoch, self.options.order(self.documents.len(), epoch)));
         }
         let (_, order) = self.order.as_ref().expect("set above");
         let index = self.documents[order[self.cursor.document]];
@@ -322,6 +351,26 @@ mod tests {
         assert_eq!(seen, bytes + 2 * texts.len());
         assert_eq!(targets, bytes + texts.len());
         assert_eq!(packer.cursor(), Cursor { epoch: 1, document: 0, token: 0 });
+    }
+
+    #[test]
+    fn the_rows_of_some_passes_are_counted_without_packing_them() {
+        let (_dir, corpus) = corpus(&texts());
+        let all: Vec<usize> = (0..corpus.len()).collect();
+        let lengths: Vec<usize> =
+            all.iter().map(|&i| corpus.document(i).unwrap().tokens.len()).collect();
+        for (split, shuffle) in [(true, Some(5)), (false, Some(5)), (false, None)] {
+            let options = options(split, shuffle);
+            let packer = Packer::new(&corpus, all.clone(), options, Cursor::default());
+            for passes in 1..5 {
+                let (mut rows, mut stream) = (0, packer.clone());
+                while stream.cursor.epoch < passes {
+                    stream.batch(1).unwrap();
+                    rows += 1;
+                }
+                assert_eq!(options.rows(&lengths, passes), rows, "{passes} {split} {shuffle:?}");
+            }
+        }
     }
 
     #[test]

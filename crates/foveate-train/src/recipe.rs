@@ -38,6 +38,9 @@ pub struct Recipe {
     /// The learning rate over the steps.
     #[serde(default)]
     pub schedule: ScheduleSection,
+    /// In a recipe that a run has saved: all that it took from elsewhere. Nothing reads it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resolved: Option<toml::Table>,
 }
 
 /// Where a run writes.
@@ -156,12 +159,19 @@ fn held_out() -> f64 {
     0.05
 }
 
+/// Steps of a run whose recipe says nothing of its length.
+pub(crate) const STEPS: u64 = 1000;
+
 /// The train section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Train {
-    /// Optimiser steps.
-    pub steps: u64,
+    /// Optimiser steps (1000 where neither these nor epochs are given).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Passes over the training documents, in place of steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<u64>,
     /// Packed rows of a batch.
     pub batch_rows: usize,
     /// Batches whose gradients are added up for one step.
@@ -183,7 +193,8 @@ pub struct Train {
 impl Default for Train {
     fn default() -> Self {
         Self {
-            steps: 1000,
+            steps: None,
+            epochs: None,
             batch_rows: 8,
             accumulate: 1,
             recompute: RecomputeMode::None,
@@ -306,6 +317,9 @@ impl Recipe {
             }
         }
         recipe.check(place)?;
+        if recipe.train.epochs.is_none() {
+            recipe.train.steps.get_or_insert(STEPS);
+        }
         Ok(recipe)
     }
 
@@ -313,7 +327,8 @@ impl Recipe {
         let fail = |key: &str, why: String| Err(TrainError::recipe(place, format!("{key} {why}")));
         let positive = [
             ("data.len", self.data.len as u64),
-            ("train.steps", self.train.steps),
+            ("train.steps", self.train.steps.unwrap_or(1)),
+            ("train.epochs", self.train.epochs.unwrap_or(1)),
             ("train.batch_rows", self.train.batch_rows as u64),
             ("train.accumulate", self.train.accumulate as u64),
             ("train.eval_rows", self.train.eval_rows as u64),
@@ -323,6 +338,12 @@ impl Recipe {
             if value == 0 {
                 return fail(key, "is 0; it must be at least 1".to_owned());
             }
+        }
+        if self.train.steps.is_some() && self.train.epochs.is_some() {
+            return fail(
+                "train.epochs",
+                "is given beside train.steps; give one of them".to_owned(),
+            );
         }
         if self.run.dir.as_os_str().is_empty() {
             return fail("run.dir", "is empty; name a folder, or `.` for this one".to_owned());
@@ -404,13 +425,13 @@ impl Recipe {
         Ok(Some(config))
     }
 
-    /// The learning rate's schedule.
-    pub fn learning_rate(&self) -> Schedule {
+    /// The learning rate's schedule over a run of `steps`.
+    pub fn learning_rate(&self, steps: u64) -> Schedule {
         Schedule {
             kind: self.schedule.kind,
             warmup_steps: self.schedule.warmup_steps,
             decay_steps: self.schedule.decay_steps,
-            steps: self.train.steps,
+            steps,
             min_ratio: self.schedule.min_ratio,
         }
     }
@@ -549,7 +570,7 @@ steps = 10
             ["train.steps=20", "optimizer.lr=1e-3", "run.dir=elsewhere", "data.shuffle=false"];
         let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
         let recipe = Recipe::parse(TEXT, "r.toml", &sets).unwrap();
-        assert_eq!(recipe.train.steps, 20);
+        assert_eq!(recipe.train.steps, Some(20));
         assert_eq!(recipe.optimizer.lr, 1e-3);
         assert_eq!(recipe.run.dir, Path::new("elsewhere"));
         assert!(!recipe.data.shuffle);
@@ -572,6 +593,8 @@ steps = 10
             told(TEXT, &["train.steps=0"]),
             "r.toml: train.steps is 0; it must be at least 1"
         );
+        let both = told(TEXT, &["train.epochs=2"]);
+        assert!(both.contains("train.epochs is given beside train.steps; give one"), "{both}");
         assert!(told(TEXT, &["optimizer.eps=1e-50"]).contains("optimizer.eps is"));
         let scaling = told(TEXT, &["model.rope_scaling={rope_type=\"linear\",factr=2.0}"]);
         assert!(scaling.contains("did you mean `factor`?"), "{scaling}");

@@ -21,7 +21,7 @@ use crate::optimizer::{AdamW, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
 use folder::Folder;
-use setup::Setup;
+use setup::{Setup, packing};
 
 /// What a run starts with.
 #[derive(Clone, Debug)]
@@ -143,17 +143,9 @@ pub fn train(
 impl Setup<'_> {
     fn steps(&mut self, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
         let corpus = self.corpus.clone();
-        let train = &self.recipe.train;
-        let mut packer = Packer::new(
-            &corpus,
-            self.train.clone(),
-            PackOptions {
-                len: self.recipe.data.len,
-                split: self.recipe.data.split_documents,
-                shuffle: self.recipe.data.shuffle.then_some(self.recipe.run.seed),
-            },
-            self.state.cursor,
-        );
+        let (train, steps) = (&self.recipe.train, self.started.steps);
+        let mut packer =
+            Packer::new(&corpus, self.train.clone(), packing(self.recipe), self.state.cursor);
         if !packer.cursor_fits()? {
             let message = "state.json has a cursor outside the documents; it was changed or \
                            damaged, so remove this checkpoint and resume from an earlier one";
@@ -168,18 +160,18 @@ impl Setup<'_> {
         let mut train_loss = None;
         let mut saved = None;
         let mut interrupted = false;
-        while self.state.step < train.steps && !interrupted {
+        while self.state.step < steps && !interrupted {
             observer.begins("a step");
             let metrics = self.step(&mut packer, &mut gradients, &mut sums)?;
             train_loss = Some(metrics.loss);
             self.record(Record::Step(metrics.clone()))?;
             observer.step(&metrics);
             let step = self.state.step;
-            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < train.steps;
+            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
             if due(train.eval_every) {
                 self.evaluate(train.eval_rows, observer)?;
             }
-            interrupted = step < train.steps && observer.interrupted();
+            interrupted = step < steps && observer.interrupted();
             if due(train.save_every) || interrupted {
                 saved = Some(self.save(observer)?);
             }

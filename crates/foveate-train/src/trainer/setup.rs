@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, MemoryEstimate, Model};
+use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig};
+use rayon::prelude::*;
+use serde::Serialize;
 
 use super::folder::{Claim, Folder};
 use super::{Observer, Options, Started};
@@ -13,7 +15,8 @@ use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::optimizer::Moments;
-use crate::recipe::{Data, Recipe};
+use crate::pack::PackOptions;
+use crate::recipe::{Data, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer};
 
@@ -69,11 +72,12 @@ impl<'a> Setup<'a> {
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let vocab = corpus.tokenizer().vocab_size();
         let (mut model, attention, memory) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
+        let steps = steps(recipe, &corpus, &train, observer)?;
         let fingerprint = corpus.fingerprint();
         let mut fresh_buffers = Vec::new();
         observer.begins("making the model");
         let (moments, state) = if let Some(last) = &last {
-            resumed(recipe, last, &mut model, fingerprint, checksums)?
+            resumed(steps, last, &mut model, fingerprint, checksums)?
         } else {
             if let Some(origin) = &origin {
                 fresh_buffers = checkpoint::load_weights(origin, &mut model, checksums)?;
@@ -82,7 +86,27 @@ impl<'a> Setup<'a> {
             let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
             (zeros, State { fingerprint, ..Default::default() })
         };
-        let resolved = recipe.to_toml()?;
+        let source = template_source
+            .as_deref()
+            .or(from.as_ref().and_then(|from| from.chat_template.as_deref()))
+            .unwrap_or(DEFAULT_TEMPLATE);
+        let ends = corpus.tokenizer();
+        let resolved = Resolved {
+            steps,
+            checkpoint: origin.as_deref().map(absolute),
+            root: absolute(&place.join(&recipe.data.root)),
+            fingerprint: format!("{fingerprint:016x}"),
+            train_documents: train.len(),
+            held_out_documents: held_out.len(),
+            tokenizer: ends.path().map(absolute),
+            opening_tokens: ends.opening().to_vec(),
+            closing_tokens: ends.closing().to_vec(),
+            stop_tokens: ends.stops().to_vec(),
+            chat_template: source.to_owned(),
+            model: model.config().clone(),
+            attention: attention.clone(),
+        };
+        let resolved = saved(recipe, &resolved)?;
         let claim = folder.claim(start, last.as_deref())?;
         let dir = &recipe.run.dir;
         let log = folder.metrics();
@@ -101,7 +125,7 @@ impl<'a> Setup<'a> {
         let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
         let started = Started {
             step: state.step,
-            steps: recipe.train.steps,
+            steps,
             parameters: model.parameters().iter().map(|p| p.data.len() as u64).sum(),
             train_documents: train.len(),
             held_out_documents: held_out.len(),
@@ -127,9 +151,66 @@ impl<'a> Setup<'a> {
             jsonl,
             board,
             records,
-            schedule: recipe.learning_rate(),
+            schedule: recipe.learning_rate(steps),
         })
     }
+}
+
+/// What a run took from its checkpoint, its documents and the defaults, for the recipe that it saves.
+#[derive(Serialize)]
+struct Resolved {
+    steps: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    checkpoint: Option<PathBuf>,
+    root: PathBuf,
+    /// Of the documents, in hexadecimal.
+    fingerprint: String,
+    train_documents: usize,
+    held_out_documents: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tokenizer: Option<PathBuf>,
+    opening_tokens: Vec<u32>,
+    closing_tokens: Vec<u32>,
+    stop_tokens: Vec<u32>,
+    chat_template: String,
+    model: ModelConfig,
+    attention: AttentionConfig,
+}
+
+/// The recipe as the run saves it.
+fn saved(recipe: &Recipe, resolved: &Resolved) -> Result<String, TrainError> {
+    let unwritable =
+        |e: toml::ser::Error| TrainError::recipe("recipe", format!("cannot be written: {e}"));
+    let resolved = Some(toml::Table::try_from(resolved).map_err(unwritable)?);
+    Recipe { resolved, ..recipe.clone() }.to_toml()
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_path_buf())
+}
+
+/// The optimiser steps of the run: those of the recipe, or those of its epochs.
+fn steps(
+    recipe: &Recipe,
+    corpus: &Corpus,
+    train: &[usize],
+    observer: &mut dyn Observer,
+) -> Result<u64, TrainError> {
+    let Some(epochs) = recipe.train.epochs else {
+        return Ok(recipe.train.steps.unwrap_or(STEPS));
+    };
+    observer.begins("counting the documents' tokens");
+    let tokens = |&document: &usize| corpus.document(document).map(|d| d.tokens.len());
+    let lengths: Vec<usize> = train.par_iter().map(tokens).collect::<Result<_, _>>()?;
+    let rows_a_step = (recipe.train.batch_rows * recipe.train.accumulate) as u64;
+    Ok(packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step))
+}
+
+/// How the training documents are packed.
+pub(super) fn packing(recipe: &Recipe) -> PackOptions {
+    let data = &recipe.data;
+    let shuffle = data.shuffle.then_some(recipe.run.seed);
+    PackOptions { len: data.len, split: data.split_documents, shuffle }
 }
 
 /// The recipe's tokenizer, the checkpoint's, or bytes.
@@ -201,7 +282,7 @@ fn model(
 
 /// Moments and state of the checkpoint `last`, whose weights go into `model`.
 fn resumed(
-    recipe: &Recipe,
+    asked: u64,
     last: &Path,
     model: &mut Model,
     fingerprint: u64,
@@ -213,10 +294,12 @@ fn resumed(
             "the documents are not those this run was trained on; restore them, or start a new run";
         return Err(TrainError::checkpoint(last, message));
     }
-    let (asked, done) = (recipe.train.steps, state.step);
+    let done = state.step;
     if done > asked {
-        let message =
-            format!("train.steps is {asked}, but the run has taken {done} steps; ask for more");
+        let message = format!(
+            "the run has taken {done} steps, but {asked} are asked for; ask for more with \
+             train.steps or train.epochs"
+        );
         return Err(TrainError::checkpoint(last, message));
     }
     Ok((moments, state))

@@ -230,6 +230,46 @@ fn a_folder_in_which_a_process_trains_is_left_alone() {
 }
 
 #[test]
+fn a_run_of_epochs_ends_when_their_documents_are_seen() {
+    let place = Place::new();
+    let text = place.recipe(&[]).to_toml().unwrap().replace("steps = 6", "epochs = 3");
+    let recipe = Recipe::parse(&text, "test.toml", &[]).unwrap();
+    let (summary, _) = place.run(&recipe, Start::New).unwrap();
+    let records = JsonlLog::read(&place.0.path().join("run/metrics.jsonl")).unwrap();
+    let epochs: Vec<f64> = records
+        .iter()
+        .filter_map(|r| if let Record::Step(m) = r { Some(m.epoch) } else { None })
+        .collect();
+    let [.., before, last] = epochs[..] else { panic!("{epochs:?}") };
+    assert!(before < 3.0 && last >= 3.0, "{epochs:?}");
+    assert_eq!(summary.steps, epochs.len() as u64);
+}
+
+#[test]
+fn the_saved_recipe_says_all_that_the_run_was_made_of() {
+    let place = Place::new();
+    let (base, _) =
+        place.run(&place.recipe(&["model.max_position_embeddings=64"]), Start::New).unwrap();
+    let text = format!(
+        "[run]\ndir = {:?}\n[model]\ncheckpoint = {:?}\n[data]\nfiles = [\"chat.jsonl\"]\nlen = 64\n\
+         [train]\nepochs = 1\nbatch_rows = 1\n",
+        place.0.path().join("tuned"),
+        base.checkpoint
+    );
+    let recipe = Recipe::parse(&text, "tune.toml", &[]).unwrap();
+    let (summary, _) = place.run(&recipe, Start::New).unwrap();
+    let saved = Recipe::load(&place.0.path().join("tuned/recipe.toml"), &[]).unwrap();
+    let resolved = saved.resolved.clone().unwrap();
+    assert_eq!(resolved["steps"].as_integer(), Some(summary.steps as i64));
+    assert_eq!(resolved["attention"]["mask"].as_str(), Some("causal & document"));
+    assert_eq!(resolved["model"]["hidden_size"].as_integer(), Some(16));
+    assert_eq!(resolved["chat_template"].as_str(), Some(crate::chat::DEFAULT_TEMPLATE));
+    // It can be run again as it is.
+    let again = Recipe { resolved: None, ..saved };
+    assert_eq!(again, recipe);
+}
+
+#[test]
 fn what_a_step_reports_is_named_and_adds_up() {
     let place = Place::new();
     let options = Options { commit: Some("abc"), ..Start::New.into() };
