@@ -7,7 +7,7 @@ use foveate_train::checkpoint;
 use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
 use foveate_train::pack::PackOptions;
 use foveate_train::tokens::Ends;
-use foveate_train::trainer::held_out_loss;
+use foveate_train::trainer::{TokenLoss, held_out_loss, token_losses};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -47,6 +47,10 @@ pub struct Args {
     /// Read the checkpoint without comparing it with the checksums it was saved with
     #[arg(long)]
     skip_checksums: bool,
+    /// Print the loss of every token first: nats and the token's text; with --json one object for
+    /// each, with its document and id
+    #[arg(long)]
+    per_token: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -84,7 +88,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };
-    let total = held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX)?;
+    let total = if args.per_token {
+        token_losses(&model, &corpus, &all, options, args.batch_rows, |token| {
+            print_token(&corpus, &token, args.json, out)
+        })?
+    } else {
+        held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX)?
+    };
     let bits_per_byte = bytes.map(|n| total.nats / n.max(1) as f64 / std::f64::consts::LN_2);
     if args.json {
         out.json(&json!({
@@ -109,4 +119,26 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         corpus.skipped().len()
     ))?;
     Ok(())
+}
+
+/// One line for a token.
+fn print_token(
+    corpus: &Corpus,
+    token: &TokenLoss,
+    as_json: bool,
+    out: &mut Output,
+) -> Result<(), Failure> {
+    let text = corpus.tokenizer().text_of(token.id);
+    if !as_json {
+        return Ok(out.line(format!("{:9.4}  {text:?}", token.nats))?);
+    }
+    let (file, line) = corpus.place(token.document);
+    Ok(out.json(&json!({
+        "file": file,
+        "line": line,
+        "token": token.token,
+        "token_id": token.id,
+        "text": text,
+        "nats": token.nats,
+    }))?)
 }

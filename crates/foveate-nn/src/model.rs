@@ -7,6 +7,7 @@ use crate::batch::{Batch, IGNORE, LossSum};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
+use crate::matmul::{Matrix, matmul};
 use crate::parameters::{Parameter, Places, Start, first_values, layout, unfilled};
 use crate::program::{AttentionProgram, Plans};
 use crate::step::Step;
@@ -133,6 +134,28 @@ impl Model {
         self.run(batch, false, |step, ws| step.loss(ws))
     }
 
+    /// The loss of each token of a batch in nats, `[rows, len]`; 0 where it has no label.
+    ///
+    /// # Errors
+    /// Those of [`Model::loss`].
+    pub fn token_losses(&self, batch: &Batch<'_>) -> Result<Vec<f64>, NnError> {
+        let (width, vocab) = (self.config.hidden_size, self.config.vocab_size);
+        let head = Matrix::transposed(&self.parameters[self.places.head()].data, width);
+        let mut losses = Vec::with_capacity(batch.labels.len());
+        self.run(batch, false, |step, ws| {
+            let sum = step.loss(ws)?;
+            let chunk = (ws.logits.len() / vocab).max(1);
+            for (x, labels) in ws.normed.chunks(chunk * width).zip(batch.labels.chunks(chunk)) {
+                let z = &mut ws.logits[..labels.len() * vocab];
+                let rows = Matrix::rows(x, width);
+                matmul([labels.len(), vocab, width], rows, head, z, vocab, false);
+                losses.extend(z.chunks_exact(vocab).zip(labels).map(|(z, &label)| nats(z, label)));
+            }
+            Ok(sum)
+        })?;
+        Ok(losses)
+    }
+
     /// The loss of a batch, summed over its labelled tokens, and the gradients of that sum,
     /// which are added to `gradients`. They are bitwise the same for every `recompute` and any
     /// number of threads.
@@ -211,4 +234,14 @@ impl Model {
             None => Ok(()),
         }
     }
+}
+
+/// `ln Σ_j e^{z_j} − z_label`; 0 without a label.
+fn nats(z: &[f32], label: i32) -> f64 {
+    if label == IGNORE {
+        return 0.0;
+    }
+    let most = f64::from(z.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let sum: f64 = z.iter().map(|&z| (f64::from(z) - most).exp()).sum();
+    most + sum.ln() - f64::from(z[label as usize])
 }

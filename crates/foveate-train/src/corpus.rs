@@ -263,6 +263,12 @@ impl Corpus {
         &self.tokenizer
     }
 
+    /// Where document `index` stands: its file, and its line, counted from one, in a JSONL file.
+    pub fn place(&self, index: usize) -> (&Path, Option<usize>) {
+        let entry = &self.entries[index];
+        (&self.files[entry.file], entry.line)
+    }
+
     /// The size of document `index` in bytes; none for a line of JSON, whose text is shorter.
     pub fn text_bytes(&self, index: usize) -> Option<usize> {
         let entry = &self.entries[index];

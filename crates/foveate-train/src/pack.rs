@@ -27,6 +27,21 @@ pub struct Cursor {
     pub token: usize,
 }
 
+/// A part of a document in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The row.
+    pub row: usize,
+    /// Where in the row it begins.
+    pub column: usize,
+    /// The document, an index into the corpus.
+    pub document: usize,
+    /// Its first token that is here, counted in the document.
+    pub token: usize,
+    /// Tokens here.
+    pub len: usize,
+}
+
 /// Rows of tokens, `[rows, len]` in row order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Packed {
@@ -42,6 +57,8 @@ pub struct Packed {
     pub documents: Vec<i32>,
     /// Positions, from zero in each piece of a document.
     pub positions: Vec<i32>,
+    /// What stands where, in order.
+    pub pieces: Vec<Piece>,
 }
 
 impl Packed {
@@ -68,6 +85,7 @@ impl Packed {
             labels: cut(&self.labels, width, rows, len),
             documents: cut(&self.documents, width, rows, len),
             positions: cut(&self.positions, width, rows, len),
+            pieces: self.pieces.into_iter().filter(|piece| piece.row < rows).collect(),
         }
     }
 
@@ -80,6 +98,7 @@ impl Packed {
             labels: vec![IGNORE; cells],
             documents: vec![-1; cells],
             positions: (0..cells).map(|cell| (cell % len) as i32).collect(),
+            pieces: Vec::new(),
         }
     }
 }
@@ -159,7 +178,7 @@ impl<'a> Packer<'a> {
     pub fn cursor_fits(&mut self) -> Result<bool, TrainError> {
         let Cursor { document, token, .. } = self.cursor;
         let inside = document < self.documents.len();
-        Ok(inside && (token == 0 || token < self.load()?.tokens.len()))
+        Ok(inside && (token == 0 || token < self.load()?.1.tokens.len()))
     }
 
     /// Where the next row starts.
@@ -222,13 +241,16 @@ impl<'a> Packer<'a> {
         while at < len && self.cursor.epoch <= last_pass {
             let from = self.cursor.token;
             let split = self.options.split;
-            let document = self.load()?;
+            let (index, document) = self.load()?;
+            let index = *index;
             let all = document.tokens.len();
             if !split && at > 0 && all > len - at {
                 break;
             }
             let count = (all - from).min(len - at);
             let base = row * len + at;
+            let piece = Piece { row, column: at, document: index, token: from, len: count };
+            packed.pieces.push(piece);
             for i in 0..count {
                 let (cell, token) = (base + i, from + i);
                 packed.tokens[cell] = document.tokens[token];
@@ -264,7 +286,8 @@ impl<'a> Packer<'a> {
         }
     }
 
-    fn load(&mut self) -> Result<&Document, TrainError> {
+    /// The next document and its index in the corpus.
+    fn load(&mut self) -> Result<&(usize, Document), TrainError> {
         let epoch = self.cursor.epoch;
         if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
             self.order = Some((epoch, self.options.order(self.documents.len(), epoch)));
@@ -274,7 +297,7 @@ impl<'a> Packer<'a> {
         if self.current.as_ref().is_none_or(|(of, _)| *of != index) {
             self.current = Some((index, self.corpus.document(index)?));
         }
-        Ok(&self.current.as_ref().expect("set above").1)
+        Ok(self.current.as_ref().expect("set above"))
     }
 }
 

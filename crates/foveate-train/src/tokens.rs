@@ -229,6 +229,19 @@ impl Tokenizer {
         }
     }
 
+    /// One token for people: its text, or its name where it is a special token.
+    pub fn text_of(&self, id: u32) -> String {
+        match &self.kind {
+            Kind::Bytes => match u8::try_from(id) {
+                Ok(byte) => String::from_utf8_lossy(&[byte]).into_owned(),
+                Err(_) => "<document>".to_owned(),
+            },
+            Kind::Json { tokenizer, .. } => {
+                tokenizer.decode(&[id], false).ok().unwrap_or_else(|| format!("<{id}>"))
+            }
+        }
+    }
+
     /// The text of `ids`; special tokens leave no trace and broken UTF-8 becomes the replacement character.
     ///
     /// # Errors

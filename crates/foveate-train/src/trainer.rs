@@ -432,6 +432,50 @@ pub fn held_out_loss(
     Ok(total)
 }
 
+/// A token with a target, and what the model thought of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenLoss {
+    /// The document, an index into the corpus.
+    pub document: usize,
+    /// Which of the document's tokens, counted from 0, those that open a text included.
+    pub token: usize,
+    /// Its id.
+    pub id: u32,
+    /// Its loss.
+    pub nats: f64,
+}
+
+/// The losses of all labelled tokens of `model` on `documents`, in their order, given to `tell` as
+/// they come.
+///
+/// # Errors
+/// Those of [`held_out_loss`], or what `tell` returns.
+pub fn token_losses<E: From<TrainError>>(
+    model: &Model,
+    corpus: &Corpus,
+    documents: &[usize],
+    options: PackOptions,
+    batch_rows: usize,
+    mut tell: impl FnMut(TokenLoss) -> Result<(), E>,
+) -> Result<TotalLoss, E> {
+    let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
+    let mut total = TotalLoss::default();
+    while let Some(packed) = packer.batch_of_pass(batch_rows, 0)? {
+        let losses = model.token_losses(&batch(&packed)).map_err(TrainError::model)?;
+        for piece in &packed.pieces {
+            for i in 0..piece.len {
+                let cell = piece.row * packed.len + piece.column + i;
+                let Ok(id) = u32::try_from(packed.labels[cell]) else { continue };
+                let (document, token) = (piece.document, piece.token + i + 1);
+                tell(TokenLoss { document, token, id, nats: losses[cell] })?;
+                total.nats += losses[cell];
+                total.tokens += 1;
+            }
+        }
+    }
+    Ok(total)
+}
+
 /// Packed rows as the model takes them.
 pub fn batch(packed: &Packed) -> Batch<'_> {
     Batch {

@@ -261,6 +261,37 @@ fn a_checkpoint_is_fine_tuned_on_chat_data_and_written_as_others_read_it() {
 }
 
 #[test]
+fn the_losses_of_single_tokens_are_the_oracles() {
+    let sizes = sizes();
+    let place = Place::new(&sizes, folder::write_single, |_| ());
+    let weights = weights(&sizes);
+    // Rows of 96 hold both texts; the second file comes after the first.
+    let done = place.run(&["eval", "base", "0.txt", "1.txt", "--per-token", "--json"]);
+    let text = String::from_utf8(done.stdout).unwrap();
+    let mut found: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let summary = found.pop().unwrap();
+    assert_eq!(summary["tokens"], found.len());
+    let mut found = found.iter();
+    for (i, text) in TEXTS.iter().enumerate() {
+        let tokens = [vec![BEGIN], place.encode(text)].concat();
+        for (at, want) in oracle::losses(&sizes, &weights, &tokens).into_iter().enumerate() {
+            let token = found.next().unwrap();
+            assert_eq!(token["file"], format!("{i}.txt"));
+            assert_eq!(
+                (&token["token"], &token["token_id"]),
+                (&json!(at + 1), &json!(tokens[at + 1]))
+            );
+            let nats = token["nats"].as_f64().unwrap();
+            assert!(
+                (nats - want).abs() < 1e-4 * (1.0 + want),
+                "{token}, but the oracle has {want}"
+            );
+        }
+    }
+    assert!(found.next().is_none());
+}
+
+#[test]
 fn options_decide_which_tokens_begin_and_end_a_text() {
     let sizes = sizes();
     let place = Place::new(&sizes, folder::write_single, |_| ());
