@@ -24,10 +24,14 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use foveate_nn::{AttentionConfig, Model};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
+use crate::optimizer::Moments;
 use crate::pack::Cursor;
+use crate::recipe::SaveDtype;
+use crate::tokens::Tokenizer;
 
 mod checksums;
 mod config;
@@ -37,7 +41,7 @@ mod save;
 pub use checksums::Checksums;
 pub use config::{Config, SpecialTexts, read_config, read_tokenizer, special_texts};
 pub use load::{load_state, load_weights};
-pub use save::{Snapshot, save};
+pub use save::save;
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
@@ -62,6 +66,26 @@ pub struct State {
     pub cursor: Cursor,
     /// Fingerprint of the documents.
     pub fingerprint: u64,
+}
+
+/// What a checkpoint is made of.
+pub struct Snapshot<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// Its attention program.
+    pub attention: &'a AttentionConfig,
+    /// AdamW's moments, one for each parameter.
+    pub moments: &'a [Moments],
+    /// What the run has reached.
+    pub state: &'a State,
+    /// Dtype of the weights.
+    pub dtype: SaveDtype,
+    /// The tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// The checkpoint the run started from, whose tokenizer files are kept.
+    pub origin: Option<&'a Path>,
+    /// Source of the chat template, where the recipe gave one.
+    pub chat_template: Option<&'a str>,
 }
 
 /// Writes a file and waits until it is on the disk.

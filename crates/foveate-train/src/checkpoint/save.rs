@@ -5,20 +5,18 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Model, Parameter};
+use foveate_nn::Parameter;
 use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
 use super::config::{config_json, unreadable};
 use super::{
-    CHAT_TEMPLATE, COMPANIONS, CONFIG, INDEX, MASTERS, SINGLE, STATE, State, is_checkpoint,
+    CHAT_TEMPLATE, COMPANIONS, CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint,
     remove_but, remove_leftovers,
 };
 use crate::error::{TrainError, TrainErrorKind};
-use crate::optimizer::Moments;
 use crate::recipe::SaveDtype;
 use crate::safetensors::{self, Source, WriteError};
-use crate::tokens::Tokenizer;
 
 /// Bytes of weights in one file before they are divided into shards.
 pub(super) const SHARD_BYTES: usize = 2 << 30;
@@ -41,26 +39,6 @@ pub(super) type Create<'a> = &'a dyn Fn(&Path) -> io::Result<Box<dyn Durable>>;
 /// A file of the file system.
 pub(super) fn create(path: &Path) -> io::Result<Box<dyn Durable>> {
     Ok(Box::new(File::create(path)?))
-}
-
-/// What a checkpoint is made of.
-pub struct Snapshot<'a> {
-    /// The model.
-    pub model: &'a Model,
-    /// Its attention program.
-    pub attention: &'a AttentionConfig,
-    /// AdamW's moments, one for each parameter.
-    pub moments: &'a [Moments],
-    /// What the run has reached.
-    pub state: &'a State,
-    /// Dtype of the weights.
-    pub dtype: SaveDtype,
-    /// The tokenizer.
-    pub tokenizer: &'a Tokenizer,
-    /// The checkpoint the run started from, whose tokenizer files are kept.
-    pub origin: Option<&'a Path>,
-    /// Source of the chat template, where the recipe gave one.
-    pub chat_template: Option<&'a str>,
 }
 
 /// Saves a checkpoint under `folder` and removes all but the newest `keep`.

@@ -1,16 +1,13 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use foveate_nn::{AttentionConfig, Model, ModelConfig};
+use foveate_nn::ModelConfig;
 use half::bf16;
 use serde_json::json;
 
 use super::config::read_json;
 use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
-use crate::optimizer::Moments;
-use crate::recipe::SaveDtype;
-use crate::tokens::Tokenizer;
 
 fn config() -> ModelConfig {
     ModelConfig {
