@@ -20,12 +20,17 @@ pub struct Dropout {
 
 impl Dropout {
     /// Drops entries with probability `p`, chosen by `seed`. An entry is kept where
-    /// `unit(mix(mix(mix(mix(mix(seed_lo, seed_hi), b), h), q), kv)) >= p`. The seed's halves and
+    /// `unit(mix(mix(mix(mix(mix(seed_lo, b), h), q), seed_hi), kv)) >= p`. The seed's halves and
     /// `p` are run-time scalars `dropout_seed_lo`, `dropout_seed_hi`, `dropout_p`.
+    ///
+    /// A hash has 32 bits, so two seeds may agree in one row of queries. The upper half comes after
+    /// the row is mixed in: the seeds that agree in one row differ in the next, and no two of the
+    /// 2⁶⁴ seeds drop the same entries. Mixed with the lower half at once, 2³² of them would be
+    /// the same. It comes before the key, so that an entry costs one hash.
     pub fn new(p: f32, seed: u64) -> Self {
         let seed_lo = scalar("dropout_seed_lo", seed as u32 as i32);
         let seed_hi = scalar("dropout_seed_hi", (seed >> 32) as u32 as i32);
-        let counters = [seed_hi, expr::b(), expr::h(), expr::q(), expr::kv()];
+        let counters = [expr::b(), expr::h(), expr::q(), seed_hi, expr::kv()];
         let hash = counters.into_iter().fold(seed_lo, |hash, c: Expr<i32>| hash.mix(c));
         let keep = hash.unit().ge(scalar(P, p));
         let keep = MaskMod::new(keep.dynamic()).expect("a comparison without the score is a mask");
@@ -77,6 +82,9 @@ impl Dropout {
 
 #[cfg(test)]
 mod tests {
+    use foveate_mods::Head;
+    use foveate_mods::ir::mix;
+
     use super::*;
 
     #[test]
@@ -88,6 +96,40 @@ mod tests {
         assert_eq!(value("dropout_seed_lo"), I32(0x89AB_CDEF_u32 as i32));
         assert_eq!(value("dropout_seed_hi"), I32(0x0123_4567));
         assert_eq!(value("dropout_p"), F32(0.25));
+    }
+
+    /// Which of the first 64 keys the rows of a sequence keep.
+    fn kept(seed: u64, rows: i32) -> Vec<u64> {
+        let keep = Dropout::new(0.5, seed).keep().clone();
+        let at = |q, kv| Head { q_len: rows, kv_len: 64, ..Head::default() }.at(q, kv);
+        let bit = |q, kv| keep.program().eval(&at(q, kv)).unwrap()[0] == ScalarValue::Bool(true);
+        (0..rows).map(|q| (0..64).map(|kv| u64::from(bit(q, kv)) << kv).sum()).collect()
+    }
+
+    #[test]
+    fn every_bit_of_the_seed_changes_what_is_dropped() {
+        let usual = kept(1, 8);
+        for bit in 0..64 {
+            let changed = kept(1 ^ 1 << bit, 8);
+            let same = usual.iter().zip(&changed).filter(|(x, y)| x == y).count();
+            assert_eq!(same, 0, "rows that bit {bit} of the seed does not change");
+        }
+        // As one product, these two were one seed.
+        assert_ne!(kept(1, 8), kept(0x9E37_79B1_0000_0000, 8));
+    }
+
+    #[test]
+    fn seeds_that_agree_in_one_row_differ_in_the_next() {
+        // What the upper half is mixed with in row `q`; `mix(x, y)` is a function of x·c + y.
+        let row = |lo: u32, q| [0, 0, q].into_iter().fold(lo as i32, mix) as u32;
+        let product = |lo: u32, q| row(lo, q).wrapping_mul(0x9E37_79B1);
+        let (lo, hi) = (7, 11u32);
+        let other_lo = 8;
+        let other_hi = hi.wrapping_add(product(lo, 0)).wrapping_sub(product(other_lo, 0));
+        let seed = |lo: u32, hi: u32| u64::from(hi) << 32 | u64::from(lo);
+        let (one, other) = (kept(seed(lo, hi), 6), kept(seed(other_lo, other_hi), 6));
+        assert_eq!(one[0], other[0], "the seeds were chosen to agree in row 0");
+        assert!((1..6).all(|q| one[q] != other[q]));
     }
 
     #[test]
