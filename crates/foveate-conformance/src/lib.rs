@@ -3,15 +3,32 @@
 //! A case is a few lines of TOML in `conformance/cases`: shapes, dtype, memory layout, mask and
 //! score in text form, options, and why it is there. The harness makes random data for it, runs
 //! the f64 oracle, runs forward and backward on every backend present into destinations filled
-//! with NaN, and compares by the accuracy rule of the semantics. What a backend must not touch
-//! (rows of no sequence, elements between strided rows) has to hold NaN still.
+//! with NaN, and compares by the accuracy rule of the semantics (`docs/semantics.md`). What a backend
+//! must not touch (rows of no sequence, elements between strided rows) has to hold NaN still.
 //!
-//! ```no_run
-//! let cases = foveate_conformance::load("conformance/cases".as_ref())?;
+//! ```
+//! let cases = foveate_conformance::parse(
+//!     "an example",
+//!     r#"
+//!     [[case]]
+//!     name = "a window over uneven lengths"
+//!     why = "a tile may end inside of it"
+//!     batch = 1
+//!     heads = [2, 1]
+//!     len = [7, 11]
+//!     dim = [16, 16]
+//!     dtype = "f32"
+//!     layout = "bshd"
+//!     mask = "sliding_window(5)"
+//!     "#,
+//! )?;
 //! let report = foveate_conformance::run(&cases, &foveate_conformance::backends());
 //! println!("{report}");
+//! assert_eq!(report.failures().count(), 0);
 //! # Ok::<(), foveate_conformance::CaseError>(())
 //! ```
+//!
+//! How a case is added: `CONTRIBUTING.md`.
 
 mod backend;
 mod case;

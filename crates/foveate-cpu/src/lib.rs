@@ -4,6 +4,29 @@
 //! dtype and head geometry; [`CpuPlan::forward`] and [`CpuPlan::backward`] run it on operands of
 //! any lengths and strides, never holding a row of scores longer than a tile.
 //!
+//! The crate `foveate` plans on it; use this one for options of your own:
+//!
+//! ```
+//! use foveate_cpu::{CpuOptions, CpuPlan};
+//! use foveate_mods::masks;
+//! use foveate_problem::{Dims, ForwardArgs, Operands, Spec};
+//! use foveate_tensor::{DType, Tensor};
+//!
+//! let q = Tensor::filled(DType::F32, [1, 2, 37, 16], 0.5);
+//! let operands =
+//!     Operands { q: q.view(), k: q.view(), v: q.view(), sink: None, varlen: None, pages: None };
+//! let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
+//! let options = CpuOptions { tile_q: Some(16), ..CpuOptions::default() };
+//! let plan = CpuPlan::new(&spec, &Dims::of(&operands)?, q.dtype(), options)?;
+//!
+//! let mut out = Tensor::filled(DType::F32, [1, 2, 37, 16], f64::NAN);
+//! let mut lse = Tensor::filled(DType::F32, [1, 2, 37], f64::NAN);
+//! let (into, statistics) = (out.view_mut()?, lse.view_mut()?);
+//! plan.forward(ForwardArgs { operands, out: into, lse: statistics, max_score: None })?;
+//! assert!((out.view().get_f64([0, 1, 36, 0]) - 0.5).abs() < 1e-6);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! How a call runs, module by module:
 //!
 //! - [`tiles`] chooses tile sizes from the problem and the caches.
@@ -38,29 +61,8 @@
 //! # Speed
 //!
 //! `examples/speed.rs` compares with a large f32 product of the `gemm` crate on the same threads,
-//! in one run. On two AVX-512 cores (Zen 4), 8 heads, the share of that rate reached, by live
-//! area:
-//!
-//! | f32 | forward, full / causal | backward, full / causal |
-//! | --- | --- | --- |
-//! | D 64, S 2048 | 0.94 / 0.88 | 0.96 / 0.95 |
-//! | D 128, S 2048 | 1.04 / 0.96 | 0.99 / 0.93 |
-//! | D 64, S 512 | 0.88 / 0.69 | 0.90 / 0.80 |
-//! | D 128, S 512 | 0.94 / 0.77 | 0.89 / 0.78 |
-//!
-//! That product is not the machine's limit: on one core our tile products alone run 1.12 times as
-//! fast. bf16 where the processor multiplies pairs of it takes 0.6 of the time of f32 at S 2048,
-//! D 64; where it is converted to f32, as much to within 7 %.
-//! Beside the causal backward at D 64 a prefix takes 3 % longer, a soft cap 20 %, a learned relative
-//! bias 18 %; a learned bias of every pair of positions takes 1.6 times as long. ALiBi with 8 heads
-//! takes 0.83 of the time at S 2048, because the weights of many keys are 0.
-//!
-//! What bounds it: at S 2048 products take 0.83 to 0.86 of the backward's time, row passes 0.05,
-//! mods 0.02 (0.16 with a soft cap), and bringing operands in and gradients out the rest; of a
-//! window of 256 at S 8192, where there are few tiles for each row, that is 0.16. The forward at
-//! S 2048 spends 0.78 to 0.88 in products, 0.07 (D 128) to 0.13 (D 64) in the softmax, 0.02 to 0.05
-//! in bringing operands in and results out; at S 512 that last is 0.07 to 0.16, most of it waiting
-//! for operands that are read once, a causal mask 0.05, and threads without work up to 0.14.
+//! in one run. How to use the engine, what it costs and what it cannot do is the manual,
+//! `docs/cpu.md`; what bounds it is `docs/records/2026-11-cpu-bounds.md`.
 
 mod backward;
 mod call;

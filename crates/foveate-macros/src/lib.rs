@@ -2,11 +2,27 @@
 //!
 //! Two attributes for functions, `#[mask_mod]` and `#[score_mod]`, and two macros behind
 //! `foveate::closure::{mask_mod!, score_mod!}` for closures. All four read the same body, an
-//! ordinary Rust expression, and write the calls of `foveate_mods::trace` that record it:
+//! ordinary Rust expression, and write the calls of `foveate_mods::trace` that record it. Use them
+//! through the crate `foveate` or `foveate-mods`; the manual is `docs/masks-and-scores.md`.
+//!
+//! ```
+//! use foveate_macros::mask_mod;
+//! use foveate_mods::{Buffer, MaskMod, expr};
+//!
+//! #[mask_mod]
+//! fn same_document(q: i32, kv: i32, doc: &Buffer<i32>) -> bool {
+//!     doc[q] == doc[kv]
+//! }
+//!
+//! let doc = Buffer::vector("doc", vec![0, 0, 1]);
+//! let traced = doc.at([expr::q()]).eq(doc.at([expr::kv()]));
+//! assert_eq!(same_document(&doc), MaskMod::new(traced.dynamic())?);
+//! # Ok::<(), foveate_mods::ModError>(())
+//! ```
+//!
+//! What the attribute writes:
 //!
 //! ```text
-//! fn same_document(q: i32, kv: i32, doc: &Buffer<i32>) -> bool { doc[q] == doc[kv] }
-//!     becomes
 //! fn same_document(doc: &Buffer<i32>) -> MaskMod {
 //!     mask(eq(index(get(&doc), [q()]), index(get(&doc), [kv()])))
 //! }
@@ -35,12 +51,15 @@ use signature::Kind;
 /// scalars named after the parameter; `#[constant] n: i32` makes one part of the structure),
 /// mods, functions over expressions.
 ///
-/// ```ignore
+/// ```
+/// use foveate_macros::mask_mod;
+/// use foveate_mods::{Buffer, MaskMod};
+///
 /// #[mask_mod]
 /// fn same_document(q: i32, kv: i32, doc: &Buffer<i32>) -> bool {
 ///     doc[q] == doc[kv]
 /// }
-/// let mask: MaskMod = same_document(&doc);
+/// let mask: MaskMod = same_document(&Buffer::vector("doc", vec![0, 0, 1]));
 /// ```
 ///
 /// The body: arithmetic (integer `/` rounds down, `%` is the Euclidean remainder), comparison,
@@ -64,7 +83,10 @@ pub fn mask_mod(args: TokenStream, item: TokenStream) -> TokenStream {
 ///
 /// As [`macro@mask_mod`], with the parameter `score` (f32) and an f32 as result.
 ///
-/// ```ignore
+/// ```
+/// use foveate_macros::score_mod;
+/// use foveate_mods::ScoreMod;
+///
 /// #[score_mod]
 /// fn soft_cap(score: f32, cap: f32) -> f32 {
 ///     cap * (score / cap).tanh()

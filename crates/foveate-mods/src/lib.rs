@@ -3,7 +3,8 @@
 //! A [`MaskMod`] says which keys a query sees, a [`ScoreMod`] what becomes of a score. Both are
 //! small immutable programs of three types (bool, i32, f32) that can be cloned, compared, hashed,
 //! printed, put into vectors and returned. The function that says a mod runs once, when the mod is
-//! made; nothing of it is left to be called, borrowed or traced again.
+//! made; nothing of it is left to be called, borrowed or traced again. The manuals are
+//! `docs/masks-and-scores.md` and, for text, `docs/text-form.md`.
 //!
 //! # Four ways in
 //!

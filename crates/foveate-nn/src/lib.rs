@@ -6,8 +6,45 @@
 //! backward pass is written down in the tape. Attention is a program in text form, run by the crate
 //! `foveate` straight on the packed projection of queries, keys and values.
 //!
+//! ```
+//! use foveate_nn::{AttentionConfig, Batch, Gradients, Model, ModelConfig, Recompute};
+//!
+//! let config = ModelConfig {
+//!     vocab_size: 256,
+//!     hidden_size: 16,
+//!     intermediate_size: 32,
+//!     num_hidden_layers: 1,
+//!     num_attention_heads: 2,
+//!     num_key_value_heads: Some(1),
+//!     head_dim: None,
+//!     rms_norm_eps: 1e-5,
+//!     rope_theta: 10_000.0,
+//!     rope_scaling: None,
+//!     rope_pairing: Default::default(),
+//!     max_position_embeddings: 8,
+//!     tie_word_embeddings: true,
+//! };
+//! let attention = AttentionConfig { mask: "causal & document".into(), ..Default::default() };
+//! let model = Model::new(config, &attention, 1)?;
+//!
+//! // One packed row of two documents; no label crosses from one into the other.
+//! let batch = Batch {
+//!     rows: 1,
+//!     len: 6,
+//!     tokens: &[1, 2, 3, 4, 5, 6],
+//!     labels: &[2, 3, foveate_nn::IGNORE, 5, 6, foveate_nn::IGNORE],
+//!     documents: &[0, 0, 0, 1, 1, 1],
+//!     positions: &[0, 1, 2, 0, 1, 2],
+//! };
+//! let mut gradients = Gradients::zeros(&model);
+//! let loss = model.forward_backward(&batch, &mut gradients, Recompute::None)?;
+//! assert_eq!(loss.tokens, 4);
+//! # Ok::<(), foveate_nn::NnError>(())
+//! ```
+//!
 //! A training step is bitwise reproducible for any number of threads: every sum is taken in an
-//! order that the shapes alone fix.
+//! order that the shapes alone fix. What a recipe says of a model is in the manual,
+//! `docs/recipes.md`.
 
 mod account;
 mod backend;

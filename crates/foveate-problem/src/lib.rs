@@ -3,8 +3,22 @@
 //! The oracle, the CPU and the GPU take the same three things: a [`Spec`] (the program: mask,
 //! score, scale, dropout; no shapes), [`Dims`] checked against the operands, and the operands
 //! with their destinations ([`ForwardArgs`], [`BackwardArgs`]). Dense and packed problems look
-//! alike to a backend: a list of [`Sequence`]s. The contract of the numbers is in the
-//! documentation of the crate `foveate`.
+//! alike to a backend: a list of [`Sequence`]s.
+//!
+//! ```
+//! use foveate_problem::{Dims, Operands};
+//! use foveate_tensor::{DType, Tensor};
+//!
+//! let q = Tensor::filled(DType::F32, [2, 6, 5, 16], 0.0);
+//! let k = Tensor::filled(DType::F32, [2, 4, 9, 16], 0.0);
+//! let operands =
+//!     Operands { q: q.view(), k: k.view(), v: k.view(), sink: None, varlen: None, pages: None };
+//! let refused = Dims::of(&operands).unwrap_err();
+//! assert!(refused.to_string().contains("6 query heads cannot share 4 key/value heads"));
+//! ```
+//!
+//! The contract of the numbers is `docs/semantics.md`; who writes a backend starts at
+//! `CONTRIBUTING.md`.
 
 mod arrangement;
 mod check;

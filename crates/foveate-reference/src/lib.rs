@@ -9,6 +9,23 @@
 //!
 //! Results are row-major. Rows of packed operands that belong to no sequence hold NaN: a backend
 //! does not touch them.
+//!
+//! ```
+//! use foveate_mods::masks;
+//! use foveate_problem::{Operands, Spec};
+//! use foveate_tensor::{DType, Tensor};
+//!
+//! let q = Tensor::filled(DType::F64, [1, 1, 2, 4], 0.0);
+//! let v = Tensor::from_fn(DType::F64, [1, 1, 2, 1], |[_, _, kv, _]| kv as f64);
+//! let operands =
+//!     Operands { q: q.view(), k: q.view(), v: v.view(), sink: None, varlen: None, pages: None };
+//! let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
+//! // The first query sees one key, the second the mean of two.
+//! assert_eq!(foveate_reference::forward(&spec, &operands)?.out, [0.0, 0.5]);
+//! # Ok::<(), foveate_reference::ReferenceError>(())
+//! ```
+//!
+//! The rules of accuracy are in the contract, `docs/semantics.md`.
 
 mod attention;
 mod error;

@@ -2,6 +2,24 @@
 //!
 //! Axes are logical (`[batch, heads, length, dim]` for operands, `[batch, heads, length]` for
 //! statistics) and strides are free, so every memory order is a view and nothing here copies.
+//!
+//! One buffer may hold queries, keys and values; each packed order has a constructor that gives the
+//! three views, and the same views of a gradient buffer as destinations:
+//!
+//! ```
+//! use foveate_tensor::{Order, PackedShape, QkvPacked};
+//!
+//! let shape =
+//!     PackedShape { order: Order::Bshd, batch: 1, len: 3, heads_q: 4, heads_kv: 2, dim: 8, dim_v: 8 };
+//! let packed = QkvPacked::interleaved(&shape)?;
+//! let buffer = vec![0.0_f32; packed.elems()];
+//! let views = packed.views(&buffer)?;
+//! assert_eq!((views.q.shape(), views.k.shape()), ([1, 4, 3, 8], [1, 2, 3, 8]));
+//! # Ok::<(), foveate_tensor::TensorError>(())
+//! ```
+//!
+//! [`varlen`] has the offsets of sequences that lie one after another. The layouts by name and what
+//! every axis means are in the manual, `docs/semantics.md`.
 
 pub mod dtype;
 pub mod error;

@@ -61,8 +61,22 @@
 //!   gradients go straight into a packed buffer.
 //! - **Block masks** ([`mask`]): which tiles of a mask are live, to look at.
 //!
+//! # Manuals
+//!
+//! `docs/` of the repository: `docs/getting-started.md`, `docs/masks-and-scores.md`, `docs/cpu.md`,
+//! `docs/gpu.md`; what was measured is in `docs/records/README.md`.
+//!
 //! # Semantics
 #![doc = include_str!("../../../docs/semantics.md")]
+
+/// Runs the examples of manuals.
+#[cfg(doctest)]
+mod manuals {
+    #[doc = include_str!("../../../docs/getting-started.md")]
+    struct GettingStarted;
+    #[doc = include_str!("../../../docs/masks-and-scores.md")]
+    struct MasksAndScores;
+}
 
 mod attention;
 mod backend;
