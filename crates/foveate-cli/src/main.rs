@@ -7,6 +7,8 @@
 mod bench;
 mod captures;
 mod doctor;
+#[cfg(test)]
+mod documentation;
 mod eval;
 mod explain;
 mod failure;
