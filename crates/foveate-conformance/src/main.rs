@@ -9,6 +9,7 @@
 //! foveate-conformance host-time
 //! foveate-conformance trespass memcheck|synccheck|racecheck
 //! foveate-conformance libraries
+//! foveate-conformance soak [--seconds N] [--seed N] [--only KIND] [--rounds N] [--foveate FILE]
 //! ```
 //!
 //! Cases run in worker processes, one at a time in each. A case that hangs, crashes or leaves the
@@ -17,6 +18,7 @@
 
 mod gpu;
 mod options;
+mod soak;
 mod workers;
 
 use std::io::{BufRead, Write};
@@ -45,7 +47,12 @@ foveate-conformance host-time
 foveate-conformance trespass memcheck|synccheck|racecheck
     Runs a kernel that this tool of compute-sanitizer must complain of.
 foveate-conformance libraries
-    Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.";
+    Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.
+foveate-conformance soak [--seconds N] [--seed N] [--only programs|kills|damage|commands]
+                         [--rounds N] [--foveate FILE]
+    Looks for faults at random, for 600 seconds unless told otherwise: programs on the CPU against
+    the oracle, and, with the binary FILE (`foveate` beside this one), runs that are killed,
+    damaged files and wrong command lines. A fault is one line with the seed that replays it.";
 
 fn main() -> ExitCode {
     if std::env::args().any(|arg| arg == "--help" || arg == "-h") {
@@ -69,6 +76,7 @@ fn main() -> ExitCode {
             nothing_more(args).and_then(|()| trespass::run(&tool))
         }
         "libraries" => nothing_more(args).and_then(|()| libraries::run()),
+        "soak" => soak::Options::parse(args).and_then(|options| soak::run(&options)),
         "" => Err("a command is needed; --help lists them".into()),
         _ => Err(format!("{command} is no command; --help lists them")),
     };

@@ -40,6 +40,12 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
         (&["run", "--on", "cpu", "--subset", "0"], "--subset 0 runs nothing"),
         (&["misuse", "--twice"], "--twice is no option; --help lists them"),
         (&["trespass", "memcheck", "twice"], "twice is no option"),
+        (&["soak", "--minutes", "1"], "--minutes 1 is no option; --help lists them"),
+        (&["soak", "--only", "luck"], "--only takes one of programs, kills, damage, commands"),
+        (
+            &["soak", "--foveate", "nowhere"],
+            "nowhere: is not there; name the binary with --foveate",
+        ),
         (&["determinism", "--repeats", "1"], "--repeats 1: bits of 2 runs or more are compared"),
     ] {
         let (code, out, said) = asked(args);
@@ -69,5 +75,41 @@ fn a_case_runs_in_a_worker_and_in_the_process_itself() {
             asked(&[&["run", "--on", "cpu", "--backend", "plain"], &only[..]].concat());
         assert_eq!(code, 0, "{out}{said}");
         assert!(out.starts_with("1 cases\n") && out.contains("plain"), "{out}");
+    }
+}
+
+#[test]
+fn a_soak_replays_the_same_program_from_its_seed() {
+    let round = ["soak", "--only", "programs", "--seed", "5", "--rounds", "1"];
+    let (code, out, said) = asked(&round);
+    assert_eq!(code, 0, "{out}{said}");
+    assert!(out.starts_with("[[case]]\n") && out.contains("seed 5: 1 programs; 0 failed"), "{out}");
+    assert_eq!(asked(&round).1, out);
+    let next = asked(&["soak", "--only", "programs", "--seed", "6", "--rounds", "1"]).1;
+    assert_ne!(next.split("soak: ").next(), out.split("soak: ").next());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_fault_that_a_soak_finds_is_one_line_with_the_way_to_replay_it() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("foveate");
+    let name = program.display().to_string();
+    for (script, fault) in [
+        ("echo \"thread 'main' panicked at x.rs\" >&2; exit 101", "panicked: thread 'main'"),
+        ("echo oh no >&2; exit 1", "failed without an error line: \"oh no\""),
+        ("kill -s ABRT $$", "signal: 6"),
+    ] {
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        for kind in ["kills", "damage", "commands"] {
+            let round = ["soak", "--only", kind, "--seed", "9", "--rounds", "1"];
+            let (code, out, _) = asked(&[&round[..], &["--foveate", &name]].concat());
+            let replay = format!("foveate-conformance soak --only {kind} --seed 9 --rounds 1");
+            let line = out.lines().next().unwrap();
+            assert!(code == 1 && line.contains(fault) && line.ends_with(&replay), "{out}");
+        }
     }
 }

@@ -1,0 +1,173 @@
+//! Files of a run that are damaged at random: what reads them says so, or gives what it gave before.
+//! Nothing panics, aborts or hangs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use foveate_conformance::Random;
+
+use super::training::Folder;
+
+/// The commands that read a checkpoint, and what of their output is the answer.
+const READERS: [&[&str]; 3] = [
+    &["eval", "CHECKPOINT", "00.txt", "--json"],
+    &["generate", "CHECKPOINT", "--prompt", "the", "--max-tokens", "6", "--seed", "1", "--json"],
+    &["train", "recipe.toml", "--resume"],
+];
+
+/// A run of half its steps, and what each reader gives on it.
+struct Fixture {
+    folder: Folder,
+    answers: Vec<Vec<String>>,
+}
+
+/// Rounds of damaged files.
+pub fn rounds(foveate: PathBuf) -> impl FnMut(u64) -> Result<(), String> {
+    let mut fixture = None;
+    move |seed| {
+        let fixture = match &mut fixture {
+            Some(fixture) => fixture,
+            // The same in every process: a round follows from its seed.
+            None => fixture.insert(Fixture::new(&foveate)?),
+        };
+        fixture.round(&mut Random::new(seed))
+    }
+}
+
+impl Fixture {
+    fn new(foveate: &Path) -> Result<Self, String> {
+        let folder = Folder::random(foveate, &mut Random::new(0))?;
+        let half = format!("train.steps={}", folder.steps / 2);
+        folder.succeed(&["train", "recipe.toml", "--set", &half])?;
+        let answer = |args: &&[&str]| {
+            let copy = folder.copy()?;
+            answer(&copy, args)?.map_err(|line| format!("on intact files: {line}"))
+        };
+        let answers = READERS.iter().map(answer).collect::<Result<_, _>>()?;
+        Ok(Self { folder, answers })
+    }
+
+    fn round(&self, random: &mut Random) -> Result<(), String> {
+        let folder = self.folder.copy()?;
+        let newest = folder.newest()?;
+        let mut files = Vec::new();
+        list(&folder.path().join("run"), &mut files)?;
+        list(&newest, &mut files)?;
+        files.extend(["00.txt", "recipe.toml"].map(|name| folder.path().join(name)));
+        let file = &files[random.below(files.len())];
+        let done = damage(file, random).map_err(|e| format!("{}: {e}", file.display()))?;
+        let reader = random.below(READERS.len());
+        let shown = file.strip_prefix(folder.path()).unwrap_or(file).display();
+        let story = |fault: String| {
+            format!("`foveate {}` with {done} in {shown}: {fault}", READERS[reader].join(" "))
+        };
+        match answer(&folder, READERS[reader]).map_err(story)? {
+            Err(_) => Ok(()),
+            // Another recipe, another document and another log are not damage.
+            Ok(_) if !file.starts_with(&newest) => Ok(()),
+            Ok(answer) if answer == self.answers[reader] => Ok(()),
+            Ok(answer) => {
+                let mut both = answer.iter().zip(&self.answers[reader]);
+                let other = both.find(|(found, intact)| found != intact);
+                let told = other.map_or("a part of the answer".into(), |(found, intact)| {
+                    format!("{found} in place of {intact}")
+                });
+                Err(story(format!("gave {told}")))
+            }
+        }
+    }
+}
+
+/// What a reader gives, a line for each step of training, or its error line.
+fn answer(folder: &Folder, args: &[&str]) -> Result<Result<Vec<String>, String>, String> {
+    let checkpoint = folder.newest()?.display().to_string();
+    let args: Vec<&str> = args
+        .iter()
+        .map(|&arg| if arg == "CHECKPOINT" { checkpoint.as_str() } else { arg })
+        .collect();
+    let ended = folder.run(&args)?;
+    if let Some(line) = ended.error_line()? {
+        return Ok(Err(line.to_owned()));
+    }
+    if args[0] == "train" {
+        let steps = folder.steps_of("run")?;
+        return Ok(Ok(steps.iter().map(|(step, both)| format!("step {step}: {both:?}")).collect()));
+    }
+    let last = ended.stdout.lines().last().unwrap_or_default();
+    let record: serde_json::Value =
+        serde_json::from_str(last).map_err(|e| format!("stdout is no JSON: {e}: {last:?}"))?;
+    Ok(Ok(vec![record[if args[0] == "eval" { "loss" } else { "text" }].to_string()]))
+}
+
+/// The files below a folder, in order of their names.
+fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), String> {
+    let fail = |e: std::io::Error| format!("{}: {e}", folder.display());
+    let entries = fs::read_dir(folder).map_err(fail)?;
+    let mut paths = entries
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(fail)?;
+    paths.sort();
+    for path in paths {
+        if path.is_dir() { list(&path, files)? } else { files.push(path) }
+    }
+    Ok(())
+}
+
+/// Damages a file and says how.
+fn damage(file: &Path, random: &mut Random) -> std::io::Result<String> {
+    let mut bytes = fs::read(file)?;
+    let at = random.below(bytes.len().max(1));
+    let done = match random.below(9) {
+        0 => {
+            fs::remove_file(file)?;
+            return Ok("no file".into());
+        }
+        1 => {
+            fs::remove_file(file)?;
+            fs::create_dir(file)?;
+            return Ok("a folder".into());
+        }
+        2 => {
+            bytes.truncate(at);
+            format!("the end cut off at byte {at}")
+        }
+        3 => {
+            bytes.clear();
+            "nothing".into()
+        }
+        4 => {
+            let end = bytes.len().min(at + 1 + random.below(64));
+            bytes[at.min(end)..end].fill(0);
+            format!("zeros in bytes {at} to {end}")
+        }
+        5 => {
+            bytes.extend((0..1 + random.below(40)).map(|_| random.bits() as u8));
+            "more bytes at the end".into()
+        }
+        6 => {
+            let digits: Vec<usize> =
+                (0..bytes.len().min(1 << 16)).filter(|&i| bytes[i].is_ascii_digit()).collect();
+            match digits.get(random.below(digits.len().max(1))) {
+                Some(&digit) => {
+                    bytes[digit] = b'0' + (bytes[digit] - b'0' + 1 + random.below(9) as u8) % 10;
+                    format!("another digit at byte {digit}")
+                }
+                None => "no change".into(),
+            }
+        }
+        _ => {
+            let mut places = Vec::new();
+            for _ in 0..1 + random.below(3) {
+                let at = random.below(bytes.len().max(1));
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.below(8);
+                    places.push(at);
+                }
+            }
+            format!("a bit flipped at bytes {places:?}")
+        }
+    };
+    fs::write(file, bytes)?;
+    Ok(done)
+}
