@@ -257,7 +257,7 @@ fn gpus() -> Vec<Gpu> {
             Gpu {
                 name: info.name.clone(),
                 arch: info.arch(),
-                sms: info.multiprocessors,
+                sms: info.sms,
                 smem_bytes_per_cta: info.shared_bytes_per_block,
                 memory_bytes: info.memory_bytes,
             }

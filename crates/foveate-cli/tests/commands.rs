@@ -257,9 +257,9 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
     let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
     assert_eq!(code, Some(0), "{err}");
     for said in [
-        "device     l40s (sm_89): 142 multiprocessors, 101376 B of shared memory a block",
+        "device     l40s (sm_89): 142 SMs, 101376 B of shared memory a block",
         "of 101376 B: k, v ",
-        "a multiprocessor, ",
+        "per SM, ",
         "refused    tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
     ] {
         assert!(out.contains(said), "`{said}` is not in\n{out}");

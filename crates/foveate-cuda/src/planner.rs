@@ -35,7 +35,7 @@ pub struct Candidate {
     pub config: Config,
     /// What a block takes.
     pub resources: Resources,
-    /// Blocks of a multiprocessor.
+    /// Blocks of an SM.
     pub occupancy: Occupancy,
     /// Modelled time of a launch without a mask, in microseconds.
     pub modelled_us: f64,
@@ -168,7 +168,7 @@ impl KernelPlan {
     /// together. Enough heads for the device to be filled four times, and no more, for the keys of
     /// those under way to stay in the cache.
     pub fn heads_together(&self, heads: usize, tiles: usize) -> usize {
-        let at_once = self.profile.multiprocessors * self.kernels[0].chosen.occupancy.blocks;
+        let at_once = self.profile.sms * self.kernels[0].chosen.occupancy.blocks;
         let turns = tiles * heads / (4 * at_once).max(1);
         heads.div_ceil(turns.max(1)).max(1)
     }

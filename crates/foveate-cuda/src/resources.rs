@@ -1,4 +1,4 @@
-//! What a kernel takes of a multiprocessor, from its configuration alone.
+//! What a kernel takes of an SM, from its configuration alone.
 //!
 //! Shared memory is exact: each kernel file states the same sum at its top, computes it, and
 //! leaves it in the cubin as `fv_shared_bytes`. Registers are an estimate, and a bound: the sums
@@ -79,7 +79,7 @@ pub struct Resources {
     pub needed: usize,
 }
 
-/// What limits the number of blocks that a multiprocessor holds.
+/// What limits the number of blocks that an SM holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
@@ -93,7 +93,7 @@ pub enum Limit {
     Blocks,
 }
 
-/// Blocks that a multiprocessor holds at once.
+/// Blocks that an SM holds at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Occupancy {
     /// Their number.
@@ -137,16 +137,16 @@ impl Resources {
         Ok(resources)
     }
 
-    /// Blocks that a multiprocessor of `profile` holds at once.
+    /// Blocks that an SM of `profile` holds at once.
     pub fn occupancy(&self, profile: &Profile) -> Occupancy {
         let of_warp = (self.registers * 32).next_multiple_of(REGISTER_UNIT);
         let of_block = of_warp * self.threads.div_ceil(32);
         let shared = self.shared_bytes + profile.shared_reserved;
         let limits = [
-            (profile.shared_per_multiprocessor / shared.max(1), Limit::Shared),
-            (profile.registers_per_multiprocessor / of_block.max(1), Limit::Registers),
-            (profile.threads_per_multiprocessor / self.threads.max(1), Limit::Threads),
-            (profile.blocks_per_multiprocessor, Limit::Blocks),
+            (profile.shared_per_sm / shared.max(1), Limit::Shared),
+            (profile.registers_per_sm / of_block.max(1), Limit::Registers),
+            (profile.threads_per_sm / self.threads.max(1), Limit::Threads),
+            (profile.blocks_per_sm, Limit::Blocks),
         ];
         let (blocks, limit) = limits.into_iter().min_by_key(|(n, _)| *n).expect("four limits");
         Occupancy { blocks, limit }

@@ -25,7 +25,7 @@ pub(crate) struct Settled<'a, T> {
     pub note: Option<String>,
 }
 
-/// What `compared` says, except that registers over the bound are no loss where a multiprocessor
+/// What `compared` says, except that registers over the bound are no loss where an SM
 /// holds as many blocks with them.
 pub(crate) fn tolerate(
     candidate: &Candidate,

@@ -73,7 +73,7 @@ impl Compiled {
     }
 }
 
-/// What a kernel takes of a multiprocessor, as the assembler reports it.
+/// What a kernel takes of an SM, as the assembler reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelResources {
     /// Name of the entry point.

@@ -1,6 +1,6 @@
 //! What a GPU offers, as data: enough to plan for it without having it.
 //!
-//! Limits of a multiprocessor follow from the compute capability; what differs between cards of
+//! Limits of an SM follow from the compute capability; what differs between cards of
 //! one capability is in `PROFILES`. [`Profile::of`] takes a device's limits from its driver
 //! instead, and only the rates from here.
 
@@ -16,23 +16,23 @@ pub struct Profile {
     pub name: Cow<'static, str>,
     /// Compute capability, `(8, 9)`.
     pub capability: (u32, u32),
-    /// Multiprocessors.
-    pub multiprocessors: usize,
+    /// Number of SMs.
+    pub sms: usize,
     /// Bytes of shared memory that a block can ask for.
     pub shared_per_block: usize,
-    /// Bytes of shared memory of a multiprocessor.
-    pub shared_per_multiprocessor: usize,
+    /// Bytes of shared memory of an SM.
+    pub shared_per_sm: usize,
     /// Bytes of shared memory that the system takes of each block.
     pub shared_reserved: usize,
-    /// Registers of a multiprocessor, 32 bits each.
-    pub registers_per_multiprocessor: usize,
-    /// Threads that a multiprocessor holds at once.
-    pub threads_per_multiprocessor: usize,
-    /// Blocks that a multiprocessor holds at once.
-    pub blocks_per_multiprocessor: usize,
-    /// Bytes of second-level cache.
+    /// Registers of an SM, 32 bits each.
+    pub registers_per_sm: usize,
+    /// Threads that an SM holds at once.
+    pub threads_per_sm: usize,
+    /// Blocks that an SM holds at once.
+    pub blocks_per_sm: usize,
+    /// Bytes of L2.
     pub l2_bytes: usize,
-    /// Clock of the multiprocessors under which rates are given, in MHz.
+    /// Clock of the SMs under which rates are given, in MHz.
     pub clock_mhz: f64,
     /// Peak rate of bf16 products with f32 sums on dense operands, in TFLOP/s.
     pub bf16_tflops: f64,
@@ -45,7 +45,7 @@ pub const REGISTERS_PER_THREAD: usize = 255;
 /// Registers are given to a warp in multiples of this.
 pub const REGISTER_UNIT: usize = 256;
 
-/// What a multiprocessor of one capability holds.
+/// What an SM of one capability holds.
 struct Limits {
     capability: (u32, u32),
     shared_kib: usize,
@@ -69,7 +69,7 @@ const LIMITS: [Limits; 6] = [
 struct Card {
     name: &'static str,
     capability: (u32, u32),
-    multiprocessors: usize,
+    sms: usize,
     l2_mib: usize,
     clock_mhz: f64,
     bf16_tflops: f64,
@@ -78,7 +78,7 @@ struct Card {
 
 /// Rates are those of the makers' data sheets, without sparsity and, where a sheet gives two, with
 /// sums in f32. Clocks are the sheets' boost clocks; of H100, H200 and B200 those at which the peak
-/// rate follows from the multiprocessors.
+/// rate follows from the SMs.
 const CARDS: [Card; 10] = [
     // NVIDIA A100 Tensor Core GPU data sheet, SXM 80 GB; GA100 white paper for SMs and L2.
     card("a100", (8, 0), 108, 40, 1410.0, 312.0, 2039.0),
@@ -106,13 +106,13 @@ const CARDS: [Card; 10] = [
 const fn card(
     name: &'static str,
     capability: (u32, u32),
-    multiprocessors: usize,
+    sms: usize,
     l2_mib: usize,
     clock_mhz: f64,
     bf16_tflops: f64,
     bandwidth_gbs: f64,
 ) -> Card {
-    Card { name, capability, multiprocessors, l2_mib, clock_mhz, bf16_tflops, bandwidth_gbs }
+    Card { name, capability, sms, l2_mib, clock_mhz, bf16_tflops, bandwidth_gbs }
 }
 
 impl Profile {
@@ -139,7 +139,7 @@ impl Profile {
 
     /// The profile of a device from what its driver says. Rates are those of the card that the
     /// driver's name names; for a card that is not in the table, those of one of its capability,
-    /// by multiprocessors.
+    /// by SMs.
     pub fn of(info: &DeviceInfo) -> Self {
         let name = plain(&info.name);
         let same = |c: &&Card| {
@@ -148,18 +148,18 @@ impl Profile {
         // The longest name that fits: `l40s` and not `l4`.
         let named = CARDS.iter().filter(|c| name.contains(c.name)).max_by_key(|c| c.name.len());
         let like = named.filter(same).or_else(|| CARDS.iter().find(same)).unwrap_or(&CARDS[0]);
-        let share = f64::from(info.multiprocessors) / like.multiprocessors as f64;
+        let share = f64::from(info.sms) / like.sms as f64;
         let limits = Limits::of(info.capability);
         Self {
             name: info.name.clone().into(),
             capability: info.capability,
-            multiprocessors: info.multiprocessors as usize,
+            sms: info.sms as usize,
             shared_per_block: info.shared_bytes_per_block as usize,
-            shared_per_multiprocessor: info.shared_bytes_per_multiprocessor as usize,
+            shared_per_sm: info.shared_bytes_per_sm as usize,
             shared_reserved: info.shared_bytes_reserved as usize,
-            registers_per_multiprocessor: info.registers_per_multiprocessor as usize,
-            threads_per_multiprocessor: limits.threads,
-            blocks_per_multiprocessor: limits.blocks,
+            registers_per_sm: info.registers_per_sm as usize,
+            threads_per_sm: limits.threads,
+            blocks_per_sm: limits.blocks,
             l2_bytes: info.l2_bytes as usize,
             clock_mhz: like.clock_mhz,
             bf16_tflops: like.bf16_tflops * share,
@@ -172,13 +172,13 @@ impl Profile {
         Self {
             name: card.name.into(),
             capability: card.capability,
-            multiprocessors: card.multiprocessors,
+            sms: card.sms,
             shared_per_block: (limits.shared_kib - 1) << 10,
-            shared_per_multiprocessor: limits.shared_kib << 10,
+            shared_per_sm: limits.shared_kib << 10,
             shared_reserved: 1 << 10,
-            registers_per_multiprocessor: 1 << 16,
-            threads_per_multiprocessor: limits.threads,
-            blocks_per_multiprocessor: limits.blocks,
+            registers_per_sm: 1 << 16,
+            threads_per_sm: limits.threads,
+            blocks_per_sm: limits.blocks,
             l2_bytes: card.l2_mib << 20,
             clock_mhz: card.clock_mhz,
             bf16_tflops: card.bf16_tflops,
@@ -251,15 +251,15 @@ mod tests {
         assert!(refused.starts_with("there is no profile of `l40x`; there are a100, a10, "));
     }
 
-    fn info(name: &str, capability: (u32, u32), multiprocessors: u32) -> DeviceInfo {
+    fn info(name: &str, capability: (u32, u32), sms: u32) -> DeviceInfo {
         DeviceInfo {
             name: name.into(),
             capability,
-            multiprocessors,
+            sms,
             shared_bytes_per_block: 101_376,
-            shared_bytes_per_multiprocessor: 102_400,
+            shared_bytes_per_sm: 102_400,
             shared_bytes_reserved: 1024,
-            registers_per_multiprocessor: 65_536,
+            registers_per_sm: 65_536,
             l2_bytes: 96 << 20,
             memory_bytes: 48 << 30,
             driver: (13, 0),
@@ -274,10 +274,10 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_not_listed_has_rates_by_its_multiprocessors() {
+    fn a_device_that_is_not_listed_has_rates_by_its_sms() {
         let seen = Profile::of(&info("NVIDIA RTX PRO 6000", (12, 1), 85));
         assert_eq!(seen.arch(), "sm_121");
         assert_eq!(seen.bf16_tflops, 209.5 / 2.0);
-        assert_eq!(seen.threads_per_multiprocessor, 1536);
+        assert_eq!(seen.threads_per_sm, 1536);
     }
 }

@@ -114,7 +114,7 @@ impl Table {
     /// Writes the table, a line for each entry point.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::from(
-            "# What the kernels that the planner chooses take of a multiprocessor, or those that run\n\
+            "# What the kernels that the planner chooses take of an SM, or those that run\n\
              # in place of what took more than planned.\n\
              # `foveate kernels check` compares with it, with --update it writes it. The numbers:\n\
              # queries and keys of a tile, warps, stages; bytes of shared memory of a block,\n\

@@ -16,8 +16,8 @@ use crate::schedule::{Axis, Lists, Schedule, TileSize};
 pub struct Description {
     /// Name of the GPU and its architecture.
     pub device: String,
-    /// Multiprocessors.
-    pub multiprocessors: usize,
+    /// Number of SMs.
+    pub sms: usize,
     /// The configuration of each kernel, with its bytes of shared memory.
     pub kernels: Vec<String>,
     /// Kernels that run otherwise than they were planned, and why; of those that have been needed
@@ -75,7 +75,7 @@ impl CudaPlan {
         let info = self.engine.device().info();
         Ok(Description {
             device: format!("{} ({})", info.name, info.arch()),
-            multiprocessors: info.multiprocessors as usize,
+            sms: info.sms as usize,
             kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
             notes: self.notes(),
             tile,
@@ -162,11 +162,11 @@ impl Listed {
     }
 }
 
-/// A kernel, what its blocks take, and how many of them a multiprocessor holds.
+/// A kernel, what its blocks take, and how many of them an SM holds.
 fn kernel_line(kernel: &Candidate) -> String {
     let Candidate { config, resources, occupancy, .. } = kernel;
     format!(
-        "{config}: {} B of shared memory, at most {} registers, {} blocks a multiprocessor",
+        "{config}: {} B of shared memory, at most {} registers, {} blocks per SM",
         resources.shared_bytes, resources.registers, occupancy.blocks
     )
 }

@@ -1,10 +1,10 @@
 //! Modelled time of a launch, to rank configurations that fit.
 //!
 //! One step of a block (a tile of queries against a tile of keys) takes so many cycles of the
-//! tensor cores, of shared memory, of the units for powers, and of the path to second-level
-//! cache. Blocks on one multiprocessor share these units, so a round in which each makes a step
-//! takes as long as the busiest unit, but never less than one block alone needs for its own chain
-//! of dependent parts. Launches are waves of such rounds.
+//! tensor cores, of shared memory, of the units for powers, and of the path to L2. Blocks on one SM
+//! share these units, so a round in which each makes a step takes as long as the busiest unit, but
+//! never less than one block alone needs for its own chain of dependent parts. Launches are waves of
+//! such rounds.
 //!
 //! The model is there to rank, within one kernel and one device. It knows nothing of clocks under
 //! load, caches that overflow, or masks.
@@ -14,17 +14,17 @@ use crate::config::{Config, Elem, Kernel};
 use crate::resources::{Resources, Warps};
 use foveate_gpu::profile::Profile;
 
-/// Bytes of shared memory that a multiprocessor reads or writes in a cycle.
+/// Bytes of shared memory that an SM reads or writes in a cycle.
 const SHARED_PER_CYCLE: f64 = 128.0;
-/// Powers that a multiprocessor computes in a cycle.
+/// Powers that an SM computes in a cycle.
 const POWERS_PER_CYCLE: f64 = 16.0;
 /// Instructions for one score beside its power: scaling, maximum, sum, rounding.
 const SCORE_CYCLES: f64 = 8.0 / 128.0;
 /// Cycles of one score that a mask or a score function adds.
 const MOD_CYCLES: f64 = 8.0 / 128.0;
-/// Bytes of f32 sums that a multiprocessor adds to in second-level cache in a cycle.
+/// Bytes of f32 sums that an SM adds to in L2 in a cycle.
 const ADDED_PER_CYCLE: f64 = 32.0;
-/// Operations that `mma.sync` does in a cycle of a multiprocessor at most: from Hopper on the peak
+/// Operations that `mma.sync` does in a cycle of an SM at most: from Hopper on the peak
 /// needs other instructions.
 const MMA_PER_CYCLE: f64 = 2600.0;
 /// Cycles that a step waits for its copies and barriers, by stages.
@@ -49,9 +49,9 @@ struct Step {
     sums: f64,
 }
 
-/// Whether the tiles of a launch are too few for all multiprocessors while smaller ones are not.
+/// Whether the tiles of a launch are too few for all SMs while smaller ones are not.
 pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
-    blocks(config, sizes) < profile.multiprocessors
+    blocks(config, sizes) < profile.sms
 }
 
 /// Blocks of a launch.
@@ -63,11 +63,11 @@ fn blocks(config: &Config, sizes: &Sizes) -> usize {
     tiles * sizes.batch
 }
 
-/// Blocks to split the keys of a forward over where tiles of queries alone leave multiprocessors
+/// Blocks to split the keys of a forward over where tiles of queries alone leave SMs
 /// idle; `resident` of them are on one at a time.
 pub fn splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
     let blocks = blocks(config, sizes);
-    let room = profile.multiprocessors * resident.max(1);
+    let room = profile.sms * resident.max(1);
     let most = sizes.keys / KEYS_OF_SHARE;
     if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(most).max(1) }
 }
@@ -87,15 +87,15 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
     let step = Step::of(profile, config);
     let blocks = blocks(config, sizes) * splits;
     let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
-    let full = blocks / (profile.multiprocessors * resident);
-    let left = blocks - full * profile.multiprocessors * resident;
+    let full = blocks / (profile.sms * resident);
+    let left = blocks - full * profile.sms * resident;
     let cycles = full as f64 * a_round(resident)
-        + if left > 0 { a_round(left.div_ceil(profile.multiprocessors)) } else { 0.0 };
+        + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 };
     (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
 }
 
 /// Microseconds that a forward reads keys and values from device memory, where one tile of queries
-/// is all there is for them; more tiles share what second-level cache holds.
+/// is all there is for them; more tiles share what L2 holds.
 fn reading_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
     if config.kernel != Kernel::Forward || sizes.queries > config.queries() {
         return 0.0;
@@ -153,7 +153,7 @@ impl Step {
             }
             _ => (vec![], 0.0),
         };
-        let tflops = profile.bf16_tflops / profile.multiprocessors as f64;
+        let tflops = profile.bf16_tflops / profile.sms as f64;
         let mut rate = (tflops * 1e6 / profile.clock_mhz).min(MMA_PER_CYCLE);
         if dtype == Elem::F32 {
             // Three products in tf32, at half the rate.
@@ -170,7 +170,7 @@ impl Step {
         }
     }
 
-    /// Cycles in which each of `blocks` on one multiprocessor makes a step.
+    /// Cycles in which each of `blocks` on one SM makes a step.
     fn round(&self, config: &Config, blocks: usize) -> f64 {
         let busiest = self.tensor.max(self.shared).max(self.scores).max(self.sums);
         // A warp has a quarter of the units to itself.

@@ -11,13 +11,12 @@ impl fmt::Display for KernelPlan {
         let p = &self.profile;
         writeln!(
             f,
-            "device     {} ({}): {} multiprocessors, {} B of shared memory a block, {} B a \
-             multiprocessor",
+            "device     {} ({}): {} SMs, {} B of shared memory a block, {} B per SM",
             p.name,
             p.arch(),
-            p.multiprocessors,
+            p.sms,
             p.shared_per_block,
-            p.shared_per_multiprocessor
+            p.shared_per_sm
         )?;
         if self.splits > 1 {
             writeln!(f, "keys       split over {} blocks for each tile of queries", self.splits)?;
@@ -62,7 +61,7 @@ impl Choice {
         };
         let warps = occupancy.blocks * config.warps;
         let blocks = Count(occupancy.blocks, "block");
-        writeln!(f, "  occupancy  {blocks} a multiprocessor, {warps} warps; limited by {by}")?;
+        writeln!(f, "  occupancy  {blocks} per SM, {warps} warps; limited by {by}")?;
         for other in self.others.iter().take(NEXT) {
             let bytes = other.resources.shared_bytes;
             writeln!(f, "  next       {}: {bytes} B of shared memory", TilesOf(&other.config))?;

@@ -229,7 +229,7 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     let decode = plan(&class, 1);
     let forward = decode.config(Kernel::Forward).unwrap();
     assert!(forward.fold && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
-    // 128 pairs of an entry and a key head, on a card of 132 multiprocessors.
+    // 128 pairs of an entry and a key head, on a card of 132 SMs.
     let resident = decode.kernels[0].chosen.occupancy.blocks;
     assert!(resident >= 3 && decode.splits == 132 * resident / 128, "{resident} {}", decode.splits);
     let folds = |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().fold;

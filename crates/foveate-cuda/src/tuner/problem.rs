@@ -14,8 +14,8 @@
 //!   to a kernel: the shorter it is, the more a block's ends and what a tile covers beyond the
 //!   mask weigh. Rounded to a power of two, and beyond 4096 all the same;
 //! - rows of all heads and batch entries, because with few of them small tiles keep more
-//!   multiprocessors busy. Rounded to a power of two, and beyond 2¹⁸, many blocks for each
-//!   multiprocessor of any GPU, all the same;
+//!   SMs busy. Rounded to a power of two, and beyond 2¹⁸, many blocks for each
+//!   SM of any GPU, all the same;
 //! - queries of a sequence up to 128, those of all heads that share a tile, because a tile need not
 //!   be taller than they are.
 //!

@@ -32,17 +32,17 @@ pub struct DeviceInfo {
     pub name: String,
     /// Compute capability, `(9, 0)`.
     pub capability: (u32, u32),
-    /// Multiprocessors.
-    pub multiprocessors: u32,
+    /// Number of SMs.
+    pub sms: u32,
     /// Bytes of shared memory a block can ask for.
     pub shared_bytes_per_block: u32,
-    /// Bytes of shared memory of a multiprocessor.
-    pub shared_bytes_per_multiprocessor: u32,
+    /// Bytes of shared memory of an SM.
+    pub shared_bytes_per_sm: u32,
     /// Bytes of shared memory that the system takes of each block.
     pub shared_bytes_reserved: u32,
-    /// Registers of a multiprocessor.
-    pub registers_per_multiprocessor: u32,
-    /// Bytes of second-level cache.
+    /// Registers of an SM.
+    pub registers_per_sm: u32,
+    /// Bytes of L2.
     pub l2_bytes: u32,
     /// Bytes of memory.
     pub memory_bytes: usize,
@@ -178,11 +178,11 @@ impl DeviceInfo {
         Ok(Self {
             name,
             capability: (attribute(75)?, attribute(76)?),
-            multiprocessors: attribute(16)?,
+            sms: attribute(16)?,
             shared_bytes_per_block: attribute(97)?,
-            shared_bytes_per_multiprocessor: attribute(81)?,
+            shared_bytes_per_sm: attribute(81)?,
             shared_bytes_reserved: attribute(111)?,
-            registers_per_multiprocessor: attribute(82)?,
+            registers_per_sm: attribute(82)?,
             l2_bytes: attribute(38)?,
             memory_bytes,
             driver: ((version / 1000) as u32, (version % 1000 / 10) as u32),

@@ -69,7 +69,7 @@ impl BackendPlan for CudaPlan {
                     .sum();
                 Execution {
                     instructions: found.device,
-                    threads: found.multiprocessors,
+                    threads: found.sms,
                     kernels: found.kernels,
                     notes: found.notes,
                     declined: Vec::new(),
