@@ -11,7 +11,7 @@ use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
     DeviceOperands, DeviceTensor, Element, Engine, Queue,
 };
-use foveate_gpu::driver::{Block, Graph};
+use foveate_gpu::driver::{Allocation, Graph};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
@@ -40,7 +40,7 @@ const DIMS: Dims = Dims {
 
 /// Operands and destinations of a problem in memory of the engine's own queue.
 struct Tensors {
-    _blocks: Vec<Block>,
+    _blocks: Vec<Allocation>,
     forward: DeviceForward<'static>,
     backward: DeviceBackward<'static>,
 }

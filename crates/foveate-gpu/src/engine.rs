@@ -1,7 +1,7 @@
 //! One GPU as plans use it: context, a stream of our own, loaded kernels.
 //!
 //! There is one engine for each device in a process, so that plans share what they compiled and
-//! the memory they give back.
+//! their free memory.
 
 use std::any::{Any, TypeId};
 use std::collections::{HashMap, HashSet};
@@ -95,7 +95,7 @@ impl Engine {
     ///
     /// # Safety
     /// `stream` is 0 or a `CUstream` of the device's primary context that outlives the queue, pools
-    /// and blocks of its memory, and everything that was queued on it.
+    /// and allocations of its memory, and everything that was queued on it.
     pub unsafe fn queue_on(&self, stream: usize) -> Queue {
         // SAFETY: the caller's promise is the same.
         Queue::new(unsafe { Stream::borrowed(&self.device, stream) })

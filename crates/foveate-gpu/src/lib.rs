@@ -39,5 +39,5 @@ mod tensor;
 pub use array::{DeviceArray, Element};
 pub use engine::Engine;
 pub use error::{GpuError, GpuErrorKind};
-pub use queue::{Queue, Remains};
+pub use queue::{Queue, WeakQueue};
 pub use tensor::DeviceTensor;

@@ -9,33 +9,33 @@ use crate::driver::{Pool, Stream};
 ///
 /// Memory that was used on a queue is given out again on the same queue only, so nothing has to
 /// wait for work to end before it drops its memory. A queue is gone when the last clone of it, of
-/// its pool, and the last block from there are dropped: the driver frees its memory, and waits for
-/// the device; what plans keep for the queue, and what they keep it from freeing, other queues get
-/// once the work is done ([`Pool::release`] hands it back).
+/// its pool, and the last allocation from there are dropped: the driver frees its memory, and waits
+/// for the device. Memory that caches keep for the queue ([`Self::downgrade`]) goes to the device's
+/// shared free list once the work is done ([`Pool::release`] frees it).
 #[derive(Clone, Debug)]
 pub struct Queue {
     id: u64,
     pool: Pool,
 }
 
-/// What is left of a queue when it is gone, and until then.
+/// A queue as caches hold it: its memory, without a claim that somebody queues work on it.
 #[derive(Clone, Debug)]
-pub struct Remains(Queue);
+pub struct WeakQueue(Queue);
 
-impl Remains {
+impl WeakQueue {
     /// That of [`Queue::id`].
     pub fn id(&self) -> u64 {
         self.0.id
     }
 
     /// Whether nobody holds the queue and its work is done.
-    pub fn is_over(&self) -> bool {
-        self.0.pool.is_over()
+    pub fn is_finished(&self) -> bool {
+        self.0.pool.is_finished()
     }
 
-    /// Leaves memory that nothing is kept in to other queues.
-    pub fn leave(&self) {
-        self.0.pool.leave();
+    /// Moves the free memory of a finished queue to the free list that the device's queues share.
+    pub fn release(&self) {
+        self.0.pool.release_finished();
     }
 }
 
@@ -51,9 +51,9 @@ impl Queue {
         self.id
     }
 
-    /// What is left of it when it is gone.
-    pub fn remains(&self) -> Remains {
-        Remains(Self { id: self.id, pool: self.pool.kept() })
+    /// The queue for a cache, which must not keep it from being finished.
+    pub fn downgrade(&self) -> WeakQueue {
+        WeakQueue(Self { id: self.id, pool: self.pool.downgrade() })
     }
 
     /// Memory for its work.

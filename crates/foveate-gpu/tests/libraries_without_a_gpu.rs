@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::nccl::{self, Array, Communicator, Reduce, Transfer, UniqueId};
-use foveate_gpu::{DeviceTensor, Element, Engine, GpuError, GpuErrorKind, driver::Block};
+use foveate_gpu::{DeviceTensor, Element, Engine, GpuError, GpuErrorKind, driver::Allocation};
 use foveate_tensor::DType;
 
 use driver::inside;
 
-const PATIENCE: Duration = Duration::from_millis(200);
+const TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A product on the driver for tests, and its memory.
-fn product() -> (Result<(), GpuError>, Block) {
+fn product() -> (Result<(), GpuError>, Allocation) {
     let engine = Engine::get(0).unwrap();
     let block = engine.queue().pool().take(4096).unwrap();
     let square =
@@ -106,9 +106,9 @@ fn a_product_without_a_kernel_is_described() {
 }
 
 /// One rank, and numbers of its.
-fn alone() -> (Communicator, Block, Transfer) {
+fn alone() -> (Communicator, Allocation, Transfer) {
     let engine = Engine::get(0).unwrap();
-    let among = Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, PATIENCE).unwrap();
+    let among = Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, TIMEOUT).unwrap();
     let block = engine.queue().pool().take(4000).unwrap();
     let numbers = Array { address: block.address(), element: Element::F32, len: 1000 };
     let reduce = Reduce::Sum;
@@ -142,7 +142,7 @@ fn transfers_that_hang_on_the_device_end_after_a_time() {
     let error = among.wait(engine.queue()).unwrap_err();
     assert!(matches!(error.kind(), GpuErrorKind::Communication { .. }), "{error:?}");
     assert!(error.to_string().starts_with("rank 0 of 1: transfers on the device did not"));
-    assert!(began.elapsed() >= PATIENCE && began.elapsed() < PATIENCE * 50);
+    assert!(began.elapsed() >= TIMEOUT && began.elapsed() < TIMEOUT * 50);
 }
 
 #[test]
@@ -151,13 +151,13 @@ fn ranks_that_cannot_be_are_refused() {
         return;
     }
     let (engine, id) = (Engine::get(0).unwrap(), UniqueId::new().unwrap());
-    let why = said(Communicator::new(&engine, &id, 2, 2, PATIENCE));
+    let why = said(Communicator::new(&engine, &id, 2, 2, TIMEOUT));
     assert_eq!(why, "there is no rank 2 of 2; ranks are counted from 0");
-    let why = said(Communicator::of_process(&[engine.clone(), engine.clone()], PATIENCE));
+    let why = said(Communicator::of_process(&[engine.clone(), engine.clone()], TIMEOUT));
     assert_eq!(why, "GPU 0 is given twice; a device has one rank");
-    let why = said(Communicator::of_process(&[], PATIENCE));
+    let why = said(Communicator::of_process(&[], TIMEOUT));
     assert_eq!(why, "there are no devices for ranks");
-    let joining = Communicator::new(&engine, &id, 0, 2, PATIENCE);
+    let joining = Communicator::new(&engine, &id, 0, 2, TIMEOUT);
     let why = said(joining);
     assert!(why.starts_with("rank 0 of 2: joining the other ranks did not finish"), "{why}");
 }

@@ -7,7 +7,7 @@ mod driver;
 use std::sync::Arc;
 use std::time::Duration;
 
-use foveate_gpu::driver::{Device, Graph, Module, Pool, Stream, patience};
+use foveate_gpu::driver::{Device, Graph, Module, Pool, Stream, default_timeout};
 use foveate_gpu::nvrtc::check_driver;
 use foveate_gpu::{GpuError, GpuErrorKind};
 
@@ -169,12 +169,12 @@ fn room_to_copy_through_is_waited_for_as_long_as_the_caller_says() {
     };
     let pool = pool(0);
     assert_eq!(waited(&pool), 0.4);
-    assert_eq!(waited(&pool.within(Duration::from_millis(50))), 0.05);
+    assert_eq!(waited(&pool.with_timeout(Duration::from_millis(50))), 0.05);
     let said = pool.release().unwrap_err().to_string();
     assert!(said.contains(" within 0.4 s; ") && said.contains("FOVEATE_TIMEOUT"), "{said}");
     // Its end would be waited for.
     std::mem::forget(pool);
-    assert_eq!(patience(), Duration::from_millis(400));
+    assert_eq!(default_timeout(), Duration::from_millis(400));
 }
 
 #[test]

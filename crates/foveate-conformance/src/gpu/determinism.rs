@@ -7,7 +7,7 @@ use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine,
 };
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Layout};
@@ -64,7 +64,7 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
     let queue = engine.queue();
     let mut random = Random::new(4224);
-    let mut operand = |shape: [usize; 4]| -> Result<(Block, DeviceTensor), CudaError> {
+    let mut operand = |shape: [usize; 4]| -> Result<(Allocation, DeviceTensor), CudaError> {
         let bytes = bf16_bytes(&mut random, shape.iter().product());
         let block = queue.pool().upload(&bytes)?;
         let tensor = DeviceTensor::contiguous(block.address(), DType::BF16, shape);
@@ -74,7 +74,7 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
     let (_k, k) = operand(dims.k_shape())?;
     let (_v, v) = operand(dims.v_shape())?;
     let (_d_out, d_out) = operand(dims.out_shape())?;
-    let result = |shape: [usize; 4], dtype: DType| -> Result<Block, CudaError> {
+    let result = |shape: [usize; 4], dtype: DType| -> Result<Allocation, CudaError> {
         Ok(queue.pool().take(shape.iter().product::<usize>() * dtype.bytes())?)
     };
     let [b, h, s] = dims.row_shape();

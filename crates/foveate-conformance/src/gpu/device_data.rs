@@ -7,7 +7,7 @@ use foveate_cuda::{
     CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward,
     DeviceOffsets, DeviceOperands, DeviceVarlen, Element, Engine, Queue,
 };
-use foveate_gpu::driver::{Block, Graph};
+use foveate_gpu::driver::{Allocation, Graph};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, Type, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Varlen};
@@ -102,7 +102,7 @@ pub fn captures(engine: &Arc<Engine>) -> Outcome {
     };
     let lengths = [[LEN], [LEN + 50]];
     let arrays = |longer: usize, version| {
-        let array = |buffer: &Block, ty| DeviceArray {
+        let array = |buffer: &Allocation, ty| DeviceArray {
             version,
             ..DeviceArray::new(buffer.address(), ty, &lengths[longer])
         };
@@ -188,7 +188,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     let plan = of_sequences(engine, &Dims { batch: 4, packed: true, ..dims }, &options)?;
     let tensors = Tensors::new(queue, dims, 9)?;
     let [q_at, k_at] = [queue.pool().take(64)?, queue.pool().take(64)?];
-    let array = |buffer: &Block, version| DeviceArray {
+    let array = |buffer: &Allocation, version| DeviceArray {
         version,
         ..DeviceArray::new(buffer.address(), Element::I32, &[5])
     };
@@ -288,7 +288,7 @@ fn replayed(engine: &Arc<Engine>, plan: &CudaPlan, dims: Dims, captures: bool) -
         bias_at.write(&bytes(&bias, |x| x.to_le_bytes()))?;
         Ok(cu_at.write(&bytes(&[0, middle, 290], |x| x.to_le_bytes()))?)
     };
-    let array = |buffer: &Block, ty| DeviceArray::new(buffer.address(), ty, &[LEN]);
+    let array = |buffer: &Allocation, ty| DeviceArray::new(buffer.address(), ty, &[LEN]);
     let arrays = [("doc", array(&doc_at, Element::I32)), ("bias", array(&bias_at, Element::F32))];
     let cu = DeviceArray::new(cu_at.address(), Element::I32, &[3]);
     let offsets = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };

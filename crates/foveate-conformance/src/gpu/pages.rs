@@ -6,7 +6,7 @@ use foveate_conformance::Random;
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DevicePages, DeviceTensor, Engine,
 };
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
@@ -33,7 +33,7 @@ pub fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
         (upload(&queries_of)?, upload(&keys)?, upload(&values)?, upload(&table_bytes)?);
     let (out, lse) = (queue.pool().take(queries_of.len())?, queue.pool().take(4 * 2 * 2 * 3)?);
     let tensor =
-        |block: &Block, shape| DeviceTensor::contiguous(block.address(), DType::BF16, shape);
+        |block: &Allocation, shape| DeviceTensor::contiguous(block.address(), DType::BF16, shape);
     let dims = Dims { batch: 2, len_q: queries, ..dims(heads, 100) };
     let spec = Spec { mask: None, score: None, scale: None, dropout: None };
     let options = CudaOptions::default();

@@ -7,7 +7,7 @@ use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine, Queue,
 };
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::{DType, Data};
@@ -29,7 +29,7 @@ pub fn dims(heads_q: usize, len: usize) -> Dims {
 
 /// Operands and destinations of one problem on a queue.
 pub struct Tensors {
-    blocks: Vec<Block>,
+    blocks: Vec<Allocation>,
     dims: Dims,
 }
 

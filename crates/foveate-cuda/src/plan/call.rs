@@ -16,7 +16,7 @@ use super::{CudaPlan, longest, sequences, unknown};
 use crate::abi::Address;
 use crate::error::CudaError;
 use crate::operands::{DeviceOffsets, DeviceOperands, element, mod_type};
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
 use foveate_gpu::{DeviceArray, Queue};
 
@@ -29,7 +29,7 @@ pub(super) struct Call<'a> {
     pub checked: bool,
     captures: &'a [(&'a str, DeviceArray<'a>)],
     /// Range tables of captured buffers, by their place in `captures`.
-    pub tables: RefCell<Vec<(usize, Arc<Block>)>>,
+    pub tables: RefCell<Vec<(usize, Arc<Allocation>)>>,
     /// Schedules from offsets of which nothing is promised.
     pub placed: RefCell<Vec<(Key, Arc<Placed>)>>,
 }

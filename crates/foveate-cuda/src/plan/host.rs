@@ -19,7 +19,7 @@ use crate::operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
     element,
 };
-use foveate_gpu::driver::{Block, Pool};
+use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::{DeviceArray, DeviceTensor};
 use foveate_gpu::{Element, GpuErrorKind};
 
@@ -123,7 +123,7 @@ impl CudaPlan {
         let on_dq = Destination::new(pool, &dq, dtype, accumulate)?;
         let on_dk = Destination::new(pool, &dk, dtype, accumulate)?;
         let on_dv = Destination::new(pool, &dv, dtype, accumulate)?;
-        let vector = |values: &[f32]| -> Result<(Block, DeviceTensor<1>), CudaError> {
+        let vector = |values: &[f32]| -> Result<(Allocation, DeviceTensor<1>), CudaError> {
             let block = pool.upload(bytemuck::cast_slice(values))?;
             let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [values.len()]);
             Ok((block, tensor))
@@ -152,7 +152,7 @@ impl CudaPlan {
         on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
         on_dk.download("dk", &rows.k, self, whole_row(&mut dk))?;
         on_dv.download("dv", &rows.k, self, whole_row(&mut dv))?;
-        let fetch = |block: &Block, into: &mut [f32]| {
+        let fetch = |block: &Allocation, into: &mut [f32]| {
             block.read(bytemuck::cast_slice_mut(into), self.options.timeout)
         };
         if let (Some((block, _)), Some(into)) = (&on_sink, &mut d_sink) {
@@ -166,9 +166,9 @@ impl CudaPlan {
 
     /// The captured buffers in device memory, when they are to be used from there. Those that share
     /// a name with another stay with the plan.
-    fn captures(&self, pool: &Pool) -> Result<Vec<(Block, &AnyBuffer)>, CudaError> {
+    fn captures(&self, pool: &Pool) -> Result<Vec<(Allocation, &AnyBuffer)>, CudaError> {
         let all: Vec<&AnyBuffer> = self.spec.programs().flat_map(|p| p.graph().buffers()).collect();
-        let mut copies: Vec<(Block, &AnyBuffer)> = Vec::new();
+        let mut copies: Vec<(Allocation, &AnyBuffer)> = Vec::new();
         for buffer in all.iter().filter(|_| self.options.contents_on_device) {
             let alone = all.iter().all(|b| b.name() != buffer.name() || b.same(buffer));
             if alone && !copies.iter().any(|(_, b)| b.same(buffer)) {
@@ -207,8 +207,8 @@ impl CudaPlan {
 }
 
 /// Captured buffers as a call takes them.
-fn arrays<'a>(captures: &'a [(Block, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
-    let array = |block: &Block, b: &'a AnyBuffer| {
+fn arrays<'a>(captures: &'a [(Allocation, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
+    let array = |block: &Allocation, b: &'a AnyBuffer| {
         DeviceArray::new(block.address(), element(b.ty()), b.shape())
     };
     captures.iter().map(|(block, b)| (b.name(), array(block, b))).collect()
@@ -216,8 +216,8 @@ fn arrays<'a>(captures: &'a [(Block, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArr
 
 /// Offsets in device memory.
 struct CopiedOffsets {
-    q: Block,
-    k: Block,
+    q: Allocation,
+    k: Allocation,
     count: [usize; 1],
     longest_q: usize,
     longest_k: usize,
@@ -260,7 +260,7 @@ fn cut<const N: usize>(layout: &Layout<N>) -> (Range<usize>, Layout<N>) {
 
 /// A host view on the device, where it has the same strides.
 struct Copy<const N: usize> {
-    _memory: Block,
+    _memory: Allocation,
     tensor: DeviceTensor<N>,
 }
 
@@ -289,7 +289,7 @@ struct Copies {
     q: Copy<4>,
     k: Copy<4>,
     v: Copy<4>,
-    sink: Option<(Block, DeviceTensor<1>)>,
+    sink: Option<(Allocation, DeviceTensor<1>)>,
 }
 
 impl Copies {
@@ -339,7 +339,7 @@ impl Rows {
 
 /// Memory for a destination on the device, with its strides.
 struct Destination<const N: usize> {
-    memory: Block,
+    memory: Allocation,
     tensor: DeviceTensor<N>,
     /// What was there before the pass, when it was not [`UNTOUCHED`].
     before: Option<Data>,

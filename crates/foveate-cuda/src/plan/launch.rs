@@ -22,7 +22,7 @@ use crate::operands::{DeviceBackward, DeviceForward, row_view, view, written};
 use crate::planner::{Class, KernelPlan};
 use crate::schedule::Axis;
 use foveate_gpu::access::Accesses;
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceTensor, Queue};
 
 /// Bytes of the deterministic sum of one element of a captured buffer's gradient: three i64.
@@ -140,7 +140,8 @@ impl CudaPlan {
         let keys = pass.ready(Kernel::Backward, "fv_backward")?;
         let work = pass.work(&keys, Axis::Keys, true)?;
         let dq_sum = pass.dq_sum(&keys, &work)?;
-        let params = BackwardParams { dq_sum: dq_sum.as_ref().map_or(0, Block::address), ..params };
+        let params =
+            BackwardParams { dq_sum: dq_sum.as_ref().map_or(0, Allocation::address), ..params };
         let grid = [work.tile_count as u32, dims.heads_kv as u32, 1];
         begin_gradients(queue, args)?;
         pass.launch(&keys, grid, &params.over(&work))?;
@@ -296,7 +297,7 @@ impl<'a> Pass<'a> {
 
     /// Zeros for the sums of dq, which tiles of keys add to; nothing where it is made in a fixed
     /// order.
-    fn dq_sum(&self, keys: &Ready, work: &Work) -> Result<Option<Block>, CudaError> {
+    fn dq_sum(&self, keys: &Ready, work: &Work) -> Result<Option<Allocation>, CudaError> {
         if self.plan.options.deterministic {
             return Ok(None);
         }
@@ -339,9 +340,9 @@ impl<'a> Pass<'a> {
 
 /// Memory for a number or two of each row, in the order of `lse`.
 struct RowSums {
-    delta: Block,
+    delta: Allocation,
     /// What the weights of a row add up to.
-    rests: Option<Block>,
+    rests: Option<Allocation>,
 }
 
 impl RowSums {
@@ -358,9 +359,9 @@ struct Captured<'a> {
     gradients: Vec<Gradient<'a>>,
     /// Deterministic sums of each, which are integers and added to the gradient at the end; none
     /// otherwise.
-    counts: Vec<Block>,
+    counts: Vec<Allocation>,
     /// What nobody asked for goes where nobody looks.
-    _unwanted: Block,
+    _unwanted: Allocation,
 }
 
 impl<'a> Captured<'a> {
@@ -428,7 +429,7 @@ fn backward_params(
         delta: row_view(&DeviceTensor::contiguous(delta, DType::F32, dims.row_shape())),
         sink: o.sink.map_or(0, |s| s.start()),
         d_sink: args.d_sink.map_or(0, |s| s.start()),
-        rests: sums.rests.as_ref().map_or(0, Block::address),
+        rests: sums.rests.as_ref().map_or(0, Allocation::address),
         scale,
         heads_q: dims.heads_q as i32,
         heads_kv: dims.heads_kv as i32,

@@ -29,7 +29,7 @@ use crate::config::Elem;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::DeviceOperands;
 use crate::planner::{KernelOptions, admit, check_rows};
-use foveate_gpu::driver::{Pool, patience};
+use foveate_gpu::driver::{Pool, default_timeout};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{Engine, Queue};
 
@@ -59,7 +59,7 @@ pub struct CudaOptions {
 }
 
 impl Default for CudaOptions {
-    /// Not deterministic, not checked, and two minutes of patience (`FOVEATE_TIMEOUT` in seconds
+    /// Not deterministic, not checked, and two minutes of waiting (`FOVEATE_TIMEOUT` in seconds
     /// sets another).
     fn default() -> Self {
         Self {
@@ -68,7 +68,7 @@ impl Default for CudaOptions {
             lists_on_host: false,
             contents_on_device: false,
             kernels: KernelOptions::default(),
-            timeout: patience(),
+            timeout: default_timeout(),
         }
     }
 }
@@ -200,9 +200,9 @@ impl CudaPlan {
         check_rows(dims)
     }
 
-    /// Memory for what is queued on `queue`, filled with the plan's patience.
+    /// Memory for what is queued on `queue`, filled with the plan's timeout.
     fn pool(&self, queue: &Queue) -> Pool {
-        queue.pool().within(self.options.timeout)
+        queue.pool().with_timeout(self.options.timeout)
     }
 
     fn scale(&self) -> f32 {

@@ -9,7 +9,7 @@ use crate::abi::Address;
 use crate::codegen::ModsSource;
 use crate::error::{CudaError, CudaErrorKind};
 use foveate_gpu::Queue;
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 
 /// What stands in place of a captured buffer's number for the table of paged keys.
 const PAGE_TABLE: i32 = -1;
@@ -19,7 +19,7 @@ const OFFSETS_Q: i32 = -2;
 
 /// Where a checked kernel notes the first index outside its axis that it meets, as `report_index`
 /// in `mods.cuh` does. Without checks there is none.
-pub(super) struct Report(Option<Block>);
+pub(super) struct Report(Option<Allocation>);
 
 impl Report {
     pub fn new(queue: &Queue, checked: bool) -> Result<Self, CudaError> {
@@ -32,7 +32,7 @@ impl Report {
     }
 
     pub fn address(&self) -> Address {
-        self.0.as_ref().map_or(0, Block::address)
+        self.0.as_ref().map_or(0, Allocation::address)
     }
 
     /// Waits for the kernels, at most `limit`; the four numbers that they left.

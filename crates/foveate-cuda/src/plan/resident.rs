@@ -25,18 +25,18 @@ use crate::error::CudaError;
 use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
 pub(super) use buffers::Gradient;
 use buffers::{TableKey, Uploaded};
-use foveate_gpu::driver::{Block, Pool};
+use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::sync::lock;
-use foveate_gpu::{Queue, Remains};
+use foveate_gpu::{Queue, WeakQueue};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
 pub(super) struct Resident {
     schedules: Vec<(Key, Arc<Placed>)>,
     buffers: Vec<Uploaded>,
-    tables: Vec<(TableKey, Arc<Block>)>,
+    tables: Vec<(TableKey, Arc<Allocation>)>,
     /// The queues that all this is kept for.
-    queues: Vec<Remains>,
+    queues: Vec<WeakQueue>,
 }
 
 /// What decides a schedule.
@@ -54,7 +54,7 @@ pub(super) struct Key {
 /// Sequences and tiles on the device.
 #[derive(Debug)]
 pub(super) struct Placed {
-    _memory: Block,
+    _memory: Allocation,
     pub sequences: Address,
     pub tiles: Address,
     pub tile_count: usize,
@@ -83,7 +83,7 @@ struct Rows {
 /// Block lists on the device.
 #[derive(Debug)]
 struct Listed {
-    _memory: Block,
+    _memory: Allocation,
     lists: abi::Lists,
     out_of_range: Option<String>,
 }
@@ -141,13 +141,14 @@ impl Resident {
     /// Notes that something is kept for `queue`.
     fn keeps_for(&mut self, queue: &Queue) {
         if !self.queues.iter().any(|of| of.id() == queue.id()) {
-            self.queues.push(queue.remains());
+            self.queues.push(queue.downgrade());
         }
     }
 
     /// Forgets what was kept for queues that are gone and whose work is done.
-    fn forget(&mut self) -> Vec<Remains> {
-        let gone: Vec<Remains> = self.queues.extract_if(.., |queue| queue.is_over()).collect();
+    fn forget(&mut self) -> Vec<WeakQueue> {
+        let gone: Vec<WeakQueue> =
+            self.queues.extract_if(.., |queue| queue.is_finished()).collect();
         if !gone.is_empty() {
             let held = |id: u64| !gone.iter().any(|queue| queue.id() == id);
             self.schedules.retain(|(key, _)| held(key.queue));
@@ -227,7 +228,7 @@ impl Placed {
 fn upload<const N: usize>(
     pool: &Pool,
     parts: [Vec<u8>; N],
-) -> Result<(Block, [Address; N]), CudaError> {
+) -> Result<(Allocation, [Address; N]), CudaError> {
     let mut bytes = Vec::with_capacity(parts.iter().map(|p| p.len() + 16).sum());
     let mut at = [0; N];
     for (part, at) in parts.iter().zip(&mut at) {
@@ -260,12 +261,12 @@ impl CudaPlan {
     /// Lets go of what was kept for queues that are gone. Nothing waits.
     pub(super) fn forget_queues(&self) {
         let gone = lock(&self.resident).forget();
-        gone.iter().for_each(Remains::leave);
+        gone.iter().for_each(WeakQueue::release);
     }
 
     /// Memory for what is kept for a queue until it is gone.
     fn kept(&self, queue: &Queue) -> Pool {
-        self.pool(queue).kept()
+        self.pool(queue).downgrade()
     }
 
     /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it `walks` along

@@ -24,7 +24,7 @@ use crate::planner::{Choice, Class, KernelOptions, KernelPlan, Sizes, Tiles};
 use crate::tuner::{Finish, Key, Progress, Record, Records, Tuned, Tuning, most_runs, race};
 use foveate_gpu::DeviceTensor;
 use foveate_gpu::GpuErrorKind;
-use foveate_gpu::driver::{Block, Event, Pool};
+use foveate_gpu::driver::{Allocation, Event, Pool};
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::sync::lock;
 
@@ -349,7 +349,7 @@ impl Teller<'_> {
 
 /// Operands and destinations. Those of the backward are empty where none is tuned.
 struct OnDevice {
-    _blocks: Vec<Block>,
+    _blocks: Vec<Allocation>,
     q: DeviceTensor,
     k: DeviceTensor,
     v: DeviceTensor,
@@ -422,7 +422,7 @@ fn scattered(count: usize) -> Vec<i32> {
 /// Room for f32 numbers.
 fn empty<const N: usize>(
     pool: &Pool,
-    blocks: &mut Vec<Block>,
+    blocks: &mut Vec<Allocation>,
     shape: [usize; N],
 ) -> Result<DeviceTensor<N>, CudaError> {
     let block = pool.take(4 * shape.iter().product::<usize>())?;

@@ -8,7 +8,7 @@ use foveate_tensor::DType;
 use super::Matmul;
 use super::matrix::Matrix;
 use super::sys::{self, Functions, Heuristic};
-use crate::driver::Block;
+use crate::driver::Allocation;
 use crate::driver::sys::Handle;
 use crate::error::GpuError;
 use crate::queue::Queue;
@@ -111,7 +111,7 @@ impl Prepared {
         queue: &Queue,
         matmul: &Matmul,
         factors: [u64; 2],
-        workspace: &Block,
+        workspace: &Allocation,
     ) -> Result<(), GpuError> {
         if let Some(bias) = &matmul.bias {
             self.product.set(sys::product::BIAS, &bias.start())?;

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_int};
 use std::ptr;
 use std::sync::Arc;
 
-use super::depot::Depot;
+use super::free_list::SharedFreeList;
 use super::sys::{Driver, Handle};
 use crate::error::GpuError;
 
@@ -17,7 +17,7 @@ struct Inner {
     ordinal: i32,
     context: Handle,
     info: DeviceInfo,
-    depot: Depot,
+    free: SharedFreeList,
 }
 
 // SAFETY: a context is a handle that the driver lets every thread use.
@@ -86,7 +86,12 @@ impl Device {
         // SAFETY: `context` is valid for a write; `Drop` releases what is retained.
         let code = unsafe { (driver.context_retain)(&mut context, device) };
         driver.check(code, doing)?;
-        Ok(Self(Arc::new(Inner { ordinal: device, context, info, depot: Depot::default() })))
+        Ok(Self(Arc::new(Inner {
+            ordinal: device,
+            context,
+            info,
+            free: SharedFreeList::default(),
+        })))
     }
 
     /// Its index.
@@ -99,9 +104,9 @@ impl Device {
         &self.0.info
     }
 
-    /// What queues that are gone have left of its memory.
-    pub(super) fn depot(&self) -> &Depot {
-        &self.0.depot
+    /// The free list that its queues share.
+    pub(super) fn free_list(&self) -> &SharedFreeList {
+        &self.0.free
     }
 
     /// Free and total bytes of its memory.
@@ -142,7 +147,7 @@ impl Drop for Inner {
             let current = unsafe { (driver.context_set)(self.context) };
             if current == 0 {
                 // A failure while the process ends is of no account.
-                let _ = self.depot.hand_back(driver);
+                let _ = self.free.free_all(driver);
             }
             // SAFETY: retained once in `open`. A failure while the process ends is of no account.
             unsafe { (driver.context_release)(self.ordinal) };

@@ -5,25 +5,25 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::depot::Free;
 use super::device::Device;
+use super::free_list::FreeList;
 use super::staging::Staging;
-use super::stream::{Event, Stream, patience};
+use super::stream::{Event, Stream, default_timeout};
 use super::sys::OUT_OF_MEMORY;
 use crate::error::{GpuError, GpuErrorKind};
 
 /// Blocks are multiples of this up to [`LARGE`], and of `LARGE` beyond it, so that nearly equal
-/// requests reuse each other's blocks.
+/// requests reuse each other's memory.
 const SMALL: usize = 512;
 const LARGE: usize = 1 << 20;
 
-/// Set and not empty, blocks have exactly the bytes that were asked for, so that compute-sanitizer
+/// Set and not empty, allocations have exactly the bytes that were asked for, so that compute-sanitizer
 /// sees every access past an operand's end.
 const EXACT_VARIABLE: &str = "FOVEATE_EXACT_MEMORY";
 
 /// Memory for the work of one stream. Cheap to clone.
 ///
-/// When the last clone and the last block are gone that work may be queued for, the end of the
+/// When the last clone and the last allocation are gone that work may be queued for, the end of the
 /// stream's work is marked, and memory is given to other streams only when that end is reached. What
 /// plans keep for the stream does not count, or it would keep itself.
 #[derive(Clone, Debug)]
@@ -32,13 +32,13 @@ pub struct Pool {
     /// Nothing for what plans keep.
     _user: Option<Arc<User>>,
     /// How long to wait for work that is in the way.
-    patience: Duration,
+    timeout: Duration,
 }
 
 #[derive(Debug)]
 struct Shared {
     stream: Arc<Stream>,
-    free: Mutex<Free>,
+    free: Mutex<FreeList>,
     exact: bool,
     staging: Mutex<Staging>,
     /// The end of all work that uses its memory, once nobody queues any more; nothing where it could
@@ -66,31 +66,31 @@ impl Drop for User {
 
 /// Device memory that goes back to its pool when it is dropped.
 #[derive(Debug)]
-pub struct Block {
+pub struct Allocation {
     pool: Pool,
     address: u64,
     bytes: usize,
-    room: usize,
+    capacity: usize,
 }
 
 impl Pool {
-    /// A pool for work queued on `stream`, which waits as long as [`patience`] says.
+    /// A pool for work queued on `stream`, which waits as long as [`default_timeout`] says.
     pub fn new(stream: Arc<Stream>) -> Self {
         let (free, staging, ended) = Default::default();
         let exact = std::env::var_os(EXACT_VARIABLE).is_some_and(|value| !value.is_empty());
         let shared = Arc::new(Shared { stream, free, exact, staging, ended });
-        Self { _user: Some(Arc::new(User(shared.clone()))), shared, patience: patience() }
+        Self { _user: Some(Arc::new(User(shared.clone()))), shared, timeout: default_timeout() }
     }
 
-    /// The same memory, where filling blocks that are taken from here waits for at most `limit` for
+    /// The same memory, where filling allocations that are taken from here waits for at most `limit` for
     /// earlier copies, and so for the work before them.
-    pub fn within(&self, limit: Duration) -> Self {
-        Self { patience: limit, ..self.clone() }
+    pub fn with_timeout(&self, limit: Duration) -> Self {
+        Self { timeout: limit, ..self.clone() }
     }
 
-    /// The same memory for what is kept until [`Self::is_over`]: it does not keep the end of the
+    /// The same memory for what is kept until [`Self::is_finished`]: it does not keep the end of the
     /// stream's work from being marked. Whoever uses it has one that does beside it.
-    pub fn kept(&self) -> Self {
+    pub fn downgrade(&self) -> Self {
         Self { _user: None, ..self.clone() }
     }
 
@@ -102,38 +102,38 @@ impl Pool {
     /// `bytes` of memory with arbitrary contents, aligned to 256 bytes.
     ///
     /// # Errors
-    /// [`GpuErrorKind::OutOfMemory`], after every free block was handed back to the device.
-    pub fn take(&self, bytes: usize) -> Result<Block, GpuError> {
+    /// [`GpuErrorKind::OutOfMemory`], after all free memory went back to the device.
+    pub fn take(&self, bytes: usize) -> Result<Allocation, GpuError> {
         let step = if bytes > LARGE { LARGE } else { SMALL };
-        // A free block that is not much too large serves as well.
-        let (room, most) = match bytes.max(1) {
+        // A free allocation that is not much too large serves as well.
+        let (capacity, most) = match bytes.max(1) {
             exact if self.shared.exact => (exact, exact),
             // More than any device has stays as it is, for the driver to refuse.
             bytes => {
-                let room = bytes.checked_next_multiple_of(step).unwrap_or(bytes);
-                (room, room.saturating_add(room / 4))
+                let capacity = bytes.checked_next_multiple_of(step).unwrap_or(bytes);
+                (capacity, capacity.saturating_add(capacity / 4))
             }
         };
-        let own = self.free().take(room, most);
-        let found = own.or_else(|| self.stream().device().depot().block(room, most));
-        let (address, room) = match found {
+        let own = self.free().pop(capacity, most);
+        let found = own.or_else(|| self.stream().device().free_list().pop(capacity, most));
+        let (address, capacity) = match found {
             Some(found) => found,
-            None => (self.allocate(room)?, room),
+            None => (self.allocate(capacity)?, capacity),
         };
-        Ok(Block { pool: self.clone(), address, bytes, room })
+        Ok(Allocation { pool: self.clone(), address, bytes, capacity })
     }
 
     /// A copy of `data` on the device, in order with the stream's work.
     ///
     /// # Errors
     /// Those of [`Self::take`] and of the driver.
-    pub fn upload(&self, data: &[u8]) -> Result<Block, GpuError> {
-        let block = self.take(data.len())?;
-        block.write(data)?;
-        Ok(block)
+    pub fn upload(&self, data: &[u8]) -> Result<Allocation, GpuError> {
+        let memory = self.take(data.len())?;
+        memory.write(data)?;
+        Ok(memory)
     }
 
-    fn free(&self) -> MutexGuard<'_, Free> {
+    fn free(&self) -> MutexGuard<'_, FreeList> {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -141,42 +141,42 @@ impl Pool {
         self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands every free block back to the device, once the stream's work is done, and with them what
-    /// queues that are gone have left.
+    /// Frees the pool's free memory, once the stream's work is done, and the
+    /// free list that the device's queues share.
     ///
     /// # Errors
     /// When the work does not end, or failed.
     pub fn release(&self) -> Result<(), GpuError> {
-        // Taken before the wait, which is for the work of these blocks: another thread may free
+        // Taken before the wait, which is for the work that used this memory: another thread may free
         // more meanwhile.
         let mut free = std::mem::take(&mut *self.free());
         let freed = self.wait_and_free(&mut free);
-        self.free().absorb(free);
+        self.free().append(free);
         freed
     }
 
     /// Takes out of `free` what it hands back.
-    fn wait_and_free(&self, free: &mut Free) -> Result<(), GpuError> {
-        self.stream().wait(self.patience, "work before memory is handed back")?;
+    fn wait_and_free(&self, free: &mut FreeList) -> Result<(), GpuError> {
+        self.stream().wait(self.timeout, "work before memory is handed back")?;
         let device = self.stream().device();
         let driver = device.current()?;
-        device.depot().hand_back(driver)?;
+        device.free_list().free_all(driver)?;
         // SAFETY: the context is current, and the work that used them is done.
-        unsafe { free.hand_back(driver) }
+        unsafe { free.free_all(driver) }
     }
 
     /// Whether nobody can queue work any more and what was queued is done, or its end unknown.
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn is_finished(&self) -> bool {
         let end = self.shared.ended.get();
         end.is_some_and(|end| !end.as_ref().is_some_and(|end| matches!(end.done(), Ok(false))))
     }
 
     /// Leaves what is free to other queues of the device, once the end is reached.
-    pub(crate) fn leave(&self) {
+    pub(crate) fn release_finished(&self) {
         let end = self.shared.ended.get().and_then(Option::as_ref);
         if end.is_some_and(|end| matches!(end.done(), Ok(true))) {
             let free = std::mem::take(&mut *self.free());
-            self.stream().device().depot().put(free, self.staging().leave());
+            self.stream().device().free_list().append(free, self.staging().take_finished());
         }
     }
 
@@ -207,11 +207,11 @@ impl Drop for Shared {
         let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the context is current, and freeing waits for the device's work. There is nobody
         // left to tell of a failure.
-        let _ = unsafe { free.hand_back(driver) };
+        let _ = unsafe { free.free_all(driver) };
     }
 }
 
-impl Block {
+impl Allocation {
     /// Its address on the device.
     pub fn address(&self) -> u64 {
         self.address
@@ -226,7 +226,7 @@ impl Block {
         self.pool.stream()
     }
 
-    /// Copies `data` to the start of the block, in order with the stream's work. `data` can be
+    /// Copies `data` to the start of the memory, in order with the stream's work. `data` can be
     /// reused at once.
     ///
     /// # Errors
@@ -235,28 +235,28 @@ impl Block {
         self.write_at(0, data)
     }
 
-    /// The same from byte `start` of the block on.
+    /// The same from byte `start` of the memory on.
     ///
     /// # Errors
     /// Those of [`Self::write`].
     pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
         self.fits(start, data.len())?;
-        let (address, limit) = (self.address + start as u64, self.pool.patience);
-        // SAFETY: the block has room, checked above, and its memory is not freed before the
+        let (address, limit) = (self.address + start as u64, self.pool.timeout);
+        // SAFETY: the allocation has room, checked above, and its memory is not freed before the
         // stream's work is done.
         unsafe { self.pool.staging().upload(self.stream(), address, data, limit) }
     }
 
-    /// Copies the start of the block to `data`, behind the stream's work, and waits for it, at
+    /// Copies the start of the memory to `data`, behind the stream's work, and waits for it, at
     /// most `limit`.
     ///
     /// # Errors
-    /// When `data` is longer than the block, the work does not end in time or failed.
+    /// When `data` is longer than the allocation, the work does not end in time or failed.
     pub fn read(&self, data: &mut [u8], limit: Duration) -> Result<(), GpuError> {
         self.read_at(0, data, limit)
     }
 
-    /// The same from byte `start` of the block on.
+    /// The same from byte `start` of the memory on.
     ///
     /// # Errors
     /// Those of [`Self::read`].
@@ -274,7 +274,7 @@ impl Block {
     /// Those of the driver.
     pub fn fill(&self, byte: u8) -> Result<(), GpuError> {
         let driver = self.stream().device().current()?;
-        // SAFETY: the block has that many bytes.
+        // SAFETY: the allocation has that many bytes.
         let code =
             unsafe { (driver.set_bytes)(self.address, byte, self.bytes, self.stream().handle()) };
         driver.check(code, || format!("filling {} B", self.bytes))
@@ -284,7 +284,7 @@ impl Block {
         if start.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let from = if start == 0 { String::new() } else { format!(" from byte {start} on") };
             return Err(GpuError::argument(format!(
-                "{bytes} B do not fit a block of {} B{from}",
+                "{bytes} B do not fit an allocation of {} B{from}",
                 self.bytes
             )));
         }
@@ -292,9 +292,9 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for Allocation {
     fn drop(&mut self) {
-        self.pool.free().put(self.room, self.address);
+        self.pool.free().push(self.capacity, self.address);
     }
 }
 
@@ -328,16 +328,16 @@ impl Pinned {
         Ok(Self { device: device.clone(), data, bytes })
     }
 
-    /// Memory that was given away by [`Self::leave`].
+    /// Takes over what [`Self::into_raw`] gave.
     ///
     /// # Safety
     /// It is memory of the same device and that many bytes, and this is its only owner.
-    pub(super) unsafe fn adopt(device: &Device, data: *mut u8, bytes: usize) -> Self {
+    pub(super) unsafe fn from_raw(device: &Device, data: *mut u8, bytes: usize) -> Self {
         Self { device: device.clone(), data, bytes }
     }
 
     /// Gives the memory away.
-    pub(super) fn leave(mut self) -> *mut u8 {
+    pub(super) fn into_raw(mut self) -> *mut u8 {
         std::mem::replace(&mut self.data, ptr::null_mut())
     }
 

@@ -9,15 +9,15 @@
 //! current: on a thread that works on several GPUs, whoever goes by the current one (as the CUDA
 //! runtime does) sets it again after a call for another.
 //!
-//! Memory is given out for use on one stream ([`Pool`]): a block that is dropped while work of
+//! Memory is given out for use on one stream ([`Pool`]): an allocation that is dropped while work of
 //! that stream still reads it can be given out again at once, since the next work is queued
-//! behind it. What is left when a queue is gone is given out to others (`depot`). Copies go through
+//! behind it. Free memory of a queue that is gone serves others (`free_list`). Copies go through
 //! pinned memory of ours, so that what a caller gave is free at once.
 //!
 //! `tests/without_a_gpu.rs` runs this layer against a driver made for tests.
 
-mod depot;
 mod device;
+mod free_list;
 mod graph;
 mod memory;
 mod module;
@@ -27,7 +27,7 @@ pub(crate) mod sys;
 
 pub use device::{Device, DeviceInfo};
 pub use graph::Graph;
-pub use memory::{Block, Pinned, Pool};
+pub use memory::{Allocation, Pinned, Pool};
 pub use module::{Function, Module};
 pub(crate) use stream::pause;
-pub use stream::{Event, Stream, patience};
+pub use stream::{Event, Stream, default_timeout};

@@ -107,12 +107,12 @@ impl Staging {
         Ok(())
     }
 
-    /// Gives away the chunks whose copies are done.
-    pub fn leave(&mut self) -> Vec<*mut u8> {
+    /// Takes out the chunks whose copies are done.
+    pub fn take_finished(&mut self) -> Vec<*mut u8> {
         let (done, busy): (Vec<_>, Vec<_>) =
             self.chunks.drain(..).partition(|chunk| matches!(chunk.copied.done(), Ok(true)));
         (self.chunks, self.at) = (busy, 0);
-        done.into_iter().map(|chunk| chunk.memory.leave()).collect()
+        done.into_iter().map(|chunk| chunk.memory.into_raw()).collect()
     }
 
     /// The chunk to copy `bytes` through next.
@@ -132,9 +132,9 @@ impl Staging {
         }
         if self.at >= self.chunks.len() {
             let device = stream.device();
-            let memory = match device.depot().chunk() {
-                // SAFETY: only `leave` puts chunks there.
-                Some(data) => unsafe { Pinned::adopt(device, data, CHUNK_BYTES) },
+            let memory = match device.free_list().pop_pinned() {
+                // SAFETY: only `take_finished` puts chunks there.
+                Some(data) => unsafe { Pinned::from_raw(device, data, CHUNK_BYTES) },
                 None => Pinned::new(device, CHUNK_BYTES)?,
             };
             self.chunks.push(Chunk { memory, used: 0, copied: Event::new(device)? });

@@ -11,23 +11,23 @@ use crate::error::{GpuError, GpuErrorKind};
 
 /// How long to wait for a device before it is said to hang, where nothing else is said: two minutes,
 /// or the seconds that `FOVEATE_TIMEOUT` says.
-pub fn patience() -> Duration {
-    static PATIENCE: OnceLock<Duration> = OnceLock::new();
-    *PATIENCE.get_or_init(|| {
+pub fn default_timeout() -> Duration {
+    static TIMEOUT: OnceLock<Duration> = OnceLock::new();
+    *TIMEOUT.get_or_init(|| {
         let given = std::env::var_os("FOVEATE_TIMEOUT").unwrap_or_default();
         seconds(&given).unwrap_or_else(|| {
             eprintln!("warning: FOVEATE_TIMEOUT is {given:?}, no number of seconds; it is 120");
-            USUAL_PATIENCE
+            DEFAULT_TIMEOUT
         })
     })
 }
 
-const USUAL_PATIENCE: Duration = Duration::from_secs(120);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What `FOVEATE_TIMEOUT` says; nothing when that is no time.
 fn seconds(given: &OsStr) -> Option<Duration> {
     match given.to_str()?.trim() {
-        "" => Some(USUAL_PATIENCE),
+        "" => Some(DEFAULT_TIMEOUT),
         text => Duration::try_from_secs_f64(text.parse().ok()?).ok(),
     }
 }
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn the_time_for_a_device_is_a_number_of_seconds_or_not_taken() {
         let of = |text: &str| seconds(text.as_ref());
-        assert_eq!(["", " ", "120"].map(of), [Some(USUAL_PATIENCE); 3]);
+        assert_eq!(["", " ", "120"].map(of), [Some(DEFAULT_TIMEOUT); 3]);
         assert_eq!(of("0.5"), Some(Duration::from_millis(500)));
         assert_eq!(["2m", "-1", "NaN", "inf", "1e30"].map(of), [None; 5]);
     }

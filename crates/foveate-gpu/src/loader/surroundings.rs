@@ -39,7 +39,7 @@ impl Surroundings {
         pythons.extend(active.iter().filter_map(folder).map(PathBuf::from));
         let on_path = paths("PATH").into_iter().map(|f| f.join("python3")).find(|p| p.exists());
         pythons.extend(on_path.and_then(|p| match is_script(&p) {
-            true => asked_prefix(&p, PATIENCE),
+            true => asked_prefix(&p, SCRIPT_TIMEOUT),
             false => prefix_of(&p),
         }));
         pythons.extend(env::home_dir().map(|home| home.join(".local")));
@@ -93,7 +93,7 @@ fn prefix_of(executable: &Path) -> Option<PathBuf> {
 }
 
 /// How long a script that stands for a Python may take to say which one.
-const PATIENCE: Duration = Duration::from_secs(2);
+const SCRIPT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Whether an executable is a script, as pyenv and asdf put in the place of a Python: where it lies
 /// says nothing of where that Python's packages are.
@@ -104,8 +104,8 @@ fn is_script(executable: &Path) -> bool {
 }
 
 /// The prefix that the interpreter behind a script gives; nothing when it takes longer than
-/// `patience`, after which it is ended.
-fn asked_prefix(script: &Path, patience: Duration) -> Option<PathBuf> {
+/// `timeout`, after which it is ended.
+fn asked_prefix(script: &Path, timeout: Duration) -> Option<PathBuf> {
     // A file and not a pipe: whatever the script leaves running cannot keep its end open.
     let mut said = tempfile::tempfile().ok()?;
     let mut child = Command::new(script)
@@ -119,7 +119,7 @@ fn asked_prefix(script: &Path, patience: Duration) -> Option<PathBuf> {
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,
-            Ok(None) if began.elapsed() < patience => thread::sleep(Duration::from_millis(5)),
+            Ok(None) if began.elapsed() < timeout => thread::sleep(Duration::from_millis(5)),
             // Ended already, or about to: there is nothing to be done about an error.
             _ => {
                 let _ = child.kill();
@@ -196,24 +196,24 @@ mod tests {
             path
         };
         // Linux executes no file that another test's child has inherited open for writing.
-        let ask = |path: &Path, patience| {
+        let ask = |path: &Path, timeout| {
             let tries = (0..20).map(|_| {
                 thread::sleep(Duration::from_millis(5));
-                asked_prefix(path, patience)
+                asked_prefix(path, timeout)
             });
             tries.into_iter().find(Option::is_some).flatten()
         };
         let shim = script("python3", "echo /opt/versions/3.12");
         assert!(is_script(&shim) && !is_script(Path::new("/bin/sh")));
-        assert_eq!(ask(&shim, PATIENCE), Some("/opt/versions/3.12".into()));
+        assert_eq!(ask(&shim, SCRIPT_TIMEOUT), Some("/opt/versions/3.12".into()));
         let leaves = script("leaves", "sleep 5 & echo /opt/other");
-        assert_eq!(ask(&leaves, PATIENCE), Some("/opt/other".into()));
+        assert_eq!(ask(&leaves, SCRIPT_TIMEOUT), Some("/opt/other".into()));
 
         let began = Instant::now();
         let hangs = script("hangs", "exec sleep 30");
         assert_eq!(asked_prefix(&hangs, Duration::from_millis(50)), None);
-        assert_eq!(asked_prefix(&script("fails", "echo /opt; exit 1"), PATIENCE), None);
-        assert_eq!(asked_prefix(&root.path().join("none"), PATIENCE), None);
+        assert_eq!(asked_prefix(&script("fails", "echo /opt; exit 1"), SCRIPT_TIMEOUT), None);
+        assert_eq!(asked_prefix(&root.path().join("none"), SCRIPT_TIMEOUT), None);
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
 }

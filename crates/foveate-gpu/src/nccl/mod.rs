@@ -11,7 +11,7 @@
 //! # use foveate_gpu::nccl::{Array, Communicator, Reduce, Transfer, UniqueId};
 //! # fn step(id: &UniqueId, rank: usize, ranks: usize, gradients: Array) -> Result<(), GpuError> {
 //! let engine = Engine::get(rank)?;
-//! let among = Communicator::new(&engine, id, rank, ranks, driver::patience())?;
+//! let among = Communicator::new(&engine, id, rank, ranks, driver::default_timeout())?;
 //! let (from, into) = (gradients, gradients);
 //! among.run(engine.queue(), Transfer::AllReduce { from, into, reduce: Reduce::Mean })?;
 //! among.wait(engine.queue())?;
@@ -23,7 +23,7 @@
 //! overlaps within a transfer.
 //! Then it is queued and nothing waits for the device. A rank that dies or never comes is found
 //! by time: NCCL is used without blocking, so that joining, queueing and [`Communicator::wait`]
-//! end after the communicator's patience, or as soon as NCCL reports a failure. The communicator
+//! end after the communicator's timeout, or as soon as NCCL reports a failure. The communicator
 //! is aborted then, which also ends what it has running on the device, and every later use of it
 //! says why it ended.
 
@@ -88,7 +88,7 @@ pub struct Communicator {
     engine: Arc<Engine>,
     rank: usize,
     ranks: usize,
-    patience: Duration,
+    timeout: Duration,
     /// Held by who queues; NCCL takes one caller at a time.
     turn: Mutex<()>,
     state: Mutex<State>,
@@ -118,7 +118,7 @@ pub struct Call<'a> {
 
 impl Communicator {
     /// Rank `rank` of `ranks` on the device of `engine`, once all of them have joined. Waits
-    /// `patience` for the others, now and in every later call.
+    /// `timeout` for the others, now and in every later call.
     ///
     /// # Errors
     /// When NCCL is missing or too old, there is no such rank, or the others do not join in time.
@@ -127,13 +127,13 @@ impl Communicator {
         id: &UniqueId,
         rank: usize,
         ranks: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, GpuError> {
         if rank >= ranks {
             let reason = format!("there is no rank {rank} of {ranks}; ranks are counted from 0");
             return Err(GpuError::argument(reason));
         }
-        let mut joined = Self::join(&[(engine.clone(), rank)], id, ranks, patience)?;
+        let mut joined = Self::join(&[(engine.clone(), rank)], id, ranks, timeout)?;
         Ok(joined.pop().expect("one was asked for"))
     }
 
@@ -141,7 +141,7 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of [`Self::new`]; when a device is given twice or there is none.
-    pub fn of_process(engines: &[Arc<Engine>], patience: Duration) -> Result<Vec<Self>, GpuError> {
+    pub fn of_process(engines: &[Arc<Engine>], timeout: Duration) -> Result<Vec<Self>, GpuError> {
         let ordinal = |engine: &Arc<Engine>| engine.device().ordinal();
         for (i, engine) in engines.iter().enumerate() {
             if engines[..i].iter().any(|other| ordinal(other) == ordinal(engine)) {
@@ -154,7 +154,7 @@ impl Communicator {
             return Err(GpuError::argument("there are no devices for ranks"));
         }
         let members: Vec<_> = engines.iter().cloned().zip(0..).collect();
-        Self::join(&members, &UniqueId::new()?, engines.len(), patience)
+        Self::join(&members, &UniqueId::new()?, engines.len(), timeout)
     }
 
     /// The ranks `members` of `ranks`, all of which are joining.
@@ -162,7 +162,7 @@ impl Communicator {
         members: &[(Arc<Engine>, usize)],
         id: &UniqueId,
         ranks: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Vec<Self>, GpuError> {
         let functions = Functions::get()?;
         let total = i32::try_from(ranks)
@@ -191,7 +191,7 @@ impl Communicator {
                 engine: engine.clone(),
                 rank: *rank,
                 ranks,
-                patience,
+                timeout,
                 turn: Mutex::default(),
                 state: Mutex::new(State::Ready(*handle)),
             })
@@ -232,7 +232,7 @@ impl Communicator {
     /// other ranks meanwhile.
     ///
     /// # Errors
-    /// When the work failed; when it is not done within the communicator's patience, or another
+    /// When the work failed; when it is not done within the communicator's timeout, or another
     /// rank failed, which ends this communicator.
     pub fn wait(&self, queue: &Queue) -> Result<(), GpuError> {
         self.engine.check_queue(queue)?;
@@ -248,7 +248,7 @@ impl Communicator {
             if done {
                 return Ok(());
             }
-            if began.elapsed() > self.patience {
+            if began.elapsed() > self.timeout {
                 return Err(self.end(self.late("transfers on the device")));
             }
             pause(began);
@@ -284,7 +284,7 @@ impl Communicator {
         format!(
             "{doing} did not finish within {:.0} s; another rank failed, never came, or queues \
              other transfers",
-            self.patience.as_secs_f64()
+            self.timeout.as_secs_f64()
         )
     }
 
@@ -460,7 +460,7 @@ fn settle(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Result
                     return Err(e);
                 }
             }
-            if began.elapsed() > member.patience {
+            if began.elapsed() > member.timeout {
                 return end_all(member, &member.late(doing));
             }
             pause(began);
@@ -505,7 +505,7 @@ impl Drop for Communicator {
         // SAFETY: the communicator is alive, and nobody else has it.
         let mut code = unsafe { (self.functions.finalize)(handle) };
         let began = Instant::now();
-        while code == IN_PROGRESS && began.elapsed() < FAREWELL.min(self.patience) {
+        while code == IN_PROGRESS && began.elapsed() < FAREWELL.min(self.timeout) {
             pause(began);
             code = self.progress().unwrap_or(IN_PROGRESS);
         }

@@ -9,7 +9,7 @@ use foveate::cuda::tuner::{CANDIDATES, Progress, Tuning};
 use foveate::cuda::{
     CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
-use foveate::gpu::driver::{Block, Event};
+use foveate::gpu::driver::{Allocation, Event};
 use foveate::{DType, Device, Plan, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
@@ -99,8 +99,8 @@ pub struct Prepared {
     backward: bool,
     tensors: Tensors,
     /// Gradient of the relative bias.
-    bias: Option<(Block, usize)>,
-    blocks: Vec<Block>,
+    bias: Option<(Allocation, usize)>,
+    blocks: Vec<Allocation>,
 }
 
 #[derive(Clone, Copy)]

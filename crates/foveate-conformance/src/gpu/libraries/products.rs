@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_conformance::Random;
 use foveate_gpu::blas::Matmul;
-use foveate_gpu::driver::{Block, Event, patience};
+use foveate_gpu::driver::{Allocation, Event, default_timeout};
 use foveate_gpu::{DeviceTensor, Engine, GpuError, Queue};
 use foveate_tensor::{DType, Data, Layout, Slice, indices};
 
@@ -178,7 +178,7 @@ impl Problem {
         let on_device = |m: &Matrices| queue.pool().upload(&bytes(&m.storage));
         let (a, b, c) = (on_device(&self.a)?, on_device(&self.b)?, on_device(&self.c)?);
         let bias = self.bias.as_ref().map(|bias| queue.pool().upload(&bytes(bias))).transpose()?;
-        let tensor = |block: &Block, of: &Matrices| DeviceTensor {
+        let tensor = |block: &Allocation, of: &Matrices| DeviceTensor {
             address: block.address(),
             dtype: of.storage.dtype(),
             layout: of.layout,
@@ -197,7 +197,7 @@ impl Problem {
         engine.matmul(queue, &matmul)?;
         let before = bytes(&self.c.storage);
         let mut after = vec![0; before.len()];
-        c.read(&mut after, patience())?;
+        c.read(&mut after, default_timeout())?;
         let mut written = vec![false; before.len() / result.bytes()];
         for index in indices(self.c.layout.shape) {
             let at = self.c.layout.at(index);
@@ -229,7 +229,7 @@ impl fmt::Display for Problem {
 }
 
 /// Random numbers in device memory.
-fn numbers(queue: &Queue, seed: u64, dtype: DType, elems: usize) -> Result<Block, GpuError> {
+fn numbers(queue: &Queue, seed: u64, dtype: DType, elems: usize) -> Result<Allocation, GpuError> {
     // One stretch again and again: the numbers of a large matrix cost more time than its product.
     let mut random = Random::new(seed);
     let some = elems.min((1 << 20) + 37);
@@ -250,7 +250,7 @@ fn twice(engine: &Arc<Engine>) -> Outcome {
     let [m, n, k] = [130, 70, 5000];
     let (a, b) = (numbers(queue, 1, DType::BF16, m * k)?, numbers(queue, 2, DType::BF16, k * n)?);
     let c = queue.pool().take(4 * m * n)?;
-    let matrix = |block: &Block, dtype, rows, columns| {
+    let matrix = |block: &Allocation, dtype, rows, columns| {
         DeviceTensor::contiguous(block.address(), dtype, [1, rows, columns])
     };
     let matmul = Matmul::new(
@@ -262,7 +262,7 @@ fn twice(engine: &Arc<Engine>) -> Outcome {
     for result in &mut results {
         c.fill(0xFF)?;
         engine.matmul(queue, &matmul)?;
-        c.read(result, patience())?;
+        c.read(result, default_timeout())?;
     }
     let nan = results[0].chunks_exact(4).any(|word| word == [0xFF; 4]);
     Ok(match (nan, results[0] == results[1]) {
@@ -279,7 +279,7 @@ fn refused(engine: &Engine, queue: &Queue, asked: &[(Matmul, &str)]) -> Result<(
 }
 
 /// Operands and result of a product of squares.
-fn squares(queue: &Queue) -> Result<(Vec<Block>, Matmul), GpuError> {
+fn squares(queue: &Queue) -> Result<(Vec<Allocation>, Matmul), GpuError> {
     let (a, b) = (numbers(queue, 1, DType::F32, 400)?, numbers(queue, 2, DType::F32, 400)?);
     let c = queue.pool().take(1600)?;
     c.fill(0xFF)?;
@@ -293,9 +293,9 @@ fn square(address: u64) -> DeviceTensor<3> {
 }
 
 /// Whether nothing was written to the result of [`squares`].
-fn untouched(blocks: &[Block]) -> Outcome {
+fn untouched(blocks: &[Allocation]) -> Outcome {
     let mut bytes = [0; 1600];
-    blocks[2].read(&mut bytes, patience())?;
+    blocks[2].read(&mut bytes, default_timeout())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused product wrote something".into()) })
 }
@@ -337,9 +337,10 @@ fn speed(engine: &Arc<Engine>, n: usize) -> Result<String, GpuError> {
     let factors = [1, 2].map(|seed| numbers(queue, seed, DType::BF16, n * n));
     let [a, b] = factors;
     let (a, b, c) = (a?, b?, queue.pool().take(2 * n * n)?);
-    let matrix = |block: &Block| DeviceTensor::contiguous(block.address(), DType::BF16, [1, n, n]);
+    let matrix =
+        |block: &Allocation| DeviceTensor::contiguous(block.address(), DType::BF16, [1, n, n]);
     let matmul = Matmul::new(matrix(&a), matrix(&b), matrix(&c));
-    let limit = patience();
+    let limit = default_timeout();
     let device = engine.device();
     let (mut ms, mut host) = (f32::INFINITY, f64::INFINITY);
     for _ in 0..8 {

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_conformance::Random;
-use foveate_gpu::driver::{Block, Device, patience};
+use foveate_gpu::driver::{Allocation, Device, default_timeout};
 use foveate_gpu::nccl::{Array, Call, Communicator, Reduce, Transfer, UniqueId, together};
 use foveate_gpu::{Element, Engine, GpuError, GpuErrorKind, Queue};
 use half::{bf16, f16};
@@ -109,7 +109,7 @@ fn encoded(element: Element, values: &[f64]) -> Vec<u8> {
 struct Part {
     what: String,
     transfers: Vec<Transfer>,
-    blocks: Vec<Block>,
+    blocks: Vec<Allocation>,
     /// Where the result is in the last block, in bytes, and what it has to be.
     start: usize,
     expected: Vec<u8>,
@@ -126,12 +126,12 @@ impl Part {
         let own = |len: usize| encoded(element, &numbers(element, rank, len));
         let width = element.bytes();
         let (part, start) = (len * width, rank * len * width);
-        let array = |block: &Block, start: usize, len: usize| Array {
+        let array = |block: &Allocation, start: usize, len: usize| Array {
             address: block.address() + start as u64,
             element,
             len,
         };
-        let filled = |bytes: usize| -> Result<Block, GpuError> {
+        let filled = |bytes: usize| -> Result<Allocation, GpuError> {
             let block = queue.pool().take(bytes)?;
             block.fill(0xFF)?;
             Ok(block)
@@ -209,7 +209,7 @@ impl Part {
     fn check(&self) -> Outcome {
         let mut found = vec![0; self.expected.len()];
         let last = self.blocks.last().expect("every part has one");
-        last.read_at(self.start, &mut found, patience())?;
+        last.read_at(self.start, &mut found, default_timeout())?;
         Ok(match found == self.expected {
             true => Ok(()),
             false => Err(format!("{}: wrong numbers", self.what)),
@@ -230,7 +230,7 @@ fn in_threads(engines: &[Arc<Engine>]) -> Outcome {
     // As another process gets it.
     let id = UniqueId::from_bytes(*id.bytes());
     let rank = |rank: usize, engine: &Arc<Engine>| -> Outcome {
-        let limit = patience();
+        let limit = default_timeout();
         let among = Communicator::new(engine, &id, rank, ranks, limit)?;
         let queue = engine.queue();
         for (kind, element, len) in every() {
@@ -254,7 +254,7 @@ fn in_threads(engines: &[Arc<Engine>]) -> Outcome {
 
 /// All ranks of one thread.
 fn in_one(engines: &[Arc<Engine>]) -> Outcome {
-    let among = Communicator::of_process(engines, patience())?;
+    let among = Communicator::of_process(engines, default_timeout())?;
     for (kind, element, len) in every() {
         let each = engines.iter().enumerate();
         let parts = each.map(|(rank, engine)| {
@@ -321,7 +321,7 @@ fn lost(engines: &[Arc<Engine>]) -> Outcome {
 
 fn wrong(engine: &Arc<Engine>) -> Outcome {
     let id = UniqueId::new()?;
-    let among = Communicator::new(engine, &id, 0, 1, patience())?;
+    let among = Communicator::new(engine, &id, 0, 1, default_timeout())?;
     let queue = engine.queue();
     let block = queue.pool().take(4000)?;
     block.fill(0xFF)?;
@@ -351,7 +351,7 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     }
     among.wait(queue)?;
     let mut bytes = [0; 4000];
-    block.read(&mut bytes, patience())?;
+    block.read(&mut bytes, default_timeout())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused transfer wrote something".into()) })
 }

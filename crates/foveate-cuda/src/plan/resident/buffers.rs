@@ -15,7 +15,7 @@ use crate::plan::CudaPlan;
 use crate::plan::call::Call;
 use crate::plan::kernels::{Printed, launch};
 use foveate_gpu::Queue;
-use foveate_gpu::driver::Block;
+use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
 
 /// A captured buffer on the device.
@@ -23,9 +23,9 @@ use foveate_gpu::sync::lock;
 pub(super) struct Uploaded {
     pub queue: u64,
     pub buffer: AnyBuffer,
-    elems: Arc<Block>,
+    elems: Arc<Allocation>,
     /// Its range table, once a kernel has bounds that read it.
-    ranges: Option<Arc<Block>>,
+    ranges: Option<Arc<Allocation>>,
 }
 
 /// Contents of device memory that somebody else promises to leave as they are.
@@ -158,7 +158,7 @@ impl CudaPlan {
         elems: Address,
         ty: Type,
         shape: &[usize],
-    ) -> Result<Block, CudaError> {
+    ) -> Result<Allocation, CudaError> {
         const MOST_THREADS: usize = 1024;
         // Nobody reads the table of a buffer without elements, but it has an address.
         let table = self.kept(queue).take(range_table_bytes(shape).max(8))?;
