@@ -123,7 +123,7 @@ impl CpuPlan {
     /// captured buffer outside its bounds; the results are written then, the index clamped.
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
-        args.check(&dims)?;
+        args.check_destinations(&dims)?;
         let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink, false);
         self.profiled(|| match decode::suits(&call) {
             true => decode::forward(&call, args),
@@ -140,7 +140,7 @@ impl CpuPlan {
     /// are written then, the index clamped.
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CpuError> {
         let dims = self.admit(&args.operands)?;
-        args.check(&dims, &self.spec)?;
+        args.check_destinations(&dims, &self.spec)?;
         let call = self.call(dims, args.operands.sequences(&dims), args.operands.sink, true);
         self.profiled(|| crate::backward::backward(&call, args))
     }

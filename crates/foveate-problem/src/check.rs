@@ -152,6 +152,14 @@ impl ForwardArgs<'_> {
     /// Names the first that does not fit, what it has and what it must have.
     pub fn check(&self, dims: &Dims) -> Result<(), ProblemError> {
         dims.check_operands(&self.operands)?;
+        self.check_destinations(dims)
+    }
+
+    /// Checks every destination, as [`Self::check`] does, against the sizes of the operands, `dims`.
+    ///
+    /// # Errors
+    /// Names the first that does not fit, what it has and what it must have.
+    pub fn check_destinations(&self, dims: &Dims) -> Result<(), ProblemError> {
         shape("out", self.out.layout(), dims.out_shape())?;
         statistic("lse", self.lse.layout(), self.lse.dtype(), dims)?;
         match &self.max_score {
@@ -171,6 +179,15 @@ impl BackwardArgs<'_> {
     /// Names the first that does not fit, what it has and what it must have.
     pub fn check(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
         dims.check_operands(&self.operands)?;
+        self.check_destinations(dims, spec)
+    }
+
+    /// Checks every tensor but the operands, as [`Self::check`] does, against the sizes of the
+    /// operands, `dims`.
+    ///
+    /// # Errors
+    /// Names the first that does not fit, what it has and what it must have.
+    pub fn check_destinations(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
         if self.operands.pages.is_some() {
             return Err(Pages::no_gradients());
         }

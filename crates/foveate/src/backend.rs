@@ -38,7 +38,9 @@ pub(crate) struct Wanted<'a> {
 /// A backend's plan. It runs every problem of its class: lengths, batch, strides and buffer
 /// contents are free.
 pub(crate) trait BackendPlan: std::fmt::Debug + Send + Sync {
+    /// Checks `args` before anything is written.
     fn forward(&self, args: ForwardArgs<'_>) -> Result<(), Error>;
+    /// Checks `args` before anything is written.
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), Error>;
     fn rebind(&self, buffer: &AnyBuffer) -> Result<Arc<dyn BackendPlan>, Error>;
     fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Arc<dyn BackendPlan>, Error>;

@@ -189,7 +189,6 @@ impl Plan {
     /// Also when a mod reads a captured buffer outside its axis: the index is clamped and the
     /// results are written.
     pub fn forward_into(&self, args: ForwardArgs<'_>) -> Result<(), Error> {
-        args.check(&Dims::of(&args.operands)?)?;
         self.planned.forward(args)
     }
 
@@ -199,7 +198,6 @@ impl Plan {
     /// # Errors
     /// Those of [`Plan::forward_into`], or a score that has no derivative.
     pub fn backward_into(&self, args: BackwardArgs<'_>) -> Result<(), Error> {
-        args.check(&Dims::of(&args.operands)?, self.planned.spec())?;
         self.planned.backward(args)
     }
 
