@@ -4,3 +4,4 @@ mod common;
 mod misuse;
 mod oracle;
 mod reproducible;
+mod small;
