@@ -4,6 +4,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
+use serde::Deserialize;
+
 use super::Record;
 
 /// How every record begins.
@@ -13,10 +15,23 @@ const BEGINNING: &[u8] = b"{\"kind\":\"";
 enum Line<'a> {
     /// A whole record.
     Record(Record),
+    /// A record of another version of the trainer.
+    Other { step: u64, line: &'a [u8] },
     /// Blank, or a record cut short at the end of the file, as a process that dies leaves it.
     Nothing,
     /// What is not ours.
     Foreign(&'a [u8]),
+}
+
+/// The step of a record of another version, where `line` is one.
+fn other_version(line: &[u8]) -> Option<u64> {
+    #[derive(Deserialize)]
+    struct Stub {
+        kind: String,
+        step: u64,
+    }
+    let Stub { kind, step } = serde_json::from_slice(line).ok()?;
+    matches!(kind.as_str(), "run" | "step" | "eval" | "save").then_some(step)
 }
 
 fn lines(text: &[u8]) -> impl Iterator<Item = Line<'_>> {
@@ -28,7 +43,10 @@ fn lines(text: &[u8]) -> impl Iterator<Item = Line<'_>> {
             _ if cut && (line.starts_with(BEGINNING) || BEGINNING.starts_with(line)) => {
                 Line::Nothing
             }
-            _ => Line::Foreign(line.trim_ascii_end()),
+            _ => match (other_version(line), line.trim_ascii_end()) {
+                (Some(step), line) => Line::Other { step, line },
+                (None, line) => Line::Foreign(line),
+            },
         }
     })
 }
@@ -60,8 +78,9 @@ impl JsonlLog {
                     Line::Record(record) if record.step() <= step => {
                         serde_json::to_writer(&mut kept, &record)?;
                     }
+                    Line::Other { step: of, line } if of <= step => kept.extend_from_slice(line),
                     Line::Foreign(line) => kept.extend_from_slice(line),
-                    Line::Record(_) | Line::Nothing => continue,
+                    Line::Record(_) | Line::Other { .. } | Line::Nothing => continue,
                 }
                 kept.push(b'\n');
             }
@@ -89,7 +108,7 @@ impl JsonlLog {
     pub fn read(path: &Path) -> io::Result<Vec<Record>> {
         let record = |line| match line {
             Line::Record(record) => Some(record),
-            Line::Nothing | Line::Foreign(_) => None,
+            Line::Other { .. } | Line::Nothing | Line::Foreign(_) => None,
         };
         Ok(lines(&bytes(path)?).filter_map(record).collect())
     }
@@ -144,6 +163,18 @@ mod tests {
             std::fs::write(&path, format!("{ours}\n{torn}")).unwrap();
             assert_eq!(JsonlLog::foreign_line(&path).unwrap(), None, "{torn}");
         }
+    }
+
+    #[test]
+    fn records_of_another_version_are_a_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let older = |step: u64| format!("{{\"kind\":\"step\",\"step\":{step},\"tokens\":9}}\n");
+        std::fs::write(&path, older(1) + &older(2)).unwrap();
+        assert_eq!(JsonlLog::foreign_line(&path).unwrap(), None);
+        JsonlLog::open(&path, 1).unwrap().append(&record(2)).unwrap();
+        assert_eq!(JsonlLog::read(&path).unwrap(), [record(2)]);
+        assert!(std::fs::read_to_string(&path).unwrap().starts_with(&older(1)));
     }
 
     #[test]
