@@ -186,9 +186,13 @@ impl<'a> Packer<'a> {
         self.cursor
     }
 
-    /// Passes over the documents so far: whole ones, and the share of the documents of the one under way.
+    /// Passes over the documents so far: whole ones, and the share of the documents of the one under way, each
+    /// counted alike.
     pub fn passes(&self) -> f64 {
-        self.cursor.epoch as f64 + self.cursor.document as f64 / self.documents.len() as f64
+        let Cursor { epoch, document, token } = self.cursor;
+        let all = self.current.as_ref().map_or(1, |(_, document)| document.tokens.len());
+        let documents = document as f64 + token as f64 / all as f64;
+        epoch as f64 + documents / self.documents.len() as f64
     }
 
     /// Tokens cut from documents longer than a row so far; zero where documents may split.

@@ -103,7 +103,11 @@ impl<'a> Setup<'a> {
             closing_tokens: ends.closing().to_vec(),
             stop_tokens: ends.stops().to_vec(),
             chat_template: source.to_owned(),
-            model: model.config().clone(),
+            model: ModelConfig {
+                num_key_value_heads: Some(model.config().kv_heads()),
+                head_dim: Some(model.config().dim()),
+                ..model.config().clone()
+            },
             attention: attention.clone(),
         };
         let resolved = saved(recipe, &resolved)?;

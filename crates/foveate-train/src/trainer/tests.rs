@@ -262,7 +262,9 @@ fn the_saved_recipe_says_all_that_the_run_was_made_of() {
     let resolved = saved.resolved.clone().unwrap();
     assert_eq!(resolved["steps"].as_integer(), Some(summary.steps as i64));
     assert_eq!(resolved["attention"]["mask"].as_str(), Some("causal & document"));
-    assert_eq!(resolved["model"]["hidden_size"].as_integer(), Some(16));
+    for (size, want) in [("hidden_size", 16), ("num_key_value_heads", 2), ("head_dim", 4)] {
+        assert_eq!(resolved["model"][size].as_integer(), Some(want), "{size}");
+    }
     assert_eq!(resolved["chat_template"].as_str(), Some(crate::chat::DEFAULT_TEMPLATE));
     // It can be run again as it is.
     let again = Recipe { resolved: None, ..saved };
