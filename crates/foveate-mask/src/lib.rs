@@ -40,12 +40,13 @@ mod build;
 mod lists;
 mod live;
 pub mod picture;
+mod progress;
 
 use std::ops::ControlFlow::{self, Continue};
 use std::ops::Range;
 
-pub use build::Progress;
 pub use lists::MaskError;
+pub use progress::Progress;
 
 use foveate_mods::{Head, Leaf, MaskMod, OutOfRange};
 use live::Live;

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use foveate_mods::{Head, MaskBits, MaskMod, TileProgram};
 
-use crate::build::{Progress, Watch};
+use crate::progress::{Progress, Watch};
 use crate::{BlockMask, Kind};
 
 /// Points that are evaluated between two calls of a watch.

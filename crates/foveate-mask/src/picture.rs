@@ -172,7 +172,7 @@ impl Frame {
              <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
             escaped(title)
         );
-        svg += &text([left, 22.0], "font-weight=\"bold\"", &shown);
+        svg += &text([left, 22.0], " font-weight=\"bold\"", &shown);
         svg += &text([left, top - 12.0], "", &format!("keys 0..{keys} →"));
         let turned = format!("transform=\"translate({} {top}) rotate(90)\"", left - 12.0 - FONT);
         let _ = writeln!(svg, "<text {turned}>queries 0..{queries} →</text>");
@@ -244,7 +244,7 @@ fn outline([x, y, width, height]: [f64; 4]) -> String {
 }
 
 fn text([x, y]: [f64; 2], style: &str, said: &str) -> String {
-    format!("<text x=\"{x:.1}\" y=\"{y:.1}\" {style}>{}</text>\n", escaped(said))
+    format!("<text x=\"{x:.1}\" y=\"{y:.1}\"{style}>{}</text>\n", escaped(said))
 }
 
 fn escaped(text: &str) -> String {
