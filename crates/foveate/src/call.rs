@@ -12,6 +12,77 @@ use foveate_tensor::{TensorMut, TensorRef};
 use crate::error::Error;
 use crate::plan::{Forward, Gradients, Plan};
 
+impl Plan {
+    /// Computes the gradients of q, k, v, the sink and every learned captured buffer, in the
+    /// dtype of the operands or that of [`Plan::gradients_in`] (sink and captures in f32).
+    ///
+    /// # Errors
+    /// Those of [`Plan::forward`], a `d_out` that has not the shape of `out`, or a score that has
+    /// no derivative.
+    pub fn backward<'a>(
+        &'a self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+        forward: &'a Forward,
+        d_out: impl Into<TensorRef<'a>>,
+    ) -> Result<Gradients, Error> {
+        self.backward_call(q, k, v, forward, d_out).run()
+    }
+
+    /// Begins a forward pass into destinations of the caller's.
+    ///
+    /// ```
+    /// use foveate::{Attention, Device, Problem, Tensor, TensorMut};
+    ///
+    /// let q = Tensor::from_vec(vec![0.5f32; 2 * 3 * 4], [1, 2, 3, 4])?;
+    /// let plan = Attention::new().plan(&Problem::of(&q, &q, &q)?, &Device::cpu())?;
+    /// let (mut out, mut lse) = (vec![0.0f32; 24], vec![0.0f32; 6]);
+    /// plan.forward_call(&q, &q, &q).write_to(
+    ///     TensorMut::from_slice(&mut out, [1, 2, 3, 4])?,
+    ///     TensorMut::from_slice(&mut lse, [1, 2, 3])?,
+    /// )?;
+    /// assert_eq!(out[0], 0.5);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn forward_call<'a>(
+        &'a self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+    ) -> ForwardCall<'a> {
+        ForwardCall::new(self, [q.into(), k.into(), v.into()])
+    }
+
+    /// Begins a backward pass with more than [`Plan::backward`] takes: a gradient of `lse`,
+    /// destinations of the caller's, a sum over several calls. `forward` is what
+    /// [`Plan::forward`] gave, or a [`ForwardRef`] to tensors of the caller's.
+    ///
+    /// ```
+    /// use foveate::{Attention, Device, Problem, Tensor};
+    ///
+    /// let q = Tensor::from_vec(vec![0.5f32; 2 * 3 * 4], [1, 2, 3, 4])?;
+    /// let plan = Attention::new().plan(&Problem::of(&q, &q, &q)?, &Device::cpu())?;
+    /// let forward = plan.forward(&q, &q, &q)?;
+    /// let d_lse = Tensor::from_vec(vec![1.0f32; 6], [1, 2, 3])?;
+    /// let mut sum = plan.backward_call(&q, &q, &q, &forward, &q).d_lse(&d_lse).run()?;
+    /// plan.backward_call(&q, &q, &q, &forward, &q).add_to(sum.view_mut()?)?;
+    /// let dq: &[f32] = sum.dq.as_slice()?;
+    /// # assert_eq!(dq.len(), 24);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backward_call<'a>(
+        &'a self,
+        q: impl Into<TensorRef<'a>>,
+        k: impl Into<TensorRef<'a>>,
+        v: impl Into<TensorRef<'a>>,
+        forward: impl Into<ForwardRef<'a>>,
+        d_out: impl Into<TensorRef<'a>>,
+    ) -> BackwardCall<'a> {
+        BackwardCall::new(self, [q.into(), k.into(), v.into()], forward.into(), d_out.into())
+    }
+}
+
 /// A forward pass into destinations of the caller's: see [`Plan::forward_call`].
 #[derive(Debug)]
 #[must_use = "a call runs when its destinations are given"]
@@ -22,7 +93,7 @@ pub struct ForwardCall<'a> {
 }
 
 impl<'a> ForwardCall<'a> {
-    pub(crate) fn new(plan: &'a Plan, operands: [TensorRef<'a>; 3]) -> Self {
+    fn new(plan: &'a Plan, operands: [TensorRef<'a>; 3]) -> Self {
         Self { plan, operands, max_score: None }
     }
 
@@ -71,7 +142,7 @@ pub struct BackwardCall<'a> {
 }
 
 impl<'a> BackwardCall<'a> {
-    pub(crate) fn new(
+    fn new(
         plan: &'a Plan,
         operands: [TensorRef<'a>; 3],
         forward: ForwardRef<'a>,
