@@ -68,6 +68,11 @@ pub enum TensorErrorKind {
         /// What is wrong.
         reason: String,
     },
+    /// A tensor of another library that is no view here, or one of ours that is none there.
+    Foreign {
+        /// What is wrong.
+        reason: String,
+    },
     /// A packed projection whose buffer or head counts do not fit.
     Packed {
         /// What is wrong.
@@ -118,6 +123,7 @@ impl fmt::Display for TensorErrorKind {
             ),
             Self::Offsets { of, reason } => write!(f, "{of}: {reason}"),
             Self::Axis { axis, reason } => write!(f, "axis {axis}: {reason}"),
+            Self::Foreign { reason } => write!(f, "the tensor cannot be shared: {reason}"),
             Self::Packed { reason } => f.write_str(reason),
         }
     }

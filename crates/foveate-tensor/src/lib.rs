@@ -20,11 +20,18 @@
 //!
 //! [`varlen`] has the offsets of sequences that lie one after another. The layouts by name and what
 //! every axis means are in the manual, `docs/semantics.md`.
+//!
+//! Arrays of `ndarray` come and go with the feature `ndarray`, tensors of other libraries in the same
+//! process with the feature `dlpack`.
 
+#[cfg(feature = "dlpack")]
+pub mod dlpack;
 pub mod dtype;
 pub mod error;
 pub mod float;
 pub mod layout;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 pub mod packed;
 pub mod random;
 pub mod slice;

@@ -58,7 +58,10 @@
 //!   candidate and why it declined. Planning is pure. [`Plan::explain`] says what will run.
 //! - **Tensors** ([`tensor`]): views of any strides, and the named layouts of packed
 //!   projections. [`Plan::forward_into`] and [`Plan::backward_into`] write to such views, so
-//!   gradients go straight into a packed buffer.
+//!   gradients go straight into a packed buffer. Data goes in with [`Tensor::from_vec`] and
+//!   [`TensorRef::new`], out with [`Tensor::as_slice`]; [`Plan::forward_call`] and
+//!   [`Plan::backward_call`] take destinations, a gradient of `lse` and sums over calls. The features
+//!   `ndarray` and `dlpack` share tensors with other libraries.
 //! - **Block masks** ([`mask`]): which tiles of a mask are live, to look at.
 //!
 //! # Manuals
