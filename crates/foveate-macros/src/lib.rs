@@ -49,7 +49,8 @@ use signature::Kind;
 /// Parameters called `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` are coordinates (i32), any of
 /// them in any order. All others are captures and stay parameters: `&Buffer<T>`, numbers (run-time
 /// scalars named after the parameter; `#[constant] n: i32` makes one part of the structure),
-/// mods, functions over expressions.
+/// mods, functions over expressions. A number whose name looks like a misspelt coordinate
+/// (`k: i32`) is an error; `#[scalar] k: i32` is a number of that name.
 ///
 /// ```
 /// use foveate_macros::mask_mod;
@@ -64,7 +65,8 @@ use signature::Kind;
 ///
 /// The body: arithmetic (integer `/` rounds down, `%` is the Euclidean remainder), comparison,
 /// `&&`, `||`, `!`, `if`/`else`, `let`, blocks, closures with typed parameters, `as i32`,
-/// `as f32`, `doc[q]`, `bias[h][q]` or `bias[[h, q]]`, the functions and methods of
+/// `as f32`, `doc[q]`, `bias[h][q]` or `bias[[h, q]]` (in the closure macros also `bias[h, q]`, which Rust
+/// itself refuses in a function), the functions and methods of
 /// expressions (`score.tanh()`, `min(q, kv)`), constants by path, and calls of other mods:
 /// `other(q, kv)`, `same_document(doc)(q, kv)`.
 /// Both branches of an `if` and both sides of `&&` are always evaluated; nothing can trap.

@@ -1,6 +1,6 @@
 //! Parameters: which are coordinates, which are captures, and the mod that is made of both.
 
-use proc_macro2::{Delimiter, TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 use quote::{quote, quote_spanned};
 use syn::parse::{Parse, ParseStream, Parser};
 use syn::spanned::Spanned;
@@ -56,6 +56,47 @@ impl Leaf {
             ));
         }
         Ok(Some(Self { name: name.clone() }))
+    }
+}
+
+/// What a number that is no coordinate was probably meant to be: another spelling of one
+/// (`kvlen`, `KV`), what other programs call one (`key`, `kv_idx`), or a slip of the hand in a
+/// long name (`kv_lan`). Taken for a capture it would silently be one value for all positions.
+fn meant(name: &str, ty: &Type) -> Option<&'static str> {
+    let plain = |name: &str| name.replace('_', "").to_lowercase();
+    let wanted: &[&'static str] = match () {
+        () if is(ty, "i32") => &COORDINATES,
+        () if is(ty, "f32") => &["score"],
+        () => return None,
+    };
+    let usual = match name.to_lowercase().as_str() {
+        "k" | "key" | "keys" | "k_idx" | "kv_idx" | "k_pos" | "kv_pos" | "vk" => "kv",
+        "query" | "queries" | "q_idx" | "q_pos" => "q",
+        "batch" => "b",
+        "head" => "h",
+        "kv_head" | "h_k" => "h_kv",
+        "len_q" => "q_len",
+        "k_len" | "len_k" | "len_kv" => "kv_len",
+        "scores" => "score",
+        _ => "",
+    };
+    let spelt = |known: &&&str| {
+        let long = known.len() >= 4 && name.len() >= 4;
+        **known == usual || plain(name) == plain(known) || long && is_one_edit(name, known)
+    };
+    wanted.iter().find(spelt).copied()
+}
+
+/// Whether one character was put in, left out or replaced.
+fn is_one_edit(name: &str, known: &str) -> bool {
+    let (name, known): (Vec<char>, Vec<char>) = (name.chars().collect(), known.chars().collect());
+    let same = name.iter().zip(&known).take_while(|(x, y)| x == y).count();
+    let (rest, known_rest) = (&name[same..], &known[same..]);
+    match name.len().cmp(&known.len()) {
+        _ if name.len().abs_diff(known.len()) > 1 => false,
+        std::cmp::Ordering::Less => known_rest[1..] == *rest,
+        std::cmp::Ordering::Equal => rest.get(1..) == known_rest.get(1..),
+        std::cmp::Ordering::Greater => rest[1..] == *known_rest,
     }
 }
 
@@ -137,9 +178,27 @@ fn try_function(kind: Kind, args: TokenStream, item: TokenStream) -> Result<Toke
                 leaves.push(leaf);
                 continue;
             }
-            let before = typed.attrs.len();
-            typed.attrs.retain(|a| !a.path().is_ident("constant"));
-            if typed.attrs.len() < before {
+            let mut take = |attribute: &str| {
+                let before = typed.attrs.len();
+                typed.attrs.retain(|a| !a.path().is_ident(attribute));
+                typed.attrs.len() < before
+            };
+            let (constant, scalar) = (take("constant"), take("scalar"));
+            if !constant
+                && !scalar
+                && let Some(meant) = meant(&pat.ident.to_string(), &typed.ty)
+            {
+                let name = &pat.ident;
+                return Err(Error::new(
+                    name.span(),
+                    format!(
+                        "`{name}` is not a coordinate but a captured number, one value for all \
+                         positions; write `{meant}` for the coordinate, or `#[scalar] {name}` for \
+                         the number"
+                    ),
+                ));
+            }
+            if constant {
                 let name = &pat.ident;
                 constants.push(quote_spanned! { name.span()=>
                     let #name = #krate::trace::constant(#name);
@@ -171,16 +230,47 @@ impl Parse for Closure {
             TokenTree::Group(g) if g.delimiter() == Delimiter::Bracket => g.stream(),
             other => return Err(Error::new(other.span(), "expected the crate's path in brackets")),
         };
-        let closure = match input.parse::<Expr>() {
+        let rest = with_index_brackets(input.parse()?);
+        let closure = match (|input: ParseStream| {
+            let closure = input.parse::<Expr>()?;
+            input.parse::<Option<Token![,]>>()?;
+            Ok(closure)
+        })
+        .parse2(rest)
+        {
             Ok(Expr::Closure(closure)) => closure,
             Ok(other) => {
                 return Err(Error::new(other.span(), "expected a closure: `|q, kv| q >= kv`"));
             }
             Err(e) => return Err(e),
         };
-        input.parse::<Option<Token![,]>>()?;
         Ok(Self { krate, closure })
     }
+}
+
+/// `bias[[h, q]]` for `bias[h, q]`, which is not Rust but how the text form and arrays are
+/// indexed. Brackets that follow a name or other brackets index it.
+fn with_index_brackets(tokens: TokenStream) -> TokenStream {
+    let mut indexes = false;
+    let rewrite = |token: TokenTree| {
+        let TokenTree::Group(group) = token else {
+            indexes = matches!(token, TokenTree::Ident(_));
+            return token;
+        };
+        let mut inner = with_index_brackets(group.stream());
+        let is_comma = |t: TokenTree| matches!(t, TokenTree::Punct(p) if p.as_char() == ',');
+        let brackets = group.delimiter() == Delimiter::Bracket;
+        if indexes && brackets && inner.clone().into_iter().any(is_comma) {
+            let mut pair = Group::new(Delimiter::Bracket, inner);
+            pair.set_span(group.span());
+            inner = TokenTree::Group(pair).into();
+        }
+        indexes = group.delimiter() != Delimiter::Brace;
+        let mut rewritten = Group::new(group.delimiter(), inner);
+        rewritten.set_span(group.span());
+        TokenTree::Group(rewritten)
+    };
+    tokens.into_iter().map(rewrite).collect()
 }
 
 /// The macros around closures.
@@ -219,4 +309,45 @@ fn try_closure(kind: Kind, input: TokenStream) -> Result<TokenStream, Error> {
         })?);
     }
     assemble(&krate, kind, &leaves, TokenStream::new(), &closure.body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_looks_like_a_coordinate_is_found() {
+        let found = |name: &str, ty: &str| meant(name, &syn::parse_str(ty).expect("a type"));
+        for (name, coordinate) in [
+            ("k", "kv"),
+            ("kv_idx", "kv"),
+            ("KV", "kv"),
+            ("query", "q"),
+            ("kvlen", "kv_len"),
+            ("kv_lan", "kv_len"),
+            ("kv_lenn", "kv_len"),
+            ("q_le", "q_len"),
+            ("hkv", "h_kv"),
+        ] {
+            assert_eq!(found(name, "i32"), Some(coordinate), "{name}");
+        }
+        assert_eq!(found("scores", "f32"), Some("score"));
+        assert_eq!(found("scire", "f32"), Some("score"));
+        for (name, ty) in [("n", "i32"), ("size", "i32"), ("window", "i32"), ("k", "f32")] {
+            assert_eq!(found(name, ty), None, "{name}");
+        }
+        assert_eq!(found("k", "&Buffer<i32>"), None);
+    }
+
+    #[test]
+    fn commas_in_an_index_become_an_array() {
+        let rewritten = |text: &str| {
+            let tokens: TokenStream = text.parse().expect("tokens");
+            with_index_brackets(tokens).to_string().replace(' ', "")
+        };
+        assert_eq!(rewritten("bias[h, q - kv]"), "bias[[h,q-kv]]");
+        assert_eq!(rewritten("bias[doc[h, q], q]"), "bias[[doc[[h,q]],q]]");
+        assert_eq!(rewritten("bias[[h, q]] + bias[h][q]"), "bias[[h,q]]+bias[h][q]");
+        assert_eq!(rewritten("f([h, q])"), "f([h,q])");
+    }
 }

@@ -342,3 +342,11 @@ fn a_macro_of_the_closures_name_can_be_imported_beside_the_attribute() {
     same_mask(&mask_mod!(|q, kv| q > kv), q().gt(kv()));
     same_mask(&causal(), q().ge(kv()));
 }
+
+#[test]
+fn a_closure_indexes_with_commas_as_the_text_form_does() {
+    let bias = Buffer::new("bias", &[2, 3], vec![0.5f32; 6]).unwrap();
+    let pairs = closure::score_mod!(|score, h, q| score + bias[[h, q]]);
+    let commas = closure::score_mod!(|score, h, q| score + bias[h, q]);
+    assert_eq!(commas, pairs);
+}

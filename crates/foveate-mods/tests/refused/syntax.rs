@@ -56,6 +56,16 @@ fn text(q: i32) -> bool {
     q == "a"
 }
 
+#[mask_mod]
+fn misspelt(q: i32, k: i32) -> bool {
+    q >= k
+}
+
+#[mask_mod]
+fn a_scalar_by_intent(q: i32, #[scalar] k: i32) -> bool {
+    q >= k
+}
+
 fn main() {
     closure::mask_mod!(|query, kv| query >= kv);
     closure::mask_mod!(|q, kv| match q {
