@@ -43,12 +43,25 @@ pub fn block_lists(
 /// `tile.1` keys. Rows and tiles that are not listed are masked.
 ///
 /// # Errors
-/// When a tile side is not positive, the shapes do not fit each other, a count exceeds the
-/// list's room, an index is negative, or the table of tiles would have over `i32::MAX` of them.
+/// When a tile side is not positive, a list is in device memory, the shapes do not fit each other,
+/// a count exceeds the last axis of the tiles, an index is negative, or the table of tiles would have over `i32::MAX` of them.
 pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModError> {
     let of = "blocks";
     if tile.0 < 1 || tile.1 < 1 {
         return Err(argument(of, format!("a tile has positive sides, not {}x{}", tile.0, tile.1)));
+    }
+    for buffer in [list.counts, list.tiles] {
+        let buffer = buffer.any();
+        if buffer.is_on_device() {
+            return Err(argument(
+                of,
+                format!(
+                    "`{}` is in device memory, and lists are read on the host when the mask is \
+                     made; copy it to host memory first",
+                    buffer.name()
+                ),
+            ));
+        }
     }
     let (counts, tiles) = (list.counts.shape(), list.tiles.shape());
     let &[batches, heads, rows] = counts else {
@@ -99,12 +112,12 @@ type Listed<'a> = Result<&'a [i32], String>;
 
 /// The listed tiles of each row (counted over batch and heads), or why they cannot be.
 fn rows_of<'a>(list: BlockLists<'a>) -> impl Iterator<Item = (usize, Listed<'a>)> {
-    let room = list.tiles.shape().last().copied().unwrap_or(0);
+    let most = list.tiles.shape().last().copied().unwrap_or(0);
     let (counts, tiles) = (elems(list.counts), elems(list.tiles));
     counts.iter().enumerate().map(move |(row, &count)| {
-        let listed = usize::try_from(count).ok().filter(|&n| n <= room);
-        let listed = listed.ok_or_else(|| format!("{count} tiles do not fit a list of {room}"));
-        let listed = listed.map(|n| &tiles[row * room..row * room + n]);
+        let listed = usize::try_from(count).ok().filter(|&n| n <= most);
+        let listed = listed.ok_or_else(|| format!("{count} tiles do not fit a list of {most}"));
+        let listed = listed.map(|n| &tiles[row * most..row * most + n]);
         let negative = |t: &[i32]| t.iter().find(|&&t| t < 0).copied();
         (
             row,
@@ -133,6 +146,24 @@ mod tests {
 
     fn buffer(shape: &[usize], elems: Vec<i32>) -> Buffer<i32> {
         Buffer::new("list", shape, elems).unwrap()
+    }
+
+    #[test]
+    fn lists_in_device_memory_are_refused_by_name() {
+        let here = Buffer::new("counts", &[1, 1, 2], vec![1, 1]).unwrap();
+        let tiles = Buffer::new("tiles", &[1, 1, 2, 1], vec![0, 1]).unwrap();
+        let counts = Buffer::on_device("far_counts", &[1, 1, 2]).unwrap();
+        let far = Buffer::on_device("far_tiles", &[1, 1, 2, 1]).unwrap();
+        let told = |list: BlockLists<'_>| {
+            let named = blocks((4, 4), list).expect_err("nothing can be read").to_string();
+            let joined = block_lists((4, 4), list, None, &causal()).expect_err("neither");
+            assert_eq!(joined.to_string(), named);
+            named
+        };
+        let said = told(BlockLists { counts: &counts, tiles: &tiles });
+        assert!(said.starts_with("blocks: `far_counts` is in device memory"), "{said}");
+        let said = told(BlockLists { counts: &here, tiles: &far });
+        assert!(said.starts_with("blocks: `far_tiles` is in device memory"), "{said}");
     }
 
     #[test]
