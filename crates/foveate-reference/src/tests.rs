@@ -1,5 +1,6 @@
 //! The oracle against central differences of itself, and against cases worked by hand.
 
+use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dropout, Operands, Spec};
 use foveate_tensor::{DType, Tensor, Varlen};
@@ -276,6 +277,27 @@ fn an_index_outside_its_axis_is_an_error_that_names_buffer_index_and_length() {
     let inputs = inputs(9, [1, 1, 4, 3], [1, 1, 4, 3], 3, false);
     let error = forward(&plain(Some(mask)), &view(&inputs)).expect_err("4 positions, 3 elements");
     assert_eq!(error.to_string(), "buffer `doc` is indexed at 3 on axis 0, which has length 3");
+}
+
+#[test]
+fn a_read_that_simplification_leaves_out_is_no_read_and_every_other_one_is() {
+    let doc = AnyBuffer::new("doc", &[3], BufferData::I32(vec![0; 3]), false).expect("3 elements");
+    let names = Names::new().buffer(&doc);
+    let inputs = inputs(9, [1, 1, 4, 3], [1, 1, 4, 3], 3, false);
+    let run = |mask: &str| {
+        let mask = parse_mask(mask, &names).expect("a mask");
+        forward(&plain(Some(mask)), &view(&inputs))
+    };
+    let masked = run("false").expect("it reads nothing");
+    for text in ["doc[q] == 0 & (kv >= q ^ kv >= q)", "doc[q] != doc[q]", "doc[9] * 0 == 1"] {
+        assert_eq!(run(text).expect(text), masked, "{text}");
+    }
+    let causal = run("q >= kv").expect("it reads nothing");
+    assert_eq!(run("if false { doc[9] == 0 } else { q >= kv }").expect("no read"), causal);
+    for text in ["doc[q] == 0 & kv < 0", "if q < 0 { doc[9] == 0 } else { q >= kv }"] {
+        let error = run(text).expect_err("both sides are evaluated");
+        assert!(error.to_string().starts_with("buffer `doc` is indexed at"), "{text}: {error}");
+    }
 }
 
 #[test]

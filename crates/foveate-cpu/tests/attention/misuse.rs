@@ -23,6 +23,19 @@ fn an_index_out_of_range_is_an_error_that_names_the_buffer() {
 }
 
 #[test]
+fn a_read_that_simplification_leaves_out_is_no_read_and_every_other_one_is() {
+    let doc = Buffer::vector("doc", vec![0; 3]);
+    let read = || doc.at([q()]).eq(0);
+    let left_out = read() & (kv().ge(q()) ^ kv().ge(q())) | kv().le(q());
+    let case = Case { mask: mask(left_out), ..Case::default() };
+    case.check("a read that is left out");
+    let case = Case { mask: mask(read() & kv().lt(0) | kv().le(q())), ..case };
+    let inputs = case.inputs();
+    let error = run(&case.plan(&inputs), &inputs, &case.spec()).unwrap_err();
+    assert!(matches!(error.kind(), CpuErrorKind::OutOfRange { .. }), "{error}");
+}
+
+#[test]
 fn an_index_out_of_range_of_a_score_counts_at_visible_entries_only_hoisted_or_not() {
     // Read once a column, once a row, once a head; the mask hides what lies outside.
     let (few, one) = (Buffer::vector("few", vec![0.5f32; 30]), Buffer::vector("one", vec![0.5f32]));
