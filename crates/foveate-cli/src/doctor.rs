@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use foveate_gpu::driver::{Device, DeviceInfo};
 use foveate_gpu::library::Library;
 use foveate_gpu::loader::{Outcome, Step};
-use foveate_gpu::{GpuErrorKind, blas, cache, nccl, nvrtc};
+use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvrtc};
 use foveate_train::machine::memory;
 use serde::Serialize;
 
@@ -64,7 +64,7 @@ struct Searched {
 #[derive(Debug, Serialize)]
 struct Gpu {
     name: String,
-    arch: String,
+    arch: Arch,
     sms: u32,
     smem_bytes_per_cta: u32,
     memory_bytes: usize,

@@ -288,6 +288,8 @@ mod tests {
     use std::fmt::Write;
 
     use super::*;
+    use foveate_gpu::Arch;
+    use foveate_gpu::cache::Cache;
     use foveate_gpu::nvrtc::Compiler;
 
     #[test]
@@ -322,6 +324,8 @@ mod tests {
                 .unwrap();
             }
         }
-        compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
+        Cache::at(None)
+            .compile(compiler, &source, Arch::new((8, 0)))
+            .unwrap_or_else(|e| panic!("{e}"));
     }
 }

@@ -7,7 +7,7 @@ use crate::config::{Config, Kernel};
 use crate::error::CudaError;
 use crate::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
 use foveate_gpu::GpuErrorKind;
-use foveate_gpu::cubin;
+use foveate_gpu::kernel::{Excess, Expected};
 use foveate_gpu::nvrtc::{Compiled, KernelResources};
 
 pub use list::{ARCHS, Checked, DIMS, Kind, Listed, list};
@@ -24,15 +24,6 @@ pub struct Taken {
     pub shared_bytes: u32,
 }
 
-/// What a compiled kernel takes beyond its plan.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Excess {
-    /// What it takes.
-    pub taken: Taken,
-    /// Of what it takes too much, with the numbers.
-    pub reason: String,
-}
-
 /// Compares what NVRTC says of every entry point of a compiled file with what was planned for its
 /// kernel. A kernel that is only slower than planned, since its registers or its local memory are
 /// more, runs for whoever has nothing better: the inner error is of the entry with the most.
@@ -41,52 +32,27 @@ pub struct Excess {
 /// [`GpuErrorKind::Resources`] when the kernel is not there or shared memory is not what the
 /// formula gives: it must not run.
 pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess>, CudaError> {
-    let wrong = |reason: String| -> CudaError {
-        GpuErrorKind::Resources { kernel: config.to_string(), reason }.into()
-    };
-    let main = config.kernel.entry();
-    if !compiled.kernels.iter().any(|k| k.name == main) {
-        return Err(wrong(format!("the compiled source has no `{main}`")));
-    }
-    let planned = Resources::of(config).map_err(|refusal| wrong(refusal.to_string()))?;
+    let (name, entry) = (config.to_string(), config.kernel.entry());
+    let planned = Resources::of(config).map_err(|refusal| -> CudaError {
+        GpuErrorKind::Resources { kernel: name.clone(), reason: refusal.to_string() }.into()
+    })?;
     // Block lists ask for as much as a row of tiles is long, which is known at the launch only.
     let states = config.kernel != Kernel::BlockLists;
-    let stated = cubin::constant(&compiled.cubin, "fv_shared_bytes");
-    if states && stated != i32::try_from(planned.shared_bytes).ok() {
-        let stated = stated.map_or("nothing".to_owned(), |bytes| format!("{bytes} B"));
-        return Err(wrong(format!(
-            "it states {stated} of shared memory, but {} B are planned",
-            planned.shared_bytes
-        )));
-    }
-    if let Some(entry) = compiled.kernels.iter().find(|k| k.static_shared_bytes != 0) {
-        let KernelResources { name, static_shared_bytes: bytes, .. } = entry;
-        return Err(wrong(format!(
-            "`{name}` has {bytes} B of static shared memory, none is planned"
-        )));
-    }
-    let all = compiled.kernels.iter().filter_map(|entry| excess(&planned, entry));
-    let worst = all.max_by_key(|excess| (excess.taken.local_bytes, excess.taken.registers));
-    Ok(worst.map_or(Ok(()), Err))
-}
-
-/// What an entry point takes beyond the plan of its file.
-fn excess(planned: &Resources, entry: &KernelResources) -> Option<Excess> {
-    let taken = taken(planned, entry);
-    let too_much = if taken.local_bytes > LOCAL_BYTES_ALLOWED {
-        format!("{} B of local memory, {LOCAL_BYTES_ALLOWED} are allowed", taken.local_bytes)
-    } else if taken.registers as usize > planned.registers {
-        format!("{} registers, the bound is {}", taken.registers, planned.registers)
-    } else {
-        return None;
+    let expected = Expected {
+        name: &name,
+        entry: &entry,
+        registers: planned.registers as u32,
+        local_bytes: LOCAL_BYTES_ALLOWED,
+        static_shared_bytes: 0,
+        shared_bytes: states.then_some(planned.shared_bytes as u32),
     };
-    Some(Excess { taken, reason: format!("a thread of `{}` takes {too_much}", entry.name) })
+    Ok(expected.compare(compiled)?)
 }
 
 fn taken(planned: &Resources, entry: &KernelResources) -> Taken {
     Taken {
         registers: entry.registers,
-        local_bytes: entry.stack_bytes,
+        local_bytes: entry.local_bytes,
         shared_bytes: shared_bytes_of(&entry.name, planned),
     }
 }
@@ -95,26 +61,28 @@ fn taken(planned: &Resources, entry: &KernelResources) -> Taken {
 mod tests {
     use super::*;
     use crate::config::Elem;
+    use foveate_gpu::Arch;
 
     fn compiled(entries: &[(&str, u32, u32)]) -> Compiled {
-        let kernels = entries.iter().map(|&(name, registers, stack_bytes)| KernelResources {
+        let kernels = entries.iter().map(|&(name, registers, local_bytes)| KernelResources {
             name: name.to_owned(),
             registers,
-            stack_bytes,
+            local_bytes,
             ..KernelResources::default()
         });
-        Compiled { cubin: Vec::new(), log: String::new(), kernels: kernels.collect() }
+        let (arch, log) = (Arch::new((9, 0)), String::new());
+        Compiled { arch, cubin: Vec::new(), log, kernels: kernels.collect() }
     }
 
     #[test]
-    fn every_entry_of_a_file_is_compared_with_its_plan() {
+    fn every_entry_of_a_file_is_compared_with_the_plan_of_its_configuration() {
         // Block lists state no shared memory, so that no machine code is needed.
         let config = Config::new(Kernel::BlockLists, Elem::Bf16, 64, 64);
         let found = |entries: &[(&str, u32, u32)]| compare(&config, &compiled(entries));
-        assert_eq!(found(&[("fv_block_lists", 40, 0), ("fv_more", 96, 40)]).unwrap(), Ok(()));
+        let allowed = [("fv_block_lists", 40, 0), ("fv_more", 96, LOCAL_BYTES_ALLOWED)];
+        assert_eq!(found(&allowed).unwrap(), Ok(()));
         let more = found(&[("fv_block_lists", 40, 0), ("fv_more", 97, 0)]).unwrap().unwrap_err();
         assert_eq!(more.reason, "a thread of `fv_more` takes 97 registers, the bound is 96");
-        assert_eq!(more.taken.registers, 97);
         let local = found(&[("fv_more", 8, 48), ("fv_block_lists", 40, 0)]).unwrap().unwrap_err();
         assert!(local.reason.starts_with("a thread of `fv_more` takes 48 B of local memory, 40 "));
         let none = found(&[("fv_more", 8, 0)]).unwrap_err().to_string();

@@ -8,11 +8,11 @@
 //! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
 //! disk, so to settle again costs a look at what is there.
 
-use crate::check::Excess;
 use crate::error::CudaError;
 use crate::planner::{Candidate, Choice, TilesOf};
 use crate::resources::{LOCAL_BYTES_ALLOWED, Resources};
 use foveate_gpu::GpuErrorKind;
+use foveate_gpu::kernel::Excess;
 use foveate_gpu::profile::Profile;
 
 /// The candidate that runs.
@@ -94,9 +94,9 @@ pub(crate) fn settle<'a, T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::Taken;
     use crate::config::{Elem, Kernel};
     use crate::planner::{Class, KernelOptions, Sizes, choose};
+    use foveate_gpu::nvrtc::KernelResources;
 
     fn choice(options: KernelOptions) -> Choice {
         let profile = Profile::named("h200").unwrap();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     fn takes(local_bytes: u32, allowed: u32) -> Result<(), Excess> {
-        let taken = Taken { registers: 255, local_bytes, shared_bytes: 0 };
+        let taken = KernelResources { registers: 255, local_bytes, ..KernelResources::default() };
         let reason = format!("{local_bytes} B, {allowed} are allowed");
         if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(()) }
     }
@@ -178,7 +178,7 @@ mod tests {
         candidate.occupancy = candidate.resources.occupancy(&profile);
         assert_eq!(candidate.occupancy.blocks, 2);
         let over = |registers, local_bytes| {
-            let taken = Taken { registers, local_bytes, shared_bytes: 0 };
+            let taken = KernelResources { registers, local_bytes, ..KernelResources::default() };
             tolerate(&candidate, &profile, Err(Excess { taken, reason: String::new() }))
         };
         assert!(over(112, 0).is_ok());

@@ -77,6 +77,8 @@ mod tests {
     use super::*;
     use crate::codegen::{Extent, Mods, Options};
     use crate::config::Elem;
+    use foveate_gpu::Arch;
+    use foveate_gpu::cache::Cache;
     use foveate_gpu::nvrtc::Compiler;
 
     #[test]
@@ -91,13 +93,16 @@ mod tests {
         let short = [(1, 1), (3, 3), (5, 1)]
             .map(|(d, dv)| Config { align: 2, ..Config::new(Kernel::Forward, Elem::Bf16, d, dv) });
         for config in short {
-            let made = compiler.compile(&source(&config, &mods), "sm_80");
+            let made =
+                Cache::at(None).compile(compiler, &source(&config, &mods), Arch::new((8, 0)));
             made.unwrap_or_else(|e| panic!("{config}: {e}"));
         }
         for kernel in Kernel::ALL {
             let config = Config::new(kernel, Elem::Bf16, 64, 64);
             let source = source(&config, &mods);
-            let compiled = compiler.compile(&source, "sm_80").unwrap_or_else(|e| panic!("{e}"));
+            let compiled = Cache::at(None)
+                .compile(compiler, &source, Arch::new((8, 0)))
+                .unwrap_or_else(|e| panic!("{e}"));
             let entry = kernel.entry();
             assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
         }
@@ -125,7 +130,11 @@ mod tests {
                 let [plain, scored] =
                     [(plain, Mods::default()), (scored, long)].map(|(config, mods)| {
                         let mods = ModsSource::new(mods, &options).unwrap();
-                        compiler.compile(&source(&config, &mods), "sm_90").unwrap().cubin.len()
+                        Cache::at(None)
+                            .compile(compiler, &source(&config, &mods), Arch::new((9, 0)))
+                            .unwrap()
+                            .cubin
+                            .len()
                     });
                 let said = format!("{kernel} {}: {plain} B plain, {scored} B", dtype.name());
                 println!("{said}");

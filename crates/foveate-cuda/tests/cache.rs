@@ -7,6 +7,7 @@ use std::time::Instant;
 use foveate_cuda::codegen::{Extent, Mods, ModsSource, Options};
 use foveate_cuda::config::{Config, Elem, Kernel};
 use foveate_cuda::source::source;
+use foveate_gpu::Arch;
 use foveate_gpu::cache::{Cache, FOLDER_VARIABLE};
 use foveate_gpu::nvrtc::Compiler;
 
@@ -24,7 +25,7 @@ fn forward() -> String {
 fn compile_here(compiler: &Compiler) {
     let (cache, source) = (Cache::get(), forward());
     let began = Instant::now();
-    let compiled = cache.compile(compiler, &source, "sm_90").unwrap();
+    let compiled = cache.compile(compiler, &source, Arch::new((9, 0))).unwrap();
     let ms = began.elapsed().as_secs_f64() * 1e3;
     let sum: u64 = compiled.cubin.iter().map(|&b| u64::from(b)).sum();
     println!("result {} {sum} {ms}", compiled.cubin.len());

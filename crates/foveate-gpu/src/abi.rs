@@ -39,6 +39,12 @@ macro_rules! numbers {
 
 numbers!(i32 i64 u64 f32);
 
+impl<T: Abi, const N: usize> Abi for [T; N] {
+    fn put(&self, into: &mut [u8]) {
+        into[..size_of::<Self>()].copy_from_slice(&array_bytes(self));
+    }
+}
+
 /// Structs that kernels take as parameters, laid out as C lays them out: each implements [`Abi`].
 /// Tests of the crate that uses it see their sizes and offsets in `STRUCTS`, to hold them against
 /// the declarations in CUDA C++.

@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use sha2::{Digest, Sha256};
 
+use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
 use crate::nvrtc::{Compiled, Compiler, OPTIONS};
 
@@ -81,19 +82,19 @@ impl Cache {
         self.trouble.get().map(String::as_str)
     }
 
-    /// `source` compiled for `arch` (`sm_90`), from memory, from disk, or by the compiler.
+    /// `source` compiled for `arch`, from memory, from disk, or by the compiler.
     ///
     /// # Errors
-    /// Those of [`Compiler::compile`], and of writing with [`Self::to_fill`]. They are kept like
+    /// [`GpuErrorKind::Compile`] and [`GpuErrorKind::UnknownArchitecture`], and those of writing with [`Self::to_fill`]. They are kept like
     /// results.
     pub fn compile(
         &self,
         compiler: &Compiler,
         source: &str,
-        arch: &str,
+        arch: Arch,
     ) -> Result<Arc<Compiled>, GpuError> {
         let version = compiler.version();
-        self.find(key(version, arch, source), source, || compiler.compile(source, arch))
+        self.find(key(version, arch, source), arch, source, || compiler.compile(source, arch))
     }
 
     /// Forgets what is in memory; files stay. For whoever compiles more than memory should hold.
@@ -104,6 +105,7 @@ impl Cache {
     fn find(
         &self,
         key: Key,
+        arch: Arch,
         source: &str,
         compile: impl FnOnce() -> Result<Compiled, GpuError>,
     ) -> Result<Arc<Compiled>, GpuError> {
@@ -113,7 +115,7 @@ impl Cache {
         };
         let made = slot.get_or_init(|| {
             let file = self.folder.as_ref().map(|f| f.join(&key));
-            let kept = file.as_ref().and_then(|f| read(f));
+            let kept = file.as_ref().and_then(|f| unpack(arch, &fs::read(f).ok()?));
             let fresh = kept.is_none();
             let compiled = kept.map_or_else(compile, Ok)?;
             if let (true, Some(file)) = (fresh, &file) {
@@ -188,10 +190,12 @@ fn folder() -> Option<PathBuf> {
     })
 }
 
-fn key((major, minor): (i32, i32), arch: &str, source: &str) -> Key {
+fn key((major, minor): (i32, i32), arch: Arch, source: &str) -> Key {
     let mut hash = Sha256::new();
     let generator = env!("CARGO_PKG_VERSION");
-    for part in [generator, &format!("{major}.{minor}"), arch, &OPTIONS.join(" "), source] {
+    for part in
+        [generator, &format!("{major}.{minor}"), &arch.to_string(), &OPTIONS.join(" "), source]
+    {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
     }
@@ -207,7 +211,7 @@ fn pack(compiled: &Compiled) -> Vec<u8> {
     [&MAGIC[..], &Sha256::digest(&body)[..], &body].concat()
 }
 
-fn unpack(bytes: &[u8]) -> Option<Compiled> {
+fn unpack(arch: Arch, bytes: &[u8]) -> Option<Compiled> {
     let (magic, rest) = bytes.split_at_checked(MAGIC.len())?;
     let (checksum, body) = rest.split_at_checked(32)?;
     if magic != MAGIC || checksum != &Sha256::digest(body)[..] {
@@ -215,11 +219,7 @@ fn unpack(bytes: &[u8]) -> Option<Compiled> {
     }
     let (len, rest) = body.split_first_chunk()?;
     let (log, cubin) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
-    Some(Compiled::new(cubin.to_vec(), String::from_utf8(log.to_vec()).ok()?))
-}
-
-fn read(file: &Path) -> Option<Compiled> {
-    unpack(&fs::read(file).ok()?)
+    Some(Compiled::new(arch, cubin.to_vec(), String::from_utf8(log.to_vec()).ok()?))
 }
 
 /// Writes a file that is either whole or not there.
@@ -238,8 +238,10 @@ mod tests {
 
     use super::*;
 
+    const HOPPER: Arch = Arch::new((9, 0));
+
     fn made(text: &str) -> Compiled {
-        Compiled::new(text.as_bytes().to_vec(), format!("log of {text}"))
+        Compiled::new(HOPPER, text.as_bytes().to_vec(), format!("log of {text}"))
     }
 
     fn kernel_of(cache: &Cache, source: &str, compiled: &AtomicUsize) -> Arc<Compiled> {
@@ -247,7 +249,7 @@ mod tests {
             compiled.fetch_add(1, Ordering::SeqCst);
             Ok(made(source))
         };
-        cache.find(key((13, 0), "sm_90", source), source, compile).unwrap()
+        cache.find(key((13, 0), HOPPER, source), HOPPER, source, compile).unwrap()
     }
 
     #[test]
@@ -274,7 +276,7 @@ mod tests {
         assert_eq!(*again(), made("a"));
         assert_eq!(compiled.load(Ordering::SeqCst), 1);
 
-        let file = root.path().join(key((13, 0), "sm_90", "a"));
+        let file = root.path().join(key((13, 0), HOPPER, "a"));
         let whole = fs::read(&file).unwrap();
         for damage in [&whole[..whole.len() - 1], &whole[..20], &[]] {
             let before = compiled.load(Ordering::SeqCst);
@@ -285,7 +287,7 @@ mod tests {
         }
         let mut flipped = whole.clone();
         *flipped.last_mut().unwrap() ^= 1;
-        assert_eq!(unpack(&flipped), None);
+        assert_eq!(unpack(HOPPER, &flipped), None);
     }
 
     #[test]
@@ -313,7 +315,7 @@ mod tests {
         fs::write(&occupied, "").unwrap();
         let find = |cache: Cache| {
             let cache = Cache { to_fill: true, ..cache };
-            let found = cache.find(key((13, 0), "sm_90", "a"), "a", || Ok(made("a")));
+            let found = cache.find(key((13, 0), HOPPER, "a"), HOPPER, "a", || Ok(made("a")));
             assert_eq!(cache.trouble(), None, "nothing is printed");
             found.map_err(|e| e.to_string())
         };
@@ -335,7 +337,7 @@ mod tests {
         let mut cache = Cache::at(None);
         cache.dump = Some(root.path().join("kernels"));
         kernel_of(&cache, "a", &AtomicUsize::new(0));
-        let key = key((13, 0), "sm_90", "a");
+        let key = key((13, 0), HOPPER, "a");
         let dumped = |extension: &str| {
             fs::read_to_string(
                 root.path().join("kernels").join(&key[..16]).with_extension(extension),
@@ -358,10 +360,11 @@ mod tests {
     #[test]
     fn keys_differ_by_everything_that_decides_the_code() {
         let keys = [
-            key((13, 0), "sm_90", "a"),
-            key((13, 1), "sm_90", "a"),
-            key((13, 0), "sm_80", "a"),
-            key((13, 0), "sm_90", "b"),
+            key((13, 0), HOPPER, "a"),
+            key((13, 1), HOPPER, "a"),
+            key((13, 0), Arch::new((8, 0)), "a"),
+            key((13, 0), HOPPER.specific(), "a"),
+            key((13, 0), HOPPER, "b"),
         ];
         let distinct: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
@@ -373,9 +376,9 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let source = "extern \"C\" __global__ void f(float* x) { x[threadIdx.x] += 1.0f; }";
         let at = || Cache::at(Some(root.path().into()));
-        at().compile(compiler, source, "sm_90").unwrap();
+        at().compile(compiler, source, HOPPER).unwrap();
         let began = std::time::Instant::now();
-        let compiled = at().compile(compiler, source, "sm_90").unwrap();
+        let compiled = at().compile(compiler, source, HOPPER).unwrap();
         let spent = began.elapsed();
         assert_eq!(compiled.kernels[0].name, "f");
         println!("warm start: {spent:?}");

@@ -84,6 +84,7 @@ fn u64_at(file: &[u8], at: usize) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::Arch;
     use crate::nvrtc::Compiler;
 
     #[test]
@@ -94,7 +95,7 @@ mod tests {
         };
         let source = "extern \"C\" __device__ const int answer = 42;
                       extern \"C\" __global__ void f(int* x) { *x = answer; }";
-        let cubin = compiler.compile(source, "sm_80").unwrap().cubin;
+        let cubin = compiler.compile(source, Arch::new((8, 0))).unwrap().cubin;
         assert_eq!(constant(&cubin, "answer"), Some(42));
         assert_eq!(constant(&cubin, "question"), None);
         // Cut short anywhere it is no file, or the constant is not reached: never a panic.

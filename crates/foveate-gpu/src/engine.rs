@@ -1,4 +1,4 @@
-//! One GPU as plans use it: context, a stream of our own, loaded kernels.
+//! One GPU of this process: context, a stream of its own, loaded kernels.
 //!
 //! There is one engine for each device in a process, so that plans share what they compiled and
 //! their free memory.
@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::abi::Address;
+use crate::arch::Arch;
 use crate::cache::Cache;
 use crate::driver::{Device, Function, Module, Stream};
 use crate::error::GpuError;
@@ -21,7 +22,6 @@ use crate::sync::lock;
 pub struct Engine {
     device: Device,
     queue: Queue,
-    arch: String,
     profile: Profile,
     /// What other modules and crates keep for the device, by type.
     kept: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
@@ -45,7 +45,6 @@ impl Engine {
         }
         let device = Device::open(ordinal)?;
         let engine = Arc::new(Self {
-            arch: device.info().arch(),
             profile: Profile::of(device.info()),
             queue: Queue::new(Stream::new(&device)?),
             device,
@@ -101,33 +100,26 @@ impl Engine {
         Queue::new(unsafe { Stream::borrowed(&self.device, stream) })
     }
 
-    /// The kernel `entry` of `source`, compiled or found compiled, and loaded.
+    /// `source` compiled for `arch`, or found compiled: what [`Self::load`] takes.
     ///
     /// # Errors
-    /// When NVRTC is missing or refuses the source, or the device lacks what the kernel takes.
-    pub fn function(
-        &self,
-        source: &str,
-        entry: &str,
-        shared_bytes: u32,
-    ) -> Result<Function, GpuError> {
-        self.load(&self.compiled(source)?, entry, shared_bytes)
-    }
-
-    /// `source` for this device, compiled or found compiled.
-    ///
-    /// # Errors
-    /// When NVRTC is missing, too new for the driver, or refuses the source.
-    pub fn compiled(&self, source: &str) -> Result<Arc<Compiled>, GpuError> {
+    /// [`GpuErrorKind::Architecture`](crate::GpuErrorKind::Architecture) when the device does not
+    /// run it; when NVRTC is missing, too new for the driver, does not know the architecture, or
+    /// refuses the source.
+    pub fn compiled(&self, source: &str, arch: Arch) -> Result<Arc<Compiled>, GpuError> {
+        let info = self.device.info();
+        arch.check_runs_on(&info.name, info.capability)?;
         let compiler = Compiler::get()?;
-        check_driver(compiler.version(), self.device.info().driver)?;
-        Cache::get().compile(compiler, source, &self.arch)
+        check_driver(compiler.version(), info.driver)?;
+        Cache::get().compile(compiler, source, arch)
     }
 
-    /// The kernel `entry` of what was compiled.
+    /// The kernel `entry` of what was compiled, allowed `shared_bytes` of dynamic shared memory a
+    /// CTA. A file is loaded once for all of its kernels.
     ///
     /// # Errors
-    /// When the device lacks what the kernel takes.
+    /// When the device does not run what was compiled, there is no such kernel, or the device lacks
+    /// the shared memory.
     pub fn load(
         &self,
         compiled: &Arc<Compiled>,
@@ -135,11 +127,11 @@ impl Engine {
         shared_bytes: u32,
     ) -> Result<Function, GpuError> {
         let mut loaded = lock(&self.loaded);
-        let module = match loaded.get(&(Arc::as_ptr(compiled) as usize)) {
+        let key = Arc::as_ptr(compiled) as usize;
+        let module = match loaded.get(&key) {
             Some((_, module)) => module.clone(),
             None => {
-                let module = Module::load(&self.device, &compiled.cubin)?;
-                let key = Arc::as_ptr(compiled) as usize;
+                let module = Module::load(&self.device, compiled.arch, &compiled.cubin)?;
                 // The compiled kernel is kept so that no other takes its address.
                 loaded.insert(key, (compiled.clone(), module.clone()));
                 module
@@ -162,7 +154,8 @@ impl Engine {
         )))
     }
 
-    /// What [`crate::tensors`] has found about tensors that interleave.
+    /// What [`Accesses::check_apart`](crate::access::Accesses::check_apart) has found about tensors that
+    /// interleave.
     pub fn known_apart(&self) -> &Mutex<HashSet<u64>> {
         &self.apart
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::arch::Arch;
 use crate::library::{LIBRARIES_VARIABLE, Library};
 
 /// Major CUDA version of the oldest libraries that are supported.
@@ -92,10 +93,26 @@ pub enum GpuErrorKind {
         /// What happened.
         reason: String,
     },
+    /// A kernel was compiled for an architecture that the device is not of.
+    Architecture {
+        /// What it was compiled for.
+        arch: Arch,
+        /// Name of the device.
+        device: String,
+        /// Compute capability of the device.
+        capability: (u32, u32),
+    },
+    /// NVRTC does not know an architecture.
+    UnknownArchitecture {
+        /// The architecture.
+        arch: Arch,
+        /// NVRTC's version.
+        version: (i32, i32),
+    },
     /// NVRTC refused a source.
     Compile {
         /// The architecture it was for.
-        arch: String,
+        arch: Arch,
         /// NVRTC's log.
         log: String,
     },
@@ -225,6 +242,18 @@ impl fmt::Display for GpuErrorKind {
             Self::Communication { rank, ranks, reason } => {
                 write!(f, "rank {rank} of {ranks}: {reason}")
             }
+            Self::Architecture { arch, device, capability: (major, minor) } => {
+                let ((of, from), native) = (arch.capability(), Arch::new((*major, *minor)));
+                write!(f, "a kernel for {arch} runs on compute capability {of}.{from} ")?;
+                let range = if arch.is_specific() { "alone".into() } else { format!("to {of}.9") };
+                write!(f, "{range}, but {device} has {major}.{minor}; compile it for {native}")
+            }
+            Self::UnknownArchitecture { arch, version: (major, minor) } => write!(
+                f,
+                "NVRTC {major}.{minor} does not compile for {arch}; take another architecture, or \
+                 another NVRTC: {}",
+                Library::Nvrtc.advice()
+            ),
             Self::Compile { arch, log } => {
                 let first = log.lines().find(|l| l.contains("error")).unwrap_or("no reason given");
                 write!(f, "NVRTC refused a kernel for {arch}: {first}")

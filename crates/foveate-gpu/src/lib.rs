@@ -20,6 +20,7 @@
 
 pub mod abi;
 pub mod access;
+mod arch;
 mod array;
 pub mod blas;
 pub mod cache;
@@ -27,6 +28,7 @@ pub mod cubin;
 pub mod driver;
 mod engine;
 mod error;
+pub mod kernel;
 pub mod library;
 pub mod loader;
 pub mod nccl;
@@ -36,6 +38,7 @@ mod queue;
 pub mod sync;
 mod tensor;
 
+pub use arch::Arch;
 pub use array::{DeviceArray, Element};
 pub use engine::Engine;
 pub use error::{GpuError, GpuErrorKind};

@@ -175,20 +175,28 @@ fn open_builtins(nvrtc: &Path) {
 }
 
 /// A struct of a library's functions, each found when the library is first used: a symbol that is
-/// missing is an error then, and not a panic at a first call. The types are those of its header.
+/// missing is an error then, and not a panic at a first call. One with a `?` before its name may be
+/// missing: only what needs it is declined. The types are those of the library's header.
 macro_rules! functions {
     ($(#[$doc:meta])* $name:ident of $library:expr;
-     $($field:ident $symbol:literal ($($arg:ty),*) -> $result:ty;)*) => {
+     $($field:ident $symbol:literal ($($arg:ty),*) -> $result:ty;)*
+     $(? $may:ident $may_symbol:literal ($($may_arg:ty),*) -> $may_result:ty;)*) => {
         $(#[$doc])*
         pub(crate) struct $name {
             $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+            $(pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> $may_result>,)*
         }
 
         impl $name {
             fn load() -> Result<Self, $crate::error::GpuError> {
                 let library = $library.open()?;
                 // SAFETY: each type is that of the function in the library's header.
-                unsafe { Ok(Self { $($field: library.function($symbol)?,)* }) }
+                unsafe {
+                    Ok(Self {
+                        $($field: library.function($symbol)?,)*
+                        $($may: library.function($may_symbol).ok(),)*
+                    })
+                }
             }
         }
     };

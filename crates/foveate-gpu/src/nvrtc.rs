@@ -9,6 +9,7 @@ use std::fmt;
 use std::ptr;
 use std::sync::OnceLock;
 
+use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
 use crate::library::Library;
 use crate::loader::functions;
@@ -39,6 +40,8 @@ pub struct Compiler {
 /// A compiled source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compiled {
+    /// What it was compiled for.
+    pub arch: Arch,
     /// Machine code for one architecture.
     pub cubin: Vec<u8>,
     /// What NVRTC and its assembler said.
@@ -49,9 +52,9 @@ pub struct Compiled {
 
 impl Compiled {
     /// Machine code and the log that says what its kernels take.
-    pub(crate) fn new(cubin: Vec<u8>, log: String) -> Self {
+    pub(crate) fn new(arch: Arch, cubin: Vec<u8>, log: String) -> Self {
         let kernels = resources(&log);
-        Self { cubin, log, kernels }
+        Self { arch, cubin, log, kernels }
     }
 
     /// Refuses kernels that spill more than `allowed` bytes a thread.
@@ -83,7 +86,7 @@ pub struct KernelResources {
     /// Bytes a thread writes and reads back for want of registers.
     pub spill_bytes: u32,
     /// Bytes of local memory a thread (spills included).
-    pub stack_bytes: u32,
+    pub local_bytes: u32,
     /// Bytes of shared memory a block that the source fixes; what is asked for at a launch is
     /// not among them.
     pub static_shared_bytes: u32,
@@ -94,7 +97,7 @@ impl fmt::Display for KernelResources {
         write!(
             f,
             "{}: {} registers, {} B spilled, {} B of local memory, {} B of static shared memory",
-            self.name, self.registers, self.spill_bytes, self.stack_bytes, self.static_shared_bytes
+            self.name, self.registers, self.spill_bytes, self.local_bytes, self.static_shared_bytes
         )
     }
 }
@@ -130,11 +133,13 @@ impl Compiler {
         self.version
     }
 
-    /// Compiles `source` for `arch` (`sm_90`).
+    /// Compiles `source` for `arch`. Outside this crate sources go through
+    /// [`Cache::compile`](crate::cache::Cache::compile).
     ///
     /// # Errors
-    /// When NVRTC refuses the source: [`GpuErrorKind::Compile`] with the log.
-    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, GpuError> {
+    /// [`GpuErrorKind::UnknownArchitecture`]; [`GpuErrorKind::Compile`] with the log when NVRTC
+    /// refuses the source.
+    pub(crate) fn compile(&self, source: &str, arch: Arch) -> Result<Compiled, GpuError> {
         let compiled = self.compile_with(source, arch, &[])?;
         // From 13 on NVRTC has a cache of its own. What comes out of it, after another process
         // compiled the same, has no report of what kernels take.
@@ -143,10 +148,8 @@ impl Compiler {
     }
 
     /// The same with `more` options.
-    fn compile_with(&self, source: &str, arch: &str, more: &[&str]) -> Result<Compiled, GpuError> {
-        let refused = |log: String| -> GpuError {
-            GpuErrorKind::Compile { arch: arch.to_owned(), log }.into()
-        };
+    fn compile_with(&self, source: &str, arch: Arch, more: &[&str]) -> Result<Compiled, GpuError> {
+        let refused = |log: String| -> GpuError { GpuErrorKind::Compile { arch, log }.into() };
         let Ok(text) = CString::new(source) else {
             return Err(refused("error: the source has a NUL character".into()));
         };
@@ -181,11 +184,16 @@ impl Compiler {
         let log = program.bytes(self.functions.log_size, self.functions.log);
         let log = CStr::from_bytes_until_nul(&log)
             .map_or(String::new(), |l| l.to_string_lossy().into_owned());
+        const INVALID_OPTION: c_int = 5;
+        if code == INVALID_OPTION && log.contains("gpu-architecture") {
+            let version = self.version;
+            return Err(GpuErrorKind::UnknownArchitecture { arch, version }.into());
+        }
         if code != 0 {
             return Err(refused(log));
         }
         let cubin = program.bytes(self.functions.cubin_size, self.functions.cubin);
-        Ok(Compiled::new(cubin, log))
+        Ok(Compiled::new(arch, cubin, log))
     }
 }
 
@@ -252,7 +260,7 @@ fn resources(log: &str) -> Vec<KernelResources> {
         let Some(kernel) = kernels.last_mut() else { continue };
         let before = |what: &str| number_before(line, what);
         if let Some(stack) = before(" bytes stack frame") {
-            kernel.stack_bytes = kernel.stack_bytes.max(stack);
+            kernel.local_bytes = kernel.local_bytes.max(stack);
             let stores = before(" bytes spill stores").unwrap_or(0);
             kernel.spill_bytes += stores + before(" bytes spill loads").unwrap_or(0);
         }
@@ -292,7 +300,7 @@ ptxas info    : Used 8 registers, used 0 barriers
             name: "a".into(),
             registers: 168,
             spill_bytes: 20,
-            stack_bytes: 24,
+            local_bytes: 24,
             static_shared_bytes: 16,
         };
         let b = KernelResources { name: "b".into(), registers: 8, ..Default::default() };
@@ -300,7 +308,7 @@ ptxas info    : Used 8 registers, used 0 barriers
             "a: 168 registers, 20 B spilled, 24 B of local memory, 16 B of static shared memory";
         assert_eq!(a.to_string(), said);
         assert_eq!(resources(log), [a, b]);
-        let compiled = Compiled::new(Vec::new(), log.into());
+        let compiled = Compiled::new(Arch::new((9, 0)), Vec::new(), log.into());
         compiled.check_spills(20).unwrap();
         let said = compiled.check_spills(19).unwrap_err().to_string();
         assert_eq!(said, "kernel a: 20 B of registers spill to memory, 19 B are allowed");
@@ -315,8 +323,10 @@ ptxas info    : Used 8 registers, used 0 barriers
     fn a_kernel_becomes_a_cubin_with_its_resources() {
         let Some(compiler) = compiler() else { return };
         let source = "extern \"C\" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }";
-        for arch in ["sm_80", "sm_90"] {
+        let hopper = Arch::new((9, 0));
+        for arch in [Arch::new((8, 0)), hopper, hopper.specific()] {
             let compiled = compiler.compile(source, arch).unwrap();
+            assert_eq!(compiled.arch, arch);
             assert_eq!(&compiled.cubin[..4], b"\x7fELF");
             let [kernel] = &compiled.kernels[..] else { panic!("{:?}", compiled.kernels) };
             assert_eq!((kernel.name.as_str(), kernel.spill_bytes), ("twice", 0));
@@ -327,10 +337,29 @@ ptxas info    : Used 8 registers, used 0 barriers
     #[test]
     fn a_source_that_does_not_compile_is_an_error_with_the_line() {
         let Some(compiler) = compiler() else { return };
-        let error = compiler.compile("__global__ void f() { nothing(); }", "sm_80").unwrap_err();
+        let error =
+            compiler.compile("__global__ void f() { nothing(); }", Arch::new((8, 0))).unwrap_err();
         let said = error.to_string();
         assert!(said.starts_with("NVRTC refused a kernel for sm_80: foveate.cu(1)"), "{said}");
-        let unknown = compiler.compile("", "sm_1").unwrap_err().to_string();
-        assert!(unknown.starts_with("NVRTC refused a kernel for sm_1"), "{unknown}");
+    }
+
+    #[test]
+    fn an_architecture_that_nvrtc_does_not_know_is_named() {
+        let Some(compiler) = compiler() else { return };
+        let error = compiler.compile("", Arch::new((999, 0))).unwrap_err();
+        assert!(matches!(error.kind(), GpuErrorKind::UnknownArchitecture { .. }), "{error:?}");
+        let (major, minor) = compiler.version();
+        let said = error.to_string();
+        let expected = format!("NVRTC {major}.{minor} does not compile for sm_9990; take another");
+        assert!(said.starts_with(&expected), "{said}");
+    }
+
+    #[test]
+    fn instructions_of_one_capability_compile_for_it_alone() {
+        let Some(compiler) = compiler() else { return };
+        let source = "extern \"C\" __global__ void f() { asm volatile(\"setmaxnreg.dec.sync.aligned.u32 40;\"); }";
+        compiler.compile(source, Arch::new((9, 0)).specific()).unwrap();
+        let error = compiler.compile(source, Arch::new((9, 0))).unwrap_err();
+        assert!(matches!(error.kind(), GpuErrorKind::Compile { .. }), "{error:?}");
     }
 }

@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 
+use crate::arch::Arch;
 use crate::driver::DeviceInfo;
 use crate::error::GpuError;
 
@@ -202,9 +203,9 @@ impl Profile {
         )))
     }
 
-    /// The architecture that kernels are compiled for, `sm_89`.
-    pub fn arch(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
+    /// The architecture of its capability, `sm_89`.
+    pub fn arch(&self) -> Arch {
+        Arch::new(self.capability)
     }
 }
 
@@ -276,7 +277,7 @@ mod tests {
     #[test]
     fn a_device_that_is_not_listed_has_rates_by_its_sms() {
         let seen = Profile::of(&info("NVIDIA RTX PRO 6000", (12, 1), 85));
-        assert_eq!(seen.arch(), "sm_121");
+        assert_eq!(seen.arch().to_string(), "sm_121");
         assert_eq!(seen.bf16_tflops, 209.5 / 2.0);
         assert_eq!(seen.threads_per_sm, 1536);
     }

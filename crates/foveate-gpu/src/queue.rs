@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::driver::{Pool, Stream};
+use crate::driver::{Allocator, Pool, Stream};
 
 /// A stream and memory for its work. Cheap to clone.
 ///
@@ -41,9 +41,19 @@ impl WeakQueue {
 
 impl Queue {
     pub(crate) fn new(stream: Stream) -> Self {
+        Self::of(Pool::new(Arc::new(stream)))
+    }
+
+    fn of(pool: Pool) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { id, pool: Pool::new(Arc::new(stream)) }
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), pool }
+    }
+
+    /// Another queue on the same stream, all of whose device memory is `allocator`'s: scratch of
+    /// kernels, workspaces of products, what plans keep for the queue. Host memory that copies go
+    /// through stays the crate's own.
+    pub fn with_allocator(&self, allocator: Arc<dyn Allocator>) -> Self {
+        Self::of(Pool::with_allocator(self.pool.stream().clone(), allocator))
     }
 
     /// Differs from that of every other queue.

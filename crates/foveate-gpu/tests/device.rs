@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use foveate_gpu::driver::{Device, Event, Function, Module, Pinned, Pool, Stream};
-use foveate_gpu::nvrtc::Compiler;
-use foveate_gpu::{GpuError, GpuErrorKind};
+use foveate_gpu::cache::Cache;
+use foveate_gpu::driver::{Device, Event, Function, Launch, Module, Pinned, Pool, Stream};
+use foveate_gpu::nvrtc::{Compiled, Compiler};
+use foveate_gpu::{Arch, GpuError, GpuErrorKind};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -18,9 +19,13 @@ fn device() -> Option<(Device, Pool)> {
     opened.map_err(|e| println!("skipped: {e}")).ok()
 }
 
+fn compiled(source: &str, arch: Arch) -> Arc<Compiled> {
+    Cache::at(None).compile(Compiler::get().unwrap(), source, arch).unwrap()
+}
+
 fn kernel(device: &Device, source: &str, name: &str) -> Function {
-    let compiled = Compiler::get().unwrap().compile(source, &device.info().arch()).unwrap();
-    Module::load(device, &compiled.cubin).unwrap().function(name, 0).unwrap()
+    let compiled = compiled(source, device.info().arch());
+    Module::load(device, compiled.arch, &compiled.cubin).unwrap().function(name, 0).unwrap()
 }
 
 const SOURCES: &str = "
@@ -41,7 +46,7 @@ fn launch(
 ) -> Result<(), GpuError> {
     // SAFETY: the tests give the kernels addresses of blocks that outlive the work, or make
     // launches that are refused.
-    unsafe { function.launch(pool.stream(), grid, threads, parameters) }
+    unsafe { function.launch(pool.stream(), &Launch::new(grid, threads), parameters) }
 }
 
 fn bytes(x: &[f32]) -> Vec<u8> {
@@ -154,13 +159,16 @@ fn addresses_that_are_not_of_the_device_are_told_apart() {
 #[test]
 fn machine_code_that_is_damaged_or_for_another_device_is_refused() {
     let Some((device, _)) = device() else { return };
-    assert!(Module::load(&device, b"not a cubin").is_err());
-    let other = if device.info().capability.0 == 8 { "sm_90" } else { "sm_80" };
-    let compiled = Compiler::get().unwrap().compile(SOURCES, other).unwrap();
-    let said = Module::load(&device, &compiled.cubin).unwrap_err().to_string();
-    assert!(said.starts_with("loading a kernel on"), "{said}");
-    let compiled = Compiler::get().unwrap().compile(SOURCES, &device.info().arch()).unwrap();
-    let module = Module::load(&device, &compiled.cubin).unwrap();
+    let arch = device.info().arch();
+    assert!(Module::load(&device, arch, b"not a cubin").is_err());
+    let other = Arch::new(if device.info().capability.0 == 8 { (9, 0) } else { (8, 0) });
+    let foreign = compiled(SOURCES, other);
+    let load = |arch| Module::load(&device, arch, &foreign.cubin).unwrap_err().to_string();
+    let said = load(other);
+    assert!(said.starts_with(&format!("a kernel for {other} runs on compute cap")), "{said}");
+    let said = load(arch);
+    assert!(said.starts_with("loading a kernel on"), "the driver looks too: {said}");
+    let module = Module::load(&device, arch, &compiled(SOURCES, arch).cubin).unwrap();
     assert!(module.function("subtract", 0).is_err());
     let too_much = module.function("add", 1 << 30).unwrap_err().to_string();
     assert!(too_much.contains("1073741824 B of shared memory"), "{too_much}");

@@ -139,7 +139,7 @@ fn memory_of_the_host_or_of_another_gpu_is_named() {
     assert!(said.starts_with("k is at 0x") && said.contains("no device memory"), "{said}");
     let said = Device::open(2).unwrap_err().to_string();
     assert_eq!(said, "there is no GPU 2; the driver has 2, counted from 0");
-    let said = Module::load(&device, b"\x7fELF").unwrap_err().to_string();
+    let said = Module::load(&device, device.info().arch(), b"\x7fELF").unwrap_err().to_string();
     assert!(said.starts_with("loading a kernel on Test GPU: "), "{said}");
 }
 

@@ -57,7 +57,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let folder = cache.folder().ok_or_else(|| {
         Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
     })?;
-    let compile = |text: &str| cache.compile(compiler, text, &profile.arch());
+    let compile = |text: &str| cache.compile(compiler, text, profile.arch());
     let mut built: Vec<(Config, String)> = Vec::new();
     for (spec, dims, dtype, run) in &problems {
         let kernels = ahead::kernels(&profile, spec, dims, *dtype, *run, records.as_ref())?;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use foveate_cuda::CudaError;
 use foveate_cuda::check::{ARCHS, Checked, Listed, Taken, list};
+use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use serde::Serialize;
@@ -25,7 +26,7 @@ use crate::progress::Progress;
 pub struct Args {
     /// An architecture, such as sm_90 (all that are listed when left out)
     #[arg(long, value_name = "ARCH")]
-    arch: Vec<String>,
+    arch: Vec<Arch>,
     /// A sample of the list
     #[arg(long)]
     few: bool,
@@ -46,8 +47,8 @@ pub struct Args {
 
 /// What came of one entry point of a kernel's file, or of a kernel that does not compile.
 #[derive(Serialize)]
-struct Line<'a> {
-    arch: &'a str,
+struct Line {
+    arch: Arch,
     kernel: String,
     tiles: String,
     seconds: f64,
@@ -71,8 +72,8 @@ struct Count {
 
 /// Compiles, prints a line for each entry point, and fails when one does not hold.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let archs: Vec<String> = match args.arch.is_empty() {
-        true => ARCHS.iter().map(|(arch, _)| (*arch).to_owned()).collect(),
+    let archs: Vec<Arch> = match args.arch.is_empty() {
+        true => ARCHS.iter().map(|(arch, _)| *arch).collect(),
         false => args.arch.clone(),
     };
     let kernels = wanted(args, &archs)?;
@@ -107,7 +108,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     if let Some(path) = &args.update {
         if !args.few && args.filter.is_none() && count.failed == 0 {
-            archs.iter().for_each(|arch| table.forget(arch));
+            archs.iter().for_each(|&arch| table.forget(arch));
         }
         done.iter().for_each(|(kernel, found)| table.record(kernel, found));
         table.write(path)?;
@@ -123,9 +124,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 /// The kernels that were asked for.
-fn wanted(args: &Args, archs: &[String]) -> Result<Vec<Listed>, Failure> {
+fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<Listed>, Failure> {
     let mut kernels: Vec<Listed> = Vec::new();
-    for arch in archs {
+    for &arch in archs {
         kernels.extend(list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?);
     }
     if let Some(text) = &args.filter {
@@ -138,14 +139,14 @@ fn wanted(args: &Args, archs: &[String]) -> Result<Vec<Listed>, Failure> {
 }
 
 /// What there is to say of a kernel.
-fn lines<'a>(
-    kernel: &'a Listed,
+fn lines(
+    kernel: &Listed,
     result: &Result<Checked, CudaError>,
     took: Duration,
     table: &Table,
-) -> Vec<Line<'a>> {
+) -> Vec<Line> {
     let line = |name, tiles| Line {
-        arch: &kernel.arch,
+        arch: kernel.arch,
         kernel: name,
         tiles,
         seconds: took.as_secs_f64(),
@@ -164,7 +165,7 @@ fn lines<'a>(
         }
     };
     let of_entry = |(name, taken): (String, Taken)| {
-        let standing = Some(table.standing(&kernel.arch, &name, &found.config, &taken));
+        let standing = Some(table.standing(kernel.arch, &name, &found.config, &taken));
         Line { taken: Some(taken), standing, ..line(name, found.tiles()) }
     };
     let mut lines: Vec<_> = rows(kernel, found).map(of_entry).collect();
@@ -173,7 +174,7 @@ fn lines<'a>(
 }
 
 impl Count {
-    fn add(&mut self, line: &Line<'_>) {
+    fn add(&mut self, line: &Line) {
         self.settled += usize::from(line.note.is_some());
         match line.standing {
             None => self.failed += 1,
@@ -216,9 +217,10 @@ fn each<'a>(
     })
 }
 
-impl Line<'_> {
+impl Line {
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
         let Self { arch, kernel, tiles, seconds, .. } = self;
+        let arch = arch.to_string();
         let head = format!("{arch:<6} {kernel:<44} {tiles:<32} {seconds:>5.1} s");
         let line = match (&self.taken, &self.standing, &self.error) {
             (Some(t), Some(standing), _) => format!(

@@ -6,6 +6,7 @@ use std::{fmt, fs};
 
 use foveate_cuda::check::{Checked, Listed, Taken};
 use foveate_cuda::config::Config;
+use foveate_gpu::Arch;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
@@ -81,8 +82,8 @@ impl Table {
     }
 
     /// Compares an entry point with its row.
-    pub fn standing(&self, arch: &str, name: &str, config: &Config, taken: &Taken) -> Standing {
-        let Some(row) = self.0.get(arch).and_then(|rows| rows.get(name)) else {
+    pub fn standing(&self, arch: Arch, name: &str, config: &Config, taken: &Taken) -> Standing {
+        let Some(row) = self.0.get(&arch.to_string()).and_then(|rows| rows.get(name)) else {
             return Standing::New;
         };
         if row.tiles != Row::new(config, *taken).tiles {
@@ -99,13 +100,13 @@ impl Table {
     }
 
     /// Removes every row of `arch`.
-    pub fn forget(&mut self, arch: &str) {
-        self.0.remove(arch);
+    pub fn forget(&mut self, arch: Arch) {
+        self.0.remove(&arch.to_string());
     }
 
     /// Adds or replaces the rows of a kernel.
     pub fn record(&mut self, kernel: &Listed, found: &Checked) {
-        let table = self.0.entry(kernel.arch.clone()).or_default();
+        let table = self.0.entry(kernel.arch.to_string()).or_default();
         for (name, taken) in rows(kernel, found) {
             table.insert(name, Row::new(&found.config, taken));
         }
@@ -145,12 +146,14 @@ impl fmt::Display for Standing {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const HOPPER: Arch = Arch::new((9, 0));
     use foveate_cuda::check::list;
     use foveate_cuda::config::{Elem, Kernel};
 
     #[test]
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
-        let kernel = &list("sm_90", true).unwrap()[0];
+        let kernel = &list(HOPPER, true).unwrap()[0];
         let config = Config::new(Kernel::Delta, Elem::Bf16, 64, 64);
         let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
         let more = Taken { registers: 50, ..taken };
@@ -166,7 +169,7 @@ mod tests {
         let with = |change: fn(&mut Taken)| {
             let mut taken = taken;
             change(&mut taken);
-            table.standing("sm_90", &name, &found.config, &taken)
+            table.standing(HOPPER, &name, &found.config, &taken)
         };
         assert_eq!(with(|_| ()), Standing::Recorded);
         assert_eq!(with(|t| t.registers += 8), Standing::Changed);
@@ -175,19 +178,19 @@ mod tests {
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.local_bytes = 0), Standing::Changed);
         let second = format!("{name}: rests");
-        assert_eq!(table.standing("sm_90", &second, &found.config, &more), Standing::Recorded);
-        assert_eq!(table.standing("sm_90", &second, &found.config, &taken), Standing::Worse);
+        assert_eq!(table.standing(HOPPER, &second, &found.config, &more), Standing::Recorded);
+        assert_eq!(table.standing(HOPPER, &second, &found.config, &taken), Standing::Worse);
 
-        assert_eq!(table.standing("sm_80", &name, &found.config, &taken), Standing::New);
+        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found.config, &taken), Standing::New);
         found.config.tile_q *= 2;
-        assert_eq!(table.standing("sm_90", &name, &found.config, &taken), Standing::Changed);
+        assert_eq!(table.standing(HOPPER, &name, &found.config, &taken), Standing::Changed);
     }
 
     #[test]
     fn the_recorded_table_can_be_read() {
         let table = Table::recorded().unwrap();
         for (arch, _) in foveate_cuda::check::ARCHS {
-            assert!(table.0.contains_key(arch), "{arch} is not in the table");
+            assert!(table.0.contains_key(&arch.to_string()), "{arch} is not in the table");
         }
     }
 }

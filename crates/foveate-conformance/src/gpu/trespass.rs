@@ -3,8 +3,7 @@
 
 use std::time::Duration;
 
-use foveate_gpu::driver::Module;
-use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::driver::Launch;
 use foveate_gpu::{Engine, GpuError};
 
 const SOURCE: &str = r#"
@@ -43,13 +42,13 @@ pub fn run(tool: &str) -> Result<bool, String> {
         let engine = Engine::get(0)?;
         let queue = engine.queue();
         let block = queue.pool().take(4 * ELEMS)?;
-        let compiled = Compiler::get()?.compile(SOURCE, &engine.device().info().arch())?;
-        let kernel = Module::load(engine.device(), &compiled.cubin)?.function(entry, 0)?;
+        let compiled = engine.compiled(SOURCE, engine.device().info().arch())?;
+        let kernel = engine.load(&compiled, entry, 0)?;
         let address = block.address().to_le_bytes();
         let threads = ELEMS as u32 + 1;
         // SAFETY: wrong on purpose. Allocations start at multiples of 256 bytes, so nobody else's
         // memory follows the 400 bytes at once.
-        unsafe { kernel.launch(queue.stream(), [1; 3], threads, &[&address]) }?;
+        unsafe { kernel.launch(queue.stream(), &Launch::new([1; 3], threads), &[&address]) }?;
         queue.stream().wait(Duration::from_secs(20), "a kernel that is wrong on purpose")
     };
     match launched() {
@@ -61,6 +60,10 @@ pub fn run(tool: &str) -> Result<bool, String> {
 
 #[cfg(test)]
 mod tests {
+    use foveate_gpu::Arch;
+    use foveate_gpu::cache::Cache;
+    use foveate_gpu::nvrtc::Compiler;
+
     use super::*;
 
     #[test]
@@ -69,7 +72,7 @@ mod tests {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let compiled = compiler.compile(SOURCE, "sm_90").unwrap();
+        let compiled = Cache::at(None).compile(compiler, SOURCE, Arch::new((9, 0))).unwrap();
         for (tool, entry) in KERNELS {
             assert!(compiled.kernels.iter().any(|k| k.name == entry), "{tool}: {compiled:?}");
         }

@@ -32,10 +32,10 @@ use crate::planner::{
 use crate::resources::Resources;
 use crate::settle::{settle, tolerate};
 use crate::source::source;
-use foveate_gpu::GpuErrorKind;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::profile::Profile;
+use foveate_gpu::{Arch, GpuErrorKind};
 
 /// The mods that kernels are listed with, one of each kind that they tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
@@ -89,7 +89,7 @@ enum Variant {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     /// The architecture it is planned and compiled for.
-    pub arch: String,
+    pub arch: Arch,
     /// Its mods.
     pub mods: Kind,
     profile: Profile,
@@ -113,13 +113,13 @@ pub struct Checked {
 }
 
 /// Architectures of the list, each with a card that has it.
-pub const ARCHS: [(&str, &str); 6] = [
-    ("sm_80", "a100"),
-    ("sm_86", "a10"),
-    ("sm_89", "l40s"),
-    ("sm_90", "h200"),
-    ("sm_100", "b200"),
-    ("sm_120", "rtx5090"),
+pub const ARCHS: [(Arch, &str); 6] = [
+    (Arch::new((8, 0)), "a100"),
+    (Arch::new((8, 6)), "a10"),
+    (Arch::new((8, 9)), "l40s"),
+    (Arch::new((9, 0)), "h200"),
+    (Arch::new((10, 0)), "b200"),
+    (Arch::new((12, 0)), "rtx5090"),
 ];
 
 /// Head dims of the list.
@@ -143,20 +143,20 @@ const LENGTH: usize = 8192;
 ///
 /// # Errors
 /// When `arch` is not one of [`ARCHS`], or nothing fits.
-pub fn list(arch: &str, few: bool) -> Result<Vec<Listed>, CudaError> {
+pub fn list(arch: Arch, few: bool) -> Result<Vec<Listed>, CudaError> {
     let Some((_, card)) = ARCHS.iter().find(|(name, _)| *name == arch) else {
-        let names = ARCHS.map(|(name, _)| name).join(", ");
+        let names = ARCHS.map(|(name, _)| name.to_string()).join(", ");
         return Err(CudaError::argument(format!(
             "no kernels are listed for {arch}, but for {names}"
         )));
     };
     let profile = Profile::named(card).map_err(CudaError::argument)?;
-    let few = few || arch == "sm_86";
+    let few = few || arch == Arch::new((8, 6));
     let mut listed = Vec::new();
     let mut seen = HashSet::new();
     let mut add = |choice: Choice, mods, queries, sparse| {
         if seen.insert((choice.chosen.config.clone(), mods, queries)) {
-            let (arch, profile) = (arch.to_owned(), profile.clone());
+            let profile = profile.clone();
             listed.push(Listed { arch, mods, profile, choice, queries, sparse });
         }
     };
@@ -422,7 +422,7 @@ impl Listed {
         let settled = settle(&self.choice, |candidate| {
             let config = &candidate.config;
             let text = source(config, &self.mods.source(config)?);
-            let compiled = cache.compile(compiler, &text, &self.arch)?;
+            let compiled = cache.compile(compiler, &text, self.arch)?;
             let compared = tolerate(candidate, &self.profile, compare(config, &compiled)?);
             held = compared.is_ok();
             Ok((compiled, compared))
@@ -501,7 +501,7 @@ mod tests {
             for (i, is) in of_few.iter().enumerate() {
                 assert!(has(&few, is), "class {i} of the sample for {arch}");
             }
-            if arch == "sm_86" {
+            if arch == Arch::new((8, 6)) {
                 continue;
             }
             assert!(few.len() < all.len() / 5, "{} of {}", few.len(), all.len());
@@ -509,16 +509,16 @@ mod tests {
                 assert!(has(&all, is), "class {i} for {arch}");
             }
         }
-        let said = list("sm_70", true).unwrap_err().to_string();
+        let said = list(Arch::new((7, 0)), true).unwrap_err().to_string();
         assert!(said.starts_with("no kernels are listed for sm_70, but for sm_80, "), "{said}");
     }
 
     #[test]
     fn what_is_chosen_for_sm_86_is_chosen_for_sm_89() {
-        let chosen = |arch: &str| -> Vec<_> {
+        let chosen = |arch: Arch| -> Vec<_> {
             list(arch, true).unwrap().into_iter().map(|l| l.choice.chosen.config).collect()
         };
-        assert_eq!(chosen("sm_86"), chosen("sm_89"));
+        assert_eq!(chosen(Arch::new((8, 6))), chosen(Arch::new((8, 9))));
     }
 
     #[test]
@@ -528,8 +528,8 @@ mod tests {
             Err(e) => return println!("skipped: {e}"),
         };
         let cache = Cache::at(None);
-        let sample = |arch: &str| list(arch, true).unwrap().into_iter();
-        for one in sample("sm_86").chain(sample("sm_90")).step_by(5) {
+        let sample = |arch: Arch| list(arch, true).unwrap().into_iter();
+        for one in sample(Arch::new((8, 6))).chain(sample(Arch::new((9, 0)))).step_by(5) {
             if let Err(e) = one.check(compiler, &cache) {
                 panic!("{}: {e}", one.arch);
             }
@@ -542,7 +542,7 @@ mod tests {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let all = list("sm_90", false).unwrap();
+        let all = list(Arch::new((9, 0)), false).unwrap();
         let entries = |name: &str| {
             let found = all.iter().find(|l| l.name() == name).expect("it is listed");
             let checked = found.check(compiler, &Cache::at(None)).unwrap();
@@ -565,12 +565,12 @@ mod tests {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let all = list("sm_90", false).unwrap();
+        let all = list(Arch::new((9, 0)), false).unwrap();
         let bytes = |name: String| {
             let found = all.iter().find(|l| l.name() == name).expect("it is listed");
             let config = &found.choice.chosen.config;
             let source = source(config, &found.mods.source(config).unwrap());
-            compiler.compile(&source, "sm_90").unwrap().cubin.len()
+            Cache::at(None).compile(compiler, &source, Arch::new((9, 0))).unwrap().cubin.len()
         };
         // An f32 product is three and the splitting of their operands, so that scores are less of it.
         for (dtype, most) in [("bf16", 2.5), ("f32", 1.75)] {

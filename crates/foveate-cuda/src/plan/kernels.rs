@@ -19,7 +19,7 @@ use crate::settle::{settle, tolerate};
 use crate::source::source;
 use crate::tuner::Records;
 use foveate_gpu::Queue;
-use foveate_gpu::driver::Function;
+use foveate_gpu::driver::{Function, Launch};
 use foveate_gpu::sync::lock;
 
 /// What was made so far.
@@ -103,7 +103,7 @@ pub(super) fn launch(
     // SAFETY: `check_places` has asked the driver whether operands and destinations are memory of
     // this device, and their strides keep kernels inside; whoever hands them over keeps them until
     // the work is done. Blocks go back to the pool of the same queue, behind this launch.
-    unsafe { function.launch(queue.stream(), grid, threads, parameters)? };
+    unsafe { function.launch(queue.stream(), &Launch::new(grid, threads), parameters)? };
     Ok(())
 }
 
@@ -197,7 +197,9 @@ impl CudaPlan {
         let settled = settle(choice, |candidate| {
             let config = wanted(&candidate.config);
             let mods = self.printed(kind, call, &config)?;
-            let compiled = self.engine.compiled(&source(&config, &mods.source))?;
+            let compiled = self
+                .engine
+                .compiled(&source(&config, &mods.source), self.engine.device().info().arch())?;
             let taken = compare(&config, &compiled)?;
             let taken = tolerate(candidate, self.engine.profile(), taken);
             Ok(((config, mods, compiled), taken))
@@ -266,7 +268,9 @@ impl CudaPlan {
             return Ok(function.clone());
         }
         let text = source(&key.0, &mods.source);
-        let function = self.engine.function(&text, &key.0.kernel.entry(), shared_bytes as u32)?;
+        let compiled = self.engine.compiled(&text, self.engine.device().info().arch())?;
+        let entry = key.0.kernel.entry();
+        let function = self.engine.load(&compiled, &entry, shared_bytes as u32)?;
         lock(&self.kernels).beside.insert(key, function.clone());
         Ok(function)
     }

@@ -213,7 +213,7 @@ impl Blas {
         let [major, minor, _] = functions.version();
         let driver = device.info().driver;
         Library::CublasLt.check_driver((major, minor), driver)?;
-        device.current()?;
+        let _current = device.current()?;
         let mut handle = ptr::null_mut();
         // SAFETY: `handle` is valid for a write, and the device's context is current.
         let code = unsafe { (functions.create)(&mut handle) };
@@ -223,7 +223,7 @@ impl Blas {
 
     /// Queues what `key` describes and [`Engine::matmul`] has checked.
     fn run(&self, queue: &Queue, key: Key, matmul: &Matmul) -> Result<(), GpuError> {
-        queue.stream().device().current()?;
+        let _current = queue.stream().device().current()?;
         let mut prepared = lock(&self.prepared);
         if prepared.len() >= MOST_PREPARED {
             prepared.clear();

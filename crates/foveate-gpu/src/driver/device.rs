@@ -1,11 +1,13 @@
 //! Devices and what they offer.
 
 use std::ffi::{CStr, c_int};
+use std::ops::Deref;
 use std::ptr;
 use std::sync::Arc;
 
 use super::free_list::SharedFreeList;
 use super::sys::{Driver, Handle};
+use crate::arch::Arch;
 use crate::error::GpuError;
 
 /// A GPU with its primary context. Cheap to clone.
@@ -122,13 +124,66 @@ impl Device {
         Ok((free, total))
     }
 
-    /// The driver, with this device's context current on this thread.
-    pub(crate) fn current(&self) -> Result<&'static Driver, GpuError> {
+    /// The driver, with this device's context current on this thread as long as the guard lives.
+    pub(crate) fn current(&self) -> Result<Current, GpuError> {
+        self.0.current()
+    }
+
+    /// The same around calls that may change the thread's context themselves, as NCCL's do.
+    pub(crate) fn current_around(&self) -> Result<Current, GpuError> {
+        let found = found(Driver::get()?)?;
+        let mut current = self.current()?;
+        current.restore = Some(found);
+        Ok(current)
+    }
+}
+
+/// The driver with a device's context current on this thread. Dropped, it makes the context current
+/// that it found, without a call of the driver where that was the device's own.
+pub(crate) struct Current {
+    driver: &'static Driver,
+    /// The context to make current again. A pointer keeps the guard on its thread.
+    restore: Option<Handle>,
+}
+
+impl Deref for Current {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.driver
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(context) = self.restore {
+            // SAFETY: it was current before, or is null, which makes none current. If its owner has
+            // destroyed it meanwhile, the driver says so, and there is nobody to tell.
+            unsafe { (self.driver.context_set)(context) };
+        }
+    }
+}
+
+/// This thread's current context; null when there is none.
+fn found(driver: &Driver) -> Result<Handle, GpuError> {
+    let mut found = ptr::null_mut();
+    // SAFETY: `found` is valid for a write.
+    let code = unsafe { (driver.context_get)(&mut found) };
+    driver.check(code, || "asking for the current context".into())?;
+    Ok(found)
+}
+
+impl Inner {
+    fn current(&self) -> Result<Current, GpuError> {
         let driver = Driver::get()?;
+        let found = found(driver)?;
+        if found == self.context {
+            return Ok(Current { driver, restore: None });
+        }
         // SAFETY: the context is retained as long as `self` lives.
-        let code = unsafe { (driver.context_set)(self.0.context) };
-        driver.check(code, || format!("making GPU {} current", self.0.ordinal))?;
-        Ok(driver)
+        let code = unsafe { (driver.context_set)(self.context) };
+        driver.check(code, || format!("making GPU {} current", self.ordinal))?;
+        Ok(Current { driver, restore: Some(found) })
     }
 }
 
@@ -143,11 +198,9 @@ impl Eq for Device {}
 impl Drop for Inner {
     fn drop(&mut self) {
         if let Ok(driver) = Driver::get() {
-            // SAFETY: the context is retained still.
-            let current = unsafe { (driver.context_set)(self.context) };
-            if current == 0 {
+            if let Ok(current) = self.current() {
                 // A failure while the process ends is of no account.
-                let _ = self.free.free_all(driver);
+                let _ = self.free.free_all(&current);
             }
             // SAFETY: retained once in `open`. A failure while the process ends is of no account.
             unsafe { (driver.context_release)(self.ordinal) };
@@ -194,8 +247,9 @@ impl DeviceInfo {
         })
     }
 
-    /// The architecture that kernels are compiled for, `sm_90`.
-    pub fn arch(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
+    /// The architecture of its capability, `sm_90`. [`Arch::specific`] has the instructions of that
+    /// capability alone.
+    pub fn arch(&self) -> Arch {
+        Arch::new(self.capability)
     }
 }

@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::allocator::{ALLOCATION_ALIGN, Allocator};
 use super::device::Device;
 use super::free_list::FreeList;
 use super::staging::Staging;
@@ -38,6 +39,8 @@ pub struct Pool {
 #[derive(Debug)]
 struct Shared {
     stream: Arc<Stream>,
+    /// Whose memory it is, where it is not the pool's own.
+    allocator: Option<Arc<dyn Allocator>>,
     free: Mutex<FreeList>,
     exact: bool,
     staging: Mutex<Staging>,
@@ -76,9 +79,18 @@ pub struct Allocation {
 impl Pool {
     /// A pool for work queued on `stream`, which waits as long as [`default_timeout`] says.
     pub fn new(stream: Arc<Stream>) -> Self {
+        Self::of(stream, None)
+    }
+
+    /// A pool whose memory is `allocator`'s, all of it: nothing is kept in free lists.
+    pub fn with_allocator(stream: Arc<Stream>, allocator: Arc<dyn Allocator>) -> Self {
+        Self::of(stream, Some(allocator))
+    }
+
+    fn of(stream: Arc<Stream>, allocator: Option<Arc<dyn Allocator>>) -> Self {
         let (free, staging, ended) = Default::default();
         let exact = std::env::var_os(EXACT_VARIABLE).is_some_and(|value| !value.is_empty());
-        let shared = Arc::new(Shared { stream, free, exact, staging, ended });
+        let shared = Arc::new(Shared { stream, allocator, free, exact, staging, ended });
         Self { _user: Some(Arc::new(User(shared.clone()))), shared, timeout: default_timeout() }
     }
 
@@ -102,8 +114,13 @@ impl Pool {
     /// `bytes` of memory with arbitrary contents, aligned to 256 bytes.
     ///
     /// # Errors
-    /// [`GpuErrorKind::OutOfMemory`], after all free memory went back to the device.
+    /// [`GpuErrorKind::OutOfMemory`], after all free memory went back to the device;
+    /// [`GpuErrorKind::Argument`] while a graph is recorded and no free memory is large enough. Of a
+    /// pool with an allocator, those of the allocator.
     pub fn take(&self, bytes: usize) -> Result<Allocation, GpuError> {
+        if let Some(allocator) = &self.shared.allocator {
+            return self.take_from(&**allocator, bytes);
+        }
         let step = if bytes > LARGE { LARGE } else { SMALL };
         // A free allocation that is not much too large serves as well.
         let (capacity, most) = match bytes.max(1) {
@@ -121,6 +138,19 @@ impl Pool {
             None => (self.allocate(capacity)?, capacity),
         };
         Ok(Allocation { pool: self.clone(), address, bytes, capacity })
+    }
+
+    fn take_from(&self, allocator: &dyn Allocator, bytes: usize) -> Result<Allocation, GpuError> {
+        let capacity = bytes.max(1);
+        let address = allocator.allocate(capacity, self.stream().handle() as usize)?;
+        let allocation = Allocation { pool: self.clone(), address, bytes, capacity };
+        if address == 0 || !address.is_multiple_of(ALLOCATION_ALIGN) {
+            return Err(GpuError::argument(format!(
+                "the allocator gave memory at {address:#x}; it must start at a multiple of \
+                 {ALLOCATION_ALIGN} bytes"
+            )));
+        }
+        Ok(allocation)
     }
 
     /// A copy of `data` on the device, in order with the stream's work.
@@ -141,12 +171,15 @@ impl Pool {
         self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Frees the pool's free memory, once the stream's work is done, and the
-    /// free list that the device's queues share.
+    /// Frees the pool's free memory, once the stream's work is done, and the free list that the
+    /// device's queues share. A pool with an allocator has nothing to free.
     ///
     /// # Errors
     /// When the work does not end, or failed.
     pub fn release(&self) -> Result<(), GpuError> {
+        if self.shared.allocator.is_some() {
+            return Ok(());
+        }
         // Taken before the wait, which is for the work that used this memory: another thread may free
         // more meanwhile.
         let mut free = std::mem::take(&mut *self.free());
@@ -160,9 +193,9 @@ impl Pool {
         self.stream().wait(self.timeout, "work before memory is handed back")?;
         let device = self.stream().device();
         let driver = device.current()?;
-        device.free_list().free_all(driver)?;
+        device.free_list().free_all(&driver)?;
         // SAFETY: the context is current, and the work that used them is done.
-        unsafe { free.free_all(driver) }
+        unsafe { free.free_all(&driver) }
     }
 
     /// Whether nobody can queue work any more and what was queued is done, or its end unknown.
@@ -207,7 +240,7 @@ impl Drop for Shared {
         let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the context is current, and freeing waits for the device's work. There is nobody
         // left to tell of a failure.
-        let _ = unsafe { free.free_all(driver) };
+        let _ = unsafe { free.free_all(&driver) };
     }
 }
 
@@ -294,7 +327,13 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.pool.free().push(self.capacity, self.address);
+        match &self.pool.shared.allocator {
+            None => self.pool.free().push(self.capacity, self.address),
+            // SAFETY: it gave the memory for the same length and stream, and this is the end of it.
+            Some(allocator) => unsafe {
+                allocator.free(self.address, self.capacity, self.stream().handle() as usize);
+            },
+        }
     }
 }
 

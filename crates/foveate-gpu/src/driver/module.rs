@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use super::device::Device;
 use super::stream::Stream;
-use super::sys::{Handle, INVALID_VALUE};
-use crate::error::GpuError;
+use super::sys::{Handle, INVALID_VALUE, LaunchAttribute, LaunchConfig};
+use crate::arch::Arch;
+use crate::error::{GpuError, GpuErrorKind};
+use crate::library::Library;
 use crate::sync::lock;
 
 /// Machine code on a device.
@@ -30,11 +32,12 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 impl Module {
-    /// Loads a cubin.
+    /// Loads a cubin that was compiled for `arch`.
     ///
     /// # Errors
-    /// When it was made for another architecture, or is not a cubin.
-    pub fn load(device: &Device, cubin: &[u8]) -> Result<Self, GpuError> {
+    /// [`GpuErrorKind::Architecture`]; when it is no cubin; those of the driver.
+    pub fn load(device: &Device, arch: Arch, cubin: &[u8]) -> Result<Self, GpuError> {
+        arch.check_runs_on(&device.info().name, device.info().capability)?;
         let driver = device.current()?;
         if !cubin.starts_with(b"\x7fELF") {
             return Err(GpuError::argument("the kernel's machine code is damaged: no ELF file"));
@@ -106,6 +109,76 @@ impl Drop for Loaded {
     }
 }
 
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// CTAs along each axis; none at all where one is 0.
+    pub grid: [u32; 3],
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// CTAs of a cluster along each axis, at most 8 in all; a grid is whole clusters. `[1; 3]` is
+    /// no cluster.
+    pub cluster: [u32; 3],
+    /// Programmatic dependent launch: the kernel may start while the one before it on the stream
+    /// runs. It must execute `griddepcontrol.wait` before it reads what that one writes, or writes
+    /// what that one reads.
+    pub programmatic: bool,
+}
+
+/// CTAs of a cluster that every device with clusters holds.
+const MOST_IN_CLUSTER: u32 = 8;
+
+impl Launch {
+    /// A launch without attributes.
+    pub const fn new(grid: [u32; 3], threads: u32) -> Self {
+        Self { grid, threads, cluster: [1; 3], programmatic: false }
+    }
+
+    /// The same in clusters of `dims` CTAs.
+    pub const fn cluster(self, dims: [u32; 3]) -> Self {
+        Self { cluster: dims, ..self }
+    }
+
+    /// The same as a programmatic dependent launch ([`Self::programmatic`]).
+    pub const fn programmatic(self) -> Self {
+        Self { programmatic: true, ..self }
+    }
+
+    fn attributes(&self) -> Vec<LaunchAttribute> {
+        let cluster = (self.cluster != [1; 3]).then(|| LaunchAttribute::cluster(self.cluster));
+        let serial = self.programmatic.then(LaunchAttribute::programmatic_serialization);
+        cluster.into_iter().chain(serial).collect()
+    }
+
+    /// Whether `device` runs launches with these attributes.
+    fn check(&self, kernel: &str, device: &Device) -> Result<(), GpuError> {
+        let Self { grid, cluster, .. } = self;
+        let wrong = |reason: String| {
+            Err(GpuError::argument(format!(
+                "launching {kernel} in clusters of {cluster:?}: {reason}"
+            )))
+        };
+        let ctas = cluster.iter().try_fold(1u32, |n, &len| n.checked_mul(len));
+        match ctas {
+            Some(1..=MOST_IN_CLUSTER) => {}
+            _ => return wrong(format!("a cluster has 1 to {MOST_IN_CLUSTER} CTAs")),
+        }
+        if grid.iter().zip(cluster).any(|(grid, cluster)| grid % cluster != 0) {
+            return wrong(format!("the grid {grid:?} is no multiple of them"));
+        }
+        let info = device.info();
+        if (*cluster != [1; 3] || self.programmatic) && info.capability < (9, 0) {
+            let (major, minor) = info.capability;
+            return Err(GpuError::argument(format!(
+                "launching {kernel}: clusters and programmatic launches need compute capability \
+                 9.0, {} has {major}.{minor}",
+                info.name
+            )));
+        }
+        Ok(())
+    }
+}
+
 /// A kernel.
 #[derive(Clone, Debug)]
 pub struct Function {
@@ -131,8 +204,9 @@ impl Function {
     /// Queues a launch with its parameters' bytes.
     ///
     /// # Errors
-    /// When a parameter has not the size that the kernel declares, the grid is outside the
-    /// device's limits, or earlier work on the device failed.
+    /// When the stream is of another device, a parameter has not the size that the kernel declares, the grid or the attributes are
+    /// outside the device's limits, the driver is too old for an attribute
+    /// ([`GpuErrorKind::Symbol`]), or earlier work on the device failed.
     ///
     /// # Safety
     /// What the kernel reads and writes through addresses among the parameters is device memory
@@ -140,8 +214,7 @@ impl Function {
     pub unsafe fn launch(
         &self,
         stream: &Stream,
-        grid: [u32; 3],
-        threads: u32,
+        launch: &Launch,
         parameters: &[&[u8]],
     ) -> Result<(), GpuError> {
         if !parameters.iter().map(|p| p.len()).eq(self.parameters.iter().copied()) {
@@ -151,34 +224,67 @@ impl Function {
                 self.name, self.parameters
             )));
         }
-        if grid.contains(&0) {
+        let device = &self.module.0.device;
+        if stream.device() != device {
+            return Err(GpuError::argument(format!(
+                "kernel {} is loaded on GPU {}, but the queue is of GPU {}",
+                self.name,
+                device.ordinal(),
+                stream.device().ordinal()
+            )));
+        }
+        launch.check(&self.name, device)?;
+        if launch.grid.contains(&0) {
             return Ok(());
         }
-        let driver = self.module.0.device.current()?;
+        let driver = device.current()?;
+        let ([x, y, z], attributes) = (launch.grid, launch.attributes());
         let mut pointers: Vec<*mut c_void> =
             parameters.iter().map(|p| p.as_ptr().cast_mut().cast()).collect();
-        // SAFETY: each pointer has as many readable bytes as the kernel declares, checked above;
-        // the driver copies them before it returns.
-        let code = unsafe {
-            (driver.launch)(
-                self.handle,
-                grid[0],
-                grid[1],
-                grid[2],
-                threads,
-                1,
-                1,
-                self.shared_bytes,
-                stream.handle(),
-                pointers.as_mut_ptr(),
-                ptr::null_mut(),
-            )
+        let (stream, pointers, more) = (stream.handle(), pointers.as_mut_ptr(), ptr::null_mut());
+        let (threads, shared_bytes) = (launch.threads, self.shared_bytes);
+        let code = if attributes.is_empty() {
+            // SAFETY: each pointer has as many readable bytes as the kernel declares, checked
+            // above; the driver copies them before it returns.
+            unsafe {
+                (driver.launch)(
+                    self.handle,
+                    x,
+                    y,
+                    z,
+                    threads,
+                    1,
+                    1,
+                    shared_bytes,
+                    stream,
+                    pointers,
+                    more,
+                )
+            }
+        } else {
+            let symbol = "cuLaunchKernelEx";
+            let launch = driver
+                .launch_with_attributes
+                .ok_or(GpuErrorKind::Symbol { library: Library::Driver.name(), symbol })?;
+            let config = LaunchConfig {
+                grid: [x, y, z],
+                block: [threads, 1, 1],
+                shared_bytes,
+                stream,
+                attributes: attributes.as_ptr(),
+                attribute_count: attributes.len() as u32,
+            };
+            // SAFETY: as above; the configuration and its attributes outlive the call.
+            unsafe { launch(&config, self.handle, pointers, more) }
         };
         driver.check(code, || {
-            format!(
-                "launching {} on a grid of {grid:?}, {threads} threads, {} B of shared memory",
-                self.name, self.shared_bytes
-            )
+            let Launch { grid, cluster, programmatic, .. } = launch;
+            let mut said = format!("launching {} on a grid of {grid:?}", self.name);
+            if !attributes.is_empty() {
+                said += &format!(", clusters of {cluster:?}");
+                said += if *programmatic { ", programmatic" } else { "" };
+            }
+            said + &format!(", {threads} threads, {shared_bytes} B of shared memory")
         })
     }
 }

@@ -30,6 +30,7 @@ functions! {
     device_attribute "cuDeviceGetAttribute" (*mut c_int, c_int, c_int) -> Code;
     context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, c_int) -> Code;
     context_release "cuDevicePrimaryCtxRelease_v2" (c_int) -> Code;
+    context_get "cuCtxGetCurrent" (*mut Handle) -> Code;
     context_set "cuCtxSetCurrent" (Handle) -> Code;
     memory_info "cuMemGetInfo_v2" (*mut usize, *mut usize) -> Code;
     alloc "cuMemAlloc_v2" (*mut u64, usize) -> Code;
@@ -62,6 +63,49 @@ functions! {
     function_parameter "cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize) -> Code;
     launch "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
                              Handle, *mut *mut c_void, *mut *mut c_void) -> Code;
+    ? launch_with_attributes "cuLaunchKernelEx" (*const LaunchConfig, Handle, *mut *mut c_void,
+                                                 *mut *mut c_void) -> Code;
+    ? tensor_map_tiled "cuTensorMapEncodeTiled" (*mut c_void, c_int, c_uint, *mut c_void,
+                                                 *const u64, *const u64, *const u32, *const u32,
+                                                 c_int, c_int, c_int, c_int) -> Code;
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+pub struct LaunchConfig {
+    pub grid: [c_uint; 3],
+    pub block: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub stream: Handle,
+    pub attributes: *const LaunchAttribute,
+    pub attribute_count: c_uint,
+}
+
+/// `CUlaunchAttribute`: a number of `CUlaunchAttributeID`, and a union of 64 bytes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LaunchAttribute {
+    id: c_int,
+    pad: [u8; 4],
+    value: [u32; 16],
+}
+
+impl LaunchAttribute {
+    fn new(id: c_int, start: [u32; 3]) -> Self {
+        let mut value = [0; 16];
+        value[..3].copy_from_slice(&start);
+        Self { id, pad: [0; 4], value }
+    }
+
+    /// CTAs of a cluster along each axis.
+    pub fn cluster(dims: [u32; 3]) -> Self {
+        Self::new(4, dims)
+    }
+
+    /// The kernel may start before the one ahead of it on the stream has ended.
+    pub fn programmatic_serialization() -> Self {
+        Self::new(6, [1, 0, 0])
+    }
 }
 
 impl Driver {

@@ -169,14 +169,15 @@ impl Communicator {
             .map_err(|_| GpuError::argument(format!("{ranks} ranks are too many")))?;
         let mut config = Config::WITHOUT_BLOCKING;
         let mut handles = vec![ptr::null_mut(); members.len()].into_boxed_slice();
+        let _around = members.first().map(|(engine, _)| engine.device().current_around());
         let group = InGroup::start(functions)?;
         let mut codes = Vec::new();
         for ((engine, rank), handle) in members.iter().zip(&mut handles) {
             // An early end would leave the others joining.
-            if engine.device().current().is_err() {
+            let Ok(_current) = engine.device().current() else {
                 codes.push(sys::CUDA_FAILED);
                 break;
-            }
+            };
             // SAFETY: `handle` and `config` are valid for writes, the device's context is current.
             let code = unsafe { (functions.init)(handle, total, id.0, *rank as i32, &mut config) };
             codes.push(code);
@@ -297,6 +298,7 @@ impl Communicator {
     fn end(&self, reason: String) -> GpuError {
         let mut state = lock(&self.state);
         if let State::Ready(handle) = *state {
+            let _around = self.engine.device().current_around();
             // SAFETY: the communicator is alive; nobody has its handle once the state says so.
             unsafe { (self.functions.abort)(handle) };
             *state = State::Ended(reason);
@@ -344,14 +346,15 @@ fn queue_all(
     let states: Vec<_> = members.iter().map(|member| lock(&member.state)).collect();
     let handles = members.iter().zip(&states).map(|(member, state)| member.ready(state));
     let handles: Vec<Handle> = handles.collect::<Result<_, _>>()?;
+    let _around = members.first().map(|member| member.engine.device().current_around());
     let group = InGroup::start(functions)?;
     let mut codes = Vec::new();
     for call in calls {
         // An early end would leave a part of the group queued.
-        if call.on.engine.device().current().is_err() {
+        let Ok(_current) = call.on.engine.device().current() else {
             codes.push(sys::CUDA_FAILED);
             break;
-        }
+        };
         let member = members.iter().position(|member| ptr::eq(*member, call.on));
         let handle = handles[member.expect("members are those of the calls")];
         // SAFETY: the communicator is alive while its state is locked; the arrays were checked to
@@ -502,6 +505,7 @@ impl Drop for Communicator {
     /// Waits for what is queued, a while; then ends it.
     fn drop(&mut self) {
         let State::Ready(handle) = *lock(&self.state) else { return };
+        let _around = self.engine.device().current_around();
         // SAFETY: the communicator is alive, and nobody else has it.
         let mut code = unsafe { (self.functions.finalize)(handle) };
         let began = Instant::now();

@@ -3,9 +3,10 @@
  * early is found out. Threads may use it at once.
  * LOADS, when it is compiled: kernels load, and their launches are listed.
  * The file `busy` in the home folder: no event is done that was recorded while it was there; the file `frees` there: a line for each call
- * that frees.
+ * that frees, and the file `allocations` one for each that allocates memory of the device.
  * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
  * find.
+ * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #include <pthread.h>
@@ -18,7 +19,8 @@ typedef unsigned long long Address;
 static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
 static struct { Address start; size_t bytes; int device; } blocks[8192];
 static size_t queued, carried, taken[2];
-static _Thread_local int now;
+static _Thread_local int now = -1; /* the device of the current context */
+int contexts_set; /* calls that set one */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static size_t number(const char *name, size_t otherwise) {
@@ -30,10 +32,11 @@ static const char *at_home(const char *name) {
     snprintf(path, sizeof path, "%s/%s", getenv("HOME"), name);
     return path;
 }
-static void note_freeing(void) {
-    FILE *log = fopen(at_home("frees"), "a");
-    if (log) fputs("free\n", log), fclose(log);
+static void note(const char *file) {
+    FILE *log = fopen(at_home(file), "a");
+    if (log) fputs("once\n", log), fclose(log);
 }
+#define IN_CONTEXT if (now < 0) return 201
 static size_t total(void) { return number("TOTAL", 64 << 20); }
 
 int cuInit(unsigned flags) { return flags + (int)number("INIT", 0); }
@@ -61,8 +64,9 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 }
 int cuDevicePrimaryCtxRetain(void **c, int d) { return *c = (void *)(size_t)(d + 1), 0; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
-int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, 0; }
-int cuMemGetInfo_v2(size_t *f, size_t *t) { return *t = total(), *f = *t - taken[now], 0; }
+int cuCtxGetCurrent(void **c) { return *c = (void *)(size_t)(now + 1), 0; }
+int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, contexts_set++, 0; }
+int cuMemGetInfo_v2(size_t *f, size_t *t) { IN_CONTEXT; return *t = total(), *f = *t - taken[now], 0; }
 static int alloc(Address *a, size_t n) {
     size_t i = 0;
     if (n > total() - taken[now]) return 2;
@@ -90,18 +94,20 @@ static int release(Address a) {
     return 1;
 }
 int cuMemAlloc_v2(Address *a, size_t n) {
+    IN_CONTEXT;
+    note("allocations");
     pthread_mutex_lock(&lock);
     int code = alloc(a, n);
     return pthread_mutex_unlock(&lock), code;
 }
 int cuMemFree_v2(Address a) {
-    note_freeing();
+    note("frees");
     pthread_mutex_lock(&lock);
     int code = release(a);
     return pthread_mutex_unlock(&lock), code;
 }
-int cuMemHostAlloc(void **p, size_t n, unsigned f) { (void)f; return *p = malloc(n), 0; }
-int cuMemFreeHost(void *p) { return note_freeing(), free(p), 0; }
+int cuMemHostAlloc(void **p, size_t n, unsigned f) { IN_CONTEXT; (void)f; return *p = malloc(n), 0; }
+int cuMemFreeHost(void *p) { return note("frees"), free(p), 0; }
 static int later(void *to, const void *from, size_t n, int byte) {
     pthread_mutex_lock(&lock);
     int code = queued == 4096 ? 999 : 0;
@@ -130,7 +136,7 @@ int cuPointerGetAttribute(void *v, int which, Address a) {
     int code = attribute(v, which, a);
     return pthread_mutex_unlock(&lock), code;
 }
-int cuStreamCreate(void **s, unsigned f) { (void)f; return *s = (void *)1, 0; }
+int cuStreamCreate(void **s, unsigned f) { IN_CONTEXT; (void)f; return *s = (void *)1, 0; }
 int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
 int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
 static int captures;
@@ -143,7 +149,7 @@ int cuGraphExecDestroy(void *r) { (void)r; return 0; }
 int cuGraphDestroy(void *g) { (void)g; return 0; }
 struct event { size_t end; int behind_work; };
 static int busy(void) { return !access(at_home("busy"), F_OK); }
-int cuEventCreate(void **e, unsigned f) { (void)f; return *e = calloc(1, sizeof(struct event)), 0; }
+int cuEventCreate(void **e, unsigned f) { IN_CONTEXT; (void)f; return *e = calloc(1, sizeof(struct event)), 0; }
 int cuEventDestroy_v2(void *e) { return free(e), 0; }
 int cuEventRecord(void *e, void *s) {
     struct event *of = e;
@@ -173,7 +179,7 @@ static size_t at(const char *p, int width) {
     size_t n = 0;
     return memcpy(&n, p, width), n;
 }
-int cuModuleLoadData(void **m, const void *p) { return *m = (void *)p, 0; }
+int cuModuleLoadData(void **m, const void *p) { IN_CONTEXT; return *m = (void *)p, 0; }
 int cuModuleGetFunction(void **f, void *m, const char *name) {
     const char *file = m, *sections = file + at(file + 40, 8);
     size_t each = at(file + 58, 2), count = at(file + 60, 2), named = at(file + 62, 2);
@@ -209,6 +215,23 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
     return (void)e, (void)g, (void)shared, (void)s, (void)p, (void)more, fclose(log);
 }
+#ifndef WITHOUT_OPTIONAL
+/* Attributes by their numbers in CUlaunchAttributeID. */
+struct attribute { int id, pad; unsigned value[16]; };
+struct config { unsigned grid[3], block[3], shared; void *stream; const struct attribute *attributes; unsigned count; };
+int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
+    FILE *log = fopen(at_home("launches"), "a");
+    if (!log) return 999;
+    fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
+    for (unsigned i = 0; i < c->count; i++) {
+        const unsigned *v = c->attributes[i].value;
+        if (c->attributes[i].id == 4) fprintf(log, ", cluster [%u, %u, %u]", v[0], v[1], v[2]);
+        else if (c->attributes[i].id == 6 && v[0] == 1) fprintf(log, ", programmatic");
+        else return fclose(log), 1;
+    }
+    return (void)p, (void)more, fputs("\n", log), fclose(log);
+}
+#endif
 #else
 int cuModuleLoadData(void **m, const void *p) { (void)m; (void)p; return 209; }
 int cuModuleGetFunction(void **f, void *m, const char *n) { (void)f; (void)m; (void)n; return 500; }
@@ -218,6 +241,25 @@ int cuFuncGetParamInfo(void *f, size_t i, size_t *o, size_t *n) { (void)f; (void
 int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g,
                    unsigned h, void *s, void **p, void **x) {
     (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)h, (void)s, (void)p, (void)x;
+    return 0;
+}
+#endif
+#ifndef WITHOUT_OPTIONAL
+/* A map of 16 words holds what it was made of: numbers of the enumerations by bytes; the address; 5
+ * dims; 4 strides; 5 and 5 halves of words for tile and element strides. */
+int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, void *address, const unsigned long long *dims,
+                           const unsigned long long *strides, const unsigned *tile, const unsigned *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+    unsigned *halves = (unsigned *)(map + 11);
+    if ((size_t)map % 64 || rank < 1 || rank > 5) return 1;
+    memset(map, 0, 128);
+    map[0] = (unsigned)type | rank << 8 | (unsigned)interleave << 16 | (unsigned)swizzle << 24;
+    map[0] |= (unsigned long long)promotion << 32 | (unsigned long long)fill << 40;
+    map[1] = (size_t)address;
+    for (unsigned i = 0; i < rank; i++) {
+        map[2 + i] = dims[i], halves[i] = tile[i], halves[5 + i] = steps[i];
+        if (i + 1 < rank) map[7 + i] = strides[i];
+    }
     return 0;
 }
 #endif

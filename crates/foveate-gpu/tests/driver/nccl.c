@@ -19,7 +19,7 @@ struct World { char id[128]; int ranks, joined; Rank *rank[MOST_RANKS]; World *n
 typedef struct { char bytes[128]; } Id;
 typedef struct { size_t bytes; unsigned magic, version; int blocking; } Config;
 
-int cuEventQuery(void *);
+int cuEventQuery(void *), cuCtxSetCurrent(void *);
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static World *worlds;
 static int ids;
@@ -108,6 +108,7 @@ static int pair(World *w) {
     return 0;
 }
 static int finish_group(void) {
+    cuCtxSetCurrent(0); /* NCCL goes from context to context and promises nothing */
     pthread_mutex_lock(&lock);
     for (int i = 0; i < waiting; i++) group[i].rank->calls[group[i].rank->queued++] = group[i].call;
     for (int i = 0; i < waiting; i++) {
@@ -156,7 +157,7 @@ int ncclCommGetAsyncError(Rank *r, int *code) {
     return pthread_mutex_unlock(&lock), 0;
 }
 #ifndef OLD_NCCL
-int ncclCommFinalize(Rank *r) { (void)r; return 0; }
+int ncclCommFinalize(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
 #endif
-int ncclCommDestroy(Rank *r) { (void)r; return 0; }
-int ncclCommAbort(Rank *r) { (void)r; return 0; }
+int ncclCommDestroy(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
+int ncclCommAbort(Rank *r) { return (void)r, cuCtxSetCurrent(0); }

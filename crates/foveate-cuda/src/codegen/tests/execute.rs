@@ -325,8 +325,9 @@ fn random_programs_compile_for_a_gpu_with_and_without_approximations() {
             let of = source.text();
             text.push_str(&format!("namespace p{seed} {{\n{of}{calls}}}\n"));
         }
-        let compiled =
-            compiler.compile(&text, "sm_80").unwrap_or_else(|e| panic!("{:?}", e.kind()));
+        let compiled = Cache::at(None)
+            .compile(compiler, &text, Arch::new((8, 0)))
+            .unwrap_or_else(|e| panic!("{:?}", e.kind()));
         assert_eq!(compiled.kernels.len(), 8);
     }
 }

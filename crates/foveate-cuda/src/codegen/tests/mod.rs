@@ -8,6 +8,8 @@ mod sequences;
 mod sine;
 
 use super::*;
+use foveate_gpu::Arch;
+use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_mods::{Buffer, Expr, closure, expr, masks, scores};
 
@@ -45,8 +47,8 @@ fn printed(mods: Mods<'_>, options: &Options) -> String {
         Ok(compiler) => {
             let text = source.text();
             let text = format!("typedef long long i64;\n{PRELUDE}{text}{CALLS}");
-            for arch in ["sm_80", "sm_90", "sm_120"] {
-                if let Err(error) = compiler.compile(&text, arch) {
+            for arch in [(8, 0), (9, 0), (12, 0)].map(Arch::new) {
+                if let Err(error) = Cache::at(None).compile(compiler, &text, arch) {
                     panic!("{error}\n{:?}\n{}", error.kind(), source.text());
                 }
             }

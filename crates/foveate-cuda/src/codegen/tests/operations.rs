@@ -45,8 +45,8 @@ fn every_operation_compiles_for_a_gpu_with_and_without_approximations() {
             let source = case.source(fast_math);
             text.push_str(&format!("namespace p{i} {{\n{}{calls}}}\n", source.text()));
         }
-        let compiled =
-            compiler.compile(&text, "sm_80").unwrap_or_else(|e| panic!("{:?}", e.kind()));
+        let compiled = Cache::at(None).compile(compiler, &text, Arch::new((8, 0)));
+        let compiled = compiled.unwrap_or_else(|e| panic!("{:?}", e.kind()));
         assert_eq!(compiled.kernels.len(), cases.len());
     }
 }
