@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use foveate_conformance::Random;
 
+use super::process::Ended;
 use super::training::Folder;
 
 /// The commands that read a checkpoint, and what of their output is the answer.
@@ -41,7 +42,11 @@ impl Fixture {
         folder.succeed(&["train", "recipe.toml", "--set", &half])?;
         let answer = |args: &&[&str]| {
             let copy = folder.copy()?;
-            answer(&copy, args)?.map_err(|line| format!("on intact files: {line}"))
+            let ended = run(&copy, args)?;
+            match ended.error_line()? {
+                None => answer(&copy, args, &ended),
+                Some(line) => Err(format!("on intact files: {line}")),
+            }
         };
         let answers = READERS.iter().map(answer).collect::<Result<_, _>>()?;
         Ok(Self { folder, answers })
@@ -61,42 +66,43 @@ impl Fixture {
         let story = |fault: String| {
             format!("`foveate {}` with {done} in {shown}: {fault}", READERS[reader].join(" "))
         };
-        match answer(&folder, READERS[reader]).map_err(story)? {
-            Err(_) => Ok(()),
-            // Another recipe, another document and another log are not damage.
-            Ok(_) if !file.starts_with(&newest) => Ok(()),
-            Ok(answer) if answer == self.answers[reader] => Ok(()),
-            Ok(answer) => {
-                let mut both = answer.iter().zip(&self.answers[reader]);
-                let other = both.find(|(found, intact)| found != intact);
-                let told = other.map_or("a part of the answer".into(), |(found, intact)| {
-                    format!("{found} in place of {intact}")
-                });
-                Err(story(format!("gave {told}")))
-            }
+        let ended = run(&folder, READERS[reader]).map_err(&story)?;
+        // Another recipe, another document and another log are not damage, and answers differ.
+        if ended.error_line().map_err(&story)?.is_some() || !file.starts_with(&newest) {
+            return Ok(());
         }
+        let answer = answer(&folder, READERS[reader], &ended).map_err(&story)?;
+        if answer == self.answers[reader] {
+            return Ok(());
+        }
+        let mut both = answer.iter().zip(&self.answers[reader]);
+        let told = both
+            .find(|(found, intact)| found != intact)
+            .map_or("a part of the answer".into(), |(found, intact)| {
+                format!("{found} in place of {intact}")
+            });
+        Err(story(format!("gave {told}")))
     }
 }
 
-/// What a reader gives, a line for each step of training, or its error line.
-fn answer(folder: &Folder, args: &[&str]) -> Result<Result<Vec<String>, String>, String> {
+/// Runs a reader to its end.
+fn run(folder: &Folder, args: &[&str]) -> Result<Ended, String> {
     let checkpoint = folder.newest()?.display().to_string();
-    let args: Vec<&str> = args
-        .iter()
-        .map(|&arg| if arg == "CHECKPOINT" { checkpoint.as_str() } else { arg })
-        .collect();
-    let ended = folder.run(&args)?;
-    if let Some(line) = ended.error_line()? {
-        return Ok(Err(line.to_owned()));
-    }
+    let place = |&arg: &&str| if arg == "CHECKPOINT" { checkpoint.clone() } else { arg.into() };
+    let args: Vec<String> = args.iter().map(place).collect();
+    folder.run(&args.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// What a reader that succeeded gave: a line, for training one for each step.
+fn answer(folder: &Folder, args: &[&str], ended: &Ended) -> Result<Vec<String>, String> {
     if args[0] == "train" {
         let steps = folder.steps_of("run")?;
-        return Ok(Ok(steps.iter().map(|(step, both)| format!("step {step}: {both:?}")).collect()));
+        return Ok(steps.iter().map(|(step, both)| format!("step {step}: {both:?}")).collect());
     }
     let last = ended.stdout.lines().last().unwrap_or_default();
     let record: serde_json::Value =
         serde_json::from_str(last).map_err(|e| format!("stdout is no JSON: {e}: {last:?}"))?;
-    Ok(Ok(vec![record[if args[0] == "eval" { "loss" } else { "text" }].to_string()]))
+    Ok(vec![record[if args[0] == "eval" { "loss" } else { "text" }].to_string()])
 }
 
 /// The files below a folder, in order of their names.
