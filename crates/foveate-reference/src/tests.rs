@@ -3,18 +3,21 @@
 use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dropout, Operands, Spec};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor, Varlen};
 
 use crate::{Forward, Upstream, backward, forward, low};
 
 /// Numbers in (-1, 1), multiples of 1/64 so that f32 holds them and a small step exactly.
-struct Random(u64);
+struct Numbers(Random);
 
-impl Random {
+impl Numbers {
+    fn new(seed: u64) -> Self {
+        Self(Random::new(seed))
+    }
+
     fn next(&mut self) -> f64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) % 127) as f64 / 64.0 - 0.984_375
+        self.0.below(127) as f64 / 64.0 - 0.984_375
     }
 
     fn tensor<const N: usize>(&mut self, shape: [usize; N]) -> Tensor<N> {
@@ -89,7 +92,7 @@ fn nudged(tensor: &Tensor, at: usize, by: f64) -> Tensor {
 }
 
 fn check(case: &Case, inputs: &Inputs, seed: u64) {
-    let mut random = Random(seed);
+    let mut random = Numbers::new(seed);
     let [b, h, s, _] = inputs.q.shape();
     let d_out = random.tensor([b, h, s, inputs.v.shape()[3]]);
     let d_lse = random.tensor([b, h, s]);
@@ -125,7 +128,7 @@ fn check(case: &Case, inputs: &Inputs, seed: u64) {
 }
 
 fn inputs(seed: u64, q: [usize; 4], k: [usize; 4], dim_v: usize, sink: bool) -> Inputs {
-    let mut random = Random(seed);
+    let mut random = Numbers::new(seed);
     let [bk, g, sk, _] = k;
     Inputs {
         q: random.tensor(q),
@@ -280,6 +283,30 @@ fn an_index_outside_its_axis_is_an_error_that_names_buffer_index_and_length() {
 }
 
 #[test]
+fn a_masked_key_has_no_gradient_wherever_it_stands_and_whatever_its_values_are() {
+    let inputs = inputs(11, [1, 2, 9, 3], [1, 1, 9, 3], 3, false);
+    let d_out = Numbers::new(12).tensor([1, 2, 9, 3]);
+    let upstream = Upstream { d_out: d_out.view(), d_lse: None };
+    for hidden in 0..9 {
+        let spec = plain(Some(MaskMod::new(expr::kv().ne(hidden).dynamic()).expect("bool")));
+        let clean = backward(&spec, &view(&inputs), &upstream).expect("a problem");
+        for garbage in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let mut at = 0;
+            let values = inputs.v.to_f64();
+            let v = Tensor::from_fn(DType::F64, inputs.v.shape(), |_| {
+                at += 1;
+                if (at - 1) / 3 == hidden as usize { garbage } else { values[at - 1] }
+            });
+            let spoilt = Inputs { v, ..inputs.clone() };
+            let found = backward(&spec, &view(&spoilt), &upstream).expect("a problem");
+            assert_eq!(found, clean, "key {hidden} is masked, its values are {garbage}");
+            let own = &found.dk[hidden as usize * 3..][..3];
+            assert!(own.iter().all(|&dk| dk == 0.0), "dk of key {hidden}: {own:?}");
+        }
+    }
+}
+
+#[test]
 fn a_read_that_simplification_leaves_out_is_no_read_and_every_other_one_is() {
     let doc = AnyBuffer::new("doc", &[3], BufferData::I32(vec![0; 3]), false).expect("3 elements");
     let names = Names::new().buffer(&doc);
@@ -302,7 +329,7 @@ fn a_read_that_simplification_leaves_out_is_no_read_and_every_other_one_is() {
 
 #[test]
 fn the_plain_implementation_is_near_gold_and_not_gold() {
-    let mut random = Random(10);
+    let mut random = Numbers::new(10);
     for (dtype, bound) in [(DType::F32, 1e-6), (DType::F16, 4e-3), (DType::BF16, 3e-2)] {
         let of = |_: [usize; 4]| random.next();
         let q = Tensor::from_fn(dtype, [1, 2, 9, 8], of);
