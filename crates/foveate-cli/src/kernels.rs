@@ -4,6 +4,7 @@ use clap::Subcommand;
 
 mod build;
 mod check;
+mod list;
 mod table;
 
 use crate::failure::Failure;

@@ -1,6 +1,6 @@
 //! `foveate tune`: finds the fastest kernels for a problem on the GPU that is there.
 
-use foveate::cuda::tuner::{self, CANDIDATES, Tuned, Tuning};
+use foveate::cuda::choose::{self, CANDIDATES, Tuned, Tuning};
 use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
 
 use crate::explain::ordinal;
@@ -61,7 +61,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 /// Tunes with progress shown on stderr, until Ctrl-C.
 pub fn watched(
     interrupt: &Interrupt,
-    tune: impl FnOnce(&mut dyn FnMut(&tuner::Progress) -> bool) -> Result<Tuning, CudaError>,
+    tune: impl FnOnce(&mut dyn FnMut(&choose::Progress) -> bool) -> Result<Tuning, CudaError>,
 ) -> Result<Tuning, Failure> {
     let mut shown = Progress::at_most();
     let tuning = tune(&mut |at| {

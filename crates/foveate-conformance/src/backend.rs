@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use foveate::{Attention, Device, Plan, Problem};
 use foveate_cpu::{CpuOptions, CpuPlan};
-use foveate_cuda::planner::{KernelOptions, TileOptions};
+use foveate_cuda::choose::{KernelOptions, TileOptions};
 use foveate_cuda::{CudaOptions, CudaPlan, Engine};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};

@@ -8,13 +8,13 @@ typedef unsigned short GradElem;
 
 // lse is an f32, and the rounding of it makes e^(score - lse) wrong by up to |lse| 2^-24 of itself:
 // a score function may give -1e30 to every key of a row, and then there is no room in lse for the
-// logarithm of how many keys share the weight. From this magnitude on fv_rests finds what the
+// logarithm of how many keys share the weight. From this magnitude on fv_row_weight_sum finds what the
 // weights add up to, and they are divided by it. Below, they are wrong by 2^-18 at most, or 2^-15
 // where operands have 16 bits, a sixteenth of what rounding to f16 may cost.
 constexpr float HUGE_LSE = FV_DTYPE == 2 ? 128.f : 1024.f;
 // Whether that is done: not for plain scores of 16-bit operands, where scale and change of base are
 // one multiply-add.
-[[maybe_unused]] constexpr bool RESTS = FV_DTYPE == 2 || FV_SCORE;
+[[maybe_unused]] constexpr bool HAS_ROW_WEIGHT_SUM = FV_DTYPE == 2 || FV_SCORE;
 __device__ bool is_huge(float lse) { return fabsf(lse) >= HUGE_LSE && fabsf(lse) < infinity(); }
 
 // ---- destinations ----
@@ -89,7 +89,7 @@ __device__ void store_rows(const View& view, int batch, int head, int first, int
 
 // ---- sums of dq ----
 
-// dq_sum holds accumulators: 128 numbers for each 16 rows and 8 columns, so that a warp adds to
+// dq_accum holds accumulators: 128 numbers for each 16 rows and 8 columns, so that a warp adds to
 // consecutive addresses. Where one instruction can add four numbers, those of a lane are neighbours.
 #if __CUDA_ARCH__ >= 900
 constexpr bool ADDS_FOUR = true;
@@ -102,7 +102,7 @@ __device__ int sum_offset(int lane, int i) { return ADDS_FOUR ? lane * 4 + i : i
 
 // The accumulators of rows row .. row + 16 (row a multiple of 16) and columns 8 * column .. of a head.
 __device__ float* sum_fragment(const BackwardParams& p, int head, i64 row, int column) {
-    return p.dq_sum + (head * p.sum_rows + row) * FV_DP + column * 128;
+    return p.dq_accum + (head * p.sum_rows + row) * FV_DP + column * 128;
 }
 
 __device__ void add_sums(float* fragment, const float (&x)[4]) {

@@ -7,7 +7,7 @@
 //     d_sink[h] = - sum over rows of exp(sink[h] - lse) * delta
 //
 // which one block for each head sums in a fixed order, so that it is the same in every run; where
-// lse is huge the powers are divided by what the row's add up to (see fv_rests).
+// lse is huge the powers are divided by what the row's add up to (see fv_row_weight_sum).
 // fv_delta needs no shared memory, fv_sink_gradient 128 bytes.
 
 extern "C" __device__ const int fv_shared_bytes = 0;
@@ -55,7 +55,7 @@ __device__ void read_piece(float (&x)[PIECE], const View& view, i64 row, int col
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_delta(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods) {
+fv_delta(const __grid_constant__ BackwardParams p) {
     const Tile tile = p.tiles[blockIdx.x];
     const Sequence s = p.sequences[tile.sequence];
     const int head = blockIdx.y, lane = threadIdx.x % LANES;
@@ -88,7 +88,7 @@ fv_delta(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods)
 #if FV_SINK
 // A warp walks every 32nd tile, a lane every 32nd row of it; then lanes, then warps are added up.
 extern "C" __global__ void __launch_bounds__(1024)
-fv_sink_gradient(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods) {
+fv_sink_gradient(const __grid_constant__ BackwardParams p) {
     extern __shared__ float of_warp[];
     const int head = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float sink = p.sink[head];
@@ -102,8 +102,8 @@ fv_sink_gradient(const __grid_constant__ BackwardParams p, const __grid_constant
             const float lse = p.lse.data[s.q_batch * p.lse.batch + head * p.lse.head + at * p.lse.row];
             const float delta = p.delta.data[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row];
             if (lse == -infinity()) continue;
-            const bool divides = p.rests && is_huge(lse);
-            const float rest = divides ? p.rests[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
+            const bool divides = p.row_weight_sum && is_huge(lse);
+            const float rest = divides ? p.row_weight_sum[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
             sum -= expf(sink - lse) / rest * delta;
         }
     }

@@ -1,15 +1,15 @@
 // From the sums of fv_backward to dq: fv_dq<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
 //
-//     dq = scale * dq_sum, or dq += scale * dq_sum with accumulate, rounded once to its dtype
+//     dq = scale * dq_accum, or dq += scale * dq_accum with accumulate, rounded once to its dtype
 //
-// A thread takes 8 columns of rows r and r + 8: four pieces of 16 bytes of dq_sum. Heads run
+// A thread takes 8 columns of rows r and r + 8: four pieces of 16 bytes of dq_accum. Heads run
 // backwards, because the sums of the last ones are still in the L2 cache.
 // No shared memory is asked for.
 
 extern "C" __device__ const int fv_shared_bytes = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods) {
+fv_dq(const __grid_constant__ BackwardParams p) {
     const Tile tile = p.tiles[blockIdx.x];
     const Sequence s = p.sequences[tile.sequence];
     const int head = p.heads_q - 1 - blockIdx.y;

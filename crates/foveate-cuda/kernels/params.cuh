@@ -31,7 +31,7 @@ struct Sequence {
     int q_start, q_len; // rows of q
     int k_start, k_len; // rows of k and v
     int first_row;      // row of Lists of its first tile
-    int sum_row;        // row of dq_sum of its first query, a multiple of 16 (backward only)
+    int sum_row;        // row of dq_accum of its first query, a multiple of 16 (backward only)
 };
 
 // Rows tile * BLOCK .. of a sequence: of queries in the forward, of keys in the backward.
@@ -95,7 +95,7 @@ struct BackwardParams {
     // Sums over tiles of keys, zeroed by the host: [heads_q, sum_rows, FV_DP] f32 in the order of
     // accumulators: 16 rows x 8 columns at a time, see sum_fragment in backward_device.cuh.
     // A sequence has its query 0 at row sum_row, and q_len rounded up to 16 rows.
-    float* dq_sum;
+    float* dq_accum;
     i64 sum_rows;                // a multiple of 16
     float scale;
     int heads_q, heads_kv;
@@ -105,8 +105,8 @@ struct BackwardParams {
     // when k and v are shared over the batch. Their gradients are summed by the block.
     int sharing;
     // The sum of e^(score - lse) of rows whose lse is too large to hold it (see HUGE_LSE),
-    // in the order of delta. Null where nobody looks (see RESTS).
-    float* rests;
+    // in the order of delta. Null where nobody looks (see HAS_ROW_WEIGHT_SUM).
+    float* row_weight_sum;
 };
 
 struct SequencesParams {

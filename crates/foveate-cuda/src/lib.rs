@@ -5,30 +5,22 @@
 //! source is put together. What NVIDIA ships (driver, NVRTC, cuBLASLt, NCCL) is loaded at run time.
 //!
 //! A kernel's source is, in this order: the macros of its configuration, `kernels/params.cuh`
-//! (the arguments, mirrored in [`abi`]), the printed mods, the shared device functions, and one
+//! (the arguments, mirrored in [`compile::params`]), the printed mods, the shared device functions, and one
 //! kernel file.
 
 #![deny(clippy::undocumented_unsafe_blocks)]
 
-pub mod abi;
-pub mod ahead;
-pub mod check;
-pub mod codegen;
-pub mod config;
+pub mod aot;
+pub mod choose;
+pub mod compile;
 mod error;
 pub mod operands;
 pub mod plan;
-pub mod planner;
-pub mod resources;
-pub mod schedule;
-mod settle;
-pub mod source;
-pub mod tuner;
 
+pub use choose::{Records, Tuning};
 pub use error::{CudaError, CudaErrorKind};
 pub use foveate_gpu::{DeviceArray, DeviceTensor, Element, Engine, Queue};
 pub use operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
 };
 pub use plan::{CudaOptions, CudaPlan, Description};
-pub use tuner::{Records, Tuning};

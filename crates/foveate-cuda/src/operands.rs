@@ -12,8 +12,8 @@ use foveate_mods::Type;
 use foveate_problem::{Arrangement, Dims, Operands};
 use foveate_tensor::{DType, TensorRef};
 
-use crate::abi::{Address, RowView, View};
-use crate::config::Elem;
+use crate::compile::config::Elem;
+use crate::compile::params::{Address, RowView, View};
 use crate::error::CudaError;
 pub use varlen::{DeviceOffsets, DeviceVarlen};
 

@@ -4,9 +4,9 @@ use std::env;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use foveate_cuda::codegen::{Extent, Mods, ModsSource, Options};
-use foveate_cuda::config::{Config, Elem, Kernel};
-use foveate_cuda::source::source;
+use foveate_cuda::compile::codegen::{Extent, Mods, ModsSource, Options};
+use foveate_cuda::compile::config::{Config, Elem, Kernel};
+use foveate_cuda::compile::source::source;
 use foveate_gpu::Arch;
 use foveate_gpu::cache::{Cache, FOLDER_VARIABLE};
 use foveate_gpu::nvrtc::Compiler;

@@ -4,7 +4,7 @@
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
-use foveate_cuda::schedule::TileSize;
+use foveate_cuda::choose::schedule::TileSize;
 use foveate_cuda::{CudaOptions, CudaPlan, Description, Engine};
 use foveate_mods::{masks, scores};
 use foveate_problem::{Arrangement, Dims, Spec};

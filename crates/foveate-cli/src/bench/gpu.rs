@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
 use foveate::cuda::Engine;
-use foveate::cuda::tuner::Tuned;
+use foveate::cuda::choose::Tuned;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;

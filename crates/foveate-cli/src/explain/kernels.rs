@@ -2,8 +2,8 @@
 //! could not run there. No GPU is needed.
 
 use foveate_cuda::Records;
-use foveate_cuda::ahead::{self, Planned, Run};
-use foveate_cuda::planner::{KernelOptions, admit};
+use foveate_cuda::aot::{self, Planned, Run};
+use foveate_cuda::choose::{KernelOptions, admit};
 use foveate_gpu::driver;
 use foveate_gpu::profile::Profile;
 use serde_json::json;
@@ -44,7 +44,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         paged: given.problem.arrangement().paged(),
     };
     let Planned { class, sizes, plan, .. } =
-        ahead::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
+        aot::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
     if args.json {
         return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
     }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args as _, Command, FromArgMatches};
 use foveate::DType;
-use foveate_cuda::ahead::{self, Run};
-use foveate_cuda::config::Config;
+use foveate_cuda::aot::{self, Run};
+use foveate_cuda::compile::config::Config;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
@@ -60,7 +60,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let compile = |text: &str| cache.compile(compiler, text, profile.arch());
     let mut built: Vec<(Config, String)> = Vec::new();
     for (spec, dims, dtype, run) in &problems {
-        let kernels = ahead::kernels(&profile, spec, dims, *dtype, *run, records.as_ref())?;
+        let kernels = aot::kernels(&profile, spec, dims, *dtype, *run, records.as_ref())?;
         let compiled: Vec<_> = kernels.par_iter().map(|kernel| kernel.build(compile)).collect();
         for kernel in compiled {
             for found in kernel? {

@@ -8,12 +8,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_cuda::CudaError;
-use foveate_cuda::check::{ARCHS, Checked, Listed, Taken, list};
+use foveate_cuda::compile::check::Taken;
 use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use serde::Serialize;
 
+use super::list::{ARCHS, Checked, Listed, list};
 use super::table::{Standing, Table, rows};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;

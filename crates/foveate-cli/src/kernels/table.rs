@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::{fmt, fs};
 
-use foveate_cuda::check::{Checked, Listed, Taken};
-use foveate_cuda::config::Config;
+use super::list::{Checked, Listed};
+use foveate_cuda::compile::check::Taken;
+use foveate_cuda::compile::config::Config;
 use foveate_gpu::Arch;
 use serde::{Deserialize, Serialize};
 
@@ -146,10 +147,10 @@ impl fmt::Display for Standing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::list::list;
+    use foveate_cuda::compile::config::{Elem, Kernel};
 
     const HOPPER: Arch = Arch::new((9, 0));
-    use foveate_cuda::check::list;
-    use foveate_cuda::config::{Elem, Kernel};
 
     #[test]
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
@@ -157,7 +158,7 @@ mod tests {
         let config = Config::new(Kernel::Delta, Elem::Bf16, 64, 64);
         let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
         let more = Taken { registers: 50, ..taken };
-        let entries = vec![("fv_delta".to_owned(), taken), ("fv_rests".to_owned(), more)];
+        let entries = vec![("fv_delta".to_owned(), taken), ("fv_row_weight_sum".to_owned(), more)];
         let mut found = Checked { config, entries, note: None };
         let mut table = Table::default();
         table.record(kernel, &found);
@@ -177,7 +178,7 @@ mod tests {
         assert_eq!(with(|t| t.local_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.local_bytes = 0), Standing::Changed);
-        let second = format!("{name}: rests");
+        let second = format!("{name}: row_weight_sum");
         assert_eq!(table.standing(HOPPER, &second, &found.config, &more), Standing::Recorded);
         assert_eq!(table.standing(HOPPER, &second, &found.config, &taken), Standing::Worse);
 
@@ -189,7 +190,7 @@ mod tests {
     #[test]
     fn the_recorded_table_can_be_read() {
         let table = Table::recorded().unwrap();
-        for (arch, _) in foveate_cuda::check::ARCHS {
+        for (arch, _) in crate::kernels::list::ARCHS {
             assert!(table.0.contains_key(&arch.to_string()), "{arch} is not in the table");
         }
     }

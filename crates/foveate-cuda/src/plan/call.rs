@@ -4,19 +4,16 @@
 //! A program is printed for the lengths of its captured buffers, so buffers of other lengths than
 //! the plan's make a plan of their own, which is kept and shares what does not depend on them.
 
-use std::cell::RefCell;
 use std::ops::Deref;
 use std::sync::Arc;
 
 use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::{Dims, Sequence};
 
-use super::resident::{Key, Placed};
 use super::{CudaPlan, longest, sequences, unknown};
-use crate::abi::Address;
+use crate::compile::params::Address;
 use crate::error::CudaError;
 use crate::operands::{DeviceOffsets, DeviceOperands, element, mod_type};
-use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
 use foveate_gpu::{DeviceArray, Queue};
 
@@ -28,10 +25,6 @@ pub(super) struct Call<'a> {
     /// Whether indices outside captured buffers are reported.
     pub checked: bool,
     captures: &'a [(&'a str, DeviceArray<'a>)],
-    /// Range tables of captured buffers, by their place in `captures`.
-    pub tables: RefCell<Vec<(usize, Arc<Allocation>)>>,
-    /// Schedules from offsets of which nothing is promised.
-    pub placed: RefCell<Vec<(Key, Arc<Placed>)>>,
 }
 
 /// The sequences of a call.
@@ -97,8 +90,7 @@ impl<'a> Call<'a> {
         checked: bool,
     ) -> Self {
         let sequences = Sequences::of(dims, operands);
-        let (captures, tables, placed) = (operands.captures, <_>::default(), <_>::default());
-        Self { queue, dims, sequences, checked, captures, tables, placed }
+        Self { queue, dims, sequences, checked, captures: operands.captures }
     }
 
     /// The captured buffer of this name in device memory, and its place in the call.

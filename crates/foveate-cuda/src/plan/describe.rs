@@ -5,10 +5,11 @@ use foveate_problem::{Arrangement, Dims, Sequence};
 use super::kernels::sizes;
 use super::launch::COUNTED_BYTES;
 use super::{CudaPlan, longest, sequences};
-use crate::config::Config;
+use crate::choose::Class;
+use crate::choose::schedule::{Axis, Lists, Schedule, TileSize};
+use crate::compile::Candidate;
+use crate::compile::config::Config;
 use crate::error::CudaError;
-use crate::planner::{Candidate, Class};
-use crate::schedule::{Axis, Lists, Schedule, TileSize};
 
 /// What a call does: configurations, how much is live, what memory it needs.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,7 +36,7 @@ pub struct Description {
     pub partial_tiles: usize,
     /// Pairs of a query and a key in live tiles, of all heads.
     pub live_pairs: u64,
-    /// Block masks that batch entries and heads share; 0 without a mask.
+    /// Allocation masks that batch entries and heads share; 0 without a mask.
     pub block_masks: usize,
     /// Runs of live tiles in those block masks.
     pub runs: u64,
@@ -102,7 +103,7 @@ impl CudaPlan {
     /// `launch_backward`.
     fn backward_bytes(&self, class: &Class, dims: &Dims, sum_rows: usize) -> usize {
         // Delta, and what the weights of a row add up to.
-        let of_rows = 4 * rows(dims) * if class.has_rests() { 2 } else { 1 };
+        let of_rows = 4 * rows(dims) * if class.has_row_weight_sum() { 2 } else { 1 };
         let learned: usize = self.spec.learned().iter().map(|b| b.elems()).sum();
         let of_sums = match self.options.deterministic {
             true => COUNTED_BYTES * learned,

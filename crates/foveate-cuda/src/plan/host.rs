@@ -13,7 +13,7 @@ use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, V
 
 use super::call::Call;
 use super::{CudaPlan, sequences};
-use crate::codegen::buffer_bytes;
+use crate::compile::codegen::buffer_bytes;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,

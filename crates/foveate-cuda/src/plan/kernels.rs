@@ -7,17 +7,16 @@ use foveate_problem::Dims;
 
 use super::CudaPlan;
 use super::call::Call;
-use crate::ahead::{lists_config, no_mods};
-use crate::check::compare;
-use crate::codegen::{Extent, Mods, ModsSource, Options};
-use crate::config::{Config, Kernel};
+use crate::choose::schedule::TileSize;
+use crate::choose::{Choice, Class, KernelPlan, PassLaunch, PrintedMods, Records, Sizes};
+use crate::compile::Candidate;
+use crate::compile::codegen::{Extent, ModsSource, Options};
+use crate::compile::config::{Config, Entry};
+use crate::compile::params::BlockListsParams;
+use crate::compile::resources::{Resources, shared_bytes_of};
+use crate::compile::source::source;
+use crate::compile::spill_fallback::compile_one_that_fits;
 use crate::error::CudaError;
-use crate::planner::{Candidate, Choice, Class, KernelPlan, Sizes};
-use crate::resources::{Resources, shared_bytes_of};
-use crate::schedule::TileSize;
-use crate::settle::{settle, tolerate};
-use crate::source::source;
-use crate::tuner::Records;
 use foveate_gpu::Queue;
 use foveate_gpu::driver::{Function, Launch};
 use foveate_gpu::sync::lock;
@@ -32,7 +31,7 @@ pub(super) struct Kernels {
     /// Kernels beside those of a pass, by text and bytes of shared memory.
     beside: HashMap<(Config, u64, usize), Function>,
     /// What runs in place of a configuration that was chosen, entry by entry and text by text.
-    loaded: HashMap<(Config, &'static str, u64), (Config, Function)>,
+    loaded: HashMap<(Config, Entry, u64), (Config, Function)>,
     /// What runs otherwise than it was planned.
     notes: Vec<String>,
 }
@@ -53,7 +52,8 @@ impl Printed {
 
 #[derive(Clone, Debug, PartialEq)]
 struct PrintKey {
-    pass: Pass,
+    mods: PrintedMods,
+    checked: bool,
     extent: Extent,
 }
 
@@ -73,34 +73,20 @@ impl Kernels {
     }
 }
 
-/// What mods are printed for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pass {
-    kind: PassKind,
-    checked: bool,
-}
-
-/// Which mods a pass evaluates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PassKind {
-    /// The mask alone, for block lists.
-    Lists,
-    /// Mask, score and dropout.
-    Forward,
-    /// Those and the derivative of the score.
-    Backward,
-}
+/// What kernels are printed with that evaluate no mods.
+static NOTHING: LazyLock<Arc<Printed>> =
+    LazyLock::new(|| Arc::new(Printed::new(ModsSource::nothing())));
 
 /// Queues a kernel of a plan. Addresses among its parameters are those of operands and
 /// destinations that the pass has checked, or of blocks of the queue's pool.
-pub(super) fn launch(
+pub(super) fn queue_kernel(
     function: &Function,
     queue: &Queue,
     grid: [u32; 3],
     threads: u32,
     parameters: &[&[u8]],
 ) -> Result<(), CudaError> {
-    // SAFETY: `check_places` has asked the driver whether operands and destinations are memory of
+    // SAFETY: `Accesses` has asked the driver whether operands and destinations are memory of
     // this device, and their strides keep kernels inside; whoever hands them over keeps them until
     // the work is done. Blocks go back to the pool of the same queue, behind this launch.
     unsafe { function.launch(queue.stream(), &Launch::new(grid, threads), parameters)? };
@@ -170,43 +156,37 @@ impl CudaPlan {
         Ok(plan)
     }
 
-    /// The kernel `entry` in the file of `kernel`, as it was `chosen`, printed for the lengths of
-    /// a call's sequences.
+    /// The kernel of a launch, as it was `chosen`, printed for the lengths of a call's sequences.
     pub(super) fn kernel(
         &self,
         chosen: &KernelPlan,
-        kernel: Kernel,
-        entry: &'static str,
-        kind: PassKind,
+        launch: &PassLaunch,
         call: &Call<'_>,
     ) -> Result<Ready, CudaError> {
-        let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
-        let choice = choice.expect("the planner plans every kernel of a pass");
-        let wanted = |config: &Config| for_entry(self.grouped(config), entry);
+        let entry = launch.entry;
+        let choice = chosen.choice(entry.kernel());
+        let wanted = |config: &Config| entry.config(self.grouped(config));
         let config = wanted(&choice.chosen.config);
-        let mods = self.printed(kind, call, &config)?;
+        let mods = self.printed(launch.mods, call, &config)?;
         let key = (config, entry, mods.text);
         let found = lock(&self.kernels).loaded.get(&key).cloned();
         if let Some((config, function)) = found {
             let mods = match config == key.0 {
                 true => mods,
-                false => self.printed(kind, call, &config)?,
+                false => self.printed(launch.mods, call, &config)?,
             };
             return Ok(Ready { config, function, mods });
         }
-        let settled = settle(choice, |candidate| {
+        let settled = compile_one_that_fits(self.engine.profile(), choice.ranked(), |candidate| {
             let config = wanted(&candidate.config);
-            let mods = self.printed(kind, call, &config)?;
-            let compiled = self
-                .engine
-                .compiled(&source(&config, &mods.source), self.engine.device().info().arch())?;
-            let taken = compare(&config, &compiled)?;
-            let taken = tolerate(candidate, self.engine.profile(), taken);
-            Ok(((config, mods, compiled), taken))
+            let mods = self.printed(launch.mods, call, &config)?;
+            let arch = self.engine.device().info().arch();
+            let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
+            Ok((config, mods, compiled))
         })?;
         let (config, mods, compiled) = settled.made;
         let bytes = shared_bytes_of(entry, &settled.candidate.resources);
-        let function = self.engine.load(&compiled, entry, bytes)?;
+        let function = self.engine.load(&compiled, entry.name(), bytes)?;
         let mut kernels = lock(&self.kernels);
         kernels.loaded.insert(key, (config.clone(), function.clone()));
         if let Some(note) = settled.note.filter(|n| !kernels.notes.contains(n)) {
@@ -243,16 +223,15 @@ impl CudaPlan {
         tile: TileSize,
         shared_bytes: usize,
     ) -> Result<(Function, Arc<Printed>), CudaError> {
-        let config = lists_config(call.checked);
+        let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
         let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
-        let printed = self.printed(PassKind::Lists, call, &at)?;
+        let printed = self.printed(PrintedMods::Mask, call, &at)?;
         let function = self.beside(config, &printed, shared_bytes)?;
         Ok((function, printed))
     }
 
     /// A kernel that evaluates no mods, and is one for all programs.
     pub(super) fn plain_kernel(&self, config: Config) -> Result<Function, CudaError> {
-        static NOTHING: LazyLock<Printed> = LazyLock::new(|| Printed::new(no_mods()));
         let taken = Resources::of(&config).expect("its one configuration can be");
         self.beside(config, &NOTHING, taken.shared_bytes)
     }
@@ -269,29 +248,24 @@ impl CudaPlan {
         }
         let text = source(&key.0, &mods.source);
         let compiled = self.engine.compiled(&text, self.engine.device().info().arch())?;
-        let entry = key.0.kernel.entry();
-        let function = self.engine.load(&compiled, &entry, shared_bytes as u32)?;
+        let entry = key.0.kernel.entry().name();
+        let function = self.engine.load(&compiled, entry, shared_bytes as u32)?;
         lock(&self.kernels).beside.insert(key, function.clone());
         Ok(function)
     }
 
     fn printed(
         &self,
-        kind: PassKind,
+        mods: PrintedMods,
         call: &Call<'_>,
         config: &Config,
     ) -> Result<Arc<Printed>, CudaError> {
+        if mods == PrintedMods::Nothing {
+            return Ok(NOTHING.clone());
+        }
         let Call { dims, checked, .. } = *call;
-        let pass = Pass { kind, checked };
-        let [queries, keys] = call.sequences.longest();
-        let extent = Extent {
-            batch: dims.batch,
-            heads_q: dims.heads_q,
-            heads_kv: dims.heads_kv,
-            queries: queries.next_multiple_of(config.queries()),
-            keys: keys.next_multiple_of(config.tile_kv),
-        };
-        let key = PrintKey { pass, extent };
+        let extent = Extent::of(dims, call.sequences.longest(), config);
+        let key = PrintKey { mods, checked, extent };
         let found = {
             let kernels = lock(&self.kernels);
             kernels.printed.iter().find(|(k, _)| *k == key).map(|(_, printed)| printed.clone())
@@ -299,24 +273,17 @@ impl CudaPlan {
         if let Some(printed) = found {
             return Ok(printed);
         }
-        let mask = self.spec.mask.as_ref();
-        let score = self.spec.score.as_ref();
-        let dropout = self.spec.dropout.as_ref();
-        let mods = match pass.kind {
-            PassKind::Lists => Mods { mask, ..Mods::default() },
-            PassKind::Forward => Mods { mask, score, gradient: None, dropout },
-            PassKind::Backward => {
-                let gradient = self.differentiable()?.map(|g| &**g);
-                Mods { mask, score, gradient, dropout }
-            }
+        let gradient = match mods {
+            PrintedMods::Backward => self.differentiable()?.map(|g| &**g),
+            PrintedMods::Nothing | PrintedMods::Mask | PrintedMods::Forward => None,
         };
         let options = Options {
             extent,
             fast_math: self.elem.bytes() == 2,
-            checked: pass.checked,
+            checked,
             deterministic: self.options.deterministic,
         };
-        let source = ModsSource::new(mods, &options)?;
+        let source = ModsSource::new(mods.of(&self.spec, gradient), &options)?;
         let printed = Arc::new(Printed::new(source));
         let mut kernels = lock(&self.kernels);
         if kernels.printed.len() >= MOST_KEPT {
@@ -325,12 +292,6 @@ impl CudaPlan {
         kernels.printed.push((key, printed.clone()));
         Ok(printed)
     }
-}
-
-/// The configuration that `entry` is compiled with, in the file of a kernel of `config`.
-pub(crate) fn for_entry(mut config: Config, entry: &str) -> Config {
-    config.captures |= entry == "fv_capture_sums";
-    config
 }
 
 /// A number for a text, to tell the texts of one plan apart.

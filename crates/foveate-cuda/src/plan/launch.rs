@@ -1,8 +1,6 @@
 //! The launches of a pass.
 //!
-//! A forward is one launch, or two where the keys of a tile are split over blocks. A backward is
-//! `Σ out·d_out − d_lse` of each row, the gradients of k and v with the sums for dq, and dq from its
-//! sums; deterministic ones compute dq in a kernel of its own instead. Nothing here waits for the
+//! [`Pass`] says which they are; here each gets its memory and its parameters. Nothing waits for the
 //! device, and what a warm call does on the host is counted in microseconds: nothing is made twice.
 
 use std::sync::Arc;
@@ -12,15 +10,14 @@ use foveate_tensor::DType;
 
 use super::CudaPlan;
 use super::call::Call;
-use super::kernels::{PassKind, Ready, launch, sizes};
+use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
-use super::resident::{Gradient, Work};
-use crate::abi::{Abi, BackwardParams, ForwardParams, RowView};
-use crate::config::Kernel;
+use super::resident::{CallState, Gradient, Work};
+use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
+use crate::compile::config::Entry;
+use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::error::CudaError;
 use crate::operands::{DeviceBackward, DeviceForward, row_view, view, written};
-use crate::planner::{Class, KernelPlan};
-use crate::schedule::Axis;
 use foveate_gpu::access::Accesses;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceTensor, Queue};
@@ -105,15 +102,16 @@ impl CudaPlan {
             checked: call.checked,
             ..self.class()
         };
-        let pass = Pass::new(self, call, PassKind::Forward, class, &[])?;
-        let kernel = pass.ready(Kernel::Forward, "fv_forward")?;
-        let work = pass.work(&kernel, Axis::Queries, true)?;
-        let params = pass.forward_params(args, &kernel, &work)?;
-        match pass.chosen.splits {
-            1 => pass.launch_shares(&kernel, &params)?,
-            _ => pass.launch_split(&kernel, params)?,
+        let mut pass = PassLauncher::new(self, call, class, false, &[])?;
+        let partial = Partial::new(call, &pass.chosen)?;
+        let mut walked = None;
+        for launch in (Pass::Forward { kv_split: partial.is_some() }).launches() {
+            let step = pass.step(&launch)?;
+            let params = pass.forward_params(args, &step, partial.as_ref())?;
+            pass.launch(&step, &params)?;
+            walked = walked.or(Some(step).filter(|step| step.launch.walks));
         }
-        pass.report.read(self.options.timeout, &work, &kernel.mods.source)
+        pass.read_report(walked)
     }
 
     pub(super) fn launch_backward(
@@ -131,91 +129,124 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let sums = RowSums::new(queue, dims, class.has_rests())?;
+        let launches = Pass::Backward {
+            row_weight_sum: class.has_row_weight_sum(),
+            sink: args.d_sink.is_some(),
+            deterministic: class.deterministic,
+            captures: class.captures,
+        };
+        let sums = RowSums::new(queue, dims, class.has_row_weight_sum())?;
         let captured = Captured::new(self, queue, args)?;
-        let pass = Pass::new(self, call, PassKind::Backward, class, &captured.gradients)?;
-        let params = backward_params(args, dims, self.scale(), &sums)?;
-        pass.launch_row_sums(&params)?;
-
-        let keys = pass.ready(Kernel::Backward, "fv_backward")?;
-        let work = pass.work(&keys, Axis::Keys, true)?;
-        let dq_sum = pass.dq_sum(&keys, &work)?;
-        let params =
-            BackwardParams { dq_sum: dq_sum.as_ref().map_or(0, Allocation::address), ..params };
-        let grid = [work.tile_count as u32, dims.heads_kv as u32, 1];
-        begin_gradients(queue, args)?;
-        pass.launch(&keys, grid, &params.over(&work))?;
-
-        pass.launch_capture_sums(&captured)?;
-        pass.launch_dq(&params)?;
-        pass.report.read(self.options.timeout, &work, &keys.mods.source)
+        let mut pass = PassLauncher::new(self, call, class, true, &captured.gradients)?;
+        let mut params = backward_params(args, dims, self.scale(), &sums)?;
+        let (mut walked, mut _dq_accum) = (None, None);
+        for launch in launches.launches() {
+            let step = pass.step(&launch)?;
+            match launch.entry {
+                Entry::CaptureSums => {
+                    pass.launch_capture_sums(&step, &captured)?;
+                    continue;
+                }
+                Entry::Backward => {
+                    _dq_accum = pass.dq_accum(&step)?;
+                    params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
+                    begin_gradients(queue, args)?;
+                    pass.launch(&step, &params.over(&step.work))?;
+                    walked = Some(step);
+                }
+                Entry::Delta
+                | Entry::RowWeightSum
+                | Entry::SinkGradient
+                | Entry::BackwardDq
+                | Entry::Dq => pass.launch(&step, &params.over(&step.work))?,
+                Entry::Forward
+                | Entry::Combine
+                | Entry::BlockLists
+                | Entry::RangeTable
+                | Entry::Sequences => unreachable!("no launch of a backward"),
+            }
+        }
+        pass.read_report(walked)
     }
 }
 
 /// A pass on its way to the device: what its launches have in common.
-struct Pass<'a> {
+struct PassLauncher<'a> {
     plan: &'a CudaPlan,
     call: &'a Call<'a>,
-    kind: PassKind,
+    state: CallState,
     chosen: Arc<KernelPlan>,
     /// Where gradients of learned buffers go.
     gradients: &'a [Gradient<'a>],
     report: Report,
 }
 
-impl<'a> Pass<'a> {
+/// A launch with its kernel and the tiles that its CTAs own.
+struct Step {
+    launch: PassLaunch,
+    kernel: Ready,
+    work: Work,
+}
+
+impl<'a> PassLauncher<'a> {
     fn new(
         plan: &'a CudaPlan,
         call: &'a Call<'_>,
-        kind: PassKind,
         class: Class,
+        backward: bool,
         gradients: &'a [Gradient<'a>],
     ) -> Result<Self, CudaError> {
         let sizes = sizes(call.dims, call.sequences.longest());
-        let chosen = plan.chosen(class, sizes, kind == PassKind::Backward)?;
+        let chosen = plan.chosen(class, sizes, backward)?;
         let report = Report::new(call.queue, call.checked)?;
-        Ok(Self { plan, call, kind, chosen, gradients, report })
+        Ok(Self { plan, call, state: CallState::default(), chosen, gradients, report })
     }
 
-    /// The kernel `entry` in the file of `kernel`.
-    fn ready(&self, kernel: Kernel, entry: &'static str) -> Result<Ready, CudaError> {
-        self.plan.kernel(&self.chosen, kernel, entry, self.kind, self.call)
+    fn step(&mut self, launch: &PassLaunch) -> Result<Step, CudaError> {
+        let kernel = self.plan.kernel(&self.chosen, launch, self.call)?;
+        let PassLaunch { axis, walks, .. } = *launch;
+        let work = self.plan.work(self.call, &mut self.state, walks, axis, kernel.tile())?;
+        Ok(Step { launch: *launch, kernel, work })
     }
 
-    /// What `kernel` works on as the owner of tiles of `axis`, with the mask's lists if it `walks`
-    /// along the other one.
-    fn work(&self, kernel: &Ready, axis: Axis, walks: bool) -> Result<Work, CudaError> {
-        self.plan.work(self.call, walks, axis, kernel.tile())
+    /// Queues a launch whose arguments are `params` and, where it evaluates any, mods.
+    fn launch(&mut self, step: &Step, params: &impl Abi) -> Result<(), CudaError> {
+        let Step { launch, kernel, .. } = step;
+        let (grid, threads) = self.grid(step);
+        let (function, queue, bytes) = (&kernel.function, self.call.queue, params.bytes());
+        if launch.mods == PrintedMods::Nothing {
+            return queue_kernel(function, queue, grid, threads, &[&bytes]);
+        }
+        let (report, state) = (self.report.address(), &mut self.state);
+        let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
+        queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
     }
 
-    /// The bytes of a kernel's mods.
-    fn mods(&self, kernel: &Ready) -> Result<Vec<u8>, CudaError> {
-        self.plan.mods_bytes(self.call, &kernel.mods, self.gradients, self.report.address())
-    }
-
-    /// Queues a kernel whose arguments are `params` and mods.
-    fn launch(&self, kernel: &Ready, grid: [u32; 3], params: &impl Abi) -> Result<(), CudaError> {
-        self.launch_with(kernel, grid, &[&params.bytes(), &self.mods(kernel)?])
-    }
-
-    fn launch_with(
-        &self,
-        kernel: &Ready,
-        grid: [u32; 3],
-        parameters: &[&[u8]],
-    ) -> Result<(), CudaError> {
-        launch(&kernel.function, self.call.queue, grid, kernel.threads(), parameters)
+    /// CTAs of a launch, and threads of each.
+    fn grid(&self, step: &Step) -> ([u32; 3], u32) {
+        let (dims, tiles) = (self.call.dims, step.work.tile_count as u32);
+        let [heads_q, heads_kv] = [dims.heads_q, dims.heads_kv].map(|heads| heads as u32);
+        let tile_heads = (dims.heads_q / step.kernel.config.heads()) as u32;
+        let threads = step.kernel.threads();
+        match step.launch.grid {
+            Grid::TilesByHeadsBySplits => ([tiles, tile_heads, self.chosen.splits as u32], threads),
+            Grid::TilesByTileHeads => ([tiles, tile_heads, 1], threads),
+            Grid::TilesByHeads => ([tiles, heads_q, 1], threads),
+            Grid::TilesByKvHeads => ([tiles, heads_kv, 1], threads),
+            Grid::Heads => ([heads_q, 1, 1], 1024),
+            Grid::Elements { threads } => ([1, 1, 1], threads),
+        }
     }
 
     fn forward_params(
         &self,
         args: &DeviceForward<'_>,
-        kernel: &Ready,
-        work: &Work,
+        step: &Step,
+        partial: Option<&Partial>,
     ) -> Result<ForwardParams, CudaError> {
-        let (o, dims) = (&args.operands, self.call.dims);
+        let (o, dims, work) = (&args.operands, self.call.dims, &step.work);
         let group = dims.group();
-        let heads = dims.heads_q / kernel.config.heads();
+        let heads = dims.heads_q / step.kernel.config.heads();
         let params = ForwardParams {
             q: view(&o.q, "q", group)?,
             k: view(&o.k, "k", 1)?,
@@ -234,107 +265,75 @@ impl<'a> Pass<'a> {
             page_stride: o.pages.map_or(0, |p| p.entries as i32),
             page_count: o.k.layout.shape[0] as i32,
             page_report: self.report.address(),
-            ..Default::default()
+            ..partial.map_or_else(ForwardParams::default, Partial::params)
         };
         Ok(params.over(work))
     }
 
-    /// Queues the forward: a block for each share of the keys of a tile.
-    fn launch_shares(&self, kernel: &Ready, params: &ForwardParams) -> Result<(), CudaError> {
-        let heads = self.call.dims.heads_q / kernel.config.heads();
-        let grid = [params.tile_count as u32, heads as u32, self.chosen.splits as u32];
-        self.launch(kernel, grid, params)
-    }
-
-    /// The same where there are several shares: they leave partial results, which a second kernel
-    /// joins.
-    fn launch_split(&self, kernel: &Ready, params: ForwardParams) -> Result<(), CudaError> {
-        let (dims, pool) = (self.call.dims, self.call.queue.pool());
-        let [batch, heads, len] = dims.row_shape();
-        let rows = batch * heads * len;
-        let numbers = 4 * self.chosen.splits * rows;
-        let partial_out = pool.take(numbers * dims.dim_v)?;
-        let partial_max = pool.take(numbers)?;
-        let partial_sum = pool.take(numbers)?;
-        let params = ForwardParams {
-            partial_out: partial_out.address(),
-            partial_max: partial_max.address(),
-            partial_sum: partial_sum.address(),
-            partial_rows: rows as i64,
-            partial_batch: (heads * len) as i64,
-            partial_head: len as i64,
-            ..params
-        };
-        self.launch_shares(kernel, &params)?;
-        let join = self.ready(Kernel::Combine, "fv_combine")?;
-        let tiles = self.work(&join, Axis::Queries, false)?;
-        let grid = [tiles.tile_count as u32, heads as u32, 1];
-        self.launch_with(&join, grid, &[&params.over(&tiles).bytes()])
-    }
-
-    /// Queues delta = `Σ out·d_out − d_lse` of each row and, where they are needed, what the weights
-    /// of rows add up to and the gradient of the sink, which is made of both.
-    fn launch_row_sums(&self, params: &BackwardParams) -> Result<(), CudaError> {
-        let heads = params.heads_q as u32;
-        let delta = self.ready(Kernel::Delta, "fv_delta")?;
-        let rows = self.work(&delta, Axis::Queries, false)?;
-        let grid = [rows.tile_count as u32, heads, 1];
-        let params = params.over(&rows);
-        let (bytes, mods) = (params.bytes(), self.mods(&delta)?);
-        self.launch_with(&delta, grid, &[&bytes, &mods])?;
-        if params.rests != 0 {
-            let rests = self.ready(Kernel::Rests, "fv_rests")?;
-            debug_assert_eq!(rests.tile().q, delta.tile().q, "passes over rows have one tile");
-            self.launch_with(&rests, grid, &[&bytes, &self.mods(&rests)?])?;
-        }
-        if params.d_sink != 0 {
-            const THREADS: u32 = 1024;
-            let sink = self.ready(Kernel::Delta, "fv_sink_gradient")?;
-            launch(&sink.function, self.call.queue, [heads, 1, 1], THREADS, &[&bytes, &mods])?;
-        }
-        Ok(())
-    }
-
-    /// Zeros for the sums of dq, which tiles of keys add to; nothing where it is made in a fixed
-    /// order.
-    fn dq_sum(&self, keys: &Ready, work: &Work) -> Result<Option<Allocation>, CudaError> {
+    /// Zeros that tiles of keys add dq to; nothing where dq is made in a fixed order.
+    fn dq_accum(&self, keys: &Step) -> Result<Option<Allocation>, CudaError> {
         if self.plan.options.deterministic {
             return Ok(None);
         }
-        let rows = self.call.dims.heads_q * work.sum_rows;
-        let dq_sum = self.call.queue.pool().take(4 * rows * keys.config.padded_dim())?;
-        dq_sum.fill(0)?;
-        Ok(Some(dq_sum))
-    }
-
-    /// Queues dq: from its sums, or in a fixed order along the keys that a query sees.
-    fn launch_dq(&self, params: &BackwardParams) -> Result<(), CudaError> {
-        let walks = self.plan.options.deterministic;
-        let (kernel, entry) = match walks {
-            true => (Kernel::BackwardDq, "fv_backward_dq"),
-            false => (Kernel::Dq, "fv_dq"),
-        };
-        let last = self.ready(kernel, entry)?;
-        let rows = self.work(&last, Axis::Queries, walks)?;
-        let grid = [rows.tile_count as u32, params.heads_q as u32, 1];
-        self.launch(&last, grid, &params.over(&rows))
+        let rows = self.call.dims.heads_q * keys.work.sum_rows;
+        let bytes = 4 * rows * keys.kernel.config.padded_dim();
+        let dq_accum = self.call.queue.pool().take(bytes)?;
+        dq_accum.fill(0)?;
+        Ok(Some(dq_accum))
     }
 
     /// Queues the addition of integer sums to the gradients of learned buffers.
-    fn launch_capture_sums(&self, captured: &Captured<'_>) -> Result<(), CudaError> {
-        const THREADS: usize = 256;
-        if captured.counts.is_empty() {
-            return Ok(());
-        }
-        let add = self.ready(Kernel::BackwardDq, "fv_capture_sums")?;
+    fn launch_capture_sums(&self, step: &Step, captured: &Captured<'_>) -> Result<(), CudaError> {
+        let (_, threads) = self.grid(step);
         for (counts, gradient) in captured.counts.iter().zip(self.gradients) {
             let elems = counts.bytes() / COUNTED_BYTES;
-            let grid = [elems.div_ceil(THREADS) as u32, 1, 1];
+            let grid = [elems.div_ceil(threads as usize) as u32, 1, 1];
             let (from, into) = (counts.address().bytes(), gradient.into.bytes());
             let parameters = [&from[..], &into, &(elems as i64).bytes()];
-            launch(&add.function, self.call.queue, grid, THREADS as u32, &parameters)?;
+            queue_kernel(&step.kernel.function, self.call.queue, grid, threads, &parameters)?;
         }
         Ok(())
+    }
+
+    /// What checked kernels have reported, of the pass or of what `walked` walks along.
+    fn read_report(self, walked: Option<Step>) -> Result<(), CudaError> {
+        let Step { kernel, work, .. } = walked.expect("a pass has a launch that walks");
+        let before = work.out_of_range();
+        self.report.read(self.plan.options.timeout, before, &kernel.mods.source)
+    }
+}
+
+/// Partial results of a forward whose keys are split over CTAs.
+struct Partial {
+    out: Allocation,
+    max: Allocation,
+    sum: Allocation,
+    dims: [usize; 3],
+}
+
+impl Partial {
+    /// Memory for them; nothing where keys are not split.
+    fn new(call: &Call<'_>, chosen: &KernelPlan) -> Result<Option<Self>, CudaError> {
+        if chosen.splits == 1 {
+            return Ok(None);
+        }
+        let (dims, pool) = (call.dims.row_shape(), call.queue.pool());
+        let bytes = 4 * chosen.splits * dims.iter().product::<usize>();
+        let (out, max) = (pool.take(bytes * call.dims.dim_v)?, pool.take(bytes)?);
+        Ok(Some(Self { out, max, sum: pool.take(bytes)?, dims }))
+    }
+
+    fn params(&self) -> ForwardParams {
+        let [batch, heads, len] = self.dims;
+        ForwardParams {
+            partial_out: self.out.address(),
+            partial_max: self.max.address(),
+            partial_sum: self.sum.address(),
+            partial_rows: (batch * heads * len) as i64,
+            partial_batch: (heads * len) as i64,
+            partial_head: len as i64,
+            ..Default::default()
+        }
     }
 }
 
@@ -342,15 +341,15 @@ impl<'a> Pass<'a> {
 struct RowSums {
     delta: Allocation,
     /// What the weights of a row add up to.
-    rests: Option<Allocation>,
+    weights: Option<Allocation>,
 }
 
 impl RowSums {
-    fn new(queue: &Queue, dims: &Dims, has_rests: bool) -> Result<Self, CudaError> {
+    fn new(queue: &Queue, dims: &Dims, has_row_weight_sum: bool) -> Result<Self, CudaError> {
         let bytes = 4 * dims.row_shape().iter().product::<usize>();
         let delta = queue.pool().take(bytes)?;
-        let rests = has_rests.then(|| queue.pool().take(bytes)).transpose()?;
-        Ok(Self { delta, rests })
+        let weights = has_row_weight_sum.then(|| queue.pool().take(bytes)).transpose()?;
+        Ok(Self { delta, weights })
     }
 }
 
@@ -429,7 +428,7 @@ fn backward_params(
         delta: row_view(&DeviceTensor::contiguous(delta, DType::F32, dims.row_shape())),
         sink: o.sink.map_or(0, |s| s.start()),
         d_sink: args.d_sink.map_or(0, |s| s.start()),
-        rests: sums.rests.as_ref().map_or(0, Allocation::address),
+        row_weight_sum: sums.weights.as_ref().map_or(0, Allocation::address),
         scale,
         heads_q: dims.heads_q as i32,
         heads_kv: dims.heads_kv as i32,

@@ -25,16 +25,15 @@ use foveate_mods::{AnyBuffer, ModError, ScalarValue, ScoreGradient};
 use foveate_problem::{Arrangement, Dims, Rebound, Sequence, Spec};
 use foveate_tensor::DType;
 
-use crate::config::Elem;
+use crate::choose::{KernelOptions, admit, check_rows};
+use crate::compile::config::Elem;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::DeviceOperands;
-use crate::planner::{KernelOptions, admit, check_rows};
 use foveate_gpu::driver::{Pool, default_timeout};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{Engine, Queue};
 
 pub use describe::Description;
-pub(crate) use kernels::for_entry;
 
 /// How a plan runs.
 #[derive(Clone, Debug, PartialEq)]

@@ -4,9 +4,8 @@
 use std::time::Duration;
 
 use super::call::Offsets;
-use super::resident::Work;
-use crate::abi::Address;
-use crate::codegen::ModsSource;
+use crate::compile::codegen::ModsSource;
+use crate::compile::params::Address;
 use crate::error::{CudaError, CudaErrorKind};
 use foveate_gpu::Queue;
 use foveate_gpu::driver::Allocation;
@@ -72,10 +71,15 @@ impl Report {
         Ok(outside.map(|outside| outside.to_string()))
     }
 
-    /// The same for a pass that worked on `work`, whose lists may have met one before.
-    pub fn read(self, limit: Duration, work: &Work, mods: &ModsSource) -> Result<(), CudaError> {
+    /// The same as an error for a pass whose schedule or block lists met `before`.
+    pub fn read(
+        self,
+        limit: Duration,
+        before: Option<String>,
+        mods: &ModsSource,
+    ) -> Result<(), CudaError> {
         let checked = self.0.is_some();
-        let noted = self.noted(limit, mods)?.or_else(|| work.out_of_range());
+        let noted = self.noted(limit, mods)?.or(before);
         match noted.filter(|_| checked) {
             None => Ok(()),
             Some(reason) => Err(CudaErrorKind::OutOfRange { reason }.into()),

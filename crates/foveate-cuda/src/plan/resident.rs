@@ -17,12 +17,14 @@ use foveate_problem::Spec;
 
 use super::CudaPlan;
 use super::call::{Call, Contents, Offsets, Sequences};
-use super::kernels::launch;
+use super::kernels::queue_kernel;
 use super::report::Report;
-use crate::abi::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
-use crate::ahead::sequences_config;
+use crate::choose::schedule::{
+    Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity,
+};
+use crate::compile::config::Config;
+use crate::compile::params::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
 use crate::error::CudaError;
-use crate::schedule::{Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity};
 pub(super) use buffers::Gradient;
 use buffers::{TableKey, Uploaded};
 use foveate_gpu::driver::{Allocation, Pool};
@@ -39,9 +41,17 @@ pub(super) struct Resident {
     queues: Vec<WeakQueue>,
 }
 
+/// What one call makes for itself: from captured buffers and offsets of which nothing is promised.
+#[derive(Debug, Default)]
+pub(super) struct CallState {
+    /// Range tables of captured buffers, by their place in the call.
+    tables: Vec<(usize, Arc<Allocation>)>,
+    schedules: Vec<(Key, Arc<Placed>)>,
+}
+
 /// What decides a schedule.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Key {
+struct Key {
     queue: u64,
     masked: bool,
     checked: bool,
@@ -80,11 +90,11 @@ struct Rows {
     made: Mutex<Vec<(Contents, Arc<Listed>)>>,
 }
 
-/// Block lists on the device.
+/// Allocation lists on the device.
 #[derive(Debug)]
 struct Listed {
     _memory: Allocation,
-    lists: abi::Lists,
+    lists: params::Lists,
     out_of_range: Option<String>,
 }
 
@@ -104,8 +114,8 @@ impl Deref for Work {
 
 impl Work {
     /// The runs of each tile; nowhere without a mask.
-    pub fn lists(&self) -> abi::Lists {
-        self.listed.as_ref().map_or(abi::Lists::default(), |l| l.lists)
+    pub fn lists(&self) -> params::Lists {
+        self.listed.as_ref().map_or(params::Lists::default(), |l| l.lists)
     }
 
     /// An offset or an index of a captured buffer that was found to be out of range before.
@@ -177,7 +187,7 @@ impl Placed {
             let (memory, [counts, runs]) =
                 upload(pool, [array_bytes(&l.counts), array_bytes(&l.runs)])?;
             let (capacity, head_stride) = (count(l.capacity)?, count(l.head_stride)?);
-            let lists = abi::Lists { counts, runs, capacity, head_stride };
+            let lists = params::Lists { counts, runs, capacity, head_stride };
             let out_of_range = schedule.out_of_range;
             let listed = Arc::new(Listed { _memory: memory, lists, out_of_range });
             lock(&rows.made).push((Contents::new(), listed));
@@ -274,12 +284,13 @@ impl CudaPlan {
     pub(super) fn work(
         &self,
         call: &Call<'_>,
+        state: &mut CallState,
         walks: bool,
         axis: Axis,
         tile: TileSize,
     ) -> Result<Work, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| walks);
-        let placed = self.placed(call, mask, axis, tile)?;
+        let placed = self.placed(call, state, mask, axis, tile)?;
         let Some(mask) = mask else { return Ok(Work { placed, listed: None }) };
         let contents = call.contents(mask);
         let found = contents.as_ref().and_then(|contents| {
@@ -298,7 +309,7 @@ impl CudaPlan {
         if contents.is_some() {
             refuse_recording(call.queue)?;
         }
-        let listed = Arc::new(self.listed(call, &placed, axis, tile)?);
+        let listed = Arc::new(self.listed(call, state, &placed, axis, tile)?);
         if let Some(contents) = contents {
             keep(&mut lock(&placed.rows.made), MOST_LISTS, (contents, listed.clone()));
         }
@@ -308,6 +319,7 @@ impl CudaPlan {
     fn placed(
         &self,
         call: &Call<'_>,
+        state: &mut CallState,
         mask: Option<&MaskMod>,
         axis: Axis,
         tile: TileSize,
@@ -328,7 +340,7 @@ impl CudaPlan {
         let promised = sequences.are_promised();
         let found = match promised {
             true => find(&lock(&self.resident).schedules),
-            false => find(&call.placed.borrow()),
+            false => find(&state.schedules),
         };
         if let Some(placed) = found {
             return Ok(placed);
@@ -356,7 +368,7 @@ impl CudaPlan {
                 resident.keeps_for(queue);
                 keep(&mut resident.schedules, MOST_SCHEDULES, (key, placed.clone()));
             }
-            false => call.placed.borrow_mut().push((key, placed.clone())),
+            false => state.schedules.push((key, placed.clone())),
         }
         Ok(placed)
     }
@@ -381,8 +393,8 @@ impl CudaPlan {
         let sum_rows = most_sum_rows(sequences, rows[0]);
         count(sum_rows)?;
         let sequence_bytes =
-            ((sequences + 1) * size_of::<abi::Sequence>()).next_multiple_of(size_of::<u64>());
-        let memory = self.kept(queue).take(sequence_bytes + room * size_of::<abi::Tile>())?;
+            ((sequences + 1) * size_of::<params::Sequence>()).next_multiple_of(size_of::<u64>());
+        let memory = self.kept(queue).take(sequence_bytes + room * size_of::<params::Tile>())?;
         let report = Report::new(queue, checked)?;
         let [rows_q, rows_k] = rows.map(|n| n as i32);
         let [longest_q, longest_k] = longest.map(|n| n as i32);
@@ -401,9 +413,9 @@ impl CudaPlan {
             of_keys: (axis == Axis::Keys).into(),
             room: count(room)?,
         };
-        let config = sequences_config();
+        let config = Config::sequences();
         let function = self.plain_kernel(config.clone())?;
-        launch(&function, queue, [1, 1, 1], config.threads() as u32, &[&params.bytes()])?;
+        queue_kernel(&function, queue, [1, 1, 1], config.threads() as u32, &[&params.bytes()])?;
         let by_head = mask.is_some_and(|mask| Varies::of(mask).by_head);
         let heads = if by_head { dims.heads_q } else { 1 };
         // One more for the tiles of no sequence.
@@ -430,10 +442,11 @@ impl CudaPlan {
         })
     }
 
-    /// Block lists that the device makes. Nothing waits, unless indices are checked.
+    /// Allocation lists that the device makes. Nothing waits, unless indices are checked.
     fn listed(
         &self,
         call: &Call<'_>,
+        state: &mut CallState,
         placed: &Placed,
         axis: Axis,
         tile: TileSize,
@@ -444,7 +457,7 @@ impl CudaPlan {
         let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
         let memory = self.kept(queue).take(run_bytes + count_bytes)?;
         let runs = memory.address();
-        let lists = abi::Lists {
+        let lists = params::Lists {
             counts: runs + run_bytes as Address,
             runs,
             capacity: count(rows.capacity)?,
@@ -465,10 +478,10 @@ impl CudaPlan {
         let shared = BlockListsParams::shared_bytes(rows.longest);
         let (function, printed) = self.list_kernel(call, tile, shared)?;
         let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(call, &printed, &[], report.address())?;
+        let mods = self.mods_bytes(call, state, &printed, &[], report.address())?;
         let grid = [rows.count as u32, rows.heads as u32, 1];
         let threads = BlockListsParams::THREADS as u32;
-        launch(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
+        queue_kernel(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
         let out_of_range = report.noted(self.options.timeout, &printed.source)?;
         Ok(Listed { _memory: memory, lists, out_of_range })
     }

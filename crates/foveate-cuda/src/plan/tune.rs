@@ -4,29 +4,28 @@
 //! the real program, the real lists of its mask, the real captured buffers. The other kernels of
 //! the pass are the same for all candidates, so that differences are the kernel's.
 
+mod operands;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use foveate_problem::{Arrangement, Dims, Pages};
-use foveate_tensor::DType;
-use half::{bf16, f16};
 
 use super::call::Call;
-use super::kernels::{PassKind, sizes};
+use super::kernels::sizes;
 use super::{CudaPlan, longest, sequences};
-use crate::abi::Address;
-use crate::config::Kernel;
+use crate::choose::{Choice, Class, KernelOptions, KernelPlan, Pass, Sizes};
+use crate::choose::{Finish, Key, Progress, Record, Records, Tuned, Tuning, most_runs, race};
+use crate::compile::config::{Kernel, Tiles};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages};
-use crate::planner::{Choice, Class, KernelOptions, KernelPlan, Sizes, Tiles};
-use crate::tuner::{Finish, Key, Progress, Record, Records, Tuned, Tuning, most_runs, race};
-use foveate_gpu::DeviceTensor;
 use foveate_gpu::GpuErrorKind;
-use foveate_gpu::driver::{Allocation, Event, Pool};
+use foveate_gpu::driver::Event;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::sync::lock;
+use operands::OnDevice;
 
 /// A run that takes longer hangs: the slowest candidates of the longest problems take seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -35,6 +34,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LEAST_US: f64 = 300.0;
 /// Passes between two events at most.
 const MOST_PASSES: f64 = 64.0;
+
+/// The forward, as far as its tiles go: whether keys are split follows from the tiles.
+const FORWARD: Pass = Pass::Forward { kv_split: false };
 
 /// The problem that is tuned.
 struct Subject<'a> {
@@ -94,11 +96,10 @@ impl CudaPlan {
         }
         let operands = OnDevice::new(self, &dims, arrangement, backward)?;
         let subject = Subject { plan: self, dims, arrangement, sizes, operands };
-        let kernels: &[Kernel] = match (backward, self.options.deterministic) {
-            (false, _) => &[Kernel::Forward],
-            (true, false) => &[Kernel::Forward, Kernel::Backward],
-            (true, true) => &[Kernel::Forward, Kernel::Backward, Kernel::BackwardDq],
-        };
+        let mut passes = vec![FORWARD];
+        passes.extend(backward.then(|| Pass::backward(&self.class())));
+        let mut kernels: Vec<Kernel> = passes.into_iter().flat_map(Pass::kernels).collect();
+        kernels.retain(|kernel| kernel.has_tiles());
         let choices: Vec<Choice> =
             kernels.iter().map(|kernel| subject.choice(*kernel)).collect::<Result<_, _>>()?;
         let ranked = |c: &Choice| c.ranked().count().min(candidates.max(1));
@@ -161,8 +162,7 @@ impl Subject<'_> {
         let options = KernelOptions::default();
         let chosen =
             KernelPlan::new(profile, &self.class(kernel), &self.sizes, backward, &options)?;
-        let choice = chosen.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
-        Ok(choice.expect("the planner plans every kernel of a pass").clone())
+        Ok(chosen.choice(kernel).clone())
     }
 
     fn tune(
@@ -272,14 +272,14 @@ impl Subject<'_> {
 
     fn compiled(&self, kernel: Kernel, tiles: Tiles) -> Result<CudaPlan, CudaError> {
         let trial = self.plan.trial(kernel, tiles);
-        let (kind, entry) = match kernel {
-            Kernel::Forward => (PassKind::Forward, "fv_forward"),
-            Kernel::BackwardDq => (PassKind::Backward, "fv_backward_dq"),
-            _ => (PassKind::Backward, "fv_backward"),
-        };
-        let chosen = trial.chosen(self.class(kernel), self.sizes, kernel != Kernel::Forward)?;
+        let class = self.class(kernel);
+        let pass = if kernel == Kernel::Forward { FORWARD } else { Pass::backward(&class) };
+        let mut launches = pass.launches().into_iter();
+        let launch = launches.find(|launch| launch.entry == kernel.entry());
+        let launch = launch.expect("a pass launches each of its kernels");
+        let chosen = trial.chosen(class, self.sizes, kernel != Kernel::Forward)?;
         let forward = self.forward();
-        trial.kernel(&chosen, kernel, entry, kind, &self.call(&forward.operands))?;
+        trial.kernel(&chosen, &launch, &self.call(&forward.operands))?;
         match trial.notes().pop() {
             None => Ok(trial),
             Some(reason) => {
@@ -293,9 +293,9 @@ impl Subject<'_> {
     fn run(&self, plan: &CudaPlan, kernel: Kernel) -> Result<(), CudaError> {
         let forward = self.forward();
         let call = self.call(&forward.operands);
-        match kernel {
-            Kernel::Forward => plan.launch_forward(&call, &forward),
-            _ => plan.launch_backward(&call, &self.backward()),
+        match kernel == Kernel::Forward {
+            true => plan.launch_forward(&call, &forward),
+            false => plan.launch_backward(&call, &self.backward()),
         }
     }
 
@@ -344,122 +344,5 @@ impl Teller<'_> {
         }
         let what = "tuning was stopped; what was recorded before stays";
         Err(CudaErrorKind::Stopped { what }.into())
-    }
-}
-
-/// Operands and destinations. Those of the backward are empty where none is tuned.
-struct OnDevice {
-    _blocks: Vec<Allocation>,
-    q: DeviceTensor,
-    k: DeviceTensor,
-    v: DeviceTensor,
-    /// The page table, and its entries for each batch entry.
-    table: Option<(Address, usize)>,
-    out: DeviceTensor,
-    lse: DeviceTensor<3>,
-    d_out: DeviceTensor,
-    dq: DeviceTensor,
-    dk: DeviceTensor,
-    dv: DeviceTensor,
-    captures: Vec<(String, DeviceTensor<1>)>,
-}
-
-impl OnDevice {
-    fn new(
-        plan: &CudaPlan,
-        dims: &Dims,
-        arrangement: Arrangement<'_>,
-        backward: bool,
-    ) -> Result<Self, CudaError> {
-        let pool = &plan.pool(plan.engine.queue());
-        let mut blocks = Vec::new();
-        let [q, mut k, mut v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
-        let mut table = None;
-        if let Arrangement::Paged { page_size, .. } = arrangement {
-            let page_size = page_size.max(1);
-            let entries = dims.len_k.div_ceil(page_size);
-            let pages = scattered(dims.batch * entries);
-            [k, v] = [k, v].map(|[_, heads, _, dim]| [pages.len(), heads, page_size, dim]);
-            let block = pool.upload(bytemuck::cast_slice(&pages))?;
-            table = Some((block.address(), entries));
-            blocks.push(block);
-        }
-        let noise = noise(plan.dtype);
-        let mut filled = |shape: [usize; 4]| {
-            let elems: usize = shape.iter().product();
-            let block = pool.take(elems * plan.dtype.bytes())?;
-            for start in (0..block.bytes()).step_by(noise.len()) {
-                block.write_at(start, &noise[..noise.len().min(block.bytes() - start)])?;
-            }
-            let tensor = DeviceTensor::contiguous(block.address(), plan.dtype, shape);
-            blocks.push(block);
-            Ok::<_, CudaError>(tensor)
-        };
-        let (of_q, of_k, of_v) = (filled(q)?, filled(k)?, filled(v)?);
-        let out = filled(dims.out_shape())?;
-        let mut wanted = |shape: [usize; 4]| filled(if backward { shape } else { [0; 4] });
-        let (dq, dk, dv) = (wanted(q)?, wanted(k)?, wanted(v)?);
-        let d_out = wanted(dims.out_shape())?;
-        let lse = empty(pool, &mut blocks, dims.row_shape())?;
-        let mut captures = Vec::new();
-        for buffer in plan.spec.learned().iter().filter(|_| backward) {
-            let into = empty(pool, &mut blocks, [buffer.elems()])?;
-            captures.push((buffer.name().to_owned(), into));
-        }
-        let (q, k, v) = (of_q, of_k, of_v);
-        Ok(Self { _blocks: blocks, q, k, v, table, out, lse, d_out, dq, dk, dv, captures })
-    }
-}
-
-/// Pages 0 to `count` in an order without neighbours, as a cache that has been in use for a while
-/// hands them out.
-fn scattered(count: usize) -> Vec<i32> {
-    // A prime: each page once, unless there are a multiple of it.
-    const STEP: usize = 1_000_003;
-    (0..count).map(|i| (i * STEP % count) as i32).collect()
-}
-
-/// Room for f32 numbers.
-fn empty<const N: usize>(
-    pool: &Pool,
-    blocks: &mut Vec<Allocation>,
-    shape: [usize; N],
-) -> Result<DeviceTensor<N>, CudaError> {
-    let block = pool.take(4 * shape.iter().product::<usize>())?;
-    let tensor = DeviceTensor::contiguous(block.address(), DType::F32, shape);
-    blocks.push(block);
-    Ok(tensor)
-}
-
-/// About a million random numbers of mean 0 and variance 1. Their count is odd and has no small
-/// divisors, so that rows of a tensor that repeats them differ.
-fn noise(dtype: DType) -> Vec<u8> {
-    const COUNT: i32 = 1_000_003;
-    let number = |i: i32| {
-        let bytes = foveate_mods::ir::mix(1, i).to_le_bytes();
-        let sum: i32 = bytes.iter().map(|&b| i32::from(b)).sum();
-        // Four uniform bytes have the variance 4 (256² − 1) / 12.
-        (sum - 510) as f32 / (4.0 * 65535.0 / 12.0f32).sqrt()
-    };
-    let numbers = (0..COUNT).map(number);
-    match dtype {
-        DType::F16 => numbers.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
-        DType::BF16 => numbers.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
-        _ => numbers.flat_map(f32::to_le_bytes).collect(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_page_is_handed_out_once() {
-        for count in [0, 1, 2, 7, 1000, 8192] {
-            let mut pages = scattered(count);
-            assert!(count < 4 || pages.windows(2).any(|pair| (pair[0] - pair[1]).abs() > 1));
-            pages.sort_unstable();
-            assert!(pages.into_iter().eq(0..count as i32), "{count}");
-        }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use foveate::cuda::tuner::{CANDIDATES, Progress, Tuning};
+use foveate::cuda::choose::{CANDIDATES, Progress, Tuning};
 use foveate::cuda::{
     CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use foveate_mods::{AnyBuffer, Type};
 
-use super::{count, keep, refuse_recording};
-use crate::abi::{Abi, Address, RangeTableParams};
-use crate::ahead::table_config;
-use crate::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
+use super::{CallState, count, keep, refuse_recording};
+use crate::compile::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
+use crate::compile::config::Config;
+use crate::compile::params::{Abi, Address, RangeTableParams};
 use crate::error::CudaError;
 use crate::operands::mod_type;
 use crate::plan::CudaPlan;
 use crate::plan::call::Call;
-use crate::plan::kernels::{Printed, launch};
+use crate::plan::kernels::{Printed, queue_kernel};
 use foveate_gpu::Queue;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
@@ -57,6 +57,7 @@ impl CudaPlan {
     pub(in crate::plan) fn mods_bytes(
         &self,
         call: &Call<'_>,
+        state: &mut CallState,
         printed: &Printed,
         gradients: &[Gradient<'_>],
         report: Address,
@@ -69,7 +70,7 @@ impl CudaPlan {
             let bounded = bounded.contains(&slot);
             let (elems, ranges) = match call.capture(buffer.name()) {
                 Some((at, array)) if buffer.is_on_device() => {
-                    (array.address, if bounded { self.table_of(call, at)? } else { 0 })
+                    (array.address, if bounded { self.table_of(call, state, at)? } else { 0 })
                 }
                 _ => self.uploaded(call.queue, buffer, bounded)?,
             };
@@ -113,8 +114,13 @@ impl CudaPlan {
     }
 
     /// Where the range table of a captured buffer of the call is.
-    fn table_of(&self, call: &Call<'_>, at: usize) -> Result<Address, CudaError> {
-        if let Some((_, table)) = call.tables.borrow().iter().find(|(of, _)| *of == at) {
+    fn table_of(
+        &self,
+        call: &Call<'_>,
+        state: &mut CallState,
+        at: usize,
+    ) -> Result<Address, CudaError> {
+        if let Some((_, table)) = state.tables.iter().find(|(of, _)| *of == at) {
             return Ok(table.address());
         }
         let (name, array) = call.captured(at);
@@ -147,7 +153,7 @@ impl CudaPlan {
             }
         };
         let address = table.address();
-        call.tables.borrow_mut().push((at, table));
+        state.tables.push((at, table));
         Ok(address)
     }
 
@@ -164,7 +170,7 @@ impl CudaPlan {
         let table = self.kept(queue).take(range_table_bytes(shape).max(8))?;
         let length = shape.last().copied().unwrap_or(0);
         let rows = shape.iter().product::<usize>() / length.max(1);
-        let function = self.plain_kernel(table_config())?;
+        let function = self.plain_kernel(Config::range_table())?;
         let params = RangeTableParams {
             elems,
             table: table.address(),
@@ -174,7 +180,7 @@ impl CudaPlan {
         };
         let grid = [count(rows)? as u32, 1, 1];
         let threads = length.div_ceil(32).next_multiple_of(32).clamp(32, MOST_THREADS) as u32;
-        launch(&function, queue, grid, threads, &[&params.bytes()])?;
+        queue_kernel(&function, queue, grid, threads, &[&params.bytes()])?;
         Ok(table)
     }
 }

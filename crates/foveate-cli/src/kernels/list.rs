@@ -1,0 +1,595 @@
+//! The kernels that are compiled where there is no GPU, and compared with what is on record.
+//!
+//! It is what the planner chooses, for what kernels tell apart: architecture, dtype, head dims,
+//! mods, and what a call asks for (`Variant`). Every pair of these would be some ten thousand
+//! kernels, of which most say nothing that others have not said. What is left out, and why nothing
+//! is lost:
+//!
+//! - Head dims of the middle sizes have two kinds of mods, none and a learned bias (the most
+//!   registers); the other kinds, and sums in a fixed order under a mask, at 64, 128, 192/128, 256.
+//! - f16 has those two kinds at two head dims: it differs from bf16 in the name of two
+//!   instructions. f32 has every kind at those two.
+//! - Variants are listed at bf16 and one or two head dims: they change how rows are found, read and
+//!   written, not what is computed.
+//! - sm_86 has the sample alone: the assembler makes the same of a source for it as for sm_89,
+//!   whose cards have as much shared memory, so that the planner chooses the same.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::LazyLock;
+
+use foveate_mods::{Buffer, MaskMod, ScoreGradient, ScoreMod, masks, scores};
+use foveate_problem::Dropout;
+
+use foveate_cuda::CudaError;
+use foveate_cuda::choose::{
+    Choice, Class, KernelOptions, KernelPlan, Origin, Pass, PrintedMods, Sizes,
+};
+use foveate_cuda::compile::Candidate;
+use foveate_cuda::compile::check::{Taken, taken};
+use foveate_cuda::compile::codegen::{Extent, Mods, ModsSource, Options};
+use foveate_cuda::compile::config::{Config, Elem, HeadDims, Kernel, TilesOf};
+use foveate_cuda::compile::params::BlockListsParams;
+use foveate_cuda::compile::resources::Resources;
+use foveate_cuda::compile::source::source;
+use foveate_cuda::compile::spill_fallback::compile_one_that_fits;
+use foveate_gpu::cache::Cache;
+use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::profile::Profile;
+use foveate_gpu::{Arch, GpuError, GpuErrorKind};
+
+/// The mods that kernels are listed with, one of each kind that they tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// None.
+    Plain,
+    /// Causal inside documents.
+    Mask,
+    /// A soft cap of 30.
+    Score,
+    /// A learned relative bias.
+    Learned,
+    /// The same with a soft cap after it: learned, and with a derivative.
+    Capped,
+    /// Dropout.
+    Dropout,
+    /// T5's learned buckets, whose index is the longest of the catalogue.
+    Buckets,
+}
+
+/// What a call asks for beside dtype, head dims and mods.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    /// Nothing: long sequences of contiguous operands.
+    Long,
+    /// A mask that lets few queries see a key.
+    Sparse,
+    /// Sums in a fixed order.
+    Deterministic,
+    /// The keys of a tile split over blocks.
+    Split,
+    /// Keys in pages.
+    Paged,
+    /// So many queries for each sequence: few, so that the heads of a group share a tile, and its
+    /// keys are split.
+    Queries(usize),
+    /// The same with keys in pages.
+    PagedQueries(usize),
+    /// A sink in the denominator, and its gradient.
+    Sink,
+    /// Captured indices checked, as for host tensors.
+    Checked,
+    /// Rows aligned to so many bytes only.
+    Align(usize),
+    /// Results and gradients in f32.
+    Wide,
+}
+
+/// A kernel of the list.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Listed {
+    /// The architecture it is planned and compiled for.
+    pub arch: Arch,
+    /// Its mods.
+    pub mods: Kind,
+    profile: Profile,
+    /// Its configurations, the planner's choice first.
+    choice: Choice,
+    /// Queries of a sequence where they are few.
+    queries: Option<usize>,
+    /// What the planner chooses where few queries see a key, and not else.
+    sparse: bool,
+}
+
+/// A kernel of the list as a plan would run it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checked {
+    /// Its configuration.
+    pub config: Config,
+    /// The entry points of its file by their names, the kernel's own first, and what each takes.
+    pub entries: Vec<(String, Taken)>,
+    /// Why it is not what the planner chose.
+    pub note: Option<String>,
+}
+
+/// Architectures of the list, each with a card that has it.
+pub const ARCHS: [(Arch, &str); 6] = [
+    (Arch::new((8, 0)), "a100"),
+    (Arch::new((8, 6)), "a10"),
+    (Arch::new((8, 9)), "l40s"),
+    (Arch::new((9, 0)), "h200"),
+    (Arch::new((10, 0)), "b200"),
+    (Arch::new((12, 0)), "rtx5090"),
+];
+
+/// Head dims of the list.
+pub const DIMS: [(usize, usize); 10] = [
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (160, 160),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+];
+
+const HEADS: (usize, usize) = (32, 8);
+const LENGTH: usize = 8192;
+
+/// The kernels of `arch`; with `few` a sample of them.
+///
+/// # Errors
+/// When `arch` is not one of [`ARCHS`], or nothing fits.
+pub fn list(arch: Arch, few: bool) -> Result<Vec<Listed>, CudaError> {
+    let Some((_, card)) = ARCHS.iter().find(|(name, _)| *name == arch) else {
+        let names = ARCHS.map(|(name, _)| name.to_string()).join(", ");
+        return Err(GpuError::argument(format!(
+            "no kernels are listed for {arch}, but for {names}"
+        ))
+        .into());
+    };
+    let profile = Profile::named(card).map_err(GpuError::argument)?;
+    let few = few || arch == Arch::new((8, 6));
+    let mut listed = Vec::new();
+    let mut seen = HashSet::new();
+    let mut add = |choice: Choice, mods, queries, sparse| {
+        if seen.insert((choice.chosen.config.clone(), mods, queries)) {
+            let profile = profile.clone();
+            listed.push(Listed { arch, mods, profile, choice, queries, sparse });
+        }
+    };
+    for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
+        for dims in DIMS {
+            for (mods, variant) in wanted(dtype, dims, few) {
+                for (choice, mods) in variant.kernels(&profile, mods, dtype, dims)? {
+                    add(choice, mods, variant.queries(), variant == Variant::Sparse);
+                }
+            }
+        }
+    }
+    add(
+        only(Config::block_lists(BlockListsParams::THREADS, false), &profile)?,
+        Kind::Mask,
+        None,
+        false,
+    );
+    add(
+        only(Config::block_lists(BlockListsParams::THREADS, true), &profile)?,
+        Kind::Mask,
+        None,
+        false,
+    );
+    add(only(Config::range_table(), &profile)?, Kind::Plain, None, false);
+    add(only(Config::sequences(), &profile)?, Kind::Plain, None, false);
+    Ok(listed)
+}
+
+/// The mods and variants that are listed for a dtype and head dims.
+fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> {
+    use Kind::*;
+    use Variant::*;
+    let fixed_order = |mods: &[Kind]| mods.iter().map(|&m| (m, Deterministic)).collect::<Vec<_>>();
+    let long = |mods: &[Kind]| mods.iter().map(|&m| (m, Long)).collect::<Vec<_>>();
+    let every = [long(&[Plain, Mask, Score, Learned]), fixed_order(&[Mask, Learned])].concat();
+    let usual = matches!(dims, (64, 64) | (128, 128));
+    if few {
+        return match (dtype, dims) {
+            (Elem::Bf16, (128, 128)) => {
+                let more = [(Plain, Queries(1)), (Mask, Checked), (Plain, Sink)];
+                [every, more.to_vec()].concat()
+            }
+            (Elem::Bf16, (192, 128)) => [long(&[Learned]), fixed_order(&[Learned])].concat(),
+            (Elem::Bf16, (256, 256)) | (Elem::F32, (64, 64)) => long(&[Plain]),
+            _ => Vec::new(),
+        };
+    }
+    let ends = [long(&[Plain, Learned]), fixed_order(&[Learned])].concat();
+    let mut all = match (dtype, dims) {
+        (Elem::Bf16, (192, 128) | (256, 256)) => every,
+        (Elem::Bf16 | Elem::F32, _) if usual => [every, long(&[Capped, Dropout])].concat(),
+        (Elem::F16, _) if !usual => Vec::new(),
+        (Elem::F32, _) if !usual => long(&[Plain, Learned]),
+        _ => ends,
+    };
+    // At 128 a plan settles on another tile than the one that is listed.
+    if dims == (64, 64) && dtype != Elem::F16 {
+        all.push((Buckets, Long));
+    }
+    if usual && dtype == Elem::Bf16 {
+        let by_mods = [Plain, Mask, Score, Learned].into_iter().flat_map(|m| [(m, Split)]);
+        all.extend(by_mods);
+        for mods in [Plain, Mask] {
+            let variants = [Paged, Queries(1), PagedQueries(1), Queries(16), Checked];
+            all.extend(variants.map(|variant| (mods, variant)));
+        }
+        all.extend([(Score, Queries(1)), (Learned, Checked), (Plain, Sink), (Plain, Wide)]);
+    }
+    if dims == (64, 64) && dtype == Elem::Bf16 {
+        all.extend([0, 2, 4, 8].map(|bytes| (Plain, Align(bytes))));
+        all.push((Mask, Sparse));
+    }
+    if dims == (64, 64) && dtype == Elem::F32 {
+        all.extend([(Plain, Queries(1)), (Plain, Align(0)), (Plain, Sink)]);
+    }
+    all
+}
+
+impl Variant {
+    fn queries(self) -> Option<usize> {
+        match self {
+            Self::Queries(queries) | Self::PagedQueries(queries) => Some(queries),
+            _ => None,
+        }
+    }
+
+    /// What the planner chooses for it, kernel by kernel, with the mods that each is printed with.
+    fn kernels(
+        self,
+        profile: &Profile,
+        mods: Kind,
+        dtype: Elem,
+        dims: (usize, usize),
+    ) -> Result<Vec<(Choice, Kind)>, CudaError> {
+        let class = self.class(mods, dtype, dims);
+        let queries = self.queries();
+        let sizes = Sizes {
+            batch: if queries.is_some() { 16 } else { 2 },
+            heads_q: HEADS.0,
+            heads_kv: HEADS.1,
+            queries: queries.unwrap_or(LENGTH),
+            keys: LENGTH,
+            seen: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
+        };
+        let splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
+        let options = KernelOptions { splits, ..KernelOptions::default() };
+        let forward_only = self == Self::Split || class.paged || queries.is_some();
+        let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
+        let mut passes = vec![Pass::Forward { kv_split: plan.splits > 1 }];
+        passes.extend((!forward_only).then(|| Pass::backward(&class)));
+        let mut kernels = Vec::new();
+        for launch in passes.into_iter().flat_map(Pass::launches) {
+            let mut choice = plan.choice(launch.entry.kernel()).clone();
+            for candidate in choice.others.iter_mut().chain([&mut choice.chosen]) {
+                candidate.config = launch.entry.config(candidate.config.clone());
+            }
+            let printed = launch.mods != PrintedMods::Nothing;
+            kernels.push((choice, if printed { mods } else { Kind::Plain }));
+        }
+        Ok(kernels)
+    }
+
+    fn class(self, mods: Kind, dtype: Elem, (dim, dim_v): (usize, usize)) -> Class {
+        let class = Class {
+            mask: mods == Kind::Mask,
+            score: matches!(mods, Kind::Score | Kind::Learned | Kind::Capped | Kind::Buckets),
+            dscore: matches!(mods, Kind::Score | Kind::Capped),
+            captures: matches!(mods, Kind::Learned | Kind::Capped | Kind::Buckets),
+            keep: mods == Kind::Dropout,
+            ..Class::new(dtype, dim, dim_v, HEADS.0 / HEADS.1)
+        };
+        match self {
+            Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
+            Self::Deterministic => Class { deterministic: true, ..class },
+            Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
+            Self::Sink => Class { sink: true, ..class },
+            Self::Checked => Class { checked: true, ..class },
+            Self::Align(align) => Class { align, ..class },
+            Self::Wide => Class { out_dtype: Elem::F32, grad_dtype: Elem::F32, ..class },
+        }
+    }
+}
+
+/// The choice of a kernel that has nothing to choose.
+fn only(config: Config, profile: &Profile) -> Result<Choice, CudaError> {
+    let resources = Resources::on(&config, profile);
+    let resources = resources.map_err(|refusal| GpuError::argument(refusal.to_string()))?;
+    let occupancy = resources.occupancy(profile);
+    let chosen = Candidate { config, resources, occupancy, modelled_us: 0.0 };
+    Ok(Choice { chosen, origin: Origin::Model, others: Vec::new(), refused: Vec::new() })
+}
+
+/// What one kind of mods is made of.
+#[derive(Default)]
+struct Program {
+    mask: Option<MaskMod>,
+    score: Option<ScoreMod>,
+    gradient: Option<ScoreGradient>,
+    dropout: Option<Dropout>,
+}
+
+impl Kind {
+    const ALL: [Self; 7] = [
+        Self::Plain,
+        Self::Mask,
+        Self::Score,
+        Self::Learned,
+        Self::Capped,
+        Self::Dropout,
+        Self::Buckets,
+    ];
+
+    fn program(self) -> &'static Program {
+        static PROGRAMS: LazyLock<[Program; 7]> = LazyLock::new(|| Kind::ALL.map(Kind::build));
+        &PROGRAMS[self as usize]
+    }
+
+    fn build(self) -> Program {
+        let built = "these mods are written here and can be built";
+        let cap = || scores::soft_cap(30.0).expect(built);
+        let bias = || {
+            let zeros = vec![0.0; HEADS.0 * 257];
+            let table = Buffer::<f32>::learned("bias", &[HEADS.0, 257], zeros);
+            table.and_then(|table| scores::relative_bias(&table)).expect(built)
+        };
+        let scored = |score: ScoreMod| {
+            let gradient = Some(score.gradient().expect("they have derivatives"));
+            Program { score: Some(score), gradient, ..Program::default() }
+        };
+        match self {
+            Self::Plain => Program::default(),
+            Self::Mask => {
+                let documents = Buffer::<i32>::vector("doc", vec![0; LENGTH]);
+                let mask = masks::document(&documents).map(|m| masks::causal() & m);
+                Program { mask: Some(mask.expect(built)), ..Program::default() }
+            }
+            Self::Score => scored(cap()),
+            Self::Learned => scored(bias()),
+            Self::Capped => scored(bias().then(&cap())),
+            Self::Dropout => Program { dropout: Some(Dropout::new(0.1, 1)), ..Program::default() },
+            Self::Buckets => {
+                let zeros = vec![0.0; 32 * HEADS.0];
+                let table = Buffer::<f32>::learned("t5_bias", &[32, HEADS.0], zeros);
+                let buckets = table.and_then(|t| scores::t5_buckets(&t, true, 128));
+                scored(buckets.expect(built))
+            }
+        }
+    }
+
+    fn source(self, config: &Config) -> Result<ModsSource, CudaError> {
+        let Program { mask, score, gradient, dropout } = self.program();
+        let forward = matches!(config.kernel, Kernel::Forward | Kernel::Combine);
+        let mods = Mods {
+            mask: mask.as_ref(),
+            score: score.as_ref(),
+            gradient: gradient.as_ref().filter(|_| !forward),
+            dropout: dropout.as_ref(),
+        };
+        let (heads_q, heads_kv) = HEADS;
+        let extent = Extent { batch: 2, heads_q, heads_kv, queries: LENGTH, keys: LENGTH };
+        let options = Options {
+            extent,
+            fast_math: config.dtype != Elem::F32,
+            checked: config.checked,
+            deterministic: config.deterministic,
+        };
+        ModsSource::new(mods, &options)
+    }
+}
+
+impl Listed {
+    /// What the kernel is, without what the planner chose: `backward bf16 D 128, mask`.
+    pub fn name(&self) -> String {
+        let config = &self.choice.chosen.config;
+        let Config { kernel, dtype, dim, dim_v, align, .. } = *config;
+        let mut parts = match kernel {
+            Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => vec![kernel.to_string()],
+            _ => vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))],
+        };
+        parts.push(self.mods.to_string());
+        let flags = [
+            (config.deterministic, "deterministic"),
+            (kernel == Kernel::BackwardDq && config.captures, "captures"),
+            (config.split, "split"),
+            (config.fold, "folded"),
+            (config.paged, "paged"),
+            (config.sink, "sink"),
+            (config.checked, "checked"),
+            (config.out_dtype != dtype || config.grad_dtype != dtype, "into f32"),
+        ];
+        parts.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| (*flag).to_owned()));
+        parts.extend(self.queries.map(|n| format!("queries {n}")));
+        parts.extend(self.sparse.then(|| "sparse".to_owned()));
+        parts.extend((align != 16).then(|| format!("align {align}")));
+        parts.join(", ")
+    }
+
+    /// What the planner chose: `tile 64x128, 8 warps, 2 stages`.
+    pub fn tiles(&self) -> String {
+        TilesOf(&self.choice.chosen.config).to_string()
+    }
+
+    /// Compiles the kernel, unless `cache` has it, compares it with its plan, and settles on
+    /// another configuration as a plan does where it takes more.
+    ///
+    /// # Errors
+    /// Those of the compiler; when every configuration takes more than was planned.
+    pub fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
+        let settled = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+            let config = candidate.config.clone();
+            let text = source(&config, &self.mods.source(&config)?);
+            Ok((config, (), cache.compile(compiler, &text, self.arch)?))
+        })?;
+        let (config, (), compiled) = settled.made;
+        if !settled.holds {
+            let reason = settled.note.unwrap_or_default();
+            return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
+        }
+        let planned = &settled.candidate.resources;
+        let mut entries: Vec<_> =
+            compiled.kernels.iter().map(|e| (e.name.clone(), taken(planned, e))).collect();
+        let main = config.kernel.entry().name();
+        entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
+        Ok(Checked { config, entries, note: settled.note })
+    }
+}
+
+impl Checked {
+    /// What the planner chose, or what runs in its place: `tile 64x128, 8 warps, 2 stages`.
+    pub fn tiles(&self) -> String {
+        TilesOf(&self.config).to_string()
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain => "plain",
+            Self::Mask => "mask",
+            Self::Score => "score",
+            Self::Learned => "learned",
+            Self::Capped => "capped",
+            Self::Dropout => "dropout",
+            Self::Buckets => "buckets",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_has_every_class_of_kernel_for_every_architecture() {
+        for (arch, _) in ARCHS {
+            let all = list(arch, false).unwrap();
+            let mut names: Vec<_> = all.iter().map(Listed::name).collect();
+            println!("{arch}: {} kernels", all.len());
+            names.sort();
+            let twice = names.windows(2).find(|pair| pair[0] == pair[1]);
+            assert_eq!(twice, None, "a name for each kernel");
+            let few = list(arch, true).unwrap();
+            assert!(few.iter().all(|l| all.contains(l)));
+            let of_few: [fn(&Config) -> bool; 4] = [
+                |c| c.fold && c.split,
+                |c| c.checked && c.mask,
+                |c| c.sink,
+                |c| c.kernel == Kernel::RowWeightSum && c.score,
+            ];
+            let of_all: [fn(&Config) -> bool; 7] = [
+                |c| c.paged && c.fold && c.mask,
+                |c| c.paged && !c.fold,
+                |c| c.captures && c.dscore,
+                |c| c.kernel == Kernel::BackwardDq && c.captures,
+                |c| c.keep,
+                |c| c.align == 0 && c.kernel == Kernel::Backward,
+                |c| c.grad_dtype != c.dtype,
+            ];
+            let has = |list: &[Listed], is: &dyn Fn(&Config) -> bool| {
+                list.iter().any(|l| is(&l.choice.chosen.config))
+            };
+            for kernel in Kernel::ALL {
+                assert!(has(&few, &|c| c.kernel == kernel), "{kernel} for {arch}");
+            }
+            for (i, is) in of_few.iter().enumerate() {
+                assert!(has(&few, is), "class {i} of the sample for {arch}");
+            }
+            if arch == Arch::new((8, 6)) {
+                continue;
+            }
+            assert!(few.len() < all.len() / 5, "{} of {}", few.len(), all.len());
+            for (i, is) in of_all.iter().enumerate() {
+                assert!(has(&all, is), "class {i} for {arch}");
+            }
+        }
+        let said = list(Arch::new((7, 0)), true).unwrap_err().to_string();
+        assert!(said.starts_with("no kernels are listed for sm_70, but for sm_80, "), "{said}");
+    }
+
+    #[test]
+    fn what_is_chosen_for_sm_86_is_chosen_for_sm_89() {
+        let chosen = |arch: Arch| -> Vec<_> {
+            list(arch, true).unwrap().into_iter().map(|l| l.choice.chosen.config).collect()
+        };
+        assert_eq!(chosen(Arch::new((8, 6))), chosen(Arch::new((8, 9))));
+    }
+
+    #[test]
+    fn compiled_kernels_take_what_was_planned() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let cache = Cache::at(None);
+        let sample = |arch: Arch| list(arch, true).unwrap().into_iter();
+        for one in sample(Arch::new((8, 6))).chain(sample(Arch::new((9, 0)))).step_by(5) {
+            if let Err(e) = one.check(compiler, &cache) {
+                panic!("{}: {e}", one.arch);
+            }
+        }
+    }
+
+    #[test]
+    fn every_entry_of_a_file_is_told() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let all = list(Arch::new((9, 0)), false).unwrap();
+        let entries = |name: &str| {
+            let found = all.iter().find(|l| l.name() == name).expect("it is listed");
+            let checked = found.check(compiler, &Cache::at(None)).unwrap();
+            let entries = checked.entries.into_iter();
+            entries.map(|(name, taken)| (name, taken.shared_bytes)).collect::<Vec<_>>()
+        };
+        let of = |entries: &[(&str, u32)]| -> Vec<_> {
+            entries.iter().map(|&(name, bytes)| (name.to_owned(), bytes)).collect()
+        };
+        assert_eq!(
+            entries("row_weight_sum bf16 D 64, score"),
+            of(&[("fv_row_weight_sum", 96 * (64 * 2 + 16))])
+        );
+        let sink = of(&[("fv_delta", 0), ("fv_sink_gradient", 128)]);
+        assert_eq!(entries("delta bf16 D 64, plain, sink"), sink);
+    }
+
+    /// What a compilation costs is what is in it. Wall time is not to be tested; the machine code
+    /// of a score that the compiler has to copy for each entry of a tile is.
+    #[test]
+    fn the_longest_score_of_the_catalogue_is_not_copied_for_every_entry() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let all = list(Arch::new((9, 0)), false).unwrap();
+        let bytes = |name: String| {
+            let found = all.iter().find(|l| l.name() == name).expect("it is listed");
+            let config = &found.choice.chosen.config;
+            let source = source(config, &found.mods.source(config).unwrap());
+            Cache::at(None).compile(compiler, &source, Arch::new((9, 0))).unwrap().cubin.len()
+        };
+        // An f32 product is three and the splitting of their operands, so that scores are less of it.
+        for (dtype, most) in [("bf16", 2.5), ("f32", 1.75)] {
+            for kernel in [Kernel::Forward, Kernel::Backward] {
+                let [plain, buckets] = [Kind::Plain, Kind::Buckets]
+                    .map(|kind| bytes(format!("{kernel} {dtype} D 64, {kind}")) as f64);
+                let said = format!("{kernel} {dtype}: {plain} B plain, {buckets} B with buckets");
+                println!("{said}");
+                assert!(buckets < most * plain, "{said}");
+            }
+        }
+    }
+}

@@ -1,0 +1,358 @@
+// One tile of scores and its gradients, in the registers of the block's warps: what fv_backward and
+// fv_backward_dq recompute.
+//
+//     S = Q K^T    P = exp(score(scale S) - lse)    dP = dO V^T    dS = P (dP - delta) dscore/ds
+//
+// With dropout, P is dropped where it weighs values, and dP where it passes back.
+
+constexpr Warps OF_S = divide(FV_BM, FV_BN, true);         // warps over S, P, dP and dS
+static_assert(FV_BM % 16 == 0 && FV_BN % 16 == 0, "tiles are multiples of 16");
+static_assert(OF_S.down > 0, "the warps cannot share the scores evenly");
+
+constexpr int PITCH_K = FV_DP * ELEM_BYTES + PAD_BYTES;    // of K and Q in shared memory
+constexpr int PITCH_V = FV_DVP * ELEM_BYTES + PAD_BYTES;   // of V and dO
+constexpr int PITCH_P = FV_BN * ELEM_BYTES + PAD_BYTES;    // of P and dS
+
+typedef float OfScores[OF_S.rows][OF_S.columns][4];
+
+// The tile: its queries query .. query + queries and keys key .. key + keys.
+struct Corner {
+    Place place;
+    int query, queries;
+    int key, keys;
+    bool evaluate;      // whether the mask is evaluated in it
+};
+
+// Row and column, in the tile, of the first score of this lane.
+__device__ int score_row() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 + threadIdx.x % 32 / 4; }
+__device__ int score_column() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 + threadIdx.x % 4 * 2; }
+
+// Where this lane's shares of operands begin: of S's and dP's rows, and of their columns.
+template <int PITCH>
+__device__ u32 lane_rows() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 * PITCH + lane_offset_a<false>(PITCH); }
+template <int PITCH>
+__device__ u32 lane_columns() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 * PITCH + lane_offset_b<false>(PITCH); }
+
+// Calls `f(m, n, i, row, column)` for each score of the lane: number i of accumulator (m, n).
+template <typename F>
+__device__ void for_each_score(F f) {
+    const int row = score_row(), column = score_column();
+    #pragma unroll
+    for (int m = 0; m < OF_S.rows; ++m)
+        #pragma unroll
+        for (int n = 0; n < OF_S.columns; ++n)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
+}
+
+// Whether the scores of a step come from a loop.
+constexpr bool IN_TURN = is_long(OF_S.rows * OF_S.columns * 4, GRADIENT_STEPS);
+
+// The sums of a tile's rows, from its first query on.
+__device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
+    return HAS_ROW_WEIGHT_SUM ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
+}
+
+// Two neighbours of a row of P or dS.
+__device__ void store_pair(u32 address, float x, float y) {
+    if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
+    else asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(narrow2<FV_DTYPE>(x, y)) : "memory");
+}
+
+// Writes a tile of P or dS, rounded to the operands' dtype.
+template <typename F>
+__device__ void store_scores(u32 tile, F value) {
+    const u32 at = tile + score_row() * PITCH_P + score_column() * ELEM_BYTES;
+    #pragma unroll
+    for (int m = 0; m < OF_S.rows; ++m)
+        #pragma unroll
+        for (int n = 0; n < OF_S.columns; ++n)
+            #pragma unroll
+            for (int i = 0; i < 4; i += 2)
+                store_pair(at + (m * 16 + i * 4) * PITCH_P + n * 8 * ELEM_BYTES, value(m, n, i), value(m, n, i + 1));
+}
+
+struct Scores {
+    OfScores g;             // S, then P times the derivative of the score, then dS
+#if FV_DSCORE
+    OfScores weight;        // P
+#endif
+#if FV_KEEP
+    u32 kept[ceil_div(OF_S.rows * OF_S.columns * 4, 32)];   // a bit for each score
+    float keep_scale;
+#endif
+#if FV_CAPTURES
+    OfScores raw;           // scale S
+#endif
+
+    // The same as for_each_score, but from a loop: each accumulator has its turn at (0, 0).
+    template <typename F>
+    __device__ void for_each_in_turn(F f) {
+        #pragma unroll 1
+        for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
+            const int row = score_row() + at / OF_S.columns * 16, column = score_column() + at % OF_S.columns * 8;
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) f(0, 0, i, row + i / 2 * 8, column + i % 2);
+            rotate(g);
+#if FV_DSCORE
+            rotate(weight);
+#endif
+#if FV_CAPTURES
+            rotate(raw);
+#endif
+        }
+    }
+
+    __device__ float p(int m, int n, int i) const {
+#if FV_DSCORE
+        return weight[m][n][i];
+#else
+        return g[m][n][i];
+#endif
+    }
+
+    __device__ float dropped(float x, int m, int n, int i) const {
+#if FV_KEEP
+        int at = (m * OF_S.columns + n) * 4 + i;
+        return kept[at / 32] >> at % 32 & 1 ? x * keep_scale : 0.f;
+#else
+        return x;
+#endif
+    }
+
+    // From S to P; `lse_at` is the shared address of the tile's lse, `sums` are those of its rows.
+    __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at, const float* sums, i64 sums_apart) {
+        // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
+        // before anything is multiplied is then small; products of both differ by their rounding.
+        // And only a score that is rounded before it is that of fv_row_weight_sum.
+        auto lse_of = [&](int row) {
+            const float x = load_shared(lse_at + row * 4);
+            return x == -infinity() ? infinity() : x;      // a row that sees nothing: P = 0
+        };
+        float lse[OF_S.rows][2];
+        [[maybe_unused]] bool divides = false;
+        #pragma unroll
+        for (int i = 0; i < OF_S.rows * 2; ++i) {
+            const float x = lse_of(score_row() + i * 8);
+            lse[i / 2][i % 2] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
+            divides |= is_huge(x);
+        }
+        auto exp_score = [&](float score, int m, int i, int row) {
+            return exp2_score(__fsub_rn(score, IN_TURN ? lse_of(row) : lse[m][i / 2]) * LOG2_E);
+        };
+        // `score_of` is the score function, of an entry and its product.
+        auto weigh_all = [&]([[maybe_unused]] auto score_of) {
+            auto weigh_one = [&](int m, int n, int i, int row, int column) {
+#if FV_SCORE
+                const int q = c.query + row, kv = c.key + column;
+                const float s = g[m][n][i] * scale;
+                const float x = exp_score(score_of(q, kv, s), m, i, row);
+                g[m][n][i] = x;
+#if FV_DSCORE
+                weight[m][n][i] = x;
+                g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : 0.f;
+#endif
+#if FV_CAPTURES
+                raw[m][n][i] = s;
+#endif
+#else
+                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i, row);
+                else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
+#endif
+            };
+            if constexpr (IN_TURN) for_each_in_turn(weigh_one);
+            else for_each_score(weigh_one);
+        };
+#ifdef SCORE_READS
+        const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
+        if (!IN_TURN && fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+            const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
+            weigh_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
+        } else
+#endif
+        weigh_all([&](int q, int kv, float s) { return fv_score(mods, c.place, q, kv, s); });
+        // Seldom, and asked again for each row, so that no registers are kept for it.
+        if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, divides)) {
+            #pragma unroll
+            for (int i = 0; i < OF_S.rows * 2; ++i) {
+                const int row = score_row() + i * 8;
+                if (!is_huge(load_shared(lse_at + row * 4))) continue;
+                const float share = 1.f / __ldg(sums + row * sums_apart);
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns * 2; ++n) {
+                    g[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+#if FV_DSCORE
+                    weight[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+#endif
+                }
+            }
+        }
+        auto keep_where = [&](auto holds) {
+            for_each_score([&](int m, int n, int i, int row, int column) {
+                if (holds(row, column)) return;
+                g[m][n][i] = 0.f;
+#if FV_DSCORE
+                weight[m][n][i] = 0.f;
+#endif
+            });
+        };
+        // Rows past the end have zeros for q, d_out, lse and delta, and add nothing by themselves
+        // unless a score function makes something of them.
+        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
+            keep_where([&](int row, int column) { return column < c.keys && (!FV_SCORE || row < c.queries); });
+        if (FV_MASK && c.evaluate)
+            keep_where([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
+#if FV_KEEP
+        // Four at a time: all at once their hashes would take more registers than there are.
+        constexpr int COUNT = OF_S.rows * OF_S.columns * 4;
+        keep_scale = fv_keep_scale(mods);
+        #pragma unroll
+        for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
+            u32 bits = 0;
+            #pragma unroll 1
+            for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
+                const int q = c.query + score_row() + at / 4 / OF_S.columns * 16;
+                const int kv = c.key + score_column() + at / 4 % OF_S.columns * 8;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    bits |= u32(fv_keep(mods, c.place, q + i / 2 * 8, kv + i % 2)) << (at % 32 + i);
+            }
+            kept[word] = bits;
+        }
+#endif
+    }
+
+    // From dP to dS; `delta_at` is the shared address of the tile's delta.
+    __device__ void differentiate(const OfScores& dp, u32 delta_at) {
+        #pragma unroll
+        for (int m = 0; m < OF_S.rows; ++m)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) {
+                    const float d = dropped(dp[m][n][i], m, n, i) - delta;
+#if FV_DSCORE && FV_CAPTURES
+                    weight[m][n][i] *= d;   // dS before the derivative of the score
+#endif
+                    g[m][n][i] *= d;
+                }
+            }
+    }
+
+    // Adds to the gradients of captured buffers, for each read of one.
+    template <int READ = 0>
+    __device__ void capture(const Mods& mods, const Corner& c) const {
+#if FV_CAPTURES
+        if constexpr (READ < CAPTURE_READS) {
+            capture_read<READ>(mods, c);
+            capture<READ + 1>(mods, c);
+        }
+#endif
+    }
+
+#if FV_CAPTURES
+    // What a tile gives to one element of the buffer is summed in the warp first, where it is known
+    // which scores read the same one; each number that is left is one addition in memory.
+    template <int READ>
+    __device__ void capture_read(const Mods& mods, const Corner& c) const {
+        using Read = Capture<READ>;
+        const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+        const int query = c.query + score_row(), key = c.key + score_column();
+        // What a score gives; `d` is dS of the result of the score function.
+        auto term = [&](int m, int n, int i, float score, float d) {
+            if constexpr (Read::plain) return d;
+            const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
+            if (!IN_TURN && d == 0.f) return 0.f;
+            const float x = Read::term(mods, c.place, q, kv, score, d);
+            return IN_TURN && d == 0.f ? 0.f : x;
+        };
+        constexpr bool AT_ONCE = !Read::plain && IN_TURN;
+        OfScores terms;
+        if constexpr (AT_ONCE) {
+            OfScores scores;
+            for_each_score([&](int m, int n, int i, int, int) {
+                scores[m][n][i] = raw[m][n][i];
+                terms[m][n][i] = p(m, n, i);
+            });
+            #pragma unroll 1
+            for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
+                const int m = at / OF_S.columns, n = at % OF_S.columns;
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) terms[0][0][i] = term(m, n, i, scores[0][0][i], terms[0][0][i]);
+                rotate(scores);
+                rotate(terms);
+            }
+        }
+        auto given = [&](int m, int n, int i) {
+            return AT_ONCE ? terms[m][n][i] : term(m, n, i, raw[m][n][i], p(m, n, i));
+        };
+        auto sum_over = [](float x, int from, int to) {
+            for (int apart = from; apart < to; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+            return x;
+        };
+        auto add = [&](bool adds, int q, int kv, float sum) {
+            if (adds && sum != 0.f) Read::add(mods, c.place, q, kv, sum);
+        };
+        auto add_all = [&] {
+            float sum = 0.f;
+            for_each_score([&](int m, int n, int i, int, int) { sum += given(m, n, i); });
+            add(lane == 0, query, key, sum_over(sum, 1, 32));
+        };
+        if constexpr (Read::kind == CAPTURE_EACH) {
+            for_each_score([&](int m, int n, int i, int, int) {
+                add(true, query + m * 16 + i / 2 * 8, key + n * 8 + i % 2, given(m, n, i));
+            });
+        } else if constexpr (Read::kind == CAPTURE_ROW) {
+            #pragma unroll
+            for (int r = 0; r < OF_S.rows * 2; ++r) {
+                float sum = 0.f;
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
+                add(member == 0, query + r * 8, key, sum_over(sum, 1, 4));
+            }
+        } else if constexpr (Read::kind == CAPTURE_COLUMN) {
+            #pragma unroll
+            for (int n = 0; n < OF_S.columns * 2; ++n) {
+                float sum = 0.f;
+                #pragma unroll
+                for (int m = 0; m < OF_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
+                add(group == 0, query, key + n / 2 * 8 + n % 2, sum_over(sum, 4, 32));
+            }
+        } else if constexpr (Read::kind == CAPTURE_BLOCK) {
+            add_all();
+        } else {
+            // Far from the diagonal a distance that is clamped, or put into buckets, is one element.
+            const int query0 = query - group, key0 = key - member * 2;
+            if (Read::one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+                add_all();
+                return;
+            }
+            // CAPTURE_DIAGONAL. Of rows 8 r + group and columns 8 n + 2 member + j, those with equal
+            // n - r lie on one diagonal for each j; the diagonal of j = 1 is that of j = 0 in the
+            // row above; and lane (group + 2, member + 1) has the diagonals of lane (group, member).
+            constexpr int FIRST = 1 - OF_S.rows * 2, DIAGONALS = OF_S.rows * 2 + OF_S.columns - 1;
+            float even[DIAGONALS + 1] = {}, odd[DIAGONALS + 1] = {};
+            #pragma unroll
+            for (int r = 0; r < OF_S.rows * 2; ++r)
+                #pragma unroll
+                for (int n = 0; n < OF_S.columns; ++n) {
+                    even[n - r - FIRST] += given(r / 2, n, r % 2 * 2);
+                    odd[n - r - FIRST] += given(r / 2, n, r % 2 * 2 + 1);
+                }
+            #pragma unroll
+            for (int at = 0; at <= DIAGONALS; ++at) {
+                // Row 0's j = 1 goes to row 7 of the rows above, whose n - r is one more.
+                const float handed = group == 0 ? (at == 0 ? 0.f : odd[at == 0 ? 0 : at - 1]) : odd[at];
+                float sum = even[at] + __shfl_sync(~0u, handed, (lane + 4) % 32);
+                const float next = __shfl_down_sync(~0u, sum, 9);
+                if (group < 6 && member < 3) sum += next;
+                const float after = __shfl_down_sync(~0u, sum, 18);
+                if (group < 4 && member < 2) sum += after;
+                add(group < 2 || member == 0, query, key + (at + FIRST) * 8, sum);
+            }
+        }
+    }
+#endif
+};

@@ -1,0 +1,253 @@
+//! The kernels that a problem will need, compiled before it comes: no GPU has to be there.
+//!
+//! What is compiled is what [`crate::CudaPlan`] asks the cache for, source by source: contiguous
+//! operands, results and gradients in the dtype of the operands.
+
+use std::sync::Arc;
+
+use foveate_mods::ScoreGradient;
+use foveate_problem::{Dims, Spec};
+use foveate_tensor::DType;
+
+use crate::choose::{
+    Choice, Class, KernelOptions, KernelPlan, Pass, PrintedMods, Records, Sizes, admit,
+};
+use crate::compile::Candidate;
+use crate::compile::codegen::{Extent, ModsSource, Options};
+use crate::compile::config::{Config, Elem};
+use crate::compile::params::BlockListsParams;
+use crate::compile::source::source;
+use crate::compile::spill_fallback::compile_one_that_fits;
+use crate::error::CudaError;
+use foveate_gpu::GpuError;
+use foveate_gpu::nvrtc::Compiled;
+use foveate_gpu::profile::Profile;
+
+/// How a problem is going to be run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Run {
+    /// With a backward.
+    pub backward: bool,
+    /// For the same bits in every run.
+    pub deterministic: bool,
+    /// With captured indices checked, as host tensors always are.
+    pub checked: bool,
+    /// With keys and values in pages.
+    pub paged: bool,
+}
+
+/// A kernel that a problem will need, before it is known whether it spills.
+#[derive(Debug)]
+pub struct Ahead<'a> {
+    profile: Profile,
+    /// The pass that launches it.
+    pass: Pass,
+    choice: Choice,
+    spec: &'a Spec,
+    gradient: Option<Arc<ScoreGradient>>,
+    dims: Dims,
+    run: Run,
+}
+
+/// How a problem is planned.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// What its kernels are compiled for.
+    pub class: Class,
+    /// Its sizes, as finely as they decide.
+    pub sizes: Sizes,
+    /// What is chosen.
+    pub plan: KernelPlan,
+    /// The derivative of the score, for a backward.
+    gradient: Option<Arc<ScoreGradient>>,
+}
+
+/// Plans `spec` on operands of `dims` as [`crate::CudaPlan`] does, for a GPU of which there may be
+/// `records`.
+///
+/// # Errors
+/// Those of [`admit`] and [`KernelPlan::new`], and a score that has no derivative.
+pub fn plan(
+    profile: &Profile,
+    spec: &Spec,
+    dims: &Dims,
+    dtype: DType,
+    run: Run,
+    options: &KernelOptions,
+    records: Option<&Records>,
+) -> Result<Planned, CudaError> {
+    let dtype = admit(profile, dims, dtype)?;
+    let gradient = match &spec.score {
+        Some(score) if run.backward => Some(Arc::new(score.gradient()?)),
+        _ => None,
+    };
+    let class = Class {
+        align: alignment(dtype, dims),
+        deterministic: run.deterministic,
+        checked: run.checked,
+        paged: run.paged,
+        ..Class::of(spec, dtype, dims, gradient.as_deref())
+    };
+    let sizes = Sizes::of(dims).under(spec);
+    let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
+    let plan = KernelPlan::with_records(profile, &class, &sizes, run.backward, options, &recorded)?;
+    Ok(Planned { class, sizes, plan, gradient })
+}
+
+/// Every kernel that `spec` takes on operands of `dims`, on a GPU of which there may be `records`.
+///
+/// # Errors
+/// Those of [`plan`].
+pub fn kernels<'a>(
+    profile: &Profile,
+    spec: &'a Spec,
+    dims: &Dims,
+    dtype: DType,
+    run: Run,
+    records: Option<&Records>,
+) -> Result<Vec<Ahead<'a>>, CudaError> {
+    let options = KernelOptions::default();
+    let Planned { class, plan, gradient, .. } =
+        plan(profile, spec, dims, dtype, run, &options, records)?;
+    let forward = Pass::Forward { kv_split: plan.splits > 1 };
+    let of_forward = forward.kernels();
+    let ahead = |choice: Choice| Ahead {
+        profile: profile.clone(),
+        pass: match of_forward.contains(&choice.chosen.config.kernel) {
+            true => forward,
+            false => Pass::backward(&class),
+        },
+        choice,
+        spec,
+        gradient: gradient.clone(),
+        dims: *dims,
+        run,
+    };
+    Ok(plan.kernels.into_iter().map(ahead).collect())
+}
+
+impl Ahead<'_> {
+    /// Compiles what a plan will compile. Returns configuration and source of the kernel that will
+    /// run, and of those that go with it.
+    ///
+    /// # Errors
+    /// Those of `compile`; a kernel whose shared memory is not what was planned.
+    pub fn build(
+        &self,
+        compile: impl Fn(&str) -> Result<Arc<Compiled>, GpuError>,
+    ) -> Result<Vec<(Config, String)>, CudaError> {
+        let settled = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+            let sources = self.sources(candidate)?;
+            let (config, text) = &sources[0];
+            let compiled = compile(text)?;
+            Ok((config.clone(), sources, compiled))
+        })?;
+        let (_, sources, _) = settled.made;
+        sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;
+        Ok(sources)
+    }
+
+    /// What a pass launches of the kernel of a candidate, its own entry point first, and what makes
+    /// the block lists of those that walk along them.
+    fn sources(&self, candidate: &Candidate) -> Result<Vec<(Config, String)>, CudaError> {
+        let kernel = candidate.config.kernel;
+        let grouped = Config { group: self.dims.group(), ..candidate.config.clone() };
+        let mut launches = self.pass.launches();
+        launches.retain(|launch| launch.entry.kernel() == kernel);
+        launches.sort_by_key(|launch| launch.entry != kernel.entry());
+        let mut sources = Vec::new();
+        let mut add = |config: Config, mods: &ModsSource| {
+            let text = source(&config, mods);
+            if !sources.iter().any(|(_, known)| *known == text) {
+                sources.push((config, text));
+            }
+        };
+        for launch in &launches {
+            let config = launch.entry.config(grouped.clone());
+            add(config.clone(), &self.print(launch.mods, &config)?);
+        }
+        if launches.iter().any(|launch| launch.has_lists(&grouped)) {
+            let mods = self.print(PrintedMods::Mask, &grouped)?;
+            add(Config::block_lists(BlockListsParams::THREADS, self.run.checked), &mods);
+            if mods.bounded().next().is_some() {
+                add(Config::range_table(), &ModsSource::nothing());
+            }
+        }
+        Ok(sources)
+    }
+
+    /// Prints mods for a kernel of these tiles.
+    fn print(&self, mods: PrintedMods, tiles: &Config) -> Result<ModsSource, CudaError> {
+        let Self { spec, dims, run, .. } = self;
+        if mods == PrintedMods::Nothing {
+            return Ok(ModsSource::nothing());
+        }
+        let options = Options {
+            extent: Extent::of(dims, [dims.len_q, dims.len_k], tiles),
+            fast_math: tiles.dtype.bytes() == 2,
+            checked: run.checked,
+            deterministic: run.deterministic,
+        };
+        ModsSource::new(mods.of(spec, self.gradient.as_deref()), &options)
+    }
+}
+
+/// Bytes that rows of contiguous operands are aligned to: 16, 8, 4 or 2.
+fn alignment(dtype: Elem, dims: &Dims) -> usize {
+    let bits = (dims.dim * dtype.bytes()) | (dims.dim_v * dtype.bytes()) | 16;
+    1 << bits.trailing_zeros()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::config::Kernel;
+    use foveate_mods::{masks, scores};
+
+    fn dims(dim: usize, dim_v: usize) -> Dims {
+        Dims {
+            batch: 2,
+            heads_q: 8,
+            heads_kv: 2,
+            len_q: 1000,
+            len_k: 900,
+            dim,
+            dim_v,
+            shared_kv: false,
+            packed: false,
+        }
+    }
+
+    #[test]
+    fn rows_are_aligned_as_contiguous_rows_are() {
+        for (dtype, dim, dim_v, align) in [
+            (Elem::Bf16, 64, 128, 16),
+            (Elem::Bf16, 64, 36, 8),
+            (Elem::F16, 34, 64, 4),
+            (Elem::F16, 64, 33, 2),
+            (Elem::F32, 33, 64, 4),
+        ] {
+            assert_eq!(alignment(dtype, &dims(dim, dim_v)), align, "{dim}/{dim_v}");
+        }
+    }
+
+    #[test]
+    fn a_masked_problem_takes_its_kernels_and_those_of_its_block_lists() {
+        let score = scores::soft_cap(30.0).unwrap();
+        let (mask, score) = (Some(masks::causal()), Some(score));
+        let spec = Spec { mask, score, scale: None, dropout: None };
+        let profile = Profile::named("a100").unwrap();
+        let kernels = |run: Run| {
+            let found =
+                super::kernels(&profile, &spec, &dims(64, 64), DType::BF16, run, None).unwrap();
+            let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
+            built.map(|(config, _)| config.kernel).collect::<Vec<_>>()
+        };
+        let forward = kernels(Run::default());
+        assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);
+        let both = kernels(Run { backward: true, deterministic: true, ..Run::default() });
+        let backward = [Kernel::Delta, Kernel::RowWeightSum, Kernel::Backward, Kernel::BlockLists];
+        assert_eq!(both[2..6], backward);
+        assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
+    }
+}

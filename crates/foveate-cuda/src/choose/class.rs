@@ -1,0 +1,206 @@
+//! What a problem is to kernels: what they are compiled for, and the sizes that decide between
+//! configurations that fit.
+
+use foveate_mask::Varies;
+use foveate_mods::ScoreGradient;
+use foveate_problem::{Dims, Spec};
+
+use crate::compile::codegen::is_one;
+use crate::compile::config::{Config, Elem, Kernel, Tiles};
+
+/// Rows of the largest tile of the forward.
+pub(super) const MOST_ROWS: usize = 128;
+
+/// What kernels are compiled for, tiles aside. Fields are those of [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Class {
+    /// The type of q, k and v.
+    pub dtype: Elem,
+    /// The type of out.
+    pub out_dtype: Elem,
+    /// The type of dq, dk and dv.
+    pub grad_dtype: Elem,
+    /// Elements of a row of q and k.
+    pub dim: usize,
+    /// Elements of a row of v.
+    pub dim_v: usize,
+    /// Query heads for each key/value head.
+    pub group: usize,
+    /// Bytes that rows are aligned to, or 0; see [`Config::align`].
+    pub align: usize,
+    /// A mask decides.
+    pub mask: bool,
+    /// Scores are modified.
+    pub score: bool,
+    /// The modified score's derivative is not constant 1.
+    pub dscore: bool,
+    /// Dropout.
+    pub keep: bool,
+    /// Captured buffers have gradients.
+    pub captures: bool,
+    /// Every row has a sink in its denominator.
+    pub sink: bool,
+    /// The mask tells query heads apart, so that they cannot share a tile.
+    pub by_head: bool,
+    /// Keys and values lie in pages.
+    pub paged: bool,
+    /// Every sum is in a fixed order.
+    pub deterministic: bool,
+    /// A captured index outside its axis is reported.
+    pub checked: bool,
+}
+
+/// The sizes that decide between configurations that fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Sizes {
+    /// Batch entries or sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key/value heads.
+    pub heads_kv: usize,
+    /// Queries of a sequence.
+    pub queries: usize,
+    /// Keys of a sequence.
+    pub keys: usize,
+    /// Keys that a query sees on average; see [`Self::under`].
+    pub seen: usize,
+}
+
+impl Class {
+    /// Operands, results and gradients of one dtype, aligned rows, and nothing special.
+    pub fn new(dtype: Elem, dim: usize, dim_v: usize, group: usize) -> Self {
+        Self {
+            dtype,
+            out_dtype: dtype,
+            grad_dtype: dtype,
+            dim,
+            dim_v,
+            group,
+            align: 16,
+            mask: false,
+            score: false,
+            dscore: false,
+            keep: false,
+            captures: false,
+            sink: false,
+            by_head: false,
+            paged: false,
+            deterministic: false,
+            checked: false,
+        }
+    }
+
+    /// The kernels of `spec` on operands of `dims`, whose rows are aligned. `gradient` is that of
+    /// its score, for a backward.
+    pub fn of(spec: &Spec, dtype: Elem, dims: &Dims, gradient: Option<&ScoreGradient>) -> Self {
+        Self {
+            mask: spec.mask.is_some(),
+            by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
+            score: spec.score.is_some(),
+            dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
+            keep: spec.dropout.is_some(),
+            captures: gradient.is_some_and(|g| !g.captures().is_empty()),
+            ..Self::new(dtype, dims.dim, dims.dim_v, dims.group())
+        }
+    }
+
+    /// Whether the query heads of a key/value head share a tile of the forward, so that keys and
+    /// values are read once for all of them: for so few queries that all rows fit a tile or nearly.
+    pub(crate) fn folds(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
+        let room = tile_q.unwrap_or(MOST_ROWS);
+        let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
+        !self.by_head && few && (2..=room).contains(&self.group)
+    }
+
+    /// Whether the backward finds what the weights of rows with a huge lse add up to:
+    /// `HAS_ROW_WEIGHT_SUM` of `backward_device.cuh`.
+    pub(crate) fn has_row_weight_sum(&self) -> bool {
+        self.score || self.dtype == Elem::F32
+    }
+
+    /// A kernel of this class. What the kernel does not read is left at its default, so that
+    /// classes share what they can.
+    pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
+        let Tiles { tile_q, tile_kv, warps, stages } = tiles;
+        let plain = Config {
+            tile_q,
+            tile_kv,
+            warps,
+            stages,
+            align: self.align,
+            ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
+        };
+        let (group, mask, score, checked) = (self.group, self.mask, self.score, self.checked);
+        match kernel {
+            Kernel::Forward => Config {
+                group,
+                mask,
+                score,
+                checked,
+                keep: self.keep,
+                out_dtype: self.out_dtype,
+                sink: self.sink,
+                paged: self.paged,
+                ..plain
+            },
+            Kernel::Combine => Config { out_dtype: self.out_dtype, sink: self.sink, ..plain },
+            Kernel::Delta => Config { grad_dtype: self.grad_dtype, sink: self.sink, ..plain },
+            Kernel::RowWeightSum => {
+                Config { group, mask, score, checked, grad_dtype: self.grad_dtype, ..plain }
+            }
+            Kernel::Backward | Kernel::BackwardDq => Config {
+                group,
+                mask,
+                score,
+                checked,
+                keep: self.keep,
+                grad_dtype: self.grad_dtype,
+                dscore: self.dscore,
+                captures: kernel == Kernel::Backward && self.captures,
+                deterministic: self.deterministic,
+                ..plain
+            },
+            Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },
+            Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => plain,
+        }
+    }
+}
+
+impl Sizes {
+    /// The sizes of a problem without a mask whose sequences are all as long as its operands, as
+    /// finely as a choice can depend on them: a cache that grows by a key a step, or packed
+    /// documents that are others in every step, are the same problem for a while, and are not
+    /// planned anew.
+    pub fn of(dims: &Dims) -> Self {
+        Self {
+            batch: coarse(dims.batch),
+            heads_q: dims.heads_q,
+            heads_kv: dims.heads_kv,
+            queries: coarse(dims.len_q),
+            keys: coarse(dims.len_k),
+            seen: coarse(dims.len_k),
+        }
+    }
+
+    /// What candidates are ranked at. Of few queries, as in decoding, on keys that grow, each
+    /// other tile is a kernel to compile between two tokens; so lengths are told apart by powers of
+    /// two there, and those of a few tiles not at all.
+    pub(super) fn ranked(&self) -> Self {
+        const FEW_QUERIES: usize = 16;
+        const FEW_KEYS: usize = 256;
+        match self.keys.checked_next_power_of_two() {
+            Some(keys) if self.queries <= FEW_QUERIES => Self { keys: keys.max(FEW_KEYS), ..*self },
+            _ => *self,
+        }
+    }
+}
+
+/// Up to 64, where a tile may be as tall, the number itself; beyond, rounded up to one of eight
+/// between two powers of two.
+pub(super) fn coarse(n: usize) -> usize {
+    match n.checked_next_power_of_two() {
+        Some(above) if n > 64 => n.next_multiple_of(above / 16),
+        _ => n,
+    }
+}

@@ -1,0 +1,140 @@
+//! How many keys a query sees: what a window, documents and a causal mask differ in to a kernel. The
+//! fewer they are, the more a block's ends and what a tile covers beyond the mask weigh.
+//!
+//! A mask's share of pairs is sampled on the host, by bounds: no list of tiles is made, and nothing
+//! waits for a device.
+
+use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
+use foveate_problem::Spec;
+
+use super::class::Sizes;
+use crate::compile::config::Kernel;
+
+impl Sizes {
+    /// The same under the mask of `spec`: with the keys that a query sees.
+    pub fn under(self, spec: &Spec) -> Self {
+        // What a mask reads in device memory is not looked at.
+        let known =
+            |mask: &&MaskMod| !mask.program().graph().buffers().iter().any(|b| b.is_on_device());
+        let mask = spec.mask.as_ref().filter(known);
+        let share = mask.map_or(1.0, |mask| live_share(mask, &self));
+        Self { seen: (share * self.keys as f64).round() as usize, ..self }
+    }
+
+    /// Rows of the other axis that each row of the tiles that blocks of `kernel` own meets, on
+    /// average: keys that a query sees, or in the backward queries that see a key, over all heads of
+    /// its group.
+    pub fn walk(&self, kernel: Kernel) -> f64 {
+        if !kernel.owns_keys() {
+            return self.seen as f64;
+        }
+        let heads = self.heads_q / self.heads_kv.max(1);
+        self.seen as f64 * (self.queries * heads) as f64 / self.keys.max(1) as f64
+    }
+}
+
+/// Queries whose keys are counted.
+const SAMPLES: usize = 64;
+/// Keys that are evaluated together where bounds decide nothing.
+const TOGETHER: usize = 64;
+
+/// The share of pairs that `mask` lets through, from a sample of queries, batch entries and heads:
+/// some hundred evaluations of bounds for a mask that they decide.
+fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
+    let Sizes { batch, heads_q, heads_kv, .. } = *sizes;
+    // Sizes are rounded up, past what an index can be.
+    let [queries, keys] = [sizes.queries, sizes.keys].map(|len| len.min(i32::MAX as usize));
+    if batch == 0 || heads_q == 0 || queries == 0 || keys == 0 {
+        return 1.0;
+    }
+    let samples = SAMPLES.min(queries);
+    let mut counter = Counter {
+        bounds: Bounds::new(mask.program()),
+        machine: TileProgram::compile(mask.program()).machine(1, TOGETHER),
+        bits: MaskBits::default(),
+    };
+    let live: u64 = (0..samples)
+        .map(|i| {
+            let q = (2 * i + 1) * queries / (2 * samples);
+            let h = i % heads_q;
+            let head = Head {
+                b: (i % batch) as i32,
+                h: h as i32,
+                h_kv: (h * heads_kv / heads_q) as i32,
+                q_len: queries as i32,
+                kv_len: keys as i32,
+            };
+            counter.machine.set_head(head);
+            counter.live(&head, q as i32, 0..keys as i32)
+        })
+        .sum();
+    live as f64 / (samples * keys) as f64
+}
+
+struct Counter {
+    bounds: Bounds,
+    machine: Machine,
+    bits: MaskBits,
+}
+
+impl Counter {
+    /// Keys of `kv` that query `q` sees.
+    fn live(&mut self, head: &Head, q: i32, kv: std::ops::Range<i32>) -> u64 {
+        match self.bounds.cover(head, q..q + 1, kv.clone()) {
+            Cover::Empty => 0,
+            Cover::Full => kv.len() as u64,
+            Cover::Undecided if kv.len() <= TOGETHER => {
+                self.machine.set_tile(q..q + 1, kv);
+                self.machine.mask_bits(None, &mut self.bits);
+                self.bits.count()
+            }
+            Cover::Undecided => {
+                let middle = kv.start + (kv.len() / 2) as i32;
+                self.live(head, q, kv.start..middle) + self.live(head, q, middle..kv.end)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_mods::{Buffer, masks};
+
+    use super::*;
+
+    const SIZES: Sizes =
+        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, seen: 8192 };
+
+    #[test]
+    fn the_share_of_a_mask_is_close_to_what_it_lets_through() {
+        let ids = (0..8192).map(|i| i / 512).collect();
+        let documents = masks::document(&Buffer::vector("doc", ids)).unwrap() & masks::causal();
+        let window = masks::sliding_window(1024).unwrap();
+        for (mask, share) in [(masks::causal(), 0.5), (window, 0.117), (documents, 0.0313)] {
+            let found = live_share(&mask, &SIZES);
+            assert!((found / share - 1.0).abs() < 0.08, "{found} for {share}");
+        }
+        // Sizes are rounded up: a mask is asked for positions after the last, too.
+        let ids = (0..8000).map(|i| i / 512).collect();
+        let documents = masks::document(&Buffer::vector("doc", ids)).unwrap() & masks::causal();
+        let found = live_share(&documents, &SIZES);
+        assert!((found / 0.0313 - 1.0).abs() < 0.08, "{found}");
+        assert_eq!(live_share(&masks::causal(), &Sizes { queries: 0, ..SIZES }), 1.0);
+        let few = live_share(&masks::causal(), &Sizes { queries: 3, keys: 3, ..SIZES });
+        assert_eq!(few, 6.0 / 9.0);
+    }
+
+    #[test]
+    fn a_key_is_seen_by_as_many_queries_as_its_share_of_all_heads_of_its_group() {
+        let spec = |mask| Spec { mask, score: None, scale: None, dropout: None };
+        let causal = Sizes { queries: 4096, ..SIZES }.under(&spec(Some(masks::causal())));
+        assert!((causal.walk(Kernel::Forward) / 2048.0 - 1.0).abs() < 0.02, "{causal:?}");
+        assert!((causal.walk(Kernel::Backward) / 4096.0 - 1.0).abs() < 0.02, "{causal:?}");
+        let full = SIZES.under(&spec(None));
+        assert_eq!((full.walk(Kernel::Forward), full.walk(Kernel::Backward)), (8192.0, 32768.0));
+        // As long as a sequence can be.
+        let len = 1 << 31;
+        let longest = Sizes { queries: len, keys: len, seen: len, ..SIZES };
+        assert_eq!(longest.walk(Kernel::Backward), 4.0 * len as f64);
+    }
+}

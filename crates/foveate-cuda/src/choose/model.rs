@@ -1,0 +1,189 @@
+//! Modelled time of a launch, to rank configurations that fit.
+//!
+//! One step of a block (a tile of queries against a tile of keys) takes so many cycles of the
+//! tensor cores, of shared memory, of the units for powers, and of the path to L2. Blocks on one SM
+//! share these units, so a round in which each makes a step takes as long as the busiest unit, but
+//! never less than one block alone needs for its own chain of dependent parts. Launches are waves of
+//! such rounds.
+//!
+//! The model is there to rank, within one kernel and one device. It knows nothing of clocks under
+//! load, caches that overflow, or masks.
+
+use super::class::Sizes;
+use crate::compile::config::{Config, Elem, Kernel};
+use crate::compile::resources::{Resources, Warps};
+use foveate_gpu::profile::Profile;
+
+/// Bytes of shared memory that an SM reads or writes in a cycle.
+const SHARED_PER_CYCLE: f64 = 128.0;
+/// Powers that an SM computes in a cycle.
+const POWERS_PER_CYCLE: f64 = 16.0;
+/// Instructions for one score beside its power: scaling, maximum, sum, rounding.
+const SCORE_CYCLES: f64 = 8.0 / 128.0;
+/// Cycles of one score that a mask or a score function adds.
+const MOD_CYCLES: f64 = 8.0 / 128.0;
+/// Bytes of f32 sums that an SM adds to in L2 in a cycle.
+const ADDED_PER_CYCLE: f64 = 32.0;
+/// Operations that `mma.sync` does in a cycle of an SM at most: from Hopper on the peak
+/// needs other instructions.
+const MMA_PER_CYCLE: f64 = 2600.0;
+/// Cycles that a step waits for its copies and barriers, by stages.
+const WAITS: [f64; 2] = [1100.0, 800.0];
+/// Cycles of a step for each row of its tile of queries, however many keys there are: maxima and
+/// sums over lanes.
+const ROW_CYCLES: f64 = 2.0;
+/// Cycles of a step in which units idle because nothing is issued to them: starting copies, finding
+/// the next tile, barriers.
+const ISSUED: f64 = 200.0;
+/// Cycles of a block before its first and after its last step.
+const ENDS: f64 = 3000.0;
+
+/// Keys of a share below which it costs more to join than it gains.
+const KEYS_OF_SHARE: usize = 256;
+
+/// Cycles of one step by unit.
+struct Step {
+    tensor: f64,
+    shared: f64,
+    scores: f64,
+    sums: f64,
+}
+
+/// Whether the tiles of a launch are too few for all SMs while smaller ones are not.
+pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
+    blocks(config, sizes) < profile.sms
+}
+
+/// Blocks of a launch.
+fn blocks(config: &Config, sizes: &Sizes) -> usize {
+    let tiles = match config.kernel.owns_keys() {
+        true => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
+        false => sizes.queries.div_ceil(config.queries()) * (sizes.heads_q / config.heads()),
+    };
+    tiles * sizes.batch
+}
+
+/// Blocks to split the keys of a forward over where tiles of queries alone leave SMs
+/// idle; `resident` of them are on one at a time.
+pub fn splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
+    let blocks = blocks(config, sizes);
+    let room = profile.sms * resident.max(1);
+    let most = sizes.keys / KEYS_OF_SHARE;
+    if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(most).max(1) }
+}
+
+/// Microseconds of a launch without a mask.
+pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes: &Sizes) -> f64 {
+    let steps = match config.kernel.owns_keys() {
+        true => config.group * sizes.queries.div_ceil(config.tile_q),
+        false => sizes.keys.div_ceil(config.tile_kv),
+    };
+    let resident = resources.occupancy(profile).blocks.max(1);
+    let splits = match config.kernel == Kernel::Forward {
+        true => splits(profile, config, resident, sizes),
+        false => 1,
+    };
+    let steps = steps.div_ceil(splits) as f64;
+    let step = Step::of(profile, config);
+    let blocks = blocks(config, sizes) * splits;
+    let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
+    let full = blocks / (profile.sms * resident);
+    let left = blocks - full * profile.sms * resident;
+    let cycles = full as f64 * a_round(resident)
+        + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 };
+    (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
+}
+
+/// Microseconds that a forward reads keys and values from device memory, where one tile of queries
+/// is all there is for them; more tiles share what L2 holds.
+fn reading_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
+    if config.kernel != Kernel::Forward || sizes.queries > config.queries() {
+        return 0.0;
+    }
+    let numbers = sizes.batch * sizes.heads_kv * sizes.keys * (config.dim + config.dim_v);
+    (numbers * config.dtype.bytes()) as f64 / profile.bandwidth_gbs * 1e-3
+}
+
+impl Step {
+    fn of(profile: &Profile, config: &Config) -> Self {
+        let Config { tile_q, tile_kv, warps, dtype, .. } = *config;
+        let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
+        let bytes = dtype.bytes() as f64;
+        // A product of m x n numbers over k: operations, and operand bytes that all warps read.
+        let product = |m: usize, n: usize, k: usize, even: bool| {
+            let split = Warps::divide(warps, m, n, even);
+            let (rows, columns) = split.map_or((1, 1), |w| (w.rows * 16, w.columns * 8));
+            (2.0 * (m * n * k) as f64, (warps * (rows + columns) * k) as f64 * bytes)
+        };
+        let scores = (tile_q * tile_kv) as f64;
+        let (products, moved): (Vec<(f64, f64)>, f64) = match config.kernel {
+            Kernel::Forward => {
+                let rows = warps as f64 * bytes;
+                let keys = 2.0 * (scores * dim as f64);
+                let values = 2.0 * (scores * dim_v as f64);
+                let q = (tile_q * dim) as f64 * bytes;
+                let copied = (tile_kv * (dim + dim_v)) as f64 * bytes;
+                let read = vec![
+                    (keys, (tile_kv * dim) as f64 * rows + q),
+                    (values, (tile_kv * dim_v) as f64 * rows),
+                ];
+                (read, copied)
+            }
+            Kernel::Backward => {
+                let copied = (tile_q * (dim + dim_v)) as f64 * bytes;
+                let mut all = vec![
+                    product(tile_q, tile_kv, dim, true),
+                    product(tile_q, tile_kv, dim_v, true),
+                    product(tile_kv, dim_v, tile_q, false),
+                    product(tile_kv, dim, tile_q, false),
+                ];
+                if !config.deterministic {
+                    all.push(product(tile_q, dim, tile_kv, false));
+                }
+                (all, copied + 2.0 * scores * bytes)
+            }
+            Kernel::BackwardDq => {
+                let copied = (tile_kv * (dim + dim_v)) as f64 * bytes;
+                let all = vec![
+                    product(tile_q, tile_kv, dim, true),
+                    product(tile_q, tile_kv, dim_v, true),
+                    product(tile_q, dim, tile_kv, false),
+                ];
+                (all, copied + scores * bytes)
+            }
+            Kernel::Combine
+            | Kernel::Delta
+            | Kernel::RowWeightSum
+            | Kernel::Dq
+            | Kernel::BlockLists
+            | Kernel::RangeTable
+            | Kernel::Sequences => (vec![], 0.0),
+        };
+        let tflops = profile.bf16_tflops / profile.sms as f64;
+        let mut rate = (tflops * 1e6 / profile.clock_mhz).min(MMA_PER_CYCLE);
+        if dtype == Elem::F32 {
+            // Three products in tf32, at half the rate.
+            rate /= 6.0;
+        }
+        let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dscore);
+        let added = config.kernel == Kernel::Backward && !config.deterministic;
+        Self {
+            tensor: products.iter().map(|(operations, _)| operations / rate).sum(),
+            shared: (moved + products.iter().map(|(_, read)| read).sum::<f64>()) / SHARED_PER_CYCLE,
+            scores: tile_q as f64 * ROW_CYCLES
+                + scores * (1.0 / POWERS_PER_CYCLE + SCORE_CYCLES + MOD_CYCLES * f64::from(mods)),
+            sums: if added { (tile_q * dim * 4) as f64 / ADDED_PER_CYCLE } else { 0.0 },
+        }
+    }
+
+    /// Cycles in which each of `blocks` on one SM makes a step.
+    fn round(&self, config: &Config, blocks: usize) -> f64 {
+        let busiest = self.tensor.max(self.shared).max(self.scores).max(self.sums);
+        // A warp has a quarter of the units to itself.
+        let alone = (4.0 / config.warps as f64).max(1.0);
+        let chain = (self.tensor.max(self.shared) + self.scores) * alone + WAITS[config.stages - 1];
+        let shared = blocks as f64 * (busiest + ISSUED);
+        // The longer of the two, and a little more where both are about as long.
+        (shared.powi(6) + chain.powi(6)).powf(1.0 / 6.0)
+    }
+}

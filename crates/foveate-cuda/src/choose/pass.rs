@@ -1,0 +1,175 @@
+//! What a pass launches, as data.
+//!
+//! Whoever has to know it reads this one table: the planner, which chooses a configuration for each
+//! kernel; a plan, which launches them; compilation ahead of time; the tuner; and the list of
+//! kernels that are checked without a GPU.
+
+use foveate_mods::ScoreGradient;
+use foveate_problem::Spec;
+
+use super::class::Class;
+use super::schedule::Axis;
+use crate::compile::codegen::Mods;
+use crate::compile::config::{Config, Entry, Kernel};
+
+/// A forward or a backward, as far as it decides what is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// `out`, `lse` and `max_score`.
+    Forward {
+        /// The keys of a tile of queries are split over CTAs, whose partial results are joined.
+        kv_split: bool,
+    },
+    /// dq, dk, dv and the gradients of learned captured buffers and of the sink.
+    Backward {
+        /// Rows whose lse is too large to hold the sum of their weights get it from a pass of its
+        /// own.
+        row_weight_sum: bool,
+        /// The gradient of the sink is asked for.
+        sink: bool,
+        /// Every sum is in a fixed order.
+        deterministic: bool,
+        /// Gradients of captured buffers are asked for.
+        captures: bool,
+    },
+}
+
+/// One launch of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassLaunch {
+    /// The entry point.
+    pub entry: Entry,
+    /// The mods that its source is printed with.
+    pub mods: PrintedMods,
+    /// The axis whose tiles its CTAs own.
+    pub axis: Axis,
+    /// Its CTAs walk along the other axis by the block lists of the mask, where there is one.
+    pub walks: bool,
+    /// Its grid.
+    pub grid: Grid,
+}
+
+/// The mods that a source is printed with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PrintedMods {
+    /// None: the kernel evaluates nothing, and is one for all programs.
+    Nothing,
+    /// The mask alone, for block lists.
+    Mask,
+    /// Mask, score and dropout.
+    Forward,
+    /// Those and the derivative of the score.
+    Backward,
+}
+
+/// How many CTAs a launch has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grid {
+    /// `[tiles, tile heads, KV splits]`: tiles of queries that several heads may share.
+    TilesByHeadsBySplits,
+    /// `[tiles, tile heads]`.
+    TilesByTileHeads,
+    /// `[tiles, query heads]`.
+    TilesByHeads,
+    /// `[tiles, key/value heads]`.
+    TilesByKvHeads,
+    /// `[query heads]`, of 1024 threads.
+    Heads,
+    /// CTAs of so many threads, one for each element of a captured buffer; a launch for each buffer.
+    Elements {
+        /// Threads of a CTA.
+        threads: u32,
+    },
+}
+
+impl PrintedMods {
+    /// What is printed of a program whose score has the derivative `gradient`.
+    pub fn of<'a>(self, spec: &'a Spec, gradient: Option<&'a ScoreGradient>) -> Mods<'a> {
+        let mask = spec.mask.as_ref();
+        let (score, dropout) = (spec.score.as_ref(), spec.dropout.as_ref());
+        match self {
+            Self::Nothing => Mods::default(),
+            Self::Mask => Mods { mask, ..Mods::default() },
+            Self::Forward => Mods { mask, score, gradient: None, dropout },
+            Self::Backward => Mods { mask, score, gradient, dropout },
+        }
+    }
+}
+
+impl PassLaunch {
+    /// Whether it walks along block lists when it is compiled with `config`.
+    pub fn has_lists(&self, config: &Config) -> bool {
+        self.walks && config.mask
+    }
+}
+
+impl Pass {
+    /// The pass that makes everything a problem of `class` can ask for.
+    pub fn backward(class: &Class) -> Self {
+        Self::Backward {
+            row_weight_sum: class.has_row_weight_sum(),
+            sink: class.sink,
+            deterministic: class.deterministic,
+            captures: class.captures,
+        }
+    }
+
+    /// Its launches, in order.
+    pub fn launches(self) -> Vec<PassLaunch> {
+        use PrintedMods::{Backward, Forward, Nothing};
+        let of_queries = |entry, mods, walks, grid| {
+            Some(PassLaunch { entry, mods, axis: Axis::Queries, walks, grid })
+        };
+        match self {
+            Self::Forward { kv_split } => {
+                let forward = of_queries(Entry::Forward, Forward, true, Grid::TilesByHeadsBySplits);
+                let combine = of_queries(Entry::Combine, Nothing, false, Grid::TilesByTileHeads);
+                [forward, combine.filter(|_| kv_split)].into_iter().flatten().collect()
+            }
+            Self::Backward { row_weight_sum, sink, deterministic, captures } => {
+                let by_heads = Grid::TilesByHeads;
+                let delta = of_queries(Entry::Delta, Nothing, false, by_heads);
+                let sums = of_queries(Entry::RowWeightSum, Backward, false, by_heads);
+                let of_sink = of_queries(Entry::SinkGradient, Nothing, false, Grid::Heads);
+                let keys = PassLaunch {
+                    entry: Entry::Backward,
+                    mods: Backward,
+                    axis: Axis::Keys,
+                    walks: true,
+                    grid: Grid::TilesByKvHeads,
+                };
+                let of_captures = of_queries(
+                    Entry::CaptureSums,
+                    Backward,
+                    false,
+                    Grid::Elements { threads: 256 },
+                );
+                let dq = match deterministic {
+                    true => of_queries(Entry::BackwardDq, Backward, true, by_heads),
+                    false => of_queries(Entry::Dq, Nothing, false, by_heads),
+                };
+                let all = [
+                    delta,
+                    sums.filter(|_| row_weight_sum),
+                    of_sink.filter(|_| sink),
+                    Some(keys),
+                    of_captures.filter(|_| deterministic && captures),
+                    dq,
+                ];
+                all.into_iter().flatten().collect()
+            }
+        }
+    }
+
+    /// The kernels whose entry points it launches, each once, in order.
+    pub fn kernels(self) -> Vec<Kernel> {
+        let mut kernels = Vec::new();
+        for launch in self.launches() {
+            let kernel = launch.entry.kernel();
+            if !kernels.contains(&kernel) {
+                kernels.push(kernel);
+            }
+        }
+        kernels
+    }
+}

@@ -1,0 +1,272 @@
+//! Which configuration runs a problem on a device.
+//!
+//! Planning is pure: it needs a [`Profile`], not a GPU. For each kernel it enumerates tiles,
+//! drops with a typed [`Refusal`] what the device cannot run, and ranks the rest: measured
+//! choices first (`table`), then by modelled time (`model`). Every head dim up to
+//! 256 in every dtype has a configuration on every profile; where nothing fits, the error has
+//! every candidate with its bytes against the limit.
+
+use super::class::{Class, MOST_ROWS, Sizes};
+use super::options::{KernelOptions, TileOptions};
+use super::pass::Pass;
+use super::{model, table};
+use crate::compile::Candidate;
+use crate::compile::config::{Config, HeadDims, Kernel, Tiles, TilesOf};
+use crate::compile::resources::{Refusal, Resources, Warps};
+use crate::error::CudaError;
+use foveate_gpu::profile::Profile;
+
+/// Where a choice comes from, the one that counts most first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// The user's [`KernelOptions`]; what they leave open is chosen as without them.
+    User,
+    /// A record of the tuner's: measured on this GPU, on a problem like this one.
+    Record,
+    /// The table of configurations that were measured when the kernels were written.
+    Table,
+    /// The model.
+    Model,
+}
+
+/// A configuration that does not.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Refused {
+    /// The configuration.
+    pub config: Config,
+    /// Why.
+    pub refusal: Refusal,
+}
+
+/// The choice for one kernel.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Choice {
+    /// What runs.
+    pub chosen: Candidate,
+    /// Why this one.
+    pub origin: Origin,
+    /// What would run too, the best first.
+    pub others: Vec<Candidate>,
+    /// What cannot.
+    pub refused: Vec<Refused>,
+}
+
+/// The choices for one problem.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct KernelPlan {
+    /// The device.
+    pub profile: Profile,
+    /// Every kernel that a call launches, in order; the forward's first.
+    pub kernels: Vec<Choice>,
+    /// Blocks that the keys of a tile of queries are split over in the forward; 1 without
+    /// [`Kernel::Combine`].
+    pub splits: usize,
+}
+
+/// Blocks that a launch can have along its third axis.
+const MOST_SPLITS: usize = 65535;
+
+impl KernelPlan {
+    /// Plans the forward, and with `backward` the backward.
+    ///
+    /// # Errors
+    /// When no configuration of a kernel fits, or none that `options` ask for: the message has
+    /// every candidate with what it takes against the limit.
+    pub fn new(
+        profile: &Profile,
+        class: &Class,
+        sizes: &Sizes,
+        backward: bool,
+        options: &KernelOptions,
+    ) -> Result<Self, CudaError> {
+        Self::with_records(profile, class, sizes, backward, options, &|_| None)
+    }
+
+    /// The same where the tuner has records: `recorded` gives what was measured to be the best of
+    /// a kernel, which comes before the planner's table and model.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn with_records(
+        profile: &Profile,
+        class: &Class,
+        sizes: &Sizes,
+        backward: bool,
+        options: &KernelOptions,
+        recorded: &dyn Fn(Kernel) -> Option<Tiles>,
+    ) -> Result<Self, CudaError> {
+        let choose = |kernel| choose(profile, class, sizes, kernel, options, recorded(kernel));
+        let mut forward = choose(Kernel::Forward)?;
+        let splits = options.splits.unwrap_or_else(|| {
+            let Candidate { config, occupancy, .. } = &forward.chosen;
+            model::splits(profile, config, occupancy.blocks, sizes)
+        });
+        if !(1..=MOST_SPLITS).contains(&splits) {
+            return Err(CudaError::argument(format!(
+                "splits is {splits}; keys are split over 1 to {MOST_SPLITS} blocks"
+            )));
+        }
+        let kv_split = splits > 1;
+        let all = forward.others.iter_mut().chain([&mut forward.chosen]);
+        all.for_each(|c| c.config.split = kv_split);
+        let mut passes = vec![Pass::Forward { kv_split }];
+        passes.extend(backward.then(|| Pass::backward(class)));
+        let rest = passes.into_iter().flat_map(Pass::kernels).skip(1);
+        let mut kernels = vec![forward];
+        kernels.extend(rest.map(choose).collect::<Result<Vec<_>, _>>()?);
+        Ok(Self { profile: profile.clone(), kernels, splits })
+    }
+
+    /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
+    /// blocks then come first whatever head they are of, so that light ones end the launch
+    /// together. Enough heads for the device to be filled four times, and no more, for the keys of
+    /// those under way to stay in the cache.
+    pub fn heads_together(&self, heads: usize, tiles: usize) -> usize {
+        let at_once = self.profile.sms * self.kernels[0].chosen.occupancy.blocks;
+        let turns = tiles * heads / (4 * at_once).max(1);
+        heads.div_ceil(turns.max(1)).max(1)
+    }
+
+    /// The choice for `kernel`, one of a pass of this plan.
+    pub fn choice(&self, kernel: Kernel) -> &Choice {
+        let choice = self.kernels.iter().find(|c| c.chosen.config.kernel == kernel);
+        choice.expect("the planner plans every kernel of a pass")
+    }
+
+    /// What runs as `kernel`, when it does.
+    pub fn config(&self, kernel: Kernel) -> Option<&Config> {
+        self.kernels.iter().map(|c| &c.chosen.config).find(|c| c.kernel == kernel)
+    }
+}
+
+/// The configuration of `kernel`, among all that fit: what was `recorded`, else what the table
+/// has, else the best by model.
+///
+/// # Errors
+/// Those of [`KernelPlan::new`].
+pub fn choose(
+    profile: &Profile,
+    class: &Class,
+    sizes: &Sizes,
+    kernel: Kernel,
+    options: &KernelOptions,
+    recorded: Option<Tiles>,
+) -> Result<Choice, CudaError> {
+    let asked = options.of(kernel);
+    let fold = kernel == Kernel::Forward && class.folds(sizes, asked.tile_q);
+    let heads = if fold { class.group } else { 1 };
+    let mut fitting = Vec::new();
+    let mut refused = Vec::new();
+    for tiles in candidates(kernel, &asked, sizes.queries * heads, heads) {
+        let config = Config { fold, ..class.config(kernel, tiles) };
+        match Resources::on(&config, profile) {
+            Err(refusal) => refused.push(Refused { config, refusal }),
+            Ok(resources) => fitting.push(Candidate {
+                occupancy: resources.occupancy(profile),
+                modelled_us: model::time_us(profile, &config, &resources, &sizes.ranked()),
+                config,
+                resources,
+            }),
+        }
+    }
+    fitting.sort_by(|a, b| a.modelled_us.total_cmp(&b.modelled_us));
+    if fitting.is_empty() {
+        return Err(nothing_fits(profile, class, kernel, &asked, &refused));
+    }
+    let measured = table::of(profile, class, sizes, kernel);
+    let at =
+        |tiles: Option<Tiles>| fitting.iter().position(|c| tiles == Some(Tiles::of(&c.config)));
+    let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
+    let (at, origin) = match (at(recorded), at(measured).filter(fills)) {
+        (Some(at), _) => (at, Origin::Record),
+        (None, Some(at)) => (at, Origin::Table),
+        (None, None) => (0, Origin::Model),
+    };
+    let origin = if asked == TileOptions::default() { origin } else { Origin::User };
+    let chosen = fitting.remove(at);
+    Ok(Choice { chosen, origin, others: fitting, refused })
+}
+
+impl Choice {
+    /// Everything that fits, what was chosen first and then by model.
+    pub fn ranked(&self) -> impl Iterator<Item = &Candidate> {
+        std::iter::once(&self.chosen).chain(&self.others)
+    }
+}
+
+/// Every candidate for so many `rows` of queries, of which one tile holds `heads` or more. A value
+/// that the user gives stands in for all of its kind.
+pub(super) fn candidates(
+    kernel: Kernel,
+    asked: &TileOptions,
+    rows: usize,
+    heads: usize,
+) -> Vec<Tiles> {
+    let pick = |given: Option<usize>, usual: &[usize]| {
+        given.map_or_else(|| usual.to_vec(), |value| vec![value])
+    };
+    let forward = kernel == Kernel::Forward;
+    if !kernel.has_tiles() {
+        // A pass over rows: a thread or a few of them for each, nothing to choose. The sums of
+        // weights, whose tiles fit every device at every head dim, have 16 for a warp.
+        let tile_q = if rows <= 16 { 16 } else { 64 };
+        let (tile_kv, warps) =
+            if kernel == Kernel::RowWeightSum { (32, tile_q / 16) } else { (64, 4) };
+        return vec![Tiles { tile_q, tile_kv, warps, stages: 1 }];
+    }
+    let mut all = Vec::new();
+    let shortest = rows.next_multiple_of(16).max(16);
+    for tile_q in pick(asked.tile_q, &[16, 32, 64, 96, MOST_ROWS]) {
+        // A tile of which half would be empty is not one to consider.
+        if asked.tile_q.is_none() && (tile_q >= 2 * shortest || tile_q < heads) {
+            continue;
+        }
+        for tile_kv in pick(asked.tile_kv, &[16, 32, 48, 64, 96, 128]) {
+            for warps in pick(asked.warps, if forward { &[1, 2, 4, 8] } else { &[2, 4, 8] }) {
+                let tiles = |stages| Tiles { tile_q, tile_kv, warps, stages };
+                let slices = tile_q / 16;
+                // The forward's warps own 16 or 32 queries each. Of the backward, divisions that
+                // are not even are no candidates unless they are asked for.
+                let usual = || match forward {
+                    true => slices == warps || slices == 2 * warps,
+                    false => Warps::divide(warps, tile_q, tile_kv, true).is_some(),
+                };
+                if asked.warps.is_some() || usual() {
+                    all.extend(pick(asked.stages, &[1, 2]).into_iter().map(tiles));
+                }
+            }
+        }
+    }
+    all
+}
+
+fn nothing_fits(
+    profile: &Profile,
+    class: &Class,
+    kernel: Kernel,
+    asked: &TileOptions,
+    refused: &[Refused],
+) -> CudaError {
+    let dtype = class.dtype.name();
+    let dims = HeadDims(class.dim, class.dim_v);
+    let what = match *asked == TileOptions::default() {
+        true => String::new(),
+        false => format!(" with the options given ({asked})"),
+    };
+    if refused.is_empty() {
+        return CudaError::argument(format!(
+            "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \
+             multiples of 16, and asking for warps as well allows other divisions"
+        ));
+    }
+    let mut message = format!(
+        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a block can have {} \
+         B of shared memory:",
+        profile.name, profile.shared_per_block
+    );
+    for Refused { config, refusal } in refused {
+        message += &format!("\n  {}: {refusal}", TilesOf(config));
+    }
+    CudaError::argument(message)
+}

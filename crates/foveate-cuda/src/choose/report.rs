@@ -1,0 +1,83 @@
+//! A plan in words: what was chosen, what it takes of the device, what was refused and why.
+
+use std::fmt;
+
+use super::planner::{Choice, KernelPlan, Origin, Refused};
+use crate::compile::Candidate;
+use crate::compile::config::{Count, TilesOf};
+use crate::compile::resources::{Limit, Refusal};
+
+impl fmt::Display for KernelPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.profile;
+        writeln!(
+            f,
+            "device     {} ({}): {} SMs, {} B of shared memory a block, {} B per SM",
+            p.name,
+            p.arch(),
+            p.sms,
+            p.shared_per_block,
+            p.shared_per_sm
+        )?;
+        if self.splits > 1 {
+            writeln!(f, "keys       split over {} blocks for each tile of queries", self.splits)?;
+        }
+        self.kernels.iter().try_for_each(|choice| {
+            writeln!(f)?;
+            choice.write(f, p.shared_per_block)
+        })
+    }
+}
+
+/// How many of the next best are named.
+const NEXT: usize = 3;
+
+impl Choice {
+    fn write(&self, f: &mut fmt::Formatter<'_>, limit: usize) -> fmt::Result {
+        let Candidate { config, resources, occupancy, .. } = &self.chosen;
+        let alone = self.others.is_empty() && self.refused.is_empty();
+        let why = match self.origin {
+            Origin::User => "asked for",
+            _ if alone => "the only one",
+            Origin::Record => "recorded by the tuner to be the best on this GPU",
+            Origin::Table => "measured to be the best of its class",
+            Origin::Model => "the best by model",
+        };
+        writeln!(f, "{}", config.kernel)?;
+        writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
+        if config.fold {
+            let (heads, queries) = (config.heads(), Count(config.queries(), "row"));
+            writeln!(f, "  heads      {heads} heads share a tile, {queries} of it each")?;
+        }
+        write!(f, "  shared     {} of {limit} B", resources.shared_bytes)?;
+        for (i, (what, bytes)) in resources.shared.iter().enumerate() {
+            write!(f, "{} {what} {bytes}", if i == 0 { ":" } else { " +" })?;
+        }
+        writeln!(f, "\n  registers  at most {} a thread", resources.registers)?;
+        let by = match occupancy.limit {
+            Limit::Shared => "shared memory",
+            Limit::Registers => "registers",
+            Limit::Threads => "threads",
+            Limit::Blocks => "their number",
+        };
+        let warps = occupancy.blocks * config.warps;
+        let blocks = Count(occupancy.blocks, "block");
+        writeln!(f, "  occupancy  {blocks} per SM, {warps} warps; limited by {by}")?;
+        for other in self.others.iter().take(NEXT) {
+            let bytes = other.resources.shared_bytes;
+            writeln!(f, "  next       {}: {bytes} B of shared memory", TilesOf(&other.config))?;
+        }
+        if self.others.len() > NEXT {
+            writeln!(f, "             and {} more that fit", self.others.len() - NEXT)?;
+        }
+        // Those that no device has the registers for say nothing about this one.
+        let on_any = |r: &&Refused| matches!(r.refusal, Refusal::Registers { .. });
+        for refused in self.refused.iter().filter(|r| !on_any(r)) {
+            writeln!(f, "  refused    {}: {}", TilesOf(&refused.config), refused.refusal)?;
+        }
+        match self.refused.iter().filter(on_any).count() {
+            0 => Ok(()),
+            n => writeln!(f, "             and {n} for more registers than a thread can have"),
+        }
+    }
+}

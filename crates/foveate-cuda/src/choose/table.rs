@@ -1,0 +1,108 @@
+//! Configurations that were measured to be the best of their class, on the kernels as they are.
+//!
+//! All measurements are of an H200 at batch 2, 8192 queries and keys and heads of 2048 numbers
+//! together, by the tuner: full, causal, window 1024 and 16 documents, and with a causal mask ALiBi
+//! and a soft cap. Where masks or scores want different tiles the one is here that loses least. A
+//! device with as much shared memory gets the same choice; what fits less is left to the model.
+
+use super::class::{Class, Sizes};
+use crate::compile::config::{Elem, Kernel, Tiles};
+use foveate_gpu::profile::Profile;
+
+/// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
+type Known = (usize, Tiles);
+
+/// The same where few rows of the other axis are met ([`Sizes::walk`]), below the second number.
+/// Of the masks above these are documents (256) and the window (960), not causal (4096).
+type Few = (usize, usize, Tiles);
+
+const FORWARD: &[Known] = &[
+    (64, tiles(128, 96, 4, 2)),
+    (96, tiles(128, 64, 4, 2)),
+    (128, tiles(128, 48, 4, 2)),
+    (192, tiles(128, 96, 8, 2)),
+    (256, tiles(128, 128, 8, 1)),
+];
+/// With a mask, where blocks are shorter.
+const FORWARD_MASKED: &[Known] = &[
+    (64, tiles(128, 64, 4, 2)),
+    (128, tiles(128, 32, 4, 2)),
+    (192, tiles(128, 96, 8, 2)),
+    (256, tiles(128, 64, 8, 2)),
+];
+/// Under a mask without a score that lets a query see fewer keys than the second number.
+const FORWARD_FEW: &[Few] = &[
+    (64, 1000, tiles(64, 64, 2, 2)),
+    (96, 1000, tiles(128, 64, 4, 2)),
+    (128, 400, tiles(64, 32, 2, 2)),
+    (128, 1000, tiles(128, 48, 4, 2)),
+    (192, 1000, tiles(64, 64, 4, 1)),
+    (256, 1000, tiles(64, 32, 4, 2)),
+];
+/// With a score, with or without a mask.
+const FORWARD_SCORED: &[Known] = &[
+    (64, tiles(128, 64, 4, 2)),
+    (96, tiles(128, 64, 4, 1)),
+    (128, tiles(128, 64, 4, 2)),
+    (192, tiles(128, 96, 8, 2)),
+    (256, tiles(64, 64, 4, 1)),
+];
+/// With a score, on f32 operands; measured at batch 1 and length 4096.
+const FORWARD_SCORED_F32: &[Known] = &[(64, tiles(128, 32, 4, 2)), (128, tiles(128, 16, 4, 1))];
+const BACKWARD: &[Known] = &[
+    (32, tiles(64, 128, 4, 2)),
+    (64, tiles(64, 96, 4, 2)),
+    (96, tiles(96, 128, 8, 2)),
+    (128, tiles(64, 128, 8, 2)),
+    (160, tiles(96, 96, 8, 1)),
+    (192, tiles(64, 96, 8, 2)),
+    (256, tiles(64, 64, 8, 2)),
+];
+/// Under a mask without a score that lets fewer queries than the second number see a key.
+const BACKWARD_FEW: &[Few] = &[
+    (32, 800, tiles(64, 128, 4, 2)),
+    (64, 800, tiles(64, 64, 4, 2)),
+    (96, 800, tiles(64, 64, 4, 2)),
+];
+const BACKWARD_DQ: &[Known] = &[(128, tiles(64, 64, 4, 2))];
+/// On f32 operands.
+const BACKWARD_F32: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 96, 8, 1))];
+
+const fn tiles(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Tiles {
+    Tiles { tile_q, tile_kv, warps, stages }
+}
+
+/// The measured choice, when there is one.
+pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
+    if profile.capability < (9, 0) || profile.capability >= (11, 0) {
+        return None;
+    }
+    let f32 = class.dtype == Elem::F32;
+    // The bits of dropout leave no registers for more keys.
+    let masked = class.mask || (class.keep && class.dim.max(class.dim_v) <= 64);
+    let few_are_met = class.mask && !class.score;
+    let none: (&[Known], &[Few]) = (&[], &[]);
+    let (table, few) = match kernel {
+        Kernel::Forward if f32 && class.score => (FORWARD_SCORED_F32, none.1),
+        Kernel::Forward if f32 => none,
+        Kernel::Forward if class.score => (FORWARD_SCORED, none.1),
+        Kernel::Forward if masked => (FORWARD_MASKED, FORWARD_FEW),
+        Kernel::Forward => (FORWARD, none.1),
+        Kernel::Backward if f32 => (BACKWARD_F32, none.1),
+        Kernel::Backward => (BACKWARD, BACKWARD_FEW),
+        Kernel::BackwardDq if f32 => none,
+        Kernel::BackwardDq => (BACKWARD_DQ, none.1),
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::RowWeightSum
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => none,
+    };
+    let few = if few_are_met { few } else { none.1 };
+    let (dim, met) = (class.dim.max(class.dim_v), sizes.walk(kernel));
+    let of_few = few.iter().find(|(up_to, below, _)| dim <= *up_to && met < *below as f64);
+    let of_many = table.iter().find(|(up_to, _)| dim <= *up_to);
+    of_few.map(|(.., tiles)| *tiles).or(of_many.map(|(_, tiles)| *tiles))
+}

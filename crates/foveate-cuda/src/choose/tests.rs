@@ -1,0 +1,411 @@
+use foveate_problem::Dims;
+
+use super::class::{MOST_ROWS, coarse};
+use super::planner::candidates;
+use super::*;
+use crate::compile::Candidate;
+use crate::compile::config::{Elem, Kernel, Tiles};
+use crate::compile::resources::Refusal;
+use foveate_gpu::profile::Profile;
+
+/// The kinds of mods that the kernels tell apart.
+fn mods(class: &Class) -> [Class; 4] {
+    let plain = class.clone();
+    let mask = Class { mask: true, ..plain.clone() };
+    let score = Class { score: true, dscore: true, ..plain.clone() };
+    let learned = Class { captures: true, score: true, dscore: true, ..plain.clone() };
+    [plain, mask, score, learned]
+}
+
+fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize) -> Sizes {
+    Sizes { batch, heads_q, heads_kv, queries: len, keys: len, seen: len }
+}
+
+fn profile_with(limit: usize) -> Profile {
+    let all = Profile::all().into_iter();
+    let mut found = all.filter(|p| p.shared_per_block == limit);
+    found.next().expect("a profile with this limit")
+}
+
+/// Every kernel of a plan fits its device.
+#[track_caller]
+fn assert_fits(plan: &KernelPlan) {
+    for choice in &plan.kernels {
+        let Candidate { config, resources, occupancy, .. } = &choice.chosen;
+        let limit = plan.profile.shared_per_block;
+        assert!(resources.shared_bytes <= limit, "{config}: {}", resources.shared_bytes);
+        assert!(occupancy.blocks >= 1, "{config} on {}", plan.profile.name);
+    }
+}
+
+#[test]
+fn every_device_has_a_configuration_for_every_class() {
+    let options = KernelOptions::default();
+    for profile in Profile::all() {
+        for dtype in Elem::ALL {
+            for (dim, dim_v) in
+                [(16, 16), (64, 64), (80, 80), (128, 128), (160, 160), (256, 256), (192, 128)]
+            {
+                for mut class in mods(&Class::new(dtype, dim, dim_v, 4)) {
+                    for deterministic in [false, true] {
+                        class.deterministic = deterministic;
+                        let sizes = sizes(2, 32, 8, 4096);
+                        let plan = KernelPlan::new(&profile, &class, &sizes, true, &options);
+                        assert_fits(&plan.unwrap_or_else(|e| panic!("{e}")));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_head_dims_and_lengths_have_configurations_too() {
+    for profile in Profile::all() {
+        for (dim, dim_v) in [(1, 1), (33, 7), (100, 36), (255, 241)] {
+            for len in [1, 15, 17, 100] {
+                for dtype in Elem::ALL {
+                    let class = Class { align: 0, sink: true, ..Class::new(dtype, dim, dim_v, 1) };
+                    let options = KernelOptions::default();
+                    let sizes = sizes(1, 3, 3, len);
+                    let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
+                    assert_fits(&plan);
+                    let forward = &plan.kernels[0].chosen.config;
+                    assert!(forward.tile_q < 2 * len.next_multiple_of(16), "{forward} for {len}");
+                }
+            }
+        }
+    }
+}
+
+/// Packed fine-tuning of Llama 3.1 and Qwen2.5 died in the backward of FlexAttention: the only
+/// default tile took more shared memory than the card had.
+#[test]
+fn torchtune_2113_has_a_backward_on_both_limits() {
+    for limit in [101_376, 232_448] {
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 7) };
+        let profile = profile_with(limit);
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes(1, 28, 4, 512), true, &options);
+        assert_fits(&plan.unwrap());
+    }
+}
+
+#[test]
+fn torchtune_2392_has_a_backward_on_an_l40s() {
+    let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    let profile = Profile::named("l40s").unwrap();
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 32, 8, 2048), true, &options).unwrap();
+    assert_fits(&plan);
+    let backward = plan.kernels.iter().find(|c| c.chosen.config.kernel == Kernel::Backward);
+    let refused = &backward.unwrap().refused;
+    // The tile that a larger card takes, and what it would need here.
+    let large = refused.iter().find(|r| {
+        (r.config.tile_q, r.config.tile_kv, r.config.warps, r.config.stages) == (64, 128, 8, 2)
+    });
+    let wanted = Refusal::Shared { bytes: 175_168, limit: 101_376 };
+    assert_eq!(large.unwrap().refusal, wanted);
+}
+
+#[test]
+fn pytorch_133254_has_a_backward_on_an_rtx_4090() {
+    let class = Class::new(Elem::F16, 128, 128, 1);
+    let profile = Profile::named("rtx4090").unwrap();
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(4, 8, 8, 2048), true, &options);
+    assert_fits(&plan.unwrap());
+}
+
+#[test]
+fn pytorch_198224_has_a_backward_above_dim_128_on_an_rtx_5090() {
+    let profile = Profile::named("rtx5090").unwrap();
+    for (dim, dim_v) in [(160, 160), (192, 128), (192, 192), (256, 256)] {
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, dim, dim_v, 1) };
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes(2, 16, 16, 4096), true, &options);
+        assert_fits(&plan.unwrap());
+    }
+}
+
+#[test]
+fn options_are_honoured() {
+    let profile = Profile::named("a100").unwrap();
+    let class = Class::new(Elem::Bf16, 64, 64, 1);
+    let forward = TileOptions { tile_q: Some(48), warps: Some(3), ..TileOptions::default() };
+    let backward = TileOptions { tile_kv: Some(80), stages: Some(1), ..TileOptions::default() };
+    let options = KernelOptions { forward, backward, splits: Some(3), ..KernelOptions::default() };
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options).unwrap();
+    let forward = plan.config(Kernel::Forward).unwrap();
+    assert_eq!((forward.tile_q, forward.warps, forward.split), (48, 3, true));
+    let backward = plan.config(Kernel::Backward).unwrap();
+    assert_eq!((backward.tile_kv, backward.stages), (80, 1));
+    assert!(plan.config(Kernel::Combine).is_some());
+}
+
+#[test]
+fn options_that_do_not_fit_are_refused_with_the_numbers() {
+    let profile = Profile::named("l40s").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let refused = |backward: TileOptions| {
+        let options = KernelOptions { backward, ..KernelOptions::default() };
+        let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
+        plan.unwrap_err().to_string()
+    };
+    let large =
+        TileOptions { tile_q: Some(64), tile_kv: Some(128), warps: Some(8), stages: Some(2) };
+    assert_eq!(
+        refused(large),
+        "no backward kernel for bf16 at head dim 128 with the options given (tile_q 64, tile_kv \
+         128, warps 8, stages 2) fits l40s, where a block can have 101376 B of shared memory:\n  \
+         tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376"
+    );
+    let uneven = refused(TileOptions { tile_q: Some(20), ..TileOptions::default() });
+    assert!(uneven.contains("tile 20x16; both sides are multiples of 16"), "{uneven}");
+    let warps = refused(TileOptions { warps: Some(64), ..TileOptions::default() });
+    assert!(warps.contains("64 warps; a block has 1 to 32"), "{warps}");
+    let none = refused(TileOptions { warps: Some(0), stages: Some(9), ..TileOptions::default() });
+    assert!(none.contains("0 warps; a block has 1 to 32"), "{none}");
+}
+
+#[test]
+fn where_nothing_fits_the_error_has_every_candidate() {
+    let profile = Profile::named("l4").unwrap();
+    let class = Class::new(Elem::F32, 512, 512, 1);
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), false, &options);
+    let said = plan.unwrap_err().to_string();
+    let candidates = candidates(Kernel::Forward, &TileOptions::default(), 4096, 1);
+    assert_eq!(said.lines().count(), 1 + candidates.len());
+    assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a block "));
+}
+
+#[test]
+fn few_queries_split_the_keys_so_that_the_device_is_busy() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 4);
+    let options = KernelOptions::default();
+    let decode =
+        Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768, seen: 32_768 };
+    let plan = KernelPlan::new(&profile, &class, &decode, false, &options).unwrap();
+    assert!(plan.splits >= 4, "{}", plan.splits);
+    assert_eq!(plan.config(Kernel::Forward).unwrap().tile_q, 16);
+    let training = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options);
+    assert_eq!(training.unwrap().splits, 1);
+}
+
+#[test]
+fn keys_are_split_over_no_more_blocks_than_a_launch_has() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let with = |splits| {
+        let options = KernelOptions { splits: Some(splits), ..KernelOptions::default() };
+        KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 200), false, &options)
+    };
+    assert_eq!(with(3).unwrap().splits, 3);
+    for splits in [0, 65536] {
+        let said = with(splits).unwrap_err().to_string();
+        let reason = format!("splits is {splits}; keys are split over 1 to 65535 blocks");
+        assert_eq!(said, reason);
+    }
+}
+
+#[test]
+fn a_large_card_gets_what_was_measured_there() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    let options = KernelOptions::default();
+    let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options).unwrap();
+    for kernel in [Kernel::Forward, Kernel::Backward] {
+        let choice = plan.kernels.iter().find(|c| c.chosen.config.kernel == kernel).unwrap();
+        assert_eq!(choice.origin, Origin::Table, "{}", choice.chosen.config);
+    }
+}
+
+#[test]
+fn the_heads_of_a_group_share_a_tile_for_few_queries() {
+    let class = Class::new(Elem::Bf16, 128, 128, 4);
+    let options = KernelOptions::default();
+    let profile = Profile::named("h200").unwrap();
+    let plan = |class: &Class, queries| {
+        let sizes = Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192, seen: 8192 };
+        KernelPlan::new(&profile, class, &sizes, false, &options).unwrap()
+    };
+    let decode = plan(&class, 1);
+    let forward = decode.config(Kernel::Forward).unwrap();
+    assert!(forward.fold && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
+    // 128 pairs of an entry and a key head, on a card of 132 SMs.
+    let resident = decode.kernels[0].chosen.occupancy.blocks;
+    assert!(resident >= 3 && decode.splits == 132 * resident / 128, "{resident} {}", decode.splits);
+    let folds = |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().fold;
+    assert!(folds(&class, 32));
+    assert!(!folds(&class, 512));
+    assert!(!folds(&Class { mask: true, by_head: true, ..class.clone() }, 1));
+    assert!(!folds(&Class { group: 1, ..class }, 1));
+}
+
+#[test]
+fn a_tile_holds_a_query_of_every_head_that_shares_it() {
+    let profile = Profile::named("a100").unwrap();
+    for group in [2, 3, 7, 12, 71, 128, 129] {
+        let class = Class::new(Elem::F16, 64, 64, group);
+        let sizes =
+            Sizes { batch: 1, heads_q: group, heads_kv: 1, queries: 3, keys: 500, seen: 500 };
+        let plan = KernelPlan::new(&profile, &class, &sizes, false, &KernelOptions::default());
+        let plan = plan.unwrap();
+        let forward = plan.config(Kernel::Forward).unwrap();
+        assert_eq!(forward.fold, group <= MOST_ROWS, "{forward}");
+        assert!(forward.queries() >= 1 && forward.queries() * forward.heads() <= forward.tile_q);
+    }
+}
+
+#[test]
+fn a_choice_is_the_users_before_a_record_before_the_table_before_the_model() {
+    let profile = Profile::named("h200").unwrap();
+    let sizes = sizes(2, 16, 16, 8192);
+    let choice = |class: &Class, options: &KernelOptions, recorded| {
+        choose(&profile, class, &sizes, Kernel::Backward, options, recorded).unwrap()
+    };
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let none = KernelOptions::default();
+    let table = choice(&class, &none, None);
+    assert_eq!(table.origin, Origin::Table);
+    // Any that fits may be the best of a GPU.
+    let best = Tiles::of(&table.others.last().unwrap().config);
+    let record = choice(&class, &none, Some(best));
+    assert_eq!((record.origin, Tiles::of(&record.chosen.config)), (Origin::Record, best));
+    assert_eq!(record.ranked().count(), table.ranked().count());
+    let mut asked = none;
+    asked.set("backward.tile_q", 64).unwrap();
+    assert_eq!(choice(&class, &asked, Some(best)).origin, Origin::User);
+    // A record of tiles that no longer fit is none.
+    let foreign = Tiles { tile_q: 512, ..best };
+    assert_eq!(choice(&class, &none, Some(foreign)), table);
+    let profile = Profile::named("l40s").unwrap();
+    let model = choose(&profile, &class, &sizes, Kernel::Backward, &none, None).unwrap();
+    assert_eq!(model.origin, Origin::Model);
+    assert!(model.ranked().all(|c| c.modelled_us >= model.chosen.modelled_us));
+}
+
+#[test]
+fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
+    let profile = Profile::named("h200").unwrap();
+    for dim in [64, 96, 128, 192, 256] {
+        for class in &mods(&Class::new(Elem::Bf16, dim, dim, 1))[..3] {
+            for seen in [8192, 256] {
+                let sizes = Sizes { seen, ..sizes(2, 2048 / dim, 2048 / dim, 8192) };
+                let options = KernelOptions::default();
+                let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
+                let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
+                assert_eq!(table.count(), 2, "forward and backward of:\n{plan}");
+            }
+        }
+    }
+}
+
+fn growing(keys: usize) -> Sizes {
+    Sizes::of(&Dims {
+        batch: 4,
+        heads_q: 32,
+        heads_kv: 8,
+        len_q: 1,
+        len_k: keys,
+        dim: 128,
+        dim_v: 128,
+        shared_kv: false,
+        packed: false,
+    })
+}
+
+#[test]
+fn lengths_that_are_close_are_planned_together_and_short_ones_apart() {
+    for n in 0..=64 {
+        assert_eq!(coarse(n), n);
+    }
+    for n in 65..20_000 {
+        let rounded = coarse(n);
+        assert!(n <= rounded && 8 * (rounded - n) < n, "{n} is {rounded}");
+        assert_eq!(coarse(rounded), rounded);
+    }
+    assert_eq!([65, 128, 129, 4096, 4097].map(coarse), [72, 128, 144, 4096, 4608]);
+    assert_eq!(coarse(usize::MAX), usize::MAX);
+}
+
+#[test]
+fn options_of_any_size_are_refused_at_once() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 64, 64, 4);
+    for name in ["tile_q", "tile_kv", "warps", "stages"] {
+        // What wraps around to something small, what is a multiple of everything, and what takes
+        // long to count to.
+        for value in [(1 << 59) + 1, 1 << 60, 10_000_000_000, 4112, usize::MAX] {
+            for kernel in ["forward", "backward"] {
+                let mut options = KernelOptions::default();
+                options.set(&format!("{kernel}.{name}"), value).unwrap();
+                let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 512), true, &options);
+                let said = plan.unwrap_err().to_string();
+                assert!(said.contains(&format!("({name} {value})")), "{said}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels() {
+    let options = KernelOptions::default();
+    for card in ["h200", "l40s"] {
+        let profile = Profile::named(card).unwrap();
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+        let plan = |sizes: &Sizes| KernelPlan::new(&profile, &class, sizes, false, &options);
+        let mut planned: Vec<Sizes> = (1..=32_768).map(growing).collect();
+        planned.dedup();
+        assert!(planned.len() <= 64 + 9 * 8, "{} plans", planned.len());
+        let mut configs = std::collections::HashSet::new();
+        for sizes in &planned {
+            let kernels = plan(sizes).unwrap().kernels.into_iter();
+            configs.extend(kernels.map(|choice| choice.chosen.config));
+        }
+        // Split or not, few tiles, and what joins the shares.
+        assert!(configs.len() <= 8, "{card}: {configs:#?}");
+        let began = std::time::Instant::now();
+        let mut steps: Vec<Sizes> = (5000..6000).map(growing).collect();
+        steps.dedup();
+        steps.iter().for_each(|sizes| drop(plan(sizes).unwrap()));
+        let rounded = began.elapsed();
+        let exact = |keys| Sizes { keys, ..growing(keys) };
+        let began = std::time::Instant::now();
+        (5000..6000).for_each(|keys| drop(plan(&exact(keys)).unwrap()));
+        println!(
+            "{card}: 1000 steps of a growing cache are planned {} times in {rounded:?}; each anew \
+             would take {:?}; {} kernels up to 32768 keys",
+            steps.len(),
+            began.elapsed(),
+            configs.len()
+        );
+    }
+}
+
+#[test]
+fn tiles_are_smaller_where_few_keys_are_seen() {
+    let profile = Profile::named("h200").unwrap();
+    let tiles = |kernel, dim, score, group, seen| {
+        let class = Class { mask: true, score, group, ..Class::new(Elem::Bf16, dim, dim, 1) };
+        let sizes = Sizes { seen, ..sizes(2, 8 * group, 8, 8192) };
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
+        let config = plan.config(kernel).unwrap();
+        (config.tile_q, config.tile_kv)
+    };
+    // Documents of 512, a window of 1024, and causal.
+    let masks = [256, 960, 4096];
+    let forward = |dim, score| masks.map(|seen| tiles(Kernel::Forward, dim, score, 1, seen));
+    assert_eq!(forward(64, false), [(64, 64), (64, 64), (128, 64)]);
+    assert_eq!(forward(128, false), [(64, 32), (128, 48), (128, 32)]);
+    assert_eq!(forward(128, true), [(128, 64); 3]);
+    let backward = |score| masks.map(|seen| tiles(Kernel::Backward, 64, score, 1, seen));
+    assert_eq!(backward(false), [(64, 64), (64, 96), (64, 96)]);
+    assert_eq!(backward(true), [(64, 96); 3]);
+    // Four heads of queries see each key.
+    assert_eq!(tiles(Kernel::Backward, 64, false, 4, 256), (64, 96));
+    assert_eq!(tiles(Kernel::Backward, 64, false, 4, 128), (64, 64));
+}

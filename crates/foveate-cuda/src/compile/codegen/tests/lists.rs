@@ -1,0 +1,220 @@
+//! The kernel that builds block lists, run on the CPU thread by thread, against the block masks
+//! of `foveate_mask`.
+
+use foveate_mask::{BlockMask, Kind, Tile};
+use foveate_mods::Head;
+
+use super::execute::{Arena, program_output, put_buffers};
+use super::*;
+use crate::compile::params::{self, Abi, BlockListsParams, Run, Sequence, array_bytes};
+
+/// One launch: a mask over two sequences of different lengths, all heads.
+struct Case {
+    mask: MaskMod,
+    by_head: bool,
+    tile: Tile,
+    lengths: [(i32, i32); 2],
+    of_keys: bool,
+    capacity: i32,
+}
+
+const HEADS: i32 = 2;
+
+impl Case {
+    fn heads(&self) -> i32 {
+        if self.by_head { HEADS } else { 1 }
+    }
+
+    /// Rows of tiles of each sequence.
+    fn rows(&self) -> [i32; 2] {
+        self.lengths.map(|(q, kv)| match self.of_keys {
+            false => (q as u32).div_ceil(self.tile.q) as i32,
+            true => (kv as u32).div_ceil(self.tile.kv) as i32,
+        })
+    }
+
+    /// Runs of every row, in order of head, sequence, tile.
+    fn wanted(&self) -> Vec<Vec<foveate_mask::Run>> {
+        let mut rows = Vec::new();
+        for h in 0..self.heads() {
+            for (b, (q_len, kv_len)) in self.lengths.into_iter().enumerate() {
+                let head = Head { b: b as i32, h, h_kv: h / HEADS, q_len, kv_len };
+                let (q, kv) = (q_len as usize, kv_len as usize);
+                let built = BlockMask::build(&self.mask, head, q, kv, self.tile);
+                let built = if self.of_keys { built.transpose() } else { built };
+                rows.extend((0..built.rows()).map(|row| built.row(row).to_vec()));
+            }
+        }
+        rows
+    }
+}
+
+/// What the kernel makes of each row of each case; nothing without a host compiler.
+fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
+    let mut text = [
+        "#define FV_GROUP 1\n",
+        include_str!("shim.h"),
+        include_str!("../../../../kernels/params.cuh"),
+        PRELUDE,
+        include_str!("block.h"),
+    ]
+    .concat();
+    let mut main = String::from("int main() { take_arena();");
+    let mut arena = Arena::default();
+    let mut input = Vec::new();
+    for (i, case) in cases.iter().enumerate() {
+        let mods = Mods { mask: Some(&case.mask), ..Mods::default() };
+        let source = ModsSource::new(mods, &options()).unwrap();
+        text.push_str(&format!(
+            "#define fv_block_lists fv_block_lists_{i}\nnamespace p{i} {{\nunsigned lives[4096];\n\
+             {}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n}}\n#undef fv_block_lists\n",
+            source.text(),
+            include_str!("../../../../kernels/block_lists.cu"),
+        ));
+        main.push_str(&format!(" p{i}::run();"));
+        let rows = case.rows();
+        let sequence = |b: usize| Sequence {
+            b: b as i32,
+            q_len: case.lengths[b].0,
+            k_len: case.lengths[b].1,
+            first_row: if b == 0 { 0 } else { rows[0] },
+            ..Sequence::default()
+        };
+        let mut tiles: Vec<params::Tile> = (0..2)
+            .flat_map(|sequence| (0..rows[sequence as usize]).map(move |t| (sequence, t)))
+            .map(|(sequence, tile)| params::Tile { sequence, tile })
+            .collect();
+        tiles.reverse();
+        let all = ((rows[0] + rows[1]) * case.heads()) as usize;
+        let counts = arena.put(&vec![0xff; all * (4 + 8 * case.capacity as usize)]);
+        let params = BlockListsParams {
+            sequences: arena.put(&array_bytes(&[sequence(0), sequence(1)])),
+            tiles: arena.put(&array_bytes(&tiles)),
+            counts,
+            runs: counts + 4 * all as u64,
+            capacity: case.capacity,
+            head_stride: if case.by_head { rows[0] + rows[1] } else { 0 },
+            tile_q: case.tile.q as i32,
+            tile_kv: case.tile.kv as i32,
+            of_keys: case.of_keys.into(),
+            group: HEADS,
+        };
+        let mods = source.pack(&put_buffers(&mut arena, &source), 0).unwrap();
+        input.extend((mods.len() as i32).to_le_bytes());
+        input.extend(mods);
+        input.extend(params.bytes());
+        input.extend([tiles.len() as i32, case.heads()].map(i32::to_le_bytes).concat());
+        input.extend(counts.to_le_bytes());
+        input.extend((all as u64 * (4 + 8 * case.capacity as u64)).to_le_bytes());
+    }
+    let bytes = program_output(&format!("{text}{main} }}\n"), arena, input)?;
+    let mut ints = bytes.chunks(4).map(|word| i32::from_le_bytes(word.try_into().unwrap()));
+    let lists = cases.iter().map(|case| {
+        let all = case.wanted().len();
+        let mut take = |n: usize| -> Vec<i32> { ints.by_ref().take(n).collect() };
+        let counts = take(all);
+        let runs = take(all * 2 * case.capacity as usize);
+        let row = |(row, count): (usize, &i32)| {
+            let runs = &runs[row * 2 * case.capacity as usize..][..2 * *count as usize];
+            runs.chunks(2).map(|r| Run { first: r[0], count_kind: r[1] }).collect()
+        };
+        counts.iter().enumerate().map(row).collect()
+    });
+    Some(lists.collect())
+}
+
+fn as_run(run: &foveate_mask::Run) -> Run {
+    let partial = i32::from(run.kind == Kind::Partial);
+    Run { first: run.first as i32, count_kind: 2 * run.count as i32 + partial }
+}
+
+fn masks_to_build() -> Vec<(MaskMod, bool)> {
+    let doc: Vec<i32> = (0..6000).map(|i| i / 173).collect();
+    let documents = masks::document(&Buffer::vector("doc", doc)).unwrap();
+    let prefixes = Buffer::vector("prefixes", vec![35, 411]);
+    let prefix = masks::prefix_lm_per_batch(&prefixes).unwrap();
+    let window = masks::window(50, 3).unwrap();
+    let of_heads = closure::mask_mod!(|q, kv, h| if h == 0 { q >= kv } else { (q - kv) % 64 < 9 });
+    vec![
+        (masks::causal(), false),
+        (masks::causal() & documents, false),
+        (window | masks::global_tokens(20).unwrap(), false),
+        (prefix, false),
+        (masks::neighbourhood(&[90, 12], &[5, 3]).unwrap(), false),
+        (masks::full(), false),
+        (of_heads, true),
+    ]
+}
+
+#[test]
+fn lists_built_by_the_kernel_are_those_of_block_masks() {
+    let mut cases = Vec::new();
+    for (mask, by_head) in masks_to_build() {
+        for (of_keys, tile, lengths) in [
+            (false, Tile { q: 16, kv: 8 }, [(100, 257), (53, 0)]),
+            (true, Tile { q: 8, kv: 16 }, [(260, 70), (511, 40)]),
+            // More than 16 words of 32 tiles: those of bounds on 32 tiles at once.
+            (false, Tile { q: 32, kv: 8 }, [(70, 4600), (0, 300)]),
+        ] {
+            cases.push(Case { mask: mask.clone(), by_head, tile, lengths, of_keys, capacity: 80 });
+        }
+    }
+    let Some(lists) = built(&cases) else { return };
+    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+        let wanted: Vec<Vec<Run>> =
+            case.wanted().iter().map(|row| row.iter().map(as_run).collect()).collect();
+        assert_eq!(rows, wanted, "case {number}: {}", case.mask);
+    }
+}
+
+#[test]
+fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
+    let mut cases = Vec::new();
+    for (mask, by_head) in masks_to_build() {
+        for capacity in [1, 3, 7] {
+            let (tile, lengths) = (Tile { q: 16, kv: 4 }, [(90, 700), (40, 333)]);
+            cases.push(Case {
+                mask: mask.clone(),
+                by_head,
+                tile,
+                lengths,
+                of_keys: false,
+                capacity,
+            });
+        }
+    }
+    let Some(lists) = built(&cases) else { return };
+    let mut joined = 0;
+    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+        for (row, (got, all)) in rows.iter().zip(case.wanted()).enumerate() {
+            let at = format!("case {number}, row {row}: {got:?} of {all:?}");
+            let capacity = case.capacity as usize;
+            assert_eq!(got.len(), all.len().min(capacity), "{at}");
+            let mut gaps: Vec<i32> =
+                all.windows(2).map(|w| (w[1].first - w[0].tiles().end) as i32).collect();
+            gaps.sort_unstable();
+            let narrowest: i32 = gaps.iter().take(all.len().saturating_sub(capacity)).sum();
+            let tiles: i32 = all.iter().map(|run| run.count as i32).sum();
+            assert_eq!(
+                got.iter().map(|r| r.count_kind / 2).sum::<i32>(),
+                tiles + narrowest,
+                "{at}"
+            );
+            for run in got {
+                let inside = |r: &&foveate_mask::Run| {
+                    r.first as i32 >= run.first
+                        && r.tiles().end as i32 <= run.first + run.count_kind / 2
+                };
+                let of: Vec<_> = all.iter().filter(inside).collect();
+                assert!(!of.is_empty(), "{at}");
+                if of.len() == 1 {
+                    assert_eq!(*run, as_run(of[0]), "{at}");
+                } else {
+                    assert_eq!(run.count_kind % 2, 1, "{at}");
+                }
+            }
+            joined += usize::from(all.len() > capacity);
+        }
+    }
+    assert!(joined > 40, "only {joined} rows had too many runs");
+}

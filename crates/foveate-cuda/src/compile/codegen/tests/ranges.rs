@@ -1,0 +1,123 @@
+//! The kernel that makes range tables, run on the CPU thread by thread, against plain loops.
+
+use foveate_mods::{AnyBuffer, BufferData};
+
+use super::execute::{Arena, program_output};
+use super::*;
+use crate::compile::params::{Abi, RangeTableParams};
+
+const BLOCK: usize = 32;
+
+/// The range table of a buffer; see [`range_table_bytes`].
+pub(super) fn range_table(buffer: &AnyBuffer) -> Vec<u8> {
+    let length = *buffer.shape().last().expect("a buffer has an axis");
+    let whole = |a: Ends<i32>, b: Ends<i32>| (a.0.min(b.0), a.1.max(b.1));
+    match buffer.data() {
+        data if data.is_empty() => vec![0; 8],
+        BufferData::Bool(v) => {
+            let ints: Vec<i32> = v.iter().map(|&x| i32::from(x)).collect();
+            bytes(&levels(&ints, length, |&x| (x, x), whole), |x| x.to_le_bytes())
+        }
+        BufferData::I32(v) => bytes(&levels(v, length, |&x| (x, x), whole), |x| x.to_le_bytes()),
+        // A NaN takes both ends.
+        BufferData::F32(v) => {
+            let of = |x: &f32| if x.is_nan() { (f32::NAN, f32::NAN) } else { (*x, *x) };
+            let join = |a: Ends<f32>, b: Ends<f32>| match (a.0.is_nan(), b.0.is_nan()) {
+                (true, _) => a,
+                (false, true) => b,
+                _ => (a.0.min(b.0), a.1.max(b.1)),
+            };
+            bytes(&levels(v, length, of, join), |x| x.to_le_bytes())
+        }
+    }
+}
+
+type Ends<T> = (T, T);
+
+fn bytes<T: Copy>(levels: &[Ends<T>], of: impl Fn(T) -> [u8; 4]) -> Vec<u8> {
+    levels.iter().flat_map(|&(lo, hi)| [of(lo), of(hi)]).flatten().collect()
+}
+
+fn levels<T: Copy>(
+    elems: &[T],
+    length: usize,
+    of: impl Fn(&T) -> Ends<T> + Copy,
+    join: impl Fn(Ends<T>, Ends<T>) -> Ends<T> + Copy,
+) -> Vec<Ends<T>> {
+    let mut all: Vec<Ends<T>> = Vec::new();
+    for row in elems.chunks(length) {
+        all.extend(
+            row.chunks(BLOCK).map(|block| block[1..].iter().map(of).fold(of(&block[0]), join)),
+        );
+    }
+    let blocks = length.div_ceil(BLOCK);
+    let level = all.len();
+    let mut reach = 1;
+    while 2 * reach <= blocks {
+        let from = all.len() - level;
+        for i in from..from + level {
+            // Past the end of its row an entry is not asked for.
+            let other = if (i - from) % blocks + reach < blocks { i + reach } else { i };
+            all.push(join(all[i], all[other]));
+        }
+        reach *= 2;
+    }
+    all
+}
+
+#[test]
+fn tables_made_by_the_kernel_are_those_of_plain_loops() {
+    let ints = |n: usize| (0..n).map(|i| foveate_mods::ir::mix(7, i as i32) % 1000);
+    let float = |i: i32| if i % 97 == 0 { f32::NAN } else { i as f32 * 0.25 };
+    let shapes: [&[usize]; 8] =
+        [&[1], &[32], &[33], &[5000], &[3, 70], &[2, 5, 64], &[4, 1], &[2, 1025]];
+    let mut buffers = Vec::new();
+    for (i, shape) in shapes.into_iter().enumerate() {
+        let n = shape.iter().product();
+        let all = [
+            BufferData::Bool(ints(n).map(|x| x % 40 == 0).collect()),
+            BufferData::I32(ints(n).collect()),
+            BufferData::F32(ints(n).map(float).collect()),
+        ];
+        let named = |data| AnyBuffer::new(format!("x{i}"), shape, data, false).unwrap();
+        buffers.extend(all.map(named));
+    }
+    let text = [
+        "#define FV_GROUP 1\n",
+        include_str!("shim.h"),
+        include_str!("../../../../kernels/params.cuh"),
+        PRELUDE,
+        "struct Mods { int nothing; };\n",
+        include_str!("block.h"),
+        include_str!("../../../../kernels/range_table.cu"),
+        "static void table(const RangeTableParams& p, const Mods&) { fv_range_table(p); }\n",
+        "LAUNCH(table, RangeTableParams, 64)\nint main() { take_arena();",
+        &"run();".repeat(buffers.len()),
+        "}",
+    ];
+    let (mut arena, mut input) = (Arena::default(), Vec::new());
+    for buffer in &buffers {
+        let (shape, bytes) = (buffer.shape(), range_table_bytes(buffer.shape()));
+        let length = shape[shape.len() - 1];
+        let rows = buffer.elems() / length;
+        let params = RangeTableParams {
+            elems: arena.put(&buffer_bytes(buffer)),
+            table: arena.put(&vec![0xff; bytes]),
+            rows: rows as i64,
+            length: length as i32,
+            ty: type_number(buffer.ty()),
+        };
+        // Mods without captures are one unused int.
+        input.extend([4, 0].map(i32::to_le_bytes).concat());
+        input.extend(params.bytes());
+        input.extend([rows as i32, 1].map(i32::to_le_bytes).concat());
+        input.extend(params.table.to_le_bytes());
+        input.extend((bytes as u64).to_le_bytes());
+    }
+    let Some(mut found) = program_output(&text.concat(), arena, input) else { return };
+    for buffer in &buffers {
+        let rest = found.split_off(range_table_bytes(buffer.shape()));
+        assert_eq!(found, range_table(buffer), "{:?} of {:?}", buffer.ty(), buffer.shape());
+        found = rest;
+    }
+}

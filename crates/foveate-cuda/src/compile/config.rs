@@ -1,0 +1,608 @@
+//! Kernels, their entry points, and what one kernel is compiled for: its family, and the macros of
+//! its source, as a struct.
+//!
+//! Two kernels with equal configurations and equal mods have equal source. Lengths, strides,
+//! batch size, the number of heads, and what captured buffers hold are arguments of the launch,
+//! so they are not here.
+
+use std::fmt;
+
+use foveate_tensor::DType;
+
+/// An entry point. Each has a file of its own under `kernels/`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kernel {
+    /// `out`, `lse` and `max_score` from q, k, v; partial results of them with
+    /// [`Config::split`].
+    Forward,
+    /// Joins the partial results of a split forward.
+    Combine,
+    /// `Σ out·d_out − d_lse` of each row, and the gradient of the sink.
+    Delta,
+    /// What the weights of rows add up to whose lse is too large to hold it.
+    RowWeightSum,
+    /// dk, dv, captured-buffer gradients, and the sums of dq unless
+    /// [`Config::deterministic`].
+    Backward,
+    /// dq of a deterministic backward, in a fixed order.
+    BackwardDq,
+    /// dq from its sums.
+    Dq,
+    /// The runs of live tiles, from the mask.
+    BlockLists,
+    /// Smallest and largest elements of stretches of a captured buffer.
+    RangeTable,
+    /// Sequences and tiles from offsets in device memory.
+    Sequences,
+}
+
+impl Kernel {
+    /// Every kernel.
+    pub const ALL: [Self; 10] = [
+        Self::Forward,
+        Self::Combine,
+        Self::Delta,
+        Self::RowWeightSum,
+        Self::Backward,
+        Self::BackwardDq,
+        Self::Dq,
+        Self::BlockLists,
+        Self::RangeTable,
+        Self::Sequences,
+    ];
+
+    /// Its name without prefix, that of its file.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Combine => "combine",
+            Self::Delta => "delta",
+            Self::RowWeightSum => "row_weight_sum",
+            Self::Backward => "backward",
+            Self::BackwardDq => "backward_dq",
+            Self::Dq => "dq",
+            Self::BlockLists => "block_lists",
+            Self::RangeTable => "range_table",
+            Self::Sequences => "sequences",
+        }
+    }
+
+    /// Its own entry point, beside which its file may have others.
+    pub fn entry(self) -> Entry {
+        match self {
+            Self::Forward => Entry::Forward,
+            Self::Combine => Entry::Combine,
+            Self::Delta => Entry::Delta,
+            Self::RowWeightSum => Entry::RowWeightSum,
+            Self::Backward => Entry::Backward,
+            Self::BackwardDq => Entry::BackwardDq,
+            Self::Dq => Entry::Dq,
+            Self::BlockLists => Entry::BlockLists,
+            Self::RangeTable => Entry::RangeTable,
+            Self::Sequences => Entry::Sequences,
+        }
+    }
+
+    /// Whether its CTAs own tiles of keys, and walk along the queries; those of others own tiles of
+    /// queries.
+    pub fn owns_keys(self) -> bool {
+        match self {
+            Self::Backward => true,
+            Self::Forward
+            | Self::Combine
+            | Self::Delta
+            | Self::RowWeightSum
+            | Self::BackwardDq
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => false,
+        }
+    }
+
+    /// Whether it multiplies tiles, whose sizes the planner chooses. The others are passes over
+    /// rows with one configuration.
+    pub fn has_tiles(self) -> bool {
+        match self {
+            Self::Forward | Self::Backward | Self::BackwardDq => true,
+            Self::Combine
+            | Self::Delta
+            | Self::RowWeightSum
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => false,
+        }
+    }
+}
+
+/// An entry point. Those that are not a kernel's own stand in another's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Entry {
+    /// Of [`Kernel::Forward`].
+    Forward,
+    /// Of [`Kernel::Combine`].
+    Combine,
+    /// Of [`Kernel::Delta`].
+    Delta,
+    /// The gradient of the sink, in the file of [`Kernel::Delta`].
+    SinkGradient,
+    /// Of [`Kernel::RowWeightSum`].
+    RowWeightSum,
+    /// Of [`Kernel::Backward`].
+    Backward,
+    /// Of [`Kernel::BackwardDq`].
+    BackwardDq,
+    /// Adds deterministic sums to gradients of captured buffers, in the file of
+    /// [`Kernel::BackwardDq`] compiled with [`Config::captures`].
+    CaptureSums,
+    /// Of [`Kernel::Dq`].
+    Dq,
+    /// Of [`Kernel::BlockLists`].
+    BlockLists,
+    /// Of [`Kernel::RangeTable`].
+    RangeTable,
+    /// Of [`Kernel::Sequences`].
+    Sequences,
+}
+
+impl Entry {
+    /// Every entry point.
+    pub const ALL: [Self; 12] = [
+        Self::Forward,
+        Self::Combine,
+        Self::Delta,
+        Self::SinkGradient,
+        Self::RowWeightSum,
+        Self::Backward,
+        Self::BackwardDq,
+        Self::CaptureSums,
+        Self::Dq,
+        Self::BlockLists,
+        Self::RangeTable,
+        Self::Sequences,
+    ];
+
+    /// The kernel whose file has it.
+    pub fn kernel(self) -> Kernel {
+        match self {
+            Self::Forward => Kernel::Forward,
+            Self::Combine => Kernel::Combine,
+            Self::Delta | Self::SinkGradient => Kernel::Delta,
+            Self::RowWeightSum => Kernel::RowWeightSum,
+            Self::Backward => Kernel::Backward,
+            Self::BackwardDq | Self::CaptureSums => Kernel::BackwardDq,
+            Self::Dq => Kernel::Dq,
+            Self::BlockLists => Kernel::BlockLists,
+            Self::RangeTable => Kernel::RangeTable,
+            Self::Sequences => Kernel::Sequences,
+        }
+    }
+
+    /// Its name in the machine code.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "fv_forward",
+            Self::Combine => "fv_combine",
+            Self::Delta => "fv_delta",
+            Self::SinkGradient => "fv_sink_gradient",
+            Self::RowWeightSum => "fv_row_weight_sum",
+            Self::Backward => "fv_backward",
+            Self::BackwardDq => "fv_backward_dq",
+            Self::CaptureSums => "fv_capture_sums",
+            Self::Dq => "fv_dq",
+            Self::BlockLists => "fv_block_lists",
+            Self::RangeTable => "fv_range_table",
+            Self::Sequences => "fv_sequences",
+        }
+    }
+
+    /// The entry point of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|entry| entry.name() == name)
+    }
+
+    /// The configuration that it is compiled with, in the file of a kernel of `config`.
+    pub fn config(self, config: Config) -> Config {
+        match self {
+            Self::CaptureSums => Config { captures: true, ..config },
+            Self::Forward
+            | Self::Combine
+            | Self::Delta
+            | Self::SinkGradient
+            | Self::RowWeightSum
+            | Self::Backward
+            | Self::BackwardDq
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => config,
+        }
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The type of an operand's or a destination's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Elem {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// IEEE single precision. Products are made of three products of tf32 halves.
+    F32,
+}
+
+impl Elem {
+    /// Every type.
+    pub const ALL: [Self; 3] = [Self::F16, Self::Bf16, Self::F32];
+
+    /// The type that stands for `dtype`; `None` for f64, which no kernel takes.
+    pub fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F16 => Some(Self::F16),
+            DType::BF16 => Some(Self::Bf16),
+            DType::F32 => Some(Self::F32),
+            _ => None,
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+
+    /// `f16`, `bf16` or `f32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+        }
+    }
+
+    /// The value of the `FV_DTYPE` macros.
+    fn number(self) -> usize {
+        match self {
+            Self::F16 => 0,
+            Self::Bf16 => 1,
+            Self::F32 => 2,
+        }
+    }
+}
+
+/// Kernels that are written for the same instructions and the same tiles. Kernels without matrix
+/// products are shared by all families.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Family {
+    /// `cp.async`, `ldmatrix` and `mma.sync`: compute capability 8.0 and newer.
+    Portable,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: [Self; 1] = [Self::Portable];
+
+    /// Its name, that of its folder under `kernels/`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+        }
+    }
+}
+
+/// What one kernel is compiled for. Every field but the first two is a macro; [`Self::defines`]
+/// prints them.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Config {
+    /// The family that its source is of.
+    pub family: Family,
+    /// The kernel.
+    pub kernel: Kernel,
+    /// The type of q, k and v. `FV_DTYPE`
+    pub dtype: Elem,
+    /// The type of out. `FV_OUT_DTYPE`
+    pub out_dtype: Elem,
+    /// The type of dq, dk and dv. `FV_GRAD_DTYPE`
+    pub grad_dtype: Elem,
+    /// Elements of a row of q and k. `FV_D`
+    pub dim: usize,
+    /// Elements of a row of v. `FV_DV`
+    pub dim_v: usize,
+    /// Rows of a tile of queries, a multiple of 16. `FV_BM`
+    pub tile_q: usize,
+    /// Keys of a tile, a multiple of 16. `FV_BN`
+    pub tile_kv: usize,
+    /// Warps of a block. `FV_WARPS`
+    pub warps: usize,
+    /// Tiles of the axis that a block walks along that shared memory holds. `FV_STAGES`
+    pub stages: usize,
+    /// Query heads for each key/value head. `FV_GROUP`
+    pub group: usize,
+    /// Bytes that every row of every operand and destination is aligned to, with unit stride of
+    /// its elements: 16, 8, 4 or 2. 0 for any stride of elements. `FV_ALIGN`
+    pub align: usize,
+    /// A mask decides. `FV_MASK`
+    pub mask: bool,
+    /// Scores are modified. `FV_SCORE`
+    pub score: bool,
+    /// The modified score's derivative is not constant 1. `FV_DSCORE`
+    pub dscore: bool,
+    /// Dropout. `FV_KEEP`
+    pub keep: bool,
+    /// Captured buffers have gradients. `FV_CAPTURES`
+    pub captures: bool,
+    /// Every row has a sink in its denominator. `FV_SINK`
+    pub sink: bool,
+    /// The keys of a tile are split over blocks. `FV_SPLIT`
+    pub split: bool,
+    /// The rows of a tile are those of all query heads of a key/value head. `FV_FOLD`
+    pub fold: bool,
+    /// Keys and values lie in pages. `FV_PAGED`
+    pub paged: bool,
+    /// Every sum is in a fixed order. `FV_DETERMINISTIC`
+    pub deterministic: bool,
+    /// A captured index outside its axis is reported. `FV_CHECKED`
+    pub checked: bool,
+}
+
+impl Config {
+    /// A kernel for operands and results of one type, aligned rows and nothing special; with
+    /// tiles of 64 queries and 64 keys, 4 warps and 2 stages.
+    pub fn new(kernel: Kernel, dtype: Elem, dim: usize, dim_v: usize) -> Self {
+        Self {
+            family: Family::Portable,
+            kernel,
+            dtype,
+            out_dtype: dtype,
+            grad_dtype: dtype,
+            dim,
+            dim_v,
+            tile_q: 64,
+            tile_kv: 64,
+            warps: 4,
+            stages: 2,
+            group: 1,
+            align: 16,
+            mask: false,
+            score: false,
+            dscore: false,
+            keep: false,
+            captures: false,
+            sink: false,
+            split: false,
+            fold: false,
+            paged: false,
+            deterministic: false,
+            checked: false,
+        }
+    }
+
+    /// The kernel that makes range tables of captured buffers.
+    pub fn range_table() -> Self {
+        Self { warps: 32, stages: 1, ..Self::new(Kernel::RangeTable, Elem::F16, 64, 64) }
+    }
+
+    /// The kernel that writes sequences from offsets in device memory.
+    pub fn sequences() -> Self {
+        Self { kernel: Kernel::Sequences, ..Self::range_table() }
+    }
+
+    /// The kernel that makes block lists, of `threads` threads. Tiles are its parameters and
+    /// elements are of no account, so one serves all.
+    pub fn block_lists(threads: usize, checked: bool) -> Self {
+        let (mask, warps, stages) = (true, threads / 32, 1);
+        Self { mask, warps, stages, checked, ..Self::new(Kernel::BlockLists, Elem::F16, 64, 64) }
+    }
+
+    /// [`Self::dim`] as tiles have it: rounded up to a multiple of 16. `FV_DP`
+    pub fn padded_dim(&self) -> usize {
+        self.dim.next_multiple_of(16)
+    }
+
+    /// [`Self::dim_v`] as tiles have it: rounded up to a multiple of 16. `FV_DVP`
+    pub fn padded_dim_v(&self) -> usize {
+        self.dim_v.next_multiple_of(16)
+    }
+
+    /// Query heads that share a tile of queries.
+    pub fn heads(&self) -> usize {
+        if self.fold { self.group } else { 1 }
+    }
+
+    /// Queries of a tile: its rows, divided between the heads that share it.
+    pub fn queries(&self) -> usize {
+        self.tile_q / self.heads()
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        self.warps * 32
+    }
+
+    /// The macros and their values, in the order they are printed.
+    pub fn macros(&self) -> [(&'static str, usize); 24] {
+        [
+            ("FV_DTYPE", self.dtype.number()),
+            ("FV_OUT_DTYPE", self.out_dtype.number()),
+            ("FV_GRAD_DTYPE", self.grad_dtype.number()),
+            ("FV_D", self.dim),
+            ("FV_DV", self.dim_v),
+            ("FV_DP", self.padded_dim()),
+            ("FV_DVP", self.padded_dim_v()),
+            ("FV_BM", self.tile_q),
+            ("FV_BN", self.tile_kv),
+            ("FV_WARPS", self.warps),
+            ("FV_STAGES", self.stages),
+            ("FV_GROUP", self.group),
+            ("FV_ALIGN", self.align),
+            ("FV_MASK", self.mask.into()),
+            ("FV_SCORE", self.score.into()),
+            ("FV_DSCORE", self.dscore.into()),
+            ("FV_KEEP", self.keep.into()),
+            ("FV_CAPTURES", self.captures.into()),
+            ("FV_SINK", self.sink.into()),
+            ("FV_SPLIT", self.split.into()),
+            ("FV_FOLD", self.fold.into()),
+            ("FV_PAGED", self.paged.into()),
+            ("FV_DETERMINISTIC", self.deterministic.into()),
+            ("FV_CHECKED", self.checked.into()),
+        ]
+    }
+
+    /// One `#define` line for each macro: how a kernel's source begins.
+    pub fn defines(&self) -> String {
+        self.macros().iter().map(|(name, value)| format!("#define {name} {value}\n")).collect()
+    }
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} D {}", self.kernel, self.dtype.name(), self.dim)?;
+        if self.dim_v != self.dim {
+            write!(f, "/{}", self.dim_v)?;
+        }
+        write!(
+            f,
+            ", tile {}x{}, {} warps, {} stages, group {}, align {}",
+            self.tile_q, self.tile_kv, self.warps, self.stages, self.group, self.align
+        )?;
+        if self.out_dtype != self.dtype {
+            write!(f, ", out {}", self.out_dtype.name())?;
+        }
+        if self.grad_dtype != self.dtype {
+            write!(f, ", gradients {}", self.grad_dtype.name())?;
+        }
+        let flags = [
+            (self.mask, "mask"),
+            (self.score, "score"),
+            (self.dscore, "dscore"),
+            (self.keep, "dropout"),
+            (self.captures, "captures"),
+            (self.sink, "sink"),
+            (self.split, "split"),
+            (self.fold, "folded"),
+            (self.paged, "paged"),
+            (self.deterministic, "deterministic"),
+            (self.checked, "checked"),
+        ];
+        for (_, name) in flags.iter().filter(|(on, _)| *on) {
+            write!(f, ", {name}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Tiles, warps and stages of a configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Tiles {
+    /// Queries of a tile.
+    pub tile_q: usize,
+    /// Keys of a tile.
+    pub tile_kv: usize,
+    /// Warps of a block.
+    pub warps: usize,
+    /// Tiles of the axis walked along that shared memory holds.
+    pub stages: usize,
+}
+
+impl Tiles {
+    /// Those of a configuration.
+    pub fn of(config: &Config) -> Self {
+        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+        Self { tile_q, tile_kv, warps, stages }
+    }
+}
+
+/// `tile 64x128, 8 warps, 2 stages`.
+pub struct TilesOf<'a>(pub &'a Config);
+
+impl fmt::Display for TilesOf<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Tiles::of(self.0).fmt(f)
+    }
+}
+
+impl fmt::Display for Tiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tile_q, tile_kv, warps, stages } = self;
+        let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
+        f.pad(&format!("tile {tile_q}x{tile_kv}, {warps}, {stages}"))
+    }
+}
+
+/// `1 warp`, `2 warps`.
+pub(crate) struct Count(pub usize, pub &'static str);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}{}", self.0, self.1, if self.0 == 1 { "" } else { "s" })
+    }
+}
+
+/// `128`, or `192/128`.
+pub struct HeadDims(pub usize, pub usize);
+
+impl fmt::Display for HeadDims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        if self.1 != self.0 {
+            write!(f, "/{}", self.1)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_prints_in_one_line() {
+        let mut config = Config::new(Kernel::Backward, Elem::Bf16, 192, 128);
+        assert_eq!(
+            config.to_string(),
+            "backward bf16 D 192/128, tile 64x64, 4 warps, 2 stages, group 1, align 16"
+        );
+        (config.mask, config.keep, config.grad_dtype) = (true, true, Elem::F32);
+        assert!(config.to_string().ends_with("align 16, gradients f32, mask, dropout"));
+    }
+
+    #[test]
+    fn head_dims_are_rounded_up_to_what_an_instruction_takes() {
+        let mut config = Config::new(Kernel::Forward, Elem::F16, 80, 33);
+        config.sink = true;
+        let defines = config.defines();
+        for line in ["FV_D 80", "FV_DP 80", "FV_DV 33", "FV_DVP 48", "FV_SINK 1", "FV_DTYPE 0"] {
+            assert!(defines.contains(&format!("#define {line}\n")), "{line} is not in\n{defines}");
+        }
+    }
+
+    #[test]
+    fn every_macro_that_kernels_read_is_defined() {
+        let defined = Config::new(Kernel::Forward, Elem::Bf16, 64, 64).macros();
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let families = Family::ALL.map(|family| folder.join(family.name()));
+        let folders = [folder.clone()].into_iter().chain(families);
+        let files = folders.flat_map(|folder| std::fs::read_dir(folder).unwrap());
+        let paths = files.map(|file| file.unwrap().path());
+        for path in paths.filter(|path| path.is_file()) {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let mut words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            let unknown =
+                words.find(|w| w.starts_with("FV_") && !defined.iter().any(|(name, _)| name == w));
+            assert_eq!(unknown, None, "{}", path.display());
+        }
+    }
+}

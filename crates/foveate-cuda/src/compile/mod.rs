@@ -1,0 +1,17 @@
+//! From a program and a configuration to machine code that was compared with its plan.
+//!
+//! [`config`] says what one kernel is compiled for, [`params`] what it is launched with.
+//! [`codegen`] prints mods as CUDA C++, [`source`] puts the source together, [`resources`] knows
+//! what a CTA takes before anything is compiled, [`check`] compares that with what the assembler
+//! reports, and [`spill_fallback`] finds the configuration that runs where a kernel takes more.
+
+mod candidate;
+pub mod check;
+pub mod codegen;
+pub mod config;
+pub mod params;
+pub mod resources;
+pub mod source;
+pub mod spill_fallback;
+
+pub use candidate::Candidate;

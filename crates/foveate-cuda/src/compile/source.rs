@@ -1,0 +1,166 @@
+//! The source of a kernel: macros, arguments, printed mods, what it shares with other kernels, and
+//! its own file, in this order.
+//!
+//! The files are part of the binary, so a machine needs no folder of sources, and the text of a
+//! kernel is the whole of what NVRTC sees: no headers, no options that change its meaning.
+
+use sha2::{Digest, Sha256};
+
+use crate::compile::codegen::{ModsSource, PRELUDE};
+use crate::compile::config::{Config, Family, Kernel};
+use foveate_gpu::nvrtc::OPTIONS;
+
+const PARAMS: &str = include_str!("../../kernels/params.cuh");
+const DEVICE: &str = include_str!("../../kernels/device.cuh");
+const FORWARD_DEVICE: &str = include_str!("../../kernels/portable/forward_device.cuh");
+const FORWARD_ROW: &str = include_str!("../../kernels/portable/forward_row.cuh");
+const ROWS: &str = include_str!("../../kernels/rows.cuh");
+const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
+const BACKWARD_SCORES: &str = include_str!("../../kernels/portable/backward_scores.cuh");
+
+/// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products
+/// are the same in every family.
+fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
+    match (kernel, family) {
+        (Kernel::Forward, Family::Portable) => &[
+            DEVICE,
+            ROWS,
+            FORWARD_DEVICE,
+            FORWARD_ROW,
+            include_str!("../../kernels/portable/forward.cu"),
+        ],
+        (Kernel::RowWeightSum, Family::Portable) => {
+            &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/portable/row_weight_sum.cu")]
+        }
+        (Kernel::Backward, Family::Portable) => &[
+            DEVICE,
+            BACKWARD_DEVICE,
+            BACKWARD_SCORES,
+            include_str!("../../kernels/portable/backward.cu"),
+        ],
+        (Kernel::BackwardDq, Family::Portable) => &[
+            DEVICE,
+            BACKWARD_DEVICE,
+            BACKWARD_SCORES,
+            include_str!("../../kernels/portable/backward_dq.cu"),
+        ],
+        (Kernel::Combine, Family::Portable) => {
+            &[DEVICE, ROWS, include_str!("../../kernels/combine.cu")]
+        }
+        (Kernel::Delta, Family::Portable) => {
+            &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/delta.cu")]
+        }
+        (Kernel::Dq, Family::Portable) => {
+            &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/dq.cu")]
+        }
+        (Kernel::BlockLists, Family::Portable) => &[include_str!("../../kernels/block_lists.cu")],
+        (Kernel::RangeTable, Family::Portable) => &[include_str!("../../kernels/range_table.cu")],
+        (Kernel::Sequences, Family::Portable) => &[include_str!("../../kernels/sequences.cu")],
+    }
+}
+
+/// The source of the kernel that `config` describes, for these mods.
+pub fn source(config: &Config, mods: &ModsSource) -> String {
+    let defines = config.defines();
+    let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text()];
+    parts.extend(files(config.family, config.kernel));
+    parts.join("\n")
+}
+
+/// What prints mods, orders tiles and splits keys.
+const AROUND: [&str; 7] = [
+    include_str!("codegen/mod.rs"),
+    include_str!("codegen/print.rs"),
+    include_str!("codegen/captures.rs"),
+    include_str!("codegen/sharing.rs"),
+    include_str!("codegen/steps.rs"),
+    include_str!("../choose/model.rs"),
+    include_str!("../choose/schedule.rs"),
+];
+
+/// A hash of everything that decides how long a kernel of given tiles takes: every kernel file,
+/// what is around them, and the compiler's options. What was measured with others is of no use.
+pub fn digest() -> String {
+    let mut hash = Sha256::new();
+    let families = Family::ALL.into_iter();
+    let all = families.flat_map(|family| Kernel::ALL.map(|kernel| files(family, kernel)));
+    let kernels = all.flatten().copied();
+    for text in [PARAMS, PRELUDE].into_iter().chain(kernels).chain(AROUND).chain(OPTIONS.to_vec()) {
+        hash.update(text);
+    }
+    hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_mods::text::{Names, parse_score};
+
+    use super::*;
+    use crate::compile::codegen::{Extent, Mods, Options};
+    use crate::compile::config::Elem;
+    use foveate_gpu::Arch;
+    use foveate_gpu::cache::Cache;
+    use foveate_gpu::nvrtc::Compiler;
+
+    #[test]
+    fn every_kernel_is_one_source_that_compiles() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
+        let options = Options { extent, fast_math: true, checked: false, deterministic: false };
+        let mods = ModsSource::new(Mods::default(), &options).unwrap();
+        let short = [(1, 1), (3, 3), (5, 1)]
+            .map(|(d, dv)| Config { align: 2, ..Config::new(Kernel::Forward, Elem::Bf16, d, dv) });
+        for config in short {
+            let made =
+                Cache::at(None).compile(compiler, &source(&config, &mods), Arch::new((8, 0)));
+            made.unwrap_or_else(|e| panic!("{config}: {e}"));
+        }
+        for kernel in Kernel::ALL {
+            let config = Config::new(kernel, Elem::Bf16, 64, 64);
+            let source = source(&config, &mods);
+            let compiled = Cache::at(None)
+                .compile(compiler, &source, Arch::new((8, 0)))
+                .unwrap_or_else(|e| panic!("{e}"));
+            let entry = kernel.entry().name();
+            assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
+        }
+    }
+
+    #[test]
+    fn a_long_score_stands_once_and_not_for_every_entry() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
+        let text = "let x = score * 0.7 + tanh(f32(q - kv) * 0.01); let y = sigmoid(x) * erf(x * 0.5); \
+                    x * exp(-y * y) + sin(y) / (1.5 + y * y) - cos(x) * log(abs(x) + 1.0)";
+        let score = parse_score(text, &Names::new()).unwrap();
+        let gradient = score.gradient().unwrap();
+        let long = Mods { score: Some(&score), gradient: Some(&gradient), ..Mods::default() };
+        for (dtype, fast_math) in [(Elem::Bf16, true), (Elem::F32, false)] {
+            let options = Options { extent, fast_math, checked: false, deterministic: false };
+            for kernel in [Kernel::Forward, Kernel::Backward] {
+                // Of the smallest head dim: products are compiled in no time, and the more of the
+                // machine code is the score's.
+                let plain = Config { warps: 2, stages: 1, ..Config::new(kernel, dtype, 16, 16) };
+                let scored = Config { score: true, dscore: true, ..plain.clone() };
+                let [plain, scored] =
+                    [(plain, Mods::default()), (scored, long)].map(|(config, mods)| {
+                        let mods = ModsSource::new(mods, &options).unwrap();
+                        Cache::at(None)
+                            .compile(compiler, &source(&config, &mods), Arch::new((9, 0)))
+                            .unwrap()
+                            .cubin
+                            .len()
+                    });
+                let said = format!("{kernel} {}: {plain} B plain, {scored} B", dtype.name());
+                println!("{said}");
+                assert!(2 * scored < 5 * plain, "{said}");
+            }
+        }
+    }
+}

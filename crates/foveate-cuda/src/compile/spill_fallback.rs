@@ -1,0 +1,233 @@
+//! Which candidate of a choice runs, once the assembler has said what each takes.
+//!
+//! A plan bounds registers by a model, and a program may need more of them than any model knows.
+//! So no kernel runs before its compilation was compared with its plan. One that takes more gives
+//! way to the next best that needs fewer registers, until one holds. Where none does, the one with
+//! the least local memory runs, and whoever asks for a report of the plan is told.
+//!
+//! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
+//! disk, so to settle again costs a look at what is there.
+
+use std::sync::Arc;
+
+use super::candidate::Candidate;
+use super::check::compare;
+use super::config::{Config, TilesOf};
+use super::resources::{LOCAL_BYTES_ALLOWED, Resources};
+use crate::error::CudaError;
+use foveate_gpu::GpuErrorKind;
+use foveate_gpu::kernel::Excess;
+use foveate_gpu::nvrtc::Compiled;
+use foveate_gpu::profile::Profile;
+
+/// The candidate that runs.
+#[derive(Debug)]
+pub struct Settled<'a, T> {
+    /// The candidate.
+    pub candidate: &'a Candidate,
+    /// What was made of it.
+    pub made: T,
+    /// Whether it takes no more than was planned.
+    pub holds: bool,
+    /// Why the planner's choice does not run, or runs although it takes more than was planned.
+    pub note: Option<String>,
+}
+
+/// Compiles `candidates`, the best first, until one takes no more of `profile` than was planned.
+/// `make` gives the configuration that a candidate is compiled with, what the caller keeps of it,
+/// and its compilation.
+///
+/// # Errors
+/// The first of `make`, except that [`GpuErrorKind::Resources`], a kernel that must not run, is
+/// passed over as long as there is another.
+pub fn compile_one_that_fits<'a, T>(
+    profile: &Profile,
+    candidates: impl Iterator<Item = &'a Candidate>,
+    mut make: impl FnMut(&Candidate) -> Result<(Config, T, Arc<Compiled>), CudaError>,
+) -> Result<Settled<'a, (Config, T, Arc<Compiled>)>, CudaError> {
+    settle(candidates, |candidate| {
+        let (config, kept, compiled) = make(candidate)?;
+        let compared = tolerate(candidate, profile, compare(&config, &compiled)?);
+        Ok(((config, kept, compiled), compared))
+    })
+}
+
+/// What `compared` says, except that registers over the bound are no loss where an SM
+/// holds as many blocks with them.
+fn tolerate(
+    candidate: &Candidate,
+    profile: &Profile,
+    compared: Result<(), Excess>,
+) -> Result<(), Excess> {
+    compared.or_else(|excess| {
+        let registers = excess.taken.registers as usize;
+        let resources = Resources { registers, ..candidate.resources.clone() };
+        let local = excess.taken.local_bytes > LOCAL_BYTES_ALLOWED;
+        let fewer = resources.occupancy(profile).blocks < candidate.occupancy.blocks;
+        if local || fewer { Err(excess) } else { Ok(()) }
+    })
+}
+
+/// Makes candidates, the best first, until one takes no more than was planned.
+fn settle<'a, T>(
+    candidates: impl Iterator<Item = &'a Candidate>,
+    mut make: impl FnMut(&Candidate) -> Result<(T, Result<(), Excess>), CudaError>,
+) -> Result<Settled<'a, T>, CudaError> {
+    let mut least: Option<(u32, &Candidate, T)> = None;
+    let mut first: Option<String> = None;
+    let mut broken = None;
+    let mut too_many = usize::MAX;
+    for candidate in candidates {
+        // What needs as many registers as one that had not enough of them has not enough either.
+        if candidate.resources.needed >= too_many {
+            continue;
+        }
+        let said = match make(candidate) {
+            Ok((made, Ok(()))) => {
+                let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
+                return Ok(Settled { candidate, made, holds: true, note });
+            }
+            Ok((made, Err(Excess { taken, reason }))) => {
+                too_many = candidate.resources.needed;
+                if least.as_ref().is_none_or(|(bytes, ..)| taken.local_bytes < *bytes) {
+                    least = Some((taken.local_bytes, candidate, made));
+                }
+                format!("kernel {}: {reason}", candidate.config)
+            }
+            Err(e) if matches!(e.gpu(), Some(GpuErrorKind::Resources { .. })) => {
+                let said = e.to_string();
+                broken.get_or_insert(e);
+                said
+            }
+            Err(e) => return Err(e),
+        };
+        first.get_or_insert(said);
+    }
+    let Some((bytes, candidate, made)) = least else {
+        return Err(broken.expect("a choice has a candidate, which was made or refused"));
+    };
+    let why = first.expect("there is a reason for what was passed over");
+    let note = format!(
+        "{why}; of all that fit {} takes the least local memory, {bytes} B, and runs",
+        TilesOf(&candidate.config)
+    );
+    Ok(Settled { candidate, made, holds: false, note: Some(note) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::choose::{Choice, Class, KernelOptions, Sizes, choose};
+    use crate::compile::config::{Elem, Kernel};
+    use foveate_gpu::nvrtc::KernelResources;
+
+    fn choice(options: KernelOptions) -> Choice {
+        let profile = Profile::named("h200").unwrap();
+        let class = Class::new(Elem::Bf16, 128, 128, 1);
+        let sizes =
+            Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, seen: 8192 };
+        choose(&profile, &class, &sizes, Kernel::Backward, &options, None).unwrap()
+    }
+
+    fn takes(local_bytes: u32, allowed: u32) -> Result<(), Excess> {
+        let taken = KernelResources { registers: 255, local_bytes, ..KernelResources::default() };
+        let reason = format!("{local_bytes} B, {allowed} are allowed");
+        if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(()) }
+    }
+
+    #[test]
+    fn a_kernel_that_is_as_planned_runs_and_no_other_is_made() {
+        let choice = choice(KernelOptions::default());
+        let mut made = 0;
+        let settled = settle(choice.ranked(), |_| {
+            made += 1;
+            Ok(((), takes(0, 128)))
+        });
+        let settled = settled.unwrap();
+        assert_eq!((settled.candidate, settled.note, made), (&choice.chosen, None, 1));
+    }
+
+    #[test]
+    fn a_kernel_that_spills_gives_way_to_the_next_that_needs_fewer_registers() {
+        let choice = choice(KernelOptions::default());
+        // Registers that a program leaves to a kernel, of which the model knows nothing.
+        let room = choice.chosen.resources.needed - 24;
+        let mut tried = Vec::new();
+        let settled = settle(choice.ranked(), |c| {
+            tried.push(c.resources.needed);
+            let over = c.resources.needed.saturating_sub(room) as u32;
+            Ok((c.config.clone(), takes(over * 8, 128)))
+        });
+        let settled = settled.unwrap();
+        assert_eq!(settled.made, settled.candidate.config);
+        let needed = settled.candidate.resources.needed;
+        assert!(needed <= room + 16, "{needed}");
+        assert!(tried.is_sorted_by(|a, b| a > b), "{tried:?}");
+        let better = choice.others.iter().take_while(|c| *c != settled.candidate);
+        assert!(better.into_iter().all(|c| c.resources.needed > room + 16));
+        let note = settled.note.unwrap();
+        assert!(note.starts_with(&format!("kernel {}: ", choice.chosen.config)), "{note}");
+        assert!(note.ends_with(&format!("; {} runs", TilesOf(&settled.candidate.config))));
+    }
+
+    #[test]
+    fn where_everything_spills_the_least_runs_and_the_note_says_so() {
+        let choice = choice(KernelOptions::default());
+        let bytes = |c: &Candidate| 1000 + c.resources.needed as u32;
+        let settled = settle(choice.ranked(), |c| Ok(((), takes(bytes(c), 128)))).unwrap();
+        let least = choice.ranked().map(bytes).min().unwrap();
+        assert_eq!(bytes(settled.candidate), least);
+        let note = settled.note.unwrap();
+        assert!(note.ends_with(&format!("takes the least local memory, {least} B, and runs")));
+    }
+
+    #[test]
+    fn what_a_user_asks_for_runs_even_if_it_spills() {
+        let mut options = KernelOptions::default();
+        for (name, value) in [("tile_q", 64), ("tile_kv", 128), ("warps", 8), ("stages", 2)] {
+            options.set(&format!("backward.{name}"), value).unwrap();
+        }
+        let choice = choice(options);
+        assert!(choice.others.is_empty());
+        let settled = settle(choice.ranked(), |_| Ok(((), takes(400, 128)))).unwrap();
+        assert!(settled.note.unwrap().contains("400 B, 128 are allowed; of all that fit"));
+    }
+
+    #[test]
+    fn registers_over_the_bound_are_no_loss_where_as_many_blocks_run() {
+        let profile = Profile::named("h200").unwrap();
+        let mut candidate = choice(KernelOptions::default()).chosen;
+        (candidate.resources.registers, candidate.resources.shared_bytes) = (96, 100_000);
+        candidate.occupancy = candidate.resources.occupancy(&profile);
+        assert_eq!(candidate.occupancy.blocks, 2);
+        let over = |registers, local_bytes| {
+            let taken = KernelResources { registers, local_bytes, ..KernelResources::default() };
+            tolerate(&candidate, &profile, Err(Excess { taken, reason: String::new() }))
+        };
+        assert!(over(112, 0).is_ok());
+        assert!(over(160, 0).is_err(), "one block of eight warps takes more than half");
+        assert!(over(112, 136).is_err());
+    }
+
+    #[test]
+    fn what_must_not_run_is_passed_over_and_other_errors_end_it() {
+        let choice = choice(KernelOptions::default());
+        let refused = |c: &Candidate| -> CudaError {
+            let reason = "it states 8 B of shared memory, but 16 B are planned".to_owned();
+            GpuErrorKind::Resources { kernel: c.config.to_string(), reason }.into()
+        };
+        let settled = settle(choice.ranked(), |c| match c == &choice.chosen {
+            true => Err(refused(c)),
+            false => Ok(((), takes(0, 128))),
+        });
+        assert_eq!(settled.unwrap().candidate, &choice.others[0]);
+        let none = settle(choice.ranked(), |c| Err::<((), _), _>(refused(c))).unwrap_err();
+        assert_eq!(none.to_string(), refused(&choice.chosen).to_string());
+        let mut made = 0;
+        let failed = settle(choice.ranked(), |_| {
+            made += 1;
+            Err::<((), _), _>(CudaError::argument("no compiler"))
+        });
+        assert_eq!((failed.unwrap_err().to_string().as_str(), made), ("no compiler", 1));
+    }
+}
