@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | placement | libraries | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | placement | launches | libraries | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -93,6 +93,7 @@ lines() {
 determinism() { lines determinism; }
 misuse() { lines misuse; }
 placement() { lines placement; }
+launches() { lines launches; }
 libraries() { lines libraries; }
 
 # under TOOL ARGUMENTS...: the runner with compute-sanitizer's TOOL, which ends with 99 where it
@@ -152,13 +153,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | libraries | sanitize | bench | all)
+    conformance | determinism | misuse | placement | launches | libraries | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
     *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | libraries | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; libraries; sanitize; bench ;;
+    conformance | determinism | misuse | placement | launches | libraries | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; launches; libraries; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -8,6 +8,7 @@
 //! foveate-conformance placement
 //! foveate-conformance host-time
 //! foveate-conformance trespass memcheck|synccheck|racecheck
+//! foveate-conformance launches
 //! foveate-conformance libraries
 //! foveate-conformance soak [--seconds N] [--seed N] [--only KIND] [--rounds N] [--foveate FILE]
 //! ```
@@ -26,7 +27,7 @@ use std::process::ExitCode;
 
 use foveate_conformance::{Backend, Case, Outcome, Report, Row, check_each};
 
-use crate::gpu::{determinism, host_time, libraries, misuse, placement, trespass};
+use crate::gpu::{determinism, host_time, launches, libraries, misuse, placement, trespass};
 use crate::options::Options;
 
 const HELP: &str = "\
@@ -46,6 +47,8 @@ foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
 foveate-conformance trespass memcheck|synccheck|racecheck
     Runs a kernel that this tool of compute-sanitizer must complain of.
+foveate-conformance launches
+    Loads a tile by a tensor map in a cluster whose kernel starts before the one ahead has ended.
 foveate-conformance libraries
     Checks products by cuBLASLt against sums in f64, and what goes between ranks by NCCL.
 foveate-conformance soak [--seconds N] [--seed N] [--only programs|kills|damage|commands]
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
             let tool = args.next().unwrap_or_default();
             nothing_more(args).and_then(|()| trespass::run(&tool))
         }
+        "launches" => nothing_more(args).and_then(|()| launches::run()),
         "libraries" => nothing_more(args).and_then(|()| libraries::run()),
         "soak" => soak::Options::parse(args).and_then(|options| soak::run(&options)),
         "" => Err("a command is needed; --help lists them".into()),

@@ -4,6 +4,7 @@ mod checks;
 pub mod determinism;
 mod device_data;
 pub mod host_time;
+pub mod launches;
 pub mod libraries;
 pub mod misuse;
 mod pages;
