@@ -133,7 +133,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         OfScores dp;
         clear(dp);
         multiply<FV_DVP / STEP, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);
-        scores.differentiate(dp, base + AT_DELTA);
+        scores.differentiate(corner, dp, base + AT_DELTA);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();

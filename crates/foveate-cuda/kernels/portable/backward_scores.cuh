@@ -223,8 +223,16 @@ struct Scores {
 #endif
     }
 
-    // From dP to dS; `delta_at` is the shared address of the tile's delta.
-    __device__ void differentiate(const OfScores& dp, u32 delta_at) {
+    // From dP to dS; `delta_at` is the shared address of the tile's delta. An entry whose P is 0 has no
+    // gradient, though dP and delta are NaN where v is: only tiles that hide entries look for it.
+    __device__ void differentiate(const Corner& c, const OfScores& dp, u32 delta_at) {
+        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM) || (FV_MASK && c.evaluate))
+            multiply_by_gradient<true>(dp, delta_at);
+        else multiply_by_gradient<false>(dp, delta_at);
+    }
+
+    template <bool HIDES>
+    __device__ void multiply_by_gradient(const OfScores& dp, u32 delta_at) {
         #pragma unroll
         for (int m = 0; m < OF_S.rows; ++m)
             #pragma unroll
@@ -232,7 +240,8 @@ struct Scores {
                 const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
                 #pragma unroll
                 for (int n = 0; n < OF_S.columns; ++n) {
-                    const float d = dropped(dp[m][n][i], m, n, i) - delta;
+                    const bool hidden = HIDES && p(m, n, i) == 0.f;
+                    const float d = hidden ? 0.f : dropped(dp[m][n][i], m, n, i) - delta;
 #if FV_DSCORE && FV_CAPTURES
                     weight[m][n][i] *= d;   // dS before the derivative of the score
 #endif
