@@ -18,6 +18,7 @@ pub use kernels::{ordinal, profile, records};
 
 use crate::failure::Failure;
 use crate::limits::{Forecast, Need};
+use crate::number::number;
 use crate::output::Output;
 use crate::problem::{Given, ProblemArgs};
 use crate::progress::{COUNTING, PATIENCE, waiting};
@@ -34,6 +35,9 @@ pub struct Args {
     /// Plan for the same bits in every run (with --device)
     #[arg(long, requires = "device")]
     deterministic: bool,
+    /// Plan for N live keys a query on average, whatever --mask says (with --device)
+    #[arg(long, value_name = "N", allow_negative_numbers = true, requires = "device", value_parser = number::<usize>)]
+    mean_kv_len: Option<usize>,
     /// Use a tile size of your own (with --device), such as backward.tile_q=64
     #[arg(long, value_name = "KEY=VALUE", requires = "device")]
     kernel: Vec<String>,

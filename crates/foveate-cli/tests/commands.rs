@@ -67,6 +67,7 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
         ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
         ("explain --heads 4 --len 9 --dim 8 --kernel splits=2", "--device <NAME>"),
+        ("explain --heads 4 --len 9 --dim 8 --mean-kv-len 2", "--device <NAME>"),
         (
             "explain --heads 4 --len 9 --dim 8 --device l4 --kernel tile=2",
             "no kernel option `tile`",
@@ -279,6 +280,18 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
     let (_, out, _) = run(&odd.split(' ').collect::<Vec<_>>());
     let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(plan["plan"]["kernels"][0]["chosen"]["config"]["align"], 2);
+}
+
+#[test]
+fn a_stated_length_of_live_keys_is_explained() {
+    let line = "explain --device h200 --heads 16 --len 8192 --dim 64 --dtype bf16 --mask causal \
+                --backward --mean-kv-len";
+    for (stated, taken) in [("256", 256), ("9000", 8192)] {
+        let (code, out, err) = run(&line.split_whitespace().chain([stated]).collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{err}");
+        let said = format!("live keys  {taken} a query on average, as stated");
+        assert!(out.contains(&said), "`{said}` is not in\n{out}");
+    }
 }
 
 #[test]

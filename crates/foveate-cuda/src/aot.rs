@@ -34,6 +34,8 @@ pub struct Run {
     pub checked: bool,
     /// With keys and values in pages.
     pub paged: bool,
+    /// Keys that a query sees on average, see [`crate::CudaOptions::mean_kv_len`].
+    pub mean_kv_len: Option<usize>,
 }
 
 /// A kernel that a problem will need, before it is known whether it spills.
@@ -88,7 +90,7 @@ pub fn plan(
         paged: run.paged,
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
-    let sizes = Sizes::of(dims).under(spec);
+    let sizes = Sizes::of(dims).under(spec, run.mean_kv_len);
     let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
     let plan = KernelPlan::with_records(profile, &class, &sizes, run.backward, options, &recorded)?;
     Ok(Planned { class, sizes, plan, gradient })
@@ -202,7 +204,7 @@ fn alignment(dtype: Elem, dims: &Dims) -> usize {
 mod tests {
     use super::*;
     use crate::compile::config::Kernel;
-    use foveate_mods::{masks, scores};
+    use foveate_mods::{Buffer, masks, scores};
 
     fn dims(dim: usize, dim_v: usize) -> Dims {
         Dims {
@@ -249,5 +251,33 @@ mod tests {
         let backward = [Kernel::Delta, Kernel::RowWeightSum, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
+    }
+
+    #[test]
+    fn a_stated_length_chooses_the_tiles_of_a_mask_that_the_host_can_read() {
+        let profile = Profile::named("h200").unwrap();
+        let len = 8192;
+        let dims =
+            Dims { batch: 2, heads_q: 16, heads_kv: 16, len_q: len, len_k: len, ..dims(64, 64) };
+        let tiles = |mask, mean_kv_len| {
+            let spec = Spec { mask: Some(mask), score: None, scale: None, dropout: None };
+            let run = Run { backward: true, mean_kv_len, ..Run::default() };
+            let options = KernelOptions::default();
+            let planned = plan(&profile, &spec, &dims, DType::BF16, run, &options, None).unwrap();
+            [Kernel::Forward, Kernel::Backward].map(|kernel| {
+                let config = planned.plan.config(kernel).unwrap();
+                (config.tile_q, config.tile_kv)
+            })
+        };
+        let window = masks::sliding_window(256).unwrap();
+        let doc = Buffer::on_device("doc", &[len]).unwrap();
+        let documents = masks::document(&doc).unwrap();
+        let [known, unknown] = [&window, &documents].map(|mask| tiles(mask.clone(), None));
+        assert_ne!(known[1], unknown[1], "the lengths differ in the backward");
+        assert_eq!(tiles(documents.clone(), Some(256)), known);
+        // More keys than there are, as none that are stated.
+        assert_eq!(tiles(documents, Some(1 << 40)), unknown);
+        // What is stated comes before the sample.
+        assert_eq!(tiles(window, Some(len)), unknown);
     }
 }

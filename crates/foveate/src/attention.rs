@@ -24,6 +24,7 @@ pub struct Attention {
     q_positions: Positions,
     kv_positions: Positions,
     deterministic: bool,
+    mean_kv_len: Option<usize>,
 }
 
 impl Attention {
@@ -79,6 +80,15 @@ impl Attention {
         self
     }
 
+    /// States how many keys a query sees on average. The planner of a GPU chooses smaller tiles
+    /// where few are seen; it samples a mask on the host, but takes every key for seen where the
+    /// mask reads device memory. What is stated changes which kernels run, never what is computed;
+    /// more keys than there are count as all of them.
+    pub fn mean_kv_len(mut self, keys: usize) -> Self {
+        self.mean_kv_len = Some(keys);
+        self
+    }
+
     /// The mask, as it was given.
     pub fn get_mask(&self) -> Option<&MaskMod> {
         self.mask.as_ref()
@@ -103,8 +113,8 @@ impl Attention {
         {
             score.gradient()?;
         }
-        let deterministic = self.deterministic;
-        Plan::new(&Wanted { spec: &spec, problem, deterministic }, device)
+        let Self { deterministic, mean_kv_len, .. } = *self;
+        Plan::new(&Wanted { spec: &spec, problem, deterministic, mean_kv_len }, device)
     }
 
     /// The program as backends take it: positions are substituted, so that the mods read the

@@ -33,6 +33,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) problem: &'a Problem,
     /// The same bits in every run.
     pub(crate) deterministic: bool,
+    /// Keys that a query sees on average, as the caller states.
+    pub(crate) mean_kv_len: Option<usize>,
 }
 
 /// A backend's plan. It runs every problem of its class: lengths, batch, strides and buffer

@@ -23,6 +23,9 @@ pub struct Execution {
     /// so far.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// Keys that a query sees on average, as the caller stated for the choice of tiles.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mean_kv_len: Option<usize>,
     /// Kernels that do not take the problem, and why.
     #[serde(skip)]
     pub declined: Vec<Declined>,
@@ -231,6 +234,9 @@ impl fmt::Display for Explanation {
         if !self.captures.is_empty() {
             line("captures", self.captures.join("; "))?;
         }
+        execution.mean_kv_len.iter().try_for_each(|keys| {
+            line("live keys", format!("{keys} a query on average, as stated"))
+        })?;
         execution.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
         execution.notes.iter().try_for_each(|note| line("note", note.clone()))?;
         execution.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;

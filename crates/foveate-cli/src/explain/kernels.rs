@@ -42,6 +42,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         deterministic: args.deterministic,
         checked: false,
         paged: given.problem.arrangement().paged(),
+        mean_kv_len: args.mean_kv_len,
     };
     let Planned { class, sizes, plan, .. } =
         aot::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
@@ -57,6 +58,9 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     out.line(format_args!("score      {}", part(spec.score.as_ref().map(|s| s.to_string()))))?;
     if let Some(dropout) = &spec.dropout {
         out.line(format_args!("dropout    {}", dropout.p()))?;
+    }
+    if args.mean_kv_len.is_some() {
+        out.line(format_args!("live keys  {} a query on average, as stated", sizes.seen))?;
     }
     Ok(out.text(&plan)?)
 }

@@ -15,6 +15,7 @@ use rayon::prelude::*;
 
 use crate::explain::{profile, records};
 use crate::failure::Failure;
+use crate::number::number;
 use crate::output::Output;
 use crate::problem::ProblemArgs;
 
@@ -43,6 +44,9 @@ struct Wanted {
     /// With captured indices checked, as host tensors always are
     #[arg(long)]
     checked: bool,
+    /// Plan for N live keys a query on average, whatever --mask says
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
+    mean_kv_len: Option<usize>,
 }
 
 /// Compiles and prints a line for each problem.
@@ -89,6 +93,7 @@ impl Wanted {
             deterministic: self.deterministic,
             checked: self.checked,
             paged: given.problem.arrangement().paged(),
+            mean_kv_len: self.mean_kv_len,
         };
         Ok((given.spec, *given.problem.dims(), self.problem.dtype, run))
     }

@@ -159,7 +159,7 @@ mod tests {
             score: spec.score.is_some(),
             ..Class::new(Elem::Bf16, 128, 128, sizes.heads_q / sizes.heads_kv)
         };
-        Key::of(kernel, &class, &sizes.under(spec), spec).unwrap()
+        Key::of(kernel, &class, &sizes.under(spec, None), spec).unwrap()
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! fewer they are, the more a block's ends and what a tile covers beyond the mask weigh.
 //!
 //! A mask's share of pairs is sampled on the host, by bounds: no list of tiles is made, and nothing
-//! waits for a device.
+//! waits for a device. Of a mask that reads device memory nothing is known, unless the caller states
+//! the length.
 
 use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
 use foveate_problem::Spec;
@@ -11,9 +12,12 @@ use super::class::Sizes;
 use crate::compile::config::Kernel;
 
 impl Sizes {
-    /// The same under the mask of `spec`: with the keys that a query sees.
-    pub fn under(self, spec: &Spec) -> Self {
-        // What a mask reads in device memory is not looked at.
+    /// The same under the mask of `spec`, whose queries see `stated` keys each on average. Where
+    /// nothing is stated, the mask is sampled; one that reads device memory counts as none.
+    pub fn under(self, spec: &Spec, stated: Option<usize>) -> Self {
+        if let Some(keys) = stated {
+            return Self { seen: keys.min(self.keys), ..self };
+        }
         let known =
             |mask: &&MaskMod| !mask.program().graph().buffers().iter().any(|b| b.is_on_device());
         let mask = spec.mask.as_ref().filter(known);
@@ -127,10 +131,10 @@ mod tests {
     #[test]
     fn a_key_is_seen_by_as_many_queries_as_its_share_of_all_heads_of_its_group() {
         let spec = |mask| Spec { mask, score: None, scale: None, dropout: None };
-        let causal = Sizes { queries: 4096, ..SIZES }.under(&spec(Some(masks::causal())));
+        let causal = Sizes { queries: 4096, ..SIZES }.under(&spec(Some(masks::causal())), None);
         assert!((causal.walk(Kernel::Forward) / 2048.0 - 1.0).abs() < 0.02, "{causal:?}");
         assert!((causal.walk(Kernel::Backward) / 4096.0 - 1.0).abs() < 0.02, "{causal:?}");
-        let full = SIZES.under(&spec(None));
+        let full = SIZES.under(&spec(None), None);
         assert_eq!((full.walk(Kernel::Forward), full.walk(Kernel::Backward)), (8192.0, 32768.0));
         // As long as a sequence can be.
         let len = 1 << 31;

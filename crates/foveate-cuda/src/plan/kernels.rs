@@ -142,7 +142,7 @@ impl CudaPlan {
             return Ok(found);
         }
         let profile = self.engine.profile();
-        let sizes = sizes.under(&self.spec);
+        let sizes = sizes.under(&self.spec, self.options.mean_kv_len);
         let records = Records::of_engine(&self.engine);
         let recorded = |kernel| (*records).as_ref()?.tiles(kernel, &key.0, &sizes, &self.spec);
         let options = &self.options.kernels;

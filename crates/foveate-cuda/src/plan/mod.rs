@@ -52,6 +52,10 @@ pub struct CudaOptions {
     pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
+    /// Keys that a query sees on average, for the planner's choice of tiles; more than there are
+    /// count as all of them. `None` samples the mask on the host, and takes every key for seen where
+    /// the mask reads device memory.
+    pub mean_kv_len: Option<usize>,
     /// How long to wait for the device before it is said to hang; the wait for room to copy through
     /// behind what is queued already is one, too.
     pub timeout: Duration,
@@ -67,6 +71,7 @@ impl Default for CudaOptions {
             lists_on_host: false,
             contents_on_device: false,
             kernels: KernelOptions::default(),
+            mean_kv_len: None,
             timeout: default_timeout(),
         }
     }

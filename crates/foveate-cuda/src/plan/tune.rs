@@ -88,7 +88,8 @@ impl CudaPlan {
             return Err(Pages::no_gradients().into());
         }
         let dims = self.dims.arranged(arrangement);
-        let sizes = sizes(&dims, longest(&sequences(&dims, arrangement))).under(&self.spec);
+        let sizes = sizes(&dims, longest(&sequences(&dims, arrangement)))
+            .under(&self.spec, self.options.mean_kv_len);
         if sizes.batch * sizes.queries * sizes.keys == 0 {
             return Err(CudaError::argument(
                 "there is nothing to tune: the problem has no pairs of a query and a key",

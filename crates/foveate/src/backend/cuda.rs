@@ -23,8 +23,8 @@ impl Backend for Cuda {
     }
 
     fn plan(&self, wanted: &Wanted<'_>) -> Result<Arc<dyn BackendPlan>, String> {
-        let Wanted { spec, problem, deterministic } = *wanted;
-        let options = CudaOptions { deterministic, ..CudaOptions::default() };
+        let Wanted { spec, problem, deterministic, mean_kv_len } = *wanted;
+        let options = CudaOptions { deterministic, mean_kv_len, ..CudaOptions::default() };
         let plan = Engine::get(self.0)
             .map_err(CudaError::from)
             .and_then(|engine| {
@@ -62,8 +62,12 @@ impl BackendPlan for CudaPlan {
     fn execution(&self, problem: &Problem) -> Execution {
         let copies = ["q, k, v to the device", "out, lse and gradients back"];
         let copies = copies.map(|what| format!("{what} (host tensors only)")).to_vec();
+        let mean_kv_len = self.options().mean_kv_len;
         match self.describe(problem.arrangement()) {
-            Err(e) => Execution { trouble: Some(e.to_string()), copies, ..Execution::default() },
+            Err(e) => {
+                let trouble = Some(e.to_string());
+                Execution { trouble, copies, mean_kv_len, ..Execution::default() }
+            }
             Ok(found) => {
                 let entries: f64 = problem
                     .sequences()
@@ -75,6 +79,7 @@ impl BackendPlan for CudaPlan {
                     threads: found.sms,
                     kernels: found.kernels,
                     notes: found.notes,
+                    mean_kv_len,
                     declined: Vec::new(),
                     copies,
                     trouble: None,
