@@ -1,4 +1,4 @@
-// What the kernels of the backward share: how gradients are written, and the layout of the sums of dq.
+// Shared by the kernels of the backward: huge lse, stores of gradients, and the layout of dq_accum.
 
 #if FV_GRAD_DTYPE == 2
 typedef float GradElem;
@@ -7,13 +7,13 @@ typedef unsigned short GradElem;
 #endif
 
 // lse is an f32, and the rounding of it makes e^(score - lse) wrong by up to |lse| 2^-24 of itself:
-// a score function may give -1e30 to every key of a row, and then there is no room in lse for the
-// logarithm of how many keys share the weight. From this magnitude on fv_row_weight_sum finds what the
-// weights add up to, and they are divided by it. Below, they are wrong by 2^-18 at most, or 2^-15
-// where operands have 16 bits, a sixteenth of what rounding to f16 may cost.
+// a score function may give -1e30 to every key of a row, and then lse loses the logarithm of the number of
+// keys. From this magnitude on fv_row_weight_sum sums the weights, and the backward divides them by the
+// sum. Below, the error of weights is 2^-18 at most, or 2^-15 where operands have 16 bits, a sixteenth of
+// the rounding error of f16.
 constexpr float HUGE_LSE = FV_DTYPE == 2 ? 128.f : 1024.f;
-// Whether that is done: not for plain scores of 16-bit operands, where scale and change of base are
-// one multiply-add.
+// Whether the backward uses row_weight_sum: not for plain scores of 16-bit operands, where scale and
+// change of base are one multiply-add.
 [[maybe_unused]] constexpr bool HAS_ROW_WEIGHT_SUM = FV_DTYPE == 2 || FV_SCORE;
 __device__ bool is_huge(float lse) { return fabsf(lse) >= HUGE_LSE && fabsf(lse) < infinity(); }
 
@@ -30,19 +30,19 @@ __device__ GradElem narrow(float x) {
 // Columns column .. column + 8 of a row of a gradient that has `dim` columns: x, or x added to
 // what is there. `column` is a multiple of 8.
 __device__ void store_eight(GradElem* row, i64 elem, int column, int dim, float (&x)[8], bool accumulate) {
-    union Piece {
+    union Vector {
         uint4 words[sizeof(GradElem) / 2];
         GradElem of[8];
     };
     if (FV_ALIGN == 16 && column + 8 <= dim) {
-        Piece* at = reinterpret_cast<Piece*>(row + column);
-        Piece piece;
+        Vector* at = reinterpret_cast<Vector*>(row + column);
+        Vector vector;
         if (accumulate) {
-            for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) piece.words[i] = at->words[i];
-            for (int i = 0; i < 8; ++i) x[i] += widen<FV_GRAD_DTYPE>(piece.of[i]);
+            for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) vector.words[i] = at->words[i];
+            for (int i = 0; i < 8; ++i) x[i] += widen<FV_GRAD_DTYPE>(vector.of[i]);
         }
-        for (int i = 0; i < 8; ++i) piece.of[i] = narrow(x[i]);
-        for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) at->words[i] = piece.words[i];
+        for (int i = 0; i < 8; ++i) vector.of[i] = narrow(x[i]);
+        for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) at->words[i] = vector.words[i];
     } else {
         #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -52,7 +52,7 @@ __device__ void store_eight(GradElem* row, i64 elem, int column, int dim, float 
     }
 }
 
-// Bytes that each warp needs to write COLUMNS accumulators side by side.
+// Bytes of smem that a warp needs for store_rows of `columns` accumulators in a row.
 constexpr int scratch_pitch(int columns) { return columns * 32 + 32; }
 constexpr int scratch_bytes(int columns) { return 16 * scratch_pitch(columns); }
 
@@ -87,27 +87,27 @@ __device__ void store_rows(const View& view, int batch, int head, int first, int
     }
 }
 
-// ---- sums of dq ----
+// ---- dq_accum ----
 
-// dq_accum holds accumulators: 128 numbers for each 16 rows and 8 columns, so that a warp adds to
-// consecutive addresses. Where one instruction can add four numbers, those of a lane are neighbours.
+// dq_accum holds accumulators: 128 floats for each 16 rows and 8 columns, so that a warp reduces into
+// consecutive addresses. Where red.v4 exists, the four floats of a lane are consecutive.
 #if __CUDA_ARCH__ >= 900
-constexpr bool ADDS_FOUR = true;
+constexpr bool REDUCES_VECTOR = true;
 #else
-constexpr bool ADDS_FOUR = false;
+constexpr bool REDUCES_VECTOR = false;
 #endif
 
-// Where number `i` of `lane` lies in its 128.
-__device__ int sum_offset(int lane, int i) { return ADDS_FOUR ? lane * 4 + i : i * 32 + lane; }
+// The offset of float `i` of `lane` in the 128 of an accumulator.
+__device__ int dq_accum_offset(int lane, int i) { return REDUCES_VECTOR ? lane * 4 + i : i * 32 + lane; }
 
 // The accumulators of rows row .. row + 16 (row a multiple of 16) and columns 8 * column .. of a head.
-__device__ float* sum_fragment(const BackwardParams& p, int head, i64 row, int column) {
+__device__ float* dq_accum_fragment(const BackwardParams& p, int head, i64 row, int column) {
     return p.dq_accum + (head * p.sum_rows + row) * FV_DP + column * 128;
 }
 
-__device__ void add_sums(float* fragment, const float (&x)[4]) {
+__device__ void add_to_dq_accum(float* fragment, const float (&x)[4]) {
     int lane = threadIdx.x % 32;
-    if constexpr (ADDS_FOUR) {
+    if constexpr (REDUCES_VECTOR) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                      :: "l"(fragment + lane * 4), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
@@ -115,6 +115,6 @@ __device__ void add_sums(float* fragment, const float (&x)[4]) {
     } else {
         #pragma unroll
         for (int i = 0; i < 4; ++i)
-            asm volatile("red.global.add.f32 [%0], %1;" :: "l"(fragment + sum_offset(lane, i)), "f"(x[i]) : "memory");
+            asm volatile("red.global.add.f32 [%0], %1;" :: "l"(fragment + dq_accum_offset(lane, i)), "f"(x[i]) : "memory");
     }
 }

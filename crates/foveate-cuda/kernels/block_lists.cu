@@ -1,20 +1,21 @@
-// The runs of live tiles of every row of tiles, from the mask: a block for each row and head.
+// The block lists: runs of live tiles of every row of tiles, from the mask, a CTA for each row and head.
 //
 //   1. cover      a thread decides 32 tiles at once by bounds                      fv_cover
-//   2. cover      a warp decides the 32 tiles of what is left, one a lane          fv_cover
-//   3. evaluate   a warp looks at every entry of a tile that bounds leave open     fv_mask
+//   2. cover      a warp decides the 32 tiles of an undecided word, one a lane     fv_cover
+//   3. evaluate   a warp evaluates every entry of a tile that bounds leave open    fv_mask
 //   4. runs       one warp turns the bits of the row into runs
 //
-// A row of a million keys is 16384 tiles of 64: its state is three bits a tile in shared memory.
-// For causal, window, prefix and document masks step 1 decides all but a few words of a row.
+// Barriers: __syncthreads between the phases. Shared memory: three bits a tile (live, full, undecided), so
+// a row of a million keys, 16384 tiles of 64, takes 6 KiB. For causal, window, prefix and document masks
+// phase 1 decides all but a few words of a row.
 //
-// Where a row has more runs than there is room for, those closest to each other are joined. What
-// is joined counts as partial, so the mask is evaluated there and the result stays exact.
+// Where a row has more runs than the list's capacity, the runs with the narrowest gaps are joined. A joined
+// run is partial, so the mask is evaluated there and the result stays exact.
 
 constexpr int LIST_WARPS = 8;
 constexpr unsigned ALL_LANES = 0xffffffff;
 
-// A row of tiles: positions from .. to of its own axis, and the tiles along the other one.
+// A row of tiles: positions from .. to of its own axis, and all tiles of the other axis.
 struct TileRow {
     const Mods& mods;
     const Place& place;
@@ -47,7 +48,7 @@ struct TileRow {
                 visible |= is;
                 hidden |= !is;
             }
-            // Checked mods have to meet every index.
+            // Checked mods have to evaluate every index.
             if (!FV_CHECKED && __any_sync(ALL_LANES, visible) && __any_sync(ALL_LANES, hidden)) return 2;
         }
         visible = __any_sync(ALL_LANES, visible);

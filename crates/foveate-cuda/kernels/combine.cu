@@ -1,21 +1,22 @@
-// Joins what the shares of a split forward left: fv_combine<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
+// Combines the partial results of split-KV: fv_combine<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
 //
-// With (top_i, sum_i, out_i) of share i and top the largest top_i:
-//     sum = sum_i sum_i e^(top_i - top)    out = (sum_i out_i e^(top_i - top)) / sum
-// A warp takes a row at a time. No shared memory.
+// With (row_max_i, row_sum_i, out_i) of KV split i and row_max the largest row_max_i:
+//     row_sum = sum_i row_sum_i e^(row_max_i - row_max)
+//     out = (sum_i out_i e^(row_max_i - row_max)) / row_sum
+// Roles: a warp processes one row at a time. No barriers, no shared memory.
 
 extern "C" __device__ const int fv_shared_bytes = 0;
 
 constexpr int COLUMNS = ceil_div(FV_DV, 64);               // pairs of columns of a lane, 64 columns apart
 
-// Columns column, column + 1 of a share's row; zeros behind the last. `column` is even.
+// Columns column, column + 1 of a partial row; zeros past the last. `column` is even.
 __device__ float2 load_pair(const float* row, int column) {
     if (column >= FV_DV) return make_float2(0.f, 0.f);
     if constexpr (FV_DV % 2 == 0) return __ldg(reinterpret_cast<const float2*>(row + column));
     return make_float2(__ldg(row + column), column + 1 < FV_DV ? __ldg(row + column + 1) : 0.f);
 }
 
-// Six blocks of a multiprocessor are enough, and left to itself the assembler spills to have more.
+// Six CTAs per SM suffice; without the bound ptxas spills to fit more.
 extern "C" __global__ void __launch_bounds__(THREADS, 6)
 fv_combine(const __grid_constant__ ForwardParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
@@ -24,36 +25,36 @@ fv_combine(const __grid_constant__ ForwardParams p) {
     const int end = min((tile.tile + 1) * FV_BM, sequence.q_len);
     for (int query = tile.tile * FV_BM + warp; query < end; query += FV_WARPS) {
         const i64 first = sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
-        // The shares are divided between the lanes, to find the largest score and the sum of powers.
-        float top = -infinity();
-        for (int i = lane; i < p.splits; i += 32) top = larger(top, __ldg(p.partial_max + i * p.partial_rows + first));
-        for (int step = 16; step > 0; step /= 2) top = larger(top, __shfl_xor_sync(0xffffffff, top, step));
-        const float safe = top == -infinity() ? 0.f : top;
+        // Each lane reduces every 32nd split to row_max and row_sum.
+        float row_max = -infinity();
+        for (int i = lane; i < p.splits; i += 32) row_max = max_or_nan(row_max, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int step = 16; step > 0; step /= 2) row_max = max_or_nan(row_max, __shfl_xor_sync(0xffffffff, row_max, step));
+        const float reference = row_max == -infinity() ? 0.f : row_max;
         auto weight = [&](int i) {
-            return i < p.splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - safe) * LOG2_E) : 0.f;
+            return i < p.splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - reference) * LOG2_E) : 0.f;
         };
-        float total = 0.f;
-        for (int i = lane; i < p.splits; i += 32) total += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
-        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+        float row_sum = 0.f;
+        for (int i = lane; i < p.splits; i += 32) row_sum += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
+        for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(0xffffffff, row_sum, step);
 
         float2 sum[COLUMNS];
         for (int c = 0; c < COLUMNS; ++c) sum[c] = make_float2(0.f, 0.f);
         for (int from = 0; from < p.splits; from += 32) {
             const float mine = weight(from + lane);
             const int count = min(32, p.splits - from);
-            const float* share = p.partial_out + (from * p.partial_rows + first) * FV_DV;
+            const float* partial = p.partial_out + (from * p.partial_rows + first) * FV_DV;
             #pragma unroll 8
-            for (int i = 0; i < count; ++i, share += p.partial_rows * FV_DV) {
+            for (int i = 0; i < count; ++i, partial += p.partial_rows * FV_DV) {
                 const float factor = __shfl_sync(0xffffffff, mine, i);
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) {
-                    const float2 pair = load_pair(share, lane * 2 + c * 64);
+                    const float2 pair = load_pair(partial, lane * 2 + c * 64);
                     sum[c].x += factor == 0.f ? 0.f : pair.x * factor;
                     sum[c].y += factor == 0.f ? 0.f : pair.y * factor;
                 }
             }
         }
-        const Row row = finish_row(p, sequence, head, query, top, total, lane == 0);
+        const Row row = finish_row(p, sequence, head, query, row_max, row_sum, lane == 0);
         for (int c = 0; c < COLUMNS; ++c) store_out(row, lane * 2 + c * 64, sum[c].x, sum[c].y);
     }
 }

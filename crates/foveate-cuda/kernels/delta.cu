@@ -1,32 +1,34 @@
-// What the backward needs of each row beforehand: fv_delta<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
+// delta, and from it the gradient of the sink: fv_delta<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
 //
 //     delta[row] = sum over d of out * d_out, minus d_lse
 //
-// and from it the gradient of the sink, fv_sink_gradient<<<heads_q, 1024, 128>>>:
+// and fv_sink_gradient<<<heads_q, 1024, 128 bytes of smem>>>:
 //
 //     d_sink[h] = - sum over rows of exp(sink[h] - lse) * delta
 //
-// which one block for each head sums in a fixed order, so that it is the same in every run; where
-// lse is huge the powers are divided by what the row's add up to (see fv_row_weight_sum).
-// fv_delta needs no shared memory, fv_sink_gradient 128 bytes.
+// One CTA for each head sums in a fixed order, so that every run gives the same bits; where lse is huge,
+// the exponential is divided by row_weight_sum (see fv_row_weight_sum).
+//
+// Roles: fv_delta, LANES lanes for each row; fv_sink_gradient, a warp for every 32nd tile.
+// Barriers: one __syncthreads of fv_sink_gradient. Shared memory: none, and 128 bytes.
 
 extern "C" __device__ const int fv_shared_bytes = 0;
 
-// A row is read in pieces as wide as its alignment allows, by as many lanes as it has pieces.
-constexpr int PIECE = FV_ALIGN < ELEM_BYTES ? 1 : FV_ALIGN / ELEM_BYTES;
-constexpr int PIECES = ceil_div(FV_DV, PIECE);
-constexpr int lanes_for(int pieces) {
+// A row is read in vectors as wide as its alignment allows, by as many lanes as it has vectors.
+constexpr int VECTOR = FV_ALIGN < ELEM_BYTES ? 1 : FV_ALIGN / ELEM_BYTES;
+constexpr int VECTORS = ceil_div(FV_DV, VECTOR);
+constexpr int lanes_of_row(int vectors) {
     int lanes = 1;
-    while (lanes < 32 && lanes < pieces) lanes *= 2;
+    while (lanes < 32 && lanes < vectors) lanes *= 2;
     return lanes;
 }
-constexpr int LANES = lanes_for(PIECES);
+constexpr int LANES = lanes_of_row(VECTORS);
 
-// Elements column .. column + PIECE of a row, zeros past its end.
-__device__ void read_piece(float (&x)[PIECE], const View& view, i64 row, int column) {
+// Elements column .. column + VECTOR of a row, zeros past its end.
+__device__ void read_vector(float (&x)[VECTOR], const View& view, i64 row, int column) {
     const Elem* data = static_cast<const Elem*>(view.data) + row;
 #if FV_ALIGN >= 4
-    if (column + PIECE <= FV_DV) {
+    if (column + VECTOR <= FV_DV) {
         const char* at = reinterpret_cast<const char*>(data + column);
         u32 word[FV_ALIGN / 4];
 #if FV_ALIGN == 16
@@ -39,7 +41,7 @@ __device__ void read_piece(float (&x)[PIECE], const View& view, i64 row, int col
         word[0] = __ldg(reinterpret_cast<const u32*>(at));
 #endif
         #pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
+        for (int i = 0; i < VECTOR; ++i) {
 #if FV_DTYPE == 2
             x[i] = __uint_as_float(word[i]);
 #else
@@ -50,7 +52,7 @@ __device__ void read_piece(float (&x)[PIECE], const View& view, i64 row, int col
     }
 #endif
     #pragma unroll
-    for (int i = 0; i < PIECE; ++i)
+    for (int i = 0; i < VECTOR; ++i)
         x[i] = column + i < FV_DV ? widen<FV_DTYPE>(__ldg(data + (column + i) * view.elem)) : 0.f;
 }
 
@@ -67,16 +69,16 @@ fv_delta(const __grid_constant__ BackwardParams p) {
         if (row < end) {
             const i64 out_row = p.out.at(s.q_batch, head, at);
             const i64 d_out_row = p.d_out.at(s.q_batch, head, at);
-            for (int piece = lane; piece < PIECES; piece += LANES) {
-                float out[PIECE], d_out[PIECE];
-                read_piece(out, p.out, out_row, piece * PIECE);
-                read_piece(d_out, p.d_out, d_out_row, piece * PIECE);
+            for (int vector = lane; vector < VECTORS; vector += LANES) {
+                float out[VECTOR], d_out[VECTOR];
+                read_vector(out, p.out, out_row, vector * VECTOR);
+                read_vector(d_out, p.d_out, d_out_row, vector * VECTOR);
                 #pragma unroll
-                for (int i = 0; i < PIECE; ++i) sum = fmaf(out[i], d_out[i], sum);
+                for (int i = 0; i < VECTOR; ++i) sum = fmaf(out[i], d_out[i], sum);
             }
         }
         #pragma unroll
-        for (int apart = LANES / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        for (int distance = LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (row < end && lane == 0) {
             if (p.d_lse.data)
                 sum -= p.d_lse.data[s.q_batch * p.d_lse.batch + head * p.d_lse.head + at * p.d_lse.row];
@@ -86,7 +88,7 @@ fv_delta(const __grid_constant__ BackwardParams p) {
 }
 
 #if FV_SINK
-// A warp walks every 32nd tile, a lane every 32nd row of it; then lanes, then warps are added up.
+// A warp sums every 32nd tile, a lane every 32nd row of a tile; then lanes, then warps are reduced.
 extern "C" __global__ void __launch_bounds__(1024)
 fv_sink_gradient(const __grid_constant__ BackwardParams p) {
     extern __shared__ float of_warp[];
@@ -102,13 +104,13 @@ fv_sink_gradient(const __grid_constant__ BackwardParams p) {
             const float lse = p.lse.data[s.q_batch * p.lse.batch + head * p.lse.head + at * p.lse.row];
             const float delta = p.delta.data[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row];
             if (lse == -infinity()) continue;
-            const bool divides = p.row_weight_sum && is_huge(lse);
-            const float rest = divides ? p.row_weight_sum[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
-            sum -= expf(sink - lse) / rest * delta;
+            const bool huge = p.row_weight_sum && is_huge(lse);
+            const float weight_sum = huge ? p.row_weight_sum[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
+            sum -= expf(sink - lse) / weight_sum * delta;
         }
     }
     #pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     if (lane == 0) of_warp[warp] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {

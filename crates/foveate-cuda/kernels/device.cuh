@@ -1,21 +1,21 @@
-// What the kernels are written in: copies into tiles in shared memory, meetings of warps, and
-// products of tiles on the tensor cores.
+// Building blocks of the kernels: copies of tiles into shared memory (smem), mbarriers, and matrix
+// products on the tensor cores.
 //
-// A tile is rows of FV_DP (or FV_DVP) elements, 16 bytes of padding after each row. A row is a
-// multiple of 32 bytes, so with the padding consecutive rows start 16 bytes apart modulo 32: the
-// eight rows that ldmatrix reads at once lie in different banks. Unlike a swizzle this keeps every
-// address of a product at a constant distance from one address for each lane.
+// A tile in smem is rows of FV_DP (or FV_DVP) elements with 16 bytes of padding after each row. A row
+// is a multiple of 32 bytes, so with the padding consecutive rows start 16 bytes apart modulo 32: the
+// eight rows that one ldmatrix reads lie in different banks. Unlike a swizzle, padding keeps every
+// address of a product at a constant offset from one base address of each thread.
 //
-// A product gives each warp a rectangle of 16-row, 8-column accumulators (`Warps`). Its operands
-// lie in shared memory either along the summed axis or across it (`transposed`).
+// A product gives each warp a rectangle of 16-row, 8-column accumulators (`Warps`). Its operands lie
+// in smem either along the summed axis or across it (`transposed`).
 //   16-bit operands: m16n8k16, ldmatrix, with .trans for a transposed operand.
-//   f32 operands: m16n8k8 on tf32, each number split in two (x = hi + lo) and three products kept,
-//   hi*hi + hi*lo + lo*hi. The products of one step are summed apart and then added in f32,
-//   because the tensor core rounds its sums towards zero.
+//   f32 operands: m16n8k8 on tf32 (3xTF32): each number is the sum of two tf32, x = hi + lo, and the
+//   product is hi*hi + hi*lo + lo*hi. One k-step has an accumulator of its own, which is added to the
+//   result in f32, because the tensor core rounds its sums towards zero.
 
 constexpr int THREADS = FV_WARPS * 32;
 constexpr int ELEM_BYTES = FV_DTYPE == 2 ? 4 : 2;
-[[maybe_unused]] constexpr int STEP = 32 / ELEM_BYTES;   // elements of the summed axis in one tensor-core step
+[[maybe_unused]] constexpr int MMA_K = 32 / ELEM_BYTES;   // elements of the summed axis in one mma
 [[maybe_unused]] constexpr int PAD_BYTES = 16;
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -26,9 +26,9 @@ typedef unsigned short Elem;            // the bits of an f16 or bf16
 #endif
 
 #if __CUDA_ARCH__ >= 900
-#define MEETING_WAIT "try_wait"
+#define MBARRIER_WAIT "try_wait"
 #else
-#define MEETING_WAIT "test_wait"
+#define MBARRIER_WAIT "test_wait"
 #endif
 
 __device__ float infinity() { return __int_as_float(0x7f800000); }
@@ -65,18 +65,18 @@ __device__ float exp2_score(float x) {
 }
 
 // The larger of two; NaN when either is, which fmaxf would drop.
-__device__ float larger(float x, float y) {
+__device__ float max_or_nan(float x, float y) {
     float z;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 
-// Over the four lanes that hold a row of an accumulator.
-__device__ float over_quad_max(float x) {
-    x = larger(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return larger(x, __shfl_xor_sync(0xffffffff, x, 2));
+// Over the four lanes (a quad) that hold a row of an accumulator.
+__device__ float quad_max(float x) {
+    x = max_or_nan(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return max_or_nan(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
-__device__ float over_quad_sum(float x) {
+__device__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
@@ -108,7 +108,7 @@ __device__ Rows rows_of(const View& view, int batch, int head, int first, int co
     return {static_cast<const char*>(view.data) + offset * ELEM_BYTES, view.row, view.elem, count};
 }
 
-// One element of a tile, by way of a register.
+// Copies one element of a tile through a register: cp.async needs 4 bytes at least.
 __device__ void copy_element(u32 target, const Elem* source, bool exists) {
     Elem x = 0;
     if (exists) x = __ldg(source);
@@ -116,33 +116,33 @@ __device__ void copy_element(u32 target, const Elem* source, bool exists) {
     else asm volatile("st.shared.u16 [%0], %1;" :: "r"(target), "h"((unsigned short)x) : "memory");
 }
 
-// How the block's threads copy rows of COLUMNS elements: each chunks of BYTES, a constant distance
-// apart.
+// How the threads of a CTA copy rows of COLUMNS elements: each thread copies chunks of BYTES at a
+// constant stride.
 template <int COLUMNS>
 struct Chunks {
     static constexpr int BYTES = FV_ALIGN >= 4 ? FV_ALIGN : ELEM_BYTES;
-    static constexpr int IN_ROW = COLUMNS * ELEM_BYTES / BYTES;
-    static constexpr int ABREAST = min_of(32, IN_ROW & -IN_ROW);    // next to each other, by as many threads
-    static constexpr int APART = THREADS / ABREAST;                 // rows at once
+    static constexpr int PER_ROW = COLUMNS * ELEM_BYTES / BYTES;
+    static constexpr int THREADS_PER_ROW = min_of(32, PER_ROW & -PER_ROW);   // threads that copy consecutive chunks of one row
+    static constexpr int ROWS_PER_PASS = THREADS / THREADS_PER_ROW;              // rows that the CTA copies in one pass
 };
 
 // A tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by all threads
-// of the block. `data(row, turn)` is where a row begins, one of APART * turn ..; the lanes of a warp
-// call it together.
+// of the CTA. `data(row, pass)` is the address of a row, one of ROWS_PER_PASS * pass ..; the lanes of a warp
+// call it convergently.
 template <int ROWS, int DIM, int COLUMNS, typename F>
 __device__ void load_tile_from(u32 tile, int count, i64 elem, F data) {
     constexpr int PITCH = COLUMNS * ELEM_BYTES + PAD_BYTES;
-    constexpr int BYTES = Chunks<COLUMNS>::BYTES, CHUNKS = Chunks<COLUMNS>::IN_ROW;
-    constexpr int ABREAST = Chunks<COLUMNS>::ABREAST, APART = Chunks<COLUMNS>::APART;
-    const int row = threadIdx.x / ABREAST, byte = threadIdx.x % ABREAST * BYTES;
+    constexpr int BYTES = Chunks<COLUMNS>::BYTES, CHUNKS = Chunks<COLUMNS>::PER_ROW;
+    constexpr int THREADS_PER_ROW = Chunks<COLUMNS>::THREADS_PER_ROW, ROWS_PER_PASS = Chunks<COLUMNS>::ROWS_PER_PASS;
+    const int row = threadIdx.x / THREADS_PER_ROW, byte = threadIdx.x % THREADS_PER_ROW * BYTES;
     const u32 target = tile + row * PITCH + byte;
     #pragma unroll
-    for (int down = 0; down < ROWS; down += APART) {
-        const char* source = data(row + down, down / APART);
-        if (ROWS % APART != 0 && row + down >= ROWS) break;
+    for (int down = 0; down < ROWS; down += ROWS_PER_PASS) {
+        const char* source = data(row + down, down / ROWS_PER_PASS);
+        if (ROWS % ROWS_PER_PASS != 0 && row + down >= ROWS) break;
         const bool exists = row + down < count;
         #pragma unroll
-        for (int across = 0; across < CHUNKS * BYTES; across += ABREAST * BYTES) {
+        for (int across = 0; across < CHUNKS * BYTES; across += THREADS_PER_ROW * BYTES) {
             const u32 to = target + down * PITCH + across;
             if constexpr (FV_ALIGN >= 4) {
                 const int valid = DIM == COLUMNS ? BYTES : min(max(DIM * ELEM_BYTES - byte - across, 0), BYTES);
@@ -182,17 +182,18 @@ __device__ float load_shared(u32 address) {
     return x;
 }
 
-// ---- meetings ----
+// ---- mbarriers ----
 
-// A barrier in two halves: a warp arrives, works on, and waits for the others later. Warps use it
-// in rounds 0, 1, ..; one that is a whole round ahead waits. In shared memory, 8 bytes.
-struct Meeting {
+// A split arrive/wait barrier in smem, 8 bytes: a warp arrives, continues, and waits for the others
+// later. Rounds are numbered 0, 1, ..; the phase parity of a round is its lowest bit, so no warp may be
+// two rounds ahead of another.
+struct Mbarrier {
     u32 at;
 
-    __device__ void open(int arrivals) const {
+    __device__ void init(int arrivals) const {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(arrivals) : "memory");
     }
-    // The calling warp's reads and writes so far come before what waiters do next.
+    // Orders the calling warp's reads and writes so far before those of the waiters after their wait.
     __device__ void arrive_warp() const {
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive();
@@ -200,7 +201,7 @@ struct Meeting {
     __device__ void arrive() const {
         asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" :: "r"(at) : "memory");
     }
-    // Arrives for this thread when all it has copied so far, by load_tile too, lies in its place.
+    // Arrives for this thread when all its copies so far, those of load_tile included, have landed.
     __device__ void arrive_after_copies() const {
         if constexpr (FV_ALIGN >= 4) {
             asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
@@ -209,12 +210,12 @@ struct Meeting {
             arrive();
         }
     }
-    // Until all arrivals of `round`; round -1 is over from the start.
+    // Waits for all arrivals of `round`; round -1 is complete from the start.
     __device__ void wait(int round) const {
         u32 done;
         do {
             asm volatile(
-                "{ .reg .pred over; mbarrier." MEETING_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                "{ .reg .pred over; mbarrier." MBARRIER_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
                 : "=r"(done) : "r"(at), "r"(round & 1) : "memory");
         } while (!done);
     }
@@ -222,7 +223,7 @@ struct Meeting {
 
 // ---- products ----
 
-// How the block's warps divide a product of M rows and N columns: `down` x `across` rectangles of
+// How the warps of a CTA divide a product of M rows and N columns: `down` x `across` rectangles of
 // `rows` x `columns` accumulators (16 rows, 8 columns). The split with the fewest operand bytes
 // read, the taller grid where two are equal. With `even`, only splits without a remainder.
 struct Warps {
@@ -240,7 +241,7 @@ constexpr Warps divide(int m, int n, bool even) {
     return best;
 }
 
-// Where a lane's share of an operand begins. `a` and `b` are rows x columns in shared memory:
+// The offset of a lane's first element of an operand. `a` and `b` are rows x columns in shared memory:
 // [m][k] and [n][k], or transposed [k][m] and [k][n].
 template <bool TRANSPOSED>
 __device__ u32 lane_offset_a(int pitch) {
@@ -278,9 +279,9 @@ __device__ void load_matrices(u32 (&r)[2], u32 address) {
 
 #if FV_DTYPE == 2
 // A number as the sum of two tf32.
-struct Split { u32 high, low; };
-__device__ Split split(u32 bits) {
-    Split s;
+struct Tf32Pair { u32 high, low; };
+__device__ Tf32Pair split_tf32(u32 bits) {
+    Tf32Pair s;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.high) : "f"(__uint_as_float(bits)));
     float rest = __uint_as_float(bits) - __uint_as_float(s.high);
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.low) : "f"(rest));
@@ -293,7 +294,7 @@ __device__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 struct FragmentA {
     u32 high[4], low[4];
-    __device__ void set(int i, u32 bits) { Split s = split(bits); high[i] = s.high; low[i] = s.low; }
+    __device__ void set(int i, u32 bits) { Tf32Pair s = split_tf32(bits); high[i] = s.high; low[i] = s.low; }
 };
 #else
 struct FragmentA {
@@ -302,8 +303,8 @@ struct FragmentA {
 #endif
 
 #if FV_DTYPE == 2
-// d += A B in the three products that matter; d rounds towards zero.
-__device__ void multiply_split(float (&d)[4], const FragmentA& a, Split b0, Split b1) {
+// d += A B by 3xTF32; d rounds towards zero.
+__device__ void multiply_tf32x3(float (&d)[4], const FragmentA& a, Tf32Pair b0, Tf32Pair b1) {
     mma_tf32(d, a.low, b0.high, b1.high);
     mma_tf32(d, a.high, b0.low, b1.low);
     mma_tf32(d, a.high, b0.high, b1.high);
@@ -313,7 +314,7 @@ __device__ void multiply_split(float (&d)[4], const FragmentA& a, Split b0, Spli
 __device__ void multiply_add(float (&d)[4], const FragmentA& a, u32 b0, u32 b1) {
 #if FV_DTYPE == 2
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply_split(sum, a, split(b0), split(b1));
+    multiply_tf32x3(sum, a, split_tf32(b0), split_tf32(b1));
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 #elif FV_DTYPE == 1
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -358,27 +359,27 @@ __device__ void load_b(u32 (&b)[COUNT], u32 address) {
     }
 }
 
-// Whether code of so many steps for each of a lane's scores is one copy in a loop, not one for each: the
-// assembler would take seconds over all of them. In the loop nothing is computed beside the products of
-// other scores, and the registers move on, so that shorter code stays as it is. In f32, where a product
-// is many instructions already, the copies count together.
+// Whether code of `steps` instructions for each of a lane's scores runs in a loop instead of being
+// unrolled: ptxas would take seconds for the unrolled copies. The loop costs overlap with the matrix
+// products and register moves (see rotate), so shorter code is unrolled. In f32, where a product is many
+// instructions already, the threshold is on all copies together.
 constexpr bool is_long(int scores, int steps) { return FV_DTYPE == 2 ? scores * steps > 2200 : steps > 80; }
 
-// Steps of a product of M x N accumulators that are laid out one after the other. In f32 few: their
-// sums and split numbers are alive together, and of more there are no registers for large dims.
+// The unroll factor of the k loop of a product of M x N accumulators. It is small in f32: the
+// accumulators and tf32 pairs of unrolled k-steps are live together, and large dims would spill.
 template <int M, int N>
-constexpr int together(int steps) { return FV_DTYPE != 2 ? steps : M * N >= 16 ? 1 : 2; }
+constexpr int unrolled_steps(int steps) { return FV_DTYPE != 2 ? steps : M * N >= 16 ? 1 : 2; }
 
 // sum += A B over K steps, for the M x N accumulators of one warp. `a` and `b` are the addresses
-// of the lane's share of the warp's first row and column. Columns from `live` on are not computed.
+// of the lane's elements in the warp's first row and column. Columns from `live` on are skipped.
 template <int K, bool A_TRANSPOSED, int A_PITCH, bool B_TRANSPOSED, int B_PITCH, int M, int N>
 __device__ void multiply(float (&sum)[M][N][4], u32 a, u32 b, int live = N) {
-    constexpr int A_STEP = A_TRANSPOSED ? STEP * A_PITCH : 32;
+    constexpr int A_STEP = A_TRANSPOSED ? MMA_K * A_PITCH : 32;
     constexpr int A_ROW = A_TRANSPOSED ? 16 * ELEM_BYTES : 16 * A_PITCH;
-    constexpr int B_STEP = B_TRANSPOSED ? STEP * B_PITCH : 32;
+    constexpr int B_STEP = B_TRANSPOSED ? MMA_K * B_PITCH : 32;
     constexpr int B_COLUMN = B_TRANSPOSED ? 8 * ELEM_BYTES : 8 * B_PITCH;
-    constexpr int TOGETHER = together<M, N>(K);
-    #pragma unroll TOGETHER
+    constexpr int UNROLL = unrolled_steps<M, N>(K);
+    #pragma unroll UNROLL
     for (int k = 0; k < K; ++k) {
         FragmentA fragment[M];
         #pragma unroll
@@ -410,8 +411,8 @@ __device__ void clear(float (&sum)[M][N][4]) {
     for (int i = 0; i < M * N * 4; ++i) sum[i / 4 / N][i / 4 % N][i % 4] = 0.f;
 }
 
-// Moves every accumulator one place on, the first to the end: what a loop around code for the first does
-// between its turns, since registers have no index. After M N of them all are where they were.
+// Rotates the accumulators by one: a loop whose body reads accumulator (0, 0) calls it after each
+// iteration, because registers cannot be indexed. M N rotations restore the order.
 template <int M, int N>
 __device__ void rotate(float (&x)[M][N][4]) {
     #pragma unroll

@@ -1,15 +1,16 @@
-// What the host hands to a kernel. Mirrored field by field in src/abi.rs, which has the tests.
+// Parameters that the host passes to kernels. src/compile/params.rs mirrors each field and tests the
+// offsets.
 //
-// Strides are in elements. Every problem is a list of sequences and a list of tiles: a dense
-// problem has one sequence for each batch entry, a packed one has one for each pair of offsets.
-// A block computes one tile for one head, so the order of the list is the schedule.
+// Strides are in elements. A problem is a list of sequences and a list of tiles: a dense problem has
+// one sequence for each batch entry, a varlen problem one for each pair of offsets. A CTA computes one
+// tile of one head, so the order of the list of tiles is the schedule.
 
 typedef long long i64;
 typedef unsigned int u32;
 
 // [batch, head, row, element] of an operand or a destination. Query heads may come in groups of
-// FV_GROUP with something else between the groups, as in an interleaved projection: `group` is
-// what each group adds to the distance of its heads, 0 where heads are evenly apart.
+// FV_GROUP with other data between the groups, as in an interleaved projection: `group` is the stride
+// that each group adds to the head stride, 0 where the head stride is uniform.
 struct View {
     void* data;
     i64 batch, head, row, elem, group;
@@ -34,7 +35,7 @@ struct Sequence {
     int sum_row;        // row of dq_accum of its first query, a multiple of 16 (backward only)
 };
 
-// Rows tile * BLOCK .. of a sequence: of queries in the forward, of keys in the backward.
+// Tile `tile` of a sequence: of queries in the forward, of keys in the backward.
 struct Tile {
     int sequence;
     int tile;
@@ -47,7 +48,7 @@ struct Run {
     int count_kind;
 };
 
-// For each tile of the list's axis, the runs it works on. The row of a tile is
+// The runs of live tiles of the other axis, for each tile of the list's axis. The row of a tile is
 // sequence.first_row + tile + head * head_stride, where head_stride is 0 for a mask that is the
 // same for every head.
 struct Lists {
@@ -67,9 +68,9 @@ struct ForwardParams {
     float scale;              // on q.k
     int heads_q, heads_kv;
     int tile_count;
-    int heads_together;       // heads that take turns at each tile; see forward.cu
-    // Split over keys: block z computes share z of a tile's live tiles and leaves what it has,
-    // unnormalised: out [splits, partial_rows, FV_DV], the largest score and the sum of powers,
+    int heads_together;       // heads that the schedule interleaves at each tile; see WorkItem
+    // Split-KV: CTA z computes KV split z of a tile's live tiles and writes partial results that are
+    // not normalised: out [splits, partial_rows, FV_DV], row_max and the sum of e^(score - row_max),
     // [splits, partial_rows] each. Row q of a head is partial row
     // q_batch * partial_batch + head * partial_head + q_start + q.
     int splits;
@@ -81,7 +82,7 @@ struct ForwardParams {
     // page_table[b * page_stride + r / page_size], which stands on the batch axis of k and v.
     const int* page_table;
     int page_size, page_stride, page_count;
-    int* page_report;         // of entries that are no page: {1, -1, sequence, entry}; see report_index
+    int* page_report;         // reports entries outside 0 .. page_count: {1, -1, sequence, entry}; see report_index
 };
 
 struct BackwardParams {
@@ -92,8 +93,8 @@ struct BackwardParams {
     const Sequence* sequences;
     const Tile* tiles;           // fv_backward: of FV_BN keys; every other kernel: of FV_BM queries
     Lists lists;                 // for a tile, the tiles of the other axis
-    // Sums over tiles of keys, zeroed by the host: [heads_q, sum_rows, FV_DP] f32 in the order of
-    // accumulators: 16 rows x 8 columns at a time, see sum_fragment in backward_device.cuh.
+    // dq before scale and rounding, zeroed by the host: [heads_q, sum_rows, FV_DP] f32 in the order of
+    // accumulators: 16 rows x 8 columns at a time, see dq_accum_fragment in backward_device.cuh.
     // A sequence has its query 0 at row sum_row, and q_len rounded up to 16 rows.
     float* dq_accum;
     i64 sum_rows;                // a multiple of 16
@@ -102,10 +103,10 @@ struct BackwardParams {
     int tile_count;
     int accumulate;              // add to dq, dk, dv instead of overwriting
     // Sequences tile.sequence .. + sharing read the same keys and values: 1, or the batch size
-    // when k and v are shared over the batch. Their gradients are summed by the block.
+    // when k and v are shared over the batch. The CTA sums their gradients.
     int sharing;
     // The sum of e^(score - lse) of rows whose lse is too large to hold it (see HUGE_LSE),
-    // in the order of delta. Null where nobody looks (see HAS_ROW_WEIGHT_SUM).
+    // with the strides of delta. Null unless HAS_ROW_WEIGHT_SUM.
     float* row_weight_sum;
 };
 
@@ -113,8 +114,8 @@ struct SequencesParams {
     const int* cu_q;             // [count + 1] where sequences begin, and where the last one ends
     const int* cu_k;
     Sequence* sequences;         // [count + 1] to be written; the last is empty
-    Tile* tiles;                 // [room] to be written, of queries or of keys
-    int* report;                 // of offsets that were moved: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
+    Tile* tiles;                 // [room] to be written, tiles of queries or of keys
+    int* report;                 // reports offsets that were clamped: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
     int count;
     int rows_q, rows_k;          // of the tensors
     int longest_q, longest_k;    // of a sequence
@@ -132,8 +133,8 @@ struct RangeTableParams {
 
 struct BlockListsParams {
     const Sequence* sequences;
-    const Tile* tiles;           // the rows to be made, a block for each: of queries, or of keys
-    // Lists to be written; see there. With head_stride 0 the grid has one head.
+    const Tile* tiles;           // the rows of the lists, a CTA for each: tiles of queries, or of keys
+    // The Lists that the kernel writes. With head_stride 0 the grid has one head.
     int* counts;
     Run* runs;
     int capacity, head_stride;

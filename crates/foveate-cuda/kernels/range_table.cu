@@ -1,10 +1,10 @@
 // The range table of a captured buffer, see ranges.cuh: fv_range_table<<<rows, any number of threads>>>
 //
-// A block takes a row. It finds the ends of every RANGE_BLOCK elements, then makes each level from
-// the one below it:
+// A CTA owns a row. It computes the ends of every RANGE_BLOCK elements, then each level from the level
+// below, with one __syncthreads for each level:
 //
-//   level 0    e0  e1  e2  e3  e4          entry i holds blocks i .. i + 2^level; behind the end of
-//   level 1    e01 e12 e23 e34 e4          the row there is nothing to join
+//   level 0    e0  e1  e2  e3  e4          entry i holds blocks i .. i + 2^level; past the end of
+//   level 1    e01 e12 e23 e34 e4          the row an entry is copied
 //   level 2    e03 e14 e24 e34 e4
 //
 // No shared memory.

@@ -1,4 +1,4 @@
-// The end of a row of the forward: fv_forward and fv_combine finish rows alike.
+// Epilogue of a row of the forward, shared by fv_forward and fv_combine.
 
 #if FV_OUT_DTYPE == 2
 typedef float OutElem;
@@ -6,7 +6,7 @@ typedef float OutElem;
 typedef unsigned short OutElem;
 #endif
 
-// Where a row of out lies, and what its sums are multiplied with.
+// A row of out, and the factor of its accumulators.
 struct Row {
     OutElem* out;
     i64 elem;
@@ -17,29 +17,29 @@ struct Row {
 __device__ float log2_of(float x) { return FV_DTYPE == 2 ? log2f(x) : __log2f(x); }
 __device__ float ratio(float x, float y) { return FV_DTYPE == 2 ? x / y : __fdividef(x, y); }
 
-// `top` is the row's largest score, `total` the sum of e^(score - top). Both are in units of the
-// scores, not of powers of 2: where one score is far above the others lse is then that score to the
-// last bit, and the backward, which recomputes the same score, finds its weight to be 1.
+// `row_max` is the largest score, `row_sum` the sum of e^(score - row_max). Both are in units of the
+// scores, not exponents of 2: where one score is far above the others, lse then equals that score to the
+// last bit, and the backward, which recomputes that score, gets a weight of exactly 1.
 // Joins the sink, writes lse and max_score where `writes`.
 __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int head, int query,
-                          float top, float total, bool writes) {
+                          float row_max, float row_sum, bool writes) {
     constexpr float LN_2 = 0.6931471805599453f;
     const i64 at = sequence.q_start + query;
-    float highest = top, factor = 1.f;
+    float max_with_sink = row_max, factor = 1.f;
     if constexpr (FV_SINK) {
         const float sink = __ldg(p.sink + head);
-        highest = larger(top, sink);
-        factor = highest == -infinity() ? 0.f : exp2_score((top - highest) * LOG2_E);
-        total = total * factor + (highest == -infinity() ? 0.f : exp2_score((sink - highest) * LOG2_E));
+        max_with_sink = max_or_nan(row_max, sink);
+        factor = max_with_sink == -infinity() ? 0.f : exp2_score((row_max - max_with_sink) * LOG2_E);
+        row_sum = row_sum * factor + (max_with_sink == -infinity() ? 0.f : exp2_score((sink - max_with_sink) * LOG2_E));
     }
     if (writes) {
         const i64 of_head = sequence.q_batch * p.lse.batch + head * p.lse.head;
-        p.lse.data[of_head + at * p.lse.row] = total == 0.f ? -infinity() : highest + log2_of(total) * LN_2;
+        p.lse.data[of_head + at * p.lse.row] = row_sum == 0.f ? -infinity() : max_with_sink + log2_of(row_sum) * LN_2;
         if (p.max_score.data)
-            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = top;
+            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = row_max;
     }
     OutElem* out = static_cast<OutElem*>(p.out.data) + p.out.at(sequence.q_batch, head, at);
-    return {out, p.out.elem, total == 0.f ? 0.f : ratio(factor, total)};
+    return {out, p.out.elem, row_sum == 0.f ? 0.f : ratio(factor, row_sum)};
 }
 
 // A column of a row.

@@ -1,15 +1,15 @@
-// Packed sequences whose offsets lie in device memory: fv_sequences<<<1, FV_WARPS * 32>>>
+// Varlen sequences from cu_seqlens in device memory: fv_sequences<<<1, FV_WARPS * 32>>>
 //
-// Writes every sequence, and the tiles of one axis. The host knows how many tiles there can be, not
-// how many there are: places that are left over get the first tile of an empty sequence, which stands
-// behind the others. The tiles are listed backwards, because under most masks the last ones of a
-// sequence have the most work.
+// Writes every sequence, and the tiles of one axis. The host knows the maximum number of tiles, not the
+// number: unused entries get the first tile of an empty sequence, which follows the others. The tiles are
+// listed backwards, because under most masks the last tiles of a sequence have the most live tiles.
 //
-// Offsets may hold anything. Each is moved into the rows there are, and to the one before it if it
-// lies before that, so sequences are inside the tensors and none has a row of another's. A sequence
-// ends where it reaches the length that was said to be the longest.
+// Offsets may hold anything. Each is clamped to the rows of the tensor and to the offset before it, so
+// sequences lie inside the tensors and do not overlap. A sequence is cut at the longest length that the
+// caller gave.
 //
-// A thread takes a sequence at a time. Shared memory: 4 bytes for each warp.
+// Roles: a thread processes one sequence at a time. Barriers: the __syncthreads of the scans.
+// Shared memory: 4 bytes for each warp.
 
 extern "C" __device__ const int fv_shared_bytes = FV_WARPS * 4;
 
@@ -21,7 +21,7 @@ constexpr int OFFSETS_Q = -2, OFFSETS_K = -3;
 struct Largest { static __device__ int of(int x, int y) { return max(x, y); } };
 struct Total { static __device__ int of(int x, int y) { return x + y; } };
 
-// x of all threads up to this one, and of the whole block.
+// The inclusive prefix of this thread, and the reduction over the CTA.
 struct Scan { int here, all; };
 
 template <typename Join>
@@ -31,7 +31,7 @@ __device__ Scan scan(int x, int* of_warps) {
         int before = __shfl_up_sync(0xffffffff, x, step);
         if (lane >= step) x = Join::of(x, before);
     }
-    __syncthreads();    // everybody has read what the scan before left
+    __syncthreads();    // all threads have read of_warps of the scan before
     if (lane == 31) of_warps[warp] = x;
     __syncthreads();
     int all = of_warps[0];
@@ -45,7 +45,7 @@ __device__ Scan scan(int x, int* of_warps) {
 // The rows of this thread's sequence on one axis.
 struct Span { int start, length; };
 
-// `reached` is where the sequences before this round's end, and moves on to where its own do.
+// `reached` is the end of the sequences of earlier rounds, and advances to the end of this round's.
 __device__ Span span_of(const SequencesParams& p, bool keys, int i, int& reached, int* of_warps) {
     const int* offsets = keys ? p.cu_k : p.cu_q;
     const int rows = keys ? p.rows_k : p.rows_q, longest = keys ? p.longest_k : p.longest_q;

@@ -1,38 +1,37 @@
-// Gradients of k and v, and the sums for dq: fv_backward<<<(tiles of keys, heads_kv), FV_WARPS * 32>>>
+// Gradients of k and v, and dq_accum: fv_backward<<<(tiles of keys, heads_kv), FV_WARPS * 32>>>
 //
-// A block owns FV_BN keys of one key/value head. It steps over the tiles of FV_BM queries that see
-// them, for every query head of the group (and every sequence that shares the keys), and
-// recomputes the probabilities:
+// Roles. A CTA owns a tile of FV_BN keys of one KV head. It iterates over the live tiles of FV_BM queries,
+// of every query head of the group (and of every sequence that shares the keys), and recomputes P:
 //
 //     S = Q K^T    P = exp(score(scale S) - lse)            dV += P^T dO
 //     dP = dO V^T  dS = P (dP - delta) dscore/ds            dK += dS^T Q     dQ += dS K
 //
-// dK and dV stay in registers until the end. dQ of a step is complete only after all blocks, so it
-// is added to dq_accum in memory, in no fixed order; with FV_DETERMINISTIC this kernel leaves dq
-// alone and fv_backward_dq computes it. `scale` joins dK at the end and dQ in fv_dq.
+// All warps have one role. dK and dV stay in registers until the epilogue. dQ of a step is a partial sum
+// over all CTAs, so it is added to dq_accum in memory, in no fixed order; with FV_DETERMINISTIC this kernel
+// skips dq and fv_backward_dq computes it. `scale` joins dK in the epilogue and dQ in fv_dq.
 //
-// Warps wait for each other only where data passes between them, and there arrive early and wait
-// late (`Meeting`), so that they spread over the step and one computes while another multiplies:
+// Barriers. Warps synchronise by mbarriers only where data passes between them: they arrive early and wait
+// late (`Mbarrier`), so that warps drift apart and one computes while another multiplies:
 //
 //     wait copied                         S, P in registers
-//     wait p_read of the last step        P -> shared          arrive p_written
+//     wait p_read of the last step        P -> smem            arrive p_written
 //                                         dP, dS in registers
-//     wait ds_read of the last step       dS -> shared         arrive ds_written
+//     wait ds_read of the last step       dS -> smem           arrive ds_written
 //     wait p_written                      dV += P^T dO         arrive p_read
 //     wait ds_written                     dQ = dS K, added to dq_accum
 //                                         dK += dS^T Q         arrive ds_read
 //
-// All warps have written dS: they are done with the step before, so its stage of Q and dO is free,
-// and the copies of the next step start there, each thread arriving at `copied` when its own have
-// landed. With one stage dK comes before dQ; between them warps wait for each other (stage_read).
+// Once all warps have arrived at ds_written they have finished the previous step, so its stage of Q and dO
+// is free and the copies of the next step start there; each thread arrives at `copied` when its copies have
+// landed. With one stage dK comes before dQ, and warps wait for each other between them (stage_read).
 //
 // Shared memory: with row(c) = c * sizeof(element) + 16 bytes,
 //     FV_BN * (row(FV_DP) + row(FV_DVP))                              K, V
 //   + FV_STAGES * FV_BM * (row(FV_DP) + row(FV_DVP) + 8)              Q, dO, lse, delta
 //   + 2 * FV_BM * row(FV_BN)                                          P, dS
-//   + 64                                                              meetings
-// and at least FV_WARPS * 16 * (32 * columns + 32), with `columns` the accumulators that a warp has
-// side by side in dK or dV, whichever is more.
+//   + 64                                                              mbarriers
+// and at least FV_WARPS * 16 * (32 * columns + 32), where `columns` is the larger number of accumulators in
+// a row of a warp's dK or dV.
 // FV_BM and FV_BN are multiples of 16; FV_STAGES is 1 or 2. The warps must divide S evenly: some
 // divisor `down` of FV_WARPS divides FV_BM / 16, and FV_WARPS / down divides FV_BN / 8.
 
@@ -44,33 +43,33 @@ constexpr int AT_DELTA = AT_LSE + FV_BM * 4;
 constexpr int STAGE_BYTES = AT_DELTA + FV_BM * 4;
 constexpr int AT_P = AT_STAGES + FV_STAGES * STAGE_BYTES;
 constexpr int AT_DS = AT_P + FV_BM * PITCH_P;
-constexpr int AT_MEETINGS = AT_DS + FV_BM * PITCH_P;
+constexpr int AT_MBARRIERS = AT_DS + FV_BM * PITCH_P;
 
-constexpr Warps OF_K = divide(FV_BN, FV_DP, false);        // warps over dK
-constexpr Warps OF_V = divide(FV_BN, FV_DVP, false);       // over dV
-constexpr Warps OF_Q = divide(FV_BM, FV_DP, false);        // over dQ
+constexpr Warps WARPS_DK = divide(FV_BN, FV_DP, false);    // warps over dK
+constexpr Warps WARPS_DV = divide(FV_BN, FV_DVP, false);       // over dV
+constexpr Warps WARPS_DQ = divide(FV_BM, FV_DP, false);    // over dQ
 
-// dK and dV leave through what held tiles before.
-constexpr int SCRATCH_BYTES = scratch_bytes(OF_K.columns > OF_V.columns ? OF_K.columns : OF_V.columns);
-constexpr int SHARED_BYTES = max_of(AT_MEETINGS + 64, FV_WARPS * SCRATCH_BYTES);
+// The epilogue stages dK and dV in the smem of the tiles.
+constexpr int SCRATCH_BYTES = scratch_bytes(WARPS_DK.columns > WARPS_DV.columns ? WARPS_DK.columns : WARPS_DV.columns);
+constexpr int SHARED_BYTES = max_of(AT_MBARRIERS + 64, FV_WARPS * SCRATCH_BYTES);
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
 // One tile of queries of one head.
 struct Step {
-    int share;      // sequence tile.sequence + share
+    int sequence_offset;    // to tile.sequence
     int head;       // query head
     int query;      // its first query
     bool evaluate;  // whether the mask is evaluated in it
 };
 
-// The steps of a block, one after the other.
+// Iterates over the live tiles of queries of a CTA.
 struct Steps {
-    int share = 0, member = -1;         // sequence, head of the group
-    const Run* at = nullptr;            // the runs of its queries that are left
+    int sequence_offset = 0, member = -1;   // sequence, head of the group
+    const Run* at = nullptr;            // the remaining runs of its tiles of queries
     int runs = 0;
-    int tile = 0, end = 0;              // what is left of the present run
+    int tile = 0, end = 0;              // remaining tiles of the current run
     bool evaluate = false;
 
     __device__ bool next(const BackwardParams& p, const Tile& keys, int head_kv, Step& step) {
@@ -78,9 +77,9 @@ struct Steps {
             if (runs == 0) {
                 if (++member == FV_GROUP) {
                     member = 0;
-                    if (++share == p.sharing) return false;
+                    if (++sequence_offset == p.sharing) return false;
                 }
-                const Sequence* s = p.sequences + keys.sequence + share;
+                const Sequence* s = p.sequences + keys.sequence + sequence_offset;
                 if constexpr (FV_MASK) {
                     const int row = __ldg(&s->first_row) + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
                     runs = __ldg(p.lists.counts + row);
@@ -98,14 +97,14 @@ struct Steps {
                 ++at;
             }
         }
-        step = {share, head_kv * FV_GROUP + member, tile * FV_BM, evaluate};
+        step = {sequence_offset, head_kv * FV_GROUP + member, tile * FV_BM, evaluate};
         ++tile;
         return true;
     }
 };
 
 __device__ void load_step(const BackwardParams& p, const Sequence* sequences, const Step& step, u32 stage) {
-    const Sequence* s = sequences + step.share;
+    const Sequence* s = sequences + step.sequence_offset;
     int batch = __ldg(&s->q_batch), first = __ldg(&s->q_start) + step.query, count = __ldg(&s->q_len) - step.query;
     load_tile<FV_BM, FV_D, FV_DP>(stage, rows_of(p.q, batch, step.head, first, count));
     load_tile<FV_BM, FV_DV, FV_DVP>(stage + AT_D_OUT, rows_of(p.d_out, batch, step.head, first, count));
@@ -123,20 +122,20 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     const int key = tile.tile * FV_BN, keys = min(FV_BN, sequences->k_len - key);
     const int k_batch = sequences->k_batch, k_first = sequences->k_start + key;
 
-    const u32 meetings = base + AT_MEETINGS;
-    const Meeting p_written{meetings}, ds_written{meetings + 8}, p_read{meetings + 16}, ds_read{meetings + 24};
-    [[maybe_unused]] const Meeting stage_read{meetings + 32};
-    auto copied = [&](int step) { return Meeting{meetings + 40 + step % FV_STAGES * 8}; };
+    const u32 mbarriers = base + AT_MBARRIERS;
+    const Mbarrier p_written{mbarriers}, ds_written{mbarriers + 8}, p_read{mbarriers + 16}, ds_read{mbarriers + 24};
+    [[maybe_unused]] const Mbarrier stage_read{mbarriers + 32};
+    auto copied = [&](int step) { return Mbarrier{mbarriers + 40 + step % FV_STAGES * 8}; };
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 5; ++i) Meeting{meetings + i * 8}.open(FV_WARPS);
-        for (int i = 0; i < FV_STAGES; ++i) copied(i).open(THREADS);
+        for (int i = 0; i < 5; ++i) Mbarrier{mbarriers + i * 8}.init(FV_WARPS);
+        for (int i = 0; i < FV_STAGES; ++i) copied(i).init(THREADS);
     }
     __syncthreads();
 
-    // Where this lane's shares of the operands begin; those of Q and dO relative to their stage.
-    const int k_row = warp / OF_K.across * OF_K.rows * 16, k_column = warp % OF_K.across * OF_K.columns * 8;
-    const int v_row = warp / OF_V.across * OF_V.rows * 16, v_column = warp % OF_V.across * OF_V.columns * 8;
-    const int q_row = warp / OF_Q.across * OF_Q.rows * 16, q_column = warp % OF_Q.across * OF_Q.columns * 8;
+    // Addresses of this lane's first elements of the operands; those of Q and dO relative to their stage.
+    const int k_row = warp / WARPS_DK.across * WARPS_DK.rows * 16, k_column = warp % WARPS_DK.across * WARPS_DK.columns * 8;
+    const int v_row = warp / WARPS_DV.across * WARPS_DV.rows * 16, v_column = warp % WARPS_DV.across * WARPS_DV.columns * 8;
+    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
     const u32 q_by_row = lane_rows<PITCH_K>(), d_out_by_row = AT_D_OUT + lane_rows<PITCH_V>();
     const u32 k_by_row = base + lane_columns<PITCH_K>(), v_by_row = base + AT_V + lane_columns<PITCH_V>();
     const u32 p_by_key = base + AT_P + v_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
@@ -146,7 +145,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     const u32 q_by_dim = k_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
     const u32 k_by_dim = base + q_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
 
-    float dk[OF_K.rows][OF_K.columns][4], dv[OF_V.rows][OF_V.columns][4];
+    float dk[WARPS_DK.rows][WARPS_DK.columns][4], dv[WARPS_DV.rows][WARPS_DV.columns][4];
     clear(dk);
     clear(dv);
 
@@ -166,36 +165,36 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         step = following;
         more = steps.next(p, tile, head_kv, following);
         const u32 stage = stage_of(number);
-        const Sequence* s = sequences + step.share;
+        const Sequence* s = sequences + step.sequence_offset;
         const int q_len = __ldg(&s->q_len);
         const Place place = {__ldg(&s->b), step.head, head_kv, q_len, __ldg(&s->k_len)};
-        const Corner corner = {place, step.query, q_len - step.query, key, keys, step.evaluate};
+        const ScoreTile score_tile = {place, step.query, q_len - step.query, key, keys, step.evaluate};
 
         Scores scores;
         clear(scores.g);
         copied(number).wait(number / FV_STAGES);
-        multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
-        const float* sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
-        scores.weigh(mods, corner, p.scale, stage + AT_LSE, sums, p.delta.row);
+        multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
+        const float* row_weight_sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
+        scores.compute_p(mods, score_tile, p.scale, stage + AT_LSE, row_weight_sums, p.delta.row);
         p_read.wait(number - 1);
         store_scores(base + AT_P, [&](int m, int n, int i) { return scores.dropped(scores.p(m, n, i), m, n, i); });
         p_written.arrive_warp();
 
-        OfScores dp;
+        ScoreFragment dp;
         clear(dp);
-        multiply<FV_DVP / STEP, false, PITCH_V, false, PITCH_V>(dp, stage + d_out_by_row, v_by_row);
-        scores.differentiate(corner, dp, stage + AT_DELTA);
+        multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, stage + d_out_by_row, v_by_row);
+        scores.differentiate(score_tile, dp, stage + AT_DELTA);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();
-        scores.capture(mods, corner);
+        scores.capture(mods, score_tile);
 
         p_written.wait(number);
-        multiply<FV_BM / STEP, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
+        multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
         p_read.arrive_warp();
         ds_written.wait(number);
         auto add_dk = [&] {
-            multiply<FV_BM / STEP, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
+            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
         };
         if constexpr (FV_STAGES == 1) {
             add_dk();
@@ -204,18 +203,18 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         }
         if (more) load(following, number + 1);
         if constexpr (!FV_DETERMINISTIC) {
-            float dq[OF_Q.rows][OF_Q.columns][4];
+            float dq[WARPS_DQ.rows][WARPS_DQ.columns][4];
             clear(dq);
-            multiply<FV_BN / STEP, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, k_by_dim, FV_DP / 8 - q_column / 8);
-            const i64 sum_row = __ldg(&s->sum_row) + step.query + q_row;
+            multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, k_by_dim, FV_DP / 8 - q_column / 8);
+            const i64 accum_row = __ldg(&s->sum_row) + step.query + q_row;
             #pragma unroll
-            for (int m = 0; m < OF_Q.rows; ++m) {
+            for (int m = 0; m < WARPS_DQ.rows; ++m) {
                 if (step.query + q_row + m * 16 >= q_len) break;
-                float* fragment = sum_fragment(p, step.head, sum_row + m * 16, q_column / 8);
+                float* fragment = dq_accum_fragment(p, step.head, accum_row + m * 16, q_column / 8);
                 #pragma unroll
-                for (int n = 0; n < OF_Q.columns; ++n) {
+                for (int n = 0; n < WARPS_DQ.columns; ++n) {
                     if (q_column / 8 + n >= FV_DP / 8) break;
-                    add_sums(fragment + n * 128, dq[m][n]);
+                    add_to_dq_accum(fragment + n * 128, dq[m][n]);
                 }
             }
         }
@@ -223,7 +222,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ds_read.arrive_warp();
     }
 
-    wait_copies();      // a block without steps has not waited for its own
+    wait_copies();      // a CTA without steps has not waited for its copies
     __syncthreads();    // all of shared memory is free now
     char* scratch = shared + warp * SCRATCH_BYTES;
     store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, k_row, k_column, p.scale, p.accumulate, scratch);

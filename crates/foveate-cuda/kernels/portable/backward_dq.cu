@@ -1,25 +1,26 @@
 // dq in a fixed order: fv_backward_dq<<<(tiles of queries, heads_q), FV_WARPS * 32>>>
 //
-// What a deterministic backward runs besides fv_backward. A block owns FV_BM queries of one head,
-// steps over the tiles of FV_BN keys that they see, recomputes dS, and keeps dQ += dS K in
-// registers: two products more than sums in memory, and no two blocks add to one number.
+// Roles. A deterministic backward runs this kernel besides fv_backward. A CTA owns FV_BM queries of one
+// head, iterates over the live tiles of FV_BN keys, recomputes dS, and accumulates dQ += dS K in registers:
+// two matrix products more than dq_accum in memory, and no two CTAs add to one element.
+//
+// Barriers (mbarriers, as in fv_backward):
 //
 //     wait copied                         S, P, dP, dS in registers
-//     wait ds_read of the last step       dS -> shared         arrive ds_written
+//     wait ds_read of the last step       dS -> smem           arrive ds_written
 //     wait ds_written                     dQ += dS K           arrive ds_read
 //
-// All warps have written dS: they are done with the step before, so its stage of K and V is free
-// and the copies of the next step start there. With one stage they start after dQ instead, when
+// Once all warps have arrived at ds_written they have finished the previous step, so its stage of K and V is
+// free and the copies of the next step start there. With one stage the copies start after dQ instead, when
 // all warps have read K.
 //
 // Shared memory: with row(c) = c * sizeof(element) + 16 bytes,
 //     FV_BM * (row(FV_DP) + row(FV_DVP) + 8)                          Q, dO, lse, delta
 //   + FV_STAGES * FV_BN * (row(FV_DP) + row(FV_DVP))                  K, V
 //   + FV_BM * row(FV_BN)                                              dS
-//   + 64                                                              meetings
-// and at least FV_WARPS * 16 * (32 * columns + 32), with `columns` the accumulators that a warp has
-// side by side in dQ;
-// with the conditions of fv_backward on tiles, stages and warps.
+//   + 64                                                              mbarriers
+// and at least FV_WARPS * 16 * (32 * columns + 32), where `columns` is the number of accumulators in a row
+// of a warp's dQ; with the conditions of fv_backward on tiles, stages and warps.
 
 constexpr int AT_D_OUT = FV_BM * PITCH_K;
 constexpr int AT_LSE = AT_D_OUT + FV_BM * PITCH_V;
@@ -28,21 +29,21 @@ constexpr int AT_STAGES = AT_DELTA + FV_BM * 4;
 constexpr int AT_V = FV_BN * PITCH_K;                      // in a stage
 constexpr int STAGE_BYTES = AT_V + FV_BN * PITCH_V;
 constexpr int AT_DS = AT_STAGES + FV_STAGES * STAGE_BYTES;
-constexpr int AT_MEETINGS = AT_DS + FV_BM * PITCH_P;
+constexpr int AT_MBARRIERS = AT_DS + FV_BM * PITCH_P;
 
-constexpr Warps OF_Q = divide(FV_BM, FV_DP, false);        // warps over dQ
+constexpr Warps WARPS_DQ = divide(FV_BM, FV_DP, false);    // warps over dQ
 
-// dQ leaves through what held tiles before.
-constexpr int SCRATCH_BYTES = scratch_bytes(OF_Q.columns);
-constexpr int SHARED_BYTES = max_of(AT_MEETINGS + 64, FV_WARPS * SCRATCH_BYTES);
+// The epilogue stages dQ in the smem of the tiles.
+constexpr int SCRATCH_BYTES = scratch_bytes(WARPS_DQ.columns);
+constexpr int SHARED_BYTES = max_of(AT_MBARRIERS + 64, FV_WARPS * SCRATCH_BYTES);
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
-// The steps of a block: tiles of keys, one after the other.
+// Iterates over the live tiles of keys of a CTA.
 struct Steps {
     const Run* runs;
-    int left;                           // runs behind the present one
-    int tile = 0, end = 0;              // what is left of the present run
+    int left;                           // runs after the current one
+    int tile = 0, end = 0;              // remaining tiles of the current run
     bool evaluate = false;
 
     __device__ Steps(const BackwardParams& p, const Sequence& s, const Tile& queries, int head) {
@@ -83,17 +84,17 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
     const int query = tile.tile * FV_BM, queries = min(FV_BM, s.q_len - query);
     const Place place = {s.b, head, head_kv, s.q_len, s.k_len};
 
-    const u32 meetings = base + AT_MEETINGS;
-    const Meeting ds_written{meetings}, ds_read{meetings + 8};
-    auto copied = [&](int step) { return Meeting{meetings + 16 + step % FV_STAGES * 8}; };
+    const u32 mbarriers = base + AT_MBARRIERS;
+    const Mbarrier ds_written{mbarriers}, ds_read{mbarriers + 8};
+    auto copied = [&](int step) { return Mbarrier{mbarriers + 16 + step % FV_STAGES * 8}; };
     if (threadIdx.x == 0) {
-        ds_written.open(FV_WARPS);
-        ds_read.open(FV_WARPS);
-        for (int i = 0; i < FV_STAGES; ++i) copied(i).open(THREADS);
+        ds_written.init(FV_WARPS);
+        ds_read.init(FV_WARPS);
+        for (int i = 0; i < FV_STAGES; ++i) copied(i).init(THREADS);
     }
     __syncthreads();
 
-    const int q_row = warp / OF_Q.across * OF_Q.rows * 16, q_column = warp % OF_Q.across * OF_Q.columns * 8;
+    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
     const u32 q_by_row = base + lane_rows<PITCH_K>(), d_out_by_row = base + AT_D_OUT + lane_rows<PITCH_V>();
     const u32 k_by_row = lane_columns<PITCH_K>(), v_by_row = AT_V + lane_columns<PITCH_V>();
     const u32 ds_by_row = base + AT_DS + q_row * PITCH_P + lane_offset_a<false>(PITCH_P);
@@ -107,7 +108,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         copied(number).arrive_after_copies();
     };
 
-    float dq[OF_Q.rows][OF_Q.columns][4];
+    float dq[WARPS_DQ.rows][WARPS_DQ.columns][4];
     clear(dq);
     load_tile<FV_BM, FV_D, FV_DP>(base, rows_of(p.q, s.q_batch, head, s.q_start + query, queries));
     load_tile<FV_BM, FV_DV, FV_DVP>(base + AT_D_OUT, rows_of(p.d_out, s.q_batch, head, s.q_start + query, queries));
@@ -122,25 +123,25 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         evaluate = following_evaluates;
         more = steps.next(following, following_evaluates);
         const u32 stage = stage_of(number);
-        const Corner corner = {place, query, queries, key, s.k_len - key, evaluate};
+        const ScoreTile score_tile = {place, query, queries, key, s.k_len - key, evaluate};
 
         Scores scores;
         clear(scores.g);
         copied(number).wait(number / FV_STAGES);
-        multiply<FV_DP / STEP, false, PITCH_K, false, PITCH_K>(scores.g, q_by_row, stage + k_by_row);
-        const float* sums = row_weight_sums_of(p, s.q_batch, head, s.q_start + query);
-        scores.weigh(mods, corner, p.scale, base + AT_LSE, sums, p.delta.row);
-        OfScores dp;
+        multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, q_by_row, stage + k_by_row);
+        const float* row_weight_sums = row_weight_sums_of(p, s.q_batch, head, s.q_start + query);
+        scores.compute_p(mods, score_tile, p.scale, base + AT_LSE, row_weight_sums, p.delta.row);
+        ScoreFragment dp;
         clear(dp);
-        multiply<FV_DVP / STEP, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);
-        scores.differentiate(corner, dp, base + AT_DELTA);
+        multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);
+        scores.differentiate(score_tile, dp, base + AT_DELTA);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();
 
         ds_written.wait(number);
         if (FV_STAGES == 2 && more) load(following, number + 1);
-        multiply<FV_BN / STEP, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, stage + k_by_dim, FV_DP / 8 - q_column / 8);
+        multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, stage + k_by_dim, FV_DP / 8 - q_column / 8);
         ds_read.arrive_warp();
         if (FV_STAGES == 1 && more) {
             ds_read.wait(number);
@@ -148,15 +149,15 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         }
     }
 
-    wait_copies();      // a block without steps has not waited for its own
+    wait_copies();      // a CTA without steps has not waited for its copies
     __syncthreads();    // all of shared memory is free now
     store_rows(p.dq, s.q_batch, head, s.q_start + query, queries, FV_D, dq, q_row, q_column, p.scale, p.accumulate,
                shared + warp * SCRATCH_BYTES);
 }
 
 #if FV_CAPTURES
-// After a deterministic backward: adds the counted sums of a learned buffer to its gradient, and
-// leaves them 0. fv_capture_sums<<<elements / 256 rounded up, 256>>>
+// After a deterministic backward: adds the integer sums of a learned buffer to its gradient, and zeroes
+// them. fv_capture_sums<<<elements / 256 rounded up, 256>>>
 extern "C" __global__ void __launch_bounds__(256) fv_capture_sums(i64* counts, float* gradient, i64 elements) {
     const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= elements) return;

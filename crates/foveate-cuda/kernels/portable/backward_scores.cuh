@@ -1,22 +1,22 @@
-// One tile of scores and its gradients, in the registers of the block's warps: what fv_backward and
-// fv_backward_dq recompute.
+// One tile of scores and their gradients, in the registers of the warps of a CTA: fv_backward and
+// fv_backward_dq recompute it.
 //
 //     S = Q K^T    P = exp(score(scale S) - lse)    dP = dO V^T    dS = P (dP - delta) dscore/ds
 //
-// With dropout, P is dropped where it weighs values, and dP where it passes back.
+// Dropout applies to P as the operand of dV, and to dP.
 
-constexpr Warps OF_S = divide(FV_BM, FV_BN, true);         // warps over S, P, dP and dS
+constexpr Warps WARPS_S = divide(FV_BM, FV_BN, true);         // warps over S, P, dP and dS
 static_assert(FV_BM % 16 == 0 && FV_BN % 16 == 0, "tiles are multiples of 16");
-static_assert(OF_S.down > 0, "the warps cannot share the scores evenly");
+static_assert(WARPS_S.down > 0, "the warps cannot divide the scores evenly");
 
 constexpr int PITCH_K = FV_DP * ELEM_BYTES + PAD_BYTES;    // of K and Q in shared memory
 constexpr int PITCH_V = FV_DVP * ELEM_BYTES + PAD_BYTES;   // of V and dO
 constexpr int PITCH_P = FV_BN * ELEM_BYTES + PAD_BYTES;    // of P and dS
 
-typedef float OfScores[OF_S.rows][OF_S.columns][4];
+typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
 // The tile: its queries query .. query + queries and keys key .. key + keys.
-struct Corner {
+struct ScoreTile {
     Place place;
     int query, queries;
     int key, keys;
@@ -24,37 +24,37 @@ struct Corner {
 };
 
 // Row and column, in the tile, of the first score of this lane.
-__device__ int score_row() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 + threadIdx.x % 32 / 4; }
-__device__ int score_column() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 + threadIdx.x % 4 * 2; }
+__device__ int score_row() { return threadIdx.x / 32 / WARPS_S.across * WARPS_S.rows * 16 + threadIdx.x % 32 / 4; }
+__device__ int score_column() { return threadIdx.x / 32 % WARPS_S.across * WARPS_S.columns * 8 + threadIdx.x % 4 * 2; }
 
-// Where this lane's shares of operands begin: of S's and dP's rows, and of their columns.
+// Offsets of this lane's first elements of the operands of S and dP: by row, and by column.
 template <int PITCH>
-__device__ u32 lane_rows() { return threadIdx.x / 32 / OF_S.across * OF_S.rows * 16 * PITCH + lane_offset_a<false>(PITCH); }
+__device__ u32 lane_rows() { return threadIdx.x / 32 / WARPS_S.across * WARPS_S.rows * 16 * PITCH + lane_offset_a<false>(PITCH); }
 template <int PITCH>
-__device__ u32 lane_columns() { return threadIdx.x / 32 % OF_S.across * OF_S.columns * 8 * PITCH + lane_offset_b<false>(PITCH); }
+__device__ u32 lane_columns() { return threadIdx.x / 32 % WARPS_S.across * WARPS_S.columns * 8 * PITCH + lane_offset_b<false>(PITCH); }
 
 // Calls `f(m, n, i, row, column)` for each score of the lane: number i of accumulator (m, n).
 template <typename F>
 __device__ void for_each_score(F f) {
     const int row = score_row(), column = score_column();
     #pragma unroll
-    for (int m = 0; m < OF_S.rows; ++m)
+    for (int m = 0; m < WARPS_S.rows; ++m)
         #pragma unroll
-        for (int n = 0; n < OF_S.columns; ++n)
+        for (int n = 0; n < WARPS_S.columns; ++n)
             #pragma unroll
             for (int i = 0; i < 4; ++i)
                 f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
 }
 
-// Whether the scores of a step come from a loop.
-constexpr bool IN_TURN = is_long(OF_S.rows * OF_S.columns * 4, GRADIENT_STEPS);
+// Whether score function and derivative run in a loop instead of being unrolled.
+constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, GRADIENT_INSTRUCTIONS);
 
-// The sums of a tile's rows, from its first query on.
+// row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
     return HAS_ROW_WEIGHT_SUM ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
 }
 
-// Two neighbours of a row of P or dS.
+// Two consecutive elements of a row of P or dS.
 __device__ void store_pair(u32 address, float x, float y) {
     if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
     else asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(narrow2<FV_DTYPE>(x, y)) : "memory");
@@ -65,33 +65,33 @@ template <typename F>
 __device__ void store_scores(u32 tile, F value) {
     const u32 at = tile + score_row() * PITCH_P + score_column() * ELEM_BYTES;
     #pragma unroll
-    for (int m = 0; m < OF_S.rows; ++m)
+    for (int m = 0; m < WARPS_S.rows; ++m)
         #pragma unroll
-        for (int n = 0; n < OF_S.columns; ++n)
+        for (int n = 0; n < WARPS_S.columns; ++n)
             #pragma unroll
             for (int i = 0; i < 4; i += 2)
                 store_pair(at + (m * 16 + i * 4) * PITCH_P + n * 8 * ELEM_BYTES, value(m, n, i), value(m, n, i + 1));
 }
 
 struct Scores {
-    OfScores g;             // S, then P times the derivative of the score, then dS
+    ScoreFragment g;        // S, then P times the derivative of the score, then dS
 #if FV_DSCORE
-    OfScores weight;        // P
+    ScoreFragment weight;   // P
 #endif
-#if FV_KEEP
-    u32 kept[ceil_div(OF_S.rows * OF_S.columns * 4, 32)];   // a bit for each score
-    float keep_scale;
+#if FV_DROPOUT
+    u32 dropout_keep[ceil_div(WARPS_S.rows * WARPS_S.columns * 4, 32)];   // a bit for each score
+    float dropout_scale;
 #endif
 #if FV_CAPTURES
-    OfScores raw;           // scale S
+    ScoreFragment raw;      // scale S
 #endif
 
-    // The same as for_each_score, but from a loop: each accumulator has its turn at (0, 0).
+    // As for_each_score, but in a loop: rotation moves each accumulator to (0, 0).
     template <typename F>
-    __device__ void for_each_in_turn(F f) {
+    __device__ void for_each_in_loop(F f) {
         #pragma unroll 1
-        for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
-            const int row = score_row() + at / OF_S.columns * 16, column = score_column() + at % OF_S.columns * 8;
+        for (int at = 0; at < WARPS_S.rows * WARPS_S.columns; ++at) {
+            const int row = score_row() + at / WARPS_S.columns * 16, column = score_column() + at % WARPS_S.columns * 8;
             #pragma unroll
             for (int i = 0; i < 4; ++i) f(0, 0, i, row + i / 2 * 8, column + i % 2);
             rotate(g);
@@ -113,37 +113,37 @@ struct Scores {
     }
 
     __device__ float dropped(float x, int m, int n, int i) const {
-#if FV_KEEP
-        int at = (m * OF_S.columns + n) * 4 + i;
-        return kept[at / 32] >> at % 32 & 1 ? x * keep_scale : 0.f;
+#if FV_DROPOUT
+        int at = (m * WARPS_S.columns + n) * 4 + i;
+        return dropout_keep[at / 32] >> at % 32 & 1 ? x * dropout_scale : 0.f;
 #else
         return x;
 #endif
     }
 
-    // From S to P; `lse_at` is the shared address of the tile's lse, `sums` are those of its rows.
-    __device__ void weigh(const Mods& mods, const Corner& c, float scale, u32 lse_at, const float* sums, i64 sums_apart) {
-        // A score function may give -1e30 to a whole row. Only a difference of scores that is taken
-        // before anything is multiplied is then small; products of both differ by their rounding.
-        // And only a score that is rounded before it is that of fv_row_weight_sum.
+    // From S to P; `lse_at` is the smem address of the lse of the tile.
+    __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, u32 lse_at, const float* row_weight_sums, i64 row_weight_stride) {
+        // A score function may give -1e30 to a whole row. Then score - lse is exact, but the difference of
+        // products has their rounding error. And __fsub_rn keeps the score rounded, without contraction
+        // into a multiply-add, as in fv_row_weight_sum.
         auto lse_of = [&](int row) {
             const float x = load_shared(lse_at + row * 4);
-            return x == -infinity() ? infinity() : x;      // a row that sees nothing: P = 0
+            return x == -infinity() ? infinity() : x;      // a row without visible keys: P = 0
         };
-        float lse[OF_S.rows][2];
-        [[maybe_unused]] bool divides = false;
+        float lse[WARPS_S.rows][2];
+        [[maybe_unused]] bool has_huge_lse = false;
         #pragma unroll
-        for (int i = 0; i < OF_S.rows * 2; ++i) {
+        for (int i = 0; i < WARPS_S.rows * 2; ++i) {
             const float x = lse_of(score_row() + i * 8);
             lse[i / 2][i % 2] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
-            divides |= is_huge(x);
+            has_huge_lse |= is_huge(x);
         }
         auto exp_score = [&](float score, int m, int i, int row) {
-            return exp2_score(__fsub_rn(score, IN_TURN ? lse_of(row) : lse[m][i / 2]) * LOG2_E);
+            return exp2_score(__fsub_rn(score, SCORES_IN_LOOP ? lse_of(row) : lse[m][i / 2]) * LOG2_E);
         };
         // `score_of` is the score function, of an entry and its product.
-        auto weigh_all = [&]([[maybe_unused]] auto score_of) {
-            auto weigh_one = [&](int m, int n, int i, int row, int column) {
+        auto compute_all = [&]([[maybe_unused]] auto score_of) {
+            auto compute_one = [&](int m, int n, int i, int row, int column) {
 #if FV_SCORE
                 const int q = c.query + row, kv = c.key + column;
                 const float s = g[m][n][i] * scale;
@@ -161,34 +161,34 @@ struct Scores {
                 else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
 #endif
             };
-            if constexpr (IN_TURN) for_each_in_turn(weigh_one);
-            else for_each_score(weigh_one);
+            if constexpr (SCORES_IN_LOOP) for_each_in_loop(compute_one);
+            else for_each_score(compute_one);
         };
 #ifdef SCORE_READS
         const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
-        if (!IN_TURN && fv_reads_one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+        if (!SCORES_IN_LOOP && fv_reads_one(mods, c.place, query0, query0 + WARPS_S.rows * 16, key0, key0 + WARPS_S.columns * 8)) {
             const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
-            weigh_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
+            compute_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
         } else
 #endif
-        weigh_all([&](int q, int kv, float s) { return fv_score(mods, c.place, q, kv, s); });
-        // Seldom, and asked again for each row, so that no registers are kept for it.
-        if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, divides)) {
+        compute_all([&](int q, int kv, float s) { return fv_score(mods, c.place, q, kv, s); });
+        // Rare; the check is repeated for each row, so that it occupies no registers.
+        if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, has_huge_lse)) {
             #pragma unroll
-            for (int i = 0; i < OF_S.rows * 2; ++i) {
+            for (int i = 0; i < WARPS_S.rows * 2; ++i) {
                 const int row = score_row() + i * 8;
                 if (!is_huge(load_shared(lse_at + row * 4))) continue;
-                const float share = 1.f / __ldg(sums + row * sums_apart);
+                const float inverse = 1.f / __ldg(row_weight_sums + row * row_weight_stride);
                 #pragma unroll
-                for (int n = 0; n < OF_S.columns * 2; ++n) {
-                    g[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+                for (int n = 0; n < WARPS_S.columns * 2; ++n) {
+                    g[i / 2][n / 2][i % 2 * 2 + n % 2] *= inverse;
 #if FV_DSCORE
-                    weight[i / 2][n / 2][i % 2 * 2 + n % 2] *= share;
+                    weight[i / 2][n / 2][i % 2 * 2 + n % 2] *= inverse;
 #endif
                 }
             }
         }
-        auto keep_where = [&](auto holds) {
+        auto zero_unless = [&](auto holds) {
             for_each_score([&](int m, int n, int i, int row, int column) {
                 if (holds(row, column)) return;
                 g[m][n][i] = 0.f;
@@ -197,49 +197,49 @@ struct Scores {
 #endif
             });
         };
-        // Rows past the end have zeros for q, d_out, lse and delta, and add nothing by themselves
-        // unless a score function makes something of them.
+        // Rows past the end have zeros for q, d_out, lse and delta, and contribute nothing unless a score
+        // function gives them a gradient.
         if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
-            keep_where([&](int row, int column) { return column < c.keys && (!FV_SCORE || row < c.queries); });
+            zero_unless([&](int row, int column) { return column < c.keys && (!FV_SCORE || row < c.queries); });
         if (FV_MASK && c.evaluate)
-            keep_where([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
-#if FV_KEEP
-        // Four at a time: all at once their hashes would take more registers than there are.
-        constexpr int COUNT = OF_S.rows * OF_S.columns * 4;
-        keep_scale = fv_keep_scale(mods);
+            zero_unless([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
+#if FV_DROPOUT
+        // Four at a time: the hashes of all scores at once would spill.
+        constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;
+        dropout_scale = fv_dropout_scale(mods);
         #pragma unroll
         for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
             u32 bits = 0;
             #pragma unroll 1
             for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
-                const int q = c.query + score_row() + at / 4 / OF_S.columns * 16;
-                const int kv = c.key + score_column() + at / 4 % OF_S.columns * 8;
+                const int q = c.query + score_row() + at / 4 / WARPS_S.columns * 16;
+                const int kv = c.key + score_column() + at / 4 % WARPS_S.columns * 8;
                 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    bits |= u32(fv_keep(mods, c.place, q + i / 2 * 8, kv + i % 2)) << (at % 32 + i);
+                    bits |= u32(fv_dropout_keep(mods, c.place, q + i / 2 * 8, kv + i % 2)) << (at % 32 + i);
             }
-            kept[word] = bits;
+            dropout_keep[word] = bits;
         }
 #endif
     }
 
-    // From dP to dS; `delta_at` is the shared address of the tile's delta. An entry whose P is 0 has no
-    // gradient, though dP and delta are NaN where v is: only tiles that hide entries look for it.
-    __device__ void differentiate(const Corner& c, const OfScores& dp, u32 delta_at) {
+    // From dP to dS; `delta_at` is the smem address of the delta of the tile. An entry whose P is 0 has no
+    // gradient, also where a non-finite v makes dP and delta NaN; only tiles with hidden entries check it.
+    __device__ void differentiate(const ScoreTile& c, const ScoreFragment& dp, u32 delta_at) {
         if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM) || (FV_MASK && c.evaluate))
             multiply_by_gradient<true>(dp, delta_at);
         else multiply_by_gradient<false>(dp, delta_at);
     }
 
     template <bool HIDES>
-    __device__ void multiply_by_gradient(const OfScores& dp, u32 delta_at) {
+    __device__ void multiply_by_gradient(const ScoreFragment& dp, u32 delta_at) {
         #pragma unroll
-        for (int m = 0; m < OF_S.rows; ++m)
+        for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
                 #pragma unroll
-                for (int n = 0; n < OF_S.columns; ++n) {
+                for (int n = 0; n < WARPS_S.columns; ++n) {
                     const bool hidden = HIDES && p(m, n, i) == 0.f;
                     const float d = hidden ? 0.f : dropped(dp[m][n][i], m, n, i) - delta;
 #if FV_DSCORE && FV_CAPTURES
@@ -252,7 +252,7 @@ struct Scores {
 
     // Adds to the gradients of captured buffers, for each read of one.
     template <int READ = 0>
-    __device__ void capture(const Mods& mods, const Corner& c) const {
+    __device__ void capture(const Mods& mods, const ScoreTile& c) const {
 #if FV_CAPTURES
         if constexpr (READ < CAPTURE_READS) {
             capture_read<READ>(mods, c);
@@ -262,32 +262,32 @@ struct Scores {
     }
 
 #if FV_CAPTURES
-    // What a tile gives to one element of the buffer is summed in the warp first, where it is known
-    // which scores read the same one; each number that is left is one addition in memory.
+    // Where it is known which scores read the same element, the warp sums their terms first; each sum is one
+    // atomic addition in memory.
     template <int READ>
-    __device__ void capture_read(const Mods& mods, const Corner& c) const {
+    __device__ void capture_read(const Mods& mods, const ScoreTile& c) const {
         using Read = Capture<READ>;
         const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
         const int query = c.query + score_row(), key = c.key + score_column();
-        // What a score gives; `d` is dS of the result of the score function.
+        // The term of one score; `d` is the gradient of the result of the score function.
         auto term = [&](int m, int n, int i, float score, float d) {
             if constexpr (Read::plain) return d;
             const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
-            if (!IN_TURN && d == 0.f) return 0.f;
+            if (!SCORES_IN_LOOP && d == 0.f) return 0.f;
             const float x = Read::term(mods, c.place, q, kv, score, d);
-            return IN_TURN && d == 0.f ? 0.f : x;
+            return SCORES_IN_LOOP && d == 0.f ? 0.f : x;
         };
-        constexpr bool AT_ONCE = !Read::plain && IN_TURN;
-        OfScores terms;
+        constexpr bool AT_ONCE = !Read::plain && SCORES_IN_LOOP;
+        ScoreFragment terms;
         if constexpr (AT_ONCE) {
-            OfScores scores;
+            ScoreFragment scores;
             for_each_score([&](int m, int n, int i, int, int) {
                 scores[m][n][i] = raw[m][n][i];
                 terms[m][n][i] = p(m, n, i);
             });
             #pragma unroll 1
-            for (int at = 0; at < OF_S.rows * OF_S.columns; ++at) {
-                const int m = at / OF_S.columns, n = at % OF_S.columns;
+            for (int at = 0; at < WARPS_S.rows * WARPS_S.columns; ++at) {
+                const int m = at / WARPS_S.columns, n = at % WARPS_S.columns;
                 #pragma unroll
                 for (int i = 0; i < 4; ++i) terms[0][0][i] = term(m, n, i, scores[0][0][i], terms[0][0][i]);
                 rotate(scores);
@@ -298,7 +298,7 @@ struct Scores {
             return AT_ONCE ? terms[m][n][i] : term(m, n, i, raw[m][n][i], p(m, n, i));
         };
         auto sum_over = [](float x, int from, int to) {
-            for (int apart = from; apart < to; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
+            for (int distance = from; distance < to; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
             return x;
         };
         auto add = [&](bool adds, int q, int kv, float sum) {
@@ -315,38 +315,38 @@ struct Scores {
             });
         } else if constexpr (Read::kind == CAPTURE_ROW) {
             #pragma unroll
-            for (int r = 0; r < OF_S.rows * 2; ++r) {
+            for (int r = 0; r < WARPS_S.rows * 2; ++r) {
                 float sum = 0.f;
                 #pragma unroll
-                for (int n = 0; n < OF_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
+                for (int n = 0; n < WARPS_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
                 add(member == 0, query + r * 8, key, sum_over(sum, 1, 4));
             }
         } else if constexpr (Read::kind == CAPTURE_COLUMN) {
             #pragma unroll
-            for (int n = 0; n < OF_S.columns * 2; ++n) {
+            for (int n = 0; n < WARPS_S.columns * 2; ++n) {
                 float sum = 0.f;
                 #pragma unroll
-                for (int m = 0; m < OF_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
+                for (int m = 0; m < WARPS_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
                 add(group == 0, query, key + n / 2 * 8 + n % 2, sum_over(sum, 4, 32));
             }
         } else if constexpr (Read::kind == CAPTURE_BLOCK) {
             add_all();
         } else {
-            // Far from the diagonal a distance that is clamped, or put into buckets, is one element.
+            // Far from the diagonal a clamped or bucketed distance reads one element.
             const int query0 = query - group, key0 = key - member * 2;
-            if (Read::one(mods, c.place, query0, query0 + OF_S.rows * 16, key0, key0 + OF_S.columns * 8)) {
+            if (Read::one(mods, c.place, query0, query0 + WARPS_S.rows * 16, key0, key0 + WARPS_S.columns * 8)) {
                 add_all();
                 return;
             }
             // CAPTURE_DIAGONAL. Of rows 8 r + group and columns 8 n + 2 member + j, those with equal
             // n - r lie on one diagonal for each j; the diagonal of j = 1 is that of j = 0 in the
             // row above; and lane (group + 2, member + 1) has the diagonals of lane (group, member).
-            constexpr int FIRST = 1 - OF_S.rows * 2, DIAGONALS = OF_S.rows * 2 + OF_S.columns - 1;
+            constexpr int FIRST = 1 - WARPS_S.rows * 2, DIAGONALS = WARPS_S.rows * 2 + WARPS_S.columns - 1;
             float even[DIAGONALS + 1] = {}, odd[DIAGONALS + 1] = {};
             #pragma unroll
-            for (int r = 0; r < OF_S.rows * 2; ++r)
+            for (int r = 0; r < WARPS_S.rows * 2; ++r)
                 #pragma unroll
-                for (int n = 0; n < OF_S.columns; ++n) {
+                for (int n = 0; n < WARPS_S.columns; ++n) {
                     even[n - r - FIRST] += given(r / 2, n, r % 2 * 2);
                     odd[n - r - FIRST] += given(r / 2, n, r % 2 * 2 + 1);
                 }

@@ -1,45 +1,48 @@
-// Attention, forward: fv_forward<<<(tiles of queries, heads_q, splits), FV_WARPS * 32>>>
+// Attention forward: fv_forward<<<(tiles of queries, heads_q, KV splits), FV_WARPS * 32>>>
 //
-// A block owns FV_BM rows, queries of one head, and steps over the tiles of FV_BN keys that they
-// see. A warp owns FV_BM / FV_WARPS rows, so the softmax of a row stays within four lanes:
+// Roles. A CTA owns one tile of FV_BM query rows of one head and iterates over the live tiles of FV_BN
+// keys. All warps have one role: each owns FV_BM / FV_WARPS rows, so the softmax of a row stays within
+// a quad of lanes.
 //
 //     S = Q K^T    S = score(scale S), -inf where the mask is false
-//     P = 2^(unit S - reference)    sum += P    O += P V
+//     P = 2^(unit S - reference)    row_sum += P    O += P V
 //
-// `unit` turns what S is kept in into exponents of 2: log2 e for scores, scale * log2 e where there
-// is no score function and S stays unscaled (unless scale <= 0, which would turn the order round, or
-// next to nothing).
-// The reference of a row may be any number near its largest exponent. It follows only when an
-// exponent exceeds it by more than SLACK = 8, which is rare; then sum and O are rescaled. P becomes
-// the operand of the second product without leaving the registers, and the powers of one step of
-// that product are computed between the instructions of the step before.
+// `unit` converts S into exponents of 2: log2 e for scores, scale * log2 e where there is no score
+// function and S stays unscaled (unless scale <= 0, which would reverse the order, or scale is tiny).
+// Online softmax with a rescale threshold, after FlashAttention-4: the reference of a row may be any
+// number near the largest exponent. It is raised only when an exponent exceeds it by more than
+// RESCALE_THRESHOLD, which is rare; then row_sum and O are rescaled. P becomes the left operand of P V in
+// registers, and the exponentials of one k-step of P V are computed between the mma of the k-step before.
 //
-// One step, with two stages of K and V:         with one stage:
+// Barriers: __syncthreads only, after cp.async.wait_all. One step of the main loop,
+// with two stages of K and V:                   with one stage:
 //
 //     K, V of this step have landed, barrier        K has landed, barrier, start V
-//     start K of the next step                      S, what is seen, largest scores
-//     S, what is seen, largest scores               V has landed, barrier, start the next K
-//     start V of the next step                      powers and O
-//     powers and O
+//     start K of the next step                      S, mask, row_max
+//     S, mask, row_max                              V has landed, barrier, start the next K
+//     start V of the next step                      P and O
+//     P and O
 //
-// Only a step whose run says so, or that has the last keys of a sequence, asks the mask and the length;
-// there a warp whose rows see nothing of the tile does without powers. With 16-bit operands such steps
-// have code of their own, so that neither kind waits for what the other needs. A row that sees nothing
-// at all gives out = 0 and lse = -inf; one with a NaN among its scores is NaN. Values that are not
-// finite stay with the rows that see them: see forward_row.cuh.
+// Shared memory: Q and the stages of K and V; forward_device.cuh has the sum.
 //
-// With FV_FOLD, for few queries, the rows of a tile are those of all query heads of a key/value
-// head, so that keys and values are read once for all of them: row r is query r / FV_GROUP of head
-// r % FV_GROUP of the group, and the grid has heads_kv in place of heads_q. Where FV_GROUP does not
-// divide FV_BM, the last rows are nobody's. The mask is one that does not tell heads apart.
+// A step evaluates the mask and the length only if its run is partial or it has the last keys of a
+// sequence; there a warp skips P and O if the mask hides the whole tile from its rows. With 16-bit
+// operands the masked step is compiled separately from the unmasked one. A row without visible keys gives
+// out = 0 and lse = -inf; a row with a NaN score is NaN. Non-finite values of v reach only the rows that
+// see them: see forward_row.cuh.
 //
-// Which tiles do best is the planner's to know (src/planner/known.rs); what each takes of an
-// architecture is in conformance/kernel-resources.toml.
+// Packed GQA (FV_PACK_GQA), for few queries: the rows of a tile are those of all query heads of a KV
+// head, so K and V are read once for all of them. Row r is query r / FV_GROUP of head r % FV_GROUP of the
+// group, and the grid has heads_kv in place of heads_q. Where FV_GROUP does not divide FV_BM, the last
+// rows are unused. The mask does not depend on the head.
 //
-// With 16-bit operands a warp of 32 rows reads each key for twice the work of one of 16: at head
-// dims up to 128 shared memory's bandwidth would otherwise be the limit.
+// The planner has tuned tiles (src/choose/); conformance/kernel-resources.toml records registers, local
+// and shared memory of each kernel for each architecture.
+//
+// With 16-bit operands a warp of 32 rows does twice the work of one of 16 for each key that it reads: at
+// head dims up to 128 smem bandwidth would otherwise be the limit.
 
-// Two columns of a row of out, into the place of the warp's queries in shared memory.
+// Writes two columns of a row of out over the warp's rows of Q in shared memory.
 __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
     const u32 at = queries + row * PITCH_K + column * int(sizeof(OutElem));
     if constexpr (FV_OUT_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(x), "f"(y) : "memory");
@@ -49,8 +52,8 @@ __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 
-// Where shared memory has room for two blocks at most, the assembler need not spare registers for a
-// third, as it does for some f32 kernels, which took a fifth longer.
+// The minimum of CTAs per SM: 2 where smem has no room for a third. Left to itself, ptxas saves registers
+// for a third CTA in some f32 kernels, which took a fifth longer.
 constexpr int BLOCKS = FV_DTYPE == 2 && THREADS <= 128 && 3 * SHARED_BYTES > 228 * 1024 ? 2 : 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -58,13 +61,13 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     extern __shared__ __align__(16) char shared[];
     const u32 base = shared_address(shared);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const Turn turn = Turn::of(p);
-    const int head0 = turn.head * HEADS, head_kv = head0 / FV_GROUP;
-    const Tile tile = p.tiles[turn.tile];
+    const WorkItem work = WorkItem::of(p);
+    const int head0 = work.head * HEADS, head_kv = head0 / FV_GROUP;
+    const Tile tile = p.tiles[work.tile];
     const Sequence sequence = p.sequences[tile.sequence];
     const int query0 = tile.tile * QUERIES;
     const int rows = min(QUERIES, sequence.q_len - query0) * HEADS;
-    const int row0 = warp * M * 16 + lane / 4;             // this lane's first row and column of S
+    const int row0 = warp * M * 16 + lane / 4;             // first row and column of S of this lane
     const int column0 = lane % 4 * 2;
     const bool unscaled = !FV_SCORE && p.scale > 1e-20f;
     const float unit = unscaled ? p.scale * LOG2_E : LOG2_E;
@@ -79,39 +82,39 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     if (more) {
         load_k(steps.key, base + AT_STAGES);
         if constexpr (FV_STAGES == 2) load_v(steps.key, base + AT_STAGES);
-    } else if (!HOLDS_QUERIES) {
-        // There is no step to wait for the queries in, and out is to take their place.
+    } else if (!Q_IN_REGISTERS) {
+        // The main loop, which waits for Q, has no step, and the epilogue writes over Q.
         wait_copies();
         __syncthreads();
     }
 
-    Queries queries;
+    QOperand queries;
     queries.address = base + warp * M * 16 * PITCH_K + lane_offset_a<false>(PITCH_K);
-    if constexpr (HOLDS_QUERIES) {
+    if constexpr (Q_IN_REGISTERS) {
         wait_copies();
         __syncthreads();
         queries.hold();
     }
     const u32 keys = lane_offset_b<false>(PITCH_K);
-    const u32 values = AT_V + lane_offset_values();
+    const u32 values = AT_V + lane_offset_v();
 
     float out[M][N_OUT][4];
     clear(out);
-    float top[M][2], ceiling[M][2], sum[M][2];             // `top` and `sum` of this lane's columns
+    float row_max[M][2], reference_max[M][2], row_sum[M][2];   // row_max and row_sum: of this lane's columns
     #pragma unroll
     for (int i = 0; i < M * 2; ++i) {
-        top[i / 2][i % 2] = ceiling[i / 2][i % 2] = -infinity();
-        sum[i / 2][i % 2] = 0.f;
+        row_max[i / 2][i % 2] = reference_max[i / 2][i % 2] = -infinity();
+        row_sum[i / 2][i % 2] = 0.f;
     }
-    // The exponent that a row's powers are relative to.
+    // The exponent that is subtracted from those of a row.
     auto reference = [&](int m, int half) {
-        return ceiling[m][half] == -infinity() ? 0.f : fmaf(ceiling[m][half], unit, -SLACK);
+        return reference_max[m][half] == -infinity() ? 0.f : fmaf(reference_max[m][half], unit, -RESCALE_THRESHOLD);
     };
-    // A score function may give -1e30 to a whole row. Only a difference of scores that is taken before
-    // anything is multiplied is then small; products of both differ by their rounding. f32 always takes
-    // it so, 16-bit operands where a largest score is far from 0.
-    constexpr bool apart = FV_DTYPE == 2;
-    auto is_far = [&](float highest) { return apart || (FV_SCORE && fabsf(highest) > FAR && highest != -infinity()); };
+    // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of
+    // the products with `unit` has their rounding error. f32 always subtracts before it multiplies, 16-bit
+    // operands where a row maximum is large.
+    constexpr bool SUBTRACT_FIRST = FV_DTYPE == 2;
+    auto is_large = [&](float highest) { return SUBTRACT_FIRST || (FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity()); };
 
     int parity = 0;
     while (more) {
@@ -126,7 +129,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if constexpr (FV_STAGES == 1) load_v(key0, stage);
         else if (more) load_k(steps.key, next_stage);
 
-        // Mods are called past the ends of a sequence too, within the tile.
+        // Mods are also called past the ends of a sequence, within the tile.
         auto row_of = [&](int m, int i) {
             const u32 row = row0 + m * 16 + i / 2 * 8;
             return FV_BM % HEADS == 0 ? row : min(row, QUERIES * HEADS - 1u);
@@ -136,13 +139,13 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             return {sequence.b, head0 + int(row_of(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
         };
         auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
-        // Calls `f(m, n, i)` for numbers from .. to of this lane's scores.
+        // Calls `f(m, n, i)` for scores from .. to of this lane.
         auto for_each = [&](int from, int to, auto f) {
             #pragma unroll
             for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
         };
 
-        // The step, evaluating what is seen or taking everything for seen.
+        // One step of the main loop, with or without evaluation of the mask.
         const bool ends = key0 + FV_BN > sequence.k_len;
         auto step = [&](auto evaluates) {
             constexpr bool EVALUATES = decltype(evaluates)::value;
@@ -153,8 +156,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 x *= p.scale;
                 if constexpr (FV_SCORE) x = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), x);
             };
-            if constexpr (IN_TURN) {
-                multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
+            if constexpr (SCORES_IN_LOOP) {
+                multiply_qk<0, N>(s, queries, stage + keys, [](int) {});
                 #pragma unroll 1
                 for (int at = 0; at < M * N; ++at) {
                     const int m = at / N, n = at % N;
@@ -164,60 +167,60 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     rotate(s);
                 }
             } else if constexpr (FV_SCORE && FV_DTYPE != 2) {
-                // The scores of the first keys are finished between the products of the others.
-                constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / STEP * (N - FIRST) / 2;
-                // A loop as long as a share at most: one over all scores would be copied for every product
-                // before the compiler drops what is not in the share, which takes it seconds.
-                constexpr int SHARE = ceil_div(EACH, PRODUCTS);
-                auto score_share = [&](int product) {
+                // The score function of the first keys runs between the mma of the other keys.
+                constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / MMA_K * (N - FIRST) / 2;
+                // The loop is as long as the scores of one mma: a loop over all scores would be unrolled for
+                // every mma before the compiler drops the dead iterations, which takes it seconds.
+                constexpr int MOST = ceil_div(EACH, PRODUCTS);
+                auto score_some = [&](int product) {
                     const int from = EACH * product / PRODUCTS, to = EACH * (product + 1) / PRODUCTS;
                     #pragma unroll
-                    for (int k = 0; k < SHARE; ++k)
+                    for (int k = 0; k < MOST; ++k)
                         if (from + k < to) for_each(from + k, from + k + 1, score);
                 };
-                multiply_keys<0, FIRST>(s, queries, stage + keys, [](int) {});
-                multiply_keys<FIRST, N>(s, queries, stage + keys, score_share);
+                multiply_qk<0, FIRST>(s, queries, stage + keys, [](int) {});
+                multiply_qk<FIRST, N>(s, queries, stage + keys, score_some);
                 for_each(EACH, ALL, score);
             } else {
-                multiply_keys<0, N>(s, queries, stage + keys, [](int) {});
+                multiply_qk<0, N>(s, queries, stage + keys, [](int) {});
                 if (!unscaled) for_each(0, ALL, score);
             }
             auto hide = [&](auto hidden) {
                 for_each(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
             };
-            if (EVALUATES && (TWO_KINDS || evaluate || ends))
+            if (EVALUATES && (SPECIALIZE_MASKED || evaluate || ends))
                 hide([&](int m, int n, int i) {
                     return !fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i)) | (key_of(n, i) >= sequence.k_len);
                 });
             else if (!FV_MASK && ends) hide([&](int m, int n, int i) { return key_of(n, i) >= sequence.k_len; });
 
-            bool rises = false, sees = !EVALUATES;
+            bool needs_rescale = false, any_visible = !EVALUATES;
             #pragma unroll
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float largest = larger(s[m][0][half * 2], s[m][0][half * 2 + 1]);
+                    float largest = max_or_nan(s[m][0][half * 2], s[m][0][half * 2 + 1]);
                     #pragma unroll
-                    for (int n = 1; n < N; ++n) largest = larger(largest, larger(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-                    sees |= largest != -infinity();
-                    top[m][half] = larger(top[m][half], largest);
-                    rises |= top[m][half] > ceiling[m][half];
+                    for (int n = 1; n < N; ++n) largest = max_or_nan(largest, max_or_nan(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    any_visible |= largest != -infinity();
+                    row_max[m][half] = max_or_nan(row_max[m][half], largest);
+                    needs_rescale |= row_max[m][half] > reference_max[m][half];
                 }
-            if (__any_sync(0xffffffff, rises)) {
+            if (__any_sync(0xffffffff, needs_rescale)) {
                 #pragma unroll
                 for (int m = 0; m < M; ++m)
                     #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        // A row that has seen nothing yet has nothing to rescale.
-                        const float before = ceiling[m][half], reference_before = reference(m, half);
-                        ceiling[m][half] = larger(before, over_quad_max(top[m][half]) + SLACK / unit);
-                        const float falls = is_far(before) ? (before - ceiling[m][half]) * unit : reference_before - reference(m, half);
-                        const float shrink = before == -infinity() ? 1.f : exp2_score(falls);
-                        sum[m][half] *= shrink;
+                        // Before the first visible key there is nothing to rescale.
+                        const float before = reference_max[m][half], reference_before = reference(m, half);
+                        reference_max[m][half] = max_or_nan(before, quad_max(row_max[m][half]) + RESCALE_THRESHOLD / unit);
+                        const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit : reference_before - reference(m, half);
+                        const float rescale = before == -infinity() ? 1.f : exp2_score(exponent);
+                        row_sum[m][half] *= rescale;
                         #pragma unroll
                         for (int n = 0; n < N_OUT; ++n) {
-                            out[m][n][half * 2] *= shrink;
-                            out[m][n][half * 2 + 1] *= shrink;
+                            out[m][n][half * 2] *= rescale;
+                            out[m][n][half * 2 + 1] *= rescale;
                         }
                     }
             }
@@ -229,64 +232,64 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             } else if (more) {
                 load_v(steps.key, next_stage);
             }
-            if (EVALUATES && !__any_sync(0xffffffff, sees)) return;
+            if (EVALUATES && !__any_sync(0xffffffff, any_visible)) return;
 
             float shift[M][2];
-            bool far = false;
-            auto offset = [&](int m, int half) { return ceiling[m][half] == -infinity() ? 0.f : -ceiling[m][half]; };
+            bool any_large = false;
+            auto offset = [&](int m, int half) { return reference_max[m][half] == -infinity() ? 0.f : -reference_max[m][half]; };
             #pragma unroll
             for (int i = 0; i < M * 2; ++i) {
-                shift[i / 2][i % 2] = apart ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
-                far |= is_far(ceiling[i / 2][i % 2]);
+                shift[i / 2][i % 2] = SUBTRACT_FIRST ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
+                any_large |= is_large(reference_max[i / 2][i % 2]);
             }
-            if (FV_SCORE && !apart && __any_sync(0xffffffff, far)) {
+            if (FV_SCORE && !SUBTRACT_FIRST && __any_sync(0xffffffff, any_large)) {
                 for_each(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
                 #pragma unroll
-                for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = SLACK;
+                for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = RESCALE_THRESHOLD;
             }
-            auto weigh = [&](int m, int n, int i) {
+            auto exponentiate = [&](int m, int n, int i) {
                 float& x = s[m][n][i];
-                x = exp2_score(apart ? fmaf(x + shift[m][i / 2], unit, SLACK) : fmaf(x, unit, shift[m][i / 2]));
-                sum[m][i / 2] += x;
-                if constexpr (FV_KEEP)
-                    if (!fv_keep(mods, place_of(m, i), query_of(m, i), key_of(n, i))) x = 0.f;
+                x = exp2_score(SUBTRACT_FIRST ? fmaf(x + shift[m][i / 2], unit, RESCALE_THRESHOLD) : fmaf(x, unit, shift[m][i / 2]));
+                row_sum[m][i / 2] += x;
+                if constexpr (FV_DROPOUT)
+                    if (!fv_dropout_keep(mods, place_of(m, i), query_of(m, i), key_of(n, i))) x = 0.f;
             };
-            multiply_values(out, s, stage + values, weigh);
+            multiply_pv(out, s, stage + values, exponentiate);
         };
-        if (FV_MASK && (evaluate || ends || !TWO_KINDS)) step(Yes());
-        else if constexpr (!FV_MASK || TWO_KINDS) step(No());
+        if (FV_MASK && (evaluate || ends || !SPECIALIZE_MASKED)) step(Yes());
+        else if constexpr (!FV_MASK || SPECIALIZE_MASKED) step(No());
     }
 
     auto query_at = [&](u32 row_of_tile) { return query0 + int(row_of_tile / HEADS); };
     auto head_at = [&](u32 row_of_tile) { return head0 + int(row_of_tile % HEADS); };
-    // 0, or NaN where something in out is not finite. In parts, so that an addition need not wait for the
-    // one before; f32 has no registers for more than one.
-    constexpr int PARTS = FV_DTYPE == 2 ? 1 : 4;
-    float rest[PARTS] = {};
+    // 0, or NaN where out has a non-finite element. Several chains of additions hide their latency; f32 has
+    // registers for one only.
+    constexpr int CHAINS = FV_DTYPE == 2 ? 1 : 4;
+    float nonfinite[CHAINS] = {};
     #pragma unroll
-    for (int i = 0; i < M * N_OUT * 4; ++i) rest[i % PARTS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, rest[i % PARTS]);
+    for (int i = 0; i < M * N_OUT * 4; ++i) nonfinite[i % CHAINS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, nonfinite[i % CHAINS]);
     #pragma unroll
-    for (int i = 1; i < PARTS; ++i) rest[0] += rest[i];
-    const bool spoiled = __any_sync(~0u, rest[0] != 0.f);
+    for (int i = 1; i < CHAINS; ++i) nonfinite[0] += nonfinite[i];
+    const bool has_nonfinite = __any_sync(~0u, nonfinite[0] != 0.f);
 
-    // What the rows have come to, relative to their largest scores.
+    // Epilogue: the rows relative to their row_max.
     #pragma unroll
     for (int m = 0; m < M; ++m)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const u32 row_of_tile = row0 + m * 16 + half * 8;
-            const float largest = over_quad_max(top[m][half]), score = unscaled ? largest * p.scale : largest;
-            const float above = is_far(ceiling[m][half]) ? fmaf(ceiling[m][half] - largest, unit, -SLACK)
+            const float largest = quad_max(row_max[m][half]), score = unscaled ? largest * p.scale : largest;
+            const float above = is_large(reference_max[m][half]) ? fmaf(reference_max[m][half] - largest, unit, -RESCALE_THRESHOLD)
                                                          : fmaf(-largest, unit, reference(m, half));
             float factor = score == -infinity() ? 0.f : exp2_score(above);
-            const float total = over_quad_sum(sum[m][half]) * factor;
+            const float scaled_sum = quad_sum(row_sum[m][half]) * factor;
             if (int(row_of_tile) >= rows) continue;
-            if constexpr (FV_KEEP) factor *= fv_keep_scale(mods);
-            if constexpr (FV_SPLIT) {
+            if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
+            if constexpr (FV_KV_SPLIT) {
                 const i64 row = partial_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile));
                 if (lane % 4 == 0) {
                     p.partial_max[row] = score;
-                    p.partial_sum[row] = total;
+                    p.partial_sum[row] = scaled_sum;
                 }
                 #pragma unroll
                 for (int n = 0; n < N_OUT; ++n)
@@ -296,33 +299,33 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                         if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i] * factor;
                     }
             } else {
-                Row row = finish_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile), score, total, lane % 4 == 0);
+                Row row = finish_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile), score, scaled_sum, lane % 4 == 0);
                 row.factor *= factor;
                 #pragma unroll
                 for (int n = 0; n < N_OUT; ++n) {
                     const float x = out[m][n][half * 2], y = out[m][n][half * 2 + 1];
-                    if constexpr (STAGES_OUT) stage_out(base, row0 + m * 16 + half * 8, n * 8 + column0, x * row.factor, y * row.factor);
+                    if constexpr (OUT_THROUGH_SMEM) stage_out(base, row0 + m * 16 + half * 8, n * 8 + column0, x * row.factor, y * row.factor);
                     else store_out(row, n * 8 + column0, x, y);
                 }
             }
         }
-    if constexpr (STAGES_OUT) {
+    if constexpr (OUT_THROUGH_SMEM) {
         __syncwarp();
-        constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), ABREAST = min_of(32, CHUNKS & -CHUNKS), APART = 32 / ABREAST;
-        const int row = warp * M * 16 + lane / ABREAST, byte = lane % ABREAST * 16;
+        constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), THREADS_PER_ROW = min_of(32, CHUNKS & -CHUNKS), ROWS_PER_PASS = 32 / THREADS_PER_ROW;
+        const int row = warp * M * 16 + lane / THREADS_PER_ROW, byte = lane % THREADS_PER_ROW * 16;
         const int left = rows - row;
         char* target = static_cast<char*>(p.out.data) + byte
                      + p.out.at(sequence.q_batch, head0, sequence.q_start + query0 + row) * sizeof(OutElem);
         #pragma unroll
-        for (int down = 0; down < M * 16; down += APART) {
+        for (int down = 0; down < M * 16; down += ROWS_PER_PASS) {
             if (down < left) {
                 #pragma unroll
-                for (int across = 0; across < CHUNKS * 16; across += ABREAST * 16)
+                for (int across = 0; across < CHUNKS * 16; across += THREADS_PER_ROW * 16)
                     *reinterpret_cast<uint4*>(target + across) =
                         *reinterpret_cast<const uint4*>(shared + (row + down) * PITCH_K + byte + across);
             }
-            target += p.out.row * (APART * sizeof(OutElem));
+            target += p.out.row * (ROWS_PER_PASS * sizeof(OutElem));
         }
     }
-    if (spoiled) attend_again(p, mods);
+    if (has_nonfinite) recompute_nonfinite_rows(p, mods);
 }

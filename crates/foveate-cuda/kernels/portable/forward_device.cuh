@@ -1,5 +1,5 @@
-// What fv_forward is made of: the turns and steps of a block, how queries, keys and values come into
-// shared memory, and its two products.
+// Parts of fv_forward: work items, the iteration over tiles of keys, loads of Q, K and V, and the two
+// matrix products.
 //
 // Shared memory, with row(c) = c * sizeof(element) + 16 bytes:
 //     FV_BM * row(FV_DP)                                       Q
@@ -19,35 +19,36 @@ constexpr int N = FV_BN / 8;                               // 8 keys,
 constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
 constexpr int ALL = M * N * 4;                             // scores of a lane
 
-constexpr float SLACK = 8.f;                               // in exponents of 2
-constexpr float FAR = 4096.f;                              // in units of the scores
-// Whether the queries stay in registers: where there is room beside S and O.
-constexpr bool HOLDS_QUERIES = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
+constexpr float RESCALE_THRESHOLD = 8.f;                   // as an exponent of 2: P is at most 2^8
+constexpr float LARGE_SCORE = 4096.f;                      // see is_large in forward.cu
+// Whether Q stays in registers throughout: where they suffice beside S and O.
+constexpr bool Q_IN_REGISTERS = FV_DTYPE != 2 && M * (FV_DP / 16 + N + N_OUT) * 4 <= 192;
 
-// Whether the scores of a step come from a loop.
-constexpr bool IN_TURN = is_long(ALL, SCORE_STEPS);
+// Whether the score function runs in a loop instead of being unrolled.
+constexpr bool SCORES_IN_LOOP = is_long(ALL, SCORE_INSTRUCTIONS);
 
-// Whether steps that ask the mask have code of their own: not in f32, where a step is three times as
-// long, gains less, and two of them take the compiler two seconds.
-constexpr bool TWO_KINDS = FV_DTYPE != 2;
+// Whether masked and unmasked steps are compiled separately: not in f32, where a step is three times as
+// long, gains less, and the second copy costs two seconds of compilation.
+constexpr bool SPECIALIZE_MASKED = FV_DTYPE != 2;
 
-// Whether a warp's rows of out pass through the place of its queries, to be written in whole chunks.
-constexpr bool STAGES_OUT = !FV_SPLIT && !FV_FOLD && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
+// Whether the epilogue writes out through the smem of Q, for coalesced 16-byte stores.
+constexpr bool OUT_THROUGH_SMEM = !FV_KV_SPLIT && !FV_PACK_GQA && FV_ALIGN == 16 && FV_DV * sizeof(OutElem) % 16 == 0
                          && FV_DVP * int(sizeof(OutElem)) < PITCH_K;
 
-constexpr int HEADS = FV_FOLD ? FV_GROUP : 1;              // query heads of a tile,
+constexpr int HEADS = FV_PACK_GQA ? FV_GROUP : 1;          // query heads of a tile,
 constexpr int QUERIES = FV_BM / HEADS;                     // queries of each
 
 static_assert(QUERIES > 0, "more heads than rows");
 static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit the warps");
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
-// What a block works on. Blocks start in the order of their numbers, and a mask's first tiles have the
-// most work: p.heads_together heads take turns at each, so that light tiles are left for the end.
-struct Turn {
+// The tile and the head of a CTA. CTAs start in the order of blockIdx, and the first tiles of a mask have
+// the most live tiles: p.heads_together heads are interleaved at each tile, so that the longest CTAs start
+// first and short ones fill the last wave.
+struct WorkItem {
     u32 tile, head;
 
-    __device__ static Turn of(const ForwardParams& p) {
+    __device__ static WorkItem of(const ForwardParams& p) {
         if constexpr (!FV_MASK) return {blockIdx.x, blockIdx.y};
         const u32 tiles = gridDim.x, together = p.heads_together, first = blockIdx.y / together * together;
         const u32 heads = min(together, gridDim.y - first), number = (blockIdx.y - first) * tiles + blockIdx.x;
@@ -55,19 +56,19 @@ struct Turn {
     }
 };
 
-// The steps of a block: tiles of keys, one after the other.
+// Iterates over the live tiles of keys of a CTA.
 struct Steps {
     const Run* runs;
-    int left;                           // runs behind the present one
-    int budget = 0;                     // steps of this block's share that are left
-    int tile = 0, end = 0;              // what is left of the present run
+    int left;                           // runs after the current one
+    int budget = 0;                     // remaining steps of this CTA's KV split
+    int tile = 0, end = 0;              // remaining tiles of the current run
     bool run_evaluates = false;
 
-    int key;                            // of the present step: its first key,
+    int key;                            // of the current step: its first key,
     bool evaluate;                      // whether the mask is evaluated
 
-    // Share `split` of the tiles of keys that tile `queries` sees.
-    __device__ Steps(const ForwardParams& p, const Sequence& sequence, const Tile& queries, int head, int split) {
+    // The live tiles of keys of tile `queries`; with split-KV those of split `kv_split`.
+    __device__ Steps(const ForwardParams& p, const Sequence& sequence, const Tile& queries, int head, int kv_split) {
         if constexpr (FV_MASK) {
             int row = sequence.first_row + queries.tile + head * p.lists.head_stride;
             runs = p.lists.runs + i64(row) * p.lists.capacity;
@@ -76,11 +77,11 @@ struct Steps {
             left = 0;
             end = ceil_div(sequence.k_len, FV_BN);
         }
-        if constexpr (FV_SPLIT) {
-            int total = end;
-            for (int i = 0; i < left; ++i) total += __ldg(&runs[i].count_kind) >> 1;
-            int from = int(i64(total) * split / p.splits);
-            budget = int(i64(total) * (split + 1) / p.splits) - from;
+        if constexpr (FV_KV_SPLIT) {
+            int live_tiles = end;
+            for (int i = 0; i < left; ++i) live_tiles += __ldg(&runs[i].count_kind) >> 1;
+            int from = int(i64(live_tiles) * kv_split / p.splits);
+            budget = int(i64(live_tiles) * (kv_split + 1) / p.splits) - from;
             while (from > 0) {
                 open();
                 int skipped = min(from, end - tile);
@@ -90,7 +91,7 @@ struct Steps {
         }
     }
 
-    // Goes on to the next run where the present one is used up.
+    // Advances to the next run if the current one is exhausted.
     __device__ bool open() {
         while (tile == end) {
             if (left == 0) return false;
@@ -105,7 +106,7 @@ struct Steps {
     }
 
     __device__ bool next() {
-        if (FV_SPLIT && budget-- == 0) return false;
+        if (FV_KV_SPLIT && budget-- == 0) return false;
         if (!open()) return false;
         key = tile++ * FV_BN;
         evaluate = run_evaluates;
@@ -113,15 +114,15 @@ struct Steps {
     }
 };
 
-// Where a share of a row lies among those of all splits.
+// The row of the partial results, among those of all KV splits.
 [[maybe_unused]] __device__ i64 partial_row(const ForwardParams& p, const Sequence& sequence, int head, int query) {
     return blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
 }
 
-// The rows of a tile of queries.
+// Loads the rows of a tile of queries.
 __device__ void load_queries(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows, u32 target) {
     const int first = sequence.q_start + query0;
-    if constexpr (FV_FOLD) {
+    if constexpr (FV_PACK_GQA) {
         load_tile_from<FV_BM, FV_D, FV_DP>(target, rows, p.q.elem, [&](int row, int) {
             return rows_of(p.q, sequence.q_batch, head0 + row % HEADS, first + row / HEADS, 1).data;
         });
@@ -130,83 +131,82 @@ __device__ void load_queries(const ForwardParams& p, const Sequence& sequence, i
     }
 }
 
-// Where the rows of a tile of keys or values lie in their pages: each lane looks up a few of those
-// that its warp copies, and they tell each other.
+// Paged KV: the offsets of the rows of a tile. Each lane looks up the pages of a few of the rows that its
+// warp copies, and the lanes exchange offsets by shuffles.
 template <int COLUMNS>
 struct PagedRows {
-    static constexpr int APART = Chunks<COLUMNS>::APART, ALONGSIDE = 32 / Chunks<COLUMNS>::ABREAST;  // of them, those of a warp
-    static constexpr int EACH = ceil_div(ceil_div(FV_BN, APART) * ALONGSIDE, 32);
+    static constexpr int ROWS_PER_PASS = Chunks<COLUMNS>::ROWS_PER_PASS, ROWS_PER_WARP = 32 / Chunks<COLUMNS>::THREADS_PER_ROW;  // of these rows, those of a warp
+    static constexpr int EACH = ceil_div(ceil_div(FV_BN, ROWS_PER_PASS) * ROWS_PER_WARP, 32);
     i64 offset[EACH];
 
-    // The keys of `sequence` from `first` on, of `count`. An entry of the table that is no page is
-    // the nearest one.
+    // Keys `first` .. of the `count` keys of `sequence`. An entry outside 0 .. page_count is clamped.
     __device__ PagedRows(const ForwardParams& p, const View& view, int count, int sequence, int first) {
         const int* pages = p.page_table + i64(sequence) * p.page_stride;
-        const int row0 = threadIdx.x / 32 * ALONGSIDE;
+        const int row0 = threadIdx.x / 32 * ROWS_PER_WARP;
         #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int n = i * 32 + threadIdx.x % 32;
-            const u32 key = min(first + row0 + n / ALONGSIDE * APART + n % ALONGSIDE, count - 1), entry = key / u32(p.page_size);
-            const int page = __ldg(pages + entry), held = max(min(page, p.page_count - 1), 0);
-            if (FV_CHECKED && page != held) report_index(p.page_report, -1, sequence, page);
-            offset[i] = held * view.batch + (key - entry * p.page_size) * view.row;
+            const u32 key = min(first + row0 + n / ROWS_PER_WARP * ROWS_PER_PASS + n % ROWS_PER_WARP, count - 1), entry = key / u32(p.page_size);
+            const int page = __ldg(pages + entry), clamped = max(min(page, p.page_count - 1), 0);
+            if (FV_CHECKED && page != clamped) report_index(p.page_report, -1, sequence, page);
+            offset[i] = clamped * view.batch + (key - entry * p.page_size) * view.row;
         }
     }
 
-    // Elements before the row that this lane copies in turn `turn`.
-    __device__ i64 at(int turn) const {
-        const int n = turn * ALONGSIDE;
-        return __shfl_sync(0xffffffff, offset[n / 32], n % 32 + threadIdx.x % 32 / Chunks<COLUMNS>::ABREAST);
+    // Elements before the row that this lane copies in pass `pass`.
+    __device__ i64 at(int pass) const {
+        const int n = pass * ROWS_PER_WARP;
+        return __shfl_sync(0xffffffff, offset[n / 32], n % 32 + threadIdx.x % 32 / Chunks<COLUMNS>::THREADS_PER_ROW);
     }
 };
 
-// Keys or values from `first` on, of `all` of a sequence; zeros after the last.
+// Loads a tile of K or V: rows `first` .. of `all` rows of a sequence, zeros past the last.
 template <int DIM, int COLUMNS>
 __device__ void load_keys(const ForwardParams& p, const View& view, const Rows& all, int sequence, int head_kv,
                           int first, u32 target) {
     if constexpr (FV_PAGED) {
         const PagedRows<COLUMNS> rows(p, view, all.count, sequence, first);
         load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem,
-                                            [&](int, int turn) { return all.data + rows.at(turn) * ELEM_BYTES; });
+                                            [&](int, int pass) { return all.data + rows.at(pass) * ELEM_BYTES; });
     } else {
         load_tile<FV_BN, DIM, COLUMNS>(target, {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
     }
 }
 
-// Where this lane's share of V begins, in the order of `weights`.
-__device__ u32 lane_offset_values() {
+// The offset of this lane's first element of V, in the order of `p_fragment`.
+__device__ u32 lane_offset_v() {
     if constexpr (FV_DTYPE != 2) return lane_offset_b<true>(PITCH_V);
     int lane = threadIdx.x % 32;
     return (lane & 3) * 2 * PITCH_V + (lane >> 2) * 4;
 }
 
-// The left operand of the first product: a warp's queries, in registers throughout or read from
-// shared memory for each step.
-struct Queries {
+// The left operand of Q K^T: a warp's rows of Q, in registers throughout or read from smem in each
+// step.
+struct QOperand {
     u32 address;
-    FragmentA held[HOLDS_QUERIES ? FV_DP / STEP : 1][M];
+    FragmentA fragments[Q_IN_REGISTERS ? FV_DP / MMA_K : 1][M];
 
     __device__ FragmentA read(int k, int m) const {
         return load_a<false, PITCH_K>(address + k * 32 + m * 16 * PITCH_K);
     }
     __device__ void hold() {
-        if constexpr (HOLDS_QUERIES)
+        if constexpr (Q_IN_REGISTERS)
             #pragma unroll
-            for (int i = 0; i < FV_DP / STEP * M; ++i) held[i / M][i % M] = read(i / M, i % M);
+            for (int i = 0; i < FV_DP / MMA_K * M; ++i) fragments[i / M][i % M] = read(i / M, i % M);
     }
     __device__ FragmentA at(int k, int m) const {
-        if constexpr (HOLDS_QUERIES) return held[k][m];
+        if constexpr (Q_IN_REGISTERS) return fragments[k][m];
         else return read(k, m);
     }
 };
 
 // s = Q K^T for keys 8 FROM .. 8 TO. `between(i)` is called after each of the products
-// i = 0 .. FV_DP / STEP * (TO - FROM) / 2, to give the tensor cores company.
+// i = 0 .. FV_DP / MMA_K * (TO - FROM) / 2: other arithmetic overlaps with the tensor cores there.
 template <int FROM, int TO, typename F>
-__device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 keys, F between) {
-    constexpr int TOGETHER = together<M, N>(FV_DP / STEP);
-    #pragma unroll TOGETHER
-    for (int k = 0; k < FV_DP / STEP; ++k) {
+__device__ void multiply_qk(float (&s)[M][N][4], const QOperand& queries, u32 keys, F between) {
+    constexpr int UNROLL = unrolled_steps<M, N>(FV_DP / MMA_K);
+    #pragma unroll UNROLL
+    for (int k = 0; k < FV_DP / MMA_K; ++k) {
         FragmentA fragment[M];
         #pragma unroll
         for (int m = 0; m < M; ++m) fragment[m] = queries.at(k, m);
@@ -224,8 +224,8 @@ __device__ void multiply_keys(float (&s)[M][N][4], const Queries& queries, u32 k
     }
 }
 
-// Step k of P as the left operand of the second product: keys 16 k .. (8 k .. in f32).
-__device__ FragmentA weights(const float (&p)[N][4], int k) {
+// k-step k of P as the left operand of P V: keys 16 k .. (8 k .. in f32).
+__device__ FragmentA p_fragment(const float (&p)[N][4], int k) {
     FragmentA a;
 #if FV_DTYPE == 2
     // Slots t and t + 4 of the summed axis hold keys 2 t and 2 t + 1, as the accumulator has them.
@@ -242,26 +242,26 @@ __device__ FragmentA weights(const float (&p)[N][4], int k) {
     return a;
 }
 
-// out += P V, where `weigh(m, n, i)` turns s[m][n][i] into P: between the products of one step for
-// the step after it, so that the tensor cores have work while powers are computed.
+// out += P V, where `exponentiate(m, n, i)` turns s[m][n][i] into P: between the mma of one k-step for
+// the next k-step, so that exponentials overlap with the tensor cores.
 template <typename F>
-__device__ void multiply_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], u32 values, F weigh) {
-    constexpr int K = FV_BN / STEP;
-    constexpr int EACH = STEP / 8 * 4 * M;                 // scores of a step
-    auto weigh_some = [&](int k, int from, int to) {
+__device__ void multiply_pv(float (&out)[M][N_OUT][4], float (&s)[M][N][4], u32 values, F exponentiate) {
+    constexpr int K = FV_BN / MMA_K;
+    constexpr int EACH = MMA_K / 8 * 4 * M;                 // scores of a k-step
+    auto exponentiate_some = [&](int k, int from, int to) {
         #pragma unroll
         for (int j = 0; j < EACH; ++j)
-            if (j >= from && j < to) weigh(j / 4 % M, k * (STEP / 8) + j / 4 / M, j % 4);
+            if (j >= from && j < to) exponentiate(j / 4 % M, k * (MMA_K / 8) + j / 4 / M, j % 4);
     };
 #if FV_DTYPE == 2
-    // Column by column, so that few of the sums that are kept apart are alive together: with more
-    // there are not enough registers for large dims.
+    // Column by column, so that few of the separate 3xTF32 accumulators are live together: with more,
+    // large dims spill.
     FragmentA fragment[M][K];
     #pragma unroll
     for (int k = 0; k < K; ++k) {
-        weigh_some(k, 0, EACH);
+        exponentiate_some(k, 0, EACH);
         #pragma unroll
-        for (int m = 0; m < M; ++m) fragment[m][k] = weights(s[m], k);
+        for (int m = 0; m < M; ++m) fragment[m][k] = p_fragment(s[m], k);
     }
     #pragma unroll
     for (int n = 0; n < N_OUT; ++n) {
@@ -269,32 +269,32 @@ __device__ void multiply_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], 
         clear(sum);
         #pragma unroll
         for (int k = 0; k < K; ++k) {
-            u32 address = values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES;
-            Split first = split(__float_as_uint(load_shared(address)));
-            Split second = split(__float_as_uint(load_shared(address + PITCH_V)));
+            u32 address = values + k * MMA_K * PITCH_V + n * 8 * ELEM_BYTES;
+            Tf32Pair first = split_tf32(__float_as_uint(load_shared(address)));
+            Tf32Pair second = split_tf32(__float_as_uint(load_shared(address + PITCH_V)));
             #pragma unroll
-            for (int m = 0; m < M; ++m) multiply_split(sum[m][0], fragment[m][k], first, second);
+            for (int m = 0; m < M; ++m) multiply_tf32x3(sum[m][0], fragment[m][k], first, second);
         }
         #pragma unroll
         for (int i = 0; i < M * 4; ++i) out[i / 4][n][i % 4] += sum[i / 4][0][i % 4];
     }
 #else
-    weigh_some(0, 0, EACH);
+    exponentiate_some(0, 0, EACH);
     #pragma unroll
     for (int k = 0; k < K; ++k) {
         FragmentA fragment[M];
         #pragma unroll
-        for (int m = 0; m < M; ++m) fragment[m] = weights(s[m], k);
+        for (int m = 0; m < M; ++m) fragment[m] = p_fragment(s[m], k);
         #pragma unroll
         for (int n = 0; n < N_OUT; n += 2) {
             u32 pair[4];
-            load_matrices<true>(pair, values + k * STEP * PITCH_V + n * 8 * ELEM_BYTES);
+            load_matrices<true>(pair, values + k * MMA_K * PITCH_V + n * 8 * ELEM_BYTES);
             #pragma unroll
             for (int m = 0; m < M; ++m) {
                 multiply_add(out[m][n], fragment[m], pair[0], pair[1]);
                 multiply_add(out[m][n + 1], fragment[m], pair[2], pair[3]);
             }
-            if (k + 1 < K) weigh_some(k + 1, EACH * n / N_OUT, EACH * (n + 2) / N_OUT);
+            if (k + 1 < K) exponentiate_some(k + 1, EACH * n / N_OUT, EACH * (n + 2) / N_OUT);
         }
     }
 #endif

@@ -1,13 +1,16 @@
-// One row of the forward again, key by key, by a warp and without a tile.
+// Recomputes single rows of the forward, key by key, one warp for each row and without tiles.
 //
-// A weight of 0 takes part in no sum, but in a product of tiles 0 times infinity is NaN: a value that
-// is not finite would reach every row of the tile, those too that do not see its key. Nothing is done
-// about it on the way. A warp looks at what out has come to, and where that is not finite though the
-// weights are, its rows are computed here, leaving out weights of 0. So are sums that have left f32
-// because the powers of a tile are up to 2^SLACK, and rows that see infinity in f32, whose operands are
-// split in two, so that infinity times any weight is NaN.
+// A matrix product multiplies weights of 0 too, and 0 times infinity is NaN: one non-finite value of v
+// would reach every row of the tile, also rows whose mask hides that key. The main loop does not guard
+// against that. Its epilogue checks out for non-finite elements, and recomputes here, without weights of
+// 0, the warp's rows whose row_sum is finite. That also covers two overflows: sums that leave f32 because
+// the P of a tile is up to 2^RESCALE_THRESHOLD, and f32 rows that see infinity, where the split into two
+// tf32 makes infinity times any weight NaN.
+//
+// Roles: a warp owns its rows of fv_forward, a lane every 32nd key and every 32nd column of out.
+// No barriers beyond the warp, no shared memory.
 
-// The row of key `key` of a sequence, whose first is at `all`; with pages the first row of the first is there.
+// The row of key `key` of a sequence whose row 0 is at `all`; with paged KV, row 0 of page 0 is there.
 __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, const Rows& all, int sequence, int key) {
     i64 row = key * view.row;
     if constexpr (FV_PAGED) {
@@ -17,8 +20,8 @@ __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, cons
     return reinterpret_cast<const Elem*>(all.data) + row;
 }
 
-// `steps` are those of the row's block.
-__device__ void attend_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, int head, int query) {
+// `steps` are those of the row's CTA.
+__device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, int head, int query) {
     constexpr int COLUMNS = ceil_div(FV_DVP, 32);          // of a lane, 32 apart
     const int lane = threadIdx.x % 32, head_kv = head / FV_GROUP;
     const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
@@ -35,24 +38,24 @@ __device__ void attend_row(const ForwardParams& p, const Mods& mods, const Seque
         return fv_score(mods, place, query, key, sum * p.scale);
     };
 
-    float out[COLUMNS] = {}, top = -infinity(), total = 0.f;
+    float out[COLUMNS] = {}, row_max = -infinity(), row_sum = 0.f;
     #pragma unroll 1
     while (steps.next()) {
         const int end = min(steps.key + FV_BN, sequence.k_len);
         #pragma unroll 1
         for (int first = steps.key; first < end; first += 32) {
             const int key = first + lane;
-            const bool seen = key < end && (!steps.evaluate || fv_mask(mods, place, query, key));
-            const float score = seen ? score_of(key) : -infinity();
-            float highest = larger(top, score);
-            for (int apart = 16; apart > 0; apart /= 2) highest = larger(highest, __shfl_xor_sync(~0u, highest, apart));
-            const float shrink = top == highest ? 1.f : exp2f((top - highest) * LOG2_E);
-            float weight = score == -infinity() ? 0.f : exp2f((score - highest) * LOG2_E);
-            top = highest;
-            total = total * shrink + weight;
-            if (FV_KEEP && !fv_keep(mods, place, query, key)) weight = 0.f;
+            const bool visible = key < end && (!steps.evaluate || fv_mask(mods, place, query, key));
+            const float score = visible ? score_of(key) : -infinity();
+            float new_max = max_or_nan(row_max, score);
+            for (int distance = 16; distance > 0; distance /= 2) new_max = max_or_nan(new_max, __shfl_xor_sync(~0u, new_max, distance));
+            const float rescale = row_max == new_max ? 1.f : exp2f((row_max - new_max) * LOG2_E);
+            float weight = score == -infinity() ? 0.f : exp2f((score - new_max) * LOG2_E);
+            row_max = new_max;
+            row_sum = row_sum * rescale + weight;
+            if (FV_DROPOUT && !fv_dropout_keep(mods, place, query, key)) weight = 0.f;
             #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) out[c] = shrink == 0.f ? 0.f : out[c] * shrink;
+            for (int c = 0; c < COLUMNS; ++c) out[c] = rescale == 0.f ? 0.f : out[c] * rescale;
             #pragma unroll 1
             for (u32 left = __ballot_sync(~0u, weight != 0.f); left != 0; left &= left - 1) {
                 const int from = __ffs(left) - 1;
@@ -64,42 +67,42 @@ __device__ void attend_row(const ForwardParams& p, const Mods& mods, const Seque
             }
         }
     }
-    for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(~0u, total, apart);
+    for (int distance = 16; distance > 0; distance /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, distance);
 
-    const float scale = FV_KEEP ? fv_keep_scale(mods) : 1.f;
-    if constexpr (FV_SPLIT) {
+    const float scale = FV_DROPOUT ? fv_dropout_scale(mods) : 1.f;
+    if constexpr (FV_KV_SPLIT) {
         const i64 row = partial_row(p, sequence, head, query);
         if (lane == 0) {
-            p.partial_max[row] = top;
-            p.partial_sum[row] = total;
+            p.partial_max[row] = row_max;
+            p.partial_sum[row] = row_sum;
         }
         #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
             if (lane + c * 32 < FV_DV) p.partial_out[row * FV_DV + lane + c * 32] = out[c] * scale;
     } else {
-        const Row row = finish_row(p, sequence, head, query, top, total, lane == 0);
+        const Row row = finish_row(p, sequence, head, query, row_max, row_sum, lane == 0);
         #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
             if (lane + c * 32 < FV_DV) store_one(row, lane + c * 32, out[c] * scale * row.factor);
     }
 }
 
-// Computes the warp's rows again whose weights are finite. Not inlined, so that what it needs takes no
-// registers from the rest.
-__device__ __noinline__ void attend_again(const ForwardParams& p, const Mods& mods) {
-    const Turn turn = Turn::of(p);
-    const Tile tile = p.tiles[turn.tile];
+// Recomputes those of the warp's rows whose row_sum is finite. Not inlined, so that it costs fv_forward no
+// registers.
+__device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const Mods& mods) {
+    const WorkItem work = WorkItem::of(p);
+    const Tile tile = p.tiles[work.tile];
     const Sequence sequence = p.sequences[tile.sequence];
-    const Steps steps(p, sequence, tile, turn.head * HEADS, blockIdx.z);
+    const Steps steps(p, sequence, tile, work.head * HEADS, blockIdx.z);
     const int first = threadIdx.x / 32 * M * 16, rows = min(QUERIES, sequence.q_len - tile.tile * QUERIES) * HEADS;
     __syncwarp();
     #pragma unroll 1
     for (int row = first; row < min(first + M * 16, rows); ++row) {
-        const int head = turn.head * HEADS + row % HEADS, query = tile.tile * QUERIES + row / HEADS;
-        float total;
-        if constexpr (FV_SPLIT) total = p.partial_sum[partial_row(p, sequence, head, query)];
-        else total = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
+        const int head = work.head * HEADS + row % HEADS, query = tile.tile * QUERIES + row / HEADS;
+        float row_sum;
+        if constexpr (FV_KV_SPLIT) row_sum = p.partial_sum[partial_row(p, sequence, head, query)];
+        else row_sum = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
         __syncwarp();
-        if (total < infinity()) attend_row(p, mods, sequence, steps, head, query);
+        if (row_sum < infinity()) recompute_row(p, mods, sequence, steps, head, query);
     }
 }

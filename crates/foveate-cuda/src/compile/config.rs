@@ -339,15 +339,15 @@ pub struct Config {
     pub score: bool,
     /// The modified score's derivative is not constant 1. `FV_DSCORE`
     pub dscore: bool,
-    /// Dropout. `FV_KEEP`
+    /// Dropout. `FV_DROPOUT`
     pub keep: bool,
     /// Captured buffers have gradients. `FV_CAPTURES`
     pub captures: bool,
     /// Every row has a sink in its denominator. `FV_SINK`
     pub sink: bool,
-    /// The keys of a tile are split over blocks. `FV_SPLIT`
+    /// Split-KV: CTAs divide the live tiles of keys of a tile of queries. `FV_KV_SPLIT`
     pub split: bool,
-    /// The rows of a tile are those of all query heads of a key/value head. `FV_FOLD`
+    /// Packed GQA: the rows of a tile are those of all query heads of a KV head. `FV_PACK_GQA`
     pub fold: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
@@ -450,11 +450,11 @@ impl Config {
             ("FV_MASK", self.mask.into()),
             ("FV_SCORE", self.score.into()),
             ("FV_DSCORE", self.dscore.into()),
-            ("FV_KEEP", self.keep.into()),
+            ("FV_DROPOUT", self.keep.into()),
             ("FV_CAPTURES", self.captures.into()),
             ("FV_SINK", self.sink.into()),
-            ("FV_SPLIT", self.split.into()),
-            ("FV_FOLD", self.fold.into()),
+            ("FV_KV_SPLIT", self.split.into()),
+            ("FV_PACK_GQA", self.fold.into()),
             ("FV_PAGED", self.paged.into()),
             ("FV_DETERMINISTIC", self.deterministic.into()),
             ("FV_CHECKED", self.checked.into()),

@@ -348,7 +348,7 @@ fn sums(config: &Config) -> usize {
                 // Probabilities as operands, each split in two.
                 return scores_and_out + rows * tile_kv / 2;
             }
-            // `HOLDS_QUERIES` of forward_device.cuh.
+            // `Q_IN_REGISTERS` of forward_device.cuh.
             let held = scores_and_out + rows * dim / 4;
             if held <= 192 { held } else { scores_and_out }
         }

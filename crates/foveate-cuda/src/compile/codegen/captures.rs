@@ -181,7 +181,7 @@ impl Layout {
         }
         fields.extend(scalars);
         if wanted.dropout {
-            fields.push((names.fresh("keep_scale"), FieldKind::KeepScale));
+            fields.push((names.fresh("dropout_scale"), FieldKind::KeepScale));
         }
         if fields.is_empty() {
             fields.push((names.fresh("nothing"), FieldKind::Nothing));
@@ -280,7 +280,7 @@ impl Layout {
     pub(super) fn pack(
         &self,
         captures: &Captures,
-        keep_scale: f32,
+        dropout_scale: f32,
         addresses: &[BufferAddresses],
         report: Address,
     ) -> Result<Vec<u8>, CudaError> {
@@ -322,7 +322,7 @@ impl Layout {
                     ScalarValue::I32(v) => v.to_le_bytes().to_vec(),
                     ScalarValue::F32(v) => v.to_le_bytes().to_vec(),
                 },
-                FieldKind::KeepScale => keep_scale.to_le_bytes().to_vec(),
+                FieldKind::KeepScale => dropout_scale.to_le_bytes().to_vec(),
                 FieldKind::Nothing => vec![0; 4],
             };
             bytes[field.offset..field.offset + value.len()].copy_from_slice(&value);

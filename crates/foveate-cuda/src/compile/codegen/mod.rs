@@ -7,7 +7,7 @@
 //! bool  fv_mask(mods, place, q, kv)
 //! float fv_score(mods, place, q, kv, score)
 //! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
-//! int   SCORE_STEPS, GRADIENT_STEPS                          about how many instructions they take
+//! int   SCORE_INSTRUCTIONS, GRADIENT_INSTRUCTIONS                          about how many instructions they take
 //! int   CAPTURE_READS                                             distinct reads of learned buffers, and
 //! struct Capture<read>  kind     which scores read the same element
 //!                       term()   d · ∂score'/∂element
@@ -18,7 +18,7 @@
 //!     bool fv_reads_one(mods, place, q0, q1, kv0, kv1)        each is one element in a rectangle
 //!     ScoreReads fv_score_reads(mods, place, q, kv)
 //!     float fv_score_given(mods, place, q, kv, score, reads)  fv_score
-//! bool  fv_keep(mods, place, q, kv)      float fv_keep_scale(mods)
+//! bool  fv_dropout_keep(mods, place, q, kv)      float fv_dropout_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
 //! ```
 //!
@@ -121,7 +121,7 @@ pub struct ModsSource {
     captures: Captures,
     learned: BTreeSet<usize>,
     bounded: BTreeSet<usize>,
-    keep_scale: f32,
+    dropout_scale: f32,
     has_derivative: bool,
 }
 
@@ -192,8 +192,8 @@ impl ModsSource {
         .concat();
         let has_derivative =
             gradient.as_ref().is_some_and(|g| !is_one(g.program, g.program.roots()[0]));
-        let keep_scale = mods.dropout.map_or(1.0, Dropout::kept_scale);
-        Ok(Self { text, layout, captures, learned, bounded, keep_scale, has_derivative })
+        let dropout_scale = mods.dropout.map_or(1.0, Dropout::kept_scale);
+        Ok(Self { text, layout, captures, learned, bounded, dropout_scale, has_derivative })
     }
 
     /// The structure and the functions. [`PRELUDE`] has to stand before.
@@ -250,7 +250,7 @@ impl ModsSource {
         addresses: &[BufferAddresses],
         report: Address,
     ) -> Result<Vec<u8>, CudaError> {
-        self.layout.pack(&self.captures, self.keep_scale, addresses, report)
+        self.layout.pack(&self.captures, self.dropout_scale, addresses, report)
     }
 }
 
@@ -521,7 +521,7 @@ impl Context<'_> {
         let gradient = score + gradient.map_or(0, |part| of(part, 0));
         format!(
             "\n// Instructions of fv_score, and of it and its derivative, about.\n\
-             [[maybe_unused]] constexpr int SCORE_STEPS = {score}, GRADIENT_STEPS = {gradient};\n"
+             [[maybe_unused]] constexpr int SCORE_INSTRUCTIONS = {score}, GRADIENT_INSTRUCTIONS = {gradient};\n"
         )
     }
 
@@ -610,8 +610,8 @@ impl Context<'_> {
     }
 
     fn keep(&self, part: Option<&Part<'_>>) -> String {
-        let head = format!("bool fv_keep({ENTRY})");
-        let scale = "float fv_keep_scale(const Mods& mods)";
+        let head = format!("bool fv_dropout_keep({ENTRY})");
+        let scale = "float fv_dropout_scale(const Mods& mods)";
         let Some(part) = part else {
             return function("No dropout.", &head, &["return true;".into()])
                 + &function("", scale, &["return 1.f;".into()]);

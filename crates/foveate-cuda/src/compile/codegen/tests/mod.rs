@@ -32,7 +32,7 @@ extern "C" __global__ void calls(const __grid_constant__ Mods mods, float* out) 
     Place place = {0, int(blockIdx.y), 0, 300, 400};
     float score = out[q];
     if (fv_mask(mods, place, q, kv)) score = fv_score(mods, place, q, kv, score);
-    if (fv_keep(mods, place, q, kv)) score *= fv_keep_scale(mods);
+    if (fv_dropout_keep(mods, place, q, kv)) score *= fv_dropout_scale(mods);
     capture<0>(mods, place, q, kv, score);
     out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f);
     if (fv_cover(mods, place, q, q + 128, kv, kv + 64) == 2) out[q] = 0.f;
@@ -277,7 +277,7 @@ fn a_structure_is_packed_as_it_is_laid_out() {
             "dropout_seed_lo" => 7,
             "dropout_seed_hi" => 1 << 8,
             "dropout_p" => 0.5f32.to_bits().into(),
-            "keep_scale" => 2f32.to_bits().into(),
+            "dropout_scale" => 2f32.to_bits().into(),
             other => panic!("a field `{other}`"),
         };
         assert_eq!(word(field.kind.bytes()), want, "{}", field.name);

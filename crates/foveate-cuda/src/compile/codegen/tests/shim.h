@@ -69,7 +69,7 @@ static void take_arena() {
             give<int>(fv_mask(mods, place, q, kv));                                             \
             give<float>(fv_score(mods, place, q, kv, score));                                   \
             give<float>(fv_score_gradient(mods, place, q, kv, score, 1.f));                     \
-            give<int>(fv_keep(mods, place, q, kv));                                             \
+            give<int>(fv_dropout_keep(mods, place, q, kv));                                             \
         }                                                                                       \
         if (i64 report = take<i64>()) fwrite((const void*)report, 4, 4, stdout);                \
         for (int rectangles = take<int>(); rectangles > 0; --rectangles) {                      \
