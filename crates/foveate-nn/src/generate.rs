@@ -12,9 +12,10 @@ use crate::cpu::Cpu;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul};
 use crate::model::Model;
-use crate::parameters::{Random, at};
+use crate::parameters::at;
 use crate::rope::RopeTable;
 use crate::step::{gate_up_shapes, plain_shape, qkv_shapes};
+use foveate::tensor::random::Random;
 
 /// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]

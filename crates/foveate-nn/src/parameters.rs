@@ -4,6 +4,7 @@
 //! nothing. Learned attention buffers follow the weights of their layer.
 
 use crate::config::{LearnedBuffer, ModelConfig};
+use foveate::tensor::random::Random;
 
 /// A trained array.
 #[derive(Clone, Debug, PartialEq)]
@@ -130,33 +131,5 @@ pub(crate) fn first_values(index: usize, shape: &[usize], start: Start, seed: u6
         return vec![start.mean; elems];
     }
     let mut random = Random::new(seed ^ (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93));
-    (0..elems).map(|_| start.mean + start.std * random.normal()).collect()
-}
-
-/// splitmix64 (Steele, Lea, Flood 2014).
-#[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in [0, 1).
-    pub fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// Standard normal, by Box and Muller's transform.
-    pub fn normal(&mut self) -> f32 {
-        let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
-        (radius * (std::f64::consts::TAU * self.unit()).cos()) as f32
-    }
+    (0..elems).map(|_| start.mean + start.std * random.normal() as f32).collect()
 }

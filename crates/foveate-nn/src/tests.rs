@@ -1,10 +1,10 @@
 //! Tests of the whole model. Those of a block are beside it.
 
-use crate::parameters::Random;
 use crate::{
     AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, QkvOrder,
     Recompute, Sampling,
 };
+use foveate::tensor::random::Random;
 
 /// Sizes that divide nothing.
 pub(crate) fn tiny(tied: bool) -> ModelConfig {
@@ -40,7 +40,7 @@ pub(crate) fn model(config: ModelConfig, attention: &AttentionConfig, seed: u64)
     let mut model = Model::new(config, attention, seed).unwrap();
     let mut random = Random::new(seed);
     for p in model.parameters_mut() {
-        p.data.iter_mut().for_each(|x| *x += 0.4 * random.normal());
+        p.data.iter_mut().for_each(|x| *x += 0.4 * random.normal() as f32);
     }
     model
 }
@@ -60,9 +60,9 @@ impl Text {
             Self { tokens: vec![], labels: vec![], documents: vec![], positions: vec![] };
         for (document, &len) in lengths.iter().enumerate() {
             for position in 0..len {
-                text.tokens.push((random.next() % 13) as u32);
+                text.tokens.push((random.bits() % 13) as u32);
                 let last = position + 1 == len;
-                text.labels.push(if last { IGNORE } else { (random.next() % 13) as i32 });
+                text.labels.push(if last { IGNORE } else { (random.bits() % 13) as i32 });
                 text.documents.push(document as i32);
                 text.positions.push(position as i32);
             }
@@ -120,7 +120,7 @@ fn every_gradient_of_the_model_is_its_central_difference() {
             // A few elements of each array, and the direction of the whole gradient.
             let mut random = Random::new(seed + p as u64);
             for _ in 0..4 {
-                let i = random.next() as usize % g.len();
+                let i = random.bits() as usize % g.len();
                 let step = 4e-3f32;
                 let old = model.parameters()[p].data[i];
                 let mut at = |x: f32| {

@@ -17,8 +17,8 @@ use serde_json::Value;
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::TrainError;
-use crate::rng::mix;
 use crate::tokens::Tokenizer;
+use foveate::tensor::random::mix;
 
 /// How a file divides into documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -101,13 +101,13 @@ pub fn clip_factor(norm: f64, limit: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Rng;
+    use foveate::tensor::random::Random;
 
     const ADAM: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 
     fn random(len: usize, seed: u64) -> Vec<f32> {
-        let mut rng = Rng::new(seed, 0);
-        (0..len).map(|_| (rng.unit() * 2.0 - 1.0) as f32).collect()
+        let mut random = Random::stream(seed, 0);
+        (0..len).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect()
     }
 
     #[test]

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::corpus::{Corpus, Document};
 use crate::error::TrainError;
-use crate::rng::permutation;
+use crate::order::permutation;
 
 /// The label of a token that has no target.
 pub const IGNORE: i32 = -100;

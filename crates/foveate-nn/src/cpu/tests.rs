@@ -6,13 +6,13 @@ use crate::batch::IGNORE;
 use crate::config::{QkvOrder, RopePairing};
 use crate::cpu::Cpu;
 use crate::matmul::{Matrix, matmul};
-use crate::parameters::Random;
 use crate::rope::{RopeTable, inverse_frequencies};
 use crate::tests::tiny;
+use foveate::tensor::random::Random;
 
 fn random(n: usize, seed: u64) -> Vec<f32> {
     let mut random = Random::new(seed);
-    (0..n).map(|_| random.normal()).collect()
+    (0..n).map(|_| random.normal() as f32).collect()
 }
 
 fn nan(n: usize) -> Vec<f32> {
