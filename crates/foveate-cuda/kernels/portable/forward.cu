@@ -49,6 +49,45 @@ __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
     else asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(narrow2<FV_OUT_DTYPE>(x, y)) : "memory");
 }
 
+// Calls `f(m, n, i)` for scores from .. to of this lane.
+template <typename F>
+__device__ void for_each_score(int from, int to, F f) {
+    #pragma unroll
+    for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
+}
+
+// 0, or NaN where out has a non-finite element. Several chains of additions hide their latency; f32 has
+// registers for one only.
+__device__ float nonfinite_probe(const float (&out)[M][N_OUT][4]) {
+    constexpr int CHAINS = FV_DTYPE == 2 ? 1 : 4;
+    float probe[CHAINS] = {};
+    #pragma unroll
+    for (int i = 0; i < M * N_OUT * 4; ++i) probe[i % CHAINS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, probe[i % CHAINS]);
+    #pragma unroll
+    for (int i = 1; i < CHAINS; ++i) probe[0] += probe[i];
+    return probe[0];
+}
+
+// Copies the warp's rows of out, of the `rows` of the CTA, from the smem of Q to memory, 16 bytes a lane.
+[[maybe_unused]] __device__ void store_staged_out(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows,
+                                                  int warp, int lane, const char* shared) {
+    constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), THREADS_PER_ROW = min_of(32, CHUNKS & -CHUNKS), ROWS_PER_PASS = 32 / THREADS_PER_ROW;
+    const int row = warp * M * 16 + lane / THREADS_PER_ROW, byte = lane % THREADS_PER_ROW * 16;
+    const int left = rows - row;
+    char* target = static_cast<char*>(p.out.data) + byte
+                 + p.out.at(sequence.q_batch, head0, sequence.q_start + query0 + row) * sizeof(OutElem);
+    #pragma unroll
+    for (int down = 0; down < M * 16; down += ROWS_PER_PASS) {
+        if (down < left) {
+            #pragma unroll
+            for (int across = 0; across < CHUNKS * 16; across += THREADS_PER_ROW * 16)
+                *reinterpret_cast<uint4*>(target + across) =
+                    *reinterpret_cast<const uint4*>(shared + (row + down) * PITCH_K + byte + across);
+        }
+        target += p.out.row * (ROWS_PER_PASS * sizeof(OutElem));
+    }
+}
+
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 
@@ -139,11 +178,6 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             return {sequence.b, head0 + int(row_of(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
         };
         auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
-        // Calls `f(m, n, i)` for scores from .. to of this lane.
-        auto for_each = [&](int from, int to, auto f) {
-            #pragma unroll
-            for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
-        };
 
         // One step of the main loop, with or without evaluation of the mask.
         const bool ends = key0 + FV_BN > sequence.k_len;
@@ -176,17 +210,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     const int from = EACH * product / PRODUCTS, to = EACH * (product + 1) / PRODUCTS;
                     #pragma unroll
                     for (int k = 0; k < MOST; ++k)
-                        if (from + k < to) for_each(from + k, from + k + 1, score);
+                        if (from + k < to) for_each_score(from + k, from + k + 1, score);
                 };
                 multiply_qk<0, FIRST>(s, queries, stage + keys, [](int) {});
                 multiply_qk<FIRST, N>(s, queries, stage + keys, score_some);
-                for_each(EACH, ALL, score);
+                for_each_score(EACH, ALL, score);
             } else {
                 multiply_qk<0, N>(s, queries, stage + keys, [](int) {});
-                if (!unscaled) for_each(0, ALL, score);
+                if (!unscaled) for_each_score(0, ALL, score);
             }
             auto hide = [&](auto hidden) {
-                for_each(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
+                for_each_score(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
             };
             if (EVALUATES && (SPECIALIZE_MASKED || evaluate || ends))
                 hide([&](int m, int n, int i) {
@@ -243,7 +277,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 any_large |= is_large(reference_max[i / 2][i % 2]);
             }
             if (FV_SCORE && !SUBTRACT_FIRST && __any_sync(0xffffffff, any_large)) {
-                for_each(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
+                for_each_score(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
                 #pragma unroll
                 for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = RESCALE_THRESHOLD;
             }
@@ -262,15 +296,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 
     auto query_at = [&](u32 row_of_tile) { return query0 + int(row_of_tile / HEADS); };
     auto head_at = [&](u32 row_of_tile) { return head0 + int(row_of_tile % HEADS); };
-    // 0, or NaN where out has a non-finite element. Several chains of additions hide their latency; f32 has
-    // registers for one only.
-    constexpr int CHAINS = FV_DTYPE == 2 ? 1 : 4;
-    float nonfinite[CHAINS] = {};
-    #pragma unroll
-    for (int i = 0; i < M * N_OUT * 4; ++i) nonfinite[i % CHAINS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, nonfinite[i % CHAINS]);
-    #pragma unroll
-    for (int i = 1; i < CHAINS; ++i) nonfinite[0] += nonfinite[i];
-    const bool has_nonfinite = __any_sync(~0u, nonfinite[0] != 0.f);
+    const bool has_nonfinite = __any_sync(~0u, nonfinite_probe(out) != 0.f);
 
     // Epilogue: the rows relative to their row_max.
     #pragma unroll
@@ -311,21 +337,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         }
     if constexpr (OUT_THROUGH_SMEM) {
         __syncwarp();
-        constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), THREADS_PER_ROW = min_of(32, CHUNKS & -CHUNKS), ROWS_PER_PASS = 32 / THREADS_PER_ROW;
-        const int row = warp * M * 16 + lane / THREADS_PER_ROW, byte = lane % THREADS_PER_ROW * 16;
-        const int left = rows - row;
-        char* target = static_cast<char*>(p.out.data) + byte
-                     + p.out.at(sequence.q_batch, head0, sequence.q_start + query0 + row) * sizeof(OutElem);
-        #pragma unroll
-        for (int down = 0; down < M * 16; down += ROWS_PER_PASS) {
-            if (down < left) {
-                #pragma unroll
-                for (int across = 0; across < CHUNKS * 16; across += THREADS_PER_ROW * 16)
-                    *reinterpret_cast<uint4*>(target + across) =
-                        *reinterpret_cast<const uint4*>(shared + (row + down) * PITCH_K + byte + across);
-            }
-            target += p.out.row * (ROWS_PER_PASS * sizeof(OutElem));
-        }
+        store_staged_out(p, sequence, head0, query0, rows, warp, lane, shared);
     }
     if (has_nonfinite) recompute_nonfinite_rows(p, mods);
 }
