@@ -56,6 +56,34 @@ __device__ void for_each_score(int from, int to, F f) {
     for (int j = from; j < to; ++j) f(j / 4 % M, j / 4 / M, j % 4);
 }
 
+// The largest of this lane's scores in row `half` of a pair of rows.
+__device__ float largest_score(const float (&s)[N][4], int half) {
+    float largest = max_or_nan(s[0][half * 2], s[0][half * 2 + 1]);
+    #pragma unroll
+    for (int n = 1; n < N; ++n) largest = max_or_nan(largest, max_or_nan(s[n][half * 2], s[n][half * 2 + 1]));
+    return largest;
+}
+
+// Multiplies row `half` of a pair of rows of out.
+__device__ void scale_row(float (&out)[N_OUT][4], int half, float factor) {
+    #pragma unroll
+    for (int n = 0; n < N_OUT; ++n) {
+        out[n][half * 2] *= factor;
+        out[n][half * 2 + 1] *= factor;
+    }
+}
+
+// Writes this lane's columns of a row of a partial result, times `factor`.
+[[maybe_unused]] __device__ void store_partial_row(float* target, int column0, const float (&out)[N_OUT][4], int half, float factor) {
+    #pragma unroll
+    for (int n = 0; n < N_OUT; ++n)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = n * 8 + column0 + i;
+            if (column < FV_DV) target[column] = out[n][half * 2 + i] * factor;
+        }
+}
+
 // 0, or NaN where out has a non-finite element. Several chains of additions hide their latency; f32 has
 // registers for one only.
 __device__ float nonfinite_probe(const float (&out)[M][N_OUT][4]) {
@@ -233,9 +261,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             for (int m = 0; m < M; ++m)
                 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float largest = max_or_nan(s[m][0][half * 2], s[m][0][half * 2 + 1]);
-                    #pragma unroll
-                    for (int n = 1; n < N; ++n) largest = max_or_nan(largest, max_or_nan(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    const float largest = largest_score(s[m], half);
                     any_visible |= largest != -infinity();
                     row_max[m][half] = max_or_nan(row_max[m][half], largest);
                     needs_rescale |= row_max[m][half] > reference_max[m][half];
@@ -251,11 +277,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                         const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit : reference_before - reference(m, half);
                         const float rescale = before == -infinity() ? 1.f : exp2_score(exponent);
                         row_sum[m][half] *= rescale;
-                        #pragma unroll
-                        for (int n = 0; n < N_OUT; ++n) {
-                            out[m][n][half * 2] *= rescale;
-                            out[m][n][half * 2 + 1] *= rescale;
-                        }
+                        scale_row(out[m], half, rescale);
                     }
             }
 
@@ -317,13 +339,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                     p.partial_max[row] = score;
                     p.partial_sum[row] = scaled_sum;
                 }
-                #pragma unroll
-                for (int n = 0; n < N_OUT; ++n)
-                    #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        int column = n * 8 + column0 + i;
-                        if (column < FV_DV) p.partial_out[row * FV_DV + column] = out[m][n][half * 2 + i] * factor;
-                    }
+                store_partial_row(p.partial_out + row * FV_DV, column0, out[m], half, factor);
             } else {
                 Row row = finish_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile), score, scaled_sum, lane % 4 == 0);
                 row.factor *= factor;
