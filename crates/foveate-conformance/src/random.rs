@@ -1,5 +1,8 @@
 //! The generator behind every random number of the corpus: a case of one name has one set of data
 //! on every machine.
+//!
+//! It is not `foveate_tensor::random`: another generator would change the numbers of every case, and
+//! what was measured with them could not be compared any more.
 
 /// A small deterministic generator (PCG output over a 64-bit congruence).
 #[derive(Clone, Debug)]

@@ -10,16 +10,14 @@ use std::time::{Duration, Instant};
 use foveate_cpu::{CpuOptions, CpuPlan, Stages};
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor};
 
 const RUNS: usize = 7;
 
 fn random(seed: u64, dtype: DType, shape: [usize; 4]) -> Tensor {
-    let mut state = seed;
-    Tensor::from_fn(dtype, shape, |_| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 40) as f64 / (1u64 << 23) as f64 - 1.0
-    })
+    let mut random = Random::new(seed);
+    Tensor::from_fn(dtype, shape, |_| random.signed())
 }
 
 fn seconds(f: impl FnOnce()) -> f64 {

@@ -6,32 +6,17 @@ use foveate_cpu::{CpuError, CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, ScoreMod};
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Spec};
 use foveate_reference::{NotFinite, Rule, Tolerance, Upstream, low};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor, Varlen};
 
-/// A generator good enough to fill tensors, and printable by its seed.
-pub struct Random(u64);
+/// Random elements in `[-2, 2)`.
+pub fn tensor<const N: usize>(random: &mut Random, dtype: DType, shape: [usize; N]) -> Tensor<N> {
+    Tensor::from_fn(dtype, shape, |_| 2.0 * random.signed())
+}
 
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 40) as f64 / (1u64 << 23) as f64 - 1.0
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        ((self.next() + 1.0) * 0.5 * n as f64) as usize % n
-    }
-
-    pub fn tensor<const N: usize>(&mut self, dtype: DType, shape: [usize; N]) -> Tensor<N> {
-        Tensor::from_fn(dtype, shape, |_| 2.0 * self.next())
-    }
-
-    pub fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.next() as f32).collect()
-    }
+/// Random numbers in `[-1, 1)`.
+pub fn vector(random: &mut Random, len: usize) -> Vec<f32> {
+    (0..len).map(|_| random.signed() as f32).collect()
 }
 
 /// A problem without numbers.
@@ -136,12 +121,14 @@ impl Case {
         let kv_batch = if self.shared_kv { 1 } else { self.batch };
         let dtype = self.dtype;
         Inputs {
-            q: random.tensor(dtype, [self.batch, heads_q, len_q, dim]),
-            k: random.tensor(dtype, [kv_batch, heads_kv, len_k, dim]),
-            v: random.tensor(dtype, [kv_batch, heads_kv, len_k, dim_v]),
-            d_out: random.tensor(dtype, [self.batch, heads_q, len_q, dim_v]),
-            d_lse: self.d_lse.then(|| random.tensor(DType::F32, [self.batch, heads_q, len_q])),
-            sink: self.sink.then(|| random.vector(heads_q)),
+            q: tensor(&mut random, dtype, [self.batch, heads_q, len_q, dim]),
+            k: tensor(&mut random, dtype, [kv_batch, heads_kv, len_k, dim]),
+            v: tensor(&mut random, dtype, [kv_batch, heads_kv, len_k, dim_v]),
+            d_out: tensor(&mut random, dtype, [self.batch, heads_q, len_q, dim_v]),
+            d_lse: self
+                .d_lse
+                .then(|| tensor(&mut random, DType::F32, [self.batch, heads_q, len_q])),
+            sink: self.sink.then(|| vector(&mut random, heads_q)),
             offsets: self.offsets.clone(),
         }
     }

@@ -1,11 +1,12 @@
 //! The CPU backend against the f64 oracle.
 
-use crate::common::{Case, Random, run};
+use crate::common::{Case, run, vector};
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::expr::{b, h, h_kv, kv, kv_len, q, q_len, scalar, score};
 use foveate_mods::{Buffer, Expr, MaskMod, ScoreMod};
 use foveate_problem::{Dims, Dropout, ForwardArgs, Operands, Pages, Spec};
 use foveate_reference::Rule;
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor};
 
 pub fn mask(e: Expr<bool>) -> Option<MaskMod> {
@@ -242,8 +243,8 @@ fn keys_that_a_bias_puts_out_of_reach_cost_no_accuracy() {
 #[test]
 fn learned_buffers_get_their_gradients() {
     let mut random = Random::new(5);
-    let relative = Buffer::learned("relative", &[4, 41], random.vector(164)).unwrap();
-    let gain = Buffer::learned("gain", &[4], random.vector(4)).unwrap();
+    let relative = Buffer::learned("relative", &[4, 41], vector(&mut random, 164)).unwrap();
+    let gain = Buffer::learned("gain", &[4], vector(&mut random, 4)).unwrap();
     let distance = (q() - kv() + 20).max(0).min(40);
     let read_twice = relative.at([h(), distance.clone()]) + relative.at([h(), (distance * 3) % 41]);
     let s = score() * (gain.at([h()]) + 1.5) + read_twice;
@@ -314,7 +315,7 @@ fn lengths_of_zero_are_legal() {
 
 #[test]
 fn features_agree_with_the_oracle_in_any_combination() {
-    let bias = Buffer::learned("bias", &[6, 8], Random::new(9).vector(48)).unwrap();
+    let bias = Buffer::learned("bias", &[6, 8], vector(&mut Random::new(9), 48)).unwrap();
     let scores = [
         None,
         score_mod((score() * 0.5).tanh() * 2.0),

@@ -6,13 +6,14 @@ use foveate_cpu::{CpuOptions, CpuPlan, Stages};
 use foveate_mods::Buffer;
 use foveate_mods::expr::{h, kv, q, score};
 use foveate_problem::{Arrangement, Dropout};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Data, Layout, Tensor};
 
-use crate::common::{Case, Inputs, Random, Results, run, run_into};
+use crate::common::{Case, Inputs, Results, run, run_into, vector};
 use crate::oracle::{causal, mask, score_mod};
 
 fn busy_case() -> Case {
-    let bias = Buffer::learned("bias", &[6, 5], Random::new(2).vector(30)).unwrap();
+    let bias = Buffer::learned("bias", &[6, 5], vector(&mut Random::new(2), 30)).unwrap();
     Case {
         batch: 2,
         heads: [6, 2],

@@ -10,8 +10,9 @@ use foveate_mods::Buffer;
 use foveate_mods::expr::{h, kv, q, score};
 use foveate_problem::Dropout;
 use foveate_tensor::DType;
+use foveate_tensor::random::Random;
 
-use crate::common::{Case, Random};
+use crate::common::{Case, vector};
 use crate::oracle::{causal, mask, score_mod};
 
 /// Checks a case on the calling thread alone, in a pool of that thread.
@@ -22,7 +23,7 @@ fn check(case: Case, name: &str) {
 
 #[test]
 fn every_feature_at_once_is_right() {
-    let bias = Buffer::learned("bias", &[2, 3], Random::new(2).vector(6)).unwrap();
+    let bias = Buffer::learned("bias", &[2, 3], vector(&mut Random::new(2), 6)).unwrap();
     let case = Case {
         heads: [2, 1],
         lens: [5, 19],
