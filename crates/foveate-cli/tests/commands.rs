@@ -66,13 +66,16 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
         ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
         ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
-        ("explain --heads 4 --len 9 --dim 8 --kernel splits=2", "--device <NAME>"),
+        ("explain --heads 4 --len 9 --dim 8 --kernel kv_splits=2", "--device <NAME>"),
         ("explain --heads 4 --len 9 --dim 8 --mean-kv-len 2", "--device <NAME>"),
         (
             "explain --heads 4 --len 9 --dim 8 --device l4 --kernel tile=2",
             "no kernel option `tile`",
         ),
-        ("explain --heads 4 --len 9 --dim 8 --device l4 --kernel splits", "KEY=NUMBER is expected"),
+        (
+            "explain --heads 4 --len 9 --dim 8 --device l4 --kernel kv_splits",
+            "KEY=NUMBER is expected",
+        ),
         (
             "explain --heads 4000000000 --len 2000000000 --dim 4000000000",
             "more elements in [1, 4000000000, 2000000000, 4000000000] than memory can address",
@@ -228,7 +231,10 @@ fn the_kernels_of_a_cache_in_pages_are_explained() {
     let line: Vec<&str> = line.split_whitespace().collect();
     let (code, out, err) = run(&line);
     assert!(code == Some(0) && err.is_empty(), "{err}");
-    assert!(out.contains("heads      4 heads share a tile, 4 rows of it each"), "{out}");
+    assert!(
+        out.contains("heads      packed GQA: 4 query heads share a tile, 4 rows of it each"),
+        "{out}"
+    );
     let (_, json, _) = run(&[&line[..], &["--json"]].concat());
     let found: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["paged"], true);

@@ -83,7 +83,7 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
         forward: of(16, 16, 1),
         backward: of(16, 32, 4),
         backward_dq: of(32, 16, 2),
-        splits: Some(3),
+        kv_splits: Some(3),
     };
     let default = CudaOptions::default();
     let small = CudaOptions { kernels, ..default.clone() };

@@ -111,7 +111,7 @@ pub fn kernels<'a>(
     let options = KernelOptions::default();
     let Planned { class, plan, gradient, .. } =
         plan(profile, spec, dims, dtype, run, &options, records)?;
-    let forward = Pass::Forward { kv_split: plan.splits > 1 };
+    let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
     let of_forward = forward.kernels();
     let ahead = |choice: Choice| Ahead {
         profile: profile.clone(),

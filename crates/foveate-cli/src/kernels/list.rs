@@ -67,7 +67,7 @@ enum Variant {
     Sparse,
     /// Sums in a fixed order.
     Deterministic,
-    /// The keys of a tile split over blocks.
+    /// The keys of a tile in several KV splits.
     Split,
     /// Keys in pages.
     Paged,
@@ -264,11 +264,11 @@ impl Variant {
             keys: LENGTH,
             seen: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
         };
-        let splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
-        let options = KernelOptions { splits, ..KernelOptions::default() };
+        let kv_splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
+        let options = KernelOptions { kv_splits, ..KernelOptions::default() };
         let forward_only = self == Self::Split || class.paged || queries.is_some();
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
-        let mut passes = vec![Pass::Forward { kv_split: plan.splits > 1 }];
+        let mut passes = vec![Pass::Forward { kv_split: plan.kv_splits > 1 }];
         passes.extend((!forward_only).then(|| Pass::backward(&class)));
         let mut kernels = Vec::new();
         for launch in passes.into_iter().flat_map(Pass::launches) {
@@ -288,7 +288,7 @@ impl Variant {
             score: matches!(mods, Kind::Score | Kind::Learned | Kind::Capped | Kind::Buckets),
             dscore: matches!(mods, Kind::Score | Kind::Capped),
             captures: matches!(mods, Kind::Learned | Kind::Capped | Kind::Buckets),
-            keep: mods == Kind::Dropout,
+            dropout: mods == Kind::Dropout,
             ..Class::new(dtype, dim, dim_v, HEADS.0 / HEADS.1)
         };
         match self {
@@ -403,8 +403,8 @@ impl Listed {
         let flags = [
             (config.deterministic, "deterministic"),
             (kernel == Kernel::BackwardDq && config.captures, "captures"),
-            (config.split, "split"),
-            (config.fold, "folded"),
+            (config.kv_split, "split-KV"),
+            (config.pack_gqa, "packed GQA"),
             (config.paged, "paged"),
             (config.sink, "sink"),
             (config.checked, "checked"),
@@ -484,17 +484,17 @@ mod tests {
             let few = list(arch, true).unwrap();
             assert!(few.iter().all(|l| all.contains(l)));
             let of_few: [fn(&Config) -> bool; 4] = [
-                |c| c.fold && c.split,
+                |c| c.pack_gqa && c.kv_split,
                 |c| c.checked && c.mask,
                 |c| c.sink,
                 |c| c.kernel == Kernel::RowWeightSum && c.score,
             ];
             let of_all: [fn(&Config) -> bool; 7] = [
-                |c| c.paged && c.fold && c.mask,
-                |c| c.paged && !c.fold,
+                |c| c.paged && c.pack_gqa && c.mask,
+                |c| c.paged && !c.pack_gqa,
                 |c| c.captures && c.dscore,
                 |c| c.kernel == Kernel::BackwardDq && c.captures,
-                |c| c.keep,
+                |c| c.dropout,
                 |c| c.align == 0 && c.kernel == Kernel::Backward,
                 |c| c.grad_dtype != c.dtype,
             ];

@@ -35,7 +35,7 @@ pub struct Class {
     /// The modified score's derivative is not constant 1.
     pub dscore: bool,
     /// Dropout.
-    pub keep: bool,
+    pub dropout: bool,
     /// Captured buffers have gradients.
     pub captures: bool,
     /// Every row has a sink in its denominator.
@@ -81,7 +81,7 @@ impl Class {
             mask: false,
             score: false,
             dscore: false,
-            keep: false,
+            dropout: false,
             captures: false,
             sink: false,
             by_head: false,
@@ -99,7 +99,7 @@ impl Class {
             by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: spec.score.is_some(),
             dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
-            keep: spec.dropout.is_some(),
+            dropout: spec.dropout.is_some(),
             captures: gradient.is_some_and(|g| !g.captures().is_empty()),
             ..Self::new(dtype, dims.dim, dims.dim_v, dims.group())
         }
@@ -107,7 +107,7 @@ impl Class {
 
     /// Whether the query heads of a key/value head share a tile of the forward, so that keys and
     /// values are read once for all of them: for so few queries that all rows fit a tile or nearly.
-    pub(crate) fn folds(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
+    pub(crate) fn packs_gqa(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
         let room = tile_q.unwrap_or(MOST_ROWS);
         let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
         !self.by_head && few && (2..=room).contains(&self.group)
@@ -138,7 +138,7 @@ impl Class {
                 mask,
                 score,
                 checked,
-                keep: self.keep,
+                dropout: self.dropout,
                 out_dtype: self.out_dtype,
                 sink: self.sink,
                 paged: self.paged,
@@ -154,7 +154,7 @@ impl Class {
                 mask,
                 score,
                 checked,
-                keep: self.keep,
+                dropout: self.dropout,
                 grad_dtype: self.grad_dtype,
                 dscore: self.dscore,
                 captures: kernel == Kernel::Backward && self.captures,

@@ -55,15 +55,15 @@ pub struct Key {
     /// Whether the score's derivative is evaluated.
     pub dscore: bool,
     /// Whether there is dropout.
-    pub keep: bool,
+    pub dropout: bool,
     /// Whether captured buffers get gradients.
     pub captures: bool,
     /// Whether keys lie in pages.
     pub paged: bool,
     /// Whether sums are in a fixed order.
     pub deterministic: bool,
-    /// Whether the heads of a group share a tile.
-    pub fold: bool,
+    /// Packed GQA: whether the query heads of a key/value head share a tile.
+    pub pack_gqa: bool,
     /// Queries of a sequence and of heads that share a tile, up to 128, rounded up to a power of
     /// two.
     pub queries: usize,
@@ -92,8 +92,8 @@ impl Key {
         // Tiles are what a record tells.
         let any = Tiles { tile_q: 64, tile_kv: 64, warps: 4, stages: 1 };
         let config = class.config(kernel, any);
-        let fold = kernel == Kernel::Forward && class.folds(sizes, None);
-        let heads = if fold { class.group } else { 1 };
+        let pack_gqa = kernel == Kernel::Forward && class.packs_gqa(sizes, None);
+        let heads = if pack_gqa { class.group } else { 1 };
         let score = spec.score.as_ref().map(|score| operations(score.program()));
         Some(Self {
             kernel: kernel.name().to_owned(),
@@ -104,11 +104,11 @@ impl Key {
             mask: config.mask,
             score: score.unwrap_or_default(),
             dscore: config.dscore,
-            keep: config.keep,
+            dropout: config.dropout,
             captures: config.captures,
             paged: config.paged,
             deterministic: config.deterministic,
-            fold,
+            pack_gqa,
             queries: (queries * heads).clamp(1, MOST_QUERIES).next_power_of_two(),
             rows: rounded((rows as f64).min(MOST_ROWS)),
             walk: rounded(sizes.walk(kernel).min(LONGEST_WALK)),

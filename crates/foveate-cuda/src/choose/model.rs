@@ -38,8 +38,8 @@ const ISSUED: f64 = 200.0;
 /// Cycles of a block before its first and after its last step.
 const ENDS: f64 = 3000.0;
 
-/// Keys of a share below which it costs more to join than it gains.
-const KEYS_OF_SHARE: usize = 256;
+/// Keys of a KV split below which joining costs more than it gains.
+const LEAST_KEYS_OF_SPLIT: usize = 256;
 
 /// Cycles of one step by unit.
 struct Step {
@@ -63,12 +63,12 @@ fn blocks(config: &Config, sizes: &Sizes) -> usize {
     tiles * sizes.batch
 }
 
-/// Blocks to split the keys of a forward over where tiles of queries alone leave SMs
+/// KV splits of a forward: more than one where tiles of queries alone leave SMs
 /// idle; `resident` of them are on one at a time.
-pub fn splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
+pub fn kv_splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
     let blocks = blocks(config, sizes);
     let room = profile.sms * resident.max(1);
-    let most = sizes.keys / KEYS_OF_SHARE;
+    let most = sizes.keys / LEAST_KEYS_OF_SPLIT;
     if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(most).max(1) }
 }
 
@@ -79,13 +79,13 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
         false => sizes.keys.div_ceil(config.tile_kv),
     };
     let resident = resources.occupancy(profile).blocks.max(1);
-    let splits = match config.kernel == Kernel::Forward {
-        true => splits(profile, config, resident, sizes),
+    let kv_splits = match config.kernel == Kernel::Forward {
+        true => kv_splits(profile, config, resident, sizes),
         false => 1,
     };
-    let steps = steps.div_ceil(splits) as f64;
+    let steps = steps.div_ceil(kv_splits) as f64;
     let step = Step::of(profile, config);
-    let blocks = blocks(config, sizes) * splits;
+    let blocks = blocks(config, sizes) * kv_splits;
     let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
     let full = blocks / (profile.sms * resident);
     let left = blocks - full * profile.sms * resident;

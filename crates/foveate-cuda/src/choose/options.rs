@@ -26,8 +26,8 @@ pub struct KernelOptions {
     pub backward: TileOptions,
     /// Of the deterministic backward's kernel for dq.
     pub backward_dq: TileOptions,
-    /// Blocks that the keys of a tile of queries are split over in the forward.
-    pub splits: Option<usize>,
+    /// KV splits of a tile of queries in the forward.
+    pub kv_splits: Option<usize>,
 }
 
 impl KernelOptions {
@@ -48,13 +48,13 @@ impl KernelOptions {
         self
     }
 
-    /// Sets one option by its name: `forward.tile_q`, `backward.warps`, `splits`.
+    /// Sets one option by its name: `forward.tile_q`, `backward.warps`, `kv_splits`.
     ///
     /// # Errors
     /// The names there are.
     pub fn set(&mut self, name: &str, value: usize) -> Result<(), String> {
         let field = match name.split_once('.') {
-            None if name == "splits" => Some(&mut self.splits),
+            None if name == "kv_splits" => Some(&mut self.kv_splits),
             Some(("forward", field)) => self.forward.field(field),
             Some(("backward", field)) => self.backward.field(field),
             Some(("backward_dq", field)) => self.backward_dq.field(field),
@@ -62,7 +62,7 @@ impl KernelOptions {
         };
         let field = field.ok_or_else(|| {
             format!(
-                "there is no kernel option `{name}`; there are splits and, after forward., \
+                "there is no kernel option `{name}`; there are kv_splits and, after forward., \
                  backward. or backward_dq., tile_q, tile_kv, warps, stages"
             )
         })?;

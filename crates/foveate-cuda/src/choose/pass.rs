@@ -66,7 +66,7 @@ pub enum PrintedMods {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grid {
     /// `[tiles, tile heads, KV splits]`: tiles of queries that several heads may share.
-    TilesByHeadsBySplits,
+    TilesByHeadsByKvSplits,
     /// `[tiles, tile heads]`.
     TilesByTileHeads,
     /// `[tiles, query heads]`.
@@ -122,7 +122,8 @@ impl Pass {
         };
         match self {
             Self::Forward { kv_split } => {
-                let forward = of_queries(Entry::Forward, Forward, true, Grid::TilesByHeadsBySplits);
+                let forward =
+                    of_queries(Entry::Forward, Forward, true, Grid::TilesByHeadsByKvSplits);
                 let combine = of_queries(Entry::Combine, Nothing, false, Grid::TilesByTileHeads);
                 [forward, combine.filter(|_| kv_split)].into_iter().flatten().collect()
             }

@@ -59,13 +59,13 @@ pub struct KernelPlan {
     pub profile: Profile,
     /// Every kernel that a call launches, in order; the forward's first.
     pub kernels: Vec<Choice>,
-    /// Blocks that the keys of a tile of queries are split over in the forward; 1 without
+    /// KV splits of a tile of queries in the forward; 1 without
     /// [`Kernel::Combine`].
-    pub splits: usize,
+    pub kv_splits: usize,
 }
 
 /// Blocks that a launch can have along its third axis.
-const MOST_SPLITS: usize = 65535;
+const MAX_KV_SPLITS: usize = 65535;
 
 impl KernelPlan {
     /// Plans the forward, and with `backward` the backward.
@@ -98,24 +98,24 @@ impl KernelPlan {
     ) -> Result<Self, CudaError> {
         let choose = |kernel| choose(profile, class, sizes, kernel, options, recorded(kernel));
         let mut forward = choose(Kernel::Forward)?;
-        let splits = options.splits.unwrap_or_else(|| {
+        let kv_splits = options.kv_splits.unwrap_or_else(|| {
             let Candidate { config, occupancy, .. } = &forward.chosen;
-            model::splits(profile, config, occupancy.blocks, sizes)
+            model::kv_splits(profile, config, occupancy.blocks, sizes)
         });
-        if !(1..=MOST_SPLITS).contains(&splits) {
+        if !(1..=MAX_KV_SPLITS).contains(&kv_splits) {
             return Err(CudaError::argument(format!(
-                "splits is {splits}; keys are split over 1 to {MOST_SPLITS} blocks"
+                "kv_splits is {kv_splits}; keys are split over 1 to {MAX_KV_SPLITS} blocks"
             )));
         }
-        let kv_split = splits > 1;
+        let kv_split = kv_splits > 1;
         let all = forward.others.iter_mut().chain([&mut forward.chosen]);
-        all.for_each(|c| c.config.split = kv_split);
+        all.for_each(|c| c.config.kv_split = kv_split);
         let mut passes = vec![Pass::Forward { kv_split }];
         passes.extend(backward.then(|| Pass::backward(class)));
         let rest = passes.into_iter().flat_map(Pass::kernels).skip(1);
         let mut kernels = vec![forward];
         kernels.extend(rest.map(choose).collect::<Result<Vec<_>, _>>()?);
-        Ok(Self { profile: profile.clone(), kernels, splits })
+        Ok(Self { profile: profile.clone(), kernels, kv_splits })
     }
 
     /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
@@ -154,12 +154,12 @@ pub fn choose(
     recorded: Option<Tiles>,
 ) -> Result<Choice, CudaError> {
     let asked = options.of(kernel);
-    let fold = kernel == Kernel::Forward && class.folds(sizes, asked.tile_q);
-    let heads = if fold { class.group } else { 1 };
+    let pack_gqa = kernel == Kernel::Forward && class.packs_gqa(sizes, asked.tile_q);
+    let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
     for tiles in candidates(kernel, &asked, sizes.queries * heads, heads) {
-        let config = Config { fold, ..class.config(kernel, tiles) };
+        let config = Config { pack_gqa, ..class.config(kernel, tiles) };
         match Resources::on(&config, profile) {
             Err(refusal) => refused.push(Refused { config, refusal }),
             Ok(resources) => fitting.push(Candidate {

@@ -19,8 +19,8 @@ impl fmt::Display for KernelPlan {
             p.shared_per_block,
             p.shared_per_sm
         )?;
-        if self.splits > 1 {
-            writeln!(f, "keys       split over {} blocks for each tile of queries", self.splits)?;
+        if self.kv_splits > 1 {
+            writeln!(f, "keys       {} KV splits for each tile of queries", self.kv_splits)?;
         }
         self.kernels.iter().try_for_each(|choice| {
             writeln!(f)?;
@@ -45,9 +45,12 @@ impl Choice {
         };
         writeln!(f, "{}", config.kernel)?;
         writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
-        if config.fold {
+        if config.pack_gqa {
             let (heads, queries) = (config.heads(), Count(config.queries(), "row"));
-            writeln!(f, "  heads      {heads} heads share a tile, {queries} of it each")?;
+            writeln!(
+                f,
+                "  heads      packed GQA: {heads} query heads share a tile, {queries} of it each"
+            )?;
         }
         write!(f, "  shared     {} of {limit} B", resources.shared_bytes)?;
         for (i, (what, bytes)) in resources.shared.iter().enumerate() {

@@ -79,7 +79,7 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
     }
     let f32 = class.dtype == Elem::F32;
     // The bits of dropout leave no registers for more keys.
-    let masked = class.mask || (class.keep && class.dim.max(class.dim_v) <= 64);
+    let masked = class.mask || (class.dropout && class.dim.max(class.dim_v) <= 64);
     let few_are_met = class.mask && !class.score;
     let none: (&[Known], &[Few]) = (&[], &[]);
     let (table, few) = match kernel {

@@ -134,10 +134,11 @@ fn options_are_honoured() {
     let class = Class::new(Elem::Bf16, 64, 64, 1);
     let forward = TileOptions { tile_q: Some(48), warps: Some(3), ..TileOptions::default() };
     let backward = TileOptions { tile_kv: Some(80), stages: Some(1), ..TileOptions::default() };
-    let options = KernelOptions { forward, backward, splits: Some(3), ..KernelOptions::default() };
+    let options =
+        KernelOptions { forward, backward, kv_splits: Some(3), ..KernelOptions::default() };
     let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options).unwrap();
     let forward = plan.config(Kernel::Forward).unwrap();
-    assert_eq!((forward.tile_q, forward.warps, forward.split), (48, 3, true));
+    assert_eq!((forward.tile_q, forward.warps, forward.kv_split), (48, 3, true));
     let backward = plan.config(Kernel::Backward).unwrap();
     assert_eq!((backward.tile_kv, backward.stages), (80, 1));
     assert!(plan.config(Kernel::Combine).is_some());
@@ -188,24 +189,24 @@ fn few_queries_split_the_keys_so_that_the_device_is_busy() {
     let decode =
         Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768, seen: 32_768 };
     let plan = KernelPlan::new(&profile, &class, &decode, false, &options).unwrap();
-    assert!(plan.splits >= 4, "{}", plan.splits);
+    assert!(plan.kv_splits >= 4, "{}", plan.kv_splits);
     assert_eq!(plan.config(Kernel::Forward).unwrap().tile_q, 16);
     let training = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options);
-    assert_eq!(training.unwrap().splits, 1);
+    assert_eq!(training.unwrap().kv_splits, 1);
 }
 
 #[test]
 fn keys_are_split_over_no_more_blocks_than_a_launch_has() {
     let profile = Profile::named("h200").unwrap();
     let class = Class::new(Elem::Bf16, 128, 128, 1);
-    let with = |splits| {
-        let options = KernelOptions { splits: Some(splits), ..KernelOptions::default() };
+    let with = |kv_splits| {
+        let options = KernelOptions { kv_splits: Some(kv_splits), ..KernelOptions::default() };
         KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 200), false, &options)
     };
-    assert_eq!(with(3).unwrap().splits, 3);
-    for splits in [0, 65536] {
-        let said = with(splits).unwrap_err().to_string();
-        let reason = format!("splits is {splits}; keys are split over 1 to 65535 blocks");
+    assert_eq!(with(3).unwrap().kv_splits, 3);
+    for kv_splits in [0, 65536] {
+        let said = with(kv_splits).unwrap_err().to_string();
+        let reason = format!("kv_splits is {kv_splits}; keys are split over 1 to 65535 blocks");
         assert_eq!(said, reason);
     }
 }
@@ -233,15 +234,20 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     };
     let decode = plan(&class, 1);
     let forward = decode.config(Kernel::Forward).unwrap();
-    assert!(forward.fold && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
+    assert!(forward.pack_gqa && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
     // 128 pairs of an entry and a key head, on a card of 132 SMs.
     let resident = decode.kernels[0].chosen.occupancy.blocks;
-    assert!(resident >= 3 && decode.splits == 132 * resident / 128, "{resident} {}", decode.splits);
-    let folds = |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().fold;
-    assert!(folds(&class, 32));
-    assert!(!folds(&class, 512));
-    assert!(!folds(&Class { mask: true, by_head: true, ..class.clone() }, 1));
-    assert!(!folds(&Class { group: 1, ..class }, 1));
+    assert!(
+        resident >= 3 && decode.kv_splits == 132 * resident / 128,
+        "{resident} {}",
+        decode.kv_splits
+    );
+    let packs_gqa =
+        |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().pack_gqa;
+    assert!(packs_gqa(&class, 32));
+    assert!(!packs_gqa(&class, 512));
+    assert!(!packs_gqa(&Class { mask: true, by_head: true, ..class.clone() }, 1));
+    assert!(!packs_gqa(&Class { group: 1, ..class }, 1));
 }
 
 #[test]
@@ -254,7 +260,7 @@ fn a_tile_holds_a_query_of_every_head_that_shares_it() {
         let plan = KernelPlan::new(&profile, &class, &sizes, false, &KernelOptions::default());
         let plan = plan.unwrap();
         let forward = plan.config(Kernel::Forward).unwrap();
-        assert_eq!(forward.fold, group <= MOST_ROWS, "{forward}");
+        assert_eq!(forward.pack_gqa, group <= MOST_ROWS, "{forward}");
         assert!(forward.queries() >= 1 && forward.queries() * forward.heads() <= forward.tile_q);
     }
 }

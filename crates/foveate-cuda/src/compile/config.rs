@@ -14,9 +14,9 @@ use foveate_tensor::DType;
 #[serde(rename_all = "snake_case")]
 pub enum Kernel {
     /// `out`, `lse` and `max_score` from q, k, v; partial results of them with
-    /// [`Config::split`].
+    /// [`Config::kv_split`].
     Forward,
-    /// Joins the partial results of a split forward.
+    /// Joins the partial results of KV splits.
     Combine,
     /// `Σ out·d_out − d_lse` of each row, and the gradient of the sink.
     Delta,
@@ -340,15 +340,15 @@ pub struct Config {
     /// The modified score's derivative is not constant 1. `FV_DSCORE`
     pub dscore: bool,
     /// Dropout. `FV_DROPOUT`
-    pub keep: bool,
+    pub dropout: bool,
     /// Captured buffers have gradients. `FV_CAPTURES`
     pub captures: bool,
     /// Every row has a sink in its denominator. `FV_SINK`
     pub sink: bool,
     /// Split-KV: CTAs divide the live tiles of keys of a tile of queries. `FV_KV_SPLIT`
-    pub split: bool,
+    pub kv_split: bool,
     /// Packed GQA: the rows of a tile are those of all query heads of a KV head. `FV_PACK_GQA`
-    pub fold: bool,
+    pub pack_gqa: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
     /// Every sum is in a fixed order. `FV_DETERMINISTIC`
@@ -378,11 +378,11 @@ impl Config {
             mask: false,
             score: false,
             dscore: false,
-            keep: false,
+            dropout: false,
             captures: false,
             sink: false,
-            split: false,
-            fold: false,
+            kv_split: false,
+            pack_gqa: false,
             paged: false,
             deterministic: false,
             checked: false,
@@ -418,7 +418,7 @@ impl Config {
 
     /// Query heads that share a tile of queries.
     pub fn heads(&self) -> usize {
-        if self.fold { self.group } else { 1 }
+        if self.pack_gqa { self.group } else { 1 }
     }
 
     /// Queries of a tile: its rows, divided between the heads that share it.
@@ -450,11 +450,11 @@ impl Config {
             ("FV_MASK", self.mask.into()),
             ("FV_SCORE", self.score.into()),
             ("FV_DSCORE", self.dscore.into()),
-            ("FV_DROPOUT", self.keep.into()),
+            ("FV_DROPOUT", self.dropout.into()),
             ("FV_CAPTURES", self.captures.into()),
             ("FV_SINK", self.sink.into()),
-            ("FV_KV_SPLIT", self.split.into()),
-            ("FV_PACK_GQA", self.fold.into()),
+            ("FV_KV_SPLIT", self.kv_split.into()),
+            ("FV_PACK_GQA", self.pack_gqa.into()),
             ("FV_PAGED", self.paged.into()),
             ("FV_DETERMINISTIC", self.deterministic.into()),
             ("FV_CHECKED", self.checked.into()),
@@ -488,11 +488,11 @@ impl fmt::Display for Config {
             (self.mask, "mask"),
             (self.score, "score"),
             (self.dscore, "dscore"),
-            (self.keep, "dropout"),
+            (self.dropout, "dropout"),
             (self.captures, "captures"),
             (self.sink, "sink"),
-            (self.split, "split"),
-            (self.fold, "folded"),
+            (self.kv_split, "split-KV"),
+            (self.pack_gqa, "packed GQA"),
             (self.paged, "paged"),
             (self.deterministic, "deterministic"),
             (self.checked, "checked"),
@@ -575,7 +575,7 @@ mod tests {
             config.to_string(),
             "backward bf16 D 192/128, tile 64x64, 4 warps, 2 stages, group 1, align 16"
         );
-        (config.mask, config.keep, config.grad_dtype) = (true, true, Elem::F32);
+        (config.mask, config.dropout, config.grad_dtype) = (true, true, Elem::F32);
         assert!(config.to_string().ends_with("align 16, gradients f32, mask, dropout"));
     }
 

@@ -314,7 +314,7 @@ fn working(config: &Config) -> usize {
             let uneven = !(even(config.padded_dim()) && even(config.padded_dim_v()));
             let of_row = [(config.score, 8), (uneven, 14), (config.dtype == Elem::F32, 8)];
             let of_row: usize = of_row.iter().filter(|(on, _)| *on).map(|(_, n)| n).sum();
-            20 + rows * (8 + config.tile_kv / 32 + of_row) + 4 * usize::from(config.keep)
+            20 + rows * (8 + config.tile_kv / 32 + of_row) + 4 * usize::from(config.dropout)
         }
         Kernel::Combine
         | Kernel::Delta
@@ -357,7 +357,7 @@ fn sums(config: &Config) -> usize {
             // Scores and their gradients. Captured buffers need the scores as they were, and the
             // weights apart from them, if the score has a derivative.
             let scores = of_scores * if config.captures && config.dscore { 4 } else { 2 };
-            let scores = scores + if config.keep { of_scores / 2 } else { 0 };
+            let scores = scores + if config.dropout { of_scores / 2 } else { 0 };
             let of_dq = if config.deterministic { 0 } else { divide(tile_q, dim) };
             kept + scores.max(of_dq)
         }

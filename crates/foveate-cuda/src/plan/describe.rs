@@ -88,9 +88,9 @@ impl CudaPlan {
             block_masks: lists.masks,
             runs: lists.runs,
             block_mask_bytes: lists.bytes,
-            forward_bytes: match chosen.splits {
+            forward_bytes: match chosen.kv_splits {
                 1 => 0,
-                splits => 4 * splits * rows(&dims) * (dims.dim_v + 2),
+                kv_splits => 4 * kv_splits * rows(&dims) * (dims.dim_v + 2),
             },
             backward_bytes: match backward {
                 true => self.backward_bytes(&class, &dims, work.sum_rows),

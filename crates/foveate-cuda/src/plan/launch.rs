@@ -229,7 +229,9 @@ impl<'a> PassLauncher<'a> {
         let tile_heads = (dims.heads_q / step.kernel.config.heads()) as u32;
         let threads = step.kernel.threads();
         match step.launch.grid {
-            Grid::TilesByHeadsBySplits => ([tiles, tile_heads, self.chosen.splits as u32], threads),
+            Grid::TilesByHeadsByKvSplits => {
+                ([tiles, tile_heads, self.chosen.kv_splits as u32], threads)
+            }
             Grid::TilesByTileHeads => ([tiles, tile_heads, 1], threads),
             Grid::TilesByHeads => ([tiles, heads_q, 1], threads),
             Grid::TilesByKvHeads => ([tiles, heads_kv, 1], threads),
@@ -259,7 +261,7 @@ impl<'a> PassLauncher<'a> {
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
             heads_together: self.chosen.heads_together(heads, work.tile_count) as i32,
-            splits: self.chosen.splits as i32,
+            splits: self.chosen.kv_splits as i32,
             page_table: o.pages.map_or(0, |p| p.table),
             page_size: o.k.layout.shape[2] as i32,
             page_stride: o.pages.map_or(0, |p| p.entries as i32),
@@ -314,11 +316,11 @@ struct Partial {
 impl Partial {
     /// Memory for them; nothing where keys are not split.
     fn new(call: &Call<'_>, chosen: &KernelPlan) -> Result<Option<Self>, CudaError> {
-        if chosen.splits == 1 {
+        if chosen.kv_splits == 1 {
             return Ok(None);
         }
         let (dims, pool) = (call.dims.row_shape(), call.queue.pool());
-        let bytes = 4 * chosen.splits * dims.iter().product::<usize>();
+        let bytes = 4 * chosen.kv_splits * dims.iter().product::<usize>();
         let (out, max) = (pool.take(bytes * call.dims.dim_v)?, pool.take(bytes)?);
         Ok(Some(Self { out, max, sum: pool.take(bytes)?, dims }))
     }
