@@ -150,7 +150,7 @@ impl Ahead<'_> {
     }
 
     /// What a pass launches of the kernel of a candidate, its own entry point first, and what makes
-    /// the block lists of those that walk along them.
+    /// the block lists of those whose main loop follows them.
     fn sources(&self, candidate: &Candidate) -> Result<Vec<(Config, String)>, CudaError> {
         let kernel = candidate.config.kernel;
         let grouped = Config { group: self.dims.group(), ..candidate.config.clone() };

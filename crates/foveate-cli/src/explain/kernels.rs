@@ -60,7 +60,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         out.line(format_args!("dropout    {}", dropout.p()))?;
     }
     if args.mean_kv_len.is_some() {
-        out.line(format_args!("live keys  {} a query on average, as stated", sizes.seen))?;
+        out.line(format_args!("live keys  {} a query on average, as stated", sizes.mean_kv_len))?;
     }
     Ok(out.text(&plan)?)
 }

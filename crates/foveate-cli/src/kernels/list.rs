@@ -262,7 +262,7 @@ impl Variant {
             heads_kv: HEADS.1,
             queries: queries.unwrap_or(LENGTH),
             keys: LENGTH,
-            seen: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
+            mean_kv_len: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
         };
         let kv_splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
         let options = KernelOptions { kv_splits, ..KernelOptions::default() };

@@ -63,8 +63,8 @@ pub struct Sizes {
     pub queries: usize,
     /// Keys of a sequence.
     pub keys: usize,
-    /// Keys that a query sees on average; see [`Self::under`].
-    pub seen: usize,
+    /// Live keys of a query, on average; see [`Self::under`].
+    pub mean_kv_len: usize,
 }
 
 impl Class {
@@ -179,7 +179,7 @@ impl Sizes {
             heads_kv: dims.heads_kv,
             queries: coarse(dims.len_q),
             keys: coarse(dims.len_k),
-            seen: coarse(dims.len_k),
+            mean_kv_len: coarse(dims.len_k),
         }
     }
 

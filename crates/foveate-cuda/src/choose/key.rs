@@ -9,13 +9,13 @@
 //! - the *operations* of the score, and not its constants or what its buffers hold: a soft cap of
 //!   30 costs what one of 50 does. Of a mask only that there is one: it costs in partial tiles
 //!   alone;
-//! - the *walk*: keys that a query sees on average (in the backward, queries that a key is seen
-//!   by, over all heads of its group). It is what a window, documents and a causal mask differ in
-//!   to a kernel: the shorter it is, the more a block's ends and what a tile covers beyond the
-//!   mask weigh. Rounded to a power of two, and beyond 4096 all the same;
-//! - rows of all heads and batch entries, because with few of them small tiles keep more
-//!   SMs busy. Rounded to a power of two, and beyond 2¹⁸, many blocks for each
-//!   SM of any GPU, all the same;
+//! - the mean length of the main loop: live keys of a query (in the backward, live queries of a
+//!   key, over all heads of its group). A window, documents and a causal mask differ in it: the
+//!   shorter the loop, the more weigh prologue, epilogue and what a tile covers beyond the mask.
+//!   Rounded to a power of two, and beyond 4096 all the same;
+//! - rows of all heads and batch entries, because with few of them small tiles keep more SMs
+//!   busy. Rounded to a power of two, and beyond 2¹⁸, many CTAs for each SM of any GPU, all the
+//!   same;
 //! - queries of a sequence up to 128, those of all heads that share a tile, because a tile need not
 //!   be taller than they are.
 //!
@@ -30,14 +30,14 @@ use super::class::{Class, Sizes};
 use crate::compile::config::{Kernel, Tiles};
 
 /// Beyond these nothing changes any more.
-const LONGEST_WALK: f64 = 4096.0;
+const LONGEST_LOOP: f64 = 4096.0;
 const MOST_ROWS: f64 = (1 << 18) as f64;
 const MOST_QUERIES: usize = 128;
 
 /// The class of problems that a record is of.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Key {
+pub struct RecordKey {
     /// Name of the kernel.
     pub kernel: String,
     /// Type of the operands.
@@ -67,13 +67,13 @@ pub struct Key {
     /// Queries of a sequence and of heads that share a tile, up to 128, rounded up to a power of
     /// two.
     pub queries: usize,
-    /// Rows of the tiles that blocks own.
+    /// Rows of the tiles that CTAs own.
     pub rows: usize,
-    /// Rows that each of those meets on the other axis.
-    pub walk: usize,
+    /// Live rows of the other axis for each of those, on average; see [`Sizes::mean_loop_len`].
+    pub mean_loop_len: usize,
 }
 
-impl Key {
+impl RecordKey {
     /// The class of `kernel` on a problem of these sizes; `None` for one that has no tiles to
     /// choose.
     pub fn of(kernel: Kernel, class: &Class, sizes: &Sizes, spec: &Spec) -> Option<Self> {
@@ -111,7 +111,7 @@ impl Key {
             pack_gqa,
             queries: (queries * heads).clamp(1, MOST_QUERIES).next_power_of_two(),
             rows: rounded((rows as f64).min(MOST_ROWS)),
-            walk: rounded(sizes.walk(kernel).min(LONGEST_WALK)),
+            mean_loop_len: rounded(sizes.mean_loop_len(kernel).min(LONGEST_LOOP)),
         })
     }
 }
@@ -146,20 +146,20 @@ mod tests {
     use crate::compile::config::Elem;
 
     const SIZES: Sizes =
-        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, seen: 8192 };
+        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, mean_kv_len: 8192 };
 
     fn spec(mask: Option<MaskMod>, cap: Option<f32>) -> Spec {
         let score = cap.map(|cap| scores::soft_cap(cap).unwrap());
         Spec { mask, score, scale: None, dropout: None }
     }
 
-    fn key(kernel: Kernel, spec: &Spec, sizes: &Sizes) -> Key {
+    fn key(kernel: Kernel, spec: &Spec, sizes: &Sizes) -> RecordKey {
         let class = Class {
             mask: spec.mask.is_some(),
             score: spec.score.is_some(),
             ..Class::new(Elem::Bf16, 128, 128, sizes.heads_q / sizes.heads_kv)
         };
-        Key::of(kernel, &class, &sizes.under(spec, None), spec).unwrap()
+        RecordKey::of(kernel, &class, &sizes.under(spec, None), spec).unwrap()
     }
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
         }
         let mask = masks::sliding_window(1000).unwrap();
         assert_eq!(key(Kernel::Forward, &spec(Some(mask), Some(50.0)), &SIZES), one);
-        assert_eq!((one.walk, one.rows, one.queries), (1024, 1 << 18, 128));
+        assert_eq!((one.mean_loop_len, one.rows, one.queries), (1024, 1 << 18, 128));
         assert_eq!(one.score, "div mul tanh");
     }
 
@@ -196,9 +196,9 @@ mod tests {
         for (i, one) in keys.iter().enumerate() {
             assert!(!keys[..i].contains(one), "{one:?}");
         }
-        // Of the backward's walk the group is a part: four heads of queries meet a key.
-        assert_eq!(key(Kernel::Backward, &window, &SIZES).walk, 1024);
+        // The backward's main loop runs over the whole group: four heads of queries a key.
+        assert_eq!(key(Kernel::Backward, &window, &SIZES).mean_loop_len, 1024);
         let class = Class::new(Elem::Bf16, 128, 128, 4);
-        assert_eq!(Key::of(Kernel::Delta, &class, &SIZES, &window), None);
+        assert_eq!(RecordKey::of(Kernel::Delta, &class, &SIZES, &window), None);
     }
 }

@@ -1,5 +1,5 @@
-//! How many keys a query sees: what a window, documents and a causal mask differ in to a kernel. The
-//! fewer they are, the more a block's ends and what a tile covers beyond the mask weigh.
+//! The mean number of live keys a query: a window, documents and a causal mask differ in it. The
+//! fewer they are, the more weigh prologue, epilogue and what a tile covers beyond the mask.
 //!
 //! A mask's share of pairs is sampled on the host, by bounds: no list of tiles is made, and nothing
 //! waits for a device. Of a mask that reads device memory nothing is known, unless the caller states
@@ -12,28 +12,28 @@ use super::class::Sizes;
 use crate::compile::config::Kernel;
 
 impl Sizes {
-    /// The same under the mask of `spec`, whose queries see `stated` keys each on average. Where
+    /// The same under the mask of `spec`, whose queries have `stated` live keys on average. Where
     /// nothing is stated, the mask is sampled; one that reads device memory counts as none.
     pub fn under(self, spec: &Spec, stated: Option<usize>) -> Self {
         if let Some(keys) = stated {
-            return Self { seen: keys.min(self.keys), ..self };
+            return Self { mean_kv_len: keys.min(self.keys), ..self };
         }
         let known =
             |mask: &&MaskMod| !mask.program().graph().buffers().iter().any(|b| b.is_on_device());
         let mask = spec.mask.as_ref().filter(known);
         let share = mask.map_or(1.0, |mask| live_share(mask, &self));
-        Self { seen: (share * self.keys as f64).round() as usize, ..self }
+        Self { mean_kv_len: (share * self.keys as f64).round() as usize, ..self }
     }
 
-    /// Rows of the other axis that each row of the tiles that blocks of `kernel` own meets, on
-    /// average: keys that a query sees, or in the backward queries that see a key, over all heads of
-    /// its group.
-    pub fn walk(&self, kernel: Kernel) -> f64 {
+    /// Live rows of the axis of the main loop for each row that a CTA of `kernel` owns, on average:
+    /// live keys of a query, or in the backward live queries of a key, over all heads of its
+    /// group.
+    pub fn mean_loop_len(&self, kernel: Kernel) -> f64 {
         if !kernel.owns_keys() {
-            return self.seen as f64;
+            return self.mean_kv_len as f64;
         }
         let heads = self.heads_q / self.heads_kv.max(1);
-        self.seen as f64 * (self.queries * heads) as f64 / self.keys.max(1) as f64
+        self.mean_kv_len as f64 * (self.queries * heads) as f64 / self.keys.max(1) as f64
     }
 }
 
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     const SIZES: Sizes =
-        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, seen: 8192 };
+        Sizes { batch: 2, heads_q: 16, heads_kv: 4, queries: 8192, keys: 8192, mean_kv_len: 8192 };
 
     #[test]
     fn the_share_of_a_mask_is_close_to_what_it_lets_through() {
@@ -132,13 +132,16 @@ mod tests {
     fn a_key_is_seen_by_as_many_queries_as_its_share_of_all_heads_of_its_group() {
         let spec = |mask| Spec { mask, score: None, scale: None, dropout: None };
         let causal = Sizes { queries: 4096, ..SIZES }.under(&spec(Some(masks::causal())), None);
-        assert!((causal.walk(Kernel::Forward) / 2048.0 - 1.0).abs() < 0.02, "{causal:?}");
-        assert!((causal.walk(Kernel::Backward) / 4096.0 - 1.0).abs() < 0.02, "{causal:?}");
+        assert!((causal.mean_loop_len(Kernel::Forward) / 2048.0 - 1.0).abs() < 0.02, "{causal:?}");
+        assert!((causal.mean_loop_len(Kernel::Backward) / 4096.0 - 1.0).abs() < 0.02, "{causal:?}");
         let full = SIZES.under(&spec(None), None);
-        assert_eq!((full.walk(Kernel::Forward), full.walk(Kernel::Backward)), (8192.0, 32768.0));
+        assert_eq!(
+            (full.mean_loop_len(Kernel::Forward), full.mean_loop_len(Kernel::Backward)),
+            (8192.0, 32768.0)
+        );
         // As long as a sequence can be.
         let len = 1 << 31;
-        let longest = Sizes { queries: len, keys: len, seen: len, ..SIZES };
-        assert_eq!(longest.walk(Kernel::Backward), 4.0 * len as f64);
+        let longest = Sizes { queries: len, keys: len, mean_kv_len: len, ..SIZES };
+        assert_eq!(longest.mean_loop_len(Kernel::Backward), 4.0 * len as f64);
     }
 }

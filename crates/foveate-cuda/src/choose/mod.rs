@@ -22,7 +22,7 @@ mod table;
 mod tests;
 
 pub use class::{Class, Sizes};
-pub use key::Key;
+pub use key::RecordKey;
 pub use limits::admit;
 pub(crate) use limits::check_rows;
 pub use options::{KernelOptions, TileOptions};

@@ -13,7 +13,7 @@ pub struct TileOptions {
     pub tile_kv: Option<usize>,
     /// Warps of a block.
     pub warps: Option<usize>,
-    /// Tiles of the axis walked along that shared memory holds.
+    /// Tiles of the main loop's axis that smem holds.
     pub stages: Option<usize>,
 }
 

@@ -43,8 +43,9 @@ pub struct PassLaunch {
     pub mods: PrintedMods,
     /// The axis whose tiles its CTAs own.
     pub axis: Axis,
-    /// Its CTAs walk along the other axis by the block lists of the mask, where there is one.
-    pub walks: bool,
+    /// It has a main loop over the tiles of the other axis: those in the block lists of the mask,
+    /// where there is one.
+    pub main_loop: bool,
     /// Its grid.
     pub grid: Grid,
 }
@@ -97,9 +98,9 @@ impl PrintedMods {
 }
 
 impl PassLaunch {
-    /// Whether it walks along block lists when it is compiled with `config`.
+    /// Whether its main loop follows block lists when it is compiled with `config`.
     pub fn has_lists(&self, config: &Config) -> bool {
-        self.walks && config.mask
+        self.main_loop && config.mask
     }
 }
 
@@ -117,8 +118,8 @@ impl Pass {
     /// Its launches, in order.
     pub fn launches(self) -> Vec<PassLaunch> {
         use PrintedMods::{Backward, Forward, Nothing};
-        let of_queries = |entry, mods, walks, grid| {
-            Some(PassLaunch { entry, mods, axis: Axis::Queries, walks, grid })
+        let of_queries = |entry, mods, main_loop, grid| {
+            Some(PassLaunch { entry, mods, axis: Axis::Queries, main_loop, grid })
         };
         match self {
             Self::Forward { kv_split } => {
@@ -136,7 +137,7 @@ impl Pass {
                     entry: Entry::Backward,
                     mods: Backward,
                     axis: Axis::Keys,
-                    walks: true,
+                    main_loop: true,
                     grid: Grid::TilesByKvHeads,
                 };
                 let of_captures = of_queries(

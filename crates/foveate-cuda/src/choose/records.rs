@@ -2,10 +2,11 @@
 //!
 //! A record is one small JSON file in the folder `tuned` beside the compiled kernels, under a
 //! folder for what a time depends on (GPU, driver, NVRTC, and this engine's kernels) and a name
-//! that is the hash of its [`Key`]. Files are written whole and renamed, so processes that tune at
+//! that is the hash of its [`RecordKey`]. Files are written whole and renamed, so processes that tune at
 //! the same time lose nothing; of two that tune the same problem the last is kept. A process reads
-//! the records of its GPU once. A file that is damaged, or that says it is of another GPU or
-//! problem than its place, is no record: a line on stderr says so, and planning goes on without.
+//! the records of its GPU once. A file that is damaged or of another format, or that says it is of
+//! another GPU or problem than its place, is no record: a line on stderr says so, and planning goes
+//! on without.
 
 use std::collections::HashMap;
 use std::fs;
@@ -18,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::class::{Class, Sizes};
-use super::key::Key;
+use super::key::RecordKey;
 use crate::compile::config::{Kernel, Tiles};
 use crate::compile::source;
 use crate::error::CudaError;
@@ -29,7 +30,7 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::sync::lock;
 
 /// Changes with the format.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// What a time depends on beside the problem.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,8 +64,14 @@ pub struct Record {
 struct Entry {
     format: u32,
     machine: Machine,
-    key: Key,
+    key: RecordKey,
     record: Record,
+}
+
+/// What a file of every format has.
+#[derive(Deserialize)]
+struct Format {
+    format: u32,
 }
 
 /// The records of one GPU.
@@ -72,7 +79,7 @@ struct Entry {
 pub struct Records {
     machine: Machine,
     folder: Option<PathBuf>,
-    found: Mutex<HashMap<Key, Record>>,
+    found: Mutex<HashMap<RecordKey, Record>>,
     ignored: Vec<String>,
 }
 
@@ -151,7 +158,7 @@ impl Records {
     }
 
     /// The record of a class of problems.
-    pub fn find(&self, key: &Key) -> Option<Record> {
+    pub fn find(&self, key: &RecordKey) -> Option<Record> {
         lock(&self.found).get(key).copied()
     }
 
@@ -163,7 +170,7 @@ impl Records {
         sizes: &Sizes,
         spec: &Spec,
     ) -> Option<Tiles> {
-        let key = Key::of(kernel, class, sizes, spec)?;
+        let key = RecordKey::of(kernel, class, sizes, spec)?;
         self.find(&key).map(|record| record.tiles)
     }
 
@@ -171,7 +178,7 @@ impl Records {
     ///
     /// # Errors
     /// When it cannot be written. This process has it all the same.
-    pub fn keep(&self, key: &Key, record: Record) -> io::Result<()> {
+    pub fn keep(&self, key: &RecordKey, record: Record) -> io::Result<()> {
         lock(&self.found).insert(key.clone(), record);
         let Some(folder) = &self.folder else { return Ok(()) };
         let (machine, key) = (self.machine.clone(), key.clone());
@@ -182,12 +189,14 @@ impl Records {
     }
 }
 
-fn read(path: &Path, machine: &Machine) -> Result<(Key, Record), String> {
+fn read(path: &Path, machine: &Machine) -> Result<(RecordKey, Record), String> {
     let text = fs::read_to_string(path).map_err(|e| format!("it cannot be read: {e}"))?;
-    let entry: Entry = serde_json::from_str(&text).map_err(|e| format!("it is damaged: {e}"))?;
-    if entry.format != FORMAT {
-        return Err(format!("it has format {}, not {FORMAT}", entry.format));
+    let damaged = |e| format!("it is damaged: {e}");
+    let Format { format } = serde_json::from_str(&text).map_err(damaged)?;
+    if format != FORMAT {
+        return Err(format!("it has format {format}, not {FORMAT}"));
     }
+    let entry: Entry = serde_json::from_str(&text).map_err(damaged)?;
     if entry.machine != *machine {
         return Err(format!("it is of another machine: {:?}", entry.machine));
     }
@@ -197,7 +206,7 @@ fn read(path: &Path, machine: &Machine) -> Result<(Key, Record), String> {
     Ok((entry.key, entry.record))
 }
 
-fn file_name(key: &Key) -> String {
+fn file_name(key: &RecordKey) -> String {
     hash(&serde_json::to_string(key).expect("texts and numbers are JSON")) + ".json"
 }
 
@@ -214,7 +223,7 @@ mod tests {
     use crate::compile::config::Elem;
 
     const SIZES: Sizes =
-        Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, seen: 8192 };
+        Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, mean_kv_len: 8192 };
     const BEST: Tiles = Tiles { tile_q: 128, tile_kv: 96, warps: 4, stages: 1 };
 
     fn machine() -> Machine {
@@ -235,8 +244,8 @@ mod tests {
         Class { mask: true, ..Class::new(Elem::Bf16, dim, dim, 1) }
     }
 
-    fn key(dim: usize) -> Key {
-        Key::of(Kernel::Forward, &class(dim), &SIZES, &spec()).unwrap()
+    fn key(dim: usize) -> RecordKey {
+        RecordKey::of(Kernel::Forward, &class(dim), &SIZES, &spec()).unwrap()
     }
 
     fn record(us: f64) -> Record {
@@ -286,11 +295,13 @@ mod tests {
         records.keep(&key(128), record(6.0)).unwrap();
         let file = records.folder().unwrap().join(file_name(&key(64)));
         let whole = fs::read_to_string(&file).unwrap();
+        let first = whole.replace("\"format\": 2", "\"format\": 1").replace("dropout", "keep");
         let damaged = [
             (whole[..whole.len() / 2].to_owned(), "it is damaged: "),
             (String::new(), "it is damaged: "),
             (whole.replace("\"tile_q\": 128", "\"tile_q\": -1"), "it is damaged: "),
-            (whole.replace("\"format\": 1", "\"format\": 2"), "it has format 2, not 1"),
+            (whole.replace("\"format\": 2", "\"format\": 3"), "it has format 3, not 2"),
+            (first, "it has format 1, not 2"),
             (whole.replace("H200", "H100"), "it is of another machine: "),
             (whole.replace("\"dim\": 64", "\"dim\": 80"), "it is of another problem than its name"),
         ];

@@ -17,9 +17,9 @@ use crate::compile::params;
 /// The axis that blocks divide between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Axis {
-    /// A block owns queries and walks along the keys.
+    /// A CTA owns queries, and its main loop runs over the keys.
     Queries,
-    /// A block owns keys and walks along the queries.
+    /// A CTA owns keys, and its main loop runs over the queries.
     Keys,
 }
 

@@ -12,7 +12,7 @@ use foveate_gpu::profile::Profile;
 /// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
 type Known = (usize, Tiles);
 
-/// The same where few rows of the other axis are met ([`Sizes::walk`]), below the second number.
+/// The same where the main loop is short: [`Sizes::mean_loop_len`] is below the second number.
 /// Of the masks above these are documents (256) and the window (960), not causal (4096).
 type Few = (usize, usize, Tiles);
 
@@ -101,8 +101,8 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
         | Kernel::Sequences => none,
     };
     let few = if few_are_met { few } else { none.1 };
-    let (dim, met) = (class.dim.max(class.dim_v), sizes.walk(kernel));
-    let of_few = few.iter().find(|(up_to, below, _)| dim <= *up_to && met < *below as f64);
+    let (dim, len) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel));
+    let of_few = few.iter().find(|(up_to, below, _)| dim <= *up_to && len < *below as f64);
     let of_many = table.iter().find(|(up_to, _)| dim <= *up_to);
     of_few.map(|(.., tiles)| *tiles).or(of_many.map(|(_, tiles)| *tiles))
 }

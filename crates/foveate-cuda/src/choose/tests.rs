@@ -18,7 +18,7 @@ fn mods(class: &Class) -> [Class; 4] {
 }
 
 fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize) -> Sizes {
-    Sizes { batch, heads_q, heads_kv, queries: len, keys: len, seen: len }
+    Sizes { batch, heads_q, heads_kv, queries: len, keys: len, mean_kv_len: len }
 }
 
 fn profile_with(limit: usize) -> Profile {
@@ -187,7 +187,7 @@ fn few_queries_split_the_keys_so_that_the_device_is_busy() {
     let class = Class::new(Elem::Bf16, 128, 128, 4);
     let options = KernelOptions::default();
     let decode =
-        Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768, seen: 32_768 };
+        Sizes { batch: 1, heads_q: 32, heads_kv: 8, queries: 1, keys: 32_768, mean_kv_len: 32_768 };
     let plan = KernelPlan::new(&profile, &class, &decode, false, &options).unwrap();
     assert!(plan.kv_splits >= 4, "{}", plan.kv_splits);
     assert_eq!(plan.config(Kernel::Forward).unwrap().tile_q, 16);
@@ -229,7 +229,8 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     let options = KernelOptions::default();
     let profile = Profile::named("h200").unwrap();
     let plan = |class: &Class, queries| {
-        let sizes = Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192, seen: 8192 };
+        let sizes =
+            Sizes { batch: 16, heads_q: 32, heads_kv: 8, queries, keys: 8192, mean_kv_len: 8192 };
         KernelPlan::new(&profile, class, &sizes, false, &options).unwrap()
     };
     let decode = plan(&class, 1);
@@ -255,8 +256,14 @@ fn a_tile_holds_a_query_of_every_head_that_shares_it() {
     let profile = Profile::named("a100").unwrap();
     for group in [2, 3, 7, 12, 71, 128, 129] {
         let class = Class::new(Elem::F16, 64, 64, group);
-        let sizes =
-            Sizes { batch: 1, heads_q: group, heads_kv: 1, queries: 3, keys: 500, seen: 500 };
+        let sizes = Sizes {
+            batch: 1,
+            heads_q: group,
+            heads_kv: 1,
+            queries: 3,
+            keys: 500,
+            mean_kv_len: 500,
+        };
         let plan = KernelPlan::new(&profile, &class, &sizes, false, &KernelOptions::default());
         let plan = plan.unwrap();
         let forward = plan.config(Kernel::Forward).unwrap();
@@ -298,8 +305,8 @@ fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
     let profile = Profile::named("h200").unwrap();
     for dim in [64, 96, 128, 192, 256] {
         for class in &mods(&Class::new(Elem::Bf16, dim, dim, 1))[..3] {
-            for seen in [8192, 256] {
-                let sizes = Sizes { seen, ..sizes(2, 2048 / dim, 2048 / dim, 8192) };
+            for mean_kv_len in [8192, 256] {
+                let sizes = Sizes { mean_kv_len, ..sizes(2, 2048 / dim, 2048 / dim, 8192) };
                 let options = KernelOptions::default();
                 let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
                 let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
@@ -394,9 +401,9 @@ fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels(
 #[test]
 fn tiles_are_smaller_where_few_keys_are_seen() {
     let profile = Profile::named("h200").unwrap();
-    let tiles = |kernel, dim, score, group, seen| {
+    let tiles = |kernel, dim, score, group, mean_kv_len| {
         let class = Class { mask: true, score, group, ..Class::new(Elem::Bf16, dim, dim, 1) };
-        let sizes = Sizes { seen, ..sizes(2, 8 * group, 8, 8192) };
+        let sizes = Sizes { mean_kv_len, ..sizes(2, 8 * group, 8, 8192) };
         let options = KernelOptions::default();
         let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
         let config = plan.config(kernel).unwrap();
@@ -404,11 +411,13 @@ fn tiles_are_smaller_where_few_keys_are_seen() {
     };
     // Documents of 512, a window of 1024, and causal.
     let masks = [256, 960, 4096];
-    let forward = |dim, score| masks.map(|seen| tiles(Kernel::Forward, dim, score, 1, seen));
+    let forward =
+        |dim, score| masks.map(|mean_kv_len| tiles(Kernel::Forward, dim, score, 1, mean_kv_len));
     assert_eq!(forward(64, false), [(64, 64), (64, 64), (128, 64)]);
     assert_eq!(forward(128, false), [(64, 32), (128, 48), (128, 32)]);
     assert_eq!(forward(128, true), [(128, 64); 3]);
-    let backward = |score| masks.map(|seen| tiles(Kernel::Backward, 64, score, 1, seen));
+    let backward =
+        |score| masks.map(|mean_kv_len| tiles(Kernel::Backward, 64, score, 1, mean_kv_len));
     assert_eq!(backward(false), [(64, 64), (64, 96), (64, 96)]);
     assert_eq!(backward(true), [(64, 96); 3]);
     // Four heads of queries see each key.

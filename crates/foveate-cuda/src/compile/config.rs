@@ -84,8 +84,8 @@ impl Kernel {
         }
     }
 
-    /// Whether its CTAs own tiles of keys, and walk along the queries; those of others own tiles of
-    /// queries.
+    /// Whether its CTAs own tiles of keys, and their main loop runs over the queries; those of others
+    /// own tiles of queries.
     pub fn owns_keys(self) -> bool {
         match self {
             Self::Backward => true,
@@ -326,7 +326,7 @@ pub struct Config {
     pub tile_kv: usize,
     /// Warps of a block. `FV_WARPS`
     pub warps: usize,
-    /// Tiles of the axis that a block walks along that shared memory holds. `FV_STAGES`
+    /// Tiles of the main loop's axis that smem holds. `FV_STAGES`
     pub stages: usize,
     /// Query heads for each key/value head. `FV_GROUP`
     pub group: usize,
@@ -513,7 +513,7 @@ pub struct Tiles {
     pub tile_kv: usize,
     /// Warps of a block.
     pub warps: usize,
-    /// Tiles of the axis walked along that shared memory holds.
+    /// Tiles of the main loop's axis that smem holds.
     pub stages: usize,
 }
 

@@ -124,8 +124,14 @@ mod tests {
     fn choice(options: KernelOptions) -> Choice {
         let profile = Profile::named("h200").unwrap();
         let class = Class::new(Elem::Bf16, 128, 128, 1);
-        let sizes =
-            Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, seen: 8192 };
+        let sizes = Sizes {
+            batch: 2,
+            heads_q: 16,
+            heads_kv: 16,
+            queries: 8192,
+            keys: 8192,
+            mean_kv_len: 8192,
+        };
         choose(&profile, &class, &sizes, Kernel::Backward, &options, None).unwrap()
     }
 

@@ -104,14 +104,14 @@ impl CudaPlan {
         };
         let mut pass = PassLauncher::new(self, call, class, false, &[])?;
         let partial = Partial::new(call, &pass.chosen)?;
-        let mut walked = None;
+        let mut main = None;
         for launch in (Pass::Forward { kv_split: partial.is_some() }).launches() {
             let step = pass.step(&launch)?;
             let params = pass.forward_params(args, &step, partial.as_ref())?;
             pass.launch(&step, &params)?;
-            walked = walked.or(Some(step).filter(|step| step.launch.walks));
+            main = main.or(Some(step).filter(|step| step.launch.main_loop));
         }
-        pass.read_report(walked)
+        pass.read_report(main)
     }
 
     pub(super) fn launch_backward(
@@ -139,7 +139,7 @@ impl CudaPlan {
         let captured = Captured::new(self, queue, args)?;
         let mut pass = PassLauncher::new(self, call, class, true, &captured.gradients)?;
         let mut params = backward_params(args, dims, self.scale(), &sums)?;
-        let (mut walked, mut _dq_accum) = (None, None);
+        let (mut main, mut _dq_accum) = (None, None);
         for launch in launches.launches() {
             let step = pass.step(&launch)?;
             match launch.entry {
@@ -152,7 +152,7 @@ impl CudaPlan {
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
                     begin_gradients(queue, args)?;
                     pass.launch(&step, &params.over(&step.work))?;
-                    walked = Some(step);
+                    main = Some(step);
                 }
                 Entry::Delta
                 | Entry::RowWeightSum
@@ -166,7 +166,7 @@ impl CudaPlan {
                 | Entry::Sequences => unreachable!("no launch of a backward"),
             }
         }
-        pass.read_report(walked)
+        pass.read_report(main)
     }
 }
 
@@ -204,8 +204,8 @@ impl<'a> PassLauncher<'a> {
 
     fn step(&mut self, launch: &PassLaunch) -> Result<Step, CudaError> {
         let kernel = self.plan.kernel(&self.chosen, launch, self.call)?;
-        let PassLaunch { axis, walks, .. } = *launch;
-        let work = self.plan.work(self.call, &mut self.state, walks, axis, kernel.tile())?;
+        let PassLaunch { axis, main_loop, .. } = *launch;
+        let work = self.plan.work(self.call, &mut self.state, main_loop, axis, kernel.tile())?;
         Ok(Step { launch: *launch, kernel, work })
     }
 
@@ -297,9 +297,10 @@ impl<'a> PassLauncher<'a> {
         Ok(())
     }
 
-    /// What checked kernels have reported, of the pass or of what `walked` walks along.
-    fn read_report(self, walked: Option<Step>) -> Result<(), CudaError> {
-        let Step { kernel, work, .. } = walked.expect("a pass has a launch that walks");
+    /// What checked kernels have reported, of the pass or of the schedule and lists of its main
+    /// loop.
+    fn read_report(self, main: Option<Step>) -> Result<(), CudaError> {
+        let Step { kernel, work, .. } = main.expect("a pass has a launch with a main loop");
         let before = work.out_of_range();
         self.report.read(self.plan.options.timeout, before, &kernel.mods.source)
     }

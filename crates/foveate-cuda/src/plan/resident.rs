@@ -279,17 +279,17 @@ impl CudaPlan {
         self.pool(queue).downgrade()
     }
 
-    /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it `walks` along
-    /// the other one.
+    /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it has a
+    /// `main_loop` over the other one.
     pub(super) fn work(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
-        walks: bool,
+        main_loop: bool,
         axis: Axis,
         tile: TileSize,
     ) -> Result<Work, CudaError> {
-        let mask = self.spec.mask.as_ref().filter(|_| walks);
+        let mask = self.spec.mask.as_ref().filter(|_| main_loop);
         let placed = self.placed(call, state, mask, axis, tile)?;
         let Some(mask) = mask else { return Ok(Work { placed, listed: None }) };
         let contents = call.contents(mask);

@@ -17,7 +17,7 @@ use super::call::Call;
 use super::kernels::sizes;
 use super::{CudaPlan, longest, sequences};
 use crate::choose::{Choice, Class, KernelOptions, KernelPlan, Pass, Sizes};
-use crate::choose::{Finish, Key, Progress, Record, Records, Tuned, Tuning, most_runs, race};
+use crate::choose::{Finish, Progress, Record, RecordKey, Records, Tuned, Tuning, most_runs, race};
 use crate::compile::config::{Kernel, Tiles};
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, DevicePages};
@@ -56,7 +56,7 @@ struct Teller<'a> {
 impl CudaPlan {
     /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
     /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
-    /// made later choose it for problems like this one ([`Key`] says which). Operands are random
+    /// made later choose it for problems like this one ([`RecordKey`] says which). Operands are random
     /// numbers that lie as `arrangement` says; pages are in no order.
     ///
     /// `tell` is called after each compilation and each run; tuning stops when it returns false.
@@ -118,7 +118,7 @@ impl CudaPlan {
             teller.now.done = end;
             if let (Some((tiles, us)), Some(records)) = (tuned.best, records) {
                 let class = subject.class(*kernel);
-                let key = Key::of(*kernel, &class, &subject.sizes, &self.spec);
+                let key = RecordKey::of(*kernel, &class, &subject.sizes, &self.spec);
                 let record = Record { tiles, us, planned_us: tuned.planned_us };
                 if let Some(Err(e)) = key.map(|key| records.keep(&key, record)) {
                     let folder = records.folder().unwrap_or(std::path::Path::new(""));
