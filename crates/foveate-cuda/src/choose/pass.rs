@@ -175,3 +175,71 @@ impl Pass {
         kernels
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::codegen::ModsSource;
+    use crate::compile::config::Elem;
+    use crate::compile::source::source;
+
+    /// What a plan queues before the launches of a pass, where a launch needs its results.
+    const HELPERS: [Entry; 3] = [Entry::BlockLists, Entry::RangeTable, Entry::Sequences];
+
+    /// The passes that differ.
+    fn passes() -> Vec<Pass> {
+        let backward = (0..16).map(|bits| {
+            let [row_weight_sum, sink, deterministic, captures] =
+                [1, 2, 4, 8].map(|bit| bits & bit != 0);
+            Pass::Backward { row_weight_sum, sink, deterministic, captures }
+        });
+        let forward = [false, true].map(|kv_split| Pass::Forward { kv_split });
+        forward.into_iter().chain(backward).collect()
+    }
+
+    #[test]
+    fn every_entry_point_is_launched_by_a_pass_or_is_a_helper() {
+        let launched: Vec<Entry> =
+            passes().into_iter().flat_map(Pass::launches).map(|launch| launch.entry).collect();
+        for entry in Entry::ALL {
+            assert_ne!(launched.contains(&entry), HELPERS.contains(&entry), "{}", entry.name());
+        }
+        for kernel in Kernel::ALL {
+            let own = kernel.entry();
+            assert_eq!(own.kernel(), kernel);
+            assert_ne!(launched.contains(&own), HELPERS.contains(&own), "{kernel}");
+        }
+    }
+
+    #[test]
+    fn a_pass_launches_an_entry_point_once_and_has_a_main_loop() {
+        for pass in passes() {
+            let launches = pass.launches();
+            for (i, launch) in launches.iter().enumerate() {
+                let again = launches[..i].iter().any(|before| before.entry == launch.entry);
+                assert!(!again, "{pass:?}: {launch:?}");
+                let on_keys = launch.axis == Axis::Keys;
+                assert_eq!(on_keys, launch.entry.kernel().owns_keys(), "{pass:?}: {launch:?}");
+            }
+            assert!(launches.iter().any(|launch| launch.main_loop), "{pass:?}");
+        }
+    }
+
+    /// A kernel that takes `Mods` and is printed without any would read past its parameters.
+    #[test]
+    fn kernels_take_mods_exactly_where_their_launch_prints_some() {
+        for launch in passes().into_iter().flat_map(Pass::launches) {
+            let kernel = launch.entry.kernel();
+            let text = source(&Config::new(kernel, Elem::Bf16, 64, 64), &ModsSource::nothing());
+            let name = launch.entry.name();
+            let declared = text.match_indices(&format!("{name}(")).find_map(|(at, _)| {
+                let parameters = text[at..].split(')').next().expect("a split has a first part");
+                text[..at].trim_end().ends_with([')', 'd']).then_some(parameters)
+            });
+            let declared = declared.unwrap_or_else(|| panic!("{name} is not declared"));
+            // It shares the file of a kernel that evaluates mods, and evaluates none itself.
+            let printed = launch.mods != PrintedMods::Nothing && launch.entry != Entry::CaptureSums;
+            assert_eq!(declared.contains("Mods "), printed, "{declared}");
+        }
+    }
+}
