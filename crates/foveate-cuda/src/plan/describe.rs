@@ -36,7 +36,7 @@ pub struct Description {
     pub partial_tiles: usize,
     /// Pairs of a query and a key in live tiles, of all heads.
     pub live_pairs: u64,
-    /// Allocation masks that batch entries and heads share; 0 without a mask.
+    /// Block masks that batch entries and heads share; 0 without a mask.
     pub block_masks: usize,
     /// Runs of live tiles in those block masks.
     pub runs: u64,
@@ -65,13 +65,13 @@ impl CudaPlan {
         let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize { q: forward.queries(), kv: forward.tile_kv };
         let mask = self.spec.mask.as_ref();
-        let work = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
+        let schedule = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
         let columns = |s: &Sequence| s.k_len.div_ceil(tile.kv);
         let tiles: usize = sequences.iter().map(|s| s.q_len.div_ceil(tile.q) * columns(s)).sum();
         let tiles = tiles.saturating_mul(dims.heads_q / forward.heads());
-        let lists = match &work.lists {
-            None => Listed { full: tiles, ..Listed::default() },
-            Some(lists) => Listed::of(&work, lists, &dims, forward),
+        let lists = match &schedule.lists {
+            None => ListStats { full: tiles, ..ListStats::default() },
+            Some(lists) => ListStats::of(&schedule, lists, &dims, forward),
         };
         let info = self.engine.device().info();
         Ok(Description {
@@ -84,7 +84,7 @@ impl CudaPlan {
             tiles,
             full_tiles: lists.full,
             partial_tiles: lists.partial,
-            live_pairs: work.live_pairs,
+            live_pairs: schedule.live_pairs,
             block_masks: lists.masks,
             runs: lists.runs,
             block_mask_bytes: lists.bytes,
@@ -93,7 +93,7 @@ impl CudaPlan {
                 kv_splits => 4 * kv_splits * rows(&dims) * (dims.dim_v + 2),
             },
             backward_bytes: match backward {
-                true => self.backward_bytes(&class, &dims, work.sum_rows),
+                true => self.backward_bytes(&class, &dims, schedule.sum_rows),
                 false => 0,
             },
         })
@@ -120,7 +120,7 @@ fn rows(dims: &Dims) -> usize {
 
 /// What the lists of a mask hold.
 #[derive(Default)]
-struct Listed {
+struct ListStats {
     /// Tiles of all heads by their kind.
     full: usize,
     partial: usize,
@@ -130,14 +130,14 @@ struct Listed {
     bytes: u64,
 }
 
-impl Listed {
-    fn of(work: &Schedule, lists: &Lists, dims: &Dims, forward: &Config) -> Self {
+impl ListStats {
+    fn of(schedule: &Schedule, lists: &Lists, dims: &Dims, forward: &Config) -> Self {
         let heads = if lists.head_stride == 0 { 1 } else { dims.heads_q };
         // Tiles for each one listed: heads that share a list have tiles of their own, unless they
         // share those as well.
         let each = dims.heads_q / heads / forward.heads();
         let mut kinds = [0; 2];
-        for s in &work.sequences {
+        for s in &schedule.sequences {
             let tiles = (s.q_len.max(0) as usize).div_ceil(forward.queries());
             for h in 0..heads {
                 let first = s.first_row as usize + h * lists.head_stride;
@@ -150,7 +150,7 @@ impl Listed {
                 }
             }
         }
-        let mut classes: Vec<i32> = work.sequences.iter().map(|s| s.first_row).collect();
+        let mut classes: Vec<i32> = schedule.sequences.iter().map(|s| s.first_row).collect();
         classes.sort_unstable();
         classes.dedup();
         Self {

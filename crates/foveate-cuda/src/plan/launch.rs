@@ -12,7 +12,7 @@ use super::CudaPlan;
 use super::call::Call;
 use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
-use super::resident::{CallState, Gradient, Work};
+use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
 use crate::compile::config::Entry;
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
@@ -93,7 +93,7 @@ impl CudaPlan {
         call: &Call<'_>,
         args: &DeviceForward<'_>,
     ) -> Result<(), CudaError> {
-        self.forget_queues();
+        self.release_finished_queues();
         let class = Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
@@ -119,7 +119,7 @@ impl CudaPlan {
         call: &Call<'_>,
         args: &DeviceBackward<'_>,
     ) -> Result<(), CudaError> {
-        self.forget_queues();
+        self.release_finished_queues();
         let Call { queue, dims, checked, .. } = *call;
         let class = Class {
             grad_dtype: written("dq", args.dq.dtype)?,
@@ -151,14 +151,14 @@ impl CudaPlan {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
                     begin_gradients(queue, args)?;
-                    pass.launch(&step, &params.over(&step.work))?;
+                    pass.launch(&step, &params.over(&step.schedule))?;
                     main = Some(step);
                 }
                 Entry::Delta
                 | Entry::RowWeightSum
                 | Entry::SinkGradient
                 | Entry::BackwardDq
-                | Entry::Dq => pass.launch(&step, &params.over(&step.work))?,
+                | Entry::Dq => pass.launch(&step, &params.over(&step.schedule))?,
                 Entry::Forward
                 | Entry::Combine
                 | Entry::BlockLists
@@ -185,7 +185,7 @@ struct PassLauncher<'a> {
 struct Step {
     launch: PassLaunch,
     kernel: Ready,
-    work: Work,
+    schedule: LaunchSchedule,
 }
 
 impl<'a> PassLauncher<'a> {
@@ -205,8 +205,14 @@ impl<'a> PassLauncher<'a> {
     fn step(&mut self, launch: &PassLaunch) -> Result<Step, CudaError> {
         let kernel = self.plan.kernel(&self.chosen, launch, self.call)?;
         let PassLaunch { axis, main_loop, .. } = *launch;
-        let work = self.plan.work(self.call, &mut self.state, main_loop, axis, kernel.tile())?;
-        Ok(Step { launch: *launch, kernel, work })
+        let schedule = self.plan.launch_schedule(
+            self.call,
+            &mut self.state,
+            main_loop,
+            axis,
+            kernel.tile(),
+        )?;
+        Ok(Step { launch: *launch, kernel, schedule })
     }
 
     /// Queues a launch whose arguments are `params` and, where it evaluates any, mods.
@@ -224,7 +230,7 @@ impl<'a> PassLauncher<'a> {
 
     /// CTAs of a launch, and threads of each.
     fn grid(&self, step: &Step) -> ([u32; 3], u32) {
-        let (dims, tiles) = (self.call.dims, step.work.tile_count as u32);
+        let (dims, tiles) = (self.call.dims, step.schedule.tile_count as u32);
         let [heads_q, heads_kv] = [dims.heads_q, dims.heads_kv].map(|heads| heads as u32);
         let tile_heads = (dims.heads_q / step.kernel.config.heads()) as u32;
         let threads = step.kernel.threads();
@@ -246,7 +252,7 @@ impl<'a> PassLauncher<'a> {
         step: &Step,
         partial: Option<&Partial>,
     ) -> Result<ForwardParams, CudaError> {
-        let (o, dims, work) = (&args.operands, self.call.dims, &step.work);
+        let (o, dims, schedule) = (&args.operands, self.call.dims, &step.schedule);
         let group = dims.group();
         let heads = dims.heads_q / step.kernel.config.heads();
         let params = ForwardParams {
@@ -260,7 +266,7 @@ impl<'a> PassLauncher<'a> {
             scale: self.plan.scale(),
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
-            heads_together: self.chosen.heads_together(heads, work.tile_count) as i32,
+            heads_together: self.chosen.heads_together(heads, schedule.tile_count) as i32,
             splits: self.chosen.kv_splits as i32,
             page_table: o.pages.map_or(0, |p| p.table),
             page_size: o.k.layout.shape[2] as i32,
@@ -269,7 +275,7 @@ impl<'a> PassLauncher<'a> {
             page_report: self.report.address(),
             ..partial.map_or_else(ForwardParams::default, Partial::params)
         };
-        Ok(params.over(work))
+        Ok(params.over(schedule))
     }
 
     /// Zeros that tiles of keys add dq to; nothing where dq is made in a fixed order.
@@ -277,7 +283,7 @@ impl<'a> PassLauncher<'a> {
         if self.plan.options.deterministic {
             return Ok(None);
         }
-        let rows = self.call.dims.heads_q * keys.work.sum_rows;
+        let rows = self.call.dims.heads_q * keys.schedule.sum_rows;
         let bytes = 4 * rows * keys.kernel.config.padded_dim();
         let dq_accum = self.call.queue.pool().take(bytes)?;
         dq_accum.fill(0)?;
@@ -300,8 +306,8 @@ impl<'a> PassLauncher<'a> {
     /// What checked kernels have reported, of the pass or of the schedule and lists of its main
     /// loop.
     fn read_report(self, main: Option<Step>) -> Result<(), CudaError> {
-        let Step { kernel, work, .. } = main.expect("a pass has a launch with a main loop");
-        let before = work.out_of_range();
+        let Step { kernel, schedule, .. } = main.expect("a pass has a launch with a main loop");
+        let before = schedule.out_of_range();
         self.report.read(self.plan.options.timeout, before, &kernel.mods.source)
     }
 }
@@ -441,28 +447,28 @@ fn backward_params(
 }
 
 impl ForwardParams {
-    /// The same for a kernel that works on `work`.
-    fn over(&self, work: &Work) -> Self {
+    /// The same for a launch over the tiles of `schedule`.
+    fn over(&self, schedule: &LaunchSchedule) -> Self {
         Self {
-            sequences: work.sequences,
-            tiles: work.tiles,
-            tile_count: work.tile_count as i32,
-            lists: work.lists(),
+            sequences: schedule.sequences,
+            tiles: schedule.tiles,
+            tile_count: schedule.tile_count as i32,
+            lists: schedule.lists(),
             ..*self
         }
     }
 }
 
 impl BackwardParams {
-    /// The same for a kernel that works on `work`.
-    fn over(&self, work: &Work) -> Self {
+    /// The same for a launch over the tiles of `schedule`.
+    fn over(&self, schedule: &LaunchSchedule) -> Self {
         Self {
-            sequences: work.sequences,
-            tiles: work.tiles,
-            tile_count: work.tile_count as i32,
-            lists: work.lists(),
-            sharing: work.sharing as i32,
-            sum_rows: work.sum_rows as i64,
+            sequences: schedule.sequences,
+            tiles: schedule.tiles,
+            tile_count: schedule.tile_count as i32,
+            lists: schedule.lists(),
+            sharing: schedule.sharing as i32,
+            sum_rows: schedule.sum_rows as i64,
             ..*self
         }
     }

@@ -88,7 +88,7 @@ pub struct CudaPlan {
     elem: Elem,
     options: CudaOptions,
     kernels: Arc<Mutex<kernels::Kernels>>,
-    resident: Arc<Mutex<resident::Resident>>,
+    resident: Arc<Mutex<resident::PlanState>>,
     /// The same plan for captured buffers in device memory of other lengths.
     bound: Arc<Mutex<Vec<call::ForShapes>>>,
 }

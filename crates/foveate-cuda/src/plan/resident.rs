@@ -33,8 +33,8 @@ use foveate_gpu::{Queue, WeakQueue};
 
 /// Schedules and captured buffers on the device.
 #[derive(Debug, Default)]
-pub(super) struct Resident {
-    schedules: Vec<(Key, Arc<Placed>)>,
+pub(super) struct PlanState {
+    schedules: Vec<(ScheduleKey, Arc<DeviceSchedule>)>,
     buffers: Vec<Uploaded>,
     tables: Vec<(TableKey, Arc<Allocation>)>,
     /// The queues that all this is kept for.
@@ -46,12 +46,12 @@ pub(super) struct Resident {
 pub(super) struct CallState {
     /// Range tables of captured buffers, by their place in the call.
     tables: Vec<(usize, Arc<Allocation>)>,
-    schedules: Vec<(Key, Arc<Placed>)>,
+    schedules: Vec<(ScheduleKey, Arc<DeviceSchedule>)>,
 }
 
 /// What decides a schedule.
 #[derive(Clone, Debug, PartialEq)]
-struct Key {
+struct ScheduleKey {
     queue: u64,
     masked: bool,
     checked: bool,
@@ -63,7 +63,7 @@ struct Key {
 
 /// Sequences and tiles on the device.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct DeviceSchedule {
     _memory: Allocation,
     pub sequences: Address,
     pub tiles: Address,
@@ -87,40 +87,40 @@ struct Rows {
     head_stride: usize,
     capacity: usize,
     longest: usize,
-    made: Mutex<Vec<(Contents, Arc<Listed>)>>,
+    made: Mutex<Vec<(Contents, Arc<DeviceLists>)>>,
 }
 
-/// Allocation lists on the device.
+/// Block lists on the device.
 #[derive(Debug)]
-struct Listed {
+struct DeviceLists {
     _memory: Allocation,
     lists: params::Lists,
     out_of_range: Option<String>,
 }
 
-/// What a kernel works on.
-pub(super) struct Work {
-    placed: Arc<Placed>,
-    listed: Option<Arc<Listed>>,
+/// The tiles of one launch: their schedule and, under a mask, its block lists.
+pub(super) struct LaunchSchedule {
+    schedule: Arc<DeviceSchedule>,
+    lists: Option<Arc<DeviceLists>>,
 }
 
-impl Deref for Work {
-    type Target = Placed;
+impl Deref for LaunchSchedule {
+    type Target = DeviceSchedule;
 
-    fn deref(&self) -> &Placed {
-        &self.placed
+    fn deref(&self) -> &DeviceSchedule {
+        &self.schedule
     }
 }
 
-impl Work {
+impl LaunchSchedule {
     /// The runs of each tile; nowhere without a mask.
     pub fn lists(&self) -> params::Lists {
-        self.listed.as_ref().map_or(params::Lists::default(), |l| l.lists)
+        self.lists.as_ref().map_or(params::Lists::default(), |l| l.lists)
     }
 
     /// An offset or an index of a captured buffer that was found to be out of range before.
     pub fn out_of_range(&self) -> Option<String> {
-        let of_lists = self.listed.as_ref().and_then(|l| l.out_of_range.as_ref());
+        let of_lists = self.lists.as_ref().and_then(|l| l.out_of_range.as_ref());
         self.moved.as_ref().or(of_lists).cloned()
     }
 }
@@ -131,7 +131,7 @@ const MOST_SCHEDULES: usize = 48;
 /// Lists of one schedule, for different contents of captured buffers, kept at a time.
 const MOST_LISTS: usize = 4;
 
-impl Resident {
+impl PlanState {
     /// What still holds for a program of other captured values, `spec`; `masked` when those of
     /// the mask are others.
     pub fn with_other_values(&self, spec: &Spec, masked: bool) -> Self {
@@ -155,8 +155,8 @@ impl Resident {
         }
     }
 
-    /// Forgets what was kept for queues that are gone and whose work is done.
-    fn forget(&mut self) -> Vec<WeakQueue> {
+    /// Removes what was kept for queues that are gone and whose work is done.
+    fn remove_finished_queues(&mut self) -> Vec<WeakQueue> {
         let gone: Vec<WeakQueue> =
             self.queues.extract_if(.., |queue| queue.is_finished()).collect();
         if !gone.is_empty() {
@@ -169,15 +169,15 @@ impl Resident {
     }
 }
 
-/// Adds to what is kept; the oldest goes where there are `most` already.
-fn keep<T>(all: &mut Vec<T>, most: usize, one: T) {
+/// Adds `one`; the oldest goes where there are `most` already.
+fn push_bounded<T>(all: &mut Vec<T>, most: usize, one: T) {
     if all.len() >= most {
         all.remove(0);
     }
     all.push(one);
 }
 
-impl Placed {
+impl DeviceSchedule {
     /// A schedule that was made on the host.
     fn new(pool: &Pool, schedule: Schedule) -> Result<Self, CudaError> {
         let parts = [array_bytes(&schedule.sequences), array_bytes(&schedule.tiles)];
@@ -189,8 +189,8 @@ impl Placed {
             let (capacity, head_stride) = (count(l.capacity)?, count(l.head_stride)?);
             let lists = params::Lists { counts, runs, capacity, head_stride };
             let out_of_range = schedule.out_of_range;
-            let listed = Arc::new(Listed { _memory: memory, lists, out_of_range });
-            lock(&rows.made).push((Contents::new(), listed));
+            let lists = Arc::new(DeviceLists { _memory: memory, lists, out_of_range });
+            lock(&rows.made).push((Contents::new(), lists));
         }
         Ok(Self {
             _memory: memory,
@@ -269,36 +269,36 @@ fn count(n: usize) -> Result<i32, CudaError> {
 
 impl CudaPlan {
     /// Lets go of what was kept for queues that are gone. Nothing waits.
-    pub(super) fn forget_queues(&self) {
-        let gone = lock(&self.resident).forget();
+    pub(super) fn release_finished_queues(&self) {
+        let gone = lock(&self.resident).remove_finished_queues();
         gone.iter().for_each(WeakQueue::release);
     }
 
     /// Memory for what is kept for a queue until it is gone.
-    fn kept(&self, queue: &Queue) -> Pool {
+    fn weak_pool(&self, queue: &Queue) -> Pool {
         self.pool(queue).downgrade()
     }
 
-    /// What a kernel works on that owns tiles of `axis`, with the mask's lists if it has a
+    /// The tiles of a launch whose CTAs own tiles of `axis`, with the mask's lists if it has a
     /// `main_loop` over the other one.
-    pub(super) fn work(
+    pub(super) fn launch_schedule(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
         main_loop: bool,
         axis: Axis,
         tile: TileSize,
-    ) -> Result<Work, CudaError> {
+    ) -> Result<LaunchSchedule, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| main_loop);
-        let placed = self.placed(call, state, mask, axis, tile)?;
-        let Some(mask) = mask else { return Ok(Work { placed, listed: None }) };
+        let schedule = self.device_schedule(call, state, mask, axis, tile)?;
+        let Some(mask) = mask else { return Ok(LaunchSchedule { schedule, lists: None }) };
         let contents = call.contents(mask);
         let found = contents.as_ref().and_then(|contents| {
-            let made = lock(&placed.rows.made);
-            made.iter().find(|(of, _)| of == contents).map(|(_, listed)| listed.clone())
+            let made = lock(&schedule.rows.made);
+            made.iter().find(|(of, _)| of == contents).map(|(_, lists)| lists.clone())
         });
         if found.is_some() {
-            return Ok(Work { placed, listed: found });
+            return Ok(LaunchSchedule { schedule, lists: found });
         }
         if self.options.lists_on_host {
             return Err(CudaError::argument(
@@ -309,23 +309,23 @@ impl CudaPlan {
         if contents.is_some() {
             refuse_recording(call.queue)?;
         }
-        let listed = Arc::new(self.listed(call, state, &placed, axis, tile)?);
+        let lists = Arc::new(self.device_lists(call, state, &schedule, axis, tile)?);
         if let Some(contents) = contents {
-            keep(&mut lock(&placed.rows.made), MOST_LISTS, (contents, listed.clone()));
+            push_bounded(&mut lock(&schedule.rows.made), MOST_LISTS, (contents, lists.clone()));
         }
-        Ok(Work { placed, listed: Some(listed) })
+        Ok(LaunchSchedule { schedule, lists: Some(lists) })
     }
 
-    fn placed(
+    fn device_schedule(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
         mask: Option<&MaskMod>,
         axis: Axis,
         tile: TileSize,
-    ) -> Result<Arc<Placed>, CudaError> {
+    ) -> Result<Arc<DeviceSchedule>, CudaError> {
         let Call { queue, dims, ref sequences, checked, .. } = *call;
-        let key = Key {
+        let key = ScheduleKey {
             queue: queue.id(),
             masked: mask.is_some(),
             checked: checked && (mask.is_some() || matches!(sequences, Sequences::Offsets(_))),
@@ -334,55 +334,56 @@ impl CudaPlan {
             shared_kv: dims.shared_kv,
             sequences: sequences.clone(),
         };
-        let find = |all: &[(Key, Arc<Placed>)]| {
-            all.iter().find(|(k, _)| *k == key).map(|(_, placed)| placed.clone())
+        let find = |all: &[(ScheduleKey, Arc<DeviceSchedule>)]| {
+            all.iter().find(|(k, _)| *k == key).map(|(_, schedule)| schedule.clone())
         };
         let promised = sequences.are_promised();
         let found = match promised {
             true => find(&lock(&self.resident).schedules),
             false => find(&state.schedules),
         };
-        if let Some(placed) = found {
-            return Ok(placed);
+        if let Some(schedule) = found {
+            return Ok(schedule);
         }
         if promised {
             refuse_recording(queue)?;
         }
-        let placed = Arc::new(match (sequences, mask) {
+        let schedule = Arc::new(match (sequences, mask) {
             (Sequences::Offsets(offsets), _) => {
-                self.placed_by_device(call, offsets, mask, axis, tile)?
+                self.schedule_from_offsets(call, offsets, mask, axis, tile)?
             }
             (Sequences::Known(sequences), Some(mask)) if !self.options.lists_on_host => {
-                Placed::outlined(
-                    &self.kept(queue),
+                DeviceSchedule::outlined(
+                    &self.weak_pool(queue),
                     &Outline::new(dims, sequences, mask, axis, tile),
                 )?
             }
-            (Sequences::Known(sequences), _) => {
-                Placed::new(&self.kept(queue), Schedule::new(dims, sequences, mask, axis, tile))?
-            }
+            (Sequences::Known(sequences), _) => DeviceSchedule::new(
+                &self.weak_pool(queue),
+                Schedule::new(dims, sequences, mask, axis, tile),
+            )?,
         });
         match promised {
             true => {
                 let mut resident = lock(&self.resident);
                 resident.keeps_for(queue);
-                keep(&mut resident.schedules, MOST_SCHEDULES, (key, placed.clone()));
+                push_bounded(&mut resident.schedules, MOST_SCHEDULES, (key, schedule.clone()));
             }
-            false => state.schedules.push((key, placed.clone())),
+            false => state.schedules.push((key, schedule.clone())),
         }
-        Ok(placed)
+        Ok(schedule)
     }
 
     /// A schedule that the device makes from offsets in its memory. Nothing waits, unless they are
     /// checked.
-    fn placed_by_device(
+    fn schedule_from_offsets(
         &self,
         call: &Call<'_>,
         offsets: &Offsets,
         mask: Option<&MaskMod>,
         axis: Axis,
         tile: TileSize,
-    ) -> Result<Placed, CudaError> {
+    ) -> Result<DeviceSchedule, CudaError> {
         let Call { queue, dims, checked, .. } = *call;
         let Offsets { address: [cu_q, cu_k], count: sequences, rows, longest, .. } = *offsets;
         let ((own, side), (other, other_side)) = match axis {
@@ -394,7 +395,8 @@ impl CudaPlan {
         count(sum_rows)?;
         let sequence_bytes =
             ((sequences + 1) * size_of::<params::Sequence>()).next_multiple_of(size_of::<u64>());
-        let memory = self.kept(queue).take(sequence_bytes + room * size_of::<params::Tile>())?;
+        let memory =
+            self.weak_pool(queue).take(sequence_bytes + room * size_of::<params::Tile>())?;
         let report = Report::new(queue, checked)?;
         let [rows_q, rows_k] = rows.map(|n| n as i32);
         let [longest_q, longest_k] = longest.map(|n| n as i32);
@@ -421,7 +423,7 @@ impl CudaPlan {
         // One more for the tiles of no sequence.
         let per_head = room + 1;
         let columns = longest[other].div_ceil(other_side);
-        Ok(Placed {
+        Ok(DeviceSchedule {
             sequences: params.sequences,
             tiles: params.tiles,
             tile_count: room,
@@ -442,20 +444,20 @@ impl CudaPlan {
         })
     }
 
-    /// Allocation lists that the device makes. Nothing waits, unless indices are checked.
-    fn listed(
+    /// Block lists that the device makes. Nothing waits, unless indices are checked.
+    fn device_lists(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
-        placed: &Placed,
+        schedule: &DeviceSchedule,
         axis: Axis,
         tile: TileSize,
-    ) -> Result<Listed, CudaError> {
+    ) -> Result<DeviceLists, CudaError> {
         let Call { queue, dims, checked, .. } = *call;
-        let rows = &placed.rows;
+        let rows = &schedule.rows;
         let all_rows = rows.per_head * rows.heads;
         let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
-        let memory = self.kept(queue).take(run_bytes + count_bytes)?;
+        let memory = self.weak_pool(queue).take(run_bytes + count_bytes)?;
         let runs = memory.address();
         let lists = params::Lists {
             counts: runs + run_bytes as Address,
@@ -464,7 +466,7 @@ impl CudaPlan {
             head_stride: count(rows.head_stride)?,
         };
         let params = BlockListsParams {
-            sequences: placed.sequences,
+            sequences: schedule.sequences,
             tiles: rows.tiles,
             counts: lists.counts,
             runs,
@@ -483,6 +485,6 @@ impl CudaPlan {
         let threads = BlockListsParams::THREADS as u32;
         queue_kernel(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
         let out_of_range = report.noted(self.options.timeout, &printed.source)?;
-        Ok(Listed { _memory: memory, lists, out_of_range })
+        Ok(DeviceLists { _memory: memory, lists, out_of_range })
     }
 }

@@ -28,7 +28,7 @@ use foveate_gpu::sync::lock;
 use operands::OnDevice;
 
 /// A run that takes longer hangs: the slowest candidates of the longest problems take seconds.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Passes are repeated between two events until they take as long, so that a clock of microseconds
 /// times short ones.
 const LEAST_US: f64 = 300.0;
@@ -136,7 +136,7 @@ impl CudaPlan {
     fn trial(&self, kernel: Kernel, tiles: Tiles) -> Self {
         let mut options = self.options.clone();
         options.kernels = options.kernels.with(kernel, tiles);
-        options.timeout = options.timeout.min(PATIENCE);
+        options.timeout = options.timeout.min(TRIAL_TIMEOUT);
         Self { options, kernels: Arc::default(), bound: Arc::default(), ..self.clone() }
     }
 }

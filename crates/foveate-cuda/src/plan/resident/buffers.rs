@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_mods::{AnyBuffer, Type};
 
-use super::{CallState, count, keep, refuse_recording};
+use super::{CallState, count, push_bounded, refuse_recording};
 use crate::compile::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
 use crate::compile::config::Config;
 use crate::compile::params::{Abi, Address, RangeTableParams};
@@ -95,7 +95,7 @@ impl CudaPlan {
         let at = match resident.buffers.iter().position(same) {
             Some(at) => at,
             None => {
-                let elems = Arc::new(self.kept(queue).upload(&buffer_bytes(buffer))?);
+                let elems = Arc::new(self.weak_pool(queue).upload(&buffer_bytes(buffer))?);
                 resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());
                 resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
@@ -147,7 +147,7 @@ impl CudaPlan {
                 if let Some(key) = key {
                     let mut resident = lock(&self.resident);
                     resident.keeps_for(queue);
-                    keep(&mut resident.tables, MOST_TABLES, (key, table.clone()));
+                    push_bounded(&mut resident.tables, MOST_TABLES, (key, table.clone()));
                 }
                 table
             }
@@ -167,7 +167,7 @@ impl CudaPlan {
     ) -> Result<Allocation, CudaError> {
         const MOST_THREADS: usize = 1024;
         // Nobody reads the table of a buffer without elements, but it has an address.
-        let table = self.kept(queue).take(range_table_bytes(shape).max(8))?;
+        let table = self.weak_pool(queue).take(range_table_bytes(shape).max(8))?;
         let length = shape.last().copied().unwrap_or(0);
         let rows = shape.iter().product::<usize>() / length.max(1);
         let function = self.plain_kernel(Config::range_table())?;
