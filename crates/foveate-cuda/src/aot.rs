@@ -25,7 +25,7 @@ use foveate_gpu::profile::Profile;
 
 /// How a problem is going to be run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Run {
+pub struct Usage {
     /// With a backward.
     pub backward: bool,
     /// For the same bits in every run.
@@ -40,7 +40,7 @@ pub struct Run {
 
 /// A kernel that a problem will need, before it is known whether it spills.
 #[derive(Debug)]
-pub struct Ahead<'a> {
+pub struct AotKernel<'a> {
     profile: Profile,
     /// The pass that launches it.
     pass: Pass,
@@ -48,7 +48,7 @@ pub struct Ahead<'a> {
     spec: &'a Spec,
     gradient: Option<Arc<ScoreGradient>>,
     dims: Dims,
-    run: Run,
+    run: Usage,
 }
 
 /// How a problem is planned.
@@ -74,7 +74,7 @@ pub fn plan(
     spec: &Spec,
     dims: &Dims,
     dtype: DType,
-    run: Run,
+    run: Usage,
     options: &KernelOptions,
     records: Option<&Records>,
 ) -> Result<Planned, CudaError> {
@@ -105,15 +105,15 @@ pub fn kernels<'a>(
     spec: &'a Spec,
     dims: &Dims,
     dtype: DType,
-    run: Run,
+    run: Usage,
     records: Option<&Records>,
-) -> Result<Vec<Ahead<'a>>, CudaError> {
+) -> Result<Vec<AotKernel<'a>>, CudaError> {
     let options = KernelOptions::default();
     let Planned { class, plan, gradient, .. } =
         plan(profile, spec, dims, dtype, run, &options, records)?;
     let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
     let of_forward = forward.kernels();
-    let ahead = |choice: Choice| Ahead {
+    let aot_kernel = |choice: Choice| AotKernel {
         profile: profile.clone(),
         pass: match of_forward.contains(&choice.chosen.config.kernel) {
             true => forward,
@@ -125,10 +125,10 @@ pub fn kernels<'a>(
         dims: *dims,
         run,
     };
-    Ok(plan.kernels.into_iter().map(ahead).collect())
+    Ok(plan.kernels.into_iter().map(aot_kernel).collect())
 }
 
-impl Ahead<'_> {
+impl AotKernel<'_> {
     /// Compiles what a plan will compile. Returns configuration and source of the kernel that will
     /// run, and of those that go with it.
     ///
@@ -239,15 +239,15 @@ mod tests {
         let (mask, score) = (Some(masks::causal()), Some(score));
         let spec = Spec { mask, score, scale: None, dropout: None };
         let profile = Profile::named("a100").unwrap();
-        let kernels = |run: Run| {
+        let kernels = |run: Usage| {
             let found =
                 super::kernels(&profile, &spec, &dims(64, 64), DType::BF16, run, None).unwrap();
             let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
             built.map(|(config, _)| config.kernel).collect::<Vec<_>>()
         };
-        let forward = kernels(Run::default());
+        let forward = kernels(Usage::default());
         assert_eq!(forward, [Kernel::Forward, Kernel::BlockLists]);
-        let both = kernels(Run { backward: true, deterministic: true, ..Run::default() });
+        let both = kernels(Usage { backward: true, deterministic: true, ..Usage::default() });
         let backward = [Kernel::Delta, Kernel::RowWeightSum, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
@@ -261,7 +261,7 @@ mod tests {
             Dims { batch: 2, heads_q: 16, heads_kv: 16, len_q: len, len_k: len, ..dims(64, 64) };
         let tiles = |mask, mean_kv_len| {
             let spec = Spec { mask: Some(mask), score: None, scale: None, dropout: None };
-            let run = Run { backward: true, mean_kv_len, ..Run::default() };
+            let run = Usage { backward: true, mean_kv_len, ..Usage::default() };
             let options = KernelOptions::default();
             let planned = plan(&profile, &spec, &dims, DType::BF16, run, &options, None).unwrap();
             [Kernel::Forward, Kernel::Backward].map(|kernel| {

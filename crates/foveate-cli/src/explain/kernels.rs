@@ -2,7 +2,7 @@
 //! could not run there. No GPU is needed.
 
 use foveate_cuda::Records;
-use foveate_cuda::aot::{self, Planned, Run};
+use foveate_cuda::aot::{self, Planned, Usage};
 use foveate_cuda::choose::{KernelOptions, admit};
 use foveate_gpu::driver;
 use foveate_gpu::profile::Profile;
@@ -37,7 +37,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         return Err(Failure::usage(message).help("give --backward, or leave it out"));
     }
     let spec = &given.spec;
-    let run = Run {
+    let run = Usage {
         backward: args.problem.backward,
         deterministic: args.deterministic,
         checked: false,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args as _, Command, FromArgMatches};
 use foveate::DType;
-use foveate_cuda::aot::{self, Run};
+use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::compile::config::Config;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
@@ -86,9 +86,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 
 impl Wanted {
     /// The program, the sizes and the dtype of its operands, and how it is run.
-    fn read(&self) -> Result<(Spec, Dims, DType, Run), Failure> {
+    fn read(&self) -> Result<(Spec, Dims, DType, Usage), Failure> {
         let given = self.problem.read()?;
-        let run = Run {
+        let run = Usage {
             backward: self.problem.backward,
             deterministic: self.deterministic,
             checked: self.checked,

@@ -14,7 +14,7 @@ use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use serde::Serialize;
 
-use super::list::{ARCHS, Checked, Listed, list};
+use super::list::{ARCHS, Checked, ListedKernel, list};
 use super::table::{Standing, Table, rows};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
@@ -68,7 +68,7 @@ struct Count {
     worse: usize,
     failed: usize,
     /// Kernels that run with other tiles than the planner chose.
-    settled: usize,
+    fallbacks: usize,
 }
 
 /// Compiles, prints a line for each entry point, and fails when one does not hold.
@@ -97,10 +97,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         })
     })?;
     if !args.json {
-        let Count { changed, worse, failed, settled } = count;
+        let Count { changed, worse, failed, fallbacks } = count;
         out.line(format_args!(
             "{} kernels in {:.0} s with NVRTC {}.{}: {changed} new or changed, {worse} worse, \
-             {failed} failed; {settled} run with other tiles than the planner chose",
+             {failed} failed; {fallbacks} run with other tiles than the planner chose",
             kernels.len(),
             progress.elapsed().as_secs_f64(),
             compiler.version().0,
@@ -109,7 +109,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     if let Some(path) = &args.update {
         if !args.few && args.filter.is_none() && count.failed == 0 {
-            archs.iter().for_each(|&arch| table.forget(arch));
+            archs.iter().for_each(|&arch| table.remove(arch));
         }
         done.iter().for_each(|(kernel, found)| table.record(kernel, found));
         table.write(path)?;
@@ -125,8 +125,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 /// The kernels that were asked for.
-fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<Listed>, Failure> {
-    let mut kernels: Vec<Listed> = Vec::new();
+fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<ListedKernel>, Failure> {
+    let mut kernels: Vec<ListedKernel> = Vec::new();
     for &arch in archs {
         kernels.extend(list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?);
     }
@@ -141,7 +141,7 @@ fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<Listed>, Failure> {
 
 /// What there is to say of a kernel.
 fn lines(
-    kernel: &Listed,
+    kernel: &ListedKernel,
     result: &Result<Checked, CudaError>,
     took: Duration,
     table: &Table,
@@ -176,7 +176,7 @@ fn lines(
 
 impl Count {
     fn add(&mut self, line: &Line) {
-        self.settled += usize::from(line.note.is_some());
+        self.fallbacks += usize::from(line.note.is_some());
         match line.standing {
             None => self.failed += 1,
             Some(Standing::Worse) => self.worse += 1,
@@ -188,10 +188,10 @@ impl Count {
 
 /// Compiles on several threads and calls `then` here, in the order they finish.
 fn each<'a>(
-    kernels: &'a [Listed],
+    kernels: &'a [ListedKernel],
     compiler: &Compiler,
     threads: Option<usize>,
-    mut then: impl FnMut(&'a Listed, Result<Checked, CudaError>, Duration) -> Result<(), Failure>,
+    mut then: impl FnMut(&'a ListedKernel, Result<Checked, CudaError>, Duration) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let threads = threads.unwrap_or(cores).clamp(1, kernels.len());

@@ -88,7 +88,7 @@ enum Variant {
 
 /// A kernel of the list.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Listed {
+pub struct ListedKernel {
     /// The architecture it is planned and compiled for.
     pub arch: Arch,
     /// Its mods.
@@ -144,7 +144,7 @@ const LENGTH: usize = 8192;
 ///
 /// # Errors
 /// When `arch` is not one of [`ARCHS`], or nothing fits.
-pub fn list(arch: Arch, few: bool) -> Result<Vec<Listed>, CudaError> {
+pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
     let Some((_, card)) = ARCHS.iter().find(|(name, _)| *name == arch) else {
         let names = ARCHS.map(|(name, _)| name.to_string()).join(", ");
         return Err(GpuError::argument(format!(
@@ -159,7 +159,7 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<Listed>, CudaError> {
     let mut add = |choice: Choice, mods, queries, sparse| {
         if seen.insert((choice.chosen.config.clone(), mods, queries)) {
             let profile = profile.clone();
-            listed.push(Listed { arch, mods, profile, choice, queries, sparse });
+            listed.push(ListedKernel { arch, mods, profile, choice, queries, sparse });
         }
     };
     for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
@@ -390,7 +390,7 @@ impl Kind {
     }
 }
 
-impl Listed {
+impl ListedKernel {
     /// What the kernel is, without what the planner chose: `backward bf16 D 128, mask`.
     pub fn name(&self) -> String {
         let config = &self.choice.chosen.config;
@@ -476,7 +476,7 @@ mod tests {
     fn the_list_has_every_class_of_kernel_for_every_architecture() {
         for (arch, _) in ARCHS {
             let all = list(arch, false).unwrap();
-            let mut names: Vec<_> = all.iter().map(Listed::name).collect();
+            let mut names: Vec<_> = all.iter().map(ListedKernel::name).collect();
             println!("{arch}: {} kernels", all.len());
             names.sort();
             let twice = names.windows(2).find(|pair| pair[0] == pair[1]);
@@ -498,7 +498,7 @@ mod tests {
                 |c| c.align == 0 && c.kernel == Kernel::Backward,
                 |c| c.grad_dtype != c.dtype,
             ];
-            let has = |list: &[Listed], is: &dyn Fn(&Config) -> bool| {
+            let has = |list: &[ListedKernel], is: &dyn Fn(&Config) -> bool| {
                 list.iter().any(|l| is(&l.choice.chosen.config))
             };
             for kernel in Kernel::ALL {

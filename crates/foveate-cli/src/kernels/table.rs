@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::{fmt, fs};
 
-use super::list::{Checked, Listed};
+use super::list::{Checked, ListedKernel};
 use foveate_cuda::compile::check::Taken;
 use foveate_cuda::compile::config::Config;
 use foveate_gpu::Arch;
@@ -21,7 +21,7 @@ pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
 
 /// The names of what was found of a kernel and its place in the table: one row for each entry point
 /// of its file, of which the kernel's own, the first, has no name but the kernel's.
-pub fn rows(kernel: &Listed, found: &Checked) -> impl Iterator<Item = (String, Taken)> {
+pub fn rows(kernel: &ListedKernel, found: &Checked) -> impl Iterator<Item = (String, Taken)> {
     let own = kernel.name();
     found.entries.iter().enumerate().map(move |(i, (entry, taken))| match i {
         0 => (own.clone(), *taken),
@@ -73,7 +73,7 @@ pub enum Standing {
 }
 
 /// Registers of a thread by which a kernel may grow: they are given out in units of eight.
-const SLACK: u32 = 8;
+const ALLOWED_MORE_REGISTERS: u32 = 8;
 
 impl Table {
     /// The table that was built in.
@@ -90,7 +90,7 @@ impl Table {
         if row.tiles != Row::new(config, *taken).tiles {
             return Standing::Changed;
         }
-        let worse = taken.registers > row.taken.registers + SLACK
+        let worse = taken.registers > row.taken.registers + ALLOWED_MORE_REGISTERS
             || taken.local_bytes > row.taken.local_bytes
             || taken.shared_bytes > row.taken.shared_bytes;
         match (worse, row.taken == *taken) {
@@ -101,12 +101,12 @@ impl Table {
     }
 
     /// Removes every row of `arch`.
-    pub fn forget(&mut self, arch: Arch) {
+    pub fn remove(&mut self, arch: Arch) {
         self.0.remove(&arch.to_string());
     }
 
     /// Adds or replaces the rows of a kernel.
-    pub fn record(&mut self, kernel: &Listed, found: &Checked) {
+    pub fn record(&mut self, kernel: &ListedKernel, found: &Checked) {
         let table = self.0.entry(kernel.arch.to_string()).or_default();
         for (name, taken) in rows(kernel, found) {
             table.insert(name, Row::new(&found.config, taken));
