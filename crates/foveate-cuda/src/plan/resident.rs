@@ -31,7 +31,7 @@ use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{Queue, WeakQueue};
 
-/// Schedules and captured buffers on the device.
+/// What the calls of a plan share on the device: schedules and captured buffers.
 #[derive(Debug, Default)]
 pub(super) struct PlanState {
     schedules: Vec<(ScheduleKey, Arc<DeviceSchedule>)>,
