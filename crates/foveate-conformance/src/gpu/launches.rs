@@ -150,7 +150,7 @@ fn compare(bytes: &[u8]) -> Result<(), String> {
     for (i, found) in found.enumerate() {
         let (tile, inside) = (i / (TILE * TILE), i % (TILE * TILE));
         // The cluster's other tile.
-        let (tile_row, tile_column) = (tile / TILES[1], tile % TILES[1] ^ 1);
+        let (tile_row, tile_column) = (tile / TILES[1], (tile % TILES[1]) ^ 1);
         let row = tile_row * TILE + inside / TILE;
         let column = tile_column * TILE + inside % TILE;
         let there = row < ROWS && column < COLUMNS;

@@ -183,7 +183,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ScoreFragment dp;
         clear(dp);
         multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, stage + d_out_by_row, v_by_row);
-        scores.differentiate(score_tile, dp, stage + AT_DELTA);
+        scores.differentiate(dp, stage + AT_DELTA);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();

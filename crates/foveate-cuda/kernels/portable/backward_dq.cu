@@ -134,7 +134,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         ScoreFragment dp;
         clear(dp);
         multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);
-        scores.differentiate(score_tile, dp, base + AT_DELTA);
+        scores.differentiate(dp, base + AT_DELTA);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();

@@ -223,16 +223,9 @@ struct Scores {
 #endif
     }
 
-    // From dP to dS; `delta_at` is the smem address of the delta of the tile. An entry whose P is 0 has no
-    // gradient, also where a non-finite v makes dP and delta NaN; only tiles with hidden entries check it.
-    __device__ void differentiate(const ScoreTile& c, const ScoreFragment& dp, u32 delta_at) {
-        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM) || (FV_MASK && c.evaluate))
-            multiply_by_gradient<true>(dp, delta_at);
-        else multiply_by_gradient<false>(dp, delta_at);
-    }
-
-    template <bool HIDES>
-    __device__ void multiply_by_gradient(const ScoreFragment& dp, u32 delta_at) {
+    // From dP to dS; `delta_at` is the smem address of the delta of the tile. An entry whose weight is 0, as
+    // that of a hidden one is, has no gradient, also where a non-finite v makes dP and delta NaN.
+    __device__ void differentiate(const ScoreFragment& dp, u32 delta_at) {
         #pragma unroll
         for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
@@ -240,12 +233,12 @@ struct Scores {
                 const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
                 #pragma unroll
                 for (int n = 0; n < WARPS_S.columns; ++n) {
-                    const bool hidden = HIDES && p(m, n, i) == 0.f;
-                    const float d = hidden ? 0.f : dropped(dp[m][n][i], m, n, i) - delta;
+                    const float d = dropped(dp[m][n][i], m, n, i) - delta;
 #if FV_DSCORE && FV_CAPTURES
-                    weight[m][n][i] *= d;   // dS before the derivative of the score
+                    // dS before the derivative of the score
+                    weight[m][n][i] = weight[m][n][i] == 0.f ? 0.f : weight[m][n][i] * d;
 #endif
-                    g[m][n][i] *= d;
+                    g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
                 }
             }
     }
