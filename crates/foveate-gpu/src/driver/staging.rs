@@ -13,7 +13,7 @@
 use std::ptr;
 use std::time::Duration;
 
-use super::memory::Pinned;
+use super::pinned::Pinned;
 use super::stream::{Event, Stream};
 use crate::error::GpuError;
 
