@@ -1,15 +1,22 @@
 //! What kernels took when somebody last looked: `conformance/kernel-resources.toml`.
+//!
+//! A row holds what makes a kernel slower when it grows, and nothing that every change of a few
+//! instructions moves. Registers are recorded by class: the most that a thread may take while an SM
+//! holds as many CTAs. Local memory counts from what the planner allows. So a row changes when a
+//! kernel loses or wins occupancy, starts to spill, or is planned otherwise.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::{fmt, fs};
 
-use super::list::{Checked, ListedKernel};
 use foveate_cuda::compile::check::Taken;
 use foveate_cuda::compile::config::Config;
+use foveate_cuda::compile::resources::{LOCAL_BYTES_ALLOWED, Resources};
 use foveate_gpu::Arch;
+use foveate_gpu::profile::{Profile, REGISTERS_PER_THREAD};
 use serde::{Deserialize, Serialize};
 
+use super::list::{ARCHS, Checked, ListedKernel};
 use crate::failure::Failure;
 
 /// The table as it was when this program was built.
@@ -29,7 +36,8 @@ pub fn rows(kernel: &ListedKernel, found: &Checked) -> impl Iterator<Item = (Str
     })
 }
 
-/// What one entry point took: a line of numbers, so that the table is short enough to be read.
+/// What is recorded of one entry point: a line of numbers, so that the table is short enough to be
+/// read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "[u32; 7]", into = "[u32; 7]")]
 struct Row {
@@ -38,10 +46,36 @@ struct Row {
 }
 
 impl Row {
-    fn new(config: &Config, taken: Taken) -> Self {
+    fn new(arch: Arch, config: &Config, taken: Taken) -> Self {
         let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+        let spills = taken.local_bytes > LOCAL_BYTES_ALLOWED;
+        let taken = Taken {
+            registers: register_class(arch, config, taken),
+            local_bytes: if spills { taken.local_bytes } else { 0 },
+            shared_bytes: taken.shared_bytes,
+        };
         Self { tiles: [tile_q, tile_kv, warps, stages].map(|n| n as u32), taken }
     }
+}
+
+/// The most registers of a thread with which an SM of `arch` holds as many CTAs as with those taken.
+fn register_class(arch: Arch, config: &Config, taken: Taken) -> u32 {
+    let (_, card) =
+        ARCHS.iter().find(|(listed, _)| *listed == arch).expect("a listed architecture");
+    let profile = Profile::named(card).expect("each architecture is listed with a card");
+    let ctas = |registers: u32| {
+        let resources = Resources {
+            threads: config.threads(),
+            shared_bytes: taken.shared_bytes as usize,
+            shared: Vec::new(),
+            registers: registers as usize,
+            needed: 0,
+        };
+        resources.occupancy(&profile).blocks
+    };
+    let now = ctas(taken.registers);
+    let more = taken.registers..=REGISTERS_PER_THREAD as u32;
+    more.take_while(|&registers| ctas(registers) == now).last().unwrap_or(taken.registers)
 }
 
 impl From<[u32; 7]> for Row {
@@ -72,9 +106,6 @@ pub enum Standing {
     Worse,
 }
 
-/// Registers of a thread by which a kernel may grow: they are given out in units of eight.
-const ALLOWED_MORE_REGISTERS: u32 = 8;
-
 impl Table {
     /// The table that was built in.
     pub fn recorded() -> Result<Self, Failure> {
@@ -87,13 +118,14 @@ impl Table {
         let Some(row) = self.0.get(&arch.to_string()).and_then(|rows| rows.get(name)) else {
             return Standing::New;
         };
-        if row.tiles != Row::new(config, *taken).tiles {
+        let now = Row::new(arch, config, *taken);
+        if row.tiles != now.tiles {
             return Standing::Changed;
         }
-        let worse = taken.registers > row.taken.registers + ALLOWED_MORE_REGISTERS
-            || taken.local_bytes > row.taken.local_bytes
-            || taken.shared_bytes > row.taken.shared_bytes;
-        match (worse, row.taken == *taken) {
+        let worse = now.taken.registers > row.taken.registers
+            || now.taken.local_bytes > row.taken.local_bytes
+            || now.taken.shared_bytes > row.taken.shared_bytes;
+        match (worse, *row == now) {
             (true, _) => Standing::Worse,
             (false, true) => Standing::Recorded,
             (false, false) => Standing::Changed,
@@ -109,18 +141,18 @@ impl Table {
     pub fn record(&mut self, kernel: &ListedKernel, found: &Checked) {
         let table = self.0.entry(kernel.arch.to_string()).or_default();
         for (name, taken) in rows(kernel, found) {
-            table.insert(name, Row::new(&found.config, taken));
+            table.insert(name, Row::new(kernel.arch, &found.config, taken));
         }
     }
 
     /// Writes the table, a line for each entry point.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
-        let mut text = String::from(
-            "# What the kernels that the planner chooses take of an SM, or those that run\n\
-             # in place of what took more than planned.\n\
-             # `foveate kernels check` compares with it, with --update it writes it. The numbers:\n\
-             # queries and keys of a tile, warps, stages; bytes of shared memory of a block,\n\
-             # registers and bytes of local memory of a thread.\n",
+        let mut text = format!(
+            "# What the kernels that the planner chooses take of an SM, or those that run in place of\n\
+             # what took more than planned. `foveate kernels check` compares with it, with --update it\n\
+             # writes it. The numbers: queries and keys of a tile, warps, stages; bytes of shared\n\
+             # memory of a CTA; the most registers of a thread with which an SM holds as many CTAs as\n\
+             # with those taken; bytes of local memory of a thread, 0 up to {LOCAL_BYTES_ALLOWED}.\n",
         );
         for (arch, rows) in &self.0 {
             text += &format!("\n[{arch}]\n");
@@ -155,7 +187,8 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
         let kernel = &list(HOPPER, true).unwrap()[0];
-        let config = Config::new(Kernel::Delta, Elem::Bf16, 64, 64);
+        // Eight warps: with up to 128 registers a thread, an SM holds two CTAs; with up to 80 three.
+        let config = Config { warps: 8, ..Config::new(Kernel::Delta, Elem::Bf16, 64, 64) };
         let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
         let more = Taken { registers: 50, ..taken };
         let entries = vec![("fv_delta".to_owned(), taken), ("fv_row_weight_sum".to_owned(), more)];
@@ -173,11 +206,14 @@ mod tests {
             table.standing(HOPPER, &name, &found.config, &taken)
         };
         assert_eq!(with(|_| ()), Standing::Recorded);
-        assert_eq!(with(|t| t.registers += 8), Standing::Changed);
-        assert_eq!(with(|t| t.registers += 9), Standing::Worse);
-        assert_eq!(with(|t| t.local_bytes += 1), Standing::Worse);
+        assert_eq!(with(|t| t.registers = 128), Standing::Recorded);
+        assert_eq!(with(|t| t.registers = 81), Standing::Recorded);
+        assert_eq!(with(|t| t.registers = 129), Standing::Worse);
+        assert_eq!(with(|t| t.registers = 80), Standing::Changed);
+        assert_eq!(with(|t| t.local_bytes = LOCAL_BYTES_ALLOWED), Standing::Recorded);
+        assert_eq!(with(|t| t.local_bytes = LOCAL_BYTES_ALLOWED + 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
-        assert_eq!(with(|t| t.local_bytes = 0), Standing::Changed);
+        assert_eq!(with(|t| t.shared_bytes -= 1), Standing::Changed);
         let second = format!("{name}: row_weight_sum");
         assert_eq!(table.standing(HOPPER, &second, &found.config, &more), Standing::Recorded);
         assert_eq!(table.standing(HOPPER, &second, &found.config, &taken), Standing::Worse);
