@@ -5,13 +5,16 @@
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
+use std::sync::{Arc, Mutex};
 use std::{env, fs};
 
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
     DeviceOperands, DeviceTensor, Element, Engine, Queue,
 };
-use foveate_gpu::driver::{Allocation, Graph};
+use foveate_gpu::GpuError;
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Allocation, Allocator, Graph};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
@@ -243,6 +246,63 @@ fn memory_that_outlives_its_queue_goes_to_others_behind_the_last_work_on_it() {
     fs::remove_file(&busy).unwrap();
     call(&second);
     assert_eq!(second.pool().take(BYTES).unwrap().address(), address);
+}
+
+/// Gives out parts of one allocation, and counts what is out.
+#[derive(Debug)]
+struct Parts {
+    whole: Allocation,
+    /// Bytes given out so far, and how many parts are out.
+    state: Mutex<(u64, usize)>,
+}
+
+// SAFETY: the parts are apart, of memory that lives as long as the allocator, and used once.
+unsafe impl Allocator for Parts {
+    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
+        let (used, out) = &mut *self.state.lock().unwrap();
+        let address = self.whole.address().next_multiple_of(256) + *used;
+        *used += (bytes as u64).next_multiple_of(256);
+        assert!(*used + 256 <= self.whole.bytes() as u64, "the parts are used up");
+        *out += 1;
+        Ok(address)
+    }
+
+    unsafe fn free(&self, _: Address, _: usize, _: usize) {
+        self.state.lock().unwrap().1 -= 1;
+    }
+}
+
+#[test]
+fn passes_take_all_memory_from_the_allocator_of_their_queue() {
+    if !inside("passes_take_all_memory_from_the_allocator_of_their_queue") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let whole = engine.queue().pool().take(24 << 20).unwrap();
+    let parts = Arc::new(Parts { whole, state: Mutex::default() });
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("allocations");
+    let allocations = || fs::read_to_string(&log).unwrap().lines().count();
+    let before = allocations();
+    let queue = engine.new_queue().unwrap().with_allocator(parts.clone());
+    let both = || {
+        plan.forward_on(&queue, &tensors.forward)?;
+        plan.backward_on(&queue, &backward)
+    };
+    both().unwrap();
+    let used = || parts.state.lock().unwrap().0;
+    let first = used();
+    assert!(first > 0 && parts.state.lock().unwrap().1 > 0, "block lists are kept for the queue");
+    Graph::record(queue.stream(), both).unwrap();
+    assert!(used() > first, "scratch of recorded calls is the allocator's too");
+    drop(queue);
+    drop(plan);
+    assert_eq!(parts.state.lock().unwrap().1, 0, "all is given back");
+    assert_eq!(allocations(), before);
 }
 
 #[test]
