@@ -108,7 +108,7 @@ impl Engine {
     /// refuses the source.
     pub fn compiled(&self, source: &str, arch: Arch) -> Result<Arc<Compiled>, GpuError> {
         let info = self.device.info();
-        arch.check_runs_on(&info.name, info.capability)?;
+        info.check_arch(arch)?;
         let compiler = Compiler::get()?;
         check_driver(compiler.version(), info.driver)?;
         Cache::get().compile(compiler, source, arch)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::free_list::SharedFreeList;
 use super::sys::{Driver, Handle};
 use crate::arch::Arch;
-use crate::error::GpuError;
+use crate::error::{GpuError, GpuErrorKind};
 
 /// A GPU with its primary context. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -251,5 +251,50 @@ impl DeviceInfo {
     /// capability alone.
     pub fn arch(&self) -> Arch {
         Arch::new(self.capability)
+    }
+
+    /// Whether the device runs machine code for `arch`.
+    ///
+    /// # Errors
+    /// [`GpuErrorKind::Architecture`] with both.
+    pub fn check_arch(&self, arch: Arch) -> Result<(), GpuError> {
+        let (device, capability) = (self.name.clone(), self.capability);
+        match arch.runs_on(capability) {
+            true => Ok(()),
+            false => Err(GpuErrorKind::Architecture { arch, device, capability }.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_does_not_run_an_architecture_is_named_with_the_one_it_runs() {
+        let said = |name: &str, capability, arch: Arch| {
+            let info = DeviceInfo {
+                name: name.into(),
+                capability,
+                sms: 142,
+                shared_bytes_per_block: 101_376,
+                shared_bytes_per_sm: 102_400,
+                shared_bytes_reserved: 1024,
+                registers_per_sm: 65_536,
+                l2_bytes: 96 << 20,
+                memory_bytes: 48 << 30,
+                driver: (13, 0),
+            };
+            info.check_arch(arch).map_err(|e| e.to_string())
+        };
+        let hopper = Arch::new((9, 0));
+        assert_eq!(said("NVIDIA H200", (9, 0), hopper.specific()), Ok(()));
+        assert_eq!(
+            said("NVIDIA L40S", (8, 9), hopper.specific()).unwrap_err(),
+            "a kernel for sm_90a runs on compute capability 9.0 alone, but NVIDIA L40S has 8.9; \
+             compile it for sm_89"
+        );
+        let plain = said("NVIDIA B200", (10, 0), hopper).unwrap_err();
+        assert!(plain.starts_with("a kernel for sm_90 runs on compute capability 9.0 to 9.9, but"));
     }
 }

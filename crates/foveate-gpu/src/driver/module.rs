@@ -37,7 +37,7 @@ impl Module {
     /// # Errors
     /// [`GpuErrorKind::Architecture`]; when it is no cubin; those of the driver.
     pub fn load(device: &Device, arch: Arch, cubin: &[u8]) -> Result<Self, GpuError> {
-        arch.check_runs_on(&device.info().name, device.info().capability)?;
+        device.info().check_arch(arch)?;
         let driver = device.current()?;
         if !cubin.starts_with(b"\x7fELF") {
             return Err(GpuError::argument("the kernel's machine code is damaged: no ELF file"));
