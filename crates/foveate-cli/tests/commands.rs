@@ -250,11 +250,11 @@ fn the_kernels_of_dropout_are_explained() {
     assert!(out.contains("dropout    0.1\n"), "{out}");
     let (_, json, _) = run(&[&line[..], &["--json"]].concat());
     let found: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(found["class"]["keep"], true);
+    assert_eq!(found["class"]["dropout"], true);
     let (_, on_cpu, _) =
         run(&"explain --heads 2 --len 9 --dim 8 --dropout 0.25".split(' ').collect::<Vec<_>>());
     assert!(on_cpu.contains("dropout    0.25\n"), "{on_cpu}");
-    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["keep"], true);
+    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["dropout"], true);
 }
 
 /// The case of torchtune #2113: FlexAttention has no valid choice for this backward.
