@@ -20,7 +20,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Build(build::Args),
+    Build(Box<build::Args>),
     Check(check::Args),
 }
 
