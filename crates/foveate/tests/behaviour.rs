@@ -1,18 +1,16 @@
 //! Plans as users meet them: positions, packed sequences, run-time values, options.
 
 use foveate::mods::expr::{b, h, kv, q, scalar, score};
+use foveate::tensor::random::Random;
 use foveate::{
     Attention, Buffer, DType, Device, Expr, Forward, Layout, MaskMod, Plan, Positions, Problem,
     ScoreMod, Tensor, TensorRef, closure,
 };
 
-/// Elements in [-1, 1) from a counter: what a seed gives is the same everywhere.
+/// Elements in [-1, 1): what a seed gives is the same everywhere.
 fn random(seed: u64, dtype: DType, shape: [usize; 4]) -> Tensor {
-    let mut state = seed;
-    Tensor::from_fn(dtype, shape, |_| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (state >> 40) as f64 / f64::from(1 << 23) - 1.0
-    })
+    let mut random = Random::new(seed);
+    Tensor::from_fn(dtype, shape, |_| random.signed())
 }
 
 fn masked(expr: Expr<bool>) -> MaskMod {

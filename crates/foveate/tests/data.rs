@@ -2,6 +2,7 @@
 //! destinations of the caller's and sums over several calls, against the f64 oracle.
 
 use foveate::mods::expr::{h, score};
+use foveate::tensor::random::Random;
 use foveate::{
     Attention, Buffer, Device, ForwardRef, GradientsMut, Layout, Plan, Problem, ScoreMod, Tensor,
     TensorMut, TensorRef, masks,
@@ -14,14 +15,13 @@ const OUT: [usize; 4] = [2, 4, 5, 6];
 const ROWS: [usize; 3] = [2, 4, 5];
 const SINK: [f32; 4] = [0.3, -0.2, 0.1, 0.7];
 
-/// Numbers of about -1 to 1, from a hash.
-fn numbers(seed: u32, len: usize) -> Vec<f32> {
-    let number = |i: u32| (i ^ seed.rotate_left(16)).wrapping_mul(0x9E37_79B9).rotate_left(13);
-    let number = |i: u32| number(number(i)) as i32 as f32 / 2f32.powi(31);
-    (0..len as u32).map(number).collect()
+/// Random numbers in `[-1, 1)`.
+fn numbers(seed: u64, len: usize) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    (0..len).map(|_| random.signed() as f32).collect()
 }
 
-fn tensor(seed: u32, shape: [usize; 4]) -> Tensor {
+fn tensor(seed: u64, shape: [usize; 4]) -> Tensor {
     Tensor::from_vec(numbers(seed, shape.iter().product()), shape).expect("as many as the shape")
 }
 

@@ -1,9 +1,10 @@
 //! A checkpoint folder as other tools write them, made here from nothing but the format's
-//! descriptions: no code of Foveate touches it.
+//! descriptions: of Foveate only the generator of random numbers is used.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use foveate::tensor::random::Random;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
@@ -73,18 +74,15 @@ fn tensors(s: &Sizes) -> Vec<(String, Vec<usize>)> {
 pub type Stored = (String, Vec<usize>, Vec<u8>);
 
 /// Random weights in bf16, large enough that every part of the model shows in the loss.
-pub fn random(s: &Sizes, mut seed: u64) -> Vec<Stored> {
-    let mut unit = || {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (seed >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-    };
+pub fn random(s: &Sizes, seed: u64) -> Vec<Stored> {
+    let mut random = Random::new(seed);
     let mut stored = Vec::new();
     for (name, shape) in tensors(s) {
         let norm = shape.len() == 1;
         let spread = if norm { 0.5 } else { 3.0 / (shape[1] as f32).sqrt() };
         let elems: usize = shape.iter().product();
         let value = |u: f32| if norm { 1.0 + spread * u } else { spread * u };
-        let bytes = (0..elems).flat_map(|_| bf16(value(unit()))).collect();
+        let bytes = (0..elems).flat_map(|_| bf16(value(0.5 * random.signed() as f32))).collect();
         stored.push((name, shape, bytes));
     }
     stored
