@@ -98,7 +98,7 @@ impl Pool {
         Self { timeout: limit, ..self.clone() }
     }
 
-    /// The same memory for what is kept until [`Self::is_finished`]: it does not keep the end of the
+    /// The same memory for what is kept until its work is finished: it does not keep the end of the
     /// stream's work from being marked. Whoever uses it has one that does beside it.
     pub fn downgrade(&self) -> Self {
         Self { _user: None, ..self.clone() }

@@ -87,7 +87,7 @@ impl Machine {
     }
 
     /// Evaluates the entries `rows × columns` of the tile, a strip of at most
-    /// [`Self::strip_rows`]. `columns` begins at a multiple of [`LANES`]; all of its last group is
+    /// [`Self::strip_rows`]. `columns` begins at a multiple of `LANES`; all of its last group is
     /// computed. Indices out of range count where `live`, everywhere in the tile without.
     ///
     /// # Panics
