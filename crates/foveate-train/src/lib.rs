@@ -23,7 +23,7 @@
 //! len = 256
 //! ";
 //! let recipe = Recipe::parse(text, "example.toml", &["train.steps=10".to_owned()])?;
-//! assert_eq!(recipe.train.steps, 10);
+//! assert_eq!(recipe.train.steps, Some(10));
 //! let refused = Recipe::parse(text, "example.toml", &["train.stesp=10".to_owned()]).unwrap_err();
 //! assert!(refused.to_string().contains("stesp"));
 //! # Ok::<(), foveate_train::TrainError>(())
