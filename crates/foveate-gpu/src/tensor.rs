@@ -71,7 +71,8 @@ impl<const N: usize> DeviceTensor<N> {
     fn step(&self) -> u64 {
         let layout = &self.layout;
         let bytes = self.dtype.bytes() as u64;
-        let mut bits = self.start() | 16;
+        let first = layout.at([0; N]).wrapping_mul(self.dtype.bytes()) as u64;
+        let mut bits = self.address.wrapping_add(first) | 16;
         for axis in (0..N.saturating_sub(1)).filter(|&axis| layout.shape[axis] > 1) {
             bits |= layout.strides[axis] as u64 * bytes;
         }
