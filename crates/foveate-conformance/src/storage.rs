@@ -1,5 +1,8 @@
 //! Where the operands of a case lie in memory: buffers and layouts, before there is any data.
 
+#[cfg(test)]
+mod tests;
+
 use foveate_tensor::{Layout, Order, PackedShape, QkvPacked};
 
 use crate::case::Case;

@@ -73,6 +73,7 @@
 //! - [`kernel`]: kernels that are compared with their plan, and their launches;
 //! - [`DeviceTensor`], [`DeviceArray`], [`access`]: what lies in device memory, and the checks of it
 //!   that come before every launch;
+//! - [`tma`]: which of those tensors the copy engine moves, and by which tensor map;
 //! - [`blas`], [`nccl`]: matrix products and transfers between GPUs.
 
 #![deny(clippy::undocumented_unsafe_blocks)]
@@ -96,6 +97,7 @@ pub mod profile;
 mod queue;
 pub mod sync;
 mod tensor;
+pub mod tma;
 
 pub use arch::Arch;
 pub use array::{DeviceArray, Element};

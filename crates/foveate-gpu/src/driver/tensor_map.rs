@@ -44,7 +44,7 @@ pub struct Tiled<'a> {
 
 /// How 16-byte parts of a tile's rows change places in shared memory, so that a column of parts
 /// meets no bank twice. The name is the span in which they do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Swizzle {
     /// They stay.
     None,
@@ -80,7 +80,7 @@ pub enum Fill {
 
 impl Swizzle {
     /// Bytes of the span, the most that the innermost axis of a tile fills; `None` without one.
-    fn span(self) -> Option<u64> {
+    pub(crate) fn span(self) -> Option<u64> {
         match self {
             Self::None => None,
             Self::Bytes32 => Some(32),

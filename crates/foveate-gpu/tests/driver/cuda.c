@@ -246,12 +246,22 @@ int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsi
 #endif
 #ifndef WITHOUT_OPTIONAL
 /* A map of 16 words holds what it was made of: numbers of the enumerations by bytes; the address; 5
- * dims; 4 strides; 5 and 5 halves of words for tile and element strides. */
+ * dims; 4 strides; 5 and 5 halves of words for tile and element strides. What a driver refuses it
+ * refuses, as "CUDA Driver API, Tensor Map Object Management" says. */
 int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, void *address, const unsigned long long *dims,
                            const unsigned long long *strides, const unsigned *tile, const unsigned *steps, int interleave,
                            int swizzle, int promotion, int fill) {
     unsigned *halves = (unsigned *)(map + 11);
-    if ((size_t)map % 64 || rank < 1 || rank > 5) return 1;
+    static const unsigned bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2}; /* by CUtensorMapDataType */
+    if ((size_t)map % 64 || rank < 1 || rank > 5 || type < 0 || type > 9) return 1;
+    if (!address || (size_t)address % 16 || interleave || swizzle < 0 || swizzle > 3) return 1;
+    unsigned row = tile[0] * bytes[type];
+    if (row % 16 || (swizzle && row > 16u << swizzle) || (fill && type < 6)) return 1;
+    for (unsigned i = 0; i < rank; i++) {
+        if (dims[i] < 1 || dims[i] > 1ull << 32 || tile[i] < 1 || tile[i] > 256) return 1;
+        if (steps[i] < 1 || steps[i] > 8) return 1;
+        if (i + 1 < rank && (!strides[i] || strides[i] % 16 || strides[i] >> 40)) return 1;
+    }
     memset(map, 0, 128);
     map[0] = (unsigned)type | rank << 8 | (unsigned)interleave << 16 | (unsigned)swizzle << 24;
     map[0] |= (unsigned long long)promotion << 32 | (unsigned long long)fill << 40;
