@@ -123,7 +123,7 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         (
             "explain --heads 4 --len 99 --dim 128 --dtype f16 --device l40s --backward \
              --kernel backward.tile_q=64 --kernel backward.tile_kv=128 --kernel backward.warps=8",
-            "tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
+            "tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a CTA can have 101376",
         ),
         ("mask causal --len 9 --svg nowhere/mask.svg", "nowhere/mask.svg cannot be written"),
     ] {
@@ -264,10 +264,10 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
     let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
     assert_eq!(code, Some(0), "{err}");
     for said in [
-        "device     l40s (sm_89): 142 SMs, 101376 B of shared memory a block",
+        "device     l40s (sm_89): 142 SMs, 101376 B of shared memory a CTA",
         "of 101376 B: k, v ",
         "per SM, ",
-        "refused    tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376",
+        "refused    tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a CTA can have 101376",
     ] {
         assert!(out.contains(said), "`{said}` is not in\n{out}");
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use foveate_reference::{NotFinite, Rule};
+use foveate_reference::{NonFinite, Rule};
 use foveate_tensor::DType;
 use serde::Deserialize;
 use toml::Value;
@@ -86,7 +86,7 @@ pub struct Case {
     /// Numbers put into operands after the random fill.
     #[serde(default)]
     pub set: Vec<Override>,
-    /// Gradients may be non-finite where gold is finite, too; see [`NotFinite::Kept`].
+    /// Gradients may be non-finite where gold is finite, too; see [`NonFinite::Kept`].
     #[serde(default)]
     pub spreads: bool,
     /// The score goes through something like tanh: factor 3 on the largest error of half types.
@@ -180,8 +180,8 @@ impl Case {
     }
 
     /// What its gradients may do with non-finite numbers.
-    pub fn nonfinite(&self) -> NotFinite {
-        if self.spreads { NotFinite::Kept } else { NotFinite::Same }
+    pub fn nonfinite(&self) -> NonFinite {
+        if self.spreads { NonFinite::Kept } else { NonFinite::Same }
     }
 
     /// Where its random data starts: a hash of the name, so that no other case changes it.

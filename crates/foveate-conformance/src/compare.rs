@@ -1,6 +1,6 @@
 //! What is wrong with the results of a backend.
 
-use foveate_reference::{NotFinite, Rule, Tolerance};
+use foveate_reference::{NonFinite, Rule, Tolerance};
 use foveate_tensor::{DType, Data, Layout, Slice, TensorRef, indices};
 
 /// A line for each result that is wrong.
@@ -26,10 +26,10 @@ impl Mismatches {
         &mut self,
         name: &str,
         dtype: DType,
-        not_finite: NotFinite,
+        non_finite: NonFinite,
         [gold, low, ours]: [&[f64]; 3],
     ) {
-        let found = Tolerance { dtype, rule: self.rule, not_finite }.measure(gold, low, ours);
+        let found = Tolerance { dtype, rule: self.rule, non_finite }.measure(gold, low, ours);
         if !found.passes() {
             self.lines.push(format!("{name}: {found}"));
         }

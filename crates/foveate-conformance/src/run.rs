@@ -1,7 +1,7 @@
 //! Runs cases.
 
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Sequence, Spec};
-use foveate_reference::{Forward, Gradients, NotFinite, Upstream, backward, forward, low};
+use foveate_reference::{Forward, Gradients, NonFinite, Upstream, backward, forward, low};
 use foveate_tensor::{DType, Data, Layout, Tensor, TensorError, TensorMut, TensorRef};
 use rayon::prelude::*;
 
@@ -147,7 +147,7 @@ impl<'a> Problem<'a> {
         let Answers { gold, low, statistics, .. } = &self.answers;
         wrong.outside("out", &out, &[layout]);
         let view = TensorRef::new(&out, layout).map_err(text)?;
-        wrong.compare("out", dtype, NotFinite::Same, [&gold.out, &low.out, &row_major(&view)]);
+        wrong.compare("out", dtype, NonFinite::Same, [&gold.out, &low.out, &row_major(&view)]);
         let coarse = self.case.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };
         for (name, gold, low, ours) in [
@@ -155,7 +155,7 @@ impl<'a> Problem<'a> {
             ("max_score", &gold.max_score, &statistics.max_score, &max_score),
         ] {
             let low = if coarse { &rounded_to_f16(gold) } else { low };
-            wrong.compare(name, precision, NotFinite::Same, [gold, low, &ours.to_f64()]);
+            wrong.compare(name, precision, NonFinite::Same, [gold, low, &ours.to_f64()]);
         }
         Ok(Saved { out, lse })
     }

@@ -235,13 +235,13 @@ fn rows_in<'a>(
     buffer: &'a mut [f32],
 ) -> Rows<'a> {
     let (layout, count) = (t.layout(), keys.len());
-    let place = |r| operands.key_place(kv_head.keys.batch, kv_head.keys.start + keys.start + r);
+    let place = |r| operands.locate_key(kv_head.keys.batch, kv_head.keys.start + keys.start + r);
     let ([b, first], [last_b, last]) = (place(0), place(count - 1));
     let follow = operands.pages.is_none() || (b, first + count - 1) == (last_b, last);
-    let folded = layout.fold.is_some_and(|fold| fold.axis >= 2);
+    let grouped = layout.groups.is_some_and(|groups| groups.axis >= 2);
     if layout.strides[3] == 1
         && layout.shape[3] == dim
-        && !folded
+        && !grouped
         && follow
         && count <= t.shape()[2]
     {

@@ -64,7 +64,7 @@ impl Mods {
             score: score.as_ref().map(|s| TileProgram::compile(s.program())),
             gradient: score.as_ref().map(Gradient::new),
             bounds: score.as_ref().and_then(bounds),
-            dropout_keep: dropout.as_ref().map(|d| of_mask(d.keep())),
+            dropout_keep: dropout.as_ref().map(|d| of_mask(d.keep_mask())),
         }
     }
 

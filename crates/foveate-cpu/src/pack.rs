@@ -204,7 +204,7 @@ pub const fn operand_elems<T: Format>(n: usize, dim: usize) -> [usize; 2] {
 
 /// Whether the numbers of a row are consecutive.
 fn is_dense(layout: &Layout<4>) -> bool {
-    layout.strides[3] == 1 && layout.fold.is_none_or(|fold| fold.axis != 3)
+    layout.strides[3] == 1 && layout.groups.is_none_or(|groups| groups.axis != 3)
 }
 
 /// The vectors from `[b, h, s]` on in place, if they are of the format, dense, `dim` long and
@@ -216,7 +216,7 @@ pub fn neighbours<'a, T: Format>(
 ) -> Option<Matrix<'a, T>> {
     let layout = t.layout();
     let follow = layout.shape[3] == dim && layout.strides[2] == dim;
-    if !follow || layout.strides[3] != 1 || layout.fold.is_some() {
+    if !follow || layout.strides[3] != 1 || layout.groups.is_some() {
         return None;
     }
     T::stored(t, layout.at([b, h, s, 0])).map(|data| Matrix::rows(data, dim / T::WIDTH))
@@ -476,7 +476,7 @@ pub fn load_keys<T: Format>(
     let rows = into.chunks_exact_mut(dim / T::WIDTH).take(keys.len());
     for (r, row) in rows.enumerate() {
         let place = kv_head.keys.start + keys.start + r;
-        let [b, s] = operands.key_place(kv_head.keys.batch, place);
+        let [b, s] = operands.locate_key(kv_head.keys.batch, place);
         T::load_row(t, [b, kv_head.h_kv, s], row);
     }
 }

@@ -147,7 +147,7 @@ impl<'a, const N: usize> OutputTiles<'a, N> {
 /// The caller takes part even when it is not a thread of the pool: it would sleep otherwise, and
 /// would have to be woken at the end. Schedulers that wake two threads at once were seen to put both
 /// on one core for milliseconds, also a thread that last ran on the caller's core. So one thread more
-/// is woken than there are places, and the first to run take the places.
+/// is woken than there are slots, and the first to run take the slots.
 pub fn run<T: Send, S>(
     tasks: impl Iterator<Item = T> + Send,
     state: impl Fn() -> S + Sync,
@@ -167,13 +167,13 @@ pub fn run<T: Send, S>(
     if others == 0 {
         return share();
     }
-    let places = AtomicUsize::new(others);
-    let has_place = |left: usize| left.checked_sub(1);
+    let slots = AtomicUsize::new(others);
+    let has_slot = |left: usize| left.checked_sub(1);
     rayon::in_place_scope(|scope| {
-        // A thread that waits for the caller's core comes too late for a place.
+        // A thread that waits for the caller's core comes too late for a slot.
         for _ in 0..others + 1 {
             scope.spawn(|_| {
-                if places.fetch_update(Ordering::Relaxed, Ordering::Relaxed, has_place).is_ok() {
+                if slots.fetch_update(Ordering::Relaxed, Ordering::Relaxed, has_slot).is_ok() {
                     share();
                 }
             });

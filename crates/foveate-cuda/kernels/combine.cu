@@ -27,21 +27,21 @@ fv_combine(const __grid_constant__ ForwardParams p) {
         const i64 first = sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
         // Each lane reduces every 32nd split to row_max and row_sum.
         float row_max = -infinity();
-        for (int i = lane; i < p.splits; i += 32) row_max = max_or_nan(row_max, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int i = lane; i < p.kv_splits; i += 32) row_max = max_or_nan(row_max, __ldg(p.partial_max + i * p.partial_rows + first));
         for (int step = 16; step > 0; step /= 2) row_max = max_or_nan(row_max, __shfl_xor_sync(0xffffffff, row_max, step));
         const float reference = row_max == -infinity() ? 0.f : row_max;
         auto weight = [&](int i) {
-            return i < p.splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - reference) * LOG2_E) : 0.f;
+            return i < p.kv_splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - reference) * LOG2_E) : 0.f;
         };
         float row_sum = 0.f;
-        for (int i = lane; i < p.splits; i += 32) row_sum += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
+        for (int i = lane; i < p.kv_splits; i += 32) row_sum += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
         for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(0xffffffff, row_sum, step);
 
         float2 sum[COLUMNS];
         for (int c = 0; c < COLUMNS; ++c) sum[c] = make_float2(0.f, 0.f);
-        for (int from = 0; from < p.splits; from += 32) {
+        for (int from = 0; from < p.kv_splits; from += 32) {
             const float mine = weight(from + lane);
-            const int count = min(32, p.splits - from);
+            const int count = min(32, p.kv_splits - from);
             const float* partial = p.partial_out + (from * p.partial_rows + first) * FV_DV;
             #pragma unroll 8
             for (int i = 0; i < count; ++i, partial += p.partial_rows * FV_DV) {

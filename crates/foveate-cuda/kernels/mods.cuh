@@ -25,7 +25,7 @@ struct Exact {
     __device__ explicit Exact(float v) : v(v) {}
 };
 
-// The coordinates that a block does not change.
+// The coordinates that a CTA does not change.
 struct Place {
     Int b, h, h_kv, q_len, kv_len;
 };

@@ -68,12 +68,12 @@ struct ForwardParams {
     float scale;              // on q.k
     int heads_q, heads_kv;
     int tile_count;
-    int heads_together;       // heads that the schedule interleaves at each tile; see WorkItem
+    int interleaved_heads;    // heads that the schedule interleaves at each tile; see WorkItem
     // Split-KV: CTA z computes KV split z of a tile's live tiles and writes partial results that are
-    // not normalised: out [splits, partial_rows, FV_DV], row_max and the sum of e^(score - row_max),
-    // [splits, partial_rows] each. Row q of a head is partial row
+    // not normalised: out [kv_splits, partial_rows, FV_DV], row_max and the sum of e^(score - row_max),
+    // [kv_splits, partial_rows] each. Row q of a head is partial row
     // q_batch * partial_batch + head * partial_head + q_start + q.
-    int splits;
+    int kv_splits;
     float* partial_out;
     float* partial_max;
     float* partial_sum;
@@ -114,13 +114,13 @@ struct SequencesParams {
     const int* cu_q;             // [count + 1] where sequences begin, and where the last one ends
     const int* cu_k;
     Sequence* sequences;         // [count + 1] to be written; the last is empty
-    Tile* tiles;                 // [room] to be written, tiles of queries or of keys
+    Tile* tiles;                 // [tile_capacity] to be written, tiles of queries or of keys
     int* report;                 // reports offsets that were clamped: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
     int count;
     int rows_q, rows_k;          // of the tensors
     int longest_q, longest_k;    // of a sequence
     int side, of_keys;           // queries of a tile, or keys
-    int room;
+    int tile_capacity;
 };
 
 struct RangeTableParams {

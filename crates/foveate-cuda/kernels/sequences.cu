@@ -75,12 +75,12 @@ extern "C" __global__ void __launch_bounds__(SEQUENCE_THREADS) fv_sequences(cons
             p.sequences[i] = {i, 0, 0, q.start, q.length, k.start, k.length, tiles + before.here - own, q.start / 16 * 16 + 16 * i};
         tiles += before.all;
     }
-    if (threadIdx.x == 0) p.sequences[p.count] = {0, 0, 0, 0, 0, 0, 0, p.room, 0};
+    if (threadIdx.x == 0) p.sequences[p.count] = {0, 0, 0, 0, 0, 0, 0, p.tile_capacity, 0};
     __syncthreads();
 
-    for (int place = threadIdx.x; place < p.room; place += SEQUENCE_THREADS) {
+    for (int slot = threadIdx.x; slot < p.tile_capacity; slot += SEQUENCE_THREADS) {
         Tile tile = {p.count, 0};
-        const int row = tiles - 1 - place;
+        const int row = tiles - 1 - slot;
         if (row >= 0) {
             // The last sequence that begins at the row or before it.
             int sequence = 0, end = p.count;
@@ -91,6 +91,6 @@ extern "C" __global__ void __launch_bounds__(SEQUENCE_THREADS) fv_sequences(cons
             }
             tile = {sequence, row - p.sequences[sequence].first_row};
         }
-        p.tiles[place] = tile;
+        p.tiles[slot] = tile;
     }
 }

@@ -138,13 +138,13 @@ impl AotKernel<'_> {
         &self,
         compile: impl Fn(&str) -> Result<Arc<Compiled>, GpuError>,
     ) -> Result<Vec<(Config, String)>, CudaError> {
-        let settled = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+        let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let sources = self.sources(candidate)?;
             let (config, text) = &sources[0];
             let compiled = compile(text)?;
             Ok((config.clone(), sources, compiled))
         })?;
-        let (_, sources, _) = settled.made;
+        let (_, sources, _) = selected.made;
         sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;
         Ok(sources)
     }

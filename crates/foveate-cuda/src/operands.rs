@@ -165,11 +165,11 @@ impl<'a> DeviceOperands<'a> {
                 )));
             }
         }
-        let room = pages.entries.saturating_mul(page_size);
-        let fits = |len: i32| usize::try_from(len).is_ok_and(|len| len <= room);
+        let capacity = pages.entries.saturating_mul(page_size);
+        let fits = |len: i32| usize::try_from(len).is_ok_and(|len| len <= capacity);
         if let Some(len) = pages.lengths.iter().find(|&&len| !fits(len)) {
             return Err(CudaError::argument(format!(
-                "a batch entry has {len} keys in {} pages of {page_size}; it can have 0 to {room}",
+                "a batch entry has {len} keys in {} pages of {page_size}; it can have 0 to {capacity}",
                 pages.entries
             )));
         }
@@ -302,21 +302,21 @@ pub(crate) fn view(tensor: &DeviceTensor, name: &str, group: usize) -> Result<Vi
     let [batch, mut head, row, elem] = tensor.layout.strides.map(|s| s as i64);
     let mut data = tensor.start();
     let mut between = 0;
-    if let Some(fold) = tensor.layout.fold {
-        let (entry, outer) = (fold.first % fold.inner, fold.outer as i64);
-        let inside = |h: usize| (fold.first + h) % fold.inner;
-        data += ((fold.first / fold.inner * fold.outer) as u64 + entry as u64 * head as u64)
+    if let Some(groups) = tensor.layout.groups {
+        let (entry, outer) = (groups.first % groups.inner, groups.outer as i64);
+        let inside = |h: usize| (groups.first + h) % groups.inner;
+        data += ((groups.first / groups.inner * groups.outer) as u64 + entry as u64 * head as u64)
             * tensor.dtype.bytes() as u64;
         let heads = tensor.layout.shape[1];
-        if fold.inner == 1 {
+        if groups.inner == 1 {
             head = outer;
-        } else if entry == 0 && fold.inner == group {
+        } else if entry == 0 && groups.inner == group {
             between = outer - group as i64 * head;
-        } else if inside(heads.saturating_sub(1)) < entry || entry + heads > fold.inner {
+        } else if inside(heads.saturating_sub(1)) < entry || entry + heads > groups.inner {
             return Err(CudaError::argument(format!(
                 "the heads of {name} come in groups of {} that start at head {entry} of one, \
                  but {group} query heads share a key head; cut them at whole groups",
-                fold.inner
+                groups.inner
             )));
         }
     }

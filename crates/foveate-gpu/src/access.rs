@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Mutex;
 
-use foveate_tensor::{Fold, Layout};
+use foveate_tensor::{GroupedAxis, Layout};
 
 use crate::abi::Address;
 use crate::array::DeviceArray;
@@ -44,7 +44,7 @@ pub struct Accesses(Vec<Access>);
 const MOST_PIECES: usize = 1 << 22;
 
 /// Pairs of tensors that are remembered to be apart.
-const MOST_KNOWN: usize = 1 << 14;
+const MAX_CHECKED: usize = 1 << 14;
 
 impl Accesses {
     /// Adds an array that is read.
@@ -129,7 +129,7 @@ impl Accesses {
             shape: std::array::from_fn(|i| axis(t.layout.shape, i, 1)),
             strides: std::array::from_fn(|i| axis(t.layout.strides, i, 0)),
             offset: t.layout.offset,
-            fold: t.layout.fold.map(|fold| Fold { axis: fold.axis + pad, ..fold }),
+            groups: t.layout.groups.map(|groups| GroupedAxis { axis: groups.axis + pad, ..groups }),
         };
         self.0.push(Access {
             name: name.to_owned(),
@@ -152,11 +152,11 @@ impl Accesses {
     }
 
     /// Whether every destination is apart from everything else. What has been found apart once is
-    /// in `known`, and not looked at again: tensors that interleave take a while.
+    /// in `checked`, and not looked at again: tensors that interleave take a while.
     ///
     /// # Errors
     /// [`crate::GpuErrorKind::Argument`] naming the first two that overlap.
-    pub fn check_apart(&self, known: &Mutex<HashSet<u64>>) -> Result<(), GpuError> {
+    pub fn check_apart(&self, checked: &Mutex<HashSet<u64>>) -> Result<(), GpuError> {
         for (i, one) in self.0.iter().enumerate() {
             for other in &self.0[i + 1..] {
                 let apart = one.span.1 <= other.span.0 || other.span.1 <= one.span.0;
@@ -164,15 +164,15 @@ impl Accesses {
                     continue;
                 }
                 let pair = one.beside(other);
-                if lock(known).contains(&pair) {
+                if lock(checked).contains(&pair) {
                     continue;
                 }
                 if !one.meets(other) {
-                    let mut known = lock(known);
-                    if known.len() >= MOST_KNOWN {
-                        known.clear();
+                    let mut checked = lock(checked);
+                    if checked.len() >= MAX_CHECKED {
+                        checked.clear();
                     }
-                    known.insert(pair);
+                    checked.insert(pair);
                     continue;
                 }
                 let (written, other) = if one.written { (one, other) } else { (other, one) };
@@ -214,8 +214,8 @@ impl Rows {
     /// The stretches of memory that hold elements.
     fn pieces(&self) -> Option<Vec<(Address, Address)>> {
         let [batch, heads, len, elems] = self.layout.shape;
-        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
-        let whole = (self.layout.strides[3] == 1 && !folded) || elems == 1;
+        let grouped = self.layout.groups.is_some_and(|groups| groups.axis == 3);
+        let whole = (self.layout.strides[3] == 1 && !grouped) || elems == 1;
         let (steps, width) = if whole { (1, elems) } else { (elems, 1) };
         let count = batch.checked_mul(heads)?.checked_mul(len)?.checked_mul(steps)?;
         if count > MOST_PIECES {

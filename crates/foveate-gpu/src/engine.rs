@@ -27,7 +27,7 @@ pub struct Engine {
     kept: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
     loaded: Mutex<HashMap<usize, (Arc<Compiled>, Module)>>,
     /// Foreign memory that the driver has been asked about.
-    known: Mutex<HashSet<(Address, usize)>>,
+    checked: Mutex<HashSet<(Address, usize)>>,
     /// Pairs of tensors that interleave without sharing an element.
     apart: Mutex<HashSet<u64>>,
 }
@@ -50,7 +50,7 @@ impl Engine {
             device,
             kept: Mutex::default(),
             loaded: Mutex::default(),
-            known: Mutex::default(),
+            checked: Mutex::default(),
             apart: Mutex::default(),
         });
         engines.push((ordinal, engine.clone()));
@@ -156,7 +156,7 @@ impl Engine {
 
     /// What [`Accesses::check_apart`](crate::access::Accesses::check_apart) has found about tensors that
     /// interleave.
-    pub fn known_apart(&self) -> &Mutex<HashSet<u64>> {
+    pub fn checked_apart(&self) -> &Mutex<HashSet<u64>> {
         &self.apart
     }
 
@@ -166,16 +166,16 @@ impl Engine {
     /// # Errors
     /// When they are not.
     pub fn check_memory(&self, name: &str, address: Address, bytes: usize) -> Result<(), GpuError> {
-        const MOST_KNOWN: usize = 1 << 14;
-        if lock(&self.known).contains(&(address, bytes)) {
+        const MAX_CHECKED: usize = 1 << 14;
+        if lock(&self.checked).contains(&(address, bytes)) {
             return Ok(());
         }
         self.device.check_address(name, address, bytes)?;
-        let mut known = lock(&self.known);
-        if known.len() >= MOST_KNOWN {
-            known.clear();
+        let mut checked = lock(&self.checked);
+        if checked.len() >= MAX_CHECKED {
+            checked.clear();
         }
-        known.insert((address, bytes));
+        checked.insert((address, bytes));
         Ok(())
     }
 }

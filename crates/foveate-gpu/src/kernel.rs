@@ -2,7 +2,7 @@
 //!
 //! [`Engine::kernel`] compiles a [`KernelSource`] through the cache, compares the machine code with
 //! what its author [`Expected`], and loads it. The front page of this crate shows one from source to
-//! launch. A crate that settles between configurations takes the steps one by one:
+//! launch. A crate that selects among configurations takes the steps one by one:
 //! [`Engine::compiled`], [`Expected::compare`], [`Engine::load`].
 
 use crate::abi::Abi;

@@ -48,7 +48,7 @@
 //!     let mut accesses = Accesses::default();
 //!     accesses.read("x", x)?;
 //!     accesses.write("y", y)?;
-//!     accesses.check_apart(engine.known_apart())?;
+//!     accesses.check_apart(engine.checked_apart())?;
 //!     accesses.check_device(engine)?;
 //!     let source = KernelSource { text: SOURCE.into(), arch: engine.device().info().arch() };
 //!     let kernel = engine.kernel(&source, &EXPECTED)?;

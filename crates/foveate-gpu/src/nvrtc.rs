@@ -87,7 +87,7 @@ pub struct KernelResources {
     pub spill_bytes: u32,
     /// Bytes of local memory a thread (spills included).
     pub local_bytes: u32,
-    /// Bytes of shared memory a block that the source fixes; what is asked for at a launch is
+    /// Bytes of shared memory a CTA that the source fixes; what is asked for at a launch is
     /// not among them.
     pub static_shared_bytes: u32,
 }

@@ -19,18 +19,18 @@ pub struct Profile {
     pub capability: (u32, u32),
     /// Number of SMs.
     pub sms: usize,
-    /// Bytes of shared memory that a block can ask for.
+    /// Bytes of shared memory that a CTA can ask for.
     pub shared_per_block: usize,
     /// Bytes of shared memory of an SM.
     pub shared_per_sm: usize,
-    /// Bytes of shared memory that the system takes of each block.
+    /// Bytes of shared memory that the system takes of each CTA.
     pub shared_reserved: usize,
     /// Registers of an SM, 32 bits each.
     pub registers_per_sm: usize,
     /// Threads that an SM holds at once.
     pub threads_per_sm: usize,
-    /// Blocks that an SM holds at once.
-    pub blocks_per_sm: usize,
+    /// CTAs that an SM holds at once.
+    pub ctas_per_sm: usize,
     /// Bytes of L2.
     pub l2_bytes: usize,
     /// Clock of the SMs under which rates are given, in MHz.
@@ -51,19 +51,19 @@ struct Limits {
     capability: (u32, u32),
     shared_kib: usize,
     threads: usize,
-    blocks: usize,
+    ctas: usize,
 }
 
-/// "Technical Specifications per Compute Capability", CUDA C++ Programming Guide. A block can ask
-/// for all of the shared memory but 1 KiB, which the system takes of each block; there are 64 Ki
+/// "Technical Specifications per Compute Capability", CUDA C++ Programming Guide. A CTA can ask
+/// for all of the shared memory but 1 KiB, which the system takes of each CTA; there are 64 Ki
 /// registers in all of them.
 const LIMITS: [Limits; 6] = [
-    Limits { capability: (8, 0), shared_kib: 164, threads: 2048, blocks: 32 },
-    Limits { capability: (8, 6), shared_kib: 100, threads: 1536, blocks: 16 },
-    Limits { capability: (8, 9), shared_kib: 100, threads: 1536, blocks: 24 },
-    Limits { capability: (9, 0), shared_kib: 228, threads: 2048, blocks: 32 },
-    Limits { capability: (10, 0), shared_kib: 228, threads: 2048, blocks: 32 },
-    Limits { capability: (12, 0), shared_kib: 100, threads: 1536, blocks: 24 },
+    Limits { capability: (8, 0), shared_kib: 164, threads: 2048, ctas: 32 },
+    Limits { capability: (8, 6), shared_kib: 100, threads: 1536, ctas: 16 },
+    Limits { capability: (8, 9), shared_kib: 100, threads: 1536, ctas: 24 },
+    Limits { capability: (9, 0), shared_kib: 228, threads: 2048, ctas: 32 },
+    Limits { capability: (10, 0), shared_kib: 228, threads: 2048, ctas: 32 },
+    Limits { capability: (12, 0), shared_kib: 100, threads: 1536, ctas: 24 },
 ];
 
 /// What differs between cards of one capability.
@@ -160,7 +160,7 @@ impl Profile {
             shared_reserved: info.shared_bytes_reserved as usize,
             registers_per_sm: info.registers_per_sm as usize,
             threads_per_sm: limits.threads,
-            blocks_per_sm: limits.blocks,
+            ctas_per_sm: limits.ctas,
             l2_bytes: info.l2_bytes as usize,
             clock_mhz: like.clock_mhz,
             bf16_tflops: like.bf16_tflops * share,
@@ -179,7 +179,7 @@ impl Profile {
             shared_reserved: 1 << 10,
             registers_per_sm: 1 << 16,
             threads_per_sm: limits.threads,
-            blocks_per_sm: limits.blocks,
+            ctas_per_sm: limits.ctas,
             l2_bytes: card.l2_mib << 20,
             clock_mhz: card.clock_mhz,
             bf16_tflops: card.bf16_tflops,

@@ -76,8 +76,8 @@ impl<const N: usize> DeviceTensor<N> {
         for axis in (0..N.saturating_sub(1)).filter(|&axis| layout.shape[axis] > 1) {
             bits |= layout.strides[axis] as u64 * bytes;
         }
-        if let Some(fold) = layout.fold {
-            bits |= fold.outer as u64 * bytes;
+        if let Some(groups) = layout.groups {
+            bits |= groups.outer as u64 * bytes;
         }
         1 << bits.trailing_zeros()
     }
@@ -89,7 +89,7 @@ impl DeviceTensor<4> {
         let unit = self.layout.strides[3] == 1 || self.layout.shape[3] == 1;
         if self.layout.elems() == 0 {
             16
-        } else if unit && self.layout.fold.is_none_or(|fold| fold.axis != 3) {
+        } else if unit && self.layout.groups.is_none_or(|groups| groups.axis != 3) {
             self.step().min(16) as usize
         } else {
             0
@@ -103,8 +103,8 @@ impl DeviceTensor<3> {
         let mut of = *self;
         of.layout.shape.swap(1, 2);
         of.layout.strides.swap(1, 2);
-        if let Some(fold) = of.layout.fold.as_mut().filter(|fold| fold.axis > 0) {
-            fold.axis = 3 - fold.axis;
+        if let Some(groups) = of.layout.groups.as_mut().filter(|groups| groups.axis > 0) {
+            groups.axis = 3 - groups.axis;
         }
         of
     }

@@ -44,7 +44,7 @@ fn launch(
     threads: u32,
     parameters: &[&[u8]],
 ) -> Result<(), GpuError> {
-    // SAFETY: the tests give the kernels addresses of blocks that outlive the work, or make
+    // SAFETY: the tests give the kernels addresses of allocations that outlive the work, or make
     // launches that are refused.
     unsafe { function.launch(pool.stream(), &Launch::new(grid, threads), parameters) }
 }
@@ -57,19 +57,19 @@ fn bytes(x: &[f32]) -> Vec<u8> {
 fn what_is_written_is_computed_on_and_read_back() {
     let Some((device, pool)) = device() else { return };
     let numbers: Vec<f32> = (0..1000).map(|i| i as f32 * 0.5).collect();
-    let block = pool.upload(&bytes(&numbers)).unwrap();
+    let allocation = pool.upload(&bytes(&numbers)).unwrap();
     let add = kernel(&device, SOURCES, "add");
-    let address = block.address().to_le_bytes();
+    let address = allocation.address().to_le_bytes();
     launch(&add, &pool, [10, 1, 1], 100, &[&address, &2.0f32.to_le_bytes()]).unwrap();
     let mut read = vec![0; 4000];
-    block.read(&mut read, LIMIT).unwrap();
+    allocation.read(&mut read, LIMIT).unwrap();
     let wanted: Vec<f32> = numbers.iter().map(|x| x + 2.0).collect();
     assert_eq!(read, bytes(&wanted));
-    block.fill(0xff).unwrap();
-    block.read(&mut read, LIMIT).unwrap();
+    allocation.fill(0xff).unwrap();
+    allocation.read(&mut read, LIMIT).unwrap();
     assert!(read.iter().all(|&b| b == 0xff));
-    assert!(block.write(&[0; 4001]).is_err());
-    assert!(block.read(&mut [0; 4001], LIMIT).is_err());
+    assert!(allocation.write(&[0; 4001]).is_err());
+    assert!(allocation.read(&mut [0; 4001], LIMIT).is_err());
 }
 
 #[test]
@@ -141,8 +141,8 @@ fn events_take_the_time_and_order_streams() {
 #[test]
 fn addresses_that_are_not_of_the_device_are_told_apart() {
     let Some((device, pool)) = device() else { return };
-    let block = pool.take(1 << 20).unwrap();
-    device.check_address("q", block.address(), 1 << 20).unwrap();
+    let allocation = pool.take(1 << 20).unwrap();
+    device.check_address("q", allocation.address(), 1 << 20).unwrap();
     let said = |address: u64, bytes: usize| {
         device.check_address("q", address, bytes).unwrap_err().to_string()
     };
@@ -152,7 +152,7 @@ fn addresses_that_are_not_of_the_device_are_told_apart() {
     let pinned = Pinned::new(&device, 64).unwrap();
     assert!(pinned.as_slice().iter().all(|&b| b == 0));
     assert!(said(pinned.as_slice().as_ptr() as u64, 64).contains("no device memory"));
-    let past = said(block.address(), 1 << 40);
+    let past = said(allocation.address(), 1 << 40);
     assert!(past.contains("its memory ends"), "{past}");
 }
 

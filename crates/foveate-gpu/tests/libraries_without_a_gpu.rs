@@ -17,11 +17,11 @@ const TIMEOUT: Duration = Duration::from_millis(200);
 /// A product on the driver for tests, and its memory.
 fn product() -> (Result<(), GpuError>, Allocation) {
     let engine = Engine::get(0).unwrap();
-    let block = engine.queue().pool().take(4096).unwrap();
+    let allocation = engine.queue().pool().take(4096).unwrap();
     let square =
-        |i: u64| DeviceTensor::contiguous(block.address() + 1024 * i, DType::F32, [1, 16, 16]);
+        |i: u64| DeviceTensor::contiguous(allocation.address() + 1024 * i, DType::F32, [1, 16, 16]);
     let matmul = Matmul::new(square(0), square(1), square(2));
-    (engine.matmul(engine.queue(), &matmul), block)
+    (engine.matmul(engine.queue(), &matmul), allocation)
 }
 
 fn said<T>(result: Result<T, GpuError>) -> String {
@@ -109,10 +109,10 @@ fn a_product_without_a_kernel_is_described() {
 fn alone() -> (Communicator, Allocation, Transfer) {
     let engine = Engine::get(0).unwrap();
     let among = Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, TIMEOUT).unwrap();
-    let block = engine.queue().pool().take(4000).unwrap();
-    let numbers = Array { address: block.address(), element: Element::F32, len: 1000 };
+    let allocation = engine.queue().pool().take(4000).unwrap();
+    let numbers = Array { address: allocation.address(), element: Element::F32, len: 1000 };
     let reduce = Reduce::Sum;
-    (among, block, Transfer::AllReduce { from: numbers, into: numbers, reduce })
+    (among, allocation, Transfer::AllReduce { from: numbers, into: numbers, reduce })
 }
 
 #[test]

@@ -30,25 +30,29 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
     for bytes in [0, 1, 1000, 4 << 20, (9 << 20) + 7] {
         let given: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let mut data = given.clone();
-        let block = pool.upload(&data).unwrap();
+        let allocation = pool.upload(&data).unwrap();
         data.fill(0xEE);
-        block.read(&mut data, LIMIT).unwrap();
+        allocation.read(&mut data, LIMIT).unwrap();
         assert!(data == given, "{bytes} B");
         if bytes > 10 {
-            block.write_at(3, &[7; 5]).unwrap();
-            block.read_at(2, &mut data[..7], LIMIT).unwrap();
+            allocation.write_at(3, &[7; 5]).unwrap();
+            allocation.read_at(2, &mut data[..7], LIMIT).unwrap();
             assert_eq!(data[..7], [given[2], 7, 7, 7, 7, 7, given[8]]);
-            block.fill(9).unwrap();
-            block.read(&mut data, LIMIT).unwrap();
+            allocation.fill(9).unwrap();
+            allocation.read(&mut data, LIMIT).unwrap();
             assert!(data.iter().all(|&b| b == 9));
         }
-        assert!(block.write_at(1, &given).is_err() && block.read_at(1, &mut data, LIMIT).is_err());
+        assert!(
+            allocation.write_at(1, &given).is_err()
+                && allocation.read_at(1, &mut data, LIMIT).is_err()
+        );
     }
     // More small copies than the chunks hold, all queued before the first is read back.
-    let blocks: Vec<_> = (0..3000u32).map(|i| pool.upload(&[i as u8; 4000]).unwrap()).collect();
-    for (i, block) in blocks.iter().enumerate() {
+    let allocations: Vec<_> =
+        (0..3000u32).map(|i| pool.upload(&[i as u8; 4000]).unwrap()).collect();
+    for (i, allocation) in allocations.iter().enumerate() {
         let mut data = [0; 4000];
-        block.read(&mut data, LIMIT).unwrap();
+        allocation.read(&mut data, LIMIT).unwrap();
         assert_eq!(data, [i as u8; 4000]);
     }
 }
@@ -60,13 +64,13 @@ fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
         return;
     }
     let pool = pool(0);
-    let block = pool.take(100).unwrap();
+    let allocation = pool.take(100).unwrap();
     let record = |work: &dyn Fn() -> Result<(), GpuError>| Graph::record(pool.stream(), work);
     let refused = |what: &str, work: &dyn Fn() -> Result<(), GpuError>| {
         let said = record(work).unwrap_err().to_string();
         assert!(said.starts_with(&format!("{what} cannot be recorded in a graph")), "{said}");
     };
-    refused("a copy between host and device", &|| block.write(&[1; 100]));
+    refused("a copy between host and device", &|| allocation.write(&[1; 100]));
     refused("taking memory of the device", &|| pool.take(1 << 20).map(drop));
     refused("waiting for the device", &|| pool.stream().wait(LIMIT, "nothing"));
     // Memory that is there is given out, and nothing is left recording, whatever happens.
@@ -75,8 +79,8 @@ fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
     let panics = || record(&|| panic!("on purpose"));
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
     let mut found = [0; 100];
-    block.write(&[1; 100]).unwrap();
-    block.read(&mut found, LIMIT).unwrap();
+    allocation.write(&[1; 100]).unwrap();
+    allocation.read(&mut found, LIMIT).unwrap();
     assert_eq!(found, [1; 100]);
 }
 
@@ -102,7 +106,7 @@ fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     assert_eq!(pool.take(60 << 20).unwrap().address(), address, "nothing is lost");
 }
 
-/// Whether a block is given out for one byte more, which an exact pool has no room for.
+/// Whether an allocation is given out for one byte more, which an exact pool has no room for.
 fn serves_nearly_equal_requests() -> bool {
     let pool = pool(0);
     let address = pool.take(1000).unwrap().address();
@@ -130,10 +134,10 @@ fn memory_of_the_host_or_of_another_gpu_is_named() {
         return;
     }
     let (pool, device) = (pool(1), Device::open(0).unwrap());
-    let block = pool.take(1 << 20).unwrap();
-    let said = device.check_address("q", block.address(), 16).unwrap_err().to_string();
+    let allocation = pool.take(1 << 20).unwrap();
+    let said = device.check_address("q", allocation.address(), 16).unwrap_err().to_string();
     assert_eq!(said, "q is on GPU 1, but the work is for GPU 0");
-    pool.stream().device().check_address("q", block.address(), 1 << 20).unwrap();
+    pool.stream().device().check_address("q", allocation.address(), 1 << 20).unwrap();
     let host = [0u8; 16];
     let said = device.check_address("k", host.as_ptr() as u64, 16).unwrap_err().to_string();
     assert!(said.starts_with("k is at 0x") && said.contains("no device memory"), "{said}");
@@ -149,8 +153,8 @@ fn a_device_that_hangs_is_an_error_after_a_time() {
         return;
     }
     let pool = pool(0);
-    let block = pool.take(100).unwrap();
-    let error = block.read(&mut [0; 100], Duration::from_millis(50)).unwrap_err();
+    let allocation = pool.take(100).unwrap();
+    let error = allocation.read(&mut [0; 100], Duration::from_millis(50)).unwrap_err();
     assert!(matches!(error.kind(), GpuErrorKind::Timeout { .. }), "{error}");
 }
 

@@ -388,7 +388,7 @@ impl<'a> Body<'a> {
         let mut passed = Vec::new();
         for arg in args {
             let value = self.expr(arg)?;
-            passed.push(self.call(arg.span(), "settle", &[value]));
+            passed.push(self.call(arg.span(), "resolve", &[value]));
         }
         Ok(quote_spanned! { span=> {
             #[allow(unused_imports)]
@@ -433,7 +433,7 @@ impl<'a> Body<'a> {
             params.push(quote!(#pat: #krate::Expr<#ty>));
         }
         let value = self.expr(&x.body)?;
-        let value = self.call(x.body.span(), "settle", &[value]);
+        let value = self.call(x.body.span(), "resolve", &[value]);
         Ok(quote!(|#(#params),*| #value))
     }
 }

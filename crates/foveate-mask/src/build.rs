@@ -134,7 +134,7 @@ impl Builder<'_> {
     /// usually differ, and then no other row can change what it is. Where an index may be out of
     /// range all rows are evaluated, so that it is met.
     fn evaluate(&mut self, q: Range<i32>, kv: Range<i32>) -> Option<Kind> {
-        let settled = self.bounds.reads_inside(&self.head, q.clone(), kv.clone());
+        let reads_inside = self.bounds.reads_inside(&self.head, q.clone(), kv.clone());
         let (mut any, mut all) = (false, true);
         for rows in [q.start..q.start + 1, q.end - 1..q.end, q] {
             let points = rows.len() as u64 * kv.len() as u64;
@@ -143,7 +143,7 @@ impl Builder<'_> {
             let live = self.bits.count();
             any |= live > 0;
             all &= live == points;
-            if any && !all && settled {
+            if any && !all && reads_inside {
                 break;
             }
         }

@@ -47,8 +47,8 @@ impl Spec {
     pub fn programs(&self) -> impl Iterator<Item = &Program> {
         let mask = self.mask.as_ref().map(|m| m.program());
         let score = self.score.as_ref().map(|s| s.program());
-        let keep = self.dropout.as_ref().map(|d| d.keep().program());
-        [mask, score, keep].into_iter().flatten()
+        let dropout_keep = self.dropout.as_ref().map(|d| d.keep_mask().program());
+        [mask, score, dropout_keep].into_iter().flatten()
     }
 
     /// The buffers of the score that receive a gradient.

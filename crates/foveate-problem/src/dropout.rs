@@ -15,7 +15,7 @@ const P: &str = "dropout_p";
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dropout {
     p: f32,
-    keep: MaskMod,
+    keep_mask: MaskMod,
 }
 
 impl Dropout {
@@ -32,9 +32,10 @@ impl Dropout {
         let seed_hi = scalar("dropout_seed_hi", (seed >> 32) as u32 as i32);
         let counters = [expr::b(), expr::h(), expr::q(), seed_hi, expr::kv()];
         let hash = counters.into_iter().fold(seed_lo, |hash, c: Expr<i32>| hash.mix(c));
-        let keep = hash.unit().ge(scalar(P, p));
-        let keep = MaskMod::new(keep.dynamic()).expect("a comparison without the score is a mask");
-        Self { p, keep }
+        let keep_mask = hash.unit().ge(scalar(P, p));
+        let keep_mask =
+            MaskMod::new(keep_mask.dynamic()).expect("a comparison without the score is a mask");
+        Self { p, keep_mask }
     }
 
     /// Probability that an entry is dropped, in `[0, 1)`. Kept entries are scaled by `1/(1-p)`.
@@ -43,8 +44,8 @@ impl Dropout {
     }
 
     /// The mask of the entries that are kept.
-    pub fn keep(&self) -> &MaskMod {
-        &self.keep
+    pub fn keep_mask(&self) -> &MaskMod {
+        &self.keep_mask
     }
 
     /// The same dropout with another form of its mask: positions substituted, a scalar or a
@@ -56,13 +57,13 @@ impl Dropout {
         &self,
         f: impl FnOnce(&MaskMod) -> Result<MaskMod, ModError>,
     ) -> Result<Self, ModError> {
-        let keep = f(&self.keep)?;
+        let keep_mask = f(&self.keep_mask)?;
         let own = |s: &&Scalar| s.name == P;
-        let p = match keep.program().graph().scalars().iter().find(own).map(|s| s.value) {
+        let p = match keep_mask.program().graph().scalars().iter().find(own).map(|s| s.value) {
             Some(ScalarValue::F32(p)) => p,
             _ => self.p,
         };
-        Ok(Self { p, keep })
+        Ok(Self { p, keep_mask })
     }
 
     /// Factor on the entries that are kept, `1/(1-p)`.
@@ -90,7 +91,7 @@ mod tests {
     #[test]
     fn the_seed_and_p_are_run_time_scalars_not_structure() {
         let dropout = Dropout::new(0.25, 0x0123_4567_89AB_CDEF);
-        let scalars = dropout.keep().program().graph().scalars();
+        let scalars = dropout.keep_mask().program().graph().scalars();
         let value = |name: &str| scalars.iter().find(|s| s.name == name).expect("present").value;
         use foveate_mods::ScalarValue::{F32, I32};
         assert_eq!(value("dropout_seed_lo"), I32(0x89AB_CDEF_u32 as i32));
@@ -98,11 +99,12 @@ mod tests {
         assert_eq!(value("dropout_p"), F32(0.25));
     }
 
-    /// Which of the first 64 keys the rows of a sequence keep.
+    /// Which of the first 64 keys the rows of a sequence keep_mask.
     fn kept(seed: u64, rows: i32) -> Vec<u64> {
-        let keep = Dropout::new(0.5, seed).keep().clone();
+        let keep_mask = Dropout::new(0.5, seed).keep_mask().clone();
         let at = |q, kv| Head { q_len: rows, kv_len: 64, ..Head::default() }.at(q, kv);
-        let bit = |q, kv| keep.program().eval(&at(q, kv)).unwrap()[0] == ScalarValue::Bool(true);
+        let bit =
+            |q, kv| keep_mask.program().eval(&at(q, kv)).unwrap()[0] == ScalarValue::Bool(true);
         (0..rows).map(|q| (0..64).map(|kv| u64::from(bit(q, kv)) << kv).sum()).collect()
     }
 

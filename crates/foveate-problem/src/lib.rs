@@ -243,10 +243,10 @@ pub struct Operands<'a> {
 impl Operands<'_> {
     /// Where row `row` of a sequence's batch entry `k_batch` stands in k and v: its index on the
     /// batch axis and on the length axis.
-    pub fn key_place(&self, k_batch: usize, row: usize) -> [usize; 2] {
+    pub fn locate_key(&self, k_batch: usize, row: usize) -> [usize; 2] {
         match self.pages {
             None => [k_batch, row],
-            Some(pages) => pages.place(k_batch, row, self.k.shape()[2]),
+            Some(pages) => pages.locate(k_batch, row, self.k.shape()[2]),
         }
     }
 }

@@ -65,7 +65,7 @@ impl<'a> Pages<'a> {
     }
 
     /// The page of row `row` of batch entry `b`, and the row in it.
-    pub fn place(&self, b: usize, row: usize, page_size: usize) -> [usize; 2] {
+    pub fn locate(&self, b: usize, row: usize, page_size: usize) -> [usize; 2] {
         [self.table[b * self.entries() + row / page_size] as usize, row % page_size]
     }
 
@@ -113,9 +113,9 @@ mod tests {
         let pages = Pages::new(&[4, 0, 2, 1, -1, -1], &[20, 7]).unwrap();
         assert_eq!((pages.entries(), pages.longest()), (3, 20));
         assert!(pages.check(2, 5, 7).is_ok(), "entries that no key needs may be anything");
-        assert_eq!(pages.place(0, 6, 7), [4, 6]);
-        assert_eq!(pages.place(0, 14, 7), [2, 0]);
-        assert_eq!(pages.place(1, 3, 7), [1, 3]);
+        assert_eq!(pages.locate(0, 6, 7), [4, 6]);
+        assert_eq!(pages.locate(0, 14, 7), [2, 0]);
+        assert_eq!(pages.locate(1, 3, 7), [1, 3]);
         assert!(Pages::new(&[], &[]).unwrap().check(0, 3, 7).is_ok());
     }
 

@@ -70,7 +70,7 @@ impl Spec {
             any = true;
         }
         if let Some(dropout) = &mut spec.dropout
-            && holds(dropout.keep().program())
+            && holds(dropout.keep_mask().program())
         {
             *dropout = dropout.map(|keep| keep.map(f))?;
             any = true;

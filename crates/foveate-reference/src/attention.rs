@@ -71,7 +71,7 @@ pub(crate) fn run<F: Real>(
     let c = F::of;
     let (zero, empty) = (c(0.0), c(f64::NEG_INFINITY));
     let scale = c(spec.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from));
-    let keep = spec.dropout.as_ref().map(Dropout::keep);
+    let keep = spec.dropout.as_ref().map(Dropout::keep_mask);
     let kept_scale = c(spec.dropout.as_ref().map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p()))));
     let learned = spec.score.as_ref().map_or(Vec::new(), |s| learned_loads(s.program()));
 
@@ -108,7 +108,7 @@ pub(crate) fn run<F: Real>(
             let g = h / dims.group();
             let row = (q_batch * heads_q + h) * len_q + q_start + qi;
             let key = |kv: usize| {
-                let [entry, row] = operands.key_place(k_batch, k_start + kv);
+                let [entry, row] = operands.locate_key(k_batch, k_start + kv);
                 (entry * dims.heads_kv + g) * stored_k + row
             };
             let at = |kv: usize, score: F| Point {

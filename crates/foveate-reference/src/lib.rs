@@ -39,7 +39,7 @@ mod tests;
 pub use attention::{Forward, Gradients, Upstream};
 pub use error::{ReferenceError, ReferenceErrorKind};
 pub use real::Real;
-pub use tolerance::{Measure, NotFinite, Rule, Tolerance, unit_roundoff};
+pub use tolerance::{Measure, NonFinite, Rule, Tolerance, unit_roundoff};
 
 use foveate_problem::{Operands, Spec};
 

@@ -9,7 +9,7 @@
 //! of luck: such tensors have the rule of the max only.
 //!
 //! What is infinite or NaN in gold must be the same in ours, and nothing else is; gradients of cases
-//! that say so need only keep it ([`NotFinite`]).
+//! that say so need only keep it ([`NonFinite`]).
 
 use foveate_tensor::DType;
 
@@ -28,7 +28,7 @@ pub enum Rule {
 
 /// What becomes of numbers that are not finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum NotFinite {
+pub enum NonFinite {
     /// They are those of gold.
     #[default]
     Same,
@@ -45,7 +45,7 @@ pub struct Tolerance {
     /// The factor's rule.
     pub rule: Rule,
     /// The rule of what is infinite or NaN.
-    pub not_finite: NotFinite,
+    pub non_finite: NonFinite,
 }
 
 /// Errors found, and what was allowed.
@@ -93,7 +93,7 @@ impl Tolerance {
         let (mut low_max, mut low_sum, mut largest) = (0f64, 0.0, 0f64);
         for (i, ((&g, &l), &o)) in gold.iter().zip(low).zip(ours).enumerate() {
             if !same(g, o) && (!g.is_finite() || !o.is_finite()) {
-                strays += usize::from(self.not_finite == NotFinite::Same || o.is_finite());
+                strays += usize::from(self.non_finite == NonFinite::Same || o.is_finite());
                 continue;
             }
             if error(g, o) > max {
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     const BF16: Tolerance =
-        Tolerance { dtype: DType::BF16, rule: Rule::Plain, not_finite: NotFinite::Same };
+        Tolerance { dtype: DType::BF16, rule: Rule::Plain, non_finite: NonFinite::Same };
 
     #[test]
     fn f32_allows_ten_times_the_plain_error() {
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn what_may_spread_may_not_be_lost() {
-        let kept = Tolerance { not_finite: NotFinite::Kept, ..BF16 };
+        let kept = Tolerance { non_finite: NonFinite::Kept, ..BF16 };
         let (gold, low) = ([1.0, f64::NAN, f64::INFINITY], [1.0, f64::NAN, f64::INFINITY]);
         assert!(kept.measure(&gold, &low, &[f64::NAN, f64::INFINITY, f64::NAN]).passes());
         assert!(!kept.measure(&gold, &low, &[1.0, 0.0, f64::NAN]).passes());

@@ -81,10 +81,10 @@ impl<const N: usize> Tensor<N> {
     /// The tensor for another library, which drops it when it has done with it. Nothing is copied.
     ///
     /// # Errors
-    /// When one of its axes comes in groups, which strides cannot say ([`crate::Fold`]).
+    /// When one of its axes comes in groups, which strides cannot say ([`crate::GroupedAxis`]).
     pub fn into_dlpack(self) -> Result<versioned::Dlpack, TensorError> {
         let layout = *self.layout();
-        if layout.fold.is_some() {
+        if layout.groups.is_some() {
             return Err(refused(
                 "its heads come in groups; `Tensor::from_vec(t.to_vec(), ..)` does not",
             ));

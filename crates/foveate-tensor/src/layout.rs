@@ -2,7 +2,7 @@
 //!
 //! One stride an axis is enough for every order of axes, cut, broadcast and packing but one: the
 //! query heads of an interleaved projection, which come in groups with keys and values between
-//! the groups. [`Fold`] says so, so that these too are a view.
+//! the groups. [`GroupedAxis`] says so, so that these too are a view.
 
 use std::ops::Range;
 
@@ -25,13 +25,13 @@ pub struct Layout<const N: usize = 4> {
     /// Position of the first element.
     pub offset: usize,
     /// An axis whose entries come in groups.
-    pub fold: Option<Fold>,
+    pub groups: Option<GroupedAxis>,
 }
 
 /// Groups of an axis: `inner` entries, `strides[axis]` apart, then the next group, `outer` from
 /// the start of the one before. Entry `i` of the view is entry `first + i` of the groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Fold {
+pub struct GroupedAxis {
     /// The axis.
     pub axis: usize,
     /// Entries of a group, at least 1.
@@ -70,7 +70,7 @@ impl<const N: usize> Layout<N> {
         if elems == 0 {
             return Ok(0..0);
         }
-        if self.fold.is_none() && (0..N).all(along) {
+        if self.groups.is_none() && (0..N).all(along) {
             return Ok(self.offset..self.offset + elems);
         }
         let (shape, strides) = (self.shape.to_vec(), self.strides.to_vec());
@@ -79,7 +79,7 @@ impl<const N: usize> Layout<N> {
 
     /// One stride an axis, from element `offset`.
     pub fn strided(shape: [usize; N], strides: [usize; N], offset: usize) -> Self {
-        Self { shape, strides, offset, fold: None }
+        Self { shape, strides, offset, groups: None }
     }
 
     /// Number of elements of the view; `usize::MAX` when there are more.
@@ -103,8 +103,8 @@ impl<const N: usize> Layout<N> {
         }
         let mut view = *self;
         view.shape[axis] = len;
-        match &mut view.fold {
-            Some(fold) if fold.axis == axis => fold.first += start,
+        match &mut view.groups {
+            Some(groups) if groups.axis == axis => groups.first += start,
             _ if start < n => view.offset += start * self.strides[axis],
             _ => {}
         }
@@ -122,9 +122,9 @@ impl<const N: usize> Layout<N> {
             return Err(TensorErrorKind::Axis { axis, reason }.into());
         }
         let mut view = *self;
-        if let Some(fold) = view.fold.take_if(|fold| fold.axis == axis) {
-            view.offset += fold.first / fold.inner * fold.outer;
-            view.offset += fold.first % fold.inner * self.strides[axis];
+        if let Some(groups) = view.groups.take_if(|groups| groups.axis == axis) {
+            view.offset += groups.first / groups.inner * groups.outer;
+            view.offset += groups.first % groups.inner * self.strides[axis];
         }
         (view.shape[axis], view.strides[axis]) = (n, 0);
         Ok(view)
@@ -140,7 +140,7 @@ impl<const N: usize> Layout<N> {
     pub fn at(&self, index: [usize; N]) -> usize {
         let mut index = index;
         let mut at = self.offset;
-        if let Some(Fold { axis, inner, outer, first }) = self.fold {
+        if let Some(GroupedAxis { axis, inner, outer, first }) = self.groups {
             let entry = first + index[axis];
             at += entry / inner * outer;
             index[axis] = entry % inner;
@@ -157,7 +157,7 @@ impl<const N: usize> Layout<N> {
         for (n, s) in self.axes() {
             last = last.checked_add((n - 1).checked_mul(s)?)?;
         }
-        if let Some(Fold { axis, inner, outer, first }) = self.fold {
+        if let Some(GroupedAxis { axis, inner, outer, first }) = self.groups {
             // The last entry may lie inside a group, so the largest position is its own or that
             // of the last entry of the group before.
             let stride = self.strides[axis];
@@ -174,9 +174,9 @@ impl<const N: usize> Layout<N> {
 
     /// Lengths and strides of the axes that one stride describes.
     fn axes(&self) -> impl Iterator<Item = (usize, usize)> {
-        let folded = self.fold.map(|f| f.axis);
+        let grouped = self.groups.map(|f| f.axis);
         let axes = self.shape.into_iter().zip(self.strides).enumerate();
-        axes.filter(move |(axis, _)| Some(*axis) != folded).map(|(_, axis)| axis)
+        axes.filter(move |(axis, _)| Some(*axis) != grouped).map(|(_, axis)| axis)
     }
 
     /// True when no two elements share memory. Exact for nested strides (every view of a dense
@@ -186,7 +186,7 @@ impl<const N: usize> Layout<N> {
             return true;
         }
         let mut axes: Vec<(usize, usize)> = self.axes().map(|(n, s)| (s, n)).collect();
-        if let Some(Fold { axis, inner, outer, first }) = self.fold {
+        if let Some(GroupedAxis { axis, inner, outer, first }) = self.groups {
             let end = first.saturating_add(self.shape[axis]);
             axes.push((self.strides[axis], if end - first > 1 { inner.min(end) } else { 1 }));
             axes.push((outer, (end - 1) / inner - first / inner + 1));
@@ -204,8 +204,8 @@ impl<const N: usize> Layout<N> {
     }
 
     pub(crate) fn check(&self, len: usize) -> Result<(), TensorError> {
-        let folds = self.fold.is_none_or(|fold| fold.axis < N && fold.inner > 0);
-        let counts = self.elems() < usize::MAX && folds;
+        let grouped = self.groups.is_none_or(|groups| groups.axis < N && groups.inner > 0);
+        let counts = self.elems() < usize::MAX && grouped;
         if counts && self.end().is_some_and(|end| end <= len) {
             return Ok(());
         }
@@ -300,10 +300,10 @@ mod tests {
             .prop_map(|(shape, strides, offset)| Layout::strided(shape, strides, offset))
     }
 
-    fn folded() -> impl Strategy<Value = Layout<4>> {
+    fn grouped() -> impl Strategy<Value = Layout<4>> {
         (any_layout(), 1..4usize, 0..30usize, 0..4usize).prop_map(
             |(layout, inner, outer, first)| Layout {
-                fold: Some(Fold { axis: 1, inner, outer, first }),
+                groups: Some(GroupedAxis { axis: 1, inner, outer, first }),
                 ..layout
             },
         )
@@ -325,7 +325,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn disjoint_is_never_said_of_a_layout_that_repeats_a_position(layout in prop_oneof![any_layout(), folded()]) {
+        fn disjoint_is_never_said_of_a_layout_that_repeats_a_position(layout in prop_oneof![any_layout(), grouped()]) {
             prop_assert!(!layout.is_disjoint() || distinct(&layout));
         }
 
@@ -335,7 +335,7 @@ mod tests {
         }
 
         #[test]
-        fn the_end_is_one_past_the_largest_position(layout in prop_oneof![any_layout(), folded()]) {
+        fn the_end_is_one_past_the_largest_position(layout in prop_oneof![any_layout(), grouped()]) {
             let largest = positions(&layout).into_iter().max();
             prop_assert_eq!(layout.end(), Some(largest.map_or(0, |p| p + 1)));
             prop_assert!(layout.check(layout.end().unwrap()).is_ok());
@@ -361,7 +361,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_cut_of_a_view_holds_the_same_positions(
-            layout in prop_oneof![any_layout(), folded()], start in 0..4usize, len in 0..4usize,
+            layout in prop_oneof![any_layout(), grouped()], start in 0..4usize, len in 0..4usize,
         ) {
             let Ok(cut) = layout.narrowed(1, start, len) else { return Ok(()) };
             for [b, h, s, d] in indices(cut.shape) {
@@ -373,8 +373,8 @@ mod tests {
     #[test]
     fn heads_in_groups_with_others_between_them_are_disjoint() {
         // Three query heads, a key and a value head a group, of 4 elements each.
-        let fold = Some(Fold { axis: 1, inner: 3, outer: 20, first: 0 });
-        let q = Layout { fold, ..Layout::strided([2, 6, 5, 4], [200, 4, 40, 1], 0) };
+        let groups = Some(GroupedAxis { axis: 1, inner: 3, outer: 20, first: 0 });
+        let q = Layout { groups, ..Layout::strided([2, 6, 5, 4], [200, 4, 40, 1], 0) };
         assert!(q.is_disjoint() && distinct(&q));
         assert_eq!(q.at([0, 4, 1, 2]), 40 + 20 + 4 + 2);
     }

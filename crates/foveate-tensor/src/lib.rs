@@ -41,7 +41,7 @@ pub mod view;
 pub use dtype::{DType, Data};
 pub use error::{TensorError, TensorErrorKind};
 pub use float::Float;
-pub use layout::{Fold, Layout, indices};
+pub use layout::{GroupedAxis, Layout, indices};
 pub use packed::{Order, PackedShape, Part, QkvMut, QkvPacked, QkvRef};
 pub use slice::{Slice, SliceMut};
 pub use varlen::{Packing, Varlen};

@@ -59,7 +59,7 @@ impl<'a, const N: usize> TensorRef<'a, N> {
     ///
     /// # Errors
     /// When the elements are of another type than `T`, or an axis comes in groups
-    /// ([`crate::Fold`]), which strides cannot say.
+    /// ([`crate::GroupedAxis`]), which strides cannot say.
     pub fn to_ndarray<T: Float>(&self) -> Result<ArrayView<'a, T, Dim<[usize; N]>>, TensorError>
     where
         Dim<[usize; N]>: Dimension,
@@ -67,8 +67,8 @@ impl<'a, const N: usize> TensorRef<'a, N> {
     {
         let elems = T::of(self.data())
             .ok_or_else(|| TensorErrorKind::DType { found: self.dtype(), asked: T::DTYPE })?;
-        let Layout { shape, strides, offset, fold } = *self.layout();
-        if fold.is_some() {
+        let Layout { shape, strides, offset, groups } = *self.layout();
+        if groups.is_some() {
             return Err(refused("its heads come in groups; copy it with `to_vec`"));
         }
         let shape = shape.into_dimension().strides(strides.into_dimension());

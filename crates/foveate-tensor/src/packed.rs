@@ -6,7 +6,7 @@
 //! be borrowed as three or four destinations.
 
 use crate::error::{TensorError, TensorErrorKind};
-use crate::layout::{Fold, Layout};
+use crate::layout::{GroupedAxis, Layout};
 use crate::slice::{Slice, SliceMut};
 use crate::view::{TensorMut, TensorRef};
 
@@ -198,9 +198,9 @@ impl QkvPacked {
                 Order::Sbhd => [row, step, batch * row, 1],
                 Order::Bshd | Order::Bhsd => [len * total, step * head, row, 1],
             };
-            let fold = Fold { axis: 1, inner, outer: outer * head, first: 0 };
+            let groups = GroupedAxis { axis: 1, inner, outer: outer * head, first: 0 };
             Ok(Layout {
-                fold: (inner < heads).then_some(fold),
+                groups: (inner < heads).then_some(groups),
                 ..Layout::strided([batch, heads, len, width(part)], strides, starts[0] * head)
             })
         };

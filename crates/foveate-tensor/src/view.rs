@@ -110,8 +110,8 @@ impl<'a> TensorRef<'a, 4> {
         debug_assert_eq!(into.len(), self.layout.shape[3]);
         let start = self.layout.at([b, h, s, 0]);
         let n = into.len();
-        let step = match &self.layout.fold {
-            Some(fold) if fold.axis == 3 => None,
+        let step = match &self.layout.groups {
+            Some(groups) if groups.axis == 3 => None,
             _ => Some(self.layout.strides[3]),
         };
         match (self.data, step) {
@@ -128,9 +128,9 @@ impl<'a> TensorRef<'a, 4> {
     /// The vector at `[b, h, s, ..]` where it lies, when it is f32 and its elements are neighbours.
     pub fn row(&self, b: usize, h: usize, s: usize) -> Option<&'a [f32]> {
         let n = self.layout.shape[3];
-        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
+        let grouped = self.layout.groups.is_some_and(|groups| groups.axis == 3);
         match self.data {
-            Slice::F32(v) if (self.layout.strides[3] == 1 && !folded) || n == 1 => {
+            Slice::F32(v) if (self.layout.strides[3] == 1 && !grouped) || n == 1 => {
                 let start = self.layout.at([b, h, s, 0]);
                 v.get(start..start + n)
             }
@@ -315,8 +315,8 @@ impl TensorMut<'_, 4> {
     pub unsafe fn store_row(&self, b: usize, h: usize, s: usize, row: &[f32], accumulate: bool) {
         let [nb, nh, ns, nd] = self.layout.shape;
         assert!(b < nb && h < nh && s < ns && row.len() <= nd, "row inside the shape");
-        let folded = self.layout.fold.is_some_and(|fold| fold.axis == 3);
-        if self.layout.strides[3] == 1 && !folded && !accumulate && !row.is_empty() {
+        let grouped = self.layout.groups.is_some_and(|groups| groups.axis == 3);
+        if self.layout.strides[3] == 1 && !grouped && !accumulate && !row.is_empty() {
             let start = self.layout.at([b, h, s, 0]);
             // SAFETY: the row's elements are neighbours inside the storage by the layout's check;
             // the caller excludes races.
@@ -523,11 +523,11 @@ mod tests {
 
     #[test]
     fn rows_are_read_and_written_alike_whatever_the_dtype_and_steps() {
-        let grouped = crate::Fold { axis: 1, inner: 2, outer: 7, first: 1 };
+        let grouped = crate::GroupedAxis { axis: 1, inner: 2, outer: 7, first: 1 };
         let layouts = [
             Layout::strided([2, 3, 2, 3], [100, 9, 3, 1], 5),
             Layout::strided([2, 3, 2, 3], [1, 2, 6, 12], 0),
-            Layout { fold: Some(grouped), ..Layout::strided([2, 3, 2, 3], [40, 3, 20, 1], 2) },
+            Layout { groups: Some(grouped), ..Layout::strided([2, 3, 2, 3], [40, 3, 20, 1], 2) },
         ];
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
             for layout in layouts {

@@ -215,7 +215,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
         (Elem::F32, _) if !usual => long(&[Plain, Learned]),
         _ => ends,
     };
-    // At 128 a plan settles on another tile than the one that is listed.
+    // At 128 the spill fallback takes another tile than the one that is listed.
     if dims == (64, 64) && dtype != Elem::F16 {
         all.push((Buckets, Long));
     }
@@ -422,28 +422,28 @@ impl ListedKernel {
         TilesOf(&self.choice.chosen.config).to_string()
     }
 
-    /// Compiles the kernel, unless `cache` has it, compares it with its plan, and settles on
+    /// Compiles the kernel, unless `cache` has it, compares it with its plan, and selects
     /// another configuration as a plan does where it takes more.
     ///
     /// # Errors
     /// Those of the compiler; when every configuration takes more than was planned.
     pub fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
-        let settled = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+        let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let config = candidate.config.clone();
             let text = source(&config, &self.mods.source(&config)?);
             Ok((config, (), cache.compile(compiler, &text, self.arch)?))
         })?;
-        let (config, (), compiled) = settled.made;
-        if !settled.holds {
-            let reason = settled.note.unwrap_or_default();
+        let (config, (), compiled) = selected.made;
+        if !selected.holds {
+            let reason = selected.note.unwrap_or_default();
             return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
         }
-        let planned = &settled.candidate.resources;
+        let planned = &selected.candidate.resources;
         let mut entries: Vec<_> =
             compiled.kernels.iter().map(|e| (e.name.clone(), taken(planned, e))).collect();
         let main = config.kernel.entry().name();
         entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
-        Ok(Checked { config, entries, note: settled.note })
+        Ok(Checked { config, entries, note: selected.note })
     }
 }
 

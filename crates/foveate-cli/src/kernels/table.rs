@@ -71,7 +71,7 @@ fn register_class(arch: Arch, config: &Config, taken: Taken) -> u32 {
             registers: registers as usize,
             needed: 0,
         };
-        resources.occupancy(&profile).blocks
+        resources.occupancy(&profile).ctas
     };
     let now = ctas(taken.registers);
     let more = taken.registers..=REGISTERS_PER_THREAD as u32;

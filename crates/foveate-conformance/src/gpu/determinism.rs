@@ -66,9 +66,9 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
     let mut random = Random::new(4224);
     let mut operand = |shape: [usize; 4]| -> Result<(Allocation, DeviceTensor), CudaError> {
         let bytes = bf16_bytes(&mut random, shape.iter().product());
-        let block = queue.pool().upload(&bytes)?;
-        let tensor = DeviceTensor::contiguous(block.address(), DType::BF16, shape);
-        Ok((block, tensor))
+        let allocation = queue.pool().upload(&bytes)?;
+        let tensor = DeviceTensor::contiguous(allocation.address(), DType::BF16, shape);
+        Ok((allocation, tensor))
     };
     let (_q, q) = operand(dims.q_shape())?;
     let (_k, k) = operand(dims.k_shape())?;
@@ -78,7 +78,7 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
         Ok(queue.pool().take(shape.iter().product::<usize>() * dtype.bytes())?)
     };
     let [b, h, s] = dims.row_shape();
-    let blocks = [
+    let allocations = [
         result(dims.out_shape(), DType::BF16)?,
         result([1, b, h, s], DType::F32)?,
         result(dims.q_shape(), DType::BF16)?,
@@ -86,8 +86,9 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
         result(dims.v_shape(), DType::BF16)?,
         result([1, 1, 1, len_k], DType::F32)?,
     ];
-    let at = |i: usize, shape| DeviceTensor::contiguous(blocks[i].address(), DType::BF16, shape);
-    let lse = DeviceTensor::contiguous(blocks[1].address(), DType::F32, dims.row_shape());
+    let at =
+        |i: usize, shape| DeviceTensor::contiguous(allocations[i].address(), DType::BF16, shape);
+    let lse = DeviceTensor::contiguous(allocations[1].address(), DType::F32, dims.row_shape());
     let operands = DeviceOperands::new(q, k, v);
     let forward = DeviceForward { operands, out: at(0, dims.out_shape()), lse, max_score: None };
     let backward = DeviceBackward {
@@ -103,18 +104,18 @@ fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> O
         d_sink: None,
         d_captures: vec![(
             "bias",
-            DeviceTensor::contiguous(blocks[5].address(), DType::F32, [len_k]),
+            DeviceTensor::contiguous(allocations[5].address(), DType::F32, [len_k]),
         )],
     };
     let names = ["out", "lse", "dq", "dk", "dv", "the gradient of bias"];
     let mut first: Vec<Vec<u8>> = Vec::new();
     for run in 0..repeats {
-        blocks.iter().try_for_each(|block| block.fill(0xFF))?;
+        allocations.iter().try_for_each(|allocation| allocation.fill(0xFF))?;
         plan.forward_on(queue, &forward)?;
         plan.backward_on(queue, &backward)?;
-        for (i, block) in blocks.iter().enumerate() {
-            let mut bytes = vec![0; block.bytes()];
-            block.read(&mut bytes, timeout)?;
+        for (i, allocation) in allocations.iter().enumerate() {
+            let mut bytes = vec![0; allocation.bytes()];
+            allocation.read(&mut bytes, timeout)?;
             if run == 0 {
                 if bytes.chunks_exact(4).any(|word| word == [0xFF; 4]) {
                     return Ok(Err(format!("{} was not written everywhere", names[i])));

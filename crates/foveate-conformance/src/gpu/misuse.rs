@@ -144,7 +144,7 @@ fn out_of_memory(engine: &Arc<Engine>) -> Outcome {
     let mut step = 1usize << 36;
     while step >= 1 << 21 {
         match queue.pool().take(step) {
-            Ok(block) => hogs.push(block),
+            Ok(allocation) => hogs.push(allocation),
             Err(_) => step /= 2,
         }
     }

@@ -32,8 +32,9 @@ pub fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
     let (q, k, v, table) =
         (upload(&queries_of)?, upload(&keys)?, upload(&values)?, upload(&table_bytes)?);
     let (out, lse) = (queue.pool().take(queries_of.len())?, queue.pool().take(4 * 2 * 2 * 3)?);
-    let tensor =
-        |block: &Allocation, shape| DeviceTensor::contiguous(block.address(), DType::BF16, shape);
+    let tensor = |allocation: &Allocation, shape| {
+        DeviceTensor::contiguous(allocation.address(), DType::BF16, shape)
+    };
     let dims = Dims { batch: 2, len_q: queries, ..dims(heads, 100) };
     let spec = Spec { mask: None, score: None, scale: None, dropout: None };
     let options = CudaOptions::default();

@@ -29,7 +29,7 @@ pub fn dims(heads_q: usize, len: usize) -> Dims {
 
 /// Operands and destinations of one problem on a queue.
 pub struct Tensors {
-    blocks: Vec<Allocation>,
+    allocations: Vec<Allocation>,
     dims: Dims,
 }
 
@@ -37,25 +37,25 @@ impl Tensors {
     pub fn new(queue: &Queue, dims: Dims, seed: u64) -> Result<Self, CudaError> {
         let mut random = Random::new(seed);
         let elems = dims.q_shape().iter().product();
-        let mut blocks = Vec::new();
+        let mut allocations = Vec::new();
         for _ in 0..4 {
-            blocks.push(queue.pool().upload(&bf16_bytes(&mut random, elems))?);
+            allocations.push(queue.pool().upload(&bf16_bytes(&mut random, elems))?);
         }
         for bytes in [2 * elems, 4 * elems / dims.dim, 2 * elems, 2 * elems, 2 * elems] {
-            let block = queue.pool().take(bytes)?;
-            block.fill(0xFF)?;
-            blocks.push(block);
+            let allocation = queue.pool().take(bytes)?;
+            allocation.fill(0xFF)?;
+            allocations.push(allocation);
         }
-        Ok(Self { blocks, dims })
+        Ok(Self { allocations, dims })
     }
 
     fn at(&self, i: usize) -> DeviceTensor {
-        let address = self.blocks[i].address();
+        let address = self.allocations[i].address();
         DeviceTensor::contiguous(address, DType::BF16, self.dims.q_shape())
     }
 
     pub fn forward(&self) -> DeviceForward<'static> {
-        let lse = self.blocks[5].address();
+        let lse = self.allocations[5].address();
         DeviceForward {
             operands: DeviceOperands::new(self.at(0), self.at(1), self.at(2)),
             out: self.at(4),
@@ -83,13 +83,13 @@ impl Tensors {
 
     /// Makes every result NaN.
     pub fn clear(&self) -> Result<(), CudaError> {
-        Ok(self.blocks[4..].iter().try_for_each(|block| block.fill(0xFF))?)
+        Ok(self.allocations[4..].iter().try_for_each(|allocation| allocation.fill(0xFF))?)
     }
 
     /// The bytes of tensor `i`: q, k, v, d_out, out, lse, dq, dk, dv.
     pub fn read(&self, i: usize) -> Result<Vec<u8>, CudaError> {
-        let mut bytes = vec![0; self.blocks[i].bytes()];
-        self.blocks[i].read(&mut bytes, CudaOptions::default().timeout)?;
+        let mut bytes = vec![0; self.allocations[i].bytes()];
+        self.allocations[i].read(&mut bytes, CudaOptions::default().timeout)?;
         Ok(bytes)
     }
 }

@@ -41,10 +41,10 @@ pub fn run(tool: &str) -> Result<bool, String> {
     let launched = || -> Result<(), GpuError> {
         let engine = Engine::get(0)?;
         let queue = engine.queue();
-        let block = queue.pool().take(4 * ELEMS)?;
+        let allocation = queue.pool().take(4 * ELEMS)?;
         let compiled = engine.compiled(SOURCE, engine.device().info().arch())?;
         let kernel = engine.load(&compiled, entry, 0)?;
-        let address = block.address().to_le_bytes();
+        let address = allocation.address().to_le_bytes();
         let threads = ELEMS as u32 + 1;
         // SAFETY: wrong on purpose. Allocations start at multiples of 256 bytes, so nobody else's
         // memory follows the 400 bytes at once.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use foveate_cpu::{CpuError, CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, ScoreMod};
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Spec};
-use foveate_reference::{NotFinite, Rule, Tolerance, Upstream, low};
+use foveate_reference::{NonFinite, Rule, Tolerance, Upstream, low};
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor, Varlen};
 
@@ -158,7 +158,7 @@ impl Case {
         let gold_grad = foveate_reference::backward(&spec, &operands, &upstream).expect("gold");
         let plain_grad = low::backward(&spec, &operands, &upstream).expect("low");
         let compare = |what: &str, dtype, gold: &[f64], low: &[f64], ours: &[f64]| {
-            let measure = Tolerance { dtype, rule: self.rule, not_finite: NotFinite::Same }
+            let measure = Tolerance { dtype, rule: self.rule, non_finite: NonFinite::Same }
                 .measure(gold, low, ours);
             // The mean error of a few sums is chance; it says something of whole tensors.
             let few = gold.len() < 64 && measure.strays == 0 && measure.max <= measure.max_allowed;

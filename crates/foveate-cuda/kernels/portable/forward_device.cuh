@@ -43,14 +43,14 @@ static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
 // The tile and the head of a CTA. CTAs start in the order of blockIdx, and the first tiles of a mask have
-// the most live tiles: p.heads_together heads are interleaved at each tile, so that the longest CTAs start
+// the most live tiles: p.interleaved_heads heads are interleaved at each tile, so that the longest CTAs start
 // first and short ones fill the last wave.
 struct WorkItem {
     u32 tile, head;
 
     __device__ static WorkItem of(const ForwardParams& p) {
         if constexpr (!FV_MASK) return {blockIdx.x, blockIdx.y};
-        const u32 tiles = gridDim.x, together = p.heads_together, first = blockIdx.y / together * together;
+        const u32 tiles = gridDim.x, together = p.interleaved_heads, first = blockIdx.y / together * together;
         const u32 heads = min(together, gridDim.y - first), number = (blockIdx.y - first) * tiles + blockIdx.x;
         return {number / heads, first + number % heads};
     }
@@ -80,8 +80,8 @@ struct Steps {
         if constexpr (FV_KV_SPLIT) {
             int live_tiles = end;
             for (int i = 0; i < left; ++i) live_tiles += __ldg(&runs[i].count_kind) >> 1;
-            int from = int(i64(live_tiles) * kv_split / p.splits);
-            budget = int(i64(live_tiles) * (kv_split + 1) / p.splits) - from;
+            int from = int(i64(live_tiles) * kv_split / p.kv_splits);
+            budget = int(i64(live_tiles) * (kv_split + 1) / p.kv_splits) - from;
             while (from > 0) {
                 open();
                 int skipped = min(from, end - tile);

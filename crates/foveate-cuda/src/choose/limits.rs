@@ -9,7 +9,7 @@ use crate::compile::config::Elem;
 use crate::error::CudaError;
 use foveate_gpu::profile::Profile;
 
-/// Query heads of a launch: blocks along its second axis.
+/// Query heads of a launch: CTAs along its second axis.
 const MOST_HEADS: usize = 65535;
 
 /// Whether a device can run problems of these sizes, and its name for their dtype.

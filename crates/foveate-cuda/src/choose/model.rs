@@ -1,9 +1,9 @@
 //! Modelled time of a launch, to rank configurations that fit.
 //!
-//! One step of a block (a tile of queries against a tile of keys) takes so many cycles of the
-//! tensor cores, of shared memory, of the units for powers, and of the path to L2. Blocks on one SM
+//! One step of a CTA (a tile of queries against a tile of keys) takes so many cycles of the
+//! tensor cores, of shared memory, of the units for powers, and of the path to L2. CTAs on one SM
 //! share these units, so a round in which each makes a step takes as long as the busiest unit, but
-//! never less than one block alone needs for its own chain of dependent parts. Launches are waves of
+//! never less than one CTA alone needs for its own chain of dependent parts. Launches are waves of
 //! such rounds.
 //!
 //! The model is there to rank, within one kernel and one device. It knows nothing of clocks under
@@ -35,7 +35,7 @@ const ROW_CYCLES: f64 = 2.0;
 /// Cycles of a step in which units idle because nothing is issued to them: starting copies, finding
 /// the next tile, barriers.
 const ISSUED: f64 = 200.0;
-/// Cycles of a block before its first and after its last step.
+/// Cycles of a CTA in its prologue and its epilogue.
 const ENDS: f64 = 3000.0;
 
 /// Keys of a KV split below which joining costs more than it gains.
@@ -51,11 +51,11 @@ struct Step {
 
 /// Whether the tiles of a launch are too few for all SMs while smaller ones are not.
 pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
-    blocks(config, sizes) < profile.sms
+    ctas(config, sizes) < profile.sms
 }
 
-/// Blocks of a launch.
-fn blocks(config: &Config, sizes: &Sizes) -> usize {
+/// CTAs of a launch.
+fn ctas(config: &Config, sizes: &Sizes) -> usize {
     let tiles = match config.kernel.owns_keys() {
         true => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
         false => sizes.queries.div_ceil(config.queries()) * (sizes.heads_q / config.heads()),
@@ -66,10 +66,10 @@ fn blocks(config: &Config, sizes: &Sizes) -> usize {
 /// KV splits of a forward: more than one where tiles of queries alone leave SMs
 /// idle; `resident` of them are on one at a time.
 pub fn kv_splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
-    let blocks = blocks(config, sizes);
-    let room = profile.sms * resident.max(1);
+    let ctas = ctas(config, sizes);
+    let slots = profile.sms * resident.max(1);
     let most = sizes.keys / LEAST_KEYS_OF_SPLIT;
-    if blocks == 0 || 2 * blocks > room { 1 } else { (room / blocks).min(most).max(1) }
+    if ctas == 0 || 2 * ctas > slots { 1 } else { (slots / ctas).min(most).max(1) }
 }
 
 /// Microseconds of a launch without a mask.
@@ -78,17 +78,17 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
         true => config.group * sizes.queries.div_ceil(config.tile_q),
         false => sizes.keys.div_ceil(config.tile_kv),
     };
-    let resident = resources.occupancy(profile).blocks.max(1);
+    let resident = resources.occupancy(profile).ctas.max(1);
     let kv_splits = match config.kernel == Kernel::Forward {
         true => kv_splits(profile, config, resident, sizes),
         false => 1,
     };
     let steps = steps.div_ceil(kv_splits) as f64;
     let step = Step::of(profile, config);
-    let blocks = blocks(config, sizes) * kv_splits;
-    let a_round = |blocks: usize| ENDS + steps * step.round(config, blocks);
-    let full = blocks / (profile.sms * resident);
-    let left = blocks - full * profile.sms * resident;
+    let ctas = ctas(config, sizes) * kv_splits;
+    let a_round = |ctas: usize| ENDS + steps * step.round(config, ctas);
+    let full = ctas / (profile.sms * resident);
+    let left = ctas - full * profile.sms * resident;
     let cycles = full as f64 * a_round(resident)
         + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 };
     (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
@@ -176,13 +176,13 @@ impl Step {
         }
     }
 
-    /// Cycles in which each of `blocks` on one SM makes a step.
-    fn round(&self, config: &Config, blocks: usize) -> f64 {
+    /// Cycles in which each of `ctas` on one SM makes a step.
+    fn round(&self, config: &Config, ctas: usize) -> f64 {
         let busiest = self.tensor.max(self.shared).max(self.scores).max(self.sums);
         // A warp has a quarter of the units to itself.
         let alone = (4.0 / config.warps as f64).max(1.0);
         let chain = (self.tensor.max(self.shared) + self.scores) * alone + WAITS[config.stages - 1];
-        let shared = blocks as f64 * (busiest + ISSUED);
+        let shared = ctas as f64 * (busiest + ISSUED);
         // The longer of the two, and a little more where both are about as long.
         (shared.powi(6) + chain.powi(6)).powf(1.0 / 6.0)
     }

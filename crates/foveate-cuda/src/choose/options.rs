@@ -11,7 +11,7 @@ pub struct TileOptions {
     pub tile_q: Option<usize>,
     /// Keys of a tile.
     pub tile_kv: Option<usize>,
-    /// Warps of a block.
+    /// Warps of a CTA.
     pub warps: Option<usize>,
     /// Tiles of the main loop's axis that smem holds.
     pub stages: Option<usize>,

@@ -64,7 +64,7 @@ pub struct KernelPlan {
     pub kv_splits: usize,
 }
 
-/// Blocks that a launch can have along its third axis.
+/// CTAs that a launch can have along its third axis.
 const MAX_KV_SPLITS: usize = 65535;
 
 impl KernelPlan {
@@ -100,11 +100,11 @@ impl KernelPlan {
         let mut forward = choose(Kernel::Forward)?;
         let kv_splits = options.kv_splits.unwrap_or_else(|| {
             let Candidate { config, occupancy, .. } = &forward.chosen;
-            model::kv_splits(profile, config, occupancy.blocks, sizes)
+            model::kv_splits(profile, config, occupancy.ctas, sizes)
         });
         if !(1..=MAX_KV_SPLITS).contains(&kv_splits) {
             return Err(CudaError::argument(format!(
-                "kv_splits is {kv_splits}; keys are split over 1 to {MAX_KV_SPLITS} blocks"
+                "kv_splits is {kv_splits}; keys are split over 1 to {MAX_KV_SPLITS} CTAs"
             )));
         }
         let kv_split = kv_splits > 1;
@@ -119,11 +119,11 @@ impl KernelPlan {
     }
 
     /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
-    /// blocks then come first whatever head they are of, so that light ones end the launch
+    /// CTAs then come first whatever head they are of, so that light ones end the launch
     /// together. Enough heads for the device to be filled four times, and no more, for the keys of
     /// those under way to stay in the cache.
-    pub fn heads_together(&self, heads: usize, tiles: usize) -> usize {
-        let at_once = self.profile.sms * self.kernels[0].chosen.occupancy.blocks;
+    pub fn interleaved_heads(&self, heads: usize, tiles: usize) -> usize {
+        let at_once = self.profile.sms * self.kernels[0].chosen.occupancy.ctas;
         let turns = tiles * heads / (4 * at_once).max(1);
         heads.div_ceil(turns.max(1)).max(1)
     }
@@ -261,7 +261,7 @@ fn nothing_fits(
         ));
     }
     let mut message = format!(
-        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a block can have {} \
+        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a CTA can have {} \
          B of shared memory:",
         profile.name, profile.shared_per_block
     );

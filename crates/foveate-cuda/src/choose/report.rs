@@ -12,7 +12,7 @@ impl fmt::Display for KernelPlan {
         let p = &self.profile;
         writeln!(
             f,
-            "device     {} ({}): {} SMs, {} B of shared memory a block, {} B per SM",
+            "device     {} ({}): {} SMs, {} B of shared memory a CTA, {} B per SM",
             p.name,
             p.arch(),
             p.sms,
@@ -61,11 +61,11 @@ impl Choice {
             Limit::Shared => "shared memory",
             Limit::Registers => "registers",
             Limit::Threads => "threads",
-            Limit::Blocks => "their number",
+            Limit::Ctas => "their number",
         };
-        let warps = occupancy.blocks * config.warps;
-        let blocks = Count(occupancy.blocks, "block");
-        writeln!(f, "  occupancy  {blocks} per SM, {warps} warps; limited by {by}")?;
+        let warps = occupancy.ctas * config.warps;
+        let ctas = Count(occupancy.ctas, "CTA");
+        writeln!(f, "  occupancy  {ctas} per SM, {warps} warps; limited by {by}")?;
         for other in self.others.iter().take(NEXT) {
             let bytes = other.resources.shared_bytes;
             writeln!(f, "  next       {}: {bytes} B of shared memory", TilesOf(&other.config))?;

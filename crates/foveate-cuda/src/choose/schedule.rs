@@ -4,7 +4,7 @@
 //! It depends on lengths and on the mask, not on operands, so a plan keeps it from call to call.
 //! Sequences that the mask cannot tell apart (equal lengths, and equal `b` if it reads `b`) share
 //! their lists; heads share them unless the mask reads the head. Tiles with the most work come
-//! first: the blocks of a launch are started in order, so the short ones fill the gaps at the end.
+//! first: the CTAs of a launch are started in order, so the short ones fill the gaps at the end.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ use foveate_problem::{Dims, Sequence};
 
 use crate::compile::params;
 
-/// The axis that blocks divide between them.
+/// The axis that CTAs divide between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Axis {
     /// A CTA owns queries, and its main loop runs over the keys.
@@ -74,7 +74,7 @@ impl Axis {
 }
 
 impl Schedule {
-    /// The work of `sequences`, whose tiles of `axis` are owned by blocks. With keys that the
+    /// The work of `sequences`, whose tiles of `axis` are owned by CTAs. With keys that the
     /// whole batch shares, the tiles of [`Axis::Keys`] are those of the first sequence alone.
     pub fn new(
         dims: &Dims,

@@ -23,7 +23,7 @@ const FORWARD: &[Known] = &[
     (192, tiles(128, 96, 8, 2)),
     (256, tiles(128, 128, 8, 1)),
 ];
-/// With a mask, where blocks are shorter.
+/// With a mask, where CTAs are shorter.
 const FORWARD_MASKED: &[Known] = &[
     (64, tiles(128, 64, 4, 2)),
     (128, tiles(128, 32, 4, 2)),

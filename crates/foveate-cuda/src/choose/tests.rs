@@ -34,7 +34,7 @@ fn assert_fits(plan: &KernelPlan) {
         let Candidate { config, resources, occupancy, .. } = &choice.chosen;
         let limit = plan.profile.shared_per_block;
         assert!(resources.shared_bytes <= limit, "{config}: {}", resources.shared_bytes);
-        assert!(occupancy.blocks >= 1, "{config} on {}", plan.profile.name);
+        assert!(occupancy.ctas >= 1, "{config} on {}", plan.profile.name);
     }
 }
 
@@ -158,15 +158,15 @@ fn options_that_do_not_fit_are_refused_with_the_numbers() {
     assert_eq!(
         refused(large),
         "no backward kernel for bf16 at head dim 128 with the options given (tile_q 64, tile_kv \
-         128, warps 8, stages 2) fits l40s, where a block can have 101376 B of shared memory:\n  \
-         tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a block can have 101376"
+         128, warps 8, stages 2) fits l40s, where a CTA can have 101376 B of shared memory:\n  \
+         tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a CTA can have 101376"
     );
     let uneven = refused(TileOptions { tile_q: Some(20), ..TileOptions::default() });
     assert!(uneven.contains("tile 20x16; both sides are multiples of 16"), "{uneven}");
     let warps = refused(TileOptions { warps: Some(64), ..TileOptions::default() });
-    assert!(warps.contains("64 warps; a block has 1 to 32"), "{warps}");
+    assert!(warps.contains("64 warps; a CTA has 1 to 32"), "{warps}");
     let none = refused(TileOptions { warps: Some(0), stages: Some(9), ..TileOptions::default() });
-    assert!(none.contains("0 warps; a block has 1 to 32"), "{none}");
+    assert!(none.contains("0 warps; a CTA has 1 to 32"), "{none}");
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn where_nothing_fits_the_error_has_every_candidate() {
     let said = plan.unwrap_err().to_string();
     let candidates = candidates(Kernel::Forward, &TileOptions::default(), 4096, 1);
     assert_eq!(said.lines().count(), 1 + candidates.len());
-    assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a block "));
+    assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a CTA "));
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn keys_are_split_over_no_more_blocks_than_a_launch_has() {
     assert_eq!(with(3).unwrap().kv_splits, 3);
     for kv_splits in [0, 65536] {
         let said = with(kv_splits).unwrap_err().to_string();
-        let reason = format!("kv_splits is {kv_splits}; keys are split over 1 to 65535 blocks");
+        let reason = format!("kv_splits is {kv_splits}; keys are split over 1 to 65535 CTAs");
         assert_eq!(said, reason);
     }
 }
@@ -237,7 +237,7 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     let forward = decode.config(Kernel::Forward).unwrap();
     assert!(forward.pack_gqa && forward.tile_q == 16 && forward.queries() == 4, "{forward}");
     // 128 pairs of an entry and a key head, on a card of 132 SMs.
-    let resident = decode.kernels[0].chosen.occupancy.blocks;
+    let resident = decode.kernels[0].chosen.occupancy.ctas;
     assert!(
         resident >= 3 && decode.kv_splits == 132 * resident / 128,
         "{resident} {}",

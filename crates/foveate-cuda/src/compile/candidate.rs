@@ -8,9 +8,9 @@ use super::resources::{Occupancy, Resources};
 pub struct Candidate {
     /// The configuration.
     pub config: Config,
-    /// What a block takes.
+    /// What a CTA takes.
     pub resources: Resources,
-    /// Blocks of an SM.
+    /// CTAs of an SM.
     pub occupancy: Occupancy,
     /// Modelled time of a launch without a mask, in microseconds.
     pub modelled_us: f64,

@@ -15,7 +15,7 @@ pub struct Taken {
     /// Bytes of local memory a thread, spills included: the memory, and not the instructions that
     /// write and read it.
     pub local_bytes: u32,
-    /// Bytes of shared memory a block asks for at its launch.
+    /// Bytes of shared memory a CTA asks for at its launch.
     pub shared_bytes: u32,
 }
 

@@ -324,7 +324,7 @@ pub struct Config {
     pub tile_q: usize,
     /// Keys of a tile, a multiple of 16. `FV_BN`
     pub tile_kv: usize,
-    /// Warps of a block. `FV_WARPS`
+    /// Warps of a CTA. `FV_WARPS`
     pub warps: usize,
     /// Tiles of the main loop's axis that smem holds. `FV_STAGES`
     pub stages: usize,
@@ -426,7 +426,7 @@ impl Config {
         self.tile_q / self.heads()
     }
 
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub fn threads(&self) -> usize {
         self.warps * 32
     }
@@ -511,7 +511,7 @@ pub struct Tiles {
     pub tile_q: usize,
     /// Keys of a tile.
     pub tile_kv: usize,
-    /// Warps of a block.
+    /// Warps of a CTA.
     pub warps: usize,
     /// Tiles of the main loop's axis that smem holds.
     pub stages: usize,

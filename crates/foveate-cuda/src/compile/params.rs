@@ -57,7 +57,7 @@ foveate_gpu::abi_structs! {
         pub sum_row: i32,
     }
 
-    /// One tile of a sequence: the work of one block for one head.
+    /// One tile of a sequence: the work of one CTA for one head.
     pub struct Tile {
         /// Index of the sequence.
         pub sequence: i32,
@@ -116,14 +116,14 @@ foveate_gpu::abi_structs! {
         /// Number of tiles.
         pub tile_count: i32,
         /// Heads that take turns at each tile, when there is a mask.
-        pub heads_together: i32,
+        pub interleaved_heads: i32,
         /// Shares that the keys of a tile are split in.
-        pub splits: i32,
-        /// f32 `[splits, partial_rows, dim_v]`.
+        pub kv_splits: i32,
+        /// f32 `[kv_splits, partial_rows, dim_v]`.
         pub partial_out: Address,
-        /// f32 `[splits, partial_rows]`.
+        /// f32 `[kv_splits, partial_rows]`.
         pub partial_max: Address,
-        /// f32 `[splits, partial_rows]`.
+        /// f32 `[kv_splits, partial_rows]`.
         pub partial_sum: Address,
         /// Rows of a share.
         pub partial_rows: i64,
@@ -200,7 +200,7 @@ foveate_gpu::abi_structs! {
     }
 
     /// Arguments of the kernel that writes sequences and tiles from offsets in device memory: one
-    /// block.
+    /// CTA.
     pub struct SequencesParams {
         /// i32 `[count + 1]`: where the queries of sequences begin, and where the last ones end.
         pub cu_q: Address,
@@ -208,7 +208,7 @@ foveate_gpu::abi_structs! {
         pub cu_k: Address,
         /// [`Sequence`] `[count + 1]`, to be written; the last is empty.
         pub sequences: Address,
-        /// [`Tile`] `[room]`, to be written; those left over are of the empty sequence.
+        /// [`Tile`] `[tile_capacity]`, to be written; those left over are of the empty sequence.
         pub tiles: Address,
         /// i32 `[4]` for an offset that had to be moved, or 0.
         pub report: Address,
@@ -226,8 +226,8 @@ foveate_gpu::abi_structs! {
         pub side: i32,
         /// 1 when the tiles are of keys, 0 when they are of queries.
         pub of_keys: i32,
-        /// Places for tiles, and the row of lists of the empty sequence.
-        pub room: i32,
+        /// Capacity of `tiles`, and the row of lists of the empty sequence.
+        pub tile_capacity: i32,
     }
 
     /// Arguments of the kernel that makes the range table of a captured buffer. Its grid is
@@ -274,7 +274,7 @@ foveate_gpu::abi_structs! {
 }
 
 impl BlockListsParams {
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub const THREADS: usize = 256;
 
     /// Bytes of dynamic shared memory for rows of at most `tiles` tiles: three bits a tile.

@@ -15,12 +15,12 @@ use foveate_gpu::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 /// than the smaller tile that would do without.
 pub const LOCAL_BYTES_ALLOWED: u32 = 40;
 
-/// Warps that a block can have, on every capability.
-pub(crate) const WARPS_PER_BLOCK: usize = 32;
+/// Warps that a CTA can have, on every capability.
+pub(crate) const WARPS_PER_CTA: usize = 32;
 /// The longest side of a tile that any device has shared memory for: a bound on what a user can ask
-/// for, so that what a block takes is a number.
+/// for, so that what a CTA takes is a number.
 const LONGEST_SIDE: usize = 4096;
-/// Registers that a block can have, on every capability.
+/// Registers that a CTA can have, on every capability.
 const REGISTERS_PER_BLOCK: usize = 1 << 16;
 /// Bytes after each row of a tile in shared memory, against bank conflicts.
 const PAD: usize = 16;
@@ -34,11 +34,11 @@ pub enum Refusal {
         /// Which condition does not hold.
         reason: String,
     },
-    /// More shared memory than a block can ask for.
+    /// More shared memory than a CTA can ask for.
     Shared {
-        /// Bytes of a block.
+        /// Bytes of a CTA.
         bytes: usize,
-        /// Bytes that a block can ask for.
+        /// Bytes that a CTA can ask for.
         limit: usize,
     },
     /// More registers than a thread can have: sums would go to memory in every step.
@@ -55,7 +55,7 @@ impl fmt::Display for Refusal {
         match self {
             Self::Shape { reason } => f.write_str(reason),
             Self::Shared { bytes, limit } => {
-                write!(f, "{bytes} B of shared memory, a block can have {limit}")
+                write!(f, "{bytes} B of shared memory, a CTA can have {limit}")
             }
             Self::Registers { needed, limit } => {
                 write!(f, "{needed} registers a thread, it can have {limit}")
@@ -64,7 +64,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// What one block takes.
+/// What one CTA takes.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Resources {
     /// Threads.
@@ -79,7 +79,7 @@ pub struct Resources {
     pub needed: usize,
 }
 
-/// What limits the number of blocks that an SM holds.
+/// What limits the number of CTAs that an SM holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
@@ -89,21 +89,21 @@ pub enum Limit {
     Registers,
     /// Threads.
     Threads,
-    /// The number of blocks itself.
-    Blocks,
+    /// The number of CTAs itself.
+    Ctas,
 }
 
-/// Blocks that an SM holds at once.
+/// CTAs that an SM holds at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Occupancy {
     /// Their number.
-    pub blocks: usize,
+    pub ctas: usize,
     /// What there is not enough of for another one.
     pub limit: Limit,
 }
 
 impl Resources {
-    /// What a block of `config` takes.
+    /// What a CTA of `config` takes.
     ///
     /// # Errors
     /// [`Refusal::Shape`] for tiles and warps that the kernel does not take,
@@ -124,7 +124,7 @@ impl Resources {
         })
     }
 
-    /// The same, when a block fits `profile`.
+    /// The same, when a CTA fits `profile`.
     ///
     /// # Errors
     /// Those of [`Self::of`], and [`Refusal::Shared`].
@@ -137,7 +137,7 @@ impl Resources {
         Ok(resources)
     }
 
-    /// Blocks that an SM of `profile` holds at once.
+    /// CTAs that an SM of `profile` holds at once.
     pub fn occupancy(&self, profile: &Profile) -> Occupancy {
         let of_warp = (self.registers * 32).next_multiple_of(REGISTER_UNIT);
         let of_block = of_warp * self.threads.div_ceil(32);
@@ -146,14 +146,14 @@ impl Resources {
             (profile.shared_per_sm / shared.max(1), Limit::Shared),
             (profile.registers_per_sm / of_block.max(1), Limit::Registers),
             (profile.threads_per_sm / self.threads.max(1), Limit::Threads),
-            (profile.blocks_per_sm, Limit::Blocks),
+            (profile.ctas_per_sm, Limit::Ctas),
         ];
-        let (blocks, limit) = limits.into_iter().min_by_key(|(n, _)| *n).expect("four limits");
-        Occupancy { blocks, limit }
+        let (ctas, limit) = limits.into_iter().min_by_key(|(n, _)| *n).expect("four limits");
+        Occupancy { ctas, limit }
     }
 }
 
-/// Bytes of shared memory that a block of `entry` asks for, in the file of a kernel that takes
+/// Bytes of shared memory that a CTA of `entry` asks for, in the file of a kernel that takes
 /// `kernel`.
 pub fn shared_bytes_of(entry: Entry, kernel: &Resources) -> u32 {
     match entry {
@@ -176,8 +176,8 @@ pub fn shared_bytes_of(entry: Entry, kernel: &Resources) -> u32 {
 fn check_shape(config: &Config) -> Result<(), Refusal> {
     let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let shape = |reason: String| Err(Refusal::Shape { reason });
-    if !(1..=WARPS_PER_BLOCK).contains(&warps) {
-        return shape(format!("{warps} warps; a block has 1 to {WARPS_PER_BLOCK}"));
+    if !(1..=WARPS_PER_CTA).contains(&warps) {
+        return shape(format!("{warps} warps; a CTA has 1 to {WARPS_PER_CTA}"));
     }
     let is_side = |n: usize| n.is_multiple_of(16) && (16..=LONGEST_SIDE).contains(&n);
     if !is_side(tile_q) || !is_side(tile_kv) {
@@ -269,7 +269,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
     tiles
 }
 
-/// How the warps of a block divide a product of two tiles: `down` x `across` rectangles of
+/// How the warps of a CTA divide a product of two tiles: `down` x `across` rectangles of
 /// `rows` x `columns` accumulators, each 16 rows x 8 columns. As `divide` in `device.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Warps {
@@ -309,7 +309,7 @@ fn working(config: &Config) -> usize {
     match config.kernel {
         Kernel::Forward => {
             let rows = config.tile_q / 16 / config.warps;
-            // Copies of rows that do not divide the block evenly keep more addresses.
+            // Copies of rows that do not divide the CTA evenly keep more addresses.
             let even = |dim: usize| (dim * config.dtype.bytes()).is_power_of_two();
             let uneven = !(even(config.padded_dim()) && even(config.padded_dim_v()));
             let of_row = [(config.score, 8), (uneven, 14), (config.dtype == Elem::F32, 8)];

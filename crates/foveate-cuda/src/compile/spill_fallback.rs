@@ -6,7 +6,7 @@
 //! the least local memory runs, and whoever asks for a report of the plan is told.
 //!
 //! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
-//! disk, so to settle again costs a look at what is there.
+//! disk, so to select again costs a look at what is there.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use foveate_gpu::profile::Profile;
 
 /// The candidate that runs.
 #[derive(Debug)]
-pub struct Settled<'a, T> {
+pub struct Selected<'a, T> {
     /// The candidate.
     pub candidate: &'a Candidate,
     /// What was made of it.
@@ -44,8 +44,8 @@ pub fn compile_one_that_fits<'a, T>(
     profile: &Profile,
     candidates: impl Iterator<Item = &'a Candidate>,
     mut make: impl FnMut(&Candidate) -> Result<(Config, T, Arc<Compiled>), CudaError>,
-) -> Result<Settled<'a, (Config, T, Arc<Compiled>)>, CudaError> {
-    settle(candidates, |candidate| {
+) -> Result<Selected<'a, (Config, T, Arc<Compiled>)>, CudaError> {
+    select(candidates, |candidate| {
         let (config, kept, compiled) = make(candidate)?;
         let compared = tolerate(candidate, profile, compare(&config, &compiled)?);
         Ok(((config, kept, compiled), compared))
@@ -53,7 +53,7 @@ pub fn compile_one_that_fits<'a, T>(
 }
 
 /// What `compared` says, except that registers over the bound are no loss where an SM
-/// holds as many blocks with them.
+/// holds as many CTAs with them.
 fn tolerate(
     candidate: &Candidate,
     profile: &Profile,
@@ -63,16 +63,16 @@ fn tolerate(
         let registers = excess.taken.registers as usize;
         let resources = Resources { registers, ..candidate.resources.clone() };
         let local = excess.taken.local_bytes > LOCAL_BYTES_ALLOWED;
-        let fewer = resources.occupancy(profile).blocks < candidate.occupancy.blocks;
+        let fewer = resources.occupancy(profile).ctas < candidate.occupancy.ctas;
         if local || fewer { Err(excess) } else { Ok(()) }
     })
 }
 
 /// Makes candidates, the best first, until one takes no more than was planned.
-fn settle<'a, T>(
+fn select<'a, T>(
     candidates: impl Iterator<Item = &'a Candidate>,
     mut make: impl FnMut(&Candidate) -> Result<(T, Result<(), Excess>), CudaError>,
-) -> Result<Settled<'a, T>, CudaError> {
+) -> Result<Selected<'a, T>, CudaError> {
     let mut least: Option<(u32, &Candidate, T)> = None;
     let mut first: Option<String> = None;
     let mut broken = None;
@@ -85,7 +85,7 @@ fn settle<'a, T>(
         let said = match make(candidate) {
             Ok((made, Ok(()))) => {
                 let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
-                return Ok(Settled { candidate, made, holds: true, note });
+                return Ok(Selected { candidate, made, holds: true, note });
             }
             Ok((made, Err(Excess { taken, reason }))) => {
                 too_many = candidate.resources.needed;
@@ -111,7 +111,7 @@ fn settle<'a, T>(
         "{why}; of all that fit {} takes the least local memory, {bytes} B, and runs",
         TilesOf(&candidate.config)
     );
-    Ok(Settled { candidate, made, holds: false, note: Some(note) })
+    Ok(Selected { candidate, made, holds: false, note: Some(note) })
 }
 
 #[cfg(test)]
@@ -145,45 +145,45 @@ mod tests {
     fn a_kernel_that_is_as_planned_runs_and_no_other_is_made() {
         let choice = choice(KernelOptions::default());
         let mut made = 0;
-        let settled = settle(choice.ranked(), |_| {
+        let selected = select(choice.ranked(), |_| {
             made += 1;
             Ok(((), takes(0, 128)))
         });
-        let settled = settled.unwrap();
-        assert_eq!((settled.candidate, settled.note, made), (&choice.chosen, None, 1));
+        let selected = selected.unwrap();
+        assert_eq!((selected.candidate, selected.note, made), (&choice.chosen, None, 1));
     }
 
     #[test]
     fn a_kernel_that_spills_gives_way_to_the_next_that_needs_fewer_registers() {
         let choice = choice(KernelOptions::default());
         // Registers that a program leaves to a kernel, of which the model knows nothing.
-        let room = choice.chosen.resources.needed - 24;
+        let available = choice.chosen.resources.needed - 24;
         let mut tried = Vec::new();
-        let settled = settle(choice.ranked(), |c| {
+        let selected = select(choice.ranked(), |c| {
             tried.push(c.resources.needed);
-            let over = c.resources.needed.saturating_sub(room) as u32;
+            let over = c.resources.needed.saturating_sub(available) as u32;
             Ok((c.config.clone(), takes(over * 8, 128)))
         });
-        let settled = settled.unwrap();
-        assert_eq!(settled.made, settled.candidate.config);
-        let needed = settled.candidate.resources.needed;
-        assert!(needed <= room + 16, "{needed}");
+        let selected = selected.unwrap();
+        assert_eq!(selected.made, selected.candidate.config);
+        let needed = selected.candidate.resources.needed;
+        assert!(needed <= available + 16, "{needed}");
         assert!(tried.is_sorted_by(|a, b| a > b), "{tried:?}");
-        let better = choice.others.iter().take_while(|c| *c != settled.candidate);
-        assert!(better.into_iter().all(|c| c.resources.needed > room + 16));
-        let note = settled.note.unwrap();
+        let better = choice.others.iter().take_while(|c| *c != selected.candidate);
+        assert!(better.into_iter().all(|c| c.resources.needed > available + 16));
+        let note = selected.note.unwrap();
         assert!(note.starts_with(&format!("kernel {}: ", choice.chosen.config)), "{note}");
-        assert!(note.ends_with(&format!("; {} runs", TilesOf(&settled.candidate.config))));
+        assert!(note.ends_with(&format!("; {} runs", TilesOf(&selected.candidate.config))));
     }
 
     #[test]
     fn where_everything_spills_the_least_runs_and_the_note_says_so() {
         let choice = choice(KernelOptions::default());
         let bytes = |c: &Candidate| 1000 + c.resources.needed as u32;
-        let settled = settle(choice.ranked(), |c| Ok(((), takes(bytes(c), 128)))).unwrap();
+        let selected = select(choice.ranked(), |c| Ok(((), takes(bytes(c), 128)))).unwrap();
         let least = choice.ranked().map(bytes).min().unwrap();
-        assert_eq!(bytes(settled.candidate), least);
-        let note = settled.note.unwrap();
+        assert_eq!(bytes(selected.candidate), least);
+        let note = selected.note.unwrap();
         assert!(note.ends_with(&format!("takes the least local memory, {least} B, and runs")));
     }
 
@@ -195,23 +195,23 @@ mod tests {
         }
         let choice = choice(options);
         assert!(choice.others.is_empty());
-        let settled = settle(choice.ranked(), |_| Ok(((), takes(400, 128)))).unwrap();
-        assert!(settled.note.unwrap().contains("400 B, 128 are allowed; of all that fit"));
+        let selected = select(choice.ranked(), |_| Ok(((), takes(400, 128)))).unwrap();
+        assert!(selected.note.unwrap().contains("400 B, 128 are allowed; of all that fit"));
     }
 
     #[test]
-    fn registers_over_the_bound_are_no_loss_where_as_many_blocks_run() {
+    fn registers_over_the_bound_are_no_loss_where_as_many_ctas_run() {
         let profile = Profile::named("h200").unwrap();
         let mut candidate = choice(KernelOptions::default()).chosen;
         (candidate.resources.registers, candidate.resources.shared_bytes) = (96, 100_000);
         candidate.occupancy = candidate.resources.occupancy(&profile);
-        assert_eq!(candidate.occupancy.blocks, 2);
+        assert_eq!(candidate.occupancy.ctas, 2);
         let over = |registers, local_bytes| {
             let taken = KernelResources { registers, local_bytes, ..KernelResources::default() };
             tolerate(&candidate, &profile, Err(Excess { taken, reason: String::new() }))
         };
         assert!(over(112, 0).is_ok());
-        assert!(over(160, 0).is_err(), "one block of eight warps takes more than half");
+        assert!(over(160, 0).is_err(), "one CTA of eight warps takes more than half");
         assert!(over(112, 136).is_err());
     }
 
@@ -222,15 +222,15 @@ mod tests {
             let reason = "it states 8 B of shared memory, but 16 B are planned".to_owned();
             GpuErrorKind::Resources { kernel: c.config.to_string(), reason }.into()
         };
-        let settled = settle(choice.ranked(), |c| match c == &choice.chosen {
+        let selected = select(choice.ranked(), |c| match c == &choice.chosen {
             true => Err(refused(c)),
             false => Ok(((), takes(0, 128))),
         });
-        assert_eq!(settled.unwrap().candidate, &choice.others[0]);
-        let none = settle(choice.ranked(), |c| Err::<((), _), _>(refused(c))).unwrap_err();
+        assert_eq!(selected.unwrap().candidate, &choice.others[0]);
+        let none = select(choice.ranked(), |c| Err::<((), _), _>(refused(c))).unwrap_err();
         assert_eq!(none.to_string(), refused(&choice.chosen).to_string());
         let mut made = 0;
-        let failed = settle(choice.ranked(), |_| {
+        let failed = select(choice.ranked(), |_| {
             made += 1;
             Err::<((), _), _>(CudaError::argument("no compiler"))
         });

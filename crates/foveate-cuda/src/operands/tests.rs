@@ -82,14 +82,14 @@ fn destinations_that_interleave_in_one_buffer_are_apart_and_others_are_named() {
         d_sink: None,
         d_captures: Vec::new(),
     };
-    let known = Mutex::default();
-    assert!(gradients.accesses().unwrap().check_apart(&known).is_ok());
-    let pairs = lock(&known).len();
+    let checked = Mutex::default();
+    assert!(gradients.accesses().unwrap().check_apart(&checked).is_ok());
+    let pairs = lock(&checked).len();
     assert!(pairs > 0);
-    assert!(gradients.accesses().unwrap().check_apart(&known).is_ok());
-    assert_eq!(lock(&known).len(), pairs, "nothing is looked at twice");
+    assert!(gradients.accesses().unwrap().check_apart(&checked).is_ok());
+    assert_eq!(lock(&checked).len(), pairs, "nothing is looked at twice");
     let same = DeviceBackward { dv: gradients.dk, ..gradients.clone() };
-    let said = same.accesses().unwrap().check_apart(&known).unwrap_err().to_string();
+    let said = same.accesses().unwrap().check_apart(&checked).unwrap_err().to_string();
     assert_eq!(said, "dk overlaps dv; give it memory of its own");
     let over_q = forward(DeviceTensor { address: BASE + 64, ..out }, [q, k, v]);
     let said = apart(over_q).unwrap_err().to_string();

@@ -163,11 +163,11 @@ impl ListStats {
     }
 }
 
-/// A kernel, what its blocks take, and how many of them an SM holds.
+/// A kernel, what its CTAs take, and how many of them an SM holds.
 fn kernel_line(kernel: &Candidate) -> String {
     let Candidate { config, resources, occupancy, .. } = kernel;
     format!(
-        "{config}: {} B of shared memory, at most {} registers, {} blocks per SM",
-        resources.shared_bytes, resources.registers, occupancy.blocks
+        "{config}: {} B of shared memory, at most {} registers, {} CTAs per SM",
+        resources.shared_bytes, resources.registers, occupancy.ctas
     )
 }

@@ -50,14 +50,14 @@ impl CudaPlan {
             Some(pages) => {
                 // Checked before the device sees it.
                 Dims::of(&args.operands).map_err(|e| CudaError::argument(e.to_string()))?;
-                let block = pool.upload(bytemuck::cast_slice(pages.table()))?;
-                Some((block, pages))
+                let allocation = pool.upload(bytemuck::cast_slice(pages.table()))?;
+                Some((allocation, pages))
             }
         };
         let offsets = self.offsets(pool, args.operands.varlen)?;
         let mut operands = host.operands(varlen(&offsets, args.operands.varlen));
-        operands.pages = table.as_ref().map(|(block, pages)| DevicePages {
-            table: block.address(),
+        operands.pages = table.as_ref().map(|(allocation, pages)| DevicePages {
+            table: allocation.address(),
             entries: pages.entries(),
             lengths: pages.lengths(),
         });
@@ -124,9 +124,9 @@ impl CudaPlan {
         let on_dk = Destination::new(pool, &dk, dtype, accumulate)?;
         let on_dv = Destination::new(pool, &dv, dtype, accumulate)?;
         let vector = |values: &[f32]| -> Result<(Allocation, DeviceTensor<1>), CudaError> {
-            let block = pool.upload(bytemuck::cast_slice(values))?;
-            let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [values.len()]);
-            Ok((block, tensor))
+            let allocation = pool.upload(bytemuck::cast_slice(values))?;
+            let tensor = DeviceTensor::contiguous(allocation.address(), DType::F32, [values.len()]);
+            Ok((allocation, tensor))
         };
         let on_sink = d_sink.as_deref().map(vector).transpose()?;
         let on_captures: Vec<_> =
@@ -152,14 +152,14 @@ impl CudaPlan {
         on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
         on_dk.download("dk", &rows.k, self, whole_row(&mut dk))?;
         on_dv.download("dv", &rows.k, self, whole_row(&mut dv))?;
-        let fetch = |block: &Allocation, into: &mut [f32]| {
-            block.read(bytemuck::cast_slice_mut(into), self.options.timeout)
+        let fetch = |allocation: &Allocation, into: &mut [f32]| {
+            allocation.read(bytemuck::cast_slice_mut(into), self.options.timeout)
         };
-        if let (Some((block, _)), Some(into)) = (&on_sink, &mut d_sink) {
-            fetch(block, into)?;
+        if let (Some((allocation, _)), Some(into)) = (&on_sink, &mut d_sink) {
+            fetch(allocation, into)?;
         }
-        for ((block, _), grad) in on_captures.iter().zip(&mut d_captures) {
-            fetch(block, grad.into)?;
+        for ((allocation, _), grad) in on_captures.iter().zip(&mut d_captures) {
+            fetch(allocation, grad.into)?;
         }
         told
     }
@@ -208,10 +208,10 @@ impl CudaPlan {
 
 /// Captured buffers as a call takes them.
 fn arrays<'a>(captures: &'a [(Allocation, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
-    let array = |block: &Allocation, b: &'a AnyBuffer| {
-        DeviceArray::new(block.address(), element(b.ty()), b.shape())
+    let array = |allocation: &Allocation, b: &'a AnyBuffer| {
+        DeviceArray::new(allocation.address(), element(b.ty()), b.shape())
     };
-    captures.iter().map(|(block, b)| (b.name(), array(block, b))).collect()
+    captures.iter().map(|(allocation, b)| (b.name(), array(allocation, b))).collect()
 }
 
 /// Offsets in device memory.
@@ -232,7 +232,8 @@ fn varlen<'a>(
         return known.map(Into::into);
     };
     let (longest_q, longest_k) = (*longest_q, *longest_k);
-    let [q, k] = [q, k].map(|block| DeviceArray::new(block.address(), Element::I32, count));
+    let [q, k] =
+        [q, k].map(|allocation| DeviceArray::new(allocation.address(), Element::I32, count));
     Some(DeviceOffsets { q, k, longest_q, longest_k }.into())
 }
 
@@ -297,9 +298,10 @@ impl Copies {
         let sink = match operands.sink {
             None => None,
             Some(sink) => {
-                let block = pool.upload(bytemuck::cast_slice(sink))?;
-                let tensor = DeviceTensor::contiguous(block.address(), DType::F32, [sink.len()]);
-                Some((block, tensor))
+                let allocation = pool.upload(bytemuck::cast_slice(sink))?;
+                let tensor =
+                    DeviceTensor::contiguous(allocation.address(), DType::F32, [sink.len()]);
+                Some((allocation, tensor))
             }
         };
         Ok(Self {

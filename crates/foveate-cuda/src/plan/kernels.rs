@@ -78,7 +78,7 @@ static NOTHING: LazyLock<Arc<Printed>> =
     LazyLock::new(|| Arc::new(Printed::new(ModsSource::nothing())));
 
 /// Queues a kernel of a plan. Addresses among its parameters are those of operands and
-/// destinations that the pass has checked, or of blocks of the queue's pool.
+/// destinations that the pass has checked, or of allocations of the queue's pool.
 pub(super) fn queue_kernel(
     function: &Function,
     queue: &Queue,
@@ -88,7 +88,7 @@ pub(super) fn queue_kernel(
 ) -> Result<(), CudaError> {
     // SAFETY: `Accesses` has asked the driver whether operands and destinations are memory of
     // this device, and their strides keep kernels inside; whoever hands them over keeps them until
-    // the work is done. Blocks go back to the pool of the same queue, behind this launch.
+    // the work is done. Allocations go back to the pool of the same queue, behind this launch.
     unsafe { function.launch(queue.stream(), &Launch::new(grid, threads), parameters)? };
     Ok(())
 }
@@ -177,19 +177,20 @@ impl CudaPlan {
             };
             return Ok(Ready { config, function, mods });
         }
-        let settled = compile_one_that_fits(self.engine.profile(), choice.ranked(), |candidate| {
-            let config = wanted(&candidate.config);
-            let mods = self.printed(launch.mods, call, &config)?;
-            let arch = self.engine.device().info().arch();
-            let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
-            Ok((config, mods, compiled))
-        })?;
-        let (config, mods, compiled) = settled.made;
-        let bytes = shared_bytes_of(entry, &settled.candidate.resources);
+        let selected =
+            compile_one_that_fits(self.engine.profile(), choice.ranked(), |candidate| {
+                let config = wanted(&candidate.config);
+                let mods = self.printed(launch.mods, call, &config)?;
+                let arch = self.engine.device().info().arch();
+                let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
+                Ok((config, mods, compiled))
+            })?;
+        let (config, mods, compiled) = selected.made;
+        let bytes = shared_bytes_of(entry, &selected.candidate.resources);
         let function = self.engine.load(&compiled, entry.name(), bytes)?;
         let mut kernels = lock(&self.kernels);
         kernels.loaded.insert(key, (config.clone(), function.clone()));
-        if let Some(note) = settled.note.filter(|n| !kernels.notes.contains(n)) {
+        if let Some(note) = selected.note.filter(|n| !kernels.notes.contains(n)) {
             kernels.notes.push(note);
         }
         drop(kernels);

@@ -64,7 +64,7 @@ impl CudaPlan {
     }
 
     fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {
-        accesses.check_apart(self.engine.known_apart())?;
+        accesses.check_apart(self.engine.checked_apart())?;
         Ok(accesses.check_device(&self.engine)?)
     }
 
@@ -266,8 +266,8 @@ impl<'a> PassLauncher<'a> {
             scale: self.plan.scale(),
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
-            heads_together: self.chosen.heads_together(heads, schedule.tile_count) as i32,
-            splits: self.chosen.kv_splits as i32,
+            interleaved_heads: self.chosen.interleaved_heads(heads, schedule.tile_count) as i32,
+            kv_splits: self.chosen.kv_splits as i32,
             page_table: o.pages.map_or(0, |p| p.table),
             page_size: o.k.layout.shape[2] as i32,
             page_stride: o.pages.map_or(0, |p| p.entries as i32),

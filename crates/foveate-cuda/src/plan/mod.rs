@@ -38,7 +38,7 @@ pub use describe::Description;
 /// How a plan runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CudaOptions {
-    /// The same bits from the same inputs in every run: sums over blocks are made in a fixed
+    /// The same bits from the same inputs in every run: sums over CTAs are made in a fixed
     /// order, which costs the backward about a fifth of its speed.
     pub deterministic: bool,
     /// Reports captured indices outside their axis. Host tensors are always checked; a checked

@@ -25,9 +25,9 @@ impl Report {
         if !checked {
             return Ok(Self(None));
         }
-        let block = queue.pool().take(16)?;
-        block.fill(0)?;
-        Ok(Self(Some(block)))
+        let allocation = queue.pool().take(16)?;
+        allocation.fill(0)?;
+        Ok(Self(Some(allocation)))
     }
 
     pub fn address(&self) -> Address {
@@ -36,9 +36,9 @@ impl Report {
 
     /// Waits for the kernels, at most `limit`; the four numbers that they left.
     fn numbers(self, limit: Duration) -> Result<Option<[i32; 4]>, CudaError> {
-        let Some(block) = self.0 else { return Ok(None) };
+        let Some(allocation) = self.0 else { return Ok(None) };
         let mut noted = [0; 16];
-        block.read(&mut noted, limit)?;
+        allocation.read(&mut noted, limit)?;
         let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| noted[4 * i + b]));
         Ok(Some([0, 1, 2, 3].map(number)))
     }

@@ -234,7 +234,7 @@ impl DeviceSchedule {
     }
 }
 
-/// Parts one after the other in one block, each at a multiple of 16 bytes, and where each is.
+/// Parts one after the other in one allocation, each at a multiple of 16 bytes, and where each is.
 fn upload<const N: usize>(
     pool: &Pool,
     parts: [Vec<u8>; N],
@@ -390,13 +390,14 @@ impl CudaPlan {
             Axis::Queries => ((0, tile.q), (1, tile.kv)),
             Axis::Keys => ((1, tile.kv), (0, tile.q)),
         };
-        let room = most_tiles(sequences, rows[own], longest[own], side);
+        let tile_capacity = most_tiles(sequences, rows[own], longest[own], side);
         let sum_rows = most_sum_rows(sequences, rows[0]);
         count(sum_rows)?;
         let sequence_bytes =
             ((sequences + 1) * size_of::<params::Sequence>()).next_multiple_of(size_of::<u64>());
-        let memory =
-            self.weak_pool(queue).take(sequence_bytes + room * size_of::<params::Tile>())?;
+        let memory = self
+            .weak_pool(queue)
+            .take(sequence_bytes + tile_capacity * size_of::<params::Tile>())?;
         let report = Report::new(queue, checked)?;
         let [rows_q, rows_k] = rows.map(|n| n as i32);
         let [longest_q, longest_k] = longest.map(|n| n as i32);
@@ -413,7 +414,7 @@ impl CudaPlan {
             longest_k,
             side: side as i32,
             of_keys: (axis == Axis::Keys).into(),
-            room: count(room)?,
+            tile_capacity: count(tile_capacity)?,
         };
         let config = Config::sequences();
         let function = self.plain_kernel(config.clone())?;
@@ -421,17 +422,17 @@ impl CudaPlan {
         let by_head = mask.is_some_and(|mask| Varies::of(mask).by_head);
         let heads = if by_head { dims.heads_q } else { 1 };
         // One more for the tiles of no sequence.
-        let per_head = room + 1;
+        let per_head = tile_capacity + 1;
         let columns = longest[other].div_ceil(other_side);
         Ok(DeviceSchedule {
             sequences: params.sequences,
             tiles: params.tiles,
-            tile_count: room,
+            tile_count: tile_capacity,
             sum_rows,
             sharing: 1,
             rows: Rows {
                 tiles: params.tiles,
-                count: room,
+                count: tile_capacity,
                 per_head,
                 heads,
                 head_stride: if by_head { per_head } else { 0 },

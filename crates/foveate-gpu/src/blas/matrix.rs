@@ -40,8 +40,8 @@ impl Matrix {
     /// # Errors
     /// When neither order does.
     pub fn of(name: &str, tensor: &DeviceTensor<3>) -> Result<Self, GpuError> {
-        let Layout { shape, strides, fold, .. } = tensor.layout;
-        if fold.is_some() {
+        let Layout { shape, strides, groups, .. } = tensor.layout;
+        if groups.is_some() {
             return Err(GpuError::argument(format!(
                 "{name} has an axis in groups, which no distance between rows describes; take one \
                  group at a time"

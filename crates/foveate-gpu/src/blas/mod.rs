@@ -169,7 +169,7 @@ impl Engine {
     pub fn matmul(&self, queue: &Queue, matmul: &Matmul) -> Result<(), GpuError> {
         let key = matmul.key()?;
         let accesses = matmul.accesses()?;
-        accesses.check_apart(self.known_apart())?;
+        accesses.check_apart(self.checked_apart())?;
         self.check_queue(queue)?;
         accesses.check_device(self)?;
         if matmul.c.layout.elems() == 0 {
@@ -307,7 +307,7 @@ mod tests {
         let a = DeviceTensor { layout, ..good.a };
         assert!(said(&Matmul { a, ..good }).starts_with("a is 3 x 5 with strides 10 and 2;"));
         let mut layout = good.b.layout;
-        layout.fold = Some(foveate_tensor::Fold { axis: 2, inner: 2, outer: 9, first: 0 });
+        layout.groups = Some(foveate_tensor::GroupedAxis { axis: 2, inner: 2, outer: 9, first: 0 });
         let b = DeviceTensor { layout, ..good.b };
         assert!(said(&Matmul { b, ..good }).starts_with("b has an axis in groups"));
     }

@@ -36,11 +36,11 @@ pub struct DeviceInfo {
     pub capability: (u32, u32),
     /// Number of SMs.
     pub sms: u32,
-    /// Bytes of shared memory a block can ask for.
+    /// Bytes of shared memory a CTA can ask for.
     pub shared_bytes_per_block: u32,
     /// Bytes of shared memory of an SM.
     pub shared_bytes_per_sm: u32,
-    /// Bytes of shared memory that the system takes of each block.
+    /// Bytes of shared memory that the system takes of each CTA.
     pub shared_bytes_reserved: u32,
     /// Registers of an SM.
     pub registers_per_sm: u32,

@@ -53,7 +53,7 @@ impl Module {
         })))
     }
 
-    /// The kernel `name`, allowed `shared_bytes` of dynamic shared memory a block.
+    /// The kernel `name`, allowed `shared_bytes` of dynamic shared memory a CTA.
     ///
     /// # Errors
     /// When there is no such kernel, or the device has less shared memory.

@@ -198,12 +198,12 @@ impl Communicator {
             })
             .collect();
         let all: Vec<&Self> = joined.iter().collect();
-        let settled = settle(&all, &codes, "joining the other ranks");
-        if settled.is_err() {
+        let outcome = wait_for(&all, &codes, "joining the other ranks");
+        if outcome.is_err() {
             // A join that was cut off may still write its handle.
             Box::leak(handles);
         }
-        settled?;
+        outcome?;
         match joined.len() == members.len() {
             true => Ok(joined),
             false => Err(GpuError::argument("NCCL made no communicator and said nothing")),
@@ -334,7 +334,7 @@ pub fn together(calls: &[Call<'_>]) -> Result<(), GpuError> {
         [one] => one.transfer.to_string(),
         _ => format!("{} transfers from {} on", calls.len(), first.transfer),
     };
-    settle(&members, &codes, &what)
+    wait_for(&members, &codes, &what)
 }
 
 /// Hands `calls` of `members` to NCCL in one group; what it said to each, and to all.
@@ -434,7 +434,7 @@ unsafe fn queue(functions: &Functions, handle: Handle, call: &Call<'_>) -> sys::
 
 /// Waits until NCCL is done with what it answered `codes` to. A failure, or too long a time, ends
 /// all of `members`.
-fn settle(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Result<(), GpuError> {
+fn wait_for(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Result<(), GpuError> {
     let Some(first) = members.first() else {
         let code = codes.iter().copied().find(|&code| code != SUCCESS).unwrap_or(SUCCESS);
         return Functions::get()?.check(code, || doing.to_owned());

@@ -97,37 +97,37 @@ pub fn typed<T: Element, X: Adapt<T>>(x: X) -> Expr<T> {
 pub trait Pass {}
 
 /// Arguments of calls: literals get their usual type.
-pub trait Settle {
+pub trait Resolve {
     /// What is passed.
     type To;
     /// The argument as it is passed.
-    fn settle(self) -> Self::To;
+    fn resolve(self) -> Self::To;
 }
 
-impl<T: Pass> Settle for T {
+impl<T: Pass> Resolve for T {
     type To = T;
-    fn settle(self) -> T {
+    fn resolve(self) -> T {
         self
     }
 }
 
-impl Settle for Int {
+impl Resolve for Int {
     type To = Expr<i32>;
-    fn settle(self) -> Expr<i32> {
+    fn resolve(self) -> Expr<i32> {
         self.adapt()
     }
 }
 
-impl Settle for Float {
+impl Resolve for Float {
     type To = Expr<f32>;
-    fn settle(self) -> Expr<f32> {
+    fn resolve(self) -> Expr<f32> {
         self.adapt()
     }
 }
 
 /// An argument as it is passed.
-pub fn settle<T: Settle>(x: T) -> T::To {
-    x.settle()
+pub fn resolve<T: Resolve>(x: T) -> T::To {
+    x.resolve()
 }
 
 /// What `as` converts: numbers and truth values.

@@ -100,7 +100,7 @@ pub struct Prepared {
     tensors: Tensors,
     /// Gradient of the relative bias.
     bias: Option<(Allocation, usize)>,
-    blocks: Vec<Allocation>,
+    allocations: Vec<Allocation>,
 }
 
 #[derive(Clone, Copy)]
@@ -124,7 +124,7 @@ impl Prepared {
         let [q_shape, kv_shape] = work.shapes();
         let problem = Problem::shaped(DType::BF16, q_shape, kv_shape, kv_shape)?;
         let plan = work.program().plan(&problem, &Device::cuda(ordinal))?;
-        let mut blocks = Vec::new();
+        let mut allocations = Vec::new();
         let pool = engine.queue().pool();
         let mut random = |seed: i32, shape: [usize; 4]| -> Result<DeviceTensor, Failure> {
             let elems: usize = shape.iter().product();
@@ -132,19 +132,19 @@ impl Prepared {
                 .into_par_iter()
                 .flat_map_iter(|i| bf16_bits(normal(seed, i)).to_le_bytes())
                 .collect();
-            let block = pool.upload(&bits)?;
-            let tensor = DeviceTensor::contiguous(block.address(), DType::BF16, shape);
-            blocks.push(block);
+            let allocation = pool.upload(&bits)?;
+            let tensor = DeviceTensor::contiguous(allocation.address(), DType::BF16, shape);
+            allocations.push(allocation);
             Ok(tensor)
         };
         let [q, k] = [random(1, q_shape)?, random(2, kv_shape)?];
         let [v, d_out] = [random(3, kv_shape)?, random(4, q_shape)?];
         let mut empty = |dtype: DType, elems: usize| -> Result<u64, Failure> {
-            let block = pool.take(elems * dtype.bytes())?;
+            let allocation = pool.take(elems * dtype.bytes())?;
             // What is not written shows as NaN.
-            block.fill(0xff)?;
-            let address = block.address();
-            blocks.push(block);
+            allocation.fill(0xff)?;
+            let address = allocation.address();
+            allocations.push(allocation);
             Ok(address)
         };
         let mut like = |shape: [usize; 4]| -> Result<DeviceTensor, Failure> {
@@ -162,7 +162,7 @@ impl Prepared {
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
         let backward = work.pass == Pass::Backward;
-        let prepared = Self { engine, plan, backward, tensors, bias, blocks };
+        let prepared = Self { engine, plan, backward, tensors, bias, allocations };
         if backward {
             prepared.forward()?;
         }
@@ -190,8 +190,8 @@ impl Prepared {
             return self.forward();
         }
         let Tensors { d_out, out, lse, dq, dk, dv, .. } = self.tensors;
-        let bias = self.bias.iter().map(|(block, elems)| {
-            (BIAS, DeviceTensor::contiguous(block.address(), DType::F32, [*elems]))
+        let bias = self.bias.iter().map(|(allocation, elems)| {
+            (BIAS, DeviceTensor::contiguous(allocation.address(), DType::F32, [*elems]))
         });
         let args = DeviceBackward {
             operands: self.operands(),
@@ -229,13 +229,13 @@ impl Prepared {
     pub fn sample(&self, count: usize) -> Result<Vec<f32>, Failure> {
         let tensor = if self.backward { &self.tensors.dq } else { &self.tensors.out };
         let elems = tensor.layout.elems();
-        let block = self.blocks.iter().find(|b| b.address() == tensor.address);
-        let block = block.expect("the result is in a block");
+        let allocation = self.allocations.iter().find(|b| b.address() == tensor.address);
+        let allocation = allocation.expect("the result is in an allocation");
         let step = (elems / count).max(1);
         (0..count.min(elems))
             .map(|i| {
                 let mut bits = [0; 2];
-                block.read_at(i * step * 2, &mut bits, self.plan().options().timeout)?;
+                allocation.read_at(i * step * 2, &mut bits, self.plan().options().timeout)?;
                 Ok(f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16))
             })
             .collect()

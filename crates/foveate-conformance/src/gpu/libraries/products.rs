@@ -178,8 +178,8 @@ impl Problem {
         let on_device = |m: &Matrices| queue.pool().upload(&bytes(&m.storage));
         let (a, b, c) = (on_device(&self.a)?, on_device(&self.b)?, on_device(&self.c)?);
         let bias = self.bias.as_ref().map(|bias| queue.pool().upload(&bytes(bias))).transpose()?;
-        let tensor = |block: &Allocation, of: &Matrices| DeviceTensor {
-            address: block.address(),
+        let tensor = |allocation: &Allocation, of: &Matrices| DeviceTensor {
+            address: allocation.address(),
             dtype: of.storage.dtype(),
             layout: of.layout,
         };
@@ -188,9 +188,9 @@ impl Problem {
             alpha: self.alpha,
             beta: self.beta,
             tf32: self.tf32,
-            bias: bias.as_ref().map(|block| {
+            bias: bias.as_ref().map(|allocation| {
                 let n = self.c.layout.shape[2];
-                DeviceTensor::contiguous(block.address(), result, [n])
+                DeviceTensor::contiguous(allocation.address(), result, [n])
             }),
             ..Matmul::new(tensor(&a, &self.a), tensor(&b, &self.b), tensor(&c, &self.c))
         };
@@ -234,14 +234,14 @@ fn numbers(queue: &Queue, seed: u64, dtype: DType, elems: usize) -> Result<Alloc
     let mut random = Random::new(seed);
     let some = elems.min((1 << 20) + 37);
     let some = bytes(&Data::from_f64(dtype, (0..some).map(|_| random.normal())));
-    let block = queue.pool().take(elems * dtype.bytes())?;
+    let allocation = queue.pool().take(elems * dtype.bytes())?;
     let mut at = 0;
-    while at < block.bytes() {
-        let n = some.len().min(block.bytes() - at);
-        block.write_at(at, &some[..n])?;
+    while at < allocation.bytes() {
+        let n = some.len().min(allocation.bytes() - at);
+        allocation.write_at(at, &some[..n])?;
         at += n;
     }
-    Ok(block)
+    Ok(allocation)
 }
 
 /// A sum that the library likes to split, into what is NaN before.
@@ -250,8 +250,8 @@ fn twice(engine: &Arc<Engine>) -> Outcome {
     let [m, n, k] = [130, 70, 5000];
     let (a, b) = (numbers(queue, 1, DType::BF16, m * k)?, numbers(queue, 2, DType::BF16, k * n)?);
     let c = queue.pool().take(4 * m * n)?;
-    let matrix = |block: &Allocation, dtype, rows, columns| {
-        DeviceTensor::contiguous(block.address(), dtype, [1, rows, columns])
+    let matrix = |allocation: &Allocation, dtype, rows, columns| {
+        DeviceTensor::contiguous(allocation.address(), dtype, [1, rows, columns])
     };
     let matmul = Matmul::new(
         matrix(&a, DType::BF16, m, k),
@@ -283,9 +283,9 @@ fn squares(queue: &Queue) -> Result<(Vec<Allocation>, Matmul), GpuError> {
     let (a, b) = (numbers(queue, 1, DType::F32, 400)?, numbers(queue, 2, DType::F32, 400)?);
     let c = queue.pool().take(1600)?;
     c.fill(0xFF)?;
-    let blocks = vec![a, b, c];
-    let [a, b, c] = [0, 1, 2].map(|i| square(blocks[i].address()));
-    Ok((blocks, Matmul::new(a, b, c)))
+    let allocations = vec![a, b, c];
+    let [a, b, c] = [0, 1, 2].map(|i| square(allocations[i].address()));
+    Ok((allocations, Matmul::new(a, b, c)))
 }
 
 fn square(address: u64) -> DeviceTensor<3> {
@@ -293,16 +293,16 @@ fn square(address: u64) -> DeviceTensor<3> {
 }
 
 /// Whether nothing was written to the result of [`squares`].
-fn untouched(blocks: &[Allocation]) -> Outcome {
+fn untouched(allocations: &[Allocation]) -> Outcome {
     let mut bytes = [0; 1600];
-    blocks[2].read(&mut bytes, default_timeout())?;
+    allocations[2].read(&mut bytes, default_timeout())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused product wrote something".into()) })
 }
 
 fn wrong_memory(engine: &Arc<Engine>) -> Outcome {
     let queue = engine.queue();
-    let (blocks, good) = squares(queue)?;
+    let (allocations, good) = squares(queue)?;
     let host = [0u8; 1600];
     let asked = [
         (Matmul { a: square(host.as_ptr() as u64), ..good }, "a is at"),
@@ -311,7 +311,7 @@ fn wrong_memory(engine: &Arc<Engine>) -> Outcome {
         (Matmul { c: square(good.c.address + 2), ..good }, "no multiple of the 4 bytes"),
     ];
     match refused(engine, queue, &asked) {
-        Ok(()) => untouched(&blocks),
+        Ok(()) => untouched(&allocations),
         Err(wrong) => Ok(Err(wrong)),
     }
 }
@@ -337,8 +337,9 @@ fn speed(engine: &Arc<Engine>, n: usize) -> Result<String, GpuError> {
     let factors = [1, 2].map(|seed| numbers(queue, seed, DType::BF16, n * n));
     let [a, b] = factors;
     let (a, b, c) = (a?, b?, queue.pool().take(2 * n * n)?);
-    let matrix =
-        |block: &Allocation| DeviceTensor::contiguous(block.address(), DType::BF16, [1, n, n]);
+    let matrix = |allocation: &Allocation| {
+        DeviceTensor::contiguous(allocation.address(), DType::BF16, [1, n, n])
+    };
     let matmul = Matmul::new(matrix(&a), matrix(&b), matrix(&c));
     let limit = default_timeout();
     let device = engine.device();

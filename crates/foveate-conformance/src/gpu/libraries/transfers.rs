@@ -109,8 +109,8 @@ fn encoded(element: Element, values: &[f64]) -> Vec<u8> {
 struct Part {
     what: String,
     transfers: Vec<Transfer>,
-    blocks: Vec<Allocation>,
-    /// Where the result is in the last block, in bytes, and what it has to be.
+    allocations: Vec<Allocation>,
+    /// Where the result is in the last allocation, in bytes, and what it has to be.
     start: usize,
     expected: Vec<u8>,
 }
@@ -126,25 +126,27 @@ impl Part {
         let own = |len: usize| encoded(element, &numbers(element, rank, len));
         let width = element.bytes();
         let (part, start) = (len * width, rank * len * width);
-        let array = |block: &Allocation, start: usize, len: usize| Array {
-            address: block.address() + start as u64,
+        let array = |allocation: &Allocation, start: usize, len: usize| Array {
+            address: allocation.address() + start as u64,
             element,
             len,
         };
         let filled = |bytes: usize| -> Result<Allocation, GpuError> {
-            let block = queue.pool().take(bytes)?;
-            block.fill(0xFF)?;
-            Ok(block)
+            let allocation = queue.pool().take(bytes)?;
+            allocation.fill(0xFF)?;
+            Ok(allocation)
         };
-        let mut blocks = Vec::new();
+        let mut allocations = Vec::new();
         let (transfers, start, expected) = match kind {
             Kind::AllReduce(reduce, in_place) => {
-                blocks.push(queue.pool().upload(&own(len))?);
+                allocations.push(queue.pool().upload(&own(len))?);
                 if !in_place {
-                    blocks.push(filled(part)?);
+                    allocations.push(filled(part)?);
                 }
-                let (from, into) =
-                    (array(&blocks[0], 0, len), array(&blocks[blocks.len() - 1], 0, len));
+                let (from, into) = (
+                    array(&allocations[0], 0, len),
+                    array(&allocations[allocations.len() - 1], 0, len),
+                );
                 let expected = reduced(element, reduce, ranks, len);
                 (vec![Transfer::AllReduce { from, into, reduce }], 0, expected)
             }
@@ -154,39 +156,39 @@ impl Part {
                     into.write_at(start, &own(len))?;
                     array(&into, start, len)
                 } else {
-                    blocks.push(queue.pool().upload(&own(len))?);
-                    array(&blocks[0], 0, len)
+                    allocations.push(queue.pool().upload(&own(len))?);
+                    array(&allocations[0], 0, len)
                 };
-                blocks.push(into);
-                let into = array(&blocks[blocks.len() - 1], 0, len * ranks);
+                allocations.push(into);
+                let into = array(&allocations[allocations.len() - 1], 0, len * ranks);
                 let expected = (0..ranks).flat_map(|r| numbers(element, r, len)).collect();
                 (vec![Transfer::AllGather { from, into }], 0, expected)
             }
             Kind::ReduceScatter(reduce, in_place) => {
-                blocks.push(queue.pool().upload(&own(len * ranks))?);
-                let from = array(&blocks[0], 0, len * ranks);
+                allocations.push(queue.pool().upload(&own(len * ranks))?);
+                let from = array(&allocations[0], 0, len * ranks);
                 if !in_place {
-                    blocks.push(filled(part)?);
+                    allocations.push(filled(part)?);
                 }
                 let start = if in_place { start } else { 0 };
-                let into = array(&blocks[blocks.len() - 1], start, len);
+                let into = array(&allocations[allocations.len() - 1], start, len);
                 let all = reduced(element, reduce, ranks, len * ranks);
                 let expected = all[rank * len..][..len].to_vec();
                 (vec![Transfer::ReduceScatter { from, into, reduce }], start, expected)
             }
             Kind::Broadcast => {
                 let root = ranks - 1;
-                blocks.push(filled(part)?);
+                allocations.push(filled(part)?);
                 if rank == root {
-                    blocks[0].write(&own(len))?;
+                    allocations[0].write(&own(len))?;
                 }
-                let array = array(&blocks[0], 0, len);
+                let array = array(&allocations[0], 0, len);
                 (vec![Transfer::Broadcast { array, root }], 0, numbers(element, root, len))
             }
             Kind::Ring => {
                 let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-                blocks.extend([queue.pool().upload(&own(len))?, filled(part)?]);
-                let (from, into) = (array(&blocks[0], 0, len), array(&blocks[1], 0, len));
+                allocations.extend([queue.pool().upload(&own(len))?, filled(part)?]);
+                let (from, into) = (array(&allocations[0], 0, len), array(&allocations[1], 0, len));
                 let both = vec![
                     Transfer::Send { from, to: next },
                     Transfer::Receive { into, from: before },
@@ -195,7 +197,7 @@ impl Part {
             }
         };
         let what = format!("{kind:?} of {len} {element:?} on rank {rank} of {ranks}");
-        Ok(Self { what, transfers, blocks, start, expected: encoded(element, &expected) })
+        Ok(Self { what, transfers, allocations, start, expected: encoded(element, &expected) })
     }
 
     fn calls<'a>(
@@ -208,7 +210,7 @@ impl Part {
 
     fn check(&self) -> Outcome {
         let mut found = vec![0; self.expected.len()];
-        let last = self.blocks.last().expect("every part has one");
+        let last = self.allocations.last().expect("every part has one");
         last.read_at(self.start, &mut found, default_timeout())?;
         Ok(match found == self.expected {
             true => Ok(()),
@@ -323,23 +325,26 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     let id = UniqueId::new()?;
     let among = Communicator::new(engine, &id, 0, 1, default_timeout())?;
     let queue = engine.queue();
-    let block = queue.pool().take(4000)?;
-    block.fill(0xFF)?;
+    let allocation = queue.pool().take(4000)?;
+    allocation.fill(0xFF)?;
     let host = [0u8; 400];
     let at = |address: u64, len: usize| Array { address, element: Element::F32, len };
-    let (good, reduce) = (at(block.address(), 100), Reduce::Sum);
+    let (good, reduce) = (at(allocation.address(), 100), Reduce::Sum);
     let all_reduce = |from, into| Transfer::AllReduce { from, into, reduce };
     let asked = [
-        (all_reduce(good, at(block.address() + 400, 99)), "100 f32 go with 100 f32"),
+        (all_reduce(good, at(allocation.address() + 400, 99)), "100 f32 go with 100 f32"),
         (all_reduce(good, Array { element: Element::I32, ..good }), "not with 100 i32"),
-        (all_reduce(good, at(block.address() + 396, 100)), "into overlaps from"),
-        (all_reduce(at(block.address() + 2, 100), good), "into overlaps from"),
-        (all_reduce(at(block.address() + 402, 100), good), "no multiple of the 4 bytes"),
+        (all_reduce(good, at(allocation.address() + 396, 100)), "into overlaps from"),
+        (all_reduce(at(allocation.address() + 2, 100), good), "into overlaps from"),
+        (all_reduce(at(allocation.address() + 402, 100), good), "no multiple of the 4 bytes"),
         (all_reduce(at(host.as_ptr() as u64, 100), good), "from is at"),
-        (Transfer::AllGather { from: good, into: at(block.address() + 400, 200) }, "200 f32"),
+        (Transfer::AllGather { from: good, into: at(allocation.address() + 400, 200) }, "200 f32"),
         (Transfer::Broadcast { array: good, root: 1 }, "the root is rank 1; there are 1"),
         (Transfer::Send { from: good, to: 3 }, "the receiver is rank 3"),
-        (Transfer::Receive { into: at(block.address() + (1 << 46), 1), from: 0 }, "into is at"),
+        (
+            Transfer::Receive { into: at(allocation.address() + (1 << 46), 1), from: 0 },
+            "into is at",
+        ),
     ];
     for (transfer, expected) in asked {
         // A good one goes first, and is not queued.
@@ -351,7 +356,7 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     }
     among.wait(queue)?;
     let mut bytes = [0; 4000];
-    block.read(&mut bytes, default_timeout())?;
+    allocation.read(&mut bytes, default_timeout())?;
     let untouched = bytes.iter().all(|&byte| byte == 0xFF);
     Ok(if untouched { Ok(()) } else { Err("a refused transfer wrote something".into()) })
 }

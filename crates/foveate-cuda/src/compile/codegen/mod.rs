@@ -154,11 +154,11 @@ impl ModsSource {
     /// buffer is longer than i32 indices reach.
     pub fn new(mods: Mods<'_>, options: &Options) -> Result<Self, CudaError> {
         let mut captures = Captures::default();
-        let keep = mods.dropout.map(|d| d.keep().program());
+        let dropout_keep = mods.dropout.map(|d| d.keep_mask().program());
         let mask = mods.mask.map(|m| Part::new(m.program(), &mut captures, options));
         let score = mods.score.map(|s| Part::new(s.program(), &mut captures, options));
         let gradient = mods.gradient.map(|g| Part::new(g.program(), &mut captures, options));
-        let keep = keep.map(|k| Part::new(k, &mut captures, options));
+        let dropout_keep = dropout_keep.map(|k| Part::new(k, &mut captures, options));
 
         let reads = mods.gradient.map_or(&[][..], ScoreGradient::captures);
         let buffer_of = |read: &CaptureGradient| {
@@ -173,7 +173,7 @@ impl ModsSource {
             bounded: bounded.clone(),
             deterministic: options.deterministic,
             checked: options.checked,
-            dropout: keep.is_some(),
+            dropout: dropout_keep.is_some(),
         };
         let layout = Layout::new(&captures, &wanted)?;
         let context = Context { captures: &captures, layout: &layout, options };
@@ -187,7 +187,7 @@ impl ModsSource {
             context.score_gradient(gradient.as_ref()),
             context.lengths(score.as_ref(), gradient.as_ref()),
             context.capture_gradients(gradient.as_ref(), reads),
-            context.keep(keep.as_ref()),
+            context.dropout_keep(dropout_keep.as_ref()),
         ]
         .concat();
         let has_derivative =
@@ -609,7 +609,7 @@ impl Context<'_> {
         statements
     }
 
-    fn keep(&self, part: Option<&Part<'_>>) -> String {
+    fn dropout_keep(&self, part: Option<&Part<'_>>) -> String {
         let head = format!("bool fv_dropout_keep({ENTRY})");
         let scale = "float fv_dropout_scale(const Mods& mods)";
         let Some(part) = part else {

@@ -109,7 +109,7 @@ impl CudaPlan {
             let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
             uploaded.ranges = Some(Arc::new(table));
         }
-        let ranges = uploaded.ranges.as_ref().map_or(0, |block| block.address());
+        let ranges = uploaded.ranges.as_ref().map_or(0, |allocation| allocation.address());
         Ok((elems, ranges))
     }
 

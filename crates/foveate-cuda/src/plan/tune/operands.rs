@@ -35,7 +35,7 @@ impl OnDevice {
         backward: bool,
     ) -> Result<Self, CudaError> {
         let pool = &plan.pool(plan.engine.queue());
-        let mut blocks = Vec::new();
+        let mut allocations = Vec::new();
         let [q, mut k, mut v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
         let mut table = None;
         if let Arrangement::Paged { page_size, .. } = arrangement {
@@ -43,19 +43,20 @@ impl OnDevice {
             let entries = dims.len_k.div_ceil(page_size);
             let pages = scattered(dims.batch * entries);
             [k, v] = [k, v].map(|[_, heads, _, dim]| [pages.len(), heads, page_size, dim]);
-            let block = pool.upload(bytemuck::cast_slice(&pages))?;
-            table = Some((block.address(), entries));
-            blocks.push(block);
+            let allocation = pool.upload(bytemuck::cast_slice(&pages))?;
+            table = Some((allocation.address(), entries));
+            allocations.push(allocation);
         }
         let noise = noise(plan.dtype);
         let mut filled = |shape: [usize; 4]| {
             let elems: usize = shape.iter().product();
-            let block = pool.take(elems * plan.dtype.bytes())?;
-            for start in (0..block.bytes()).step_by(noise.len()) {
-                block.write_at(start, &noise[..noise.len().min(block.bytes() - start)])?;
+            let allocation = pool.take(elems * plan.dtype.bytes())?;
+            for start in (0..allocation.bytes()).step_by(noise.len()) {
+                allocation
+                    .write_at(start, &noise[..noise.len().min(allocation.bytes() - start)])?;
             }
-            let tensor = DeviceTensor::contiguous(block.address(), plan.dtype, shape);
-            blocks.push(block);
+            let tensor = DeviceTensor::contiguous(allocation.address(), plan.dtype, shape);
+            allocations.push(allocation);
             Ok::<_, CudaError>(tensor)
         };
         let (of_q, of_k, of_v) = (filled(q)?, filled(k)?, filled(v)?);
@@ -63,14 +64,14 @@ impl OnDevice {
         let mut wanted = |shape: [usize; 4]| filled(if backward { shape } else { [0; 4] });
         let (dq, dk, dv) = (wanted(q)?, wanted(k)?, wanted(v)?);
         let d_out = wanted(dims.out_shape())?;
-        let lse = empty(pool, &mut blocks, dims.row_shape())?;
+        let lse = empty(pool, &mut allocations, dims.row_shape())?;
         let mut captures = Vec::new();
         for buffer in plan.spec.learned().iter().filter(|_| backward) {
-            let into = empty(pool, &mut blocks, [buffer.elems()])?;
+            let into = empty(pool, &mut allocations, [buffer.elems()])?;
             captures.push((buffer.name().to_owned(), into));
         }
         let (q, k, v) = (of_q, of_k, of_v);
-        Ok(Self { _blocks: blocks, q, k, v, table, out, lse, d_out, dq, dk, dv, captures })
+        Ok(Self { _blocks: allocations, q, k, v, table, out, lse, d_out, dq, dk, dv, captures })
     }
 }
 
@@ -85,12 +86,12 @@ fn scattered(count: usize) -> Vec<i32> {
 /// Room for f32 numbers.
 fn empty<const N: usize>(
     pool: &Pool,
-    blocks: &mut Vec<Allocation>,
+    allocations: &mut Vec<Allocation>,
     shape: [usize; N],
 ) -> Result<DeviceTensor<N>, CudaError> {
-    let block = pool.take(4 * shape.iter().product::<usize>())?;
-    let tensor = DeviceTensor::contiguous(block.address(), DType::F32, shape);
-    blocks.push(block);
+    let allocation = pool.take(4 * shape.iter().product::<usize>())?;
+    let tensor = DeviceTensor::contiguous(allocation.address(), DType::F32, shape);
+    allocations.push(allocation);
     Ok(tensor)
 }
 

@@ -234,7 +234,7 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
         let mut mask = machine(case.mask.program());
         let mut score = machine(case.score.program());
         let mut gradient = case.gradient.as_ref().map(|g| machine(g.program()));
-        let mut keep = machine(case.dropout.keep().program());
+        let mut dropout_keep = machine(case.dropout.keep_mask().program());
         for q in QUERIES {
             let mut given = row_of_scores(q);
             given.resize(padded, 0.0);
@@ -242,8 +242,8 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
             let (mut seen, mut kept) = (MaskBits::default(), MaskBits::default());
             mask.set_tile(q..q + 1, KEYS);
             mask.mask_bits(None, &mut seen);
-            keep.set_tile(q..q + 1, KEYS);
-            keep.mask_bits(None, &mut kept);
+            dropout_keep.set_tile(q..q + 1, KEYS);
+            dropout_keep.mask_bits(None, &mut kept);
             score.set_tile(q..q + 1, KEYS);
             score.run(0..1, 0..width, given, Some(&seen));
             let scores = row(&score);

@@ -34,7 +34,7 @@ impl Case {
         self.q.len() - 1
     }
 
-    fn room(&self) -> usize {
+    fn tile_capacity(&self) -> usize {
         let own = usize::from(self.of_keys);
         let (rows, longest) = (self.rows[own] as usize, self.longest[own] as usize);
         most_tiles(self.count(), rows, longest, self.side as usize)
@@ -42,7 +42,7 @@ impl Case {
 
     /// Ints that the kernel writes: sequences, tiles, report.
     fn ints(&self) -> [usize; 3] {
-        [9 * (self.count() + 1), 2 * self.room(), 4]
+        [9 * (self.count() + 1), 2 * self.tile_capacity(), 4]
     }
 }
 
@@ -83,7 +83,7 @@ fn written(cases: &[Case]) -> Option<Vec<Vec<i32>>> {
             longest_k: case.longest[1],
             side: case.side,
             of_keys: case.of_keys.into(),
-            room: case.room() as i32,
+            tile_capacity: case.tile_capacity() as i32,
         };
         // Mods without captures are one unused int.
         input.extend([4, 0].map(i32::to_le_bytes).concat());
@@ -117,11 +117,11 @@ fn check(case: &Case, ints: &[i32]) {
         row += count;
     }
     assert!(sum_row as usize <= most_sum_rows(case.count(), case.rows[0] as usize), "{case:?}");
-    let room = case.room() as i32;
-    assert_eq!(sequences[9 * case.count()..], [0, 0, 0, 0, 0, 0, 0, room, 0], "{case:?}");
+    let tile_capacity = case.tile_capacity() as i32;
+    assert_eq!(sequences[9 * case.count()..], [0, 0, 0, 0, 0, 0, 0, tile_capacity, 0], "{case:?}");
     wanted.reverse();
     let left_over = [case.count() as i32, 0];
-    wanted.extend(left_over.repeat(case.room() - wanted.len() / 2));
+    wanted.extend(left_over.repeat(case.tile_capacity() - wanted.len() / 2));
     assert_eq!(tiles, wanted, "{case:?}");
     assert_eq!(report[0] == 1, q_moved || k_moved, "{report:?} of {case:?}");
     if let [1, which, index, offset] = *report {
