@@ -7,7 +7,7 @@ use foveate_gpu::driver::{Device, DeviceInfo};
 use foveate_gpu::library::Library;
 use foveate_gpu::loader::{Outcome, Step};
 use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvrtc};
-use foveate_train::machine::memory;
+use foveate_train::machine;
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -159,7 +159,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 
 impl Findings {
     fn gather() -> Self {
-        let [total, available] = ["MemTotal", "MemAvailable"].map(memory);
         let level = foveate::cpu::instructions();
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -172,8 +171,8 @@ impl Findings {
             threads: rayon::current_num_threads(),
             threads_refused: threads::refused(std::env::var_os(threads::VARIABLE)),
             caches: caches(),
-            memory_bytes: total,
-            memory_available_bytes: available,
+            memory_bytes: machine::memory("MemTotal"),
+            memory_available_bytes: machine::available(),
             libraries: Library::ALL.map(Found::look_for).into(),
             gpus: gpus(),
             kernel_cache: cache::Cache::get().folder().map(Into::into),

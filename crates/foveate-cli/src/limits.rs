@@ -42,7 +42,7 @@ impl Limits {
     /// # Errors
     /// When it does.
     pub fn admit(self, what: &str, need: Need, instead: &str) -> Result<(), Failure> {
-        self.admit_within(what, need, instead, machine::memory("MemAvailable"))
+        self.admit_within(what, need, instead, machine::available())
     }
 
     fn admit_within(

@@ -1,6 +1,8 @@
 //! What the machine has, as far as the system says (Linux only).
 
-use std::path::Path;
+mod groups;
+
+use groups::Groups;
 
 /// Bytes of one line of the system's memory table, such as `MemTotal` or `MemAvailable`.
 pub fn memory(name: &str) -> Option<u64> {
@@ -23,25 +25,18 @@ pub fn host() -> Option<String> {
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Bytes that programs can take in all: memory, or what the control group of this process allows of
-/// it, and swap.
+/// Bytes that programs can take in all: memory and swap, or what control groups allow of them.
 pub fn usable() -> Option<u64> {
-    let all = memory("MemTotal")?;
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let allowed = group_limit(Path::new("/sys/fs/cgroup"), &groups).unwrap_or(all);
-    Some(all.min(allowed) + memory("SwapTotal").unwrap_or(0))
+    let groups = Groups::of_this_process();
+    let least = |there: u64, limit: Option<u64>| limit.map_or(there, |limit| there.min(limit));
+    let swap = least(memory("SwapTotal").unwrap_or(0), groups.swap_limit());
+    Some(least(memory("MemTotal")?, groups.limit()) + swap)
 }
 
-/// The least `memory.max`, in bytes, of the control group (version 2) that `groups` names and of the
-/// groups around it, under `root`. A container sees its own group as the root.
-fn group_limit(root: &Path, groups: &str) -> Option<u64> {
-    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let limit = |group: &Path| {
-        let text = std::fs::read_to_string(group.join("memory.max")).ok()?;
-        text.trim().parse::<u64>().ok()
-    };
-    let own = root.join(own);
-    own.ancestors().take_while(|group| group.starts_with(root)).filter_map(limit).min()
+/// Bytes that programs can take now without swapping: those of the machine, or those that are left
+/// of what control groups allow.
+pub fn available() -> Option<u64> {
+    [memory("MemAvailable"), Groups::of_this_process().left()].into_iter().flatten().min()
 }
 
 /// The line `NAME:  1234 kB` of a table.
@@ -57,25 +52,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_limit_of_a_control_group_and_those_around_it_holds() {
-        let root = tempfile::tempdir().unwrap();
-        let job = root.path().join("user/job");
-        std::fs::create_dir_all(&job).unwrap();
-        let put =
-            |group: &Path, text: &str| std::fs::write(group.join("memory.max"), text).unwrap();
-        assert_eq!(group_limit(root.path(), "0::/user/job\n"), None);
-        put(&job, "max\n");
-        put(&root.path().join("user"), "4096\n");
-        assert_eq!(group_limit(root.path(), "1:cpu:/x\n0::/user/job\n"), Some(4096));
-        put(&job, "1024\n");
-        assert_eq!(group_limit(root.path(), "0::/user/job\n"), Some(1024));
-        assert_eq!(group_limit(root.path(), "0::/user\n"), Some(4096));
-    }
-
-    #[test]
     fn a_process_takes_less_than_there_is() {
         let (total, mine) = (memory("MemTotal").unwrap(), resident().unwrap());
-        assert!(0 < mine && mine < total && total <= usable().unwrap());
+        let (usable, available) = (usable().unwrap(), available().unwrap());
+        assert!(0 < mine && mine < total && 0 < available && available <= usable);
         assert!(mine <= peak_resident().unwrap() && host().is_some());
         assert_eq!(memory("MemTot"), None);
     }
