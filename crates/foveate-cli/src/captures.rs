@@ -1,8 +1,10 @@
 //! Captured buffers and run-time scalars given on the command line.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read};
 
+use foveate::mods::Program;
 use foveate::mods::text::Names;
 use foveate::{AnyBuffer, BufferData, ScalarValue};
 
@@ -38,6 +40,34 @@ impl Captures {
         let made = texts.into_iter().filter(|text| text.contains("documents")).count();
         let given = usize::from(!self.doc_lens.is_empty());
         ((made + given) * len) as f64 * ID_BYTES
+    }
+
+    /// Refuses what is given for nothing: what neither `texts` name nor the `programs` read that
+    /// they became, as `document` reads `doc`.
+    ///
+    /// # Errors
+    /// Names the option and what it gives.
+    pub fn read_by<'a>(
+        &self,
+        texts: impl IntoIterator<Item = &'a String>,
+        programs: impl IntoIterator<Item = &'a Program>,
+    ) -> Result<(), Failure> {
+        let word = |c: char| c.is_alphanumeric() || c == '_';
+        let mut read: HashSet<&str> =
+            texts.into_iter().flat_map(|text| text.split(|c| !word(c))).collect();
+        let buffers = programs.into_iter().flat_map(|p| p.graph().buffers());
+        read.extend(buffers.map(AnyBuffer::name));
+        let lens = self.documents_len().map(|_| ("doc-lens", "doc"));
+        let buffers = self.buffers.iter().map(|given| ("buffer", name_of(given)));
+        let scalars = self.scalars.iter().map(|given| ("scalar", name_of(given)));
+        let mut given = lens.into_iter().chain(buffers).chain(scalars);
+        match given.find(|(_, name)| !read.contains(name)) {
+            None => Ok(()),
+            Some((option, name)) => {
+                let message = format!("--{option}: neither mask nor score reads `{name}`");
+                Err(Failure::usage(message).help("leave it out, or name it in a text"))
+            }
+        }
     }
 
     /// The names, for texts about sequences of up to `len` positions. Document ids are made for
@@ -77,6 +107,11 @@ impl Captures {
         }
         Ok(names)
     }
+}
+
+/// The name in `NAME=VALUE` or `NAME[SHAPE]=VALUES`.
+fn name_of(given: &str) -> &str {
+    given.split(['=', '[']).next().unwrap_or_default().trim()
 }
 
 /// Memory of a document's id: itself, and its part of the table of ranges.

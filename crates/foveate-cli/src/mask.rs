@@ -4,7 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate::mask::{BlockMask, Tile};
+use foveate::MaskMod;
+use foveate::mask::{BlockMask, Tile, Varies};
 use foveate::mods::Head;
 use foveate::mods::catalogue;
 use foveate::mods::text::parse_mask;
@@ -35,12 +36,12 @@ pub struct Args {
     /// Size of the tiles: queries x keys
     #[arg(long, value_name = "QxKV", default_value = "128x128", value_parser = tile)]
     tile: Tile,
-    /// Batch entry that is drawn
-    #[arg(long, value_name = "B", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<i32>)]
-    batch_index: i32,
-    /// Query head that is drawn
-    #[arg(long, value_name = "H", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<i32>)]
-    head: i32,
+    /// Batch entry that is drawn, of a mask that differs between them (the first when left out)
+    #[arg(long, value_name = "B", allow_negative_numbers = true, value_parser = index)]
+    batch_index: Option<i32>,
+    /// Query head that is drawn, of a mask that differs between them (the first when left out)
+    #[arg(long, value_name = "H", allow_negative_numbers = true, value_parser = index)]
+    head: Option<i32>,
     #[command(flatten)]
     captures: Captures,
     /// Write a picture to this file too
@@ -90,6 +91,32 @@ fn tile(text: &str) -> Result<Tile, String> {
     Ok(Tile { q, kv })
 }
 
+/// An index, counted from 0.
+fn index(text: &str) -> Result<i32, String> {
+    let found = number(text)?;
+    if found < 0 { Err("it is counted from 0".to_owned()) } else { Ok(found) }
+}
+
+/// The head that is drawn.
+///
+/// # Errors
+/// When one is asked for that is like all others.
+fn head(args: &Args, mask: &MaskMod, q_len: i32, kv_len: i32) -> Result<Head, Failure> {
+    let varies = Varies::of(mask);
+    for (option, given, varies, of, leaf) in [
+        ("--batch-index", args.batch_index, varies.by_batch, "batch entry", "b"),
+        ("--head", args.head, varies.by_head, "head", "h"),
+    ] {
+        if let Some(given) = given.filter(|_| !varies) {
+            let message = format!("{option} {given}: the mask is the same for every {of}");
+            let help = format!("leave it out, or write a mask that reads `{leaf}`");
+            return Err(Failure::usage(message).help(help));
+        }
+    }
+    let [b, h] = [args.batch_index, args.head].map(Option::unwrap_or_default);
+    Ok(Head { b, h, h_kv: h, q_len, kv_len })
+}
+
 /// Builds the block mask and prints it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let Some(len) = args.len.or(args.captures.documents_len()) else {
@@ -106,8 +133,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     args.limits.admit("the table of documents", need, "give fewer positions: --len 4096")?;
     let names = args.captures.names(longest)?;
     let mask = parse_mask(&args.text, &names).map_err(|e| Failure::of_text("the mask", &e))?;
-    let head =
-        Head { b: args.batch_index, h: args.head, h_kv: args.head, q_len, kv_len: kv_len_i32 };
+    args.captures.read_by([&args.text], [mask.program()])?;
+    let head = head(args, &mask, q_len, kv_len_i32)?;
     let larger = "make the tiles larger, such as --tile 1024x1024, or --len smaller";
     let began = Instant::now();
     let tiles = format!("building the mask in tiles of {}x{}", args.tile.q, args.tile.kv);

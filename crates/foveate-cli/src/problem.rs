@@ -118,6 +118,7 @@ impl ProblemArgs {
         let dropout = self.dropout.map(|p| Dropout::new(p, SEED));
         let spec = Spec { mask, score, scale: None, dropout };
         spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+        self.captures.read_by(self.mask.iter().chain(&self.score), spec.programs())?;
         Ok(Given { spec, problem })
     }
 }

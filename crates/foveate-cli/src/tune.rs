@@ -6,6 +6,7 @@ use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
 use crate::explain::ordinal;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::number::number;
 use crate::output::Output;
 use crate::problem::ProblemArgs;
 use crate::progress::Progress;
@@ -22,6 +23,9 @@ pub struct Args {
     /// Tune the kernels that give the same bits in every run
     #[arg(long)]
     deterministic: bool,
+    /// Tune for N live keys a query on average, whatever --mask says
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
+    mean_kv_len: Option<usize>,
     /// Candidates to time for each kernel
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = CANDIDATES as u32, value_parser = clap::value_parser!(u32).range(1..))]
     candidates: u32,
@@ -38,7 +42,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             .help("cuda:0 is the first")
     })?;
     let engine = Engine::get(device)?;
-    let options = CudaOptions { deterministic: args.deterministic, ..CudaOptions::default() };
+    let Args { deterministic, mean_kv_len, .. } = *args;
+    let options = CudaOptions { deterministic, mean_kv_len, ..CudaOptions::default() };
     let dims = given.problem.dims();
     let plan = CudaPlan::new(engine, &given.spec, dims, args.problem.dtype, options)?;
     let interrupt = Interrupt::watch()?;

@@ -20,6 +20,12 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causal --len -3", "invalid value '-3' for '--len <N>'"),
         ("mask causal --len 1/0", "'1/0' for '--len <N>': a number is expected, such as 16"),
         ("mask causal --head x", "'x' for '--head <H>': a number is expected"),
+        ("mask h==1 --len 5 --head -1", "'-1' for '--head <H>': it is counted from 0"),
+        ("mask causal --len 5 --head 0", "--head 0: the mask is the same for every head"),
+        ("mask kv<h --len 5 --batch-index 2", "help: leave it out, or write a mask that reads `b`"),
+        ("mask causal --doc-lens 3,4", "--doc-lens: neither mask nor score reads `doc`"),
+        ("mask causal --len 5 --buffer x[1,2]=1,2", "--buffer: neither mask nor score reads `x`"),
+        ("explain --heads 2 --len 5 --dim 8 --scalar n=3", "neither mask nor score reads `n`"),
         ("mask causal --doc-lens 3,x", "'x' for '--doc-lens <N,N,...>': a number is expected"),
         ("mask causal --len 5000000000", "lengths go up to 2147483647"),
         (
@@ -80,6 +86,7 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
             "explain --heads 4000000000 --len 2000000000 --dim 4000000000",
             "more elements in [1, 4000000000, 2000000000, 4000000000] than memory can address",
         ),
+        ("tune --heads 4 --len 9 --dim 8 --mean-kv-len x", "'x' for '--mean-kv-len <N>': a number"),
         ("kernels build --device l4 --len 5 --dim 64", "--heads <HQ[/HKV]> is missing"),
         ("kernels build --device l5 --len 5 --dim 64", "there is no profile of `l5`"),
         ("kernels check --arch sm_70", "no kernels are listed for sm_70, but for sm_80, "),
@@ -336,18 +343,23 @@ fn every_command_that_reports_figures_prints_one_object_a_line() {
     }
 }
 
+/// A run of a millisecond that another process interrupts has its time in whatever stage that was, so
+/// what the stages share is looked at in several runs; that they add up holds in each.
 #[test]
 fn the_shares_of_a_profile_add_up_to_the_whole_time() {
     let line = "bench cpu --filter causal/h8-2/s256 --repeat 1 --profile --threads 2 --json";
-    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-    assert_eq!(code, Some(0), "{err}");
-    for found in out.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()) {
-        let share = |name: &str| found["profile"][name].as_f64().unwrap();
-        let shares = ["products", "softmax", "mods", "packing", "idle"].map(share);
-        assert!(shares.iter().all(|share| (0.0..=1.0).contains(share)), "{found}");
-        assert!((shares.iter().sum::<f64>() - 1.0).abs() < 0.02, "{found}");
-        assert!(share("products") > 0.1, "{found}");
-    }
+    let most_of_products = (0..20).find(|_| {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{err}");
+        out.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()).all(|found| {
+            let share = |name: &str| found["profile"][name].as_f64().unwrap();
+            let shares = ["products", "softmax", "mods", "packing", "idle"].map(share);
+            assert!(shares.iter().all(|share| (0.0..=1.0).contains(share)), "{found}");
+            assert!((shares.iter().sum::<f64>() - 1.0).abs() < 0.02, "{found}");
+            share("products") > 0.1
+        })
+    });
+    assert!(most_of_products.is_some(), "products have less than a tenth in each of 20 runs");
 }
 
 #[test]
