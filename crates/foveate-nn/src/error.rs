@@ -23,6 +23,9 @@ pub enum NnErrorKind {
     /// A batch or a prompt does not fit the model or itself.
     #[error("{0}")]
     Batch(String),
+    /// Numbers computed from finite weights are not finite.
+    #[error("{0}")]
+    NonFinite(String),
     /// The attention program could not be built, planned or run.
     #[error("attention: {0}")]
     Attention(foveate::Error),

@@ -9,7 +9,7 @@ use foveate::{ForwardArgs, Layout, Operands, Plan, TensorMut, TensorRef};
 use crate::backend::{Blocks, PackedHeads, Rotation};
 use crate::config::QkvOrder;
 use crate::cpu::Cpu;
-use crate::error::NnError;
+use crate::error::{NnError, NnErrorKind};
 use crate::matmul::{Matrix, matmul};
 use crate::model::Model;
 use crate::parameters::at;
@@ -113,10 +113,18 @@ impl Generator<'_> {
     /// Draws the next token and reads it.
     ///
     /// # Errors
-    /// When nothing was read yet, or the cache is full.
+    /// When nothing was read yet, the cache is full, or a logit is not finite.
     pub fn next_token(&mut self) -> Result<u32, NnError> {
         if self.logits.is_empty() {
             return Err(NnError::batch("generation needs a prompt of at least one token"));
+        }
+        if let Some((id, logit)) = self.logits.iter().enumerate().find(|(_, z)| !z.is_finite()) {
+            let message = format!(
+                "after {} tokens the logit of token {id} is {logit}: the weights are finite, but \
+                 so large that numbers computed from them are not; take an earlier checkpoint",
+                self.position
+            );
+            return Err(NnErrorKind::NonFinite(message).into());
         }
         let token = sample(&self.logits, &self.sampling, &mut self.random);
         self.feed(&[token])?;

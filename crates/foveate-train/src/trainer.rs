@@ -409,7 +409,8 @@ impl TotalLoss {
 /// The loss of `model` on `documents`, in order, over at most `rows` packed rows.
 ///
 /// # Errors
-/// When a document cannot be read or does not fit the model.
+/// When a document cannot be read or does not fit the model, or a loss is not finite, naming the
+/// document.
 pub fn held_out_loss(
     model: &Model,
     corpus: &Corpus,
@@ -426,6 +427,11 @@ pub fn held_out_loss(
     {
         left -= packed.rows;
         let loss = model.loss(&batch(&packed)).map_err(TrainError::model)?;
+        if !loss.sum_nats.is_finite() {
+            // Which document it is of.
+            of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+            return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
+        }
         total.nats += loss.sum_nats;
         total.tokens += loss.tokens;
     }
@@ -461,19 +467,40 @@ pub fn token_losses<E: From<TrainError>>(
     let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
     let mut total = TotalLoss::default();
     while let Some(packed) = packer.batch_of_pass(batch_rows, 0)? {
-        let losses = model.token_losses(&batch(&packed)).map_err(TrainError::model)?;
-        for piece in &packed.pieces {
-            for i in 0..piece.len {
-                let cell = piece.row * packed.len + piece.column + i;
-                let Ok(id) = u32::try_from(packed.labels[cell]) else { continue };
-                let (document, token) = (piece.document, piece.token + i + 1);
-                tell(TokenLoss { document, token, id, nats: losses[cell] })?;
-                total.nats += losses[cell];
-                total.tokens += 1;
-            }
-        }
+        of_tokens(model, corpus, &packed, |token| {
+            total.nats += token.nats;
+            total.tokens += 1;
+            tell(token)
+        })?;
     }
     Ok(total)
+}
+
+/// Gives the losses of the labelled tokens of a batch to `tell`, in order.
+fn of_tokens<E: From<TrainError>>(
+    model: &Model,
+    corpus: &Corpus,
+    packed: &Packed,
+    mut tell: impl FnMut(TokenLoss) -> Result<(), E>,
+) -> Result<(), E> {
+    let losses = model.token_losses(&batch(packed)).map_err(TrainError::model)?;
+    for piece in &packed.pieces {
+        for i in 0..piece.len {
+            let cell = piece.row * packed.len + piece.column + i;
+            let Ok(id) = u32::try_from(packed.labels[cell]) else { continue };
+            let (document, token, nats) = (piece.document, piece.token + i + 1, losses[cell]);
+            if !nats.is_finite() {
+                let (file, line) = corpus.place(document);
+                let message = format!(
+                    "the loss of token {token} is {nats}: the weights are finite, but so large \
+                     that numbers computed from them are not; take an earlier checkpoint"
+                );
+                return Err(TrainError::data(file, line, message).into());
+            }
+            tell(TokenLoss { document, token, id, nats })?;
+        }
+    }
+    Ok(())
 }
 
 /// Packed rows as the model takes them.

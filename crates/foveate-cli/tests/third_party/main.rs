@@ -370,6 +370,27 @@ fn what_cannot_be_read_as_a_checkpoint_is_told_apart() {
 }
 
 #[test]
+fn weights_so_large_that_their_logits_overflow_are_an_error_with_the_place() {
+    let sizes = sizes();
+    // The largest finite bf16: products with it overflow.
+    let huge = |folder: &Path, stored: &[Stored]| {
+        let mut stored = stored.to_vec();
+        let (_, _, norm) = stored.iter_mut().find(|t| t.0 == "model.norm.weight").unwrap();
+        norm.chunks_exact_mut(2).for_each(|x| x.copy_from_slice(&0x7f7fu16.to_le_bytes()));
+        folder::write_single(folder, &stored);
+    };
+    let place = Place::new(&sizes, huge, |_| ());
+    for (command, wanted) in [
+        (&["eval", "base", "0.txt", "1.txt"][..], "0.txt: the loss of token 1 is "),
+        (&["eval", "base", "0.txt", "--per-token", "--json"], "0.txt: the loss of token 1 is "),
+        (&["generate", "base", "--prompt", "a", "--json"], "error: after 2 tokens the logit of"),
+    ] {
+        let told = place.told(command);
+        assert!(told.contains(wanted) && told.contains("take an earlier checkpoint"), "{told}");
+    }
+}
+
+#[test]
 fn what_a_folder_lacks_is_named_with_what_to_do() {
     let sizes = sizes();
     let place = Place::new(&sizes, folder::write_single, |_| ());
