@@ -6,19 +6,23 @@
 //! the held-out side (equal documents land on one side), it makes a fingerprint that a resumed run must match, and
 //! it notices a file that changes under a running job.
 
-use std::collections::HashSet;
+mod files;
+#[cfg(test)]
+mod tests;
+mod text;
+
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use crate::chat::{ChatTemplate, Message};
+use crate::chat::ChatTemplate;
 use crate::error::TrainError;
 use crate::tokens::Tokenizer;
 use foveate::tensor::random::mix;
+use text::Parts;
 
 /// How a file divides into documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -141,7 +145,7 @@ impl Corpus {
         tokenizer: Tokenizer,
         template: Option<ChatTemplate>,
     ) -> Result<Self, TrainError> {
-        let files = find_files(sources)?;
+        let files = files::find(sources)?;
         let (entries, skipped) = (Vec::new(), Vec::new());
         let mut corpus =
             Self { files, entries, skipped, tokenizer, template, asker: sources.asker };
@@ -189,7 +193,7 @@ impl Corpus {
     ) -> Result<(), TrainError> {
         let entry =
             Entry { file, line, start: start as u64, bytes: bytes.len(), hash: hash(bytes) };
-        let Err(reason) = self.parts(line.is_some(), bytes).map(|_| ()) else {
+        let Err(reason) = text::parts(bytes, line.is_some(), self.template.as_ref()) else {
             self.entries.push(entry);
             return Ok(());
         };
@@ -203,38 +207,6 @@ impl Corpus {
                 let message = format!("{reason}; {}", self.asker.on_bad_document());
                 Err(TrainError::data(&path, line, message))
             }
-        }
-    }
-
-    /// The text of a document and, for a conversation, the byte ranges to learn from.
-    fn parts(&self, json: bool, bytes: &[u8]) -> Result<Parts, String> {
-        let text = std::str::from_utf8(bytes)
-            .map_err(|e| format!("the document is not UTF-8 (byte {} of it)", e.valid_up_to()))?;
-        if text.trim().is_empty() {
-            return Err("the document is empty".to_owned());
-        }
-        if !json {
-            return Ok(Parts { text: text.to_owned(), learned: None });
-        }
-        // Without the end of the line, of which an error would say that it is the next one.
-        let record: Record = serde_json::from_str(text.trim_end()).map_err(|e| {
-            let told = e.to_string();
-            let why = told.rsplit_once(" at line ").map_or(told.as_str(), |(why, _)| why);
-            format!("the line is not a JSON document: {why} (column {})", e.column())
-        })?;
-        match (record.text, record.messages, &self.template) {
-            (Some(text), None, _) if text.trim().is_empty() => {
-                Err("the document is empty".to_owned())
-            }
-            (Some(text), None, _) => Ok(Parts { text, learned: None }),
-            (None, Some(messages), Some(template)) => {
-                let rendered = template.render(&said(messages)?)?;
-                Ok(Parts { text: rendered.text, learned: Some(rendered.learned) })
-            }
-            (None, Some(_), None) => {
-                Err("the line has `messages` but there is no chat template".to_owned())
-            }
-            _ => Err("the line needs either a string `text` or a list `messages`".to_owned()),
         }
     }
 
@@ -317,8 +289,7 @@ impl Corpus {
                 format!("the document changed while it was in use; {}", self.asker.on_change());
             return Err(TrainError::data(path, entry.line, message));
         }
-        let parts = self
-            .parts(entry.line.is_some(), &bytes)
+        let parts = text::parts(&bytes, entry.line.is_some(), self.template.as_ref())
             .map_err(|reason| TrainError::data(path, entry.line, reason))?;
         self.tokenise(&parts)
     }
@@ -377,43 +348,6 @@ impl Corpus {
     }
 }
 
-#[derive(Deserialize)]
-struct Record {
-    text: Option<String>,
-    messages: Option<Vec<Turn>>,
-}
-
-/// A message as files have it: what it says may be no text.
-#[derive(Deserialize)]
-struct Turn {
-    role: String,
-    content: Option<Value>,
-}
-
-/// The messages of a conversation, or which of them has no text and what to do.
-fn said(turns: Vec<Turn>) -> Result<Vec<Message>, String> {
-    let message = |(i, turn): (usize, Turn)| {
-        let wrong = match turn.content {
-            Some(Value::String(content)) => return Ok(Message { role: turn.role, content }),
-            None | Some(Value::Null) => {
-                "no text (content is null or missing, as where a tool is called); give it a text, \
-                 or leave the conversation out"
-            }
-            Some(Value::Array(_)) => {
-                "a list of parts for content; only text is learned: write it as one string"
-            }
-            Some(_) => "a content that is no string; write it as one",
-        };
-        Err(format!("message {} ({}) has {wrong}", i + 1, turn.role))
-    };
-    turns.into_iter().enumerate().map(message).collect()
-}
-
-struct Parts {
-    text: String,
-    learned: Option<Vec<Range<usize>>>,
-}
-
 fn unreadable(path: &Path, error: &std::io::Error) -> TrainError {
     TrainError::data(path, None, format!("could not be read: {error}"))
 }
@@ -423,315 +357,4 @@ fn hash(bytes: &[u8]) -> u64 {
     mix(bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     }))
-}
-
-fn find_files(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
-    let root = sources.root.as_path();
-    let shown = if root.as_os_str().is_empty() { Path::new(".") } else { root };
-    let refuse = |pattern: &str, e: &dyn std::fmt::Display| {
-        TrainError::data(shown, None, format!("`{pattern}` is not a file pattern: {e}"))
-    };
-    let mut excluded = Vec::new();
-    for pattern in &sources.exclude {
-        excluded.push(glob::Pattern::new(pattern).map_err(|e| refuse(pattern, &e))?);
-    }
-    if sources.files.is_empty() {
-        return Err(TrainError::data(
-            shown,
-            None,
-            "no files are named: set data.files to paths or globs",
-        ));
-    }
-    let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
-    let escaped = glob::Pattern::escape(&root.to_string_lossy());
-    let mut files = Vec::new();
-    for pattern in &sources.files {
-        let full = Path::new(&escaped).join(pattern);
-        let mut found = false;
-        for path in
-            glob::glob_with(&full.to_string_lossy(), options).map_err(|e| refuse(pattern, &e))?
-        {
-            let path = path.map_err(|e| unreadable(e.path(), e.error()))?;
-            if !path.is_file() {
-                continue;
-            }
-            found = true;
-            let relative = path.strip_prefix(root).unwrap_or(&path);
-            if !excluded.iter().any(|pattern| pattern.matches_path(relative)) {
-                files.push(path);
-            }
-        }
-        if !found {
-            return Err(TrainError::data(shown, None, no_match(root, pattern)));
-        }
-    }
-    // Of the names of a file the one nearest to the root stays: the others go through links.
-    files.sort_by_cached_key(|path| (path.components().count(), path.clone()));
-    let mut known = HashSet::new();
-    let mut once = Vec::with_capacity(files.len());
-    for path in files {
-        if known.insert(identity(&path).map_err(|e| unreadable(&path, &e))?) {
-            once.push(path);
-        }
-    }
-    once.sort();
-    Ok(once)
-}
-
-/// What two names of one file share: device and inode.
-#[cfg(unix)]
-fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
-    use std::os::unix::fs::MetadataExt;
-    path.metadata().map(|file| (file.dev(), file.ino()))
-}
-
-/// What two names of one file share: the path with its links resolved.
-#[cfg(not(unix))]
-fn identity(path: &Path) -> std::io::Result<PathBuf> {
-    path.canonicalize()
-}
-
-/// What to say of a pattern that matches no file under `root`.
-fn no_match(root: &Path, pattern: &str) -> String {
-    if root.join(pattern).is_dir() {
-        let inside = Path::new(pattern).join("**/*");
-        return format!(
-            "`{pattern}` is a folder; write `{}` for the files in it",
-            inside.display()
-        );
-    }
-    format!("no file matches `{pattern}`; patterns are relative to this folder")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tokens::Ends;
-
-    fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        for (name, bytes) in files {
-            let path = dir.path().join(name);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, bytes).unwrap();
-        }
-        dir
-    }
-
-    fn sources(dir: &tempfile::TempDir, files: &[&str]) -> Sources {
-        Sources {
-            root: dir.path().to_path_buf(),
-            files: files.iter().map(|&file| file.to_owned()).collect(),
-            ..Default::default()
-        }
-    }
-
-    fn scan(sources: &Sources) -> Result<Corpus, TrainError> {
-        let template =
-            ChatTemplate::new(crate::chat::DEFAULT_TEMPLATE, Path::new("template"), "", "")
-                .unwrap();
-        Corpus::scan(sources, Tokenizer::bytes(), Some(template))
-    }
-
-    #[test]
-    fn files_come_sorted_once_and_without_the_excluded() {
-        let dir =
-            folder(&[("b.rs", b"b"), ("a/z.rs", b"z"), ("a/y.md", b"y"), ("target/t.rs", b"t")]);
-        let mut sources = sources(&dir, &["**/*.rs", "b.rs", "**/*.md"]);
-        sources.exclude = vec!["target/**".to_owned()];
-        let corpus = scan(&sources).unwrap();
-        let names: Vec<_> = corpus
-            .files()
-            .iter()
-            .map(|path| path.strip_prefix(dir.path()).unwrap().to_owned())
-            .collect();
-        assert_eq!(names, [Path::new("a/y.md"), Path::new("a/z.rs"), Path::new("b.rs")]);
-        assert_eq!(corpus.document(0).unwrap().tokens, [256, u32::from(b'y'), 256]);
-        assert_eq!(corpus.document(0).unwrap().learned, [false, true, true]);
-    }
-
-    #[test]
-    fn a_document_that_is_not_utf8_or_empty_is_an_error_with_its_place() {
-        let dir = folder(&[
-            ("bad.txt", b"ok\xff"),
-            ("empty.txt", b" \n"),
-            ("c.jsonl", b"{\"text\": \"x\"}\n{\"text\": \"\"}\n"),
-        ]);
-        for (file, expected) in [
-            ("bad.txt", "bad.txt: the document is not UTF-8 (byte 2 of it); repair"),
-            ("empty.txt", "empty.txt: the document is empty; repair"),
-            ("c.jsonl", "c.jsonl:2: the document is empty; repair"),
-        ] {
-            let error = scan(&sources(&dir, &[file])).unwrap_err().to_string();
-            assert!(error.contains(expected), "{error}");
-        }
-        let mut all = sources(&dir, &["*"]);
-        all.on_bad_document = BadDocument::Skip;
-        let corpus = scan(&all).unwrap();
-        assert_eq!((corpus.len(), corpus.skipped().len()), (1, 3));
-        assert_eq!(corpus.skipped()[1].line, Some(2));
-    }
-
-    #[cfg(unix)]
-    #[test]
-    fn a_file_is_one_document_however_many_names_links_give_it() {
-        let dir = folder(&[("a.txt", b"a"), ("sub/b.txt", b"b")]);
-        let link = |to: &str, name: &str| {
-            std::os::unix::fs::symlink(dir.path().join(to), dir.path().join(name)).unwrap();
-        };
-        link("", "sub/loop");
-        link("a.txt", "0.txt");
-        std::fs::hard_link(dir.path().join("a.txt"), dir.path().join("sub/z.txt")).unwrap();
-        let corpus = scan(&sources(&dir, &["**/*.txt"])).unwrap();
-        let found: Vec<u32> =
-            (0..corpus.len()).map(|i| corpus.document(i).unwrap().tokens[1]).collect();
-        assert_eq!(found, [u32::from(b'a'), u32::from(b'b')]);
-        let name = |i: usize| corpus.files()[i].strip_prefix(dir.path()).unwrap().to_owned();
-        assert_eq!([name(0), name(1)], [Path::new("0.txt"), Path::new("sub/b.txt")]);
-    }
-
-    #[test]
-    fn a_message_that_cannot_be_learned_says_what_it_is_and_what_to_do() {
-        let told = |line: &str| {
-            let dir = folder(&[("c.jsonl", format!("{{\"text\": \"x\"}}\n{line}\n").as_bytes())]);
-            scan(&sources(&dir, &["c.jsonl"])).unwrap_err().to_string()
-        };
-        let talk = |content: &str| {
-            format!("{{\"messages\": [{{\"role\": \"user\", \"content\": {content}}}]}}")
-        };
-        for (line, wanted) in [
-            (talk("null"), "c.jsonl:2: message 1 (user) has no text (content is null or missing"),
-            (talk("[{\"type\": \"text\"}]"), "c.jsonl:2: message 1 (user) has a list of parts"),
-            (talk("3"), "c.jsonl:2: message 1 (user) has a content that is no string"),
-            // The line is the file's, not that of the text that was parsed.
-            ("{\"text\": ".to_owned(), "c.jsonl:2: the line is not a JSON document: EOF while"),
-            ("{\"text\": 3}".to_owned(), "expected a string (column 10); repair"),
-        ] {
-            let told = told(&line);
-            assert!(told.contains(wanted) && !told.contains("at line"), "{line}: {told}");
-        }
-    }
-
-    #[test]
-    fn advice_names_the_options_of_who_asked() {
-        let dir = folder(&[("a.txt", b" ")]);
-        let asked = Sources { asker: Asker::Command, ..sources(&dir, &["a.txt"]) };
-        let told = scan(&asked).unwrap_err().to_string();
-        assert!(told.ends_with("or pass --skip-bad") && !told.contains("data."), "{told}");
-    }
-
-    #[test]
-    fn a_line_that_is_not_json_names_its_line() {
-        let dir =
-            folder(&[("c.jsonl", b"{\"text\": \"x\"}\n{\"tex\": 1}\n"), ("d.jsonl", b"nope\n")]);
-        let error = scan(&sources(&dir, &["c.jsonl"])).unwrap_err().to_string();
-        assert!(error.contains("c.jsonl:2: the line needs either"), "{error}");
-        let error = scan(&sources(&dir, &["d.jsonl"])).unwrap_err().to_string();
-        assert!(error.contains("d.jsonl:1: the line is not a JSON document"), "{error}");
-    }
-
-    #[test]
-    fn in_a_conversation_only_the_assistants_tokens_are_learned() {
-        let line = br#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}"#;
-        let dir = folder(&[("chat.jsonl", line)]);
-        let document = scan(&sources(&dir, &["chat.jsonl"])).unwrap().document(0).unwrap();
-        let learned: Vec<u32> = document
-            .tokens
-            .iter()
-            .zip(&document.learned)
-            .filter(|(_, l)| **l)
-            .map(|(&t, _)| t)
-            .collect();
-        assert_eq!(learned, [u32::from(b'y'), u32::from(b'o'), u32::from(b'\n'), 256]);
-    }
-
-    #[test]
-    fn a_turn_that_the_template_closed_is_not_closed_again() {
-        // `|` stands for the token that ends a turn; a newline follows, as in published templates.
-        let source = "{% for m in messages %}<{{ m.content }}|\n{% endfor %}{% if add_generation_prompt %}<{% endif %}";
-        let template = ChatTemplate::new(source, Path::new("template"), "", "").unwrap();
-        let turn = |role: &str, said: &str| format!("{{\"role\":{role:?},\"content\":{said:?}}}");
-        let line = |turns: &[String]| format!("{{\"messages\":[{}]}}\n", turns.join(","));
-        let (ask, say) = (turn("user", "q"), turn("assistant", "a"));
-        let lines =
-            line(&[ask.clone(), say.clone(), ask.clone(), say.clone()]) + &line(&[say, ask]);
-        let dir = folder(&[("chat.jsonl", lines.as_bytes())]);
-        let learned = |tokenizer: Tokenizer, index| {
-            let sources = sources(&dir, &["chat.jsonl"]);
-            let corpus = Corpus::scan(&sources, tokenizer, Some(template.clone())).unwrap();
-            let Document { tokens, learned } = corpus.document(index).unwrap();
-            let learned: Vec<u32> =
-                tokens.iter().zip(learned).filter(|t| t.1).map(|t| *t.0).collect();
-            (learned, *tokens.last().unwrap())
-        };
-        let ids = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
-        let closing = Tokenizer::bytes().and_stops([u32::from(b'|')]);
-        assert_eq!(learned(closing.clone(), 0), (ids("a|a|"), u32::from(b'\n')));
-        // The last turn is the user's.
-        assert_eq!(learned(closing, 1), (ids("a|"), u32::from(b'\n')));
-        // Where nothing says that `|` ends a turn, the end of a text does.
-        let open = [ids("a|\na|\n"), vec![256]].concat();
-        assert_eq!(learned(Tokenizer::bytes(), 0), (open, 256));
-        let never = Ends { eos: Some(false), ..Default::default() };
-        let none = learned(Tokenizer::bytes().adding(never).unwrap(), 0);
-        assert_eq!(none, (ids("a|\na|\n"), u32::from(b'\n')));
-    }
-
-    #[test]
-    fn a_pattern_without_a_file_says_so() {
-        let dir = folder(&[("a.txt", b"a")]);
-        let error = scan(&sources(&dir, &["*.rs"])).unwrap_err().to_string();
-        assert!(error.contains("no file matches `*.rs`"), "{error}");
-    }
-
-    #[test]
-    fn the_held_out_side_is_decided_by_content() {
-        let texts: Vec<String> = (0..200).map(|i| format!("document {i}")).collect();
-        let names: Vec<String> = (0..200).map(|i| format!("{i:03}.txt")).collect();
-        let files: Vec<(&str, &[u8])> =
-            names.iter().zip(&texts).map(|(name, text)| (name.as_str(), text.as_bytes())).collect();
-        let dir = folder(&files);
-        let corpus = scan(&sources(&dir, &["*.txt"])).unwrap();
-        let (train, held_out) = corpus.split(0.2, 1);
-        assert_eq!(train.len() + held_out.len(), 200);
-        assert!((20..60).contains(&held_out.len()), "{}", held_out.len());
-        assert_eq!(corpus.split(0.2, 1), (train, held_out));
-        assert_eq!(corpus.split(0.0, 1).1.len(), 0);
-        assert_eq!(corpus.split(1e-9, 1).1.len(), 1);
-        assert_eq!(corpus.split(1.0, 1).0.len(), 1);
-        let alone = scan(&sources(&folder(&[("a.txt", b"words")]), &["a.txt"])).unwrap();
-        for fraction in [0.0, 0.5, 0.999] {
-            assert_eq!(alone.split(fraction, 1), (vec![0], vec![]), "{fraction}");
-        }
-    }
-
-    #[test]
-    fn a_corpus_without_a_document_says_why() {
-        let dir = folder(&[("none.jsonl", b""), ("blank.txt", b" \n"), ("sub/a.rs", b"a")]);
-        let told = |files: &[&str], exclude: &str| {
-            let mut sources = sources(&dir, files);
-            sources.on_bad_document = BadDocument::Skip;
-            sources.exclude = vec![exclude.to_owned()];
-            scan(&sources).unwrap_err().to_string()
-        };
-        assert!(told(&["none.jsonl"], "x").ends_with("none.jsonl: has no document in it"));
-        let blank = told(&["blank.txt"], "x");
-        assert!(blank.ends_with("blank.txt: no usable document; the document is empty"), "{blank}");
-        assert!(told(&["blank.txt"], "*.txt").ends_with("no file is left after data.exclude"));
-        assert!(
-            told(&["sub"], "x")
-                .ends_with("`sub` is a folder; write `sub/**/*` for the files in it")
-        );
-    }
-
-    #[test]
-    fn a_file_that_changes_under_the_run_is_noticed() {
-        let dir = folder(&[("a.txt", b"before"), ("b.txt", b"b")]);
-        let corpus = scan(&sources(&dir, &["*.txt"])).unwrap();
-        std::fs::write(dir.path().join("a.txt"), b"after!").unwrap();
-        assert!(
-            corpus.document(0).unwrap_err().to_string().contains("changed while it was in use")
-        );
-        assert!(corpus.document(1).is_ok());
-    }
 }
