@@ -24,7 +24,7 @@
 
 use std::fmt;
 
-use foveate_tensor::{Fold, Layout};
+use foveate_tensor::{GroupedAxis, Layout};
 
 use crate::abi::Address;
 use crate::array::Element;
@@ -282,9 +282,9 @@ impl OperandMap {
 fn head_axes(layout: &Layout, axes: MapAxes) -> Result<[Axis; 2], String> {
     let (heads, stride) = (layout.shape[1], layout.strides[1]);
     // The distance of heads and, where they come in groups, how many and how far apart.
-    let (stride, groups) = match layout.fold {
+    let (stride, groups) = match layout.groups {
         None => (stride, None),
-        Some(Fold { axis: 1, inner, outer, first }) => match first % inner {
+        Some(GroupedAxis { axis: 1, inner, outer, first }) => match first % inner {
             _ if inner == 1 => (outer, None),
             _ if outer == inner * stride => (stride, None),
             entry if entry + heads <= inner => (stride, None),
@@ -293,7 +293,9 @@ fn head_axes(layout: &Layout, axes: MapAxes) -> Result<[Axis; 2], String> {
                 return Err(format!("{heads} heads, from head {entry} of a group of {inner} on"));
             }
         },
-        Some(Fold { axis, inner, .. }) => return Err(format!("groups of {inner} on axis {axis}")),
+        Some(GroupedAxis { axis, inner, .. }) => {
+            return Err(format!("groups of {inner} on axis {axis}"));
+        }
     };
     match (axes, groups) {
         (MapAxes::Heads, None) => Ok([(heads, stride), (1, 0)]),
@@ -365,21 +367,22 @@ mod tests {
         let lens = [1..4usize, 1..7, 1..5, 1..20];
         let slips = prop::array::uniform4(prop_oneof![6 => Just(0usize), 1 => 1..9usize]);
         let zero = prop_oneof![3 => Just(None), 1 => (0..3usize).prop_map(Some)];
-        let fold = prop_oneof![Just(None), (1..4usize, 0..4usize, 0..5usize).prop_map(Some)];
-        (order, lens, slips, zero, fold).prop_map(|(order, shape, slips, zero, fold)| {
+        let groups = prop_oneof![Just(None), (1..4usize, 0..4usize, 0..5usize).prop_map(Some)];
+        (order, lens, slips, zero, groups).prop_map(|(order, shape, slips, zero, groups)| {
             let mut step = shape[3].next_multiple_of(8) + slips[3];
             let mut strides = [step, step, step, 1];
             let mut outer = 0;
             for axis in order {
                 (strides[axis], step) = (step, step * (shape[axis] + 1) + slips[axis]);
-                if let (1, Some((inner, gap, _))) = (axis, fold) {
+                if let (1, Some((inner, gap, _))) = (axis, groups) {
                     outer = inner * strides[1] + 8 * gap;
                     step = outer * (shape[1] + 8);
                 }
             }
             zero.into_iter().for_each(|axis| strides[axis] = 0);
-            let fold = fold.map(|(inner, _, first)| Fold { axis: 1, inner, outer, first });
-            bf16(Layout { fold, ..Layout::strided(shape, strides, 8 * slips[0]) })
+            let groups =
+                groups.map(|(inner, _, first)| GroupedAxis { axis: 1, inner, outer, first });
+            bf16(Layout { groups, ..Layout::strided(shape, strides, 8 * slips[0]) })
         })
     }
 
@@ -401,14 +404,14 @@ mod tests {
                     let bits = rows.fold(16, |bits, index| bits | (2 * layout.at(index)));
                     let aligned = 1 << bits.trailing_zeros();
                     prop_assert!(bytes < 16 && bytes <= aligned);
-                    prop_assert!(bytes == aligned || layout.fold.is_some());
+                    prop_assert!(bytes == aligned || layout.groups.is_some());
                 }
                 Err(MapRefusal::Stride { axis, bytes, .. }) => {
                     prop_assert_eq!(bytes, 0);
                     match axis {
                         OperandAxis::Row => prop_assert!(layout.strides[2] == 0),
                         OperandAxis::Head => {
-                            prop_assert!(layout.strides[1] == 0 || layout.fold.is_some());
+                            prop_assert!(layout.strides[1] == 0 || layout.groups.is_some());
                             let packed = matches!(axes, MapAxes::PackedGroups { .. });
                             prop_assert!(packed);
                         }
@@ -416,7 +419,7 @@ mod tests {
                     }
                 }
                 Err(MapRefusal::Groups { .. }) => {
-                    prop_assert!(axes != MapAxes::Heads || layout.fold.is_some());
+                    prop_assert!(axes != MapAxes::Heads || layout.groups.is_some());
                 }
                 Err(other) => prop_assert!(false, "{other}"),
             }
@@ -457,7 +460,7 @@ mod tests {
     #[test]
     fn interleaved_heads_are_an_axis_of_heads_and_one_of_groups() {
         let q = Layout {
-            fold: Some(Fold { axis: 1, inner: 3, outer: 5 * 64, first: 0 }),
+            groups: Some(GroupedAxis { axis: 1, inner: 3, outer: 5 * 64, first: 0 }),
             ..Layout::strided([2, 6, 9, 64], [9 * 640, 64, 640, 1], 0)
         };
         let of = |axes| OperandMap::of("q", &bf16(q), &tile(axes));

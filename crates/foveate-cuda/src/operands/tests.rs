@@ -1,6 +1,6 @@
 use std::sync::Mutex;
 
-use foveate_tensor::{Fold, Layout, Order, PackedShape, QkvPacked};
+use foveate_tensor::{GroupedAxis, Layout, Order, PackedShape, QkvPacked};
 
 use super::*;
 use foveate_gpu::sync::lock;
@@ -138,8 +138,8 @@ fn the_alignment_is_that_of_the_least_aligned_row() {
     assert_eq!(align(Layout::strided([1, 4, 8, 16], [0, 8, 1, 32], 0), BASE), 0);
     assert_eq!(align(Layout::bshd(2, 0, 4, 65), BASE + 2), 16);
     // One head of a group starts where the heads before it end.
-    let groups = Fold { axis: 1, inner: 2, outer: 24, first: 0 };
-    let heads = Layout { fold: Some(groups), ..Layout::strided([1, 4, 8, 6], [0, 6, 48, 1], 0) };
+    let groups = GroupedAxis { axis: 1, inner: 2, outer: 24, first: 0 };
+    let heads = Layout { groups: Some(groups), ..Layout::strided([1, 4, 8, 6], [0, 6, 48, 1], 0) };
     assert_eq!(align(heads.narrowed(1, 0, 1).unwrap(), BASE), 16);
     assert_eq!(align(heads.narrowed(1, 1, 1).unwrap(), BASE), 4);
 }
