@@ -3,7 +3,8 @@
 
 use rayon::prelude::*;
 
-use super::math::{exp, largest};
+use super::level::for_each_level;
+use super::math::{exp, largest, sum};
 use crate::batch::IGNORE;
 use crate::matmul::{Matrix, matmul};
 
@@ -45,8 +46,13 @@ pub(super) fn cross_entropy(
     total
 }
 
-/// The loss of one token; its logits become their gradient when that is wanted.
-fn token(z: &mut [f32], label: i32, gradient: bool) -> f64 {
+for_each_level! {
+    /// The loss of one token; its logits become their gradient when that is wanted.
+    token / token_on = token_body(z: &mut [f32], label: i32, gradient: bool) -> f64
+}
+
+#[inline(always)]
+fn token_body(z: &mut [f32], label: i32, gradient: bool) -> f64 {
     if label == IGNORE {
         if gradient {
             z.fill(0.0);
@@ -59,7 +65,7 @@ fn token(z: &mut [f32], label: i32, gradient: bool) -> f64 {
     for x in z.iter_mut() {
         *x = exp(*x - most);
     }
-    let sum = super::math::sum(z, z, |a, _| a);
+    let sum = sum(z, z, |a, _| a);
     if gradient {
         let factor = 1.0 / sum;
         z.iter_mut().for_each(|x| *x *= factor);

@@ -19,6 +19,7 @@ pub(crate) fn sum(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
 }
 
 /// The largest element, `-∞` of none.
+#[inline(always)]
 pub(crate) fn largest(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let blocks = x.chunks_exact(LANES);

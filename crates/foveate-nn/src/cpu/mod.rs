@@ -2,13 +2,15 @@
 //!
 //! Elementwise work is cut into tasks of whole tokens; every sum over tokens is taken in an order
 //! fixed by the shapes, so no result depends on the number of threads. Inner loops are plain
-//! loops over slices that the compiler vectorises.
+//! loops over slices, compiled for each instruction set (`level`).
 
 mod attention;
 mod embed;
+mod level;
 mod loss;
 pub(crate) mod math;
 mod norm;
+mod rope;
 mod swiglu;
 #[cfg(test)]
 mod tests;
@@ -155,34 +157,7 @@ impl Blocks for Cpu {
         rotation: Rotation,
         qkv: &mut Vec<f32>,
     ) {
-        let dim = heads.dim;
-        let width = heads.slots() * dim;
-        let sign = if rotation == Rotation::Forward { 1.0 } else { -1.0 };
-        qkv.par_chunks_mut(width * TASK).zip(positions.par_chunks(TASK)).for_each(|(rows, ps)| {
-            for (row, &position) in rows.chunks_exact_mut(width).zip(ps) {
-                let (cos, sin) = table.at(position);
-                for (slot, head) in row.chunks_exact_mut(dim).enumerate() {
-                    if heads.is_value(slot) {
-                        continue;
-                    }
-                    match pairing {
-                        RopePairing::HalfSplit => {
-                            let (xs, ys) = head.split_at_mut(dim / 2);
-                            for (((x, y), c), s) in xs.iter_mut().zip(ys).zip(cos).zip(sin) {
-                                let (a, b, s) = (*x, *y, s * sign);
-                                (*x, *y) = (a * c - b * s, b * c + a * s);
-                            }
-                        }
-                        RopePairing::Interleaved => {
-                            for ((pair, c), s) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
-                                let (a, b, s) = (pair[0], pair[1], s * sign);
-                                (pair[0], pair[1]) = (a * c - b * s, b * c + a * s);
-                            }
-                        }
-                    }
-                }
-            }
-        });
+        rope::rotate(heads, pairing, table, positions, rotation, qkv);
     }
 
     fn attention(

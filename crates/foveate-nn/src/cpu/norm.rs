@@ -6,30 +6,34 @@
 use rayon::prelude::*;
 
 use super::TASK;
+use super::level::for_each_level;
 use super::math::sum;
 
-fn normalise(x: &[f32], weight: &[f32], inverse: f32, out: &mut [f32]) {
-    for ((o, &x), &w) in out.iter_mut().zip(x).zip(weight) {
-        *o = x * inverse * w;
-    }
-}
-
-fn inverse_root(x: &[f32], eps: f32) -> f32 {
-    1.0 / (sum(x, x, |a, b| a * b) / x.len() as f32 + eps).sqrt()
-}
-
 pub(super) fn forward(x: &[f32], weight: &[f32], eps: f32, inverse: &mut [f32], out: &mut [f32]) {
-    let width = weight.len();
-    let chunk = width * TASK;
+    let chunk = weight.len() * TASK;
     let tasks =
         out.par_chunks_mut(chunk).zip(inverse.par_chunks_mut(TASK)).zip(x.par_chunks(chunk));
-    tasks.for_each(|((out, inverse), x)| {
-        let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
-        for ((out, inverse), x) in rows {
-            *inverse = inverse_root(x, eps);
-            normalise(x, weight, *inverse, out);
-        }
-    });
+    tasks.for_each(|((out, inverse), x)| forward_task(x, weight, eps, inverse, out));
+}
+
+for_each_level! {
+    forward_task / forward_task_on = forward_body(
+        x: &[f32],
+        weight: &[f32],
+        eps: f32,
+        inverse: &mut [f32],
+        out: &mut [f32],
+    )
+}
+
+#[inline(always)]
+fn forward_body(x: &[f32], weight: &[f32], eps: f32, inverse: &mut [f32], out: &mut [f32]) {
+    let width = weight.len();
+    let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
+    for ((out, inverse), x) in rows {
+        *inverse = inverse_root(x, eps);
+        normalise(x, weight, *inverse, out);
+    }
 }
 
 pub(super) fn add_forward(
@@ -40,37 +44,67 @@ pub(super) fn add_forward(
     inverse: &mut [f32],
     out: &mut [f32],
 ) {
-    let width = weight.len();
-    let chunk = width * TASK;
+    let chunk = weight.len() * TASK;
     let tasks = out
         .par_chunks_mut(chunk)
         .zip(inverse.par_chunks_mut(TASK))
         .zip(x.par_chunks_mut(chunk))
         .zip(residual.par_chunks(chunk));
     tasks.for_each(|(((out, inverse), x), residual)| {
-        let rows = out
-            .chunks_exact_mut(width)
-            .zip(inverse)
-            .zip(x.chunks_exact_mut(width))
-            .zip(residual.chunks_exact(width));
-        for (((out, inverse), x), residual) in rows {
-            x.iter_mut().zip(residual).for_each(|(x, r)| *x += r);
-            *inverse = inverse_root(x, eps);
-            normalise(x, weight, *inverse, out);
-        }
+        add_forward_task(residual, x, weight, eps, inverse, out);
     });
 }
 
-pub(super) fn again(x: &[f32], weight: &[f32], inverse: &[f32], out: &mut [f32]) {
+for_each_level! {
+    add_forward_task / add_forward_task_on = add_forward_body(
+        residual: &[f32],
+        x: &mut [f32],
+        weight: &[f32],
+        eps: f32,
+        inverse: &mut [f32],
+        out: &mut [f32],
+    )
+}
+
+#[inline(always)]
+fn add_forward_body(
+    residual: &[f32],
+    x: &mut [f32],
+    weight: &[f32],
+    eps: f32,
+    inverse: &mut [f32],
+    out: &mut [f32],
+) {
     let width = weight.len();
-    let chunk = width * TASK;
+    let rows = out
+        .chunks_exact_mut(width)
+        .zip(inverse)
+        .zip(x.chunks_exact_mut(width))
+        .zip(residual.chunks_exact(width));
+    for (((out, inverse), x), residual) in rows {
+        x.iter_mut().zip(residual).for_each(|(x, r)| *x += r);
+        *inverse = inverse_root(x, eps);
+        normalise(x, weight, *inverse, out);
+    }
+}
+
+pub(super) fn again(x: &[f32], weight: &[f32], inverse: &[f32], out: &mut [f32]) {
+    let chunk = weight.len() * TASK;
     let tasks = out.par_chunks_mut(chunk).zip(inverse.par_chunks(TASK)).zip(x.par_chunks(chunk));
-    tasks.for_each(|((out, inverse), x)| {
-        let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
-        for ((out, &inverse), x) in rows {
-            normalise(x, weight, inverse, out);
-        }
-    });
+    tasks.for_each(|((out, inverse), x)| again_task(x, weight, inverse, out));
+}
+
+for_each_level! {
+    again_task / again_task_on = again_body(x: &[f32], weight: &[f32], inverse: &[f32], out: &mut [f32])
+}
+
+#[inline(always)]
+fn again_body(x: &[f32], weight: &[f32], inverse: &[f32], out: &mut [f32]) {
+    let width = weight.len();
+    let rows = out.chunks_exact_mut(width).zip(inverse).zip(x.chunks_exact(width));
+    for ((out, &inverse), x) in rows {
+        normalise(x, weight, inverse, out);
+    }
 }
 
 pub(super) fn backward(
@@ -82,41 +116,76 @@ pub(super) fn backward(
     accumulate: bool,
     d_weight: &mut [f32],
 ) {
-    let width = weight.len();
     // Tokens that one partial sum of d_weight covers: fixed, so that its order is.
     let tokens = 8 * TASK;
-    let chunk = width * tokens;
+    let chunk = weight.len() * tokens;
     let partials: Vec<Vec<f32>> = d_x
         .par_chunks_mut(chunk)
         .zip(x.par_chunks(chunk))
         .zip(d_out.par_chunks(chunk))
         .zip(inverse.par_chunks(tokens))
         .map(|(((d_x, x), d_out), inverse)| {
-            let mut d_weight = vec![0.0f32; width];
-            let mut d_scaled = vec![0.0f32; width];
-            let rows = d_x
-                .chunks_exact_mut(width)
-                .zip(x.chunks_exact(width))
-                .zip(d_out.chunks_exact(width))
-                .zip(inverse);
-            for (((d_x, x), g), &r) in rows {
-                for (((s, dw), (&g, &x)), &w) in
-                    d_scaled.iter_mut().zip(&mut d_weight).zip(g.iter().zip(x)).zip(weight)
-                {
-                    *dw += g * (x * r);
-                    *s = g * w;
-                }
-                let mean = sum(&d_scaled, x, |a, b| a * b) / width as f32;
-                let slope = mean * r * r;
-                for ((d, &s), &x) in d_x.iter_mut().zip(&d_scaled).zip(x) {
-                    let value = r * (s - x * slope);
-                    *d = if accumulate { *d + value } else { value };
-                }
-            }
-            d_weight
+            backward_task(x, weight, inverse, d_out, d_x, accumulate)
         })
         .collect();
     for partial in partials {
         d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
     }
+}
+
+for_each_level! {
+    /// Writes `d_x`, or adds to it, and returns the gradient of the weight.
+    backward_task / backward_task_on = backward_body(
+        x: &[f32],
+        weight: &[f32],
+        inverse: &[f32],
+        d_out: &[f32],
+        d_x: &mut [f32],
+        accumulate: bool,
+    ) -> Vec<f32>
+}
+
+#[inline(always)]
+fn backward_body(
+    x: &[f32],
+    weight: &[f32],
+    inverse: &[f32],
+    d_out: &[f32],
+    d_x: &mut [f32],
+    accumulate: bool,
+) -> Vec<f32> {
+    let width = weight.len();
+    let (mut d_weight, mut d_scaled) = (vec![0.0f32; width], vec![0.0f32; width]);
+    let rows = d_x
+        .chunks_exact_mut(width)
+        .zip(x.chunks_exact(width))
+        .zip(d_out.chunks_exact(width))
+        .zip(inverse);
+    for (((d_x, x), g), &r) in rows {
+        for (((s, dw), (&g, &x)), &w) in
+            d_scaled.iter_mut().zip(&mut d_weight).zip(g.iter().zip(x)).zip(weight)
+        {
+            *dw += g * (x * r);
+            *s = g * w;
+        }
+        let mean = sum(&d_scaled, x, |a, b| a * b) / width as f32;
+        let slope = mean * r * r;
+        for ((d, &s), &x) in d_x.iter_mut().zip(&d_scaled).zip(x) {
+            let value = r * (s - x * slope);
+            *d = if accumulate { *d + value } else { value };
+        }
+    }
+    d_weight
+}
+
+#[inline(always)]
+fn normalise(x: &[f32], weight: &[f32], inverse: f32, out: &mut [f32]) {
+    for ((o, &x), &w) in out.iter_mut().zip(x).zip(weight) {
+        *o = x * inverse * w;
+    }
+}
+
+#[inline(always)]
+fn inverse_root(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum(x, x, |a, b| a * b) / x.len() as f32 + eps).sqrt()
 }

@@ -4,7 +4,7 @@
 use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
 use crate::batch::IGNORE;
 use crate::config::{QkvOrder, RopePairing};
-use crate::cpu::Cpu;
+use crate::cpu::{Cpu, level, loss, norm, rope, swiglu};
 use crate::matmul::{Matrix, matmul};
 use crate::rope::{RopeTable, inverse_frequencies};
 use crate::tests::tiny;
@@ -113,6 +113,49 @@ fn swiglu_and_its_gradients_are_those_of_its_twin() {
     Cpu.swiglu_backward(width, &mut d_x, &mut again);
     assert_eq!(again, out, "the backward pass recomputes the same bits");
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x), &g)), "d_gate_up");
+}
+
+#[test]
+fn every_instruction_set_gives_the_same_bits() {
+    let (tokens, width, eps) = (3, 53, 1e-5f32);
+    let heads =
+        PackedHeads { rows: 1, len: 1, heads_q: 2, heads_kv: 1, dim: 38, order: QkvOrder::Stacked };
+    let [x, residual, g] = [1, 2, 3].map(|seed| random(tokens * width, seed));
+    let (w, inverse, qkv) = (random(width, 4), random(tokens, 5), random(4 * 38, 6));
+    let run = |arch| {
+        let mut found = Vec::new();
+        let (mut out, mut root) = (nan(x.len()), nan(tokens));
+        norm::forward_task_on(arch, &x, &w, eps, &mut root, &mut out);
+        found.extend([out.clone(), root.clone()]);
+        let mut sum = x.clone();
+        norm::add_forward_task_on(arch, &residual, &mut sum, &w, eps, &mut root, &mut out);
+        found.extend([sum, out.clone(), root]);
+        norm::again_task_on(arch, &x, &w, &inverse, &mut out);
+        found.push(out.clone());
+        for accumulate in [false, true] {
+            found.push(norm::backward_task_on(arch, &x, &w, &inverse, &g, &mut out, accumulate));
+            found.push(out.clone());
+        }
+        swiglu::activate_on(arch, &x, &residual, &mut out);
+        found.push(out);
+        let (mut gate, mut up, mut d_out) = (x.clone(), residual.clone(), g.clone());
+        swiglu::differentiate_on(arch, &mut gate, &mut up, &mut d_out);
+        found.extend([gate, up, d_out]);
+        let (mut halves, mut pairs) = (qkv.clone(), qkv.clone());
+        rope::rotate_halves_on(arch, heads, &x[..19], &g[..19], -1.0, &mut halves);
+        rope::rotate_pairs_on(arch, heads, &x[..19], &g[..19], 1.0, &mut pairs);
+        found.extend([halves, pairs]);
+        let mut z = x.clone();
+        let nats = loss::token_on(arch, &mut z, 7, true);
+        found.extend([z, vec![nats as f32]]);
+        let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        found.into_iter().map(bits).collect::<Vec<_>>()
+    };
+    let all = level::available();
+    let wanted = run(all[0]);
+    for &arch in &all[1..] {
+        assert_eq!(run(arch), wanted, "{arch:?}");
+    }
 }
 
 #[test]
