@@ -35,6 +35,10 @@ pub struct LossSum {
     pub live_pairs: Option<f64>,
     /// Time spent in attention, forward and backward, in seconds.
     pub attention_seconds: f64,
+    /// Time spent in products with the weights of the layers, forward and backward, in seconds.
+    pub linear_seconds: f64,
+    /// Time spent in the output projection and the loss, forward and backward, in seconds.
+    pub loss_seconds: f64,
     /// Time of the whole step, in seconds.
     pub seconds: f64,
 }

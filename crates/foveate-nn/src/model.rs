@@ -10,7 +10,7 @@ use crate::error::NnError;
 use crate::matmul::{Matrix, matmul};
 use crate::parameters::{Parameter, Places, Start, first_values, layout, unfilled};
 use crate::program::{AttentionProgram, Plans};
-use crate::step::Step;
+use crate::step::{Clocks, Step};
 use crate::tape::{Recompute, Workspace};
 
 /// A Llama-family model on the CPU, in f32.
@@ -210,7 +210,7 @@ impl Model {
             plans,
             learned: self.plans.learned(),
             batch: *batch,
-            attention_seconds: 0.0,
+            clocks: Clocks::default(),
         };
         // A step that panicked leaves arrays of odd sizes, which the next one fits again.
         let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
@@ -219,7 +219,9 @@ impl Model {
             sum_nats,
             tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
             live_pairs: if backward { self.plans.live_pairs(&bound) } else { None },
-            attention_seconds: step.attention_seconds,
+            attention_seconds: step.clocks.attention.seconds(),
+            linear_seconds: step.clocks.linear.seconds(),
+            loss_seconds: step.clocks.loss.seconds(),
             seconds: start.elapsed().as_secs_f64(),
         })
     }

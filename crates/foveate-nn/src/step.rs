@@ -5,6 +5,7 @@
 //! Normalised streams and `s` are cheap and are computed again in the backward pass in every
 //! mode. See the tape for what is kept.
 
+use std::cell::Cell;
 use std::mem::take;
 use std::time::Instant;
 
@@ -29,8 +30,35 @@ pub(crate) struct Step<'a, B: Blocks> {
     /// Names of the learned buffers.
     pub learned: &'a [String],
     pub batch: Batch<'a>,
-    /// Seconds spent in attention.
-    pub attention_seconds: f64,
+    pub clocks: Clocks,
+}
+
+/// The time that parts of a step took.
+#[derive(Debug, Default)]
+pub(crate) struct Clocks {
+    /// Attention, forward and backward.
+    pub attention: Clock,
+    /// Products with the weights of the layers, forward and backward.
+    pub linear: Clock,
+    /// The output projection and the loss, forward and backward.
+    pub loss: Clock,
+}
+
+/// A sum of seconds.
+#[derive(Debug, Default)]
+pub(crate) struct Clock(Cell<f64>);
+
+impl Clock {
+    pub fn seconds(&self) -> f64 {
+        self.0.get()
+    }
+
+    fn time<T>(&self, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let done = work();
+        self.0.set(self.0.get() + start.elapsed().as_secs_f64());
+        done
+    }
 }
 
 impl<B: Blocks> Step<'_, B> {
@@ -41,7 +69,9 @@ impl<B: Blocks> Step<'_, B> {
         self.forward(ws)?;
         let head = self.parameters[self.places.head()];
         let width = self.config.hidden_size;
-        Ok(self.blocks.loss(width, &ws.normed, head, self.batch.labels, &mut ws.logits))
+        let labels = self.batch.labels;
+        let work = || self.blocks.loss(width, &ws.normed, head, labels, &mut ws.logits);
+        Ok(self.clocks.loss.time(work))
     }
 
     /// The loss in nats; its gradients are added to `gradients`.
@@ -56,15 +86,17 @@ impl<B: Blocks> Step<'_, B> {
         ws.fit_backward(self.blocks, self.config, tokens);
         self.forward(ws)?;
         let head = self.parameters[self.places.head()];
-        let loss = self.blocks.loss_backward(
-            self.config.hidden_size,
-            &ws.normed,
-            head,
-            self.batch.labels,
-            &mut ws.logits,
-            &mut ws.d_normed,
-            &mut gradients[self.places.head()],
-        );
+        let loss = self.clocks.loss.time(|| {
+            self.blocks.loss_backward(
+                self.config.hidden_size,
+                &ws.normed,
+                head,
+                self.batch.labels,
+                &mut ws.logits,
+                &mut ws.d_normed,
+                &mut gradients[self.places.head()],
+            )
+        });
         self.blocks.rms_norm_backward(
             &ws.inputs[layers],
             self.parameters[self.places.norm()],
@@ -130,20 +162,14 @@ impl<B: Blocks> Step<'_, B> {
         );
         for (which, shape) in self.qkv_shapes() {
             let weight = self.weight(layer, which);
-            self.blocks.linear(shape, &ws.normed, weight, &mut tape.qkv, false);
+            self.linear(shape, &ws.normed, weight, &mut tape.qkv, false);
         }
         self.rope(ws, Rotation::Forward, kept);
         let tape = &mut ws.attention[kept];
-        let start = Instant::now();
-        self.blocks.attention(
-            &self.plans[layer],
-            self.heads(),
-            &tape.qkv,
-            &mut tape.out,
-            &mut tape.lse,
-        )?;
-        self.attention_seconds += start.elapsed().as_secs_f64();
-        Ok(())
+        let (plan, heads) = (&self.plans[layer], self.heads());
+        self.clocks
+            .attention
+            .time(|| self.blocks.attention(plan, heads, &tape.qkv, &mut tape.out, &mut tape.lse))
     }
 
     /// From the output of attention to the gate and up projections.
@@ -152,7 +178,7 @@ impl<B: Blocks> Step<'_, B> {
         let kept = slot(layer, ws.mlp.len());
         let tape = &mut ws.mlp[kept];
         let o = self.weight(layer, at::O);
-        self.blocks.linear(self.output_shape(), &attention.out, o, &mut tape.x, false);
+        self.linear(self.output_shape(), &attention.out, o, &mut tape.x, false);
         self.blocks.add_rms_norm(
             &ws.inputs[layer % ws.inputs.len()],
             &mut tape.x,
@@ -163,7 +189,7 @@ impl<B: Blocks> Step<'_, B> {
         );
         for (which, shape) in self.gate_up_shapes() {
             let weight = self.weight(layer, which);
-            self.blocks.linear(shape, &ws.normed, weight, &mut tape.gate_up, false);
+            self.linear(shape, &ws.normed, weight, &mut tape.gate_up, false);
         }
     }
 
@@ -175,7 +201,7 @@ impl<B: Blocks> Step<'_, B> {
         let out = &mut ws.inputs[next];
         self.blocks.copy(&tape.x, out);
         let down = self.weight(layer, at::DOWN);
-        self.blocks.linear(self.down_shape(), &ws.activated, down, out, true);
+        self.linear(self.down_shape(), &ws.activated, down, out, true);
     }
 
     /// `ws.d_x` goes from the gradient of the layer's output to that of the stream between
@@ -186,19 +212,19 @@ impl<B: Blocks> Step<'_, B> {
         let tape = &mut ws.mlp[kept];
         let down = self.down_shape();
         let weight = self.weight(layer, at::DOWN);
-        blocks.linear_backward_input(down, &ws.d_x, weight, &mut ws.activated, false);
+        self.linear_backward_input(down, &ws.d_x, weight, &mut ws.activated, false);
         let wide = self.config.intermediate_size;
         blocks.swiglu_backward(wide, &mut tape.gate_up, &mut ws.activated);
         let d_down = &mut gradients[self.places.layer(layer, at::DOWN)];
-        blocks.linear_backward_weight(down, &ws.d_x, &ws.activated, d_down);
+        self.linear_backward_weight(down, &ws.d_x, &ws.activated, d_down);
         let norm = self.weight(layer, at::MLP_NORM);
         blocks.rms_norm_again(&tape.x, norm, &tape.inverse, &mut ws.normed);
         for (i, (which, shape)) in self.gate_up_shapes().into_iter().enumerate() {
             let d_weight = &mut gradients[self.places.layer(layer, which)];
-            blocks.linear_backward_weight(shape, &tape.gate_up, &ws.normed, d_weight);
+            self.linear_backward_weight(shape, &tape.gate_up, &ws.normed, d_weight);
             let weight = self.weight(layer, which);
             let add = i > 0;
-            blocks.linear_backward_input(shape, &tape.gate_up, weight, &mut ws.d_normed, add);
+            self.linear_backward_input(shape, &tape.gate_up, weight, &mut ws.d_normed, add);
         }
         let d_norm = &mut gradients[self.places.layer(layer, at::MLP_NORM)];
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
@@ -216,22 +242,22 @@ impl<B: Blocks> Step<'_, B> {
         let tape = &ws.attention[slot(layer, ws.attention.len())];
         let input = &ws.inputs[layer];
         let (shape, weight) = (self.output_shape(), self.weight(layer, at::O));
-        blocks.linear_backward_input(shape, &ws.d_x, weight, &mut ws.d_attention, false);
+        self.linear_backward_input(shape, &ws.d_x, weight, &mut ws.d_attention, false);
         let d_o = &mut gradients[self.places.layer(layer, at::O)];
-        blocks.linear_backward_weight(shape, &ws.d_x, &tape.out, d_o);
-        let start = Instant::now();
-        blocks.attention_backward(
-            &self.plans[layer],
-            self.heads(),
-            &tape.qkv,
-            &tape.out,
-            &tape.lse,
-            &ws.d_attention,
-            &mut ws.d_qkv,
-            self.learned,
-            &mut gradients[self.places.learned(layer)],
-        )?;
-        self.attention_seconds += start.elapsed().as_secs_f64();
+        self.linear_backward_weight(shape, &ws.d_x, &tape.out, d_o);
+        self.clocks.attention.time(|| {
+            blocks.attention_backward(
+                &self.plans[layer],
+                self.heads(),
+                &tape.qkv,
+                &tape.out,
+                &tape.lse,
+                &ws.d_attention,
+                &mut ws.d_qkv,
+                self.learned,
+                &mut gradients[self.places.learned(layer)],
+            )
+        })?;
         let pairing = self.config.rope_pairing;
         let (heads, positions) = (self.heads(), self.batch.positions);
         blocks.rope(heads, pairing, &ws.rope, positions, Rotation::Backward, &mut ws.d_qkv);
@@ -239,14 +265,47 @@ impl<B: Blocks> Step<'_, B> {
         blocks.rms_norm_again(input, norm, &tape.inverse, &mut ws.normed);
         for (i, (which, shape)) in self.qkv_shapes().into_iter().enumerate() {
             let d_weight = &mut gradients[self.places.layer(layer, which)];
-            blocks.linear_backward_weight(shape, &ws.d_qkv, &ws.normed, d_weight);
+            self.linear_backward_weight(shape, &ws.d_qkv, &ws.normed, d_weight);
             let weight = self.weight(layer, which);
-            blocks.linear_backward_input(shape, &ws.d_qkv, weight, &mut ws.d_normed, i > 0);
+            self.linear_backward_input(shape, &ws.d_qkv, weight, &mut ws.d_normed, i > 0);
         }
         let d_norm = &mut gradients[self.places.layer(layer, at::NORM)];
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(input, norm, &tape.inverse, d_in, d_x, true, d_norm);
         Ok(())
+    }
+
+    fn linear(
+        &self,
+        shape: LinearShape,
+        x: &B::Array,
+        weight: &B::Array,
+        y: &mut B::Array,
+        accumulate: bool,
+    ) {
+        self.clocks.linear.time(|| self.blocks.linear(shape, x, weight, y, accumulate));
+    }
+
+    fn linear_backward_input(
+        &self,
+        shape: LinearShape,
+        d_y: &B::Array,
+        weight: &B::Array,
+        d_x: &mut B::Array,
+        accumulate: bool,
+    ) {
+        let work = || self.blocks.linear_backward_input(shape, d_y, weight, d_x, accumulate);
+        self.clocks.linear.time(work);
+    }
+
+    fn linear_backward_weight(
+        &self,
+        shape: LinearShape,
+        d_y: &B::Array,
+        x: &B::Array,
+        d_weight: &mut B::Array,
+    ) {
+        self.clocks.linear.time(|| self.blocks.linear_backward_weight(shape, d_y, x, d_weight));
     }
 
     fn rope(&self, ws: &mut Workspace<B::Array>, rotation: Rotation, kept: usize) {

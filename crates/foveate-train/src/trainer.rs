@@ -211,7 +211,8 @@ impl Setup<'_> {
         let start = Instant::now();
         let train = &self.recipe.train;
         gradients.clear();
-        let (mut nats, mut attention_seconds, mut data_seconds) = (0.0, 0.0, 0.0);
+        let (mut nats, mut data_seconds) = (0.0, 0.0);
+        let (mut attention_seconds, mut linear_seconds, mut loss_seconds) = (0.0, 0.0, 0.0);
         let (mut sums, mut pairs) = (Sums::default(), 0.0);
         for _ in 0..train.accumulate {
             let reading = Instant::now();
@@ -224,6 +225,8 @@ impl Setup<'_> {
                 .map_err(TrainError::model)?;
             nats += loss.sum_nats;
             attention_seconds += loss.attention_seconds;
+            linear_seconds += loss.linear_seconds;
+            loss_seconds += loss.loss_seconds;
             pairs += loss.live_pairs.unwrap_or_default();
             sums.labelled += loss.tokens as u64;
             sums.packed += packed.tokens.len() as u64;
@@ -272,6 +275,8 @@ impl Setup<'_> {
             memory_bytes: machine::resident().unwrap_or(0),
             peak_memory_bytes: machine::peak_resident().unwrap_or(0),
             attention_share: attention_seconds / sums.seconds,
+            linear_seconds,
+            loss_seconds,
             data_seconds,
             optimizer_seconds,
             seconds: sums.seconds,

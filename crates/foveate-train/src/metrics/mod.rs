@@ -63,6 +63,12 @@ pub struct StepMetrics {
     pub peak_memory_bytes: u64,
     /// Share of the step's time spent in attention, from 0 to 1.
     pub attention_share: f64,
+    /// Time in products with the weights of the layers, forward and backward, in seconds.
+    #[serde(default)]
+    pub linear_seconds: f64,
+    /// Time of the output projection and the loss, forward and backward, in seconds.
+    #[serde(default)]
+    pub loss_seconds: f64,
     /// Time to read, tokenise and pack the step's documents, in seconds.
     pub data_seconds: f64,
     /// Time of clipping and AdamW, in seconds.
