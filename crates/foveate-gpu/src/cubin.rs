@@ -1,30 +1,70 @@
-//! Reading a constant out of a cubin, which is a 64-bit ELF file.
+//! Reading constants and machine code out of a cubin, which is a 64-bit ELF file.
 //!
 //! A cubin is read from the cache, so any of its numbers may be wrong: every access is checked.
 
+mod instructions;
+
+pub use instructions::{Instructions, Opcode};
+
 /// The value of the 4-byte constant called `name`; `None` when there is none.
 pub fn constant(cubin: &[u8], name: &str) -> Option<i32> {
-    let sections = Sections::of(cubin)?;
-    (0..sections.count).find_map(|i| {
+    let symbols = symbols(cubin);
+    let found = symbols.into_iter().find(|s| s.name == name && s.contents.len() == 4)?;
+    Some(u32_at(found.contents, 0)? as i32)
+}
+
+/// A kernel's machine code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelCode<'a> {
+    /// Name of the entry point.
+    pub name: &'a str,
+    /// Its instructions, and those of functions that it calls.
+    pub code: &'a [u8],
+}
+
+/// The kernels of a cubin.
+pub fn kernels(cubin: &[u8]) -> Vec<KernelCode<'_>> {
+    // Of an entry point the symbol says so. It spans the functions that were not inlined.
+    const ENTRY: u8 = 0x10;
+    let entries = symbols(cubin).into_iter().filter(|s| s.other & ENTRY != 0);
+    entries.map(|Symbol { name, contents, .. }| KernelCode { name, code: contents }).collect()
+}
+
+/// A name in the file, and the bytes that it names.
+struct Symbol<'a> {
+    name: &'a str,
+    /// What kind of thing it is, by NVIDIA's numbers.
+    other: u8,
+    contents: &'a [u8],
+}
+
+/// The symbols whose bytes are in the file.
+fn symbols(cubin: &[u8]) -> Vec<Symbol<'_>> {
+    let Some(sections) = Sections::of(cubin) else { return Vec::new() };
+    let table = (0..sections.count).find_map(|i| {
         let symbols = sections.at(i)?;
         // SHT_SYMTAB; its `link` is the section of its names.
-        if symbols.kind != 2 {
-            return None;
-        }
-        let names = sections.at(symbols.link)?;
-        let end = symbols.offset.checked_add(symbols.size)?;
-        let table = cubin.get(symbols.offset..end)?;
-        table.chunks_exact(24).find_map(|symbol| {
-            let at = names.offset.checked_add(u32_at(symbol, 0)? as usize)?;
-            let found = cubin.get(at..)?.split(|&b| b == 0).next()? == name.as_bytes();
-            if !found || u64_at(symbol, 16)? != 4 {
-                return None;
-            }
-            let section = sections.at(u16_at(symbol, 6)? as usize)?;
-            let value = section.offset.checked_add(u64_at(symbol, 8)?)?;
-            Some(u32_at(cubin, value)? as i32)
-        })
-    })
+        (symbols.kind == 2).then_some(symbols)
+    });
+    let read = |symbol: &[u8], names: &Section| {
+        let name = names.offset.checked_add(u32_at(symbol, 0)? as usize)?;
+        let name = cubin.get(name..)?.split(|&b| b == 0).next()?;
+        let section = sections.at(u16_at(symbol, 6)? as usize)?;
+        let start = section.offset.checked_add(u64_at(symbol, 8)?)?;
+        Some((str::from_utf8(name).ok()?, symbol[5], start, u64_at(symbol, 16)?))
+    };
+    let all = || {
+        let table = table?;
+        let names = sections.at(table.link)?;
+        let end = table.offset.checked_add(table.size)?;
+        let entries = cubin.get(table.offset..end)?.chunks_exact(24);
+        let found = entries.filter_map(|symbol| {
+            let (name, other, start, len) = read(symbol, &names)?;
+            Some(Symbol { name, other, contents: cubin.get(start..start.checked_add(len)?)? })
+        });
+        Some(found.collect())
+    };
+    all().unwrap_or_default()
 }
 
 /// The table of sections.
@@ -88,7 +128,7 @@ mod tests {
     use crate::nvrtc::Compiler;
 
     #[test]
-    fn a_constant_is_read_out_of_a_cubin() {
+    fn constants_and_kernels_are_read_out_of_a_cubin() {
         let compiler = match Compiler::get() {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
@@ -98,18 +138,21 @@ mod tests {
         let cubin = compiler.compile(source, Arch::new((8, 0))).unwrap().cubin;
         assert_eq!(constant(&cubin, "answer"), Some(42));
         assert_eq!(constant(&cubin, "question"), None);
+        let [kernel] = kernels(&cubin)[..] else { panic!("{:?}", kernels(&cubin)) };
+        assert_eq!((kernel.name, kernel.code.len() % 16), ("f", 0));
         // Cut short anywhere it is no file, or the constant is not reached: never a panic.
         for len in (0..cubin.len()).step_by(7) {
             assert!(matches!(constant(&cubin[..len], "answer"), None | Some(42)));
+            assert!(kernels(&cubin[..len]).iter().all(|kernel| kernel.name == "f"));
         }
     }
 
     #[test]
-    fn what_is_no_cubin_has_no_constants() {
-        assert_eq!(constant(b"", "x"), None);
-        assert_eq!(constant(&[0xff; 200], "x"), None);
+    fn what_is_no_cubin_has_nothing() {
         let mut file = [0xff; 200];
         file[..6].copy_from_slice(b"\x7fELF\x02\x01");
-        assert_eq!(constant(&file, "x"), None);
+        for bytes in [&b""[..], &[0xff; 200], &file] {
+            assert_eq!((constant(bytes, "x"), kernels(bytes)), (None, vec![]));
+        }
     }
 }

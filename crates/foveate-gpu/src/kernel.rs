@@ -204,7 +204,8 @@ mod tests {
             KernelResources { name, registers, spill_bytes, local_bytes, static_shared_bytes }
         });
         let (arch, log) = (Arch::new((9, 0)), String::new());
-        Compiled { arch, cubin: Vec::new(), log, kernels: kernels.collect() }
+        let (cubin, advisories) = (Vec::new(), Vec::new());
+        Compiled { arch, cubin, log, kernels: kernels.collect(), advisories }
     }
 
     #[test]

@@ -2,7 +2,9 @@
 //!
 //! The cubin and not PTX: a driver loads cubins of every compiler of its major version, but
 //! refuses PTX of a newer one. The log of a compilation is always kept, and what it says about
-//! each kernel (registers, spills, shared memory) is read out of it.
+//! each kernel (registers, spills, shared memory, what became of `wgmma`) is read out of it.
+
+mod advisories;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
@@ -10,9 +12,11 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use crate::arch::Arch;
+use crate::cubin::{self, Instructions};
 use crate::error::{GpuError, GpuErrorKind};
 use crate::library::Library;
 use crate::loader::functions;
+pub use advisories::{Advisory, AdvisoryKind};
 
 type Program = *mut c_void;
 
@@ -48,13 +52,28 @@ pub struct Compiled {
     pub log: String,
     /// One entry for each kernel.
     pub kernels: Vec<KernelResources>,
+    /// What the assembler did to `wgmma` and `setmaxnreg`.
+    pub advisories: Vec<Advisory>,
 }
 
 impl Compiled {
     /// Machine code and the log that says what its kernels take.
     pub(crate) fn new(arch: Arch, cubin: Vec<u8>, log: String) -> Self {
-        let kernels = resources(&log);
-        Self { arch, cubin, log, kernels }
+        let (kernels, advisories) = (resources(&log), Advisory::of(&log));
+        Self { arch, cubin, log, kernels, advisories }
+    }
+
+    /// A kernel of the machine code that the log does not speak of. A log without kernels has no
+    /// advisories either, whatever became of them.
+    pub(crate) fn unreported(&self) -> Option<&str> {
+        let names = cubin::kernels(&self.cubin).into_iter().map(|kernel| kernel.name);
+        names.into_iter().find(|name| !self.kernels.iter().any(|k| k.name == *name))
+    }
+
+    /// The instructions of a kernel, counted; `None` when it is not there.
+    pub fn instructions(&self, kernel: &str) -> Option<Instructions> {
+        let kernels = cubin::kernels(&self.cubin);
+        kernels.iter().find(|k| k.name == kernel).map(|k| Instructions::of(k.code))
     }
 
     /// Refuses kernels that spill more than `allowed` bytes a thread.
@@ -140,15 +159,9 @@ impl Compiler {
     /// [`GpuErrorKind::UnknownArchitecture`]; [`GpuErrorKind::Compile`] with the log when NVRTC
     /// refuses the source.
     pub(crate) fn compile(&self, source: &str, arch: Arch) -> Result<Compiled, GpuError> {
-        let compiled = self.compile_with(source, arch, &[])?;
-        // From 13 on NVRTC has a cache of its own. What comes out of it, after another process
-        // compiled the same, has no report of what kernels take.
-        let reported = !compiled.kernels.is_empty() || !source.contains("__global__");
-        if reported { Ok(compiled) } else { self.compile_with(source, arch, &["--no-cache"]) }
-    }
-
-    /// The same with `more` options.
-    fn compile_with(&self, source: &str, arch: Arch, more: &[&str]) -> Result<Compiled, GpuError> {
+        // From 12.9 on NVRTC has a cache of its own. What comes out of it, after another process
+        // compiled the same, has an empty log: neither what kernels take nor what became of them.
+        let no_cache: &[&str] = if self.version >= (12, 9) { &["--no-cache"] } else { &[] };
         let refused = |log: String| -> GpuError { GpuErrorKind::Compile { arch, log }.into() };
         let Ok(text) = CString::new(source) else {
             return Err(refused("error: the source has a NUL character".into()));
@@ -171,7 +184,7 @@ impl Compiler {
         }
         let options: Vec<CString> = OPTIONS
             .iter()
-            .chain(more)
+            .chain(no_cache)
             .map(|o| (*o).to_owned())
             .chain([format!("--gpu-architecture={arch}")])
             .map(|o| CString::new(o).expect("options have no NUL"))
@@ -193,7 +206,11 @@ impl Compiler {
             return Err(refused(log));
         }
         let cubin = program.bytes(self.functions.cubin_size, self.functions.cubin);
-        Ok(Compiled::new(arch, cubin, log))
+        let compiled = Compiled::new(arch, cubin, log);
+        match compiled.unreported() {
+            None => Ok(compiled),
+            Some(kernel) => Err(refused(format!("error: the log says nothing of kernel {kernel}"))),
+        }
     }
 }
 

@@ -68,7 +68,8 @@ mod tests {
             ..KernelResources::default()
         });
         let (arch, log) = (Arch::new((9, 0)), String::new());
-        Compiled { arch, cubin: Vec::new(), log, kernels: kernels.collect() }
+        let (cubin, advisories) = (Vec::new(), Vec::new());
+        Compiled { arch, cubin, log, kernels: kernels.collect(), advisories }
     }
 
     #[test]
