@@ -11,7 +11,7 @@ use crate::cubin;
 use crate::driver::{Function, Launch};
 use crate::engine::Engine;
 use crate::error::{GpuError, GpuErrorKind};
-use crate::nvrtc::{Compiled, KernelResources};
+use crate::nvrtc::{Advisory, Compiled, KernelResources};
 use crate::queue::Queue;
 
 /// The constant by which a source states the dynamic shared memory of its kernels, in bytes:
@@ -45,11 +45,14 @@ pub struct Expected<'a> {
     pub shared_bytes: Option<u32>,
 }
 
-/// A kernel that takes more registers or local memory than expected. It runs, but slower.
+/// A kernel that takes more registers or local memory than expected, or whose `wgmma` or `setmaxnreg`
+/// the assembler did not leave as they are written. It runs, but slower.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excess {
     /// What it takes.
     pub taken: KernelResources,
+    /// What the assembler did to the file, where that is what is wrong.
+    pub advisory: Option<Advisory>,
     /// Of what it takes too much, with the numbers.
     pub reason: String,
 }
@@ -57,7 +60,8 @@ pub struct Excess {
 impl Expected<'_> {
     /// Compares every kernel of a compiled file with the plan. The inner error is the kernel with
     /// the most local memory, then registers, of those that are only slower than planned: whoever
-    /// has nothing better may run it.
+    /// has nothing better may run it. Where the assembler serialised `wgmma` or dropped `setmaxnreg`
+    /// anywhere in the file ([`Advisory::is_slow`]), that is the error, whatever the kernels take.
     ///
     /// # Errors
     /// [`GpuErrorKind::Resources`] when the kernel is not there, or shared memory is not what was
@@ -86,6 +90,15 @@ impl Expected<'_> {
                 "`{name}` has {bytes} B of static shared memory, {planned} planned"
             )));
         }
+        if let Some(advisory) = compiled.advisories.iter().find(|advisory| advisory.is_slow()) {
+            let named = |k: &&KernelResources| Some(&k.name) == advisory.function.as_ref();
+            let entry = |k: &&KernelResources| k.name == self.entry;
+            let taken = compiled.kernels.iter().find(named);
+            let taken = taken.or_else(|| compiled.kernels.iter().find(entry));
+            let taken = taken.expect("the entry is there, checked above").clone();
+            let (reason, advisory) = (advisory.to_string(), Some(advisory.clone()));
+            return Ok(Err(Excess { taken, advisory, reason }));
+        }
         let all = compiled.kernels.iter().filter_map(|entry| self.excess(entry));
         let worst = all.max_by_key(|excess| (excess.taken.local_bytes, excess.taken.registers));
         Ok(worst.map_or(Ok(()), Err))
@@ -101,7 +114,7 @@ impl Expected<'_> {
             return None;
         };
         let reason = format!("a thread of `{}` takes {too_much}", taken.name);
-        Some(Excess { taken: taken.clone(), reason })
+        Some(Excess { taken: taken.clone(), advisory: None, reason })
     }
 }
 
@@ -231,6 +244,23 @@ mod tests {
             stated.compare(&compiled(&[("scale", 8, 0, 0)])).unwrap_err().to_string(),
             "kernel scale f32: it states nothing of shared memory, but 4096 B are planned"
         );
+    }
+
+    #[test]
+    fn a_serialised_kernel_gives_way_whatever_it_takes() {
+        let advisory =
+            |code, text: &str| Advisory { code, function: Some("more".into()), text: text.into() };
+        let inserted = Compiled {
+            advisories: vec![advisory(7519, "warpgroup.arrive is injected")],
+            ..compiled(&[("scale", 40, 0, 0), ("more", 96, 40, 0)])
+        };
+        assert_eq!(EXPECTED.compare(&inserted).unwrap(), Ok(()), "a fence costs nothing");
+        let mut serialised = inserted;
+        serialised.advisories.push(advisory(7510, "wgmma.mma_async instructions are serialized"));
+        let Excess { taken, advisory, reason } =
+            EXPECTED.compare(&serialised).unwrap().unwrap_err();
+        assert_eq!((taken.name.as_str(), advisory.unwrap().code), ("more", 7510));
+        assert_eq!(reason, "wgmma serialised (C7510, a call) in `more`");
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //!
 //! A plan bounds registers by a model, and a program may need more of them than any model knows.
 //! So no kernel runs before its compilation was compared with its plan. One that takes more gives
-//! way to the next best that needs fewer registers, until one holds. Where none does, the one with
-//! the least local memory runs, and whoever asks for a report of the plan is told.
+//! way to the next best that needs fewer registers, until one holds. One whose `wgmma` was serialised
+//! gives way to the next best whatever that needs. Where none holds, the one with the least local
+//! memory runs, of those that are not serialised, and whoever asks for a report of the plan is told.
 //!
 //! Nothing is remembered here: a compilation is kept with the assembler's report, in memory and on
 //! disk, so to select again costs a look at what is there.
@@ -60,6 +61,9 @@ fn tolerate(
     compared: Result<(), Excess>,
 ) -> Result<(), Excess> {
     compared.or_else(|excess| {
+        if excess.advisory.is_some() {
+            return Err(excess);
+        }
         let registers = excess.taken.registers as usize;
         let resources = Resources { registers, ..candidate.resources.clone() };
         let local = excess.taken.local_bytes > LOCAL_BYTES_ALLOWED;
@@ -73,7 +77,7 @@ fn select<'a, T>(
     candidates: impl Iterator<Item = &'a Candidate>,
     mut make: impl FnMut(&Candidate) -> Result<(T, Result<(), Excess>), CudaError>,
 ) -> Result<Selected<'a, T>, CudaError> {
-    let mut least: Option<(u32, &Candidate, T)> = None;
+    let mut least: Option<((bool, u32), &Candidate, T)> = None;
     let mut first: Option<String> = None;
     let mut broken = None;
     let mut too_many = usize::MAX;
@@ -87,10 +91,13 @@ fn select<'a, T>(
                 let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
                 return Ok(Selected { candidate, made, holds: true, note });
             }
-            Ok((made, Err(Excess { taken, reason }))) => {
-                too_many = candidate.resources.needed;
-                if least.as_ref().is_none_or(|(bytes, ..)| taken.local_bytes < *bytes) {
-                    least = Some((taken.local_bytes, candidate, made));
+            Ok((made, Err(Excess { taken, advisory, reason }))) => {
+                if advisory.is_none() {
+                    too_many = candidate.resources.needed;
+                }
+                let cost = (advisory.is_some(), taken.local_bytes);
+                if least.as_ref().is_none_or(|(least, ..)| cost < *least) {
+                    least = Some((cost, candidate, made));
                 }
                 format!("kernel {}: {reason}", candidate.config)
             }
@@ -103,7 +110,7 @@ fn select<'a, T>(
         };
         first.get_or_insert(said);
     }
-    let Some((bytes, candidate, made)) = least else {
+    let Some(((_, bytes), candidate, made)) = least else {
         return Err(broken.expect("a choice has a candidate, which was made or refused"));
     };
     let why = first.expect("there is a reason for what was passed over");
@@ -119,7 +126,7 @@ mod tests {
     use super::*;
     use crate::choose::{Choice, Class, KernelOptions, Sizes, choose};
     use crate::compile::config::{Elem, Kernel};
-    use foveate_gpu::nvrtc::KernelResources;
+    use foveate_gpu::nvrtc::{Advisory, KernelResources};
 
     fn choice(options: KernelOptions) -> Choice {
         let profile = Profile::named("h200").unwrap();
@@ -138,7 +145,15 @@ mod tests {
     fn takes(local_bytes: u32, allowed: u32) -> Result<(), Excess> {
         let taken = KernelResources { registers: 255, local_bytes, ..KernelResources::default() };
         let reason = format!("{local_bytes} B, {allowed} are allowed");
-        if local_bytes > allowed { Err(Excess { taken, reason }) } else { Ok(()) }
+        if local_bytes > allowed { Err(Excess { taken, advisory: None, reason }) } else { Ok(()) }
+    }
+
+    /// A kernel whose products the assembler serialised, and nothing else.
+    fn serialised() -> Excess {
+        let text = "wgmma.mma_async instructions are serialized".to_owned();
+        let advisory = Advisory { code: 7510, function: None, text };
+        let reason = advisory.to_string();
+        Excess { taken: KernelResources::default(), advisory: Some(advisory), reason }
     }
 
     #[test]
@@ -208,11 +223,30 @@ mod tests {
         assert_eq!(candidate.occupancy.ctas, 2);
         let over = |registers, local_bytes| {
             let taken = KernelResources { registers, local_bytes, ..KernelResources::default() };
-            tolerate(&candidate, &profile, Err(Excess { taken, reason: String::new() }))
+            let reason = String::new();
+            tolerate(&candidate, &profile, Err(Excess { taken, advisory: None, reason }))
         };
         assert!(over(112, 0).is_ok());
         assert!(over(160, 0).is_err(), "one CTA of eight warps takes more than half");
         assert!(over(112, 136).is_err());
+        assert!(tolerate(&candidate, &profile, Err(serialised())).is_err());
+    }
+
+    #[test]
+    fn a_serialised_kernel_gives_way_to_the_next_best_and_to_what_spills() {
+        let choice = choice(KernelOptions::default());
+        let first = |c: &Candidate| c == &choice.chosen;
+        let selected = select(choice.ranked(), |c| {
+            Ok(((), if first(c) { Err(serialised()) } else { Ok(()) }))
+        })
+        .unwrap();
+        assert_eq!(selected.candidate, &choice.others[0]);
+        let note = selected.note.unwrap();
+        assert!(note.contains(": wgmma serialised (C7510, a call); "), "{note}");
+        let spilling = select(choice.ranked(), |c| {
+            Ok(((), if first(c) { Err(serialised()) } else { takes(400, 128) }))
+        });
+        assert_ne!(spilling.unwrap().candidate, &choice.chosen);
     }
 
     #[test]
