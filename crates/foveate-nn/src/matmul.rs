@@ -1,9 +1,32 @@
 //! Matrix products on checked slices: the one place of this crate that hands out pointers.
 //!
-//! The product is split between threads by tiles of the result, never along the summed axis, so
-//! its bits do not depend on the number of threads (a test holds `gemm` to that).
+//! [`matmul`] is split between threads by tiles of the result, never along the summed axis, so its
+//! bits do not depend on the number of threads (a test holds `gemm` to that). In a long sum of few
+//! results, as the gradient of a weight is, threads would meet after every few hundred terms;
+//! [`matmul_deep`] cuts such a sum into parts, by the sizes alone.
+
+use std::cell::Cell;
 
 use gemm::Parallelism;
+use rayon::prelude::*;
+
+/// Terms of a part of a sum at least.
+const DEPTH: usize = 1024;
+
+/// The most parts of a sum.
+const PARTS: usize = 4;
+
+/// The most results whose sums are cut. To add up the parts of more takes longer than threads lose
+/// by meeting.
+const RESULTS: usize = 1 << 18;
+
+/// Rows of a task that adds up parts.
+const ROWS: usize = 16;
+
+thread_local! {
+    /// The parts of sums but the first, kept between products.
+    static OTHERS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
 
 /// A matrix in a slice; strides are in elements.
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +72,60 @@ pub fn matmul(
     stride: usize,
     accumulate: bool,
 ) {
+    multiply([m, n, k], a, b, into, stride, accumulate, rayon::current_num_threads());
+}
+
+/// `into [m, n] += a [m, k] · b [k, n]` for a `k` much larger than `m` and `n`. The bits do not
+/// depend on the number of threads, but differ from those of [`matmul`].
+///
+/// # Panics
+/// Those of [`matmul`].
+pub(crate) fn matmul_deep(
+    [m, n, k]: [usize; 3],
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    into: &mut [f32],
+    stride: usize,
+) {
+    let parts = (k / DEPTH).min(PARTS);
+    if parts < 2 || !(1..=RESULTS).contains(&(m * n)) {
+        matmul([m, n, k], a, b, into, stride, true);
+        return;
+    }
+    let depth = k.div_ceil(parts);
+    let threads = rayon::current_num_threads().div_ceil(parts);
+    let mut kept = OTHERS.take();
+    kept.resize(kept.len().max((parts - 1) * m * n), 0.0);
+    let others = &mut kept[..(parts - 1) * m * n];
+    let sums = others.chunks_exact_mut(m * n).map(|sums| (sums, n, false));
+    let sums: Vec<_> = std::iter::once((&mut *into, stride, true)).chain(sums).collect();
+    sums.into_par_iter().enumerate().for_each(|(part, (into, stride, accumulate))| {
+        let (first, end) = (part * depth, k.min((part + 1) * depth));
+        let a = Matrix { data: &a.data[first * a.column_stride..], ..a };
+        let b = Matrix { data: &b.data[first * b.row_stride..], ..b };
+        multiply([m, n, end - first], a, b, into, stride, accumulate, threads);
+    });
+    into.par_chunks_mut(stride * ROWS).enumerate().for_each(|(task, into)| {
+        for sums in others.chunks_exact(m * n) {
+            for (into, sums) in into.chunks_mut(stride).zip(sums[task * ROWS * n..].chunks_exact(n))
+            {
+                into.iter_mut().zip(sums).for_each(|(x, sum)| *x += sum);
+            }
+        }
+    });
+    OTHERS.set(kept);
+}
+
+/// [`matmul`] on at most so many threads.
+fn multiply(
+    [m, n, k]: [usize; 3],
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    into: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+    threads: usize,
+) {
     if m == 0 || n == 0 {
         return;
     }
@@ -56,7 +133,6 @@ pub fn matmul(
     let fits = end.is_some_and(|end| end <= into.len());
     assert!(fits && stride >= n, "the result fits its slice");
     assert!(k > 0 && a.holds(m, k) && b.holds(k, n), "the factors fit their slices");
-    let threads = rayon::current_num_threads();
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     // SAFETY: all elements addressed are inside the slices by the asserts above, `into` is
     // borrowed exclusively and its rows do not overlap.

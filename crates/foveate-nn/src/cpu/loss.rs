@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::level::for_each_level;
 use super::math::{exp, largest, sum};
 use crate::batch::IGNORE;
-use crate::matmul::{Matrix, matmul};
+use crate::matmul::{Matrix, matmul, matmul_deep};
 
 /// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`. `gradients` are
 /// d_x (overwritten) and d_weight (added to).
@@ -40,7 +40,7 @@ pub(super) fn cross_entropy(
             let w = Matrix::rows(weight, width);
             matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
             let zt = Matrix::transposed(z, vocab);
-            matmul([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width, true);
+            matmul_deep([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width);
         }
     }
     total

@@ -21,7 +21,7 @@ use rayon::prelude::*;
 use crate::backend::{Blocks, LinearShape, PackedHeads, Rotation};
 use crate::config::RopePairing;
 use crate::error::NnError;
-use crate::matmul::{Matrix, matmul};
+use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::rope::RopeTable;
 
 /// The processor.
@@ -145,7 +145,7 @@ impl Blocks for Cpu {
         let a = Matrix::transposed(&d_y[columns.first..], columns.width);
         let b = Matrix::rows(x, inputs);
         let d_weight = &mut d_weight[first_output * inputs..];
-        matmul([outputs, inputs, tokens], a, b, d_weight, inputs, true);
+        matmul_deep([outputs, inputs, tokens], a, b, d_weight, inputs);
     }
 
     fn rope(

@@ -5,7 +5,7 @@ use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
 use crate::batch::IGNORE;
 use crate::config::{QkvOrder, RopePairing};
 use crate::cpu::{Cpu, level, loss, norm, rope, swiglu};
-use crate::matmul::{Matrix, matmul};
+use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::rope::{RopeTable, inverse_frequencies};
 use crate::tests::tiny;
 use foveate::tensor::random::Random;
@@ -308,5 +308,33 @@ fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
         assert_close(&d_x, &gold_x, "d_x");
         assert_close(&d_w, &gold_w, "d_weight");
         assert!(d_x[4 * width..5 * width].iter().all(|&d| d == 0.0));
+    }
+}
+
+#[test]
+fn a_deep_product_is_that_of_its_twin_with_the_same_bits_on_any_number_of_threads() {
+    let (m, n, stride) = (19, 37, 40);
+    for k in [7, 2047, 2048, 3333, 9000] {
+        let (a, b, old) = (random(k * m, 20), random(k * n, 21), random(m * stride, 22));
+        let run = |threads| {
+            let mut into = old.clone();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let (a, b) = (Matrix::transposed(&a, m), Matrix::rows(&b, n));
+            pool.install(|| matmul_deep([m, n, k], a, b, &mut into[..m * stride - 3], stride));
+            into
+        };
+        let found = run(1);
+        let gold: Vec<f64> = (0..m * stride)
+            .map(|at| {
+                let (i, j) = (at / stride, at % stride);
+                let term = |t: usize| f64::from(a[t * m + i]) * f64::from(b[t * n + j]);
+                let sum = if j < n { (0..k).map(term).sum() } else { 0.0 };
+                f64::from(old[at]) + sum
+            })
+            .collect();
+        assert_close(&found, &gold, "the product");
+        for threads in [2, 3, 9] {
+            assert_eq!(run(threads), found, "{threads} threads, depth {k}");
+        }
     }
 }
