@@ -127,6 +127,15 @@ impl MaskCache {
         cached.extend(masks.iter().map(|(class, mask)| (*class, mask.clone())));
     }
 
+    /// The addresses of the block masks that are kept, in order.
+    #[cfg(test)]
+    pub fn addresses(&self) -> Vec<usize> {
+        let mut all: Vec<_> =
+            self.cached().values().map(|mask| Arc::as_ptr(mask) as usize).collect();
+        all.sort_unstable();
+        all
+    }
+
     fn cached(&self) -> MutexGuard<'_, HashMap<Class, Arc<BlockMask>>> {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }

@@ -92,8 +92,8 @@ impl CpuPlan {
     /// host memory.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CpuError> {
         let rebound = self.spec.rebind(buffer)?;
-        rebound.iter().try_for_each(|r| r.spec.check_on_host())?;
-        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("captured buffer", buffer.name()))
+        rebound.spec.check_on_host()?;
+        Ok(self.with(rebound))
     }
 
     /// The plan with another value of the run-time scalar called `name`. Block masks are built
@@ -102,8 +102,7 @@ impl CpuPlan {
     /// # Errors
     /// When no mod has a scalar of that name, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CpuError> {
-        let rebound = self.spec.set_scalar(name, value)?;
-        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("run-time scalar", name))
+        Ok(self.with(self.spec.set_scalar(name, value)?))
     }
 
     fn with(&self, Rebound { spec, mask_changed }: Rebound) -> Self {
@@ -166,25 +165,9 @@ impl CpuPlan {
     /// The sizes of operands that are of the planned class.
     fn admit(&self, operands: &Operands<'_>) -> Result<Dims, CpuError> {
         let dims = Dims::of(operands)?;
-        let planned = [self.dims.heads_q, self.dims.heads_kv, self.dims.dim, self.dims.dim_v];
-        let given = [dims.heads_q, dims.heads_kv, dims.dim, dims.dim_v];
-        if planned != given || operands.q.dtype() != self.dtype {
-            let reason = format!(
-                "the plan is for {}/{} heads of dim {}/{} in {}, the operands have {}/{} heads \
-                 of dim {}/{} in {}; make a plan for them",
-                planned[0],
-                planned[1],
-                planned[2],
-                planned[3],
-                self.dtype,
-                given[0],
-                given[1],
-                given[2],
-                given[3],
-                operands.q.dtype()
-            );
-            return Err(CpuErrorKind::Operands { reason }.into());
-        }
+        self.dims
+            .admit(self.dtype, &dims, operands.q.dtype())
+            .map_err(|e| CpuErrorKind::Operands { reason: e.to_string() })?;
         Ok(dims)
     }
 
@@ -223,7 +206,7 @@ impl CpuPlan {
             tiles,
             wave_bytes: self.options.workspace_bytes.unwrap_or(WAVE_BYTES),
             live,
-            scale: self.spec.scale.unwrap_or(1.0 / (dims.dim as f32).sqrt()),
+            scale: self.spec.scale_for(dims.dim),
             sink,
             dropout_scale: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             pairs,
@@ -236,7 +219,56 @@ impl CpuPlan {
     }
 }
 
-fn unknown(what: &str, name: &str) -> CpuError {
-    let reason = format!("no mask or score of the plan has a {what} called `{name}`");
-    CpuErrorKind::Operands { reason }.into()
+#[cfg(test)]
+mod tests {
+    use foveate_mods::masks;
+    use foveate_tensor::Tensor;
+
+    use super::*;
+
+    #[test]
+    fn a_plan_that_is_described_after_its_passes_builds_no_block_mask_for_that() {
+        let (shape, rows) = ([2, 4, 300, 16], [2, 4, 300]);
+        let filled = |dtype| Tensor::filled(dtype, shape, 0.5);
+        let t = filled(DType::F32);
+        let operands = Operands {
+            q: t.view(),
+            k: t.view(),
+            v: t.view(),
+            sink: None,
+            varlen: None,
+            pages: None,
+        };
+        let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
+        let dims = Dims::of(&operands).unwrap();
+        let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
+        let (mut out, mut lse) = (filled(DType::F32), Tensor::filled(DType::F32, rows, 0.0));
+        let forward = ForwardArgs {
+            operands,
+            out: out.view_mut().unwrap(),
+            lse: lse.view_mut().unwrap(),
+            max_score: None,
+        };
+        plan.forward(forward).unwrap();
+        let [mut dq, mut dk, mut dv] = [(); 3].map(|()| filled(DType::F32));
+        let backward = BackwardArgs {
+            operands,
+            out: out.view(),
+            lse: lse.view(),
+            d_out: t.view(),
+            d_lse: None,
+            dq: dq.view_mut().unwrap(),
+            dk: dk.view_mut().unwrap(),
+            dv: dv.view_mut().unwrap(),
+            accumulate: false,
+            d_sink: None,
+            d_captures: Vec::new(),
+        };
+        plan.backward(backward).unwrap();
+        let built = plan.masks.addresses();
+        let described = plan.describe(operands.arrangement());
+        assert_eq!(described.live_pairs, 2 * 4 * 300 * 301 / 2);
+        assert!(!built.is_empty());
+        assert_eq!(plan.masks.addresses(), built);
+    }
 }

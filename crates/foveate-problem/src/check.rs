@@ -51,6 +51,11 @@ impl Spec {
         [mask, score, dropout_keep].into_iter().flatten()
     }
 
+    /// The factor on `q·k` of vectors of `dim` elements.
+    pub fn scale_for(&self, dim: usize) -> f32 {
+        self.scale.unwrap_or(1.0 / (dim as f32).sqrt())
+    }
+
     /// The buffers of the score that receive a gradient.
     pub fn learned(&self) -> Vec<&AnyBuffer> {
         let buffers = self.score.iter().flat_map(|s| s.program().graph().buffers());
@@ -92,6 +97,28 @@ impl Dims {
     /// Shape of lse, max_score and d_lse, `[B, Hq, Sq]`.
     pub fn row_shape(&self) -> [usize; 3] {
         [self.q_axis(), self.heads_q, self.len_q]
+    }
+
+    /// Checks that operands of sizes `given` and of `found` are of the class that these sizes and
+    /// `dtype` were planned for: head counts, head dims and dtype are those of the plan, batch,
+    /// lengths and strides a call's own.
+    ///
+    /// # Errors
+    /// When they differ, with both.
+    pub fn admit(&self, dtype: DType, given: &Dims, found: DType) -> Result<(), ProblemError> {
+        let class = |d: &Dims, dtype: DType| {
+            let Dims { heads_q, heads_kv, dim, dim_v, .. } = d;
+            format!("{heads_q}/{heads_kv} heads of dim {dim}/{dim_v} in {dtype}")
+        };
+        let heads_and_dims = |d: &Dims| [d.heads_q, d.heads_kv, d.dim, d.dim_v];
+        if heads_and_dims(self) == heads_and_dims(given) && dtype == found {
+            return Ok(());
+        }
+        Err(ProblemError::new(format!(
+            "the plan is for {}, the operands have {}; make a plan for them",
+            class(self, dtype),
+            class(given, found)
+        )))
     }
 
     fn check_operands(&self, operands: &Operands<'_>) -> Result<(), ProblemError> {

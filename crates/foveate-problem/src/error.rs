@@ -13,4 +13,9 @@ impl ProblemError {
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into() }
     }
+
+    /// A value for a slot that the program does not have: a `what` called `name`.
+    pub fn no_slot(what: &str, name: &str) -> Self {
+        Self::new(format!("no mask or score of the plan has a {what} called `{name}`"))
+    }
 }

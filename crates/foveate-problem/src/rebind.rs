@@ -19,42 +19,37 @@ pub enum RebindError {
     /// Its type, or a buffer's number of axes, is not that of the slot.
     #[error(transparent)]
     Mod(#[from] ModError),
-    /// The program with it is refused by [`Spec::check`].
+    /// The program with it is refused by [`Spec::check`], or has no slot of that name.
     #[error(transparent)]
     Problem(#[from] ProblemError),
 }
 
 impl Spec {
-    /// The program with another captured buffer in place of the one of that name; `None` when no
-    /// mod captures one.
+    /// The program with another captured buffer in place of the one of that name.
     ///
     /// # Errors
-    /// When type or rank differ.
-    pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Option<Rebound>, RebindError> {
+    /// When no mod captures one, or type or rank differ.
+    pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Rebound, RebindError> {
         let holds = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == buffer.name());
-        self.bound(holds, &|p| p.rebind(buffer))
+        self.bound(["captured buffer", buffer.name()], holds, &|p| p.rebind(buffer))
     }
 
-    /// The program with another value of the run-time scalar called `name`; `None` when no mod
-    /// has one.
+    /// The program with another value of the run-time scalar called `name`.
     ///
     /// # Errors
-    /// When the type differs, or dropout's probability is none.
-    pub fn set_scalar(
-        &self,
-        name: &str,
-        value: ScalarValue,
-    ) -> Result<Option<Rebound>, RebindError> {
+    /// When no mod has one, the type differs, or dropout's probability is none.
+    pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Rebound, RebindError> {
         let holds = |p: &Program| p.graph().scalars().iter().any(|s| s.name == name);
-        self.bound(holds, &|p| p.set_scalar(name, value))
+        self.bound(["run-time scalar", name], holds, &|p| p.set_scalar(name, value))
     }
 
-    /// `f` applied to every program that `holds` what changes; `None` if none does.
+    /// `f` applied to every program that `holds` the slot, which is a `what` called `name`.
     fn bound(
         &self,
+        [what, name]: [&str; 2],
         holds: impl Fn(&Program) -> bool,
         f: &dyn Fn(&Program) -> Result<Program, ModError>,
-    ) -> Result<Option<Rebound>, RebindError> {
+    ) -> Result<Rebound, RebindError> {
         let mut spec = self.clone();
         let (mut any, mut mask_changed) = (false, false);
         if let Some(mask) = &mut spec.mask
@@ -75,7 +70,10 @@ impl Spec {
             *dropout = dropout.map(|keep| keep.map(f))?;
             any = true;
         }
+        if !any {
+            return Err(ProblemError::no_slot(what, name).into());
+        }
         spec.check()?;
-        Ok(any.then_some(Rebound { spec, mask_changed }))
+        Ok(Rebound { spec, mask_changed })
     }
 }

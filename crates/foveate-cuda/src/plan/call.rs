@@ -8,9 +8,9 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use foveate_mods::{AnyBuffer, MaskMod};
-use foveate_problem::{Dims, Sequence};
+use foveate_problem::{Dims, ProblemError, Sequence};
 
-use super::{CudaPlan, longest, sequences, unknown};
+use super::{CudaPlan, longest, sequences};
 use crate::compile::params::Address;
 use crate::error::CudaError;
 use crate::operands::{DeviceOffsets, DeviceOperands, element, mod_type};
@@ -164,7 +164,7 @@ impl CudaPlan {
                 )));
             }
             if !buffers().any(|b| b.name() == *name) {
-                return Err(unknown("captured buffer", name));
+                return Err(ProblemError::no_slot("captured buffer", name).into());
             }
         }
         let same = |b: &AnyBuffer, a: &DeviceArray<'_>| {

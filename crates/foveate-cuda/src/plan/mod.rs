@@ -27,7 +27,7 @@ use foveate_tensor::DType;
 
 use crate::choose::{KernelOptions, admit, check_rows};
 use crate::compile::config::Elem;
-use crate::error::{CudaError, CudaErrorKind};
+use crate::error::CudaError;
 use crate::operands::DeviceOperands;
 use foveate_gpu::driver::{Pool, default_timeout};
 use foveate_gpu::sync::lock;
@@ -148,8 +148,7 @@ impl CudaPlan {
     /// # Errors
     /// When no mod captures a buffer of that name, or type or rank differ.
     pub fn rebind(&self, buffer: &AnyBuffer) -> Result<Self, CudaError> {
-        let rebound = self.spec.rebind(buffer)?;
-        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("captured buffer", buffer.name()))
+        Ok(self.with(self.spec.rebind(buffer)?))
     }
 
     /// The plan with another value of the run-time scalar called `name`. Nothing is compiled.
@@ -157,8 +156,7 @@ impl CudaPlan {
     /// # Errors
     /// When no mod has a scalar of that name, or its type differs.
     pub fn set_scalar(&self, name: &str, value: ScalarValue) -> Result<Self, CudaError> {
-        let rebound = self.spec.set_scalar(name, value)?;
-        rebound.map(|r| self.with(r)).ok_or_else(|| unknown("run-time scalar", name))
+        Ok(self.with(self.spec.set_scalar(name, value)?))
     }
 
     fn with(&self, Rebound { spec, mask_changed }: Rebound) -> Self {
@@ -183,24 +181,7 @@ impl CudaPlan {
 
     /// Whether sizes and dtype are those of the planned class.
     fn admit_dims(&self, dims: &Dims, dtype: DType) -> Result<(), CudaError> {
-        let planned = [self.dims.heads_q, self.dims.heads_kv, self.dims.dim, self.dims.dim_v];
-        let given = [dims.heads_q, dims.heads_kv, dims.dim, dims.dim_v];
-        if planned != given || dtype != self.dtype {
-            return Err(CudaError::argument(format!(
-                "the plan is for {}/{} heads of dim {}/{} in {}, the operands have {}/{} heads \
-                 of dim {}/{} in {}; make a plan for them",
-                planned[0],
-                planned[1],
-                planned[2],
-                planned[3],
-                self.dtype,
-                given[0],
-                given[1],
-                given[2],
-                given[3],
-                dtype
-            )));
-        }
+        self.dims.admit(self.dtype, dims, dtype).map_err(|e| CudaError::argument(e.to_string()))?;
         check_rows(dims)
     }
 
@@ -210,7 +191,7 @@ impl CudaPlan {
     }
 
     fn scale(&self) -> f32 {
-        self.spec.scale.unwrap_or(1.0 / (self.dims.dim as f32).sqrt())
+        self.spec.scale_for(self.dims.dim)
     }
 
     /// The derivative of the score.
@@ -249,9 +230,4 @@ fn longest(sequences: &[Sequence]) -> [usize; 2] {
 
 fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {
     spec.score.as_ref().map(|score| score.gradient().map(Arc::new)).transpose()
-}
-
-fn unknown(what: &str, name: &str) -> CudaError {
-    let reason = format!("no mask or score of the plan has a {what} called `{name}`");
-    CudaErrorKind::Argument { reason }.into()
 }
