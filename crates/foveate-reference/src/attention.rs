@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use foveate_mods::Program;
 use foveate_mods::ir::{Leaf, Node};
-use foveate_problem::{Dims, Dropout, Operands, Pages, Sequence, Spec};
+use foveate_mods::{MaskMod, Program};
+use foveate_problem::{Dims, Operands, Pages, Sequence, Spec};
 use foveate_tensor::TensorRef;
 
 use crate::error::ReferenceError;
@@ -63,163 +63,341 @@ pub(crate) fn run<F: Real>(
     spec.check()?;
     spec.check_on_host()?;
     let dims = Dims::of(operands)?;
-    let Dims { heads_q, dim, dim_v, len_q, len_k, .. } = dims;
     if operands.pages.is_some() && upstream.is_some() {
         return Err(Pages::no_gradients().into());
     }
-    let [_, _, stored_k, _] = operands.k.shape();
-    let c = F::of;
-    let (zero, empty) = (c(0.0), c(f64::NEG_INFINITY));
-    let scale = c(spec.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from));
-    let keep = spec.dropout.as_ref().map(Dropout::keep_mask);
-    let kept_scale = c(spec.dropout.as_ref().map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p()))));
-    let learned = spec.score.as_ref().map_or(Vec::new(), |s| learned_loads(s.program()));
-
-    let (q, k, v) = (dense::<F>(&operands.q), dense::<F>(&operands.k), dense::<F>(&operands.v));
-    let d_out = upstream.map(|u| dense::<F>(&u.d_out));
-    let d_lse =
-        upstream.and_then(|u| u.d_lse.as_ref()).map(|t| row_major(t.shape(), |i| t.get_f64(i)));
-
-    let untouched = |n: usize| vec![c(f64::NAN); n];
-    let size = |shape: [usize; 4]| shape.iter().product::<usize>();
-    let mut out = untouched(size(dims.out_shape()));
-    let rows: usize = dims.row_shape().iter().product();
-    let (mut lse, mut max_score) = (untouched(rows), untouched(rows));
-    let [mut dq, mut dk, mut dv] =
-        [dims.q_shape(), dims.k_shape(), dims.v_shape()].map(|shape| untouched(size(shape)));
-    let mut d_sink = vec![zero; operands.sink.map_or(0, <[f32]>::len)];
-    let mut captures: BTreeMap<String, Vec<F>> = spec
-        .learned()
-        .into_iter()
-        .map(|b| (b.name().to_owned(), vec![zero; b.data().len()]))
-        .collect();
-
-    let sequences = operands.sequences(&dims);
-    for Sequence { k_batch, k_start, k_len, .. } in &sequences {
-        for g in 0..dims.heads_kv {
-            let first = (k_batch * dims.heads_kv + g) * len_k + k_start;
-            dk[first * dim..(first + k_len) * dim].fill(zero);
-            dv[first * dim_v..(first + k_len) * dim_v].fill(zero);
-        }
-    }
+    let problem = Problem::new(spec, operands, dims, round);
+    let upstream = upstream.map(DenseUpstream::of);
+    let mut results = Results::untouched(&problem);
     let mut values = Vec::new();
-    for &Sequence { b, q_batch, k_batch, q_start, q_len, k_start, k_len } in &sequences {
-        for (h, qi) in (0..heads_q).flat_map(|h| (0..q_len).map(move |qi| (h, qi))) {
-            let g = h / dims.group();
-            let row = (q_batch * heads_q + h) * len_q + q_start + qi;
-            let key = |kv: usize| {
-                let [entry, row] = operands.locate_key(k_batch, k_start + kv);
-                (entry * dims.heads_kv + g) * stored_k + row
-            };
-            let at = |kv: usize, score: F| Point {
-                b: b as i32,
-                h: h as i32,
-                h_kv: g as i32,
-                q: qi as i32,
-                kv: kv as i32,
-                q_len: q_len as i32,
-                kv_len: k_len as i32,
-                score,
-            };
-            let q = &q[row * dim..][..dim];
-
-            let mut raw = vec![zero; k_len];
-            let mut score = vec![empty; k_len];
-            let mut factor = vec![kept_scale; k_len];
-            for kv in 0..k_len {
-                let mut holds = |mask: &foveate_mods::MaskMod| {
-                    eval(mask.program(), &at(kv, zero), None, &mut values)?;
-                    Ok::<_, ReferenceError>(root(mask.program(), &values).bool())
-                };
-                if let Some(mask) = &spec.mask
-                    && !holds(mask)?
-                {
-                    continue;
-                }
-                if let Some(keep) = keep
-                    && !holds(keep)?
-                {
-                    factor[kv] = zero;
-                }
-                raw[kv] = round(dot(q, &k[key(kv) * dim..])) * scale;
-                score[kv] = raw[kv];
-                if let Some(score_mod) = &spec.score {
-                    eval(score_mod.program(), &at(kv, raw[kv]), None, &mut values)?;
-                    score[kv] = root(score_mod.program(), &values).real().0;
-                }
-            }
-
-            let sink = operands.sink.map_or(empty, |s| c(s[h].into()));
-            let max = score.iter().copied().fold(empty, larger);
-            let shift = larger(max, sink);
-            let weight = |s: F| if s == empty { zero } else { (s - shift).apply(Function::Exp) };
-            let denominator = score.iter().map(|&s| weight(s)).fold(weight(sink), |x, y| x + y);
-            lse[row] = if shift == empty { empty } else { shift + denominator.apply(Function::Ln) };
-            max_score[row] = max;
-            let share = |w: F| if w == zero { zero } else { w / denominator };
-            let p: Vec<F> = score.iter().map(|&s| share(weight(s))).collect();
-            let dropped = |kv: usize| round(p[kv] * factor[kv]);
-            for (d, o) in out[row * dim_v..][..dim_v].iter_mut().enumerate() {
-                let of = |kv: usize| weighted(dropped(kv), v[key(kv) * dim_v + d]);
-                *o = round((0..k_len).map(of).fold(zero, |x, y| x + y));
-            }
-
-            let Some(d_out) = &d_out else { continue };
-            let d_out = &d_out[row * dim_v..][..dim_v];
-            let d_lse = d_lse.as_ref().map_or(zero, |t| c(t[row]));
-            let dp: Vec<F> = (0..k_len)
-                .map(|kv| weighted(factor[kv], round(dot(d_out, &v[key(kv) * dim_v..]))))
-                .collect();
-            // Σ p·dp by way of out, as programs that do not keep p have it. The sum runs backwards:
-            // in the order of dp it would cancel exactly in a row with one key, and the plain
-            // implementation would seem to need no tolerance there.
-            let terms = d_out.iter().zip(&out[row * dim_v..][..dim_v]).rev();
-            let delta = terms.fold(zero, |sum, (&d, &o)| sum + d * o);
-            if operands.sink.is_some() {
-                d_sink[h] += share(weight(sink)) * (d_lse - delta);
-            }
-            let dq = &mut dq[row * dim..][..dim];
-            dq.fill(zero);
-            for kv in (0..k_len).filter(|&kv| p[kv] != zero) {
-                for d in 0..dim_v {
-                    dv[key(kv) * dim_v + d] += dropped(kv) * d_out[d];
-                }
-                let d_score = p[kv] * (dp[kv] - delta + d_lse);
-                let mut d_raw = d_score;
-                if let Some(score_mod) = &spec.score {
-                    let program = score_mod.program();
-                    let at = at(kv, raw[kv]);
-                    d_raw = match position(program, &SCORE) {
-                        None => zero,
-                        seed => d_score * slope(program, &at, seed, &mut values)?,
-                    };
-                    for LearnedLoad { node, buffer } in &learned {
-                        let slope = slope(program, &at, Some(*node), &mut values)?;
-                        let load = &program.graph().nodes()[*node];
-                        let (_, i) = element(program, load, &values)?;
-                        captures.get_mut(buffer).expect("one for each learned buffer")[i] +=
-                            d_score * slope;
-                    }
-                }
-                let d_dot = round(d_raw * scale);
-                for d in 0..dim {
-                    dq[d] += d_dot * k[key(kv) * dim + d];
-                    dk[key(kv) * dim + d] += d_dot * q[d];
-                }
+    let sequences = operands.sequences(&dims);
+    sequences.iter().for_each(|sequence| results.clear_keys(&dims, sequence));
+    for sequence in &sequences {
+        for (h, q) in (0..dims.heads_q).flat_map(|h| (0..sequence.q_len).map(move |q| (h, q))) {
+            let row = Row::new(&dims, sequence, h, q);
+            let scores = problem.scores(&row, &mut values)?;
+            let softmax = problem.softmax(&row, &scores);
+            results.forward(&problem, &row, &scores, &softmax);
+            if let Some(upstream) = &upstream {
+                results.backward(&problem, &row, &scores, &softmax, upstream, &mut values)?;
             }
         }
     }
-    let wide = |values: Vec<F>| values.into_iter().map(F::to_f64).collect::<Vec<_>>();
-    let stored = |values: Vec<F>| values.into_iter().map(|x| round(x).to_f64()).collect();
-    let forward = Forward { out: wide(out), lse: wide(lse), max_score: wide(max_score) };
-    let gradients = Gradients {
-        dq: stored(dq),
-        dk: stored(dk),
-        dv: stored(dv),
-        d_sink: wide(d_sink),
-        captures: captures.into_iter().map(|(name, values)| (name, wide(values))).collect(),
-    };
-    Ok((forward, gradients))
+    Ok(results.stored(round))
+}
+
+/// What is read, widened to dense row-major arrays.
+struct Problem<'a, F> {
+    spec: &'a Spec,
+    operands: &'a Operands<'a>,
+    dims: Dims,
+    round: &'a dyn Fn(F) -> F,
+    scale: F,
+    /// `1/(1-p)` of the dropout.
+    kept_scale: F,
+    learned: Vec<LearnedLoad>,
+    q: Vec<F>,
+    k: Vec<F>,
+    v: Vec<F>,
+}
+
+/// What the backward pass starts from, in the same form.
+struct DenseUpstream<F> {
+    d_out: Vec<F>,
+    d_lse: Option<Vec<f64>>,
+}
+
+/// One query of one head.
+struct Row<'a> {
+    sequence: &'a Sequence,
+    h: usize,
+    h_kv: usize,
+    /// Its position in the sequence.
+    q: usize,
+    /// Its index among the rows of q, out and lse.
+    at: usize,
+}
+
+/// The scores of a row, one for each key.
+struct Scores<F> {
+    /// `q·k` times the scale; 0 under the mask.
+    raw: Vec<F>,
+    /// After the score's program; `-∞` under the mask.
+    score: Vec<F>,
+    /// What dropout multiplies a probability with.
+    factor: Vec<F>,
+}
+
+/// The softmax of a row.
+struct Softmax<F> {
+    p: Vec<F>,
+    /// The sink's probability.
+    p_sink: F,
+    max: F,
+    lse: F,
+}
+
+impl<F: Real> DenseUpstream<F> {
+    fn of(upstream: &Upstream<'_>) -> Self {
+        let rows = |t: &TensorRef<'_, 3>| row_major(t.shape(), |i| t.get_f64(i));
+        Self { d_out: dense(&upstream.d_out), d_lse: upstream.d_lse.as_ref().map(rows) }
+    }
+}
+
+impl<'a> Row<'a> {
+    fn new(dims: &Dims, sequence: &'a Sequence, h: usize, q: usize) -> Self {
+        let at = (sequence.q_batch * dims.heads_q + h) * dims.len_q + sequence.q_start + q;
+        Self { sequence, h, h_kv: h / dims.group(), q, at }
+    }
+
+    /// Where mods are evaluated.
+    fn point<F>(&self, kv: usize, score: F) -> Point<F> {
+        Point {
+            b: self.sequence.b as i32,
+            h: self.h as i32,
+            h_kv: self.h_kv as i32,
+            q: self.q as i32,
+            kv: kv as i32,
+            q_len: self.sequence.q_len as i32,
+            kv_len: self.sequence.k_len as i32,
+            score,
+        }
+    }
+}
+
+impl<'a, F: Real> Problem<'a, F> {
+    fn new(
+        spec: &'a Spec,
+        operands: &'a Operands<'a>,
+        dims: Dims,
+        round: &'a dyn Fn(F) -> F,
+    ) -> Self {
+        let scale = spec.scale.map_or(1.0 / (dims.dim as f64).sqrt(), f64::from);
+        let kept_scale = spec.dropout.as_ref().map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p())));
+        Self {
+            spec,
+            operands,
+            dims,
+            round,
+            scale: F::of(scale),
+            kept_scale: F::of(kept_scale),
+            learned: spec.score.as_ref().map_or(Vec::new(), |s| learned_loads(s.program())),
+            q: dense(&operands.q),
+            k: dense(&operands.k),
+            v: dense(&operands.v),
+        }
+    }
+
+    fn query(&self, row: &Row<'_>) -> &[F] {
+        &self.q[row.at * self.dims.dim..][..self.dims.dim]
+    }
+
+    /// The index of a key among the rows of k and v.
+    fn key(&self, row: &Row<'_>, kv: usize) -> usize {
+        let [entry, at] = self.operands.locate_key(row.sequence.k_batch, row.sequence.k_start + kv);
+        (entry * self.dims.heads_kv + row.h_kv) * self.operands.k.shape()[2] + at
+    }
+
+    fn scores(
+        &self,
+        row: &Row<'_>,
+        values: &mut Vec<Value<F>>,
+    ) -> Result<Scores<F>, ReferenceError> {
+        let (zero, keys) = (F::of(0.0), row.sequence.k_len);
+        let mut scores = Scores {
+            raw: vec![zero; keys],
+            score: vec![F::of(f64::NEG_INFINITY); keys],
+            factor: vec![self.kept_scale; keys],
+        };
+        for kv in 0..keys {
+            let mut holds = |mask: &MaskMod| {
+                eval(mask.program(), &row.point(kv, zero), None, values)?;
+                Ok::<_, ReferenceError>(root(mask.program(), values).bool())
+            };
+            if let Some(mask) = &self.spec.mask
+                && !holds(mask)?
+            {
+                continue;
+            }
+            if let Some(dropout) = &self.spec.dropout
+                && !holds(dropout.keep_mask())?
+            {
+                scores.factor[kv] = zero;
+            }
+            let dot = dot(self.query(row), &self.k[self.key(row, kv) * self.dims.dim..]);
+            let raw = (self.round)(dot) * self.scale;
+            (scores.raw[kv], scores.score[kv]) = (raw, raw);
+            if let Some(score_mod) = &self.spec.score {
+                eval(score_mod.program(), &row.point(kv, raw), None, values)?;
+                scores.score[kv] = root(score_mod.program(), values).real().0;
+            }
+        }
+        Ok(scores)
+    }
+
+    fn softmax(&self, row: &Row<'_>, scores: &Scores<F>) -> Softmax<F> {
+        let (zero, empty) = (F::of(0.0), F::of(f64::NEG_INFINITY));
+        let sink = self.operands.sink.map_or(empty, |s| F::of(s[row.h].into()));
+        let max = scores.score.iter().copied().fold(empty, larger);
+        let shift = larger(max, sink);
+        let weight = |s: F| if s == empty { zero } else { (s - shift).apply(Function::Exp) };
+        let weights = scores.score.iter().map(|&s| weight(s));
+        let denominator = weights.clone().fold(weight(sink), |x, y| x + y);
+        let share = |w: F| if w == zero { zero } else { w / denominator };
+        Softmax {
+            p: weights.map(share).collect(),
+            p_sink: share(weight(sink)),
+            max,
+            lse: if shift == empty { empty } else { shift + denominator.apply(Function::Ln) },
+        }
+    }
+
+    /// The probability of a key after dropout, as an eager program stores it.
+    fn dropped(&self, scores: &Scores<F>, softmax: &Softmax<F>, kv: usize) -> F {
+        (self.round)(softmax.p[kv] * scores.factor[kv])
+    }
+}
+
+/// What both passes compute, row-major; NaN where nothing was written.
+struct Results<F> {
+    out: Vec<F>,
+    lse: Vec<F>,
+    max_score: Vec<F>,
+    dq: Vec<F>,
+    dk: Vec<F>,
+    dv: Vec<F>,
+    d_sink: Vec<F>,
+    captures: BTreeMap<String, Vec<F>>,
+}
+
+impl<F: Real> Results<F> {
+    fn untouched(problem: &Problem<'_, F>) -> Self {
+        let (dims, zero) = (problem.dims, F::of(0.0));
+        let untouched = |shape: &[usize]| vec![F::of(f64::NAN); shape.iter().product()];
+        let learned = problem.spec.learned().into_iter();
+        Self {
+            out: untouched(&dims.out_shape()),
+            lse: untouched(&dims.row_shape()),
+            max_score: untouched(&dims.row_shape()),
+            dq: untouched(&dims.q_shape()),
+            dk: untouched(&dims.k_shape()),
+            dv: untouched(&dims.v_shape()),
+            d_sink: vec![zero; problem.operands.sink.map_or(0, <[f32]>::len)],
+            captures: learned.map(|b| (b.name().to_owned(), vec![zero; b.data().len()])).collect(),
+        }
+    }
+
+    /// Starts the sums of a sequence's keys.
+    fn clear_keys(&mut self, dims: &Dims, sequence: &Sequence) {
+        for h_kv in 0..dims.heads_kv {
+            let head = sequence.k_batch * dims.heads_kv + h_kv;
+            let first = head * dims.len_k + sequence.k_start;
+            let rows = first..first + sequence.k_len;
+            self.dk[rows.start * dims.dim..rows.end * dims.dim].fill(F::of(0.0));
+            self.dv[rows.start * dims.dim_v..rows.end * dims.dim_v].fill(F::of(0.0));
+        }
+    }
+
+    fn forward(
+        &mut self,
+        problem: &Problem<'_, F>,
+        row: &Row<'_>,
+        scores: &Scores<F>,
+        softmax: &Softmax<F>,
+    ) {
+        let dim_v = problem.dims.dim_v;
+        (self.lse[row.at], self.max_score[row.at]) = (softmax.lse, softmax.max);
+        for (d, out) in self.out[row.at * dim_v..][..dim_v].iter_mut().enumerate() {
+            let of = |kv: usize| {
+                let v = problem.v[problem.key(row, kv) * dim_v + d];
+                weighted(problem.dropped(scores, softmax, kv), v)
+            };
+            let sum = (0..row.sequence.k_len).map(of).fold(F::of(0.0), |x, y| x + y);
+            *out = (problem.round)(sum);
+        }
+    }
+
+    fn backward(
+        &mut self,
+        problem: &Problem<'_, F>,
+        row: &Row<'_>,
+        scores: &Scores<F>,
+        softmax: &Softmax<F>,
+        upstream: &DenseUpstream<F>,
+        values: &mut Vec<Value<F>>,
+    ) -> Result<(), ReferenceError> {
+        let Dims { dim, dim_v, .. } = problem.dims;
+        let (zero, round) = (F::of(0.0), problem.round);
+        let d_out = &upstream.d_out[row.at * dim_v..][..dim_v];
+        let d_lse = upstream.d_lse.as_ref().map_or(zero, |t| F::of(t[row.at]));
+        // Σ p·dp by way of out, as programs that do not keep p have it. The sum runs backwards:
+        // in the order of dp it would cancel exactly in a row with one key, and the plain
+        // implementation would seem to need no tolerance there.
+        let terms = d_out.iter().zip(&self.out[row.at * dim_v..][..dim_v]).rev();
+        let delta = terms.fold(zero, |sum, (&d, &o)| sum + d * o);
+        if problem.operands.sink.is_some() {
+            self.d_sink[row.h] += softmax.p_sink * (d_lse - delta);
+        }
+        self.dq[row.at * dim..][..dim].fill(zero);
+        for kv in (0..row.sequence.k_len).filter(|&kv| softmax.p[kv] != zero) {
+            let key = problem.key(row, kv);
+            let dropped = problem.dropped(scores, softmax, kv);
+            for (dv, &d_out) in self.dv[key * dim_v..].iter_mut().zip(d_out) {
+                *dv += dropped * d_out;
+            }
+            let dp = weighted(scores.factor[kv], round(dot(d_out, &problem.v[key * dim_v..])));
+            let d_score = softmax.p[kv] * (dp - delta + d_lse);
+            let at = row.point(kv, scores.raw[kv]);
+            let d_raw = self.through_score(problem, &at, d_score, values)?;
+            let d_dot = round(d_raw * problem.scale);
+            for d in 0..dim {
+                self.dq[row.at * dim + d] += d_dot * problem.k[key * dim + d];
+                self.dk[key * dim + d] += d_dot * problem.query(row)[d];
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradient of a score before its program from that after it, `d_score`; learned buffers get
+    /// theirs.
+    fn through_score(
+        &mut self,
+        problem: &Problem<'_, F>,
+        at: &Point<F>,
+        d_score: F,
+        values: &mut Vec<Value<F>>,
+    ) -> Result<F, ReferenceError> {
+        let Some(score_mod) = &problem.spec.score else { return Ok(d_score) };
+        let program = score_mod.program();
+        let d_raw = match position(program, &SCORE) {
+            None => F::of(0.0),
+            seed => d_score * slope(program, at, seed, values)?,
+        };
+        for LearnedLoad { node, buffer } in &problem.learned {
+            let slope = slope(program, at, Some(*node), values)?;
+            let (_, i) = element(program, &program.graph().nodes()[*node], values)?;
+            let sums = self.captures.get_mut(buffer).expect("one for each learned buffer");
+            sums[i] += d_score * slope;
+        }
+        Ok(d_raw)
+    }
+
+    /// In f64, gradients rounded to the dtype of the operands.
+    fn stored(self, round: &dyn Fn(F) -> F) -> (Forward, Gradients) {
+        let wide = |values: Vec<F>| values.into_iter().map(F::to_f64).collect::<Vec<_>>();
+        let stored = |values: Vec<F>| values.into_iter().map(|x| round(x).to_f64()).collect();
+        let captures = self.captures.into_iter().map(|(name, values)| (name, wide(values)));
+        let gradients = Gradients {
+            captures: captures.collect(),
+            dq: stored(self.dq),
+            dk: stored(self.dk),
+            dv: stored(self.dv),
+            d_sink: wide(self.d_sink),
+        };
+        let forward =
+            Forward { out: wide(self.out), lse: wide(self.lse), max_score: wide(self.max_score) };
+        (forward, gradients)
+    }
 }
 
 const SCORE: Node = Node::Leaf(Leaf::Score);
