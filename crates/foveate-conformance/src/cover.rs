@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use crate::case::{Case, Sink};
 use crate::error::CaseError;
-use crate::random::Random;
+use foveate_tensor::random::Random;
 
 /// The smallest cases that together have every pair of dtype and feature, in the order of `cases`.
 ///

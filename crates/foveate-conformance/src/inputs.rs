@@ -8,8 +8,8 @@ use crate::case::{Case, Sink};
 use crate::error::CaseError;
 use crate::overrides::{Operand, Override};
 use crate::program::Program;
-use crate::random::Random;
 use crate::storage::{PageTable, Storage};
+use foveate_tensor::random::Random;
 
 /// Everything a backend reads for a case.
 #[derive(Debug)]

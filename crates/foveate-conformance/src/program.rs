@@ -11,7 +11,7 @@ use toml::Value;
 
 use crate::case::{BufferSpec, Case};
 use crate::error::CaseError;
-use crate::random::Random;
+use foveate_tensor::random::Random;
 
 /// What a case asks a backend to compute.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use foveate_tensor::{Layout, Order, PackedShape, QkvPacked};
 
 use crate::case::Case;
 use crate::error::CaseError;
-use crate::random::Random;
+use foveate_tensor::random::Random;
 
 /// Buffers, and the buffer and layout of each operand. Gradients have the layouts of what they are
 /// gradients of.

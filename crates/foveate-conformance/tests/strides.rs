@@ -1,9 +1,9 @@
 //! Strides never change a bit of a result.
 
-use foveate_conformance::Random;
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Spec};
+use foveate_tensor::random::Random;
 use foveate_tensor::{
     DType, Data, Layout, Order, PackedShape, QkvMut, QkvPacked, Tensor, TensorMut, TensorRef,
     indices,

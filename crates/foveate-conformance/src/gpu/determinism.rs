@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use foveate_conformance::Random;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine,
@@ -10,6 +9,7 @@ use foveate_cuda::{
 use foveate_gpu::driver::Allocation;
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dims, Spec};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Layout};
 
 use crate::gpu::checks::{Outcome, on_gpu};

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use foveate_conformance::Random;
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DevicePages, DeviceTensor, Engine,
 };
 use foveate_gpu::driver::Allocation;
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
+use foveate_tensor::random::Random;
 
 use crate::gpu::checks::{Outcome, expect_refusal};
 use crate::gpu::tensors::{bf16_bytes, dims};

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use foveate_conformance::Random;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine, Queue,
@@ -10,6 +9,7 @@ use foveate_cuda::{
 use foveate_gpu::driver::Allocation;
 use foveate_mods::{MaskMod, expr};
 use foveate_problem::{Dims, Spec};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Data};
 
 /// One batch entry, head dim 64.

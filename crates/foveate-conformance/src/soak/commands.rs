@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use foveate_conformance::Random;
+use foveate_tensor::random::Random;
 
 use super::process;
 use super::training::Folder;
@@ -17,7 +17,7 @@ const WORKING: [&str; 12] = [
     "mask 'causal & window(6)' --len 64 --tile 16x16",
     "mask 'causal & document' --doc-lens 20,30,14 --json",
     "mask 'kv < lens[b]' --len 40 --buffer lens=9,23 --batch-index 1 --svg mask.svg",
-    "mask 'q >= kv && q - kv < n' --len 50 --kv-len 70 --scalar n=7 --head 1",
+    "mask 'q >= kv && q - kv < n * (h + 1)' --len 50 --kv-len 70 --scalar n=7 --head 1",
     "explain --heads 8/2 --len 128 --dim 64 --dtype bf16 --mask causal --backward",
     "explain --heads 8 --len 128 --dim 64 --score softcap(30) --dropout 0.1 --json",
     "explain --device l40s --heads 28/4 --len 512 --dim 128 --dtype f16 --page-size 16",

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use foveate_conformance::Random;
+use foveate_tensor::random::Random;
 
 use super::process::Ended;
 use super::training::Folder;

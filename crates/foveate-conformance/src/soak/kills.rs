@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use foveate_conformance::Random;
+use foveate_tensor::random::Random;
 
 use super::process;
 use super::training::{Folder, LIMIT};

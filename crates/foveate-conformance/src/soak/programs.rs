@@ -1,19 +1,29 @@
-//! Random programs on random shapes, run by every CPU backend and compared with the oracle.
+//! Random programs on random shapes, run by every backend and compared with the oracle: those of the
+//! CPU, and those of a GPU where there is one, which may decline what they do not take.
 //!
 //! A round is a case of the corpus, in its own TOML, so that one that fails can be put into
 //! `conformance/cases` as it is printed. Masks are any expressions of integers and bools, which
 //! are exact everywhere. Scores are smooth in the score: where a derivative jumps, a rounding of
 //! the score would decide between two right answers.
 
-use foveate_conformance::{Backend, Outcome, Random, backends, check, parse};
+use foveate_conformance::{Backend, Outcome, backends, check, gpu_backends, parse};
+use foveate_tensor::random::Random;
 
 /// Rounds of programs; a single round prints its case.
 pub fn rounds(print: bool) -> impl FnMut(u64) -> Result<(), String> {
-    let backends = backends();
+    let backends = Backends { host: backends(), gpu: gpu_backends().unwrap_or_default() };
     move |seed| round(seed, &backends, print)
 }
 
-fn round(seed: u64, backends: &[Box<dyn Backend>], print: bool) -> Result<(), String> {
+/// What is under test.
+struct Backends {
+    /// Take everything.
+    host: Vec<Box<dyn Backend>>,
+    /// May decline.
+    gpu: Vec<Box<dyn Backend>>,
+}
+
+fn round(seed: u64, backends: &Backends, print: bool) -> Result<(), String> {
     let text = Draw::new(seed).case();
     if print {
         println!("{text}");
@@ -33,16 +43,25 @@ fn round(seed: u64, backends: &[Box<dyn Backend>], print: bool) -> Result<(), St
 }
 
 /// What is wrong with a case on data drawn from `name`.
-fn failures(text: &str, name: &str, backends: &[Box<dyn Backend>]) -> Result<Vec<String>, String> {
+fn failures(text: &str, name: &str, backends: &Backends) -> Result<Vec<String>, String> {
     let mut cases = parse("soak", text).map_err(|e| e.to_string())?;
     cases[0].name = name.to_owned();
-    let rows = check(&cases[0], backends).map_err(|e| e.to_string())?;
-    let wrong = rows.into_iter().filter_map(|row| match row.outcome {
-        Outcome::Passed => None,
-        Outcome::Failed(lines) => Some(format!("{} failed: {}", row.backend, lines.join(", "))),
-        Outcome::Declined(reason) => Some(format!("{} declined: {reason}", row.backend)),
-    });
-    Ok(wrong.collect())
+    let mut wrong = Vec::new();
+    let both = [(&backends.host, false), (&backends.gpu, true)];
+    for (backends, may_decline) in both.into_iter().filter(|(backends, _)| !backends.is_empty()) {
+        for row in check(&cases[0], backends).map_err(|e| e.to_string())? {
+            match row.outcome {
+                Outcome::Failed(lines) => {
+                    wrong.push(format!("{} failed: {}", row.backend, lines.join(", ")));
+                }
+                Outcome::Declined(reason) if !may_decline => {
+                    wrong.push(format!("{} declined: {reason}", row.backend));
+                }
+                Outcome::Passed | Outcome::Declined(_) => {}
+            }
+        }
+    }
+    Ok(wrong)
 }
 
 /// Positions begin below this.
@@ -300,10 +319,13 @@ mod tests {
 
     #[test]
     fn programs_are_cases_of_the_corpus_and_a_fault_that_stays_is_one_line() {
-        let unable: [Box<dyn Backend>; 1] = [Box::new(Unable)];
+        let unable = || vec![Box::new(Unable) as Box<dyn Backend>];
+        let host = Backends { host: unable(), gpu: Vec::new() };
+        let gpu = Backends { host: Vec::new(), gpu: unable() };
         for seed in 0..20 {
-            let fault = round(seed, &unable, false).unwrap_err();
+            let fault = round(seed, &host, false).unwrap_err();
             assert_eq!(fault, "unable declined: it is Monday", "seed {seed}");
+            assert_eq!(round(seed, &gpu, false), Ok(()), "seed {seed}");
         }
     }
 

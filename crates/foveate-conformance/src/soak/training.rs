@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use foveate_conformance::Random;
+use foveate_tensor::random::Random;
 use tempfile::TempDir;
 
 use super::process::{self, Ended};

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use foveate_conformance::Random;
 use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Allocation, Event, default_timeout};
 use foveate_gpu::{DeviceTensor, Engine, GpuError, Queue};
+use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Data, Layout, Slice, indices};
 
 use crate::gpu::checks::{Checks, Outcome, expect_refusal};

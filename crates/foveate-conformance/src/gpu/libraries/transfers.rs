@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use foveate_conformance::Random;
 use foveate_gpu::driver::{Allocation, Device, default_timeout};
 use foveate_gpu::nccl::{Array, Call, Communicator, Reduce, Transfer, UniqueId, together};
 use foveate_gpu::{Element, Engine, GpuError, GpuErrorKind, Queue};
+use foveate_tensor::random::Random;
 use half::{bf16, f16};
 
 use crate::gpu::checks::{Checks, Outcome, expect_refusal};
