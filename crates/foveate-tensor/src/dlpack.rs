@@ -5,6 +5,18 @@
 //! the handle is dropped; [`TensorRef::from_dlpack`] and [`TensorMut::from_dlpack`] borrow it. A
 //! tensor that is given away is [`Tensor::into_dlpack`]: whoever takes it calls the deleter, which
 //! drops the tensor.
+//!
+//! ```
+//! use foveate_tensor::{Tensor, TensorRef};
+//!
+//! let ours = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0], [2, 2])?;
+//! // Another library takes it as a capsule of this pointer, and gives such capsules.
+//! let theirs = ours.into_dlpack()?;
+//! // SAFETY: nobody writes the tensor while the view is used.
+//! let view = unsafe { TensorRef::<2>::from_dlpack(&theirs)? };
+//! assert_eq!(view.as_slice::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+//! # Ok::<(), foveate_tensor::TensorError>(())
+//! ```
 
 use dlpark::ffi::{DLDataType, DLDevice, DLManagedTensorVersioned};
 use dlpark::metadata::Fixed;

@@ -3,6 +3,18 @@
 //! A view of an array must be dense: its elements fill a piece of memory, in whatever order of axes.
 //! The gaps of other views may be borrowed by somebody else; give the whole array and narrow its
 //! layout ([`Layout::narrowed`]), or copy (`to_owned`).
+//!
+//! ```
+//! use foveate_tensor::{Tensor, TensorRef};
+//! use ndarray::Array4;
+//!
+//! let array = Array4::from_shape_fn([1, 2, 3, 4], |(_, h, s, d)| (h + s * d) as f32);
+//! let view = TensorRef::<4>::try_from(array.view())?;
+//! assert_eq!(view.shape(), [1, 2, 3, 4]);
+//! let tensor: Tensor = Tensor::try_from(array)?;
+//! assert_eq!(tensor.view().to_ndarray::<f32>()?[[0, 1, 2, 3]], 7.0);
+//! # Ok::<(), foveate_tensor::TensorError>(())
+//! ```
 
 use ndarray::{Array, ArrayView, ArrayViewMut, Dim, Dimension, IntoDimension, ShapeBuilder};
 
