@@ -1,13 +1,25 @@
-//! Ctrl-C and SIGTERM as a flag that a command looks at where it can stop cleanly.
+//! Signals: Ctrl-C and SIGTERM as a flag that a command looks at where it can stop cleanly, the limit
+//! of file sizes as an error of the write.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 use crate::failure::Failure;
+
+/// Makes a write past the limit of file sizes (`ulimit -f`) an error, which is told; without a handler
+/// its signal ends the process silently.
+///
+/// # Errors
+/// When the system takes no handler.
+pub fn writes_past_the_limit_fail() -> Result<(), Failure> {
+    flag::register(SIGXFSZ, Arc::default())
+        .map(drop)
+        .map_err(|e| Failure::new(format!("the limit of file sizes cannot be watched: {e}")))
+}
 
 /// Set once the user has pressed Ctrl-C, or a scheduler has sent SIGTERM. A second of these signals
 /// ends the process at once.

@@ -73,7 +73,9 @@ impl Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = Output::stdout();
-    let result = threads::check().and_then(|()| cli.command.run(&mut out));
+    let result = interrupt::writes_past_the_limit_fail()
+        .and_then(|()| threads::check())
+        .and_then(|()| cli.command.run(&mut out));
     let result = result.and_then(|()| Ok(out.flush()?));
     match result {
         Ok(()) => ExitCode::SUCCESS,

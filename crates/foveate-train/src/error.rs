@@ -129,18 +129,21 @@ impl fmt::Display for TrainErrorKind {
             }
             Self::Write { path, source, earlier } => {
                 write!(f, "{}: could not be written: {source}", path.display())?;
-                if source.kind() != io::ErrorKind::StorageFull {
-                    return Ok(());
-                }
+                let remedy = match source.kind() {
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space",
+                    io::ErrorKind::FileTooLarge => "raise the limit of file sizes (ulimit -f)",
+                    _ => return Ok(()),
+                };
                 match earlier {
                     Some(last) => write!(
                         f,
-                        "; free some space and continue with --resume: {} is intact",
+                        "; {remedy} and continue with --resume: {} is intact",
                         last.display()
                     ),
-                    None => f.write_str(
-                        "; free some space and start again with --start-over: no checkpoint of \
-                         this run was saved",
+                    None => write!(
+                        f,
+                        "; {remedy} and start again with --start-over: no checkpoint of this run \
+                         was saved"
                     ),
                 }
             }
