@@ -210,6 +210,21 @@ fn stopped_by(signal: &str) {
     assert_eq!(place.weights("run", 200), place.weights("straight", 200));
 }
 
+/// The system would end the process without a word.
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_past_the_limit_of_file_sizes_is_an_error_with_the_remedy() {
+    let place = Place::new();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -f 20; exec \"$0\" train recipe.toml --set train.steps=2"]);
+    shell.arg(env!("CARGO_BIN_EXE_foveate")).current_dir(place.0.path());
+    let done = shell.stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8(done.stderr).unwrap();
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    let remedy = "raise the limit of file sizes (ulimit -f) and start again with --start-over";
+    assert!(said.lines().last().unwrap().contains(remedy), "{said}");
+}
+
 #[test]
 fn wrong_input_gets_one_line_with_the_place() {
     let place = Place::new();
@@ -340,6 +355,58 @@ fn the_memory_that_explain_and_train_print_is_the_peak_of_the_run() {
         let peak = summary["peak_memory_bytes"].as_f64().unwrap();
         assert!((peak / told - 1.0).abs() < 0.1, "{sizes:?}: {told} told, {peak} measured");
     }
+}
+
+/// A byte-pair tokenizer of all texts of up to three of so many letters, and its number of tokens.
+#[cfg(target_os = "linux")]
+fn tokenizer(letters: u32) -> (String, usize) {
+    let letters: Vec<String> =
+        (0..letters).map(|i| char::from_u32(0x4e00 + i).unwrap().to_string()).collect();
+    let longer = |texts: &[String]| -> Vec<(String, String)> {
+        let with =
+            |text: &String| letters.iter().map(|l| (text.clone(), l.clone())).collect::<Vec<_>>();
+        texts.iter().flat_map(with).collect()
+    };
+    let merged = |pairs: &[(String, String)]| -> Vec<String> {
+        pairs.iter().map(|(a, b)| format!("{a}{b}")).collect()
+    };
+    let pairs = longer(&letters);
+    let triples = longer(&merged(&pairs));
+    let merges: Vec<_> = pairs.iter().chain(&triples).collect();
+    let texts = [letters.clone(), merged(&pairs), merged(&triples)].concat();
+    let vocab: serde_json::Map<_, _> =
+        texts.iter().enumerate().map(|(id, text)| (text.clone(), id.into())).collect();
+    let model = serde_json::json!({
+        "type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": false, "fuse_unk": false,
+        "unk_token": letters[0], "ignore_merges": false, "dropout": null,
+        "continuing_subword_prefix": null, "end_of_word_suffix": null,
+    });
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": model,
+    });
+    (json.to_string(), texts.len())
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_large_tokenizer_counts_in_the_memory_that_is_told() {
+    let place = Place::new();
+    let (json, tokens) = tokenizer(40);
+    std::fs::write(place.path("tokenizer.json"), json).unwrap();
+    let sizes = [format!("model.vocab_size={tokens}"), "train.steps=1".into(), "run.dir=a".into()];
+    let run = |more: &[&str]| {
+        let sets: Vec<_> = sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        let explain = [&["explain", "--recipe", "recipe.toml", "--json"], &sets[..]].concat();
+        let told = place.json(&explain)["memory_bytes"]["none"]["total"].as_f64().unwrap();
+        let train = [&["train", "recipe.toml", "--json", "--start-over"], &sets[..]].concat();
+        [told, place.json(&train)["peak_memory_bytes"].as_f64().unwrap()]
+    };
+    let (bytes, large) = (run(&[]), run(&["data.tokenizer=\"tokenizer.json\""]));
+    let [told, peak] = [large[0] - bytes[0], large[1] - bytes[1]];
+    assert!((peak / told - 1.0).abs() < 0.35, "{told} told, {peak} measured");
 }
 
 #[test]

@@ -12,7 +12,7 @@ mod tests;
 mod text;
 
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +23,9 @@ use crate::error::TrainError;
 use crate::tokens::Tokenizer;
 use foveate::tensor::random::mix;
 use text::Parts;
+
+/// The longest line that is read, in bytes.
+const LONGEST_LINE: u64 = 1 << 30;
 
 /// How a file divides into documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,33 +169,45 @@ impl Corpus {
 
     fn scan_file(&mut self, index: usize, sources: &Sources) -> Result<(), TrainError> {
         let path = self.files[index].clone();
-        let bytes = std::fs::read(&path).map_err(|e| unreadable(&path, &e))?;
+        let failed = |e: std::io::Error| unreadable(&path, &e);
         let lines = match sources.format {
             Format::Text => false,
             Format::Jsonl => true,
             Format::Auto => path.extension().is_some_and(|extension| extension == "jsonl"),
         };
         if !lines {
+            let bytes = std::fs::read(&path).map_err(failed)?;
             return self.add(index, None, 0, &bytes, sources.on_bad_document);
         }
-        let mut start = 0;
-        for (number, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
-            self.add(index, Some(number + 1), start, line, sources.on_bad_document)?;
-            start += line.len();
+        let mut reader = BufReader::new(File::open(&path).map_err(failed)?);
+        let (mut line, mut number, mut start) = (Vec::new(), 0, 0);
+        loop {
+            line.clear();
+            number += 1;
+            let len = reader.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line);
+            match len.map_err(failed)? as u64 {
+                0 => return Ok(()),
+                LONGEST_LINE if !line.ends_with(b"\n") => {
+                    let message = "the line is longer than 1 GiB; a document takes one line";
+                    return Err(TrainError::data(&path, Some(number), message));
+                }
+                len => {
+                    self.add(index, Some(number), start, &line, sources.on_bad_document)?;
+                    start += len;
+                }
+            }
         }
-        Ok(())
     }
 
     fn add(
         &mut self,
         file: usize,
         line: Option<usize>,
-        start: usize,
+        start: u64,
         bytes: &[u8],
         policy: BadDocument,
     ) -> Result<(), TrainError> {
-        let entry =
-            Entry { file, line, start: start as u64, bytes: bytes.len(), hash: hash(bytes) };
+        let entry = Entry { file, line, start, bytes: bytes.len(), hash: hash(bytes) };
         let Err(reason) = text::parts(bytes, line.is_some(), self.template.as_ref()) else {
             self.entries.push(entry);
             return Ok(());

@@ -6,7 +6,7 @@ use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Problem};
 use foveate_nn::{AttentionProgram, Model, Recompute};
 use foveate_train::checkpoint;
 use foveate_train::recipe::Recipe;
-use foveate_train::tokens::BYTE_VOCAB;
+use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -26,6 +26,9 @@ pub fn run(
     let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
     let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
     let from = base.as_deref().map(checkpoint::read_config).transpose()?;
+    let tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
+    let tokenizer = tokenizer.or_else(|| from.as_ref()?.tokenizer.path().map(Path::to_path_buf));
+    let tokenizer_bytes = tokenizer.as_deref().map_or(0, memory_of);
     let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
     let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
         (Some(config), _) => config,
@@ -48,7 +51,8 @@ pub fn run(
     let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
     let mut memory = Vec::new();
     for (name, mode) in modes {
-        let estimate = model.training_memory(rows, len, mode)?;
+        let mut estimate = model.training_memory(rows, len, mode)?;
+        estimate.process += tokenizer_bytes;
         memory.push((name, mode == chosen, estimate));
     }
     let flops = config.flops_per_token(len as f64);

@@ -18,7 +18,7 @@ use crate::optimizer::Moments;
 use crate::pack::PackOptions;
 use crate::recipe::{Data, Recipe, STEPS};
 use crate::schedule::Schedule;
-use crate::tokens::{Ends, Tokenizer};
+use crate::tokens::{Ends, Tokenizer, memory_of};
 
 /// A run between two steps.
 pub(super) struct Setup<'a> {
@@ -70,8 +70,8 @@ impl<'a> Setup<'a> {
         let read = named.map(|file| place.join(file)).chain(origin.clone());
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
-        let vocab = corpus.tokenizer().vocab_size();
-        let (mut model, attention, memory) = model(recipe, from.as_ref(), vocab).map_err(wrong)?;
+        let (mut model, attention, memory) =
+            model(recipe, from.as_ref(), corpus.tokenizer()).map_err(wrong)?;
         let steps = steps(recipe, &corpus, &train, observer)?;
         let fingerprint = corpus.fingerprint();
         let mut fresh_buffers = Vec::new();
@@ -253,8 +253,9 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
 fn model(
     recipe: &Recipe,
     from: Option<&Config>,
-    vocab: usize,
+    tokenizer: &Tokenizer,
 ) -> Result<(Model, AttentionConfig, MemoryEstimate), String> {
+    let vocab = tokenizer.vocab_size();
     let config = match (from, recipe.model_config(vocab)?) {
         (Some(from), _) => from.model.clone(),
         (None, Some(config)) => config,
@@ -279,7 +280,8 @@ fn model(
     // By the sizes alone first: nothing is made that cannot be.
     fits_the_machine(&config.memory_estimate(rows, len, 4, recompute))?;
     let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
-    let memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
+    let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
+    memory.process += tokenizer.path().map_or(0, memory_of);
     fits_the_machine(&memory)?;
     Ok((model, attention, memory))
 }
