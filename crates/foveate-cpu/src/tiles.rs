@@ -95,7 +95,7 @@ impl Tiles {
         let kv = options.tile_kv.unwrap_or(kv.min(padded(dims.len_k.max(1))));
         // Per key: k twice, v transposed, dk and dv.
         let of_key = (2 * dim + dim_v) / width + dim + dim_v;
-        let chunk = (L2_ELEMS / (of_key * kv)).max(1);
+        let chunk = (L2_ELEMS / (of_key * kv)).clamp(1, dims.len_k.div_ceil(kv).max(1));
         Self { q, kv, chunk, dim, dim_v }
     }
 
@@ -130,6 +130,8 @@ mod tests {
     fn small_problems_get_small_tiles() {
         let t = Tiles::forward(&dims(1, 5, 7), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (5, 16, 16));
+        let t = Tiles::backward(&dims(1, 19, 7), &CpuOptions::default(), 1);
+        assert_eq!((t.kv, t.chunk), (32, 1), "workspace for more keys than there are");
         let t = Tiles::forward(&dims(8, 4096, 128), &CpuOptions::default());
         assert_eq!((t.q, t.kv, t.dim), (384, 384, 128));
         let t = Tiles::forward(&dims(8, 4096, 64), &CpuOptions::default());
