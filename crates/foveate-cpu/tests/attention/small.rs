@@ -15,10 +15,17 @@ use foveate_tensor::random::Random;
 use crate::common::{Case, vector};
 use crate::oracle::{causal, mask, score_mod};
 
-/// Checks a case on the calling thread alone, in a pool of that thread.
+/// Checks a case on the calling thread alone, in a pool of that thread. Miri looks at memory only: the
+/// oracle has none that is unsafe, and would take most of the time.
 fn check(case: Case, name: &str) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
-    pool.expect("a pool of this thread").install(|| case.check(name));
+    pool.expect("a pool of this thread").install(|| match cfg!(miri) {
+        true => {
+            let written = case.run().bits();
+            assert!(written.iter().all(|&bits| !f64::from_bits(bits).is_nan()), "{name}");
+        }
+        false => case.check(name),
+    });
 }
 
 #[test]
