@@ -67,6 +67,43 @@ fn links_files_and_commands_of_the_documentation_are_there() {
     assert!(commands >= 50, "{commands} commands were found in all pages");
 }
 
+/// Rust without spaces, line ends and comments.
+fn code(text: &str) -> String {
+    let lines = text.lines().map(|line| line.split_once("//").map_or(line, |(code, _)| code));
+    lines.flat_map(str::split_whitespace).collect()
+}
+
+#[test]
+fn the_rust_that_pages_show_is_compiled() {
+    let library = fs::read_to_string(root().join("crates/foveate/src/lib.rs")).unwrap();
+    let excerpts = fs::read_to_string(root().join("crates/foveate/tests/excerpts.rs")).unwrap();
+    let excerpts = code(&excerpts);
+    let mut lines = 0;
+    for page in pages().iter().filter(|page| page.name.ends_with(".md")) {
+        // Whole programs, run as documentation of the public crate.
+        if library.contains(&format!("include_str!(\"../../../{}\")", page.name)) {
+            continue;
+        }
+        for line in page.rust().map(code) {
+            assert!(excerpts.contains(&line), "{}: no test has `{line}`", page.name);
+            lines += usize::from(!line.is_empty());
+        }
+    }
+    assert!(lines >= 20, "{lines} lines of Rust were found outside of whole programs");
+}
+
+#[test]
+fn a_front_page_has_an_example_that_is_compiled_and_names_its_manual() {
+    let fronts: Vec<Page> =
+        pages().into_iter().filter(|p| p.name.ends_with("/src/lib.rs")).collect();
+    assert!(fronts.len() >= 13, "{} front pages", fronts.len());
+    for page in fronts {
+        assert!(page.rust().count() > 0, "{}: no example", page.name);
+        let manual = |shown: &str| shown.starts_with("docs/") && shown.ends_with(".md");
+        assert!(page.shown().any(|(_, shown)| manual(shown)), "{}: no manual", page.name);
+    }
+}
+
 #[test]
 fn the_table_of_contents_lists_every_page_of_the_book() {
     let docs = root().join("docs");

@@ -16,6 +16,8 @@ pub struct Page {
     /// Lines and texts of inline code, of commands in blocks of the language `console` (without
     /// the `$`) and of words in blocks of the language `text`.
     shown: Vec<(usize, String)>,
+    /// Lines of Rust, except of blocks that are never compiled.
+    rust: Vec<String>,
 }
 
 impl Page {
@@ -35,8 +37,13 @@ impl Page {
 
     /// The page of this name and text.
     pub fn of(name: &str, text: &str) -> Self {
-        let mut page =
-            Self { name: name.to_owned(), anchors: vec![], links: vec![], shown: vec![] };
+        let mut page = Self {
+            name: name.to_owned(),
+            anchors: vec![],
+            links: vec![],
+            shown: vec![],
+            rust: vec![],
+        };
         let mut used = HashMap::<String, usize>::new();
         let mut heading: Option<String> = None;
         let mut block: Option<String> = None;
@@ -71,6 +78,10 @@ impl Page {
                 Event::Text(code) => match block.as_deref() {
                     Some("console") => page.shown.extend(commands(line, &code)),
                     Some("text") => page.shown.extend(words(line, &code)),
+                    // What `cargo test` compiles: a front page's examples name no language.
+                    Some("" | "rust" | "no_run") => {
+                        page.rust.extend(code.lines().map(str::to_owned));
+                    }
                     Some(_) => {}
                     None => {
                         if let Some(heading) = &mut heading {
@@ -92,6 +103,11 @@ impl Page {
     /// Lines and texts of code: see the field.
     pub fn shown(&self) -> impl Iterator<Item = (usize, &str)> {
         self.shown.iter().map(|(line, text)| (*line, text.as_str()))
+    }
+
+    /// Lines of Rust: see the field.
+    pub fn rust(&self) -> impl Iterator<Item = &str> {
+        self.rust.iter().map(String::as_str)
     }
 
     /// What is wrong with the links to files and anchors. The pages of `docs/` are a book, so they
