@@ -7,7 +7,7 @@
 //! foveate-conformance misuse
 //! foveate-conformance placement
 //! foveate-conformance host-time
-//! foveate-conformance trespass memcheck|synccheck|racecheck
+//! foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier
 //! foveate-conformance launches
 //! foveate-conformance libraries
 //! foveate-conformance soak [--seconds N] [--seed N] [--only KIND] [--rounds N] [--foveate FILE]
@@ -45,8 +45,9 @@ foveate-conformance placement
     Compares the bits of passes whose data lies elsewhere: in device memory, in pages, in a graph.
 foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
-foveate-conformance trespass memcheck|synccheck|racecheck
-    Runs a kernel that this tool of compute-sanitizer must complain of.
+foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier
+    Runs a kernel that this tool of compute-sanitizer must complain of; or one that is right and
+    whose warps hand over by an mbarrier.
 foveate-conformance launches
     Loads a tile by a tensor map in a cluster whose kernel starts before the one ahead has ended.
 foveate-conformance libraries
