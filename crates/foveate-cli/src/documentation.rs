@@ -76,8 +76,14 @@ fn code(text: &str) -> String {
 #[test]
 fn the_rust_that_pages_show_is_compiled() {
     let library = fs::read_to_string(root().join("crates/foveate/src/lib.rs")).unwrap();
-    let excerpts = fs::read_to_string(root().join("crates/foveate/tests/excerpts.rs")).unwrap();
-    let excerpts = code(&excerpts);
+    let excerpts =
+        ["foveate/tests/excerpts", "foveate-tensor/src/ndarray", "foveate-tensor/src/dlpack"];
+    let excerpts = excerpts.map(|file| {
+        let text = fs::read_to_string(root().join(format!("crates/{file}.rs"))).unwrap();
+        // What is behind a feature is an example of its module.
+        code(&text.replace("//! ", ""))
+    });
+    let excerpts = excerpts.concat();
     let mut lines = 0;
     for page in pages().iter().filter(|page| page.name.ends_with(".md")) {
         // Whole programs, run as documentation of the public crate.

@@ -9,12 +9,14 @@
 //! ```
 //! use foveate_tensor::{Tensor, TensorRef};
 //!
-//! let ours = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0], [2, 2])?;
+//! let out = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0], [1, 1, 2, 2])?;
 //! // Another library takes it as a capsule of this pointer, and gives such capsules.
-//! let theirs = ours.into_dlpack()?;
+//! let ours = out.into_dlpack()?;
+//! let theirs = ours;
 //! // SAFETY: nobody writes the tensor while the view is used.
-//! let view = unsafe { TensorRef::<2>::from_dlpack(&theirs)? };
-//! assert_eq!(view.as_slice::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+//! let k = unsafe { TensorRef::from_dlpack(&theirs)? };
+//! let k: TensorRef<'_> = k;
+//! assert_eq!(k.as_slice::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
 //! # Ok::<(), foveate_tensor::TensorError>(())
 //! ```
 

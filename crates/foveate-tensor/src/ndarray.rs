@@ -11,8 +11,10 @@
 //! let array = Array4::from_shape_fn([1, 2, 3, 4], |(_, h, s, d)| (h + s * d) as f32);
 //! let view = TensorRef::<4>::try_from(array.view())?;
 //! assert_eq!(view.shape(), [1, 2, 3, 4]);
-//! let tensor: Tensor = Tensor::try_from(array)?;
-//! assert_eq!(tensor.view().to_ndarray::<f32>()?[[0, 1, 2, 3]], 7.0);
+//! let q = Tensor::try_from(array)?;
+//! let out: Tensor = q;
+//! let array = out.view().to_ndarray::<f32>()?;
+//! assert_eq!(array[[0, 1, 2, 3]], 7.0);
 //! # Ok::<(), foveate_tensor::TensorError>(())
 //! ```
 
