@@ -4,6 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use foveate_gpu::driver::{Device, DeviceInfo};
+use foveate_gpu::hopper::{self, Need};
 use foveate_gpu::library::Library;
 use foveate_gpu::loader::{Outcome, Step};
 use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvrtc};
@@ -68,6 +69,8 @@ struct Gpu {
     sms: u32,
     smem_bytes_per_cta: u32,
     memory_bytes: usize,
+    /// What the Hopper family needs.
+    hopper: Vec<Need>,
 }
 
 #[derive(Debug, Serialize)]
@@ -115,6 +118,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             bytes(f64::from(gpu.smem_bytes_per_cta)),
             bytes(gpu.memory_bytes as f64)
         ))?;
+        let runs = gpu.hopper.iter().all(|need| need.met);
+        let told = gpu.hopper.iter().filter(|need| runs || !need.met).map(Need::to_string);
+        let told = told.collect::<Vec<_>>().join(", ");
+        let does = if runs { "kernels run" } else { "no kernels run" };
+        out.line(format_args!("hopper    {does} on gpu {i}: {told}"))?;
     }
     let mut told = String::new();
     for library in &found.libraries {
@@ -259,6 +267,7 @@ fn gpus() -> Vec<Gpu> {
                 sms: info.sms,
                 smem_bytes_per_cta: info.shared_bytes_per_block,
                 memory_bytes: info.memory_bytes,
+                hopper: hopper::needs(&device),
             }
         })
         .collect()

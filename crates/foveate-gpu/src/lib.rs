@@ -74,6 +74,7 @@
 //! - [`DeviceTensor`], [`DeviceArray`], [`access`]: what lies in device memory, and the checks of it
 //!   that come before every launch;
 //! - [`tma`]: which of those tensors the copy engine moves, and by which tensor map;
+//! - [`hopper`]: what kernels for `sm_90a` need of a machine;
 //! - [`blas`], [`nccl`]: matrix products and transfers between GPUs.
 
 #![deny(clippy::undocumented_unsafe_blocks)]
@@ -88,6 +89,7 @@ pub mod cubin;
 pub mod driver;
 mod engine;
 mod error;
+pub mod hopper;
 pub mod kernel;
 pub mod library;
 pub mod loader;

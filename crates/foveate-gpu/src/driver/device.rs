@@ -28,7 +28,7 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 /// What the driver says about a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Its name, `NVIDIA H200`.
     pub name: String,
@@ -104,6 +104,14 @@ impl Device {
     /// What it offers.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
+    }
+
+    /// Whether the driver encodes tensor maps, and whether it launches with attributes: what not
+    /// every driver has that runs here.
+    pub(crate) fn optional_functions(&self) -> [bool; 2] {
+        Driver::get().map_or([false; 2], |driver| {
+            [driver.tensor_map_tiled.is_some(), driver.launch_with_attributes.is_some()]
+        })
     }
 
     /// The free list that its queues share.
