@@ -8,7 +8,7 @@ use crate::tape::{Recompute, loss_chunk};
 
 /// What a training process takes besides arrays that follow from the sizes: the program, its
 /// threads, the packing buffers of matrix products. Measured on Linux, release and debug builds.
-const PROCESS: u64 = 20 << 20;
+const PROCESS: u64 = 24 << 20;
 
 /// Tokens of the largest batch whose attention is described to know its workspace.
 const COUNTED_TOKENS: usize = 1 << 22;
