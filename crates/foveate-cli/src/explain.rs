@@ -14,7 +14,7 @@ use foveate::{Device, Dims, MaskMod};
 mod budget;
 mod kernels;
 
-pub use kernels::{ordinal, profile, records};
+pub use kernels::{kernel_options, ordinal, profile, records};
 
 use crate::failure::Failure;
 use crate::limits::{Forecast, Need};

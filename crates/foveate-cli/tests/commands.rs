@@ -80,7 +80,7 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ),
         (
             "explain --heads 4 --len 9 --dim 8 --device l4 --kernel kv_splits",
-            "KEY=NUMBER is expected",
+            "KEY=VALUE is expected",
         ),
         (
             "explain --heads 4000000000 --len 2000000000 --dim 4000000000",

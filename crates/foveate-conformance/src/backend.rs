@@ -5,6 +5,7 @@ use std::sync::Arc;
 use foveate::{Attention, Device, Plan, Problem};
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_cuda::choose::{KernelOptions, TileOptions};
+use foveate_cuda::compile::config::{Family, Tiles};
 use foveate_cuda::{CudaOptions, CudaPlan, Engine};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
@@ -73,12 +74,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 /// Why there is no GPU to run on.
 pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let engine = Engine::get(0).map_err(|e| e.to_string())?;
-    let of = |tile_q, tile_kv, warps| TileOptions {
-        tile_q: Some(tile_q),
-        tile_kv: Some(tile_kv),
-        warps: Some(warps),
-        stages: Some(1),
-    };
+    let of =
+        |tile_q, tile_kv, warps| TileOptions::exactly(Tiles::portable(tile_q, tile_kv, warps, 1));
     let kernels = KernelOptions {
         forward: of(16, 16, 1),
         backward: of(16, 32, 4),
@@ -91,14 +88,22 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let on_device = CudaOptions { contents_on_device: true, ..default.clone() };
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
     let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
-    Ok(vec![
+    let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
+    let hopper = KernelOptions { forward: hopper, ..KernelOptions::default() };
+    let hopper = CudaOptions { kernels: hopper, ..default.clone() };
+    let on_hopper: Box<dyn Backend> =
+        Box::new(Hopper { options: [hopper, default.clone()], engine: engine.clone() });
+    let has_hopper = engine.profile().capability == (9, 0);
+    let mut backends: Vec<Box<dyn Backend>> = vec![
         cuda("cuda", default),
         cuda("cuda, small tiles", small),
         cuda("cuda, deterministic", deterministic),
         cuda("cuda, lists of the host", on_host),
         cuda("cuda, contents on the device", on_device),
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
-    ])
+    ];
+    backends.extend(has_hopper.then_some(on_hopper));
+    Ok(backends)
 }
 
 struct Cuda {
@@ -131,6 +136,60 @@ impl Prepared for CudaPlan {
 
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
         CudaPlan::backward(self, args).map_err(|e| e.to_string())
+    }
+
+    fn approximates_tanh(&self) -> bool {
+        true
+    }
+}
+
+/// The forward of the Hopper family, of problems that are too small for it to be chosen too. What the
+/// family refuses at planning is declined; operands that it cannot load are found at the call only,
+/// and run as they would without it.
+struct Hopper {
+    options: [CudaOptions; 2],
+    engine: Arc<Engine>,
+}
+
+struct HopperPlan([CudaPlan; 2]);
+
+impl Backend for Hopper {
+    fn name(&self) -> &'static str {
+        "cuda, hopper"
+    }
+
+    fn prepare(
+        &self,
+        program: &Program,
+        dims: &Dims,
+        dtype: DType,
+    ) -> Result<Box<dyn Prepared>, String> {
+        let [hopper, other] = self.options.clone().map(|options| {
+            CudaPlan::new(self.engine.clone(), &program.local, dims, dtype, options)
+                .map_err(|e| e.to_string())
+        });
+        Ok(Box::new(HopperPlan([hopper?, other?])))
+    }
+}
+
+impl Prepared for HopperPlan {
+    fn forward(&self, mut args: ForwardArgs<'_>) -> Result<(), String> {
+        let Self([hopper, other]) = self;
+        let first = ForwardArgs {
+            operands: args.operands,
+            out: args.out.reborrow(),
+            lse: args.lse.reborrow(),
+            max_score: args.max_score.as_mut().map(TensorMut::reborrow),
+        };
+        match CudaPlan::forward(hopper, first) {
+            Err(e) if e.to_string().contains("hopper: ") => CudaPlan::forward(other, args),
+            result => result,
+        }
+        .map_err(|e| e.to_string())
+    }
+
+    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
+        CudaPlan::backward(&self.0[1], args).map_err(|e| e.to_string())
     }
 
     fn approximates_tanh(&self) -> bool {

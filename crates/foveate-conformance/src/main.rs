@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
-//!                         [--workers N] [--timeout SECONDS] [--subset N|cover]
+//!                         [--workers N] [--timeout SECONDS] [--subset N|cover] [--dtype f16|bf16]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance placement
@@ -34,7 +34,8 @@ const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
                         [--workers N] [--timeout SECONDS] [--subset N|cover]
     Runs every case whose name has TEXT in it on the backends whose names have theirs; of the cases
-    N, evenly chosen, or the smallest that together have every feature of all (cover). With
+    N, evenly chosen, or the smallest that together have every feature of all (cover). Cases in f32
+    run in the dtype given. With
     --workers 0 in this process.
 foveate-conformance determinism [--repeats N]
     Runs deterministic passes again and again and compares every bit; reads and writes past 2^31

@@ -19,6 +19,8 @@ pub struct Options {
     pub timeout: Duration,
     pub repeats: usize,
     pub subset: Subset,
+    /// What cases in f32 run in.
+    pub dtype: String,
 }
 
 /// Which of the cases run.
@@ -51,6 +53,7 @@ impl Options {
             timeout: Duration::from_secs(60),
             repeats: 1000,
             subset: Subset::Evenly(usize::MAX),
+            dtype: "f32".into(),
         };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
@@ -65,6 +68,9 @@ impl Options {
                 "--subset" if value == "cover" => options.subset = Subset::Cover,
                 "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
                 "--subset" => options.subset = Subset::Evenly(number()?),
+                "--dtype" if ["f32", "f16", "bf16"].contains(&value.as_str()) => {
+                    options.dtype = value;
+                }
                 "--repeats" => options.repeats = number()?,
                 _ => return Err(format!("{name} {value} is no option; --help lists them")),
             }
@@ -83,6 +89,12 @@ impl Options {
             return Err(format!("{} has no cases; {REMEDY}", self.cases.display()));
         }
         cases.retain(|case| case.name.contains(&self.only));
+        for case in cases.iter_mut().filter(|case| case.dtype == "f32") {
+            case.dtype.clone_from(&self.dtype);
+            // What a case in 16 bits says of itself: that its score goes through a tanh.
+            let tanh = |score: &String| ["tanh", "softcap"].iter().any(|name| score.contains(name));
+            case.tanh_like |= self.dtype != "f32" && case.score.as_ref().is_some_and(tanh);
+        }
         if cases.is_empty() {
             let (folder, only) = (self.cases.display(), &self.only);
             return Err(format!("no case in {folder} has `{only}` in its name"));

@@ -123,7 +123,7 @@ impl Worker {
             .args(["work", "--on", &options.on, "--backend", &options.backend])
             .args(["--only", &options.only, "--cases"])
             .arg(&options.cases)
-            .args(["--subset", &options.subset.to_string()])
+            .args(["--subset", &options.subset.to_string(), "--dtype", &options.dtype])
             // The corpus runs in many workers, which share the cores.
             .env("RAYON_NUM_THREADS", "2");
         Self::of(command)

@@ -85,6 +85,15 @@ struct ForwardParams {
     int* page_report;         // reports entries outside 0 .. page_count: {1, -1, sequence, entry}; see report_index
 };
 
+// What the Hopper family's fv_forward takes besides, before its three tensor maps.
+struct PersistentParams {
+    // [1 + items]: how many items CTAs have taken beyond the first of each, 0 before and after a launch; and for each
+    // item taken so the one that its CTA had before.
+    u32* taken;
+    // Factors on the coordinates of the maps, 0 for axes of stride 0.
+    int q_head, q_group, q_batch, k_head, k_batch, v_head, v_batch;
+};
+
 struct BackwardParams {
     View q, k, v, out, d_out, dq, dk, dv;
     RowView lse, d_lse, delta;   // d_lse.data may be null; delta[row] = sum(out * d_out) - d_lse

@@ -19,9 +19,9 @@ use crate::compile::params::BlockListsParams;
 use crate::compile::source::source;
 use crate::compile::spill_fallback::compile_one_that_fits;
 use crate::error::CudaError;
-use foveate_gpu::GpuError;
 use foveate_gpu::nvrtc::Compiled;
 use foveate_gpu::profile::Profile;
+use foveate_gpu::{Arch, GpuError};
 
 /// How a problem is going to be run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -136,16 +136,18 @@ impl AotKernel<'_> {
     /// Those of `compile`; a kernel whose shared memory is not what was planned.
     pub fn build(
         &self,
-        compile: impl Fn(&str) -> Result<Arc<Compiled>, GpuError>,
+        compile: impl Fn(&str, Arch) -> Result<Arc<Compiled>, GpuError>,
     ) -> Result<Vec<(Config, String)>, CudaError> {
         let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let sources = self.sources(candidate)?;
             let (config, text) = &sources[0];
-            let compiled = compile(text)?;
+            let compiled = compile(text, config.family.arch(self.profile.arch()))?;
             Ok((config.clone(), sources, compiled))
         })?;
         let (_, sources, _) = selected.made;
-        sources[1..].iter().try_for_each(|(_, text)| compile(text).map(drop))?;
+        for (config, text) in &sources[1..] {
+            compile(text, config.family.arch(self.profile.arch()))?;
+        }
         Ok(sources)
     }
 

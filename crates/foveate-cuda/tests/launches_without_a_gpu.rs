@@ -344,7 +344,7 @@ fn keys_that_are_split_over_blocks_are_joined() {
     }
     let queue = Engine::get(0).unwrap().queue().clone();
     let mut options = CudaOptions::default();
-    options.kernels.set("kv_splits", 3).unwrap();
+    options.kernels.set("kv_splits", "3").unwrap();
     plan(&PLAIN, &DIMS, options).forward_on(&queue, &Tensors::new(&DIMS).forward).unwrap();
     let launches = launches();
     assert_eq!(names(&launches), ["fv_forward", "fv_combine"]);

@@ -17,6 +17,7 @@ use foveate::cuda::Engine;
 use foveate::cuda::choose::Tuned;
 use serde::{Deserialize, Serialize};
 
+use crate::explain::kernel_options;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::number::number;
@@ -41,6 +42,9 @@ pub struct Args {
     /// Tune the kernels of each case first, and record what is found, as `foveate tune` does
     #[arg(long, conflicts_with = "list")]
     tune: bool,
+    /// Use a kernel option of your own, such as forward.family=portable
+    #[arg(long, value_name = "KEY=VALUE", conflicts_with = "tune")]
+    kernel: Vec<String>,
     /// What benches/gpu_peers.py printed for these cases
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
@@ -110,6 +114,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Ok(());
     }
     Engine::get(args.device)?;
+    let kernels = kernel_options(&args.kernel)?;
     let peers = args.peers.as_deref().map(read_peers).transpose()?.unwrap_or_default();
     let names = peer_names(&peers);
     if !args.json {
@@ -120,7 +125,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut bars = Vec::new();
     for case in &cases {
         interrupt.check()?;
-        let prepared = Prepared::new(case, args.device)?;
+        let prepared = Prepared::new(case, args.device, kernels)?;
         if args.tune {
             let tuning = tune::watched(&interrupt, |tell| prepared.tune(tell))?;
             for Tuned { kernel, planned, planned_us, best, .. } in &tuning.kernels {

@@ -13,6 +13,17 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::problem::Given;
 
+/// Kernel options from texts like `forward.tile_q=64`.
+pub fn kernel_options(given: &[String]) -> Result<KernelOptions, Failure> {
+    let mut options = KernelOptions::default();
+    for given in given {
+        let malformed = || Failure::usage(format!("--kernel {given}: KEY=VALUE is expected"));
+        let (name, value) = given.split_once('=').ok_or_else(malformed)?;
+        options.set(name.trim(), value.trim()).map_err(Failure::usage)?;
+    }
+    Ok(options)
+}
+
 /// Plans for the card called `device` and prints the plan.
 pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result<(), Failure> {
     let profile = profile(device)?;
@@ -21,13 +32,9 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     let dims = given.problem.dims();
     admit(&profile, dims, dtype)
         .map_err(|e| Failure::from(e).help("leave --device out for the CPU"))?;
-    let mut options = KernelOptions::default();
+    let options = kernel_options(&args.kernel)?;
     for given in &args.kernel {
-        let malformed = || Failure::usage(format!("--kernel {given}: KEY=NUMBER is expected"));
-        let (name, value) = given.split_once('=').ok_or_else(malformed)?;
-        let value = value.trim().parse().map_err(|_| malformed())?;
-        options.set(name.trim(), value).map_err(Failure::usage)?;
-        if name.trim().starts_with("backward") && !args.problem.backward {
+        if given.trim().starts_with("backward") && !args.problem.backward {
             let message = format!("--kernel {given} is of the backward pass, which is not planned");
             return Err(Failure::usage(message).help("give --backward, or leave it out"));
         }

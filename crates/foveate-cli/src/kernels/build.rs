@@ -8,6 +8,7 @@ use clap::{Args as _, Command, FromArgMatches};
 use foveate::DType;
 use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::compile::config::Config;
+use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
@@ -61,7 +62,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let folder = cache.folder().ok_or_else(|| {
         Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")
     })?;
-    let compile = |text: &str| cache.compile(compiler, text, profile.arch());
+    let compile = |text: &str, arch: Arch| cache.compile(compiler, text, arch);
     let mut built: Vec<(Config, String)> = Vec::new();
     for (spec, dims, dtype, run) in &problems {
         let kernels = aot::kernels(&profile, spec, dims, *dtype, *run, records.as_ref())?;

@@ -431,7 +431,8 @@ impl ListedKernel {
         let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let config = candidate.config.clone();
             let text = source(&config, &self.mods.source(&config)?);
-            Ok((config, (), cache.compile(compiler, &text, self.arch)?))
+            let arch = config.family.arch(self.arch);
+            Ok((config, (), cache.compile(compiler, &text, arch)?))
         })?;
         let (config, (), compiled) = selected.made;
         if !selected.holds {
@@ -579,7 +580,8 @@ mod tests {
             let found = all.iter().find(|l| l.name() == name).expect("it is listed");
             let config = &found.choice.chosen.config;
             let source = source(config, &found.mods.source(config).unwrap());
-            Cache::at(None).compile(compiler, &source, Arch::new((9, 0))).unwrap().cubin.len()
+            let arch = config.family.arch(Arch::new((9, 0)));
+            Cache::at(None).compile(compiler, &source, arch).unwrap().cubin.len()
         };
         // An f32 product is three and the splitting of their operands, so that scores are less of it.
         for (dtype, most) in [("bf16", 2.5), ("f32", 1.75)] {

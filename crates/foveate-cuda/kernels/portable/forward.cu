@@ -116,6 +116,26 @@ __device__ float nonfinite_probe(const float (&out)[M][N_OUT][4]) {
     }
 }
 
+// Recomputes those of the warp's rows whose row_sum is finite. Not inlined, so that it costs fv_forward no
+// registers.
+__device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const Mods& mods) {
+    const WorkItem work = WorkItem::of(p);
+    const Tile tile = p.tiles[work.tile];
+    const Sequence sequence = p.sequences[tile.sequence];
+    const Steps steps(p, sequence, tile, work.head * HEADS, blockIdx.z);
+    const int first = threadIdx.x / 32 * M * 16, rows = min(QUERIES, sequence.q_len - tile.tile * QUERIES) * HEADS;
+    __syncwarp();
+    #pragma unroll 1
+    for (int row = first; row < min(first + M * 16, rows); ++row) {
+        const int head = work.head * HEADS + row % HEADS, query = tile.tile * QUERIES + row / HEADS;
+        float row_sum;
+        if constexpr (FV_KV_SPLIT) row_sum = p.partial_sum[partial_row(p, sequence, head, query)];
+        else row_sum = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
+        __syncwarp();
+        if (row_sum < infinity()) recompute_row(p, mods, sequence, steps, head, query);
+    }
+}
+
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 

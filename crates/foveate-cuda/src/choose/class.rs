@@ -42,6 +42,8 @@ pub struct Class {
     pub sink: bool,
     /// The mask tells query heads apart, so that they cannot share a tile.
     pub by_head: bool,
+    /// Why q, k or v has no tensor map, where one has none.
+    pub unmapped: Option<String>,
     /// Keys and values lie in pages.
     pub paged: bool,
     /// Every sum is in a fixed order.
@@ -85,6 +87,7 @@ impl Class {
             captures: false,
             sink: false,
             by_head: false,
+            unmapped: None,
             paged: false,
             deterministic: false,
             checked: false,
@@ -122,12 +125,14 @@ impl Class {
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
     pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
-        let Tiles { tile_q, tile_kv, warps, stages } = tiles;
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap } = tiles;
         let plain = Config {
+            family,
             tile_q,
             tile_kv,
             warps,
             stages,
+            overlap,
             align: self.align,
             ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
         };

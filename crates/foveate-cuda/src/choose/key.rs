@@ -90,7 +90,7 @@ impl RecordKey {
             | Kernel::Sequences => return None,
         };
         // Tiles are what a record tells.
-        let any = Tiles { tile_q: 64, tile_kv: 64, warps: 4, stages: 1 };
+        let any = Tiles::portable(64, 64, 4, 1);
         let config = class.config(kernel, any);
         let pack_gqa = kernel == Kernel::Forward && class.packs_gqa(sizes, None);
         let heads = if pack_gqa { class.group } else { 1 };

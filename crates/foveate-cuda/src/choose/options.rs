@@ -2,11 +2,13 @@
 
 use std::fmt;
 
-use crate::compile::config::{Kernel, Tiles};
+use crate::compile::config::{Family, Kernel, Tiles};
 
 /// Tiles, warps and stages that a user asks for; what is `None` is left to the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct TileOptions {
+    /// The family of the kernel.
+    pub family: Option<Family>,
     /// Queries of a tile.
     pub tile_q: Option<usize>,
     /// Keys of a tile.
@@ -15,6 +17,8 @@ pub struct TileOptions {
     pub warps: Option<usize>,
     /// Tiles of the main loop's axis that smem holds.
     pub stages: Option<usize>,
+    /// Hopper: whether softmax runs beside a product within a warpgroup.
+    pub overlap: Option<bool>,
 }
 
 /// What a user asks of kernels. It is honoured, or refused with the numbers.
@@ -48,25 +52,42 @@ impl KernelOptions {
         self
     }
 
-    /// Sets one option by its name: `forward.tile_q`, `backward.warps`, `kv_splits`.
+    /// Sets one option by its name: `forward.tile_q` to `64`, `forward.family` to `hopper`,
+    /// `kv_splits` to `2`.
     ///
     /// # Errors
-    /// The names there are.
-    pub fn set(&mut self, name: &str, value: usize) -> Result<(), String> {
-        let field = match name.split_once('.') {
-            None if name == "kv_splits" => Some(&mut self.kv_splits),
-            Some(("forward", field)) => self.forward.field(field),
-            Some(("backward", field)) => self.backward.field(field),
-            Some(("backward_dq", field)) => self.backward_dq.field(field),
-            _ => None,
+    /// The names there are, or the values that one takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let (of, field) = match name.split_once('.') {
+            None if name == "kv_splits" => {
+                self.kv_splits = Some(number(name, value)?);
+                return Ok(());
+            }
+            Some(("forward", field)) => (&mut self.forward, field),
+            Some(("backward", field)) => (&mut self.backward, field),
+            Some(("backward_dq", field)) => (&mut self.backward_dq, field),
+            _ => return Err(unknown(name)),
         };
-        let field = field.ok_or_else(|| {
-            format!(
-                "there is no kernel option `{name}`; there are kv_splits and, after forward., \
-                 backward. or backward_dq., tile_q, tile_kv, warps, stages"
-            )
-        })?;
-        *field = Some(value);
+        match field {
+            "family" => {
+                of.family = Some(Family::named(value).ok_or_else(|| {
+                    let names = Family::ALL.map(Family::name).join(" or ");
+                    format!("{name} is {value:?}; it is {names}")
+                })?)
+            }
+            "overlap" => {
+                of.overlap = Some(
+                    value
+                        .parse()
+                        .map_err(|_| format!("{name} is {value:?}; it is true or false"))?,
+                )
+            }
+            "tile_q" => of.tile_q = Some(number(name, value)?),
+            "tile_kv" => of.tile_kv = Some(number(name, value)?),
+            "warps" => of.warps = Some(number(name, value)?),
+            "stages" => of.stages = Some(number(name, value)?),
+            _ => return Err(unknown(name)),
+        }
         Ok(())
     }
 
@@ -88,33 +109,38 @@ impl KernelOptions {
 }
 
 impl TileOptions {
-    fn field(&mut self, name: &str) -> Option<&mut Option<usize>> {
-        match name {
-            "tile_q" => Some(&mut self.tile_q),
-            "tile_kv" => Some(&mut self.tile_kv),
-            "warps" => Some(&mut self.warps),
-            "stages" => Some(&mut self.stages),
-            _ => None,
-        }
-    }
-
     /// Asks for these.
-    fn exactly(tiles: Tiles) -> Self {
-        let Tiles { tile_q, tile_kv, warps, stages } = tiles;
+    pub fn exactly(tiles: Tiles) -> Self {
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap } = tiles;
         let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
-        Self { tile_q, tile_kv, warps, stages }
+        Self { family: Some(family), tile_q, tile_kv, warps, stages, overlap: Some(overlap) }
     }
 }
 
 impl fmt::Display for TileOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let number = |value: Option<usize>| value.map(|n| n.to_string());
         let parts = [
-            ("tile_q", self.tile_q),
-            ("tile_kv", self.tile_kv),
-            ("warps", self.warps),
-            ("stages", self.stages),
+            ("family", self.family.map(|family| family.name().to_owned())),
+            ("tile_q", number(self.tile_q)),
+            ("tile_kv", number(self.tile_kv)),
+            ("warps", number(self.warps)),
+            ("stages", number(self.stages)),
+            ("overlap", self.overlap.map(|overlaps| overlaps.to_string())),
         ];
-        let given = parts.iter().filter_map(|(name, value)| value.map(|v| format!("{name} {v}")));
+        let given =
+            parts.iter().filter_map(|(name, value)| Some(format!("{name} {}", value.as_ref()?)));
         f.write_str(&given.collect::<Vec<_>>().join(", "))
     }
+}
+
+fn number(name: &str, value: &str) -> Result<usize, String> {
+    value.parse().map_err(|_| format!("{name} is {value:?}; it is a number"))
+}
+
+fn unknown(name: &str) -> String {
+    format!(
+        "there is no kernel option `{name}`; there are kv_splits and, after forward., backward. or \
+         backward_dq., family, tile_q, tile_kv, warps, stages, overlap"
+    )
 }

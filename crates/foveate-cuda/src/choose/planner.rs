@@ -6,12 +6,14 @@
 //! 256 in every dtype has a configuration on every profile; where nothing fits, the error has
 //! every candidate with its bytes against the limit.
 
+use std::fmt;
+
 use super::class::{Class, MOST_ROWS, Sizes};
 use super::options::{KernelOptions, TileOptions};
 use super::pass::Pass;
 use super::{model, table};
 use crate::compile::Candidate;
-use crate::compile::config::{Config, HeadDims, Kernel, Tiles, TilesOf};
+use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
 use crate::compile::resources::{Refusal, Resources, Warps};
 use crate::error::CudaError;
 use foveate_gpu::profile::Profile;
@@ -37,6 +39,19 @@ pub struct Refused {
     pub config: Config,
     /// Why.
     pub refusal: Refusal,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { config, refusal } = self;
+        match refusal {
+            // Of all its tiles.
+            Refusal::Family { reason } => f.write_str(reason),
+            Refusal::Shape { .. } | Refusal::Shared { .. } | Refusal::Registers { .. } => {
+                write!(f, "{}: {refusal}", TilesOf(config))
+            }
+        }
+    }
 }
 
 /// The choice for one kernel.
@@ -108,6 +123,7 @@ impl KernelPlan {
             )));
         }
         let kv_split = kv_splits > 1;
+        forward.others.retain(|c| !kv_split || c.config.family == Family::Portable);
         let all = forward.others.iter_mut().chain([&mut forward.chosen]);
         all.for_each(|c| c.config.kv_split = kv_split);
         let mut passes = vec![Pass::Forward { kv_split }];
@@ -154,11 +170,23 @@ pub fn choose(
     recorded: Option<Tiles>,
 ) -> Result<Choice, CudaError> {
     let asked = options.of(kernel);
-    let pack_gqa = kernel == Kernel::Forward && class.packs_gqa(sizes, asked.tile_q);
+    let pack_gqa = kernel == Kernel::Forward
+        && asked.family != Some(Family::Hopper)
+        && class.packs_gqa(sizes, asked.tile_q);
     let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
-    for tiles in candidates(kernel, &asked, sizes.queries * heads, heads) {
+    let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
+    if kernel == Kernel::Forward && asked.family != Some(Family::Portable) {
+        match hopper_refusal(profile, class, options, pack_gqa) {
+            None => all.extend(hopper_candidates(&asked)),
+            Some(reason) => refused.push(Refused {
+                config: class.config(kernel, HOPPER_TILES),
+                refusal: Refusal::Family { reason: format!("hopper: {reason}") },
+            }),
+        }
+    }
+    for tiles in all {
         let config = Config { pack_gqa, ..class.config(kernel, tiles) };
         match Resources::on(&config, profile) {
             Err(refusal) => refused.push(Refused { config, refusal }),
@@ -174,11 +202,13 @@ pub fn choose(
     if fitting.is_empty() {
         return Err(nothing_fits(profile, class, kernel, &asked, &refused));
     }
-    let measured = table::of(profile, class, sizes, kernel);
     let at =
         |tiles: Option<Tiles>| fitting.iter().position(|c| tiles == Some(Tiles::of(&c.config)));
     let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
-    let (at, origin) = match (at(recorded), at(measured).filter(fills)) {
+    let measured = |tiles: Option<Tiles>| at(tiles).filter(fills);
+    let measured = measured(table::of_hopper(class, sizes, kernel))
+        .or_else(|| measured(table::of(profile, class, sizes, kernel)));
+    let (at, origin) = match (at(recorded), measured) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
         (None, None) => (0, Origin::Model),
@@ -195,7 +225,72 @@ impl Choice {
     }
 }
 
-/// Every candidate for so many `rows` of queries, of which one tile holds `heads` or more. A value
+/// What stands for all tiles of the Hopper family where it is refused.
+const HOPPER_TILES: Tiles = Tiles::hopper(2, 128, 2);
+
+/// Why the Hopper family does not run a forward of this class at all.
+fn hopper_refusal(
+    profile: &Profile,
+    class: &Class,
+    options: &KernelOptions,
+    pack_gqa: bool,
+) -> Option<String> {
+    let (major, minor) = profile.capability;
+    if profile.capability != (9, 0) {
+        return Some(format!("compute capability {major}.{minor}; it runs on 9.0"));
+    }
+    if class.dtype == Elem::F32 {
+        return Some("f32 operands; products of 16-bit operands only".to_owned());
+    }
+    if class.paged {
+        return Some("keys in pages".to_owned());
+    }
+    if pack_gqa {
+        return Some("few queries, whose heads share a tile".to_owned());
+    }
+    if let Some(splits) = options.kv_splits.filter(|splits| *splits > 1) {
+        return Some(format!("{splits} KV splits are asked for; it has one"));
+    }
+    if class.align != 16 {
+        return Some(match class.align {
+            0 => "elements of rows are apart".to_owned(),
+            bytes => format!("rows are aligned to {bytes} B; a tensor map needs 16"),
+        });
+    }
+    class.unmapped.clone()
+}
+
+/// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.
+/// Tiles that it has not got are refused where the family is asked for, and else not its own.
+fn hopper_candidates(asked: &TileOptions) -> Vec<Tiles> {
+    let pick = |given: Option<usize>, usual: &[usize]| {
+        given.map_or_else(|| usual.to_vec(), |value| vec![value])
+    };
+    let own = |tiles: &Tiles| {
+        asked.tile_q.is_none_or(|rows| rows == tiles.tile_q)
+            && asked.warps.is_none_or(|warps| warps == tiles.warps)
+    };
+    let mut sides: Vec<Tiles> = [1, 2, 3].map(|n| Tiles::hopper(n, 0, 0)).to_vec();
+    sides.retain(own);
+    if sides.is_empty() && asked.family == Some(Family::Hopper) {
+        let Tiles { tile_q, warps, .. } = HOPPER_TILES;
+        let (tile_q, warps) = (asked.tile_q.unwrap_or(tile_q), asked.warps.unwrap_or(warps));
+        sides.push(Tiles { tile_q, warps, ..HOPPER_TILES });
+    }
+    let mut all = Vec::new();
+    for side in sides {
+        for tile_kv in pick(asked.tile_kv, &[64, 80, 96, 112, 128, 144, 160, 176]) {
+            for stages in pick(asked.stages, &[2, 3, 4]) {
+                for overlap in asked.overlap.map_or(vec![true, false], |value| vec![value]) {
+                    all.push(Tiles { tile_kv, stages, overlap, ..side });
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Every candidate of the portable family for so many `rows` of queries, of which one tile holds `heads` or more. A value
 /// that the user gives stands in for all of its kind.
 pub(super) fn candidates(
     kernel: Kernel,
@@ -207,13 +302,16 @@ pub(super) fn candidates(
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
     let forward = kernel == Kernel::Forward;
+    if asked.family == Some(Family::Hopper) || asked.overlap == Some(true) {
+        return Vec::new();
+    }
     if !kernel.has_tiles() {
         // A pass over rows: a thread or a few of them for each, nothing to choose. The sums of
         // weights, whose tiles fit every device at every head dim, have 16 for a warp.
         let tile_q = if rows <= 16 { 16 } else { 64 };
         let (tile_kv, warps) =
             if kernel == Kernel::RowWeightSum { (32, tile_q / 16) } else { (64, 4) };
-        return vec![Tiles { tile_q, tile_kv, warps, stages: 1 }];
+        return vec![Tiles::portable(tile_q, tile_kv, warps, 1)];
     }
     let mut all = Vec::new();
     let shortest = rows.next_multiple_of(16).max(16);
@@ -224,7 +322,7 @@ pub(super) fn candidates(
         }
         for tile_kv in pick(asked.tile_kv, &[16, 32, 48, 64, 96, 128]) {
             for warps in pick(asked.warps, if forward { &[1, 2, 4, 8] } else { &[2, 4, 8] }) {
-                let tiles = |stages| Tiles { tile_q, tile_kv, warps, stages };
+                let tiles = |stages| Tiles::portable(tile_q, tile_kv, warps, stages);
                 let slices = tile_q / 16;
                 // The forward's warps own 16 or 32 queries each. Of the backward, divisions that
                 // are not even are no candidates unless they are asked for.
@@ -254,7 +352,8 @@ fn nothing_fits(
         true => String::new(),
         false => format!(" with the options given ({asked})"),
     };
-    if refused.is_empty() {
+    let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
+    if asked.family != Some(Family::Hopper) && refused.iter().all(of_family) {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \
              multiples of 16, and asking for warps as well allows other divisions"
@@ -265,8 +364,8 @@ fn nothing_fits(
          B of shared memory:",
         profile.name, profile.shared_per_block
     );
-    for Refused { config, refusal } in refused {
-        message += &format!("\n  {}: {refusal}", TilesOf(config));
+    for refused in refused {
+        message += &format!("\n  {refused}");
     }
     CudaError::argument(message)
 }

@@ -76,7 +76,7 @@ impl Choice {
         // Those that no device has the registers for say nothing about this one.
         let on_any = |r: &&Refused| matches!(r.refusal, Refusal::Registers { .. });
         for refused in self.refused.iter().filter(|r| !on_any(r)) {
-            writeln!(f, "  refused    {}: {}", TilesOf(&refused.config), refused.refusal)?;
+            writeln!(f, "  refused    {refused}")?;
         }
         match self.refused.iter().filter(on_any).count() {
             0 => Ok(()),

@@ -69,7 +69,49 @@ const BACKWARD_DQ: &[Known] = &[(128, tiles(64, 64, 4, 2))];
 const BACKWARD_F32: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 96, 8, 1))];
 
 const fn tiles(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Tiles {
-    Tiles { tile_q, tile_kv, warps, stages }
+    Tiles::portable(tile_q, tile_kv, warps, stages)
+}
+
+/// The forward of the Hopper family: consumers, keys and stages.
+const HOPPER: &[Known] = &[
+    (64, Tiles::hopper(3, 128, 3)),
+    (96, Tiles::hopper(2, 160, 2)),
+    (128, Tiles::hopper(2, 128, 2)),
+    (192, Tiles::hopper(2, 112, 2)),
+    (256, Tiles::hopper(2, 80, 2)),
+];
+/// With a score or dropout, which take registers of their own.
+const HOPPER_SCORED: &[Known] = &[
+    (64, Tiles::hopper(3, 128, 3)),
+    (128, Tiles::hopper(2, 128, 2)),
+    (192, Tiles::hopper(2, 96, 2)),
+    (256, Tiles::hopper(2, 64, 2)),
+];
+
+/// The measured choice of the Hopper family, where it was faster than the portable one: not at head
+/// dims up to 64 under a mask as sparse as documents, of which a tile of 192 queries covers too much.
+pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
+    let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < 400.0);
+    if dim <= 64 && class.mask && few {
+        return None;
+    }
+    let table = match (kernel, class.score || class.dropout) {
+        (Kernel::Forward, false) => HOPPER,
+        (Kernel::Forward, true) => HOPPER_SCORED,
+        (
+            Kernel::Combine
+            | Kernel::Delta
+            | Kernel::RowWeightSum
+            | Kernel::Backward
+            | Kernel::BackwardDq
+            | Kernel::Dq
+            | Kernel::BlockLists
+            | Kernel::RangeTable
+            | Kernel::Sequences,
+            _,
+        ) => return None,
+    };
+    table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles)
 }
 
 /// The measured choice, when there is one.

@@ -4,7 +4,7 @@ use super::class::{MOST_ROWS, coarse};
 use super::planner::candidates;
 use super::*;
 use crate::compile::Candidate;
-use crate::compile::config::{Elem, Kernel, Tiles};
+use crate::compile::config::{Elem, Family, Kernel, Tiles};
 use crate::compile::resources::Refusal;
 use foveate_gpu::profile::Profile;
 
@@ -153,8 +153,13 @@ fn options_that_do_not_fit_are_refused_with_the_numbers() {
         let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
         plan.unwrap_err().to_string()
     };
-    let large =
-        TileOptions { tile_q: Some(64), tile_kv: Some(128), warps: Some(8), stages: Some(2) };
+    let large = TileOptions {
+        tile_q: Some(64),
+        tile_kv: Some(128),
+        warps: Some(8),
+        stages: Some(2),
+        ..TileOptions::default()
+    };
     assert_eq!(
         refused(large),
         "no backward kernel for bf16 at head dim 128 with the options given (tile_q 64, tile_kv \
@@ -177,7 +182,9 @@ fn where_nothing_fits_the_error_has_every_candidate() {
     let plan = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), false, &options);
     let said = plan.unwrap_err().to_string();
     let candidates = candidates(Kernel::Forward, &TileOptions::default(), 4096, 1);
-    assert_eq!(said.lines().count(), 1 + candidates.len());
+    let hopper = "  hopper: compute capability 8.9; it runs on 9.0";
+    assert_eq!(said.lines().nth(1), Some(hopper));
+    assert_eq!(said.lines().count(), 2 + candidates.len());
     assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a CTA "));
 }
 
@@ -289,7 +296,7 @@ fn a_choice_is_the_users_before_a_record_before_the_table_before_the_model() {
     assert_eq!((record.origin, Tiles::of(&record.chosen.config)), (Origin::Record, best));
     assert_eq!(record.ranked().count(), table.ranked().count());
     let mut asked = none;
-    asked.set("backward.tile_q", 64).unwrap();
+    asked.set("backward.tile_q", "64").unwrap();
     assert_eq!(choice(&class, &asked, Some(best)).origin, Origin::User);
     // A record of tiles that no longer fit is none.
     let foreign = Tiles { tile_q: 512, ..best };
@@ -354,7 +361,7 @@ fn options_of_any_size_are_refused_at_once() {
         for value in [(1 << 59) + 1, 1 << 60, 10_000_000_000, 4112, usize::MAX] {
             for kernel in ["forward", "backward"] {
                 let mut options = KernelOptions::default();
-                options.set(&format!("{kernel}.{name}"), value).unwrap();
+                options.set(&format!("{kernel}.{name}"), &value.to_string()).unwrap();
                 let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 512), true, &options);
                 let said = plan.unwrap_err().to_string();
                 assert!(said.contains(&format!("({name} {value})")), "{said}");
@@ -399,12 +406,74 @@ fn a_cache_that_grows_by_a_key_a_step_is_planned_few_times_and_runs_few_kernels(
 }
 
 #[test]
+fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
+    let options = KernelOptions::default();
+    let family = |card: &str, class: &Class, sizes: &Sizes| {
+        let profile = Profile::named(card).unwrap();
+        let plan = KernelPlan::new(&profile, class, sizes, false, &options).unwrap();
+        let choice = plan.choice(Kernel::Forward);
+        let refused: Vec<String> = choice.refused.iter().map(ToString::to_string).collect();
+        (choice.chosen.config.family, refused.into_iter().find(|r| r.starts_with("hopper: ")))
+    };
+    let long = sizes(2, 32, 8, 8192);
+    for dim in [33, 64, 80, 96, 128, 192, 256] {
+        let class = Class::new(Elem::Bf16, dim, dim, 4);
+        assert_eq!(family("h200", &class, &long), (Family::Hopper, None), "{dim}");
+    }
+    let plain = Class::new(Elem::F16, 128, 128, 4);
+    let portable = |card, class: Class, sizes: &Sizes, why: &str| {
+        let found = family(card, &class, sizes);
+        assert_eq!(found, (Family::Portable, Some(format!("hopper: {why}"))));
+    };
+    portable("a100", plain.clone(), &long, "compute capability 8.0; it runs on 9.0");
+    portable("b200", plain.clone(), &long, "compute capability 10.0; it runs on 9.0");
+    let f32 = Class::new(Elem::F32, 128, 128, 4);
+    portable("h200", f32, &long, "f32 operands; products of 16-bit operands only");
+    portable("h200", Class { paged: true, ..plain.clone() }, &long, "keys in pages");
+    let apart = Class { align: 0, ..plain.clone() };
+    portable("h200", apart, &long, "elements of rows are apart");
+    let aligned = Class { align: 8, ..plain.clone() };
+    portable("h200", aligned, &long, "rows are aligned to 8 B; a tensor map needs 16");
+    let strided = "k has row stride 0, which no tensor map has";
+    let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
+    portable("h200", unmapped, &long, strided);
+    let decode = Sizes { queries: 1, ..long };
+    portable("h200", plain, &decode, "few queries, whose heads share a tile");
+}
+
+#[test]
+fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let with = |asked: &[(&str, &str)]| {
+        let mut options = KernelOptions::default();
+        for (name, value) in asked {
+            options.set(&format!("forward.{name}"), value).unwrap();
+        }
+        KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), false, &options)
+    };
+    let chosen = |asked: &[(&str, &str)]| with(asked).unwrap().kernels[0].chosen.config.clone();
+    let serial = chosen(&[("family", "hopper"), ("overlap", "false"), ("tile_kv", "64")]);
+    assert_eq!((serial.family, serial.overlap, serial.tile_kv), (Family::Hopper, false, 64));
+    assert_eq!(chosen(&[("family", "portable")]).family, Family::Portable);
+    assert_eq!(chosen(&[("tile_q", "32")]).family, Family::Portable);
+    let said = |asked: &[(&str, &str)]| with(asked).unwrap_err().to_string();
+    let rows = said(&[("family", "hopper"), ("tile_q", "96")]);
+    assert!(rows.contains("tile 96x64; 2 consumers own 64 queries each"), "{rows}");
+    let keys = said(&[("family", "hopper"), ("tile_kv", "264")]);
+    assert!(keys.contains("hopper takes multiples of 16 keys from 32 to 256"), "{keys}");
+    let large = said(&[("family", "hopper"), ("tile_kv", "176"), ("stages", "4")]);
+    assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
+}
+
+#[test]
 fn tiles_are_smaller_where_few_keys_are_seen() {
     let profile = Profile::named("h200").unwrap();
     let tiles = |kernel, dim, score, group, mean_kv_len| {
         let class = Class { mask: true, score, group, ..Class::new(Elem::Bf16, dim, dim, 1) };
         let sizes = Sizes { mean_kv_len, ..sizes(2, 8 * group, 8, 8192) };
-        let options = KernelOptions::default();
+        let forward = TileOptions { family: Some(Family::Portable), ..TileOptions::default() };
+        let options = KernelOptions { forward, ..KernelOptions::default() };
         let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
         let config = plan.config(kernel).unwrap();
         (config.tile_q, config.tile_kv)

@@ -7,6 +7,7 @@
 
 use std::fmt;
 
+use foveate_gpu::Arch;
 use foveate_tensor::DType;
 
 /// An entry point. Each has a file of its own under `kernels/`.
@@ -283,21 +284,40 @@ impl Elem {
 
 /// Kernels that are written for the same instructions and the same tiles. Kernels without matrix
 /// products are shared by all families.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Family {
     /// `cp.async`, `ldmatrix` and `mma.sync`: compute capability 8.0 and newer.
     Portable,
+    /// Tensor maps, `wgmma` and warps with roles: compute capability 9.0.
+    Hopper,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 1] = [Self::Portable];
+    pub const ALL: [Self; 2] = [Self::Portable, Self::Hopper];
 
     /// Its name, that of its folder under `kernels/`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Hopper => "hopper",
+        }
+    }
+
+    /// The family of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|family| family.name() == name)
+    }
+
+    /// What its kernels with matrix products are compiled for on a device of the plain
+    /// architecture `device`.
+    pub fn arch(self, device: Arch) -> Arch {
+        match self {
+            Self::Portable => device,
+            Self::Hopper => device.specific(),
         }
     }
 }
@@ -324,10 +344,13 @@ pub struct Config {
     pub tile_q: usize,
     /// Keys of a tile, a multiple of 16. `FV_BN`
     pub tile_kv: usize,
-    /// Warps of a CTA. `FV_WARPS`
+    /// Warps of a CTA; on Hopper four of them produce. `FV_WARPS`
     pub warps: usize,
     /// Tiles of the main loop's axis that smem holds. `FV_STAGES`
     pub stages: usize,
+    /// Hopper: softmax runs beside the product of the step before, within each consumer.
+    /// `FV_OVERLAP`
+    pub overlap: bool,
     /// Query heads for each key/value head. `FV_GROUP`
     pub group: usize,
     /// Bytes that every row of every operand and destination is aligned to, with unit stride of
@@ -373,6 +396,7 @@ impl Config {
             tile_kv: 64,
             warps: 4,
             stages: 2,
+            overlap: false,
             group: 1,
             align: 16,
             mask: false,
@@ -432,7 +456,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 24] {
+    pub fn macros(&self) -> [(&'static str, usize); 25] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -445,6 +469,7 @@ impl Config {
             ("FV_BN", self.tile_kv),
             ("FV_WARPS", self.warps),
             ("FV_STAGES", self.stages),
+            ("FV_OVERLAP", self.overlap.into()),
             ("FV_GROUP", self.group),
             ("FV_ALIGN", self.align),
             ("FV_MASK", self.mask.into()),
@@ -473,11 +498,7 @@ impl fmt::Display for Config {
         if self.dim_v != self.dim {
             write!(f, "/{}", self.dim_v)?;
         }
-        write!(
-            f,
-            ", tile {}x{}, {} warps, {} stages, group {}, align {}",
-            self.tile_q, self.tile_kv, self.warps, self.stages, self.group, self.align
-        )?;
+        write!(f, ", {}, group {}, align {}", TilesOf(self), self.group, self.align)?;
         if self.out_dtype != self.dtype {
             write!(f, ", out {}", self.out_dtype.name())?;
         }
@@ -504,9 +525,11 @@ impl fmt::Display for Config {
     }
 }
 
-/// Tiles, warps and stages of a configuration.
+/// Family, tiles, warps and stages of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Tiles {
+    /// The family of the kernel.
+    pub family: Family,
     /// Queries of a tile.
     pub tile_q: usize,
     /// Keys of a tile.
@@ -515,13 +538,27 @@ pub struct Tiles {
     pub warps: usize,
     /// Tiles of the main loop's axis that smem holds.
     pub stages: usize,
+    /// See [`Config::overlap`].
+    pub overlap: bool,
 }
 
 impl Tiles {
+    /// Tiles of the portable family.
+    pub const fn portable(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Self {
+        Self { family: Family::Portable, tile_q, tile_kv, warps, stages, overlap: false }
+    }
+
+    /// Tiles of the Hopper family: 64 queries for each warpgroup that consumes, and one more that
+    /// produces.
+    pub const fn hopper(consumers: usize, tile_kv: usize, stages: usize) -> Self {
+        let (tile_q, warps) = (64 * consumers, 4 * (consumers + 1));
+        Self { family: Family::Hopper, tile_q, tile_kv, warps, stages, overlap: true }
+    }
+
     /// Those of a configuration.
     pub fn of(config: &Config) -> Self {
-        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
-        Self { tile_q, tile_kv, warps, stages }
+        let Config { family, tile_q, tile_kv, warps, stages, overlap, .. } = *config;
+        Self { family, tile_q, tile_kv, warps, stages, overlap }
     }
 }
 
@@ -536,9 +573,14 @@ impl fmt::Display for TilesOf<'_> {
 
 impl fmt::Display for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { tile_q, tile_kv, warps, stages } = self;
+        let Self { family, tile_q, tile_kv, warps, stages, overlap } = self;
         let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
-        f.pad(&format!("tile {tile_q}x{tile_kv}, {warps}, {stages}"))
+        let (family, overlap) = match (family, overlap) {
+            (Family::Portable, _) => ("", ""),
+            (Family::Hopper, true) => ("hopper, ", ", overlap"),
+            (Family::Hopper, false) => ("hopper, ", ""),
+        };
+        f.pad(&format!("{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}"))
     }
 }
 

@@ -13,5 +13,6 @@ pub mod params;
 pub mod resources;
 pub mod source;
 pub mod spill_fallback;
+mod wgmma;
 
 pub use candidate::Candidate;

@@ -143,6 +143,27 @@ foveate_gpu::abi_structs! {
         pub page_report: Address,
     }
 
+    /// What the forward of the Hopper family takes besides, before its three tensor maps.
+    pub struct PersistentParams {
+        /// u32 `[1 + items]`: a counter of items that CTAs have taken beyond the first of each, 0
+        /// before and after a launch; and for each item taken so the one that its CTA had before.
+        pub taken: Address,
+        /// Factors on the coordinates of the maps, 0 for axes of stride 0: head of the group.
+        pub q_head: i32,
+        /// Group of heads.
+        pub q_group: i32,
+        /// Batch entry.
+        pub q_batch: i32,
+        /// Head.
+        pub k_head: i32,
+        /// Batch entry.
+        pub k_batch: i32,
+        /// Head.
+        pub v_head: i32,
+        /// Batch entry.
+        pub v_batch: i32,
+    }
+
     /// Arguments of the backward kernels.
     pub struct BackwardParams {
         /// Queries.

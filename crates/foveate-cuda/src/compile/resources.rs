@@ -5,9 +5,11 @@
 //! that a thread keeps, plus what an instruction stream around them was seen to take. A
 //! configuration whose sums leave no room would spill, and is not one to choose.
 
+mod hopper;
+
 use std::fmt;
 
-use crate::compile::config::{Config, Elem, Entry, Kernel};
+use crate::compile::config::{Config, Elem, Entry, Family, Kernel};
 use foveate_gpu::profile::{Profile, REGISTER_UNIT, REGISTERS_PER_THREAD};
 
 /// Bytes of local memory a thread, spills included, that a compiled kernel may take: what takes
@@ -41,6 +43,11 @@ pub enum Refusal {
         /// Bytes that a CTA can ask for.
         limit: usize,
     },
+    /// The kernel's family does not take the problem, or not on this device.
+    Family {
+        /// The family and what it needs.
+        reason: String,
+    },
     /// More registers than a thread can have: sums would go to memory in every step.
     Registers {
         /// Registers of a thread.
@@ -53,7 +60,7 @@ pub enum Refusal {
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Shape { reason } => f.write_str(reason),
+            Self::Shape { reason } | Self::Family { reason } => f.write_str(reason),
             Self::Shared { bytes, limit } => {
                 write!(f, "{bytes} B of shared memory, a CTA can have {limit}")
             }
@@ -109,6 +116,9 @@ impl Resources {
     /// [`Refusal::Shape`] for tiles and warps that the kernel does not take,
     /// [`Refusal::Registers`] when a thread's sums do not fit its registers.
     pub fn of(config: &Config) -> Result<Self, Refusal> {
+        if config.family == Family::Hopper {
+            return hopper::resources(config);
+        }
         check_shape(config)?;
         let needed = sums(config) + working(config);
         if needed > REGISTERS_PER_THREAD {

@@ -8,67 +8,88 @@ use sha2::{Digest, Sha256};
 
 use crate::compile::codegen::{ModsSource, PRELUDE};
 use crate::compile::config::{Config, Family, Kernel};
+use crate::compile::wgmma;
 use foveate_gpu::nvrtc::OPTIONS;
 
 const PARAMS: &str = include_str!("../../kernels/params.cuh");
 const DEVICE: &str = include_str!("../../kernels/device.cuh");
 const FORWARD_DEVICE: &str = include_str!("../../kernels/portable/forward_device.cuh");
-const FORWARD_ROW: &str = include_str!("../../kernels/portable/forward_row.cuh");
+const FORWARD_STEPS: &str = include_str!("../../kernels/forward_steps.cuh");
+const FORWARD_ROW: &str = include_str!("../../kernels/forward_row.cuh");
+const HOPPER: &str = include_str!("../../kernels/hopper/hopper.cuh");
 const ROWS: &str = include_str!("../../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
 const BACKWARD_SCORES: &str = include_str!("../../kernels/portable/backward_scores.cuh");
 
-/// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products
-/// are the same in every family.
+/// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products,
+/// and those that a family has not got, are the portable ones.
 fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
     match (kernel, family) {
         (Kernel::Forward, Family::Portable) => &[
             DEVICE,
             ROWS,
+            FORWARD_STEPS,
             FORWARD_DEVICE,
             FORWARD_ROW,
             include_str!("../../kernels/portable/forward.cu"),
         ],
-        (Kernel::RowWeightSum, Family::Portable) => {
+        (Kernel::Forward, Family::Hopper) => &[
+            DEVICE,
+            ROWS,
+            FORWARD_STEPS,
+            FORWARD_ROW,
+            HOPPER,
+            include_str!("../../kernels/hopper/forward_device.cuh"),
+            include_str!("../../kernels/hopper/forward.cu"),
+        ],
+        (Kernel::RowWeightSum, Family::Portable | Family::Hopper) => {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/portable/row_weight_sum.cu")]
         }
-        (Kernel::Backward, Family::Portable) => &[
+        (Kernel::Backward, Family::Portable | Family::Hopper) => &[
             DEVICE,
             BACKWARD_DEVICE,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward.cu"),
         ],
-        (Kernel::BackwardDq, Family::Portable) => &[
+        (Kernel::BackwardDq, Family::Portable | Family::Hopper) => &[
             DEVICE,
             BACKWARD_DEVICE,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward_dq.cu"),
         ],
-        (Kernel::Combine, Family::Portable) => {
+        (Kernel::Combine, Family::Portable | Family::Hopper) => {
             &[DEVICE, ROWS, include_str!("../../kernels/combine.cu")]
         }
-        (Kernel::Delta, Family::Portable) => {
+        (Kernel::Delta, Family::Portable | Family::Hopper) => {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/delta.cu")]
         }
-        (Kernel::Dq, Family::Portable) => {
+        (Kernel::Dq, Family::Portable | Family::Hopper) => {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/dq.cu")]
         }
-        (Kernel::BlockLists, Family::Portable) => &[include_str!("../../kernels/block_lists.cu")],
-        (Kernel::RangeTable, Family::Portable) => &[include_str!("../../kernels/range_table.cu")],
-        (Kernel::Sequences, Family::Portable) => &[include_str!("../../kernels/sequences.cu")],
+        (Kernel::BlockLists, Family::Portable | Family::Hopper) => {
+            &[include_str!("../../kernels/block_lists.cu")]
+        }
+        (Kernel::RangeTable, Family::Portable | Family::Hopper) => {
+            &[include_str!("../../kernels/range_table.cu")]
+        }
+        (Kernel::Sequences, Family::Portable | Family::Hopper) => {
+            &[include_str!("../../kernels/sequences.cu")]
+        }
     }
 }
 
 /// The source of the kernel that `config` describes, for these mods.
 pub fn source(config: &Config, mods: &ModsSource) -> String {
-    let defines = config.defines();
-    let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text()];
+    let (defines, products) = (config.defines(), wgmma::wrappers(config));
+    let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text(), &products];
+    parts.retain(|part| !part.is_empty());
     parts.extend(files(config.family, config.kernel));
     parts.join("\n")
 }
 
 /// What prints mods, orders tiles and splits keys.
-const AROUND: [&str; 7] = [
+const AROUND: [&str; 8] = [
+    include_str!("wgmma.rs"),
     include_str!("codegen/mod.rs"),
     include_str!("codegen/print.rs"),
     include_str!("codegen/captures.rs"),

@@ -205,7 +205,8 @@ mod tests {
     #[test]
     fn what_a_user_asks_for_runs_even_if_it_spills() {
         let mut options = KernelOptions::default();
-        for (name, value) in [("tile_q", 64), ("tile_kv", 128), ("warps", 8), ("stages", 2)] {
+        for (name, value) in [("tile_q", "64"), ("tile_kv", "128"), ("warps", "8"), ("stages", "2")]
+        {
             options.set(&format!("backward.{name}"), value).unwrap();
         }
         let choice = choice(options);

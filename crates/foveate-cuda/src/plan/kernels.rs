@@ -181,7 +181,7 @@ impl CudaPlan {
             compile_one_that_fits(self.engine.profile(), choice.ranked(), |candidate| {
                 let config = wanted(&candidate.config);
                 let mods = self.printed(launch.mods, call, &config)?;
-                let arch = self.engine.device().info().arch();
+                let arch = config.family.arch(self.engine.device().info().arch());
                 let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
                 Ok((config, mods, compiled))
             })?;

@@ -14,10 +14,10 @@ use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
 use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
-use crate::compile::config::Entry;
+use crate::compile::config::{Entry, Family};
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::error::CudaError;
-use crate::operands::{DeviceBackward, DeviceForward, row_view, view, written};
+use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
 use foveate_gpu::access::Accesses;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceTensor, Queue};
@@ -98,6 +98,7 @@ impl CudaPlan {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
+            unmapped: self.unmapped(&args.operands),
             paged: args.operands.pages.is_some(),
             checked: call.checked,
             ..self.class()
@@ -108,7 +109,10 @@ impl CudaPlan {
         for launch in (Pass::Forward { kv_split: partial.is_some() }).launches() {
             let step = pass.step(&launch)?;
             let params = pass.forward_params(args, &step, partial.as_ref())?;
-            pass.launch(&step, &params)?;
+            match step.kernel.config.family {
+                Family::Portable => pass.launch(&step, &params)?,
+                Family::Hopper => pass.launch_persistent(&step, &params, &args.operands)?,
+            }
             main = main.or(Some(step).filter(|step| step.launch.main_loop));
         }
         pass.read_report(main)
@@ -226,6 +230,28 @@ impl<'a> PassLauncher<'a> {
         let (report, state) = (self.report.address(), &mut self.state);
         let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
         queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
+    }
+
+    /// Queues a forward of the Hopper family.
+    fn launch_persistent(
+        &mut self,
+        step: &Step,
+        params: &ForwardParams,
+        operands: &DeviceOperands<'_>,
+    ) -> Result<(), CudaError> {
+        let Step { kernel, schedule, .. } = step;
+        let queue = self.call.queue;
+        let items = schedule.tile_count * self.call.dims.heads_q;
+        if items == 0 {
+            return Ok(());
+        }
+        let (persistent, maps) = self.plan.persistent(operands, &kernel.config, schedule)?;
+        let (report, state) = (self.report.address(), &mut self.state);
+        let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
+        let [q, k, v] = maps.map(|map| map.bytes());
+        let parameters = [&params.bytes()[..], &mods, &persistent.bytes(), &q, &k, &v];
+        let grid = [items.min(self.plan.engine.profile().sms) as u32, 1, 1];
+        queue_kernel(&kernel.function, queue, grid, kernel.threads(), &parameters)
     }
 
     /// CTAs of a launch, and threads of each.

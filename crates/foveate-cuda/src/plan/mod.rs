@@ -11,6 +11,7 @@
 
 mod call;
 mod describe;
+mod hopper;
 mod host;
 mod kernels;
 mod launch;
@@ -89,6 +90,7 @@ pub struct CudaPlan {
     options: CudaOptions,
     kernels: Arc<Mutex<kernels::Kernels>>,
     resident: Arc<Mutex<resident::PlanState>>,
+    maps: Arc<Mutex<hopper::KeptMaps>>,
     /// The same plan for captured buffers in device memory of other lengths.
     bound: Arc<Mutex<Vec<call::ForShapes>>>,
 }
@@ -120,6 +122,7 @@ impl CudaPlan {
             options,
             kernels: Arc::default(),
             resident: Arc::default(),
+            maps: Arc::default(),
             bound: Arc::default(),
         };
         let some = [dims.len_q.max(1), dims.len_k.max(1)];
@@ -183,6 +186,13 @@ impl CudaPlan {
     fn admit_dims(&self, dims: &Dims, dtype: DType) -> Result<(), CudaError> {
         self.dims.admit(self.dtype, dims, dtype).map_err(|e| CudaError::argument(e.to_string()))?;
         check_rows(dims)
+    }
+
+    /// The same program with other kernel options: what they leave open is planned anew. That they fit
+    /// is found out at the first call.
+    pub fn with_kernels(&self, kernels: KernelOptions) -> Self {
+        let options = CudaOptions { kernels, ..self.options.clone() };
+        Self { options, kernels: Arc::default(), bound: Arc::default(), ..self.clone() }
     }
 
     /// Memory for what is queued on `queue`, filled with the plan's timeout.

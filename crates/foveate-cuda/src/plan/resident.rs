@@ -73,6 +73,9 @@ pub(super) struct DeviceSchedule {
     rows: Rows,
     /// An offset that was moved into the tensors.
     moved: Option<String>,
+    /// What persistent CTAs take their items from, where there may be any. Launches of one queue come
+    /// one after the other, and each leaves the counter as it found it.
+    taken: Option<Allocation>,
 }
 
 /// The rows of the lists of a schedule, and lists that were made.
@@ -116,6 +119,11 @@ impl LaunchSchedule {
     /// The runs of each tile; nowhere without a mask.
     pub fn lists(&self) -> params::Lists {
         self.lists.as_ref().map_or(params::Lists::default(), |l| l.lists)
+    }
+
+    /// What persistent CTAs take their items from: `PersistentParams::taken`.
+    pub fn taken(&self) -> Address {
+        self.schedule.taken.as_ref().map_or(0, Allocation::address)
     }
 
     /// An offset or an index of a captured buffer that was found to be out of range before.
@@ -201,6 +209,7 @@ impl DeviceSchedule {
             sharing: schedule.sharing,
             rows,
             moved: None,
+            taken: None,
         })
     }
 
@@ -230,6 +239,7 @@ impl DeviceSchedule {
                 made: Mutex::default(),
             },
             moved: None,
+            taken: None,
         })
     }
 }
@@ -348,7 +358,7 @@ impl CudaPlan {
         if promised {
             refuse_recording(queue)?;
         }
-        let schedule = Arc::new(match (sequences, mask) {
+        let mut schedule = match (sequences, mask) {
             (Sequences::Offsets(offsets), _) => {
                 self.schedule_from_offsets(call, offsets, mask, axis, tile)?
             }
@@ -362,7 +372,14 @@ impl CudaPlan {
                 &self.weak_pool(queue),
                 Schedule::new(dims, sequences, mask, axis, tile),
             )?,
-        });
+        };
+        if axis == Axis::Queries && self.may_persist() {
+            let items = schedule.tile_count * dims.heads_q;
+            let taken = self.weak_pool(queue).take(4 * (1 + items))?;
+            taken.fill(0)?;
+            schedule.taken = Some(taken);
+        }
+        let schedule = Arc::new(schedule);
         match promised {
             true => {
                 let mut resident = lock(&self.resident);
@@ -441,6 +458,7 @@ impl CudaPlan {
                 made: Mutex::default(),
             },
             moved: report.moved(self.options.timeout, offsets)?,
+            taken: None,
             _memory: memory,
         })
     }

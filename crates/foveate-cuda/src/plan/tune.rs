@@ -7,7 +7,7 @@
 mod operands;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -134,10 +134,9 @@ impl CudaPlan {
 
     /// The same program with these tiles of `kernel`.
     fn trial(&self, kernel: Kernel, tiles: Tiles) -> Self {
-        let mut options = self.options.clone();
-        options.kernels = options.kernels.with(kernel, tiles);
-        options.timeout = options.timeout.min(TRIAL_TIMEOUT);
-        Self { options, kernels: Arc::default(), bound: Arc::default(), ..self.clone() }
+        let mut trial = self.with_kernels(self.options.kernels.with(kernel, tiles));
+        trial.options.timeout = trial.options.timeout.min(TRIAL_TIMEOUT);
+        trial
     }
 }
 
@@ -151,6 +150,7 @@ impl Subject<'_> {
                 false => self.forward().align(),
             },
             captures: backward && !self.operands.captures.is_empty(),
+            unmapped: if backward { None } else { self.plan.unmapped(&self.forward().operands) },
             paged: self.arrangement.paged(),
             ..self.plan.class()
         }

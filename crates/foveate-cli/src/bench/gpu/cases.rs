@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use foveate::cuda::choose::{CANDIDATES, Progress, Tuning};
+use foveate::cuda::choose::{CANDIDATES, KernelOptions, Progress, Tuning};
 use foveate::cuda::{
     CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
-use foveate::{DType, Device, Plan, Problem};
+use foveate::{DType, Device, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -95,7 +95,7 @@ impl Case {
 /// Operands and destinations of a case in device memory, and its plan.
 pub struct Prepared {
     engine: Arc<Engine>,
-    plan: Plan,
+    plan: CudaPlan,
     backward: bool,
     tensors: Tensors,
     /// Gradient of the relative bias.
@@ -118,12 +118,13 @@ struct Tensors {
 
 impl Prepared {
     /// The case on GPU `ordinal`, its operands uploaded and, for a backward, its forward done.
-    pub fn new(case: &Case, ordinal: usize) -> Result<Self, Failure> {
+    pub fn new(case: &Case, ordinal: usize, kernels: KernelOptions) -> Result<Self, Failure> {
         let engine = Engine::get(ordinal)?;
         let work = &case.work;
         let [q_shape, kv_shape] = work.shapes();
         let problem = Problem::shaped(DType::BF16, q_shape, kv_shape, kv_shape)?;
         let plan = work.program().plan(&problem, &Device::cuda(ordinal))?;
+        let plan = plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels);
         let mut allocations = Vec::new();
         let pool = engine.queue().pool();
         let mut random = |seed: i32, shape: [usize; 4]| -> Result<DeviceTensor, Failure> {
@@ -169,10 +170,6 @@ impl Prepared {
         Ok(prepared)
     }
 
-    fn plan(&self) -> &CudaPlan {
-        self.plan.cuda().expect("the case was planned for a GPU")
-    }
-
     fn operands(&self) -> DeviceOperands<'static> {
         let Tensors { q, k, v, .. } = self.tensors;
         DeviceOperands::new(q, k, v)
@@ -181,7 +178,7 @@ impl Prepared {
     fn forward(&self) -> Result<(), Failure> {
         let Tensors { out, lse, .. } = self.tensors;
         let args = DeviceForward { operands: self.operands(), out, lse, max_score: None };
-        Ok(self.plan().forward_on(self.engine.queue(), &args)?)
+        Ok(self.plan.forward_on(self.engine.queue(), &args)?)
     }
 
     /// Queues the pass of the case.
@@ -206,12 +203,12 @@ impl Prepared {
             d_sink: None,
             d_captures: bias.collect(),
         };
-        Ok(self.plan().backward_on(self.engine.queue(), &args)?)
+        Ok(self.plan.backward_on(self.engine.queue(), &args)?)
     }
 
     /// Tunes the kernels of the case; later runs use what is found.
     pub fn tune(&self, tell: &mut dyn FnMut(&Progress) -> bool) -> Result<Tuning, CudaError> {
-        self.plan().tune(Arrangement::Dense, self.backward, CANDIDATES, tell)
+        self.plan.tune(Arrangement::Dense, self.backward, CANDIDATES, tell)
     }
 
     /// Runs the pass once and gives its milliseconds of device time.
@@ -221,7 +218,7 @@ impl Prepared {
         begin.record(self.engine.queue().stream())?;
         self.run()?;
         end.record(self.engine.queue().stream())?;
-        end.wait(self.plan().options().timeout, "a case of the benchmark")?;
+        end.wait(self.plan.options().timeout, "a case of the benchmark")?;
         Ok(f64::from(end.ms_since(&begin)?))
     }
 
@@ -235,7 +232,7 @@ impl Prepared {
         (0..count.min(elems))
             .map(|i| {
                 let mut bits = [0; 2];
-                allocation.read_at(i * step * 2, &mut bits, self.plan().options().timeout)?;
+                allocation.read_at(i * step * 2, &mut bits, self.plan.options().timeout)?;
                 Ok(f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16))
             })
             .collect()

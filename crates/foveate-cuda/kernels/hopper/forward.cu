@@ -1,0 +1,523 @@
+// Attention forward on Hopper: fv_forward<<<CTAs of the device, FV_WARPS * 32>>>
+//
+// Persistent: a CTA computes one tile of FV_BM query rows of one head after the other, the heaviest of the
+// launch first, and its pipeline does not drain between them.
+//
+// Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them, one
+// item ahead. A thread of warp 0 walks their live tiles of keys, starts the copies of Q and K, and tells the
+// consumers of each step; a thread of warp 1 starts those of V. The other warpgroups are consumers, each with 64 rows of Q: 16 rows a warp, whose scores lie in
+// the warp's registers as after mma.sync. A step of a consumer is
+//
+//     start S = Q K^T of this step     start O += P V of the step before
+//     S has come: release K            S = score(scale S), -inf where the mask is false
+//     new row_max and reference        P = 2^(unit S - reference)     row_sum += P
+//     O has come: release V            rescale O if the reference has changed
+//
+// The softmax of a step so runs beside P V of the step before, and beside both products of the other
+// consumers, which take turns in starting theirs. Nothing that ptxas cannot follow may stand between the start
+// of a product and the wait for it: a call or a divergent branch there, and it waits for every single
+// instruction. So a step is one of two pieces of code. `overlapped`: the score function runs beside P V, if it
+// is plain arithmetic (FV_OVERLAP). `waiting`: both products come first. It evaluates the mask, may
+// call anything, and finishes the tile before when a new one begins.
+//
+// Softmax as in the portable family: see portable/forward.cu.
+
+// The softmax of a thread's rows, lane / 4 and lane / 4 + 8 of its warp's 16.
+struct Softmax {
+    float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
+    float unit, headroom;                                  // RESCALE_THRESHOLD as a score
+    bool unscaled;
+
+    __device__ explicit Softmax(float scale) {
+        unscaled = !FV_SCORE && scale > 1e-20f;
+        unit = unscaled ? scale * LOG2_E : LOG2_E;
+        headroom = RESCALE_THRESHOLD / unit;
+    }
+
+    __device__ void clear() {
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            row_max[half] = reference_max[half] = -infinity();
+            row_sum[half] = 0.f;
+        }
+    }
+
+    // The exponent that is subtracted from those of a row.
+    __device__ float reference(int half) const {
+        return reference_max[half] == -infinity() ? 0.f : fmaf(reference_max[half], unit, -RESCALE_THRESHOLD);
+    }
+    // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of the
+    // products with `unit` has their rounding error.
+    __device__ static bool is_large(float highest) { return FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity(); }
+
+    // Turns scores into weights. Returns whether out is to be multiplied by `rescale` first.
+    __device__ bool weigh(float (&s)[N][4], float (&rescale)[2]) {
+        bool needs_rescale = false;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            row_max[half] = max_or_nan(row_max[half], largest_score(s, half));
+            needs_rescale |= row_max[half] > reference_max[half];
+        }
+        needs_rescale = __any_sync(~0u, needs_rescale);
+        if (needs_rescale) {
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // Before the first visible key there is nothing to rescale.
+                const float before = reference_max[half], reference_before = reference(half);
+                reference_max[half] = max_or_nan(before, quad_max(row_max[half]) + headroom);
+                const float exponent = is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
+                rescale[half] = before == -infinity() ? 1.f : exp2_score(exponent);
+                row_sum[half] *= rescale[half];
+            }
+        }
+        float shift[2] = {-reference(0), -reference(1)};
+        if constexpr (FV_SCORE)
+            if (__any_sync(~0u, is_large(reference_max[0]) || is_large(reference_max[1])))
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float offset = reference_max[half] == -infinity() ? 0.f : -reference_max[half];
+                    #pragma unroll
+                    for (int j = 0; j < N * 2; ++j) s[j / 2][half * 2 + j % 2] += offset;
+                    shift[half] = RESCALE_THRESHOLD;
+                }
+        #pragma unroll
+        for (int j = 0; j < N * 4; ++j) {
+            const int half = j % 4 / 2;
+            float& x = s[j / 4][j % 4];
+            x = exp2_score(fmaf(x, unit, shift[half]));
+            row_sum[half] += x;
+        }
+        return needs_rescale;
+    }
+
+    // The largest of this lane's scores in a row.
+    __device__ static float largest_score(const float (&s)[N][4], int half) {
+        float largest[2] = {max_or_nan(s[0][half * 2], s[0][half * 2 + 1]), max_or_nan(s[1][half * 2], s[1][half * 2 + 1])};
+        #pragma unroll
+        for (int n = 2; n < N; ++n) largest[n % 2] = max_or_nan(largest[n % 2], max_or_nan(s[n][half * 2], s[n][half * 2 + 1]));
+        return max_or_nan(largest[0], largest[1]);
+    }
+};
+
+// A consumer's part of its item, which stays in smem until it is finished: registers are scarce.
+struct ItemRows {
+    const Item* item;
+    int first;          // this warp's first row of the item
+
+    __device__ int query0() const { return item->tile * FV_BM + first; }
+    __device__ int query() const { return query0() + threadIdx.x % 32 / 4; }       // of this lane's first row
+    __device__ Place place() const {
+        return {item->sequence.b, item->head, item->head / FV_GROUP, item->sequence.q_len, item->sequence.k_len};
+    }
+};
+
+// 0, or NaN where out has a non-finite element.
+__device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
+    float probe[4] = {};
+    #pragma unroll
+    for (int i = 0; i < N_OUT * 4; ++i) probe[i % 4] = fmaf(out[i / 4][i % 4], 0.f, probe[i % 4]);
+    return probe[0] + probe[1] + probe[2] + probe[3];
+}
+
+// Scores of this lane from accumulators, in place: rows and columns as of m16n8.
+template <bool EVALUATES>
+__device__ void score(float (&s)[N][4], const ForwardParams& p, const Mods& mods, const ItemRows& rows, int key0, bool unscaled) {
+    const int first = key0 + threadIdx.x % 4 * 2, query0 = rows.query();
+    const Place place = rows.place();
+    auto of = [&](int n, int i, float x) { return fv_score(mods, place, query0 + i / 2 * 8, first + n * 8 + i % 2, x * p.scale); };
+    if constexpr (SCORES_IN_LOOP) {
+        #pragma unroll 1
+        for (int n = 0; n < N; ++n) {
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) s[0][i] = of(n, i, s[0][i]);
+            float (&all)[1][N][4] = reinterpret_cast<float (&)[1][N][4]>(s);
+            rotate(all);
+        }
+    } else if (FV_SCORE) {
+        #pragma unroll
+        for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] = of(j / 4, j % 4, s[j / 4][j % 4]);
+    } else if (!unscaled) {
+        #pragma unroll
+        for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] *= p.scale;
+    }
+    if constexpr (EVALUATES) {
+        const int k_len = rows.item->sequence.k_len;
+        #pragma unroll
+        for (int j = 0; j < N * 4; ++j) {
+            const int i = j % 4, key = first + j / 4 * 8 + i % 2;
+            const bool visible = (!FV_MASK || fv_mask(mods, place, query0 + i / 2 * 8, key)) & (key < k_len);
+            if (!visible) s[j / 4][i] = -infinity();
+        }
+    }
+}
+
+// Weights of keys that dropout drops become 0, after they were summed.
+__device__ void drop(float (&s)[N][4], const Mods& mods, const ItemRows& rows, int key0) {
+    const int first = key0 + threadIdx.x % 4 * 2, query0 = rows.query();
+    const Place place = rows.place();
+    #pragma unroll
+    for (int j = 0; j < N * 4; ++j) {
+        const int i = j % 4;
+        if (!fv_dropout_keep(mods, place, query0 + i / 2 * 8, first + j / 4 * 8 + i % 2)) s[j / 4][i] = 0.f;
+    }
+}
+
+// Lane l of a quad has word l of four chunks of 16 bytes; afterwards it has chunk l.
+__device__ void exchange_in_quad(u32 (&x)[4]) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    auto exchange = [](u32& low, u32& high, bool keeps_high, int distance) {
+        const u32 other = __shfl_xor_sync(~0u, keeps_high ? low : high, distance);
+        low = keeps_high ? other : low;
+        high = keeps_high ? high : other;
+    };
+    exchange(x[0], x[1], odd, 1);
+    exchange(x[2], x[3], odd, 1);
+    exchange(x[0], x[2], upper, 2);
+    exchange(x[1], x[3], upper, 2);
+}
+
+// Writes the rows of a finished item: out, lse and max_score. Returns whether out has a non-finite element.
+__device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows& rows, const Softmax& softmax, const float (&out)[N_OUT][4]) {
+    const int lane = threadIdx.x % 32, query0 = rows.query0(), head = rows.item->head;
+    const Sequence& sequence = rows.item->sequence;
+    const int left = sequence.q_len - query0;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled ? largest * p.scale : largest;
+        const float above = Softmax::is_large(softmax.reference_max[half])
+                          ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -RESCALE_THRESHOLD)
+                          : fmaf(-largest, softmax.unit, softmax.reference(half));
+        float factor = highest == -infinity() ? 0.f : exp2_score(above);
+        const float sum = quad_sum(softmax.row_sum[half]) * factor;
+        if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
+        const int row = lane / 4 + half * 8;
+        const bool exists = row < left;
+        Row target = finish_row(p, sequence, head, query0 + row, highest, sum, exists && lane % 4 == 0);
+        target.factor *= factor;
+        if constexpr (FV_OUT_DTYPE != 2 && FV_DV % 8 == 0) {
+            #pragma unroll
+            for (int n = 0; n < N_OUT; n += 4) {
+                u32 chunk[4];
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    chunk[i] = n + i < N_OUT ? narrow2<FV_OUT_DTYPE>(out[n + i][half * 2] * target.factor, out[n + i][half * 2 + 1] * target.factor) : 0;
+                exchange_in_quad(chunk);
+                const int column = (n + lane % 4) * 8;
+                if (exists && (FV_DV % 32 == 0 || column < FV_DV))
+                    *reinterpret_cast<uint4*>(target.out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+            }
+        } else if (exists) {
+            #pragma unroll
+            for (int n = 0; n < N_OUT; ++n) store_out(target, n * 8 + lane % 4 * 2, out[n][half * 2], out[n][half * 2 + 1]);
+        }
+    }
+    return __any_sync(~0u, nonfinite_probe(out) != 0.f);
+}
+
+// Recomputes the rows of a warp whose out is not finite though their row_sum is, of all items of the CTA. At the
+// end, because a call within the main loop would cost every product the uniform registers of its operands.
+// `number` is the CTA's last item.
+__device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const PersistentParams& persistent, const Mods& mods, u32 number, int first) {
+    #pragma unroll 1
+    for (;; number = persistent.taken[1 + number]) {
+        const WorkItem work = WorkItem::number(p, number);
+        const Tile tile = p.tiles[work.tile];
+        const Sequence sequence = p.sequences[tile.sequence];
+        const Steps steps(p, sequence, tile, work.head, 0);
+        const int query0 = tile.tile * FV_BM + first, rows = min(16, sequence.q_len - query0);
+        #pragma unroll 1
+        for (int row = 0; row < rows; ++row) {
+            const i64 at = sequence.q_start + query0 + row;
+            const OutElem* out = static_cast<const OutElem*>(p.out.data) + p.out.at(sequence.q_batch, work.head, at);
+            const float row_sum = p.lse.data[sequence.q_batch * p.lse.batch + work.head * p.lse.head + at * p.lse.row];
+            float probe = 0.f;
+            for (int column = threadIdx.x % 32; column < FV_DV; column += 32) probe = fmaf(widen<FV_OUT_DTYPE>(out[column * p.out.elem]), 0.f, probe);
+            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_row(p, mods, sequence, steps, work.head, query0 + row);
+        }
+        if (number == blockIdx.x) return;
+    }
+}
+
+// The rows of an item that no key is seen from, by one warp.
+__device__ void finish_empty(const ForwardParams& p, const Sequence& sequence, int tile, int head) {
+    const int lane = threadIdx.x % 32, query0 = tile * FV_BM;
+    #pragma unroll 1
+    for (int row = 0; row < min(FV_BM, sequence.q_len - query0); ++row) {
+        const Row target = finish_row(p, sequence, head, query0 + row, -infinity(), 0.f, lane == 0);
+        for (int column = lane; column < FV_DV; column += 32) store_one(target, column, 0.f);
+    }
+}
+
+// Rows of V from `live` on are none of the sequence's: what stands there, which may be NaN, is multiplied by
+// weights of 0. Every consumer clears all of them for itself, before its product.
+__device__ void clear_rows(char* values, int live, int consumer) {
+    const int thread = threadIdx.x % 128;
+    for (int chunk = live * 8 + thread; chunk < FV_BN * 8; chunk += 128)
+        #pragma unroll
+        for (int panel = 0; panel < panels(FV_DV); ++panel)
+            *reinterpret_cast<uint4*>(values + panel * FV_BN * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    named_sync(1 + CONSUMERS + consumer, 128);
+}
+
+// The item after item `number` of this CTA, from a counter. Whoever takes the last number that anybody takes sets
+// it back.
+__device__ u32 item_after(const PersistentParams& persistent, u32 number, u32 items) {
+    u32 taken = 0;
+    if (threadIdx.x % 32 == 0) {
+        taken = atomicAdd(persistent.taken, 1);
+        if (taken == items - 1) *persistent.taken = 0;
+        if (gridDim.x + taken < items) persistent.taken[1 + gridDim.x + taken] = number;
+    }
+    return gridDim.x + __shfl_sync(~0u, taken, 0);
+}
+
+// The scheduler: one warp, whose lanes do the same until an item has no keys.
+__device__ void schedule(const ForwardParams& p, const PersistentParams& persistent, char* shared, Barriers barriers) {
+    const u32 items = p.tile_count * p.heads_q;
+    Ring<ITEMS> ring;
+    auto place = [&]() -> Item& {
+        barriers.item_empty(ring.stage).wait(ring.round - 1);
+        return *reinterpret_cast<Item*>(shared + AT_ITEMS + 64 * ring.stage);
+    };
+    #pragma unroll 1
+    for (u32 number = blockIdx.x; number < items; number = item_after(persistent, number, items)) {
+        const WorkItem work = WorkItem::number(p, number);
+        const Tile tile = p.tiles[work.tile];
+        const Sequence& sequence = p.sequences[tile.sequence];
+        int runs = 0;
+        Run last_run = {};
+        if constexpr (FV_MASK) {
+            const int row = sequence.first_row + tile.tile + work.head * p.lists.head_stride;
+            runs = p.lists.counts[row];
+            if (runs > 0) last_run = p.lists.runs[i64(row) * p.lists.capacity + runs - 1];
+        }
+        if (FV_MASK ? runs == 0 : sequence.k_len == 0) {
+            finish_empty(p, sequence, tile.tile, work.head);
+            continue;
+        }
+        Item& item = place();
+        item.number = number;
+        item.head = work.head;
+        item.tile = tile.tile;
+        if (threadIdx.x % 32 < sizeof(Sequence) / 4)
+            reinterpret_cast<int*>(&item.sequence)[threadIdx.x % 32] = reinterpret_cast<const int*>(&sequence)[threadIdx.x % 32];
+        item.runs = runs;
+        item.last_run = last_run;
+        item.stop = 0;
+        barriers.item_full(ring.stage).arrive_warp();
+        ring.advance();
+    }
+    place().stop = 1;
+    barriers.item_full(ring.stage).arrive_warp();
+}
+
+// What the producers have in common.
+struct Copies {
+    const ForwardParams& p;
+    const PersistentParams& persistent;
+    const u32 base;
+    char* const shared;
+    const Barriers barriers;
+
+    // Calls `each(item, key, kind)` for the live tiles of keys of all items: the first key, and the kind of step.
+    template <typename F>
+    __device__ void for_each_tile(F each) const {
+        Ring<ITEMS> ring;
+        #pragma unroll 1
+        for (;; ring.advance()) {
+            barriers.item_full(ring.stage).wait(ring.round);
+            const Item& item = *reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * ring.stage);
+            if (item.stop) return;
+            LiveKeys keys(p, item);
+            bool more = keys.next();
+            #pragma unroll 1
+            for (bool first = true; more; first = false) {
+                const int key = keys.tile * FV_BN;
+                const bool evaluates = keys.run_evaluates;
+                more = keys.next();
+                each(item, key, (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST));
+            }
+            barriers.item_empty(ring.stage).arrive();
+        }
+    }
+};
+
+// The producer of Q, K and of steps: one thread.
+__device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const TensorMap& map_k) {
+    const Barriers& barriers = copies.barriers;
+    const PersistentParams& persistent = copies.persistent;
+    Ring<FV_STAGES> k;
+    Ring<Q_STAGES> q;
+    auto announce = [&](const Step& step, int bytes) {
+        barriers.k_empty(k.stage).wait(k.round - 1);
+        *reinterpret_cast<Step*>(copies.shared + AT_STEPS + 16 * k.stage) = step;
+        barriers.k_full(k.stage).arrive_expecting(bytes);
+    };
+    copies.for_each_tile([&](const Item& item, int key, int kind) {
+        const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
+        announce({key, live < FV_BN ? kind | Step::EVALUATES : kind, live}, K_BYTES);
+        #pragma unroll
+        for (int i = 0; i < panels(FV_D); ++i)
+            copy_panel(copies.base + AT_K + k.stage * K_BYTES + i * FV_BN * PANEL_ROW, map_k, barriers.k_full(k.stage), i * PANEL_COLUMNS,
+                       item.sequence.k_start + key, group * persistent.k_head, item.sequence.k_batch * persistent.k_batch);
+        k.advance();
+        if (!(kind & Step::FIRST)) return;
+        #pragma unroll 1
+        for (int c = 0; c < CONSUMERS; ++c) {
+            const CopyBarrier full = barriers.q_full(q.stage, c);
+            barriers.q_empty(q.stage, c).wait(q.round - 1);
+            full.arrive_expecting(Q_BYTES);
+            #pragma unroll
+            for (int i = 0; i < panels(FV_D); ++i)
+                copy_panel(copies.base + (q.stage * CONSUMERS + c) * Q_BYTES + i * 64 * PANEL_ROW, map_q, full, i * PANEL_COLUMNS,
+                           item.sequence.q_start + item.tile * FV_BM + c * 64, item.head % FV_GROUP * persistent.q_head,
+                           group * persistent.q_group, item.sequence.q_batch * persistent.q_batch);
+        }
+        q.advance();
+    });
+    announce({0, Step::STOP, 0}, 0);
+}
+
+// The producer of V: one thread.
+__device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
+    const PersistentParams& persistent = copies.persistent;
+    Ring<FV_STAGES> v;
+    copies.for_each_tile([&](const Item& item, int key, int) {
+        const CopyBarrier full = copies.barriers.v_full(v.stage);
+        copies.barriers.v_empty(v.stage).wait(v.round - 1);
+        full.arrive_expecting(V_BYTES);
+        #pragma unroll
+        for (int i = 0; i < panels(FV_DV); ++i)
+            copy_panel(copies.base + AT_V + v.stage * V_BYTES + i * FV_BN * PANEL_ROW, map_v, full, i * PANEL_COLUMNS,
+                       item.sequence.k_start + key, item.head / FV_GROUP * persistent.v_head, item.sequence.k_batch * persistent.v_batch);
+        v.advance();
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
+           const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 base = shared_address(shared);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const Barriers barriers = {base};
+    if (threadIdx.x == 0) {
+        if (base % 1024 != 0) __trap();
+        barriers.init();
+        prefetch_map(map_q);
+        prefetch_map(map_k);
+        prefetch_map(map_v);
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        give_registers<PRODUCER_REGISTERS>();
+        const Copies copies = {p, persistent, base, shared, barriers};
+        if (warp == 0 && elect_one()) copy_keys(copies, map_q, map_k);
+        if (warp == 1 && elect_one()) copy_values(copies, map_v);
+        if (warp == 2) schedule(p, persistent, shared, barriers);
+        return;
+    }
+    take_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1, first_row = consumer * 64 + warp * 16;
+    const bool leads = threadIdx.x % 128 == 0;
+    // Consumers take turns in starting products: barrier 1 + c is consumer c's turn.
+    auto await_turn = [&] { if constexpr (CONSUMERS > 1) named_sync(1 + consumer, 256); };
+    auto pass_turn = [&] { if constexpr (CONSUMERS > 1) named_arrive(1 + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256); };
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(1, 256);
+
+    Ring<FV_STAGES> k;
+    Ring<Q_STAGES> q = Ring<Q_STAGES>::before_first();
+    Ring<ITEMS> items = Ring<ITEMS>::before_first();
+    bool has_weights = false, has_nonfinite = false;
+    int live_keys = FV_BN;                     // of the step before
+    u32 last_item = 0;
+    ItemRows rows = {nullptr, first_row};
+    Softmax softmax(p.scale);
+    float s[N][4], out[N_OUT][4];
+    u32 weights[FV_BN / 16][4] = {};
+    #pragma unroll
+    for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
+    #pragma unroll 1
+    for (;;) {
+        barriers.k_full(k.stage).wait(k.round);
+        Step step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 16 * k.stage);
+        // The same for all threads, and now the compiler knows: only then do operands of products stay in
+        // uniform registers.
+        step.kind = __reduce_or_sync(~0u, step.kind);
+        if (step.kind & Step::FIRST) {
+            q.advance();
+            barriers.q_full(q.stage, consumer).wait(q.round);
+        }
+        const Ring<FV_STAGES> v = k.before();
+        if (has_weights) barriers.v_full(v.stage).wait(v.round);
+        if (live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
+        const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
+        const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);
+        const Operand values = Operand::columns(base + AT_V + v.stage * V_BYTES, FV_BN * PANEL_ROW);
+        auto release_keys = [&] {
+            if (!leads) return;
+            barriers.k_empty(k.stage).arrive();
+            if (step.kind & Step::LAST) barriers.q_empty(q.stage, consumer).arrive();
+        };
+        float rescale[2] = {1.f, 1.f};
+        bool rescales;
+        await_turn();
+        pin(s);
+        pin(out);
+        if (FV_OVERLAP && (step.kind & ~Step::LAST) == 0) {
+            product_fence();
+            start_qk(s, queries, keys);
+            product_commit();
+            start_pv(out, weights, values);
+            product_commit();
+            pass_turn();
+            product_wait<1>();
+            pin(s);
+            release_keys();
+            score<false>(s, p, mods, rows, step.key, softmax.unscaled);
+            rescales = softmax.weigh(s, rescale);
+            keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
+            product_wait<0>();
+            pin(out);
+        } else {
+            product_fence();
+            start_qk(s, queries, keys);
+            start_pv(out, weights, values);
+            product_commit();
+            pass_turn();
+            product_wait<0>();
+            pin(s);
+            pin(out);
+            release_keys();
+            if (step.kind & (Step::FIRST | Step::STOP)) {
+                if (has_weights) {
+                    has_nonfinite |= finish(p, mods, rows, softmax, out);
+                    last_item = rows.item->number;
+                    barriers.item_empty(items.stage).arrive_warp();
+                }
+                if (step.kind == Step::STOP) break;
+                items.advance();
+                barriers.item_full(items.stage).wait(items.round);
+                rows.item = reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * items.stage);
+                softmax.clear();
+                #pragma unroll
+                for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
+            }
+            if (step.kind & Step::EVALUATES) score<true>(s, p, mods, rows, step.key, softmax.unscaled);
+            else score<false>(s, p, mods, rows, step.key, softmax.unscaled);
+            rescales = softmax.weigh(s, rescale);
+        }
+        if (has_weights && leads) barriers.v_empty(v.stage).arrive();
+        has_weights = true;
+        live_keys = step.live;
+        k.advance();
+        if constexpr (FV_DROPOUT) drop(s, mods, rows, step.key);
+        if (rescales)
+            #pragma unroll
+            for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
+        #pragma unroll
+        for (int i = 0; i < FV_BN / 4; ++i) weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+    }    if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);
+}

@@ -1,0 +1,166 @@
+// Parts of fv_forward on Hopper: what smem holds, what its roles hand to each other, and a consumer's two
+// products.
+
+constexpr int CONSUMERS = FV_WARPS / 4 - 1;                // warpgroups, 64 rows of queries each
+constexpr int N = FV_BN / 8;                               // accumulators of a warp: 16 rows, 8 keys,
+constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
+
+// Shared memory, in this order, in panels of 128-byte rows (see hopper.cuh):
+//     Q_STAGES * FV_BM * row(FV_D)                              Q, a part for each consumer
+//   + FV_STAGES * FV_BN * (row(FV_D) + row(FV_DV))              K, V
+//   + 1024                                                      items, steps and mbarriers
+constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
+constexpr int Q_BYTES = 64 * ROW_K;                        // of a consumer
+constexpr int K_BYTES = FV_BN * ROW_K, V_BYTES = FV_BN * ROW_V;
+constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
+// Two tiles of queries where there is room: the next one lands while this one is at work.
+constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
+constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and the next one
+constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
+constexpr int AT_STEPS = AT_ITEMS + 64 * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
+constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
+extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
+
+static_assert(FV_DTYPE != 2, "wgmma sums 16-bit operands in f32; f32 operands are the portable family's");
+static_assert(FV_BM == 64 * CONSUMERS && FV_WARPS % 4 == 0, "a consumer owns 64 rows");
+static_assert(FV_BN % 16 == 0 && FV_BN <= 256, "keys of a product");
+
+constexpr float RESCALE_THRESHOLD = 8.f;                   // as an exponent of 2: P is at most 2^8
+constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
+// A score function stands twice, in either kind of step.
+constexpr bool SCORES_IN_LOOP = is_long(N * 4, 2 * SCORE_INSTRUCTIONS);
+
+// Registers that the roles have after they were dealt out again; those of the launch are 65536 / THREADS.
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 1 ? 56 : CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 256 : CONSUMERS == 2 ? 232 : 160;
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "more registers than there are");
+
+// A tile of queries of one head: items are numbered in the order of the schedule, the heaviest first. As the
+// scheduler finds it, 64 bytes in smem.
+struct Item {
+    u32 number;
+    int head;
+    int tile;                   // in its sequence
+    int runs;                   // of live tiles of keys; without a mask 0
+    Run last_run;
+    Sequence sequence;
+    int stop;                   // there is no item any more, and this is none
+};
+static_assert(sizeof(Item) == 64, "a place of the ring");
+
+// What the producer tells the consumers with a stage of K, 16 bytes in smem.
+struct Step {
+    int key;                    // the first key
+    int kind;                   // the sum of the constants below
+    int live;                   // keys of the sequence from there on
+
+    static constexpr int EVALUATES = 1;  // the mask is evaluated, or keys are cut off at the end of the sequence
+    static constexpr int FIRST = 2;      // of its item: Q is another one, and the item before is finished
+    static constexpr int LAST = 4;       // of its item: Q is free after it
+    static constexpr int STOP = 8;       // there is no item after the one before; no K, no V, no Q
+};
+
+// A position in a ring of STAGES stages.
+template <int STAGES>
+struct Ring {
+    int stage = 0, round = 0;
+
+    __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            ++round;
+        }
+    }
+    __device__ Ring before() const { return stage == 0 ? Ring{STAGES - 1, round - 1} : Ring{stage - 1, round}; }
+    __device__ static Ring before_first() { return Ring{0, 0}.before(); }
+};
+
+// The mbarriers, 8 bytes each. A stage in round r is full for whoever has waited for round r, and empty for
+// whoever has waited for round r - 1.
+struct Barriers {
+    u32 base;
+
+    __device__ CopyBarrier k_full(int stage) const { return at(stage); }
+    __device__ CopyBarrier k_empty(int stage) const { return at(FV_STAGES + stage); }
+    __device__ CopyBarrier v_full(int stage) const { return at(2 * FV_STAGES + stage); }
+    __device__ CopyBarrier v_empty(int stage) const { return at(3 * FV_STAGES + stage); }
+    __device__ CopyBarrier q_full(int stage, int consumer) const { return at(4 * FV_STAGES + stage * CONSUMERS + consumer); }
+    __device__ CopyBarrier q_empty(int stage, int consumer) const { return at(4 * FV_STAGES + (Q_STAGES + stage) * CONSUMERS + consumer); }
+    __device__ CopyBarrier item_full(int place) const { return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + place); }
+    __device__ CopyBarrier item_empty(int place) const { return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + ITEMS + place); }
+
+    __device__ void init() const {
+        for (int s = 0; s < FV_STAGES; ++s) {
+            k_full(s).init(1);
+            k_empty(s).init(CONSUMERS);
+            v_full(s).init(1);
+            v_empty(s).init(CONSUMERS);
+        }
+        for (int s = 0; s < Q_STAGES; ++s)
+            for (int c = 0; c < CONSUMERS; ++c) {
+                q_full(s, c).init(1);
+                q_empty(s, c).init(1);
+            }
+        for (int i = 0; i < ITEMS; ++i) {
+            item_full(i).init(1);
+            item_empty(i).init(2 + 4 * CONSUMERS);
+        }
+        fence_barrier_init();
+    }
+
+private:
+    __device__ CopyBarrier at(int number) const {
+        CopyBarrier barrier;
+        barrier.at = base + AT_BARRIERS + 8 * number;
+        return barrier;
+    }
+};
+static_assert(64 * ITEMS + 16 * FV_STAGES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
+
+// The live tiles of keys of an item, from the last one: what a mask cuts then comes first, together with the
+// end of the item before. A run is read while the one before it is at work.
+struct LiveKeys {
+    const Run* runs;
+    Run ahead;
+    int left;                           // runs after the current one
+    int tile, first;                    // the current run: the tile of the current step, and its first one
+    bool run_evaluates = false;
+
+    __device__ LiveKeys(const ForwardParams& p, const Item& item) {
+        if constexpr (FV_MASK) {
+            const int row = item.sequence.first_row + item.tile + item.head * p.lists.head_stride;
+            runs = p.lists.runs + i64(row) * p.lists.capacity;
+            ahead = item.last_run;
+            left = item.runs;
+            tile = first = 0;
+        } else {
+            left = first = 0;
+            tile = ceil_div(item.sequence.k_len, FV_BN);
+        }
+    }
+
+    __device__ bool next() {
+        while (tile == first) {
+            if (!FV_MASK || left == 0) return false;
+            first = ahead.first;
+            tile = first + (ahead.count_kind >> 1);
+            run_evaluates = ahead.count_kind & 1;
+            if (--left > 0) ahead = runs[left - 1];
+        }
+        --tile;
+        return true;
+    }
+};
+
+// s = Q K^T.
+__device__ void start_qk(float (&s)[N][4], Operand queries, Operand keys) {
+    #pragma unroll
+    for (int k = 0; k < FV_DP / 16; ++k)
+        multiply_async(s, queries + (k / 4 * 64 * PANEL_ROW + k % 4 * 32), keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), k > 0);
+}
+
+// out += P V.
+__device__ void start_pv(float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / 16][4], Operand values) {
+    #pragma unroll
+    for (int k = 0; k < FV_BN / 16; ++k) multiply_async(out, weights[k], values + k * 16 * PANEL_ROW);
+}

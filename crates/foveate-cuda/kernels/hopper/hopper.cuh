@@ -1,0 +1,110 @@
+// What compute capability 9.0 has beyond 8.x, one wrapper for each form of PTX that the family uses:
+// copies by tensor map (TMA), mbarriers that count bytes, matrix products of warpgroups (wgmma), and
+// registers that move from one warpgroup to another.
+//
+// A tile in smem is made of panels: FV_D (or FV_DV) is cut into stretches of 64 elements, and a panel is the
+// rows of a tile in one stretch, 128 bytes each, in the 128-byte swizzle: the 16-byte chunk c of row r lies
+// at chunk c ^ (r & 7). A panel begins at a multiple of 1024 bytes. A tensor map writes a panel in this
+// order, and the descriptor of an operand says it.
+
+typedef unsigned long long u64;
+
+constexpr int PANEL_COLUMNS = 64;
+constexpr int PANEL_ROW = PANEL_COLUMNS * 2;               // bytes
+constexpr int panels(int columns) { return ceil_div(columns, PANEL_COLUMNS); }
+
+// A map as the driver encodes it. Kernels take it by value and hand its address to the copy.
+struct alignas(64) TensorMap {
+    u32 opaque[32];
+};
+
+// ---- copies ----
+
+__device__ bool elect_one() {
+    u32 elected;
+    asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }" : "=r"(elected));
+    return elected != 0;
+}
+
+__device__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+// An mbarrier on which one arrival also announces bytes that copies are to deliver.
+struct CopyBarrier : Mbarrier {
+    __device__ void arrive_expecting(u32 bytes) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory");
+    }
+};
+
+// One panel: rows `row` .. of a box, columns `column` .., of one head of one batch entry.
+__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+// The same where heads come in groups: head `head` of group `group`.
+__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head, int group, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(group), "r"(batch) : "memory");
+}
+
+// Orders this thread's stores to smem before what the copy engine and wgmma read afterwards.
+__device__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes initialised mbarriers visible to the copy engine.
+__device__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// ---- roles ----
+
+template <int REGISTERS>
+__device__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+
+// A barrier by number, among `threads` threads of the CTA. 0 is __syncthreads.
+__device__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+__device__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+
+// ---- products of a warpgroup ----
+
+// Where an operand lies in smem. `address` is that of its first panel.
+//   rows(...): the summed axis runs along the rows of panels (Q, K of Q K^T). 16 elements further is 32 bytes.
+//   columns(...): the summed axis runs across the rows (V of P V). 16 elements further is 16 rows, 2048 bytes;
+//   `panel_bytes` leads from 64 columns to the next.
+struct Operand {
+    u64 bits;
+
+    static constexpr u64 SWIZZLE_128 = u64(1) << 62, EIGHT_ROWS = u64(1024 >> 4) << 32;
+    __device__ static Operand rows(u32 address) { return {SWIZZLE_128 | EIGHT_ROWS | u64(1) << 16 | (address & 0x3ffff) >> 4}; }
+    __device__ static Operand columns(u32 address, int panel_bytes) {
+        return {SWIZZLE_128 | EIGHT_ROWS | u64(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4};
+    }
+    __device__ Operand operator+(int bytes) const { return {bits + (bytes >> 4)}; }
+};
+
+// d += A B, or d = A B where it does not add; the result is there after a wait. Of 16 summed elements.
+template <int N>
+__device__ void multiply_async(float (&d)[N][4], Operand a, Operand b, bool adds) { wgmma(d, a.bits, b.bits, adds); }
+// d += A B with A in registers, in the order of m16n8k16.
+template <int N>
+__device__ void multiply_async(float (&d)[N][4], const u32 (&a)[4], Operand b) { wgmma(d, a, b.bits); }
+
+// Before the first product of a group: registers that the thread wrote are operands now.
+__device__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Ends a group of products.
+__device__ void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most LEFT groups are under way.
+template <int LEFT>
+__device__ void product_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// The compiler must not move accesses of accumulators over the point where this stands.
+template <int N>
+__device__ void pin(float (&x)[N][4]) {
+    #pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+}
+
+// The assembler is free to move arithmetic behind a wait that comes after it, and does: nothing would run beside the
+// products then. It does not move a store, and this one, which never happens, needs `sum`: what is never negative.
+__device__ void keep_before(float sum, u32 address) {
+    asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0; }" :: "f"(sum), "r"(address) : "memory");
+}

@@ -1,0 +1,104 @@
+//! What a kernel of the Hopper family takes of an SM, and which configurations there are.
+//!
+//! A CTA has the multiprocessor to itself: as many threads as the 65,536 registers are dealt out to,
+//! and shared memory up to the limit. The roles deal the registers out again (`setmaxnreg`), so
+//! what a consumer can have is more than what the launch gives every thread.
+
+use super::{Refusal, Resources};
+use crate::compile::config::{Config, Elem, Kernel};
+
+/// Bytes of shared memory that a CTA can have on compute capability 9.0.
+const SHARED_LIMIT: usize = 232_448;
+/// Bytes of items, steps and mbarriers.
+const END_BYTES: usize = 1024;
+/// Columns of a panel, and bytes of its rows.
+const PANEL: usize = 64;
+const PANEL_ROW: usize = 128;
+
+/// Registers of a consumer's thread, by consumers: `CONSUMER_REGISTERS` of `forward_device.cuh`.
+const CONSUMER_REGISTERS: [usize; 3] = [256, 232, 160];
+/// Registers of a consumer beside sums and weights: statistics of its rows, addresses, a mask's or a
+/// score's own numbers.
+const WORKING: usize = 32;
+
+/// What a CTA of `config` takes.
+///
+/// # Errors
+/// [`Refusal::Family`] for what the family does not compute, [`Refusal::Shape`] for tiles that its
+/// warpgroups do not have, [`Refusal::Registers`] when a consumer's sums do not fit.
+pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
+    check(config)?;
+    let consumers = config.warps / 4 - 1;
+    let sums = (config.tile_kv + config.padded_dim_v()) / 2;
+    let needed = sums + config.tile_kv / 4 + WORKING;
+    let limit = CONSUMER_REGISTERS[consumers - 1];
+    if needed > limit {
+        return Err(Refusal::Registers { needed, limit });
+    }
+    let shared = shared_memory(config);
+    Ok(Resources {
+        threads: config.threads(),
+        shared_bytes: shared.iter().map(|(_, bytes)| bytes).sum(),
+        shared,
+        registers: (65_536 / config.threads() / 8 * 8).min(255),
+        needed,
+    })
+}
+
+fn check(config: &Config) -> Result<(), Refusal> {
+    let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+    let family = |reason: &str| Err(Refusal::Family { reason: format!("hopper: {reason}") });
+    let shape = |reason: String| Err(Refusal::Shape { reason });
+    if config.kernel != Kernel::Forward {
+        return family("it has a forward only");
+    }
+    if config.dtype == Elem::F32 {
+        return family("f32 operands; products of 16-bit operands only");
+    }
+    if config.paged {
+        return family("keys in pages");
+    }
+    if config.pack_gqa {
+        return family("packed GQA, for few queries");
+    }
+    if config.kv_split {
+        return family("split-KV");
+    }
+    if config.align != 16 {
+        return family("rows that are not aligned to 16 B");
+    }
+    let consumers = match warps {
+        8 | 12 | 16 => warps / 4 - 1,
+        _ => {
+            return shape(format!("{warps} warps; hopper has 8, 12 or 16, four of them producers"));
+        }
+    };
+    if tile_q != 64 * consumers {
+        return shape(format!(
+            "tile {tile_q}x{tile_kv}; {consumers} consumers own 64 queries each"
+        ));
+    }
+    if !tile_kv.is_multiple_of(16) || !(32..=256).contains(&tile_kv) {
+        return shape(format!(
+            "tile {tile_q}x{tile_kv}; hopper takes multiples of 16 keys from 32 to 256"
+        ));
+    }
+    if !(2..=4).contains(&stages) {
+        return shape(format!("{stages} stages; hopper has 2 to 4"));
+    }
+    Ok(())
+}
+
+/// The sum at the top of `kernels/hopper/forward_device.cuh`, term by term.
+fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
+    let row = |dim: usize| dim.div_ceil(PANEL) * PANEL_ROW;
+    let (row_k, row_v) = (row(config.dim), row(config.dim_v));
+    let keys = config.stages * config.tile_kv * (row_k + row_v);
+    let queries = config.tile_q * row_k;
+    let fits = 2 * queries + keys + END_BYTES <= SHARED_LIMIT;
+    vec![
+        ("q", if fits { 2 * queries } else { queries }),
+        ("k, v", keys),
+        ("items, steps, barriers", END_BYTES),
+    ]
+}

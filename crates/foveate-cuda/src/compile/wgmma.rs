@@ -1,0 +1,92 @@
+//! One function for each shape of `wgmma.mma_async` that a configuration multiplies by.
+//!
+//! The instruction names every register of its sums, so its text is as long as the tile is wide:
+//! it is printed here instead of being written out for every width. What the operands mean is said
+//! in `kernels/hopper/hopper.cuh`.
+
+use std::fmt::Write;
+
+use super::config::{Config, Elem, Family, Kernel};
+
+/// Where the left operand of a product is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Left {
+    /// In shared memory, by a descriptor; both operands run along the summed axis.
+    Shared,
+    /// In registers; the right one runs across the summed axis.
+    Registers,
+}
+
+/// The functions of a configuration; nothing for kernels without such products.
+pub fn wrappers(config: &Config) -> String {
+    match (config.family, config.kernel) {
+        (Family::Hopper, Kernel::Forward) => {
+            wrapper(config.dtype, config.tile_kv, Left::Shared)
+                + &wrapper(config.dtype, config.padded_dim_v(), Left::Registers)
+        }
+        _ => String::new(),
+    }
+}
+
+/// `wgmma(sums, a, b, adds)`, or `wgmma(sums, a, b)`, which always adds, for `n` columns.
+fn wrapper(dtype: Elem, n: usize, left: Left) -> String {
+    let registers = n / 2;
+    let list = |item: fn(usize) -> String, count: usize| {
+        (0..count).map(item).collect::<Vec<_>>().join(", ")
+    };
+    let sums = list(|i| format!("%{i}"), registers);
+    let outputs = list(|i| format!("\"+f\"(d[{}][{}])", i / 4, i % 4), registers);
+    let operand = |i: usize| format!("%{}", registers + i);
+    let (parameters, a, b, flags, inputs) = match left {
+        Left::Shared => (
+            "unsigned long long a, unsigned long long b, bool adds",
+            operand(0),
+            operand(1),
+            format!("{}|0, 0", operand(2)),
+            r#""l"(a), "l"(b), "r"(int(adds))"#,
+        ),
+        Left::Registers => (
+            "const unsigned (&a)[4], unsigned long long b",
+            format!("{{{}, {}, {}, {}}}", operand(0), operand(1), operand(2), operand(3)),
+            operand(4),
+            format!("{}|1", operand(5)),
+            r#""r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1)"#,
+        ),
+    };
+    let (adds, transposed) = flags.split_once('|').expect("two parts");
+    let ty = match dtype {
+        Elem::F16 => "f16",
+        Elem::Bf16 => "bf16",
+        Elem::F32 => unreachable!("the family refuses f32 operands"),
+    };
+    let mut text = String::new();
+    write!(
+        text,
+        "__device__ void wgmma(float (&d)[{}][4], {parameters}) {{\n    \
+         asm volatile(\"{{ .reg .pred adds; setp.ne.b32 adds, {adds}, 0; \
+         wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty} {{{sums}}}, {a}, {b}, adds, 1, 1, \
+         {transposed}; }}\"\n                 : {outputs}\n                 : {inputs});\n}}\n",
+        n / 8
+    )
+    .expect("writing to a String cannot fail");
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrapper_names_every_sum_once_and_then_its_operands() {
+        let shared = wrapper(Elem::Bf16, 16, Left::Shared);
+        assert!(shared.contains(
+            "m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds, 1, 1, 0, 0;"
+        ));
+        assert!(shared.contains("setp.ne.b32 adds, %10, 0;") && shared.contains("\"+f\"(d[1][3])"));
+        let registers = wrapper(Elem::F16, 8, Left::Registers);
+        assert!(registers.contains(
+            "m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, adds, 1, 1, 1;"
+        ));
+        assert!(registers.contains("setp.ne.b32 adds, %9, 0;"));
+    }
+}
