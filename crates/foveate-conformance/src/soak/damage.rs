@@ -16,6 +16,9 @@ const READERS: [&[&str]; 3] = [
     &["train", "recipe.toml", "--resume"],
 ];
 
+/// Files of a checkpoint that people edit: other sizes of a rotation, other tokens.
+const EDITED: [&str; 3] = ["config.json", "tokenizer.json", "tokenizer_config.json"];
+
 /// A run of half its steps, and what each reader gives on it.
 struct Fixture {
     folder: Folder,
@@ -67,8 +70,11 @@ impl Fixture {
             format!("`foveate {}` with {done} in {shown}: {fault}", READERS[reader].join(" "))
         };
         let ended = run(&folder, READERS[reader]).map_err(&story)?;
-        // Another recipe, another document and another log are not damage, and answers differ.
-        if ended.error_line().map_err(&story)?.is_some() || !file.starts_with(&newest) {
+        // Another recipe, another document and another log are not damage, and answers differ; nor is
+        // what people edit in a checkpoint, which has no checksum for that reason.
+        let edited = |name: &&str| file.ends_with(name);
+        let not_damage = !file.starts_with(&newest) || EDITED.iter().any(edited);
+        if ended.error_line().map_err(&story)?.is_some() || not_damage {
             return Ok(());
         }
         let answer = answer(&folder, READERS[reader], &ended).map_err(&story)?;
