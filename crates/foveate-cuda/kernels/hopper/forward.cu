@@ -3,10 +3,11 @@
 // Persistent: a CTA computes one tile of FV_BM query rows of one head after the other, the heaviest of the
 // launch first, and its pipeline does not drain between them.
 //
-// Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them, one
-// item ahead. A thread of warp 0 walks their live tiles of keys, starts the copies of Q and K, and tells the
-// consumers of each step; a thread of warp 1 starts those of V. The other warpgroups are consumers, each with 64 rows of Q: 16 rows a warp, whose scores lie in
-// the warp's registers as after mma.sync. A step of a consumer is
+// Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them
+// ahead, up to three items. A thread of warp 0 walks their live tiles of keys, starts the copies of Q and K, and
+// tells the consumers of each step; a thread of warp 1 starts those of V. The other warpgroups are consumers, each
+// with 64 rows of Q: 16 rows a warp, whose scores lie in the warp's registers as after mma.sync. A step of a
+// consumer is
 //
 //     start S = Q K^T of this step     start O += P V of the step before
 //     S has come: release K            S = score(scale S), -inf where the mask is false
@@ -519,5 +520,6 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
         #pragma unroll
         for (int i = 0; i < FV_BN / 4; ++i) weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
-    }    if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);
+    }
+    if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);
 }

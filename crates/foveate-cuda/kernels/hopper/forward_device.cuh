@@ -15,7 +15,7 @@ constexpr int K_BYTES = FV_BN * ROW_K, V_BYTES = FV_BN * ROW_V;
 constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 // Two tiles of queries where there is room: the next one lands while this one is at work.
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
-constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and the next one
+constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and those taken ahead
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
 constexpr int AT_STEPS = AT_ITEMS + 64 * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;

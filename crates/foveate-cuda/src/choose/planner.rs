@@ -123,7 +123,9 @@ impl KernelPlan {
             )));
         }
         let kv_split = kv_splits > 1;
-        forward.others.retain(|c| !kv_split || c.config.family == Family::Portable);
+        // What runs in place of a portable kernel has to take its operands, too.
+        let portable = forward.chosen.config.family == Family::Portable;
+        forward.others.retain(|c| !portable || c.config.family == Family::Portable);
         let all = forward.others.iter_mut().chain([&mut forward.chosen]);
         all.for_each(|c| c.config.kv_split = kv_split);
         let mut passes = vec![Pass::Forward { kv_split }];

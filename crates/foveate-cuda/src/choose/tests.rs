@@ -437,6 +437,15 @@ fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
     let strided = "k has row stride 0, which no tensor map has";
     let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
     portable("h200", unmapped, &long, strided);
+    // No product is as wide.
+    let wide = KernelPlan::new(
+        &Profile::named("h200").unwrap(),
+        &Class::new(Elem::Bf16, 64, 272, 1),
+        &long,
+        false,
+        &options,
+    );
+    assert_eq!(wide.unwrap().kernels[0].chosen.config.family, Family::Portable);
     let decode = Sizes { queries: 1, ..long };
     portable("h200", plain, &decode, "few queries, whose heads share a tile");
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::candidate::Candidate;
 use super::check::compare;
-use super::config::{Config, TilesOf};
+use super::config::{Config, Family, TilesOf};
 use super::resources::{LOCAL_BYTES_ALLOWED, Resources};
 use crate::error::CudaError;
 use foveate_gpu::GpuErrorKind;
@@ -80,10 +80,16 @@ fn select<'a, T>(
     let mut least: Option<((bool, u32), &Candidate, T)> = None;
     let mut first: Option<String> = None;
     let mut broken = None;
-    let mut too_many = usize::MAX;
+    let of = |c: &Candidate| match c.config.family {
+        Family::Portable => (Family::Portable, 0),
+        Family::Hopper => (Family::Hopper, c.config.warps),
+    };
+    // Registers that were too many, of those that have as many: a consumer's go by its CTA's warps.
+    let mut too_many: Vec<((Family, usize), usize)> = Vec::new();
     for candidate in candidates {
         // What needs as many registers as one that had not enough of them has not enough either.
-        if candidate.resources.needed >= too_many {
+        let (like, needed) = (of(candidate), candidate.resources.needed);
+        if too_many.iter().any(|(of, bound)| *of == like && needed >= *bound) {
             continue;
         }
         let said = match make(candidate) {
@@ -93,7 +99,7 @@ fn select<'a, T>(
             }
             Ok((made, Err(Excess { taken, advisory, reason }))) => {
                 if advisory.is_none() {
-                    too_many = candidate.resources.needed;
+                    too_many.push((like, needed));
                 }
                 let cost = (advisory.is_some(), taken.local_bytes);
                 if least.as_ref().is_none_or(|(least, ..)| cost < *least) {

@@ -11,6 +11,8 @@ use crate::compile::config::{Config, Elem, Kernel};
 const SHARED_LIMIT: usize = 232_448;
 /// Bytes of items, steps and mbarriers.
 const END_BYTES: usize = 1024;
+/// Columns of a product, which the sums of P V are as wide as.
+const MOST_DIM: usize = 256;
 /// Columns of a panel, and bytes of its rows.
 const PANEL: usize = 64;
 const PANEL_ROW: usize = 128;
@@ -51,6 +53,9 @@ fn check(config: &Config) -> Result<(), Refusal> {
     let shape = |reason: String| Err(Refusal::Shape { reason });
     if config.kernel != Kernel::Forward {
         return family("it has a forward only");
+    }
+    if config.dim.max(config.dim_v) > MOST_DIM {
+        return family("head dims above 256");
     }
     if config.dtype == Elem::F32 {
         return family("f32 operands; products of 16-bit operands only");
