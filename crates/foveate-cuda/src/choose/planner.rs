@@ -188,6 +188,10 @@ pub fn choose(
             }),
         }
     }
+    if kernel != Kernel::Forward && asked.family == Some(Family::Hopper) {
+        let refusal = Refusal::Family { reason: "hopper: it has a forward only".to_owned() };
+        refused.push(Refused { config: class.config(kernel, HOPPER_TILES), refusal });
+    }
     for tiles in all {
         let config = Config { pack_gqa, ..class.config(kernel, tiles) };
         match Resources::on(&config, profile) {

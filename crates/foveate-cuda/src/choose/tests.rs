@@ -471,6 +471,11 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     assert!(rows.contains("tile 96x64; 2 consumers own 64 queries each"), "{rows}");
     let keys = said(&[("family", "hopper"), ("tile_kv", "264")]);
     assert!(keys.contains("hopper takes multiples of 16 keys from 32 to 256"), "{keys}");
+    let mut options = KernelOptions::default();
+    options.set("backward.family", "hopper").unwrap();
+    let backward = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
+    let backward = backward.unwrap_err().to_string();
+    assert!(backward.ends_with("\n  hopper: it has a forward only"), "{backward}");
     let large = said(&[("family", "hopper"), ("tile_kv", "176"), ("stages", "4")]);
     assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
 }
