@@ -31,6 +31,11 @@ pub trait Backend: Sync {
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String>;
+
+    /// Whether a pass that ended with `reason` was declined: strides are known at the call only.
+    fn declines(&self, _reason: &str) -> bool {
+        false
+    }
 }
 
 /// A backend that took a problem.
@@ -68,7 +73,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
 /// cases several tiles, made deterministic, with block lists that the host made, with captured
-/// buffers that lie in device memory, and the crate `foveate` on it.
+/// buffers that lie in device memory, and the crate `foveate` on it; on compute capability 9.0 also
+/// with the forward of the Hopper family, of problems too small for it to be chosen too.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -91,8 +97,6 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
     let hopper = KernelOptions { forward: hopper, ..KernelOptions::default() };
     let hopper = CudaOptions { kernels: hopper, ..default.clone() };
-    let on_hopper: Box<dyn Backend> =
-        Box::new(Hopper { options: [hopper, default.clone()], engine: engine.clone() });
     let has_hopper = engine.profile().capability == (9, 0);
     let mut backends: Vec<Box<dyn Backend>> = vec![
         cuda("cuda", default),
@@ -102,7 +106,9 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
         cuda("cuda, contents on the device", on_device),
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ];
-    backends.extend(has_hopper.then_some(on_hopper));
+    if has_hopper {
+        backends.push(cuda("cuda, hopper", hopper));
+    }
     Ok(backends)
 }
 
@@ -127,6 +133,11 @@ impl Backend for Cuda {
         let plan = CudaPlan::new(engine, &program.local, dims, dtype, options);
         Ok(Box::new(plan.map_err(|e| e.to_string())?))
     }
+
+    fn declines(&self, reason: &str) -> bool {
+        let family = self.options.kernels.forward.family;
+        family == Some(Family::Hopper) && reason.starts_with("no forward kernel for ")
+    }
 }
 
 impl Prepared for CudaPlan {
@@ -136,60 +147,6 @@ impl Prepared for CudaPlan {
 
     fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
         CudaPlan::backward(self, args).map_err(|e| e.to_string())
-    }
-
-    fn approximates_tanh(&self) -> bool {
-        true
-    }
-}
-
-/// The forward of the Hopper family, of problems that are too small for it to be chosen too. What the
-/// family refuses at planning is declined; operands that it cannot load are found at the call only,
-/// and run as they would without it.
-struct Hopper {
-    options: [CudaOptions; 2],
-    engine: Arc<Engine>,
-}
-
-struct HopperPlan([CudaPlan; 2]);
-
-impl Backend for Hopper {
-    fn name(&self) -> &'static str {
-        "cuda, hopper"
-    }
-
-    fn prepare(
-        &self,
-        program: &Program,
-        dims: &Dims,
-        dtype: DType,
-    ) -> Result<Box<dyn Prepared>, String> {
-        let [hopper, other] = self.options.clone().map(|options| {
-            CudaPlan::new(self.engine.clone(), &program.local, dims, dtype, options)
-                .map_err(|e| e.to_string())
-        });
-        Ok(Box::new(HopperPlan([hopper?, other?])))
-    }
-}
-
-impl Prepared for HopperPlan {
-    fn forward(&self, mut args: ForwardArgs<'_>) -> Result<(), String> {
-        let Self([hopper, other]) = self;
-        let first = ForwardArgs {
-            operands: args.operands,
-            out: args.out.reborrow(),
-            lse: args.lse.reborrow(),
-            max_score: args.max_score.as_mut().map(TensorMut::reborrow),
-        };
-        match CudaPlan::forward(hopper, first) {
-            Err(e) if e.to_string().contains("hopper: ") => CudaPlan::forward(other, args),
-            result => result,
-        }
-        .map_err(|e| e.to_string())
-    }
-
-    fn backward(&self, args: BackwardArgs<'_>) -> Result<(), String> {
-        CudaPlan::backward(&self.0[1], args).map_err(|e| e.to_string())
     }
 
     fn approximates_tanh(&self) -> bool {

@@ -53,6 +53,7 @@ pub fn check_each(
         let outcome = match backend.prepare(&inputs.program, &problem.dims, inputs.dtype) {
             Err(reason) => Outcome::Declined(reason),
             Ok(plan) => match problem.run(&*plan) {
+                Err(reason) if backend.declines(&reason) => Outcome::Declined(reason),
                 Err(reason) => Outcome::Failed(vec![reason]),
                 Ok(lines) if lines.is_empty() => Outcome::Passed,
                 Ok(lines) => Outcome::Failed(lines),

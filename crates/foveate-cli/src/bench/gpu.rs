@@ -113,8 +113,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    Engine::get(args.device)?;
     let kernels = kernel_options(&args.kernel)?;
+    Engine::get(args.device)?;
     let peers = args.peers.as_deref().map(read_peers).transpose()?.unwrap_or_default();
     let names = peer_names(&peers);
     if !args.json {

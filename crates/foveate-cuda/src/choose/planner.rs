@@ -188,6 +188,11 @@ pub fn choose(
             }),
         }
     }
+    if asked.overlap == Some(true) && asked.family != Some(Family::Hopper) {
+        let reason = "portable: it has no overlap of its own; leave the option out".to_owned();
+        let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
+        refused.push(Refused { config, refusal: Refusal::Family { reason } });
+    }
     if kernel != Kernel::Forward && asked.family == Some(Family::Hopper) {
         let refusal = Refusal::Family { reason: "hopper: it has a forward only".to_owned() };
         refused.push(Refused { config: class.config(kernel, HOPPER_TILES), refusal });
@@ -359,7 +364,8 @@ fn nothing_fits(
         false => format!(" with the options given ({asked})"),
     };
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
-    if asked.family != Some(Family::Hopper) && refused.iter().all(of_family) {
+    let asks_of_family = asked.family == Some(Family::Hopper) || asked.overlap == Some(true);
+    if !asks_of_family && refused.iter().all(of_family) {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \
              multiples of 16, and asking for warps as well allows other divisions"

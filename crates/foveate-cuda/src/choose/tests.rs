@@ -476,6 +476,8 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     let backward = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
     let backward = backward.unwrap_err().to_string();
     assert!(backward.ends_with("\n  hopper: it has a forward only"), "{backward}");
+    let overlap = said(&[("family", "portable"), ("overlap", "true")]);
+    assert!(overlap.contains("\n  portable: it has no overlap of its own"), "{overlap}");
     let large = said(&[("family", "hopper"), ("tile_kv", "176"), ("stages", "4")]);
     assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
 }
