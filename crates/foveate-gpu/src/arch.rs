@@ -31,7 +31,7 @@ impl Arch {
     }
 
     /// Whether it has the instructions of one capability, `sm_90a`.
-    pub const fn is_specific(self) -> bool {
+    pub(crate) const fn is_specific(self) -> bool {
         self.specific
     }
 

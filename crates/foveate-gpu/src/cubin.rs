@@ -7,7 +7,7 @@ mod instructions;
 pub use instructions::{Instructions, Opcode};
 
 /// The value of the 4-byte constant called `name`; `None` when there is none.
-pub fn constant(cubin: &[u8], name: &str) -> Option<i32> {
+pub(crate) fn constant(cubin: &[u8], name: &str) -> Option<i32> {
     let symbols = symbols(cubin);
     let found = symbols.into_iter().find(|s| s.name == name && s.contents.len() == 4)?;
     Some(u32_at(found.contents, 0)? as i32)
@@ -15,7 +15,7 @@ pub fn constant(cubin: &[u8], name: &str) -> Option<i32> {
 
 /// A kernel's machine code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KernelCode<'a> {
+pub(crate) struct KernelCode<'a> {
     /// Name of the entry point.
     pub name: &'a str,
     /// Its instructions, and those of functions that it calls.
@@ -23,7 +23,7 @@ pub struct KernelCode<'a> {
 }
 
 /// The kernels of a cubin.
-pub fn kernels(cubin: &[u8]) -> Vec<KernelCode<'_>> {
+pub(crate) fn kernels(cubin: &[u8]) -> Vec<KernelCode<'_>> {
     // Of an entry point the symbol says so. It spans the functions that were not inlined.
     const ENTRY: u8 = 0x10;
     let entries = symbols(cubin).into_iter().filter(|s| s.other & ENTRY != 0);

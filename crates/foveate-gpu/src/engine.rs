@@ -165,7 +165,12 @@ impl Engine {
     ///
     /// # Errors
     /// When they are not.
-    pub fn check_memory(&self, name: &str, address: Address, bytes: usize) -> Result<(), GpuError> {
+    pub(crate) fn check_memory(
+        &self,
+        name: &str,
+        address: Address,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
         const MAX_CHECKED: usize = 1 << 14;
         if lock(&self.checked).contains(&(address, bytes)) {
             return Ok(());

@@ -75,24 +75,6 @@ impl Compiled {
         let kernels = cubin::kernels(&self.cubin);
         kernels.iter().find(|k| k.name == kernel).map(|k| Instructions::of(k.code))
     }
-
-    /// Refuses kernels that spill more than `allowed` bytes a thread.
-    ///
-    /// # Errors
-    /// [`GpuErrorKind::Resources`] naming the first such kernel.
-    pub fn check_spills(&self, allowed: u32) -> Result<(), GpuError> {
-        match self.kernels.iter().find(|k| k.spill_bytes > allowed) {
-            None => Ok(()),
-            Some(kernel) => Err(GpuErrorKind::Resources {
-                kernel: kernel.name.clone(),
-                reason: format!(
-                    "{} B of registers spill to memory, {allowed} B are allowed",
-                    kernel.spill_bytes
-                ),
-            }
-            .into()),
-        }
-    }
 }
 
 /// What a kernel takes of an SM, as the assembler reports it.
@@ -325,10 +307,6 @@ ptxas info    : Used 8 registers, used 0 barriers
             "a: 168 registers, 20 B spilled, 24 B of local memory, 16 B of static shared memory";
         assert_eq!(a.to_string(), said);
         assert_eq!(resources(log), [a, b]);
-        let compiled = Compiled::new(Arch::new((9, 0)), Vec::new(), log.into());
-        compiled.check_spills(20).unwrap();
-        let said = compiled.check_spills(19).unwrap_err().to_string();
-        assert_eq!(said, "kernel a: 20 B of registers spill to memory, 19 B are allowed");
     }
 
     /// The compiler, or a line that says why the test is skipped.

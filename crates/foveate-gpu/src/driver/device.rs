@@ -265,7 +265,7 @@ impl DeviceInfo {
     ///
     /// # Errors
     /// [`GpuErrorKind::Architecture`] with both.
-    pub fn check_arch(&self, arch: Arch) -> Result<(), GpuError> {
+    pub(crate) fn check_arch(&self, arch: Arch) -> Result<(), GpuError> {
         let (device, capability) = (self.name.clone(), self.capability);
         match arch.runs_on(capability) {
             true => Ok(()),
