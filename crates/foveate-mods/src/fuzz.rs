@@ -1,5 +1,8 @@
 //! Mods of every operation, and random ones, for the tests of whatever evaluates mods.
 //!
+//! Hidden from the documentation; public because the oracle and the GPU's code generation test with
+//! it, in crates of their own.
+//!
 //! Both come from [`UnaryOp::ALL`] and [`BinaryOp::ALL`]: an operation that is added is in every
 //! test that asks here, on every backend.
 

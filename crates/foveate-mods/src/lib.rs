@@ -72,6 +72,7 @@ pub mod error;
 pub mod eval;
 pub mod expr;
 mod fnv;
+#[doc(hidden)]
 pub mod fuzz;
 pub mod gradient;
 mod interval;

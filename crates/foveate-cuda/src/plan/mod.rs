@@ -45,11 +45,13 @@ pub struct CudaOptions {
     /// Reports captured indices outside their axis. Host tensors are always checked; a checked
     /// call on device tensors waits for its kernels.
     pub checked: bool,
-    /// Makes block lists on the host instead of the device: slower, and for comparison.
+    /// Makes block lists on the host instead of the device: for the conformance corpus, which runs
+    /// both and lives in a crate of its own.
+    #[doc(hidden)]
     pub lists_on_host: bool,
     /// Lets calls on host tensors use captured buffers and offsets of sequences as calls on device
-    /// tensors can: from device memory, their contents unknown to the host. Slower, and for
-    /// comparison.
+    /// tensors can: from device memory, their contents unknown to the host. For the corpus, too.
+    #[doc(hidden)]
     pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
