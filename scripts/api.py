@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("foveate-conformance", "foveate-train")
+PROGRAMS = ("foveate-conformance", "foveate-py", "foveate-train")
 FORMAT = 57  # of rustdoc's JSON, as the pinned nightly writes it
 
 

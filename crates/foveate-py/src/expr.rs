@@ -1,0 +1,296 @@
+//! `Expr`: what a mask or score function is called with in place of tensors.
+//!
+//! Python's operators on it record what they do. Everything else that torch can do to a tensor
+//! arrives in `python/foveate/_trace.py`, which says it in these operators.
+
+use foveate::mods::Leaf;
+use pyo3::exceptions::PyAttributeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::pyclass::CompareOp;
+use pyo3::types::{PyBool, PyFloat, PyInt, PyTuple, PyType};
+
+use crate::dtype::Dtype;
+use crate::value::{self, Number, Operand, Value, refused};
+
+/// A traced 0-d tensor.
+#[pyclass(frozen, module = "foveate._native")]
+pub struct Expr(pub Value);
+
+/// An operand, or `None` for an object that is no number and no traced value: another class may
+/// know what to do with it.
+fn operand(x: &Bound<'_, PyAny>) -> PyResult<Option<Operand>> {
+    if let Ok(expr) = x.cast::<Expr>() {
+        return Ok(Some(Operand::Value(expr.get().0.clone())));
+    }
+    Ok(number(x)?.map(Operand::Number))
+}
+
+/// A number of Python.
+pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
+    if let Ok(v) = x.cast::<PyBool>() {
+        return Ok(Some(Number::Bool(v.is_true())));
+    }
+    if x.is_instance_of::<PyInt>() {
+        // An integer beyond 64 bits is as far away as one at their end.
+        let far = || if x.lt(0).unwrap_or(false) { i64::MIN } else { i64::MAX };
+        return Ok(Some(Number::Int(x.extract().unwrap_or_else(|_| far()))));
+    }
+    if x.is_instance_of::<PyFloat>() {
+        return Ok(Some(Number::Float(x.extract()?)));
+    }
+    Ok(None)
+}
+
+fn expected(x: &Bound<'_, PyAny>) -> PyResult<Operand> {
+    operand(x)?.ok_or_else(|| {
+        let kind = x.get_type().name().map_or_else(|_| "this".to_owned(), |n| n.to_string());
+        refused(format!("an operand is a {kind}, neither a traced value nor a number"))
+    })
+}
+
+impl Expr {
+    fn with(&self, name: &str, other: &Bound<'_, PyAny>, swapped: bool) -> PyResult<Py<PyAny>> {
+        let py = other.py();
+        let Some(other) = operand(other)? else { return Ok(py.NotImplemented()) };
+        let this = Operand::Value(self.0.clone());
+        let made = match swapped {
+            false => value::binary(name, &this, &other),
+            true => value::binary(name, &other, &this),
+        };
+        Ok(Py::new(py, Expr(made?))?.into_any())
+    }
+
+    fn unary(&self, name: &str) -> PyResult<Expr> {
+        value::unary(name, &Operand::Value(self.0.clone())).map(Expr)
+    }
+}
+
+const BRANCH: &str = "Python control flow (if, while, and, or, not, assert) on a traced value; \
+                      use torch.where, &, | and ~";
+const NUMBER: &str = "a traced value has no number yet: a mask or score function is read once, \
+                      for all indices; .item(), int(), float() and range() cannot be used on it";
+
+#[pymethods]
+impl Expr {
+    fn __add__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("add", other, false)
+    }
+    fn __radd__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("add", other, true)
+    }
+    fn __sub__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("sub", other, false)
+    }
+    fn __rsub__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("sub", other, true)
+    }
+    fn __mul__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("mul", other, false)
+    }
+    fn __rmul__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("mul", other, true)
+    }
+    fn __truediv__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("truediv", other, false)
+    }
+    fn __rtruediv__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("truediv", other, true)
+    }
+    fn __floordiv__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("floordiv", other, false)
+    }
+    fn __rfloordiv__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("floordiv", other, true)
+    }
+    fn __mod__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("mod", other, false)
+    }
+    fn __rmod__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("mod", other, true)
+    }
+    fn __and__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("and", other, false)
+    }
+    fn __rand__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("and", other, true)
+    }
+    fn __or__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("or", other, false)
+    }
+    fn __ror__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("or", other, true)
+    }
+    fn __xor__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("xor", other, false)
+    }
+    fn __rxor__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("xor", other, true)
+    }
+    fn __lshift__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("lshift", other, false)
+    }
+    fn __rlshift__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("lshift", other, true)
+    }
+    fn __rshift__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("rshift", other, false)
+    }
+    fn __rrshift__(&self, other: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.with("rshift", other, true)
+    }
+
+    fn __pow__(
+        &self,
+        other: &Bound<'_, PyAny>,
+        _modulo: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        self.with("pow", other, false)
+    }
+    fn __rpow__(
+        &self,
+        other: &Bound<'_, PyAny>,
+        _modulo: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        self.with("pow", other, true)
+    }
+    fn __richcmp__(&self, other: &Bound<'_, PyAny>, op: CompareOp) -> PyResult<Py<PyAny>> {
+        let name = match op {
+            CompareOp::Lt => "lt",
+            CompareOp::Le => "le",
+            CompareOp::Eq => "eq",
+            CompareOp::Ne => "ne",
+            CompareOp::Gt => "gt",
+            CompareOp::Ge => "ge",
+        };
+        self.with(name, other, false)
+    }
+    fn __hash__(slf: PyRef<'_, Self>) -> usize {
+        slf.as_ptr() as usize
+    }
+    fn __neg__(&self) -> PyResult<Expr> {
+        self.unary("neg")
+    }
+    fn __pos__(&self) -> Expr {
+        Expr(self.0.clone())
+    }
+    fn __abs__(&self) -> PyResult<Expr> {
+        self.unary("abs")
+    }
+    fn __invert__(&self) -> PyResult<Expr> {
+        self.unary("invert")
+    }
+    fn __bool__(&self) -> PyResult<bool> {
+        Err(refused(BRANCH))
+    }
+    fn __index__(&self) -> PyResult<usize> {
+        Err(refused(NUMBER))
+    }
+    fn __int__(&self) -> PyResult<usize> {
+        Err(refused(NUMBER))
+    }
+    fn __float__(&self) -> PyResult<f64> {
+        Err(refused(NUMBER))
+    }
+    fn __len__(&self) -> PyResult<usize> {
+        Err(refused("a traced value is a 0-d tensor: it has no length"))
+    }
+    fn __getitem__(&self, _index: &Bound<'_, PyAny>) -> PyResult<usize> {
+        Err(refused("a traced value is a 0-d tensor: it cannot be indexed"))
+    }
+    fn __iter__(&self) -> PyResult<Py<PyAny>> {
+        Err(refused("a traced value is a 0-d tensor: it cannot be iterated over"))
+    }
+    fn __repr__(&self) -> String {
+        format!("<traced {:?}>", self.0.dtype)
+    }
+
+    /// The `torch.dtype` that torch would give the value.
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.0.dtype.object(py)
+    }
+
+    /// The value in another dtype.
+    fn cast(&self, dtype: &Bound<'_, PyAny>) -> PyResult<Expr> {
+        self.0.cast(Dtype::of(dtype)?).map(Expr)
+    }
+
+    /// What torch's tensors have beyond operators: looked up in `foveate._trace`.
+    fn __getattr__(slf: &Bound<'_, Self>, name: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let py = slf.py();
+        let dunder: String = name.extract()?;
+        if dunder.starts_with("__") {
+            return Err(PyAttributeError::new_err(dunder));
+        }
+        let trace = py.import(intern!(py, "foveate._trace"))?;
+        Ok(trace.call_method1(intern!(py, "attribute"), (slf, name))?.unbind())
+    }
+
+    /// Makes torch take traced values for tensors. While a function is traced, a mode of
+    /// `foveate._trace` answers first.
+    #[classmethod]
+    #[pyo3(signature = (func, types, args = None, kwargs = None))]
+    fn __torch_function__(
+        _class: &Bound<'_, PyType>,
+        func: &Bound<'_, PyAny>,
+        types: &Bound<'_, PyAny>,
+        args: Option<&Bound<'_, PyTuple>>,
+        kwargs: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let _ = (func, types, args, kwargs);
+        Err(refused("a traced value is used after its function was traced"))
+    }
+}
+
+/// The coordinate `b`, `h`, `q` or `kv`, one of `extent`, or `score`.
+#[pyfunction]
+pub fn leaf(name: &str, extent: i64) -> PyResult<Expr> {
+    let found = Leaf::ALL.into_iter().find(|l| l.name() == name);
+    found
+        .map(|leaf| Expr(Value::leaf(leaf, extent)))
+        .ok_or_else(|| refused(format!("there is no coordinate `{name}`")))
+}
+
+/// An operation on one value or number, by its name in torch.
+#[pyfunction]
+pub fn unary(name: &str, x: &Bound<'_, PyAny>) -> PyResult<Expr> {
+    value::unary(name, &expected(x)?).map(Expr)
+}
+
+/// An operation on two values or numbers, by its name in Python's `operator` module.
+#[pyfunction]
+pub fn binary(name: &str, a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> PyResult<Expr> {
+    value::binary(name, &expected(a)?, &expected(b)?).map(Expr)
+}
+
+/// `torch.where` on values and numbers.
+#[pyfunction]
+pub fn select(
+    cond: &Bound<'_, PyAny>,
+    then: &Bound<'_, PyAny>,
+    other: &Bound<'_, PyAny>,
+) -> PyResult<Expr> {
+    value::select(&expected(cond)?, &expected(then)?, &expected(other)?).map(Expr)
+}
+
+/// A number as a value of a `torch.dtype`; a constant of the structure if `literal`.
+#[pyfunction]
+pub fn constant(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr> {
+    expected(x)?.to(Dtype::of(dtype)?).map(Expr)
+}
+
+/// Begins a trace on this thread. Numbers in `literals` are constants; others were captured and are
+/// run-time scalars. `mask` says which kind of function it is.
+#[pyfunction]
+pub fn begin(literals: Vec<Bound<'_, PyAny>>, mask: bool) -> PyResult<()> {
+    let numbers =
+        literals.iter().filter_map(|x| number(x).transpose()).collect::<PyResult<Vec<_>>>()?;
+    value::begin(&numbers, if mask { "m" } else { "s" });
+    Ok(())
+}
+
+/// The operand that an index is.
+pub fn index(x: &Bound<'_, PyAny>) -> PyResult<Operand> {
+    expected(x)
+}

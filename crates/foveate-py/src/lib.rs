@@ -1,0 +1,34 @@
+//! The native module `foveate._native` of the Python package `foveate`.
+//!
+//! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
+//! meet is there. Here is what has to be fast or close to memory: traced values and their operators
+//! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), plans that are kept by
+//! structure (`plan`) and the threads that run them (`threads`). Nothing here is public: it changes
+//! with the Python sources.
+//!
+//! Torch is not linked and not needed to build: tensors are asked for their address, shape and
+//! strides.
+
+mod capture;
+mod dtype;
+mod error;
+mod expr;
+mod plan;
+mod tensor;
+mod threads;
+mod value;
+
+use pyo3::prelude::*;
+
+/// The native half of the package `foveate`.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::capture::Capture;
+    #[pymodule_export]
+    use crate::expr::{Expr, begin, binary, constant, leaf, select, unary};
+    #[pymodule_export]
+    use crate::plan::{Plan, Traced, kinds, mask, plan, score};
+    #[pymodule_export]
+    use crate::value::TraceError;
+}

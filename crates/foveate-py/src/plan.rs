@@ -1,0 +1,457 @@
+//! Traced functions, and plans found again by their structure.
+//!
+//! A function is traced in each call, so what it reads is what it reads now. The structure of the
+//! trace has no elements of captured tensors and no values of captured numbers; plans are kept by
+//! structure, and a call binds elements and values to one. A plan whose mask did not change keeps
+//! its block masks.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use foveate::mask::{BlockMask, Kind, Tile, Varies};
+use foveate::mods::{DynExpr, Head, Program};
+use foveate::{
+    Attention, Device, ForwardRef, GradientsMut, MaskMod, Problem, ScalarValue, ScoreMod, TensorRef,
+};
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
+use crate::capture::{self, Capture};
+use crate::dtype::Dtype;
+use crate::error::raised;
+use crate::expr::Expr;
+use crate::tensor::Borrowed;
+use crate::threads;
+use crate::value::refused;
+
+/// A traced mask or score function.
+#[pyclass(frozen, module = "foveate._native")]
+pub struct Traced {
+    program: Program,
+    /// In the order of the program's slots.
+    captures: Vec<Py<Capture>>,
+}
+
+impl Traced {
+    fn new(py: Python<'_>, program: &Program, captures: &[Py<Capture>]) -> PyResult<Self> {
+        let captures = capture::in_order(program.graph().buffers(), captures)?;
+        let captures = captures.into_iter().map(|c| c.clone_ref(py)).collect();
+        Ok(Self { program: program.clone(), captures })
+    }
+}
+
+#[pymethods]
+impl Traced {
+    /// What the program reads.
+    #[getter]
+    fn captures(&self, py: Python<'_>) -> Vec<Py<Capture>> {
+        self.captures.iter().map(|c| c.clone_ref(py)).collect()
+    }
+
+    /// The program in Foveate's text form.
+    fn text(&self) -> String {
+        self.program.text().0
+    }
+}
+
+/// The mask that `expr` says.
+#[pyfunction]
+pub fn mask(py: Python<'_>, expr: &Expr, captures: Vec<Py<Capture>>) -> PyResult<Traced> {
+    let made = MaskMod::new(&expr.0.expr).map_err(|e| refused(e.to_string()))?;
+    Traced::new(py, made.program(), &captures)
+}
+
+/// The score that `expr` says.
+#[pyfunction]
+pub fn score(py: Python<'_>, expr: &Expr, captures: Vec<Py<Capture>>) -> PyResult<Traced> {
+    let made = ScoreMod::new(&expr.0.expr).map_err(|e| refused(e.to_string()))?;
+    Traced::new(py, made.program(), &captures)
+}
+
+/// A traced function with the tensors that it reads, borrowed.
+struct Function<'a> {
+    program: &'a Program,
+    tensors: Vec<Borrowed>,
+}
+
+impl<'a> Function<'a> {
+    fn of(py: Python<'_>, traced: &'a Traced) -> PyResult<Self> {
+        let tensors = traced.captures.iter().map(|c| c.get().borrowed(py));
+        Ok(Self { program: &traced.program, tensors: tensors.collect::<PyResult<_>>()? })
+    }
+}
+
+/// `kept`, a program of the structure of `function`, with the elements and values of `function`; calls
+/// `each` with what differs.
+fn bound(
+    kept: &Program,
+    function: &Function<'_>,
+    mut each: impl FnMut(Difference<'_>) -> PyResult<()>,
+) -> PyResult<Program> {
+    let mut made = kept.clone();
+    for (slot, tensor) in kept.graph().buffers().iter().zip(&function.tensors) {
+        if let Some(buffer) = capture::changed(slot, tensor)? {
+            made = made.rebind(&buffer).map_err(raised)?;
+            each(Difference::Buffer(&buffer))?;
+        }
+    }
+    let values = function.program.graph().scalars();
+    for (slot, now) in kept.graph().scalars().iter().zip(values) {
+        if slot.value != now.value {
+            made = made.set_scalar(&slot.name, now.value).map_err(raised)?;
+            each(Difference::Scalar(&slot.name, now.value))?;
+        }
+    }
+    Ok(made)
+}
+
+enum Difference<'a> {
+    Buffer(&'a foveate::AnyBuffer),
+    Scalar(&'a str, ScalarValue),
+}
+
+/// What a plan is made for, besides the structure of its mods.
+#[derive(Clone, PartialEq)]
+struct Class {
+    dtype: foveate::DType,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    scale: Option<u32>,
+    forward_only: bool,
+}
+
+/// A plan with the programs that are bound to it.
+#[derive(Clone)]
+struct Kept {
+    class: Class,
+    mask: Option<Program>,
+    score: Option<Program>,
+    plan: foveate::Plan,
+}
+
+impl Kept {
+    /// Whether it is a plan for these functions, whatever they capture.
+    fn suits(&self, class: &Class, mods: [&Option<Function<'_>>; 2]) -> bool {
+        let same = |kept: &Option<Program>, function: &Option<Function<'_>>| match (kept, function)
+        {
+            (None, None) => true,
+            (Some(kept), Some(function)) => kept.same_structure(function.program),
+            _ => false,
+        };
+        self.class == *class && same(&self.mask, mods[0]) && same(&self.score, mods[1])
+    }
+
+    /// The plan with what the functions capture now, and whether its mask stayed the same.
+    fn with(&self, mods: [&Option<Function<'_>>; 2]) -> PyResult<(Self, bool)> {
+        let mut plan = self.plan.clone();
+        let mut changes = [0; 2];
+        let mut programs = [self.mask.clone(), self.score.clone()];
+        for ((program, function), changes) in programs.iter_mut().zip(mods).zip(&mut changes) {
+            let (Some(kept), Some(function)) = (&*program, function) else { continue };
+            *program = Some(bound(kept, function, |difference| {
+                *changes += 1;
+                plan = match difference {
+                    Difference::Buffer(buffer) => plan.rebind(buffer),
+                    Difference::Scalar(name, ScalarValue::Bool(v)) => plan.set_scalar(name, v),
+                    Difference::Scalar(name, ScalarValue::I32(v)) => plan.set_scalar(name, v),
+                    Difference::Scalar(name, ScalarValue::F32(v)) => plan.set_scalar(name, v),
+                }
+                .map_err(raised)?;
+                Ok(())
+            })?);
+        }
+        let [mask, score] = programs;
+        Ok((Self { class: self.class.clone(), mask, score, plan }, changes[0] == 0))
+    }
+
+    /// Bytes of captured elements.
+    fn bytes(&self) -> usize {
+        let of = |p: &Program| p.graph().buffers().iter().map(|b| 4 * b.elems()).sum::<usize>();
+        [&self.mask, &self.score].into_iter().flatten().map(of).sum()
+    }
+}
+
+/// Plans that are kept, and bytes of elements that these have captured: beyond either, the least
+/// recently used are dropped.
+const MOST: usize = 64;
+const MOST_BYTES: usize = 256 << 20;
+
+/// The most recently used is last.
+static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+
+/// The plan for these functions: a kept one, bound anew, or one that `make` makes.
+fn found(
+    class: &Class,
+    mods: [&Option<Function<'_>>; 2],
+    make: impl FnOnce() -> PyResult<Kept>,
+) -> PyResult<Kept> {
+    let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
+    let mut latest = None;
+    let mut same_mask = None;
+    for at in (0..kept.len()).rev().filter(|&i| kept[i].suits(class, mods)) {
+        let (rebound, same) = kept[at].with(mods)?;
+        latest = Some(rebound);
+        if same {
+            same_mask = Some(at);
+            break;
+        }
+    }
+    // Another mask is kept beside the earlier ones, whose block masks it must not take; other
+    // elements of a score take the place of the earlier ones.
+    if let Some(at) = same_mask {
+        kept.remove(at);
+    }
+    let now = match latest {
+        Some(latest) => latest,
+        None => make()?,
+    };
+    kept.push(now.clone());
+    while kept.len() > MOST
+        || (kept.len() > 1 && kept.iter().map(Kept::bytes).sum::<usize>() > MOST_BYTES)
+    {
+        kept.remove(0);
+    }
+    Ok(now)
+}
+
+/// Attention planned for operands, with what its functions capture now.
+#[pyclass(frozen, module = "foveate._native")]
+pub struct Plan {
+    plan: foveate::Plan,
+    /// Names of the score's buffers, in the order of its captures.
+    names: Vec<String>,
+    threads: usize,
+}
+
+/// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
+/// of one dtype and any strides.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, score, mask, scale, forward_only, threads))]
+pub fn plan(
+    py: Python<'_>,
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    score: Option<&Bound<'_, Traced>>,
+    mask: Option<&Bound<'_, Traced>>,
+    scale: Option<f64>,
+    forward_only: bool,
+    threads: usize,
+) -> PyResult<Plan> {
+    let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
+    // SAFETY: the arguments hold the tensors, and the views are gone when the problem is made.
+    let [q, k, v] = unsafe { views(&tensors)? };
+    let mut problem = Problem::of(q, k, v).map_err(raised)?;
+    if forward_only {
+        problem = problem.forward_only();
+    }
+    let dims = problem.dims();
+    let class = Class {
+        dtype: problem.dtype(),
+        heads: [dims.heads_q, dims.heads_kv],
+        dims: [dims.dim, dims.dim_v],
+        scale: scale.map(|s| (s as f32).to_bits()),
+        forward_only,
+    };
+    let mask = mask.map(|m| Function::of(py, m.get())).transpose()?;
+    let score = score.map(|s| Function::of(py, s.get())).transpose()?;
+    let now = found(&class, [&mask, &score], || {
+        let fresh = |f: &Option<Function<'_>>| {
+            f.as_ref().map(|f| bound(f.program, f, |_| Ok(()))).transpose()
+        };
+        let (mask, score) = (fresh(&mask)?, fresh(&score)?);
+        let mut attention = Attention::new();
+        let expr = |p: &Program| p.trace(0, &DynExpr::leaf);
+        if let Some(p) = &mask {
+            attention = attention.mask(MaskMod::new(&expr(p)).map_err(raised)?);
+        }
+        if let Some(p) = &score {
+            attention = attention.score(ScoreMod::new(&expr(p)).map_err(raised)?);
+        }
+        if let Some(scale) = scale {
+            attention = attention.scale(scale as f32);
+        }
+        let plan = attention.plan(&problem, &Device::cpu()).map_err(raised)?;
+        Ok(Kept { class: class.clone(), mask, score, plan })
+    })?;
+    let names = now.score.iter().flat_map(|p| p.graph().buffers());
+    let names = names.map(|b| b.name().to_owned()).collect();
+    Ok(Plan { plan: now.plan, names, threads: threads.max(1) })
+}
+
+/// # Safety
+/// As for [`Borrowed::elements`].
+unsafe fn views<'a>(tensors: &[Borrowed; 3]) -> PyResult<[TensorRef<'a>; 3]> {
+    let [q, k, v] = tensors;
+    // SAFETY: the caller's promise.
+    unsafe { Ok([q.view()?, k.view()?, v.view()?]) }
+}
+
+#[pymethods]
+impl Plan {
+    /// Writes `out [B, Hq, Sq, Dv]`, `lse [B, Hq, Sq]` (f32) and, when given, `max_score [B, Hq, Sq]` (f32).
+    #[pyo3(signature = (q, k, v, out, lse, max_score = None))]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        lse: &Bound<'_, PyAny>,
+        max_score: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
+        let [out, lse] = [Borrowed::of(out)?, Borrowed::of(lse)?];
+        let max_score = max_score.map(Borrowed::of).transpose()?;
+        // SAFETY: the arguments hold the tensors for the call; the destinations are the package's
+        // own, new for this call, and nothing else knows of them.
+        let (operands, out, lse, max_score) = unsafe {
+            let max_score = max_score.map(|m| m.view_mut()).transpose()?;
+            (views(&tensors)?, out.view_mut()?, lse.view_mut()?, max_score)
+        };
+        let pool = threads::pool(self.threads)?;
+        py.detach(|| {
+            pool.install(|| {
+                let [q, k, v] = operands;
+                let mut call = self.plan.forward_call(q, k, v);
+                if let Some(into) = max_score {
+                    call = call.max_score(into);
+                }
+                call.write_to(out, lse)
+            })
+        })
+        .map_err(raised)
+    }
+
+    /// Writes `dq`, `dk`, `dv`, of the shapes of q, k and v, and for each capture of the score that has a
+    /// contiguous f32 destination in `captures` its gradient. `d_lse` is `[B, Hq, Sq]`, f32.
+    #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures))]
+    fn backward(
+        &self,
+        py: Python<'_>,
+        operands: [Bound<'_, PyAny>; 3],
+        forward: [Bound<'_, PyAny>; 2],
+        d_out: &Bound<'_, PyAny>,
+        d_lse: Option<&Bound<'_, PyAny>>,
+        gradients: [Bound<'_, PyAny>; 3],
+        captures: Vec<Option<Bound<'_, PyAny>>>,
+    ) -> PyResult<()> {
+        if captures.len() != self.names.len() {
+            let n = self.names.len();
+            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
+        }
+        let [q, k, v] = &operands;
+        let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
+        let [out, lse] = [Borrowed::of(&forward[0])?, Borrowed::of(&forward[1])?];
+        let d_out = Borrowed::of(d_out)?;
+        let d_lse = d_lse.map(Borrowed::of).transpose()?;
+        let [dq, dk, dv] = &gradients;
+        let [dq, dk, dv] = [Borrowed::of(dq)?, Borrowed::of(dk)?, Borrowed::of(dv)?];
+        let captures = captures
+            .iter()
+            .map(|c| c.as_ref().map(Borrowed::of).transpose())
+            .collect::<PyResult<Vec<_>>>()?;
+        // SAFETY: as in `forward`.
+        let ([q, k, v], forward, d_out, d_lse, mut to) = unsafe {
+            let mut to = GradientsMut::new(dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
+            for (name, into) in self.names.iter().zip(&captures) {
+                if let Some(into) = into {
+                    to = to.capture(name, into.floats_mut()?);
+                }
+            }
+            let forward = ForwardRef { out: out.view()?, lse: lse.view()? };
+            let d_lse = d_lse.map(|d| d.view::<3>()).transpose()?;
+            (views(&tensors)?, forward, d_out.view()?, d_lse, Some(to))
+        };
+        let pool = threads::pool(self.threads)?;
+        py.detach(|| {
+            pool.install(|| {
+                let mut call = self.plan.backward_call(q, k, v, forward, d_out);
+                if let Some(d_lse) = d_lse {
+                    call = call.d_lse(d_lse);
+                }
+                call.write_to(to.take().expect("it is taken once"))
+            })
+        })
+        .map_err(raised)
+    }
+
+    /// What runs, in words.
+    fn explain(&self) -> String {
+        self.plan.explain().to_string()
+    }
+}
+
+/// Writes to `into [B, H, rows, columns]` (uint8, contiguous) what each tile of `mask` is: 0 empty, 1
+/// partial, 2 full. Tiles that the lengths cut are not full, as in torch's tables.
+#[pyfunction]
+pub fn kinds(
+    py: Python<'_>,
+    mask: &Traced,
+    extents: [usize; 4],
+    tile: [usize; 2],
+    into: &Bound<'_, PyAny>,
+    threads: usize,
+) -> PyResult<()> {
+    let function = Function::of(py, mask)?;
+    let program = bound(function.program, &function, |_| Ok(()))?;
+    let mask = MaskMod::new(&program.trace(0, &DynExpr::leaf)).map_err(raised)?;
+    let into = Borrowed::of(into)?;
+    let [batch, heads, q_len, kv_len] = extents;
+    let fits =
+        |n: usize| i32::try_from(n).map_err(|_| refused(format!("{n} does not fit 32 bits")));
+    let [q_tile, kv_tile] = tile.map(|n| n.min(1 << 30));
+    let tiles = Tile { q: fits(q_tile)? as u32, kv: fits(kv_tile)? as u32 };
+    let [rows, columns] = [q_len.div_ceil(q_tile), kv_len.div_ceil(kv_tile)];
+    if into.dtype != Dtype::U8 || into.elems() != batch * heads * rows * columns {
+        return Err(PyValueError::new_err(
+            "the table of tiles must be uint8 [B, H, rows, columns]",
+        ));
+    }
+    let (q, kv) = (fits(q_len)?, fits(kv_len)?);
+    let (b_len, h_len) = (fits(batch)?, fits(heads)?);
+    // SAFETY: the argument holds the tensor, which is the package's own and new for this call.
+    let table: &mut [u8] = unsafe { into.elements_mut() };
+    if table.is_empty() {
+        return Ok(());
+    }
+    table.fill(0);
+    let varies = Varies::of(&mask);
+    let pool = threads::pool(threads.max(1))?;
+    let outside = py.detach(|| {
+        pool.install(|| {
+            let classes: Vec<(i32, i32)> = (0..if varies.by_batch { b_len } else { 1 })
+                .flat_map(|b| (0..if varies.by_head { h_len } else { 1 }).map(move |h| (b, h)))
+                .collect();
+            let built: HashMap<(i32, i32), BlockMask> = classes
+                .into_par_iter()
+                .map(|(b, h)| {
+                    let head = Head { b, h, h_kv: h, q_len: q, kv_len: kv };
+                    ((b, h), BlockMask::build(&mask, head, q_len, kv_len, tiles))
+                })
+                .collect();
+            for (at, table) in table.chunks_mut(rows * columns).enumerate() {
+                let (b, h) = ((at / heads) as i32, (at % heads) as i32);
+                let class =
+                    (if varies.by_batch { b } else { 0 }, if varies.by_head { h } else { 0 });
+                for (row, table) in table.chunks_mut(columns).enumerate() {
+                    for run in built[&class].row(row) {
+                        for column in run.tiles() {
+                            let column = column as usize;
+                            let whole =
+                                (row + 1) * q_tile <= q_len && (column + 1) * kv_tile <= kv_len;
+                            table[column] = if run.kind == Kind::Full && whole { 2 } else { 1 };
+                        }
+                    }
+                }
+            }
+            built.values().find_map(|mask| mask.out_of_range().map(|o| o.to_string()))
+        })
+    });
+    match outside {
+        Some(reason) => Err(PyIndexError::new_err(reason)),
+        None => Ok(()),
+    }
+}

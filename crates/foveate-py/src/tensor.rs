@@ -1,0 +1,142 @@
+//! Tensors of torch, borrowed for a call.
+//!
+//! A [`Borrowed`] says where a CPU tensor's elements lie. It is taken from the Python object and
+//! used only while that object is held: the functions of this module that make slices of it are
+//! unsafe for this reason. Torch lets other threads write to a tensor that is being read; whoever
+//! does has a race here as in any operation of torch's.
+
+use foveate::tensor::{Slice, SliceMut};
+use foveate::{Layout, TensorMut, TensorRef};
+use half::{bf16, f16};
+use pyo3::exceptions::{PyNotImplementedError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::dtype::Dtype;
+use crate::error::raised;
+
+/// Where the elements of a CPU tensor lie.
+#[derive(Clone, Debug)]
+pub struct Borrowed {
+    pub address: usize,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    /// In elements.
+    pub strides: Vec<usize>,
+}
+
+impl Borrowed {
+    /// Where the elements of `tensor` lie.
+    ///
+    /// # Errors
+    /// When it is not a tensor in host memory, or of a dtype that is not known here.
+    pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = tensor.py();
+        if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+            let device = tensor.getattr(intern!(py, "device"))?;
+            return Err(PyNotImplementedError::new_err(format!(
+                "a tensor is on {device}; Foveate's Python package computes on CPU tensors"
+            )));
+        }
+        Ok(Self {
+            dtype: Dtype::of(&tensor.getattr(intern!(py, "dtype"))?)?,
+            shape: tensor.getattr(intern!(py, "shape"))?.extract()?,
+            strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
+            address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
+        })
+    }
+
+    /// Number of elements.
+    pub fn elems(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn layout<const N: usize>(&self) -> PyResult<Layout<N>> {
+        let fail =
+            |_| PyValueError::new_err(format!("a tensor has {} axes, not {N}", self.shape.len()));
+        let shape = self.shape.as_slice().try_into().map_err(fail)?;
+        Ok(Layout::strided(shape, self.strides.as_slice().try_into().map_err(fail)?, 0))
+    }
+
+    /// Elements from the first to the last one, those between rows included.
+    fn span(&self) -> usize {
+        if self.elems() == 0 {
+            return 0;
+        }
+        let steps = self.shape.iter().zip(&self.strides).map(|(n, stride)| (n - 1) * stride);
+        steps.sum::<usize>() + 1
+    }
+
+    /// The span as elements of `T`.
+    ///
+    /// # Safety
+    /// The tensor is held, and not written to through another slice, while the slice is used; `T`
+    /// is its dtype.
+    pub unsafe fn elements<'a, T>(&self) -> &'a [T] {
+        match self.span() {
+            0 => &[],
+            // SAFETY: torch gives the address of the first element, aligned for its dtype, and
+            // keeps `span` elements from there while the tensor is held.
+            n => unsafe { std::slice::from_raw_parts(self.address as *const T, n) },
+        }
+    }
+
+    /// # Safety
+    /// As for [`Self::elements`], and nothing else reads or writes the elements meanwhile.
+    pub unsafe fn elements_mut<'a, T>(&self) -> &'a mut [T] {
+        match self.span() {
+            0 => &mut [],
+            // SAFETY: as in `elements`; that nothing else uses them is the caller's promise.
+            n => unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, n) },
+        }
+    }
+
+    /// A view of the tensor, of any strides.
+    ///
+    /// # Safety
+    /// As for [`Self::elements`].
+    pub unsafe fn view<'a, const N: usize>(&self) -> PyResult<TensorRef<'a, N>> {
+        use foveate::DType::*;
+        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
+        let slice: Slice<'a> = unsafe {
+            match self.dtype.operand()? {
+                F32 => self.elements::<f32>().into(),
+                F16 => self.elements::<f16>().into(),
+                BF16 => self.elements::<bf16>().into(),
+                F64 => self.elements::<f64>().into(),
+            }
+        };
+        TensorRef::new(slice, self.layout()?).map_err(raised)
+    }
+
+    /// A destination of any strides without overlap.
+    ///
+    /// # Safety
+    /// As for [`Self::elements_mut`].
+    pub unsafe fn view_mut<'a, const N: usize>(&self) -> PyResult<TensorMut<'a, N>> {
+        use foveate::DType::*;
+        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
+        let slice: SliceMut<'a> = unsafe {
+            match self.dtype.operand()? {
+                F32 => self.elements_mut::<f32>().into(),
+                F16 => self.elements_mut::<f16>().into(),
+                BF16 => self.elements_mut::<bf16>().into(),
+                F64 => self.elements_mut::<f64>().into(),
+            }
+        };
+        TensorMut::new(slice, self.layout()?).map_err(raised)
+    }
+
+    /// A contiguous f32 destination.
+    ///
+    /// # Safety
+    /// As for [`Self::elements_mut`].
+    pub unsafe fn floats_mut<'a>(&self) -> PyResult<&'a mut [f32]> {
+        let dense = Layout::contiguous([self.elems()]).elems() == self.span();
+        if self.dtype != Dtype::F32 || !dense {
+            return Err(PyValueError::new_err("a destination must be contiguous float32"));
+        }
+        // SAFETY: the dtype was checked; the rest is the caller's promise.
+        Ok(unsafe { self.elements_mut() })
+    }
+}

@@ -1,0 +1,598 @@
+//! Values of a mod while torch code is traced: an expression of the IR, the dtype that torch would
+//! give it, and what is known of its range.
+//!
+//! The IR has three types; torch has more dtypes. A value keeps torch's, so that promotion is torch's
+//! and integers of 8 and 16 bits wrap where torch's do. Floats are computed in f32 whatever their
+//! dtype, as torch's compiled kernels do. Integers are computed in 32 bits: where coordinates and
+//! numbers alone could leave these, tracing is refused instead of giving another result than torch's
+//! 64 bits.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+
+use foveate::mods::ir::{BinaryOp, UnaryOp};
+use foveate::mods::{DynExpr, Leaf, Type};
+use foveate::{Scalar, ScalarValue};
+use pyo3::create_exception;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::dtype::Dtype;
+use crate::error::raised;
+
+create_exception!(
+    foveate,
+    TraceError,
+    PyRuntimeError,
+    "A mask or score function cannot be traced: the message names operation, file and line."
+);
+
+/// A `TraceError`.
+pub fn refused(reason: impl Into<String>) -> PyErr {
+    TraceError::new_err(reason.into())
+}
+
+/// A number of Python.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Number {
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+}
+
+impl Number {
+    fn ty(self) -> Type {
+        match self {
+            Number::Bool(_) => Type::Bool,
+            Number::Int(_) => Type::I32,
+            Number::Float(_) => Type::F32,
+        }
+    }
+
+    /// The dtype of an operation of a value of `dtype` with this number: that of the value, unless
+    /// the number is of a higher kind.
+    fn beside(self, dtype: Dtype) -> Dtype {
+        if (self.ty() as u8) <= (dtype.ty() as u8) {
+            return dtype;
+        }
+        match self {
+            Number::Bool(_) => Dtype::Bool,
+            Number::Int(_) => Dtype::I64,
+            Number::Float(_) => Dtype::F32,
+        }
+    }
+
+    /// Tells numbers apart for [`Literals`]: `1` from `1.0`.
+    fn key(self) -> (u8, u64) {
+        match self {
+            Number::Bool(v) => (0, u64::from(v)),
+            Number::Int(v) => (1, v as u64),
+            Number::Float(v) => (2, v.to_bits()),
+        }
+    }
+}
+
+/// The trace of this thread: which numbers stand in the function's source, and how many run-time
+/// scalars it has.
+#[derive(Default)]
+struct Context {
+    literals: HashSet<(u8, u64)>,
+    scalars: usize,
+    prefix: &'static str,
+}
+
+thread_local! {
+    static CONTEXT: RefCell<Context> = RefCell::default();
+}
+
+/// Begins a trace. A number that is among `literals` is part of the structure; another one was
+/// captured, and becomes a run-time scalar. Names of scalars begin with `prefix`.
+pub fn begin(literals: &[Number], prefix: &'static str) {
+    let literals = literals.iter().map(|n| n.key()).collect();
+    CONTEXT.with_borrow_mut(|c| *c = Context { literals, scalars: 0, prefix });
+}
+
+fn scalar(value: ScalarValue) -> DynExpr {
+    let name = CONTEXT.with_borrow_mut(|c| {
+        c.scalars += 1;
+        format!("{}n{}", c.prefix, c.scalars - 1)
+    });
+    DynExpr::scalar(Scalar { name, value })
+}
+
+fn is_literal(number: Number) -> bool {
+    // Numbers that no code has to load are in no table of constants; they are also what masks
+    // fold best.
+    let small = matches!(number, Number::Bool(_) | Number::Int(-1..=2));
+    small || CONTEXT.with_borrow(|c| c.literals.contains(&number.key()))
+}
+
+type Range = Option<(i64, i64)>;
+
+/// A traced value.
+#[derive(Clone, Debug)]
+pub struct Value {
+    pub expr: DynExpr,
+    pub dtype: Dtype,
+    /// Bounds of an integer that is made of coordinates and numbers alone.
+    pub range: Range,
+}
+
+/// What an operation is given.
+#[derive(Clone, Debug)]
+pub enum Operand {
+    Value(Value),
+    Number(Number),
+}
+
+impl From<Value> for Operand {
+    fn from(value: Value) -> Self {
+        Self::Value(value)
+    }
+}
+
+impl Operand {
+    fn dtype(&self) -> Option<Dtype> {
+        match self {
+            Operand::Value(v) => Some(v.dtype),
+            Operand::Number(_) => None,
+        }
+    }
+
+    /// As a value of `dtype`.
+    pub fn to(&self, dtype: Dtype) -> PyResult<Value> {
+        match self {
+            Operand::Value(v) => v.cast(dtype),
+            Operand::Number(n) => Value::number(*n, dtype),
+        }
+    }
+}
+
+/// The dtype that torch computes an operation of these in.
+pub fn common(a: &Operand, b: &Operand) -> Dtype {
+    match (a, b) {
+        (Operand::Value(a), Operand::Value(b)) => a.dtype.promoted(b.dtype),
+        (Operand::Value(v), Operand::Number(n)) | (Operand::Number(n), Operand::Value(v)) => {
+            n.beside(v.dtype)
+        }
+        (Operand::Number(a), Operand::Number(b)) => b.beside(a.beside(Dtype::Bool)),
+    }
+}
+
+impl Value {
+    /// A coordinate, one of `extent`, or the score.
+    pub fn leaf(leaf: Leaf, extent: i64) -> Self {
+        let score = leaf == Leaf::Score;
+        Self {
+            expr: DynExpr::leaf(leaf),
+            dtype: if score { Dtype::F32 } else { Dtype::I64 },
+            range: (!score).then_some((0, (extent - 1).max(0))),
+        }
+    }
+
+    /// A number as a value of `dtype`.
+    ///
+    /// # Errors
+    /// When it is an integer beyond 32 bits.
+    pub fn number(number: Number, dtype: Dtype) -> PyResult<Self> {
+        let value = match (dtype.ty(), number) {
+            (Type::Bool, Number::Bool(v)) => ScalarValue::Bool(v),
+            (Type::Bool, Number::Int(v)) => ScalarValue::Bool(v != 0),
+            (Type::Bool, Number::Float(v)) => ScalarValue::Bool(v != 0.0),
+            (Type::I32, Number::Bool(v)) => ScalarValue::I32(i32::from(v)),
+            (Type::I32, Number::Int(v)) => ScalarValue::I32(i32::try_from(v).map_err(|_| {
+                refused(format!("the integer {v} does not fit 32 bits, which mods compute in"))
+            })?),
+            (Type::I32, Number::Float(v)) => ScalarValue::I32(v as i32),
+            (Type::F32, Number::Bool(v)) => ScalarValue::F32(f32::from(u8::from(v))),
+            (Type::F32, Number::Int(v)) => ScalarValue::F32(v as f32),
+            (Type::F32, Number::Float(v)) => ScalarValue::F32(v as f32),
+        };
+        let range = match value {
+            ScalarValue::I32(v) => Some((i64::from(v), i64::from(v))),
+            _ => None,
+        };
+        let expr = if is_literal(number) { DynExpr::constant(value) } else { scalar(value) };
+        Ok(Self { expr, dtype, range })
+    }
+
+    /// A constant of the tracer's own: part of the structure.
+    pub fn constant(value: ScalarValue, dtype: Dtype) -> Self {
+        let range = match value {
+            ScalarValue::I32(v) => Some((i64::from(v), i64::from(v))),
+            _ => None,
+        };
+        Self { expr: DynExpr::constant(value), dtype, range }
+    }
+
+    fn int(v: i32) -> Self {
+        Self::constant(ScalarValue::I32(v), Dtype::I64)
+    }
+
+    fn truth(v: bool) -> Self {
+        Self::constant(ScalarValue::Bool(v), Dtype::Bool)
+    }
+
+    fn float(v: f32) -> Self {
+        Self::constant(ScalarValue::F32(v), Dtype::F32)
+    }
+
+    /// The value in another dtype.
+    ///
+    /// # Errors
+    /// Never for values that were traced.
+    pub fn cast(&self, dtype: Dtype) -> PyResult<Self> {
+        let range = match (self.dtype.ty(), dtype.ty()) {
+            (Type::Bool, Type::I32) => Some((0, 1)),
+            (Type::I32, Type::I32) => self.range,
+            _ => None,
+        };
+        Self { expr: self.expr.clone().cast(dtype.ty()), dtype, range }.wrapped()
+    }
+
+    /// The value as its dtype holds it: integers of 8 and 16 bits wrap.
+    fn wrapped(self) -> PyResult<Self> {
+        let Some((low, high)) = self.dtype.narrow() else {
+            if let Some((low, high)) = self.range
+                && (low < i64::from(i32::MIN) || high > i64::from(i32::MAX))
+            {
+                return Err(refused(format!(
+                    "an integer between {low} and {high} does not fit 32 bits, which mods compute in"
+                )));
+            }
+            return Ok(self);
+        };
+        if self.range.is_some_and(|(l, h)| l >= low && h <= high) {
+            return Ok(self);
+        }
+        let dtype = self.dtype;
+        let offset = Self::int(low as i32).expr;
+        let size = Self::int((high - low + 1) as i32).expr;
+        let shifted = binary_expr(BinaryOp::Sub, self.expr, offset.clone())?;
+        let expr = binary_expr(BinaryOp::Rem, shifted, size)?;
+        Ok(Self {
+            expr: binary_expr(BinaryOp::Add, expr, offset)?,
+            dtype,
+            range: Some((low, high)),
+        })
+    }
+
+    /// The integer that the value is, when that is known.
+    fn known(&self) -> Option<i64> {
+        self.range.filter(|(low, high)| low == high).map(|(v, _)| v)
+    }
+
+    fn is_float(&self) -> bool {
+        self.dtype.ty() == Type::F32
+    }
+}
+
+fn binary_expr(op: BinaryOp, a: DynExpr, b: DynExpr) -> PyResult<DynExpr> {
+    DynExpr::binary(op, a, b).map_err(raised)
+}
+
+/// `a op b` on values of one type, without promotion; `range` is that of the result.
+fn raw(op: BinaryOp, a: &Value, b: &Value, range: Range) -> PyResult<Value> {
+    let expr = binary_expr(op, a.expr.clone(), b.expr.clone())?;
+    let dtype = if expr.ty() == Type::Bool { Dtype::Bool } else { a.dtype };
+    Ok(Value { expr, dtype, range })
+}
+
+/// `if cond { then } else { other }`, in the dtype that torch promotes both to.
+///
+/// # Errors
+/// When a number does not fit that dtype.
+pub fn select(cond: &Operand, then: &Operand, other: &Operand) -> PyResult<Value> {
+    let dtype = common(then, other);
+    let (cond, then, other) = (cond.to(Dtype::Bool)?, then.to(dtype)?, other.to(dtype)?);
+    let range = both(&then, &other).map(|((a, b), (c, d))| (a.min(c), b.max(d)));
+    let expr = DynExpr::select(cond.expr, then.expr, other.expr).map_err(raised)?;
+    Ok(Value { expr, dtype, range })
+}
+
+fn both(a: &Value, b: &Value) -> Option<((i64, i64), (i64, i64))> {
+    Some((a.range?, b.range?))
+}
+
+/// The operation that Python and torch call `name`.
+///
+/// # Errors
+/// When torch has no such operation on these dtypes, or the IR cannot say it.
+pub fn binary(name: &str, a: &Operand, b: &Operand) -> PyResult<Value> {
+    let dtype = common(a, b);
+    match name {
+        "add" | "sub" | "mul" => arithmetic(name, a, b, dtype),
+        "truediv" => {
+            let dtype = if dtype.ty() == Type::F32 { dtype } else { Dtype::F32 };
+            raw(BinaryOp::Div, &a.to(dtype)?, &b.to(dtype)?, None)
+        }
+        "floordiv" => floor_division(&a.to(dtype)?, &b.to(dtype)?),
+        "mod" => remainder(&a.to(dtype)?, &b.to(dtype)?),
+        "pow" => power(a, b, dtype),
+        "and" | "or" | "xor" => bitwise(name, a, b, dtype),
+        "lshift" | "rshift" => shift(name, &a.to(dtype)?, &b.to(dtype)?),
+        "min" | "max" => {
+            let (a, b) = (a.to(dtype)?, b.to(dtype)?);
+            if dtype == Dtype::Bool {
+                return raw(if name == "min" { BinaryOp::And } else { BinaryOp::Or }, &a, &b, None);
+            }
+            let range = both(&a, &b).map(|((a, b), (c, d))| {
+                if name == "min" { (a.min(c), b.min(d)) } else { (a.max(c), b.max(d)) }
+            });
+            if !a.is_float() {
+                let op = if name == "min" { BinaryOp::Min } else { BinaryOp::Max };
+                return raw(op, &a, &b, range);
+            }
+            // A NaN on either side is the result, as in torch.
+            let closer = compared(if name == "min" { "le" } else { "ge" }, &a, &b)?;
+            let chosen = raw(BinaryOp::Or, &closer, &compared("ne", &a, &a)?, None)?;
+            select(&chosen.into(), &a.into(), &b.into())
+        }
+        "lt" | "le" | "gt" | "ge" | "eq" | "ne" => comparison(name, a, b, dtype),
+        _ => Err(refused(format!("`{name}` is not an operation of masks and scores"))),
+    }
+}
+
+fn arithmetic(name: &str, a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
+    let truth = |x: &Operand| match x {
+        Operand::Value(v) => v.dtype == Dtype::Bool,
+        Operand::Number(n) => matches!(n, Number::Bool(_)),
+    };
+    if name == "sub" && (truth(a) || truth(b)) {
+        return Err(refused("`-` with a bool is no operation of torch; use `^`, `~` or .int()"));
+    }
+    let (a, b) = (a.to(dtype)?, b.to(dtype)?);
+    if dtype == Dtype::Bool {
+        return raw(if name == "add" { BinaryOp::Or } else { BinaryOp::And }, &a, &b, None);
+    }
+    let op = match name {
+        "add" => BinaryOp::Add,
+        "sub" => BinaryOp::Sub,
+        _ => BinaryOp::Mul,
+    };
+    let range = both(&a, &b).map(|((a, b), (c, d))| match op {
+        BinaryOp::Add => (a + c, b + d),
+        BinaryOp::Sub => (a - d, b - c),
+        _ => {
+            let all = [a * c, a * d, b * c, b * d];
+            (all.into_iter().min().unwrap_or(0), all.into_iter().max().unwrap_or(0))
+        }
+    });
+    raw(op, &a, &b, range)?.wrapped()
+}
+
+fn comparison(name: &str, a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
+    // An integer beyond 32 bits is a bound that no value reaches.
+    for (value, number, swapped) in [(a, b, false), (b, a, true)] {
+        if let (Operand::Value(_), Operand::Number(Number::Int(n))) = (value, number)
+            && dtype.ty() == Type::I32
+            && i32::try_from(*n).is_err()
+        {
+            let less = (*n > 0) != swapped;
+            return Ok(Value::truth(match name {
+                "eq" => false,
+                "ne" => true,
+                "lt" | "le" => less,
+                _ => !less,
+            }));
+        }
+    }
+    compared(name, &a.to(dtype)?, &b.to(dtype)?)
+}
+
+fn compared(name: &str, a: &Value, b: &Value) -> PyResult<Value> {
+    let as_int = |v: &Value| v.cast(Dtype::I32);
+    let (a, b) = match (a.dtype, name) {
+        (Dtype::Bool, "eq" | "ne") => (a.clone(), b.clone()),
+        (Dtype::Bool, _) => (as_int(a)?, as_int(b)?),
+        _ => (a.clone(), b.clone()),
+    };
+    match name {
+        "lt" => raw(BinaryOp::Lt, &a, &b, None),
+        "le" => raw(BinaryOp::Le, &a, &b, None),
+        "gt" => raw(BinaryOp::Lt, &b, &a, None),
+        "ge" => raw(BinaryOp::Le, &b, &a, None),
+        "eq" => raw(BinaryOp::Eq, &a, &b, None),
+        _ => raw(BinaryOp::Ne, &a, &b, None),
+    }
+}
+
+fn floor_division(a: &Value, b: &Value) -> PyResult<Value> {
+    if a.is_float() {
+        return unary("floor", &raw(BinaryOp::Div, a, b, None)?.into());
+    }
+    let (a, b) = whole(a, b)?;
+    let range = match (a.range, b.known()) {
+        (Some((low, high)), Some(n)) if n > 0 => Some((low.div_euclid(n), high.div_euclid(n))),
+        _ => None,
+    };
+    raw(BinaryOp::Div, &a, &b, range)?.wrapped()
+}
+
+/// Two integers; bools as such.
+fn whole(a: &Value, b: &Value) -> PyResult<(Value, Value)> {
+    let dtype = if a.dtype == Dtype::Bool { Dtype::U8 } else { a.dtype };
+    Ok((a.cast(dtype)?, b.cast(dtype)?))
+}
+
+/// The remainder of torch and Python, of the divisor's sign.
+fn remainder(a: &Value, b: &Value) -> PyResult<Value> {
+    if a.is_float() {
+        return raw(BinaryOp::Rem, a, b, None);
+    }
+    let (a, b) = whole(a, b)?;
+    let range = match (a.range, b.known()) {
+        (Some((low, high)), Some(n)) if n > 0 && low >= 0 => Some((0, high.min(n - 1))),
+        (_, Some(n)) if n > 0 => Some((0, n - 1)),
+        _ => None,
+    };
+    // The IR's remainder is Euclidean: never negative.
+    let least = raw(BinaryOp::Rem, &a, &b, range)?;
+    if b.range.is_some_and(|(low, _)| low > 0) {
+        return Ok(least);
+    }
+    let zero = Value::int(0).cast(a.dtype)?;
+    let negative = compared("lt", &b, &zero)?;
+    let some = compared("ne", &least, &zero)?;
+    let below = raw(BinaryOp::Add, &least, &b, None)?;
+    select(&raw(BinaryOp::And, &negative, &some, None)?.into(), &below.into(), &least.into())
+}
+
+fn power(a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
+    let exponent = match b {
+        Operand::Number(Number::Int(n)) => Some(*n),
+        Operand::Number(Number::Float(x)) if x.fract() == 0.0 && x.abs() <= 64.0 => Some(*x as i64),
+        _ => None,
+    };
+    let base = a.to(dtype)?;
+    match exponent {
+        Some(n) if (0..=64).contains(&n) => {
+            let one = Operand::Number(Number::Int(1)).to(dtype)?;
+            (0..n).try_fold(one, |product, _| {
+                arithmetic("mul", &product.into(), &base.clone().into(), dtype)
+            })
+        }
+        Some(n) if (-64..0).contains(&n) && base.is_float() => {
+            let one = Value::float(1.0).cast(dtype)?;
+            let product = power(a, &Operand::Number(Number::Int(-n)), dtype)?;
+            raw(BinaryOp::Div, &one, &product, None)
+        }
+        _ if dtype.ty() == Type::F32 => raw(BinaryOp::Pow, &base, &b.to(dtype)?, None),
+        _ => Err(refused(
+            "`**` on integers takes a number from 0 to 64 as exponent; make the base a float",
+        )),
+    }
+}
+
+fn bitwise(name: &str, a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
+    let (a, b) = (a.to(dtype)?, b.to(dtype)?);
+    if dtype.ty() == Type::F32 {
+        return Err(refused(format!("`{name}` is an operation on bools and integers, not floats")));
+    }
+    if dtype == Dtype::Bool {
+        let op = match name {
+            "and" => BinaryOp::And,
+            "or" => BinaryOp::Or,
+            _ => BinaryOp::Xor,
+        };
+        return raw(op, &a, &b, None);
+    }
+    // The lowest bits of an integer are its Euclidean remainder.
+    if name == "and" {
+        for (value, mask) in [(&a, &b), (&b, &a)] {
+            if let Some(bits) = mask.known()
+                && bits >= 0
+                && (bits + 1).count_ones() == 1
+                && bits < i64::from(i32::MAX)
+            {
+                let size = Value::int(bits as i32 + 1).cast(value.dtype)?;
+                return raw(BinaryOp::Rem, value, &size, Some((0, bits)));
+            }
+        }
+    }
+    Err(refused(format!(
+        "`{name}` on integers is supported as `& (2**n - 1)` only; on bools it is a logical operation"
+    )))
+}
+
+fn shift(name: &str, a: &Value, b: &Value) -> PyResult<Value> {
+    let bits = b.known().filter(|n| (0..31).contains(n) && a.dtype.ty() == Type::I32);
+    let Some(bits) = bits else {
+        return Err(refused(format!(
+            "`{name}` takes an integer and a number of bits from 0 to 30"
+        )));
+    };
+    let factor = Value::int(1 << bits).cast(a.dtype)?;
+    match name {
+        "rshift" => floor_division(a, &factor),
+        _ => arithmetic("mul", &a.clone().into(), &factor.into(), a.dtype),
+    }
+}
+
+/// The operation on one value that torch calls `name`.
+///
+/// # Errors
+/// When torch has no such operation on its dtype, or the IR cannot say it.
+pub fn unary(name: &str, x: &Operand) -> PyResult<Value> {
+    let x = x.to(x.dtype().unwrap_or(Dtype::F32))?;
+    let apply = |op, x: Value, range| {
+        let expr = DynExpr::unary(op, x.expr).map_err(raised)?;
+        Value { expr, dtype: x.dtype, range }.wrapped()
+    };
+    match (name, x.dtype.ty()) {
+        ("neg", Type::Bool) => Err(refused("`-` on a bool is no operation of torch; use `~`")),
+        ("neg", _) => {
+            let range = x.range.map(|(low, high)| (-high, -low));
+            apply(UnaryOp::Neg, x, range)
+        }
+        ("abs", Type::Bool) => Ok(x),
+        ("abs", _) => {
+            let range = x.range.map(|(low, high)| {
+                let least = if low <= 0 && high >= 0 { 0 } else { low.abs().min(high.abs()) };
+                (least, low.abs().max(high.abs()))
+            });
+            apply(UnaryOp::Abs, x, range)
+        }
+        ("invert", Type::Bool) => apply(UnaryOp::Not, x, None),
+        ("invert", Type::I32) => {
+            let minus_one = Value::int(-1).cast(Dtype::I64)?;
+            let dtype = x.dtype;
+            arithmetic("sub", &minus_one.into(), &x.into(), Dtype::I64)?.cast(dtype)
+        }
+        ("invert", Type::F32) => Err(refused("`~` is an operation on bools and integers")),
+        ("floor", Type::Bool | Type::I32) => Ok(x),
+        (name, _) => {
+            let op = match name {
+                "floor" => UnaryOp::Floor,
+                "exp" => UnaryOp::Exp,
+                "exp2" => UnaryOp::Exp2,
+                "log" => UnaryOp::Log,
+                "log2" => UnaryOp::Log2,
+                "sqrt" => UnaryOp::Sqrt,
+                "rsqrt" => UnaryOp::Rsqrt,
+                "tanh" => UnaryOp::Tanh,
+                "sigmoid" => UnaryOp::Sigmoid,
+                "erf" => UnaryOp::Erf,
+                "sin" => UnaryOp::Sin,
+                "cos" => UnaryOp::Cos,
+                _ => {
+                    return Err(refused(format!(
+                        "`{name}` is not an operation of masks and scores"
+                    )));
+                }
+            };
+            let dtype = if x.is_float() { x.dtype } else { Dtype::F32 };
+            apply(op, x.cast(dtype)?, None)
+        }
+    }
+}
+
+/// `index`, counted from the end of an axis of length `len` when it is negative.
+///
+/// # Errors
+/// When it is no integer.
+pub fn from_the_end(index: &Operand, len: usize) -> PyResult<DynExpr> {
+    let index = match index {
+        Operand::Value(v) if v.dtype.ty() == Type::F32 => {
+            return Err(refused("a tensor is indexed with integers, not floats"));
+        }
+        Operand::Value(v) if v.dtype.ty() == Type::Bool => {
+            return Err(refused("a tensor is indexed with integers here, not bools"));
+        }
+        Operand::Number(Number::Float(_) | Number::Bool(_)) => {
+            return Err(refused("a tensor is indexed with integers"));
+        }
+        index => index.to(Dtype::I64)?,
+    };
+    if index.range.is_some_and(|(low, _)| low >= 0) {
+        return Ok(index.expr);
+    }
+    let len = i32::try_from(len).map_err(|_| {
+        refused(format!("a captured tensor has an axis of {len}; mods count in 32 bits"))
+    })?;
+    let zero = Value::int(0);
+    let len = Value { expr: scalar(ScalarValue::I32(len)), dtype: Dtype::I64, range: None };
+    let wrapped = raw(BinaryOp::Add, &index, &len, None)?;
+    let negative = compared("lt", &index, &zero)?;
+    Ok(select(&negative.into(), &wrapped.into(), &index.into())?.expr)
+}

@@ -1,0 +1,180 @@
+"""Block masks: torch's own class, its tables filled without evaluating every pair.
+
+A ``BlockMask`` that is made here is remembered with the tables that it was given, by its identity and
+weakly. While it still has these tables, its mask function alone says which pairs count, and the tables
+are not read. Of any other ``BlockMask`` (sliced, adjusted, made of lists, made by torch) the lists are
+authoritative: ``full | partial & mask_mod``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as _torch_flex
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from . import _native, _trace
+
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    *,
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """A block mask of ``mask_mod``, as ``torch.nn.attention.flex_attention.create_block_mask`` makes it.
+
+    The tables are the same, bit for bit. They are made from bounds of the traced function for each tile,
+    so that neither time nor memory grow with ``Q_LEN * KV_LEN``.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` says whether the query sees the key.
+        B: Batch size, or None for one mask for all.
+        H: Query heads, or None for one mask for all.
+        Q_LEN: Number of queries.
+        KV_LEN: Number of keys.
+        device: Where the tables lie; only the CPU, and the default.
+        BLOCK_SIZE: Length of a tile in queries and keys, or a pair of them.
+        _compile: Ignored: there is nothing to compile.
+        separate_full_blocks: Whether full tiles have lists of their own.
+
+    Raises:
+        TraceError: ``mask_mod`` cannot be traced; the message says what, and where.
+    """
+    del _compile
+    device = torch.device("cpu" if device is None else device)
+    if device.type != "cpu":
+        raise NotImplementedError(f"foveate.create_block_mask makes tables on the CPU, not on {device}")
+    if not callable(mask_mod):
+        raise TypeError(f"create_block_mask requires a mask_mod function! Got {mask_mod}")
+    tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(tile) != 2 or min(tile) < 1:
+        raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {BLOCK_SIZE}")
+    batch, heads = 1 if B is None else B, 1 if H is None else H
+    extents = (batch, heads, Q_LEN, KV_LEN)
+    if min(extents) < 0:
+        raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
+    traced = _trace.mask(mask_mod, extents)
+    kinds = torch.empty((batch, heads, -(-Q_LEN // tile[0]), -(-KV_LEN // tile[1])), dtype=torch.uint8)
+    _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
+    partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
+    full = _listed(kinds == 2) if separate_full_blocks else (None, None)
+    made = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+    _own[made] = _state(made)
+    return made
+
+
+def create_mask(
+    mod_fn: Callable[..., Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+) -> Tensor:
+    """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, on the
+    CPU when no device is given."""
+    return _torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, "cpu" if device is None else device)
+
+
+def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and indices of the live tiles of each row, those of others behind them, as torch lists them."""
+    live = live.to(torch.int32)
+    indices = torch.argsort(live, dim=-1, descending=True, stable=True)
+    return live.sum(dim=-1).to(torch.int32), indices.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _state(mask: BlockMask) -> tuple[Any, ...]:
+    """What of a block mask must not have changed for its function to be all that counts."""
+    tables = tuple(getattr(mask, name) for name in _TABLES)
+    versions = tuple(None if t is None else (id(t), t._version) for t in tables)
+    return (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
+
+
+def program_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Any:
+    """The traced program of a block mask for operands of these extents (b, h, q, kv)."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, got {type(mask)}; create_block_mask makes one")
+    if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
+        raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
+    batch, heads, q_len, kv_len = extents
+    large = _torch_flex._LARGE_SPARSE_BLOCK_SIZE
+    if tuple(mask.BLOCK_SIZE) != (large, large):
+        _check_lengths(mask, q_len, kv_len)
+    if mask.kv_num_blocks.device.type != "cpu":
+        raise RuntimeError(
+            "Expect q/k/v and block_mask to be on the same device but got cpu and "
+            f"{mask.kv_num_blocks.device}."
+        )
+    for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
+        if mask.kv_num_blocks.size(axis) not in (1, n):
+            raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1 or {n} fits")
+    if _own.get(mask) == _state(mask):
+        return _trace.mask(mask.mask_mod, extents)
+    return _trace.mask(mask.mask_mod, extents, wrap=_within_lists(mask, q_len, kv_len))
+
+
+def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
+    made_q, made_kv = mask.seq_lengths
+    if (made_q, made_kv) == (q_len, kv_len):
+        return
+    what = f"block_mask was created for block_mask.shape={mask.shape} but got q_len={q_len} and kv_len={kv_len}. "
+    if q_len > made_q or kv_len > made_kv:
+        raise ValueError(
+            what + "As the block mask was created for a smaller length than you're using it for, you likely need "
+            "to create a new block mask."
+        )
+    raise ValueError(
+        what + "As the block mask was created for a larger length than you're using it for, you can either 1. "
+        "create a new block mask with the correct length, or 2. 'adjust' the existing block mask to the correct "
+        "length by calling block_mask._adjust(q_len, kv_len). This essentially 'crops' the block mask to the "
+        "upper left corner, which does not work for all mask_mods!"
+    )
+
+
+def _within_lists(mask: BlockMask, q_len: int, kv_len: int) -> Callable[..., Any]:
+    """``full | partial & mask_mod`` of a block mask's lists, as a wrapper of its traced function."""
+    rows, columns = mask.kv_indices.shape[-2:]
+    tile_q, tile_kv = mask.BLOCK_SIZE
+    needed = -(-q_len // tile_q)
+    if rows < needed:
+        raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
+    width = max(columns, -(-kv_len // tile_kv), 1)
+    kinds = _scattered(mask.kv_num_blocks, mask.kv_indices, 1, width)
+    if mask.full_kv_num_blocks is not None:
+        kinds = torch.maximum(kinds, _scattered(mask.full_kv_num_blocks, mask.full_kv_indices, 2, width))
+    batch, heads = kinds.shape[:2]
+
+    def wrap(trace: Any, values: tuple[Any, ...], allowed: Any) -> Any:
+        b, h, q, kv = values
+        kind = trace.capture(kinds).at([b if batch > 1 else 0, h if heads > 1 else 0, q // tile_q, kv // tile_kv])
+        return (kind == 2) | ((kind == 1) & allowed)
+
+    return wrap
+
+
+def _scattered(counts: Tensor, indices: Tensor, kind: int, width: int) -> Tensor:
+    """A table ``[B, H, rows, width]`` with ``kind`` where a list has a tile."""
+    listed = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
+    if bool(((indices < 0) | (indices >= width))[listed].any()):
+        raise ValueError(f"block_mask lists a tile outside its {width} columns")
+    table = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8)
+    table.scatter_(-1, torch.where(listed, indices, width).long(), kind)
+    return table[..., :width]

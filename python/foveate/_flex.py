@@ -1,0 +1,272 @@
+"""``flex_attention``: the checks of torch's, a trace of its functions, and one autograd function."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from . import _blocks, _native, _trace
+
+_log = logging.getLogger("foveate")
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+_OWN_OPTIONS: frozenset[str] = frozenset()
+_said: set[str] = set()
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with a score function and a mask, as ``torch.nn.attention.flex_attention`` has it.
+
+    Runs forward and backward on CPU tensors of any strides, uncompiled, without holding scores.
+
+    Args:
+        query: ``[B, Hq, L, E]``, float32, bfloat16 or float16.
+        key: ``[B, Hkv, S, E]``; a batch of 1 is shared by all of ``query``'s, with a block mask of batch B.
+        value: ``[B, Hkv, S, Ev]``.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the new score. It is traced in each call,
+            so it may be a closure over anything; tensors that it captures and that require grad get
+            gradients.
+        block_mask: Which keys each query sees: from :func:`create_block_mask`, or any ``BlockMask`` of
+            torch's. Of a block mask that was made here the function counts as it is now; of another
+            one the lists count: of its full tiles every pair, of its partial tiles those that its
+            function lets through, of others none.
+        scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
+        enable_gqa: Lets ``Hq`` be a multiple of ``Hkv``.
+        return_lse: Deprecated; ``return_aux=AuxRequest(lse=True)`` is the same.
+        kernel_options: Torch's options for Triton are accepted and change nothing.
+        return_aux: Which of ``lse`` and ``max_scores`` to return too, ``[B, Hq, L]``, float32. ``lse`` is a
+            natural logarithm and differentiable; ``max_scores`` is not.
+
+    Returns:
+        ``out [B, Hq, L, Ev]``, of the dtype and the stride order of ``query``, its last axis contiguous; with
+        ``return_aux`` the pair of it and an ``AuxOutput``; with ``return_lse`` the pair of it and ``lse``. A
+        query without a key has ``out`` 0, ``lse`` ``-inf`` and gradients 0.
+
+    Raises:
+        ValueError: Shapes, head counts, dtypes or lengths do not fit each other.
+        TraceError: A function does something that cannot be traced; the message says what, and where.
+        IndexError: A function read a captured tensor outside its bounds.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, block_mask, enable_gqa)
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
+            "return_aux=AuxRequest(lse=True) instead."
+        )
+    if return_lse and "return_lse" not in _said:
+        _said.add("return_lse")
+        warnings.warn(
+            "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
+            FutureWarning,
+            stacklevel=2,
+        )
+    _check_options(kernel_options)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+
+    learns = torch.is_grad_enabled()
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        if learns and (query.requires_grad or key.requires_grad or value.requires_grad):
+            raise ValueError(
+                "Backward pass with mixed query, key, and value dtype is not supported, got "
+                f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
+            )
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    extents = (query.size(0), query.size(1), query.size(2), key.size(2))
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
+    learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
+    wants_max = return_aux is not None and return_aux.max_scores
+    call = _Call(score, mask, None if scale is None else float(scale), wants_max)
+    if learns and (learned or query.requires_grad or key.requires_grad or value.requires_grad):
+        out, lse, max_scores = _Attention.apply(query, key, value, call, *learned)
+    else:
+        out, lse, max_scores = call.forward(query, key, value, forward_only=True)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
+    return (out, lse) if return_lse else out
+
+
+class _Call:
+    """What one call asks for, besides q, k and v; after ``forward``, its plan."""
+
+    __slots__ = ("score", "mask", "scale", "wants_max", "plan")
+
+    def __init__(self, score: Any, mask: Any, scale: float | None, wants_max: bool) -> None:
+        self.score, self.mask, self.scale, self.wants_max = score, mask, scale, wants_max
+        self.plan: Any = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, forward_only: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.plan = _native.plan(
+            q, k, v, self.score, self.mask, self.scale, forward_only, torch.get_num_threads()
+        )
+        out = _empty_in_order(q, (*q.shape[:3], v.shape[3]))
+        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        max_scores = torch.empty_like(lse) if self.wants_max else None
+        self.plan.forward(q, k, v, out, lse, max_scores)
+        return out, lse, max_scores
+
+
+class _Attention(torch.autograd.Function):
+    """Attention and its gradient. Captured tensors that want one are inputs, in the order of the score's
+    captures."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, *learned: Tensor) -> tuple[Tensor, Tensor, Any]:
+        return call.forward(q, k, v, forward_only=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Any]) -> None:
+        q, k, v, call, *learned = inputs
+        out, lse, max_scores = output
+        ctx.call = call
+        ctx.learned = [(t.shape, t.dtype) for t in learned]
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        ctx.save_for_backward(q, k, v, out, lse)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
+        dq, dk, dv = (_empty_in_order(t, t.shape) for t in (q, k, v))
+        wanted = iter(ctx.needs_input_grad[4:])
+        into: list[Tensor | None] = []
+        shapes = iter(ctx.learned)
+        captures = () if ctx.call.score is None else ctx.call.score.captures
+        for capture in captures:
+            shape, _dtype = next(shapes) if capture.learned else (None, None)
+            wants = capture.learned and next(wanted)
+            into.append(torch.empty(shape, dtype=torch.float32) if wants else None)
+        ctx.call.plan.backward([q, k, v], [out, lse], d_out, d_lse, [dq, dk, dv], into)
+        needs = ctx.needs_input_grad
+        own = [d if needs[i] else None for i, d in enumerate((dq, dk, dv))]
+        theirs = [d for d, c in zip(into, captures) if c.learned]
+        theirs = [None if d is None else d.to(dtype) for d, (_, dtype) in zip(theirs, ctx.learned)]
+        return (*own, None, *theirs)
+
+
+def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A new tensor of ``shape`` whose axes lie in memory in the order of ``like``'s, the last one innermost."""
+    strides = like.stride()
+    order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
+    made, step = [1] * len(shape), max(shape[-1], 1)
+    for axis in reversed(order):
+        made[axis] = step
+        step *= max(shape[axis], 1)
+    return torch.empty_strided(shape, made, dtype=like.dtype)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v, and nothing else, in autocast's dtype."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    eligible = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t.dtype in eligible else t for t in tensors)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raises what torch raises for operands that do not fit each other."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor)}")
+    if query.device != key.device or query.device != value.device:
+        raise ValueError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device}, key.device: {key.device}, and value.device: {value.device} instead."
+        )
+    if query.device.type != "cpu":
+        raise NotImplementedError(
+            f"foveate.flex_attention computes on CPU tensors, got tensors on {query.device}; call "
+            "torch.nn.attention.flex_attention for these"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {tensor.dtype}")
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise ValueError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            "Expect query and key/value to have the same embedding dimension but got "
+            f"E={query.size(-1)} and E={key.size(-1)}."
+        )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            "Expect key and value to have the same batch size, heads and length but got "
+            f"{tuple(key.shape[:3])} and {tuple(value.shape[:3])}."
+        )
+    heads, kv_heads = query.size(1), key.size(1)
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(
+            "Expect query and key/value to have the same number of heads but got "
+            f"Hq={heads} and Hkv={kv_heads}. Try setting enable_gqa=True for GQA."
+        )
+    if enable_gqa and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(
+            "Expect number of query heads to be a multiple of kv heads for GQA but got "
+            f"Hq={heads} and Hkv={kv_heads}."
+        )
+    if query.size(0) != key.size(0):
+        if block_mask is None:
+            raise ValueError(
+                "Expect query and key/value to have the same batch size, or non-none block_mask, but got "
+                f"block_mask=None, Bq={query.size(0)}, and Bkv={key.size(0)}."
+            )
+        if isinstance(block_mask, BlockMask) and block_mask.kv_num_blocks.size(0) != query.size(0):
+            raise ValueError(
+                "Expect query and key/value to have the same batch size, or block_mask and query to have the "
+                f"same batch size, but got Bq={query.size(0)}, Bkv={key.size(0)}, "
+                f"B_block_mask={block_mask.kv_num_blocks.size(0)}."
+            )
+        if key.size(0) != 1:
+            raise RuntimeError(f"Bq and Bkv must broadcast. Got Bq={query.size(0)} and Bkv={key.size(0)}")
+
+
+def _check_options(options: dict[str, Any] | None) -> None:
+    """Options for Triton change nothing here; ours are checked."""
+    if not options:
+        return
+    if "BACKEND" in options:
+        if options.get("FORCE_USE_FLEX_ATTENTION", False):
+            raise RuntimeError(
+                "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION. BACKEND supersedes the legacy "
+                "knob; please drop FORCE_USE_FLEX_ATTENTION and only specify the desired BACKEND."
+            )
+        if options["BACKEND"] not in _BACKENDS:
+            raise ValueError(f"Invalid BACKEND value '{options['BACKEND']}'. Must be one of {_BACKENDS}")
+    own = options.get("foveate", {})
+    for name in own:
+        if name not in _OWN_OPTIONS:
+            raise ValueError(f"kernel_options['foveate'] has no option {name!r}; it has {sorted(_OWN_OPTIONS)}")
+    if set(options) - {"foveate"} and "kernel_options" not in _said:
+        _said.add("kernel_options")
+        _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))

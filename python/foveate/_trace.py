@@ -1,0 +1,653 @@
+"""Traces mask and score functions written for torch.
+
+A function runs once, on :class:`~foveate._native.Expr` values in place of 0-d tensors. Python's operators
+on these record themselves, in Rust. Calls of torch reach :class:`Trace`, a mode that sees every torch
+function while the user's code runs, also those whose arguments are ordinary tensors with a traced index:
+``bias[q_idx]``. ``OPERATIONS`` says them in operators. What is not in it is an error that names the
+operation, the file and the line; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import types
+from typing import Any, Callable, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import _native
+from ._native import Expr, TraceError
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+#: What an operation takes for a traced value.
+Scalar = Any
+
+
+class _NoAttribute(TraceError, AttributeError):
+    """A tensor's attribute that traced values lack; ``hasattr`` is false for it."""
+
+
+def _unary(name: str) -> Callable[..., Expr]:
+    return lambda x: _native.unary(name, x)
+
+
+def _binary(name: str) -> Callable[..., Expr]:
+    return lambda a, b: _native.binary(name, a, b)
+
+
+def _reflected(name: str) -> Callable[..., Expr]:
+    return lambda a, b: _native.binary(name, b, a)
+
+
+_where = _native.select
+
+
+def _float(x: Scalar) -> Expr:
+    """``x`` as torch converts it before a function of floats."""
+    if isinstance(x, Expr) and x.dtype.is_floating_point:
+        return x
+    return _cast(x, torch.get_default_dtype())
+
+
+def _cast(x: Scalar, dtype: torch.dtype) -> Expr:
+    return x.cast(dtype) if isinstance(x, Expr) else _native.constant(x, dtype)
+
+
+def _add(a: Scalar, b: Scalar, *, alpha: float = 1) -> Expr:
+    return _native.binary("add", a, b if alpha == 1 else _native.binary("mul", b, alpha))
+
+
+def _sub(a: Scalar, b: Scalar, *, alpha: float = 1) -> Expr:
+    return _native.binary("sub", a, b if alpha == 1 else _native.binary("mul", b, alpha))
+
+
+def _div(a: Scalar, b: Scalar, *, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode == "floor":
+        return _native.binary("floordiv", a, b)
+    quotient = _native.binary("truediv", a, b)
+    if rounding_mode is None:
+        return quotient
+    if rounding_mode != "trunc":
+        raise TraceError(f"`div` has no rounding_mode {rounding_mode!r}: None, 'floor' or 'trunc'")
+    if _is_float(a) or _is_float(b):
+        return _trunc(quotient)
+    size = _native.binary("floordiv", abs(_value(a)), abs(_value(b)))
+    return _where((_value(a) < 0) ^ (_value(b) < 0), -size, size)
+
+
+def _value(x: Scalar) -> Expr:
+    return x if isinstance(x, Expr) else _native.constant(x, torch.tensor(x).dtype)
+
+
+def _is_float(x: Scalar) -> bool:
+    return x.dtype.is_floating_point if isinstance(x, Expr) else isinstance(x, float)
+
+
+def _fmod(a: Scalar, b: Scalar) -> Expr:
+    return _sub(a, _native.binary("mul", _div(a, b, rounding_mode="trunc"), b))
+
+
+def _trunc(x: Expr) -> Expr:
+    return _where(x < 0, -_native.unary("floor", -x), _native.unary("floor", x)) if _is_float(x) else x
+
+
+def _ceil(x: Expr) -> Expr:
+    return -_native.unary("floor", -x) if _is_float(x) else x
+
+
+def _round(x: Expr, *, decimals: int = 0) -> Expr:
+    if not _is_float(x):
+        return x
+    if decimals:
+        raise TraceError("`round` takes no decimals in a mask or score")
+    low = _native.unary("floor", x)
+    rest = x - low
+    even = low * 0.5 == _native.unary("floor", low * 0.5)
+    return _where((rest < 0.5) | ((rest == 0.5) & even), low, low + 1.0)
+
+
+def _sign(x: Expr) -> Expr:
+    if x.dtype == torch.bool:
+        return x
+    zero = _cast(0, x.dtype)
+    return _where(x > 0, zero + 1, _where(x < 0, zero - 1, _where(x == x, zero, x)))
+
+
+def _clamp(x: Expr, min: Scalar = None, max: Scalar = None) -> Expr:
+    if min is None and max is None:
+        raise TraceError("`clamp` takes min, max or both")
+    if max is not None and min is not None:
+        # Where they cross, torch gives max.
+        x = _where(x < min, min, x)
+        return _where(x > max, max, x)
+    return _where(x < min, min, x) if max is None else _where(x > max, max, x)
+
+
+def _gelu(x: Expr, approximate: str = "none") -> Expr:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + _native.unary("tanh", inner))
+    return 0.5 * x * (1.0 + _native.unary("erf", x * math.sqrt(0.5)))
+
+
+def _softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Expr:
+    scaled = x * beta
+    linear = scaled > threshold
+    small = _where(linear, 0.0, scaled)
+    return _where(linear, x, _native.unary("log", 1.0 + _native.unary("exp", small)) / beta)
+
+
+def _relu(x: Expr, inplace: bool = False) -> Expr:
+    return _where(x <= 0, _cast(0, x.dtype), x)
+
+
+def _leaky_relu(x: Expr, negative_slope: float = 0.01, inplace: bool = False) -> Expr:
+    return _where(x > 0, x, x * negative_slope)
+
+
+def _sigmoid(x: Scalar) -> Expr:
+    return _native.unary("sigmoid", _float(x))
+
+
+def _logical(name: str) -> Callable[..., Expr]:
+    return lambda a, b: _native.binary(name, _cast(a, torch.bool), _cast(b, torch.bool))
+
+
+def _pow(a: Scalar, b: Scalar) -> Expr:
+    if isinstance(b, float) and b == 0.5:
+        return _native.unary("sqrt", a)
+    return _native.binary("pow", a, b)
+
+
+def _to(x: Expr, *args: Any, **kwargs: Any) -> Expr:
+    dtype = kwargs.get("dtype")
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            dtype = arg
+        elif isinstance(arg, (Expr, torch.Tensor)):
+            dtype = arg.dtype
+    return x if dtype is None else _cast(x, dtype)
+
+
+def _same(x: Expr, *args: Any, **kwargs: Any) -> Expr:
+    return x
+
+
+def _filled(value: Any) -> Callable[..., Expr]:
+    def make(x: Expr, size: Any = (), *more: int, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+        size = (size, *more) if isinstance(size, int) else tuple(size)
+        _only_0d(size)
+        return _native.constant(value, dtype or x.dtype)
+
+    return make
+
+
+def _new_full(x: Expr, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    _only_0d(tuple(size))
+    return _cast(fill_value, dtype or x.dtype)
+
+
+def _full_like(x: Expr, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    return _cast(fill_value, dtype or x.dtype)
+
+
+def _like(value: Any) -> Callable[..., Expr]:
+    return lambda x, *, dtype=None, **_: _native.constant(value, dtype or x.dtype)
+
+
+def _new_tensor(x: Expr, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
+    return _cast(data, dtype or torch.tensor(data).dtype)
+
+
+def _only_0d(size: tuple[int, ...]) -> None:
+    if math.prod(size) != 1:
+        raise TraceError(f"a tensor of shape {tuple(size)} is made of a traced value; only 0-d ones can be")
+
+
+def _item(x: Expr) -> Any:
+    return int(x)
+
+
+def _extreme(name: str) -> Callable[..., Expr]:
+    def of(a: Expr, b: Scalar = None, *_: Any, **kwargs: Any) -> Expr:
+        if b is None and not kwargs:
+            return a
+        if b is None:
+            raise TraceError(f"`{name}` over an axis: a traced value is a 0-d tensor")
+        return _native.binary(name, a, b)
+
+    return of
+
+
+def _isinf(x: Expr) -> Expr:
+    return abs(_float(x)) == math.inf
+
+
+def _addcmul(x: Scalar, a: Scalar, b: Scalar, *, value: float = 1) -> Expr:
+    return _add(x, _native.binary("mul", a, b), alpha=value)
+
+
+#: Torch's functions and methods by name, without underscores around it.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "radd": lambda a, b: _add(b, a),
+    "sub": _sub,
+    "subtract": _sub,
+    "rsub": lambda a, b, *, alpha=1: _sub(b, a, alpha=alpha),
+    "mul": _binary("mul"),
+    "multiply": _binary("mul"),
+    "rmul": _reflected("mul"),
+    "div": _div,
+    "divide": _div,
+    "truediv": _div,
+    "true_divide": _div,
+    "rdiv": lambda a, b: _div(b, a),
+    "rtruediv": lambda a, b: _div(b, a),
+    "floor_divide": _binary("floordiv"),
+    "floordiv": _binary("floordiv"),
+    "rfloordiv": _reflected("floordiv"),
+    "remainder": _binary("mod"),
+    "mod": _binary("mod"),
+    "rmod": _reflected("mod"),
+    "fmod": _fmod,
+    "pow": _pow,
+    "rpow": lambda a, b: _pow(b, a),
+    "float_power": lambda a, b: _pow(_float(a), b),
+    "square": lambda x: x * x,
+    "neg": _unary("neg"),
+    "negative": _unary("neg"),
+    "positive": _same,
+    "abs": _unary("abs"),
+    "absolute": _unary("abs"),
+    "sign": _sign,
+    "and": _binary("and"),
+    "rand": _reflected("and"),
+    "bitwise_and": _binary("and"),
+    "or": _binary("or"),
+    "ror": _reflected("or"),
+    "bitwise_or": _binary("or"),
+    "xor": _binary("xor"),
+    "rxor": _reflected("xor"),
+    "bitwise_xor": _binary("xor"),
+    "invert": _unary("invert"),
+    "bitwise_not": _unary("invert"),
+    "lshift": _binary("lshift"),
+    "bitwise_left_shift": _binary("lshift"),
+    "rlshift": _reflected("lshift"),
+    "rshift": _binary("rshift"),
+    "bitwise_right_shift": _binary("rshift"),
+    "rrshift": _reflected("rshift"),
+    "lt": _binary("lt"),
+    "less": _binary("lt"),
+    "le": _binary("le"),
+    "less_equal": _binary("le"),
+    "gt": _binary("gt"),
+    "greater": _binary("gt"),
+    "ge": _binary("ge"),
+    "greater_equal": _binary("ge"),
+    "eq": _binary("eq"),
+    "ne": _binary("ne"),
+    "not_equal": _binary("ne"),
+    "logical_and": _logical("and"),
+    "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"),
+    "logical_not": lambda x: _native.unary("invert", _cast(x, torch.bool)),
+    "where": lambda cond, x, y: _where(cond, x, y),
+    "masked_fill": lambda x, mask, value: _cast(_where(mask, value, x), x.dtype),
+    "minimum": _binary("min"),
+    "maximum": _binary("max"),
+    "min": _extreme("min"),
+    "max": _extreme("max"),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda x, min: _clamp(x, min=min),
+    "clamp_max": lambda x, max: _clamp(x, max=max),
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "gelu": _gelu,
+    "silu": lambda x, inplace=False: x * _sigmoid(x),
+    "softplus": _softplus,
+    "log_sigmoid": lambda x: -_softplus(-x),
+    "logsigmoid": lambda x: -_softplus(-x),
+    "tanh": _unary("tanh"),
+    "sigmoid": _sigmoid,
+    "expit": _sigmoid,
+    "exp": _unary("exp"),
+    "exp2": _unary("exp2"),
+    "expm1": lambda x: _native.unary("exp", x) - 1.0,
+    "log": _unary("log"),
+    "log2": _unary("log2"),
+    "log10": lambda x: _native.unary("log", x) * (1 / math.log(10)),
+    "log1p": lambda x: _native.unary("log", 1.0 + _float(x)),
+    "sqrt": _unary("sqrt"),
+    "rsqrt": _unary("rsqrt"),
+    "reciprocal": lambda x: 1.0 / x,
+    "erf": _unary("erf"),
+    "sin": _unary("sin"),
+    "cos": _unary("cos"),
+    "tan": lambda x: _native.unary("sin", x) / _native.unary("cos", x),
+    "floor": _unary("floor"),
+    "ceil": _ceil,
+    "trunc": _trunc,
+    "fix": _trunc,
+    "round": _round,
+    "isnan": lambda x: x != x,
+    "isinf": _isinf,
+    "isneginf": lambda x: _float(x) == -math.inf,
+    "isposinf": lambda x: _float(x) == math.inf,
+    "isfinite": lambda x: abs(_float(x)) < math.inf,
+    "addcmul": _addcmul,
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "bool": lambda x: _cast(x, torch.bool),
+    "int": lambda x: _cast(x, torch.int32),
+    "long": lambda x: _cast(x, torch.int64),
+    "short": lambda x: _cast(x, torch.int16),
+    "char": lambda x: _cast(x, torch.int8),
+    "byte": lambda x: _cast(x, torch.uint8),
+    "float": lambda x: _cast(x, torch.float32),
+    "double": lambda x: _cast(x, torch.float64),
+    "half": lambda x: _cast(x, torch.float16),
+    "bfloat16": lambda x: _cast(x, torch.bfloat16),
+    "clone": _same,
+    "contiguous": _same,
+    "cpu": _same,
+    "squeeze": _same,
+    "new_ones": _filled(1),
+    "new_zeros": _filled(0),
+    "new_full": _new_full,
+    "new_tensor": _new_tensor,
+    "ones_like": _like(1),
+    "zeros_like": _like(0),
+    "full_like": _full_like,
+    "item": _item,
+    "dim": lambda x: 0,
+    "size": lambda x: torch.Size(()),
+    "numel": lambda x: 1,
+    "is_floating_point": lambda x: x.dtype.is_floating_point,
+    "is_tensor": lambda x: True,
+}
+
+_ATTRIBUTES: dict[str, Any] = {
+    "shape": torch.Size(()),
+    "ndim": 0,
+    "device": torch.device("cpu"),
+    "requires_grad": False,
+    "is_cpu": True,
+    "is_cuda": False,
+    "layout": torch.strided,
+}
+
+
+def attribute(value: Expr, name: str) -> Any:
+    """What ``value.name`` is for a traced value; called by ``Expr.__getattr__``."""
+    if name in _ATTRIBUTES:
+        return _ATTRIBUTES[name]
+    operation = OPERATIONS.get(name)
+    if operation is None:
+        raise _NoAttribute(f"`.{name}` of a traced value is not supported in a mask or score")
+    return functools.partial(_call, name, operation, value)
+
+
+def _call(name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    trace = _TRACES[-1] if _TRACES else None
+    if trace is None:
+        raise TraceError("a traced value is used after its function was traced")
+    args = tuple(trace.operand(name, a) for a in args)
+    kwargs = {key: trace.operand(name, a) for key, a in kwargs.items()}
+    try:
+        return operation(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(f"`{name}` is not supported in a mask or score with these arguments: {error}") from None
+
+
+#: The traces that run, the innermost last.
+_TRACES: list[Trace] = []
+
+
+class Rows:
+    """A captured tensor with some axes indexed: ``t[b]`` before ``[h, q]``."""
+
+    __slots__ = ("tensor", "index")
+
+    def __init__(self, tensor: torch.Tensor, index: list[Any]) -> None:
+        self.tensor, self.index = tensor, index
+
+    def __getitem__(self, index: Any) -> Any:
+        return _TRACES[-1].read(self, index)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(n for n, i in zip(self.tensor.shape, self.index) if i is None)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoAttribute(
+            f"`.{name}` of a captured tensor with axes left over, of shape {tuple(self.shape)}; index all axes"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TraceError("a captured tensor is used after its function was traced")
+
+
+def _refuse_operators() -> None:
+    """Python's operators on a tensor with axes left over are refused like its methods."""
+
+    def make(name: str) -> Callable[..., Any]:
+        return lambda self, *_: getattr(self, name)
+
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift lt le gt ge eq ne neg abs invert".split():
+        setattr(Rows, f"__{name}__", make(name))
+        setattr(Rows, f"__r{name}__", make(name))
+
+
+_refuse_operators()
+
+
+class Trace(TorchFunctionMode):
+    """Sees what torch is asked for while a function is traced."""
+
+    def __init__(self, kind: str, function: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.captures: dict[int, _native.Capture] = {}
+        _native.begin(list(_literals_of(function)), kind == "mask")
+
+    def __enter__(self) -> Trace:
+        _TRACES.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _TRACES.pop()
+        super().__exit__(*exception)
+
+    def capture(self, tensor: torch.Tensor) -> _native.Capture:
+        """The buffer that ``tensor`` is in the program."""
+        found = self.captures.get(id(tensor))
+        if found is not None:
+            return found
+        if tensor.device.type != "cpu":
+            raise TraceError(f"a captured tensor is on {tensor.device}, and q, k and v are on the CPU")
+        wanted = tensor.requires_grad and torch.is_grad_enabled()
+        if wanted and self.kind == "mask":
+            raise ValueError(
+                "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
+            )
+        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", tensor, wanted)
+        self.captures[id(tensor)] = made
+        return made
+
+    def operand(self, name: str, x: Any) -> Any:
+        """An argument of an operation: 0-d tensors are values, others are no operands."""
+        if isinstance(x, torch.Tensor):
+            if x.dim() != 0:
+                raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
+            if x.requires_grad and torch.is_grad_enabled():
+                return self.capture(x).only()
+            return _native.constant(x.item(), x.dtype)
+        if isinstance(x, Rows):
+            raise TraceError(
+                f"`{name}` is given a captured tensor with axes left over, of shape {tuple(x.shape)}; index all axes"
+            )
+        return x
+
+    def read(self, of: Any, index: Any) -> Any:
+        """``of[index]`` of a captured tensor, where some index is traced."""
+        if isinstance(of, Expr):
+            raise TraceError("a traced value is a 0-d tensor: it cannot be indexed")
+        tensor, axes = (of.tensor, list(of.index)) if isinstance(of, Rows) else (of, [None] * of.dim())
+        given = index if isinstance(index, tuple) else (index,)
+        free = [axis for axis, i in enumerate(axes) if i is None]
+        if any(i is Ellipsis for i in given):
+            at = next(n for n, i in enumerate(given) if i is Ellipsis)
+            given = given[:at] + (slice(None),) * (len(free) - len(given) + 1) + given[at + 1 :]
+        if len(given) > len(free):
+            raise IndexError(f"too many indices for a captured tensor of dimension {len(free)}: {len(given)} given")
+        for axis, i in zip(free, given):
+            if isinstance(i, slice):
+                if i != slice(None):
+                    raise TraceError("a slice beside a traced index must be `:`")
+                continue
+            axes[axis] = self.index(i, tensor.shape[axis], axis)
+        if any(i is None for i in axes):
+            return Rows(tensor, axes)
+        return self.capture(tensor).at(axes)
+
+    def index(self, i: Any, length: int, axis: int) -> Any:
+        i = self.operand("[]", i)
+        if isinstance(i, bool) or not isinstance(i, (Expr, int)):
+            raise TraceError(f"a captured tensor is indexed with a {type(i).__name__}; integers and `:` can be")
+        if isinstance(i, int) and not -length <= i < length:
+            raise IndexError(f"index {i} is out of bounds for dimension {axis} with size {length}")
+        return i
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func)).strip("_")
+        if name == "getitem":
+            return self.read(*args)
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            raise TraceError(f"`{name}` is not supported in a mask or score")
+        return _call(name, operation, *args, **kwargs)
+
+
+def _traced(x: Any) -> bool:
+    if isinstance(x, (Expr, Rows)):
+        return True
+    return isinstance(x, (tuple, list)) and any(map(_traced, x))
+
+
+@functools.lru_cache(maxsize=4096)
+def _literals(code: types.CodeType) -> tuple[Any, ...]:
+    """Numbers in a function's source, and in that of functions defined inside it."""
+    found: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, (int, float)):
+            found.append(constant)
+        elif isinstance(constant, types.CodeType):
+            found.extend(_literals(constant))
+    return tuple(found)
+
+
+def _literals_of(function: Any) -> Iterator[Any]:
+    """Numbers in the source of ``function`` and of functions that it captures."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        f = waiting.pop()
+        if id(f) in seen or len(seen) > 64:
+            continue
+        seen.add(id(f))
+        if isinstance(f, (tuple, list)):
+            waiting.extend(f[:64])
+        elif isinstance(f, functools.partial):
+            waiting.append(f.func)
+        elif isinstance(f, types.MethodType):
+            waiting.append(f.__func__)
+        elif isinstance(f, types.FunctionType):
+            yield from _literals(f.__code__)
+            for cell in f.__closure__ or ():
+                try:
+                    waiting.append(cell.cell_contents)
+                except ValueError:
+                    continue
+        elif not isinstance(f, (type, torch.Tensor)) and isinstance(
+            getattr(type(f), "__call__", None), types.FunctionType
+        ):
+            waiting.append(type(f).__call__)
+
+
+def _place(error: BaseException) -> str:
+    """File, line and function of the user's code that an error comes from."""
+    found, tb = "", error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if not os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep)):
+            found = f' File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}'
+        tb = tb.tb_next
+    return found
+
+
+def name_of(function: Any) -> str:
+    """What a function is called in messages."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
+    try:
+        with trace:
+            result = function(*values)
+            if isinstance(result, torch.Tensor):
+                result = trace.operand("return", result)
+            return result
+    except TraceError as error:
+        what = f"{trace.kind}_mod `{name_of(function)}`: {error}"
+        raise TraceError(what + (";" + _place(error) if "File" not in what else "")) from error
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise TypeError(f"{trace.kind}_mod `{name_of(function)}` is called with {len(values)} values: {error}") from None
+
+
+def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) -> _native.Traced:
+    """The program of a mask function, for ``extents`` of b, h, q and kv.
+
+    ``wrap(trace, values, mask)`` makes another mask of it.
+    """
+    trace = Trace("mask", function)
+    values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
+    result = _run(trace, function, values)
+    _check(result, function, "mask", torch.bool)
+    result = _cast(result, torch.bool)
+    if wrap is not None:
+        result = _run(trace, lambda *v: wrap(trace, v, result), values)
+    return _native.mask(result, list(trace.captures.values()))
+
+
+def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
+    """The program of a score function, for ``extents`` of b, h, q and kv."""
+    trace = Trace("score", function)
+    values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
+    result = _run(trace, function, values)
+    _check(result, function, "score", None)
+    return _native.score(_cast(result, torch.float32), list(trace.captures.values()))
+
+
+def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> None:
+    wanted = "a bool tensor" if dtype is torch.bool else "a float tensor"
+    name = f"{kind}_mod `{name_of(function)}`"
+    if not isinstance(result, Expr):
+        raise ValueError(f"{name} must return {wanted}, got {type(result)}")
+    right = result.dtype == dtype if dtype is not None else result.dtype.is_floating_point
+    if not right:
+        raise ValueError(f"{name} must return {wanted}, got a tensor of {result.dtype}")

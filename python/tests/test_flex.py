@@ -1,0 +1,304 @@
+"""``flex_attention`` beside dense attention in float64."""
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from reference import attention, close, dense
+
+from foveate import AuxRequest, create_block_mask, flex_attention
+
+SHAPES = [
+    # B, Hq, Hkv, L, S, E, Ev
+    (2, 4, 4, 37, 41, 16, 16),
+    (1, 6, 2, 130, 257, 24, 40),
+    (2, 3, 1, 1, 67, 8, 5),
+    (1, 1, 1, 65, 1, 33, 1),
+    (3, 2, 2, 5, 5, 1, 7),
+]
+
+
+def operands(shape, dtype=torch.float32, seed=0, batch_kv=None):
+    b, hq, hkv, l, s, e, ev = shape
+    g = torch.Generator().manual_seed(seed)
+    bkv = b if batch_kv is None else batch_kv
+    sizes = ((b, hq, l, e), (bkv, hkv, s, e), (bkv, hkv, s, ev))
+    return tuple(torch.randn(size, generator=g).to(dtype).requires_grad_() for size in sizes)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def compare(q, k, v, score_mod=None, mask_mod=None, learned=(), scale=None, block_mask=None, mask=None):
+    """Forward, lse and every gradient, those of captured tensors too, beside float64."""
+    extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, *extents[:2], *extents[2:], BLOCK_SIZE=32)
+        mask = dense(mask_mod, extents).expand(extents)
+    out, aux = flex_attention(
+        q, k, v, score_mod, block_mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    gold, gold_lse = attention(q, k, v, score_mod, mask, scale)
+    g = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, generator=g).to(out.dtype)
+    d_lse = torch.randn(aux.lse.shape, generator=g)
+    terms = max(extents[2], extents[3]) * q.shape[-1]
+    close("out", out, gold, q.dtype, terms)
+    close("lse", aux.lse, gold_lse, torch.float32, terms)
+    alive = gold_lse != -math.inf
+    wanted = [t for t in (q, k, v, *learned) if t.requires_grad]
+    if not wanted or not gold.requires_grad:
+        return
+    loss = (out * d_out).sum() + aux.lse[alive].mul(d_lse[alive]).sum()
+    ours = torch.autograd.grad(loss, wanted, allow_unused=True)
+    gold_loss = (gold * d_out.double()).sum() + gold_lse[alive].mul(d_lse[alive].double()).sum()
+    golds = torch.autograd.grad(gold_loss, wanted, allow_unused=True)
+    lows = [None] * len(golds)
+    if q.dtype != torch.float32:
+        low, low_lse = attention(q, k, v, score_mod, mask, scale, q.dtype)
+        low_loss = (low * d_out).sum() + low_lse[alive].mul(d_lse[alive]).sum()
+        lows = torch.autograd.grad(low_loss, wanted, allow_unused=True)
+    for t, one, two, low in zip(wanted, ours, golds, lows):
+        named = zip(("dq", "dk", "dv", *(f"d_learned[{i}]" for i in range(9))), (q, k, v, *learned))
+        name = next(name for name, x in named if x is t)
+        two = torch.zeros_like(t) if two is None else two
+        one = torch.zeros_like(t) if one is None else one
+        assert one.dtype == t.dtype
+        close(name, one, two, t.dtype, terms * extents[0] * extents[1], low)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_attention_and_its_gradients_are_those_of_float64(shape, dtype):
+    compare(*operands(shape, dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_causal_attention_leaves_rows_without_keys_at_zero(shape):
+    def after(b, h, q_idx, kv_idx):
+        return q_idx > kv_idx + 1
+
+    compare(*operands(shape), mask_mod=causal)
+    compare(*operands(shape), mask_mod=after)
+    q, k, v = operands(shape)
+    block_mask = create_block_mask(after, None, None, shape[3], shape[4])
+    out, aux = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert not out[:, :, :2].any() and bool((aux.lse[:, :, :2] == -math.inf).all())
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert not dq[:, :, :2].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_learned_bias_of_each_head_and_distance_gets_its_gradient(shape):
+    b, hq, _, l, s, *_ = shape
+    bias = torch.randn(hq, l + s, requires_grad=True)
+    slope = torch.randn(hq, dtype=torch.bfloat16).requires_grad_()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        near = bias[h, q_idx - kv_idx + s] + bias[h, q_idx - kv_idx + s]
+        return torch.tanh(score / 5.0) * 5.0 + near + slope[h].float() * (kv_idx - q_idx)
+
+    compare(*operands(shape), score_mod=score_mod, mask_mod=causal, learned=(bias, slope))
+
+
+def test_a_negative_index_counts_from_the_end():
+    table = torch.randn(64, requires_grad=True)
+    compare(
+        *operands((1, 2, 2, 20, 30, 8, 8)),
+        score_mod=lambda score, b, h, q, kv: score + table[q - kv],
+        learned=(table,),
+    )
+
+
+def test_an_index_outside_its_tensor_is_an_index_error():
+    table = torch.randn(20)
+    q, k, v = operands((1, 1, 1, 20, 30, 8, 8))
+    with pytest.raises(IndexError):
+        flex_attention(q, k, v, lambda score, b, h, q, kv: score + table[kv])
+    compare(q, k, v, lambda score, b, h, q, kv: score + table[q])
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    for wanted in itertools.product([False, True], repeat=4):
+        q, k, v = operands((1, 2, 2, 9, 11, 8, 8))
+        bias = torch.randn(2)
+        for t, w in zip((q, k, v, bias), wanted):
+            t.requires_grad_(w)
+        out = flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[h] * kv_idx)
+        assert out.requires_grad == any(wanted)
+        if any(wanted):
+            out.sum().backward()
+        for t, w in zip((q, k, v, bias), wanted):
+            assert (t.grad is not None) == w
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0), (1, 1)])
+def test_lengths_of_zero_and_one(lengths):
+    shape = (2, 4, 2, *lengths, 8, 6)
+    compare(*operands(shape))
+    compare(*operands(shape), mask_mod=causal)
+    compare(*operands((0, 4, 2, 3, 5, 8, 6)))
+
+
+def test_one_batch_of_keys_is_shared():
+    q, k, v = operands((3, 4, 2, 33, 35, 16, 8), batch_kv=1)
+    compare(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx + b >= kv_idx)
+
+
+def test_every_order_of_strides_is_read_and_kept():
+    shape = (2, 3, 3, 17, 19, 8, 8)
+    for order in itertools.permutations(range(4)):
+        inverse = [order.index(axis) for axis in range(4)]
+        q, k, v = (t.detach().permute(order).contiguous().permute(inverse).requires_grad_() for t in operands(shape))
+        out = flex_attention(q, k, v)
+        close("out", out, attention(q, k, v)[0], q.dtype, 19 * 8)
+        outer = [axis for axis in sorted(range(4), key=lambda a: -q.stride(a)) if axis != 3]
+        assert sorted(range(3), key=lambda a: -out.stride(a)) == outer and out.stride(3) == 1
+        d_out = torch.randn(out.shape).permute(order).contiguous().permute(inverse)
+        grads = torch.autograd.grad((out * d_out).sum(), (q, k, v))
+        golds = torch.autograd.grad((attention(q, k, v)[0] * d_out).sum(), (q, k, v))
+        for name, t, one, two in zip(("dq", "dk", "dv"), (q, k, v), grads, golds):
+            close(name, one, two, t.dtype, 19 * 8)
+
+
+def test_views_are_read_where_they_lie():
+    base = torch.randn(2, 40, 3, 5, 16)
+    q, k, v = (base[:, 3:36, i, 1:5].transpose(1, 2) for i in range(3))
+    expanded = k[:, :1].expand(-1, 4, -1, -1)
+    compare(q.detach().requires_grad_(), k, v)
+    out = flex_attention(q, expanded, v)
+    close("out", out, attention(q, expanded, v)[0], q.dtype, 33 * 16)
+    out.sum()
+    q = q.detach().requires_grad_()
+    d_q = torch.autograd.grad(flex_attention(q, expanded, v).sum(), q)[0]
+    close("dq", d_q, torch.autograd.grad(attention(q, expanded, v)[0].sum(), q)[0], q.dtype, 33 * 16)
+
+
+def test_scale_and_aux_outputs():
+    q, k, v = operands((1, 2, 2, 20, 20, 8, 8))
+    compare(q, k, v, scale=0.25)
+    compare(q, k, v, scale=-0.5)
+    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))
+    assert aux.lse is None and not aux.max_scores.requires_grad
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(8)
+    assert torch.allclose(aux.max_scores, scores.amax(-1), atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        again, lse = flex_attention(q, k, v, return_lse=True)
+    assert torch.equal(out, again) and torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
+
+
+def test_a_captured_tensor_written_in_place_changes_the_next_call():
+    q, k, v = operands((1, 2, 2, 40, 40, 8, 8))
+    documents = torch.arange(40) // 13
+    bias = torch.zeros(2)
+
+    def same(b, h, q_idx, kv_idx):
+        return documents[q_idx] == documents[kv_idx]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[h] * kv_idx
+
+    block_mask = create_block_mask(same, None, None, 40, 40)
+    for change in (lambda: None, lambda: documents.floor_divide_(2), lambda: bias.add_(0.1),
+                   lambda: documents.data.zero_(), lambda: documents.numpy().__setitem__(slice(7), 5)):
+        change()
+        out = flex_attention(q, k, v, score_mod, block_mask)
+        gold, _ = attention(q, k, v, score_mod, dense(same, (1, 2, 40, 40)))
+        close("out", out, gold, q.dtype, 40 * 8)
+
+
+def test_closures_and_globals_count_as_they_are_in_each_call():
+    q, k, v = operands((1, 1, 1, 30, 30, 8, 8))
+    state = {"window": 3}
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < state["window"]
+
+    block_mask = create_block_mask(window, None, None, 30, 30)
+    for state["window"] in (3, 7, 1, 300):
+        out = flex_attention(q, k, v, block_mask=block_mask)
+        close("out", out, attention(q, k, v, mask=dense(window, (1, 1, 30, 30)))[0], q.dtype, 240)
+
+
+def test_a_tensor_that_takes_a_freed_ones_address_is_another_tensor():
+    q, k, v = operands((1, 1, 1, 64, 64, 8, 8))
+    for i in range(8):
+        documents = torch.arange(64) // (8 + i)
+        mask = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 64, 64)
+        out = flex_attention(q, k, v, block_mask=mask)
+        gold = attention(q, k, v, mask=documents[:, None] == documents[None, :])[0]
+        close("out", out, gold, q.dtype, 64 * 8)
+        del documents
+
+
+def test_autocast_casts_queries_keys_and_values_only():
+    q, k, v = operands((1, 2, 2, 9, 9, 8, 8))
+    bias = torch.randn(9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j])
+    assert out.dtype == torch.bfloat16
+    rounded = tuple(t.to(torch.bfloat16) for t in (q, k, v))
+    assert torch.equal(out, flex_attention(*rounded, lambda s, b, h, i, j: s + bias[j]))
+
+
+def test_keys_of_another_dtype_run_forward_only():
+    q, k, v = (t.detach() for t in operands((1, 2, 2, 9, 9, 8, 8)))
+    out = flex_attention(q, k.bfloat16(), v.bfloat16())
+    assert torch.equal(out, flex_attention(q, k.bfloat16().float(), v.bfloat16().float()))
+    with pytest.raises(ValueError, match="mixed query, key, and value dtype"):
+        flex_attention(q.requires_grad_(), k.bfloat16(), v.bfloat16())
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    q, k, v = operands((2, 4, 2, 200, 210, 32, 32))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            out = flex_attention(q, k, v, enable_gqa=True)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+WRONG = [
+    (lambda q, k, v: flex_attention(q[0], k, v), NotImplementedError, "4D"),
+    (lambda q, k, v: flex_attention(q, k[..., :4], v), ValueError, "embedding dimension"),
+    (lambda q, k, v: flex_attention(q, k[:, :1], v[:, :1]), ValueError, "enable_gqa=True"),
+    (lambda q, k, v: flex_attention(q, k, v[:, :, :5]), ValueError, "key and value"),
+    (lambda q, k, v: flex_attention(q[:, :3], k, v, enable_gqa=True), ValueError, "multiple of kv heads"),
+    (lambda q, k, v: flex_attention(q, k[:1], v[:1]), ValueError, "block_mask=None"),
+    (lambda q, k, v: flex_attention(q.int(), k.int(), v.int()), ValueError, "float"),
+    (lambda q, k, v: flex_attention(q, k, v, scale=math.nan), ValueError, "finite"),
+    (lambda q, k, v: flex_attention(q, k, v, windows=3), TypeError, "windows"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"BACKEND": "FAST"}), ValueError, "BACKEND"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": {"x": 1}}), ValueError, "no option"),
+    (lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest()), ValueError, "both"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i: s), TypeError, "5 values"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: 3.0), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: [s]), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: i >= j), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i > j else -s), RuntimeError, "control flow"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + i.item()), RuntimeError, "item"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.fft.fft(s)), RuntimeError, "fft"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 9, 8)), ValueError, "smaller"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 90, 98)), ValueError, "larger"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, 2, None, 10, 12)[0]), RuntimeError, "sliced"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=causal), TypeError, "BlockMask"),
+]
+
+
+@pytest.mark.parametrize("call, kind, words", WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_wrong_input_is_one_clear_error_and_the_next_call_is_right(call, kind, words):
+    q, k, v = operands((2, 4, 4, 10, 12, 8, 8))
+    with pytest.raises(kind, match=words) as raised:
+        call(q, k, v)
+    assert "\n" not in str(raised.value).strip()
+    compare(q, k, v)

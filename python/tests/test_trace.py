@@ -1,0 +1,349 @@
+"""Traced functions beside torch's own evaluation of them at every point."""
+
+import functools
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import close, dense
+
+from foveate import AuxRequest, TraceError, _native, _trace, create_block_mask, flex_attention
+
+EXTENTS = (2, 3, 11, 13)
+G = torch.Generator().manual_seed(5)
+FLOATS = torch.randn(13, generator=G)
+INTS = torch.randint(-20, 20, (13,), generator=G)
+SMALL = torch.randint(0, 255, (13,), generator=G).to(torch.uint8)
+SIGNED = torch.randint(-128, 127, (13,), generator=G).to(torch.int8)
+SHORT = torch.randint(-32768, 32767, (13,), generator=G).to(torch.int16)
+TRUTHS = torch.randint(0, 2, (13,), generator=G).bool()
+CUBE = torch.randn(2, 3, 13, generator=G)
+SCALAR = torch.tensor(2.5)
+COUNT = torch.tensor(3)
+
+
+def check(score_mod, spread=3.0):
+    """The engine's lse of each single key beside torch's score: one key is live at a time."""
+    scores = torch.randn(EXTENTS, generator=G) * spread
+    gold = dense(score_mod, EXTENTS, scores.double()).expand(EXTENTS).double()
+    rounded = dense(score_mod, EXTENTS, scores).expand(EXTENTS)
+    columns = []
+    for key in range(EXTENTS[3]):
+        q = scores[..., key : key + 1].contiguous()
+        one = torch.ones(EXTENTS[0], EXTENTS[1], EXTENTS[3], 1)
+        only = create_block_mask(lambda b, h, i, j, key=key: j == key, None, None, *EXTENTS[2:])
+        _, aux = flex_attention(q, one, one, score_mod, only, 1.0, return_aux=AuxRequest(lse=True))
+        columns.append(aux.lse)
+    ours = torch.stack(columns, dim=-1)
+    # A value that is not finite, or within rounding of a jump, is compared with torch's in float32.
+    same = torch.isclose(gold, rounded.double(), rtol=1e-4, atol=1e-4)
+    plain = torch.isfinite(gold) & same
+    assert bool(plain.any())
+    close("score", ours[plain], gold[plain], torch.float32, 64)
+    infinite = torch.isinf(rounded) & torch.isinf(gold)
+    assert torch.equal(ours[infinite], rounded[infinite].float())
+
+
+def mask_check(mask_mod):
+    mask = create_block_mask(mask_mod, *EXTENTS, BLOCK_SIZE=1)
+    full = torch.zeros(EXTENTS, dtype=torch.int32)
+    counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    live = torch.arange(EXTENTS[3]) < counts.unsqueeze(-1)
+    full.scatter_(-1, indices.long(), live.int())
+    assert torch.equal(full.bool(), dense(mask_mod, EXTENTS).expand(EXTENTS))
+
+
+UNARY = {
+    "neg": lambda x: -x, "abs": abs, "abs method": lambda x: x.abs(), "square": torch.square,
+    "exp": lambda x: torch.exp(x / 4), "exp2": lambda x: (x / 4).exp2(), "expm1": lambda x: torch.expm1(x / 4),
+    "log": lambda x: torch.log(x.abs() + 0.1), "log2": lambda x: torch.log2(x.abs() + 0.1),
+    "log10": lambda x: torch.log10(x.abs() + 0.1), "log1p": lambda x: torch.log1p(x.abs()),
+    "sqrt": lambda x: x.abs().sqrt(), "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
+    "reciprocal": lambda x: torch.reciprocal(x.abs() + 0.5), "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    "erf": torch.erf, "sin": torch.sin, "cos": torch.cos, "tan": lambda x: torch.tan(x / 4),
+    "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "round": torch.round, "sign": torch.sign,
+    "relu": F.relu, "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "softplus": F.softplus,
+    "softplus of beta": lambda x: F.softplus(x * 5, beta=2, threshold=3), "logsigmoid": F.logsigmoid,
+    "clamp": lambda x: torch.clamp(x, -1, 1.5), "clamp method": lambda x: x.clamp(min=-1),
+    "clip": lambda x: x.clip(max=0.5), "square root by power": lambda x: x.abs() ** 0.5, "cube": lambda x: x**3,
+    "inverse square": lambda x: (x.abs() + 0.5) ** -2, "power": lambda x: (x.abs() + 0.1) ** 1.7,
+    "power of two": lambda x: 2.0 ** (x / 4), "to int": lambda x: x.to(torch.int32).float(),
+    "long": lambda x: x.long() * 1.0, "to float": lambda x: x.to(torch.float64).float(), "clone": lambda x: x.clone(),
+    "isnan": lambda x: torch.where(torch.isnan(torch.log(x)), 1.0, 0.0),
+    "isinf": lambda x: torch.where(torch.isinf(x / (x - x)), 1.0, x),
+    "isfinite": lambda x: torch.where(torch.isfinite(1 / (x - x)), 1.0, x),
+    "masked_fill": lambda x: x.masked_fill(x > 0, -2.0), "where": lambda x: torch.where(x > 0, x, 0.25 * x),
+    "where to -inf": lambda x: torch.where(x > 0, x, -math.inf), "lerp": lambda x: torch.lerp(x, x * x, 0.3),
+    "zeros_like": lambda x: x + torch.zeros_like(x), "full_like": lambda x: x * torch.full_like(x, 2),
+    "new_full": lambda x: x + x.new_full((), 3), "max of two": lambda x: torch.max(x, x * x - 1),
+    "minimum": lambda x: torch.minimum(x, -x), "maximum": lambda x: torch.maximum(x, FLOATS[2]),
+    "float remainder": lambda x: torch.remainder(x, 1.75), "add with alpha": lambda x: torch.add(x, x * x, alpha=0.5),
+    "rsub": lambda x: torch.rsub(x, 3.0), "addcmul": lambda x: torch.addcmul(x, x, x, value=0.1),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_an_operation_on_the_score_is_torchs(name):
+    check(lambda score, b, h, q, kv: UNARY[name](score))
+
+
+SCORES = {
+    "alibi": lambda s, b, h, q, kv: s - 2.0 ** (-8.0 * (h + 1) / 3) * (q - kv).abs(),
+    "int division is float": lambda s, b, h, q, kv: s + (q - kv) / 3,
+    "floor division": lambda s, b, h, q, kv: s + (q - kv) // 3 + (kv - q) // -4,
+    "remainder has the divisor's sign": lambda s, b, h, q, kv: s + (q - kv) % 5 + (q - kv) % -3 + (q - kv) % (h - 5),
+    "fmod has the dividend's sign": lambda s, b, h, q, kv: s + torch.fmod(q - kv, 5) + torch.fmod(q - kv, -3),
+    "division towards zero": lambda s, b, h, q, kv: s + torch.div(q - kv, 3, rounding_mode="trunc"),
+    "bool arithmetic": lambda s, b, h, q, kv: s + (q > kv) + ((q > kv) * (h == 1)) + (q < kv).float(),
+    "bool sum is or": lambda s, b, h, q, kv: s + ((q > kv) + (q > 2)).int(),
+    "powers of integers": lambda s, b, h, q, kv: s + (q - kv) ** 2 + (-2) * (h**3),
+    "shifts": lambda s, b, h, q, kv: s + ((q << 2) >> 1) + ((q - kv) >> 1),
+    "low bits": lambda s, b, h, q, kv: s + ((q - kv) & 7) + (kv & 1),
+    "inverted bits": lambda s, b, h, q, kv: s + ~q,
+    "captured integers": lambda s, b, h, q, kv: s + INTS[q] * INTS[kv],
+    "captured bytes wrap": lambda s, b, h, q, kv: s + SMALL[q] * SMALL[kv] + (SMALL[q] - SMALL[kv]),
+    "captured signed bytes wrap": lambda s, b, h, q, kv: s + SIGNED[q] * SIGNED[kv] - SIGNED[kv],
+    "captured shorts wrap": lambda s, b, h, q, kv: s * 100 + SHORT[q] * SHORT[kv],
+    "captured bytes and signed bytes": lambda s, b, h, q, kv: s + SMALL[q] * SIGNED[kv],
+    "casts wrap": lambda s, b, h, q, kv: s + (q * 100).to(torch.int8) + (kv * 100 - 900).byte(),
+    "captured truths": lambda s, b, h, q, kv: torch.where(TRUTHS[q] ^ TRUTHS[kv], s, -s),
+    "captured doubles": lambda s, b, h, q, kv: s + FLOATS.double()[kv],
+    "captured halves": lambda s, b, h, q, kv: s + FLOATS.half()[kv].float(),
+    "captured in steps": lambda s, b, h, q, kv: s + CUBE[b][h, kv] + CUBE[b, h][q] + CUBE[b][:, q][h],
+    "an ellipsis": lambda s, b, h, q, kv: s + CUBE[..., kv][b, h] + CUBE[b, ..., q][h],
+    "a number among indices": lambda s, b, h, q, kv: s + CUBE[1, h, kv] + CUBE[b, -1, q],
+    "a gather of a gather": lambda s, b, h, q, kv: s + FLOATS[INTS.clamp(0, 12)[kv]],
+    "a view of a captured tensor": lambda s, b, h, q, kv: s + CUBE.transpose(0, 2)[kv, h, b] + CUBE[:, :, ::2][b, h, q // 2],
+    "an expanded tensor": lambda s, b, h, q, kv: s + FLOATS[:1].expand(13)[q],
+    "a negative index": lambda s, b, h, q, kv: s + FLOATS[q - kv] + FLOATS[-1 - h],
+    "captured scalars": lambda s, b, h, q, kv: s * SCALAR + COUNT * q,
+    "a captured tensor on the left": lambda s, b, h, q, kv: SCALAR * s - (COUNT > q).float() + (COUNT - q) // COUNT,
+    "a tensor made inside": lambda s, b, h, q, kv: s + torch.tensor(1.5) * q + torch.ones(()) + torch.arange(13)[kv],
+    "integers as a score's factor": lambda s, b, h, q, kv: s * (q + 1) / (kv + 1),
+    "logical operations": lambda s, b, h, q, kv: torch.where(torch.logical_and(q, kv > 2) | torch.logical_not(h), s, 0.0),
+    "squeezed": lambda s, b, h, q, kv: s.squeeze() + s.new_zeros(()) + s.new_tensor(2.0),
+    "type_as": lambda s, b, h, q, kv: s + q.type_as(s) + kv.to(s.dtype) + h.to(s),
+    "minimum of integers": lambda s, b, h, q, kv: s + torch.minimum(q, kv) + q.clamp(2, 5) + torch.maximum(h, COUNT),
+    "an integer beyond 32 bits in a comparison": lambda s, b, h, q, kv: torch.where(q < 2**40, s, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_function_is_torchs(name):
+    check(SCORES[name])
+
+
+MASKS = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "dilated": lambda b, h, q, kv: ((q - kv) % 3 == 0) & (q >= kv),
+    "blocks": lambda b, h, q, kv: (q // 4) == (kv // 4),
+    "not": lambda b, h, q, kv: ~(q == kv),
+    "or": lambda b, h, q, kv: (q < 3) | (kv < 2) | (b == h),
+    "xor": lambda b, h, q, kv: (q < 3) ^ (kv < 5),
+    "truths": lambda b, h, q, kv: TRUTHS[kv],
+    "padding of a batch": lambda b, h, q, kv: kv < INTS.abs()[b],
+    "equality of bools": lambda b, h, q, kv: (q > 3) == (kv > 3),
+    "order of bools": lambda b, h, q, kv: (q > 3) <= TRUTHS[kv],
+    "where of bools": lambda b, h, q, kv: torch.where(h == 0, q >= kv, kv >= q),
+    "new_ones": lambda b, h, q, kv: b.new_ones((), dtype=torch.bool),
+    "a tensor": lambda b, h, q, kv: torch.tensor(True),
+    "float arithmetic": lambda b, h, q, kv: torch.sqrt((q * q + kv * kv).float()) < 9.5,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_function_is_torchs(name):
+    mask_check(MASKS[name])
+
+
+class Window:
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, b, h, q, kv):
+        return (q - kv).abs() < self.size
+
+    def method(self, b, h, q, kv):
+        return q - kv < self.size
+
+
+def test_callables_of_every_kind_are_traced():
+    for size in (2, 5):
+        mask_check(lambda b, h, q, kv: Window(size)(b, h, q, kv))
+        traced = [create_block_mask(m, *EXTENTS, BLOCK_SIZE=1).kv_num_blocks + create_block_mask(
+            m, *EXTENTS, BLOCK_SIZE=1).full_kv_num_blocks for m in (
+            Window(size), Window(size).method, functools.partial(lambda n, b, h, q, kv: (q - kv).abs() < n, size))]
+        assert torch.equal(traced[0], traced[2]) and not torch.equal(traced[0], traced[1])
+
+
+class Cap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x / 2) * 2
+
+
+def test_an_autograd_function_inside_a_score_is_its_forward():
+    scores = torch.randn(1, 1, 4, 5)
+    q = scores.clone()
+    k = torch.eye(5).expand(1, 1, 5, 5)
+    out = flex_attention(q, k, k, lambda s, b, h, i, j: Cap.apply(s), scale=1.0)
+    close("out", out, torch.softmax(torch.tanh(scores.double() / 2) * 2, -1), torch.float32, 25)
+
+
+def program(rng, depth):
+    """A random score function, as nested closures over torch functions."""
+    if depth == 0:
+        return rng.choice([
+            lambda s, b, h, q, kv: s, lambda s, b, h, q, kv: s * 0.5, lambda s, b, h, q, kv: q, lambda s, b, h, q, kv: kv,
+            lambda s, b, h, q, kv: h, lambda s, b, h, q, kv: q - kv, lambda s, b, h, q, kv: FLOATS[kv],
+            lambda s, b, h, q, kv: INTS[q], lambda s, b, h, q, kv: CUBE[b, h, kv], lambda s, b, h, q, kv: 3,
+            lambda s, b, h, q, kv: SMALL[kv], lambda s, b, h, q, kv: q > kv, lambda s, b, h, q, kv: 0.75,
+            lambda s, b, h, q, kv: CUBE[b][h][q - kv],
+        ])
+    x, y, z = (program(rng, depth - 1) for _ in range(3))
+    number = rng.choice([2, 3, -3, 5])
+    call = lambda f: lambda *p: f(*(g(*p) for g in (x, y, z)))  # noqa: E731
+    tensor = lambda v: v if isinstance(v, torch.Tensor) or hasattr(v, "cast") else torch.tensor(v)  # noqa: E731
+    return call(rng.choice([
+        lambda a, b, c: a + b, lambda a, b, c: tensor(a) * 1 - b, lambda a, b, c: a * b,
+        lambda a, b, c: torch.where(tensor(a) > b, b, c), lambda a, b, c: torch.maximum(tensor(a) + 0, tensor(b) + 0),
+        lambda a, b, c: (a + 0) // number, lambda a, b, c: torch.tanh(tensor(a) * 0.25),
+        lambda a, b, c: (tensor(a) + 0).abs(), lambda a, b, c: torch.where((tensor(a) <= b) & (tensor(b) != c), a, c),
+        lambda a, b, c: torch.clamp(tensor(a) * 1.0, -2.0, 2.5), lambda a, b, c: (tensor(a) + 0.5) / number,
+        lambda a, b, c: (tensor(a) * 1).to(torch.float32) * b,
+    ]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_program_is_torchs_or_is_refused(seed):
+    rng = random.Random(seed)
+    inner = program(rng, rng.choice([2, 3, 4]))
+
+    def score_mod(score, b, h, q, kv):
+        return score * 0.125 + torch.tanh(0.01 * inner(score, b, h, q, kv))
+
+    try:
+        dense(score_mod, EXTENTS, torch.zeros(EXTENTS))
+    except RuntimeError:
+        q = torch.zeros(2, 3, 11, 8)
+        with pytest.raises(TraceError):
+            flex_attention(q, torch.zeros(2, 3, 13, 8), torch.zeros(2, 3, 13, 8), score_mod)
+        return
+    check(score_mod)
+
+
+def gradient(score_mod, learned, extents=(2, 3, 7, 13)):
+    """Gradients of captured tensors beside those of plain indexing (torch's vmap has none for most)."""
+    q, k, v = (torch.randn(extents[0], extents[1], n, 8, generator=G) for n in (extents[2], extents[3], extents[3]))
+    ours = torch.autograd.grad(flex_attention(q, k, v, score_mod).square().sum(), learned)
+    indices = (torch.arange(n).reshape([-1 if a == axis else 1 for a in range(4)]) for axis, n in enumerate(extents))
+    scores = q.double() @ k.double().transpose(-2, -1) / math.sqrt(8)
+    gold = torch.softmax(score_mod(scores, *indices), -1) @ v.double()
+    golds = torch.autograd.grad(gold.square().sum(), learned)
+    for one, two in zip(ours, golds):
+        close("gradient", one, two, one.dtype, 13 * 8 * 42)
+
+
+def test_gradients_reach_captured_tensors_through_views_and_torch_functions():
+    table = torch.randn(3, 13, dtype=torch.float64).requires_grad_()
+    slope = torch.randn(3, requires_grad=True)
+    offset = torch.randn((), requires_grad=True)
+    half = torch.randn(13, dtype=torch.float16).requires_grad_()
+    gradient(
+        lambda s, b, h, q, kv: s * offset + table.exp()[h, kv] + F.softplus(slope)[h] * (q - kv)
+        + table.t()[kv, h] * half[kv].float(),
+        (table, slope, offset, half),
+    )
+
+
+def test_a_captured_number_compiles_nothing_new():
+    q = torch.randn(1, 1, 8, 8)
+    texts = set()
+    for window in (3, 17, 400):
+        traced = _trace.mask(lambda b, h, i, j: i - j < window, EXTENTS)
+        texts.add(traced.text())
+    assert len(texts) == 1, texts
+    for scale in (0.3, 0.7):
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: s * scale)
+        close("out", out, torch.softmax(q @ q.transpose(-2, -1) / math.sqrt(8) * scale, -1) @ q, torch.float32, 64)
+
+
+REFUSED = {
+    "if": (lambda s, b, h, q, kv: s if q > kv else -s, "control flow"),
+    "and": (lambda s, b, h, q, kv: torch.where(q > kv and h > 1, s, 0.0), "control flow"),
+    "item": (lambda s, b, h, q, kv: s * q.item(), "item"),
+    "float": (lambda s, b, h, q, kv: s * float(q), "float"),
+    "range": (lambda s, b, h, q, kv: s * len(range(q)), "range"),
+    "unknown function": (lambda s, b, h, q, kv: torch.special.bessel_j0(s), "bessel_j0"),
+    "unknown method": (lambda s, b, h, q, kv: s.cumsum(0), "cumsum"),
+    "unknown attribute": (lambda s, b, h, q, kv: s.grad_fn, "grad_fn"),
+    "whole tensor": (lambda s, b, h, q, kv: s + FLOATS, "index it first"),
+    "tensor with axes left": (lambda s, b, h, q, kv: s + CUBE[b], "axes left over"),
+    "sum over axes left": (lambda s, b, h, q, kv: s + CUBE[b].sum(), "axes left over"),
+    "slice beside an index": (lambda s, b, h, q, kv: s + CUBE[b, 0:1, q], "slice"),
+    "float index": (lambda s, b, h, q, kv: s + FLOATS[s], "integers"),
+    "index of a score": (lambda s, b, h, q, kv: s[0], "0-d"),
+    "xor of integers": (lambda s, b, h, q, kv: s + (q ^ kv), "xor"),
+    "32 bits": (lambda s, b, h, q, kv: s + (q * 1000000) * 1000000, "32 bits"),
+    "a large number": (lambda s, b, h, q, kv: s + (q + 2**40), "32 bits"),
+    "bool minus bool": (lambda s, b, h, q, kv: s + ((q > kv) - (h > 1)), "with a bool"),
+    "operator on axes left": (lambda s, b, h, q, kv: 2 * CUBE[b, h] + s, "axes left over"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_refused_with_operation_file_and_line(name):
+    score_mod, words = REFUSED[name]
+    q = torch.randn(2, 3, 13, 8)
+    with pytest.raises(TraceError) as raised:
+        flex_attention(q, q, q, score_mod)
+    message = str(raised.value)
+    assert words in message and "test_trace.py" in message and "\n" not in message
+    assert f"line {score_mod.__code__.co_firstlineno}" in message
+    assert not _trace._TRACES
+
+
+def test_a_traced_value_that_outlives_its_function_is_refused():
+    kept = []
+
+    def leak(b, h, q, kv):
+        kept.append(q)
+        return q >= kv
+
+    create_block_mask(leak, None, None, 4, 4)
+    with pytest.raises(TraceError, match="after its function"):
+        torch.tanh(kept[0])
+    with pytest.raises(TraceError, match="after its function"):
+        kept[0].tanh()
+
+
+def test_a_mask_that_captures_a_tensor_that_requires_grad_is_refused():
+    limit = torch.tensor([3.0], requires_grad=True)
+    with pytest.raises(ValueError, match="requires grad"):
+        create_block_mask(lambda b, h, q, kv: q < limit[0], None, None, 4, 4)
+    with torch.no_grad():
+        create_block_mask(lambda b, h, q, kv: kv < limit[b], None, None, 4, 4)
+
+
+def test_an_error_of_the_users_own_passes_through():
+    class Mine(Exception):
+        pass
+
+    def score_mod(score, b, h, q, kv):
+        raise Mine("mine")
+
+    q = torch.randn(1, 1, 4, 4)
+    with pytest.raises(Mine, match="mine"):
+        flex_attention(q, q, q, score_mod)
+
+
+def test_every_operation_is_tested_or_listed():
+    """The table of docs/python.md names every operation."""
+    import pathlib
+
+    manual = (pathlib.Path(__file__).parents[2] / "docs/python.md").read_text()
+    missing = [name for name in _trace.OPERATIONS if f"`{name}`" not in manual]
+    assert not missing, missing
