@@ -199,11 +199,11 @@ mod tests {
     #[test]
     fn a_buffer_has_the_narrowest_type_and_the_axes_given() {
         let b = buffer("doc=0,0,1").expect("numbers");
-        assert_eq!((b.name(), b.data()), ("doc", &BufferData::I32(vec![0, 0, 1])));
+        assert_eq!((b.name(), b.to_data()), ("doc", BufferData::I32(vec![0, 0, 1])));
         let b = buffer("bias[2,2]=0,1.5,2,3").expect("numbers");
-        assert_eq!((b.shape(), b.data()), (&[2, 2][..], &BufferData::F32(vec![0., 1.5, 2., 3.])));
+        assert_eq!((b.shape(), b.to_data()), (&[2, 2][..], BufferData::F32(vec![0., 1.5, 2., 3.])));
         let b = buffer("keep=true,false").expect("truth values");
-        assert_eq!(b.data(), &BufferData::Bool(vec![true, false]));
+        assert_eq!(b.to_data(), BufferData::Bool(vec![true, false]));
     }
 
     #[test]
@@ -212,7 +212,7 @@ mod tests {
         let file = dir.path().join("ids.txt");
         fs::write(&file, "3 4\n5\n").expect("written");
         let b = buffer(&format!("ids={}", file.display())).expect("numbers");
-        assert_eq!(b.data(), &BufferData::I32(vec![3, 4, 5]));
+        assert_eq!(b.to_data(), BufferData::I32(vec![3, 4, 5]));
     }
 
     #[test]
@@ -220,7 +220,7 @@ mod tests {
         let captures = Captures { doc_lens: vec![3, usize::MAX, 9], ..Captures::default() };
         assert_eq!(captures.documents_len(), Some(usize::MAX));
         let names = captures.names(5).expect("long enough");
-        let ids = names.get_buffer("doc").expect("made of the lengths").data().clone();
+        let ids = names.get_buffer("doc").expect("made of the lengths").to_data();
         assert_eq!(ids, BufferData::I32(vec![0, 0, 0, 1, 1]));
         let texts = ["documents(4) | document".to_owned()];
         assert_eq!(captures.id_bytes(5, &texts), 10.0 * ID_BYTES);

@@ -142,6 +142,24 @@ pub struct BufferSpec {
     /// Receives a gradient.
     #[serde(default)]
     pub learned: bool,
+    /// Type of the elements in memory: `bool`, `u8`, `i8`, `i16`, `i32`, `i64`, `f16`, `bf16`, `f32`
+    /// or `f64`; without, bool, i32 or f32 as they are filled. Floats are rounded to it.
+    pub element: Option<String>,
+    /// The axes from the outermost in memory to the innermost.
+    pub order: Option<Vec<usize>>,
+    /// Axes of stride 0: what stands at index 0 of them is everywhere.
+    #[serde(default)]
+    pub broadcast: Vec<usize>,
+    /// Distance of neighbours in memory, 1 if absent; what is between them is another number.
+    pub gap: Option<usize>,
+}
+
+impl BufferSpec {
+    /// Whether it is memory of somebody else's rather than row-major elements of its own.
+    pub fn is_shared(&self) -> bool {
+        let Self { element, order, broadcast, gap, .. } = self;
+        element.is_some() || order.is_some() || !broadcast.is_empty() || gap.is_some()
+    }
 }
 
 fn one() -> usize {

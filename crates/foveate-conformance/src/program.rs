@@ -4,9 +4,11 @@ use foveate::Positions;
 use foveate_mods::expr::{kv, q};
 use foveate_mods::text::{Names, parse_mask, parse_score};
 use foveate_mods::{
-    AnyBuffer, Buffer, BufferData, DynExpr, Expr, Leaf, MaskMod, ModError, ScalarValue, ScoreMod,
+    AnyBuffer, Buffer, BufferData, DynExpr, ElementType, Expr, Leaf, MaskMod, ModError,
+    ScalarValue, ScoreMod, SharedElements,
 };
 use foveate_problem::{Dropout, Spec};
+use half::{bf16, f16};
 use toml::Value;
 
 use crate::case::{BufferSpec, Case};
@@ -123,5 +125,73 @@ fn buffer(
     let fail = |e: &dyn std::fmt::Display| CaseError::new(at, format!("buffer `{name}`: {e}"));
     let [data] = <[BufferData; 1]>::try_from(all)
         .map_err(|all| fail(&format!("{} ways to fill it, not one", all.len())))?;
-    AnyBuffer::new(name, &spec.shape, data, spec.learned).map_err(|e| fail(&e))
+    let made = AnyBuffer::new(name, &spec.shape, data, spec.learned);
+    let made = made.map_err(|e| fail(&e))?;
+    if spec.is_shared() { shared(spec, &made).map_err(|e| fail(&e)) } else { Ok(made) }
+}
+
+/// The elements of `dense` laid out in memory as `spec` says.
+fn shared(spec: &BufferSpec, dense: &AnyBuffer) -> Result<AnyBuffer, String> {
+    let shape = dense.shape();
+    let known = |name: &String| {
+        let found = ElementType::ALL.into_iter().find(|element| element.name() == name);
+        found.ok_or_else(|| format!("there is no element type `{name}`"))
+    };
+    let element = spec.element.as_ref().map_or(Ok(dense.element()), known)?;
+    let order = spec.order.clone().unwrap_or_else(|| (0..shape.len()).collect());
+    let mut sorted = order.clone();
+    sorted.sort_unstable();
+    if !sorted.iter().copied().eq(0..shape.len()) {
+        return Err(format!("order {order:?} does not name each of {} axes once", shape.len()));
+    }
+    let mut strides = vec![0; shape.len()];
+    let mut step = spec.gap.unwrap_or(1);
+    for &axis in order.iter().rev().filter(|axis| !spec.broadcast.contains(axis)) {
+        strides[axis] = step;
+        step *= shape[axis];
+    }
+    // A few elements before the first and between neighbours that nobody reads.
+    let offset = 3;
+    let mut memory = vec![77.0f64; step + offset];
+    let data = dense.to_data();
+    for at in 0..dense.elems() {
+        let mut rest = at;
+        let mut place = offset;
+        let mut first = true;
+        for (axis, &len) in shape.iter().enumerate().rev() {
+            place += rest % len * strides[axis];
+            first &= strides[axis] > 0 || rest.is_multiple_of(len);
+            rest /= len;
+        }
+        if first {
+            memory[place] = match &data {
+                BufferData::Bool(v) => f64::from(u8::from(v[at])),
+                BufferData::I32(v) => f64::from(v[at]),
+                BufferData::F32(v) => f64::from(v[at]),
+            };
+        }
+    }
+    macro_rules! elements {
+        ($($element:ident => $of:expr),*) => {
+            match element {
+                $(ElementType::$element => {
+                    SharedElements::from_vec(memory.into_iter().map($of).collect::<Vec<_>>())
+                })*
+            }
+        };
+    }
+    let elements = elements!(
+        Bool => |x| x != 0.0,
+        U8 => |x| x as u8,
+        I8 => |x| x as i8,
+        I16 => |x| x as i16,
+        I32 => |x| x as i32,
+        I64 => |x| x as i64,
+        F16 => f16::from_f64,
+        BF16 => bf16::from_f64,
+        F32 => |x| x as f32,
+        F64 => |x| x
+    );
+    AnyBuffer::shared(dense.name(), &elements, shape, &strides, offset, spec.learned)
+        .map_err(|e| e.to_string())
 }

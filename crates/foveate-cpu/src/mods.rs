@@ -10,7 +10,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_mods::vector::{Machine, MaskBits, Read, TileProgram};
-use foveate_mods::{Bounds, Head, Leaf, MaskMod, ModError, Node, ScoreMod};
+use foveate_mods::{
+    AnyBuffer, Bounds, CaptureGradient, Head, Leaf, MaskMod, ModError, Node, ScoreMod,
+};
 use foveate_problem::Spec;
 
 use crate::pool::PoolBuffer;
@@ -22,8 +24,8 @@ use crate::simd::{LANES, SUBTILE_ROWS};
 pub struct Learned {
     pub name: String,
     pub shape: Vec<usize>,
-    /// Where the score reads it: the roots of `∂score/∂load` and of the indices.
-    loads: Vec<(usize, Vec<usize>)>,
+    /// Where the score reads it.
+    loads: Vec<CaptureGradient>,
 }
 
 /// The derivative of the score.
@@ -125,7 +127,7 @@ impl Mods {
 /// The bounds of a score that depends on the key's position.
 fn bounds(score: &ScoreMod) -> Option<Bounds> {
     let graph = score.program().graph();
-    let captured: usize = graph.buffers().iter().map(|b| b.data().len()).sum();
+    let captured: usize = graph.buffers().iter().map(AnyBuffer::elems).sum();
     let may = graph.nodes().contains(&Node::Leaf(Leaf::Kv)) && captured <= BOUNDED;
     may.then(|| Bounds::new(score.program()))
 }
@@ -136,7 +138,7 @@ impl Gradient {
         let graph = gradient.program().graph();
         let mut learned: Vec<(u32, Learned)> = Vec::new();
         for capture in gradient.captures() {
-            let load = (capture.value, capture.index.clone());
+            let load = capture.clone();
             match learned.iter_mut().find(|(slot, _)| *slot == capture.buffer) {
                 Some((_, own)) => own.loads.push(load),
                 None => {
@@ -327,8 +329,9 @@ impl Evaluator {
             return;
         };
         for (learned, sum) in learned.iter().zip(sums) {
-            for (value, index) in &learned.loads {
-                let read = Read { value: *value, index, shape: &learned.shape };
+            for CaptureGradient { value, index, from_end, .. } in &learned.loads {
+                let (value, from_end) = (*value, *from_end);
+                let read = Read { value, index, from_end, shape: &learned.shape };
                 machine.add_read(read, d, stride, sum);
             }
         }

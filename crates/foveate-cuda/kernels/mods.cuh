@@ -107,6 +107,8 @@ struct FloatEnds { float lo, hi; };     // both NaN for a stretch that holds one
 
 // The nearest index of an axis of `length`.
 __device__ int clamp(Int index, int length) { return max(min(index.v, length - 1), 0); }
+// The position that an index means which counts from the end where it is negative.
+__device__ Int from_end(Int index, int length) { return index.v < 0 ? index + Int(length) : index; }
 __device__ bool inside(Int index, int length) { return unsigned(index.v) < unsigned(length); }
 
 // The first index out of range that anybody meets: {1, buffer, axis, index}.

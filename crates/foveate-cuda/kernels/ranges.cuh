@@ -112,6 +112,13 @@ __device__ IntRange operator%(IntRange x, IntRange y) {
     return IntRange::wide(0, most > 0 ? most - 1 : 0);
 }
 
+// Positions of indices that count from the end where they are negative.
+__device__ IntRange range_from_end(IntRange x, int length) {
+    if (x.lo >= 0) return x;
+    if (x.hi < 0) return IntRange::wide(i64(x.lo) + length, i64(x.hi) + length);
+    return IntRange(min(x.lo + length, 0), max(x.hi, length - 1));
+}
+
 __device__ IntRange min(IntRange x, IntRange y) { return {min(x.lo, y.lo), min(x.hi, y.hi)}; }
 __device__ IntRange max(IntRange x, IntRange y) { return {max(x.lo, y.lo), max(x.hi, y.hi)}; }
 __device__ IntRange abs(IntRange x) {

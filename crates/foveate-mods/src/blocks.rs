@@ -9,6 +9,7 @@ use crate::error::ModError;
 use crate::expr;
 use crate::parameter::{along, argument};
 use crate::program::MaskMod;
+use crate::value::BufferData;
 
 /// Tiles of each row of query tiles: `counts [B|1, H|1, rows]` says how many of the row's entries
 /// in `tiles [B|1, H|1, rows, max]` count. Entries behind the count are ignored.
@@ -90,7 +91,7 @@ pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModErro
     };
     let mut live = vec![false; elems];
     for (row, listed) in rows_of(list) {
-        for &t in listed.expect("the lists were checked above") {
+        for t in listed.expect("the lists were checked above") {
             live[row * shape[3] + t as usize] = true;
         }
     }
@@ -108,20 +109,20 @@ pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModErro
     MaskMod::new((inside & listed).dynamic())
 }
 
-type Listed<'a> = Result<&'a [i32], String>;
+type Listed = Result<Vec<i32>, String>;
 
 /// The listed tiles of each row (counted over batch and heads), or why they cannot be.
-fn rows_of<'a>(list: BlockLists<'a>) -> impl Iterator<Item = (usize, Listed<'a>)> {
+fn rows_of(list: BlockLists<'_>) -> impl Iterator<Item = (usize, Listed)> {
     let most = list.tiles.shape().last().copied().unwrap_or(0);
-    let (counts, tiles) = (elems(list.counts), elems(list.tiles));
-    counts.iter().enumerate().map(move |(row, &count)| {
+    let tiles = elems(list.tiles);
+    elems(list.counts).into_iter().enumerate().map(move |(row, count)| {
         let listed = usize::try_from(count).ok().filter(|&n| n <= most);
         let listed = listed.ok_or_else(|| format!("{count} tiles do not fit a list of {most}"));
-        let listed = listed.map(|n| &tiles[row * most..row * most + n]);
+        let listed = listed.map(|n| tiles[row * most..row * most + n].to_vec());
         let negative = |t: &[i32]| t.iter().find(|&&t| t < 0).copied();
         (
             row,
-            listed.and_then(|t| match negative(t) {
+            listed.and_then(|t| match negative(&t) {
                 Some(t) => Err(format!("tile {t} is negative")),
                 None => Ok(t),
             }),
@@ -129,10 +130,10 @@ fn rows_of<'a>(list: BlockLists<'a>) -> impl Iterator<Item = (usize, Listed<'a>)
     })
 }
 
-fn elems(buffer: &Buffer<i32>) -> &[i32] {
-    match buffer.any().data() {
-        crate::BufferData::I32(v) => v,
-        _ => unreachable!("a Buffer<i32> holds i32"),
+fn elems(buffer: &Buffer<i32>) -> Vec<i32> {
+    match buffer.any().to_data() {
+        BufferData::I32(v) => v,
+        _ => unreachable!("a Buffer<i32> is read as i32"),
     }
 }
 

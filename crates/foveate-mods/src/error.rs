@@ -34,6 +34,13 @@ pub enum ModErrorKind {
         /// The elements given.
         elems: usize,
     },
+    /// A buffer does not fit the memory that it is to read.
+    BufferMemory {
+        /// Name of the buffer.
+        name: String,
+        /// What does not fit.
+        reason: String,
+    },
     /// A buffer of integers or truth values was to be learned.
     NotLearnable {
         /// Name of the buffer.
@@ -113,6 +120,10 @@ impl ModError {
         ModErrorKind::BufferShape { name, shape: shape.to_vec(), elems }.into()
     }
 
+    pub(crate) fn buffer_memory(name: String, reason: String) -> Self {
+        ModErrorKind::BufferMemory { name, reason }.into()
+    }
+
     pub(crate) fn not_learnable(name: String) -> Self {
         ModErrorKind::NotLearnable { name }.into()
     }
@@ -137,8 +148,12 @@ impl fmt::Display for ModErrorKind {
                     None => write!(f, "has more elements than can be counted"),
                 }
             }
+            Self::BufferMemory { name, reason } => write!(f, "buffer `{name}`: {reason}"),
             Self::NotLearnable { name } => {
-                write!(f, "buffer `{name}` cannot be learned: only f32 buffers have gradients")
+                write!(
+                    f,
+                    "buffer `{name}` cannot be learned: only f32, f16 and bf16 buffers have gradients"
+                )
             }
             Self::Type { operation, expected, found } => {
                 write!(f, "{operation} takes {expected}, not {found}")

@@ -28,7 +28,8 @@ pub(crate) enum Op {
     Leaf(Leaf),
     Const(ScalarValue),
     Scalar(Scalar),
-    Load(AnyBuffer),
+    /// Whether negative indices count from the end comes second.
+    Load(AnyBuffer, bool),
     Unary(UnaryOp),
     Binary(BinaryOp),
     Select,
@@ -106,6 +107,23 @@ impl DynExpr {
     /// # Errors
     /// When there is not one i32 index for each axis.
     pub fn load(buffer: &AnyBuffer, index: Vec<DynExpr>) -> Result<Self, ModError> {
+        Self::read(buffer, index, false)
+    }
+
+    /// An element of a captured buffer, negative indices counted from the end of their axis: -1 is
+    /// the last, as in Python.
+    ///
+    /// # Errors
+    /// When there is not one i32 index for each axis.
+    pub fn load_from_end(buffer: &AnyBuffer, index: Vec<DynExpr>) -> Result<Self, ModError> {
+        Self::read(buffer, index, true)
+    }
+
+    pub(crate) fn read(
+        buffer: &AnyBuffer,
+        index: Vec<DynExpr>,
+        from_end: bool,
+    ) -> Result<Self, ModError> {
         if index.len() != buffer.shape().len() {
             return Err(ModErrorKind::Rank {
                 name: buffer.name().to_owned(),
@@ -117,7 +135,7 @@ impl DynExpr {
         for i in &index {
             expect(|| format!("an index of `{}`", buffer.name()), i.ty, &[Type::I32])?;
         }
-        Ok(Self::make(buffer.ty(), Op::Load(buffer.clone()), index))
+        Ok(Self::make(buffer.ty(), Op::Load(buffer.clone(), from_end), index))
     }
 
     /// An operation on one value.
@@ -434,8 +452,18 @@ impl<T: Element> Buffer<T> {
     /// The element at `index`, one index an axis. With another number of indices the mod made of
     /// it is an error.
     pub fn at<const N: usize>(&self, index: [Expr<i32>; N]) -> Expr<T> {
+        self.read(index, false)
+    }
+
+    /// The element at `index`, negative indices counted from the end of their axis: -1 is the last,
+    /// as in Python. With another number of indices the mod made of it is an error.
+    pub fn at_from_end<const N: usize>(&self, index: [Expr<i32>; N]) -> Expr<T> {
+        self.read(index, true)
+    }
+
+    fn read<const N: usize>(&self, index: [Expr<i32>; N], from_end: bool) -> Expr<T> {
         let index = index.into_iter().map(|i| i.dyn_expr).collect();
-        let made = DynExpr::load(self.any(), index);
+        let made = DynExpr::read(self.any(), index, from_end);
         let dyn_expr = made.unwrap_or_else(|error| DynExpr::wrong(T::TYPE, error));
         Expr { dyn_expr, of: PhantomData }
     }

@@ -101,7 +101,7 @@ pub fn expression(
                 let buffer = &buffers[below(buffers.len())];
                 let axes = buffer.shape().len();
                 let index = (0..axes).map(|_| pool.pick(below, Type::I32)).collect();
-                DynExpr::load(buffer, index).expect("one index an axis")
+                DynExpr::read(buffer, index, below(3) == 0).expect("one index an axis")
             }
             4 => pool.binary(below, Type::F32, Type::F32),
             5 => pool.binary(below, Type::F32, Type::Bool),

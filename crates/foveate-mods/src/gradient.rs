@@ -58,6 +58,8 @@ pub struct CaptureGradient {
     pub value: usize,
     /// Roots with the indices read (i32), one an axis. Clamp them as reads are clamped.
     pub index: Vec<usize>,
+    /// Whether negative indices count from the end of their axis.
+    pub from_end: bool,
 }
 
 impl ScoreMod {
@@ -87,8 +89,8 @@ impl ScoreMod {
             let adjoint = tape.combined(parts);
             match tape.graph.node(id).clone() {
                 Node::Leaf(Leaf::Score) => d_score = Some(tape.closed(adjoint).0),
-                Node::Load { buffer, index } => {
-                    reads.push((buffer, tape.closed(adjoint).0, index));
+                Node::Load { buffer, index, from_end } => {
+                    reads.push((buffer, tape.closed(adjoint).0, index, from_end));
                 }
                 node => tape.pass_down(&node, id, adjoint, &active),
             }
@@ -96,12 +98,12 @@ impl ScoreMod {
 
         let mut roots = vec![d_score.unwrap_or_else(|| tape.float(0.0))];
         let mut captures = Vec::new();
-        for (buffer, value, index) in reads.into_iter().rev() {
+        for (buffer, value, index, from_end) in reads.into_iter().rev() {
             let first = roots.len();
             roots.push(value);
             roots.extend(&index);
             let index = (first + 1..first + 1 + index.len()).collect();
-            captures.push(CaptureGradient { buffer, value: first, index });
+            captures.push(CaptureGradient { buffer, value: first, index, from_end });
         }
         let mut program = Program::from_graph(&tape.graph, &roots);
         roots.push(root);
@@ -124,7 +126,7 @@ fn active(program: &Program) -> Result<Vec<bool>, ModError> {
         let mut from_touched = false;
         node.for_each_operand(|x| from_touched |= touched[x.index()]);
         match node {
-            Node::Load { buffer, index } => {
+            Node::Load { buffer, index, .. } => {
                 let buffer = &graph.buffers()[*buffer as usize];
                 if index.iter().any(|x| touched[x.index()]) {
                     return refuse(format!(

@@ -37,6 +37,17 @@ impl Interval {
         matches!(self, I32 { lo, hi } if lo >= 0 && (hi as usize) < len)
     }
 
+    /// The positions that indices mean on an axis of length `len`: [`crate::eval::position`] of them.
+    pub(crate) fn position(self, len: usize, from_end: bool) -> Self {
+        let I32 { lo, hi } = self else { unreachable!("an index is i32") };
+        if !from_end || lo >= 0 {
+            return self;
+        }
+        let len = i64::try_from(len).unwrap_or(i64::MAX).min(i64::from(i32::MAX));
+        let (lo, hi) = (i64::from(lo), i64::from(hi));
+        if hi < 0 { int(lo + len, hi + len) } else { int((lo + len).min(0), hi.max(len - 1)) }
+    }
+
     fn known(self) -> Option<ScalarValue> {
         match self {
             Bool { yes, no } if yes != no => Some(ScalarValue::Bool(yes)),

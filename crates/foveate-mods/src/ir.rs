@@ -91,6 +91,9 @@ pub enum Node {
         buffer: u32,
         /// One index for each axis of the buffer.
         index: Vec<NodeId>,
+        /// Whether negative indices count from the end of their axis. Without, they are outside of
+        /// it.
+        from_end: bool,
     },
     /// Operation on one value.
     Unary(UnaryOp, NodeId),
@@ -133,8 +136,9 @@ impl Node {
     /// The same operation on other operands.
     pub fn map_operands(&self, mut f: impl FnMut(NodeId) -> NodeId) -> Node {
         match self {
-            Node::Load { buffer, index } => {
-                Node::Load { buffer: *buffer, index: index.iter().map(|&x| f(x)).collect() }
+            Node::Load { buffer, index, from_end } => {
+                let index = index.iter().map(|&x| f(x)).collect();
+                Node::Load { buffer: *buffer, index, from_end: *from_end }
             }
             Node::Unary(op, x) => Node::Unary(*op, f(*x)),
             Node::Cast(ty, x) => Node::Cast(*ty, f(*x)),
@@ -155,7 +159,7 @@ pub(crate) fn hash_node(hash: &mut Fnv, node: &Node, operand: impl Fn(NodeId) ->
         Node::I32(v) => (2, u64::from(*v as u32)),
         Node::F32(v) => (3, u64::from(*v)),
         Node::Scalar(slot) => (4, u64::from(*slot)),
-        Node::Load { buffer, .. } => (5, u64::from(*buffer)),
+        Node::Load { buffer, from_end, .. } => (5, u64::from(*buffer) | u64::from(*from_end) << 32),
         Node::Unary(op, _) => (6, *op as u64),
         Node::Binary(op, ..) => (7, *op as u64),
         Node::Select { .. } => (8, 0),
@@ -260,8 +264,8 @@ impl Graph {
         let mut key = Fnv::new();
         match &node {
             Node::Scalar(_) => key.word(ty as u64 + 1),
-            Node::Load { buffer, index } => {
-                key.word(ty as u64 + 4);
+            Node::Load { buffer, index, from_end } => {
+                key.word(ty as u64 + 4 + 4 * u64::from(*from_end));
                 key.word(self.buffers[*buffer as usize].shape().len() as u64);
                 index.iter().for_each(|x| key.word(self.order_key(*x)));
             }

@@ -68,6 +68,7 @@ pub mod capture;
 pub mod catalogue;
 pub mod closure;
 pub mod depends;
+mod elements;
 pub mod error;
 pub mod eval;
 pub mod expr;
@@ -95,6 +96,7 @@ pub mod vector;
 
 pub use bounds::{Bounds, Cover};
 pub use capture::{AnyBuffer, Buffer, Scalar};
+pub use elements::{ElementType, Elements, SharedElements, StoredElement};
 pub use error::{ModError, ModErrorKind};
 pub use eval::OutOfRange;
 pub use expr::{DynExpr, Expr};

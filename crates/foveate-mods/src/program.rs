@@ -69,9 +69,9 @@ impl Program {
             }
             let node = graph.node(id).map_operands(|x| moved[x.index()].expect("operands first"));
             let node = match node {
-                Node::Load { buffer, index } => {
+                Node::Load { buffer, index, from_end } => {
                     let buffer = canonical.buffer_slot(&graph.buffers()[buffer as usize]);
-                    Node::Load { buffer, index }
+                    Node::Load { buffer, index, from_end }
                 }
                 Node::Scalar(slot) => {
                     Node::Scalar(canonical.scalar_slot(&graph.scalars()[slot as usize]))
@@ -115,11 +115,11 @@ impl Program {
                 Node::I32(v) => DynExpr::constant(ScalarValue::I32(*v)),
                 Node::F32(v) => DynExpr::constant(ScalarValue::F32(f32::from_bits(*v))),
                 Node::Scalar(slot) => DynExpr::scalar(graph.scalars()[*slot as usize].clone()),
-                Node::Load { buffer, index } => DynExpr::load(
-                    &graph.buffers()[*buffer as usize],
-                    index.iter().map(of).collect(),
-                )
-                .expect(WELL_TYPED),
+                Node::Load { buffer, index, from_end } => {
+                    let buffer = &graph.buffers()[*buffer as usize];
+                    DynExpr::read(buffer, index.iter().map(of).collect(), *from_end)
+                        .expect(WELL_TYPED)
+                }
                 Node::Unary(op, x) => DynExpr::unary(*op, of(x)).expect(WELL_TYPED),
                 Node::Binary(op, x, y) => DynExpr::binary(*op, of(x), of(y)).expect(WELL_TYPED),
                 Node::Select { cond, then, other } => {
@@ -155,7 +155,7 @@ impl Program {
                 let learned = if b.learned() { "learned " } else { "" };
                 let axes = b.shape().len();
                 let plural = if axes == 1 { "axis" } else { "axes" };
-                format!("{learned}{} with {axes} {plural}", b.ty())
+                format!("{learned}{} with {axes} {plural}", b.element())
             };
             if class(old) != class(buffer) {
                 let reason = format!("the slot holds {}, not {}", class(old), class(buffer));
@@ -222,9 +222,9 @@ fn lower(graph: &mut Graph, roots: &[DynExpr]) -> (Vec<NodeId>, Option<ModError>
             Op::Const(ScalarValue::I32(v)) => Node::I32(*v),
             Op::Const(ScalarValue::F32(v)) => Node::F32(v.to_bits()),
             Op::Scalar(scalar) => Node::Scalar(graph.scalar_slot(scalar)),
-            Op::Load(buffer) => {
+            Op::Load(buffer, from_end) => {
                 let index = (0..args.len()).map(arg).collect();
-                Node::Load { buffer: graph.buffer_slot(buffer), index }
+                Node::Load { buffer: graph.buffer_slot(buffer), index, from_end: *from_end }
             }
             Op::Unary(op) => Node::Unary(*op, arg(0)),
             Op::Binary(op) => Node::Binary(*op, arg(0), arg(1)),

@@ -8,7 +8,6 @@ use crate::capture::AnyBuffer;
 use crate::fnv::Fnv;
 use crate::ir::hash_node;
 use crate::program::{MaskMod, Program, ScoreMod};
-use crate::value::Type;
 
 impl Program {
     /// Hash of the structure: nodes, types and ranks; not names, contents or scalar values.
@@ -19,7 +18,9 @@ impl Program {
             hash_node(&mut hash, node, |x| x.index() as u64);
         }
         for buffer in graph.buffers() {
-            hash.word(buffer.ty() as u64);
+            let element = buffer.element();
+            let widened = if element == buffer.ty().into() { 0 } else { element as u64 + 1 };
+            hash.word(buffer.ty() as u64 | widened << 8);
             hash.word(buffer.shape().len() as u64);
             hash.word(u64::from(buffer.learned()));
         }
@@ -35,8 +36,7 @@ impl Program {
     /// True when both say the same, whatever their captures hold and are called.
     pub fn same_structure(&self, other: &Self) -> bool {
         let (a, b) = (self.graph(), other.graph());
-        let slot =
-            |x: &AnyBuffer| -> (Type, usize, bool) { (x.ty(), x.shape().len(), x.learned()) };
+        let slot = |x: &AnyBuffer| (x.element(), x.shape().len(), x.learned());
         self.wrong() == other.wrong()
             && a.nodes() == b.nodes()
             && self.roots() == other.roots()
@@ -48,10 +48,7 @@ impl Program {
 /// Equal structure and equal captures: the same values in the same slots, whatever their names.
 impl PartialEq for Program {
     fn eq(&self, other: &Self) -> bool {
-        let same_data = |(x, y): (&AnyBuffer, &AnyBuffer)| {
-            let known = !x.is_on_device() && x.shape() == y.shape();
-            x.same(y) || (known && x.data() == y.data())
-        };
+        let same_data = |(x, y): (&AnyBuffer, &AnyBuffer)| x.same_elements(y);
         self.same_structure(other)
             && self.graph().buffers().iter().zip(other.graph().buffers()).all(same_data)
             && self

@@ -176,7 +176,7 @@ fn random_programs_meet_every_operation() {
     let ids = Buffer::vector("ids", (0..90).collect::<Vec<i32>>());
     let given = [Leaf::Q, Leaf::Kv, Leaf::Score].map(DynExpr::leaf);
     let mut met = BTreeSet::new();
-    for _ in 0..500 {
+    for _ in 0..1000 {
         let buffers = [ids.any().clone()];
         let below = &mut |n| random.below(n);
         let score = expression(below, &given, &buffers, 20, Type::F32);

@@ -96,7 +96,7 @@ impl Capture {
 /// When an integer does not fit 32 bits.
 pub fn changed(slot: &AnyBuffer, tensor: &Borrowed) -> PyResult<Option<AnyBuffer>> {
     let shape: &[usize] = if tensor.shape.is_empty() { &[1] } else { &tensor.shape };
-    if slot.shape() == shape && !slot.is_on_device() && holds(slot.data(), tensor) {
+    if slot.shape() == shape && slot.data().is_some_and(|data| holds(data, tensor)) {
         return Ok(None);
     }
     let data = copied(tensor, slot.name())?;

@@ -283,7 +283,7 @@ impl<F: Real> Results<F> {
             dk: untouched(&dims.k_shape()),
             dv: untouched(&dims.v_shape()),
             d_sink: vec![zero; problem.operands.sink.map_or(0, <[f32]>::len)],
-            captures: learned.map(|b| (b.name().to_owned(), vec![zero; b.data().len()])).collect(),
+            captures: learned.map(|b| (b.name().to_owned(), vec![zero; b.elems()])).collect(),
         }
     }
 
@@ -375,7 +375,8 @@ impl<F: Real> Results<F> {
         };
         for LearnedLoad { node, buffer } in &problem.learned {
             let slope = slope(program, at, Some(*node), values)?;
-            let (_, i) = element(program, &program.graph().nodes()[*node], values)?;
+            let (of, index) = element(program, &program.graph().nodes()[*node], values)?;
+            let i = index.iter().zip(of.shape()).fold(0, |at, (i, len)| at * len + i);
             let sums = self.captures.get_mut(buffer).expect("one for each learned buffer");
             sums[i] += d_score * slope;
         }

@@ -17,6 +17,13 @@ pub struct ReferenceError {
 pub enum ReferenceErrorKind {
     /// The spec or the operands do not describe a problem.
     Problem(ProblemError),
+    /// A captured buffer of i64 holds an integer that no i32 holds.
+    TooWide {
+        /// Name of the buffer.
+        buffer: String,
+        /// The element.
+        value: i64,
+    },
     /// A captured buffer was indexed outside an axis.
     OutOfRange {
         /// Name of the buffer.
@@ -58,6 +65,9 @@ impl fmt::Display for ReferenceErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Problem(error) => error.fmt(f),
+            Self::TooWide { buffer, value } => {
+                write!(f, "buffer `{buffer}` holds {value}, which no i32 holds")
+            }
             Self::OutOfRange { buffer, axis, index, length } => write!(
                 f,
                 "buffer `{buffer}` is indexed at {index} on axis {axis}, which has length {length}"

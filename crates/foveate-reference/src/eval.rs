@@ -5,7 +5,7 @@
 //! of a learned buffer.
 
 use foveate_mods::ir::{BinaryOp, Leaf, Node, UnaryOp, mix};
-use foveate_mods::{BufferData, Program, ScalarValue, Type};
+use foveate_mods::{Elements, Program, ScalarValue, Type};
 
 use crate::error::{ReferenceError, ReferenceErrorKind};
 use crate::real::{Function, Real};
@@ -94,12 +94,9 @@ pub fn eval<F: Real>(
                 ScalarValue::F32(x) => constant(x),
             },
             Node::Load { .. } => {
-                let (buffer, element) = element(program, node, values)?;
-                match buffer.data() {
-                    BufferData::Bool(v) => Bool(v[element]),
-                    BufferData::I32(v) => I32(v[element]),
-                    BufferData::F32(v) => constant(v[element]),
-                }
+                let (buffer, index) = element(program, node, values)?;
+                let places = index.iter().zip(buffer.strides()).map(|(i, stride)| i * stride);
+                stored(buffer, buffer.offset() + places.sum::<usize>())?
             }
             Node::Unary(op, x) => unary(*op, of(*x))?,
             Node::Binary(op, x, y) => binary(*op, of(*x), of(*y))?,
@@ -114,7 +111,36 @@ pub fn eval<F: Real>(
     Ok(())
 }
 
-/// The buffer that a load reads, and the position of the element in it.
+/// The element at a place in memory.
+///
+/// # Errors
+/// When it is an integer that no i32 holds.
+fn stored<F: Real>(
+    buffer: &foveate_mods::AnyBuffer,
+    at: usize,
+) -> Result<Value<F>, ReferenceError> {
+    let real = |x: f64| R(F::of(x), F::of(0.0));
+    Ok(match buffer.elements() {
+        Elements::Bool(v) => Bool(v[at] != 0),
+        Elements::U8(v) => I32(v[at].into()),
+        Elements::I8(v) => I32(v[at].into()),
+        Elements::I16(v) => I32(v[at].into()),
+        Elements::I32(v) => I32(v[at]),
+        Elements::I64(v) => match i32::try_from(v[at]) {
+            Ok(x) => I32(x),
+            Err(_) => {
+                let buffer = buffer.name().to_owned();
+                return Err(ReferenceErrorKind::TooWide { buffer, value: v[at] }.into());
+            }
+        },
+        Elements::F16(v) => real(v[at].into()),
+        Elements::BF16(v) => real(v[at].into()),
+        Elements::F32(v) => real(v[at].into()),
+        Elements::F64(v) => real(f64::from(v[at] as f32)),
+    })
+}
+
+/// The buffer that a load reads, and the position of the element along each axis.
 ///
 /// # Errors
 /// When an index is outside its axis.
@@ -122,17 +148,21 @@ pub fn element<'p, F: Real>(
     program: &'p Program,
     load: &Node,
     values: &[Value<F>],
-) -> Result<(&'p foveate_mods::AnyBuffer, usize), ReferenceError> {
-    let Node::Load { buffer, index } = load else { unreachable!("called with loads only") };
+) -> Result<(&'p foveate_mods::AnyBuffer, Vec<usize>), ReferenceError> {
+    let Node::Load { buffer, index, from_end } = load else {
+        unreachable!("called with loads only")
+    };
     let buffer = &program.graph().buffers()[*buffer as usize];
-    let mut element = 0;
+    let mut element = Vec::with_capacity(index.len());
     for (axis, (id, &length)) in index.iter().zip(buffer.shape()).enumerate() {
         let index = values[id.index()].i32();
-        if index < 0 || index as usize >= length {
+        let from_the_end = if *from_end && index < 0 { length as i64 } else { 0 };
+        let position = usize::try_from(i64::from(index) + from_the_end);
+        let Some(position) = position.ok().filter(|&p| p < length) else {
             let buffer = buffer.name().to_owned();
             return Err(ReferenceErrorKind::OutOfRange { buffer, axis, index, length }.into());
-        }
-        element = element * length + index as usize;
+        };
+        element.push(position);
     }
     Ok((buffer, element))
 }

@@ -106,8 +106,8 @@ pub use foveate_gpu as gpu;
 pub use foveate_mask as mask;
 pub use foveate_mods as mods;
 pub use foveate_mods::{
-    AnyBuffer, Buffer, BufferData, Expr, MaskMod, ModError, Scalar, ScalarValue, ScoreMod, closure,
-    mask_mod, masks, score_mod, scores,
+    AnyBuffer, Buffer, BufferData, ElementType, Expr, MaskMod, ModError, Scalar, ScalarValue,
+    ScoreMod, SharedElements, closure, mask_mod, masks, score_mod, scores,
 };
 pub use foveate_problem::{
     BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Pages, ProblemError,

@@ -215,7 +215,7 @@ pub fn run(plan: &CpuPlan, inputs: &Inputs, spec: &Spec) -> Result<Results, CpuE
         captures: spec
             .learned()
             .iter()
-            .map(|b| (b.name().to_owned(), vec![f32::NAN; b.data().len()]))
+            .map(|b| (b.name().to_owned(), vec![f32::NAN; b.elems()]))
             .collect(),
     };
     run_into(plan, inputs, &mut results, false)?;

@@ -99,12 +99,15 @@ impl Bounds {
                 Node::Leaf(Leaf::Kv) => Interval::I32 { lo: kv.start, hi: kv.end - 1 },
                 Node::Leaf(Leaf::Score) => raw,
                 Node::Leaf(leaf) => Interval::one(point.leaf(*leaf)),
-                Node::Load { buffer, index } => {
+                Node::Load { buffer, index, from_end } => {
                     let buffer = &graph.buffers()[*buffer as usize];
-                    let of = |id: &NodeId| ranges[id.index()];
-                    let mut axes = index.iter().map(of).zip(buffer.shape());
-                    inside &= axes.all(|(index, &len)| index.within(len));
-                    buffer.ranges().range(buffer.data(), buffer.shape(), index.iter().map(of))
+                    let of =
+                        |(id, &len): (&NodeId, &usize)| ranges[id.index()].position(len, *from_end);
+                    let axes = || index.iter().zip(buffer.shape());
+                    inside &= axes().all(|axis| of(axis).within(*axis.1));
+                    let table = buffer.ranges();
+                    inside &= !table.has_too_wide();
+                    table.range(buffer, axes().map(of))
                 }
                 node => computed(&self.program, node, &ranges),
             };
@@ -145,7 +148,7 @@ impl Program {
     ) -> Vec<Vec<bool>> {
         let (graph, ranges) = (self.graph(), self.ranges(coordinate));
         let within = graph.nodes().iter().map(|node| match node {
-            Node::Load { buffer, index } => {
+            Node::Load { buffer, index, .. } => {
                 let shape = graph.buffers()[*buffer as usize].shape();
                 let axes = index.iter().zip(shape);
                 axes.map(|(i, &len)| ranges[i.index()].within(len)).collect()

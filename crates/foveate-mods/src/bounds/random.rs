@@ -4,6 +4,7 @@ use foveate_tensor::random::Random;
 
 use super::*;
 use crate::capture::{AnyBuffer, Buffer};
+use crate::elements::SharedElements;
 use crate::expr::DynExpr;
 use crate::fuzz;
 use crate::value::Type;
@@ -25,7 +26,13 @@ pub(crate) fn buffers() -> Vec<AnyBuffer> {
         (0..90).map(|i| if i == 40 { f32::NAN } else { (i * i % 37) as f32 }).collect();
     let noise = Buffer::vector("noise", noise);
     let flags = Buffer::new("flags", &[5, 18], (0..90).map(|i| i % 7 == 0).collect()).unwrap();
-    vec![ids.any().clone(), noise.any().clone(), flags.any().clone()]
+    // Every second i64 of an array, and rows of bf16 that are broadcast.
+    let wide = SharedElements::from_vec((0..90).map(|i| i % 13 - 4).collect::<Vec<i64>>());
+    let wide = AnyBuffer::shared("wide", &wide, &[40], &[2], 7, false).unwrap();
+    let rows = (0..90).map(|i| half::bf16::from_f32((i * 5 % 17) as f32)).collect::<Vec<_>>();
+    let rows = SharedElements::from_vec(rows);
+    let rows = AnyBuffer::shared("rows", &rows, &[6, 80], &[0, 1], 10, false).unwrap();
+    vec![ids.any().clone(), noise.any().clone(), flags.any().clone(), wide, rows]
 }
 
 /// Whether the mask is true somewhere and false somewhere, indices clamped as evaluation does.

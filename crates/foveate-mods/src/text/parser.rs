@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::lexer::{Token, error, tokens};
-use super::words::{BINARY, COMPARE, OPERATORS, TYPES, UNARY, WORDS};
+use super::words::{BINARY, COMPARE, FROM_END, OPERATORS, TYPES, UNARY, WORDS};
 use crate::capture::{AnyBuffer, Scalar};
 use crate::catalogue::{self, Arg};
 use crate::error::{ModError, ModErrorKind};
@@ -314,7 +314,7 @@ impl<'a> Parser<'a> {
                         self.nested(|p| p.arguments(")", &mut args))?;
                         self.call(at, &name, args)
                     }
-                    _ if self.eat("[") => self.nested(|p| p.load(at, &name)),
+                    _ if self.eat("[") => self.nested(|p| p.indexed(at, &name)),
                     _ => self.name(at, &name),
                 }
             }
@@ -365,17 +365,21 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn load(&mut self, at: usize, name: &str) -> Parsed {
+    fn indexed(&mut self, at: usize, name: &str) -> Parsed {
         let Some(buffer) = self.names.get_buffer(name).cloned() else {
             return Err(self.fail(at, self.no_buffer(name)));
         };
         let mut index = Vec::new();
         self.arguments("]", &mut index)?;
+        self.load(at, &buffer, index, false)
+    }
+
+    fn load(&self, at: usize, buffer: &AnyBuffer, index: Vec<Value>, from_end: bool) -> Parsed {
         let index = index
             .into_iter()
             .map(|i| self.as_type(i, Type::I32, "an index"))
             .collect::<Result<Vec<_>, _>>()?;
-        let made = DynExpr::load(&buffer, index).map_err(|e| self.located(at, e))?;
+        let made = DynExpr::read(buffer, index, from_end).map_err(|e| self.located(at, e))?;
         Ok(Value { at, what: What::Expr(made) })
     }
 
@@ -428,6 +432,18 @@ impl<'a> Parser<'a> {
             count(1)?;
             let [x] = take(args);
             return self.convert(Value { at, ..x }, ty);
+        }
+        if name == FROM_END {
+            let mut args = args.into_iter();
+            let buffer = match args.next() {
+                Some(Value { what: What::Buffer(buffer), .. }) => buffer,
+                _ => {
+                    let message = "`from_end` takes a captured buffer and its indices, as in \
+                                   `bias.from_end(q - kv)`";
+                    return Err(self.fail(at, message));
+                }
+            };
+            return self.load(at, &buffer, args.collect(), true);
         }
         if name == "select" {
             count(3)?;

@@ -6,7 +6,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::words::{COMPARE, WORDS, function_name, operator};
+use super::words::{COMPARE, FROM_END, WORDS, function_name, operator};
 use crate::ir::{Leaf, Node, NodeId, UnaryOp};
 use crate::names::Names;
 use crate::program::Program;
@@ -84,9 +84,13 @@ pub(super) fn print(program: &Program) -> (String, Names) {
             Node::I32(v) => literal(v.to_string()),
             Node::F32(v) => literal(float(f32::from_bits(*v))),
             Node::Scalar(slot) => atom(scalars[*slot as usize].clone()),
-            Node::Load { buffer, index } => {
+            Node::Load { buffer, index, from_end } => {
                 let index: Vec<String> = index.iter().map(|x| at(x, 0)).collect();
-                let text = format!("{}[{}]", buffers[*buffer as usize], index.join(", "));
+                let (buffer, index) = (&buffers[*buffer as usize], index.join(", "));
+                let text = match from_end {
+                    true => format!("{buffer}.{FROM_END}({index})"),
+                    false => format!("{buffer}[{index}]"),
+                };
                 Piece { text, tight: ATOM, depth }
             }
             Node::Unary(op @ (UnaryOp::Neg | UnaryOp::Not), x) => {

@@ -53,6 +53,9 @@ pub(super) const BINARY: [(&str, BinaryOp); 4] = [
 pub(super) const TYPES: [(&str, Type); 3] =
     [("bool", Type::Bool), ("i32", Type::I32), ("f32", Type::F32)];
 
+/// The read whose negative indices count from the end: a buffer and its indices.
+pub(super) const FROM_END: &str = "from_end";
+
 /// Words that cannot be the names of values.
 pub(super) const WORDS: [&str; 9] =
     ["let", "if", "else", "then", "as", "true", "false", "inf", "nan"];

@@ -10,7 +10,8 @@ use super::level::for_each_level;
 use super::machine::Machine;
 use super::rate::Rate;
 use super::registers::{LANES, Line, Operand};
-use super::steps::run_start;
+use super::steps::Axes;
+use crate::eval::clamped;
 
 /// Where a program says by which element of a buffer its result changes, and how much.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +20,8 @@ pub struct Read<'a> {
     pub value: usize,
     /// Roots with its indices, one an axis.
     pub index: &'a [usize],
+    /// Whether negative indices count from the end of their axis.
+    pub from_end: bool,
     /// Shape of the buffer.
     pub shape: &'a [usize],
 }
@@ -43,14 +46,18 @@ impl Machine {
         let roots: Vec<Operand<'_>> = read.index.iter().map(|&x| self.root(x)).collect();
         let at = |r: usize, c: usize| {
             roots.iter().zip(read.shape).fold(0, |at, (index, &len)| {
-                let index = (index.at(r, c).to_bits() as i32).max(0) as usize;
-                at * len + index.min(len - 1)
+                at * len + clamped(index.at(r, c).to_bits() as i32, len, read.from_end)
             })
         };
         let d = Rows { data: d, stride, columns: &columns };
         let mut sums = vec![0.0; height + width];
         let compiled = &self.program.0;
         let node = |root: usize| compiled.program.roots()[root].index();
+        let mut strides = vec![1; read.shape.len()];
+        for axis in (1..strides.len()).rev() {
+            strides[axis - 1] = strides[axis] * read.shape[axis];
+        }
+        let axes = Axes { shape: read.shape, strides: &strides, from_end: read.from_end };
         let counts = read.index.last().is_some_and(|&root| compiled.counts[node(root)]);
         match self.program.0.rate(read.index.iter().copied()) {
             Rate::Head => {
@@ -73,7 +80,7 @@ impl Machine {
             Rate::Full => {
                 for r in 0..height {
                     let lines = roots.iter().map(|x| x.line(r, width));
-                    if let Some(start) = run_start(read.shape, lines, keys, counts) {
+                    if let Some(start) = axes.run_start(lines, keys, counts) {
                         sums[..width].fill(0.0);
                         add(&value, r, d, &mut sums[..width]);
                         let into = &mut into[start..start + keys];

@@ -165,9 +165,10 @@ impl Machine {
             Node::I32(v) => ScalarValue::I32(*v),
             Node::F32(v) => ScalarValue::F32(f32::from_bits(*v)),
             Node::Scalar(slot) => graph.scalars()[*slot as usize].value,
-            Node::Load { buffer, index } => {
+            Node::Load { buffer, index, from_end } => {
                 let buffer = &graph.buffers()[*buffer as usize];
-                let (at, wrong) = eval::locate(buffer, index.iter().map(|x| eval::int(value(x))));
+                let index = index.iter().map(|x| eval::int(value(x)));
+                let (at, wrong) = eval::locate(buffer, index, *from_end);
                 self.outside.head |= wrong.is_some();
                 eval::element(buffer, at)
             }

@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
 use super::bits::MaskBits;
 use super::compile::{Compiled, Place};
 use super::level::for_each_level;
@@ -10,9 +13,11 @@ use super::outside::note;
 use super::registers::{Line, Operand, Register, bool, int, of_bool, of_int, padded};
 use crate::arithmetic::{self, euclid_rem, floor_div, unary_f32};
 use crate::capture::AnyBuffer;
+use crate::elements::Elements;
+use crate::eval::position;
 use crate::ir::{BinaryOp, Leaf, Node, NodeId, UnaryOp, mix};
 use crate::math;
-use crate::value::{BufferData, Type};
+use crate::value::Type;
 
 /// The lines of a result. Loops over them are plain loops over slices, which compilers turn into
 /// vectors; nested over groups they would be unrolled first.
@@ -144,8 +149,9 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
             let places = out.data[..width].iter_mut().zip(first..);
             places.for_each(|(o, x)| *o = of_int(x));
         }
-        Node::Load { buffer, index } => {
-            machine.load(compiled, &graph.buffers()[*buffer as usize], index, view, out);
+        Node::Load { buffer, index, from_end } => {
+            let buffer = &graph.buffers()[*buffer as usize];
+            machine.load(compiled, buffer, (index, *from_end), view, out);
         }
         Node::Unary(op, x) if graph.ty(*x) == Type::I32 => match op {
             UnaryOp::Neg => out.map(of(x), |x| of_int(int(x).wrapping_neg())),
@@ -252,7 +258,7 @@ impl Machine {
         &mut self,
         compiled: &Compiled,
         buffer: &AnyBuffer,
-        index: &[NodeId],
+        (index, from_end): (&[NodeId], bool),
         view: View<'_>,
         out: Out<'_>,
     ) {
@@ -272,82 +278,123 @@ impl Machine {
         let counts = index.last().is_some_and(|x| compiled.counts[x.index()]);
         let operands: Vec<Operand<'_>> =
             index.iter().map(|x| self.operand(compiled, x.index(), view)).collect();
+        let elements = buffer.elements();
+        let wide = matches!(elements, Elements::I64(_));
+        let axes = Axes { shape: buffer.shape(), strides: buffer.strides(), from_end };
         for (r, line) in out.data.chunks_exact_mut(out.width).take(out.lines).enumerate() {
             let lines = || operands.iter().map(|x| x.line(r, out.width));
-            let held = counts && !buffer.is_on_device();
-            if let Some(start) = run_start(buffer.shape(), lines(), out.width, held) {
-                copy_run(buffer.data(), start, line);
+            let held = counts && !wide && !buffer.is_on_device();
+            if let Some(start) = axes.run_start(lines(), out.width, held) {
+                copy_run(elements, buffer.offset() + start, line);
                 continue;
             }
             let positions = &mut positions[..out.width];
-            positions.fill(0);
-            for (index, &len) in lines().zip(buffer.shape()) {
-                let last = len.saturating_sub(1);
+            positions.fill(buffer.offset());
+            for (index, (&len, &stride)) in lines().zip(axes.shape.iter().zip(axes.strides)) {
                 for (c, p) in positions.iter_mut().enumerate() {
                     let i = match index {
                         Line::One(i) => int(i),
                         Line::Each(i) => int(i[c]),
                     };
-                    *p = *p * len + (i.max(0) as usize).min(last);
-                    if i as u32 as usize >= len && first + c < inside {
+                    let i = position(i, len, from_end);
+                    *p += (i.max(0) as usize).min(len.saturating_sub(1)) * stride;
+                    if i as u64 as usize >= len && first + c < inside {
                         note(list, r * out.width + c, entries);
                     }
                 }
             }
-            gather(buffer.data(), positions, line);
+            if buffer.elems() == 0 {
+                line.fill(0.0);
+                continue;
+            }
+            gather(elements, positions, line);
+            if wide {
+                for (c, &p) in positions.iter().enumerate() {
+                    if elements.too_wide(p).is_some() && first + c < inside {
+                        note(list, r * out.width + c, entries);
+                    }
+                }
+            }
         }
         drop(operands);
         (self.positions, self.outside) = (positions, outside);
     }
 }
 
-/// Where `width` elements one after another begin that a line of indices reads of a buffer of this
-/// shape, when it does. `counts` says that the last index is one more at each key.
-pub(super) fn run_start<'a>(
-    shape: &[usize],
-    lines: impl Iterator<Item = Line<'a>>,
-    width: usize,
-    counts: bool,
-) -> Option<usize> {
-    let mut at = 0;
-    for (axis, (line, &len)) in lines.zip(shape).enumerate() {
-        let last = axis + 1 == shape.len() && counts;
-        let (i, count) = match line {
-            Line::One(i) => (int(i), 1),
-            Line::Each(i) if last => (int(i[0]), width),
-            Line::Each(_) => return None,
-        };
-        let i = usize::try_from(i).ok().filter(|i| i + count <= len)?;
-        if last && count == 1 {
+/// How the indices of a read become a place.
+#[derive(Clone, Copy)]
+pub(super) struct Axes<'a> {
+    pub shape: &'a [usize],
+    pub strides: &'a [usize],
+    /// Whether negative indices count from the end of their axis.
+    pub from_end: bool,
+}
+
+impl Axes<'_> {
+    /// Where `width` elements one after another begin that a line of indices reads, counted from the
+    /// element of index 0, when it does. `counts` says that the last index is one more at each key.
+    pub fn run_start<'a>(
+        &self,
+        lines: impl Iterator<Item = Line<'a>>,
+        width: usize,
+        counts: bool,
+    ) -> Option<usize> {
+        if !counts || self.strides.last() != Some(&1) {
             return None;
         }
-        at = at * len + i;
+        let mut at = 0;
+        let axes = self.shape.iter().zip(self.strides);
+        for (axis, (line, (&len, stride))) in lines.zip(axes).enumerate() {
+            let last = axis + 1 == self.shape.len();
+            let (i, count) = match line {
+                Line::One(_) if last => return None,
+                Line::One(i) => (int(i), 1),
+                Line::Each(i) if last => (int(i[0]), width),
+                Line::Each(_) => return None,
+            };
+            let i = usize::try_from(position(i, len, self.from_end)).ok()?;
+            at += Some(i).filter(|i| i + count <= len)? * stride;
+        }
+        Some(at)
     }
-    counts.then_some(at)
 }
 
-fn copy_run(from: &BufferData, start: usize, into: &mut [f32]) {
-    let end = start + into.len();
+fn copy_run(from: Elements<'_>, start: usize, into: &mut [f32]) {
+    fn copy<T: Copy>(from: &[T], start: usize, into: &mut [f32], read: impl Fn(T) -> f32) {
+        let from = &from[start..start + into.len()];
+        into.iter_mut().zip(from).for_each(|(o, &x)| *o = read(x));
+    }
     match from {
-        BufferData::Bool(v) => {
-            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_bool(x));
-        }
-        BufferData::I32(v) => {
-            into.iter_mut().zip(&v[start..end]).for_each(|(o, &x)| *o = of_int(x));
-        }
-        BufferData::F32(v) => into.copy_from_slice(&v[start..end]),
+        Elements::Bool(v) => copy(v, start, into, |x| of_bool(x != 0)),
+        Elements::U8(v) => copy(v, start, into, |x| of_int(x.into())),
+        Elements::I8(v) => copy(v, start, into, |x| of_int(x.into())),
+        Elements::I16(v) => copy(v, start, into, |x| of_int(x.into())),
+        Elements::I32(v) => copy(v, start, into, of_int),
+        Elements::I64(v) => copy(v, start, into, |x| of_int(x as i32)),
+        Elements::F16(v) => v[start..start + into.len()].convert_to_f32_slice(into),
+        Elements::BF16(v) => v[start..start + into.len()].convert_to_f32_slice(into),
+        Elements::F32(v) => into.copy_from_slice(&v[start..start + into.len()]),
+        Elements::F64(v) => copy(v, start, into, |x| x as f32),
     }
 }
 
-/// Elements at row-major positions; zeros when there are none.
-fn gather(from: &BufferData, positions: &[usize], into: &mut [f32]) {
-    let places = into.iter_mut().zip(positions);
+/// Elements at places in memory; zeros when there are none.
+fn gather(from: Elements<'_>, places: &[usize], into: &mut [f32]) {
+    fn each<T: Copy>(from: &[T], places: &[usize], into: &mut [f32], read: impl Fn(T) -> f32) {
+        let into = into.iter_mut().zip(places);
+        into.for_each(|(o, &p)| *o = from.get(p).map_or(0.0, |&x| read(x)));
+    }
     match from {
-        BufferData::Bool(v) => {
-            places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_bool(x)))
-        }
-        BufferData::I32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| of_int(x))),
-        BufferData::F32(v) => places.for_each(|(o, &p)| *o = v.get(p).map_or(0.0, |&x| x)),
+        Elements::Bool(v) => each(v, places, into, |x| of_bool(x != 0)),
+        Elements::U8(v) => each(v, places, into, |x| of_int(x.into())),
+        Elements::I8(v) => each(v, places, into, |x| of_int(x.into())),
+        Elements::I16(v) => each(v, places, into, |x| of_int(x.into())),
+        Elements::I32(v) => each(v, places, into, of_int),
+        Elements::I64(v) => each(v, places, into, |x| of_int(x as i32)),
+        Elements::F16(v) => each(v, places, into, f16::to_f32),
+        Elements::BF16(v) => each(v, places, into, bf16::to_f32),
+        Elements::F32(v) => each(v, places, into, |x| x),
+        Elements::F64(v) => each(v, places, into, |x| x as f32),
     }
 }
 

@@ -333,7 +333,7 @@ impl Layout {
 
 /// The elements of a captured buffer as the device reads them, little-endian.
 pub fn buffer_bytes(buffer: &AnyBuffer) -> Vec<u8> {
-    match buffer.data() {
+    match buffer.to_data() {
         data if data.is_empty() => vec![0; 4],
         BufferData::Bool(v) => v.iter().map(|&x| u8::from(x)).collect(),
         BufferData::I32(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),

@@ -237,7 +237,8 @@ impl ModsSource {
             Some(empty) if empty != axis as usize => (empty, 0),
             _ => (axis as usize, index),
         };
-        Some(OutOfRange { buffer: buffer.name().to_owned(), axis, index, len: *shape.get(axis)? })
+        let (buffer, len) = (buffer.name().to_owned(), *shape.get(axis)?);
+        Some(OutOfRange::Index { buffer, axis, index, len })
     }
 
     /// The bytes of `struct Mods`: `addresses` of each slot of [`Self::buffers`], and where an
@@ -549,7 +550,7 @@ impl Context<'_> {
                 format!("return d * {};", value[0].factor())
             });
             let Printed { statements: mut add, roots: pieces } = printer.print(&index);
-            let position = printer.position(slot, &index, None, &pieces);
+            let position = printer.position(slot, (&index, read.from_end), None, &pieces);
             let target = self.layout.name(FieldKind::Gradient(slot));
             if self.options.deterministic {
                 let sums = self.layout.name(FieldKind::Sums(slot));

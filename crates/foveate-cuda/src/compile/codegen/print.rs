@@ -111,8 +111,9 @@ impl Printer<'_> {
                 pieces.push(given);
                 continue;
             }
-            if let Node::Load { index, .. } = node {
-                self.checks(node, i, index, &mut pieces, &mut statements);
+            if let Node::Load { buffer, index, from_end } = node {
+                let slot = self.slots.buffers[*buffer as usize];
+                self.checks(slot, i, (index, *from_end), &mut pieces, &mut statements);
             }
             let mut piece =
                 NodePrinter { printer: self, i, pieces: &pieces, decides: &decides }.piece(node);
@@ -172,17 +173,15 @@ impl Printer<'_> {
     /// Statements that report indices of load `i` that are out of range.
     fn checks(
         &self,
-        node: &Node,
+        buffer: usize,
         i: usize,
-        index: &[NodeId],
+        (index, from_end): (&[NodeId], bool),
         pieces: &mut [Piece],
         statements: &mut Vec<String>,
     ) {
-        let Node::Load { buffer, .. } = node else { return };
         if self.check == Check::Off {
             return;
         }
-        let buffer = self.slots.buffers[*buffer as usize];
         let only = self.check == Check::WhereVisible;
         for (axis, x) in index.iter().enumerate() {
             if self.within[i][axis] {
@@ -194,8 +193,9 @@ impl Printer<'_> {
             }
             let index = &pieces[x.index()].text;
             let length = self.field(FieldKind::Length { buffer, axis });
+            let position = if from_end { from_the_end(index, &length) } else { index.clone() };
             statements.push(format!(
-                "if (!inside({index}, {length})) \
+                "if (!inside({position}, {length})) \
                  fv_outside(mods, place, q, kv, {only}, {buffer}, {axis}, {index});"
             ));
         }
@@ -210,7 +210,7 @@ impl Printer<'_> {
     pub fn position(
         &self,
         slot: usize,
-        index: &[NodeId],
+        (index, from_end): (&[NodeId], bool),
         within: Option<&[bool]>,
         pieces: &[Piece],
     ) -> String {
@@ -225,6 +225,10 @@ impl Printer<'_> {
             let piece = &pieces[axis];
             let term = match graph.node(*x) {
                 Node::I32(0) => None,
+                _ if from_end && !sure => {
+                    let index = from_the_end(&piece.text, &length);
+                    Some(Piece::atom(format!("clamp({index}, {length})")))
+                }
                 Node::I32(v) if sure => Some(Piece::atom(v.to_string())),
                 _ if sure => Some(Piece::atom(format!("{}.v", piece.within(ATOM)))),
                 _ => Some(Piece::atom(format!("clamp({}, {length})", piece.text))),
@@ -249,6 +253,11 @@ impl Printer<'_> {
         }
         at.map_or(String::new(), |at| format!(" + {}", at.text))
     }
+}
+
+/// The position that an index means which counts from the end where it is negative.
+fn from_the_end(index: &str, length: &str) -> String {
+    format!("from_end({index}, {length})")
 }
 
 /// Nodes of `program` that an integer or a root that is not a float hangs on.

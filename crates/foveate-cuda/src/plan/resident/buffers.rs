@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use foveate_mods::{AnyBuffer, Type};
+use foveate_mods::{AnyBuffer, OutOfRange, Type};
 
 use super::{CallState, count, push_bounded, refuse_recording};
 use crate::compile::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
 use crate::compile::config::Config;
 use crate::compile::params::{Abi, Address, RangeTableParams};
-use crate::error::CudaError;
+use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::mod_type;
 use crate::plan::CudaPlan;
 use crate::plan::call::Call;
@@ -95,6 +95,10 @@ impl CudaPlan {
         let at = match resident.buffers.iter().position(same) {
             Some(at) => at,
             None => {
+                if let Some(value) = buffer.too_wide() {
+                    let reason = OutOfRange::Value { buffer: buffer.name().to_owned(), value };
+                    return Err(CudaErrorKind::OutOfRange { reason: reason.to_string() }.into());
+                }
                 let elems = Arc::new(self.weak_pool(queue).upload(&buffer_bytes(buffer))?);
                 resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());

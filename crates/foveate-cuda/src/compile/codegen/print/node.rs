@@ -24,7 +24,7 @@ impl NodePrinter<'_> {
             Node::I32(v) => integer(*v),
             Node::F32(v) => self.wrapped(float(*v)),
             Node::Scalar(slot) => self.scalar(*slot),
-            Node::Load { buffer, index } => self.load(*buffer, index),
+            Node::Load { buffer, index, from_end } => self.load(*buffer, index, *from_end),
             Node::Unary(op, x) => self.unary(*op, *x),
             Node::Binary(BinaryOp::Div, x, y) => self.division(*x, *y),
             Node::Binary(op, x, y) => self.binary(*op, *x, *y),
@@ -52,19 +52,23 @@ impl NodePrinter<'_> {
         self.wrapped(Piece::atom(value))
     }
 
-    fn load(self, buffer: u32, index: &[NodeId]) -> Piece {
+    fn load(self, buffer: u32, index: &[NodeId], from_end: bool) -> Piece {
         let printer = self.printer;
         let slot = printer.slots.buffers[buffer as usize];
         let elems = printer.field(FieldKind::Buffer(slot));
         if !self.is_range() {
             let within = Some(printer.within[self.i].as_slice());
             let indices: Vec<Piece> = index.iter().map(|&x| self.operand(x)).collect();
-            let position = printer.position(slot, index, within, &indices);
+            let position = printer.position(slot, (index, from_end), within, &indices);
             return self.wrapped(Piece::atom(format!("load({elems}{position})")));
         }
         let axis = |(axis, &x): (usize, &NodeId)| {
             let length = printer.field(FieldKind::Length { buffer: slot, axis });
-            format!("{{{}, {length}}}", self.operand(x).text)
+            let index = self.operand(x).text;
+            match from_end && !printer.within[self.i][axis] {
+                true => format!("{{range_from_end({index}, {length}), {length}}}"),
+                false => format!("{{{index}, {length}}}"),
+            }
         };
         let axes: Vec<String> = index.iter().enumerate().map(axis).collect();
         let (axes, ranges) = (axes.join(", "), printer.field(FieldKind::Ranges(slot)));

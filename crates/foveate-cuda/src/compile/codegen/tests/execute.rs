@@ -122,7 +122,7 @@ fn row_of_scores(q: i32) -> Vec<f32> {
 pub(super) fn put_buffers(arena: &mut Arena, source: &ModsSource) -> Vec<BufferAddresses> {
     let addresses = source.buffers().iter().map(|b| BufferAddresses {
         elems: arena.put(&buffer_bytes(b)),
-        gradient: arena.put(&vec![0; 4 * b.data().len() + 4]),
+        gradient: arena.put(&vec![0; 4 * b.elems() + 4]),
         ranges: arena.put(&range_table(b)),
         sums: 0,
     });
@@ -268,7 +268,8 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
             let said = case.source(false).out_of_range(report);
             assert_eq!(said.is_some(), wrong.is_some(), "case {number}: {said:?}, not {wrong:?}");
             if let Some(said) = said {
-                let inside = usize::try_from(said.index).is_ok_and(|index| index < said.len);
+                let OutOfRange::Index { index, len, .. } = said else { panic!("{said}") };
+                let inside = usize::try_from(index).is_ok_and(|index| index < len);
                 assert!(!inside, "case {number}: {said}");
                 reported += 1;
             }
@@ -422,7 +423,7 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
         int(source.learned().count() as i32);
         for slot in source.learned() {
             input.extend(addresses[slot].gradient.to_le_bytes());
-            input.extend((source.buffers()[slot].data().len() as u64).to_le_bytes());
+            input.extend((source.buffers()[slot].elems() as u64).to_le_bytes());
         }
         sources.push((source, gradient));
     }
@@ -430,7 +431,7 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
     let mut got = bytes.chunks(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
     for (number, (source, gradient)) in sources.iter().enumerate() {
         let buffers = gradient.program().graph().buffers();
-        let mut wanted: Vec<Vec<f64>> = buffers.iter().map(|b| vec![0.0; b.data().len()]).collect();
+        let mut wanted: Vec<Vec<f64>> = buffers.iter().map(|b| vec![0.0; b.elems()]).collect();
         let mut machine = TileProgram::compile(gradient.program()).machine(1, KEYS.len());
         machine.set_head(HEAD);
         for q in QUERIES {
@@ -443,7 +444,8 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
             machine.run(0..1, 0..KEYS.len(), Scores { data: &given, stride: padded }, None);
             for read in gradient.captures() {
                 let shape = buffers[read.buffer as usize].shape();
-                let read_of = Read { value: read.value, index: &read.index, shape };
+                let read_of =
+                    Read { value: read.value, index: &read.index, from_end: read.from_end, shape };
                 let wanted = &mut wanted[read.buffer as usize];
                 let mut sums = vec![0.0; wanted.len()];
                 machine.add_read(read_of, &d, padded, &mut sums);

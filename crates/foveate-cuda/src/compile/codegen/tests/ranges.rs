@@ -12,7 +12,7 @@ const BLOCK: usize = 32;
 pub(super) fn range_table(buffer: &AnyBuffer) -> Vec<u8> {
     let length = *buffer.shape().last().expect("a buffer has an axis");
     let whole = |a: Ends<i32>, b: Ends<i32>| (a.0.min(b.0), a.1.max(b.1));
-    match buffer.data() {
+    match &buffer.to_data() {
         data if data.is_empty() => vec![0; 8],
         BufferData::Bool(v) => {
             let ints: Vec<i32> = v.iter().map(|&x| i32::from(x)).collect();

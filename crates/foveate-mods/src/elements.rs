@@ -1,0 +1,290 @@
+//! The elements of a captured buffer where they lie: their type in memory, and whose memory it is.
+//!
+//! A mod computes with bool, i32 and f32. Memory may hold more types than that ([`ElementType`]);
+//! an element becomes one of the three when it is loaded, so a buffer is never converted, and one
+//! of somebody else's memory ([`SharedElements`]) is never copied.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytemuck::{NoUninit, try_cast_slice};
+use half::{bf16, f16};
+
+use crate::value::{BufferData, ScalarValue, Type};
+
+/// Type of the elements of a captured buffer in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ElementType {
+    /// A truth value of one byte; any byte but 0 is true.
+    Bool,
+    /// Unsigned 8-bit integer, read as i32.
+    U8,
+    /// Signed 8-bit integer, read as i32.
+    I8,
+    /// Signed 16-bit integer, read as i32.
+    I16,
+    /// Signed 32-bit integer.
+    I32,
+    /// Signed 64-bit integer, read as i32: a value that is none is reported like an index outside
+    /// its axis, and its lower 32 bits are taken.
+    I64,
+    /// IEEE binary16, widened to f32.
+    F16,
+    /// bfloat16, widened to f32.
+    BF16,
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary64, rounded to the nearest f32.
+    F64,
+}
+
+impl ElementType {
+    /// Every type, in the order of the enum.
+    pub const ALL: [ElementType; 10] = [
+        ElementType::Bool,
+        ElementType::U8,
+        ElementType::I8,
+        ElementType::I16,
+        ElementType::I32,
+        ElementType::I64,
+        ElementType::F16,
+        ElementType::BF16,
+        ElementType::F32,
+        ElementType::F64,
+    ];
+
+    /// Size of one element, in bytes.
+    pub fn bytes(self) -> usize {
+        match self {
+            ElementType::Bool | ElementType::U8 | ElementType::I8 => 1,
+            ElementType::I16 | ElementType::F16 | ElementType::BF16 => 2,
+            ElementType::I32 | ElementType::F32 => 4,
+            ElementType::I64 | ElementType::F64 => 8,
+        }
+    }
+
+    /// The type that a mod sees.
+    pub fn read_as(self) -> Type {
+        match self {
+            ElementType::Bool => Type::Bool,
+            ElementType::U8
+            | ElementType::I8
+            | ElementType::I16
+            | ElementType::I32
+            | ElementType::I64 => Type::I32,
+            ElementType::F16 | ElementType::BF16 | ElementType::F32 | ElementType::F64 => Type::F32,
+        }
+    }
+
+    /// Whether a buffer of it can be learned: f32, f16 and bf16, which its gradient comes back in.
+    pub fn is_learnable(self) -> bool {
+        matches!(self, ElementType::F32 | ElementType::F16 | ElementType::BF16)
+    }
+
+    /// Its name: `bool`, `u8`, …, `bf16`, `f64`.
+    pub fn name(self) -> &'static str {
+        match self {
+            ElementType::Bool => "bool",
+            ElementType::U8 => "u8",
+            ElementType::I8 => "i8",
+            ElementType::I16 => "i16",
+            ElementType::I32 => "i32",
+            ElementType::I64 => "i64",
+            ElementType::F16 => "f16",
+            ElementType::BF16 => "bf16",
+            ElementType::F32 => "f32",
+            ElementType::F64 => "f64",
+        }
+    }
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl From<Type> for ElementType {
+    fn from(ty: Type) -> Self {
+        match ty {
+            Type::Bool => ElementType::Bool,
+            Type::I32 => ElementType::I32,
+            Type::F32 => ElementType::F32,
+        }
+    }
+}
+
+/// Rust types that captured buffers may hold in memory.
+pub trait StoredElement: NoUninit + Send + Sync {
+    /// The type in memory.
+    const ELEMENT: ElementType;
+}
+
+macro_rules! stored {
+    ($($ty:ty = $element:ident),*) => {$(
+        impl StoredElement for $ty {
+            const ELEMENT: ElementType = ElementType::$element;
+        }
+    )*};
+}
+
+stored!(
+    bool = Bool,
+    u8 = U8,
+    i8 = I8,
+    i16 = I16,
+    i32 = I32,
+    i64 = I64,
+    f16 = F16,
+    bf16 = BF16,
+    f32 = F32,
+    f64 = F64
+);
+
+/// Memory of somebody else's with elements of one type. A captured buffer reads it where it lies and
+/// keeps its owner alive.
+///
+/// ```
+/// use foveate_mods::{AnyBuffer, SharedElements};
+///
+/// // Document ids as another library has them: i64, every second of an array.
+/// let ids = SharedElements::from_vec(vec![0i64, -1, 0, -1, 1, -1]);
+/// let doc = AnyBuffer::shared("doc", &ids, &[3], &[2], 0, false)?;
+/// assert_eq!(doc.shape(), [3]);
+/// # Ok::<(), foveate_mods::ModError>(())
+/// ```
+#[derive(Clone)]
+pub struct SharedElements {
+    element: ElementType,
+    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+}
+
+impl fmt::Debug for SharedElements {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = (*self.owner).as_ref().len();
+        write!(f, "SharedElements({} bytes of {})", bytes, self.element)
+    }
+}
+
+impl SharedElements {
+    /// Memory that `owner` gives the bytes of, elements of type `element` one after another. The
+    /// owner gives the same bytes each time. What they hold may change between two calls of a plan,
+    /// not during one.
+    pub fn new(element: ElementType, owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
+        Self { element, owner }
+    }
+
+    /// Elements of a vector.
+    pub fn from_vec<T: StoredElement>(elems: Vec<T>) -> Self {
+        struct Typed<T>(Vec<T>);
+        impl<T: StoredElement> AsRef<[u8]> for Typed<T> {
+            fn as_ref(&self) -> &[u8] {
+                bytemuck::cast_slice(&self.0)
+            }
+        }
+        Self::new(T::ELEMENT, Arc::new(Typed(elems)))
+    }
+
+    /// The type of the elements.
+    pub fn element(&self) -> ElementType {
+        self.element
+    }
+
+    /// The elements; none where the memory is not aligned for them.
+    pub fn elements(&self) -> Elements<'_> {
+        fn cast<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> &[T] {
+            let whole = bytes.len() / size_of::<T>() * size_of::<T>();
+            try_cast_slice(&bytes[..whole]).unwrap_or_default()
+        }
+        let bytes = (*self.owner).as_ref();
+        match self.element {
+            ElementType::Bool => Elements::Bool(bytes),
+            ElementType::U8 => Elements::U8(bytes),
+            ElementType::I8 => Elements::I8(cast(bytes)),
+            ElementType::I16 => Elements::I16(cast(bytes)),
+            ElementType::I32 => Elements::I32(cast(bytes)),
+            ElementType::I64 => Elements::I64(cast(bytes)),
+            ElementType::F16 => Elements::F16(cast(bytes)),
+            ElementType::BF16 => Elements::BF16(cast(bytes)),
+            ElementType::F32 => Elements::F32(cast(bytes)),
+            ElementType::F64 => Elements::F64(cast(bytes)),
+        }
+    }
+
+    /// Whether the memory begins where an element may.
+    pub(crate) fn is_aligned(&self) -> bool {
+        ((*self.owner).as_ref().as_ptr() as usize).is_multiple_of(self.element.bytes())
+    }
+}
+
+/// The elements of a captured buffer as they lie in memory.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the variants of ElementType")]
+pub enum Elements<'a> {
+    /// Bytes; any but 0 is true.
+    Bool(&'a [u8]),
+    U8(&'a [u8]),
+    I8(&'a [i8]),
+    I16(&'a [i16]),
+    I32(&'a [i32]),
+    I64(&'a [i64]),
+    F16(&'a [f16]),
+    BF16(&'a [bf16]),
+    F32(&'a [f32]),
+    F64(&'a [f64]),
+}
+
+impl<'a> From<&'a BufferData> for Elements<'a> {
+    fn from(data: &'a BufferData) -> Self {
+        match data {
+            BufferData::Bool(v) => Elements::Bool(bytemuck::cast_slice(v)),
+            BufferData::I32(v) => Elements::I32(v),
+            BufferData::F32(v) => Elements::F32(v),
+        }
+    }
+}
+
+impl Elements<'_> {
+    /// Number of elements in memory, those that a stride leaves out too.
+    pub fn len(&self) -> usize {
+        match self {
+            Elements::Bool(v) | Elements::U8(v) => v.len(),
+            Elements::I8(v) => v.len(),
+            Elements::I16(v) => v.len(),
+            Elements::I32(v) => v.len(),
+            Elements::I64(v) => v.len(),
+            Elements::F16(v) => v.len(),
+            Elements::BF16(v) => v.len(),
+            Elements::F32(v) => v.len(),
+            Elements::F64(v) => v.len(),
+        }
+    }
+
+    /// True when there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The element at place `at` in memory as mods read it; zero past the end.
+    pub fn get(&self, at: usize) -> ScalarValue {
+        use ScalarValue::{Bool, F32, I32};
+        match self {
+            Elements::Bool(v) => Bool(v.get(at).is_some_and(|&x| x != 0)),
+            Elements::U8(v) => I32(v.get(at).map_or(0, |&x| x.into())),
+            Elements::I8(v) => I32(v.get(at).map_or(0, |&x| x.into())),
+            Elements::I16(v) => I32(v.get(at).map_or(0, |&x| x.into())),
+            Elements::I32(v) => I32(v.get(at).map_or(0, |&x| x)),
+            Elements::I64(v) => I32(v.get(at).map_or(0, |&x| x as i32)),
+            Elements::F16(v) => F32(v.get(at).map_or(0.0, |x| x.to_f32())),
+            Elements::BF16(v) => F32(v.get(at).map_or(0.0, |x| x.to_f32())),
+            Elements::F32(v) => F32(v.get(at).map_or(0.0, |&x| x)),
+            Elements::F64(v) => F32(v.get(at).map_or(0.0, |&x| x as f32)),
+        }
+    }
+
+    /// The element at place `at` in memory when it is an integer that no i32 holds.
+    pub fn too_wide(&self, at: usize) -> Option<i64> {
+        let Elements::I64(v) = self else { return None };
+        v.get(at).copied().filter(|&x| i32::try_from(x).is_err())
+    }
+}
