@@ -33,6 +33,8 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with a score function and a mask, as ``torch.nn.attention.flex_attention`` has it.
 
@@ -55,6 +57,11 @@ def flex_attention(
         kernel_options: Torch's options for Triton are accepted and change nothing.
         return_aux: Which of ``lse`` and ``max_scores`` to return too, ``[B, Hq, L]``, float32. ``lse`` is a
             natural logarithm and differentiable; ``max_scores`` is not.
+        sink: ``[Hq]``, a logit for each query head that joins the softmax's denominator only. It is not in
+            torch's function. It gets a gradient; ``lse`` includes it.
+        dropout_p: Drops each weight with this probability after the softmax and scales the others by
+            ``1/(1 - dropout_p)``. It is not in torch's function. The seed is drawn from torch's generator, so
+            ``torch.manual_seed`` and checkpointing repeat it.
 
     Returns:
         ``out [B, Hq, L, Ev]``, of the dtype and the stride order of ``query``, its last axis contiguous; with
@@ -84,6 +91,10 @@ def flex_attention(
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
 
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    sink = _sink(sink, query)
+
     learns = torch.is_grad_enabled()
     if key.dtype != query.dtype or value.dtype != query.dtype:
         if learns and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -97,28 +108,33 @@ def flex_attention(
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
     wants_max = return_aux is not None and return_aux.max_scores
-    call = _Call(score, mask, None if scale is None else float(scale), wants_max)
-    if learns and (learned or query.requires_grad or key.requires_grad or value.requires_grad):
-        out, lse, max_scores = _Attention.apply(query, key, value, call, *learned)
+    dropout = (dropout_p, int(torch.randint(2**63 - 1, ()))) if dropout_p else None
+    call = _Call(score, mask, None if scale is None else float(scale), dropout, wants_max)
+    if learns and (learned or any(t is not None and t.requires_grad for t in (query, key, value, sink))):
+        out, lse, max_scores = _Attention.apply(query, key, value, sink, call, *learned)
     else:
-        out, lse, max_scores = call.forward(query, key, value, forward_only=True)
+        out, lse, max_scores = call.forward(query, key, value, sink, forward_only=True)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 
 class _Call:
-    """What one call asks for, besides q, k and v; after ``forward``, its plan."""
+    """What one call asks for, besides tensors; after ``forward``, its plan."""
 
-    __slots__ = ("score", "mask", "scale", "wants_max", "plan")
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_max", "plan")
 
-    def __init__(self, score: Any, mask: Any, scale: float | None, wants_max: bool) -> None:
-        self.score, self.mask, self.scale, self.wants_max = score, mask, scale, wants_max
+    def __init__(self, score: Any, mask: Any, scale: float | None, dropout: Any, wants_max: bool) -> None:
+        self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
+        self.wants_max = wants_max
         self.plan: Any = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, forward_only: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, forward_only: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        threads = torch.get_num_threads()
         self.plan = _native.plan(
-            q, k, v, self.score, self.mask, self.scale, forward_only, torch.get_num_threads()
+            q, k, v, self.score, self.mask, self.scale, sink, self.dropout, forward_only, threads
         )
         out = _empty_in_order(q, (*q.shape[:3], v.shape[3]))
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
@@ -132,15 +148,16 @@ class _Attention(torch.autograd.Function):
     captures."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, *learned: Tensor) -> tuple[Tensor, Tensor, Any]:
-        return call.forward(q, k, v, forward_only=False)
+    def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, *learned: Tensor) -> Any:
+        return call.forward(q, k, v, sink, forward_only=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Any]) -> None:
-        q, k, v, call, *learned = inputs
+        q, k, v, sink, call, *learned = inputs
         out, lse, max_scores = output
         ctx.call = call
-        ctx.learned = [(t.shape, t.dtype) for t in learned]
+        ctx.learned = learned
+        ctx.heads = None if sink is None else sink.shape
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -150,23 +167,33 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
-        dq, dk, dv = (_empty_in_order(t, t.shape) for t in (q, k, v))
-        wanted = iter(ctx.needs_input_grad[4:])
-        into: list[Tensor | None] = []
-        shapes = iter(ctx.learned)
+        gradients = [_empty_in_order(t, t.shape) for t in (q, k, v)]
+        d_sink = torch.empty(ctx.heads, dtype=torch.float32) if needs[3] else None
         captures = () if ctx.call.score is None else ctx.call.score.captures
+        learned = iter(zip(ctx.learned, needs[5:]))
+        into: list[Tensor | None] = []
         for capture in captures:
-            shape, _dtype = next(shapes) if capture.learned else (None, None)
-            wants = capture.learned and next(wanted)
-            into.append(torch.empty(shape, dtype=torch.float32) if wants else None)
-        ctx.call.plan.backward([q, k, v], [out, lse], d_out, d_lse, [dq, dk, dv], into)
-        needs = ctx.needs_input_grad
-        own = [d if needs[i] else None for i, d in enumerate((dq, dk, dv))]
-        theirs = [d for d, c in zip(into, captures) if c.learned]
-        theirs = [None if d is None else d.to(dtype) for d, (_, dtype) in zip(theirs, ctx.learned)]
-        return (*own, None, *theirs)
+            tensor, wanted = next(learned) if capture.learned else (None, False)
+            into.append(torch.empty(tensor.shape, dtype=torch.float32) if wanted else None)
+        ctx.call.plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        own = [d if wanted else None for d, wanted in zip(gradients, needs)]
+        theirs = (d for d, capture in zip(into, captures) if capture.learned)
+        theirs = (None if d is None else d.to(t.dtype) for d, t in zip(theirs, ctx.learned))
+        return (*own, d_sink, None, *theirs)
+
+
+def _sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
+    """The sink in float32; its gradient finds the way back by itself."""
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point or sink.device != query.device:
+        raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
+    if sink.shape != query.shape[1:2]:
+        raise ValueError(f"sink must have a logit for each of {query.size(1)} query heads, got {tuple(sink.shape)}")
+    return sink.to(torch.float32).contiguous()
 
 
 def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:

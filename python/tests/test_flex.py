@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from reference import attention, close, dense
 
 from foveate import AuxRequest, create_block_mask, flex_attention
@@ -278,6 +279,9 @@ WRONG = [
     (lambda q, k, v: flex_attention(q.int(), k.int(), v.int()), ValueError, "float"),
     (lambda q, k, v: flex_attention(q, k, v, scale=math.nan), ValueError, "finite"),
     (lambda q, k, v: flex_attention(q, k, v, windows=3), TypeError, "windows"),
+    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(3)), ValueError, "each of 4 query heads"),
+    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(4).int()), ValueError, "float"),
+    (lambda q, k, v: flex_attention(q, k, v, dropout_p=1.0), ValueError, "below 1"),
     (lambda q, k, v: flex_attention(q, k, v, kernel_options={"BACKEND": "FAST"}), ValueError, "BACKEND"),
     (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": {"x": 1}}), ValueError, "no option"),
     (lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest()), ValueError, "both"),
@@ -302,3 +306,101 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right(call, kind, w
         call(q, k, v)
     assert "\n" not in str(raised.value).strip()
     compare(q, k, v)
+
+
+def with_sink(q, k, v, sink, mask=None):
+    """Attention in float64 with one more key of each head, whose value is 0."""
+    scores = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    logits = sink.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat([scores, logits], -1), -1)[..., :-1]
+    return weights @ v.double(), torch.cat([scores, logits], -1).logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_joins_the_denominator_and_gets_its_gradient(dtype):
+    q, k, v = operands((2, 4, 4, 33, 35, 16, 8))
+    sink = torch.randn(4).to(dtype).requires_grad_()
+    mask = create_block_mask(lambda b, h, i, j: i > j, None, None, 33, 35)
+    dense_mask = dense(lambda b, h, i, j: i > j, (1, 1, 33, 35))
+    out, aux = flex_attention(q, k, v, block_mask=mask, sink=sink, return_aux=AuxRequest(lse=True))
+    gold, gold_lse = with_sink(q, k, v, sink, dense_mask)
+    close("out", out, gold, q.dtype, 35 * 16)
+    close("lse", aux.lse, gold_lse, q.dtype, 35 * 16)
+    ours = torch.autograd.grad((out.square().sum() + aux.lse.sum()), (q, k, v, sink))
+    golds = torch.autograd.grad((gold.square().sum() + gold_lse.sum()), (q, k, v, sink))
+    for name, one, two in zip(("dq", "dk", "dv", "d_sink"), ours, golds):
+        close(name, one, two, one.dtype, 35 * 16 * 33)
+    (only,) = torch.autograd.grad(flex_attention(*(t.detach() for t in (q, k, v)), sink=sink).square().sum(), sink)
+    close("d_sink", only, torch.autograd.grad(with_sink(q, k, v, sink)[0].square().sum(), sink)[0], dtype, 35 * 16 * 33)
+
+
+def test_dropout_is_repeated_by_the_seed_and_right_on_average():
+    q, k, v = operands((2, 3, 3, 64, 200, 16, 8))
+
+    def run(seed):
+        torch.manual_seed(seed)
+        out = flex_attention(q, k, v, dropout_p=0.25)
+        return (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+    first, again, other = run(1), run(1), run(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other))
+    # Weights can be read off a value of ones of one key at a time; the kept ones are scaled by 4/3.
+    eye = torch.eye(200).expand(2, 3, 200, 200)
+    torch.manual_seed(1)
+    weights = flex_attention(q, k, eye, dropout_p=0.25).detach()
+    plain = torch.softmax(q @ k.transpose(-2, -1) / 4, -1).detach()
+    kept = weights != 0
+    assert abs(float(kept.double().mean()) - 0.75) < 0.005
+    close("weights", weights, torch.where(kept, plain / 0.75, 0.0), torch.float32, 200 * 16)
+    close("out", first[0], weights.double() @ v.double(), torch.float32, 200 * 16)
+
+
+def test_dropout_is_the_same_when_a_checkpoint_runs_it_again():
+    q, k, v = operands((1, 2, 2, 50, 60, 16, 8))
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(flex_attention(q, k, v, dropout_p=0.5).square().sum(), (q, k, v))
+    torch.manual_seed(3)
+    call = lambda q, k, v: flex_attention(q, k, v, dropout_p=0.5)  # noqa: E731
+    out = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+    again = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+def _in_child(queue):
+    q, k, v = operands((1, 2, 2, 300, 300, 32, 32))
+    queue.put(float(flex_attention(q, k, v).sum()))
+
+
+def test_a_forked_process_computes_with_threads_of_its_own():
+    import multiprocessing
+
+    q, k, v = operands((1, 2, 2, 300, 300, 32, 32))
+    here = float(flex_attention(q, k, v).sum())
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    there = queue.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0 and here == there
+
+
+def test_threads_that_call_at_once_get_their_own_results():
+    from concurrent.futures import ThreadPoolExecutor
+
+    cases = [operands((1, 2, 2, 20 + 30 * i, 50, 16, 16), seed=i) for i in range(8)]
+    slopes = [torch.full((2,), float(i)) for i in range(8)]
+
+    def run(i):
+        q, k, v = cases[i]
+        out = flex_attention(q, k, v, lambda s, b, h, x, y: s + slopes[i][h] * y)
+        return (out, *torch.autograd.grad(out.sum(), (q, k, v)))
+
+    alone = [run(i) for i in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for one, two in zip(alone, pool.map(run, range(8))):
+                assert all(torch.equal(a, b) for a, b in zip(one, two))

@@ -118,6 +118,7 @@ struct Class {
     heads: [usize; 2],
     dims: [usize; 2],
     scale: Option<u32>,
+    dropout: bool,
     forward_only: bool,
 }
 
@@ -222,12 +223,14 @@ pub struct Plan {
     /// Names of the score's buffers, in the order of its captures.
     names: Vec<String>,
     threads: usize,
+    /// Multiplications of a forward pass without a mask.
+    work: usize,
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
-/// of one dtype and any strides.
+/// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, forward_only, threads))]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, forward_only, threads))]
 pub fn plan(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -236,6 +239,8 @@ pub fn plan(
     score: Option<&Bound<'_, Traced>>,
     mask: Option<&Bound<'_, Traced>>,
     scale: Option<f64>,
+    sink: Option<&Bound<'_, PyAny>>,
+    dropout: Option<(f32, u64)>,
     forward_only: bool,
     threads: usize,
 ) -> PyResult<Plan> {
@@ -252,8 +257,11 @@ pub fn plan(
         heads: [dims.heads_q, dims.heads_kv],
         dims: [dims.dim, dims.dim_v],
         scale: scale.map(|s| (s as f32).to_bits()),
+        dropout: dropout.is_some(),
         forward_only,
     };
+    let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
+    let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
     let mask = mask.map(|m| Function::of(py, m.get())).transpose()?;
     let score = score.map(|s| Function::of(py, s.get())).transpose()?;
     let now = found(&class, [&mask, &score], || {
@@ -272,12 +280,27 @@ pub fn plan(
         if let Some(scale) = scale {
             attention = attention.scale(scale as f32);
         }
+        if let Some((p, seed)) = dropout {
+            attention = attention.dropout(p, seed);
+        }
         let plan = attention.plan(&problem, &Device::cpu()).map_err(raised)?;
         Ok(Kept { class: class.clone(), mask, score, plan })
     })?;
     let names = now.score.iter().flat_map(|p| p.graph().buffers());
     let names = names.map(|b| b.name().to_owned()).collect();
-    Ok(Plan { plan: now.plan, names, threads: threads.max(1) })
+    let mut plan = now.plan;
+    if let Some((p, seed)) = dropout {
+        let halves = [("dropout_seed_lo", seed as u32), ("dropout_seed_hi", (seed >> 32) as u32)];
+        plan = plan.set_scalar("dropout_p", p).map_err(raised)?;
+        for (name, half) in halves {
+            plan = plan.set_scalar(name, half as i32).map_err(raised)?;
+        }
+    }
+    if let Some(sink) = sink {
+        // SAFETY: the argument holds the tensor, and the plan takes a copy.
+        plan = plan.with_sink(unsafe { Borrowed::of(sink)?.floats()? }).map_err(raised)?;
+    }
+    Ok(Plan { plan, names, threads, work })
 }
 
 /// # Safety
@@ -311,9 +334,8 @@ impl Plan {
             let max_score = max_score.map(|m| m.view_mut()).transpose()?;
             (views(&tensors)?, out.view_mut()?, lse.view_mut()?, max_score)
         };
-        let pool = threads::pool(self.threads)?;
         py.detach(|| {
-            pool.install(|| {
+            threads::run(self.threads, self.work, || {
                 let [q, k, v] = operands;
                 let mut call = self.plan.forward_call(q, k, v);
                 if let Some(into) = max_score {
@@ -321,13 +343,13 @@ impl Plan {
                 }
                 call.write_to(out, lse)
             })
-        })
+        })?
         .map_err(raised)
     }
 
     /// Writes `dq`, `dk`, `dv`, of the shapes of q, k and v, and for each capture of the score that has a
-    /// contiguous f32 destination in `captures` its gradient. `d_lse` is `[B, Hq, Sq]`, f32.
-    #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures))]
+    /// contiguous f32 destination in `captures` its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
+    #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
     fn backward(
         &self,
         py: Python<'_>,
@@ -337,6 +359,7 @@ impl Plan {
         d_lse: Option<&Bound<'_, PyAny>>,
         gradients: [Bound<'_, PyAny>; 3],
         captures: Vec<Option<Bound<'_, PyAny>>>,
+        d_sink: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         if captures.len() != self.names.len() {
             let n = self.names.len();
@@ -349,32 +372,35 @@ impl Plan {
         let d_lse = d_lse.map(Borrowed::of).transpose()?;
         let [dq, dk, dv] = &gradients;
         let [dq, dk, dv] = [Borrowed::of(dq)?, Borrowed::of(dk)?, Borrowed::of(dv)?];
+        let d_sink = d_sink.map(Borrowed::of).transpose()?;
         let captures = captures
             .iter()
             .map(|c| c.as_ref().map(Borrowed::of).transpose())
             .collect::<PyResult<Vec<_>>>()?;
         // SAFETY: as in `forward`.
-        let ([q, k, v], forward, d_out, d_lse, mut to) = unsafe {
+        let ([q, k, v], forward, d_out, d_lse, to) = unsafe {
             let mut to = GradientsMut::new(dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
             for (name, into) in self.names.iter().zip(&captures) {
                 if let Some(into) = into {
                     to = to.capture(name, into.floats_mut()?);
                 }
             }
+            if let Some(into) = d_sink {
+                to = to.d_sink(into.floats_mut()?);
+            }
             let forward = ForwardRef { out: out.view()?, lse: lse.view()? };
             let d_lse = d_lse.map(|d| d.view::<3>()).transpose()?;
-            (views(&tensors)?, forward, d_out.view()?, d_lse, Some(to))
+            (views(&tensors)?, forward, d_out.view()?, d_lse, to)
         };
-        let pool = threads::pool(self.threads)?;
         py.detach(|| {
-            pool.install(|| {
+            threads::run(self.threads, self.work.saturating_mul(2), || {
                 let mut call = self.plan.backward_call(q, k, v, forward, d_out);
                 if let Some(d_lse) = d_lse {
                     call = call.d_lse(d_lse);
                 }
-                call.write_to(to.take().expect("it is taken once"))
+                call.write_to(to)
             })
-        })
+        })?
         .map_err(raised)
     }
 
@@ -419,9 +445,9 @@ pub fn kinds(
     }
     table.fill(0);
     let varies = Varies::of(&mask);
-    let pool = threads::pool(threads.max(1))?;
+    let tiles_of_all = into.elems().saturating_mul(1 << 10);
     let outside = py.detach(|| {
-        pool.install(|| {
+        threads::run(threads, tiles_of_all, || {
             let classes: Vec<(i32, i32)> = (0..if varies.by_batch { b_len } else { 1 })
                 .flat_map(|b| (0..if varies.by_head { h_len } else { 1 }).map(move |h| (b, h)))
                 .collect();
@@ -449,7 +475,7 @@ pub fn kinds(
             }
             built.values().find_map(|mask| mask.out_of_range().map(|o| o.to_string()))
         })
-    });
+    })?;
     match outside {
         Some(reason) => Err(PyIndexError::new_err(reason)),
         None => Ok(()),

@@ -127,15 +127,29 @@ impl Borrowed {
         TensorMut::new(slice, self.layout()?).map_err(raised)
     }
 
+    fn are_floats(&self) -> PyResult<()> {
+        if self.dtype != Dtype::F32 || self.elems() != self.span() {
+            return Err(PyValueError::new_err("the tensor must be contiguous float32"));
+        }
+        Ok(())
+    }
+
+    /// The elements of a contiguous f32 tensor.
+    ///
+    /// # Safety
+    /// As for [`Self::elements`].
+    pub unsafe fn floats<'a>(&self) -> PyResult<&'a [f32]> {
+        self.are_floats()?;
+        // SAFETY: the dtype was checked; the rest is the caller's promise.
+        Ok(unsafe { self.elements() })
+    }
+
     /// A contiguous f32 destination.
     ///
     /// # Safety
     /// As for [`Self::elements_mut`].
     pub unsafe fn floats_mut<'a>(&self) -> PyResult<&'a mut [f32]> {
-        let dense = Layout::contiguous([self.elems()]).elems() == self.span();
-        if self.dtype != Dtype::F32 || !dense {
-            return Err(PyValueError::new_err("a destination must be contiguous float32"));
-        }
+        self.are_floats()?;
         // SAFETY: the dtype was checked; the rest is the caller's promise.
         Ok(unsafe { self.elements_mut() })
     }

@@ -1,8 +1,11 @@
 //! The threads that compute: as many as torch is set to use, in a pool of this process.
 //!
-//! The first call makes the pool. A pool does not outlive a `fork`: the child has none of its
-//! threads, so it makes its own.
+//! The first call of some size makes the pool. A pool does not outlive a `fork`: the child has none of
+//! its threads, so it makes its own. Small calls stay on the thread that makes them, which is the only
+//! one of a pool of its own: to wake another thread takes longer than they do. Results are the same
+//! bits in either.
 
+use std::cell::OnceCell;
 use std::sync::{Arc, Mutex};
 
 use pyo3::PyResult;
@@ -17,11 +20,38 @@ struct Kept {
 
 static KEPT: Mutex<Option<Kept>> = Mutex::new(None);
 
-/// A pool of `threads` threads.
+thread_local! {
+    /// The pool of this thread alone, or `None` where it is in another pool. It is never dropped: a
+    /// thread cannot leave its pool.
+    static OWN: OnceCell<Option<&'static ThreadPool>> = const { OnceCell::new() };
+}
+
+/// Multiplications that are done on the calling thread: some 20 µs.
+const SMALL: usize = 1 << 18;
+
+/// Runs `call`, of about `multiplications`, on `threads` threads.
 ///
 /// # Errors
 /// When the operating system gives no thread.
-pub fn pool(threads: usize) -> PyResult<Arc<ThreadPool>> {
+pub fn run<T: Send>(
+    threads: usize,
+    multiplications: usize,
+    call: impl FnOnce() -> T + Send,
+) -> PyResult<T> {
+    if threads <= 1 || multiplications < SMALL {
+        let alone = || {
+            let pool = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
+            pool.ok().map(|pool| &*Box::leak(Box::new(pool)))
+        };
+        if let Some(pool) = OWN.with(|own| *own.get_or_init(alone)) {
+            return Ok(pool.install(call));
+        }
+    }
+    Ok(pool(threads.max(1))?.install(call))
+}
+
+/// A pool of `threads` threads.
+fn pool(threads: usize) -> PyResult<Arc<ThreadPool>> {
     let process = std::process::id();
     let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(k) = &*kept
