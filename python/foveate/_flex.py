@@ -161,12 +161,14 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
-        ctx.save_for_backward(q, k, v, out, lse)
+        captures = [c for traced in (call.score, call.mask) if traced is not None for c in traced.captures]
+        # Torch says so if one that is read where it lies is written to before the backward.
+        ctx.save_for_backward(q, k, v, out, lse, *(c.tensor for c in captures if c.shared))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_shared = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)

@@ -458,6 +458,7 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.kind = kind
         self.captures: dict[int, _native.Capture] = {}
+        self.held: list[torch.Tensor] = []
         _native.begin(list(_literals_of(function)), kind == "mask")
 
     def __enter__(self) -> Trace:
@@ -480,8 +481,12 @@ class Trace(TorchFunctionMode):
             raise ValueError(
                 "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
             )
-        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", tensor, wanted)
+        read = tensor
+        if wanted and tensor.dtype == torch.float64:
+            read = tensor.to(torch.float32)  # Its gradient finds the way back by itself.
+        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read, wanted)
         self.captures[id(tensor)] = made
+        self.held.append(tensor)
         return made
 
     def operand(self, name: str, x: Any) -> Any:

@@ -236,6 +236,39 @@ def test_a_tensor_that_takes_a_freed_ones_address_is_another_tensor():
         del documents
 
 
+def test_a_large_captured_tensor_is_read_where_it_lies():
+    q, k, v = operands((2, 3, 3, 300, 310, 8, 8))
+    base = torch.randn(300, 3, 2, 620, dtype=torch.bfloat16)
+    bias = base.permute(2, 1, 0, 3)[..., ::2].requires_grad_()
+    allowed = torch.rand(2, 1, 3000, 310) < 0.8
+    compare(
+        q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float(),
+        mask_mod=lambda b, h, i, j: allowed[b, 0, 3 * i, j], learned=(bias,),
+    )
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float())
+    with torch.no_grad():
+        base.zero_()
+    again = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float())
+    assert torch.equal(again, flex_attention(q, k, v)) and not torch.equal(out, again)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_large_captured_tensor_is_not_kept():
+    import gc
+    import weakref
+
+    q, k, v = operands((1, 1, 1, 700, 700, 8, 8))
+    bias = torch.randn(700, 700)
+    gone = weakref.ref(bias)
+    flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i, j])
+    mask = create_block_mask(lambda b, h, i, j: bias[i, j] > 0, None, None, 700, 700)
+    flex_attention(q, k, v, block_mask=mask)
+    del bias, mask
+    gc.collect()
+    assert gone() is None
+
+
 def test_autocast_casts_queries_keys_and_values_only():
     q, k, v = operands((1, 2, 2, 9, 9, 8, 8))
     bias = torch.randn(9)
@@ -371,14 +404,14 @@ def test_dropout_is_the_same_when_a_checkpoint_runs_it_again():
 
 def _in_child(queue):
     q, k, v = operands((1, 2, 2, 300, 300, 32, 32))
-    queue.put(float(flex_attention(q, k, v).sum()))
+    queue.put(float(flex_attention(q, k, v).detach().sum()))
 
 
 def test_a_forked_process_computes_with_threads_of_its_own():
     import multiprocessing
 
     q, k, v = operands((1, 2, 2, 300, 300, 32, 32))
-    here = float(flex_attention(q, k, v).sum())
+    here = float(flex_attention(q, k, v).detach().sum())
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(queue,))

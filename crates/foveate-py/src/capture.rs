@@ -1,21 +1,26 @@
-//! Captured tensors: from torch's dtypes and strides to the row-major bool, i32 and f32 buffers of
-//! the engine.
+//! Captured tensors: small ones are copied when their elements have changed, others are read where they
+//! lie.
 //!
-//! A buffer is a copy. It is made anew only when the tensor's elements have changed, which is found
-//! by comparing them, all of them, in each call: an address or a version number does not say it, as
-//! another tensor may have the address and NumPy may have written to the memory.
+//! Kept plans hold copies of small tensors. Whether these are still the tensors' elements is found by
+//! comparing them, all of them, in each call: an address or a version number does not say it, as another
+//! tensor may have the address and NumPy may have written to the memory. A tensor of more bytes than
+//! [`MOST_COPIED`] is bound for one call, and no kept plan holds it.
 
+use std::sync::Arc;
+
+use bytemuck::NoUninit;
 use foveate::AnyBuffer;
-use foveate::mods::{BufferData, DynExpr, Type};
-use half::{bf16, f16};
-use pyo3::exceptions::PyOverflowError;
+use foveate::mods::{DynExpr, ElementType, Elements, SharedElements};
 use pyo3::prelude::*;
 
 use crate::dtype::Dtype;
 use crate::error::raised;
 use crate::expr::{self, Expr};
-use crate::tensor::Borrowed;
-use crate::value::{Operand, Value, from_the_end, refused};
+use crate::tensor::{Borrowed, row_major};
+use crate::value::{self, Value, refused};
+
+/// Bytes of the largest tensor that is copied.
+const MOST_COPIED: usize = 1 << 20;
 
 /// A captured tensor of one trace: its place in the structure, without its elements.
 #[pyclass(frozen, module = "foveate._native")]
@@ -33,31 +38,27 @@ impl Capture {
     fn new(name: &str, tensor: &Bound<'_, PyAny>, learned: bool) -> PyResult<Self> {
         let Borrowed { dtype, shape, .. } = Borrowed::of(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
-        let slot = AnyBuffer::on_device(name, &shape, dtype.ty(), learned).map_err(raised)?;
+        let slot = AnyBuffer::on_device(name, &shape, element(dtype), learned).map_err(raised)?;
         Ok(Self { slot, tensor: tensor.clone().unbind(), dtype })
     }
 
     /// The element at `index`, one value or number an axis, counted from the end when negative.
     fn at(&self, index: Vec<Bound<'_, PyAny>>) -> PyResult<Expr> {
-        let shape = self.slot.shape();
-        let index = index
-            .iter()
-            .zip(shape)
-            .map(|(i, &len)| from_the_end(&expr::index(i)?, len))
-            .collect::<PyResult<Vec<_>>>()?;
-        let made = DynExpr::load(&self.slot, index).map_err(raised)?;
-        let range = match self.dtype.ty() {
-            Type::I32 => self.dtype.narrow(),
-            _ => None,
+        let index = index.iter().map(|i| value::index(&expr::operand_of(i)?));
+        let index = index.collect::<PyResult<Vec<_>>>()?;
+        let positive = index.iter().all(|i| i.range.is_some_and(|(low, _)| low >= 0));
+        let index = index.into_iter().map(|i| i.expr).collect();
+        let made = match positive {
+            true => DynExpr::load(&self.slot, index),
+            false => DynExpr::load_from_end(&self.slot, index),
         };
-        Ok(Expr(Value { expr: made, dtype: self.dtype, range }))
+        Ok(self.element(made.map_err(raised)?))
     }
 
     /// The only element of a 0-d tensor.
     fn only(&self) -> PyResult<Expr> {
-        let zero = Operand::Number(crate::value::Number::Int(0));
-        let made = DynExpr::load(&self.slot, vec![from_the_end(&zero, 1)?]).map_err(raised)?;
-        Ok(Expr(Value { expr: made, dtype: self.dtype, range: self.dtype.narrow() }))
+        let zero = DynExpr::constant(foveate::ScalarValue::I32(0));
+        Ok(self.element(DynExpr::load(&self.slot, vec![zero]).map_err(raised)?))
     }
 
     /// The tensor.
@@ -72,6 +73,12 @@ impl Capture {
         self.slot.name()
     }
 
+    /// Whether calls read the tensor where it lies: it must not be written to before the backward.
+    #[getter]
+    fn shared(&self) -> bool {
+        self.slot.elems() * self.dtype.bytes() > MOST_COPIED
+    }
+
     /// Whether a gradient is wanted.
     #[getter]
     fn learned(&self) -> bool {
@@ -80,169 +87,182 @@ impl Capture {
 }
 
 impl Capture {
-    /// Where the tensor's elements lie now.
+    fn element(&self, expr: DynExpr) -> Expr {
+        Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow() })
+    }
+
+    /// The tensor as it is now.
     ///
     /// # Errors
     /// When it is not in host memory any more.
-    pub fn borrowed(&self, py: Python<'_>) -> PyResult<Borrowed> {
-        Borrowed::of(self.tensor.bind(py))
+    pub fn now(&self, py: Python<'_>) -> PyResult<Captured> {
+        let tensor = Borrowed::of(self.tensor.bind(py))?;
+        Ok(Captured { tensor, object: Some(self.tensor.clone_ref(py)) })
     }
 }
 
-/// A buffer called as `slot`, and as learned as it, with the elements of `tensor`; `None` if `slot`
-/// holds these already. The tensor is held by its [`Capture`].
-///
-/// # Errors
-/// When an integer does not fit 32 bits.
-pub fn changed(slot: &AnyBuffer, tensor: &Borrowed) -> PyResult<Option<AnyBuffer>> {
-    let shape: &[usize] = if tensor.shape.is_empty() { &[1] } else { &tensor.shape };
-    if slot.shape() == shape && slot.data().is_some_and(|data| holds(data, tensor)) {
-        return Ok(None);
-    }
-    let data = copied(tensor, slot.name())?;
-    let made = AnyBuffer::new(slot.name(), shape, data, slot.learned());
-    made.map(Some).map_err(raised)
+/// A captured tensor as it is in one call, held by its object.
+pub struct Captured {
+    tensor: Borrowed,
+    object: Option<Py<PyAny>>,
 }
 
-/// Calls `f` with the elements of a tensor of `T`, in row-major order, until it says false.
+impl Captured {
+    fn shape(&self) -> &[usize] {
+        if self.tensor.shape.is_empty() { &[1] } else { &self.tensor.shape }
+    }
+
+    fn is_copied(&self) -> bool {
+        self.tensor.bytes() <= MOST_COPIED
+    }
+
+    /// What a kept plan holds in place of `slot`, if that is something else: a copy of a small tensor,
+    /// no elements of another one.
+    ///
+    /// # Errors
+    /// Never for a slot of this tensor's program.
+    pub fn at_rest(&self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
+        let empty = vec![0; slot.shape().len()];
+        let (shape, elements) = match self.is_copied() {
+            true if slot.shape() == self.shape() && holds(&slot.elements(), &self.tensor) => {
+                return Ok(None);
+            }
+            true => (self.shape(), copied(&self.tensor)),
+            false if slot.shape() == empty && !slot.is_on_device() => return Ok(None),
+            false => {
+                (&empty[..], copied(&Borrowed { shape: empty.clone(), ..self.tensor.clone() }))
+            }
+        };
+        let strides = row_major(shape);
+        let made = AnyBuffer::shared(slot.name(), &elements, shape, &strides, 0, slot.learned());
+        made.map(Some).map_err(raised)
+    }
+
+    /// The tensor where it lies, for one call, if it is none that is copied.
+    ///
+    /// # Errors
+    /// Never for a slot of this tensor's program.
+    pub fn borrowed(&mut self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
+        let Some(object) = self.object.take().filter(|_| !self.is_copied()) else {
+            return Ok(None);
+        };
+        let Borrowed { shape, strides, dtype, .. } = &self.tensor;
+        let owner = Arc::new(Held { tensor: self.tensor.clone(), _object: object });
+        let elements = SharedElements::new(element(*dtype), owner);
+        let made = AnyBuffer::shared(slot.name(), &elements, shape, strides, 0, slot.learned());
+        made.map(Some).map_err(raised)
+    }
+}
+
+/// A tensor's memory, with the object that keeps it.
+struct Held {
+    tensor: Borrowed,
+    _object: Py<PyAny>,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the object is held as long as the slice is.
+        unsafe { self.tensor.as_bytes() }
+    }
+}
+
+fn element(dtype: Dtype) -> ElementType {
+    match dtype {
+        Dtype::Bool => ElementType::Bool,
+        Dtype::U8 => ElementType::U8,
+        Dtype::I8 => ElementType::I8,
+        Dtype::I16 => ElementType::I16,
+        Dtype::I32 => ElementType::I32,
+        Dtype::I64 => ElementType::I64,
+        Dtype::F16 => ElementType::F16,
+        Dtype::BF16 => ElementType::BF16,
+        Dtype::F32 => ElementType::F32,
+        Dtype::F64 => ElementType::F64,
+    }
+}
+
+/// The elements of a tensor, in row-major order, as the integers `T` of their size.
 ///
 /// # Safety
-/// As for [`Borrowed::elements`].
-unsafe fn each<T: Copy>(tensor: &Borrowed, mut f: impl FnMut(T) -> bool) -> bool {
-    // SAFETY: the caller's promise.
+/// As for [`Borrowed::elements`]; `T` has the size of the tensor's dtype.
+unsafe fn each<'a, T: Copy + 'a>(tensor: &'a Borrowed) -> impl Iterator<Item = T> + 'a {
+    // SAFETY: the caller's promise; an integer of the same size has the same alignment.
     let elements: &[T] = unsafe { tensor.elements() };
-    if tensor.elems() == 0 {
-        return true;
-    }
-    let Some((&len, outer)) = tensor.shape.split_last() else { return f(elements[0]) };
-    let stride = tensor.strides[outer.len()];
-    let mut index = vec![0; outer.len()];
-    loop {
-        let start: usize = index.iter().zip(&tensor.strides).map(|(i, s)| i * s).sum();
-        for i in 0..len {
-            if !f(elements[start + i * stride]) {
-                return false;
-            }
+    let (&len, outer) = tensor.shape.split_last().unwrap_or((&1, &[]));
+    let stride = tensor.strides.last().copied().unwrap_or(0);
+    (0..outer.iter().product::<usize>()).flat_map(move |mut row| {
+        let mut start = 0;
+        for (&n, &stride) in outer.iter().zip(&tensor.strides).rev() {
+            start += row % n * stride;
+            row /= n;
         }
-        let Some(axis) = (0..outer.len()).rev().find(|&a| index[a] + 1 < outer[a]) else {
-            return true;
-        };
-        index[axis] += 1;
-        index[axis + 1..].fill(0);
-    }
-}
-
-/// Runs `$run` with `$x` an element of each kind, widened.
-macro_rules! elements {
-    ($tensor:expr, |$x:ident| $bool:expr, $int:expr, $float:expr) => {{
-        let tensor: &Borrowed = $tensor;
-        // SAFETY: the type is that of the dtype, and the tensor is held by the capture. A bool of
-        // torch is read as a byte, since torch allows others than 0 and 1 in memory.
-        unsafe {
-            match tensor.dtype {
-                Dtype::Bool => each(tensor, |v: u8| {
-                    let $x = v != 0;
-                    $bool
-                }),
-                Dtype::U8 => each(tensor, |v: u8| {
-                    let $x = i64::from(v);
-                    $int
-                }),
-                Dtype::I8 => each(tensor, |v: i8| {
-                    let $x = i64::from(v);
-                    $int
-                }),
-                Dtype::I16 => each(tensor, |v: i16| {
-                    let $x = i64::from(v);
-                    $int
-                }),
-                Dtype::I32 => each(tensor, |v: i32| {
-                    let $x = i64::from(v);
-                    $int
-                }),
-                Dtype::I64 => each(tensor, |v: i64| {
-                    let $x = v;
-                    $int
-                }),
-                Dtype::F16 => each(tensor, |v: f16| {
-                    let $x = v.to_f32();
-                    $float
-                }),
-                Dtype::BF16 => each(tensor, |v: bf16| {
-                    let $x = v.to_f32();
-                    $float
-                }),
-                Dtype::F32 => each(tensor, |v: f32| {
-                    let $x = v;
-                    $float
-                }),
-                Dtype::F64 => each(tensor, |v: f64| {
-                    let $x = v as f32;
-                    $float
-                }),
-            }
-        }
-    }};
-}
-
-/// The elements, row-major.
-fn copied(tensor: &Borrowed, name: &str) -> PyResult<BufferData> {
-    let n = tensor.elems();
-    let (mut truths, mut ints, mut floats) = (Vec::new(), Vec::new(), Vec::new());
-    match tensor.dtype.ty() {
-        Type::Bool => truths.reserve_exact(n),
-        Type::I32 => ints.reserve_exact(n),
-        Type::F32 => floats.reserve_exact(n),
-    }
-    let mut outside = None;
-    elements!(
-        tensor,
-        |x| {
-            truths.push(x);
-            true
-        },
-        {
-            match i32::try_from(x) {
-                Ok(x) => ints.push(x),
-                Err(_) => outside = Some(x),
-            }
-            outside.is_none()
-        },
-        {
-            floats.push(x);
-            true
-        }
-    );
-    if let Some(x) = outside {
-        return Err(PyOverflowError::new_err(format!(
-            "captured tensor `{name}` of shape {:?} holds {x}, which does not fit 32 bits; masks \
-             and scores compute in these: renumber its values",
-            tensor.shape
-        )));
-    }
-    Ok(match tensor.dtype.ty() {
-        Type::Bool => BufferData::Bool(truths),
-        Type::I32 => BufferData::I32(ints),
-        Type::F32 => BufferData::F32(floats),
+        (0..len).map(move |i| elements[start + i * stride])
     })
 }
 
-/// Whether `data` holds the tensor's elements, bit for bit.
-fn holds(data: &BufferData, tensor: &Borrowed) -> bool {
-    if data.ty() != tensor.dtype.ty() || data.len() != tensor.elems() {
+/// Elements of one size.
+struct Owned<T>(Vec<T>);
+
+impl<T: NoUninit> AsRef<[u8]> for Owned<T> {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+/// A row-major copy of a tensor that is held.
+fn copied(tensor: &Borrowed) -> SharedElements {
+    fn copy<T: NoUninit + Send + Sync>(tensor: &Borrowed) -> SharedElements {
+        // SAFETY: `T` has the size of the dtype, see below, and the tensor is held.
+        let elements: Vec<T> = unsafe {
+            match tensor.is_contiguous() {
+                true => tensor.elements().to_vec(),
+                false => each(tensor).collect(),
+            }
+        };
+        SharedElements::new(element(tensor.dtype), Arc::new(Owned(elements)))
+    }
+    match tensor.dtype.bytes() {
+        1 => copy::<u8>(tensor),
+        2 => copy::<u16>(tensor),
+        4 => copy::<u32>(tensor),
+        _ => copy::<u64>(tensor),
+    }
+}
+
+/// Whether `kept`, row-major and of the tensor's dtype, holds the elements of a tensor that is held,
+/// bit for bit.
+fn holds(kept: &Elements<'_>, tensor: &Borrowed) -> bool {
+    fn same<T: NoUninit>(kept: &[u8], tensor: &Borrowed) -> bool {
+        // SAFETY: `T` has the size of the dtype, see below, and the tensor is held.
+        let mut elements = unsafe { each::<T>(tensor) };
+        kept.chunks_exact(size_of::<T>())
+            .all(|k| elements.next().is_some_and(|e| bytemuck::bytes_of(&e) == k))
+    }
+    let kept = match kept {
+        Elements::Bool(v) | Elements::U8(v) => v,
+        Elements::I8(v) => bytemuck::cast_slice(v),
+        Elements::I16(v) => bytemuck::cast_slice(v),
+        Elements::I32(v) => bytemuck::cast_slice(v),
+        Elements::I64(v) => bytemuck::cast_slice(v),
+        Elements::F16(v) => bytemuck::cast_slice(v),
+        Elements::BF16(v) => bytemuck::cast_slice(v),
+        Elements::F32(v) => bytemuck::cast_slice(v),
+        Elements::F64(v) => bytemuck::cast_slice(v),
+    };
+    if kept.len() != tensor.bytes() {
         return false;
     }
-    let mut at = 0;
-    let mut next = || {
-        at += 1;
-        at - 1
-    };
-    elements!(
-        tensor,
-        |x| matches!(data, BufferData::Bool(v) if v[next()] == x),
-        matches!(data, BufferData::I32(v) if i64::from(v[next()]) == x),
-        matches!(data, BufferData::F32(v) if v[next()].to_bits() == x.to_bits())
-    )
+    if tensor.is_contiguous() {
+        // SAFETY: the tensor is held.
+        return kept == unsafe { tensor.as_bytes() };
+    }
+    match tensor.dtype.bytes() {
+        1 => same::<u8>(kept, tensor),
+        2 => same::<u16>(kept, tensor),
+        4 => same::<u32>(kept, tensor),
+        _ => same::<u64>(kept, tensor),
+    }
 }
 
 /// The captures behind the names of a program's slots, in the order of the slots.

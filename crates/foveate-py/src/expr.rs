@@ -42,7 +42,11 @@ pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
     Ok(None)
 }
 
-fn expected(x: &Bound<'_, PyAny>) -> PyResult<Operand> {
+/// An operand.
+///
+/// # Errors
+/// When it is neither a number nor a traced value.
+pub fn operand_of(x: &Bound<'_, PyAny>) -> PyResult<Operand> {
     operand(x)?.ok_or_else(|| {
         let kind = x.get_type().name().map_or_else(|_| "this".to_owned(), |n| n.to_string());
         refused(format!("an operand is a {kind}, neither a traced value nor a number"))
@@ -255,13 +259,13 @@ pub fn leaf(name: &str, extent: i64) -> PyResult<Expr> {
 /// An operation on one value or number, by its name in torch.
 #[pyfunction]
 pub fn unary(name: &str, x: &Bound<'_, PyAny>) -> PyResult<Expr> {
-    value::unary(name, &expected(x)?).map(Expr)
+    value::unary(name, &operand_of(x)?).map(Expr)
 }
 
 /// An operation on two values or numbers, by its name in Python's `operator` module.
 #[pyfunction]
 pub fn binary(name: &str, a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> PyResult<Expr> {
-    value::binary(name, &expected(a)?, &expected(b)?).map(Expr)
+    value::binary(name, &operand_of(a)?, &operand_of(b)?).map(Expr)
 }
 
 /// `torch.where` on values and numbers.
@@ -271,13 +275,13 @@ pub fn select(
     then: &Bound<'_, PyAny>,
     other: &Bound<'_, PyAny>,
 ) -> PyResult<Expr> {
-    value::select(&expected(cond)?, &expected(then)?, &expected(other)?).map(Expr)
+    value::select(&operand_of(cond)?, &operand_of(then)?, &operand_of(other)?).map(Expr)
 }
 
 /// A number as a value of a `torch.dtype`; a constant of the structure if `literal`.
 #[pyfunction]
 pub fn constant(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr> {
-    expected(x)?.to(Dtype::of(dtype)?).map(Expr)
+    operand_of(x)?.to(Dtype::of(dtype)?).map(Expr)
 }
 
 /// Begins a trace on this thread. Numbers in `literals` are constants; others were captured and are
@@ -288,9 +292,4 @@ pub fn begin(literals: Vec<Bound<'_, PyAny>>, mask: bool) -> PyResult<()> {
         literals.iter().filter_map(|x| number(x).transpose()).collect::<PyResult<Vec<_>>>()?;
     value::begin(&numbers, if mask { "m" } else { "s" });
     Ok(())
-}
-
-/// The operand that an index is.
-pub fn index(x: &Bound<'_, PyAny>) -> PyResult<Operand> {
-    expected(x)
 }

@@ -11,13 +11,14 @@ use std::sync::Mutex;
 use foveate::mask::{BlockMask, Kind, Tile, Varies};
 use foveate::mods::{DynExpr, Head, Program};
 use foveate::{
-    Attention, Device, ForwardRef, GradientsMut, MaskMod, Problem, ScalarValue, ScoreMod, TensorRef,
+    AnyBuffer, Attention, Device, ForwardRef, GradientsMut, MaskMod, Problem, ScalarValue,
+    ScoreMod, TensorRef,
 };
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use crate::capture::{self, Capture};
+use crate::capture::{self, Capture, Captured};
 use crate::dtype::Dtype;
 use crate::error::raised;
 use crate::expr::Expr;
@@ -69,29 +70,29 @@ pub fn score(py: Python<'_>, expr: &Expr, captures: Vec<Py<Capture>>) -> PyResul
     Traced::new(py, made.program(), &captures)
 }
 
-/// A traced function with the tensors that it reads, borrowed.
+/// A traced function with the tensors that it reads, as they are in this call.
 struct Function<'a> {
     program: &'a Program,
-    tensors: Vec<Borrowed>,
+    tensors: Vec<Captured>,
 }
 
 impl<'a> Function<'a> {
     fn of(py: Python<'_>, traced: &'a Traced) -> PyResult<Self> {
-        let tensors = traced.captures.iter().map(|c| c.get().borrowed(py));
+        let tensors = traced.captures.iter().map(|c| c.get().now(py));
         Ok(Self { program: &traced.program, tensors: tensors.collect::<PyResult<_>>()? })
     }
 }
 
-/// `kept`, a program of the structure of `function`, with the elements and values of `function`; calls
-/// `each` with what differs.
-fn bound(
+/// `kept`, a program of the structure of `function`, with what a kept plan holds of the elements and
+/// values of `function`; calls `each` with what differs.
+fn at_rest(
     kept: &Program,
     function: &Function<'_>,
     mut each: impl FnMut(Difference<'_>) -> PyResult<()>,
 ) -> PyResult<Program> {
     let mut made = kept.clone();
     for (slot, tensor) in kept.graph().buffers().iter().zip(&function.tensors) {
-        if let Some(buffer) = capture::changed(slot, tensor)? {
+        if let Some(buffer) = tensor.at_rest(slot)? {
             made = made.rebind(&buffer).map_err(raised)?;
             each(Difference::Buffer(&buffer))?;
         }
@@ -106,8 +107,15 @@ fn bound(
     Ok(made)
 }
 
+/// The tensors of a function that are read where they lie, as buffers of `program`, which is the
+/// function's as it is kept.
+fn borrowed(program: &Program, function: &mut Function<'_>) -> PyResult<Vec<AnyBuffer>> {
+    let slots = program.graph().buffers().iter().zip(&mut function.tensors);
+    slots.filter_map(|(slot, tensor)| tensor.borrowed(slot).transpose()).collect()
+}
+
 enum Difference<'a> {
-    Buffer(&'a foveate::AnyBuffer),
+    Buffer(&'a AnyBuffer),
     Scalar(&'a str, ScalarValue),
 }
 
@@ -150,7 +158,7 @@ impl Kept {
         let mut programs = [self.mask.clone(), self.score.clone()];
         for ((program, function), changes) in programs.iter_mut().zip(mods).zip(&mut changes) {
             let (Some(kept), Some(function)) = (&*program, function) else { continue };
-            *program = Some(bound(kept, function, |difference| {
+            *program = Some(at_rest(kept, function, |difference| {
                 *changes += 1;
                 plan = match difference {
                     Difference::Buffer(buffer) => plan.rebind(buffer),
@@ -166,7 +174,7 @@ impl Kept {
         Ok((Self { class: self.class.clone(), mask, score, plan }, changes[0] == 0))
     }
 
-    /// Bytes of captured elements.
+    /// Bytes of captured elements, about.
     fn bytes(&self) -> usize {
         let of = |p: &Program| p.graph().buffers().iter().map(|b| 4 * b.elems()).sum::<usize>();
         [&self.mask, &self.score].into_iter().flatten().map(of).sum()
@@ -262,11 +270,11 @@ pub fn plan(
     };
     let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
     let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
-    let mask = mask.map(|m| Function::of(py, m.get())).transpose()?;
-    let score = score.map(|s| Function::of(py, s.get())).transpose()?;
+    let mut mask = mask.map(|m| Function::of(py, m.get())).transpose()?;
+    let mut score = score.map(|s| Function::of(py, s.get())).transpose()?;
     let now = found(&class, [&mask, &score], || {
         let fresh = |f: &Option<Function<'_>>| {
-            f.as_ref().map(|f| bound(f.program, f, |_| Ok(()))).transpose()
+            f.as_ref().map(|f| at_rest(f.program, f, |_| Ok(()))).transpose()
         };
         let (mask, score) = (fresh(&mask)?, fresh(&score)?);
         let mut attention = Attention::new();
@@ -289,6 +297,13 @@ pub fn plan(
     let names = now.score.iter().flat_map(|p| p.graph().buffers());
     let names = names.map(|b| b.name().to_owned()).collect();
     let mut plan = now.plan;
+    for (program, function) in [(&now.mask, &mut mask), (&now.score, &mut score)] {
+        if let (Some(program), Some(function)) = (program, function) {
+            for buffer in borrowed(program, function)? {
+                plan = plan.rebind(&buffer).map_err(raised)?;
+            }
+        }
+    }
     if let Some((p, seed)) = dropout {
         let halves = [("dropout_seed_lo", seed as u32), ("dropout_seed_hi", (seed >> 32) as u32)];
         plan = plan.set_scalar("dropout_p", p).map_err(raised)?;
@@ -421,8 +436,11 @@ pub fn kinds(
     into: &Bound<'_, PyAny>,
     threads: usize,
 ) -> PyResult<()> {
-    let function = Function::of(py, mask)?;
-    let program = bound(function.program, &function, |_| Ok(()))?;
+    let mut function = Function::of(py, mask)?;
+    let mut program = at_rest(function.program, &function, |_| Ok(()))?;
+    for buffer in borrowed(&program, &mut function)? {
+        program = program.rebind(&buffer).map_err(raised)?;
+    }
     let mask = MaskMod::new(&program.trace(0, &DynExpr::leaf)).map_err(raised)?;
     let into = Borrowed::of(into)?;
     let [batch, heads, q_len, kv_len] = extents;

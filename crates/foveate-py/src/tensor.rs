@@ -15,6 +15,15 @@ use pyo3::prelude::*;
 use crate::dtype::Dtype;
 use crate::error::raised;
 
+/// The strides of a row-major tensor, in elements.
+pub fn row_major(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis];
+    }
+    strides
+}
+
 /// Where the elements of a CPU tensor lie.
 #[derive(Clone, Debug)]
 pub struct Borrowed {
@@ -49,6 +58,32 @@ impl Borrowed {
     /// Number of elements.
     pub fn elems(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Whether the elements lie one after the other in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        let axes = self.shape.iter().zip(&self.strides).zip(row_major(&self.shape));
+        self.elems() == 0
+            || axes.into_iter().all(|((&n, &stride), dense)| n == 1 || stride == dense)
+    }
+
+    /// Bytes of the elements, each counted as often as it is in the tensor.
+    pub fn bytes(&self) -> usize {
+        self.elems().saturating_mul(self.dtype.bytes())
+    }
+
+    /// The span as bytes.
+    ///
+    /// # Safety
+    /// As for [`Self::elements`].
+    pub unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
+        match self.span() {
+            0 => &[],
+            // SAFETY: as in `elements`; every byte of a tensor is initialised.
+            n => unsafe {
+                std::slice::from_raw_parts(self.address as *const u8, n * self.dtype.bytes())
+            },
+        }
     }
 
     fn layout<const N: usize>(&self) -> PyResult<Layout<N>> {

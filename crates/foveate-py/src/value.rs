@@ -567,32 +567,14 @@ pub fn unary(name: &str, x: &Operand) -> PyResult<Value> {
     }
 }
 
-/// `index`, counted from the end of an axis of length `len` when it is negative.
+/// An index of a captured tensor, an integer.
 ///
 /// # Errors
 /// When it is no integer.
-pub fn from_the_end(index: &Operand, len: usize) -> PyResult<DynExpr> {
-    let index = match index {
-        Operand::Value(v) if v.dtype.ty() == Type::F32 => {
-            return Err(refused("a tensor is indexed with integers, not floats"));
-        }
-        Operand::Value(v) if v.dtype.ty() == Type::Bool => {
-            return Err(refused("a tensor is indexed with integers here, not bools"));
-        }
-        Operand::Number(Number::Float(_) | Number::Bool(_)) => {
-            return Err(refused("a tensor is indexed with integers"));
-        }
-        index => index.to(Dtype::I64)?,
-    };
-    if index.range.is_some_and(|(low, _)| low >= 0) {
-        return Ok(index.expr);
+pub fn index(index: &Operand) -> PyResult<Value> {
+    match index {
+        Operand::Value(v) if v.dtype.ty() == Type::I32 => v.cast(Dtype::I64),
+        Operand::Number(Number::Int(_)) => index.to(Dtype::I64),
+        _ => Err(refused("a captured tensor is indexed with integers, not floats or bools")),
     }
-    let len = i32::try_from(len).map_err(|_| {
-        refused(format!("a captured tensor has an axis of {len}; mods count in 32 bits"))
-    })?;
-    let zero = Value::int(0);
-    let len = Value { expr: scalar(ScalarValue::I32(len)), dtype: Dtype::I64, range: None };
-    let wrapped = raw(BinaryOp::Add, &index, &len, None)?;
-    let negative = compared("lt", &index, &zero)?;
-    Ok(select(&negative.into(), &wrapped.into(), &index.into())?.expr)
 }
