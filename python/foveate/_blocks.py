@@ -110,6 +110,14 @@ def _state(mask: BlockMask) -> tuple[Any, ...]:
 
 def program_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Any:
     """The traced program of a block mask for operands of these extents (b, h, q, kv)."""
+    kinds = kinds_of(mask, extents)
+    wrap = None if kinds is None else _within(kinds, mask.BLOCK_SIZE)
+    return _trace.mask(mask.mask_mod, extents, wrap=wrap)
+
+
+def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | None:
+    """What the lists of a block mask make of each tile: 0 empty, 1 partial, 2 full (uint8, ``[B|1, H|1, rows,
+    columns]``); None where its function alone counts."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {type(mask)}; create_block_mask makes one")
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
@@ -126,9 +134,7 @@ def program_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Any:
     for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
         if mask.kv_num_blocks.size(axis) not in (1, n):
             raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1 or {n} fits")
-    if _own.get(mask) == _state(mask):
-        return _trace.mask(mask.mask_mod, extents)
-    return _trace.mask(mask.mask_mod, extents, wrap=_within_lists(mask, q_len, kv_len))
+    return None if _own.get(mask) == _state(mask) else _table(mask, q_len, kv_len)
 
 
 def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
@@ -149,8 +155,7 @@ def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
     )
 
 
-def _within_lists(mask: BlockMask, q_len: int, kv_len: int) -> Callable[..., Any]:
-    """``full | partial & mask_mod`` of a block mask's lists, as a wrapper of its traced function."""
+def _table(mask: BlockMask, q_len: int, kv_len: int) -> Tensor:
     rows, columns = mask.kv_indices.shape[-2:]
     tile_q, tile_kv = mask.BLOCK_SIZE
     needed = -(-q_len // tile_q)
@@ -160,11 +165,17 @@ def _within_lists(mask: BlockMask, q_len: int, kv_len: int) -> Callable[..., Any
     kinds = _scattered(mask.kv_num_blocks, mask.kv_indices, 1, width)
     if mask.full_kv_num_blocks is not None:
         kinds = torch.maximum(kinds, _scattered(mask.full_kv_num_blocks, mask.full_kv_indices, 2, width))
+    return kinds
+
+
+def _within(kinds: Tensor, tile: tuple[int, int]) -> Callable[..., Any]:
+    """``full | partial & mask_mod``, as a wrapper of a traced mask function."""
     batch, heads = kinds.shape[:2]
 
     def wrap(trace: Any, values: tuple[Any, ...], allowed: Any) -> Any:
         b, h, q, kv = values
-        kind = trace.capture(kinds).at([b if batch > 1 else 0, h if heads > 1 else 0, q // tile_q, kv // tile_kv])
+        index = [b if batch > 1 else 0, h if heads > 1 else 0, q // tile[0], kv // tile[1]]
+        kind = trace.capture(kinds).at(index)
         return (kind == 2) | ((kind == 1) & allowed)
 
     return wrap

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks, _native, _trace
+from . import _blocks, _dense, _native, _trace
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -41,7 +41,8 @@ def flex_attention(
     Runs forward and backward on CPU tensors of any strides, uncompiled, without holding scores.
 
     Args:
-        query: ``[B, Hq, L, E]``, float32, bfloat16 or float16.
+        query: ``[B, Hq, L, E]``, float32, bfloat16 or float16; float64 takes a slow path of plain torch
+            operations that is differentiable twice.
         key: ``[B, Hkv, S, E]``; a batch of 1 is shared by all of ``query``'s, with a block mask of batch B.
         value: ``[B, Hkv, S, Ev]``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the new score. It is traced in each call,
@@ -103,19 +104,26 @@ def flex_attention(
                 f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
             )
         key, value = key.to(query.dtype), value.to(query.dtype)
+    wants_max = return_aux is not None and return_aux.max_scores
+    if query.dtype == torch.float64:
+        results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)
+        return _returned(*results, return_lse, return_aux)
     extents = (query.size(0), query.size(1), query.size(2), key.size(2))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
-    wants_max = return_aux is not None and return_aux.max_scores
     dropout = (dropout_p, int(torch.randint(2**63 - 1, ()))) if dropout_p else None
     call = _Call(score, mask, None if scale is None else float(scale), dropout, wants_max)
     if learns and (learned or any(t is not None and t.requires_grad for t in (query, key, value, sink))):
         out, lse, max_scores = _Attention.apply(query, key, value, sink, call, *learned)
     else:
         out, lse, max_scores = call.forward(query, key, value, sink, forward_only=True)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
+    return _returned(out, lse, max_scores, return_lse, return_aux)
+
+
+def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: AuxRequest | None) -> Any:
+    if aux is not None:
+        return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
     return (out, lse) if return_lse else out
 
 
@@ -166,7 +174,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, *(c.tensor for c in captures if c.shared))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         q, k, v, out, lse, *_shared = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -184,18 +191,36 @@ class _Attention(torch.autograd.Function):
         own = [d if wanted else None for d, wanted in zip(gradients, needs)]
         theirs = (d for d, capture in zip(into, captures) if capture.learned)
         theirs = (None if d is None else d.to(t.dtype) for d, t in zip(theirs, ctx.learned))
-        return (*own, d_sink, None, *theirs)
+        results = (*own, d_sink, None, *theirs)
+        if torch.is_grad_enabled():  # The graph of the gradients is wanted.
+            inputs = [t for t in (q, k, v, *ctx.learned, d_out, d_lse) if t is not None and t.requires_grad]
+            results = tuple(None if d is None else _Once.apply(d, *inputs) for d in results)
+        return results
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "foveate.flex_attention has no second derivative for this dtype; float64 tensors take a path that has one"
+        )
 
 
 def _sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
-    """The sink in float32; its gradient finds the way back by itself."""
+    """The sink in float32, or float64 as the operands; its gradient finds the way back by itself."""
     if sink is None:
         return None
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point or sink.device != query.device:
         raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
     if sink.shape != query.shape[1:2]:
         raise ValueError(f"sink must have a logit for each of {query.size(1)} query heads, got {tuple(sink.shape)}")
-    return sink.to(torch.float32).contiguous()
+    return sink.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
 
 
 def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -408,8 +408,8 @@ def _call(name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -
         raise TraceError(f"`{name}` is not supported in a mask or score with these arguments: {error}") from None
 
 
-#: The traces that run, the innermost last.
-_TRACES: list[Trace] = []
+#: What reads captured tensors for the functions that run, the innermost last.
+_TRACES: list[Reader] = []
 
 
 class Rows:
@@ -434,7 +434,7 @@ class Rows:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TraceError("a captured tensor is used after its function was traced")
+        raise TraceError("a captured tensor with axes left over is used; index all axes")
 
 
 def _refuse_operators() -> None:
@@ -451,8 +451,62 @@ def _refuse_operators() -> None:
 _refuse_operators()
 
 
-class Trace(TorchFunctionMode):
+class Reader(TorchFunctionMode):
+    """Reads captured tensors at indices of which some are values of the function that runs."""
+
+    #: The class of these values.
+    value: type
+
+    def operand(self, name: str, x: Any) -> Any:
+        raise NotImplementedError
+
+    def element(self, tensor: torch.Tensor, index: list[Any]) -> Any:
+        """The element of a captured tensor at an index of every axis."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        _TRACES.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _TRACES.pop()
+        super().__exit__(*exception)
+
+    def read(self, of: Any, index: Any) -> Any:
+        """``of[index]`` of a captured tensor, where some index is traced."""
+        if isinstance(of, self.value):
+            raise TraceError("a traced value is a 0-d tensor: it cannot be indexed")
+        tensor, axes = (of.tensor, list(of.index)) if isinstance(of, Rows) else (of, [None] * of.dim())
+        given = index if isinstance(index, tuple) else (index,)
+        free = [axis for axis, i in enumerate(axes) if i is None]
+        if any(i is Ellipsis for i in given):
+            at = next(n for n, i in enumerate(given) if i is Ellipsis)
+            given = given[:at] + (slice(None),) * (len(free) - len(given) + 1) + given[at + 1 :]
+        if len(given) > len(free):
+            raise IndexError(f"too many indices for a captured tensor of dimension {len(free)}: {len(given)} given")
+        for axis, i in zip(free, given):
+            if isinstance(i, slice):
+                if i != slice(None):
+                    raise TraceError("a slice beside a traced index must be `:`")
+                continue
+            axes[axis] = self.index(i, tensor.shape[axis], axis)
+        if any(i is None for i in axes):
+            return Rows(tensor, axes)
+        return self.element(tensor, axes)
+
+    def index(self, i: Any, length: int, axis: int) -> Any:
+        i = self.operand("[]", i)
+        if isinstance(i, bool) or not isinstance(i, (self.value, int)):
+            raise TraceError(f"a captured tensor is indexed with a {type(i).__name__}; integers and `:` can be")
+        if isinstance(i, int) and not -length <= i < length:
+            raise IndexError(f"index {i} is out of bounds for dimension {axis} with size {length}")
+        return i
+
+
+class Trace(Reader):
     """Sees what torch is asked for while a function is traced."""
+
+    value = Expr
 
     def __init__(self, kind: str, function: Any) -> None:
         super().__init__()
@@ -460,14 +514,6 @@ class Trace(TorchFunctionMode):
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
         _native.begin(list(_literals_of(function)), kind == "mask")
-
-    def __enter__(self) -> Trace:
-        _TRACES.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        _TRACES.pop()
-        super().__exit__(*exception)
 
     def capture(self, tensor: torch.Tensor) -> _native.Capture:
         """The buffer that ``tensor`` is in the program."""
@@ -503,35 +549,8 @@ class Trace(TorchFunctionMode):
             )
         return x
 
-    def read(self, of: Any, index: Any) -> Any:
-        """``of[index]`` of a captured tensor, where some index is traced."""
-        if isinstance(of, Expr):
-            raise TraceError("a traced value is a 0-d tensor: it cannot be indexed")
-        tensor, axes = (of.tensor, list(of.index)) if isinstance(of, Rows) else (of, [None] * of.dim())
-        given = index if isinstance(index, tuple) else (index,)
-        free = [axis for axis, i in enumerate(axes) if i is None]
-        if any(i is Ellipsis for i in given):
-            at = next(n for n, i in enumerate(given) if i is Ellipsis)
-            given = given[:at] + (slice(None),) * (len(free) - len(given) + 1) + given[at + 1 :]
-        if len(given) > len(free):
-            raise IndexError(f"too many indices for a captured tensor of dimension {len(free)}: {len(given)} given")
-        for axis, i in zip(free, given):
-            if isinstance(i, slice):
-                if i != slice(None):
-                    raise TraceError("a slice beside a traced index must be `:`")
-                continue
-            axes[axis] = self.index(i, tensor.shape[axis], axis)
-        if any(i is None for i in axes):
-            return Rows(tensor, axes)
-        return self.capture(tensor).at(axes)
-
-    def index(self, i: Any, length: int, axis: int) -> Any:
-        i = self.operand("[]", i)
-        if isinstance(i, bool) or not isinstance(i, (Expr, int)):
-            raise TraceError(f"a captured tensor is indexed with a {type(i).__name__}; integers and `:` can be")
-        if isinstance(i, int) and not -length <= i < length:
-            raise IndexError(f"index {i} is out of bounds for dimension {axis} with size {length}")
-        return i
+    def element(self, tensor: torch.Tensor, index: list[Any]) -> Expr:
+        return self.capture(tensor).at(index)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,0 +1,106 @@
+"""Attention of float64 tensors by plain torch operations: slow, holding all scores, differentiable twice.
+
+It is for ``torch.autograd.gradcheck`` and for comparisons. Functions are called once, on points that are
+broadcast against each other; captured tensors are read as when they are traced.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from . import _blocks, _trace
+
+_LARGE = 256 << 20
+
+
+class _Point(torch.Tensor):
+    """Indices or scores at all points, of four axes or broadcast to these."""
+
+
+class _Reader(_trace.Reader):
+    value = _Point
+
+    def operand(self, name: str, x: Any) -> Any:
+        if isinstance(x, Tensor) and not isinstance(x, _Point):
+            if x.dim() != 0:
+                raise _trace.TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
+            return int(x)
+        return x
+
+    def element(self, tensor: Tensor, index: list[Any]) -> Tensor:
+        return tensor[tuple(i.as_subclass(Tensor).long() if isinstance(i, _Point) else i for i in index)].as_subclass(_Point)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and any(map(_has_point, args)):
+            return self.read(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_point(x: Any) -> bool:
+    return isinstance(x, (_Point, _trace.Rows)) or (isinstance(x, (tuple, list)) and any(map(_has_point, x)))
+
+
+def _at_all_points(function: Callable[..., Any], extents: tuple[int, ...], *scores: Tensor) -> Tensor:
+    axes = (torch.arange(n).reshape([-1 if at == axis else 1 for at in range(4)]) for axis, n in enumerate(extents))
+    with _Reader():
+        result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
+    if not isinstance(result, Tensor):
+        raise ValueError(f"`{_trace.name_of(function)}` must return a tensor, got {type(result)}")
+    return result.as_subclass(Tensor).expand(extents)
+
+
+def _allowed(block_mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor:
+    allowed = _at_all_points(block_mask.mask_mod, extents)
+    if allowed.dtype != torch.bool:
+        raise ValueError(f"mask_mod `{_trace.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
+    kinds = _blocks.kinds_of(block_mask, extents)
+    if kinds is None:
+        return allowed
+    for axis, tile in ((2, block_mask.BLOCK_SIZE[0]), (3, block_mask.BLOCK_SIZE[1])):
+        kinds = kinds.repeat_interleave(min(tile, extents[axis]), axis).narrow(axis, 0, extents[axis])
+    return (kinds == 2) | ((kinds == 1) & allowed)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    sink: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``out``, ``lse`` and ``max_scores``, in float64 but for the last two, which are float32."""
+    extents = (q.size(0), q.size(1), q.size(2), k.size(2))
+    if math.prod(extents) * 8 > _LARGE:
+        warnings.warn(
+            f"float64 attention holds all scores, {math.prod(extents) * 8 >> 20} MiB of them; float32 does not",
+            stacklevel=3,
+        )
+    group = q.size(1) // k.size(1) if k.size(1) else 1
+    k, v = (t.repeat_interleave(group, 1).expand(q.size(0), -1, -1, -1) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)
+    if score_mod is not None:
+        scores = _at_all_points(score_mod, extents, scores).to(torch.float64)
+    if block_mask is not None:
+        scores = scores.masked_fill(~_allowed(block_mask, extents), -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.double().reshape(1, -1, 1, 1).expand(*extents[:3], 1)], -1)
+    if scores.size(-1) == 0:
+        empty = q.new_full(extents[:3], -math.inf, dtype=torch.float32)
+        return (q.sum(-1, keepdim=True) * 0).expand(*extents[:3], v.size(3)), empty, empty
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(dead, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
+    weights = scores.softmax(-1).masked_fill(dead, 0.0)[..., : extents[3]]
+    if dropout_p:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    most = scores.detach()[..., : extents[3]].amax(-1) if extents[3] else lse.detach()
+    return weights @ v, lse.float(), most.masked_fill(dead.squeeze(-1), -math.inf).float()
