@@ -55,6 +55,13 @@ __device__ Int operator%(Int x, Int y) {
     return rest.v < 0 ? rest + abs(y) : rest;
 }
 
+__device__ Int operator&(Int x, Int y) { return x.v & y.v; }
+__device__ Int operator|(Int x, Int y) { return x.v | y.v; }
+__device__ Int operator^(Int x, Int y) { return x.v ^ y.v; }
+// Distances outside of 0 .. 31 shift everything out.
+__device__ Int shift_left(Int x, Int y) { return unsigned(y.v) < 32 ? int(unsigned(x.v) << y.v) : 0; }
+__device__ Int shift_right(Int x, Int y) { return x.v >> (unsigned(y.v) < 32 ? y.v : 31); }
+
 __device__ Exact operator+(Exact x, Exact y) { return Exact(__fadd_rn(x.v, y.v)); }
 __device__ Exact operator-(Exact x, Exact y) { return Exact(__fsub_rn(x.v, y.v)); }
 __device__ Exact operator*(Exact x, Exact y) { return Exact(__fmul_rn(x.v, y.v)); }

@@ -112,6 +112,47 @@ __device__ IntRange operator%(IntRange x, IntRange y) {
     return IntRange::wide(0, most > 0 ? most - 1 : 0);
 }
 
+// The smallest 2^k - 1 that is not below x, which is not negative.
+__device__ int below_power(int x) { return x == 0 ? 0 : int(0xffffffffu >> __clz(x)); }
+
+__device__ IntRange operator&(IntRange x, IntRange y) {
+    if (x.known() && y.known()) return Int(x.lo) & Int(y.lo);
+    if (x.known()) { IntRange known = x; x = y; y = known; }
+    if (y.known()) {
+        // -2^k rounds down, 2^k - 1 is a remainder.
+        const unsigned bits = unsigned(y.lo), up = 0u - bits;
+        if (y.lo < 0 && (up & (up - 1)) == 0) return {x.lo & y.lo, x.hi & y.lo};
+        if (y.lo >= 0 && (bits & (bits + 1)) == 0 && (x.lo & ~y.lo) == (x.hi & ~y.lo))
+            return {x.lo & y.lo, x.hi & y.lo};
+    }
+    if (x.lo >= 0 && y.lo >= 0) return {0, min(x.hi, y.hi)};
+    if (x.lo >= 0) return {0, x.hi};
+    if (y.lo >= 0) return {0, y.hi};
+    return {-2147483647 - 1, max(x.hi, y.hi)};
+}
+__device__ IntRange operator|(IntRange x, IntRange y) {
+    if (x.known() && y.known()) return Int(x.lo) | Int(y.lo);
+    if (x.lo < 0 || y.lo < 0) return IntRange::any();
+    return {max(x.lo, y.lo), below_power(x.hi | y.hi)};
+}
+__device__ IntRange operator^(IntRange x, IntRange y) {
+    if (x.known() && y.known()) return Int(x.lo) ^ Int(y.lo);
+    if (x.lo < 0 || y.lo < 0) return IntRange::any();
+    return {0, below_power(x.hi | y.hi)};
+}
+__device__ IntRange shift_left(IntRange x, IntRange y) {
+    if (x.known() && y.known()) return shift_left(Int(x.lo), Int(y.lo));
+    if (!y.known() || y.lo < 0 || y.lo > 31) return IntRange::any();
+    return IntRange::wide(i64(x.lo) * (i64(1) << y.lo), i64(x.hi) * (i64(1) << y.lo));
+}
+__device__ IntRange shift_right(IntRange x, IntRange y) {
+    if (x.known() && y.known()) return shift_right(Int(x.lo), Int(y.lo));
+    // A distance outside of 0 .. 31 shifts like 31.
+    int near = unsigned(y.lo) < 32 ? y.lo : 31, far = unsigned(y.hi) < 32 ? y.hi : 31;
+    if (y.lo < 0 || near > far) { near = 0; far = 31; }
+    return {min(x.lo >> near, x.lo >> far), max(x.hi >> near, x.hi >> far)};
+}
+
 // Positions of indices that count from the end where they are negative.
 __device__ IntRange range_from_end(IntRange x, int length) {
     if (x.lo >= 0) return x;

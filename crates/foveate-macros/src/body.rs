@@ -280,8 +280,10 @@ impl<'a> Body<'a> {
             BinOp::Mul(_) => "mul",
             BinOp::Div(_) => "div",
             BinOp::Rem(_) => "rem",
-            BinOp::And(_) | BinOp::BitAnd(_) => "and",
-            BinOp::Or(_) | BinOp::BitOr(_) => "or",
+            BinOp::And(_) => "and",
+            BinOp::Or(_) => "or",
+            BinOp::BitAnd(_) => "bit_and",
+            BinOp::BitOr(_) => "bit_or",
             BinOp::BitXor(_) => "xor",
             BinOp::Eq(_) => "eq",
             BinOp::Ne(_) => "ne",
@@ -289,9 +291,8 @@ impl<'a> Body<'a> {
             BinOp::Le(_) => "le",
             BinOp::Gt(_) => "gt",
             BinOp::Ge(_) => "ge",
-            BinOp::Shl(_) | BinOp::Shr(_) => {
-                return refuse(x.op.span(), "a mod has no shifts: multiply or divide");
-            }
+            BinOp::Shl(_) => "shl",
+            BinOp::Shr(_) => "shr",
             _ => return refuse(x.op.span(), "a mod assigns nothing: bind a new name with `let`"),
         };
         let (left, right) = (self.expr(&x.left)?, self.expr(&x.right)?);

@@ -27,6 +27,18 @@ pub fn euclid_rem(x: i32, y: i32) -> i32 {
     if y == 0 { 0 } else { x.wrapping_rem_euclid(y) }
 }
 
+/// Bits shifted up; 0 when the distance is not in `0..32`.
+#[inline(always)]
+pub fn shift_left(x: i32, y: i32) -> i32 {
+    if (0..32).contains(&y) { x << y } else { 0 }
+}
+
+/// Bits shifted down, the sign shifted in; all sign when the distance is not in `0..32`.
+#[inline(always)]
+pub fn shift_right(x: i32, y: i32) -> i32 {
+    if (0..32).contains(&y) { x >> y } else { x >> 31 }
+}
+
 /// The smaller of two; the other one where one is NaN.
 #[inline(always)]
 pub fn min_f32(x: f32, y: f32) -> f32 {
@@ -90,7 +102,12 @@ pub fn binary(op: BinaryOp, x: ScalarValue, y: ScalarValue) -> ScalarValue {
             Ne => Bool(x != y),
             Lt => Bool(x < y),
             Le => Bool(x <= y),
-            Pow | And | Or | Xor => unreachable!("{WELL_TYPED}"),
+            And => I32(x & y),
+            Or => I32(x | y),
+            Xor => I32(x ^ y),
+            Shl => I32(shift_left(x, y)),
+            Shr => I32(shift_right(x, y)),
+            Pow => unreachable!("{WELL_TYPED}"),
         },
         (F32(x), F32(y)) => match op {
             Add => F32(x + y),
@@ -105,14 +122,14 @@ pub fn binary(op: BinaryOp, x: ScalarValue, y: ScalarValue) -> ScalarValue {
             Ne => Bool(x != y),
             Lt => Bool(x < y),
             Le => Bool(x <= y),
-            Mix | And | Or | Xor => unreachable!("{WELL_TYPED}"),
+            Mix | And | Or | Xor | Shl | Shr => unreachable!("{WELL_TYPED}"),
         },
         (Bool(x), Bool(y)) => Bool(match op {
             And => x & y,
             Or => x | y,
             Xor | Ne => x ^ y,
             Eq => x == y,
-            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Mix => {
+            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Shl | Shr | Mix => {
                 unreachable!("{WELL_TYPED}")
             }
         }),

@@ -443,9 +443,11 @@ operators! {
     Mul mul Mul for i32, f32;
     Div div Div for i32, f32;
     Rem rem Rem for i32, f32;
-    BitAnd bitand And for bool;
-    BitOr bitor Or for bool;
-    BitXor bitxor Xor for bool;
+    BitAnd bitand And for bool, i32;
+    BitOr bitor Or for bool, i32;
+    BitXor bitxor Xor for bool, i32;
+    Shl shl Shl for i32;
+    Shr shr Shr for i32;
 }
 
 impl<T: Element> Buffer<T> {

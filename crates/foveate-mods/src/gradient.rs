@@ -453,6 +453,8 @@ impl Tape {
             | BinaryOp::And
             | BinaryOp::Or
             | BinaryOp::Xor
+            | BinaryOp::Shl
+            | BinaryOp::Shr
             | BinaryOp::Mix => unreachable!("{op:?} does not give an f32"),
         };
         self.give(x, adjoint, active, to_x.0, to_x.1);

@@ -179,10 +179,41 @@ fn integers(op: BinaryOp, (lo, hi): (i64, i64), (l, h): (i64, i64)) -> Interval 
         BinaryOp::Ne => Bool { yes: true, no: !apart },
         BinaryOp::Lt => Bool { yes: lo < h, no: hi >= l },
         BinaryOp::Le => Bool { yes: lo <= h, no: hi > l },
-        BinaryOp::Mix => Interval::ANY_I32,
-        BinaryOp::Pow | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
-            unreachable!("{op:?} does not take i32")
+        BinaryOp::And => conjunction((lo, hi), (l, h)),
+        BinaryOp::Or if lo >= 0 && l >= 0 => int(lo.max(l), below_power(hi | h)),
+        BinaryOp::Xor if lo >= 0 && l >= 0 => int(0, below_power(hi | h)),
+        BinaryOp::Shl if l == h && (0..32).contains(&l) => int(lo << l, hi << l),
+        BinaryOp::Shr => {
+            // A distance outside of 0..32 shifts like 31.
+            let (near, far) = if l < 0 { (0, 31) } else { (l.min(31), h.min(31)) };
+            int((lo >> near).min(lo >> far), (hi >> near).max(hi >> far))
         }
+        BinaryOp::Or | BinaryOp::Xor | BinaryOp::Shl | BinaryOp::Mix => Interval::ANY_I32,
+        BinaryOp::Pow => unreachable!("{op:?} does not take i32"),
+    }
+}
+
+/// The smallest `2^k - 1` that is not below `x`, which is not negative.
+fn below_power(x: i64) -> i64 {
+    (x as u64 + 1).next_power_of_two() as i64 - 1
+}
+
+/// `x & y`: never above an operand that is not negative. A known `-2^k` rounds down and a known
+/// `2^k - 1` is a remainder.
+fn conjunction((lo, hi): (i64, i64), (l, h): (i64, i64)) -> Interval {
+    let known = if l == h { Some(((lo, hi), l)) } else { (lo == hi).then_some(((l, h), lo)) };
+    if let Some(((first, last), y)) = known {
+        let rounds = y < 0 && (-y).count_ones() == 1;
+        let rest = y >= 0 && (y + 1).count_ones() == 1 && first & !y == last & !y;
+        if rounds || rest {
+            return int(first & y, last & y);
+        }
+    }
+    match (lo >= 0, l >= 0) {
+        (true, true) => int(0, hi.min(h)),
+        (true, false) => int(0, hi),
+        (false, true) => int(0, h),
+        (false, false) => int(i64::from(i32::MIN), hi.max(h)),
     }
 }
 
@@ -215,9 +246,12 @@ fn floats(op: BinaryOp, (lo, hi): (f32, f32), (l, h): (f32, f32), nan: bool) -> 
         BinaryOp::Lt => Bool { yes: lo < h, no: hi >= l || nan },
         BinaryOp::Le => Bool { yes: lo <= h, no: hi > l || nan },
         BinaryOp::Div | BinaryOp::Rem | BinaryOp::Pow => Interval::ANY_F32,
-        BinaryOp::Mix | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
-            unreachable!("{op:?} does not take f32")
-        }
+        BinaryOp::Mix
+        | BinaryOp::And
+        | BinaryOp::Or
+        | BinaryOp::Xor
+        | BinaryOp::Shl
+        | BinaryOp::Shr => unreachable!("{op:?} does not take f32"),
     }
 }
 

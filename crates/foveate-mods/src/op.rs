@@ -87,12 +87,18 @@ operations! {
         Lt,
         /// `x <= y` on i32 or f32.
         Le,
-        /// Conjunction of bool. Both sides are always evaluated; nothing can trap.
+        /// Conjunction of bool, or of the bits of i32. Both sides are always evaluated; nothing can
+        /// trap.
         And,
-        /// Disjunction of bool.
+        /// Disjunction of bool, or of the bits of i32.
         Or,
-        /// Exclusive or of bool.
+        /// Exclusive or of bool, or of the bits of i32.
         Xor,
+        /// Bits of an i32 shifted up by `y`; 0 when `y` is not in `0..32`.
+        Shl,
+        /// Bits of an i32 shifted down by `y`, the sign shifted in; all sign when `y` is not in
+        /// `0..32`.
+        Shr,
         /// Counter-based hash of two i32 into one, see [`mix`].
         Mix,
     }
@@ -123,9 +129,9 @@ impl BinaryOp {
     pub fn takes(self) -> &'static [Type] {
         use BinaryOp::*;
         match self {
-            And | Or | Xor => &[Type::Bool],
+            And | Or | Xor => &[Type::Bool, Type::I32],
             Eq | Ne => &[Type::Bool, Type::I32, Type::F32],
-            Mix => &[Type::I32],
+            Shl | Shr | Mix => &[Type::I32],
             Pow => &[Type::F32],
             Add | Sub | Mul | Div | Rem | Min | Max | Lt | Le => &[Type::I32, Type::F32],
         }

@@ -142,6 +142,7 @@ fn every_operation_can_be_written_in_a_macro() {
         closure::mask_mod!(|q, kv| q == kv && (q < 3) || (kv <= 5) ^ (q != 2)),
         closure::mask_mod!(|q, kv| (q < 3) == (kv < 3)),
         closure::mask_mod!(|q, kv| (q < 3) != (kv < 3)),
+        closure::mask_mod!(|q, kv| ((q & 7) | (kv ^ 3)) == ((q << 2) >> kv)),
         closure::mask_mod!(|q, kv| (-q).abs() + kv * 2 - q / 3 == (q % 5).min(kv).max(q.mix(kv))),
     ];
     let scores = [

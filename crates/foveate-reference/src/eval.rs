@@ -245,7 +245,7 @@ fn binary<F: Real>(op: BinaryOp, x: Value<F>, y: Value<F>) -> Result<Value<F>, R
             Or => x | y,
             Xor | Ne => x ^ y,
             Eq => x == y,
-            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Mix => {
+            Add | Sub | Mul | Div | Rem | Min | Max | Pow | Lt | Le | Shl | Shr | Mix => {
                 unreachable!("{TYPED}")
             }
         }),
@@ -268,7 +268,14 @@ fn binary<F: Real>(op: BinaryOp, x: Value<F>, y: Value<F>) -> Result<Value<F>, R
             Ne => Bool(x != y),
             Lt => Bool(x < y),
             Le => Bool(x <= y),
-            Pow | And | Or | Xor => unreachable!("{TYPED}"),
+            And => I32(x & y),
+            Or => I32(x | y),
+            Xor => I32(x ^ y),
+            // In i64, where no distance below 32 loses a bit of the result.
+            Shl if (0..32).contains(&y) => I32((i64::from(x) << y) as i32),
+            Shl => I32(0),
+            Shr => I32((i64::from(x) >> if (0..32).contains(&y) { y } else { 31 }) as i32),
+            Pow => unreachable!("{TYPED}"),
         },
         (R(x, dx), R(y, dy)) => match op {
             Add => R(x + y, dx + dy),
@@ -305,7 +312,7 @@ fn binary<F: Real>(op: BinaryOp, x: Value<F>, y: Value<F>) -> Result<Value<F>, R
             Ne => Bool(x != y),
             Lt => Bool(x < y),
             Le => Bool(x <= y),
-            And | Or | Xor | Mix => unreachable!("{TYPED}"),
+            And | Or | Xor | Shl | Shr | Mix => unreachable!("{TYPED}"),
         },
         _ => unreachable!("{TYPED}"),
     })

@@ -480,6 +480,9 @@ impl<'a> Parser<'a> {
             );
             return Err(self.fail(at, message));
         }
+        if matches!(name, "&&" | "||") && x.ty() != Type::Bool {
+            return Err(self.fail(at, format!("`{name}` takes bool, not {}", x.ty())));
+        }
         DynExpr::binary(op, x, y).map_err(|e| match e.kind() {
             ModErrorKind::Type { expected, found, .. } => {
                 self.fail(at, format!("`{name}` takes {expected}, not {found}"))

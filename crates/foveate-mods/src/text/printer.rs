@@ -24,8 +24,8 @@ struct Piece {
 }
 
 /// Binds tighter than every operator.
-const ATOM: u8 = 9;
-const PREFIX: u8 = 7;
+const ATOM: u8 = 10;
+const PREFIX: u8 = 8;
 
 pub(super) fn print(program: &Program) -> (String, Names) {
     let graph = program.graph();

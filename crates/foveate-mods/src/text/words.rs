@@ -5,7 +5,7 @@ use crate::ir::{BinaryOp, UnaryOp};
 use crate::value::Type;
 
 /// Binary operators: mark, how tightly it binds, operation, whether operands are exchanged.
-pub(super) const OPERATORS: [(&str, u8, BinaryOp, bool); 16] = [
+pub(super) const OPERATORS: [(&str, u8, BinaryOp, bool); 18] = [
     ("||", 1, BinaryOp::Or, false),
     ("|", 1, BinaryOp::Or, false),
     ("^", 2, BinaryOp::Xor, false),
@@ -17,11 +17,13 @@ pub(super) const OPERATORS: [(&str, u8, BinaryOp, bool); 16] = [
     ("<=", COMPARE, BinaryOp::Le, false),
     (">", COMPARE, BinaryOp::Lt, true),
     (">=", COMPARE, BinaryOp::Le, true),
-    ("+", 5, BinaryOp::Add, false),
-    ("-", 5, BinaryOp::Sub, false),
-    ("*", 6, BinaryOp::Mul, false),
-    ("/", 6, BinaryOp::Div, false),
-    ("%", 6, BinaryOp::Rem, false),
+    ("<<", 5, BinaryOp::Shl, false),
+    (">>", 5, BinaryOp::Shr, false),
+    ("+", 6, BinaryOp::Add, false),
+    ("-", 6, BinaryOp::Sub, false),
+    ("*", 7, BinaryOp::Mul, false),
+    ("/", 7, BinaryOp::Div, false),
+    ("%", 7, BinaryOp::Rem, false),
 ];
 
 pub(super) const COMPARE: u8 = 4;

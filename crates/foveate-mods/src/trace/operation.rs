@@ -83,6 +83,44 @@ pub fn ne<A: Pair<B>, B>(x: A, y: B) -> Expr<bool> {
     apply(BinaryOp::Ne, x.pair(y))
 }
 
+/// What has bits: integers, and truth values, which are one.
+#[diagnostic::on_unimplemented(
+    message = "a mod has no bits of `{Self}`",
+    label = "not an i32 or bool",
+    note = "convert it with `as i32`"
+)]
+pub trait Bits: Element {}
+impl Bits for bool {}
+impl Bits for i32 {}
+
+macro_rules! bits {
+    ($($(#[$doc:meta])* $name:ident $op:ident;)*) => {$(
+        $(#[$doc])*
+        pub fn $name<A: Pair<B>, B>(x: A, y: B) -> Expr<A::Of> where A::Of: Bits {
+            apply(BinaryOp::$op, x.pair(y))
+        }
+    )*};
+}
+
+bits! {
+    /// `x & y`.
+    bit_and And;
+    /// `x | y`.
+    bit_or Or;
+    /// `x ^ y`.
+    xor Xor;
+}
+
+/// `x << y`, 0 for distances outside of `0..32`.
+pub fn shl(x: impl Adapt<i32>, y: impl Adapt<i32>) -> Expr<i32> {
+    apply(BinaryOp::Shl, (x.adapt(), y.adapt()))
+}
+
+/// `x >> y`, the sign for distances outside of `0..32`.
+pub fn shr(x: impl Adapt<i32>, y: impl Adapt<i32>) -> Expr<i32> {
+    apply(BinaryOp::Shr, (x.adapt(), y.adapt()))
+}
+
 /// `x && y`.
 pub fn and(x: impl Adapt<bool>, y: impl Adapt<bool>) -> Expr<bool> {
     apply(BinaryOp::And, (x.adapt(), y.adapt()))
@@ -91,11 +129,6 @@ pub fn and(x: impl Adapt<bool>, y: impl Adapt<bool>) -> Expr<bool> {
 /// `x || y`.
 pub fn or(x: impl Adapt<bool>, y: impl Adapt<bool>) -> Expr<bool> {
     apply(BinaryOp::Or, (x.adapt(), y.adapt()))
-}
-
-/// `x ^ y`.
-pub fn xor(x: impl Adapt<bool>, y: impl Adapt<bool>) -> Expr<bool> {
-    apply(BinaryOp::Xor, (x.adapt(), y.adapt()))
 }
 
 /// `!x`.

@@ -11,7 +11,7 @@ use super::level::for_each_level;
 use super::machine::{Machine, View};
 use super::outside::note;
 use super::registers::{Line, Operand, Register, bool, int, of_bool, of_int, padded};
-use crate::arithmetic::{self, euclid_rem, floor_div, unary_f32};
+use crate::arithmetic::{self, euclid_rem, floor_div, shift_left, shift_right, unary_f32};
 use crate::capture::AnyBuffer;
 use crate::elements::Elements;
 use crate::eval::position;
@@ -225,9 +225,12 @@ fn integers(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
         BinaryOp::Ne => out.compare(x, y, |x, y| int(x) != int(y)),
         BinaryOp::Lt => out.compare(x, y, |x, y| int(x) < int(y)),
         BinaryOp::Le => out.compare(x, y, |x, y| int(x) <= int(y)),
-        BinaryOp::Pow | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
-            unreachable!("a graph is well-typed")
-        }
+        BinaryOp::And => out.zip_int(x, y, |x, y| x & y),
+        BinaryOp::Or => out.zip_int(x, y, |x, y| x | y),
+        BinaryOp::Xor => out.zip_int(x, y, |x, y| x ^ y),
+        BinaryOp::Shl => out.zip_int(x, y, shift_left),
+        BinaryOp::Shr => out.zip_int(x, y, shift_right),
+        BinaryOp::Pow => unreachable!("a graph is well-typed"),
     }
 }
 
@@ -246,9 +249,12 @@ fn floats(op: BinaryOp, x: Operand<'_>, y: Operand<'_>, out: Out<'_>) {
         BinaryOp::Ne => out.compare(x, y, |x, y| x != y),
         BinaryOp::Lt => out.compare(x, y, |x, y| x < y),
         BinaryOp::Le => out.compare(x, y, |x, y| x <= y),
-        BinaryOp::Mix | BinaryOp::And | BinaryOp::Or | BinaryOp::Xor => {
-            unreachable!("a graph is well-typed")
-        }
+        BinaryOp::Mix
+        | BinaryOp::And
+        | BinaryOp::Or
+        | BinaryOp::Xor
+        | BinaryOp::Shl
+        | BinaryOp::Shr => unreachable!("a graph is well-typed"),
     }
 }
 

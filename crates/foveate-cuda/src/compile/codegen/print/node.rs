@@ -232,6 +232,8 @@ fn binary_name(op: BinaryOp, plain: bool, fast_math: bool) -> Option<&'static st
         BinaryOp::Max => "max",
         BinaryOp::Pow => "pow",
         BinaryOp::Mix => "mix",
+        BinaryOp::Shl => "shift_left",
+        BinaryOp::Shr => "shift_right",
         _ => return None,
     })
 }
@@ -267,9 +269,12 @@ fn operator(op: BinaryOp) -> (&'static str, u8) {
         BinaryOp::And => ("&", 8),
         BinaryOp::Xor => ("^", 7),
         BinaryOp::Or => ("|", 6),
-        BinaryOp::Min | BinaryOp::Max | BinaryOp::Pow | BinaryOp::Mix => {
-            unreachable!("written as calls")
-        }
+        BinaryOp::Min
+        | BinaryOp::Max
+        | BinaryOp::Pow
+        | BinaryOp::Mix
+        | BinaryOp::Shl
+        | BinaryOp::Shr => unreachable!("written as calls"),
     }
 }
 
