@@ -9,7 +9,7 @@ use foveate_cuda::compile::config::{Family, Tiles};
 use foveate_cuda::{CudaOptions, CudaPlan, Engine};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Spec};
 use foveate_reference::{Upstream, low};
-use foveate_tensor::{DType, TensorMut, indices};
+use foveate_tensor::{DType, SliceMut, TensorMut, indices};
 
 use crate::program::Program;
 
@@ -271,13 +271,12 @@ impl Prepared for PlainPlan {
         let start = accumulate.then_some(ACCUMULATE_START);
         let upstream = Upstream { d_out, d_lse };
         let found = low::backward(&self.0, &operands, &upstream).map_err(|e| e.to_string())?;
-        write(&mut dq, &found.dq, start);
-        write(&mut dk, &found.dk, start);
-        write(&mut dv, &found.dv, start);
-        let add = |into: &mut [f32], from: &[f64]| {
-            for (into, x) in into.iter_mut().zip(from) {
-                *into = *x as f32 + if accumulate { *into } else { 0.0 };
-            }
+        for (into, found) in [(&mut dq, &found.dq), (&mut dk, &found.dk), (&mut dv, &found.dv)] {
+            into.iter_mut().for_each(|into| write(into, found, start));
+        }
+        let add = |mut into: SliceMut<'_>, from: &[f64]| {
+            let from: Vec<f32> = from.iter().map(|&x| x as f32).collect();
+            into.store(&from, accumulate);
         };
         if let Some(d_sink) = args.d_sink {
             add(d_sink, &found.d_sink);

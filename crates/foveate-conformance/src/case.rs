@@ -79,6 +79,12 @@ pub struct Case {
     /// Gradients are added to what the destinations hold.
     #[serde(default)]
     pub accumulate: bool,
+    /// Gradients that get no destination: `dq`, `dk`, `dv`, `d_sink`, or the name of a learned
+    /// buffer.
+    #[serde(default)]
+    pub without: Vec<String>,
+    /// Dtype of the sink and of its gradient, f32 if absent.
+    pub sink_dtype: Option<String>,
     /// Dtype of dq, dk and dv when it is not that of the operands.
     pub gradients: Option<String>,
     /// Factor on the random operands, 1 if absent.
@@ -185,6 +191,19 @@ impl Case {
     /// When it is none of `f32`, `f16`, `bf16`.
     pub fn gradient_dtype(&self) -> Result<DType, CaseError> {
         dtype(&self.name, self.gradients.as_ref().unwrap_or(&self.dtype))
+    }
+
+    /// The dtype of the sink.
+    ///
+    /// # Errors
+    /// When it is none of `f32`, `f16`, `bf16`.
+    pub fn sink_dtype(&self) -> Result<DType, CaseError> {
+        self.sink_dtype.as_ref().map_or(Ok(DType::F32), |name| dtype(&self.name, name))
+    }
+
+    /// Whether a gradient gets a destination.
+    pub fn wants(&self, gradient: &str) -> bool {
+        !self.without.iter().any(|name| name == gradient)
     }
 
     /// Rows of q, and of k and v, those after the last packed sequence included.

@@ -2,7 +2,7 @@
 
 use foveate_problem::{Operands, Pages};
 use foveate_reference::Upstream;
-use foveate_tensor::{DType, Data, Layout, Packing, TensorRef, indices};
+use foveate_tensor::{DType, Data, Layout, Packing, Slice, TensorRef, indices};
 
 use crate::case::{Case, Sink};
 use crate::error::CaseError;
@@ -20,7 +20,7 @@ pub(crate) struct Inputs<'c> {
     pub storage: Storage,
     packing: Option<Packing>,
     qkv: Vec<Data>,
-    sink: Option<Vec<f32>>,
+    sink: Option<Data>,
     d_out: Data,
     d_lse: Option<Vec<f32>>,
 }
@@ -61,10 +61,12 @@ impl<'c> Inputs<'c> {
         let sink = match &case.sink {
             Sink::Random(false) => None,
             Sink::Random(true) => {
-                Some((0..case.heads[0]).map(|_| random.normal() as f32).collect())
+                Some((0..case.heads[0]).map(|_| f64::from(random.normal() as f32)).collect())
             }
-            Sink::Given(values) => Some(values.clone()),
+            Sink::Given(values) => Some(values.iter().map(|&x| x.into()).collect()),
         };
+        let sink_dtype = case.sink_dtype()?;
+        let sink = sink.map(|values: Vec<f64>| Data::from_f64(sink_dtype, values));
         let (layout, size) = storage.out;
         let d_out = fill(dtype, &[size], &[(0, layout)], used, |_, index| {
             let x = random.normal();
@@ -90,7 +92,7 @@ impl<'c> Inputs<'c> {
             q: view(0)?,
             k: view(1)?,
             v: view(2)?,
-            sink: self.sink.as_deref(),
+            sink: self.sink.as_ref().map(Slice::from),
             varlen: varlen.map_err(|e| fail(&e))?,
             pages: pages.transpose().map_err(|e| fail(&e))?,
         })

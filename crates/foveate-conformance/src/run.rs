@@ -1,8 +1,11 @@
 //! Runs cases.
 
+use foveate_mods::{AnyBuffer, ElementType};
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Sequence, Spec};
 use foveate_reference::{Forward, Gradients, NonFinite, Upstream, backward, forward, low};
-use foveate_tensor::{DType, Data, Layout, Tensor, TensorError, TensorMut, TensorRef};
+use foveate_tensor::{
+    DType, Data, Layout, Slice, SliceMut, Tensor, TensorError, TensorMut, TensorRef,
+};
 use rayon::prelude::*;
 
 use crate::backend::{ACCUMULATE_START, Backend, Prepared};
@@ -104,6 +107,8 @@ struct Problem<'a> {
     dims: Dims,
     upstream: Upstream<'a>,
     answers: Answers,
+    /// Learned buffers, and the dtype that their gradients come in: their own.
+    learned: Vec<(String, DType)>,
 }
 
 /// What a forward pass wrote, as the backward pass reads it.
@@ -119,7 +124,14 @@ impl<'a> Problem<'a> {
         let dims = Dims::of(&operands).map_err(|e| fail(&e))?;
         let answers = Answers::of(&inputs.program.local, &operands, &upstream);
         let answers = answers.map_err(|e| fail(&e))?;
-        Ok(Self { case, storage: &inputs.storage, operands, dims, upstream, answers })
+        let of = |b: &AnyBuffer| match b.element() {
+            ElementType::F16 => DType::F16,
+            ElementType::BF16 => DType::BF16,
+            _ => DType::F32,
+        };
+        let learned = inputs.program.local.learned();
+        let learned = learned.into_iter().map(|b| (b.name().to_owned(), of(b))).collect();
+        Ok(Self { case, storage: &inputs.storage, operands, dims, upstream, answers, learned })
     }
 
     /// Both passes of a plan; a line for each result that is wrong.
@@ -173,44 +185,62 @@ impl<'a> Problem<'a> {
         let start = if case.accumulate { ACCUMULATE_START } else { f64::NAN };
         let (sizes, layouts) = self.gradient_storage();
         let mut grads = fill(dtype, &sizes, &layouts, self.covered(), |_, _| start);
-        let mut d_sink = operands.sink.map(|s| vec![start as f32; s.len()]);
-        let captures = gold.captures.iter();
-        let mut captures: Vec<(&str, Vec<f32>)> =
-            captures.map(|(name, x)| (name.as_str(), vec![start as f32; x.len()])).collect();
+        let mut d_sink = operands.sink.map(|s| Data::filled(s.dtype(), s.len(), start));
+        // The gradient of a learned buffer comes in the buffer's own dtype.
+        let captures = gold.captures.iter().map(|(name, x)| {
+            let dtype = self.learned.iter().find(|(of, _)| of == name).map(|(_, dtype)| *dtype);
+            (name.as_str(), Data::filled(dtype.unwrap_or(DType::F32), x.len(), start))
+        });
+        let mut captures: Vec<(&str, Data)> = captures.collect();
         let [dq, dk, dv] = self.destinations(&mut grads, &layouts).map_err(text)?;
-        let d_captures = captures.iter_mut().map(|(name, into)| CaptureGrad { name, into });
+        let d_captures = captures
+            .iter_mut()
+            .filter(|(name, _)| case.wants(name))
+            .map(|(name, into)| CaptureGrad { name, into: into.into() });
         plan.backward(BackwardArgs {
             operands: *operands,
             out: TensorRef::new(&saved.out, self.storage.out.0).map_err(text)?,
             lse: saved.lse.view(),
             d_out: upstream.d_out,
             d_lse: upstream.d_lse,
-            dq,
-            dk,
-            dv,
+            dq: Some(dq).filter(|_| case.wants("dq")),
+            dk: Some(dk).filter(|_| case.wants("dk")),
+            dv: Some(dv).filter(|_| case.wants("dv")),
             accumulate: case.accumulate,
-            d_sink: d_sink.as_deref_mut(),
+            d_sink: d_sink.as_mut().map(SliceMut::from).filter(|_| case.wants("d_sink")),
             d_captures: d_captures.collect(),
         })?;
 
         let added = if case.accumulate { ACCUMULATE_START } else { 0.0 };
         let plus = |values: &[f64]| values.iter().map(|x| x + added).collect::<Vec<_>>();
-        let mut compare = |name: &str, gold: &[f64], low: &[f64], ours: &[f64]| {
-            wrong.compare(name, dtype, case.nonfinite(), [&plus(gold), &plus(low), ours]);
+        let wide = |values: &Data| {
+            (0..values.len()).map(|i| Slice::from(values).get_f64(i)).collect::<Vec<_>>()
+        };
+        let mut compare = |name: &str, [gold, low, ours]: [&[f64]; 3], stored: DType| {
+            let (gold, low) = (plus(gold), plus(low));
+            // What is stored in 16 bits is rounded once there, whatever the operands are.
+            let (low, dtype) = match stored {
+                DType::F32 => (low, dtype),
+                stored => (wide(&Data::from_f64(stored, low)), stored),
+            };
+            wrong.compare(name, dtype, case.nonfinite(), [&gold, &low, ours]);
         };
         let dense =
             [("dq", &gold.dq, &low.dq), ("dk", &gold.dk, &low.dk), ("dv", &gold.dv, &low.dv)];
         for ((name, gold, low), (buffer, layout)) in dense.into_iter().zip(layouts) {
-            let ours = TensorRef::new(&grads[buffer], layout).map_err(text)?;
-            compare(name, gold, low, &row_major(&ours));
+            let ours = row_major(&TensorRef::new(&grads[buffer], layout).map_err(text)?);
+            match case.wants(name) {
+                true => compare(name, [gold, low, &ours], DType::F32),
+                false if ours.iter().all(|&x| x == start || x.is_nan() && start.is_nan()) => {}
+                false => return Err(format!("{name} was written, which nobody asked for")),
+            }
         }
-        let wide = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
-        if let Some(d_sink) = &d_sink {
-            compare("d_sink", &gold.d_sink, &low.d_sink, &wide(d_sink));
+        if let Some(d_sink) = d_sink.as_ref().filter(|_| case.wants("d_sink")) {
+            compare("d_sink", [&gold.d_sink, &low.d_sink, &wide(d_sink)], d_sink.dtype());
         }
-        for (name, ours) in &captures {
-            let (gold, low) = (&gold.captures[*name], &low.captures[*name]);
-            compare(&format!("gradient of `{name}`"), gold, low, &wide(ours));
+        for (name, ours) in captures.iter().filter(|(name, _)| case.wants(name)) {
+            let compared = [&gold.captures[*name][..], &low.captures[*name], &wide(ours)];
+            compare(&format!("gradient of `{name}`"), compared, ours.dtype());
         }
         for (buffer, data) in grads.iter().enumerate() {
             let inside = layouts.iter().filter(|(b, _)| *b == buffer).map(|(_, l)| *l);

@@ -27,7 +27,7 @@ pub struct Call<'a> {
     /// Factor on `q·k`.
     pub scale: f32,
     /// Logit of each query head that joins the denominator.
-    pub sink: Option<&'a [f32]>,
+    pub sink: Option<Vec<f32>>,
     /// `1/(1-p)` of the dropout.
     pub dropout_scale: f32,
     /// Whether operands are multiplied as pairs of bf16.
@@ -61,7 +61,7 @@ impl Call<'_> {
     /// `max`, and the sink. Returns its `lse`. An empty row becomes 0.
     pub fn divide(&self, h: usize, max: f32, sum: f32, row: &mut [f32]) -> f32 {
         let (mut shift, mut own, mut denominator) = (max, 1.0, sum);
-        if let Some(sink) = self.sink.map(|sink| sink[h]) {
+        if let Some(sink) = self.sink.as_ref().map(|sink| sink[h]) {
             // Relative to the larger of both, so that neither exponential overflows.
             shift = if sink > shift { sink } else { shift };
             own = (max - shift).exp();

@@ -6,8 +6,10 @@
 //! of the learned buffers per slot: sixteen slots when they fit 64 MiB, never fewer than four.
 
 use foveate_problem::CaptureGrad;
-use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
-use rayon::slice::ParallelSliceMut;
+use foveate_tensor::SliceMut;
+use rayon::iter::{
+    IndexedParallelIterator, IntoParallelIterator, IntoParallelRefMutIterator, ParallelIterator,
+};
 
 use crate::error::CpuError;
 use crate::mods::Mods;
@@ -27,7 +29,7 @@ pub struct Slot<'a> {
 pub struct CaptureSums<'a> {
     slots: Vec<Slot<'a>>,
     /// Destination of each learned buffer.
-    into: Vec<Option<&'a mut [f32]>>,
+    into: Vec<Option<SliceMut<'a>>>,
 }
 
 impl<'a> CaptureSums<'a> {
@@ -43,15 +45,15 @@ impl<'a> CaptureSums<'a> {
         accumulate: bool,
     ) -> Result<Self, CpuError> {
         let learned = mods.differentiable()?;
-        let mut into: Vec<Option<&'a mut [f32]>> = learned.iter().map(|_| None).collect();
+        let mut into: Vec<Option<SliceMut<'a>>> = learned.iter().map(|_| None).collect();
         let mut elems = 0;
-        for grad in wanted {
+        for mut grad in wanted {
             match learned.iter().position(|l| l.name == grad.name) {
                 Some(i) => {
                     elems += grad.into.len();
                     into[i] = Some(grad.into);
                 }
-                None if !accumulate => grad.into.fill(0.0),
+                None if !accumulate => grad.into.store(&vec![0.0; grad.into.len()], false),
                 None => {}
             }
         }
@@ -88,14 +90,13 @@ impl<'a> CaptureSums<'a> {
         const PART: usize = 4096;
         for (i, into) in self.into.into_iter().enumerate() {
             let Some(into) = into else { continue };
-            into.par_chunks_mut(PART).enumerate().for_each(|(part, into)| {
-                if !accumulate {
-                    into.fill(0.0);
-                }
+            into.chunks(PART).into_par_iter().enumerate().for_each(|(part, mut into)| {
+                let mut sums = [0.0; PART];
                 for slot in &self.slots {
                     let own = &slot.sums[i][part * PART..][..into.len()];
-                    into.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+                    sums.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
                 }
+                into.store(&sums, accumulate);
             });
         }
     }

@@ -6,7 +6,7 @@ use foveate_mods::{AnyBuffer, ScalarValue};
 use foveate_problem::{
     Arrangement, BackwardArgs, Dims, ForwardArgs, Operands, Rebound, Sequence, Spec,
 };
-use foveate_tensor::DType;
+use foveate_tensor::{DType, Slice};
 
 use crate::call::{Call, head};
 use crate::decode;
@@ -176,7 +176,7 @@ impl CpuPlan {
         &'a self,
         dims: Dims,
         sequences: Vec<Sequence>,
-        sink: Option<&'a [f32]>,
+        sink: Option<Slice<'_>>,
         backward: bool,
     ) -> Call<'a> {
         let pairs = self.dtype == DType::BF16 && simd::level().has_pairs();
@@ -207,7 +207,7 @@ impl CpuPlan {
             wave_bytes: self.options.workspace_bytes.unwrap_or(WAVE_BYTES),
             live,
             scale: self.spec.scale_for(dims.dim),
-            sink,
+            sink: sink.map(|s| (0..s.len()).map(|h| s.get_f64(h) as f32).collect()),
             dropout_scale: self.spec.dropout.as_ref().map_or(1.0, |d| d.kept_scale()),
             pairs,
             mods: &self.mods,
@@ -257,9 +257,9 @@ mod tests {
             lse: lse.view(),
             d_out: t.view(),
             d_lse: None,
-            dq: dq.view_mut().unwrap(),
-            dk: dk.view_mut().unwrap(),
-            dv: dv.view_mut().unwrap(),
+            dq: Some(dq.view_mut().unwrap()),
+            dk: Some(dk.view_mut().unwrap()),
+            dv: Some(dv.view_mut().unwrap()),
             accumulate: false,
             d_sink: None,
             d_captures: Vec::new(),

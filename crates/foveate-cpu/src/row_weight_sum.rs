@@ -113,7 +113,7 @@ impl Wave<'_> {
         scratch.evaluator.enter(head(&call.dims, s, h));
         let lse: Vec<f32> = (start..start + rows).map(|row| self.lse(b, h, row)).collect();
         for (sum, lse) in sums.iter_mut().zip(&lse) {
-            *sum = call.sink.map_or(0.0, |sink| (sink[h] - lse).exp());
+            *sum = call.sink.as_ref().map_or(0.0, |sink| (sink[h] - lse).exp());
         }
         let Scratch { evaluator, k, k_t, scores, .. } = scratch;
         for (key_tile, partial) in call.live(b, h).tiles(start / tiles.q, &call.key_tiles(b)) {

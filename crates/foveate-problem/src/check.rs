@@ -224,9 +224,11 @@ impl BackwardArgs<'_> {
         if let Some(d_lse) = &self.d_lse {
             statistic("d_lse", d_lse.layout(), d_lse.dtype(), dims)?;
         }
-        shape("dq", self.dq.layout(), dims.q_shape())?;
-        shape("dk", self.dk.layout(), dims.k_shape())?;
-        shape("dv", self.dv.layout(), dims.v_shape())?;
+        let shapes = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+        let gradients = [("dq", &self.dq), ("dk", &self.dk), ("dv", &self.dv)];
+        for ((name, gradient), needed) in gradients.into_iter().zip(shapes) {
+            gradient.iter().try_for_each(|t| shape(name, t.layout(), needed))?;
+        }
         if let Some(d_sink) = &self.d_sink {
             if self.operands.sink.is_none() {
                 let message = "d_sink is asked for, but there is no sink; leave it out";

@@ -36,7 +36,7 @@ pub use pages::Pages;
 pub use rebind::{RebindError, Rebound};
 
 use foveate_mods::{MaskMod, ScoreMod};
-use foveate_tensor::{TensorMut, TensorRef, Varlen};
+use foveate_tensor::{Slice, SliceMut, TensorMut, TensorRef, Varlen};
 
 /// The program: what is computed, whatever the shapes.
 #[derive(Clone, Debug)]
@@ -232,8 +232,8 @@ pub struct Operands<'a> {
     pub k: TensorRef<'a>,
     /// Values.
     pub v: TensorRef<'a>,
-    /// A logit per query head that joins the softmax's denominator only, `[Hq]`.
-    pub sink: Option<&'a [f32]>,
+    /// A logit per query head that joins the softmax's denominator only, `[Hq]`, of any dtype.
+    pub sink: Option<Slice<'a>>,
     /// Sequence offsets of packed operands.
     pub varlen: Option<Varlen<'a>>,
     /// The pages that k and v lie in; their shapes are those of [`Pages`] then. Forward only.
@@ -277,16 +277,16 @@ pub struct BackwardArgs<'a> {
     pub d_out: TensorRef<'a>,
     /// Gradient of the loss with respect to `lse`.
     pub d_lse: Option<TensorRef<'a, 3>>,
-    /// Gradient of q.
-    pub dq: TensorMut<'a>,
+    /// Gradient of q. What has no destination is not computed; so for the others.
+    pub dq: Option<TensorMut<'a>>,
     /// Gradient of k (summed over the batch when k is shared).
-    pub dk: TensorMut<'a>,
+    pub dk: Option<TensorMut<'a>>,
     /// Gradient of v (summed over the batch when v is shared).
-    pub dv: TensorMut<'a>,
+    pub dv: Option<TensorMut<'a>>,
     /// Add to dq, dk, dv, d_sink and d_captures instead of overwriting them.
     pub accumulate: bool,
-    /// Gradient of the sink, `[Hq]`.
-    pub d_sink: Option<&'a mut [f32]>,
+    /// Gradient of the sink, `[Hq]`, of any dtype.
+    pub d_sink: Option<SliceMut<'a>>,
     /// Gradients of learned captured buffers of the score, row-major like the buffers.
     pub d_captures: Vec<CaptureGrad<'a>>,
 }
@@ -296,6 +296,7 @@ pub struct BackwardArgs<'a> {
 pub struct CaptureGrad<'a> {
     /// Name of the buffer.
     pub name: &'a str,
-    /// One f32 for each element of the buffer, row-major.
-    pub into: &'a mut [f32],
+    /// One number for each element of the buffer, row-major, of any dtype: sums are in f32 and
+    /// rounded once.
+    pub into: SliceMut<'a>,
 }

@@ -1,5 +1,5 @@
 use foveate_mods::{Buffer, ScoreMod, expr};
-use foveate_tensor::{DType, Tensor, TensorMut, Varlen};
+use foveate_tensor::{DType, Slice, SliceMut, Tensor, TensorMut, Varlen};
 
 use crate::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Spec};
 
@@ -87,7 +87,7 @@ fn offsets_made_for_longer_operands_are_refused() {
 #[test]
 fn a_sink_needs_a_logit_for_each_query_head() {
     let q = tensor([1, 2, 3, 3]);
-    let error = Dims::of(&Operands { sink: Some(&[0.0; 3]), ..operands(&q, &q, &q) });
+    let error = Dims::of(&Operands { sink: Some(Slice::F32(&[0.0; 3])), ..operands(&q, &q, &q) });
     assert!(error.expect_err("3 logits").to_string().contains("3 logits for 2 query heads"));
 }
 
@@ -151,12 +151,15 @@ fn backward_check(spec: &Spec, captures: &[(&str, usize)], d_sink: Option<usize>
         lse: lse.view(),
         d_out: q.view(),
         d_lse: None,
-        dq: dq.view_mut().expect("dense"),
-        dk: dk.view_mut().expect("dense"),
-        dv: dv.view_mut().expect("dense"),
+        dq: Some(dq.view_mut().expect("dense")),
+        dk: Some(dk.view_mut().expect("dense")),
+        dv: Some(dv.view_mut().expect("dense")),
         accumulate: false,
-        d_sink: d_sink.as_deref_mut(),
-        d_captures: into.iter_mut().map(|(name, into)| CaptureGrad { name, into }).collect(),
+        d_sink: d_sink.as_deref_mut().map(SliceMut::F32),
+        d_captures: into
+            .iter_mut()
+            .map(|(name, into)| CaptureGrad { name, into: into.into() })
+            .collect(),
     };
     args.check(&dims, spec).map_or_else(|e| e.to_string(), |()| "ok".into())
 }

@@ -237,7 +237,7 @@ impl<'a, F: Real> Problem<'a, F> {
 
     fn softmax(&self, row: &Row<'_>, scores: &Scores<F>) -> Softmax<F> {
         let (zero, empty) = (F::of(0.0), F::of(f64::NEG_INFINITY));
-        let sink = self.operands.sink.map_or(empty, |s| F::of(s[row.h].into()));
+        let sink = self.operands.sink.map_or(empty, |s| F::of(s.get_f64(row.h)));
         let max = scores.score.iter().copied().fold(empty, larger);
         let shift = larger(max, sink);
         let weight = |s: F| if s == empty { zero } else { (s - shift).apply(Function::Exp) };
@@ -282,7 +282,7 @@ impl<F: Real> Results<F> {
             dq: untouched(&dims.q_shape()),
             dk: untouched(&dims.k_shape()),
             dv: untouched(&dims.v_shape()),
-            d_sink: vec![zero; problem.operands.sink.map_or(0, <[f32]>::len)],
+            d_sink: vec![zero; problem.operands.sink.map_or(0, |s| s.len())],
             captures: learned.map(|b| (b.name().to_owned(), vec![zero; b.elems()])).collect(),
         }
     }

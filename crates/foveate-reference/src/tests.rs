@@ -4,7 +4,7 @@ use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dropout, Operands, Spec};
 use foveate_tensor::random::Random;
-use foveate_tensor::{DType, Tensor, Varlen};
+use foveate_tensor::{DType, Slice, Tensor, Varlen};
 
 use crate::{Forward, Upstream, backward, forward, low};
 
@@ -64,7 +64,7 @@ impl Case {
             q: q.view(),
             k: k.view(),
             v: v.view(),
-            sink: sink.as_deref(),
+            sink: sink.as_deref().map(Slice::F32),
             varlen,
             pages: None,
         }
@@ -224,7 +224,7 @@ fn view(inputs: &Inputs) -> Operands<'_> {
         q: q.view(),
         k: k.view(),
         v: v.view(),
-        sink: sink.as_deref(),
+        sink: sink.as_deref().map(Slice::F32),
         varlen: None,
         pages: None,
     }

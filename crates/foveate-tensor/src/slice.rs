@@ -78,7 +78,76 @@ pub enum SliceMut<'a> {
     F64(&'a mut [f64]),
 }
 
-impl SliceMut<'_> {
+impl<'a> SliceMut<'a> {
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        match self {
+            SliceMut::F32(_) => DType::F32,
+            SliceMut::F16(_) => DType::F16,
+            SliceMut::BF16(_) => DType::BF16,
+            SliceMut::F64(_) => DType::F64,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.elems()
+    }
+
+    /// True when there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.elems() == 0
+    }
+
+    /// The same destination for a shorter time.
+    pub fn reborrow(&mut self) -> SliceMut<'_> {
+        match self {
+            SliceMut::F32(v) => SliceMut::F32(v),
+            SliceMut::F16(v) => SliceMut::F16(v),
+            SliceMut::BF16(v) => SliceMut::BF16(v),
+            SliceMut::F64(v) => SliceMut::F64(v),
+        }
+    }
+
+    /// Destinations of `count` elements each, the last one of what is left.
+    pub fn chunks(self, count: usize) -> Vec<SliceMut<'a>> {
+        match self {
+            SliceMut::F32(v) => v.chunks_mut(count).map(SliceMut::F32).collect(),
+            SliceMut::F16(v) => v.chunks_mut(count).map(SliceMut::F16).collect(),
+            SliceMut::BF16(v) => v.chunks_mut(count).map(SliceMut::BF16).collect(),
+            SliceMut::F64(v) => v.chunks_mut(count).map(SliceMut::F64).collect(),
+        }
+    }
+
+    /// Writes `values`, or adds them to what is there, each result rounded once.
+    ///
+    /// # Panics
+    /// When there are fewer values than elements.
+    pub fn store(&mut self, values: &[f32], add: bool) {
+        fn each<T: Copy>(
+            into: &mut [T],
+            values: &[f32],
+            add: bool,
+            wide: impl Fn(T) -> f64,
+            narrow: impl Fn(f64) -> T,
+        ) {
+            for (into, &x) in into.iter_mut().zip(values) {
+                *into = narrow(if add { wide(*into) + f64::from(x) } else { x.into() });
+            }
+        }
+        assert!(values.len() >= self.elems(), "a value for each element");
+        match self {
+            // In f32 a sum of two f32 is rounded once, too.
+            SliceMut::F32(into) => into
+                .iter_mut()
+                .zip(values)
+                .for_each(|(into, &x)| *into = if add { *into + x } else { x }),
+            SliceMut::F16(into) => each(into, values, add, f16::to_f64, f16::from_f64),
+            SliceMut::BF16(into) => each(into, values, add, bf16::to_f64, bf16::from_f64),
+            SliceMut::F64(into) => each(into, values, add, |x| x, |x| x),
+        }
+    }
+
     pub(crate) fn elems(&self) -> usize {
         match self {
             SliceMut::F32(v) => v.len(),

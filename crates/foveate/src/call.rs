@@ -7,7 +7,7 @@
 //! once, as backends do.
 
 use foveate_problem::{BackwardArgs, CaptureGrad, ForwardArgs};
-use foveate_tensor::{TensorMut, TensorRef};
+use foveate_tensor::{SliceMut, TensorMut, TensorRef};
 
 use crate::error::Error;
 use crate::plan::{Forward, Gradients, Plan};
@@ -206,29 +206,52 @@ impl<'a> BackwardCall<'a> {
 /// buffer too. What is given no destination is not computed.
 #[derive(Debug)]
 pub struct GradientsMut<'a> {
-    dq: TensorMut<'a>,
-    dk: TensorMut<'a>,
-    dv: TensorMut<'a>,
-    d_sink: Option<&'a mut [f32]>,
+    dq: Option<TensorMut<'a>>,
+    dk: Option<TensorMut<'a>>,
+    dv: Option<TensorMut<'a>>,
+    d_sink: Option<SliceMut<'a>>,
     captures: Vec<CaptureGrad<'a>>,
 }
 
 impl<'a> GradientsMut<'a> {
     /// Destinations of the shapes of q, k and v.
     pub fn new(dq: TensorMut<'a>, dk: TensorMut<'a>, dv: TensorMut<'a>) -> Self {
-        Self { dq, dk, dv, d_sink: None, captures: Vec::new() }
+        Self { dq: Some(dq), dk: Some(dk), dv: Some(dv), ..Self::none() }
     }
 
-    /// That of the sink's gradient, `[Hq]`.
-    pub fn d_sink(mut self, into: &'a mut [f32]) -> Self {
-        self.d_sink = Some(into);
+    /// No destination yet: gradients that get none are not computed.
+    pub fn none() -> Self {
+        Self { dq: None, dk: None, dv: None, d_sink: None, captures: Vec::new() }
+    }
+
+    /// That of the gradient of q, of the shape of q.
+    pub fn dq(mut self, into: TensorMut<'a>) -> Self {
+        self.dq = Some(into);
+        self
+    }
+
+    /// That of the gradient of k, of the shape of k.
+    pub fn dk(mut self, into: TensorMut<'a>) -> Self {
+        self.dk = Some(into);
+        self
+    }
+
+    /// That of the gradient of v, of the shape of v.
+    pub fn dv(mut self, into: TensorMut<'a>) -> Self {
+        self.dv = Some(into);
+        self
+    }
+
+    /// That of the sink's gradient, `[Hq]`, of any dtype.
+    pub fn d_sink(mut self, into: impl Into<SliceMut<'a>>) -> Self {
+        self.d_sink = Some(into.into());
         self
     }
 
     /// That of the gradient of the learned captured buffer called `name`, row-major like the
-    /// buffer.
-    pub fn capture(mut self, name: &'a str, into: &'a mut [f32]) -> Self {
-        self.captures.push(CaptureGrad { name, into });
+    /// buffer, of any dtype.
+    pub fn capture(mut self, name: &'a str, into: impl Into<SliceMut<'a>>) -> Self {
+        self.captures.push(CaptureGrad { name, into: into.into() });
         self
     }
 }
@@ -241,9 +264,11 @@ impl Gradients {
     pub fn view_mut(&mut self) -> Result<GradientsMut<'_>, Error> {
         let mut to =
             GradientsMut::new(self.dq.view_mut()?, self.dk.view_mut()?, self.dv.view_mut()?);
-        to.d_sink = self.d_sink.as_deref_mut();
+        to.d_sink = self.d_sink.as_deref_mut().map(SliceMut::F32);
         let captures = self.captures.iter_mut();
-        to.captures = captures.map(|(name, into)| CaptureGrad { name, into }).collect();
+        to.captures = captures
+            .map(|(name, into)| CaptureGrad { name, into: into.as_mut_slice().into() })
+            .collect();
         Ok(to)
     }
 }

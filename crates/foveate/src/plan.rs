@@ -8,7 +8,7 @@ use foveate_cuda::CudaPlan;
 use foveate_mods::expr::IntoScalar;
 use foveate_mods::{AnyBuffer, Buffer, Element};
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands};
-use foveate_tensor::{DType, Tensor, TensorRef};
+use foveate_tensor::{DType, Slice, Tensor, TensorRef};
 
 use crate::backend::{self, BackendPlan, Chosen, Wanted};
 use crate::device::Device;
@@ -144,7 +144,7 @@ impl Plan {
     ) -> Result<Operands<'a>, Error> {
         let varlen = self.problem.offsets_within(q.shape()[2], k.shape()[2])?;
         let pages = self.problem.get_pages();
-        Ok(Operands { q, k, v, sink: self.problem.get_sink(), varlen, pages })
+        Ok(Operands { q, k, v, sink: self.problem.get_sink().map(Slice::F32), varlen, pages })
     }
 
     /// The plan with another buffer in place of the captured one of the same name.

@@ -65,7 +65,7 @@ fn vectors_go_in_and_slices_come_out() {
         q: q.view(),
         k: k.view(),
         v: v.view(),
-        sink: Some(&SINK),
+        sink: Some((&SINK).into()),
         varlen: None,
         pages: None,
     };
@@ -97,7 +97,7 @@ fn a_backward_call_takes_a_gradient_of_lse_own_destinations_and_adds_up() {
         q: q.view(),
         k: k.view(),
         v: v.view(),
-        sink: Some(&SINK),
+        sink: Some((&SINK).into()),
         varlen: None,
         pages: None,
     };

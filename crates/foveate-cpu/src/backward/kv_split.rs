@@ -45,8 +45,8 @@ pub struct DqPart {
 /// A split and the destinations of its gradients.
 pub struct KvSplitTask<'a> {
     pub split: &'a KvSplit,
-    pub dk: TensorMut<'a>,
-    pub dv: TensorMut<'a>,
+    pub dk: Option<TensorMut<'a>>,
+    pub dv: Option<TensorMut<'a>>,
     /// The f32 dq of the split's rows, query head after query head.
     pub dq_accum: &'a mut [f32],
 }
@@ -91,22 +91,25 @@ impl KvSplits {
         self.heads[head]
     }
 
-    /// A task for each split, longest first. `buffer` holds [`Self::elems`].
+    /// A task for each split, longest first. `buffer` holds [`Self::elems`], which are none for
+    /// rows of `dim` 0.
     pub fn tasks<'a, 'b: 'a>(
         &'a self,
         dim: usize,
         mut buffer: &'a mut [f32],
         wave: &[KvHead],
-        dk: &mut OutputTiles<'b, 4>,
-        dv: &mut OutputTiles<'b, 4>,
+        dk: &mut Option<OutputTiles<'b, 4>>,
+        dv: &mut Option<OutputTiles<'b, 4>>,
     ) -> Vec<KvSplitTask<'a>> {
         let mut tasks = Vec::with_capacity(self.splits.len());
         for split in &self.splits {
             let kv_head = &wave[split.kv_head];
             let dq_accum;
             (dq_accum, buffer) = buffer.split_at_mut(split.rows() * dim);
-            let dk = dk.take(kv_head.range, kv_head.h_kv, split.index);
-            let dv = dv.take(kv_head.range, kv_head.h_kv, split.index);
+            let own = |of: &mut Option<OutputTiles<'b, 4>>| {
+                of.as_mut().map(|of| of.take(kv_head.range, kv_head.h_kv, split.index))
+            };
+            let (dk, dv) = (own(dk), own(dv));
             tasks.push(KvSplitTask { split, dk, dv, dq_accum });
         }
         tasks.sort_by_key(|task| std::cmp::Reverse(task.split.cost));
@@ -137,12 +140,13 @@ impl<'a> DqAccum<'a> {
         call: &'a Call<'a>,
         wave: &[KvHead],
         splits: &KvSplits,
-        dq: &mut OutputTiles<'b, 4>,
+        dq: &mut Option<OutputTiles<'b, 4>>,
         accumulate: bool,
     ) -> Self {
         let kv_heads = wave.iter().enumerate().map(|(u, kv_head)| {
             let mut into = Vec::new();
             for (i, (b, h)) in call.heads_of(kv_head).enumerate() {
+                let Some(dq) = dq else { break };
                 for tile in 0..call.sequences[b].q_len.div_ceil(call.tiles.q) {
                     into.push((i, tile * call.tiles.q, dq.take(b, h, tile)));
                 }

@@ -42,7 +42,7 @@ use crate::tasks::{KvHead, OutputTiles, RowRange, key_ranges, run, waves};
 
 use kv_split::{DqAccum, KvSplits};
 use statistics::{Sources, Statistics};
-use tile::{Scratch, Worker};
+use tile::{Scratch, Wanted, Worker};
 
 /// Runs the backward pass of `call`.
 pub fn backward(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuError> {
@@ -59,9 +59,12 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
     let ranges: Vec<RowRange> = call.sequences.iter().map(RowRange::queries).collect();
     let keys = key_ranges(&call.dims, &call.sequences);
     let split_len = |len: usize| tiles.kv_split_len(len, call.kv_heads.len());
-    let mut dq = OutputTiles::split(dq, &ranges, |_| tiles.q);
-    let mut dk = OutputTiles::split(dk, &keys, split_len);
-    let mut dv = OutputTiles::split(dv, &keys, split_len);
+    let mut dq = dq.map(|dq| OutputTiles::split(dq, &ranges, |_| tiles.q));
+    let mut dk = dk.map(|dk| OutputTiles::split(dk, &keys, split_len));
+    let mut dv = dv.map(|dv| OutputTiles::split(dv, &keys, split_len));
+    let wanted = Wanted { dq: dq.is_some(), dk: dk.is_some(), dv: dv.is_some() };
+    // Without a destination dq has rows of no elements.
+    let dim_q = if wanted.dq { tiles.dim } else { 0 };
     let mut captures = CaptureSums::new(call.mods, call.pool, args.d_captures, accumulate)?;
     let captures_wanted = captures.wanted();
     let mut d_sink = vec![0.0; call.dims.heads_q];
@@ -73,8 +76,8 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
         let statistics =
             Statistics::new::<T>(call, wave, &operands, sources, &mut rows_buffer, &mut d_sink);
         let splits = KvSplits::new(call, wave);
-        let mut dq_buffer = call.pool.alloc(splits.elems(tiles.dim));
-        let tasks = splits.tasks(tiles.dim, &mut dq_buffer, wave, &mut dk, &mut dv);
+        let mut dq_buffer = call.pool.alloc(splits.elems(dim_q));
+        let tasks = splits.tasks(dim_q, &mut dq_buffer, wave, &mut dk, &mut dv);
         let dq_accum = DqAccum::new(call, wave, &splits, &mut dq, accumulate);
         let worker = Worker {
             call,
@@ -86,16 +89,15 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
             d_out,
             accumulate,
         };
-        let scratch = || Scratch::new::<T>(call, captures_wanted);
+        let scratch = || Scratch::new::<T>(call, captures_wanted, wanted);
         run(captures.deal(tasks), scratch, |scratch, (slot, tasks)| {
             tasks.into_iter().for_each(|task| worker.run::<T>(scratch, slot, task));
         });
     }
     captures.store(accumulate);
-    if let Some(into) = args.d_sink {
-        for (into, own) in into.iter_mut().zip(d_sink) {
-            *into = if accumulate { *into + own as f32 } else { own as f32 };
-        }
+    if let Some(mut into) = args.d_sink {
+        let d_sink: Vec<f32> = d_sink.into_iter().map(|x| x as f32).collect();
+        into.store(&d_sink, accumulate);
     }
     call.finish()
 }

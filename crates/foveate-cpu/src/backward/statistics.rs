@@ -109,7 +109,7 @@ impl Rows<'_> {
             from.d_out.load_row(at[0], at[1], at[2], &mut d_out[own]);
             let d_lse = from.d_lse.map_or(0.0, |t| scalar(t, at));
             delta[r] = simd::dot(out, d_out) - d_lse;
-            if let Some(sink) = call.sink {
+            if let Some(sink) = &call.sink {
                 *d_sink -= f64::from((sink[h] - lse[r]).exp() * row_weight_sum[r] * delta[r]);
             }
         }

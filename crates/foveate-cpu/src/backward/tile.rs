@@ -32,6 +32,14 @@ pub struct Worker<'a> {
     pub accumulate: bool,
 }
 
+/// The gradients that have a destination.
+#[derive(Clone, Copy)]
+pub struct Wanted {
+    pub dq: bool,
+    pub dk: bool,
+    pub dv: bool,
+}
+
 /// The workspace of a thread.
 pub struct Scratch<'a> {
     /// The packed key tiles of a chunk.
@@ -55,6 +63,7 @@ struct GradAccumulators<'a> {
     /// Accumulators of a chunk of keys.
     dk: PoolBuffer<'a>,
     dv: PoolBuffer<'a>,
+    wanted: Wanted,
     clock: Clock<'a>,
 }
 
@@ -75,7 +84,7 @@ impl ScoreTile<'_> {
 
 impl<'a> Scratch<'a> {
     /// For tasks of `call`. `captures` says whether gradients of learned buffers are wanted.
-    pub fn new<T: Format>(call: &'a Call<'a>, captures: bool) -> Self {
+    pub fn new<T: Format>(call: &'a Call<'a>, captures: bool, wanted: Wanted) -> Self {
         let (tiles, pool) = (call.tiles, call.pool);
         let chunk = tiles.chunk * tiles.kv;
         let both = |dim| operand_elems::<T>(tiles.q, dim).map(|elems| pool.alloc(elems));
@@ -99,6 +108,7 @@ impl<'a> Scratch<'a> {
                 ds_a: pool.alloc(SUBTILE_ROWS * tiles.kv / T::WIDTH),
                 dk: pool.alloc(chunk * tiles.dim),
                 dv: pool.alloc(chunk * tiles.dim_v),
+                wanted,
                 clock: Clock::new(call.profile),
             },
         }
@@ -170,10 +180,14 @@ impl<'a> Worker<'a> {
             }
             for (r, key) in keys.enumerate() {
                 let at = key - split.keys.start;
-                let dk = &dk[r * tiles.dim..][..call.dims.dim];
-                task.dk.write_row(0, 0, at, dk, self.accumulate);
-                let dv = &dv[r * tiles.dim_v..][..call.dims.dim_v];
-                task.dv.write_row(0, 0, at, dv, self.accumulate);
+                if let Some(into) = &mut task.dk {
+                    let dk = &dk[r * tiles.dim..][..call.dims.dim];
+                    into.write_row(0, 0, at, dk, self.accumulate);
+                }
+                if let Some(into) = &mut task.dv {
+                    let dv = &dv[r * tiles.dim_v..][..call.dims.dim_v];
+                    into.write_row(0, 0, at, dv, self.accumulate);
+                }
             }
             clock.lap(Stage::Packing);
         }
@@ -204,7 +218,8 @@ impl<'a> Worker<'a> {
         acc.dk[..keys.len() * tiles.dim].fill(0.0);
         acc.dv[..keys.len() * tiles.dim_v].fill(0.0);
         for (i, part) in split.parts.iter().enumerate() {
-            let dq = &mut task.dq_accum[part.at * tiles.dim..][..part.rows.len() * tiles.dim];
+            let dim = if acc.wanted.dq { tiles.dim } else { 0 };
+            let dq = &mut task.dq_accum[part.at * dim..][..part.rows.len() * dim];
             let head = split.first_head + i;
             self.head(
                 acc,
@@ -267,7 +282,8 @@ impl<'a> Worker<'a> {
                 statistics,
             };
             acc.clock.lap(Stage::Packing);
-            let dq = &mut dq[(start - rows.start) * tiles.dim..][..n * tiles.dim];
+            let dim = if acc.wanted.dq { tiles.dim } else { 0 };
+            let dq = &mut dq[(start - rows.start) * dim..][..n * dim];
             for (tile, partial) in live {
                 let first = tile * tiles.kv;
                 let range = first..keys.end.min(first + tiles.kv);
@@ -324,7 +340,8 @@ impl GradAccumulators<'_> {
         dq: &mut [f32],
     ) {
         let (dims, tiles, stride) = (&call.dims, call.tiles, call.tiles.kv);
-        let Self { evaluator, p: p_tile, ds: ds_tile, nonzero_rows, ds_a, clock, .. } = self;
+        let Self { evaluator, p: p_tile, ds: ds_tile, nonzero_rows, ds_a, wanted, clock, .. } =
+            self;
         let live = evaluator.live(subtile.clone());
         // Whole groups of keys; the sum of dq begins and ends with live keys.
         let columns = live.start / LANES * LANES..simd::padded(live.end);
@@ -384,6 +401,10 @@ impl GradAccumulators<'_> {
             let tile = &mut elements(&mut x.tile)[at..];
             T::store_subtile(&x.subtile, subtile.len(), stride, columns.clone(), tile);
         }
+        if !wanted.dq {
+            clock.lap(Stage::Softmax);
+            return;
+        }
         let ds = ds_tile.subtile::<T>(at);
         let ds = T::to_a(ds, subtile.len(), stride, columns, elements(ds_a));
         clock.lap(Stage::Softmax);
@@ -396,7 +417,7 @@ impl GradAccumulators<'_> {
     /// Adds a tile to dk and dv.
     fn keys<T: Format>(&mut self, call: &Call<'_>, queries: &Queries<'_, T>, keys: &Keys<'_, T>) {
         let tiles = call.tiles;
-        let Self { evaluator, p, ds, nonzero_rows, dk, dv, clock, .. } = self;
+        let Self { evaluator, p, ds, nonzero_rows, dk, dv, wanted, clock, .. } = self;
         let count = keys.range.len();
         let step = if keys.partial { SUBTILE_ROWS } else { count };
         for start in (0..count).step_by(step) {
@@ -410,8 +431,12 @@ impl GradAccumulators<'_> {
                 let part = Part { rows: rows.clone(), columns: 0..dim, depth: depth.clone() };
                 simd::product(into, dim, a, b, &part.in_elements::<T>(), Write::Add);
             };
-            add(dv, tiles.dim_v, &mut p.tile, queries.d_out.b);
-            add(dk, tiles.dim, &mut ds.tile, queries.q.b);
+            if wanted.dv {
+                add(dv, tiles.dim_v, &mut p.tile, queries.d_out.b);
+            }
+            if wanted.dk {
+                add(dk, tiles.dim, &mut ds.tile, queries.q.b);
+            }
         }
         clock.lap(Stage::Products);
     }

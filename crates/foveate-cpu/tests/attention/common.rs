@@ -7,7 +7,7 @@ use foveate_mods::{MaskMod, ScoreMod};
 use foveate_problem::{BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Spec};
 use foveate_reference::{NonFinite, Rule, Tolerance, Upstream, low};
 use foveate_tensor::random::Random;
-use foveate_tensor::{DType, Tensor, Varlen};
+use foveate_tensor::{DType, Slice, Tensor, Varlen};
 
 /// Random elements in `[-2, 2)`.
 pub fn tensor<const N: usize>(random: &mut Random, dtype: DType, shape: [usize; N]) -> Tensor<N> {
@@ -190,7 +190,7 @@ impl Inputs {
             q: self.q.view(),
             k: self.k.view(),
             v: self.v.view(),
-            sink: self.sink.as_deref(),
+            sink: self.sink.as_deref().map(Slice::F32),
             varlen,
             pages: None,
         }
@@ -242,11 +242,14 @@ pub fn run_into(
         lse: lse.view(),
         d_out: inputs.d_out.view(),
         d_lse: inputs.d_lse.as_ref().map(|t| t.view()),
-        dq: dq.view_mut().expect("own"),
-        dk: dk.view_mut().expect("own"),
-        dv: dv.view_mut().expect("own"),
+        dq: Some(dq.view_mut().expect("own")),
+        dk: Some(dk.view_mut().expect("own")),
+        dv: Some(dv.view_mut().expect("own")),
         accumulate,
-        d_sink: inputs.sink.is_some().then_some(&mut d_sink[..]),
-        d_captures: captures.iter_mut().map(|(name, into)| CaptureGrad { name, into }).collect(),
+        d_sink: inputs.sink.is_some().then_some((&mut d_sink[..]).into()),
+        d_captures: captures
+            .iter_mut()
+            .map(|(name, into)| CaptureGrad { name, into: into.into() })
+            .collect(),
     })
 }

@@ -9,7 +9,9 @@ use std::ops::Range;
 
 use foveate_mods::AnyBuffer;
 use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
-use foveate_tensor::{DType, Data, Layout, Slice, Tensor, TensorMut, TensorRef, Varlen, indices};
+use foveate_tensor::{
+    DType, Data, Layout, Slice, SliceMut, Tensor, TensorMut, TensorRef, Varlen, indices,
+};
 
 use super::call::Call;
 use super::{CudaPlan, sequences};
@@ -118,19 +120,27 @@ impl CudaPlan {
         let d_out = Copy::of_dtype(pool, &d_out, self.dtype)?;
         let lse = Copy::new(pool, &lse)?;
         let d_lse = d_lse.map(|d_lse| Copy::new(pool, &d_lse)).transpose()?;
-        let dtypes = [&dq, &dk, &dv].map(|t| stored(t.dtype()));
-        let dtype = if dtypes == [dtypes[0]; 3] { dtypes[0] } else { DType::F32 };
-        let on_dq = Destination::new(pool, &dq, dtype, accumulate)?;
-        let on_dk = Destination::new(pool, &dk, dtype, accumulate)?;
-        let on_dv = Destination::new(pool, &dv, dtype, accumulate)?;
-        let vector = |values: &[f32]| -> Result<(Allocation, DeviceTensor<1>), CudaError> {
-            let allocation = pool.upload(bytemuck::cast_slice(values))?;
-            let tensor = DeviceTensor::contiguous(allocation.address(), DType::F32, [values.len()]);
+        let dtypes = [&dq, &dk, &dv].into_iter().flatten().map(|t| stored(t.dtype()));
+        let mut dtypes: Vec<DType> = dtypes.collect();
+        dtypes.dedup();
+        let dtype = if let [dtype] = dtypes[..] { dtype } else { DType::F32 };
+        // Kernels write all three; what nobody asked for stays on the device.
+        let on_device = |wanted: &Option<TensorMut<'_>>, shape: [usize; 4]| match wanted {
+            Some(wanted) => Destination::new(pool, wanted, dtype, accumulate),
+            None => Destination::scratch(pool, dtype, shape),
+        };
+        let on_dq = on_device(&dq, dims.q_shape())?;
+        let on_dk = on_device(&dk, dims.k_shape())?;
+        let on_dv = on_device(&dv, dims.v_shape())?;
+        // Sums in f32, which are added to a destination and rounded there.
+        let vector = |into: &SliceMut<'_>| -> Result<(Allocation, DeviceTensor<1>), CudaError> {
+            let allocation = pool.upload(&vec![0; 4 * into.len()])?;
+            let tensor = DeviceTensor::contiguous(allocation.address(), DType::F32, [into.len()]);
             Ok((allocation, tensor))
         };
-        let on_sink = d_sink.as_deref().map(vector).transpose()?;
+        let on_sink = d_sink.as_ref().map(vector).transpose()?;
         let on_captures: Vec<_> =
-            d_captures.iter().map(|grad| vector(grad.into)).collect::<Result<_, _>>()?;
+            d_captures.iter().map(|grad| vector(&grad.into)).collect::<Result<_, _>>()?;
         let names = d_captures.iter().map(|grad| grad.name);
         let device = DeviceBackward {
             operands,
@@ -149,17 +159,25 @@ impl CudaPlan {
         let told = plan.launch_backward(&Call::new(queue, &dims, &operands, true), &device);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.arrangement()));
-        on_dq.download("dq", &rows.q, self, whole_row(&mut dq))?;
-        on_dk.download("dk", &rows.k, self, whole_row(&mut dk))?;
-        on_dv.download("dv", &rows.k, self, whole_row(&mut dv))?;
-        let fetch = |allocation: &Allocation, into: &mut [f32]| {
-            allocation.read(bytemuck::cast_slice_mut(into), self.options.timeout)
+        for (name, on, rows, into) in [
+            ("dq", &on_dq, &rows.q, &mut dq),
+            ("dk", &on_dk, &rows.k, &mut dk),
+            ("dv", &on_dv, &rows.k, &mut dv),
+        ] {
+            if let Some(into) = into {
+                on.download(name, rows, self, whole_row(into))?;
+            }
+        }
+        let fetch = |allocation: &Allocation, into: &mut SliceMut<'_>| {
+            let mut sums = vec![0f32; into.len()];
+            let read = allocation.read(bytemuck::cast_slice_mut(&mut sums), self.options.timeout);
+            read.map(|()| into.store(&sums, accumulate))
         };
         if let (Some((allocation, _)), Some(into)) = (&on_sink, &mut d_sink) {
             fetch(allocation, into)?;
         }
         for ((allocation, _), grad) in on_captures.iter().zip(&mut d_captures) {
-            fetch(allocation, grad.into)?;
+            fetch(allocation, &mut grad.into)?;
         }
         told
     }
@@ -298,7 +316,8 @@ impl Copies {
         let sink = match operands.sink {
             None => None,
             Some(sink) => {
-                let allocation = pool.upload(bytemuck::cast_slice(sink))?;
+                let logits: Vec<f32> = (0..sink.len()).map(|h| sink.get_f64(h) as f32).collect();
+                let allocation = pool.upload(bytemuck::cast_slice(&logits))?;
                 let tensor =
                     DeviceTensor::contiguous(allocation.address(), DType::F32, [sink.len()]);
                 Some((allocation, tensor))
@@ -373,6 +392,15 @@ impl<const N: usize> Destination<N> {
         };
         let tensor = DeviceTensor { address: memory.address(), dtype, layout };
         Ok(Self { memory, tensor, before })
+    }
+
+    /// Memory of zeros for what a pass writes and nobody reads.
+    fn scratch(pool: &Pool, dtype: DType, shape: [usize; N]) -> Result<Self, CudaError> {
+        let layout = Layout::contiguous(shape);
+        let memory = pool.take(layout.elems() * dtype.bytes())?;
+        memory.fill(0)?;
+        let tensor = DeviceTensor { address: memory.address(), dtype, layout };
+        Ok(Self { memory, tensor, before: None })
     }
 
     /// Writes the rows of sequences to the destination with `write`, which is given a row's place

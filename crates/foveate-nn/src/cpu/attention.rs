@@ -69,7 +69,10 @@ pub(super) fn backward(
 ) -> Result<(), NnError> {
     // Captured gradients are sums over the batches of an accumulation, those of the packed
     // projection are of this batch alone: the plan adds to both, so the latter start from zero.
-    let d_captures = names.iter().zip(captures).map(|(name, into)| CaptureGrad { name, into });
+    let d_captures = names
+        .iter()
+        .zip(captures)
+        .map(|(name, into)| CaptureGrad { name, into: into.as_mut_slice().into() });
     let d_captures: Vec<_> = d_captures.collect();
     let accumulate = !d_captures.is_empty();
     if accumulate {
@@ -82,9 +85,9 @@ pub(super) fn backward(
         lse: TensorRef::new(lse, lse_layout(heads))?,
         d_out: TensorRef::new(d_out, out_layout(heads))?,
         d_lse: None,
-        dq,
-        dk,
-        dv,
+        dq: Some(dq),
+        dk: Some(dk),
+        dv: Some(dv),
         accumulate,
         d_sink: None,
         d_captures,

@@ -121,12 +121,14 @@ impl Prepared {
             lse: self.lse.view(),
             d_out: self.d_out.view(),
             d_lse: None,
-            dq,
-            dk,
-            dv,
+            dq: Some(dq),
+            dk: Some(dk),
+            dv: Some(dv),
             accumulate: false,
             d_sink: None,
-            d_captures: learned.map(|(name, into)| CaptureGrad { name, into }).collect(),
+            d_captures: learned
+                .map(|(name, into)| CaptureGrad { name, into: into.as_mut_slice().into() })
+                .collect(),
         })
     }
 
