@@ -29,17 +29,20 @@ from torch.nn.attention.flex_attention import (
 )
 
 from ._blocks import create_block_mask, create_mask
-from ._flex import flex_attention
+from ._flex import explain, flex_attention
+from ._masks import Mask
 from ._native import TraceError
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Mask",
     "TraceError",
     "and_masks",
     "create_block_mask",
     "create_mask",
+    "explain",
     "flex_attention",
     "noop_mask",
     "or_masks",

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import _native, _trace
+from ._masks import Mask
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -90,8 +91,17 @@ def create_mask(
     device: Any = None,
 ) -> Tensor:
     """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, on the
-    CPU when no device is given."""
+    CPU when no device is given, and for a :class:`Mask` what it says."""
+    if isinstance(mod_fn, Mask):
+        return dense(mod_fn, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN))
     return _torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, "cpu" if device is None else device)
+
+
+def dense(mask: Mask, extents: tuple[int, int, int, int]) -> Tensor:
+    """A mask at every point."""
+    table = torch.empty(extents, dtype=torch.uint8)
+    _native.kinds(_trace.mask(mask, extents), extents, (1, 1), table, torch.get_num_threads())
+    return table == 2
 
 
 def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +118,10 @@ def _state(mask: BlockMask) -> tuple[Any, ...]:
     return (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
 
 
-def program_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Any:
+def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> Any:
     """The traced program of a block mask for operands of these extents (b, h, q, kv)."""
+    if isinstance(mask, Mask):
+        return _trace.mask(mask, extents)
     kinds = kinds_of(mask, extents)
     wrap = None if kinds is None else _within(kinds, mask.BLOCK_SIZE)
     return _trace.mask(mask.mask_mod, extents, wrap=wrap)
@@ -119,7 +131,7 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     """What the lists of a block mask make of each tile: 0 empty, 1 partial, 2 full (uint8, ``[B|1, H|1, rows,
     columns]``); None where its function alone counts."""
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask, got {type(mask)}; create_block_mask makes one")
+        raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one")
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
     batch, heads, q_len, kv_len = extents

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from . import _blocks, _trace
+from ._masks import Mask
 
 _LARGE = 256 << 20
 
@@ -55,7 +56,9 @@ def _at_all_points(function: Callable[..., Any], extents: tuple[int, ...], *scor
     return result.as_subclass(Tensor).expand(extents)
 
 
-def _allowed(block_mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor:
+def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> Tensor:
+    if isinstance(block_mask, Mask):
+        return _blocks.dense(block_mask, extents)
     allowed = _at_all_points(block_mask.mask_mod, extents)
     if allowed.dtype != torch.bool:
         raise ValueError(f"mask_mod `{_trace.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
@@ -72,7 +75,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | None,
+    block_mask: BlockMask | Mask | None,
     scale: float | None,
     sink: Tensor | None,
     dropout_p: float,

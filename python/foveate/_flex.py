@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _dense, _native, _trace
+from ._masks import Mask
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -26,7 +27,7 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | Mask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -48,8 +49,8 @@ def flex_attention(
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the new score. It is traced in each call,
             so it may be a closure over anything; tensors that it captures and that require grad get
             gradients.
-        block_mask: Which keys each query sees: from :func:`create_block_mask`, or any ``BlockMask`` of
-            torch's. Of a block mask that was made here the function counts as it is now; of another
+        block_mask: Which keys each query sees: a :class:`Mask`, a block mask from :func:`create_block_mask`, or
+            any ``BlockMask`` of torch's. Of a block mask that was made here the function counts as it is now; of another
             one the lists count: of its full tiles every pair, of its partial tiles those that its
             function lets through, of others none.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
@@ -324,3 +325,28 @@ def _check_options(options: dict[str, Any] | None) -> None:
     if set(options) - {"foveate"} and "kernel_options" not in _said:
         _said.add("kernel_options")
         _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """What :func:`flex_attention` would run for these arguments, in words: the traced functions, how many tiles are
+    live, kernels, memory. Nothing is computed.
+
+    Raises:
+        ValueError, TraceError: As :func:`flex_attention` does.
+    """
+    _check(query, key, value, block_mask, enable_gqa)
+    extents = (query.size(0), query.size(1), query.size(2), key.size(2))
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    learns = learns or (score is not None and any(c.learned for c in score.captures))
+    plan = _native.plan(query, key, value, score, mask, scale, None, None, not learns, torch.get_num_threads())
+    return plan.explain()

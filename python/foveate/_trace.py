@@ -508,9 +508,9 @@ class Trace(Reader):
 
     value = Expr
 
-    def __init__(self, kind: str, function: Any) -> None:
+    def __init__(self, kind: str, function: Any, extents: tuple[int, int, int, int]) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.extents = kind, extents
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
         _native.begin(list(_literals_of(function)), kind == "mask")
@@ -563,6 +563,13 @@ class Trace(Reader):
         if operation is None:
             raise TraceError(f"`{name}` is not supported in a mask or score")
         return _call(name, operation, *args, **kwargs)
+
+
+def running() -> Trace:
+    """The trace of the function that runs."""
+    if not _TRACES or not isinstance(_TRACES[-1], Trace):
+        raise TraceError("a Mask in text form is part of attention or a block mask; it cannot be called otherwise")
+    return _TRACES[-1]
 
 
 def _traced(x: Any) -> bool:
@@ -648,7 +655,7 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
 
     ``wrap(trace, values, mask)`` makes another mask of it.
     """
-    trace = Trace("mask", function)
+    trace = Trace("mask", function, extents)
     values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
     result = _run(trace, function, values)
     _check(result, function, "mask", torch.bool)
@@ -660,7 +667,7 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
 
 def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
     """The program of a score function, for ``extents`` of b, h, q and kv."""
-    trace = Trace("score", function)
+    trace = Trace("score", function, extents)
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)
     _check(result, function, "score", None)

@@ -87,6 +87,11 @@ impl Capture {
 }
 
 impl Capture {
+    /// Its place in the program.
+    pub fn slot(&self) -> &AnyBuffer {
+        &self.slot
+    }
+
     fn element(&self, expr: DynExpr) -> Expr {
         Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow() })
     }

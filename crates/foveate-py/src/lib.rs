@@ -15,6 +15,7 @@ mod error;
 mod expr;
 mod plan;
 mod tensor;
+mod text;
 mod threads;
 mod value;
 
@@ -29,6 +30,8 @@ mod _native {
     use crate::expr::{Expr, begin, binary, constant, leaf, select, unary};
     #[pymodule_export]
     use crate::plan::{Plan, Traced, kinds, mask, plan, score};
+    #[pymodule_export]
+    use crate::text::parse;
     #[pymodule_export]
     use crate::value::TraceError;
 }

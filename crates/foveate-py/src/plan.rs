@@ -420,8 +420,9 @@ impl Plan {
     }
 
     /// What runs, in words.
-    fn explain(&self) -> String {
-        self.plan.explain().to_string()
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        let explain = || self.plan.explain().to_string();
+        py.detach(|| threads::run(self.threads, usize::MAX, explain))
     }
 }
 

@@ -92,7 +92,8 @@ pub fn begin(literals: &[Number], prefix: &'static str) {
     CONTEXT.with_borrow_mut(|c| *c = Context { literals, scalars: 0, prefix });
 }
 
-fn scalar(value: ScalarValue) -> DynExpr {
+/// A run-time scalar of this trace, with a name of its own.
+pub fn scalar(value: ScalarValue) -> DynExpr {
     let name = CONTEXT.with_borrow_mut(|c| {
         c.scalars += 1;
         format!("{}n{}", c.prefix, c.scalars - 1)

@@ -1,0 +1,83 @@
+//! Masks in Foveate's text form, with captured tensors and numbers by name.
+
+use foveate::mods::text::{Names, parse_mask};
+use foveate::mods::{DynExpr, Node, NodeId, Program};
+use foveate::{MaskMod, ScalarValue};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::capture::Capture;
+use crate::dtype::Dtype;
+use crate::expr::{self, Expr};
+use crate::value::{self, Number, Value};
+
+/// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
+/// `heads` and `positions` are what the mask is asked about.
+#[pyfunction]
+pub fn parse(
+    text: &str,
+    tensors: Vec<(String, Py<Capture>)>,
+    numbers: Vec<(String, Bound<'_, PyAny>)>,
+    heads: usize,
+    positions: usize,
+) -> PyResult<Expr> {
+    let mut names = Names::new().heads(heads).positions(positions);
+    for (name, capture) in &tensors {
+        names = names.buffer_as(name, capture.get().slot());
+    }
+    for (name, number) in &numbers {
+        let value = match expr::number(number)? {
+            Some(Number::Bool(v)) => ScalarValue::Bool(v),
+            Some(Number::Int(v)) => ScalarValue::I32(v.try_into().map_err(|_| {
+                PyValueError::new_err(format!("`{name}` is {v}, which does not fit 32 bits"))
+            })?),
+            Some(Number::Float(v)) => ScalarValue::F32(v as f32),
+            None => {
+                return Err(PyValueError::new_err(format!("`{name}` is no number and no tensor")));
+            }
+        };
+        names = names.scalar(name, value);
+    }
+    let mask = parse_mask(text, &names).map_err(|e| {
+        PyValueError::new_err(format!("mask `{text}`: {}", one_line(&e.to_string())))
+    })?;
+    Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None }))
+}
+
+/// Errors of the text form show the place below the text; here they take one line.
+fn one_line(message: &str) -> String {
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// The mask with run-time scalars of this trace: two named masks may have one of the same name, and
+/// a plan sets scalars by name.
+fn renamed(mask: &MaskMod) -> DynExpr {
+    let program: &Program = mask.program();
+    let graph = program.graph();
+    let scalars: Vec<_> = graph.scalars().iter().map(|s| value::scalar(s.value)).collect();
+    let mut made: Vec<DynExpr> = Vec::with_capacity(graph.nodes().len());
+    for node in graph.nodes() {
+        let of = |id: &NodeId| made[id.index()].clone();
+        let expr = match node {
+            Node::Leaf(leaf) => Ok(DynExpr::leaf(*leaf)),
+            Node::Bool(v) => Ok(DynExpr::constant(ScalarValue::Bool(*v))),
+            Node::I32(v) => Ok(DynExpr::constant(ScalarValue::I32(*v))),
+            Node::F32(v) => Ok(DynExpr::constant(ScalarValue::F32(f32::from_bits(*v)))),
+            Node::Scalar(slot) => Ok(scalars[*slot as usize].clone()),
+            Node::Load { buffer, index, from_end } => {
+                let buffer = &graph.buffers()[*buffer as usize];
+                let index = index.iter().map(of).collect();
+                match from_end {
+                    true => DynExpr::load_from_end(buffer, index),
+                    false => DynExpr::load(buffer, index),
+                }
+            }
+            Node::Unary(op, x) => DynExpr::unary(*op, of(x)),
+            Node::Binary(op, x, y) => DynExpr::binary(*op, of(x), of(y)),
+            Node::Select { cond, then, other } => DynExpr::select(of(cond), of(then), of(other)),
+            Node::Cast(ty, x) => Ok(of(x).cast(*ty)),
+        };
+        made.push(expr.expect("the nodes of a program are well-typed"));
+    }
+    made[program.roots()[0].index()].clone()
+}

@@ -1,0 +1,159 @@
+"""Masks as values: named, in text, joined with ``&``, ``|`` and ``~``."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from . import _native, _trace
+
+
+class Mask:
+    """A mask without tables, accepted wherever a block mask or a mask function is.
+
+    ::
+
+        mask = Mask.causal() & Mask.document(ids)
+        mask = Mask("causal & (document | kv < prefix)", doc=ids, prefix=64)
+        out = flex_attention(q, k, v, block_mask=mask)
+
+    Nothing is computed when a mask is made, and nothing depends on lengths: one mask serves all. Tensors are
+    read when attention runs.
+
+    Args:
+        what: The mask in Foveate's text form (``docs/text-form.md``), or a mask function
+            ``(b, h, q_idx, kv_idx) -> bool`` as PyTorch's block masks take it.
+        names: Tensors and numbers that the text names. ``document`` reads the ids ``doc``, ``[len]`` or
+            ``[batch, len]``.
+
+    Raises:
+        ValueError: The text is no mask, or names what is not given; raised where the mask is used.
+    """
+
+    __slots__ = ("_function", "_what")
+
+    def __init__(self, what: str | Callable[..., Any], **names: Tensor | float | int | bool) -> None:
+        if isinstance(what, str):
+            self._what = what
+            self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
+        elif callable(what) and not names:
+            self._what = _trace.name_of(what)
+            self._function = what
+        else:
+            raise TypeError(f"a Mask is made of text with names, or of a mask function, got {what!r}")
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self._function(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: Any) -> Mask:
+        return self._joined(other, "&", lambda a, b: a & b)
+
+    def __or__(self, other: Any) -> Mask:
+        return self._joined(other, "|", lambda a, b: a | b)
+
+    def __rand__(self, other: Any) -> Mask:
+        return Mask(other) & self
+
+    def __ror__(self, other: Any) -> Mask:
+        return Mask(other) | self
+
+    def __invert__(self) -> Mask:
+        return self._made(f"~({self._what})", lambda *at: ~self(*at))
+
+    def __repr__(self) -> str:
+        return f"Mask({self._what})"
+
+    def _joined(self, other: Any, sign: str, join: Callable[[Any, Any], Any]) -> Mask:
+        if not callable(other):
+            return NotImplemented
+        other = other if isinstance(other, Mask) else Mask(other)
+        return self._made(f"({self._what}) {sign} ({other._what})", lambda *at: join(self(*at), other(*at)))
+
+    @staticmethod
+    def _made(what: str, function: Callable[..., Any]) -> Mask:
+        mask = Mask(function)
+        mask._what = what
+        return mask
+
+    @staticmethod
+    def causal(*, bottom_right: bool = False) -> Mask:
+        """Every key up to the query; aligned at the end of both with ``bottom_right``."""
+        return Mask("causal_bottom_right" if bottom_right else "causal")
+
+    @staticmethod
+    def sliding_window(size: int) -> Mask:
+        """The last ``size`` keys up to the query, itself among them."""
+        return Mask("sliding_window(size)", size=size)
+
+    @staticmethod
+    def window(left: int, right: int = 0) -> Mask:
+        """Keys from ``left`` before the query to ``right`` after it."""
+        return Mask("window(left, right)", left=left, right=right)
+
+    @staticmethod
+    def chunked(size: int) -> Mask:
+        """Keys of the query's chunk of ``size`` positions."""
+        return Mask("chunked(size)", size=size)
+
+    @staticmethod
+    def dilated(reach: int, step: int) -> Mask:
+        """Every ``step``-th key up to ``reach`` away."""
+        return Mask("dilated(reach, step)", reach=reach, step=step)
+
+    @staticmethod
+    def global_tokens(n: int) -> Mask:
+        """The first ``n`` positions see all and are seen by all."""
+        return Mask("global_tokens(n)", n=n)
+
+    @staticmethod
+    def prefix(n: int | Tensor) -> Mask:
+        """The first ``n`` keys, and every key up to the query; ``n`` may be an integer tensor ``[B]``."""
+        return Mask("prefix(n)", n=n)
+
+    @staticmethod
+    def document(ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
+        """Keys of the query's document, by integer ids ``[len]`` or ``[B, len]``."""
+        if kv_ids is None:
+            return Mask("document(ids)", ids=ids)
+        return Mask("document(ids, kv_ids)", ids=ids, kv_ids=kv_ids)
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
+        """Keys of the query's document, by the offsets of documents ``[n + 1]``, of queries and keys or of each.
+        Queries and keys past the last offset see nothing.
+
+        Raises:
+            ValueError: The offsets do not begin at 0, decrease, or differ in number.
+        """
+        q = _offsets("cu_seqlens", cu_seqlens)
+        k = q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k)
+        if q.numel() != k.numel():
+            raise ValueError(f"cu_seqlens has {q.numel()} offsets and cu_seqlens_k {k.numel()}; they need as many")
+        q_ids, k_ids = _ids(q), _ids(k)
+        q_len, k_len = q_ids.numel() - 1, k_ids.numel() - 1
+        text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
+        return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)
+
+
+def _offsets(name: str, offsets: Tensor) -> Tensor:
+    if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype.is_floating_point:
+        raise ValueError(f"{name} must be a vector of integer offsets, got {offsets.dtype} of {tuple(offsets.shape)}")
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"{name} must begin at 0 and not decrease, got {offsets.tolist()[:8]}")
+    return offsets
+
+
+def _ids(offsets: Tensor) -> Tensor:
+    """The document of each position, and one more of none."""
+    lengths = offsets.diff()
+    ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.long())
+    return torch.cat([ids, ids.new_full((1,), -1)]).to(torch.int32)
+
+
+def _parsed(text: str, names: dict[str, Any]) -> Any:
+    trace = _trace.running()
+    tensors = [(name, trace.capture(t)) for name, t in names.items() if isinstance(t, Tensor)]
+    numbers = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
+    return _native.parse(text, tensors, numbers, trace.extents[1], max(trace.extents[2:]))

@@ -1,0 +1,116 @@
+"""``foveate.Mask``: named masks, text and their combinations, beside the formulas."""
+
+import pytest
+import torch
+from reference import attention, close
+
+from foveate import Mask, create_block_mask, create_mask, explain, flex_attention
+
+L, S = 70, 90
+G = torch.Generator().manual_seed(4)
+IDS = torch.repeat_interleave(torch.arange(5), torch.tensor([20, 1, 30, 9, 30]))
+BATCHED = torch.stack([IDS, IDS.flip(0)])
+PREFIXES = torch.tensor([3, 40])
+I, J = torch.arange(L)[:, None], torch.arange(S)[None, :]
+CU_Q = torch.tensor([0, 10, 10, 33, 61], dtype=torch.int32)
+CU_K = torch.tensor([0, 5, 20, 20, 88])
+
+
+def ids_of(offsets, n):
+    ids = torch.full((n,), -1)
+    for document, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
+        ids[start:end] = document
+    return ids
+
+
+QI, KI = ids_of(CU_Q, L)[:, None], ids_of(CU_K, S)[None, :]
+BOTH = torch.stack([b[:L, None] == b[None, :] for b in BATCHED])[:, None]
+CASES = {
+    "causal": (Mask.causal(), I >= J),
+    "bottom right": (Mask.causal(bottom_right=True), I + S - L >= J),
+    "sliding window": (Mask.sliding_window(9), (I >= J) & (I - J < 9)),
+    "window": (Mask.window(7, 5), (J >= I - 7) & (J <= I + 5)),
+    "chunked": (Mask.chunked(16), I // 16 == J // 16),
+    "dilated": (Mask.dilated(12, 3), ((I - J).abs() <= 12) & ((I - J) % 3 == 0)),
+    "global tokens": (Mask.global_tokens(4), (I < 4) | (J < 4)),
+    "prefix": (Mask.prefix(20), (J < 20) | (I >= J)),
+    "prefix of each batch": (Mask.prefix(PREFIXES), (J < PREFIXES[:, None, None, None]) | (I >= J)),
+    "document": (Mask.document(IDS), IDS[:L, None] == IDS[None, :]),
+    "document of each batch": (Mask.document(BATCHED), BOTH),
+    "document pair": (Mask.document(IDS[:L], BATCHED), IDS[:L, None] == BATCHED[:, None, None, :]),
+    "cu_seqlens": (Mask.from_cu_seqlens(CU_Q, CU_K), (QI == KI) & (QI >= 0) & (KI >= 0)),
+    "text": (Mask("causal & (document | kv < n)", doc=IDS, n=12), (I >= J) & ((IDS[:L, None] == IDS[None]) | (J < 12))),
+    "text of heads": (Mask("q - kv < w[h]", w=torch.tensor([3, 9, 1, 70])), I - J < torch.tensor([3, 9, 1, 70])[:, None, None]),
+    "two windows": (Mask.sliding_window(40) & ~Mask.sliding_window(9), (I - J < 40) & (I - J >= 9)),
+    "either": (Mask.sliding_window(5) | Mask.chunked(8), ((I >= J) & (I - J < 5)) | (I // 8 == J // 8)),
+    "with a function": (Mask.causal() & (lambda b, h, i, j: j % 2 == h % 2), (I >= J) & (J % 2 == torch.arange(4)[:, None, None] % 2)),
+    "function first": ((lambda b, h, i, j: j != 3) & Mask.causal(), (I >= J) & (J != 3)),
+}
+
+
+def operands():
+    return tuple(torch.randn(2, 4, n, 8, generator=G).requires_grad_() for n in (L, S, S))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_is_its_formula(name):
+    mask, gold = CASES[name]
+    gold = gold.expand(2, 4, L, S)
+    q, k, v = operands()
+    out = flex_attention(q, k, v, block_mask=mask)
+    expected, _ = attention(q, k, v, mask=gold)
+    close("out", out, expected, q.dtype, S * 8)
+    ours = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for one, two in zip(ours, torch.autograd.grad(expected.square().sum(), (q, k, v))):
+        close("gradient", one, two, q.dtype, S * 8)
+    double = flex_attention(*(t.double() for t in (q, k, v)), block_mask=mask)
+    assert torch.allclose(double, expected, atol=1e-12)
+    assert torch.equal(create_mask(mask, 2, 4, L, S), gold)
+    block_mask = create_block_mask(mask, 2, 4, L, S, BLOCK_SIZE=16)
+    close("out", flex_attention(q, k, v, block_mask=block_mask), expected, q.dtype, S * 8)
+
+
+def test_other_windows_reuse_the_plan_and_are_other_windows():
+    q, k, v = operands()
+    for outer, inner in ((40, 9), (41, 9), (9, 9), (40, 10), (10, 40), (40, 9)):
+        mask = Mask.sliding_window(outer) & ~Mask.sliding_window(inner)
+        gold = (I >= J) & (I - J < outer) & (I - J >= inner)
+        close("out", flex_attention(q, k, v, block_mask=mask), attention(q, k, v, mask=gold)[0], q.dtype, S * 8)
+
+
+def test_one_mask_serves_all_lengths():
+    mask = Mask.causal() & Mask.sliding_window(20)
+    for n in (1, 33, 150):
+        q, k, v = (torch.randn(1, 2, n, 8) for _ in range(3))
+        i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+        gold, _ = attention(q, k, v, mask=(i >= j) & (i - j < 20))
+        close("out", flex_attention(q, k, v, block_mask=mask), gold, q.dtype, n * 8)
+
+
+@pytest.mark.parametrize("make, kind, words", [
+    (lambda: Mask("causl"), ValueError, "causal"),
+    (lambda: Mask("kv < n"), ValueError, "n"),
+    (lambda: Mask("score > 0"), ValueError, "score"),
+    (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
+    (lambda: Mask("kv < n", n="x"), ValueError, "no number"),
+    (lambda: Mask(3), TypeError, "text"),
+    (lambda: Mask.causal() & 3, TypeError, "operand"),
+    (lambda: Mask.from_cu_seqlens(torch.tensor([0, 5, 3])), ValueError, "decrease"),
+    (lambda: Mask.from_cu_seqlens(torch.tensor([1, 5])), ValueError, "begin at 0"),
+    (lambda: Mask.from_cu_seqlens(CU_Q, torch.tensor([0, 5])), ValueError, "as many"),
+    (lambda: Mask.from_cu_seqlens(torch.tensor([0.0, 5.0])), ValueError, "integer"),
+    (lambda: Mask.document(torch.zeros(3).long()), IndexError, "ids|m0"),
+])
+def test_a_wrong_mask_is_one_clear_error(make, kind, words):
+    q, k, v = operands()
+    with pytest.raises(kind, match=words) as raised:
+        flex_attention(q, k, v, block_mask=make())
+    assert "\n" not in str(raised.value)
+
+
+def test_explain_says_what_would_run():
+    q, k, v = operands()
+    slope = torch.randn(4)
+    text = explain(q, k, v, lambda s, b, h, i, j: s + slope[h] * j, Mask.causal())
+    for words in ("kv <= q", "score + f32(kv) * s0[h]", f"{torch.get_num_threads()} threads", "\nbackward"):
+        assert words in text, text
