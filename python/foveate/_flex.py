@@ -166,7 +166,7 @@ class _Attention(torch.autograd.Function):
         out, lse, max_scores = output
         ctx.call = call
         ctx.learned = learned
-        ctx.heads = None if sink is None else sink.shape
+        ctx.sink = sink
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -180,19 +180,17 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
-        gradients = [_empty_in_order(t, t.shape) for t in (q, k, v)]
-        d_sink = torch.empty(ctx.heads, dtype=torch.float32) if needs[3] else None
+        gradients = [_empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
+        d_sink = torch.empty_like(ctx.sink) if needs[3] else None
         captures = () if ctx.call.score is None else ctx.call.score.captures
         learned = iter(zip(ctx.learned, needs[5:]))
         into: list[Tensor | None] = []
         for capture in captures:
             tensor, wanted = next(learned) if capture.learned else (None, False)
-            into.append(torch.empty(tensor.shape, dtype=torch.float32) if wanted else None)
+            into.append(torch.empty(tensor.shape, dtype=tensor.dtype) if wanted else None)
         ctx.call.plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
-        own = [d if wanted else None for d, wanted in zip(gradients, needs)]
         theirs = (d for d, capture in zip(into, captures) if capture.learned)
-        theirs = (None if d is None else d.to(t.dtype) for d, t in zip(theirs, ctx.learned))
-        results = (*own, d_sink, None, *theirs)
+        results = (*gradients, d_sink, None, *theirs)
         if torch.is_grad_enabled():  # The graph of the gradients is wanted.
             inputs = [t for t in (q, k, v, *ctx.learned, d_out, d_lse) if t is not None and t.requires_grad]
             results = tuple(None if d is None else _Once.apply(d, *inputs) for d in results)

@@ -10,6 +10,7 @@ use std::sync::Mutex;
 
 use foveate::mask::{BlockMask, Kind, Tile, Varies};
 use foveate::mods::{DynExpr, Head, Program};
+use foveate::tensor::Slice;
 use foveate::{
     AnyBuffer, Attention, Device, ForwardRef, GradientsMut, MaskMod, Problem, ScalarValue,
     ScoreMod, TensorRef,
@@ -313,7 +314,10 @@ pub fn plan(
     }
     if let Some(sink) = sink {
         // SAFETY: the argument holds the tensor, and the plan takes a copy.
-        plan = plan.with_sink(unsafe { Borrowed::of(sink)?.floats()? }).map_err(raised)?;
+        let Slice::F32(sink) = (unsafe { Borrowed::of(sink)?.elements_dense()? }) else {
+            return Err(PyValueError::new_err("the sink must be contiguous float32"));
+        };
+        plan = plan.with_sink(sink).map_err(raised)?;
     }
     Ok(Plan { plan, names, threads, work })
 }
@@ -362,8 +366,8 @@ impl Plan {
         .map_err(raised)
     }
 
-    /// Writes `dq`, `dk`, `dv`, of the shapes of q, k and v, and for each capture of the score that has a
-    /// contiguous f32 destination in `captures` its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
+    /// Writes those of `dq`, `dk` and `dv` that are given, of the shapes of q, k and v, and for each capture of
+    /// the score that has a contiguous destination in `captures` its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
     #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
     fn backward(
         &self,
@@ -372,7 +376,7 @@ impl Plan {
         forward: [Bound<'_, PyAny>; 2],
         d_out: &Bound<'_, PyAny>,
         d_lse: Option<&Bound<'_, PyAny>>,
-        gradients: [Bound<'_, PyAny>; 3],
+        gradients: [Option<Bound<'_, PyAny>>; 3],
         captures: Vec<Option<Bound<'_, PyAny>>>,
         d_sink: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
@@ -385,23 +389,30 @@ impl Plan {
         let [out, lse] = [Borrowed::of(&forward[0])?, Borrowed::of(&forward[1])?];
         let d_out = Borrowed::of(d_out)?;
         let d_lse = d_lse.map(Borrowed::of).transpose()?;
+        let destination = |d: &Option<Bound<'_, PyAny>>| d.as_ref().map(Borrowed::of).transpose();
         let [dq, dk, dv] = &gradients;
-        let [dq, dk, dv] = [Borrowed::of(dq)?, Borrowed::of(dk)?, Borrowed::of(dv)?];
+        let [dq, dk, dv] = [destination(dq)?, destination(dk)?, destination(dv)?];
         let d_sink = d_sink.map(Borrowed::of).transpose()?;
-        let captures = captures
-            .iter()
-            .map(|c| c.as_ref().map(Borrowed::of).transpose())
-            .collect::<PyResult<Vec<_>>>()?;
+        let captures = captures.iter().map(destination).collect::<PyResult<Vec<_>>>()?;
         // SAFETY: as in `forward`.
         let ([q, k, v], forward, d_out, d_lse, to) = unsafe {
-            let mut to = GradientsMut::new(dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
+            let mut to = GradientsMut::none();
+            if let Some(dq) = dq {
+                to = to.dq(dq.view_mut()?);
+            }
+            if let Some(dk) = dk {
+                to = to.dk(dk.view_mut()?);
+            }
+            if let Some(dv) = dv {
+                to = to.dv(dv.view_mut()?);
+            }
             for (name, into) in self.names.iter().zip(&captures) {
                 if let Some(into) = into {
-                    to = to.capture(name, into.floats_mut()?);
+                    to = to.capture(name, into.elements_dense_mut()?);
                 }
             }
             if let Some(into) = d_sink {
-                to = to.d_sink(into.floats_mut()?);
+                to = to.d_sink(into.elements_dense_mut()?);
             }
             let forward = ForwardRef { out: out.view()?, lse: lse.view()? };
             let d_lse = d_lse.map(|d| d.view::<3>()).transpose()?;

@@ -126,22 +126,43 @@ impl Borrowed {
         }
     }
 
+    /// # Safety
+    /// As for [`Self::elements`].
+    unsafe fn slice<'a>(&self) -> PyResult<Slice<'a>> {
+        use foveate::DType::*;
+        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
+        unsafe {
+            Ok(match self.dtype.operand()? {
+                F32 => self.elements::<f32>().into(),
+                F16 => self.elements::<f16>().into(),
+                BF16 => self.elements::<bf16>().into(),
+                F64 => self.elements::<f64>().into(),
+            })
+        }
+    }
+
+    /// # Safety
+    /// As for [`Self::elements_mut`].
+    unsafe fn slice_mut<'a>(&self) -> PyResult<SliceMut<'a>> {
+        use foveate::DType::*;
+        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
+        unsafe {
+            Ok(match self.dtype.operand()? {
+                F32 => self.elements_mut::<f32>().into(),
+                F16 => self.elements_mut::<f16>().into(),
+                BF16 => self.elements_mut::<bf16>().into(),
+                F64 => self.elements_mut::<f64>().into(),
+            })
+        }
+    }
+
     /// A view of the tensor, of any strides.
     ///
     /// # Safety
     /// As for [`Self::elements`].
     pub unsafe fn view<'a, const N: usize>(&self) -> PyResult<TensorRef<'a, N>> {
-        use foveate::DType::*;
-        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
-        let slice: Slice<'a> = unsafe {
-            match self.dtype.operand()? {
-                F32 => self.elements::<f32>().into(),
-                F16 => self.elements::<f16>().into(),
-                BF16 => self.elements::<bf16>().into(),
-                F64 => self.elements::<f64>().into(),
-            }
-        };
-        TensorRef::new(slice, self.layout()?).map_err(raised)
+        // SAFETY: the caller's promise.
+        TensorRef::new(unsafe { self.slice()? }, self.layout()?).map_err(raised)
     }
 
     /// A destination of any strides without overlap.
@@ -149,43 +170,34 @@ impl Borrowed {
     /// # Safety
     /// As for [`Self::elements_mut`].
     pub unsafe fn view_mut<'a, const N: usize>(&self) -> PyResult<TensorMut<'a, N>> {
-        use foveate::DType::*;
-        // SAFETY: the dtype is the tensor's own; the rest is the caller's promise.
-        let slice: SliceMut<'a> = unsafe {
-            match self.dtype.operand()? {
-                F32 => self.elements_mut::<f32>().into(),
-                F16 => self.elements_mut::<f16>().into(),
-                BF16 => self.elements_mut::<bf16>().into(),
-                F64 => self.elements_mut::<f64>().into(),
-            }
-        };
-        TensorMut::new(slice, self.layout()?).map_err(raised)
+        // SAFETY: the caller's promise.
+        TensorMut::new(unsafe { self.slice_mut()? }, self.layout()?).map_err(raised)
     }
 
-    fn are_floats(&self) -> PyResult<()> {
-        if self.dtype != Dtype::F32 || self.elems() != self.span() {
-            return Err(PyValueError::new_err("the tensor must be contiguous float32"));
+    fn is_dense(&self) -> PyResult<()> {
+        match self.is_contiguous() {
+            true => Ok(()),
+            false => Err(PyValueError::new_err("the tensor must be contiguous")),
         }
-        Ok(())
     }
 
-    /// The elements of a contiguous f32 tensor.
+    /// The elements of a contiguous tensor.
     ///
     /// # Safety
     /// As for [`Self::elements`].
-    pub unsafe fn floats<'a>(&self) -> PyResult<&'a [f32]> {
-        self.are_floats()?;
-        // SAFETY: the dtype was checked; the rest is the caller's promise.
-        Ok(unsafe { self.elements() })
+    pub unsafe fn elements_dense<'a>(&self) -> PyResult<Slice<'a>> {
+        self.is_dense()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.slice() }
     }
 
-    /// A contiguous f32 destination.
+    /// A contiguous destination.
     ///
     /// # Safety
     /// As for [`Self::elements_mut`].
-    pub unsafe fn floats_mut<'a>(&self) -> PyResult<&'a mut [f32]> {
-        self.are_floats()?;
-        // SAFETY: the dtype was checked; the rest is the caller's promise.
-        Ok(unsafe { self.elements_mut() })
+    pub unsafe fn elements_dense_mut<'a>(&self) -> PyResult<SliceMut<'a>> {
+        self.is_dense()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.slice_mut() }
     }
 }

@@ -470,44 +470,43 @@ fn bitwise(name: &str, a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value
     if dtype.ty() == Type::F32 {
         return Err(refused(format!("`{name}` is an operation on bools and integers, not floats")));
     }
-    if dtype == Dtype::Bool {
-        let op = match name {
-            "and" => BinaryOp::And,
-            "or" => BinaryOp::Or,
-            _ => BinaryOp::Xor,
-        };
-        return raw(op, &a, &b, None);
-    }
-    // The lowest bits of an integer are its Euclidean remainder.
-    if name == "and" {
-        for (value, mask) in [(&a, &b), (&b, &a)] {
-            if let Some(bits) = mask.known()
-                && bits >= 0
-                && (bits + 1).count_ones() == 1
-                && bits < i64::from(i32::MAX)
-            {
-                let size = Value::int(bits as i32 + 1).cast(value.dtype)?;
-                return raw(BinaryOp::Rem, value, &size, Some((0, bits)));
-            }
+    let op = match name {
+        "and" => BinaryOp::And,
+        "or" => BinaryOp::Or,
+        _ => BinaryOp::Xor,
+    };
+    // Of numbers that are not negative, `&` is no larger than either; others keep below the next
+    // power of two.
+    let range = match both(&a, &b) {
+        _ if dtype == Dtype::Bool => None,
+        Some(((0.., x), (0.., y))) if name == "and" => Some((0, x.min(y))),
+        Some(((0.., x), (0.., y))) => {
+            Some((0, (x.max(y) + 1).unsigned_abs().next_power_of_two() as i64 - 1))
         }
-    }
-    Err(refused(format!(
-        "`{name}` on integers is supported as `& (2**n - 1)` only; on bools it is a logical operation"
-    )))
+        Some(((0.., x), _)) | Some((_, (0.., x))) if name == "and" => Some((0, x)),
+        _ => None,
+    };
+    raw(op, &a, &b, range)
 }
 
 fn shift(name: &str, a: &Value, b: &Value) -> PyResult<Value> {
-    let bits = b.known().filter(|n| (0..31).contains(n) && a.dtype.ty() == Type::I32);
-    let Some(bits) = bits else {
+    let integers = a.dtype.ty() == Type::I32 && b.dtype.ty() == Type::I32;
+    let Some((least, most)) = b.range.filter(|(low, high)| integers && *low >= 0 && *high < 32)
+    else {
         return Err(refused(format!(
-            "`{name}` takes an integer and a number of bits from 0 to 30"
+            "`{name}` takes integers, and a number of bits that is known to be from 0 to 31"
         )));
     };
-    let factor = Value::int(1 << bits).cast(a.dtype)?;
-    match name {
-        "rshift" => floor_division(a, &factor),
-        _ => arithmetic("mul", &a.clone().into(), &factor.into(), a.dtype),
+    if name == "lshift" {
+        let range = a.range.map(|(low, high)| {
+            (low << if low < 0 { most } else { least }, high << if high < 0 { least } else { most })
+        });
+        return raw(BinaryOp::Shl, a, b, range)?.wrapped();
     }
+    let range = a.range.map(|(low, high)| {
+        (low >> if low < 0 { least } else { most }, high >> if high < 0 { most } else { least })
+    });
+    raw(BinaryOp::Shr, a, b, range)
 }
 
 /// The operation on one value that torch calls `name`.
