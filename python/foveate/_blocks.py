@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import _native, _trace
+from ._compile import uncompiled
 from ._masks import Mask
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -26,6 +27,7 @@ _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDic
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@uncompiled
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

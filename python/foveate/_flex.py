@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _dense, _native, _trace
+from ._compile import uncompiled
 from ._masks import Mask
 
 _log = logging.getLogger("foveate")
@@ -22,6 +23,7 @@ _said: set[str] = set()
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@uncompiled
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -325,6 +327,7 @@ def _check_options(options: dict[str, Any] | None) -> None:
         _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
 
 
+@uncompiled
 def explain(
     query: Tensor,
     key: Tensor,
