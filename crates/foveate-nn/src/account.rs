@@ -2,13 +2,14 @@
 
 use crate::config::{LearnedBuffer, ModelConfig};
 use crate::error::NnError;
+use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
 use crate::parameters::{Parameter, layout};
 use crate::tape::{Recompute, loss_chunk};
 
-/// What a training process takes besides arrays that follow from the sizes: the program, its
-/// threads, the packing buffers of matrix products. Measured on Linux, release and debug builds.
-const PROCESS: u64 = 24 << 20;
+/// What a training process takes besides what follows from the sizes: the program, its threads, the
+/// texts that wait to be packed. Measured on Linux, release and debug builds.
+const PROCESS: u64 = 21 << 20;
 
 /// Tokens of the largest batch whose attention is described to know its workspace.
 const COUNTED_TOKENS: usize = 1 << 22;
@@ -26,7 +27,7 @@ pub struct MemoryEstimate {
     pub activations: u64,
     /// Workspace of attention; 0 where only sizes are known.
     pub attention: u64,
-    /// The process itself; 0 where only sizes are known.
+    /// The process itself, and what its matrix products pack; 0 where only sizes are known.
     pub process: u64,
 }
 
@@ -117,6 +118,23 @@ impl ModelConfig {
     }
 }
 
+/// Bytes that the matrix products of a step over so many tokens take besides their operands: those of
+/// gradients of weights.
+fn products_bytes(config: &ModelConfig, tokens: usize) -> u64 {
+    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+    let attention = config.attention_width();
+    let products = [
+        [attention, hidden, tokens],
+        [hidden, attention, tokens],
+        [wide, hidden, tokens],
+        [hidden, wide, tokens],
+        [config.vocab_size, hidden, loss_chunk(config, tokens)],
+    ];
+    let all = products.map(|sizes| scratch_deep(sizes, rayon::current_num_threads()));
+    let most = |of: fn(&Scratch) -> usize| all.iter().map(of).max().unwrap_or(0) as u64;
+    most(|one| one.packed) + most(|one| one.kept)
+}
+
 impl Model {
     /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
     /// tokens, `rows` at once, and saves it. Parameters need no elements yet
@@ -139,7 +157,7 @@ impl Model {
             gradients: parameters * 4,
             optimizer: parameters * 8,
             attention: self.plans.workspace_bytes([rows_at_once, len])?,
-            process: PROCESS,
+            process: PROCESS + products_bytes(self.config(), rows.saturating_mul(len)),
             ..self.config().memory_estimate(rows, len, 4, recompute)
         })
     }

@@ -23,6 +23,16 @@ const RESULTS: usize = 1 << 18;
 /// Rows of a task that adds up parts.
 const ROWS: usize = 16;
 
+/// Terms that `gemm` packs at once of a factor whose terms lie apart, as those of a gradient of a weight
+/// do. Nothing is packed of factors whose terms lie side by side.
+const PACKED_TERMS: usize = 512;
+
+/// Columns of a result up to which nothing is packed: two of its tiles.
+const UNPACKED_COLUMNS: usize = 128;
+
+/// What is packed at once at most: it fits the last cache, of which this is a large one.
+const MAX_PACKED_BYTES: usize = 32 << 20;
+
 thread_local! {
     /// The parts of sums but the first, kept between products.
     static OTHERS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
@@ -37,6 +47,31 @@ pub struct Matrix<'a> {
     pub row_stride: usize,
     /// From a column to the next.
     pub column_stride: usize,
+}
+
+/// Memory of a product besides its operands, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scratch {
+    /// While it runs.
+    pub packed: usize,
+    /// From then on, by every thread that asked for one.
+    pub kept: usize,
+}
+
+/// What [`matmul_deep`] takes on so many threads.
+pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> Scratch {
+    let (parts, f32_bytes) = (parts([m, n, k]), size_of::<f32>());
+    let terms = if n > UNPACKED_COLUMNS { k.div_ceil(parts).min(PACKED_TERMS) } else { 0 };
+    let part = m.saturating_mul(terms).saturating_mul(f32_bytes).min(MAX_PACKED_BYTES);
+    Scratch { packed: part * parts.min(threads), kept: (parts - 1) * m * n * f32_bytes * threads }
+}
+
+/// Into how many parts [`matmul_deep`] cuts a sum.
+fn parts([m, n, k]: [usize; 3]) -> usize {
+    match (1..=RESULTS).contains(&m.saturating_mul(n)) {
+        true => (k / DEPTH).clamp(1, PARTS),
+        false => 1,
+    }
 }
 
 impl<'a> Matrix<'a> {
@@ -87,8 +122,8 @@ pub(crate) fn matmul_deep(
     into: &mut [f32],
     stride: usize,
 ) {
-    let parts = (k / DEPTH).min(PARTS);
-    if parts < 2 || !(1..=RESULTS).contains(&(m * n)) {
+    let parts = parts([m, n, k]);
+    if parts < 2 {
         matmul([m, n, k], a, b, into, stride, true);
         return;
     }
