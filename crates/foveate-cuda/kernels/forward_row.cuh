@@ -2,10 +2,11 @@
 //
 // A matrix product multiplies weights of 0 too, and 0 times infinity is NaN: one non-finite value of v
 // would reach every row of the tile, also rows whose mask hides that key. The main loop does not guard
-// against that. Its epilogue checks out for non-finite elements, and recomputes here, without weights of
-// 0, the warp's rows whose row_sum is finite. That also covers two overflows: sums that leave f32 because
-// the P of a tile is up to 2^RESCALE_THRESHOLD, and f32 rows that see infinity, where the split into two
-// tf32 makes infinity times any weight NaN.
+// against that. A warp whose out has a non-finite element recomputes here, without weights of 0, its rows
+// whose row_sum is finite: in the portable family after the epilogue of its tile, in the hopper family once
+// the CTA has no item left, the rows of all items. That also covers two overflows: sums that leave f32
+// because the P of a tile is up to 2^RESCALE_THRESHOLD, and f32 rows that see infinity, where the split
+// into two tf32 makes infinity times any weight NaN.
 //
 // Roles: a warp owns its rows of fv_forward, a lane every 32nd key and every 32nd column of out.
 // No barriers beyond the warp, no shared memory.

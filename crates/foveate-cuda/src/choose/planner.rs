@@ -14,7 +14,7 @@ use super::pass::Pass;
 use super::{model, table};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
-use crate::compile::resources::{Refusal, Resources, Warps};
+use crate::compile::resources::{Refusal, Resources, Warps, hopper};
 use crate::error::CudaError;
 use foveate_gpu::profile::Profile;
 
@@ -251,13 +251,13 @@ fn hopper_refusal(
         return Some(format!("compute capability {major}.{minor}; it runs on 9.0"));
     }
     if class.dtype == Elem::F32 {
-        return Some("f32 operands; products of 16-bit operands only".to_owned());
+        return Some(hopper::NO_F32.to_owned());
     }
     if class.paged {
-        return Some("keys in pages".to_owned());
+        return Some(hopper::NO_PAGES.to_owned());
     }
     if pack_gqa {
-        return Some("few queries, whose heads share a tile".to_owned());
+        return Some(hopper::NO_PACKED_GQA.to_owned());
     }
     if let Some(splits) = options.kv_splits.filter(|splits| *splits > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));

@@ -5,7 +5,7 @@
 //! that a thread keeps, plus what an instruction stream around them was seen to take. A
 //! configuration whose sums leave no room would spill, and is not one to choose.
 
-mod hopper;
+pub(crate) mod hopper;
 
 use std::fmt;
 

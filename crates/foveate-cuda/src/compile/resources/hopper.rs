@@ -23,6 +23,11 @@ const CONSUMER_REGISTERS: [usize; 3] = [256, 232, 160];
 /// score's own numbers.
 const WORKING: usize = 32;
 
+/// Problems that the family does not compute, in words for planner and resource model alike.
+pub(crate) const NO_F32: &str = "f32 operands; products of 16-bit operands only";
+pub(crate) const NO_PAGES: &str = "keys in pages";
+pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
+
 /// What a CTA of `config` takes.
 ///
 /// # Errors
@@ -58,13 +63,13 @@ fn check(config: &Config) -> Result<(), Refusal> {
         return family("head dims above 256");
     }
     if config.dtype == Elem::F32 {
-        return family("f32 operands; products of 16-bit operands only");
+        return family(NO_F32);
     }
     if config.paged {
-        return family("keys in pages");
+        return family(NO_PAGES);
     }
     if config.pack_gqa {
-        return family("packed GQA, for few queries");
+        return family(NO_PACKED_GQA);
     }
     if config.kv_split {
         return family("split-KV");
