@@ -8,35 +8,28 @@ use std::sync::Mutex;
 pub struct Pool(Mutex<Vec<Vec<f32>>>);
 
 impl Pool {
-    /// A buffer of `len` floats with undefined contents.
+    /// A buffer of `len` floats or more with undefined contents.
     fn take(&self, len: usize) -> Vec<f32> {
-        if len == 0 {
-            return Vec::new();
-        }
         let mut free = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let best = (0..free.len()).max_by_key(|&i| {
-            let capacity = free[i].capacity();
+            let own = free[i].len();
             // The smallest that is large enough, else the largest.
-            if capacity >= len { (1, usize::MAX - capacity) } else { (0, capacity) }
+            if own >= len { (1, usize::MAX - own) } else { (0, own) }
         });
-        let mut buffer = best.map_or_else(Vec::new, |i| free.swap_remove(i));
+        let found = best.map(|i| free.swap_remove(i));
         drop(free);
-        if buffer.capacity() < len {
-            buffer = vec![0.0; len];
-        }
-        buffer.resize(len, 0.0);
-        buffer
+        found.filter(|buffer| buffer.len() >= len).unwrap_or_else(|| vec![0.0; len])
     }
 
     /// A buffer of `len` floats with undefined contents. It returns to the pool when it is dropped.
     pub fn alloc(&self, len: usize) -> PoolBuffer<'_> {
-        let mut buffer = self.take(len);
+        let mut buffer = if len == 0 { Vec::new() } else { self.take(len) };
         // A caller that reads what it has not written is found by the tests; not by Miri, which
         // would spend most of its time here.
         if cfg!(debug_assertions) && !cfg!(miri) {
-            buffer.fill(f32::NAN);
+            buffer[..len].fill(f32::NAN);
         }
-        PoolBuffer { buffer, pool: self }
+        PoolBuffer { buffer, len, pool: self }
     }
 
     /// Returns a buffer.
@@ -51,7 +44,9 @@ impl Pool {
 /// A buffer of a [`Pool`], which returns to it when it is dropped.
 #[derive(Debug)]
 pub struct PoolBuffer<'a> {
+    /// As long as it was made: what is cut off would have to be written again.
     buffer: Vec<f32>,
+    len: usize,
     pool: &'a Pool,
 }
 
@@ -59,13 +54,13 @@ impl Deref for PoolBuffer<'_> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        &self.buffer
+        &self.buffer[..self.len]
     }
 }
 
 impl DerefMut for PoolBuffer<'_> {
     fn deref_mut(&mut self) -> &mut [f32] {
-        &mut self.buffer
+        &mut self.buffer[..self.len]
     }
 }
 
@@ -80,12 +75,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_gives_buffers_of_the_length_asked_for() {
+    fn a_buffer_has_the_length_asked_for_and_comes_from_the_smallest_that_has_it() {
         let pool = Pool::default();
-        pool.give(vec![1.0; 10]);
-        pool.give(vec![1.0; 100]);
-        assert_eq!(pool.take(7).len(), 7);
-        assert_eq!(pool.take(1000).len(), 1000);
-        assert_eq!(pool.take(3).len(), 3);
+        drop((pool.alloc(10), pool.alloc(100)));
+        let (small, large) = (pool.alloc(7), pool.alloc(3));
+        assert_eq!((small.len(), small.buffer.len()), (7, 10));
+        assert_eq!((large.len(), large.buffer.len()), (3, 100));
+        assert_eq!(pool.alloc(1000).len(), 1000);
+        assert_eq!(pool.alloc(0).len(), 0);
     }
 }
