@@ -38,7 +38,7 @@ impl<'a> Arrangement<'a> {
 }
 
 impl Dims {
-    /// The sizes of a call that is like this one but for its arrangement. Packed sizes whose
+    /// The sizes of a call that is like this one but for its arrangement. Varlen sizes whose
     /// offsets are not given are those of no sequences.
     pub fn arranged(mut self, arrangement: Arrangement<'_>) -> Self {
         match arrangement {

@@ -64,12 +64,12 @@ impl Spec {
 }
 
 impl Dims {
-    /// Length of the batch axis of q, out, lse and their gradients: 1 for packed operands.
+    /// Length of the batch axis of q, out, lse and their gradients: 1 for varlen operands.
     pub fn q_axis(&self) -> usize {
         if self.packed { 1 } else { self.batch }
     }
 
-    /// Length of the batch axis of k, v and their gradients: 1 for packed or shared ones.
+    /// Length of the batch axis of k, v and their gradients: 1 for varlen or shared ones.
     pub fn kv_axis(&self) -> usize {
         if self.packed || self.shared_kv { 1 } else { self.batch }
     }

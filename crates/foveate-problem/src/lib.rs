@@ -2,7 +2,7 @@
 //!
 //! The oracle, the CPU and the GPU take the same three things: a [`Spec`] (the program: mask,
 //! score, scale, dropout; no shapes), [`Dims`] checked against the operands, and the operands
-//! with their destinations ([`ForwardArgs`], [`BackwardArgs`]). Dense and packed problems look
+//! with their destinations ([`ForwardArgs`], [`BackwardArgs`]). Dense and varlen problems look
 //! alike to a backend: a list of [`Sequence`]s.
 //!
 //! ```
@@ -51,8 +51,8 @@ pub struct Spec {
     pub dropout: Option<Dropout>,
 }
 
-/// The sizes of a problem. For packed operands `batch` is the number of sequences and the
-/// lengths are those of the packed axes.
+/// The sizes of a problem. For varlen operands `batch` is the number of sequences and the
+/// lengths are those of the axes that all sequences share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dims {
     /// Number of batch entries or sequences.
@@ -61,9 +61,9 @@ pub struct Dims {
     pub heads_q: usize,
     /// Key/value heads; divides `heads_q`.
     pub heads_kv: usize,
-    /// Rows of q (packed: of all sequences and the unused tail).
+    /// Rows of q (varlen: of all sequences and the unused tail).
     pub len_q: usize,
-    /// Rows of k and v (packed: of all sequences and the unused tail).
+    /// Rows of k and v (varlen: of all sequences and the unused tail).
     pub len_k: usize,
     /// Length of a query or key vector.
     pub dim: usize,
@@ -71,7 +71,7 @@ pub struct Dims {
     pub dim_v: usize,
     /// True when k and v have one batch entry that all of q's share.
     pub shared_kv: bool,
-    /// True when the operands are packed sequences.
+    /// True when the operands are varlen: sequences one after another in one buffer.
     pub packed: bool,
 }
 
@@ -222,7 +222,7 @@ pub struct Sequence {
 }
 
 /// What attention reads. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
-/// `v [Bk, Hkv, Sk, Dv]`; packed operands have `B = Bk = 1` and the packed rows on the length axis,
+/// `v [Bk, Hkv, Sk, Dv]`; varlen operands have `B = Bk = 1` and the rows of all sequences on the length axis,
 /// keys and values in pages a page in place of a batch entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands<'a> {
@@ -234,7 +234,7 @@ pub struct Operands<'a> {
     pub v: TensorRef<'a>,
     /// A logit per query head that joins the softmax's denominator only, `[Hq]`, of any dtype.
     pub sink: Option<Slice<'a>>,
-    /// Sequence offsets of packed operands.
+    /// Sequence offsets of varlen operands.
     pub varlen: Option<Varlen<'a>>,
     /// The pages that k and v lie in; their shapes are those of [`Pages`] then. Forward only.
     pub pages: Option<Pages<'a>>,

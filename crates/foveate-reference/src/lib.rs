@@ -7,7 +7,7 @@
 //! differentiated forwards with dual numbers, so that neither the vectorised evaluator nor the
 //! reverse-mode derivative is checked against itself.
 //!
-//! Results are row-major. Rows of packed operands that belong to no sequence hold NaN: a backend
+//! Results are row-major. Rows of varlen operands that belong to no sequence hold NaN: a backend
 //! does not touch them.
 //!
 //! ```

@@ -74,9 +74,9 @@ pub struct Explanation {
     pub device: String,
     /// What declined to run it, with the reasons: backends, and kernels of the one that runs.
     pub declined: Vec<Declined>,
-    /// True for sequences packed one after another.
+    /// True for varlen operands: sequences one after another in one buffer.
     pub packed: bool,
-    /// Batch entries, or sequences of packed operands.
+    /// Batch entries, or sequences of varlen operands.
     pub batch: usize,
     /// Query heads.
     pub heads_q: usize,

@@ -34,7 +34,7 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Forward {
-    /// `[B, Hq, Sq, Dv]` in the dtype of the operands. Rows of packed operands that belong to no
+    /// `[B, Hq, Sq, Dv]` in the dtype of the operands. Rows of varlen operands that belong to no
     /// sequence are 0.
     pub out: Tensor,
     /// Natural log of the softmax's denominator, `[B, Hq, Sq]`, f32; `-∞` for an empty row.

@@ -7,7 +7,7 @@ use foveate_tensor::{DType, Layout, TensorRef, Varlen};
 
 use crate::error::Error;
 
-/// The sequence offsets of packed operands.
+/// The sequence offsets of varlen operands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Offsets {
     cu_q: Vec<i32>,
@@ -29,7 +29,7 @@ struct PageTable {
     lengths: Vec<i32>,
 }
 
-/// What attention is asked of: the sizes, strides and dtype of q, k and v, the offsets of packed
+/// What attention is asked of: the sizes, strides and dtype of q, k and v, the offsets of varlen
 /// sequences and the sink. Shapes are `q [B, Hq, Sq, D]`, `k [Bk, Hkv, Sk, D]`,
 /// `v [Bk, Hkv, Sk, Dv]` with `Bk` equal to `B` or 1.
 #[derive(Clone, Debug)]
@@ -251,7 +251,7 @@ impl Problem {
         self.sink.as_deref()
     }
 
-    /// The sequence offsets of packed operands.
+    /// The sequence offsets of varlen operands.
     pub fn get_varlen(&self) -> Option<Varlen<'_>> {
         let [q, k, _] = self.layouts.map(|l| l.shape[2]);
         self.offsets_within(q, k).expect("offsets are checked when they are taken")

@@ -129,7 +129,7 @@ pub struct Outline {
     pub heads: usize,
     /// Rows between two heads, 0 when all heads share them.
     pub head_stride: usize,
-    /// Room for runs in a row. Where there are more, the device joins the closest.
+    /// Runs that a row has memory for. Where there are more, the device joins the closest.
     pub capacity: usize,
     /// Tiles of the longest row.
     pub longest: usize,
@@ -139,7 +139,7 @@ pub struct Outline {
     pub sharing: usize,
 }
 
-/// Bytes that the runs of all rows may take before rows get room for fewer.
+/// Bytes that the runs of all rows may take before rows get memory for fewer.
 const RUN_BYTES: usize = 64 << 20;
 
 impl Outline {
@@ -184,10 +184,10 @@ impl Outline {
     }
 }
 
-/// Room for runs in each of `rows` rows of at most `longest` tiles.
+/// Runs that there is memory for in each of `rows` rows of at most `longest` tiles.
 pub(crate) fn run_capacity(longest: usize, rows: usize) -> usize {
-    let room = RUN_BYTES / size_of::<params::Run>() / rows.max(1);
-    longest.min(room.clamp(8, 256)).max(1)
+    let capacity = RUN_BYTES / size_of::<params::Run>() / rows.max(1);
+    longest.min(capacity.clamp(8, 256)).max(1)
 }
 
 /// Tiles of `side` rows that `count` sequences of together `rows` rows have at most, none longer than

@@ -141,7 +141,7 @@ impl Printer<'_> {
         Some(Piece::atom(format!("reads.x{at}")))
     }
 
-    /// Nodes that an integer or a root that is not a float hangs on.
+    /// Nodes that an integer, or a root that is not a float, depends on.
     pub fn decides(&self, roots: &[NodeId]) -> Vec<bool> {
         decides(self.program, roots)
     }
@@ -260,7 +260,7 @@ fn from_the_end(index: &str, length: &str) -> String {
     format!("from_end({index}, {length})")
 }
 
-/// Nodes of `program` that an integer or a root that is not a float hangs on.
+/// Nodes of `program` that an integer, or a root that is not a float, depends on.
 pub(super) fn decides(program: &Program, roots: &[NodeId]) -> Vec<bool> {
     let graph = program.graph();
     let mut decides: Vec<bool> = graph.types().iter().map(|&ty| ty == Type::I32).collect();

@@ -9,7 +9,7 @@ use foveate_mods::{Node, NodeId, Program};
 use super::print::decides;
 
 /// About how many instructions `roots` take, once each. With `fast_math` floats that no integer
-/// hangs on come from the special function units; else an elementary function is a polynomial.
+/// depends on come from the special function units; else an elementary function is a polynomial.
 pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usize {
     let nodes = program.graph().nodes();
     let mut needed = vec![false; nodes.len()];
@@ -69,7 +69,7 @@ mod tests {
             // The comparison and the choice are one instruction each.
             ("if tanh(score) > 0.5 { score } else { 0.0 }", 3 + 2, 30 + 2),
             ("if score / 3.0 > 0.5 { score } else { 0.0 }", 2 + 2, 10 + 2),
-            // An integer is the same on every backend, so what it hangs on is accurate.
+            // An integer is the same on every backend, so what it depends on is accurate.
             ("score + f32(i32(tanh(score)))", 30 + 3, 30 + 3),
         ] {
             let score = parse_score(text, &Names::new()).unwrap_or_else(|e| panic!("{text}: {e}"));

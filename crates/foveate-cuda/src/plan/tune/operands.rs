@@ -1,4 +1,4 @@
-//! What a problem is tuned on: random operands in device memory, and room for results.
+//! What a problem is tuned on: random operands in device memory, and memory for results.
 
 use foveate_problem::{Arrangement, Dims};
 use foveate_tensor::DType;
@@ -83,7 +83,7 @@ fn scattered(count: usize) -> Vec<i32> {
     (0..count).map(|i| (i * STEP % count) as i32).collect()
 }
 
-/// Room for f32 numbers.
+/// Memory for f32 numbers.
 fn empty<const N: usize>(
     pool: &Pool,
     allocations: &mut Vec<Allocation>,
