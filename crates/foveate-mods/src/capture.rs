@@ -9,7 +9,7 @@
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use crate::elements::{ElementType, Elements, SharedElements};
+use crate::elements::{ElementType, Elements, Placed, RowMajor, SharedElements};
 use crate::error::{ModError, ModErrorKind};
 use crate::ranges::RangeTable;
 use crate::value::{BufferData, Element, ScalarValue, Type};
@@ -268,7 +268,18 @@ impl AnyBuffer {
     /// Smallest and largest elements of its stretches. The first call takes time linear in the
     /// number of elements.
     pub(crate) fn ranges(&self) -> &RangeTable {
-        self.0.ranges.get_or_init(|| RangeTable::new(self))
+        self.0.ranges.get_or_init(|| RangeTable::new(self.placed()))
+    }
+
+    /// Its elements and where they lie.
+    pub(crate) fn placed(&self) -> Placed<'_> {
+        Placed {
+            ty: self.ty(),
+            shape: &self.0.shape,
+            strides: &self.0.strides,
+            offset: self.0.offset,
+            elements: self.elements(),
+        }
     }
 
     /// True when both share one allocation.
@@ -285,52 +296,6 @@ fn int(value: ScalarValue) -> i32 {
 fn float(value: ScalarValue) -> f32 {
     let ScalarValue::F32(x) = value else { unreachable!("the buffer's type is f32") };
     x
-}
-
-/// Places in memory of the elements of a shape, row-major.
-pub(crate) struct RowMajor<'a> {
-    shape: &'a [usize],
-    strides: &'a [usize],
-    index: Vec<usize>,
-    at: usize,
-    left: usize,
-}
-
-impl<'a> RowMajor<'a> {
-    pub(crate) fn new(shape: &'a [usize], strides: &'a [usize], offset: usize) -> Self {
-        Self::starting(shape, strides, offset, vec![0; shape.len()])
-    }
-
-    /// Those from that of `index` on, which is in the shape unless that is empty.
-    pub(crate) fn starting(
-        shape: &'a [usize],
-        strides: &'a [usize],
-        offset: usize,
-        index: Vec<usize>,
-    ) -> Self {
-        let before = index.iter().zip(shape).fold(0, |n, (i, len)| n * len + i);
-        let at = index.iter().zip(strides).fold(offset, |at, (i, stride)| at + i * stride);
-        Self { shape, strides, index, at, left: shape.iter().product::<usize>() - before }
-    }
-}
-
-impl Iterator for RowMajor<'_> {
-    type Item = usize;
-
-    fn next(&mut self) -> Option<usize> {
-        self.left = self.left.checked_sub(1)?;
-        let at = self.at;
-        for axis in (0..self.shape.len()).rev() {
-            self.index[axis] += 1;
-            self.at += self.strides[axis];
-            if self.index[axis] < self.shape[axis] {
-                break;
-            }
-            self.at -= self.index[axis] * self.strides[axis];
-            self.index[axis] = 0;
-        }
-        Some(at)
-    }
 }
 
 /// A captured buffer whose element type Rust knows.

@@ -288,3 +288,63 @@ impl Elements<'_> {
         v.get(at).copied().filter(|&x| i32::try_from(x).is_err())
     }
 }
+
+/// The elements of a captured buffer, and where each of them lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placed<'a> {
+    /// What mods read.
+    pub ty: Type,
+    pub shape: &'a [usize],
+    /// Distance of neighbours along each axis, in elements.
+    pub strides: &'a [usize],
+    /// Place of the element of index 0.
+    pub offset: usize,
+    /// None where they are not in host memory.
+    pub elements: Elements<'a>,
+}
+
+/// Places in memory of the elements of a shape, row-major.
+pub(crate) struct RowMajor<'a> {
+    shape: &'a [usize],
+    strides: &'a [usize],
+    index: Vec<usize>,
+    at: usize,
+    left: usize,
+}
+
+impl<'a> RowMajor<'a> {
+    pub(crate) fn new(shape: &'a [usize], strides: &'a [usize], offset: usize) -> Self {
+        Self::starting(shape, strides, offset, vec![0; shape.len()])
+    }
+
+    /// Those from that of `index` on, which is in the shape unless that is empty.
+    pub(crate) fn starting(
+        shape: &'a [usize],
+        strides: &'a [usize],
+        offset: usize,
+        index: Vec<usize>,
+    ) -> Self {
+        let before = index.iter().zip(shape).fold(0, |n, (i, len)| n * len + i);
+        let at = index.iter().zip(strides).fold(offset, |at, (i, stride)| at + i * stride);
+        Self { shape, strides, index, at, left: shape.iter().product::<usize>() - before }
+    }
+}
+
+impl Iterator for RowMajor<'_> {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        self.left = self.left.checked_sub(1)?;
+        let at = self.at;
+        for axis in (0..self.shape.len()).rev() {
+            self.index[axis] += 1;
+            self.at += self.strides[axis];
+            if self.index[axis] < self.shape[axis] {
+                break;
+            }
+            self.at -= self.index[axis] * self.strides[axis];
+            self.index[axis] = 0;
+        }
+        Some(at)
+    }
+}

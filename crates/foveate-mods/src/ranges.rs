@@ -5,8 +5,7 @@
 //! `n` elements that is about `n/8 · log₂(n/64) / 8` words, an eighth to a half of the buffer. An axis
 //! of stride 0 is one element long here, so a buffer that is broadcast takes what its memory does.
 
-use crate::capture::{AnyBuffer, RowMajor};
-use crate::elements::Elements;
+use crate::elements::{Elements, Placed, RowMajor};
 use crate::interval::Interval;
 use crate::value::{ScalarValue, Type};
 
@@ -28,20 +27,20 @@ pub(crate) struct RangeTable {
 }
 
 impl RangeTable {
-    pub(crate) fn new(buffer: &AnyBuffer) -> Self {
-        let axes = buffer.shape().iter().zip(buffer.strides());
+    pub(crate) fn new(buffer: Placed<'_>) -> Self {
+        let axes = buffer.shape.iter().zip(buffer.strides);
         let shape: Vec<usize> =
             axes.map(|(&len, &stride)| if stride == 0 { len.min(1) } else { len }).collect();
         let mut step = 1;
-        let dense = shape.iter().zip(buffer.strides()).rev().all(|(&len, &stride)| {
+        let dense = shape.iter().zip(buffer.strides).rev().all(|(&len, &stride)| {
             let next = len <= 1 || stride == step;
             step *= len;
             next
         });
-        let elements = buffer.elements();
-        let len = if buffer.is_on_device() { 0 } else { shape.iter().product() };
+        let elements = buffer.elements;
+        let len = if elements.is_empty() { 0 } else { shape.iter().product() };
         let too_wide = matches!(elements, Elements::I64(_))
-            && RowMajor::new(&shape, buffer.strides(), buffer.offset())
+            && RowMajor::new(&shape, buffer.strides, buffer.offset)
                 .any(|at| elements.too_wide(at).is_some());
         let mut table = Self { levels: Vec::new(), shape, dense, too_wide };
         let blocks = (0..len).step_by(BLOCK);
@@ -68,11 +67,11 @@ impl RangeTable {
     /// `buffer`, of which the table was made.
     pub(crate) fn range(
         &self,
-        buffer: &AnyBuffer,
+        buffer: Placed<'_>,
         position: impl Iterator<Item = Interval>,
     ) -> Interval {
         if self.levels[0].is_empty() {
-            return Interval::one(match buffer.ty() {
+            return Interval::one(match buffer.ty {
                 Type::Bool => ScalarValue::Bool(false),
                 Type::I32 => ScalarValue::I32(0),
                 Type::F32 => ScalarValue::F32(0.0),
@@ -110,7 +109,7 @@ impl RangeTable {
         all.expect("ranges are not empty")
     }
 
-    fn stretch(&self, buffer: &AnyBuffer, from: usize, to: usize) -> Interval {
+    fn stretch(&self, buffer: Placed<'_>, from: usize, to: usize) -> Interval {
         let (first, last) = (from.div_ceil(BLOCK), to / BLOCK);
         if first >= last {
             return self.scan(buffer, from, to);
@@ -128,8 +127,8 @@ impl RangeTable {
     }
 
     /// Range of the elements `from..to`, row-major, one at least.
-    fn scan(&self, buffer: &AnyBuffer, from: usize, to: usize) -> Interval {
-        let (elements, offset) = (buffer.elements(), buffer.offset());
+    fn scan(&self, buffer: Placed<'_>, from: usize, to: usize) -> Interval {
+        let (elements, offset) = (buffer.elements, buffer.offset);
         if self.dense {
             return of_places(elements, offset + from..offset + to);
         }
@@ -139,7 +138,7 @@ impl RangeTable {
             *index = rest % len;
             rest /= len;
         }
-        let places = RowMajor::starting(&self.shape, buffer.strides(), offset, index);
+        let places = RowMajor::starting(&self.shape, buffer.strides, offset, index);
         of_places(elements, places.take(to - from))
     }
 }

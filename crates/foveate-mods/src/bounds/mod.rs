@@ -107,7 +107,7 @@ impl Bounds {
                     inside &= axes().all(|axis| of(axis).within(*axis.1));
                     let table = buffer.ranges();
                     inside &= !table.has_too_wide();
-                    table.range(buffer, axes().map(of))
+                    table.range(buffer.placed(), axes().map(of))
                 }
                 node => computed(&self.program, node, &ranges),
             };
