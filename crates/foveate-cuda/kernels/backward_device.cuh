@@ -27,28 +27,33 @@ __device__ GradElem narrow(float x) {
 #endif
 }
 
-// Columns column .. column + 8 of a row of a gradient that has `dim` columns: x, or x added to
-// what is there. `column` is a multiple of 8.
-__device__ void store_eight(GradElem* row, i64 elem, int column, int dim, float (&x)[8], bool accumulate) {
+// Eight columns of a gradient, aligned to 16 bytes: x, or x added to what is there.
+__device__ void store_aligned(GradElem* at, float (&x)[8], bool accumulate) {
     union Vector {
         uint4 words[sizeof(GradElem) / 2];
         GradElem of[8];
     };
+    Vector* const target = reinterpret_cast<Vector*>(at);
+    Vector vector;
+    if (accumulate) {
+        for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) vector.words[i] = target->words[i];
+        for (int i = 0; i < 8; ++i) x[i] += widen<FV_GRAD_DTYPE>(vector.of[i]);
+    }
+    for (int i = 0; i < 8; ++i) vector.of[i] = narrow(x[i]);
+    for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) target->words[i] = vector.words[i];
+}
+
+// Columns column .. column + 8 of a row of a gradient that has `dim` columns: x, or x added to
+// what is there. `column` is a multiple of 8.
+__device__ void store_eight(GradElem* row, i64 elem, int column, int dim, float (&x)[8], bool accumulate) {
     if (FV_ALIGN == 16 && column + 8 <= dim) {
-        Vector* at = reinterpret_cast<Vector*>(row + column);
-        Vector vector;
-        if (accumulate) {
-            for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) vector.words[i] = at->words[i];
-            for (int i = 0; i < 8; ++i) x[i] += widen<FV_GRAD_DTYPE>(vector.of[i]);
-        }
-        for (int i = 0; i < 8; ++i) vector.of[i] = narrow(x[i]);
-        for (int i = 0; i < int(sizeof(GradElem)) / 2; ++i) at->words[i] = vector.words[i];
-    } else {
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            GradElem* at = row + (column + i) * elem;
-            if (column + i < dim) *at = narrow(accumulate ? x[i] + widen<FV_GRAD_DTYPE>(*at) : x[i]);
-        }
+        store_aligned(row + column, x, accumulate);
+        return;
+    }
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        GradElem* at = row + (column + i) * elem;
+        if (column + i < dim) *at = narrow(accumulate ? x[i] + widen<FV_GRAD_DTYPE>(*at) : x[i]);
     }
 }
 

@@ -175,7 +175,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         copied(number).wait(number / FV_STAGES);
         multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
         const float* row_weight_sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
-        scores.compute_p(mods, score_tile, p.scale, stage + AT_LSE, row_weight_sums, p.delta.row);
+        const u32 lse_at = stage + AT_LSE + score_row() * 4;
+        float lse[QUERIES_HELD];
+        load_lse(lse, lse_at);
+        scores.compute_p(mods, score_tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
         p_read.wait(number - 1);
         store_scores(base + AT_P, [&](int m, int n, int i) { return scores.dropped(scores.p(m, n, i), m, n, i); });
         p_written.arrive_warp();
@@ -183,7 +186,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ScoreFragment dp;
         clear(dp);
         multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, stage + d_out_by_row, v_by_row);
-        scores.differentiate(dp, stage + AT_DELTA);
+        scores.differentiate(dp, stage + AT_DELTA + score_row() * 4);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();

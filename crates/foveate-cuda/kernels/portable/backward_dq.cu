@@ -130,11 +130,14 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         copied(number).wait(number / FV_STAGES);
         multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, q_by_row, stage + k_by_row);
         const float* row_weight_sums = row_weight_sums_of(p, s.q_batch, head, s.q_start + query);
-        scores.compute_p(mods, score_tile, p.scale, base + AT_LSE, row_weight_sums, p.delta.row);
+        const u32 lse_at = base + AT_LSE + score_row() * 4;
+        float lse[QUERIES_HELD];
+        load_lse(lse, lse_at);
+        scores.compute_p(mods, score_tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
         ScoreFragment dp;
         clear(dp);
         multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, d_out_by_row, stage + v_by_row);
-        scores.differentiate(dp, base + AT_DELTA);
+        scores.differentiate(dp, base + AT_DELTA + score_row() * 4);
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();

@@ -19,7 +19,8 @@ const FORWARD_ROW: &str = include_str!("../../kernels/forward_row.cuh");
 const HOPPER: &str = include_str!("../../kernels/hopper/hopper.cuh");
 const ROWS: &str = include_str!("../../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
-const BACKWARD_SCORES: &str = include_str!("../../kernels/portable/backward_scores.cuh");
+const PORTABLE_BACKWARD: &str = include_str!("../../kernels/portable/backward_device.cuh");
+const BACKWARD_SCORES: &str = include_str!("../../kernels/backward_scores.cuh");
 
 /// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products,
 /// and those that a family has not got, are the portable ones.
@@ -48,12 +49,14 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
         (Kernel::Backward, Family::Portable | Family::Hopper) => &[
             DEVICE,
             BACKWARD_DEVICE,
+            PORTABLE_BACKWARD,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward.cu"),
         ],
         (Kernel::BackwardDq, Family::Portable | Family::Hopper) => &[
             DEVICE,
             BACKWARD_DEVICE,
+            PORTABLE_BACKWARD,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward_dq.cu"),
         ],

@@ -1,17 +1,13 @@
-// One tile of scores and their gradients, in the registers of the warps of a CTA: fv_backward and
-// fv_backward_dq recompute it.
+// One tile of scores and their gradients, in the registers of the warps that own it: the kernels of the
+// backward recompute it.
 //
 //     S = Q K^T    P = exp(score(scale S) - lse)    dP = dO V^T    dS = P (dP - delta) dscore/ds
 //
 // Dropout applies to P as the operand of dV, and to dP.
-
-constexpr Warps WARPS_S = divide(FV_BM, FV_BN, true);         // warps over S, P, dP and dS
-static_assert(FV_BM % 16 == 0 && FV_BN % 16 == 0, "tiles are multiples of 16");
-static_assert(WARPS_S.down > 0, "the warps cannot divide the scores evenly");
-
-constexpr int PITCH_K = FV_DP * ELEM_BYTES + PAD_BYTES;    // of K and Q in shared memory
-constexpr int PITCH_V = FV_DVP * ELEM_BYTES + PAD_BYTES;   // of V and dO
-constexpr int PITCH_P = FV_BN * ELEM_BYTES + PAD_BYTES;    // of P and dS
+//
+// A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
+// warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
+// queries; and load_lse().
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
@@ -23,27 +19,43 @@ struct ScoreTile {
     bool evaluate;      // whether the mask is evaluated in it
 };
 
+// ---- places of scores ----
+
 // Row and column, in the tile, of the first score of this lane.
-__device__ int score_row() { return threadIdx.x / 32 / WARPS_S.across * WARPS_S.rows * 16 + threadIdx.x % 32 / 4; }
-__device__ int score_column() { return threadIdx.x / 32 % WARPS_S.across * WARPS_S.columns * 8 + threadIdx.x % 4 * 2; }
+__device__ int score_row() { return warp_row() + threadIdx.x % 32 / 4; }
+__device__ int score_column() { return warp_column() + threadIdx.x % 4 * 2; }
 
-// Offsets of this lane's first elements of the operands of S and dP: by row, and by column.
-template <int PITCH>
-__device__ u32 lane_rows() { return threadIdx.x / 32 / WARPS_S.across * WARPS_S.rows * 16 * PITCH + lane_offset_a<false>(PITCH); }
-template <int PITCH>
-__device__ u32 lane_columns() { return threadIdx.x / 32 % WARPS_S.across * WARPS_S.columns * 8 * PITCH + lane_offset_b<false>(PITCH); }
+constexpr int WARP_QUERIES = KEYS_DOWN ? WARPS_S.columns * 8 : WARPS_S.rows * 16;
+constexpr int WARP_KEYS = KEYS_DOWN ? WARPS_S.rows * 16 : WARPS_S.columns * 8;
 
-// Calls `f(m, n, i, row, column)` for each score of the lane: number i of accumulator (m, n).
+// A place in the tile, or the way from one to another.
+struct Spot {
+    int query, key;
+
+    __device__ static constexpr Spot of(int row, int column) { return KEYS_DOWN ? Spot{column, row} : Spot{row, column}; }
+    // The way from a lane's first score to number i of accumulator (m, n).
+    __device__ static constexpr Spot step(int m, int n, int i) { return of(m * 16 + i / 2 * 8, n * 8 + i % 2); }
+    __device__ constexpr Spot operator+(Spot other) const { return {query + other.query, key + other.key}; }
+
+    __device__ static Spot of_lane() { return of(score_row(), score_column()); }
+    __device__ static Spot of_warp() { return of(warp_row(), warp_column()); }
+};
+
+// The queries that the scores of a lane are of: their number, the one of a score, and how far each is from
+// the first.
+constexpr int QUERIES_HELD = KEYS_DOWN ? WARPS_S.columns * 2 : WARPS_S.rows * 2;
+__device__ constexpr int query_held(int m, int n, int i) { return KEYS_DOWN ? n * 2 + i % 2 : m * 2 + i / 2; }
+__device__ constexpr int held_query(int held) { return KEYS_DOWN ? held / 2 * 8 + held % 2 : held * 8; }
+
+// Calls `f(m, n, i)` for each score of the lane: number i of accumulator (m, n).
 template <typename F>
 __device__ void for_each_score(F f) {
-    const int row = score_row(), column = score_column();
     #pragma unroll
     for (int m = 0; m < WARPS_S.rows; ++m)
         #pragma unroll
         for (int n = 0; n < WARPS_S.columns; ++n)
             #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                f(m, n, i, row + m * 16 + i / 2 * 8, column + n * 8 + i % 2);
+            for (int i = 0; i < 4; ++i) f(m, n, i);
 }
 
 // Whether score function and derivative run in a loop instead of being unrolled.
@@ -52,25 +64,6 @@ constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, GRAD
 // row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
     return HAS_ROW_WEIGHT_SUM ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
-}
-
-// Two consecutive elements of a row of P or dS.
-__device__ void store_pair(u32 address, float x, float y) {
-    if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
-    else asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(narrow2<FV_DTYPE>(x, y)) : "memory");
-}
-
-// Writes a tile of P or dS, rounded to the operands' dtype.
-template <typename F>
-__device__ void store_scores(u32 tile, F value) {
-    const u32 at = tile + score_row() * PITCH_P + score_column() * ELEM_BYTES;
-    #pragma unroll
-    for (int m = 0; m < WARPS_S.rows; ++m)
-        #pragma unroll
-        for (int n = 0; n < WARPS_S.columns; ++n)
-            #pragma unroll
-            for (int i = 0; i < 4; i += 2)
-                store_pair(at + (m * 16 + i * 4) * PITCH_P + n * 8 * ELEM_BYTES, value(m, n, i), value(m, n, i + 1));
 }
 
 struct Scores {
@@ -86,14 +79,14 @@ struct Scores {
     ScoreFragment raw;      // scale S
 #endif
 
-    // As for_each_score, but in a loop: rotation moves each accumulator to (0, 0).
+    // Calls `f(m, n, i, spot)` for each score, in a loop: rotation moves each accumulator to (0, 0).
     template <typename F>
     __device__ void for_each_in_loop(F f) {
         #pragma unroll 1
         for (int at = 0; at < WARPS_S.rows * WARPS_S.columns; ++at) {
-            const int row = score_row() + at / WARPS_S.columns * 16, column = score_column() + at % WARPS_S.columns * 8;
+            const Spot first = Spot::of_lane() + Spot::step(at / WARPS_S.columns, at % WARPS_S.columns, 0);
             #pragma unroll
-            for (int i = 0; i < 4; ++i) f(0, 0, i, row + i / 2 * 8, column + i % 2);
+            for (int i = 0; i < 4; ++i) f(0, 0, i, first + Spot::step(0, 0, i));
             rotate(g);
 #if FV_DSCORE
             rotate(weight);
@@ -121,33 +114,28 @@ struct Scores {
 #endif
     }
 
-    // From S to P; `lse_at` is the smem address of the lse of the tile.
-    __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, u32 lse_at, const float* row_weight_sums, i64 row_weight_stride) {
+    // From S to P. `lse` is that of the lane's queries, as load_lse reads it, and `lse_at` the smem address of its
+    // first.
+    __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD], u32 lse_at,
+                              const float* row_weight_sums, i64 row_weight_stride) {
+        const Spot lane = Spot::of_lane();
+        [[maybe_unused]] bool has_huge_lse = false;
+        if constexpr (HAS_ROW_WEIGHT_SUM)
+            #pragma unroll
+            for (int h = 0; h < QUERIES_HELD; ++h) has_huge_lse |= is_huge(lse[h]);
         // A score function may give -1e30 to a whole row. Then score - lse is exact, but the difference of
         // products has their rounding error. And __fsub_rn keeps the score rounded, without contraction
         // into a multiply-add, as in fv_row_weight_sum.
-        auto lse_of = [&](int row) {
-            const float x = load_shared(lse_at + row * 4);
-            return x == -infinity() ? infinity() : x;      // a row without visible keys: P = 0
-        };
-        float lse[WARPS_S.rows][2];
-        [[maybe_unused]] bool has_huge_lse = false;
-        #pragma unroll
-        for (int i = 0; i < WARPS_S.rows * 2; ++i) {
-            const float x = lse_of(score_row() + i * 8);
-            lse[i / 2][i % 2] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
-            has_huge_lse |= is_huge(x);
-        }
-        auto exp_score = [&](float score, int m, int i, int row) {
-            return exp2_score(__fsub_rn(score, SCORES_IN_LOOP ? lse_of(row) : lse[m][i / 2]) * LOG2_E);
+        auto exp_score = [&](float score, int m, int n, int i, Spot at) {
+            return exp2_score(__fsub_rn(score, SCORES_IN_LOOP ? lse_of(load_shared(lse_at + (at.query - lane.query) * 4)) : lse[query_held(m, n, i)]) * LOG2_E);
         };
         // `score_of` is the score function, of an entry and its product.
         auto compute_all = [&]([[maybe_unused]] auto score_of) {
-            auto compute_one = [&](int m, int n, int i, int row, int column) {
+            auto compute_one = [&](int m, int n, int i, Spot at) {
 #if FV_SCORE
-                const int q = c.query + row, kv = c.key + column;
+                const int q = c.query + at.query, kv = c.key + at.key;
                 const float s = g[m][n][i] * scale;
-                const float x = exp_score(score_of(q, kv, s), m, i, row);
+                const float x = exp_score(score_of(q, kv, s), m, n, i, at);
                 g[m][n][i] = x;
 #if FV_DSCORE
                 weight[m][n][i] = x;
@@ -157,16 +145,16 @@ struct Scores {
                 raw[m][n][i] = s;
 #endif
 #else
-                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, i, row);
-                else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[m][i / 2]));
+                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, n, i, at);
+                else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[query_held(m, n, i)]));
 #endif
             };
             if constexpr (SCORES_IN_LOOP) for_each_in_loop(compute_one);
-            else for_each_score(compute_one);
+            else for_each_score([&](int m, int n, int i) { compute_one(m, n, i, lane + Spot::step(m, n, i)); });
         };
 #ifdef SCORE_READS
-        const int query0 = c.query + score_row() - threadIdx.x % 32 / 4, key0 = c.key + score_column() - threadIdx.x % 4 * 2;
-        if (!SCORES_IN_LOOP && fv_reads_one(mods, c.place, query0, query0 + WARPS_S.rows * 16, key0, key0 + WARPS_S.columns * 8)) {
+        const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
+        if (!SCORES_IN_LOOP && fv_reads_one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS)) {
             const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
             compute_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
         } else
@@ -175,22 +163,21 @@ struct Scores {
         // Rare; the check is repeated for each row, so that it occupies no registers.
         if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, has_huge_lse)) {
             #pragma unroll
-            for (int i = 0; i < WARPS_S.rows * 2; ++i) {
-                const int row = score_row() + i * 8;
-                if (!is_huge(load_shared(lse_at + row * 4))) continue;
-                const float inverse = 1.f / __ldg(row_weight_sums + row * row_weight_stride);
-                #pragma unroll
-                for (int n = 0; n < WARPS_S.columns * 2; ++n) {
-                    g[i / 2][n / 2][i % 2 * 2 + n % 2] *= inverse;
+            for (int h = 0; h < QUERIES_HELD; ++h) {
+                if (!is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
+                const float inverse = 1.f / __ldg(row_weight_sums + (lane.query + held_query(h)) * row_weight_stride);
+                for_each_score([&](int m, int n, int i) {
+                    if (query_held(m, n, i) != h) return;
+                    g[m][n][i] *= inverse;
 #if FV_DSCORE
-                    weight[i / 2][n / 2][i % 2 * 2 + n % 2] *= inverse;
+                    weight[m][n][i] *= inverse;
 #endif
-                }
+                });
             }
         }
         auto zero_unless = [&](auto holds) {
-            for_each_score([&](int m, int n, int i, int row, int column) {
-                if (holds(row, column)) return;
+            for_each_score([&](int m, int n, int i) {
+                if (holds(lane + Spot::step(m, n, i))) return;
                 g[m][n][i] = 0.f;
 #if FV_DSCORE
                 weight[m][n][i] = 0.f;
@@ -200,9 +187,9 @@ struct Scores {
         // Rows past the end have zeros for q, d_out, lse and delta, and contribute nothing unless a score
         // function gives them a gradient.
         if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
-            zero_unless([&](int row, int column) { return column < c.keys && (!FV_SCORE || row < c.queries); });
+            zero_unless([&](Spot at) { return at.key < c.keys && (!FV_SCORE || at.query < c.queries); });
         if (FV_MASK && c.evaluate)
-            zero_unless([&](int row, int column) { return fv_mask(mods, c.place, c.query + row, c.key + column); });
+            zero_unless([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
 #if FV_DROPOUT
         // Four at a time: the hashes of all scores at once would spill.
         constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;
@@ -212,35 +199,45 @@ struct Scores {
             u32 bits = 0;
             #pragma unroll 1
             for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
-                const int q = c.query + score_row() + at / 4 / WARPS_S.columns * 16;
-                const int kv = c.key + score_column() + at / 4 % WARPS_S.columns * 8;
+                const Spot first = lane + Spot::step(at / 4 / WARPS_S.columns, at / 4 % WARPS_S.columns, 0);
                 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    bits |= u32(fv_dropout_keep(mods, c.place, q + i / 2 * 8, kv + i % 2)) << (at % 32 + i);
+                for (int i = 0; i < 4; ++i) {
+                    const Spot spot = first + Spot::step(0, 0, i);
+                    bits |= u32(fv_dropout_keep(mods, c.place, c.query + spot.query, c.key + spot.key)) << (at % 32 + i);
+                }
             }
             dropout_keep[word] = bits;
         }
 #endif
     }
 
-    // From dP to dS; `delta_at` is the smem address of the delta of the tile. An entry whose weight is 0, as
+    // From dP to dS; `delta_at` is the smem address of the delta of the lane's first query. An entry whose weight is 0, as
     // that of a hidden one is, has no gradient, also where a non-finite v makes dP and delta NaN.
     __device__ void differentiate(const ScoreFragment& dp, u32 delta_at) {
         #pragma unroll
+        for (int h = 0; h < QUERIES_HELD; ++h) {
+            const float delta = load_shared(delta_at + held_query(h) * 4);
+            for_each_score([&](int m, int n, int i) {
+                if (query_held(m, n, i) == h) differentiate_one(dp, delta, m, n, i);
+            });
+        }
+    }
+
+    // The same for column n of accumulators; `delta` is that of the lane's queries.
+    __device__ void differentiate_column(const ScoreFragment& dp, const float (&delta)[QUERIES_HELD], int n) {
+        #pragma unroll
         for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float delta = load_shared(delta_at + (score_row() + m * 16 + i / 2 * 8) * 4);
-                #pragma unroll
-                for (int n = 0; n < WARPS_S.columns; ++n) {
-                    const float d = dropped(dp[m][n][i], m, n, i) - delta;
+            for (int i = 0; i < 4; ++i) differentiate_one(dp, delta[query_held(m, n, i)], m, n, i);
+    }
+
+    __device__ void differentiate_one(const ScoreFragment& dp, float delta, int m, int n, int i) {
+        const float d = dropped(dp[m][n][i], m, n, i) - delta;
 #if FV_DSCORE && FV_CAPTURES
-                    // dS before the derivative of the score
-                    weight[m][n][i] = weight[m][n][i] == 0.f ? 0.f : weight[m][n][i] * d;
+        // dS before the derivative of the score
+        weight[m][n][i] = weight[m][n][i] == 0.f ? 0.f : weight[m][n][i] * d;
 #endif
-                    g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
-                }
-            }
+        g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
     }
 
     // Adds to the gradients of captured buffers, for each read of one.
@@ -261,20 +258,20 @@ struct Scores {
     __device__ void capture_read(const Mods& mods, const ScoreTile& c) const {
         using Read = Capture<READ>;
         const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
-        const int query = c.query + score_row(), key = c.key + score_column();
+        const int query = c.query + Spot::of_lane().query, key = c.key + Spot::of_lane().key;
         // The term of one score; `d` is the gradient of the result of the score function.
         auto term = [&](int m, int n, int i, float score, float d) {
             if constexpr (Read::plain) return d;
-            const int q = query + m * 16 + i / 2 * 8, kv = key + n * 8 + i % 2;
+            const Spot step = Spot::step(m, n, i);
             if (!SCORES_IN_LOOP && d == 0.f) return 0.f;
-            const float x = Read::term(mods, c.place, q, kv, score, d);
+            const float x = Read::term(mods, c.place, query + step.query, key + step.key, score, d);
             return SCORES_IN_LOOP && d == 0.f ? 0.f : x;
         };
         constexpr bool AT_ONCE = !Read::plain && SCORES_IN_LOOP;
         ScoreFragment terms;
         if constexpr (AT_ONCE) {
             ScoreFragment scores;
-            for_each_score([&](int m, int n, int i, int, int) {
+            for_each_score([&](int m, int n, int i) {
                 scores[m][n][i] = raw[m][n][i];
                 terms[m][n][i] = p(m, n, i);
             });
@@ -294,40 +291,41 @@ struct Scores {
             for (int distance = from; distance < to; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
             return x;
         };
-        auto add = [&](bool adds, int q, int kv, float sum) {
-            if (adds && sum != 0.f) Read::add(mods, c.place, q, kv, sum);
+        // Adds `sum` to what the score reads that is `step` from the lane's first.
+        auto add = [&](bool adds, Spot step, float sum) {
+            if (adds && sum != 0.f) Read::add(mods, c.place, query + step.query, key + step.key, sum);
         };
         auto add_all = [&] {
             float sum = 0.f;
-            for_each_score([&](int m, int n, int i, int, int) { sum += given(m, n, i); });
-            add(lane == 0, query, key, sum_over(sum, 1, 32));
+            for_each_score([&](int m, int n, int i) { sum += given(m, n, i); });
+            add(lane == 0, Spot::of(0, 0), sum_over(sum, 1, 32));
         };
         if constexpr (Read::kind == CAPTURE_EACH) {
-            for_each_score([&](int m, int n, int i, int, int) {
-                add(true, query + m * 16 + i / 2 * 8, key + n * 8 + i % 2, given(m, n, i));
-            });
-        } else if constexpr (Read::kind == CAPTURE_ROW) {
+            for_each_score([&](int m, int n, int i) { add(true, Spot::step(m, n, i), given(m, n, i)); });
+        } else if constexpr (Read::kind == (KEYS_DOWN ? CAPTURE_COLUMN : CAPTURE_ROW)) {
+            // One for each row of accumulators.
             #pragma unroll
             for (int r = 0; r < WARPS_S.rows * 2; ++r) {
                 float sum = 0.f;
                 #pragma unroll
                 for (int n = 0; n < WARPS_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
-                add(member == 0, query + r * 8, key, sum_over(sum, 1, 4));
+                add(member == 0, Spot::of(r * 8, 0), sum_over(sum, 1, 4));
             }
-        } else if constexpr (Read::kind == CAPTURE_COLUMN) {
+        } else if constexpr (Read::kind == CAPTURE_ROW || Read::kind == CAPTURE_COLUMN) {
+            // One for each column of accumulators.
             #pragma unroll
             for (int n = 0; n < WARPS_S.columns * 2; ++n) {
                 float sum = 0.f;
                 #pragma unroll
                 for (int m = 0; m < WARPS_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
-                add(group == 0, query, key + n / 2 * 8 + n % 2, sum_over(sum, 4, 32));
+                add(group == 0, Spot::of(0, n / 2 * 8 + n % 2), sum_over(sum, 4, 32));
             }
         } else if constexpr (Read::kind == CAPTURE_BLOCK) {
             add_all();
         } else {
             // Far from the diagonal a clamped or bucketed distance reads one element.
-            const int query0 = query - group, key0 = key - member * 2;
-            if (Read::one(mods, c.place, query0, query0 + WARPS_S.rows * 16, key0, key0 + WARPS_S.columns * 8)) {
+            const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
+            if (Read::one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS)) {
                 add_all();
                 return;
             }
@@ -352,7 +350,7 @@ struct Scores {
                 if (group < 6 && member < 3) sum += next;
                 const float after = __shfl_down_sync(~0u, sum, 18);
                 if (group < 4 && member < 2) sum += after;
-                add(group < 2 || member == 0, query, key + (at + FIRST) * 8, sum);
+                add(group < 2 || member == 0, Spot::of(0, (at + FIRST) * 8), sum);
             }
         }
     }
