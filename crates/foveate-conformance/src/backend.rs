@@ -74,7 +74,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
 /// cases several tiles, made deterministic, with block lists that the host made, with captured
 /// buffers that lie in device memory, and the crate `foveate` on it; on compute capability 9.0 also
-/// with the forward of the Hopper family, of problems too small for it to be chosen too.
+/// with the forward and with the backward of the Hopper family, of problems too small for them to be
+/// chosen too.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -95,8 +96,10 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
     let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
     let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
-    let hopper = KernelOptions { forward: hopper, ..KernelOptions::default() };
-    let hopper = CudaOptions { kernels: hopper, ..default.clone() };
+    let forward = KernelOptions { forward: hopper, ..KernelOptions::default() };
+    let backward = KernelOptions { backward: hopper, ..KernelOptions::default() };
+    let [forward, backward] =
+        [forward, backward].map(|kernels| CudaOptions { kernels, ..default.clone() });
     let has_hopper = engine.profile().capability == (9, 0);
     let mut backends: Vec<Box<dyn Backend>> = vec![
         cuda("cuda", default),
@@ -107,7 +110,8 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ];
     if has_hopper {
-        backends.push(cuda("cuda, hopper", hopper));
+        backends.push(cuda("cuda, hopper", forward));
+        backends.push(cuda("cuda, hopper backward", backward));
     }
     Ok(backends)
 }
@@ -135,8 +139,11 @@ impl Backend for Cuda {
     }
 
     fn declines(&self, reason: &str) -> bool {
-        let family = self.options.kernels.forward.family;
-        family == Some(Family::Hopper) && reason.starts_with("no forward kernel for ")
+        let KernelOptions { forward, backward, .. } = &self.options.kernels;
+        [(forward, "forward"), (backward, "backward")].into_iter().any(|(asked, pass)| {
+            asked.family == Some(Family::Hopper)
+                && reason.starts_with(&format!("no {pass} kernel for "))
+        })
     }
 }
 

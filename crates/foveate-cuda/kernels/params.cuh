@@ -85,13 +85,14 @@ struct ForwardParams {
     int* page_report;         // reports entries outside 0 .. page_count: {1, -1, sequence, entry}; see report_index
 };
 
-// What the Hopper family's fv_forward takes besides, before its three tensor maps.
+// What kernels of the Hopper family take besides, before their tensor maps.
 struct PersistentParams {
-    // [1 + items]: how many items CTAs have taken beyond the first of each, 0 before and after a launch; and for each
-    // item taken so the one that its CTA had before.
+    // How many items CTAs have taken beyond the first of each, 0 before and after a launch. In the forward
+    // [1 + items]: after it for each item taken so the one that its CTA had before.
     u32* taken;
     // Factors on the coordinates of the maps, 0 for axes of stride 0.
     int q_head, q_group, q_batch, k_head, k_batch, v_head, v_batch;
+    int d_out_head, d_out_group, d_out_batch;    // in the backward
 };
 
 struct BackwardParams {

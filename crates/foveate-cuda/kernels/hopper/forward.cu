@@ -163,20 +163,6 @@ __device__ void drop(float (&s)[N][4], const Mods& mods, const ItemRows& rows, i
     }
 }
 
-// Lane l of a quad has word l of four chunks of 16 bytes; afterwards it has chunk l.
-__device__ void exchange_in_quad(u32 (&x)[4]) {
-    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-    auto exchange = [](u32& low, u32& high, bool keeps_high, int distance) {
-        const u32 other = __shfl_xor_sync(~0u, keeps_high ? low : high, distance);
-        low = keeps_high ? other : low;
-        high = keeps_high ? high : other;
-    };
-    exchange(x[0], x[1], odd, 1);
-    exchange(x[2], x[3], odd, 1);
-    exchange(x[0], x[2], upper, 2);
-    exchange(x[1], x[3], upper, 2);
-}
-
 // Writes the rows of a finished item: out, lse and max_score. Returns whether out has a non-finite element.
 __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows& rows, const Softmax& softmax, const float (&out)[N_OUT][4]) {
     const int lane = threadIdx.x % 32, query0 = rows.query0(), head = rows.item->head;

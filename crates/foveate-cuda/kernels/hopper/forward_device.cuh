@@ -60,21 +60,6 @@ struct Step {
     static constexpr int STOP = 8;       // there is no item after the one before; no K, no V, no Q
 };
 
-// A position in a ring of STAGES stages.
-template <int STAGES>
-struct Ring {
-    int stage = 0, round = 0;
-
-    __device__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            ++round;
-        }
-    }
-    __device__ Ring before() const { return stage == 0 ? Ring{STAGES - 1, round - 1} : Ring{stage - 1, round}; }
-    __device__ static Ring before_first() { return Ring{0, 0}.before(); }
-};
-
 // The mbarriers, 8 bytes each. A stage in round r is full for whoever has waited for round r, and empty for
 // whoever has waited for round r - 1.
 struct Barriers {

@@ -48,10 +48,35 @@ __device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier
                  :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(group), "r"(batch) : "memory");
 }
 
+// Adds `bytes` of f32, a multiple of 16, from smem to memory, at addresses that are multiples of 16. What smem held
+// has been read after await_bulk_reads().
+__device__ void add_bulk(float* target, u32 source, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(target), "r"(source), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Orders this thread's stores to smem before what the copy engine and wgmma read afterwards.
 __device__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes initialised mbarriers visible to the copy engine.
 __device__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// ---- pipelines ----
+
+// A position in a ring of STAGES stages.
+template <int STAGES>
+struct Ring {
+    int stage = 0, round = 0;
+
+    __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            ++round;
+        }
+    }
+    __device__ Ring before() const { return stage == 0 ? Ring{STAGES - 1, round - 1} : Ring{stage - 1, round}; }
+    __device__ static Ring before_first() { return Ring{0, 0}.before(); }
+};
 
 // ---- roles ----
 
@@ -84,7 +109,16 @@ struct Operand {
 // d += A B, or d = A B where it does not add; the result is there after a wait. Of 16 summed elements.
 template <int N>
 __device__ void multiply_async(float (&d)[N][4], Operand a, Operand b, bool adds) { wgmma(d, a.bits, b.bits, adds); }
-// d += A B with A in registers, in the order of m16n8k16.
+// The same where B runs across the summed axis.
+template <int N>
+__device__ void multiply_across(float (&d)[N][4], Operand a, Operand b, bool adds) {
+    if (adds) wgmma_across(d, a.bits, b.bits, true);
+    else wgmma_across_first(d, a.bits, b.bits);
+}
+// d += A B where both run across it.
+template <int N>
+__device__ void multiply_transposed(float (&d)[N][4], Operand a, Operand b) { wgmma_transposed(d, a.bits, b.bits, true); }
+// d += A B with A in registers, in the order of m16n8k16, and B across the summed axis.
 template <int N>
 __device__ void multiply_async(float (&d)[N][4], const u32 (&a)[4], Operand b) { wgmma(d, a, b.bits); }
 
@@ -107,4 +141,20 @@ __device__ void pin(float (&x)[N][4]) {
 // products then. It does not move a store, and this one, which never happens, needs `sum`: what is never negative.
 __device__ void keep_before(float sum, u32 address) {
     asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0; }" :: "f"(sum), "r"(address) : "memory");
+}
+
+// ---- accumulators on their way out ----
+
+// Lane l of a quad has word l of four chunks of 16 bytes; afterwards it has chunk l.
+__device__ void exchange_in_quad(u32 (&x)[4]) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    auto exchange = [](u32& low, u32& high, bool keeps_high, int distance) {
+        const u32 other = __shfl_xor_sync(~0u, keeps_high ? low : high, distance);
+        low = keeps_high ? other : low;
+        high = keeps_high ? high : other;
+    };
+    exchange(x[0], x[1], odd, 1);
+    exchange(x[2], x[3], odd, 1);
+    exchange(x[0], x[2], upper, 2);
+    exchange(x[1], x[3], upper, 2);
 }

@@ -29,8 +29,12 @@ const ADDED_PER_CYCLE: f64 = 32.0;
 const MMA_PER_CYCLE: f64 = 2600.0;
 /// Operations that `wgmma` does in a cycle of an SM.
 const WGMMA_PER_CYCLE: f64 = 4096.0;
-/// The part of the time of powers that does not run beside products.
-const POWERS_BESIDE: f64 = 0.75;
+/// The part of the time of powers that does not run beside products, in the forward of the Hopper
+/// family.
+const POWERS_ALONE: f64 = 0.75;
+/// The same of its backward, where it stands for all that is done with scores, as a multiple of the
+/// time of powers.
+const SCORES_ALONE: f64 = 2.6;
 /// Cycles that a step waits for its copies and barriers, by stages.
 const WAITS: [f64; 2] = [1100.0, 800.0];
 /// Cycles of a step for each row of its tile of queries, however many keys there are: maxima and
@@ -104,16 +108,19 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
     (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
 }
 
-/// Microseconds of a forward of the Hopper family whose items have `steps` steps. Its consumers take
-/// turns, so that most of their powers run beside the products of others; what remains was fitted to
-/// head dims 64, 128 and 256, which it gives to 2 percent.
+/// Microseconds of a kernel of the Hopper family whose items have `steps` steps. Consumers of the
+/// forward take turns, so that most of their powers run beside the products of others; what remains
+/// was fitted to head dims 64, 128 and 256, which it gives to 2 percent. Those of the backward wait
+/// for each other's gradients of scores in every step; fitted to head dims 64 and 128, to 2 percent.
 fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f64 {
     let scores = (config.tile_q * config.tile_kv) as f64;
-    let dims = config.padded_dim() + config.padded_dim_v();
+    let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
+    let dims = if config.kernel.owns_keys() { 3 * dim + 2 * dim_v } else { dim + dim_v };
     let products = 2.0 * scores * dims as f64 / WGMMA_PER_CYCLE;
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);
     let powers = scores * (1.0 / POWERS_PER_CYCLE + MOD_CYCLES * f64::from(mods));
-    let item = ENDS + steps * (products + POWERS_BESIDE * powers);
+    let alone = if config.kernel.owns_keys() { SCORES_ALONE } else { POWERS_ALONE };
+    let item = ENDS + steps * (products + alone * powers);
     let turns = items as f64 / profile.sms as f64;
     let turns = if turns < 4.0 { turns.ceil() } else { turns };
     turns * item / profile.clock_mhz

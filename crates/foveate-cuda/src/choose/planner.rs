@@ -179,9 +179,9 @@ pub fn choose(
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
     let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
-    if kernel == Kernel::Forward && asked.family != Some(Family::Portable) {
-        match hopper_refusal(profile, class, options, pack_gqa) {
-            None => all.extend(hopper_candidates(&asked)),
+    if has_hopper(kernel) && asked.family != Some(Family::Portable) {
+        match hopper_refusal(profile, class, options, kernel, pack_gqa) {
+            None => all.extend(hopper_candidates(kernel, &asked)),
             Some(reason) => refused.push(Refused {
                 config: class.config(kernel, HOPPER_TILES),
                 refusal: Refusal::Family { reason: format!("hopper: {reason}") },
@@ -193,8 +193,8 @@ pub fn choose(
         let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
         refused.push(Refused { config, refusal: Refusal::Family { reason } });
     }
-    if kernel != Kernel::Forward && asked.family == Some(Family::Hopper) {
-        let refusal = Refusal::Family { reason: "hopper: it has a forward only".to_owned() };
+    if !has_hopper(kernel) && asked.family == Some(Family::Hopper) {
+        let refusal = Refusal::Family { reason: "hopper: it has no such kernel".to_owned() };
         refused.push(Refused { config: class.config(kernel, HOPPER_TILES), refusal });
     }
     for tiles in all {
@@ -239,11 +239,27 @@ impl Choice {
 /// What stands for all tiles of the Hopper family where it is refused.
 const HOPPER_TILES: Tiles = Tiles::hopper(2, 128, 2);
 
-/// Why the Hopper family does not run a forward of this class at all.
+/// Whether the Hopper family has a kernel of its own.
+fn has_hopper(kernel: Kernel) -> bool {
+    match kernel {
+        Kernel::Forward | Kernel::Backward => true,
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::RowWeightSum
+        | Kernel::BackwardDq
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => false,
+    }
+}
+
+/// Why the Hopper family does not run a kernel of this class at all.
 fn hopper_refusal(
     profile: &Profile,
     class: &Class,
     options: &KernelOptions,
+    kernel: Kernel,
     pack_gqa: bool,
 ) -> Option<String> {
     let (major, minor) = profile.capability;
@@ -259,8 +275,12 @@ fn hopper_refusal(
     if pack_gqa {
         return Some(hopper::NO_PACKED_GQA.to_owned());
     }
-    if let Some(splits) = options.kv_splits.filter(|splits| *splits > 1) {
+    let forward = kernel == Kernel::Forward;
+    if let Some(splits) = options.kv_splits.filter(|splits| forward && *splits > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));
+    }
+    if !forward && class.deterministic {
+        return Some("sums in a fixed order".to_owned());
     }
     if class.align != 16 {
         return Some(match class.align {
@@ -273,10 +293,28 @@ fn hopper_refusal(
 
 /// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.
 /// Tiles that it has not got are refused where the family is asked for, and else not its own.
-fn hopper_candidates(asked: &TileOptions) -> Vec<Tiles> {
+fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
+    let overlaps = asked.overlap.map_or(vec![true, false], |value| vec![value]);
+    if kernel == Kernel::Backward {
+        let usual = Tiles::hopper_backward(64, 2);
+        let (warps, tile_kv) =
+            (asked.warps.unwrap_or(usual.warps), asked.tile_kv.unwrap_or(usual.tile_kv));
+        let own = warps == usual.warps && tile_kv == usual.tile_kv;
+        if !own && asked.family != Some(Family::Hopper) {
+            return Vec::new();
+        }
+        let mut all = Vec::new();
+        for tile_q in pick(asked.tile_q, &[64, 128]) {
+            for stages in pick(asked.stages, &[2, 3]) {
+                let tiles = Tiles { warps, tile_kv, ..Tiles::hopper_backward(tile_q, stages) };
+                all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
+            }
+        }
+        return all;
+    }
     let own = |tiles: &Tiles| {
         asked.tile_q.is_none_or(|rows| rows == tiles.tile_q)
             && asked.warps.is_none_or(|warps| warps == tiles.warps)
@@ -292,9 +330,8 @@ fn hopper_candidates(asked: &TileOptions) -> Vec<Tiles> {
     for side in sides {
         for tile_kv in pick(asked.tile_kv, &[64, 80, 96, 112, 128, 144, 160, 176]) {
             for stages in pick(asked.stages, &[2, 3, 4]) {
-                for overlap in asked.overlap.map_or(vec![true, false], |value| vec![value]) {
-                    all.push(Tiles { tile_kv, stages, overlap, ..side });
-                }
+                let tiles = |overlap: &bool| Tiles { tile_kv, stages, overlap: *overlap, ..side };
+                all.extend(overlaps.iter().map(tiles));
             }
         }
     }

@@ -88,21 +88,27 @@ const HOPPER_SCORED: &[Known] = &[
     (256, Tiles::hopper(2, 64, 2)),
 ];
 
+/// The backward of the Hopper family.
+const HOPPER_BACKWARD: &[Known] =
+    &[(64, Tiles::hopper_backward(128, 2)), (128, Tiles::hopper_backward(64, 3))];
+
 /// The measured choice of the Hopper family, where it was faster than the portable one: not at head
-/// dims up to 64 under a mask as sparse as documents, of which a tile of 192 queries covers too much.
+/// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
+/// too much, and not where a backward gives gradients to captured buffers.
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
     let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < 400.0);
-    if dim <= 64 && class.mask && few {
+    let forward = kernel == Kernel::Forward;
+    if forward && dim <= 64 && class.mask && few || !forward && class.captures {
         return None;
     }
     let table = match (kernel, class.score || class.dropout) {
         (Kernel::Forward, false) => HOPPER,
         (Kernel::Forward, true) => HOPPER_SCORED,
+        (Kernel::Backward, _) => HOPPER_BACKWARD,
         (
             Kernel::Combine
             | Kernel::Delta
             | Kernel::RowWeightSum
-            | Kernel::Backward
             | Kernel::BackwardDq
             | Kernel::Dq
             | Kernel::BlockLists

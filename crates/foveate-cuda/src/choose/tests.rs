@@ -163,7 +163,7 @@ fn options_that_do_not_fit_are_refused_with_the_numbers() {
     assert_eq!(
         refused(large),
         "no backward kernel for bf16 at head dim 128 with the options given (tile_q 64, tile_kv \
-         128, warps 8, stages 2) fits l40s, where a CTA can have 101376 B of shared memory:\n  \
+         128, warps 8, stages 2) fits l40s, where a CTA can have 101376 B of shared memory:\n  hopper: compute capability 8.9; it runs on 9.0\n  \
          tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a CTA can have 101376"
     );
     let uneven = refused(TileOptions { tile_q: Some(20), ..TileOptions::default() });
@@ -471,15 +471,49 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     assert!(rows.contains("tile 96x64; 2 consumers own 64 queries each"), "{rows}");
     let keys = said(&[("family", "hopper"), ("tile_kv", "264")]);
     assert!(keys.contains("hopper takes multiples of 16 keys from 32 to 256"), "{keys}");
-    let mut options = KernelOptions::default();
-    options.set("backward.family", "hopper").unwrap();
-    let backward = KernelPlan::new(&profile, &class, &sizes(1, 4, 4, 4096), true, &options);
-    let backward = backward.unwrap_err().to_string();
-    assert!(backward.ends_with("\n  hopper: it has a forward only"), "{backward}");
     let overlap = said(&[("family", "portable"), ("overlap", "true")]);
     assert!(overlap.contains("\n  portable: it has no overlap of its own"), "{overlap}");
     let large = said(&[("family", "hopper"), ("tile_kv", "176"), ("stages", "4")]);
     assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
+}
+
+#[test]
+fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
+    let profile = Profile::named("h200").unwrap();
+    let plain = Class::new(Elem::Bf16, 128, 128, 4);
+    let long = sizes(2, 32, 8, 8192);
+    let with = |class: &Class, asked: &[(&str, &str)]| {
+        let mut options = KernelOptions::default();
+        for (name, value) in asked {
+            options.set(&format!("backward.{name}"), value).unwrap();
+        }
+        KernelPlan::new(&profile, class, &long, true, &options)
+    };
+    let chosen = |class: &Class| {
+        Tiles::of(with(class, &[]).unwrap().config(Kernel::Backward).expect("a backward has one"))
+    };
+    assert_eq!(chosen(&plain), Tiles::hopper_backward(64, 3));
+    let narrow = Class::new(Elem::F16, 64, 64, 1);
+    assert_eq!(chosen(&narrow), Tiles::hopper_backward(128, 2));
+    let refused = |class: &Class, asked: &[(&str, &str)], why: &str| {
+        let asked = [&[("family", "hopper")], asked].concat();
+        let said = with(class, &asked).unwrap_err().to_string();
+        assert!(said.contains(why), "{said}");
+    };
+    let wide = Class::new(Elem::Bf16, 192, 128, 4);
+    refused(&wide, &[], "\n  hopper: head dims above 128");
+    let fixed = Class { deterministic: true, ..plain.clone() };
+    refused(&fixed, &[], "\n  hopper: sums in a fixed order");
+    let strided = "d_out has row stride 0, which no tensor map has";
+    let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
+    refused(&unmapped, &[], strided);
+    refused(&plain, &[("tile_q", "128")], "280 registers a thread, it can have 232");
+    refused(&plain, &[("tile_q", "96")], "hopper takes 64 or 128 queries");
+    refused(&plain, &[("tile_kv", "64")], "of which two consumers own 64 keys each");
+    refused(&plain, &[("stages", "4")], "B of shared memory, a CTA can have 232448");
+    for class in [wide, fixed, unmapped] {
+        assert_eq!(chosen(&class).family, Family::Portable);
+    }
 }
 
 #[test]
@@ -488,8 +522,9 @@ fn tiles_are_smaller_where_few_keys_are_seen() {
     let tiles = |kernel, dim, score, group, mean_kv_len| {
         let class = Class { mask: true, score, group, ..Class::new(Elem::Bf16, dim, dim, 1) };
         let sizes = Sizes { mean_kv_len, ..sizes(2, 8 * group, 8, 8192) };
-        let forward = TileOptions { family: Some(Family::Portable), ..TileOptions::default() };
-        let options = KernelOptions { forward, ..KernelOptions::default() };
+        let portable = TileOptions { family: Some(Family::Portable), ..TileOptions::default() };
+        let options =
+            KernelOptions { forward: portable, backward: portable, ..KernelOptions::default() };
         let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
         let config = plan.config(kernel).unwrap();
         (config.tile_q, config.tile_kv)

@@ -555,6 +555,11 @@ impl Tiles {
         Self { family: Family::Hopper, tile_q, tile_kv, warps, stages, overlap: true }
     }
 
+    /// Tiles of the Hopper family's backward: two warpgroups that consume, with 64 keys each.
+    pub const fn hopper_backward(tile_q: usize, stages: usize) -> Self {
+        Self { family: Family::Hopper, tile_q, tile_kv: 128, warps: 12, stages, overlap: true }
+    }
+
     /// Those of a configuration.
     pub fn of(config: &Config) -> Self {
         let Config { family, tile_q, tile_kv, warps, stages, overlap, .. } = *config;

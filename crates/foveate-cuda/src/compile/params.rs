@@ -145,8 +145,9 @@ foveate_gpu::abi_structs! {
 
     /// What the forward of the Hopper family takes besides, before its three tensor maps.
     pub struct PersistentParams {
-        /// u32 `[1 + items]`: a counter of items that CTAs have taken beyond the first of each, 0
-        /// before and after a launch; and for each item taken so the one that its CTA had before.
+        /// u32: a counter of items that CTAs have taken beyond the first of each, 0 before and
+        /// after a launch. In the forward `[1 + items]`: after it for each item taken so the one
+        /// that its CTA had before.
         pub taken: Address,
         /// Factors on the coordinates of the maps, 0 for axes of stride 0: head of the group.
         pub q_head: i32,
@@ -162,6 +163,12 @@ foveate_gpu::abi_structs! {
         pub v_head: i32,
         /// Batch entry.
         pub v_batch: i32,
+        /// Head of the group, in the backward.
+        pub d_out_head: i32,
+        /// Group of heads.
+        pub d_out_group: i32,
+        /// Batch entry.
+        pub d_out_batch: i32,
     }
 
     /// Arguments of the backward kernels.

@@ -46,12 +46,21 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
         (Kernel::RowWeightSum, Family::Portable | Family::Hopper) => {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/portable/row_weight_sum.cu")]
         }
-        (Kernel::Backward, Family::Portable | Family::Hopper) => &[
+        (Kernel::Backward, Family::Portable) => &[
             DEVICE,
             BACKWARD_DEVICE,
             PORTABLE_BACKWARD,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward.cu"),
+        ],
+        (Kernel::Backward, Family::Hopper) => &[
+            DEVICE,
+            BACKWARD_DEVICE,
+            HOPPER,
+            include_str!("../../kernels/hopper/backward_layout.cuh"),
+            BACKWARD_SCORES,
+            include_str!("../../kernels/hopper/backward_device.cuh"),
+            include_str!("../../kernels/hopper/backward.cu"),
         ],
         (Kernel::BackwardDq, Family::Portable | Family::Hopper) => &[
             DEVICE,

@@ -134,7 +134,8 @@ mod tests {
     use crate::compile::config::{Elem, Kernel};
     use foveate_gpu::nvrtc::{Advisory, KernelResources};
 
-    fn choice(options: KernelOptions) -> Choice {
+    fn choice(mut options: KernelOptions) -> Choice {
+        options.set("backward.family", "portable").unwrap();
         let profile = Profile::named("h200").unwrap();
         let class = Class::new(Elem::Bf16, 128, 128, 1);
         let sizes = Sizes {

@@ -10,12 +10,13 @@ use crate::compile::config::{Config, Elem};
 use crate::compile::params::PersistentParams;
 use crate::error::CudaError;
 use crate::operands::DeviceOperands;
+use foveate_gpu::DeviceTensor;
 use foveate_gpu::driver::{Swizzle, TensorMap};
 use foveate_gpu::sync::lock;
 use foveate_gpu::tma::{MapAxes, MapRefusal, MapTile, OperandMap};
 
-/// Queries of a consumer, which has a copy of its own.
-const CONSUMER_ROWS: u32 = 64;
+/// Rows of a consumer.
+const CONSUMER_ROWS: usize = 64;
 /// Maps that are kept: those of a few layers.
 const MOST_MAPS: usize = 256;
 
@@ -23,20 +24,25 @@ const MOST_MAPS: usize = 256;
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeptMaps(Vec<(OperandMap, TensorMap)>);
 
-/// The maps of q, k and v for tiles of `tile_kv` keys.
+/// The maps of q, k and v, and in a backward of d_out, with boxes of so many queries and keys.
 fn operand_maps(
     operands: &DeviceOperands<'_>,
+    d_out: Option<&DeviceTensor>,
     group: usize,
-    tile_kv: usize,
-) -> Result<[OperandMap; 3], MapRefusal> {
-    let tile = |axes, rows| MapTile { axes, rows, swizzle: Swizzle::Bytes128 };
-    let queries = tile(MapAxes::Groups { heads: group }, CONSUMER_ROWS);
-    let keys = tile(MapAxes::Heads, tile_kv as u32);
-    Ok([
+    [queries, keys]: [usize; 2],
+) -> Result<Vec<OperandMap>, MapRefusal> {
+    let tile = |axes, rows: usize| MapTile { axes, rows: rows as u32, swizzle: Swizzle::Bytes128 };
+    let queries = tile(MapAxes::Groups { heads: group }, queries);
+    let keys = tile(MapAxes::Heads, keys);
+    let mut maps = vec![
         OperandMap::of("q", &operands.q, &queries)?,
         OperandMap::of("k", &operands.k, &keys)?,
         OperandMap::of("v", &operands.v, &keys)?,
-    ])
+    ];
+    if let Some(d_out) = d_out {
+        maps.push(OperandMap::of("d_out", d_out, &queries)?);
+    }
+    Ok(maps)
 }
 
 impl CudaPlan {
@@ -47,21 +53,30 @@ impl CudaPlan {
 
     /// Why the copy engine cannot load an operand of a call; nothing on devices where no kernel
     /// would use it.
-    pub(super) fn unmapped(&self, operands: &DeviceOperands<'_>) -> Option<String> {
-        let maps = self.may_persist().then(|| operand_maps(operands, self.dims.group(), 64));
+    pub(super) fn unmapped(
+        &self,
+        operands: &DeviceOperands<'_>,
+        d_out: Option<&DeviceTensor>,
+    ) -> Option<String> {
+        let boxes = [CONSUMER_ROWS; 2];
+        let maps =
+            self.may_persist().then(|| operand_maps(operands, d_out, self.dims.group(), boxes));
         maps.and_then(Result::err).map(|refusal| refusal.to_string())
     }
 
-    /// The parameters of a launch after its mods.
+    /// The parameters of a launch after its mods: of a backward if there is a `d_out`.
     pub(super) fn persistent(
         &self,
         operands: &DeviceOperands<'_>,
+        d_out: Option<&DeviceTensor>,
         config: &Config,
         schedule: &LaunchSchedule,
-    ) -> Result<(PersistentParams, [TensorMap; 3]), CudaError> {
-        let maps = operand_maps(operands, self.dims.group(), config.tile_kv);
+    ) -> Result<(PersistentParams, Vec<TensorMap>), CudaError> {
+        // A consumer of the forward has queries, and a copy of them, of its own.
+        let queries = if d_out.is_some() { config.tile_q } else { CONSUMER_ROWS };
+        let maps = operand_maps(operands, d_out, self.dims.group(), [queries, config.tile_kv]);
         let maps = maps.map_err(|refusal| CudaError::argument(refusal.to_string()))?;
-        let step = |map: usize, axis: usize| maps[map].steps[axis] as i32;
+        let step = |map: usize, axis: usize| maps.get(map).map_or(0, |map| map.steps[axis] as i32);
         let params = PersistentParams {
             taken: schedule.taken(),
             q_head: step(0, 2),
@@ -71,12 +86,12 @@ impl CudaPlan {
             k_batch: step(1, 3),
             v_head: step(2, 2),
             v_batch: step(2, 3),
+            d_out_head: step(3, 2),
+            d_out_group: step(3, 3),
+            d_out_batch: step(3, 4),
         };
-        let mut encoded = Vec::with_capacity(maps.len());
-        for map in &maps {
-            encoded.push(self.encoded(map)?);
-        }
-        Ok((params, encoded.try_into().expect("as many as operands")))
+        let encoded = maps.iter().map(|map| self.encoded(map)).collect::<Result<_, _>>()?;
+        Ok((params, encoded))
     }
 
     fn encoded(&self, map: &OperandMap) -> Result<TensorMap, CudaError> {

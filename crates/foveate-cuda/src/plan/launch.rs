@@ -98,7 +98,7 @@ impl CudaPlan {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
-            unmapped: self.unmapped(&args.operands),
+            unmapped: self.unmapped(&args.operands, None),
             paged: args.operands.pages.is_some(),
             checked: call.checked,
             ..self.class()
@@ -111,7 +111,7 @@ impl CudaPlan {
             let params = pass.forward_params(args, &step, partial.as_ref())?;
             match step.kernel.config.family {
                 Family::Portable => pass.launch(&step, &params)?,
-                Family::Hopper => pass.launch_persistent(&step, &params, &args.operands)?,
+                Family::Hopper => pass.launch_persistent(&step, &params, &args.operands, None)?,
             }
             main = main.or(Some(step).filter(|step| step.launch.main_loop));
         }
@@ -128,6 +128,7 @@ impl CudaPlan {
         let class = Class {
             grad_dtype: written("dq", args.dq.dtype)?,
             align: args.align(),
+            unmapped: self.unmapped(&args.operands, Some(&args.d_out)),
             sink: args.operands.sink.is_some(),
             captures: !args.d_captures.is_empty(),
             checked,
@@ -155,7 +156,13 @@ impl CudaPlan {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
                     begin_gradients(queue, args)?;
-                    pass.launch(&step, &params.over(&step.schedule))?;
+                    let over = params.over(&step.schedule);
+                    match step.kernel.config.family {
+                        Family::Portable => pass.launch(&step, &over)?,
+                        Family::Hopper => {
+                            pass.launch_persistent(&step, &over, &args.operands, Some(&args.d_out))?
+                        }
+                    }
                     main = Some(step);
                 }
                 Entry::Delta
@@ -232,26 +239,31 @@ impl<'a> PassLauncher<'a> {
         queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
     }
 
-    /// Queues a forward of the Hopper family.
+    /// Queues a kernel of the Hopper family, whose CTAs take items until there are none: a
+    /// forward, or the part of a backward that has a `d_out`.
     fn launch_persistent(
         &mut self,
         step: &Step,
-        params: &ForwardParams,
+        params: &impl Abi,
         operands: &DeviceOperands<'_>,
+        d_out: Option<&DeviceTensor>,
     ) -> Result<(), CudaError> {
         let Step { kernel, schedule, .. } = step;
         let queue = self.call.queue;
-        let items = schedule.tile_count * self.call.dims.heads_q;
+        let ([tiles, heads, _], threads) = self.grid(step);
+        let items = tiles as usize * heads as usize;
         if items == 0 {
             return Ok(());
         }
-        let (persistent, maps) = self.plan.persistent(operands, &kernel.config, schedule)?;
+        let (persistent, maps) = self.plan.persistent(operands, d_out, &kernel.config, schedule)?;
         let (report, state) = (self.report.address(), &mut self.state);
         let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
-        let [q, k, v] = maps.map(|map| map.bytes());
-        let parameters = [&params.bytes()[..], &mods, &persistent.bytes(), &q, &k, &v];
+        let (params, persistent) = (params.bytes(), persistent.bytes());
+        let maps: Vec<_> = maps.iter().map(Abi::bytes).collect();
+        let mut parameters = vec![&params[..], &mods, &persistent];
+        parameters.extend(maps.iter().map(|map| &map[..]));
         let grid = [items.min(self.plan.engine.profile().sms) as u32, 1, 1];
-        queue_kernel(&kernel.function, queue, grid, kernel.threads(), &parameters)
+        queue_kernel(&kernel.function, queue, grid, threads, &parameters)
     }
 
     /// CTAs of a launch, and threads of each.

@@ -373,9 +373,13 @@ impl CudaPlan {
                 Schedule::new(dims, sequences, mask, axis, tile),
             )?,
         };
-        if axis == Axis::Queries && self.may_persist() {
-            let items = schedule.tile_count * dims.heads_q;
-            let taken = self.weak_pool(queue).take(4 * (1 + items))?;
+        if self.may_persist() {
+            // The forward also remembers which items a CTA has taken.
+            let remembered = match axis {
+                Axis::Queries => schedule.tile_count * dims.heads_q,
+                Axis::Keys => 0,
+            };
+            let taken = self.weak_pool(queue).take(4 * (1 + remembered))?;
             taken.fill(0)?;
             schedule.taken = Some(taken);
         }

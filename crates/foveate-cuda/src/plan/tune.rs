@@ -144,13 +144,14 @@ impl Subject<'_> {
     /// What a pass on these operands compiles.
     fn class(&self, kernel: Kernel) -> Class {
         let backward = kernel != Kernel::Forward;
+        let d_out = Some(&self.operands.d_out).filter(|_| backward);
         Class {
             align: match backward {
                 true => self.backward().align(),
                 false => self.forward().align(),
             },
             captures: backward && !self.operands.captures.is_empty(),
-            unmapped: if backward { None } else { self.plan.unmapped(&self.forward().operands) },
+            unmapped: self.plan.unmapped(&self.forward().operands, d_out),
             paged: self.arrangement.paged(),
             ..self.plan.class()
         }

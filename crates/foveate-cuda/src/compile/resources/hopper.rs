@@ -13,11 +13,13 @@ const SHARED_LIMIT: usize = 232_448;
 const END_BYTES: usize = 1024;
 /// Columns of a product, which the sums of P V are as wide as.
 const MOST_DIM: usize = 256;
+/// The same where sums are dK and dV.
+const MOST_DIM_BACKWARD: usize = 128;
 /// Columns of a panel, and bytes of its rows.
 const PANEL: usize = 64;
 const PANEL_ROW: usize = 128;
 
-/// Registers of a consumer's thread, by consumers: `CONSUMER_REGISTERS` of `forward_device.cuh`.
+/// Registers of a consumer's thread, by consumers: `CONSUMER_REGISTERS` of the kernels' files.
 const CONSUMER_REGISTERS: [usize; 3] = [256, 232, 160];
 /// Registers of a consumer beside sums and weights: statistics of its rows, addresses, a mask's or a
 /// score's own numbers.
@@ -36,8 +38,7 @@ pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
 pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
     check(config)?;
     let consumers = config.warps / 4 - 1;
-    let sums = (config.tile_kv + config.padded_dim_v()) / 2;
-    let needed = sums + config.tile_kv / 4 + WORKING;
+    let needed = numbers(config) + if config.kernel == Kernel::Forward { WORKING } else { 24 };
     let limit = CONSUMER_REGISTERS[consumers - 1];
     if needed > limit {
         return Err(Refusal::Registers { needed, limit });
@@ -52,15 +53,43 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
     })
 }
 
+/// Numbers that a consumer's thread keeps at once, where there are most.
+fn numbers(config: &Config) -> usize {
+    let Config { tile_q, tile_kv, .. } = *config;
+    if config.kernel == Kernel::Forward {
+        // Scores, out, and the weights of the step before.
+        return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
+    }
+    // dK and dV, weights and dP. With a derivative, its product with the weights, and these rounded
+    // as an operand; for the gradients of captured buffers the scores as they were.
+    let kept = (config.padded_dim() + config.padded_dim_v()) / 2;
+    let of_scores = tile_q / 2;
+    let rounded = usize::from(config.dscore) * of_scores / 2;
+    kept + 2 * of_scores + rounded + usize::from(config.captures) * of_scores
+}
+
 fn check(config: &Config) -> Result<(), Refusal> {
     let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let family = |reason: &str| Err(Refusal::Family { reason: format!("hopper: {reason}") });
     let shape = |reason: String| Err(Refusal::Shape { reason });
-    if config.kernel != Kernel::Forward {
-        return family("it has a forward only");
+    let backward = match config.kernel {
+        Kernel::Forward => false,
+        Kernel::Backward => true,
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::RowWeightSum
+        | Kernel::BackwardDq
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => return family("it has no such kernel"),
+    };
+    let most_dim = if backward { MOST_DIM_BACKWARD } else { MOST_DIM };
+    if config.dim.max(config.dim_v) > most_dim {
+        return family(&format!("head dims above {most_dim}"));
     }
-    if config.dim.max(config.dim_v) > MOST_DIM {
-        return family("head dims above 256");
+    if backward && config.deterministic {
+        return family("sums in a fixed order");
     }
     if config.dtype == Elem::F32 {
         return family(NO_F32);
@@ -76,6 +105,21 @@ fn check(config: &Config) -> Result<(), Refusal> {
     }
     if config.align != 16 {
         return family("rows that are not aligned to 16 B");
+    }
+    if backward {
+        if warps != 12 || tile_kv != 128 {
+            return shape(format!(
+                "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 12, of which two consumers own \
+                 64 keys each"
+            ));
+        }
+        if tile_q != 64 && tile_q != 128 {
+            return shape(format!("tile {tile_q}x{tile_kv}; hopper takes 64 or 128 queries"));
+        }
+        if !(2..=4).contains(&stages) {
+            return shape(format!("{stages} stages; hopper has 2 to 4"));
+        }
+        return Ok(());
     }
     let consumers = match warps {
         8 | 12 | 16 => warps / 4 - 1,
@@ -99,10 +143,22 @@ fn check(config: &Config) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The sum at the top of `kernels/hopper/forward_device.cuh`, term by term.
+/// The sum at the top of `forward_device.cuh` or `backward_layout.cuh` of `kernels/hopper`, term by
+/// term.
 fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
     let row = |dim: usize| dim.div_ceil(PANEL) * PANEL_ROW;
     let (row_k, row_v) = (row(config.dim), row(config.dim_v));
+    let Config { tile_q, tile_kv, stages, .. } = *config;
+    if config.kernel == Kernel::Backward {
+        return vec![
+            ("k, v", tile_kv * (row_k + row_v)),
+            ("q, d_out", stages * tile_q * (row_k + row_v)),
+            ("ds", 2 * tile_q * tile_kv * 2),
+            ("dq", tile_q * config.padded_dim() * 4),
+            ("lse, delta", stages * tile_q * 8),
+            ("steps, barriers", END_BYTES),
+        ];
+    }
     let keys = config.stages * config.tile_kv * (row_k + row_v);
     let queries = config.tile_q * row_k;
     let fits = 2 * queries + keys + END_BYTES <= SHARED_LIMIT;

@@ -1,0 +1,492 @@
+// Gradients of k and v, and dq_accum, on Hopper: fv_backward<<<CTAs of the device, FV_WARPS * 32>>>
+//
+// Persistent: a CTA computes dK and dV of one tile of FV_BN keys of one KV head after the other, and its part of
+// dQ of every tile of FV_BM queries that sees them:
+//
+//     S^T = K Q^T    P^T = exp(score(scale S^T) - lse)            dV += P^T dO
+//     dP^T = V dO^T  dS^T = P^T (dP^T - delta) dscore/ds          dK += dS^T Q     dQ += dS K
+//
+// Roles. In warpgroup 0 warp 2 is the scheduler: it takes the CTA's items, walks their live tiles of queries and
+// tells everyone of each step, up to STEPS ahead. A thread of warp 0 starts the copies of K and Q, a thread of
+// warp 1 those of V and dO, and warp 3 writes lse and delta of each step to smem. The two other warpgroups are
+// consumers with 64 keys each, 16 keys a warp. The scores are transposed, so that P^T is an operand of dV as it
+// lies in a consumer's registers; dS passes through smem, for dQ, of which each consumer multiplies its queries or
+// its columns by the keys of both. A step of a consumer is
+//
+//     start S^T of this step     start dQ = dS K and dK += dS^T Q of the step before
+//     S^T, dQ have come: dQ -> smem         P = exp(score(scale S) - lse), 0 where the mask is false
+//     dK has come: release Q and dO of the step before
+//     start dP^T                                                      (DP_EARLY: before P)
+//     dP^T has come: dS = P (dP - delta) dscore/ds -> smem
+//     dS is written, for both consumers      dQ of the step before, smem -> added to dq_accum
+//     start dV += P^T dO, and look for the next step
+//
+// so that the exponentials run beside dK. The end of dV joins the next step where sums are wide (see WIDE_SUMS).
+// Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so
+// the first step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP),
+// waits for all products before P.
+//
+// What is slow beside products, and so is done before or after them: an access of smem waits until the products
+// that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
+
+// Rows of a tile from `live` on are none of the sequence's: what stands there, which may be NaN, is multiplied by
+// weights of 0. All consumers clear them together.
+__device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
+    const int thread = threadIdx.x - 128;
+    for (int chunk = live * 8 + thread; chunk < rows * 8; chunk += 128 * CONSUMERS)
+        for (int panel = 0; panel < tile_panels; ++panel)
+            *reinterpret_cast<uint4*>(tile + panel * rows * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    named_sync(1, 128 * CONSUMERS);
+}
+
+// `x` in a register of its own: the compiler does not make it again.
+__device__ u32 pinned(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Not negative; of all weights of a lane (see keep_before).
+__device__ float sign_of_weights(const Scores& scores) {
+    u32 bits = 0;
+    for_each_score([&](int m, int n, int i) { bits |= __float_as_uint(scores.p(m, n, i)); });
+    return __uint_as_float(bits);
+}
+
+// The CTA's next item, from a counter. Whoever takes the last number that anybody takes sets it back.
+__device__ u32 next_item(const PersistentParams& persistent, u32 items) {
+    u32 taken = 0;
+    if (threadIdx.x % 32 == 0) {
+        taken = atomicAdd(persistent.taken, 1);
+        if (taken == items - 1) *persistent.taken = 0;
+    }
+    return gridDim.x + __shfl_sync(~0u, taken, 0);
+}
+
+// The scheduler: one warp, whose lanes do the same.
+__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, Barriers barriers) {
+    const u32 items = p.tile_count * p.heads_kv;
+    Ring<STEPS> ring;
+    auto announce = [&](const Step& step) {
+        barriers.step_empty(ring.stage).wait(ring.round - 1);
+        *reinterpret_cast<Step*>(shared + AT_STEPS + 64 * ring.stage) = step;
+        barriers.step_full(ring.stage).arrive_warp();
+        ring.advance();
+    };
+    Step step = {};
+    #pragma unroll 1
+    for (u32 number = blockIdx.x; number < items; number = next_item(persistent, items)) {
+        const Tile tile = p.tiles[number % p.tile_count];
+        const Sequence& own = p.sequences[tile.sequence];
+        step.head_kv = number / p.tile_count;
+        step.key = tile.tile * FV_BN;
+        step.keys = min(own.k_len - step.key, FV_BN);
+        step.k_batch = own.k_batch;
+        step.k_row = own.k_start + step.key;
+        LiveQueries queries = {p, tile, step.head_kv};
+        bool more = queries.next();
+        if (!more) {
+            step.kind = Step::EMPTY | Step::FIRST | Step::LAST;
+            announce(step);
+        }
+        #pragma unroll 1
+        for (bool first = true; more; first = false) {
+            const Sequence& s = p.sequences[tile.sequence + queries.sequence];
+            step.query = queries.tile * FV_BM;
+            step.queries = s.q_len - step.query;
+            step.q_batch = s.q_batch;
+            step.q_row = s.q_start + step.query;
+            step.head = step.head_kv * FV_GROUP + queries.member;
+            step.b = s.b;
+            step.q_len = s.q_len;
+            step.k_len = s.k_len;
+            step.dq = (i64(step.head) * p.sum_rows + s.sum_row + step.query) * FV_DP;
+            const bool evaluates = queries.evaluates || step.queries < FV_BM || step.keys < FV_BN;
+            ++queries.tile;
+            more = queries.next();
+            step.kind = (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
+            announce(step);
+        }
+    }
+    step.kind = Step::STOP;
+    announce(step);
+}
+
+// What the producers have in common.
+struct Copies {
+    const BackwardParams& p;
+    const PersistentParams& persistent;
+    const u32 base;
+    char* const shared;
+    const Barriers barriers;
+
+    // Calls `each(step)` for the steps of all items that have any.
+    template <typename F>
+    __device__ void for_each_step(F each) const {
+        Ring<STEPS> ring;
+        #pragma unroll 1
+        for (;; ring.advance()) {
+            barriers.step_full(ring.stage).wait(ring.round);
+            const Step& step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * ring.stage);
+            if (step.kind == Step::STOP) return;
+            if (!(step.kind & Step::EMPTY)) each(step);
+            barriers.step_empty(ring.stage).arrive();
+        }
+    }
+
+    // A tile of `rows` rows in panels, from a map of heads in groups.
+    template <int ROWS, int COLUMNS>
+    __device__ void queries(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int group, int batch) const {
+        #pragma unroll
+        for (int i = 0; i < panels(COLUMNS); ++i)
+            copy_panel(target + i * ROWS * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.q_row, step.head % FV_GROUP * head,
+                       step.head_kv * group, step.q_batch * batch);
+    }
+    template <int COLUMNS>
+    __device__ void keys(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int batch) const {
+        #pragma unroll
+        for (int i = 0; i < panels(COLUMNS); ++i)
+            copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head, step.k_batch * batch);
+    }
+};
+
+// The producer of K and Q: one thread.
+__device__ void copy_k_and_q(const Copies& copies, const TensorMap& map_k, const TensorMap& map_q) {
+    const Barriers& barriers = copies.barriers;
+    const PersistentParams& at = copies.persistent;
+    Ring<FV_STAGES> q;
+    int item = -1;
+    copies.for_each_step([&](const Step& step) {
+        if (step.kind & Step::FIRST) {
+            barriers.k_empty().wait(item++);
+            barriers.k_full().arrive_expecting(K_BYTES);
+            copies.keys<FV_D>(copies.base, map_k, barriers.k_full(), step, at.k_head, at.k_batch);
+        }
+        barriers.q_empty(q.stage).wait(q.round - 1);
+        barriers.full(q.stage).arrive_expecting(Q_BYTES);
+        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.full(q.stage), step, at.q_head, at.q_group, at.q_batch);
+        q.advance();
+    });
+}
+
+// The producer of V and dO: one thread.
+__device__ void copy_v_and_d_out(const Copies& copies, const TensorMap& map_v, const TensorMap& map_d_out) {
+    const Barriers& barriers = copies.barriers;
+    const PersistentParams& at = copies.persistent;
+    Ring<FV_STAGES> d_out;
+    int item = -1;
+    copies.for_each_step([&](const Step& step) {
+        if (step.kind & Step::FIRST) {
+            barriers.v_empty().wait(item++);
+            barriers.v_full().arrive_expecting(V_BYTES);
+            copies.keys<FV_DV>(copies.base + AT_V, map_v, barriers.v_full(), step, at.v_head, at.v_batch);
+        }
+        barriers.d_out_empty(d_out.stage).wait(d_out.round - 1);
+        barriers.full(d_out.stage).arrive_expecting(D_OUT_BYTES);
+        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.full(d_out.stage), step,
+                                     at.d_out_head, at.d_out_group, at.d_out_batch);
+        d_out.advance();
+    });
+}
+
+// The producer of lse and delta: one warp. What is subtracted from the scores of a row is infinity where no key
+// is visible, and past the end of the sequence, so that P = 0.
+__device__ void copy_rows(const Copies& copies) {
+    const BackwardParams& p = copies.p;
+    const Barriers& barriers = copies.barriers;
+    const int lane = threadIdx.x % 32;
+    Ring<FV_STAGES> stage;
+    Ring<STEPS> ring;
+    #pragma unroll 1
+    for (;; ring.advance()) {
+        barriers.step_full(ring.stage).wait(ring.round);
+        const Step& step = *reinterpret_cast<const Step*>(copies.shared + AT_STEPS + 64 * ring.stage);
+        const int kind = step.kind;
+        if (kind == Step::STOP) return;
+        float lse[FV_BM / 32], delta[FV_BM / 32];
+        if (!(kind & Step::EMPTY)) {
+            #pragma unroll
+            for (int i = 0; i < FV_BM / 32; ++i) {
+                const int row = i * 32 + lane;
+                lse[i] = -infinity();
+                delta[i] = 0.f;
+                if (row < step.queries) {
+                    lse[i] = __ldg(p.lse.data + step.q_batch * p.lse.batch + step.head * p.lse.head + (step.q_row + row) * p.lse.row);
+                    delta[i] = __ldg(p.delta.data + step.q_batch * p.delta.batch + step.head * p.delta.head + (step.q_row + row) * p.delta.row);
+                }
+            }
+        }
+        barriers.step_empty(ring.stage).arrive_warp();
+        if (kind & Step::EMPTY) continue;
+        barriers.d_out_empty(stage.stage).wait(stage.round - 1);
+        #pragma unroll
+        for (int i = 0; i < FV_BM / 32; ++i) {
+            const float x = lse[i] == -infinity() ? infinity() : lse[i];
+            float* const to = reinterpret_cast<float*>(copies.shared) + stage.stage * FV_BM + i * 32 + lane;
+            to[AT_LSE / 4] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
+            to[AT_DELTA / 4] = delta[i];
+        }
+        barriers.full(stage.stage).arrive_warp();
+        stage.advance();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
+            const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+            const __grid_constant__ TensorMap map_d_out) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 base = shared_address(shared);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const Barriers barriers = {base};
+    if (threadIdx.x == 0) {
+        if (base % 1024 != 0) __trap();
+        barriers.init();
+        prefetch_map(map_q);
+        prefetch_map(map_k);
+        prefetch_map(map_v);
+        prefetch_map(map_d_out);
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        give_registers<PRODUCER_REGISTERS>();
+        const Copies copies = {p, persistent, base, shared, barriers};
+        if (warp == 0 && elect_one()) copy_k_and_q(copies, map_k, map_q);
+        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, map_v, map_d_out);
+        if (warp == 2) schedule(p, persistent, shared, barriers);
+        if (warp == 3) copy_rows(copies);
+        return;
+    }
+    take_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1;
+    const Operand keys = Operand::rows(base + consumer * 64 * PANEL_ROW), values = Operand::rows(base + AT_V + consumer * 64 * PANEL_ROW);
+    const int dq_first = SPLIT_DQ_ROWS ? 0 : consumer * DQ_COLUMNS;
+    const Operand keys_across = Operand::columns(base + dq_first / PANEL_COLUMNS * FV_BN * PANEL_ROW + dq_first % PANEL_COLUMNS * 2, FV_BN * PANEL_ROW);
+    // Of this thread, where they are constant: what reads threadIdx beside products waits for them.
+    const u32 thread = pinned(threadIdx.x);
+    const u32 rows_at = pinned(base + Spot::of_lane().query * 4);
+    const u32 ds_at = pinned(base + AT_DS + consumer * FV_BM * PANEL_ROW + ds_place());
+    const u32 dq_at = pinned(base + AT_DQ + dq_offset() * 4 + threadIdx.x % 32 * 16);
+    const int dq_to = pinned(dq_offset());
+    const int first_row = pinned(dq_row()), bytes_of_dq = SPLIT_DQ_ROWS || N_Q * CONSUMERS == N_K ? N_Q * 512 : pinned(dq_bytes());
+    auto leads = [&] { return thread % 128 == 0; };
+    auto leads_warp = [&] { return thread % 32 == 0; };
+
+    Ring<STEPS> place;
+    Ring<FV_STAGES> stage;
+    int item = -1, number = 0;                 // of the CTA's items and steps
+    Scores scores;
+    ScoreFragment dp;
+    float dk[N_K][4], dv[N_V][4], dq[N_Q][4];
+    u32 weights[FV_BM / 16][4];                // P^T as an operand
+    float* target;                             // in dq_accum, of the step before and the warp; null if none of its queries exists
+
+    auto step_at = [&](Ring<STEPS> at) -> const Step& { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * at.stage); };
+    auto kind_at = [&](Ring<STEPS> at) {
+        barriers.step_full(at.stage).wait(at.round);
+        return step_at(at).kind;
+    };
+    // The same for all threads, and now the compiler knows: only then do operands of products stay in uniform
+    // registers.
+    auto uniform = [](int x) { return int(__reduce_or_sync(~0u, x)); };
+    auto start_s = [&](Ring<FV_STAGES> stage) {
+        product_fence();
+        start_scores<FV_DP>(scores.g, keys, Operand::rows(base + AT_Q + stage.stage * Q_BYTES));
+        product_commit();
+    };
+    auto start_dp = [&](Ring<FV_STAGES> stage) {
+        product_fence();
+        start_scores<FV_DVP>(dp, values, Operand::rows(base + AT_D_OUT + stage.stage * D_OUT_BYTES));
+        product_commit();
+    };
+    // With a derivative the weights themselves are an operand only, and rounded at once.
+    constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
+    auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
+    auto compute_p = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
+        const u32 lse_at = rows_at + AT_LSE + stage.stage * FV_BM * 4;
+        const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
+        const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
+        const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
+        scores.compute_p(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
+        if (NARROWS_FIRST)
+            #pragma unroll
+            for (int n = 0; n < N; ++n) narrow_weights(n);
+    };
+    // dQ, dK and the end of dV of the step before `number`, which had this stage.
+    auto start_pending = [&](Ring<FV_STAGES> before, int parity) {
+        barriers.ds_full(parity).wait((number - 1) >> 1);
+        pin(dk);
+        if (LAST_DV < FV_BM / 16) pin(dv);
+        product_fence();
+        start_sums<LAST_DV, FV_BM / 16>(dv, weights, Operand::columns(base + AT_D_OUT + before.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
+        start_dq(dq, Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)), keys_across);
+        product_commit();
+        start_dk(dk, Operand::columns(base + AT_DS + parity * DS_BYTES + consumer * FV_BM * PANEL_ROW, 0),
+                 Operand::columns(base + AT_Q + before.stage * Q_BYTES, FV_BM * PANEL_ROW));
+        product_commit();
+    };
+    auto release_step = [&] {
+        __syncwarp();
+        if (leads_warp()) barriers.step_empty(place.stage).arrive();
+    };
+    auto finish_dq = [&] {
+        pin(dq);
+        if (leads_warp()) await_bulk_reads();
+        __syncwarp();
+        store_dq(dq_at, dq);
+    };
+    // After a fence.
+    auto send_dq = [&] {
+        if (target) add_bulk(target, dq_at, bytes_of_dq);
+    };
+    auto finish_dk = [&](Ring<FV_STAGES> before) {
+        pin(dk);
+        if (LAST_DV < FV_BM / 16) pin(dv);
+        if (leads()) {
+            barriers.q_empty(before.stage).arrive();
+            if (LAST_DV < FV_BM / 16) barriers.d_out_empty(before.stage).arrive();
+        }
+    };
+
+    #pragma unroll 1
+    for (;; place.advance()) {
+        int kind = uniform(kind_at(place));
+        if (kind == Step::STOP) break;
+        #pragma unroll
+        for (int i = 0; i < N_K * 4; ++i) dk[i / 4][i % 4] = 0.f;
+        #pragma unroll
+        for (int i = 0; i < N_V * 4; ++i) dv[i / 4][i % 4] = 0.f;
+        const bool empty = kind & Step::EMPTY;
+        target = nullptr;
+        if (!empty) {
+            ++item;
+            barriers.k_full().wait(item);
+            barriers.v_full().wait(item);
+            const int keys = step_at(place).keys;
+            if (kind & Step::EVALUATES && keys < FV_BN) clear_rows(shared, FV_BN, panels(FV_D), keys);
+            barriers.full(stage.stage).wait(stage.round);
+        }
+        #pragma unroll 1
+        while (!empty) {
+            const Step& step = step_at(place);
+            const int together = uniform(kind | stage.stage << 8 | (number & 1) << 16);
+            kind = together & 0xff;
+            stage.stage = together >> 8 & 0xff;
+            const int parity = together >> 16;
+            float lse[QUERIES_HELD];
+            if (FV_OVERLAP && (kind & ~Step::LAST) == 0) {
+                start_s(stage);
+                start_pending(stage.before(), 1 - parity);
+                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                product_wait<1>();
+                pin(scores.g[0]);
+                finish_dq();
+                if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                if (DP_EARLY) start_dp(stage);
+                compute_p(step, lse, false);
+                keep_before(sign_of_weights(scores), base);
+                product_wait<0>();
+                finish_dk(stage.before());
+            } else {
+                if (kind & Step::EVALUATES && step.queries < FV_BM) {
+                    clear_rows(shared + AT_Q + stage.stage * Q_BYTES, FV_BM, panels(FV_D), step.queries);
+                    clear_rows(shared + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM, panels(FV_DV), step.queries);
+                }
+                if (kind & Step::FIRST) {
+                    start_s(stage);
+                    product_wait<0>();
+                } else {
+                    start_s(stage);
+                    start_pending(stage.before(), 1 - parity);
+                    product_wait<0>();
+                    finish_dq();
+                    finish_dk(stage.before());
+                }
+                pin(scores.g[0]);
+                load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                if (kind & Step::EVALUATES) compute_p(step, lse, true);
+                else compute_p(step, lse, false);
+                if (DP_EARLY) {
+                    start_dp(stage);
+                    product_wait<0>();
+                }
+            }
+            float delta[QUERIES_HELD];
+            load_rows(delta, rows_at + AT_DELTA + stage.stage * FV_BM * 4);
+            if (!NARROWS_FIRST)
+                #pragma unroll
+                for (int n = 0; n < 2 * FIRST_DV; ++n) narrow_weights(n);
+            if (!DP_EARLY) {
+                pin(dv);
+                start_dp(stage);
+            }
+            if (FIRST_DV > 0) {
+                start_sums<0, FIRST_DV>(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
+                product_commit();
+            }
+            if (!DP_EARLY) product_wait<(FIRST_DV > 0)>();
+            pin(dp[0]);
+            #pragma unroll
+            for (int k = 0; k < FV_BM / 16; ++k) {
+                u32 ds[4];
+                #pragma unroll
+                for (int n = k * 2; n < k * 2 + 2; ++n) {
+                    if (!NARROWS_FIRST && n >= 2 * FIRST_DV) narrow_weights(n);
+                    scores.differentiate_column(dp, delta, n);
+                    ds[n % 2 * 2] = narrow2<FV_DTYPE>(scores.g[0][n][0], scores.g[0][n][1]);
+                    ds[n % 2 * 2 + 1] = narrow2<FV_DTYPE>(scores.g[0][n][2], scores.g[0][n][3]);
+                }
+                store_ds(ds_at + parity * DS_BYTES + k * 16 * PANEL_ROW, ds);
+            }
+            // What the next step begins with, read while the fence waits.
+            const Ring<FV_STAGES> stage_before = stage;
+            const bool last = kind & Step::LAST;
+            float* const next_target = bytes_of_dq > 0 && first_row < step.queries ? p.dq_accum + step.dq + dq_to : nullptr;
+            fence_async_proxy();
+            __syncwarp();
+            if (leads_warp()) {
+                barriers.ds_full(parity).arrive();
+                send_dq();
+            }
+            target = next_target;
+            if constexpr (FV_CAPTURES) {
+                const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
+                scores.capture(mods, {of, step.query, step.queries, step.key, step.keys, true});
+            }
+            product_fence();
+            start_sums<FIRST_DV, LAST_DV>(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
+            product_commit();
+            stage.advance();
+            ++number;
+            if (!last) {
+                release_step();
+                place.advance();
+                kind = kind_at(place);
+                barriers.full(stage.stage).wait(stage.round);
+            }
+            product_wait<0>();
+            pin(dv);
+            if (LAST_DV == FV_BM / 16 && leads()) barriers.d_out_empty(stage_before.stage).arrive();
+            if (last) break;
+        }
+        if (!empty) {
+            start_pending(stage.before(), uniform((number - 1) & 1));
+            product_wait<0>();
+            finish_dq();
+            fence_async_proxy();
+            __syncwarp();
+            if (leads_warp()) send_dq();
+            finish_dk(stage.before());
+            if (leads()) {
+                barriers.k_empty().arrive();
+                barriers.v_empty().arrive();
+            }
+        }
+        const Step done = step_at(place);
+        store_gradient(p.dk, done, FV_D, dk, p.scale, p.accumulate);
+        store_gradient(p.dv, done, FV_DV, dv, 1.f, p.accumulate);
+        release_step();
+    }
+    if (leads_warp()) await_bulk_reads();
+}
