@@ -19,6 +19,7 @@ _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _OWN_OPTIONS: frozenset[str] = frozenset()
 _said: set[str] = set()
+_transforms_active = torch._C._are_functorch_transforms_active
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -116,11 +117,14 @@ def flex_attention(
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
     dropout = (dropout_p, int(torch.randint(2**63 - 1, ()))) if dropout_p else None
-    call = _Call(score, mask, None if scale is None else float(scale), dropout, wants_max)
-    if learns and (learned or any(t is not None and t.requires_grad for t in (query, key, value, sink))):
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    call = _Call(score, mask, None if scale is None else float(scale), dropout, wants_lse, wants_max)
+    if _transforms_active():
         out, lse, max_scores = _Attention.apply(query, key, value, sink, call, *learned)
+    elif learns and (learned or any(t is not None and t.requires_grad for t in (query, key, value, sink))):
+        out, lse, max_scores = _Plain.apply(query, key, value, sink, call, *learned)
     else:
-        out, lse, max_scores = call.forward(query, key, value, sink, forward_only=True)
+        out, lse, max_scores = call.forward(query, key, value, sink, (), forward_only=True)
     return _returned(out, lse, max_scores, return_lse, return_aux)
 
 
@@ -133,23 +137,35 @@ def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: 
 class _Call:
     """What one call asks for, besides tensors; after ``forward``, its plan."""
 
-    __slots__ = ("score", "mask", "scale", "dropout", "wants_max", "plan")
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "plan")
 
-    def __init__(self, score: Any, mask: Any, scale: float | None, dropout: Any, wants_max: bool) -> None:
+    def __init__(
+        self, score: Any, mask: Any, scale: float | None, dropout: Any, wants_lse: bool, wants_max: bool
+    ) -> None:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
-        self.wants_max = wants_max
+        self.wants_lse, self.wants_max = wants_lse, wants_max
         self.plan: Any = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, forward_only: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def again(self) -> _Call:
+        """The same, for another run."""
+        return _Call(self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max)
+
+    def planned(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
+    ) -> Any:
         threads = torch.get_num_threads()
-        self.plan = _native.plan(
-            q, k, v, self.score, self.mask, self.scale, sink, self.dropout, forward_only, threads
+        return _native.plan(
+            q, k, v, self.score, self.mask, self.scale, sink, self.dropout, list(learned), forward_only, threads
         )
-        out = _empty_in_order(q, (*q.shape[:3], v.shape[3]))
-        lse = torch.empty(q.shape[:3], dtype=torch.float32)
-        max_scores = torch.empty_like(lse) if self.wants_max else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self.plan = self.planned(q, k, v, sink, learned, forward_only)
+        shape = q.shape
+        out = _empty_in_order(q, (*shape[:3], v.shape[3]))
+        lse = torch.empty(shape[:3], dtype=torch.float32) if self.wants_lse or not forward_only else None
+        max_scores = torch.empty(shape[:3], dtype=torch.float32) if self.wants_max else None
         self.plan.forward(q, k, v, out, lse, max_scores)
         return out, lse, max_scores
 
@@ -160,7 +176,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: _Call, *learned: Tensor) -> Any:
-        return call.forward(q, k, v, sink, forward_only=False)
+        return call.forward(q, k, v, sink, learned, forward_only=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Any]) -> None:
@@ -179,38 +195,86 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         q, k, v, out, lse, *_shared = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
-        gradients = [_empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
-        d_sink = torch.empty_like(ctx.sink) if needs[3] else None
-        captures = () if ctx.call.score is None else ctx.call.score.captures
-        learned = iter(zip(ctx.learned, needs[5:]))
-        into: list[Tensor | None] = []
-        for capture in captures:
-            tensor, wanted = next(learned) if capture.learned else (None, False)
-            into.append(torch.empty(tensor.shape, dtype=tensor.dtype) if wanted else None)
-        ctx.call.plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
-        theirs = (d for d, capture in zip(into, captures) if capture.learned)
-        results = (*gradients, d_sink, None, *theirs)
-        if torch.is_grad_enabled():  # The graph of the gradients is wanted.
-            inputs = [t for t in (q, k, v, *ctx.learned, d_out, d_lse) if t is not None and t.requires_grad]
-            results = tuple(None if d is None else _Once.apply(d, *inputs) for d in results)
-        return results
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that has none itself."""
+        inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
+        if torch.is_grad_enabled() or _transforms_active():
+            gradients = _Gradient.apply(*inputs)
+        else:
+            gradients = _Gradient.forward(*inputs)
+        return (*gradients[:4], None, *gradients[4:])
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One run for each entry of the axis: functions see the indices of their own run."""
+        return _each_entry(_Attention, info, in_dims, inputs)
+
+
+class _Plain(torch.autograd.Function):
+    """:class:`_Attention` outside of transforms of ``torch.func``, for which alone torch binds signatures, in
+    twice the time of everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _Attention.forward(*inputs)
+        _Attention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = _Attention.backward
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of q, k, v, the sink and captured tensors. They have none themselves."""
+
+    @staticmethod
+    def forward(
+        call: _Call,
+        needs: tuple[bool, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
+        gradients = [_empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
+        d_sink = torch.empty_like(sink) if sink is not None and needs[3] else None
+        captures = () if call.score is None else call.score.captures
+        destinations = [
+            torch.empty(t.shape, dtype=t.dtype) if wanted else None for t, wanted in zip(learned, needs[5:])
+        ]
+        each = iter(destinations)
+        into = [next(each) if capture.learned else None for capture in captures]
+        plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        return (*gradients, d_sink, *destinations)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             "foveate.flex_attention has no second derivative for this dtype; float64 tensors take a path that has one"
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        return _each_entry(_Gradient, info, in_dims, inputs)
+
+
+def _each_entry(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+    """``function`` on each entry of a batch axis, stacked."""
+    runs = []
+    for at in range(info.batch_size):
+        entry = (x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims))
+        runs.append(function.apply(*(x.again() if isinstance(x, _Call) else x for x in entry)))
+    outputs = tuple(None if of[0] is None else torch.stack(of) for of in zip(*runs))
+    return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
 def _sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
@@ -349,5 +413,6 @@ def explain(
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and any(c.learned for c in score.captures))
-    plan = _native.plan(query, key, value, score, mask, scale, None, None, not learns, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    plan = _native.plan(query, key, value, score, mask, scale, None, None, [], not learns, threads)
     return plan.explain()

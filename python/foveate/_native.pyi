@@ -77,7 +77,13 @@ class Plan:
     """Attention planned for operands."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, max_score: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        max_score: Tensor | None = None,
     ) -> None: ...
     def backward(
         self,
@@ -111,6 +117,7 @@ def plan(
     scale: float | None,
     sink: Tensor | None,
     dropout: tuple[float, int] | None,
+    learned: list[Tensor],
     forward_only: bool,
     threads: int,
 ) -> Plan: ...

@@ -522,6 +522,8 @@ class Trace(Reader):
             return found
         if tensor.device.type != "cpu":
             raise TraceError(f"a captured tensor is on {tensor.device}, and q, k and v are on the CPU")
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise TraceError("a captured tensor is a batch of torch.vmap; pass it to attention as an operand")
         wanted = tensor.requires_grad and torch.is_grad_enabled()
         if wanted and self.kind == "mask":
             raise ValueError(

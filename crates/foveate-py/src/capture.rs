@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use crate::dtype::Dtype;
 use crate::error::raised;
 use crate::expr::{self, Expr};
-use crate::tensor::{Borrowed, row_major};
+use crate::tensor::{self, Borrowed, row_major};
 use crate::value::{self, Value, refused};
 
 /// Bytes of the largest tensor that is copied.
@@ -36,7 +36,7 @@ impl Capture {
     /// `tensor` as the captured buffer `name`; a gradient is wanted if `learned`.
     #[new]
     fn new(name: &str, tensor: &Bound<'_, PyAny>, learned: bool) -> PyResult<Self> {
-        let Borrowed { dtype, shape, .. } = Borrowed::of(tensor)?;
+        let (dtype, shape) = tensor::kind(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
         let slot = AnyBuffer::on_device(name, &shape, element(dtype), learned).map_err(raised)?;
         Ok(Self { slot, tensor: tensor.clone().unbind(), dtype })
@@ -82,7 +82,7 @@ impl Capture {
     /// Whether a gradient is wanted.
     #[getter]
     fn learned(&self) -> bool {
-        self.slot.learned()
+        self.is_learned()
     }
 }
 
@@ -96,13 +96,26 @@ impl Capture {
         Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow() })
     }
 
-    /// The tensor as it is now.
+    /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped.
     ///
     /// # Errors
-    /// When it is not in host memory any more.
-    pub fn now(&self, py: Python<'_>) -> PyResult<Captured> {
-        let tensor = Borrowed::of(self.tensor.bind(py))?;
-        Ok(Captured { tensor, object: Some(self.tensor.clone_ref(py)) })
+    /// When it is not in host memory, or `other` has another shape or dtype.
+    pub fn now(&self, py: Python<'_>, other: Option<&Bound<'_, PyAny>>) -> PyResult<Captured> {
+        let object = other.unwrap_or(self.tensor.bind(py));
+        let captured =
+            Captured { tensor: Borrowed::of(object)?, object: Some(object.clone().unbind()) };
+        if captured.tensor.dtype != self.dtype || captured.shape() != self.slot.shape() {
+            return Err(refused(format!(
+                "captured tensor `{}` has another shape or dtype when attention runs",
+                self.slot.name()
+            )));
+        }
+        Ok(captured)
+    }
+
+    /// Whether a gradient is wanted.
+    pub fn is_learned(&self) -> bool {
+        self.slot.learned()
     }
 }
 

@@ -13,7 +13,7 @@ use foveate::mods::{DynExpr, Head, Program};
 use foveate::tensor::Slice;
 use foveate::{
     AnyBuffer, Attention, Device, ForwardRef, GradientsMut, MaskMod, Problem, ScalarValue,
-    ScoreMod, TensorRef,
+    ScoreMod, TensorMut, TensorRef,
 };
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
@@ -78,8 +78,13 @@ struct Function<'a> {
 }
 
 impl<'a> Function<'a> {
-    fn of(py: Python<'_>, traced: &'a Traced) -> PyResult<Self> {
-        let tensors = traced.captures.iter().map(|c| c.get().now(py));
+    /// `learned` takes the place of the captured tensors that want a gradient, unless it is empty.
+    fn of(py: Python<'_>, traced: &'a Traced, learned: &[Bound<'_, PyAny>]) -> PyResult<Self> {
+        let mut learned = learned.iter();
+        let tensors = traced.captures.iter().map(|c| {
+            let capture = c.get();
+            capture.now(py, if capture.is_learned() { learned.next() } else { None })
+        });
         Ok(Self { program: &traced.program, tensors: tensors.collect::<PyResult<_>>()? })
     }
 }
@@ -237,9 +242,10 @@ pub struct Plan {
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
-/// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed.
+/// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed;
+/// `learned` are the score's captured tensors that want a gradient.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, forward_only, threads))]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, learned, forward_only, threads))]
 pub fn plan(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -250,6 +256,7 @@ pub fn plan(
     scale: Option<f64>,
     sink: Option<&Bound<'_, PyAny>>,
     dropout: Option<(f32, u64)>,
+    learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     threads: usize,
 ) -> PyResult<Plan> {
@@ -271,8 +278,8 @@ pub fn plan(
     };
     let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
     let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
-    let mut mask = mask.map(|m| Function::of(py, m.get())).transpose()?;
-    let mut score = score.map(|s| Function::of(py, s.get())).transpose()?;
+    let mut mask = mask.map(|m| Function::of(py, m.get(), &[])).transpose()?;
+    let mut score = score.map(|s| Function::of(py, s.get(), &learned)).transpose()?;
     let now = found(&class, [&mask, &score], || {
         let fresh = |f: &Option<Function<'_>>| {
             f.as_ref().map(|f| at_rest(f.program, f, |_| Ok(()))).transpose()
@@ -332,8 +339,8 @@ unsafe fn views<'a>(tensors: &[Borrowed; 3]) -> PyResult<[TensorRef<'a>; 3]> {
 
 #[pymethods]
 impl Plan {
-    /// Writes `out [B, Hq, Sq, Dv]`, `lse [B, Hq, Sq]` (f32) and, when given, `max_score [B, Hq, Sq]` (f32).
-    #[pyo3(signature = (q, k, v, out, lse, max_score = None))]
+    /// Writes `out [B, Hq, Sq, Dv]` and, where they are given, `lse` and `max_score`, `[B, Hq, Sq]` (f32).
+    #[pyo3(signature = (q, k, v, out, lse = None, max_score = None))]
     fn forward(
         &self,
         py: Python<'_>,
@@ -341,17 +348,27 @@ impl Plan {
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
-        lse: &Bound<'_, PyAny>,
+        lse: Option<&Bound<'_, PyAny>>,
         max_score: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
-        let [out, lse] = [Borrowed::of(out)?, Borrowed::of(lse)?];
+        let out = Borrowed::of(out)?;
+        let lse = lse.map(Borrowed::of).transpose()?;
+        let rows = [0, 1, 2].map(|axis| out.shape.get(axis).copied().unwrap_or(0));
+        let mut unread = Vec::new();
         let max_score = max_score.map(Borrowed::of).transpose()?;
         // SAFETY: the arguments hold the tensors for the call; the destinations are the package's
         // own, new for this call, and nothing else knows of them.
         let (operands, out, lse, max_score) = unsafe {
             let max_score = max_score.map(|m| m.view_mut()).transpose()?;
-            (views(&tensors)?, out.view_mut()?, lse.view_mut()?, max_score)
+            let lse = match &lse {
+                Some(lse) => lse.view_mut()?,
+                None => {
+                    unread.resize(rows.iter().product(), 0.0f32);
+                    TensorMut::from_slice(&mut unread, rows).map_err(raised)?
+                }
+            };
+            (views(&tensors)?, out.view_mut()?, lse, max_score)
         };
         py.detach(|| {
             threads::run(self.threads, self.work, || {
@@ -448,7 +465,7 @@ pub fn kinds(
     into: &Bound<'_, PyAny>,
     threads: usize,
 ) -> PyResult<()> {
-    let mut function = Function::of(py, mask)?;
+    let mut function = Function::of(py, mask, &[])?;
     let mut program = at_rest(function.program, &function, |_| Ok(()))?;
     for buffer in borrowed(&program, &mut function)? {
         program = program.rebind(&buffer).map_err(raised)?;

@@ -34,6 +34,22 @@ pub struct Borrowed {
     pub strides: Vec<usize>,
 }
 
+/// Dtype and shape of a CPU tensor, of which there need not be elements.
+///
+/// # Errors
+/// When it is on another device, or of a dtype that is not known here.
+pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
+    let py = tensor.py();
+    if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        let device = tensor.getattr(intern!(py, "device"))?;
+        return Err(PyNotImplementedError::new_err(format!(
+            "a tensor is on {device}; Foveate's Python package computes on CPU tensors"
+        )));
+    }
+    let dtype = Dtype::of(&tensor.getattr(intern!(py, "dtype"))?)?;
+    Ok((dtype, tensor.getattr(intern!(py, "shape"))?.extract()?))
+}
+
 impl Borrowed {
     /// Where the elements of `tensor` lie.
     ///
@@ -41,15 +57,10 @@ impl Borrowed {
     /// When it is not a tensor in host memory, or of a dtype that is not known here.
     pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = tensor.py();
-        if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
-            let device = tensor.getattr(intern!(py, "device"))?;
-            return Err(PyNotImplementedError::new_err(format!(
-                "a tensor is on {device}; Foveate's Python package computes on CPU tensors"
-            )));
-        }
+        let (dtype, shape) = kind(tensor)?;
         Ok(Self {
-            dtype: Dtype::of(&tensor.getattr(intern!(py, "dtype"))?)?,
-            shape: tensor.getattr(intern!(py, "shape"))?.extract()?,
+            dtype,
+            shape,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
         })

@@ -1,0 +1,68 @@
+"""Transforms of ``torch.func``."""
+
+import pytest
+import torch
+from reference import attention, close
+
+from foveate import Mask, TraceError, flex_attention
+
+G = torch.Generator().manual_seed(6)
+
+
+def operands(*batch):
+    return tuple(torch.randn(*batch, 2, 4, n, 8, generator=G) for n in (11, 13, 13))
+
+
+def test_grad_and_vjp_reach_operands_and_captured_tensors():
+    q, k, v = operands()
+    slope = torch.randn(4, generator=G)
+
+    def loss(q, k, v, slope, flex=True):
+        def score_mod(s, b, h, i, j):
+            return s + slope[h] * (i - j)
+
+        if flex:
+            return flex_attention(q, k, v, score_mod, Mask.causal()).square().sum()
+        mask = torch.ones(11, 13, dtype=torch.bool).tril()
+        scores = q.double() @ k.double().transpose(-2, -1) / 8**0.5
+        scores = scores + slope.double().reshape(1, 4, 1, 1) * (torch.arange(11)[:, None] - torch.arange(13))
+        return (torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ v.double()).square().sum()
+
+    ours = torch.func.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, slope)
+    golds = torch.func.grad(lambda *x: loss(*x, flex=False), argnums=(0, 1, 2, 3))(q, k, v, slope)
+    for one, two in zip(ours, golds):
+        close("gradient", one, two, one.dtype, 13 * 8 * 11)
+    value, pull = torch.func.vjp(lambda q: flex_attention(q, k, v), q)
+    (dq,) = pull(torch.ones_like(value))
+    leaf = q.clone().requires_grad_()
+    close("dq", dq, torch.autograd.grad(attention(leaf, k, v)[0].sum(), leaf)[0], torch.float32, 13 * 8)
+
+
+def test_vmap_runs_each_entry():
+    q, k, v = operands(3)
+    slope = torch.randn(4, requires_grad=True)
+
+    def one(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * j, Mask.causal())
+
+    batched = torch.vmap(one)(q, k, v)
+    gold = torch.stack([one(*entry) for entry in zip(q, k, v)])
+    assert torch.equal(batched, gold)
+    shared = torch.vmap(one, in_dims=(0, None, None))(q, k[0], v[0])
+    assert torch.equal(shared, torch.stack([one(entry, k[0], v[0]) for entry in q]))
+    per_entry = torch.vmap(torch.func.grad(lambda q, k, v: one(q, k, v).sum()))(q, k, v)
+    for at in range(3):
+        leaf = q[at].clone().requires_grad_()
+        close("dq", per_entry[at], torch.autograd.grad(one(leaf, k[at], v[at]).sum(), leaf)[0], torch.float32, 1)
+    leaf = q.clone().requires_grad_()
+    ours = torch.autograd.grad(torch.vmap(one)(leaf, k, v).sum(), (leaf, slope))
+    golds = torch.autograd.grad(sum(one(*entry).sum() for entry in zip(leaf, k, v)), (leaf, slope))
+    for a, b in zip(ours, golds):
+        close("gradient", a, b, torch.float32, 13 * 8 * 11)
+
+
+def test_a_captured_batch_is_refused():
+    q, k, v = operands()
+    slopes = torch.randn(3, 4)
+    with pytest.raises(TraceError, match="vmap"):
+        torch.vmap(lambda slope: flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h]))(slopes)
