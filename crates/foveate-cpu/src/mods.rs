@@ -9,13 +9,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use foveate_mods::ir::BinaryOp;
 use foveate_mods::vector::{Machine, MaskBits, Read, TileProgram};
 use foveate_mods::{
-    AnyBuffer, Bounds, CaptureGradient, Head, Leaf, MaskMod, ModError, Node, ScoreMod,
+    AnyBuffer, Bounds, CaptureGradient, Graph, Head, Leaf, MaskMod, ModError, Node, NodeId,
+    ScalarValue, ScoreMod,
 };
 use foveate_problem::Spec;
 
-use crate::pool::PoolBuffer;
+use crate::captures::{Slot, Sum};
 use crate::score_bounds::ScoreBounds;
 use crate::simd::{LANES, SUBTILE_ROWS};
 
@@ -26,6 +28,45 @@ pub struct Learned {
     pub shape: Vec<usize>,
     /// Where the score reads it.
     loads: Vec<CaptureGradient>,
+    /// For each axis the coordinate that its index is, and what is added to it, when that is all
+    /// there is to the only read.
+    coordinates: Option<Vec<(Leaf, i32)>>,
+}
+
+impl Learned {
+    /// Whether no two entries of a problem read the same element, all of them inside the buffer:
+    /// `extent` is how many values a coordinate has.
+    pub fn is_read_once(&self, extent: impl Fn(Leaf) -> usize) -> bool {
+        let Some(coordinates) = &self.coordinates else { return false };
+        let inside = coordinates.iter().zip(&self.shape).all(|(&(leaf, offset), &len)| {
+            usize::try_from(offset).is_ok_and(|offset| extent(leaf) + offset <= len)
+        });
+        let apart = |leaf: Leaf| extent(leaf) <= 1 || coordinates.iter().any(|(of, _)| *of == leaf);
+        inside && [Leaf::B, Leaf::H, Leaf::Q, Leaf::Kv].into_iter().all(apart)
+    }
+}
+
+/// The coordinate that a node is, and what is added to it.
+fn coordinate(graph: &Graph, id: NodeId) -> Option<(Leaf, i32)> {
+    let number = |id: NodeId| match graph.node(id) {
+        Node::I32(v) => Some(*v),
+        Node::Scalar(slot) => match graph.scalars()[*slot as usize].value {
+            ScalarValue::I32(v) => Some(v),
+            _ => None,
+        },
+        _ => None,
+    };
+    match *graph.node(id) {
+        Node::Leaf(leaf @ (Leaf::B | Leaf::H | Leaf::Q | Leaf::Kv)) => Some((leaf, 0)),
+        Node::Binary(BinaryOp::Add, x, y) => {
+            let of = |x: NodeId, y: NodeId| match (coordinate(graph, x)?, number(y)?) {
+                ((leaf, 0), offset) => Some((leaf, offset)),
+                _ => None,
+            };
+            of(x, y).or_else(|| of(y, x))
+        }
+        _ => None,
+    }
 }
 
 /// The derivative of the score.
@@ -144,8 +185,17 @@ impl Gradient {
                 None => {
                     let buffer = &graph.buffers()[capture.buffer as usize];
                     let (name, shape) = (buffer.name().to_owned(), buffer.shape().to_vec());
-                    learned.push((capture.buffer, Learned { name, shape, loads: vec![load] }));
+                    let loads = vec![load];
+                    let own = Learned { name, shape, loads, coordinates: None };
+                    learned.push((capture.buffer, own));
                 }
+            }
+        }
+        let roots = gradient.program().roots();
+        for (_, learned) in &mut learned {
+            if let [load] = &learned.loads[..] {
+                let axes = load.index.iter().map(|&root| coordinate(graph, roots[root]));
+                learned.coordinates = axes.collect();
             }
         }
         let root = graph.node(gradient.program().roots()[0]);
@@ -321,18 +371,23 @@ impl Evaluator {
     }
 
     /// Turns the gradient of the scores into the gradient of the raw scores, for the subtile that
-    /// [`Self::score`] was given last, and adds the gradients of learned buffers to `sums`, one for
-    /// each buffer or none at all. An entry without weight has no gradient, whatever the derivative
+    /// [`Self::score`] was given last, and adds the gradients of learned buffers to the sums of
+    /// `slot`, one for each buffer or none at all. An entry without weight has no gradient, whatever the derivative
     /// there.
-    pub fn gradient(&self, d: &mut [f32], stride: usize, sums: &mut [PoolBuffer<'_>]) {
+    pub fn gradient(&self, d: &mut [f32], stride: usize, slot: &mut Slot<'_>) {
         let Some(ScoreMachine { machine, learned: Some(learned), .. }) = &self.score else {
             return;
         };
-        for (learned, sum) in learned.iter().zip(sums) {
+        for (learned, sum) in learned.iter().zip(&mut slot.sums) {
             for CaptureGradient { value, index, from_end, .. } in &learned.loads {
                 let (value, from_end) = (*value, *from_end);
                 let read = Read { value, index, from_end, shape: &learned.shape };
-                machine.add_read(read, d, stride, sum);
+                match sum {
+                    Sum::Of(sum) => machine.add_read(read, d, stride, sum),
+                    Sum::Entries(into) => {
+                        machine.each_read(read, d, stride, |at, terms| into.give(at, terms));
+                    }
+                }
             }
         }
         machine.multiply(0, d, stride);

@@ -221,10 +221,71 @@ impl CpuPlan {
 
 #[cfg(test)]
 mod tests {
-    use foveate_mods::masks;
+    use foveate_mods::text::{Names, parse_score};
+    use foveate_mods::{BufferData, masks};
+    use foveate_problem::CaptureGrad;
     use foveate_tensor::Tensor;
+    use foveate_tensor::random::Random;
 
     use super::*;
+
+    #[test]
+    fn a_dense_learned_bias_gets_its_gradient_without_a_copy_of_it() {
+        let (shape, rows, bias) = ([2, 2, 150, 8], [2, 2, 150], [2, 2, 150, 150]);
+        let elems = bias.iter().product();
+        let mut random = Random::new(3);
+        let mut floats = |n: usize| (0..n).map(|_| random.normal() as f32).collect::<Vec<_>>();
+        let t = Tensor::from_vec(floats(2 * 2 * 150 * 8), shape).unwrap();
+        let operands = Operands {
+            q: t.view(),
+            k: t.view(),
+            v: t.view(),
+            sink: None,
+            varlen: None,
+            pages: None,
+        };
+        let dims = Dims::of(&operands).unwrap();
+        let data = BufferData::F32(floats(elems));
+        let buffer = AnyBuffer::new("bias", &bias, data, true).unwrap();
+        let names = Names::new().buffer(&buffer);
+        // The floats that a plan keeps after a backward, and the gradient of the bias.
+        let kept = |score: &str| {
+            let score = Some(parse_score(score, &names).unwrap());
+            let spec = Spec { mask: Some(masks::causal()), score, scale: None, dropout: None };
+            let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
+            let mut out = Tensor::filled(DType::F32, shape, f64::NAN);
+            let mut lse = Tensor::filled(DType::F32, rows, f64::NAN);
+            let forward = ForwardArgs {
+                operands,
+                out: out.view_mut().unwrap(),
+                lse: lse.view_mut().unwrap(),
+                max_score: None,
+            };
+            plan.forward(forward).unwrap();
+            let mut d_bias = vec![f32::NAN; elems];
+            let into = (&mut d_bias).into();
+            let backward = BackwardArgs {
+                operands,
+                out: out.view(),
+                lse: lse.view(),
+                d_out: t.view(),
+                d_lse: None,
+                dq: None,
+                dk: None,
+                dv: None,
+                accumulate: false,
+                d_sink: None,
+                d_captures: vec![CaptureGrad { name: "bias", into }],
+            };
+            plan.backward(backward).unwrap();
+            (plan.pool.elems(), d_bias)
+        };
+        let (direct, d_bias) = kept("score + bias[b, h, q, kv]");
+        // The same element by an index that is not known to be one of its own.
+        let (copied, wanted) = kept("score + bias[b, h, q, min(kv, 149)]");
+        assert!(direct < elems && copied > 4 * elems, "{direct} and {copied} of {elems}");
+        assert_eq!(d_bias, wanted);
+    }
 
     #[test]
     fn a_plan_that_is_described_after_its_passes_builds_no_block_mask_for_that() {

@@ -32,6 +32,12 @@ impl Pool {
         PoolBuffer { buffer, len, pool: self }
     }
 
+    /// Floats of all buffers that are free.
+    #[cfg(test)]
+    pub fn elems(&self) -> usize {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).iter().map(Vec::capacity).sum()
+    }
+
     /// Returns a buffer.
     fn give(&self, buffer: Vec<f32>) {
         if buffer.is_empty() {

@@ -65,7 +65,7 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
     let wanted = Wanted { dq: dq.is_some(), dk: dk.is_some(), dv: dv.is_some() };
     // Without a destination dq has rows of no elements.
     let dim_q = if wanted.dq { tiles.dim } else { 0 };
-    let mut captures = CaptureSums::new(call.mods, call.pool, args.d_captures, accumulate)?;
+    let mut captures = CaptureSums::new(call, args.d_captures, accumulate)?;
     let captures_wanted = captures.wanted();
     let mut d_sink = vec![0.0; call.dims.heads_q];
 
@@ -90,7 +90,7 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
             accumulate,
         };
         let scratch = || Scratch::new::<T>(call, captures_wanted, wanted);
-        run(captures.deal(tasks), scratch, |scratch, (slot, tasks)| {
+        run(captures.deal(call, tasks), scratch, |scratch, (slot, tasks)| {
             tasks.into_iter().for_each(|task| worker.run::<T>(scratch, slot, task));
         });
     }

@@ -394,7 +394,7 @@ impl GradAccumulators<'_> {
         clock.lap(Stage::Mods);
         simd::softmax_backward(p, ds, stride, columns.clone(), statistics);
         clock.lap(Stage::Softmax);
-        evaluator.gradient(ds, stride, &mut captures.sums);
+        evaluator.gradient(ds, stride, captures);
         evaluator.apply_dropout(subtile.clone(), columns.clone(), p, stride);
         clock.lap(Stage::Mods);
         for x in [&mut *p_tile, &mut *ds_tile] {

@@ -53,10 +53,7 @@ impl Machine {
         let mut sums = vec![0.0; height + width];
         let compiled = &self.program.0;
         let node = |root: usize| compiled.program.roots()[root].index();
-        let mut strides = vec![1; read.shape.len()];
-        for axis in (1..strides.len()).rev() {
-            strides[axis - 1] = strides[axis] * read.shape[axis];
-        }
+        let strides = row_major(read.shape);
         let axes = Axes { shape: read.shape, strides: &strides, from_end: read.from_end };
         let counts = read.index.last().is_some_and(|&root| compiled.counts[node(root)]);
         match self.program.0.rate(read.index.iter().copied()) {
@@ -96,6 +93,58 @@ impl Machine {
             }
         }
     }
+}
+
+impl Machine {
+    /// What [`Self::add_read`] adds up, entry by entry: calls `give` with a place in the buffer's
+    /// gradient, row-major, and what the entries of a row give to it and the places after it. Meant
+    /// for reads of which no two entries have the same element.
+    pub fn each_read(
+        &self,
+        read: Read<'_>,
+        d: &[f32],
+        stride: usize,
+        mut give: impl FnMut(usize, &[f32]),
+    ) {
+        let (rows, columns) = self.strip.clone();
+        let (height, width) = (rows.len(), columns.len());
+        let keys = width.min(self.kv.len() - columns.start);
+        if height == 0 || width == 0 || read.shape.contains(&0) {
+            return;
+        }
+        let value = self.root(read.value);
+        let roots: Vec<Operand<'_>> = read.index.iter().map(|&x| self.root(x)).collect();
+        let strides = row_major(read.shape);
+        let axes = Axes { shape: read.shape, strides: &strides, from_end: read.from_end };
+        let compiled = &self.program.0;
+        let node = |root: usize| compiled.program.roots()[root].index();
+        let counts = read.index.last().is_some_and(|&root| compiled.counts[node(root)]);
+        let d = Rows { data: d, stride, columns: &columns };
+        let mut terms = vec![0.0; width];
+        for r in 0..height {
+            terms.fill(0.0);
+            add(&value, r, d, &mut terms);
+            let lines = roots.iter().map(|x| x.line(r, width));
+            if let Some(start) = axes.run_start(lines, keys, counts) {
+                give(start, &terms[..keys]);
+                continue;
+            }
+            for (c, term) in terms[..keys].iter().enumerate() {
+                let at = roots.iter().zip(read.shape).fold(0, |at, (index, &len)| {
+                    at * len + clamped(index.at(r, c).to_bits() as i32, len, read.from_end)
+                });
+                give(at, std::slice::from_ref(term));
+            }
+        }
+    }
+}
+
+fn row_major(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..strides.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis];
+    }
+    strides
 }
 
 /// The strip's part of a matrix.
