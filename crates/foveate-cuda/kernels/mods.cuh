@@ -107,9 +107,38 @@ __device__ Int load(const int* at) { return __ldg(at); }
 __device__ float load(const float* at) { return __ldg(at); }
 __device__ bool load(const unsigned char* at) { return __ldg(at) != 0; }
 
+// The other types that memory may hold. An i64 gives its lower 32 bits.
+struct U8 { unsigned char v; };
+struct F16 { unsigned short v; };
+struct BF16 { unsigned short v; };
+__device__ float half_to_float(unsigned short x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+#else
+    const unsigned sign = unsigned(x >> 15) << 31, exponent = x >> 10 & 31, fraction = x & 1023;
+    if (exponent == 31) return of_bits(sign | 0x7f800000u | fraction << 13);
+    if (exponent > 0) return of_bits(sign | (exponent + 112) << 23 | fraction << 13);
+    const float small = float(fraction) * (1.f / 16777216.f);
+    return sign ? -small : small;
+#endif
+}
+__device__ Int load(const U8* at) { return int(__ldg(&at->v)); }
+__device__ Int load(const signed char* at) { return int(__ldg(at)); }
+__device__ Int load(const short* at) { return int(__ldg(at)); }
+__device__ Int load(const i64* at) { return int(__ldg(at)); }
+__device__ float load(const F16* at) { return half_to_float(__ldg(&at->v)); }
+__device__ float load(const BF16* at) { return of_bits(unsigned(__ldg(&at->v)) << 16); }
+__device__ float load(const double* at) { return float(__ldg(at)); }
+
+// Whether an element is one that an Int or a float holds.
+template <typename Elem> __device__ bool fits(const Elem*) { return true; }
+__device__ bool fits(const i64* at) { return __ldg(at) == i64(int(__ldg(at))); }
+
 // Smallest and largest element of a stretch of a captured buffer; see ranges.cuh.
 struct BoolEnds { int lo, hi; };
-struct IntEnds { int lo, hi; };
+struct IntEnds { int lo, hi; };         // lo above hi for a stretch that holds what is no Int
 struct FloatEnds { float lo, hi; };     // both NaN for a stretch that holds one
 
 // The nearest index of an axis of `length`.
@@ -124,6 +153,14 @@ __device__ void report_index(int* report, int buffer, int axis, int index) {
     report[1] = buffer;
     report[2] = axis;
     report[3] = index;
+}
+
+// The first element that no Int holds: {2, buffer, lower half, upper half}.
+__device__ void report_value(int* report, int buffer, i64 value) {
+    if (atomicCAS(report, 0, 2) != 0) return;
+    report[1] = buffer;
+    report[2] = int(value);
+    report[3] = int(value >> 32);
 }
 
 // Elementary functions, operation by operation those of foveate_mods::math and so the same bits

@@ -134,11 +134,15 @@ struct SequencesParams {
 };
 
 struct RangeTableParams {
-    const void* elems;           // [rows, length], row-major
+    const void* elems;           // the element of index 0
     void* table;                 // [levels, rows, blocks] of BoolEnds, IntEnds or FloatEnds
     i64 rows;
     int length;
-    int ty;                      // of the elements: 0 bool (a byte), 1 i32, 2 f32
+    int ty;                      // of the elements: the number of an ElementType
+    i64 step;                    // distance of neighbours along the last axis
+    i64 strides[8];              // and along each of the axes before it,
+    int lengths[8];              // of these lengths
+    int axes;
 };
 
 struct BlockListsParams {

@@ -16,23 +16,34 @@ __device__ IntEnds ends_of(Int x) { return {x.v, x.v}; }
 __device__ FloatEnds ends_of(float x) { return {x, x}; }
 
 __device__ BoolEnds join(BoolEnds x, BoolEnds y) { return {min(x.lo, y.lo), max(x.hi, y.hi)}; }
-__device__ IntEnds join(IntEnds x, IntEnds y) { return {min(x.lo, y.lo), max(x.hi, y.hi)}; }
+__device__ IntEnds join(IntEnds x, IntEnds y) {
+    // What is no Int stays.
+    if (x.lo > x.hi) return x;
+    return y.lo > y.hi ? y : IntEnds{min(x.lo, y.lo), max(x.hi, y.hi)};
+}
 // A NaN takes both ends.
 __device__ FloatEnds join(FloatEnds x, FloatEnds y) {
     if (x.lo != x.lo) return x;
     return y.lo != y.lo ? y : FloatEnds{fminf(x.lo, y.lo), fmaxf(x.hi, y.hi)};
 }
 
+template <typename Elem> __device__ auto ends_at(const Elem* at) { return ends_of(load(at)); }
+__device__ IntEnds ends_at(const i64* at) { return fits(at) ? ends_of(load(at)) : IntEnds{1, 0}; }
+
 template <typename Ends, typename Elem>
 __device__ void table_of_row(const RangeTableParams& p, const Elem* elems) {
-    elems += i64(blockIdx.x) * p.length;
+    i64 row = blockIdx.x;
+    for (int a = p.axes - 1; a >= 0; --a) {
+        elems += row % p.lengths[a] * p.strides[a];
+        row /= p.lengths[a];
+    }
     const int blocks = p.length / RANGE_BLOCK + (p.length % RANGE_BLOCK != 0);
     Ends* level = static_cast<Ends*>(p.table) + i64(blockIdx.x) * blocks;
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) {
-        const Elem* block = elems + i64(i) * RANGE_BLOCK;
+        const Elem* block = elems + i64(i) * RANGE_BLOCK * p.step;
         const int count = min(RANGE_BLOCK, p.length - i * RANGE_BLOCK);
-        Ends ends = ends_of(load(block));
-        for (int k = 1; k < count; ++k) ends = join(ends, ends_of(load(block + k)));
+        Ends ends = ends_at(block);
+        for (int k = 1; k < count; ++k) ends = join(ends, ends_at(block + k * p.step));
         level[i] = ends;
     }
     for (int reach = 1; 2 * reach <= blocks; reach *= 2) {
@@ -48,7 +59,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 fv_range_table(const __grid_constant__ RangeTableParams p) {
     switch (p.ty) {
         case 0: return table_of_row<BoolEnds>(p, static_cast<const unsigned char*>(p.elems));
-        case 1: return table_of_row<IntEnds>(p, static_cast<const int*>(p.elems));
-        default: return table_of_row<FloatEnds>(p, static_cast<const float*>(p.elems));
+        case 1: return table_of_row<IntEnds>(p, static_cast<const U8*>(p.elems));
+        case 2: return table_of_row<IntEnds>(p, static_cast<const signed char*>(p.elems));
+        case 3: return table_of_row<IntEnds>(p, static_cast<const short*>(p.elems));
+        case 4: return table_of_row<IntEnds>(p, static_cast<const int*>(p.elems));
+        case 5: return table_of_row<IntEnds>(p, static_cast<const i64*>(p.elems));
+        case 6: return table_of_row<FloatEnds>(p, static_cast<const F16*>(p.elems));
+        case 7: return table_of_row<FloatEnds>(p, static_cast<const BF16*>(p.elems));
+        case 8: return table_of_row<FloatEnds>(p, static_cast<const float*>(p.elems));
+        default: return table_of_row<FloatEnds>(p, static_cast<const double*>(p.elems));
     }
 }

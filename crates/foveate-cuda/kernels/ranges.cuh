@@ -267,7 +267,10 @@ __device__ BoolRange range_of(bool x) { return BoolRange(x); }
 __device__ IntRange range_of(Int x) { return IntRange(x); }
 __device__ FloatRange range_of(float x) { return FloatRange(x); }
 __device__ BoolRange range_of(BoolEnds x) { return {x.hi != 0, x.lo == 0}; }
-__device__ IntRange range_of(IntEnds x) { return {x.lo, x.hi}; }
+__device__ IntRange range_of(IntEnds x) { return x.lo <= x.hi ? IntRange(x.lo, x.hi) : IntRange::any(); }
+__device__ bool fits(BoolEnds) { return true; }
+__device__ bool fits(IntEnds x) { return x.lo <= x.hi; }
+__device__ bool fits(FloatEnds) { return true; }
 __device__ FloatRange range_of(FloatEnds x) { return x.lo == x.lo ? FloatRange(x.lo, x.hi, false) : FloatRange::any(); }
 __device__ BoolRange any_of(BoolEnds) { return BoolRange::any(); }
 __device__ IntRange any_of(IntEnds) { return IntRange::any(); }
@@ -286,10 +289,11 @@ constexpr int RANGE_ROWS = 64;
 struct Axis {
     IntRange index;
     int length;
+    i64 stride = -1;    // of a buffer with strides; else it is row-major
 };
 
 // Range of the elements that indices in the given ranges read, clamped to the axes. `within` is
-// cleared when an index may be outside its axis.
+// cleared when an index may be outside its axis, or an element one that no Int holds.
 template <typename Elem, typename Ends, int RANK>
 __device__ auto load(const Elem* elems, const Ends* table, const Axis (&axes)[RANK], bool& within) {
     int lo[RANK], hi[RANK];
@@ -309,32 +313,37 @@ __device__ auto load(const Elem* elems, const Ends* table, const Axis (&axes)[RA
     const int blocks = (length + RANGE_BLOCK - 1) / RANGE_BLOCK;
     const int first = (from + RANGE_BLOCK - 1) / RANGE_BLOCK, last = to == length ? blocks : to / RANGE_BLOCK;
     const int level = first < last ? 31 - __clz(last - first) : 0;
-    auto of_row = [&](i64 row) {
-        const Elem* at = elems + row * length;
-        if (first >= last) {
-            auto range = range_of(load(at + from));
-            for (int i = from + 1; i < to; ++i) range = join(range, range_of(load(at + i)));
-            return range;
-        }
-        const Ends* ends = table + (level * rows + row) * blocks;
-        auto range = join(range_of(ends[first]), range_of(ends[last - (1 << level)]));
-        for (int i = from; i < first * RANGE_BLOCK; ++i) range = join(range, range_of(load(at + i)));
-        for (int i = last * RANGE_BLOCK; i < to; ++i) range = join(range, range_of(load(at + i)));
-        return range;
+    const bool dense = axes[RANK - 1].stride < 0;
+    const i64 step = dense ? 1 : axes[RANK - 1].stride;
+    auto one = [&](const Elem* at) {
+        within &= fits(at);
+        return range_of(load(at));
     };
-    auto row_number = [&](int n) {
-        i64 row = 0, scale = 1;
+    auto of_row = [&](int n) {
+        i64 row = 0, scale = 1, start = 0;
         #pragma unroll
         for (int a = RANK - 2; a >= 0; --a) {
             int width = hi[a] - lo[a] + 1;
             row += scale * (lo[a] + n % width);
+            start += (lo[a] + n % width) * axes[a].stride;
             n /= width;
             scale *= axes[a].length;
         }
-        return row;
+        const Elem* at = elems + (dense ? row * length : start);
+        if (first >= last) {
+            auto range = one(at + from * step);
+            for (int i = from + 1; i < to; ++i) range = join(range, one(at + i * step));
+            return range;
+        }
+        const Ends* ends = table + (level * rows + row) * blocks;
+        within &= fits(ends[first]) && fits(ends[last - (1 << level)]);
+        auto range = join(range_of(ends[first]), range_of(ends[last - (1 << level)]));
+        for (int i = from; i < first * RANGE_BLOCK; ++i) range = join(range, one(at + i * step));
+        for (int i = last * RANGE_BLOCK; i < to; ++i) range = join(range, one(at + i * step));
+        return range;
     };
-    auto range = of_row(row_number(0));
-    for (int n = 1; n < int(count); ++n) range = join(range, of_row(row_number(n)));
+    auto range = of_row(0);
+    for (int n = 1; n < int(count); ++n) range = join(range, of_row(n));
     return range;
 }
 

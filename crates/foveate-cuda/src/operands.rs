@@ -8,7 +8,7 @@ mod varlen;
 
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, Element};
-use foveate_mods::Type;
+use foveate_mods::{AnyBuffer, ElementType};
 use foveate_problem::{Arrangement, Dims, Operands};
 use foveate_tensor::{DType, TensorRef};
 
@@ -97,6 +97,7 @@ impl<'a> DeviceOperands<'a> {
     }
 
     /// How their sequences lie; the offsets that say it where the host does not know.
+    #[expect(clippy::result_large_err, reason = "no error: the other of two answers")]
     pub(crate) fn arrangement(&self) -> Result<Arrangement<'a>, DeviceOffsets<'a>> {
         Ok(match (self.varlen, self.pages) {
             (Some(DeviceVarlen::Device(offsets)), _) => return Err(offsets),
@@ -343,27 +344,51 @@ fn statistic(name: &str, rows: Option<&DeviceTensor<3>>, dims: &Dims) -> Result<
 }
 
 /// The type of a captured buffer's elements in device memory.
-pub(crate) fn element(ty: Type) -> Element {
-    match ty {
-        Type::Bool => Element::Bool,
-        Type::I32 => Element::I32,
-        Type::F32 => Element::F32,
+pub(crate) fn element(element: ElementType) -> Element {
+    match element {
+        ElementType::Bool => Element::Bool,
+        ElementType::U8 => Element::U8,
+        ElementType::I8 => Element::I8,
+        ElementType::I16 => Element::I16,
+        ElementType::I32 => Element::I32,
+        ElementType::I64 => Element::I64,
+        ElementType::F16 => Element::F16,
+        ElementType::BF16 => Element::BF16,
+        ElementType::F32 => Element::F32,
+        ElementType::F64 => Element::F64,
     }
 }
 
-/// The type that mods have for the elements of captured buffer `name`.
+/// The same the other way.
+fn element_type(element: Element) -> ElementType {
+    match element {
+        Element::Bool => ElementType::Bool,
+        Element::U8 => ElementType::U8,
+        Element::I8 => ElementType::I8,
+        Element::I16 => ElementType::I16,
+        Element::I32 => ElementType::I32,
+        Element::I64 => ElementType::I64,
+        Element::F16 => ElementType::F16,
+        Element::BF16 => ElementType::BF16,
+        Element::F32 => ElementType::F32,
+        Element::F64 => ElementType::F64,
+    }
+}
+
+/// The captured buffer called `name` that lies in device memory as `array` says.
 ///
 /// # Errors
-/// When mods have none.
-pub(crate) fn mod_type(name: &str, element: Element) -> Result<Type, CudaError> {
-    match element {
-        Element::Bool => Ok(Type::Bool),
-        Element::I32 => Ok(Type::I32),
-        Element::F32 => Ok(Type::F32),
-        Element::U8 | Element::F16 | Element::BF16 | Element::F64 => {
-            Err(CudaError::argument(format!(
-                "captured buffer `{name}` is {element}; masks and scores read bool, i32 and f32"
-            )))
+/// When the array has too many elements to count or no axis, or is to be learned and cannot.
+pub(crate) fn captured(
+    name: &str,
+    array: &DeviceArray<'_>,
+    learned: bool,
+) -> Result<AnyBuffer, CudaError> {
+    let element = element_type(array.element);
+    Ok(match array.strides {
+        None => AnyBuffer::on_device(name, array.shape, element, learned)?,
+        Some(strides) => {
+            AnyBuffer::on_device_strided(name, array.shape, strides, element, learned)?
         }
-    }
+    })
 }

@@ -52,8 +52,7 @@ impl Accesses {
     /// # Errors
     /// When its elements are too many to count, or its address is no multiple of their size.
     pub fn read_array(&mut self, name: &str, array: &DeviceArray<'_>) -> Result<(), GpuError> {
-        let elems = array.shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len));
-        let Some(elems) = elems else {
+        let Some(elems) = array.span() else {
             return Err(GpuError::argument(format!(
                 "{name} of shape {:?} has too many elements to count",
                 array.shape

@@ -117,8 +117,8 @@ impl AnyBuffer {
         Ok(Self(Arc::new(inner)))
     }
 
-    /// A buffer of `shape` whose elements are not in host memory: each call on a GPU says where in
-    /// its memory they lie. On the host they read as 0, and nothing can be computed with them.
+    /// A row-major buffer of `shape` whose elements, of a [`Type`] or any [`ElementType`], are not in
+    /// host memory: each call on a GPU says where in its memory they lie. On the host they read as 0, and nothing can be computed with them.
     ///
     /// # Errors
     /// When the shape has no axis or too many elements to count, or a buffer that is not f32, f16 or
@@ -130,6 +130,28 @@ impl AnyBuffer {
         learned: bool,
     ) -> Result<Self, ModError> {
         Self::dense(name.into(), shape, Storage::Elsewhere(element.into()), learned)
+    }
+
+    /// [`Self::on_device`] with strides: the element of index `i` lies `Σ i·strides` elements behind
+    /// that of index 0, whose address each call says.
+    ///
+    /// # Errors
+    /// Those of [`Self::on_device`]; when there is not one stride an axis.
+    pub fn on_device_strided(
+        name: impl Into<String>,
+        shape: &[usize],
+        strides: &[usize],
+        element: impl Into<ElementType>,
+        learned: bool,
+    ) -> Result<Self, ModError> {
+        let buffer = Self::on_device(name, shape, element, learned)?;
+        if strides.len() != shape.len() {
+            let reason = format!("shape {shape:?} has another rank than strides {strides:?}");
+            return Err(ModError::buffer_memory(buffer.0.name.clone(), reason));
+        }
+        let mut inner = Arc::into_inner(buffer.0).expect("nobody else has it yet");
+        inner.strides = strides.to_vec();
+        Ok(Self(Arc::new(inner)))
     }
 
     fn dense(
@@ -180,6 +202,26 @@ impl AnyBuffer {
     /// Place of the element of index 0 in [`Self::elements`].
     pub fn offset(&self) -> usize {
         self.0.offset
+    }
+
+    /// Whether the elements lie row-major, nothing between them.
+    pub fn is_dense(&self) -> bool {
+        let mut step = 1;
+        self.elems() == 0
+            || self.0.shape.iter().zip(&self.0.strides).rev().all(|(&len, &stride)| {
+                let next = len == 1 || stride == step;
+                step *= len;
+                next
+            })
+    }
+
+    /// Elements from that of index 0 to the last one in memory, both of them counted.
+    pub fn span(&self) -> usize {
+        let axes = self.0.shape.iter().zip(&self.0.strides);
+        match self.elems() {
+            0 => 0,
+            _ => 1 + axes.map(|(len, stride)| (len - 1) * stride).sum::<usize>(),
+        }
     }
 
     /// Number of elements.

@@ -265,6 +265,21 @@ impl Elements<'_> {
         self.len() == 0
     }
 
+    /// The bytes of the elements at `places`, as they lie in memory.
+    pub fn bytes(&self, places: std::ops::Range<usize>) -> &[u8] {
+        match self {
+            Elements::Bool(v) | Elements::U8(v) => &v[places],
+            Elements::I8(v) => bytemuck::cast_slice(&v[places]),
+            Elements::I16(v) => bytemuck::cast_slice(&v[places]),
+            Elements::I32(v) => bytemuck::cast_slice(&v[places]),
+            Elements::I64(v) => bytemuck::cast_slice(&v[places]),
+            Elements::F16(v) => bytemuck::cast_slice(&v[places]),
+            Elements::BF16(v) => bytemuck::cast_slice(&v[places]),
+            Elements::F32(v) => bytemuck::cast_slice(&v[places]),
+            Elements::F64(v) => bytemuck::cast_slice(&v[places]),
+        }
+    }
+
     /// The element at place `at` in memory as mods read it; zero past the end.
     pub fn get(&self, at: usize) -> ScalarValue {
         use ScalarValue::{Bool, F32, I32};

@@ -261,7 +261,7 @@ foveate_gpu::abi_structs! {
     /// Arguments of the kernel that makes the range table of a captured buffer. Its grid is
     /// `[rows]`, of blocks of any size.
     pub struct RangeTableParams {
-        /// The elements, `[rows, length]`.
+        /// The element of index 0.
         pub elems: Address,
         /// The table to be written: pairs of 4 bytes, `[levels, rows, blocks]`.
         pub table: Address,
@@ -269,8 +269,16 @@ foveate_gpu::abi_structs! {
         pub rows: i64,
         /// Length of the last axis.
         pub length: i32,
-        /// Type of the elements: 0 for bool (a byte), 1 for i32, 2 for f32.
+        /// Type of the elements: the number of an `ElementType`.
         pub ty: i32,
+        /// Distance of neighbours along the last axis, in elements.
+        pub step: i64,
+        /// Distance of neighbours along each axis before the last one, in elements.
+        pub strides: [i64; 8],
+        /// Length of each axis before the last one.
+        pub lengths: [i32; 8],
+        /// How many axes are before the last one.
+        pub axes: i32,
     }
 
     /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block

@@ -13,7 +13,7 @@ use foveate_problem::{Dims, ProblemError, Sequence};
 use super::{CudaPlan, longest, sequences};
 use crate::compile::params::Address;
 use crate::error::CudaError;
-use crate::operands::{DeviceOffsets, DeviceOperands, element, mod_type};
+use crate::operands::{DeviceOffsets, DeviceOperands, captured, element};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{DeviceArray, Queue};
 
@@ -168,7 +168,8 @@ impl CudaPlan {
             }
         }
         let same = |b: &AnyBuffer, a: &DeviceArray<'_>| {
-            b.shape() == a.shape && element(b.ty()) == a.element
+            let strides = a.strides.map_or(b.is_dense(), |strides| b.strides() == strides);
+            b.shape() == a.shape && element(b.element()) == a.element && strides
         };
         let fits = |b: &AnyBuffer| {
             let mut of_name = captures.iter().filter(|(name, _)| *name == b.name());
@@ -192,8 +193,7 @@ impl CudaPlan {
         let mut of = Vec::with_capacity(captures.len());
         for (name, array) in captures {
             let learned = buffers().any(|b| b.name() == *name && b.learned());
-            let buffer =
-                AnyBuffer::on_device(*name, array.shape, mod_type(name, array.element)?, learned)?;
+            let buffer = captured(name, array, learned)?;
             plan = plan.rebind(&buffer)?;
             of.push(buffer);
         }

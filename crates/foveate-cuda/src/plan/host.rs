@@ -227,7 +227,9 @@ impl CudaPlan {
 /// Captured buffers as a call takes them.
 fn arrays<'a>(captures: &'a [(Allocation, &'a AnyBuffer)]) -> Vec<(&'a str, DeviceArray<'a>)> {
     let array = |allocation: &Allocation, b: &'a AnyBuffer| {
-        DeviceArray::new(allocation.address(), element(b.ty()), b.shape())
+        let address = allocation.address();
+        let strides = Some(b.strides()).filter(|_| !b.is_dense());
+        DeviceArray { strides, ..DeviceArray::new(address, element(b.element()), b.shape()) }
     };
     captures.iter().map(|(allocation, b)| (b.name(), array(allocation, b))).collect()
 }

@@ -93,8 +93,11 @@ impl Swizzle {
 /// The number of an element type in `CUtensorMapDataType`.
 fn data_type(element: Element) -> i32 {
     match element {
-        Element::Bool | Element::U8 => 0,
+        // Of one byte there is the type without sign only; the bytes are the same.
+        Element::Bool | Element::U8 | Element::I8 => 0,
+        Element::I16 => 1,
         Element::I32 => 3,
+        Element::I64 => 5,
         Element::F16 => 6,
         Element::F32 => 7,
         Element::F64 => 8,
@@ -104,7 +107,9 @@ fn data_type(element: Element) -> i32 {
 
 fn has_nan(element: Element) -> bool {
     match element {
-        Element::Bool | Element::U8 | Element::I32 => false,
+        Element::Bool | Element::U8 | Element::I8 | Element::I16 | Element::I32 | Element::I64 => {
+            false
+        }
         Element::F16 | Element::BF16 | Element::F32 | Element::F64 => true,
     }
 }

@@ -54,6 +54,9 @@ impl Array {
     /// Whether its memory can be used.
     fn check(&self, name: &str, engine: &Engine) -> Result<(), GpuError> {
         let Self { address, element, .. } = self;
+        if *element == Element::I16 {
+            return Err(GpuError::argument(format!("{name} is i16, which NCCL does not transfer")));
+        }
         if self.len == 0 {
             return Ok(());
         }
@@ -71,12 +74,15 @@ impl Array {
 /// The number of a type in `ncclDataType_t`.
 pub(super) fn data_type(element: Element) -> i32 {
     match element {
+        Element::I8 => 0,
         Element::Bool | Element::U8 => 1,
         Element::I32 => 2,
+        Element::I64 => 4,
         Element::F16 => 6,
         Element::F32 => 7,
         Element::F64 => 8,
         Element::BF16 => 9,
+        Element::I16 => unreachable!("refused when the array was checked"),
     }
 }
 

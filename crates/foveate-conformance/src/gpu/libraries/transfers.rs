@@ -75,8 +75,8 @@ impl Kind {
 fn numbers(element: Element, rank: usize, len: usize) -> Vec<f64> {
     let mut random = Random::new(77 + rank as u64);
     let mut next = || match element {
-        Element::Bool | Element::U8 => random.below(60) as f64,
-        Element::I32 => random.below(2_000_000) as f64 - 1e6,
+        Element::Bool | Element::U8 | Element::I8 | Element::I16 => random.below(60) as f64,
+        Element::I32 | Element::I64 => random.below(2_000_000) as f64 - 1e6,
         _ => (random.below(64) as f64 - 32.0) / 8.0,
     };
     (0..len).map(|_| next()).collect()
@@ -96,7 +96,9 @@ fn reduced(element: Element, how: Reduce, ranks: usize, len: usize) -> Vec<f64> 
 fn encoded(element: Element, values: &[f64]) -> Vec<u8> {
     let each = values.iter();
     match element {
-        Element::Bool | Element::U8 => each.map(|&x| x as u8).collect(),
+        Element::Bool | Element::U8 | Element::I8 => each.map(|&x| x as u8).collect(),
+        Element::I16 => each.flat_map(|&x| (x as i16).to_le_bytes()).collect(),
+        Element::I64 => each.flat_map(|&x| (x as i64).to_le_bytes()).collect(),
         Element::I32 => each.flat_map(|&x| (x as i32).to_le_bytes()).collect(),
         Element::F16 => each.flat_map(|&x| f16::from_f64(x).to_bits().to_le_bytes()).collect(),
         Element::BF16 => each.flat_map(|&x| bf16::from_f64(x).to_bits().to_le_bytes()).collect(),

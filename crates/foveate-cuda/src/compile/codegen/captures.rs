@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use foveate_mods::{AnyBuffer, BufferData, Program, Scalar, ScalarValue, Type};
+use foveate_mods::{AnyBuffer, ElementType, Program, Scalar, ScalarValue, Type};
 
 use crate::compile::params::Address;
 use crate::error::CudaError;
@@ -47,8 +47,16 @@ impl Captures {
 /// What a field of `struct Mods` holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FieldKind {
-    /// Address of a captured buffer's elements: i32, f32, or one byte for a bool.
+    /// Address of a captured buffer's element of index 0, of its type in memory.
     Buffer(usize),
+    /// Distance of neighbours along an axis of a captured buffer that is not row-major, in elements,
+    /// i64.
+    Stride {
+        /// The buffer.
+        buffer: usize,
+        /// The axis.
+        axis: usize,
+    },
     /// Address of a learned buffer's gradient, f32.
     Gradient(usize),
     /// Address of the integer sums of a learned buffer's gradient (deterministic only), i64
@@ -89,6 +97,7 @@ impl FieldKind {
     pub fn bytes(self) -> usize {
         match self {
             Self::Buffer(_)
+            | Self::Stride { .. }
             | Self::Gradient(_)
             | Self::Sums(_)
             | Self::Ranges(_)
@@ -101,8 +110,8 @@ impl FieldKind {
 /// Device addresses of one captured buffer. What a [`FieldKind`] does not ask for may be 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BufferAddresses {
-    /// The elements, row-major: i32, f32, or one byte (0 or 1) for a bool. A buffer without
-    /// elements needs 4 bytes of zeros, which are what reads of it give.
+    /// The element of index 0; the others where the buffer's strides say, of its type in memory. A
+    /// buffer without elements needs 8 bytes of zeros, which are what reads of it give.
     pub elems: Address,
     /// The gradient, f32 in the order of the elements. It is added to.
     pub gradient: Address,
@@ -153,6 +162,12 @@ impl Layout {
             let mut more = |suffix: &str, kind| {
                 fields.push((names.fresh(&format!("{stem}_{suffix}")), kind));
             };
+            let buffer = &captures.buffers[slot];
+            if !buffer.is_dense() {
+                for axis in 0..buffer.shape().len() {
+                    more(&format!("stride_{axis}"), FieldKind::Stride { buffer: slot, axis });
+                }
+            }
             if wanted.bounded.contains(&slot) {
                 more("ranges", FieldKind::Ranges(slot));
             }
@@ -168,6 +183,7 @@ impl Layout {
         }
         fields.sort_by_key(|(_, kind)| match kind {
             FieldKind::Buffer(slot)
+            | FieldKind::Stride { buffer: slot, .. }
             | FieldKind::Ranges(slot)
             | FieldKind::Gradient(slot)
             | FieldKind::Sums(slot) => *slot,
@@ -238,10 +254,17 @@ impl Layout {
     pub(super) fn print(&self, captures: &Captures) -> String {
         let mut text = String::from("struct Mods {\n");
         for field in &self.fields {
-            let of = |slot: usize| match captures.buffers[slot].ty() {
-                Type::Bool => "const unsigned char*",
-                Type::I32 => "const int*",
-                Type::F32 => "const float*",
+            let of = |slot: usize| match captures.buffers[slot].element() {
+                ElementType::Bool => "const unsigned char*",
+                ElementType::U8 => "const U8*",
+                ElementType::I8 => "const signed char*",
+                ElementType::I16 => "const short*",
+                ElementType::I32 => "const int*",
+                ElementType::I64 => "const i64*",
+                ElementType::F16 => "const F16*",
+                ElementType::BF16 => "const BF16*",
+                ElementType::F32 => "const float*",
+                ElementType::F64 => "const double*",
             };
             let ends = |slot: usize| match captures.buffers[slot].ty() {
                 Type::Bool => "const BoolEnds*",
@@ -250,6 +273,7 @@ impl Layout {
             };
             let ty = match field.kind {
                 FieldKind::Buffer(slot) => of(slot),
+                FieldKind::Stride { .. } => "i64",
                 FieldKind::Gradient(_) => "float*",
                 FieldKind::Sums(_) => "i64*",
                 FieldKind::Ranges(slot) => ends(slot),
@@ -300,6 +324,9 @@ impl Layout {
             let name = |slot: usize| format!("captured buffer `{}`", captures.buffers[slot].name());
             let value = match field.kind {
                 FieldKind::Buffer(slot) => address("elements", &name(slot), addresses[slot].elems)?,
+                FieldKind::Stride { buffer, axis } => {
+                    (captures.buffers[buffer].strides()[axis] as i64).to_le_bytes().to_vec()
+                }
                 FieldKind::Gradient(slot) => {
                     address("gradient", &name(slot), addresses[slot].gradient)?
                 }
@@ -331,13 +358,13 @@ impl Layout {
     }
 }
 
-/// The elements of a captured buffer as the device reads them, little-endian.
+/// The memory of a captured buffer of the host from its element of index 0 on, as the device reads
+/// it; zeros for a buffer without elements.
 pub fn buffer_bytes(buffer: &AnyBuffer) -> Vec<u8> {
-    match buffer.to_data() {
-        data if data.is_empty() => vec![0; 4],
-        BufferData::Bool(v) => v.iter().map(|&x| u8::from(x)).collect(),
-        BufferData::I32(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        BufferData::F32(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    let offset = buffer.offset();
+    match buffer.span() {
+        0 => vec![0; 8],
+        span => buffer.elements().bytes(offset..offset + span).to_vec(),
     }
 }
 

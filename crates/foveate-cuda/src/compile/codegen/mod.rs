@@ -57,7 +57,7 @@ pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table_bytes;
-pub(crate) use ranges::type_number;
+pub(crate) use ranges::range_table_params;
 use sharing::{Shared, shared};
 use steps::steps;
 
@@ -229,6 +229,11 @@ impl ModsSource {
     /// What a report of an index out of range ([`FieldKind::Report`]) says; nothing when it is
     /// all 0, as it has to be before the first launch.
     pub fn out_of_range(&self, report: [i32; 4]) -> Option<OutOfRange> {
+        if let [2, buffer, low, high] = report {
+            let buffer = self.captures.buffers.get(buffer as usize)?.name().to_owned();
+            let value = i64::from(high) << 32 | i64::from(low as u32);
+            return Some(OutOfRange::Value { buffer, value });
+        }
         let [1, buffer, axis, index] = report else { return None };
         let buffer = self.captures.buffers.get(buffer as usize)?;
         let shape = buffer.shape();
@@ -408,7 +413,11 @@ impl Context<'_> {
             format!("report_index(mods.{report}, buffer, axis, index.v);"),
         ];
         let says = "An index counts at entries that are there and, in scores, visible.";
-        function(says, &head, &statements)
+        let outside = function(says, &head, &statements);
+        let [there, visible, _] = statements;
+        let wide = format!("report_value(mods.{report}, buffer, __ldg(at));");
+        let head = format!("void fv_too_wide({ENTRY}, bool visible, int buffer, const i64* at)");
+        outside + &function("So does an element.", &head, &[there, visible, wide])
     }
 
     fn mask(&self, mask: Option<&MaskMod>, part: Option<&Part<'_>>) -> String {
@@ -550,7 +559,7 @@ impl Context<'_> {
                 format!("return d * {};", value[0].factor())
             });
             let Printed { statements: mut add, roots: pieces } = printer.print(&index);
-            let position = printer.position(slot, (&index, read.from_end), None, &pieces);
+            let position = printer.row_major(slot, (&index, read.from_end), None, &pieces);
             let target = self.layout.name(FieldKind::Gradient(slot));
             if self.options.deterministic {
                 let sums = self.layout.name(FieldKind::Sums(slot));

@@ -6,7 +6,7 @@
 
 mod node;
 
-use foveate_mods::{Node, NodeId, Program, Type};
+use foveate_mods::{ElementType, Node, NodeId, Program, Type};
 
 use super::captures::{Captures, FieldKind, Layout, Slots};
 use node::NodePrinter;
@@ -114,6 +114,17 @@ impl Printer<'_> {
             if let Node::Load { buffer, index, from_end } = node {
                 let slot = self.slots.buffers[*buffer as usize];
                 self.checks(slot, i, (index, *from_end), &mut pieces, &mut statements);
+                let wide = self.captures.buffers[slot].element() == ElementType::I64;
+                if wide && self.check != Check::Off {
+                    let pieces: Vec<Piece> =
+                        index.iter().map(|x| pieces[x.index()].clone()).collect();
+                    let place = self.place(slot, (index, *from_end), &self.within[i], &pieces);
+                    let at = format!("{}{place}", self.field(FieldKind::Buffer(slot)));
+                    let only = self.check == Check::WhereVisible;
+                    statements.push(format!(
+                        "if (!fits({at})) fv_too_wide(mods, place, q, kv, {only}, {slot}, {at});"
+                    ));
+                }
             }
             let mut piece =
                 NodePrinter { printer: self, i, pieces: &pieces, decides: &decides }.piece(node);
@@ -205,34 +216,68 @@ impl Printer<'_> {
         format!("mods.{}", self.layout.name(kind))
     }
 
+    /// ` + place` in memory of the element that clamped indices of buffer `slot` mean; nothing for
+    /// that of index 0. `pieces` are those of the indices.
+    pub fn place(
+        &self,
+        slot: usize,
+        (index, from_end): (&[NodeId], bool),
+        within: &[bool],
+        pieces: &[Piece],
+    ) -> String {
+        if self.captures.buffers[slot].is_dense() {
+            return self.row_major(slot, (index, from_end), Some(within), pieces);
+        }
+        let mut place = String::new();
+        for (axis, &sure) in within.iter().enumerate() {
+            if let Some(term) = self.clamped(slot, axis, (index, from_end), sure, pieces) {
+                let stride = self.field(FieldKind::Stride { buffer: slot, axis });
+                place.push_str(&format!(" + i64({}) * {stride}", term.text));
+            }
+        }
+        place
+    }
+
+    /// The position that an index means on its axis, clamped unless it is `sure`; nothing for 0.
+    fn clamped(
+        &self,
+        slot: usize,
+        axis: usize,
+        (index, from_end): (&[NodeId], bool),
+        sure: bool,
+        pieces: &[Piece],
+    ) -> Option<Piece> {
+        let length = self.field(FieldKind::Length { buffer: slot, axis });
+        let piece = &pieces[axis];
+        match self.program.graph().node(index[axis]) {
+            Node::I32(0) => None,
+            _ if from_end && !sure => {
+                let index = from_the_end(&piece.text, &length);
+                Some(Piece::atom(format!("clamp({index}, {length})")))
+            }
+            Node::I32(v) if sure => Some(Piece::atom(v.to_string())),
+            _ if sure => Some(Piece::atom(format!("{}.v", piece.within(ATOM)))),
+            _ => Some(Piece::atom(format!("clamp({}, {length})", piece.text))),
+        }
+    }
+
     /// ` + position` of clamped indices in buffer `slot`, row-major; nothing for position 0.
     /// `pieces` are those of the indices; without `within` every index is clamped.
-    pub fn position(
+    pub fn row_major(
         &self,
         slot: usize,
         (index, from_end): (&[NodeId], bool),
         within: Option<&[bool]>,
         pieces: &[Piece],
     ) -> String {
-        let graph = self.program.graph();
         let buffer = &self.captures.buffers[slot];
         // Where positions outgrow an int, the first product is the one to widen.
         let mut widen = buffer.elems() > i32::MAX as usize;
         let mut at: Option<Piece> = None;
-        for (axis, x) in index.iter().enumerate() {
+        for axis in 0..index.len() {
             let length = self.field(FieldKind::Length { buffer: slot, axis });
             let sure = within.is_some_and(|w| w[axis]);
-            let piece = &pieces[axis];
-            let term = match graph.node(*x) {
-                Node::I32(0) => None,
-                _ if from_end && !sure => {
-                    let index = from_the_end(&piece.text, &length);
-                    Some(Piece::atom(format!("clamp({index}, {length})")))
-                }
-                Node::I32(v) if sure => Some(Piece::atom(v.to_string())),
-                _ if sure => Some(Piece::atom(format!("{}.v", piece.within(ATOM)))),
-                _ => Some(Piece::atom(format!("clamp({}, {length})", piece.text))),
-            };
+            let term = self.clamped(slot, axis, (index, from_end), sure, pieces);
             let scaled = at.map(|at| Piece {
                 text: match std::mem::take(&mut widen) {
                     true => format!("i64({}) * {length}", at.text),

@@ -1,7 +1,10 @@
 //! What range tables of captured buffers take: smallest and largest elements of stretches, made by
 //! `kernels/range_table.cu` and read as `kernels/ranges.cuh` says.
 
-use foveate_mods::Type;
+use foveate_mods::AnyBuffer;
+
+use crate::compile::params::{Address, RangeTableParams};
+use crate::error::CudaError;
 
 /// Elements of a block, `RANGE_BLOCK` on the device.
 const BLOCK: usize = 32;
@@ -18,11 +21,46 @@ pub fn range_table_bytes(shape: &[usize]) -> usize {
     8 * axes.iter().product::<usize>() * blocks * levels
 }
 
-/// How kernels that take elements of any type are told which.
-pub(crate) fn type_number(ty: Type) -> i32 {
-    match ty {
-        Type::Bool => 0,
-        Type::I32 => 1,
-        Type::F32 => 2,
+/// The arguments of the kernel that makes the range table of `buffer`, whose element of index 0 is
+/// at `elems`.
+///
+/// # Errors
+/// When an axis is longer than i32 indices reach, or there are more than nine.
+pub(crate) fn range_table_params(
+    buffer: &AnyBuffer,
+    elems: Address,
+    table: Address,
+) -> Result<RangeTableParams, CudaError> {
+    let wrong = |what: String| {
+        let name = buffer.name();
+        Err(CudaError::argument(format!(
+            "captured buffer `{name}`, which a mask reads, has {what}"
+        )))
+    };
+    let (shape, strides) = (buffer.shape(), buffer.strides());
+    let mut params = RangeTableParams {
+        elems,
+        table,
+        rows: 0,
+        length: 0,
+        ty: buffer.element() as i32,
+        step: 1,
+        strides: [0; 8],
+        lengths: [1; 8],
+        axes: 0,
+    };
+    let Some((&length, leading)) = shape.split_last() else { return Ok(params) };
+    if leading.len() > params.lengths.len() {
+        return wrong(format!("{} axes; up to 9 can be bounded", shape.len()));
     }
+    if let Some(len) = shape.iter().find(|&&len| i32::try_from(len).is_err()) {
+        return wrong(format!("an axis of length {len}; indices are i32"));
+    }
+    for (axis, (&len, &stride)) in leading.iter().zip(strides).enumerate() {
+        (params.lengths[axis], params.strides[axis]) = (len as i32, stride as i64);
+    }
+    params.rows = buffer.elems() as i64 / (length as i64).max(1);
+    (params.length, params.axes) = (length as i32, leading.len() as i32);
+    params.step = strides[shape.len() - 1] as i64;
+    Ok(params)
 }

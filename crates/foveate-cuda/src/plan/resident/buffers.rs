@@ -3,20 +3,21 @@
 
 use std::sync::Arc;
 
-use foveate_mods::{AnyBuffer, OutOfRange, Type};
+use foveate_mods::AnyBuffer;
 
 use super::{CallState, count, push_bounded, refuse_recording};
-use crate::compile::codegen::{BufferAddresses, buffer_bytes, range_table_bytes, type_number};
+use crate::compile::codegen::{
+    BufferAddresses, buffer_bytes, range_table_bytes, range_table_params,
+};
 use crate::compile::config::Config;
-use crate::compile::params::{Abi, Address, RangeTableParams};
-use crate::error::{CudaError, CudaErrorKind};
-use crate::operands::mod_type;
+use crate::compile::params::{Abi, Address};
+use crate::error::CudaError;
 use crate::plan::CudaPlan;
 use crate::plan::call::Call;
 use crate::plan::kernels::{Printed, queue_kernel};
-use foveate_gpu::Queue;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
+use foveate_gpu::{Element, Queue};
 
 /// A captured buffer on the device.
 #[derive(Clone, Debug)]
@@ -34,8 +35,9 @@ pub(super) struct TableKey {
     pub queue: u64,
     address: Address,
     version: u64,
-    ty: Type,
+    element: Element,
     shape: Vec<usize>,
+    strides: Option<Vec<usize>>,
 }
 
 /// Where a pass puts the gradient of a learned buffer.
@@ -70,7 +72,8 @@ impl CudaPlan {
             let bounded = bounded.contains(&slot);
             let (elems, ranges) = match call.capture(buffer.name()) {
                 Some((at, array)) if buffer.is_on_device() => {
-                    (array.address, if bounded { self.table_of(call, state, at)? } else { 0 })
+                    let ranges = if bounded { self.table_of(call, state, at, buffer)? } else { 0 };
+                    (array.address, ranges)
                 }
                 _ => self.uploaded(call.queue, buffer, bounded)?,
             };
@@ -95,10 +98,6 @@ impl CudaPlan {
         let at = match resident.buffers.iter().position(same) {
             Some(at) => at,
             None => {
-                if let Some(value) = buffer.too_wide() {
-                    let reason = OutOfRange::Value { buffer: buffer.name().to_owned(), value };
-                    return Err(CudaErrorKind::OutOfRange { reason: reason.to_string() }.into());
-                }
                 let elems = Arc::new(self.weak_pool(queue).upload(&buffer_bytes(buffer))?);
                 resident.keeps_for(queue);
                 let (queue, buffer) = (queue.id(), buffer.clone());
@@ -110,31 +109,32 @@ impl CudaPlan {
         let elems = uploaded.elems.address();
         if bounded && uploaded.ranges.is_none() {
             refuse_recording(queue)?;
-            let table = self.range_table(queue, elems, buffer.ty(), buffer.shape())?;
+            let table = self.range_table(queue, elems, buffer)?;
             uploaded.ranges = Some(Arc::new(table));
         }
         let ranges = uploaded.ranges.as_ref().map_or(0, |allocation| allocation.address());
         Ok((elems, ranges))
     }
 
-    /// Where the range table of a captured buffer of the call is.
+    /// Where the range table of a captured buffer of the call is, which takes the place of `buffer`.
     fn table_of(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
         at: usize,
+        buffer: &AnyBuffer,
     ) -> Result<Address, CudaError> {
         if let Some((_, table)) = state.tables.iter().find(|(of, _)| *of == at) {
             return Ok(table.address());
         }
-        let (name, array) = call.captured(at);
-        let ty = mod_type(name, array.element)?;
+        let (_, array) = call.captured(at);
         let key = array.version.map(|version| TableKey {
             queue: call.queue.id(),
             address: array.address,
             version,
-            ty,
+            element: array.element,
             shape: array.shape.to_vec(),
+            strides: array.strides.map(<[usize]>::to_vec),
         });
         let found = key.as_ref().and_then(|key| {
             let resident = lock(&self.resident);
@@ -147,7 +147,7 @@ impl CudaPlan {
                 if key.is_some() {
                     refuse_recording(queue)?;
                 }
-                let table = Arc::new(self.range_table(queue, address, ty, array.shape)?);
+                let table = Arc::new(self.range_table(queue, address, buffer)?);
                 if let Some(key) = key {
                     let mut resident = lock(&self.resident);
                     resident.keeps_for(queue);
@@ -166,23 +166,15 @@ impl CudaPlan {
         &self,
         queue: &Queue,
         elems: Address,
-        ty: Type,
-        shape: &[usize],
+        buffer: &AnyBuffer,
     ) -> Result<Allocation, CudaError> {
         const MOST_THREADS: usize = 1024;
         // Nobody reads the table of a buffer without elements, but it has an address.
-        let table = self.weak_pool(queue).take(range_table_bytes(shape).max(8))?;
-        let length = shape.last().copied().unwrap_or(0);
-        let rows = shape.iter().product::<usize>() / length.max(1);
+        let table = self.weak_pool(queue).take(range_table_bytes(buffer.shape()).max(8))?;
         let function = self.plain_kernel(Config::range_table())?;
-        let params = RangeTableParams {
-            elems,
-            table: table.address(),
-            rows: rows as i64,
-            length: count(length)?,
-            ty: type_number(ty),
-        };
-        let grid = [count(rows)? as u32, 1, 1];
+        let params = range_table_params(buffer, elems, table.address())?;
+        let length = params.length as usize;
+        let grid = [count(params.rows as usize)? as u32, 1, 1];
         let threads = length.div_ceil(32).next_multiple_of(32).clamp(32, MOST_THREADS) as u32;
         queue_kernel(&function, queue, grid, threads, &[&params.bytes()])?;
         Ok(table)

@@ -57,17 +57,24 @@ impl NodePrinter<'_> {
         let slot = printer.slots.buffers[buffer as usize];
         let elems = printer.field(FieldKind::Buffer(slot));
         if !self.is_range() {
-            let within = Some(printer.within[self.i].as_slice());
+            let within = &printer.within[self.i];
             let indices: Vec<Piece> = index.iter().map(|&x| self.operand(x)).collect();
-            let position = printer.position(slot, (index, from_end), within, &indices);
+            let position = printer.place(slot, (index, from_end), within, &indices);
             return self.wrapped(Piece::atom(format!("load({elems}{position})")));
         }
         let axis = |(axis, &x): (usize, &NodeId)| {
             let length = printer.field(FieldKind::Length { buffer: slot, axis });
             let index = self.operand(x).text;
-            match from_end && !printer.within[self.i][axis] {
-                true => format!("{{range_from_end({index}, {length}), {length}}}"),
-                false => format!("{{{index}, {length}}}"),
+            let position = match from_end && !printer.within[self.i][axis] {
+                true => format!("range_from_end({index}, {length})"),
+                false => index,
+            };
+            match printer.captures.buffers[slot].is_dense() {
+                true => format!("{{{position}, {length}}}"),
+                false => {
+                    let stride = printer.field(FieldKind::Stride { buffer: slot, axis });
+                    format!("{{{position}, {length}, {stride}}}")
+                }
             }
         };
         let axes: Vec<String> = index.iter().enumerate().map(axis).collect();

@@ -6,8 +6,11 @@ use std::ops::Range;
 use std::process::{Command, Stdio};
 
 use foveate_mods::fuzz;
+use foveate_mods::text::{Names, parse_mask, parse_score};
 use foveate_mods::vector::{LANES, Machine, MaskBits, Read, Scores};
-use foveate_mods::{Bounds, Cover, DynExpr, Head, Point, ScalarValue, TileProgram, Type};
+use foveate_mods::{
+    Bounds, Cover, DynExpr, Head, Point, ScalarValue, SharedElements, TileProgram, Type,
+};
 
 use foveate_tensor::random::Random;
 
@@ -38,7 +41,51 @@ fn buffers() -> Vec<AnyBuffer> {
     let empty = Buffer::new("empty", &[3, 0], Vec::<i32>::new()).unwrap();
     let all: [&AnyBuffer; 5] =
         [ids.any(), noise.any(), flags.any(), weight.as_ref().unwrap().any(), empty.any()];
-    all.map(Clone::clone).to_vec()
+    all.into_iter().cloned().chain(memory()).collect()
+}
+
+/// An i64 that no i32 holds.
+const TOO_WIDE: i64 = -(5 << 32) + 9;
+
+/// Memory of the other types, with strides.
+fn memory() -> Vec<AnyBuffer> {
+    let shared = |name: &str, elements: &SharedElements, shape: &[usize], strides: &[usize]| {
+        AnyBuffer::shared(name, elements, shape, strides, 3, false).unwrap()
+    };
+    let of = |i: i32| foveate_mods::ir::mix(11, i) % 50;
+    let ints = || (0..500).map(of);
+    let floats =
+        || (0..500).map(|i| of(i) as f32 * 0.75 - if i % 41 == 0 { f32::NAN } else { 3.0 });
+    let bytes: Vec<u8> = ints().map(|x| x as u8).collect();
+    let mut subnormal: Vec<half::f16> = floats().map(half::f16::from_f32).collect();
+    subnormal[3] = half::f16::from_bits(0x8001);
+    subnormal[4] = half::f16::INFINITY;
+    vec![
+        shared("bytes", &SharedElements::from_vec(bytes), &[90], &[1]),
+        shared("small", &SharedElements::from_vec(ints().map(|x| x as i8).collect()), &[90], &[5]),
+        shared(
+            "short",
+            &SharedElements::from_vec(ints().map(|x| x as i16).collect()),
+            &[3, 30],
+            &[1, 4],
+        ),
+        shared(
+            "wide",
+            &SharedElements::from_vec(
+                (0..500).map(|i| if i % 10 == 1 { TOO_WIDE } else { of(i).into() }).collect(),
+            ),
+            &[4, 90],
+            &[0, 2],
+        ),
+        shared("half_", &SharedElements::from_vec(subnormal), &[45, 2], &[2, 90]),
+        shared(
+            "brain",
+            &SharedElements::from_vec(floats().map(half::bf16::from_f32).collect()),
+            &[9, 10],
+            &[10, 1],
+        ),
+        shared("exact", &SharedElements::from_vec(floats().map(f64::from).collect()), &[90], &[0]),
+    ]
 }
 
 /// Memory at a fixed address of the running program.
@@ -76,6 +123,8 @@ pub(super) struct Agreement {
     decided: usize,
     as_on_cpu: usize,
     reported: usize,
+    /// Of them, those of an element that is no i32.
+    wide: usize,
 }
 
 impl Case {
@@ -90,6 +139,16 @@ impl Case {
             dropout: Some(&self.dropout),
         };
         ModsSource::new(mods, &options).unwrap()
+    }
+
+    /// Reads of an i64 that no i32 holds, and nothing else to report.
+    fn too_wide() -> Self {
+        let names = memory().iter().fold(Names::new(), |names, b| names.buffer(b));
+        let mask = parse_mask("wide[h, kv] <= wide[h, q]", &names).unwrap();
+        let score = parse_score("score * 0.5 + f32(wide[h, kv])", &names).unwrap();
+        let rectangles = vec![(0..4, 60..70), (60..64, 60..63), (5..6, 64..65)];
+        let (gradient, dropout) = (score.gradient().ok(), Dropout::new(0.3, 5));
+        Case { mask, gradient, score, dropout, rectangles, checked: true }
     }
 
     fn random(seed: i32) -> Self {
@@ -218,7 +277,7 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
     let mut words = bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
     let mut word = || words.next().expect("one answer for each question");
     let (width, padded) = (KEYS.len(), KEYS.len().next_multiple_of(LANES));
-    let (mut decided, mut as_on_cpu, mut reported) = (0, 0, 0);
+    let (mut decided, mut as_on_cpu, mut reported, mut wide) = (0, 0, 0, 0);
     for (number, case) in cases.iter().enumerate() {
         let machine = |program: &Program| {
             let mut machine = TileProgram::compile(program).machine(1, width);
@@ -268,9 +327,14 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
             let said = case.source(false).out_of_range(report);
             assert_eq!(said.is_some(), wrong.is_some(), "case {number}: {said:?}, not {wrong:?}");
             if let Some(said) = said {
-                let OutOfRange::Index { index, len, .. } = said else { panic!("{said}") };
-                let inside = usize::try_from(index).is_ok_and(|index| index < len);
+                let inside = match said {
+                    OutOfRange::Index { index, len, .. } => {
+                        usize::try_from(index).is_ok_and(|index| index < len)
+                    }
+                    OutOfRange::Value { value, .. } => value != TOO_WIDE,
+                };
                 assert!(!inside, "case {number}: {said}");
+                wide += usize::from(matches!(said, OutOfRange::Value { .. }));
                 reported += 1;
             }
         }
@@ -298,18 +362,19 @@ pub(super) fn agree_with_the_cpu(cases: &[Case]) -> Option<Agreement> {
     let rectangles: usize = cases.iter().map(|c| c.rectangles.len()).sum();
     println!("{decided} of {rectangles} rectangles decided, {as_on_cpu} as on the CPU");
     println!("indices out of range in {reported} of {} cases", cases.len());
-    Some(Agreement { rectangles, decided, as_on_cpu, reported })
+    Some(Agreement { rectangles, decided, as_on_cpu, reported, wide })
 }
 
 #[test]
 fn random_programs_give_the_cpus_bits_and_bounds_that_hold() {
     let seed = 20_261;
     println!("seed {seed}");
-    let cases: Vec<_> = (seed..seed + 250).map(Case::random).collect();
+    let mut cases: Vec<_> = (seed..seed + 250).map(Case::random).collect();
+    cases.push(Case::too_wide());
     let Some(found) = agree_with_the_cpu(&cases) else { return };
-    let Agreement { rectangles, decided, as_on_cpu, reported } = found;
+    let Agreement { rectangles, decided, as_on_cpu, reported, wide } = found;
     assert!(decided * 8 > rectangles && as_on_cpu * 10 > rectangles * 9);
-    assert!((1..cases.len() / 2).contains(&reported));
+    assert!((1..cases.len() / 2).contains(&reported) && wide > 0, "{reported}, {wide} too wide");
 }
 
 #[test]

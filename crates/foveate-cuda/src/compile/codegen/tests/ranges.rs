@@ -1,10 +1,10 @@
 //! The kernel that makes range tables, run on the CPU thread by thread, against plain loops.
 
-use foveate_mods::{AnyBuffer, BufferData};
+use foveate_mods::{AnyBuffer, BufferData, ElementType, SharedElements};
 
 use super::execute::{Arena, program_output};
 use super::*;
-use crate::compile::params::{Abi, RangeTableParams};
+use crate::compile::params::Abi;
 
 const BLOCK: usize = 32;
 
@@ -18,7 +18,18 @@ pub(super) fn range_table(buffer: &AnyBuffer) -> Vec<u8> {
             let ints: Vec<i32> = v.iter().map(|&x| i32::from(x)).collect();
             bytes(&levels(&ints, length, |&x| (x, x), whole), |x| x.to_le_bytes())
         }
-        BufferData::I32(v) => bytes(&levels(v, length, |&x| (x, x), whole), |x| x.to_le_bytes()),
+        BufferData::I32(v) => {
+            // What no i32 holds takes both ends, too: the first above the second.
+            let join = |a: Ends<i32>, b: Ends<i32>| match (a.0 > a.1, b.0 > b.1) {
+                (true, _) => a,
+                (false, true) => b,
+                _ => whole(a, b),
+            };
+            let wide = too_wide(buffer);
+            let all: Vec<(i32, bool)> = v.iter().copied().zip(wide).collect();
+            let of = |&(x, wide): &(i32, bool)| if wide { (1, 0) } else { (x, x) };
+            bytes(&levels(&all, length, of, join), |x| x.to_le_bytes())
+        }
         // A NaN takes both ends.
         BufferData::F32(v) => {
             let of = |x: &f32| if x.is_nan() { (f32::NAN, f32::NAN) } else { (*x, *x) };
@@ -32,16 +43,31 @@ pub(super) fn range_table(buffer: &AnyBuffer) -> Vec<u8> {
     }
 }
 
+/// Whether each element, row-major, is one that no i32 holds.
+fn too_wide(buffer: &AnyBuffer) -> Vec<bool> {
+    let elements = buffer.elements();
+    let place = |at: usize| {
+        let mut rest = at;
+        let axes = buffer.shape().iter().zip(buffer.strides()).rev();
+        axes.fold(buffer.offset(), |place, (&len, &stride)| {
+            let index = rest % len;
+            rest /= len;
+            place + index * stride
+        })
+    };
+    (0..buffer.elems()).map(|at| elements.too_wide(place(at)).is_some()).collect()
+}
+
 type Ends<T> = (T, T);
 
 fn bytes<T: Copy>(levels: &[Ends<T>], of: impl Fn(T) -> [u8; 4]) -> Vec<u8> {
     levels.iter().flat_map(|&(lo, hi)| [of(lo), of(hi)]).flatten().collect()
 }
 
-fn levels<T: Copy>(
-    elems: &[T],
+fn levels<E, T: Copy>(
+    elems: &[E],
     length: usize,
-    of: impl Fn(&T) -> Ends<T> + Copy,
+    of: impl Fn(&E) -> Ends<T> + Copy,
     join: impl Fn(Ends<T>, Ends<T>) -> Ends<T> + Copy,
 ) -> Vec<Ends<T>> {
     let mut all: Vec<Ends<T>> = Vec::new();
@@ -82,6 +108,35 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
         let named = |data| AnyBuffer::new(format!("x{i}"), shape, data, false).unwrap();
         buffers.extend(all.map(named));
     }
+    // Memory of every type: as it comes, transposed with gaps, and broadcast.
+    for (strides, element) in [[280, 70, 1], [2, 6, 30], [0, 70, 1], [70, 0, 2]]
+        .iter()
+        .flat_map(|strides| ElementType::ALL.map(|element| (strides, element)))
+    {
+        let bytes = ints(8 * 2500).map(|x| (x % 50) as u8).collect::<Vec<_>>();
+        let memory = match element {
+            ElementType::Bool | ElementType::U8 | ElementType::I8 => {
+                SharedElements::new(element, std::sync::Arc::new(bytes))
+            }
+            ElementType::I16 => SharedElements::from_vec(ints(2500).map(|x| x as i16).collect()),
+            ElementType::I32 => SharedElements::from_vec(ints(2500).collect()),
+            ElementType::I64 => SharedElements::from_vec(
+                ints(2500).map(|x| i64::from(x) << if x == 500 { 33 } else { 0 }).collect(),
+            ),
+            ElementType::F16 => SharedElements::from_vec(
+                ints(2500).map(|x| half::f16::from_f32(float(x))).collect(),
+            ),
+            ElementType::BF16 => SharedElements::from_vec(
+                ints(2500).map(|x| half::bf16::from_f32(float(x))).collect(),
+            ),
+            ElementType::F32 => SharedElements::from_vec(ints(2500).map(float).collect()),
+            ElementType::F64 => {
+                SharedElements::from_vec(ints(2500).map(|x| f64::from(float(x))).collect())
+            }
+        };
+        let made = AnyBuffer::shared("memory", &memory, &[3, 5, 70], strides, 9, false);
+        buffers.push(made.unwrap());
+    }
     let text = [
         "#define FV_GROUP 1\n",
         include_str!("shim.h"),
@@ -100,13 +155,8 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
         let (shape, bytes) = (buffer.shape(), range_table_bytes(buffer.shape()));
         let length = shape[shape.len() - 1];
         let rows = buffer.elems() / length;
-        let params = RangeTableParams {
-            elems: arena.put(&buffer_bytes(buffer)),
-            table: arena.put(&vec![0xff; bytes]),
-            rows: rows as i64,
-            length: length as i32,
-            ty: type_number(buffer.ty()),
-        };
+        let (elems, table) = (arena.put(&buffer_bytes(buffer)), arena.put(&vec![0xff; bytes]));
+        let params = range_table_params(buffer, elems, table).unwrap();
         // Mods without captures are one unused int.
         input.extend([4, 0].map(i32::to_le_bytes).concat());
         input.extend(params.bytes());
@@ -117,7 +167,8 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
     let Some(mut found) = program_output(&text.concat(), arena, input) else { return };
     for buffer in &buffers {
         let rest = found.split_off(range_table_bytes(buffer.shape()));
-        assert_eq!(found, range_table(buffer), "{:?} of {:?}", buffer.ty(), buffer.shape());
+        let (element, shape, strides) = (buffer.element(), buffer.shape(), buffer.strides());
+        assert_eq!(found, range_table(buffer), "{element} of {shape:?}, strides {strides:?}");
         found = rest;
     }
 }
