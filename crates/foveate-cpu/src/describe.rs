@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use foveate_mask::Stats;
+use foveate_mask::{Stats, Tiling};
 
 use crate::call::Call;
 use crate::error::{CpuError, CpuErrorKind};
@@ -30,28 +30,8 @@ pub struct Description {
     pub instructions: &'static str,
     /// Threads of the pool it was asked from.
     pub threads: usize,
-    /// Queries in a tile of the forward. All fields about tiles are of the forward.
-    pub tile_q: usize,
-    /// Keys in a tile.
-    pub tile_kv: usize,
-    /// Tiles of all heads, live or not.
-    pub tiles: usize,
-    /// Tiles where every query sees every key.
-    pub full_tiles: usize,
-    /// Tiles where some queries see some keys.
-    pub partial_tiles: usize,
-    /// Entries that the mask lets through, of all heads. They are computed, and so are a few around
-    /// them, up to the edges of subtiles.
-    pub live_pairs: u64,
-    /// Block masks that heads share; 0 without a mask.
-    pub block_masks: usize,
-    /// Runs of live tiles in those block masks.
-    pub runs: u64,
-    /// Memory of those block masks in bytes.
-    pub block_mask_bytes: u64,
-    /// Density of those block masks: the share of entries that the mask lets through; 1 without a
-    /// mask.
-    pub density: f64,
+    /// The tiles of the forward.
+    pub tiling: Tiling,
     /// Why the forward is not that of a few queries, which reads keys in place; `None` when it is.
     pub decode_declined: Option<String>,
     /// Workspace of a forward pass in bytes, without a few tiles for each thread.
@@ -100,16 +80,19 @@ impl Description {
         Self {
             instructions: simd::level().name(),
             threads: rayon::current_num_threads(),
-            tile_q: call.tiles.q,
-            tile_kv: call.tiles.kv,
-            tiles,
-            full_tiles: kinds[0],
-            partial_tiles: kinds[1],
-            live_pairs,
-            block_masks: masks.len(),
-            runs: sum(&|s| s.runs),
-            block_mask_bytes: sum(&|s| s.bytes),
-            density: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
+            tiling: Tiling {
+                tile_q: call.tiles.q,
+                tile_kv: call.tiles.kv,
+                tile_heads: 1,
+                tiles,
+                full_tiles: kinds[0],
+                partial_tiles: kinds[1],
+                live_pairs,
+                block_masks: masks.len(),
+                runs: sum(&|s| s.runs),
+                block_mask_bytes: sum(&|s| s.bytes),
+                density: if entries == 0 { 1.0 } else { live_entries as f64 / entries as f64 },
+            },
             decode_declined: decode::declines(call),
             forward_bytes: largest(call, &|kv_head| forward::wave_elems(call, kv_head)),
             backward_bytes: largest(backward, &|kv_head| backward::wave_elems(backward, kv_head)),

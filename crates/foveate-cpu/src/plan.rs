@@ -328,7 +328,7 @@ mod tests {
         plan.backward(backward).unwrap();
         let built = plan.masks.addresses();
         let described = plan.describe(operands.arrangement());
-        assert_eq!(described.live_pairs, 2 * 4 * 300 * 301 / 2);
+        assert_eq!(described.tiling.live_pairs, 2 * 4 * 300 * 301 / 2);
         assert!(!built.is_empty());
         assert_eq!(plan.masks.addresses(), built);
     }

@@ -4,8 +4,8 @@
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
-use foveate_cuda::choose::schedule::TileSize;
 use foveate_cuda::{CudaOptions, CudaPlan, Description, Engine};
+use foveate_mask::Tiling;
 use foveate_mods::{masks, scores};
 use foveate_problem::{Arrangement, Dims, Spec};
 use foveate_tensor::DType;
@@ -48,17 +48,20 @@ fn a_description_counts_the_keys_that_are_in_pages_and_plans_for_them() {
     for mask in [None, Some(masks::causal())] {
         let spec = Spec { mask, ..PLAIN };
         let found = describe(&spec, 3, [300, 1000], paged);
-        let TileSize { q, kv } = found.tile;
+        let Tiling { tile_q: q, tile_kv: kv, .. } = found.tiling;
         let columns = 1000usize.div_ceil(kv) + 10usize.div_ceil(kv);
-        assert_eq!(found.tiles, 8 * 300usize.div_ceil(q) * columns);
+        assert_eq!(found.tiling.tiles, 8 * 300usize.div_ceil(q) * columns);
         assert!(found.kernels[0].contains(", paged"), "{:?}", found.kernels);
         assert!(found.kernels.iter().all(|k| !k.starts_with("backward")), "{:?}", found.kernels);
         assert_eq!(found.backward_bytes, 0);
         if spec.mask.is_none() {
-            assert_eq!(found.live_pairs, 8 * 300 * 1010);
+            assert_eq!(found.tiling.live_pairs, 8 * 300 * 1010);
         }
         let dense = describe(&spec, 3, [300, 1000], Arrangement::Dense);
-        assert!(dense.live_pairs > found.live_pairs && !dense.kernels[0].contains("paged"));
+        assert!(
+            dense.tiling.live_pairs > found.tiling.live_pairs
+                && !dense.kernels[0].contains("paged")
+        );
     }
 }
 
@@ -70,12 +73,12 @@ fn a_description_says_how_many_heads_share_a_tile() {
     for mask in [None, Some(masks::causal())] {
         let spec = Spec { mask, ..PLAIN };
         let found = describe(&spec, 5, [1, 700], Arrangement::Dense);
-        assert_eq!((found.tile_heads, found.tile.q), (4, 4));
+        assert_eq!((found.tiling.tile_heads, found.tiling.tile_q), (4, 4));
         // Two of four heads each for every tile of keys and batch entry.
-        assert_eq!(found.tiles, 2 * 5 * 700usize.div_ceil(found.tile.kv));
-        assert!(found.full_tiles + found.partial_tiles <= found.tiles);
+        assert_eq!(found.tiling.tiles, 2 * 5 * 700usize.div_ceil(found.tiling.tile_kv));
+        assert!(found.tiling.full_tiles + found.tiling.partial_tiles <= found.tiling.tiles);
         let long = describe(&spec, 5, [700, 700], Arrangement::Dense);
-        assert_eq!(long.tile_heads, 1);
+        assert_eq!(long.tiling.tile_heads, 1);
     }
 }
 

@@ -101,6 +101,34 @@ pub struct BlockMask {
     out_of_range: Option<OutOfRange>,
 }
 
+/// How a call on all heads is cut into tiles, and how much of it is live. Zeros say nothing.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Tiling {
+    /// Queries in a tile, of each of the heads that share it.
+    pub tile_q: usize,
+    /// Keys in a tile.
+    pub tile_kv: usize,
+    /// Query heads that share a tile; 1 on the CPU.
+    pub tile_heads: usize,
+    /// Tiles of all heads, live or not; those that heads share are one.
+    pub tiles: usize,
+    /// Tiles where every query sees every key.
+    pub full_tiles: usize,
+    /// Tiles inside which the mask decides.
+    pub partial_tiles: usize,
+    /// Pairs of query and key that are computed, of all heads: those in live tiles on a GPU,
+    /// those that the mask lets through on the CPU, which leaves out what is dead in a tile.
+    pub live_pairs: u64,
+    /// Block masks that batch entries and heads share; 0 without a mask.
+    pub block_masks: usize,
+    /// Runs of live tiles in those block masks.
+    pub runs: u64,
+    /// Memory of those block masks in bytes.
+    pub block_mask_bytes: u64,
+    /// Share of the pairs of query and key that are live; of those of the block masks on the CPU.
+    pub density: f64,
+}
+
 /// Counts over a [`BlockMask`]. All but `live_entries` follow the number of runs; that one is
 /// counted point by point, once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -242,7 +242,7 @@ impl Plans {
     /// counted, and none is built for that.
     pub fn live_pairs(&self, plan: &Plan) -> Option<f64> {
         let described = plan.cpu()?.describe(plan.problem().arrangement());
-        Some(described.live_pairs as f64 / self.heads[0] as f64)
+        Some(described.tiling.live_pairs as f64 / self.heads[0] as f64)
     }
 
     /// Bytes that attention takes besides its operands in a batch of one document a row.
@@ -251,7 +251,7 @@ impl Plans {
         let Some(cpu) = plan.cpu() else { return Ok(0) };
         let described = cpu.describe(plan.problem().arrangement());
         let workspace = described.forward_bytes.max(described.backward_bytes) as u64;
-        Ok(workspace + described.block_mask_bytes)
+        Ok(workspace + described.tiling.block_mask_bytes)
     }
 
     /// The plan of one layer for a cache of `capacity` positions that hold one document.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use foveate_mask::Tiling;
 use foveate_problem::{Arrangement, Spec};
 
 use crate::device::Device;
@@ -35,29 +36,9 @@ pub struct Execution {
     /// Why something is missing here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
-    /// Queries in a tile, of each of the heads that share it.
-    pub tile_q: usize,
-    /// Keys in a tile.
-    pub tile_kv: usize,
-    /// Query heads that share a tile; 1 on the CPU.
-    pub tile_heads: usize,
-    /// Tiles of all heads, live or not; those that heads share are one.
-    pub tiles: usize,
-    /// Tiles where every query sees every key.
-    pub full_tiles: usize,
-    /// Tiles inside which the mask decides.
-    pub partial_tiles: usize,
-    /// Pairs of a query and a key that are computed, of all heads: those in live tiles on a GPU,
-    /// those that the mask lets through on the CPU, which leaves out what is dead in a tile.
-    pub live_pairs: u64,
-    /// Block masks that batch entries and heads share; 0 without a mask.
-    pub block_masks: usize,
-    /// Runs of live tiles in those block masks.
-    pub runs: u64,
-    /// Memory of those block masks in bytes.
-    pub block_mask_bytes: u64,
-    /// Share of points that the mask lets through, in those block masks; 1 without a mask.
-    pub density: f64,
+    /// The tiles of the forward.
+    #[serde(flatten)]
+    pub tiling: Tiling,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes.
@@ -141,7 +122,7 @@ impl Explanation {
             .fold(0.0, |all, pairs| all + pairs);
         let (dim, dim_v) = (dims.dim as f64, dims.dim_v as f64);
         let (forward, backward) = (2.0 * (dim + dim_v), 2.0 * (3.0 * dim + 2.0 * dim_v));
-        let live = execution.live_pairs as f64;
+        let live = execution.tiling.live_pairs as f64;
         Self {
             backend,
             device: device.to_string(),
@@ -240,37 +221,38 @@ impl fmt::Display for Explanation {
         execution.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
         execution.notes.iter().try_for_each(|note| line("note", note.clone()))?;
         execution.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
-        let part = |n: usize| 100.0 * n as f64 / execution.tiles.max(1) as f64;
-        let empty = execution.tiles - execution.full_tiles - execution.partial_tiles;
+        let part = |n: usize| 100.0 * n as f64 / execution.tiling.tiles.max(1) as f64;
+        let empty =
+            execution.tiling.tiles - execution.tiling.full_tiles - execution.tiling.partial_tiles;
         line(
             "tiles",
             format!(
                 "{} of {} x {}{}: {:.1} % full, {:.1} % partial, {:.1} % empty",
-                execution.tiles,
-                execution.tile_q,
-                execution.tile_kv,
-                match execution.tile_heads {
+                execution.tiling.tiles,
+                execution.tiling.tile_q,
+                execution.tiling.tile_kv,
+                match execution.tiling.tile_heads {
                     0 | 1 => String::new(),
                     heads => format!(", {heads} heads share a tile"),
                 },
-                part(execution.full_tiles),
-                part(execution.partial_tiles),
+                part(execution.tiling.full_tiles),
+                part(execution.tiling.partial_tiles),
                 part(empty)
             ),
         )?;
-        if execution.block_masks > 0 {
+        if execution.tiling.block_masks > 0 {
             line(
                 "block mask",
                 format!(
                     "{} runs in {} masks, {}; the mask lets {:.1} % of pairs through",
-                    execution.runs,
-                    execution.block_masks,
-                    binary(execution.block_mask_bytes as usize),
-                    100.0 * execution.density
+                    execution.tiling.runs,
+                    execution.tiling.block_masks,
+                    binary(execution.tiling.block_mask_bytes as usize),
+                    100.0 * execution.tiling.density
                 ),
             )?;
         }
-        if execution.live_pairs == 0
+        if execution.tiling.live_pairs == 0
             && self.dense_forward_flops > 0.0
             && execution.trouble.is_none()
         {

@@ -104,12 +104,12 @@ fn an_explanation_counts_each_entry_at_its_own_length() {
         Problem::paged(&tensor([2, 4, 2, 8]), &pages(8), &pages(5), &TABLE, &LENGTHS).unwrap();
     let plan = Attention::new().plan(&problem, &Device::cpu()).unwrap();
     let found = plan.explain();
-    assert_eq!(found.execution.live_pairs, 4 * 2 * (8 + 4));
+    assert_eq!(found.execution.tiling.live_pairs, 4 * 2 * (8 + 4));
     assert_eq!(found.page_size, Some(PAGE));
     assert!(found.to_string().contains(", keys in pages of 3\n"), "{found}");
     // The same once lengths have changed, without planning again.
     let shorter = plan.with_pages(&TABLE, &[5, 0]).unwrap().explain();
-    assert_eq!((shorter.execution.live_pairs, shorter.len_k), (4 * 2 * 5, 5));
+    assert_eq!((shorter.execution.tiling.live_pairs, shorter.len_k), (4 * 2 * 5, 5));
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn a_paged_problem_can_be_posed_without_operands() {
     let posed = |k, page| Problem::shaped_in_pages(DType::F32, shape(3, 8), k, shape(10, 5), page);
     let problem = posed(shape(10, 8), 4).unwrap();
     let plan = Attention::new().plan(&problem, &Device::cpu()).unwrap();
-    assert_eq!(plan.explain().execution.live_pairs, 2 * 4 * 3 * 10);
+    assert_eq!(plan.explain().execution.tiling.live_pairs, 2 * 4 * 3 * 10);
     let pages = problem.get_pages().unwrap();
     assert_eq!((pages.table(), pages.lengths()), (&[0, 1, 2, 3, 4, 5][..], &[10, 10][..]));
     let said = posed(shape(10, 8), 0).unwrap_err().to_string();

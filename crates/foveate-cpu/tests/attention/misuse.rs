@@ -162,12 +162,18 @@ fn a_plan_describes_its_live_tiles_and_shares_block_masks() {
         case.plan(&case.inputs()).describe(Arrangement::Dense)
     };
     let full = of(None, [4, 2]);
-    assert_eq!((full.tiles, full.full_tiles, full.partial_tiles), (192, 192, 0));
-    assert_eq!(full.block_masks, 0);
+    assert_eq!(
+        (full.tiling.tiles, full.tiling.full_tiles, full.tiling.partial_tiles),
+        (192, 192, 0)
+    );
+    assert_eq!(full.tiling.block_masks, 0);
     assert!(full.backward_bytes > full.forward_bytes && full.forward_bytes >= 3 * 2 * 64 * 32 * 4);
     let causal = of(mask(q().ge(kv())), [4, 2]);
-    assert_eq!((causal.tiles, causal.full_tiles, causal.partial_tiles), (192, 72, 48));
-    assert_eq!(causal.block_masks, 1);
-    assert_eq!(of(mask((q() + h()).ge(kv())), [4, 2]).block_masks, 4);
-    assert_eq!(of(mask((q() + h() + b()).ge(kv())), [4, 2]).block_masks, 12);
+    assert_eq!(
+        (causal.tiling.tiles, causal.tiling.full_tiles, causal.tiling.partial_tiles),
+        (192, 72, 48)
+    );
+    assert_eq!(causal.tiling.block_masks, 1);
+    assert_eq!(of(mask((q() + h()).ge(kv())), [4, 2]).tiling.block_masks, 4);
+    assert_eq!(of(mask((q() + h() + b()).ge(kv())), [4, 2]).tiling.block_masks, 12);
 }

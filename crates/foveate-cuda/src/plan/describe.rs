@@ -1,5 +1,6 @@
 //! What a plan will do, as data.
 
+use foveate_mask::Tiling;
 use foveate_problem::{Arrangement, Dims, Sequence};
 
 use super::kernels::sizes;
@@ -24,24 +25,8 @@ pub struct Description {
     /// Kernels that run otherwise than they were planned, and why; of those that have been needed
     /// so far.
     pub notes: Vec<String>,
-    /// Queries of a head and keys of a tile of the forward.
-    pub tile: TileSize,
-    /// Query heads that share a tile of the forward.
-    pub tile_heads: usize,
-    /// Tiles of all heads, live or not; those that heads share are one.
-    pub tiles: usize,
-    /// Tiles where every query sees every key.
-    pub full_tiles: usize,
-    /// Tiles inside which the mask decides.
-    pub partial_tiles: usize,
-    /// Pairs of a query and a key in live tiles, of all heads.
-    pub live_pairs: u64,
-    /// Block masks that batch entries and heads share; 0 without a mask.
-    pub block_masks: usize,
-    /// Runs of live tiles in those block masks.
-    pub runs: u64,
-    /// Memory of the lists of those runs in bytes.
-    pub block_mask_bytes: u64,
+    /// The tiles of the forward.
+    pub tiling: Tiling,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
     /// Workspace of a backward pass in bytes; 0 where there is none.
@@ -73,21 +58,27 @@ impl CudaPlan {
             None => ListStats { full: tiles, ..ListStats::default() },
             Some(lists) => ListStats::of(&schedule, lists, &dims, forward),
         };
+        let pairs = |s: &Sequence| dims.heads_q as f64 * s.q_len as f64 * s.k_len as f64;
+        let pairs: f64 = sequences.iter().map(pairs).sum();
         let info = self.engine.device().info();
         Ok(Description {
             device: format!("{} ({})", info.name, info.arch()),
             sms: info.sms as usize,
             kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
             notes: self.notes(),
-            tile,
-            tile_heads: forward.heads(),
-            tiles,
-            full_tiles: lists.full,
-            partial_tiles: lists.partial,
-            live_pairs: schedule.live_pairs,
-            block_masks: lists.masks,
-            runs: lists.runs,
-            block_mask_bytes: lists.bytes,
+            tiling: Tiling {
+                tile_q: tile.q,
+                tile_kv: tile.kv,
+                tile_heads: forward.heads(),
+                tiles,
+                full_tiles: lists.full,
+                partial_tiles: lists.partial,
+                live_pairs: schedule.live_pairs,
+                block_masks: lists.masks,
+                runs: lists.runs,
+                block_mask_bytes: lists.bytes,
+                density: schedule.live_pairs as f64 / pairs.max(1.0),
+            },
             forward_bytes: match chosen.kv_splits {
                 1 => 0,
                 kv_splits => 4 * kv_splits * rows(&dims) * (dims.dim_v + 2),

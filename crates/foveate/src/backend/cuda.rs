@@ -68,36 +68,19 @@ impl BackendPlan for CudaPlan {
                 let trouble = Some(e.to_string());
                 Execution { trouble, copies, mean_kv_len, ..Execution::default() }
             }
-            Ok(found) => {
-                let entries: f64 = problem
-                    .sequences()
-                    .iter()
-                    .map(|s| problem.dims().heads_q as f64 * s.q_len as f64 * s.k_len as f64)
-                    .sum();
-                Execution {
-                    instructions: found.device,
-                    threads: found.sms,
-                    kernels: found.kernels,
-                    notes: found.notes,
-                    mean_kv_len,
-                    declined: Vec::new(),
-                    copies,
-                    trouble: None,
-                    tile_q: found.tile.q,
-                    tile_kv: found.tile.kv,
-                    tile_heads: found.tile_heads,
-                    tiles: found.tiles,
-                    full_tiles: found.full_tiles,
-                    partial_tiles: found.partial_tiles,
-                    live_pairs: found.live_pairs,
-                    block_masks: found.block_masks,
-                    runs: found.runs,
-                    block_mask_bytes: found.block_mask_bytes,
-                    density: found.live_pairs as f64 / entries.max(1.0),
-                    forward_bytes: found.forward_bytes,
-                    backward_bytes: found.backward_bytes,
-                }
-            }
+            Ok(found) => Execution {
+                instructions: found.device,
+                threads: found.sms,
+                kernels: found.kernels,
+                notes: found.notes,
+                mean_kv_len,
+                declined: Vec::new(),
+                copies,
+                trouble: None,
+                tiling: found.tiling,
+                forward_bytes: found.forward_bytes,
+                backward_bytes: found.backward_bytes,
+            },
         }
     }
 
