@@ -100,8 +100,10 @@ fn the_rust_that_pages_show_is_compiled() {
 
 #[test]
 fn a_front_page_has_an_example_that_is_compiled_and_names_its_manual() {
-    let fronts: Vec<Page> =
-        pages().into_iter().filter(|p| p.name.ends_with("/src/lib.rs")).collect();
+    // The native module of the Python package has no interface in Rust: what its users call is
+    // documented in `docs/python.md`.
+    let is_front = |name: &str| name.ends_with("/src/lib.rs") && !name.contains("foveate-py/");
+    let fronts: Vec<Page> = pages().into_iter().filter(|page| is_front(&page.name)).collect();
     assert!(fronts.len() >= 13, "{} front pages", fronts.len());
     for page in fronts {
         assert!(page.rust().count() > 0, "{}: no example", page.name);

@@ -19,7 +19,7 @@ const FOLDERS: [&str; 7] =
 const CARGO: [&str; 11] =
     ["bench", "build", "check", "clippy", "deny", "doc", "fmt", "install", "miri", "run", "test"];
 /// Programs of others, of which nothing is known here.
-const OTHERS: [&str; 5] = ["cd", "export", "git", "mdbook", "pip"];
+const OTHERS: [&str; 7] = ["$env/bin/python", "cd", "cp", "export", "git", "mdbook", "pip"];
 
 /// The repository, as commands and paths are looked up in it.
 pub struct Repository {
