@@ -396,26 +396,106 @@ def attribute(value: Expr, name: str) -> Any:
     return functools.partial(_call, name, operation, value)
 
 
-def _call(name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     trace = _TRACES[-1] if _TRACES else None
-    if trace is None:
-        raise TraceError("a traced value is used after its function was traced")
+    if not isinstance(trace, Trace):
+        what = "a traced value is used after its function was traced"
+        raise TraceError(what if trace is None else "float64 attention reads captured tensors at an index of all axes")
+    if any(isinstance(a, _Many) for a in args) or any(isinstance(a, _Many) for a in kwargs.values()):
+        return _call_on_vectors(trace, name, operation, args, kwargs)
     args = tuple(trace.operand(name, a) for a in args)
     kwargs = {key: trace.operand(name, a) for key, a in kwargs.items()}
+    if operation is None:
+        raise TraceError(f"`{name}` is not supported in a mask or score")
     try:
         return operation(*args, **kwargs)
     except TypeError as error:
         raise TraceError(f"`{name}` is not supported in a mask or score with these arguments: {error}") from None
 
 
+def _call_on_vectors(trace: Trace, name: str, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operand(a: Any) -> Any:
+        if isinstance(a, Rows) or (isinstance(a, torch.Tensor) and a.dim() == 1):
+            return Vector.of(trace, name, a)
+        return a if isinstance(a, Vector) else trace.operand(name, a)
+
+    args = tuple(map(operand, args))
+    kwargs = {key: operand(a) for key, a in kwargs.items()}
+    vectors = [a for a in (*args, *kwargs.values()) if isinstance(a, Vector)]
+    alone = len(vectors) == 1 and isinstance(args[0], Vector)
+    try:
+        if name in REDUCTIONS and alone:
+            return REDUCTIONS[name](*args, **kwargs)
+        if name in ("max", "min") and alone and len(args) == 1 and not kwargs:
+            return REDUCTIONS[f"a{name}"](*args)
+        if name in _PRODUCTS and len(vectors) == 2 == len(args):
+            return _dot(*args)
+        if operation is None or name in REDUCTIONS:
+            raise TraceError(f"`{name}` of {vectors[0]} is not supported in a mask or score")
+        length = max(map(len, vectors))
+        if any(len(v) not in (1, length) for v in vectors):
+            raise TraceError(f"`{name}` is given vectors of {sorted(set(map(len, vectors)))} elements")
+
+        def at(a: Any, i: int) -> Any:
+            return a.values[i if len(a) > 1 else 0] if isinstance(a, Vector) else a
+
+        results = [
+            operation(*(at(a, i) for a in args), **{key: at(a, i) for key, a in kwargs.items()}) for i in range(length)
+        ]
+    except TypeError as error:
+        raise TraceError(f"`{name}` is not supported in a mask or score with these arguments: {error}") from None
+    return Vector(results) if all(isinstance(r, Expr) for r in results) else results[0]
+
+
 #: What reads captured tensors for the functions that run, the innermost last.
 _TRACES: list[Reader] = []
 
 
-class Rows:
+class _Many:
+    """Values that are more than one: operators and methods as on tensors of one axis."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        operation = OPERATIONS.get(name) or REDUCTIONS.get(name)
+        if operation is None or name.startswith("__"):
+            raise _NoAttribute(f"`.{name}` of {self} is not supported in a mask or score")
+        return functools.partial(_call, name, operation, self)
+
+    def __bool__(self) -> bool:
+        raise TraceError(f"Python control flow on {self}; use .any() or .all()")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(getattr(func, "__name__", str(func)), None, *args, **(kwargs or {}))
+
+
+def _operators() -> None:
+    def make(name: str) -> Callable[..., Any]:
+        return lambda self, *others: _call(name, OPERATIONS[name], self, *others)
+
+    both = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+    for name in both + ["r" + name for name in both] + "lt le gt ge eq ne neg abs invert".split():
+        setattr(_Many, f"__{name}__", make(name))
+    for name in ("__matmul__", "__rmatmul__"):
+        setattr(_Many, name, lambda self, other: _call("matmul", None, self, other))
+
+
+_operators()
+
+
+class Rows(_Many):
     """A captured tensor with some axes indexed: ``t[b]`` before ``[h, q]``."""
 
     __slots__ = ("tensor", "index")
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, tensor: torch.Tensor, index: list[Any]) -> None:
         self.tensor, self.index = tensor, index
@@ -427,28 +507,93 @@ class Rows:
     def shape(self) -> torch.Size:
         return torch.Size(n for n, i in zip(self.tensor.shape, self.index) if i is None)
 
-    def __getattr__(self, name: str) -> Any:
-        raise _NoAttribute(
-            f"`.{name}` of a captured tensor with axes left over, of shape {tuple(self.shape)}; index all axes"
-        )
+    def __repr__(self) -> str:
+        return f"a captured tensor with axes left over, of shape {tuple(self.shape)}"
+
+
+#: Elements of the longest vector: each operation on one is as many.
+LONGEST = 64
+
+
+class Vector(_Many):
+    """The values of a captured tensor with one axis left over, and what is computed of them, unrolled."""
+
+    __slots__ = ("values",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: list[Expr]) -> None:
+        self.values = values
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TraceError("a captured tensor with axes left over is used; index all axes")
+    def of(cls, trace: Trace, name: str, x: Rows | torch.Tensor) -> Vector:
+        shape = x.shape
+        if len(shape) != 1 or shape[0] > LONGEST:
+            what = x if isinstance(x, Rows) else f"a captured tensor of shape {tuple(shape)}"
+            raise TraceError(
+                f"`{name}` is given {what}; index all axes, or all but one of up to {LONGEST} elements"
+            )
+        return cls([trace.read(x, i) if isinstance(x, Rows) else trace.capture(x).at([i]) for i in range(shape[0])])
+
+    def __getitem__(self, index: Any) -> Expr:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TraceError("a vector of traced values is indexed with a number")
+        return self.values[index]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.values),))
+
+    def __repr__(self) -> str:
+        return f"a vector of {len(self.values)} traced values"
 
 
-def _refuse_operators() -> None:
-    """Python's operators on a tensor with axes left over are refused like its methods."""
+def _reduction(fold: Callable[[list[Expr]], Expr]) -> Callable[..., Expr]:
+    def reduce(x: Vector, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Expr:
+        if dim not in (None, -1, 0, (-1,), (0,), [-1], [0]) or keepdim:
+            raise TraceError("a vector of traced values is reduced over its only axis, without keepdim")
+        if not x.values:
+            raise TraceError("a vector without elements is reduced")
+        return fold([v if dtype is None else _cast(v, dtype) for v in x.values])
 
-    def make(name: str) -> Callable[..., Any]:
-        return lambda self, *_: getattr(self, name)
-
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift lt le gt ge eq ne neg abs invert".split():
-        setattr(Rows, f"__{name}__", make(name))
-        setattr(Rows, f"__r{name}__", make(name))
+    return reduce
 
 
-_refuse_operators()
+def _folded(operation: Callable[[Expr, Expr], Expr]) -> Callable[[list[Expr]], Expr]:
+    return lambda values: functools.reduce(operation, values)
+
+
+def _wide(values: list[Expr]) -> list[Expr]:
+    """As torch sums them: integers and bools in int64."""
+    return [v if v.dtype.is_floating_point else _cast(v, torch.int64) for v in values]
+
+
+def _total(values: list[Expr]) -> Expr:
+    return functools.reduce(lambda a, b: a + b, _wide(values))
+
+
+def _mean(values: list[Expr]) -> Expr:
+    if not values[0].dtype.is_floating_point:
+        raise TraceError("`mean` is of floats")
+    return _total(values) / len(values)
+
+
+def _dot(a: Vector, b: Vector) -> Expr:
+    if len(a) != len(b) or not len(a):
+        raise TraceError(f"`dot` is of two vectors of one length, not {len(a)} and {len(b)}")
+    return _total([x * y for x, y in zip(a.values, b.values)])
+
+
+#: What makes one value of a vector.
+REDUCTIONS: dict[str, Callable[..., Expr]] = {
+    "sum": _reduction(_total),
+    "mean": _reduction(_mean),
+    "prod": _reduction(lambda values: functools.reduce(lambda a, b: a * b, _wide(values))),
+    "any": _reduction(lambda values: _folded(lambda a, b: a | b)([_cast(v, torch.bool) for v in values])),
+    "all": _reduction(lambda values: _folded(lambda a, b: a & b)([_cast(v, torch.bool) for v in values])),
+    "amax": _reduction(_folded(lambda a, b: _native.binary("max", a, b))),
+    "amin": _reduction(_folded(lambda a, b: _native.binary("min", a, b))),
+}
+_PRODUCTS = ("dot", "inner", "vdot", "matmul")
 
 
 class Reader(TorchFunctionMode):
@@ -545,10 +690,6 @@ class Trace(Reader):
             if x.requires_grad and torch.is_grad_enabled():
                 return self.capture(x).only()
             return _native.constant(x.item(), x.dtype)
-        if isinstance(x, Rows):
-            raise TraceError(
-                f"`{name}` is given a captured tensor with axes left over, of shape {tuple(x.shape)}; index all axes"
-            )
         return x
 
     def element(self, tensor: torch.Tensor, index: list[Any]) -> Expr:
@@ -561,10 +702,7 @@ class Trace(Reader):
         name = getattr(func, "__name__", str(func)).strip("_")
         if name == "getitem":
             return self.read(*args)
-        operation = OPERATIONS.get(name)
-        if operation is None:
-            raise TraceError(f"`{name}` is not supported in a mask or score")
-        return _call(name, operation, *args, **kwargs)
+        return _call(name, OPERATIONS.get(name), *args, **kwargs)
 
 
 def running() -> Trace:
@@ -575,7 +713,7 @@ def running() -> Trace:
 
 
 def _traced(x: Any) -> bool:
-    if isinstance(x, (Expr, Rows)):
+    if isinstance(x, (Expr, _Many)):
         return True
     return isinstance(x, (tuple, list)) and any(map(_traced, x))
 

@@ -321,6 +321,7 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i: s), TypeError, "5 values"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: 3.0), ValueError, "must return"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: [s]), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.ones(10, 3)[i]), ValueError, "must return"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: i >= j), ValueError, "must return"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i > j else -s), RuntimeError, "control flow"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + i.item()), RuntimeError, "item"),

@@ -20,6 +20,10 @@ SIGNED = torch.randint(-128, 127, (13,), generator=G).to(torch.int8)
 SHORT = torch.randint(-32768, 32767, (13,), generator=G).to(torch.int16)
 TRUTHS = torch.randint(0, 2, (13,), generator=G).bool()
 CUBE = torch.randn(2, 3, 13, generator=G)
+TABLE = torch.randn(13, 5, generator=G)
+WEIGHTS = torch.randn(5, generator=G)
+BLOCKS = torch.randint(-9, 9, (2, 3, 4), generator=G)
+LARGE = torch.randn(13, 65, generator=G)
 SCALAR = torch.tensor(2.5)
 COUNT = torch.tensor(3)
 
@@ -132,6 +136,11 @@ SCORES = {
     "squeezed": lambda s, b, h, q, kv: s.squeeze() + s.new_zeros(()) + s.new_tensor(2.0),
     "type_as": lambda s, b, h, q, kv: s + q.type_as(s) + kv.to(s.dtype) + h.to(s),
     "minimum of integers": lambda s, b, h, q, kv: s + torch.minimum(q, kv) + q.clamp(2, 5) + torch.maximum(h, COUNT),
+    "a row's dot product": lambda s, b, h, q, kv: s + torch.dot(TABLE[q], TABLE[kv]) + TABLE[q] @ TABLE[h],
+    "a row's sum and mean": lambda s, b, h, q, kv: s + TABLE[kv].sum() + torch.sum(BLOCKS[b][h], dim=-1) + TABLE[q].mean(-1),
+    "a row's extremes": lambda s, b, h, q, kv: s * TABLE[q].amax() - TABLE[kv].amin(dim=0) + TABLE[h].max(),
+    "elementwise on rows": lambda s, b, h, q, kv: s + (torch.tanh(TABLE[q]) * s - 2 * TABLE[kv] + WEIGHTS).sum(),
+    "an element of a row": lambda s, b, h, q, kv: s + (TABLE[q] * TABLE[kv])[2] + len(TABLE[q]),
     "an integer beyond 32 bits in a comparison": lambda s, b, h, q, kv: torch.where(q < 2**40, s, 0.0),
 }
 
@@ -155,6 +164,8 @@ MASKS = {
     "where of bools": lambda b, h, q, kv: torch.where(h == 0, q >= kv, kv >= q),
     "new_ones": lambda b, h, q, kv: b.new_ones((), dtype=torch.bool),
     "a tensor": lambda b, h, q, kv: torch.tensor(True),
+    "any of a row": lambda b, h, q, kv: (BLOCKS[b, h] == kv // 2).any(dim=-1),
+    "all of a row": lambda b, h, q, kv: torch.all(TABLE[q] + 1 > TABLE[kv]) | (BLOCKS[b][h] > 0).all(),
     "float arithmetic": lambda b, h, q, kv: torch.sqrt((q * q + kv * kv).float()) < 9.5,
 }
 
@@ -288,6 +299,10 @@ REFUSED = {
     "whole tensor": (lambda s, b, h, q, kv: s + FLOATS, "index it first"),
     "tensor with axes left": (lambda s, b, h, q, kv: s + CUBE[b], "axes left over"),
     "sum over axes left": (lambda s, b, h, q, kv: s + CUBE[b].sum(), "axes left over"),
+    "a long row": (lambda s, b, h, q, kv: s + LARGE[q].sum(), "64"),
+    "sort of a row": (lambda s, b, h, q, kv: s + TABLE[q].sort(), "sort"),
+    "cumsum of a row": (lambda s, b, h, q, kv: s + torch.cumsum(TABLE[q], 0), "cumsum"),
+    "a branch on a row": (lambda s, b, h, q, kv: s if TABLE[q] > 0 else -s, "control flow"),
     "slice beside an index": (lambda s, b, h, q, kv: s + CUBE[b, 0:1, q], "slice"),
     "float index": (lambda s, b, h, q, kv: s + FLOATS[s], "integers"),
     "index of a score": (lambda s, b, h, q, kv: s[0], "0-d"),
@@ -296,7 +311,7 @@ REFUSED = {
     "32 bits": (lambda s, b, h, q, kv: s + (q * 1000000) * 1000000, "32 bits"),
     "a large number": (lambda s, b, h, q, kv: s + (q + 2**40), "32 bits"),
     "bool minus bool": (lambda s, b, h, q, kv: s + ((q > kv) - (h > 1)), "with a bool"),
-    "operator on axes left": (lambda s, b, h, q, kv: 2 * CUBE[b, h] + s, "axes left over"),
+    "a matrix product of rows": (lambda s, b, h, q, kv: s + TABLE[q] @ BLOCKS[b], "axes left over"),
 }
 
 
@@ -351,5 +366,5 @@ def test_every_operation_is_tested_or_listed():
     import pathlib
 
     manual = (pathlib.Path(__file__).parents[2] / "docs/python.md").read_text()
-    missing = [name for name in _trace.OPERATIONS if f"`{name}`" not in manual]
+    missing = [name for name in (*_trace.OPERATIONS, *_trace.REDUCTIONS, *_trace._PRODUCTS) if f"`{name}`" not in manual]
     assert not missing, missing
