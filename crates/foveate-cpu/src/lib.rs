@@ -80,6 +80,7 @@ mod pool;
 mod row_weight_sum;
 mod score_bounds;
 mod simd;
+mod slots;
 pub mod stages;
 mod tasks;
 pub mod tiles;

@@ -17,9 +17,9 @@ use foveate_mods::{
 };
 use foveate_problem::Spec;
 
-use crate::captures::{Slot, Sum};
 use crate::score_bounds::ScoreBounds;
 use crate::simd::{LANES, SUBTILE_ROWS};
+use crate::slots::{Slot, Sum};
 
 /// A learned buffer of the score.
 #[derive(Debug)]

@@ -11,12 +11,12 @@ use super::key_tile::{self, KeyTile};
 use super::kv_split::{DqAccum, KvSplitTask, KvSplits};
 use super::statistics::Statistics;
 use crate::call::{Call, head};
-use crate::captures::Slot;
 use crate::mods::Evaluator;
 use crate::pack::{self, Format, elements, operand_elems};
 use crate::pool::PoolBuffer;
 use crate::score_bounds::{ScoreBounds, lowest};
 use crate::simd::{self, LANES, Matrix, Panels, Part, RowStatistics, SUBTILE_ROWS, Write};
+use crate::slots::Slot;
 use crate::stages::{Clock, Stage};
 use crate::tasks::KvHead;
 
