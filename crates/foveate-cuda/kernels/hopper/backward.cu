@@ -427,6 +427,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             }
             if (!DP_EARLY) product_wait<(FIRST_DV > 0)>();
             pin(dp[0]);
+            if (leads() && kind & Step::LAST) barriers.v_empty().arrive();
             #pragma unroll
             for (int k = 0; k < FV_BM / 16; ++k) {
                 u32 ds[4];
@@ -478,10 +479,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             __syncwarp();
             if (leads_warp()) send_dq();
             finish_dk(stage.before());
-            if (leads()) {
-                barriers.k_empty().arrive();
-                barriers.v_empty().arrive();
-            }
+            if (leads()) barriers.k_empty().arrive();
         }
         const Step done = step_at(place);
         store_gradient(p.dk, done, FV_D, dk, p.scale, p.accumulate);

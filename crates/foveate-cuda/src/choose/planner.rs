@@ -217,15 +217,19 @@ pub fn choose(
         |tiles: Option<Tiles>| fitting.iter().position(|c| tiles == Some(Tiles::of(&c.config)));
     let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
     let measured = |tiles: Option<Tiles>| at(tiles).filter(fills);
-    let measured = measured(table::of_hopper(class, sizes, kernel))
-        .or_else(|| measured(table::of(profile, class, sizes, kernel)));
-    let (at, origin) = match (at(recorded), measured) {
+    let portable = table::of(profile, class, sizes, kernel);
+    let first = measured(table::of_hopper(class, sizes, kernel)).or_else(|| measured(portable));
+    let (at, origin) = match (at(recorded), first) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
         (None, None) => (0, Origin::Model),
     };
     let origin = if asked == TileOptions::default() { origin } else { Origin::User };
     let chosen = fitting.remove(at);
+    // What runs if a program leaves the Hopper kernel too few registers was measured, too.
+    if let Some(at) = fitting.iter().position(|c| portable == Some(Tiles::of(&c.config))) {
+        fitting[..=at].rotate_right(1);
+    }
     Ok(Choice { chosen, origin, others: fitting, refused })
 }
 

@@ -495,6 +495,10 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     assert_eq!(chosen(&plain), Tiles::hopper_backward(64, 3));
     let narrow = Class::new(Elem::F16, 64, 64, 1);
     assert_eq!(chosen(&narrow), Tiles::hopper_backward(128, 2));
+    // Where a program leaves it too few registers, the best portable tiles are next.
+    let plan = with(&plain, &[]).unwrap();
+    let next = &plan.choice(Kernel::Backward).others[0].config;
+    assert_eq!(Tiles::of(next), Tiles::portable(64, 128, 8, 2));
     let refused = |class: &Class, asked: &[(&str, &str)], why: &str| {
         let asked = [&[("family", "hopper")], asked].concat();
         let said = with(class, &asked).unwrap_err().to_string();
