@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from ._blocks import create_block_mask, create_mask
-from ._flex import explain, flex_attention
+from ._flex import explain, flex_attention, varlen
 from ._masks import Mask
 from ._native import TraceError
 
@@ -46,4 +46,5 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "varlen",
 ]

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _dense, _native, _trace
 from ._compile import uncompiled
-from ._masks import Mask
+from ._masks import Mask, offsets_of
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -116,16 +116,24 @@ def flex_attention(
     score = None if score_mod is None else _trace.score(score_mod, extents)
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
-    dropout = (dropout_p, int(torch.randint(2**63 - 1, ()))) if dropout_p else None
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    call = _Call(score, mask, None if scale is None else float(scale), dropout, wants_lse, wants_max)
+    call = _Call(score, mask, None if scale is None else float(scale), _dropout(dropout_p), wants_lse, wants_max)
+    return _returned(*_run(call, query, key, value, sink, learned), return_lse, return_aux)
+
+
+def _dropout(p: float) -> tuple[float, int] | None:
+    """The probability, and a seed from torch's generator."""
+    return (p, int(torch.randint(2**63 - 1, ()))) if p else None
+
+
+def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...]) -> Any:
+    """``out``, ``lse`` and ``max_scores`` of a call, with a gradient where one is wanted."""
     if _transforms_active():
-        out, lse, max_scores = _Attention.apply(query, key, value, sink, call, *learned)
-    elif learns and (learned or any(t is not None and t.requires_grad for t in (query, key, value, sink))):
-        out, lse, max_scores = _Plain.apply(query, key, value, sink, call, *learned)
-    else:
-        out, lse, max_scores = call.forward(query, key, value, sink, (), forward_only=True)
-    return _returned(out, lse, max_scores, return_lse, return_aux)
+        return _Attention.apply(q, k, v, sink, call, *learned)
+    wanted = learned or any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    if wanted and torch.is_grad_enabled():
+        return _Plain.apply(q, k, v, sink, call, *learned)
+    return call.forward(q, k, v, sink, (), forward_only=True)
 
 
 def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: AuxRequest | None) -> Any:
@@ -137,26 +145,52 @@ def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: 
 class _Call:
     """What one call asks for, besides tensors; after ``forward``, its plan."""
 
-    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "plan")
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "plan")
 
     def __init__(
-        self, score: Any, mask: Any, scale: float | None, dropout: Any, wants_lse: bool, wants_max: bool
+        self,
+        score: Any,
+        mask: Any,
+        scale: float | None,
+        dropout: Any,
+        wants_lse: bool,
+        wants_max: bool,
+        varlen: tuple[list[int], list[int]] | None = None,
     ) -> None:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
-        self.wants_lse, self.wants_max = wants_lse, wants_max
+        self.wants_lse, self.wants_max, self.varlen = wants_lse, wants_max, varlen
         self.plan: Any = None
 
     def again(self) -> _Call:
         """The same, for another run."""
-        return _Call(self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max)
+        return _Call(self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen)
 
     def planned(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> Any:
-        threads = torch.get_num_threads()
         return _native.plan(
-            q, k, v, self.score, self.mask, self.scale, sink, self.dropout, list(learned), forward_only, threads
+            q,
+            k,
+            v,
+            self.score,
+            self.mask,
+            self.scale,
+            sink,
+            self.dropout,
+            self.varlen,
+            list(learned),
+            forward_only,
+            torch.get_num_threads(),
         )
+
+    def clear(self, queries: tuple[Tensor | None, ...], keys: tuple[Tensor | None, ...]) -> None:
+        """Sets rows past the last sequence to 0: nothing is computed there."""
+        if self.varlen is None:
+            return
+        for ends, tensors in zip(self.varlen, (queries, keys)):
+            for tensor in tensors:
+                if tensor is not None and tensor.size(2) > ends[-1]:
+                    tensor[:, :, ends[-1] :] = 0
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
@@ -167,6 +201,11 @@ class _Call:
         lse = torch.empty(shape[:3], dtype=torch.float32) if self.wants_lse or not forward_only else None
         max_scores = torch.empty(shape[:3], dtype=torch.float32) if self.wants_max else None
         self.plan.forward(q, k, v, out, lse, max_scores)
+        if self.varlen is not None:
+            self.clear((out,), ())
+            for rows in (lse, max_scores):
+                if rows is not None:
+                    rows[:, :, self.varlen[0][-1] :] = -math.inf
         return out, lse, max_scores
 
 
@@ -250,6 +289,7 @@ class _Gradient(torch.autograd.Function):
         each = iter(destinations)
         into = [next(each) if capture.learned else None for capture in captures]
         plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
         return (*gradients, d_sink, *destinations)
 
     @staticmethod
@@ -392,6 +432,84 @@ def _check_options(options: dict[str, Any] | None) -> None:
 
 
 @uncompiled
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Attention of sequences of any lengths, one after another, with a mask and a score function.
+
+    Sequence ``b`` owns rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``query`` and those of
+    ``cu_seqlens_k`` of ``key`` and ``value``. Functions see the sequence as ``b`` and positions inside it.
+
+    Args:
+        query: ``[T, Hq, E]``, float32, bfloat16 or float16.
+        key: ``[S, Hkv, E]``; ``Hkv`` divides ``Hq``.
+        value: ``[S, Hkv, Ev]``.
+        cu_seqlens_q: ``[n + 1]``, integers that begin at 0 and do not decrease.
+        cu_seqlens_k: Those of keys; ``cu_seqlens_q`` when it is None.
+        max_seqlen_q: Ignored: lengths are read from the offsets. So is ``max_seqlen_k``.
+        score_mod: As in :func:`flex_attention`.
+        mask: A :class:`Mask` or a mask function.
+        scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
+        return_aux: As in :func:`flex_attention`, of shape ``[Hq, T]``.
+        sink: As in :func:`flex_attention`.
+        dropout_p: As in :func:`flex_attention`.
+
+    Returns:
+        ``out [T, Hq, Ev]``. Rows past the last sequence are 0, and their gradients.
+
+    Raises:
+        ValueError: Shapes, dtypes or offsets do not fit each other.
+        TraceError: A function does something that cannot be traced.
+    """
+    del max_seqlen_q, max_seqlen_k
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
+    query, key, value = _autocast(query, key, value)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    _check(q, k, v, None, enable_gqa=True)
+    if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    offsets = [offsets_of("cu_seqlens_q", cu_seqlens_q, query.size(0))]
+    both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    offsets.append(offsets_of("cu_seqlens_k", both, key.size(0)))
+    if len(offsets[0]) != len(offsets[1]):
+        raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
+    longest = (max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets)
+    extents = (len(offsets[0]) - 1, q.size(1), *longest)
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    traced = None if mask is None else _trace.mask(mask, extents)
+    learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
+    aux = AuxRequest() if return_aux is None else return_aux
+    number = None if scale is None else float(scale)
+    call = _Call(score, traced, number, _dropout(dropout_p), aux.lse, aux.max_scores, (offsets[0], offsets[1]))
+    out, lse, max_scores = _run(call, q, k, v, _sink(sink, q), learned)
+    out = out.squeeze(0).transpose(0, 1)
+    if return_aux is None:
+        return out
+    rows = (None if x is None or not wanted else x.squeeze(0) for x, wanted in ((lse, aux.lse), (max_scores, aux.max_scores)))
+    return out, AuxOutput(*rows)
+
+
+@uncompiled
 def explain(
     query: Tensor,
     key: Tensor,
@@ -414,5 +532,5 @@ def explain(
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and any(c.learned for c in score.captures))
     threads = torch.get_num_threads()
-    plan = _native.plan(query, key, value, score, mask, scale, None, None, [], not learns, threads)
+    plan = _native.plan(query, key, value, score, mask, scale, None, None, None, [], not learns, threads)
     return plan.explain()

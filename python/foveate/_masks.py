@@ -127,28 +127,36 @@ class Mask:
         Raises:
             ValueError: The offsets do not begin at 0, decrease, or differ in number.
         """
-        q = _offsets("cu_seqlens", cu_seqlens)
-        k = q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k)
-        if q.numel() != k.numel():
-            raise ValueError(f"cu_seqlens has {q.numel()} offsets and cu_seqlens_k {k.numel()}; they need as many")
+        q = offsets_of("cu_seqlens", cu_seqlens)
+        k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k)
+        if len(q) != len(k):
+            raise ValueError(f"cu_seqlens has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
         q_ids, k_ids = _ids(q), _ids(k)
         q_len, k_len = q_ids.numel() - 1, k_ids.numel() - 1
         text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
         return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)
 
 
-def _offsets(name: str, offsets: Tensor) -> Tensor:
-    if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype.is_floating_point:
-        raise ValueError(f"{name} must be a vector of integer offsets, got {offsets.dtype} of {tuple(offsets.shape)}")
-    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-        raise ValueError(f"{name} must begin at 0 and not decrease, got {offsets.tolist()[:8]}")
-    return offsets
+def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]:
+    """Offsets of sequences in ``rows`` rows.
+
+    Raises:
+        ValueError: They are no integers, do not begin at 0, decrease, or end past the rows.
+    """
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_floating_point():
+        raise ValueError(f"{name} must be a vector of integer offsets, got {offsets!r}")
+    numbers: list[int] = offsets.tolist()
+    if numbers[0] != 0 or any(b < a for a, b in zip(numbers, numbers[1:])):
+        raise ValueError(f"{name} must begin at 0 and not decrease, got {numbers[:8]}")
+    if rows is not None and numbers[-1] > rows:
+        raise ValueError(f"{name} ends at {numbers[-1]}, past the {rows} rows")
+    return numbers
 
 
-def _ids(offsets: Tensor) -> Tensor:
+def _ids(offsets: list[int]) -> Tensor:
     """The document of each position, and one more of none."""
-    lengths = offsets.diff()
-    ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.long())
+    lengths = torch.tensor([b - a for a, b in zip(offsets, offsets[1:])], dtype=torch.long)
+    ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     return torch.cat([ids, ids.new_full((1,), -1)]).to(torch.int32)
 
 

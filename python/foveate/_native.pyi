@@ -117,6 +117,7 @@ def plan(
     scale: float | None,
     sink: Tensor | None,
     dropout: tuple[float, int] | None,
+    varlen: tuple[list[int], list[int]] | None,
     learned: list[Tensor],
     forward_only: bool,
     threads: int,

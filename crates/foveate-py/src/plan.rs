@@ -243,9 +243,10 @@ pub struct Plan {
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
 /// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed;
+/// `varlen` are the offsets of sequences that lie one after another in q, and in k and v, of batch 1;
 /// `learned` are the score's captured tensors that want a gradient.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, learned, forward_only, threads))]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, learned, forward_only, threads))]
 pub fn plan(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -256,6 +257,7 @@ pub fn plan(
     scale: Option<f64>,
     sink: Option<&Bound<'_, PyAny>>,
     dropout: Option<(f32, u64)>,
+    varlen: Option<(Vec<i32>, Vec<i32>)>,
     learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     threads: usize,
@@ -318,6 +320,9 @@ pub fn plan(
         for (name, half) in halves {
             plan = plan.set_scalar(name, half as i32).map_err(raised)?;
         }
+    }
+    if let Some((cu_q, cu_k)) = varlen {
+        plan = plan.with_varlen(&cu_q, &cu_k).map_err(raised)?;
     }
     if let Some(sink) = sink {
         // SAFETY: the argument holds the tensor, and the plan takes a copy.

@@ -1,0 +1,80 @@
+"""``foveate.varlen`` beside attention of each sequence by itself."""
+
+import pytest
+import torch
+from reference import attention, close
+
+from foveate import AuxRequest, Mask, varlen
+
+G = torch.Generator().manual_seed(8)
+CU_Q = torch.tensor([0, 20, 20, 21, 57], dtype=torch.int32)
+CU_K = torch.tensor([0, 13, 30, 30, 66])
+
+
+def operands(dtype=torch.float32):
+    sizes = ((60, 4, 8), (70, 2, 8), (70, 2, 6))
+    return tuple(torch.randn(size, generator=G).to(dtype).requires_grad_() for size in sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_attend_to_themselves(dtype):
+    q, k, v = operands(dtype)
+    slope = torch.randn(4, 4, generator=G).requires_grad_()
+    sink = torch.randn(4, generator=G)
+
+    def score_mod(score, b, h, i, j):
+        return score + slope[b, h] * (i - j) / 10
+
+    out, aux = varlen(q, k, v, CU_Q, CU_K, 36, 36, score_mod, Mask.causal(), return_aux=AuxRequest(lse=True))
+    assert out.is_contiguous() and out.shape == (60, 4, 6) and aux.lse.shape == (4, 60)
+    golds, lows = [], []
+    for b in range(4):
+        (a, e), (s, t) = CU_Q[b : b + 2].tolist(), CU_K[b : b + 2].tolist()
+        part = tuple(x[x0:x1].transpose(0, 1)[None] for x, x0, x1 in ((q, a, e), (k, s, t), (v, s, t)))
+        mask = (torch.arange(e - a)[:, None] >= torch.arange(t - s)).expand(1, 4, -1, -1)
+        distance = (torch.arange(e - a)[:, None] - torch.arange(t - s)) / 10
+        bias = lambda x, *_, b=b, d=distance: x + slope[b].to(x.dtype)[:, None, None] * d  # noqa: E731
+        scores = lambda p: bias(p[0].double() @ p[1].double().repeat_interleave(2, 1).transpose(-2, -1) / 8**0.5)  # noqa: E731
+        masked = scores(part).masked_fill(~mask, -torch.inf)
+        dead = (masked == -torch.inf).all(-1, keepdim=True)
+        weights = torch.softmax(masked.masked_fill(dead, 0), -1).masked_fill(dead, 0) if t > s else masked
+        golds.append((weights @ part[2].double().repeat_interleave(2, 1))[0].transpose(0, 1))
+    gold = torch.cat([*golds, torch.zeros(3, 4, 6)])
+    close("out", out, gold, dtype, 40 * 8)
+    assert not out[57:].any() and bool((aux.lse[:, 57:] == -torch.inf).all())
+    d_out = torch.randn(out.shape, generator=G)
+    ours = torch.autograd.grad((out * d_out).sum(), (q, k, v, slope))
+    theirs = torch.autograd.grad((gold * d_out).sum(), (q, k, v, slope))
+    for name, one, two in zip(("dq", "dk", "dv", "d_slope"), ours, theirs):
+        close(name, one, two, dtype, 60 * 8, low=two + 4 * two.abs().max() * (0 if dtype == torch.float32 else 2.0**-8))
+    assert not ours[0][57:].any() and not ours[1][66:].any() and not ours[2][66:].any()
+    with_sink = varlen(q, k, v, CU_Q, CU_K, sink=sink)
+    assert not torch.equal(with_sink, varlen(q, k, v, CU_Q, CU_K))
+
+
+def test_one_sequence_is_plain_attention_and_offsets_may_be_shared():
+    q, k, v = (torch.randn(30, 3, 8, generator=G) for _ in range(3))
+    out = varlen(q, k, v, torch.tensor([0, 30]))
+    gold, _ = attention(*(t.transpose(0, 1)[None] for t in (q, k, v)))
+    close("out", out, gold[0].transpose(0, 1), torch.float32, 30 * 8)
+    assert torch.equal(varlen(q, k, v, torch.tensor([0])), torch.zeros(30, 3, 8))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(cu_seqlens_q=torch.tensor([0, 9, 3])), "decrease"),
+    (dict(cu_seqlens_q=torch.tensor([1, 9])), "begin at 0"),
+    (dict(cu_seqlens_q=torch.tensor([0, 61])), "past the 60 rows"),
+    (dict(cu_seqlens_k=torch.tensor([0, 71])), "past the 70 rows"),
+    (dict(cu_seqlens_k=torch.tensor([0, 7])), "as many"),
+    (dict(cu_seqlens_q=torch.tensor([0.0, 9.0])), "integer"),
+    (dict(query=torch.zeros(60, 4)), "rows, heads, dim"),
+    (dict(query=torch.zeros(60, 3, 8)), "multiple of kv heads"),
+    (dict(query=torch.zeros(60, 4, 8).double()), "one dtype"),
+    (dict(dropout_p=2.0), "below 1"),
+])
+def test_wrong_input_is_one_clear_error(change, words):
+    q, k, v = operands()
+    arguments = dict(query=q, key=k, value=v, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K) | change
+    with pytest.raises(ValueError, match=words) as raised:
+        varlen(**arguments)
+    assert "\n" not in str(raised.value)
