@@ -1,18 +1,15 @@
-//! The mbarriers of the Hopper forward kernel as a model: the roles of `kernels/hopper/forward.cu` as
-//! lists of what they do to barriers and buffers, carried out in random order.
-//!
-//! The model finds what no compiler does: a deadlock, a wait that takes one phase for another, an
-//! arrival that nobody expects, a copy that lands in a buffer that is still read. It knows no data but
-//! which tile a buffer holds.
-
-use std::collections::BTreeMap;
+//! The forward: `kernels/hopper/forward.cu`.
 
 use foveate_tensor::random::Random;
 
-/// Bytes that a copy delivers; the real number does not matter.
-const BYTES: i64 = 4096;
+use super::model::Op::*;
+use super::model::{BYTES, Content, Fault, Ring, STOP, run};
+
 /// Places of the ring of items: the one that is finished, the one at work, and the next one.
 const PLACES: usize = 3;
+
+type Op = super::model::Op<Barrier, Buffer>;
+type Role = super::model::Role<Barrier, Buffer>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Barrier {
@@ -37,59 +34,12 @@ enum Buffer {
     Item(usize),
 }
 
-/// What a buffer holds: item, and tile of keys in it.
-type Content = (usize, usize);
-/// The item after the last one, and the step that says so.
-const STOP: Content = (usize::MAX, 0);
-
-#[derive(Clone, Copy, Debug)]
-enum Op {
-    /// Waits for a round of a barrier, -1 of a fresh one.
-    Wait(Barrier, i64),
-    Arrive(Barrier),
-    /// Arrives and announces bytes.
-    Expect(Barrier, i64),
-    /// Starts a copy, which lands later.
-    Copy(Barrier, Buffer, Content),
-    Write(Buffer, Content),
-    Read(Buffer, Content),
-    /// Waits for, and passes on, the turn of a consumer (named barriers).
-    TakeTurn(usize),
-    GiveTurn(usize),
-}
-use Op::*;
-
 /// How the kernel is configured.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     consumers: usize,
     stages: usize,
     q_stages: usize,
-}
-
-/// A position in a ring, as in `forward_device.cuh`.
-#[derive(Clone, Copy)]
-struct Ring {
-    stages: usize,
-    turn: i64,
-}
-
-impl Ring {
-    fn new(stages: usize) -> Self {
-        Self { stages, turn: 0 }
-    }
-    fn stage(self) -> usize {
-        self.turn.rem_euclid(self.stages as i64) as usize
-    }
-    fn round(self) -> i64 {
-        self.turn.div_euclid(self.stages as i64)
-    }
-    fn advance(&mut self) {
-        self.turn += 1;
-    }
-    fn before(self) -> Self {
-        Self { turn: self.turn - 1, ..self }
-    }
 }
 
 /// The live tiles of an item, from the last one, out of its runs `(first, count)`: `LiveKeys`.
@@ -111,14 +61,16 @@ fn walk(runs: &[(usize, usize)]) -> Vec<usize> {
 }
 
 /// The roles' lists. `items` are the tiles of keys of each item, none of them empty.
-fn roles(shape: Shape, items: &[Vec<usize>]) -> Vec<(String, Vec<Op>)> {
+fn roles(shape: Shape, items: &[Vec<usize>]) -> Vec<Role> {
+    let role = |name: &str, ops| Role { name: name.to_owned(), team: 0, ops };
     let mut roles = vec![
-        ("scheduler".to_owned(), scheduler(items)),
-        ("producer of keys".to_owned(), keys(shape, items)),
-        ("producer of values".to_owned(), values(shape, items)),
+        role("scheduler", scheduler(items)),
+        role("producer of keys", keys(shape, items)),
+        role("producer of values", values(shape, items)),
     ];
-    roles
-        .extend((0..shape.consumers).map(|c| (format!("consumer {c}"), consumer(shape, c, items))));
+    roles.extend(
+        (0..shape.consumers).map(|c| role(&format!("consumer {c}"), consumer(shape, c, items))),
+    );
     roles
 }
 
@@ -165,7 +117,7 @@ fn keys(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
     let mut ops = Vec::new();
     for_each_tile(items, &mut ops, |ops, content, first| {
         announce(ops, k, content, BYTES);
-        ops.push(Copy(Barrier::KFull(k.stage()), Buffer::K(k.stage()), content));
+        ops.push(Load(Barrier::KFull(k.stage()), Buffer::K(k.stage()), content));
         k.advance();
         if !first {
             return;
@@ -173,7 +125,7 @@ fn keys(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
         for c in 0..shape.consumers {
             ops.push(Wait(Barrier::QEmpty(q.stage(), c), q.round() - 1));
             ops.push(Expect(Barrier::QFull(q.stage(), c), BYTES));
-            ops.push(Copy(Barrier::QFull(q.stage(), c), Buffer::Q(q.stage(), c), (content.0, 0)));
+            ops.push(Load(Barrier::QFull(q.stage(), c), Buffer::Q(q.stage(), c), (content.0, 0)));
         }
         q.advance();
     });
@@ -187,7 +139,7 @@ fn values(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
     for_each_tile(items, &mut ops, |ops, content, _| {
         ops.push(Wait(Barrier::VEmpty(v.stage()), v.round() - 1));
         ops.push(Expect(Barrier::VFull(v.stage()), BYTES));
-        ops.push(Copy(Barrier::VFull(v.stage()), Buffer::V(v.stage()), content));
+        ops.push(Load(Barrier::VFull(v.stage()), Buffer::V(v.stage()), content));
         v.advance();
     });
     ops
@@ -259,116 +211,24 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<usize>]) -> Vec<Op> {
     ops
 }
 
-/// An mbarrier as PTX has it: a phase is complete when as many have arrived as were initialised and
-/// all announced bytes have come.
-struct Mbarrier {
-    count: usize,
-    pending: usize,
-    bytes: i64,
-    phase: i64,
-}
-
-impl Mbarrier {
-    fn new(count: usize) -> Self {
-        Self { count, pending: count, bytes: 0, phase: 0 }
-    }
-    fn complete(&mut self) {
-        if self.pending == 0 && self.bytes == 0 {
-            self.phase += 1;
-            self.pending = self.count;
-        }
-    }
-    fn arrive(&mut self, bytes: i64) {
-        assert!(self.pending > 0, "an arrival that nobody expects");
-        self.bytes += bytes;
-        self.pending -= 1;
-        self.complete();
-    }
-    /// A wait sees the parity of the phase alone.
-    fn is_over(&self, round: i64) -> bool {
-        let ahead = self.phase - round;
-        assert!(
-            (0..=1).contains(&ahead),
-            "a wait for round {round} takes phase {} for it",
-            self.phase
-        );
-        self.phase.rem_euclid(2) != round.rem_euclid(2)
-    }
-}
-
-/// Carries the lists out in an order drawn from `random`; says where they stand when none can go on.
-fn run(shape: Shape, roles: &[(String, Vec<Op>)], random: &mut Random) -> Result<(), String> {
-    let mut barriers = BTreeMap::new();
-    let mut init = |barrier, count| barriers.insert(barrier, Mbarrier::new(count));
+/// The barriers, and how many arrive at each: `Barriers::init`.
+fn barriers(shape: Shape) -> Vec<(Barrier, usize)> {
+    let mut barriers = Vec::new();
     for s in 0..shape.stages {
-        init(Barrier::KFull(s), 1);
-        init(Barrier::KEmpty(s), shape.consumers);
-        init(Barrier::VFull(s), 1);
-        init(Barrier::VEmpty(s), shape.consumers);
+        barriers.push((Barrier::KFull(s), 1));
+        barriers.push((Barrier::KEmpty(s), shape.consumers));
+        barriers.push((Barrier::VFull(s), 1));
+        barriers.push((Barrier::VEmpty(s), shape.consumers));
     }
-    for s in 0..shape.q_stages {
-        for c in 0..shape.consumers {
-            init(Barrier::QFull(s, c), 1);
-            init(Barrier::QEmpty(s, c), 1);
-        }
+    for (s, c) in (0..shape.q_stages).flat_map(|s| (0..shape.consumers).map(move |c| (s, c))) {
+        barriers.push((Barrier::QFull(s, c), 1));
+        barriers.push((Barrier::QEmpty(s, c), 1));
     }
     for place in 0..PLACES {
-        init(Barrier::ItemFull(place), 1);
-        init(Barrier::ItemEmpty(place), 2 + shape.consumers);
+        barriers.push((Barrier::ItemFull(place), 1));
+        barriers.push((Barrier::ItemEmpty(place), 2 + shape.consumers));
     }
-    let mut contents: BTreeMap<Buffer, Content> = BTreeMap::new();
-    let mut landing: Vec<(Barrier, Buffer, Content)> = Vec::new();
-    let mut turns = vec![0; shape.consumers];
-    let mut at = vec![0; roles.len()];
-    let mut stuck = 0;
-    while at.iter().zip(roles).any(|(&at, (_, ops))| at < ops.len()) {
-        // One of the roles, or of the copies.
-        let drawn = random.below(roles.len() + landing.len());
-        if let Some(copy) = drawn.checked_sub(roles.len()) {
-            let (barrier, buffer, content) = landing.swap_remove(copy);
-            contents.insert(buffer, content);
-            let full = barriers.get_mut(&barrier).expect("it was made");
-            full.bytes -= BYTES;
-            full.complete();
-            stuck = 0;
-            continue;
-        }
-        let Some(&op) = roles[drawn].1.get(at[drawn]) else { continue };
-        let mut goes = true;
-        match op {
-            Wait(barrier, round) => goes = barriers[&barrier].is_over(round),
-            Arrive(barrier) => barriers.get_mut(&barrier).expect("it was made").arrive(0),
-            Expect(barrier, bytes) => {
-                barriers.get_mut(&barrier).expect("it was made").arrive(bytes)
-            }
-            Copy(barrier, buffer, content) => landing.push((barrier, buffer, content)),
-            Write(buffer, content) => drop(contents.insert(buffer, content)),
-            Read(buffer, content) => assert_eq!(
-                contents.get(&buffer),
-                Some(&content),
-                "{} reads {buffer:?}",
-                roles[drawn].0
-            ),
-            TakeTurn(consumer) => {
-                goes = turns[consumer] > 0;
-                turns[consumer] -= i32::from(goes);
-            }
-            GiveTurn(consumer) => {
-                turns[consumer] += 1;
-                assert_eq!(turns[consumer], 1, "a turn is given before the last one was taken");
-            }
-        }
-        at[drawn] += usize::from(goes);
-        stuck = if goes { 0 } else { stuck + 1 };
-        if stuck > 100 * roles.len() && landing.is_empty() {
-            let waiting = roles
-                .iter()
-                .zip(&at)
-                .filter_map(|((name, ops), &at)| Some(format!("{name} at {:?}", ops.get(at)?)));
-            return Err(waiting.collect::<Vec<_>>().join("; "));
-        }
-    }
-    Ok(())
+    barriers
 }
 
 /// Runs of live tiles of some items, items and runs without tiles among them.
@@ -413,8 +273,8 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
         let items: Vec<_> = random_runs(&mut random).iter().map(|runs| walk(runs)).collect();
         let items: Vec<_> = items.into_iter().filter(|tiles| !tiles.is_empty()).collect();
         for shape in shapes() {
-            let done = run(shape, &roles(shape, &items), &mut random);
-            assert_eq!(done, Ok(()), "seed {seed}, {shape:?}, {items:?}");
+            let done = run(&barriers(shape), &roles(shape, &items), &mut random);
+            assert_eq!(done, Ok(vec![]), "seed {seed}, {shape:?}, {items:?}");
         }
     }
 }
@@ -442,15 +302,17 @@ fn the_model_sees_a_release_too_early_and_one_that_is_missing() {
     let outcomes = |change: &dyn Fn(&mut Vec<Op>)| {
         let found = (0..200).map(|seed| {
             let mut changed = roles(shape, &items);
-            for (name, ops) in &mut changed {
-                if name.starts_with("consumer") {
-                    change(ops);
+            for role in &mut changed {
+                if role.name.starts_with("consumer") {
+                    change(&mut role.ops);
                 }
             }
-            std::panic::catch_unwind(|| run(shape, &changed, &mut Random::new(seed)))
+            run(&barriers(shape), &changed, &mut Random::new(seed))
         });
         found.collect::<Vec<_>>()
     };
-    assert!(outcomes(&early).iter().any(Result::is_err), "another tile is read");
-    assert!(outcomes(&missing).iter().all(|done| matches!(done, Ok(Err(_)))), "it stops");
+    let reads_another = |done: &_| matches!(done, Err(Fault::Hazard(_)));
+    assert!(outcomes(&early).iter().any(reads_another), "another tile is read");
+    let stops = |done: &_| matches!(done, Err(Fault::Deadlock(_)));
+    assert!(outcomes(&missing).iter().all(stops), "it stops");
 }

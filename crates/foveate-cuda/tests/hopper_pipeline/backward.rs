@@ -1,0 +1,707 @@
+//! The backward: `kernels/hopper/backward.cu`. Its consumers are warps here: a warp releases what it
+//! alone has read, and its warpgroup's first warp what their products have read.
+
+use foveate_tensor::random::Random;
+
+use super::model::Op::*;
+use super::model::{BYTES, Content, Fault, Ring, STOP, run};
+
+const CONSUMERS: usize = 2;
+/// Warps of consumers.
+const WARPS: usize = 4 * CONSUMERS;
+/// Keys of a tile.
+const TILE_KV: usize = 64 * CONSUMERS;
+/// Steps that are announced ahead.
+const STEPS: usize = 8;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Barrier {
+    KFull,
+    VFull,
+    KEmpty,
+    VEmpty,
+    DsFull(usize),
+    StepFull(usize),
+    StepEmpty(usize),
+    Full(usize),
+    QEmpty(usize),
+    DOutEmpty(usize),
+    /// Named barrier 1, of both consumers.
+    Together,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Buffer {
+    K,
+    V,
+    Q(usize),
+    DOut(usize),
+    Lse(usize),
+    Delta(usize),
+    /// What a warp writes of dS in a step of this parity.
+    Ds(usize, usize),
+    /// A warp's part of dQ.
+    Dq(usize),
+    Step(usize),
+}
+
+type Op = super::model::Op<Barrier, Buffer>;
+type Role = super::model::Role<Barrier, Buffer>;
+/// An operand of a product, and how many must have cleared it.
+type Operand = (Buffer, Content, usize);
+
+/// How the kernel is configured.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    stages: usize,
+    /// `FV_BM`.
+    tile_q: usize,
+    /// `WIDE_SUMS`: the end of dV joins the next step.
+    wide: bool,
+    /// `FV_OVERLAP`.
+    overlap: bool,
+}
+
+/// A tile of keys, and the tiles of queries that see it.
+#[derive(Clone, Debug)]
+struct Item {
+    keys: usize,
+    tiles: Vec<Tile>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    /// Of the sequence, from the tile's first on.
+    queries: usize,
+    /// Whether its mask is evaluated.
+    partial: bool,
+}
+
+/// `Step` of the kernel. An item that nobody sees has one without a tile.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    content: Content,
+    tile: Option<Tile>,
+    keys: usize,
+    first: bool,
+    last: bool,
+}
+
+fn steps(items: &[Item]) -> Vec<Step> {
+    let of_item = |(number, item): (usize, &Item)| {
+        let count = item.tiles.len().max(1);
+        let step = |i| Step {
+            content: (number, i),
+            tile: item.tiles.get(i).copied(),
+            keys: item.keys,
+            first: i == 0,
+            last: i + 1 == count,
+        };
+        (0..count).map(step).collect::<Vec<_>>()
+    };
+    items.iter().enumerate().flat_map(of_item).collect()
+}
+
+/// `Barriers::init`.
+fn barriers(shape: Shape) -> Vec<(Barrier, usize)> {
+    let mut barriers = vec![
+        (Barrier::KFull, 1),
+        (Barrier::VFull, 1),
+        (Barrier::KEmpty, CONSUMERS),
+        (Barrier::VEmpty, CONSUMERS),
+        (Barrier::DsFull(0), WARPS),
+        (Barrier::DsFull(1), WARPS),
+        (Barrier::Together, WARPS),
+    ];
+    for i in 0..STEPS {
+        barriers.extend([(Barrier::StepFull(i), 1), (Barrier::StepEmpty(i), 3 + WARPS)]);
+    }
+    for s in 0..shape.stages {
+        barriers.push((Barrier::Full(s), 3));
+        barriers.extend([(Barrier::QEmpty(s), CONSUMERS), (Barrier::DOutEmpty(s), CONSUMERS)]);
+    }
+    barriers
+}
+
+fn roles(shape: Shape, items: &[Item]) -> Vec<Role> {
+    let steps = steps(items);
+    let role = |name: &str, ops| Role { name: name.to_owned(), team: CONSUMERS, ops };
+    let mut roles = vec![
+        role("scheduler", scheduler(&steps)),
+        role("producer of K and Q", copies(shape, &steps, &K_AND_Q)),
+        role("producer of V and dO", copies(shape, &steps, &V_AND_D_OUT)),
+        role("producer of lse and delta", rows(shape, &steps)),
+    ];
+    roles.extend((0..WARPS).map(|warp| Role {
+        team: warp / 4,
+        ..role(&format!("consumer's warp {warp}"), Warp::new(shape, warp).run(&steps))
+    }));
+    roles
+}
+
+/// `schedule`.
+fn scheduler(steps: &[Step]) -> Vec<Op> {
+    let mut ring = Ring::new(STEPS);
+    let mut ops = Vec::new();
+    for content in steps.iter().map(|step| step.content).chain([STOP]) {
+        ops.push(Wait(Barrier::StepEmpty(ring.stage()), ring.round() - 1));
+        ops.push(Write(Buffer::Step(ring.stage()), content));
+        ops.push(Arrive(Barrier::StepFull(ring.stage())));
+        ring.advance();
+    }
+    ops
+}
+
+/// What a producer does with each step between its announcement and its release: `for_each_step`.
+fn for_each_step(
+    steps: &[Step],
+    mut each: impl FnMut(&mut Vec<Op>, &Step, Buffer, Barrier),
+) -> Vec<Op> {
+    let mut ring = Ring::new(STEPS);
+    let mut ops = Vec::new();
+    for step in steps {
+        ops.push(Wait(Barrier::StepFull(ring.stage()), ring.round()));
+        ops.push(Read(Buffer::Step(ring.stage()), step.content));
+        each(&mut ops, step, Buffer::Step(ring.stage()), Barrier::StepEmpty(ring.stage()));
+        ring.advance();
+    }
+    ops.push(Wait(Barrier::StepFull(ring.stage()), ring.round()));
+    ops.push(Read(Buffer::Step(ring.stage()), STOP));
+    ops
+}
+
+/// What a producer copies: of keys with the first step of an item, of queries with every one.
+struct Copied {
+    keys: Buffer,
+    keys_full: Barrier,
+    keys_empty: Barrier,
+    queries: fn(usize) -> Buffer,
+    queries_empty: fn(usize) -> Barrier,
+}
+
+const K_AND_Q: Copied = Copied {
+    keys: Buffer::K,
+    keys_full: Barrier::KFull,
+    keys_empty: Barrier::KEmpty,
+    queries: Buffer::Q,
+    queries_empty: Barrier::QEmpty,
+};
+const V_AND_D_OUT: Copied = Copied {
+    keys: Buffer::V,
+    keys_full: Barrier::VFull,
+    keys_empty: Barrier::VEmpty,
+    queries: Buffer::DOut,
+    queries_empty: Barrier::DOutEmpty,
+};
+
+/// `copy_k_and_q`, `copy_v_and_d_out`.
+fn copies(shape: Shape, steps: &[Step], copied: &Copied) -> Vec<Op> {
+    let mut ring = Ring::new(shape.stages);
+    let mut item = -1;
+    for_each_step(steps, |ops, step, place, release| {
+        if step.tile.is_some() {
+            if step.first {
+                ops.push(Wait(copied.keys_empty, item));
+                ops.push(Expect(copied.keys_full, BYTES));
+                ops.push(Load(copied.keys_full, copied.keys, (step.content.0, 0)));
+                item += 1;
+            }
+            let full = Barrier::Full(ring.stage());
+            ops.push(Wait((copied.queries_empty)(ring.stage()), ring.round() - 1));
+            ops.push(Expect(full, BYTES));
+            ops.push(Load(full, (copied.queries)(ring.stage()), step.content));
+            ring.advance();
+        }
+        ops.push(Read(place, step.content));
+        ops.push(Arrive(release));
+    })
+}
+
+/// `copy_rows`.
+fn rows(shape: Shape, steps: &[Step]) -> Vec<Op> {
+    let mut ring = Ring::new(shape.stages);
+    for_each_step(steps, |ops, step, _, release| {
+        ops.push(Arrive(release));
+        if step.tile.is_none() {
+            return;
+        }
+        ops.push(Wait(Barrier::DOutEmpty(ring.stage()), ring.round() - 1));
+        ops.push(Write(Buffer::Lse(ring.stage()), step.content));
+        ops.push(Write(Buffer::Delta(ring.stage()), step.content));
+        ops.push(Arrive(Barrier::Full(ring.stage())));
+        ring.advance();
+    })
+}
+
+/// The first query of a warp's part of dQ: `dq_row`.
+fn dq_row(shape: Shape, warp: usize) -> usize {
+    let of_consumer = if shape.tile_q == TILE_KV { warp / 4 * 64 } else { 0 };
+    of_consumer + warp % 4 * 16
+}
+
+/// Whether a warp has queries of a tile in its part of dQ.
+fn sends(shape: Shape, warp: usize, step: &Step) -> bool {
+    step.tile.is_some_and(|tile| dq_row(shape, warp) < tile.queries)
+}
+
+/// A warp of a consumer, as it goes through the kernel.
+struct Warp {
+    shape: Shape,
+    warp: usize,
+    ops: Vec<Op>,
+    place: Ring,
+    stage: Ring,
+    item: i64,
+    /// Of the CTA's steps with a tile.
+    number: i64,
+    together: i64,
+    /// Groups of products that were started.
+    products: usize,
+    /// The step before, if the warp has queries of it.
+    target: Option<Content>,
+    /// The step before, and who must have cleared its operands.
+    before: Option<(Step, usize, usize)>,
+}
+
+impl Warp {
+    fn new(shape: Shape, warp: usize) -> Self {
+        Self {
+            shape,
+            warp,
+            ops: Vec::new(),
+            place: Ring::new(STEPS),
+            stage: Ring::new(shape.stages),
+            item: -1,
+            number: 0,
+            together: 0,
+            products: 0,
+            target: None,
+            before: None,
+        }
+    }
+
+    fn push(&mut self, op: Op) {
+        self.ops.push(op);
+    }
+
+    /// Arrives as the first warp of its consumer.
+    fn lead(&mut self, barrier: Barrier) {
+        if self.warp.is_multiple_of(4) {
+            self.push(Arrive(barrier));
+        }
+    }
+
+    /// Starts a group of products.
+    fn start(&mut self, operands: Vec<Operand>) {
+        self.ops
+            .extend(operands.into_iter().map(|(buffer, of, clear)| Multiply(buffer, of, clear)));
+        self.push(Start);
+        self.products += 1;
+    }
+
+    /// Waits until at most `left` groups are under way.
+    fn wait(&mut self, left: usize) {
+        self.push(AwaitProducts(self.products - left));
+    }
+
+    fn clear(&mut self, buffer: Buffer, content: Content) {
+        self.push(Clear(buffer, content));
+        self.push(Fence);
+        self.push(Arrive(Barrier::Together));
+        self.push(Wait(Barrier::Together, self.together));
+        self.together += 1;
+    }
+
+    fn await_step(&mut self, step: &Step) {
+        self.push(Wait(Barrier::StepFull(self.place.stage()), self.place.round()));
+        self.push(Read(Buffer::Step(self.place.stage()), step.content));
+    }
+
+    fn await_full(&mut self) {
+        self.push(Wait(Barrier::Full(self.stage.stage()), self.stage.round()));
+    }
+
+    fn release_step(&mut self, step: &Step) {
+        self.push(Read(Buffer::Step(self.place.stage()), step.content));
+        self.push(Arrive(Barrier::StepEmpty(self.place.stage())));
+        self.place.advance();
+    }
+
+    /// dQ, dK and the end of dV of the step before.
+    fn start_pending(&mut self) {
+        let (step, of_keys, of_queries) = self.before.expect("there is a step before");
+        let (stage, content) = (self.stage.before().stage(), step.content);
+        let parity = ((self.number - 1) & 1) as usize;
+        self.push(Wait(Barrier::DsFull(parity), (self.number - 1) >> 1));
+        let ds =
+            |warps: std::ops::Range<usize>| warps.map(move |w| (Buffer::Ds(parity, w), content, 0));
+        let mut first: Vec<_> = ds(0..WARPS).collect();
+        first.push((Buffer::K, (content.0, 0), of_keys));
+        if self.shape.wide {
+            first.push((Buffer::DOut(stage), content, of_queries));
+        }
+        self.start(first);
+        let own = self.warp / 4 * 4;
+        let dk = ds(own..own + 4).chain([(Buffer::Q(stage), content, of_queries)]);
+        self.start(dk.collect());
+    }
+
+    fn finish_dq(&mut self) {
+        let (step, ..) = self.before.expect("there is a step before");
+        self.push(AwaitSent);
+        self.push(Write(Buffer::Dq(self.warp), step.content));
+    }
+
+    fn send_dq(&mut self) {
+        if let Some(content) = self.target {
+            self.push(Send(Buffer::Dq(self.warp), content));
+        }
+    }
+
+    fn finish_dk(&mut self) {
+        let stage = self.stage.before().stage();
+        self.lead(Barrier::QEmpty(stage));
+        if self.shape.wide {
+            self.lead(Barrier::DOutEmpty(stage));
+        }
+    }
+
+    fn run(mut self, steps: &[Step]) -> Vec<Op> {
+        for (i, step) in steps.iter().enumerate() {
+            if step.first {
+                self.await_step(step);
+            }
+            match step.tile {
+                Some(tile) => self.step(step, tile, steps.get(i + 1)),
+                None => self.release_step(step),
+            }
+        }
+        self.push(Wait(Barrier::StepFull(self.place.stage()), self.place.round()));
+        self.push(Read(Buffer::Step(self.place.stage()), STOP));
+        self.push(AwaitSent);
+        self.ops
+    }
+
+    fn step(&mut self, step: &Step, tile: Tile, next: Option<&Step>) {
+        let Shape { tile_q, wide, overlap, .. } = self.shape;
+        let of_keys = if step.keys < TILE_KV { WARPS } else { 0 };
+        let of_queries = if tile.queries < tile_q { WARPS } else { 0 };
+        let (content, of_item) = (step.content, (step.content.0, 0));
+        if step.first {
+            self.target = None;
+            self.item += 1;
+            self.push(Wait(Barrier::KFull, self.item));
+            self.push(Wait(Barrier::VFull, self.item));
+            if of_keys > 0 {
+                self.clear(Buffer::K, of_item);
+            }
+            self.await_full();
+        }
+        let stage = self.stage.stage();
+        let (q, d_out) = (Buffer::Q(stage), Buffer::DOut(stage));
+        let s = vec![(Buffer::K, of_item, of_keys), (q, content, of_queries)];
+        let dp = vec![(Buffer::V, of_item, 0), (d_out, content, of_queries)];
+        let dv = vec![(d_out, content, of_queries)];
+        self.push(Read(Buffer::Step(self.place.stage()), content));
+        let evaluates = tile.partial || of_keys > 0 || of_queries > 0;
+        if overlap && !step.first && !evaluates {
+            self.start(s);
+            self.start_pending();
+            let lse = Read(Buffer::Lse(stage), content);
+            if tile_q == 64 {
+                self.push(lse);
+            }
+            self.wait(1);
+            self.finish_dq();
+            if tile_q != 64 {
+                self.push(lse);
+            }
+            if !wide {
+                self.start(dp.clone());
+            }
+            self.wait(0);
+            self.finish_dk();
+        } else {
+            if of_queries > 0 {
+                self.clear(q, content);
+                self.clear(d_out, content);
+            }
+            self.start(s);
+            if step.first {
+                self.wait(0);
+            } else {
+                self.start_pending();
+                self.wait(0);
+                self.finish_dq();
+                self.finish_dk();
+            }
+            self.push(Read(Buffer::Lse(stage), content));
+            if !wide {
+                self.start(dp.clone());
+                self.wait(0);
+            }
+        }
+        self.push(Read(Buffer::Delta(stage), content));
+        if wide {
+            self.start(dp);
+            self.start(dv.clone());
+            self.wait(1);
+        }
+        let parity = (self.number & 1) as usize;
+        self.push(Write(Buffer::Ds(parity, self.warp), content));
+        self.push(Fence);
+        self.push(Arrive(Barrier::DsFull(parity)));
+        self.send_dq();
+        self.target = sends(self.shape, self.warp, step).then_some(content);
+        self.start(dv);
+        self.stage.advance();
+        self.number += 1;
+        self.before = Some((*step, of_keys, of_queries));
+        if let Some(next) = next.filter(|_| !step.last) {
+            self.release_step(step);
+            self.await_step(next);
+            self.await_full();
+        }
+        self.wait(0);
+        if !wide {
+            self.lead(Barrier::DOutEmpty(stage));
+        }
+        if step.last {
+            self.start_pending();
+            self.wait(0);
+            self.finish_dq();
+            self.push(Fence);
+            self.send_dq();
+            self.finish_dk();
+            self.lead(Barrier::KEmpty);
+            self.lead(Barrier::VEmpty);
+            self.release_step(step);
+        }
+    }
+}
+
+fn shapes() -> impl Iterator<Item = Shape> {
+    let all = (2..5).flat_map(|stages| [64, 128].map(move |tile_q| (stages, tile_q)));
+    all.flat_map(|(stages, tile_q)| {
+        [(false, false), (false, true), (true, false), (true, true)]
+            .map(move |(wide, overlap)| Shape { stages, tile_q, wide, overlap })
+    })
+}
+
+/// Items with and without tiles, partial tiles, and ends of sequences.
+fn random_items(shape: Shape, random: &mut Random) -> Vec<Item> {
+    let ragged = |whole: usize, random: &mut Random| match random.below(4) {
+        0 => 1 + random.below(whole - 1),
+        _ => whole,
+    };
+    let tile = |random: &mut Random| Tile {
+        queries: ragged(shape.tile_q, random),
+        partial: random.below(3) == 0,
+    };
+    (0..random.below(8))
+        .map(|_| Item {
+            keys: ragged(TILE_KV, random),
+            tiles: (0..random.below(6)).map(|_| tile(random)).collect(),
+        })
+        .collect()
+}
+
+/// What all warps together send, in order.
+fn expected(shape: Shape, items: &[Item]) -> Vec<(Buffer, Content)> {
+    let steps = steps(items);
+    let of_warp = |warp| steps.iter().filter(move |step| sends(shape, warp, step));
+    let mut all: Vec<_> = (0..WARPS)
+        .flat_map(|warp| of_warp(warp).map(move |step| (Buffer::Dq(warp), step.content)))
+        .collect();
+    all.sort_unstable();
+    all
+}
+
+#[test]
+fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
+    for seed in 0..20 {
+        for shape in shapes() {
+            let mut random = Random::stream(seed, shape.stages as u64);
+            let items = random_items(shape, &mut random);
+            let mut sent = run(&barriers(shape), &roles(shape, &items), &mut random)
+                .unwrap_or_else(|fault| panic!("seed {seed}, {shape:?}, {items:?}: {fault:?}"));
+            sent.sort_unstable();
+            assert_eq!(sent, expected(shape, &items), "seed {seed}, {shape:?}, {items:?}");
+        }
+    }
+}
+
+#[test]
+fn the_kernel_has_the_barriers_of_the_model() {
+    let device = include_str!("../../kernels/hopper/backward_device.cuh");
+    let body =
+        device.split("void init() const {").nth(1).and_then(|rest| rest.split("}\n    }").next());
+    let body = body.expect("barriers are initialised");
+    let count = |name: &str| {
+        let said = body.split(&format!("{name}(")).nth(1).expect(name);
+        said.split(".init(").nth(1).and_then(|rest| rest.split(");").next()).expect(name)
+    };
+    for (barrier, arrivals) in barriers(shapes().next().expect("a shape")) {
+        let text = match barrier {
+            Barrier::KFull => count("k_full"),
+            Barrier::VFull => count("v_full"),
+            Barrier::KEmpty => count("k_empty"),
+            Barrier::VEmpty => count("v_empty"),
+            Barrier::DsFull(_) => count("ds_full"),
+            Barrier::StepFull(_) => count("step_full"),
+            Barrier::StepEmpty(_) => count("step_empty"),
+            Barrier::Full(_) => count(" full"),
+            Barrier::QEmpty(_) => count("q_empty"),
+            Barrier::DOutEmpty(_) => count("d_out_empty"),
+            Barrier::Together => continue,
+        };
+        let product = |term: &str| -> usize {
+            let factor = |x: &str| x.trim().replace("CONSUMERS", "2").parse::<usize>();
+            term.split('*').map(|x| factor(x).expect(text)).product()
+        };
+        let said: usize = text.split('+').map(product).sum();
+        assert_eq!(said, arrivals, "{barrier:?}: {text}");
+    }
+    let layout = include_str!("../../kernels/hopper/backward_layout.cuh");
+    assert!(layout.contains(&format!("constexpr int STEPS = {STEPS};")));
+}
+
+/// Items of every kind, and steps enough for each ring to go round twice.
+fn every_kind_of_item(shape: Shape) -> Vec<Item> {
+    let full = Tile { queries: shape.tile_q, partial: false };
+    let (partial, ragged) = (Tile { partial: true, ..full }, Tile { queries: 20, ..full });
+    let tiles = [
+        vec![full; 3],
+        vec![],
+        vec![full],
+        vec![full; 2],
+        vec![full],
+        vec![full, partial, ragged, full, full, full],
+        vec![],
+        vec![full],
+        vec![full; 4],
+    ];
+    let keys = |i| if i == 3 { 70 } else { TILE_KV };
+    tiles.into_iter().enumerate().map(|(i, tiles)| Item { keys: keys(i), tiles }).collect()
+}
+
+/// What an operation is and of which barrier or buffer, without numbers: `Wait DsFull`.
+fn kind(op: &Op) -> String {
+    let text = format!("{op:?}");
+    let words = text.split(|c: char| !c.is_alphabetic()).filter(|word| !word.is_empty());
+    words.take(2).collect::<Vec<_>>().join(" ")
+}
+
+/// The faults of some runs after `change` of the lists of the roles whose names begin so; `None` for
+/// a run without one.
+fn faults(
+    shape: Shape,
+    role: &str,
+    runs: u64,
+    change: impl Fn(&mut Vec<Op>),
+) -> impl Iterator<Item = Option<Fault>> {
+    let items = every_kind_of_item(shape);
+    let mut changed = roles(shape, &items);
+    for role in changed.iter_mut().filter(|of| of.name.starts_with(role)) {
+        change(&mut role.ops);
+    }
+    let (barriers, expected) = (barriers(shape), expected(shape, &items));
+    (0..runs).map(move |seed| match run(&barriers, &changed, &mut Random::new(seed)) {
+        Ok(mut sent) => {
+            sent.sort_unstable();
+            (sent != expected).then(|| Fault::Hazard("dQ is not what was to be sent".to_owned()))
+        }
+        Err(fault) => Some(fault),
+    })
+}
+
+/// The roles by the beginnings of their names, and the kinds of operations of each.
+fn kinds(shape: Shape, of: &[&str]) -> Vec<(&'static str, String)> {
+    let names = ["scheduler", "producer of K", "producer of V", "producer of lse", "consumer"];
+    let roles = roles(shape, &every_kind_of_item(shape));
+    let mut kinds = Vec::new();
+    for name in names {
+        let role = roles.iter().find(|role| role.name.starts_with(name)).expect("it is a role");
+        let mut found: Vec<_> = role.ops.iter().map(kind).collect();
+        found.retain(|kind| of.iter().any(|of| kind.starts_with(of)));
+        found.sort_unstable();
+        found.dedup();
+        kinds.extend(found.into_iter().map(|kind| (name, kind)));
+    }
+    kinds
+}
+
+/// The shapes in which changed lists run.
+fn few_shapes() -> impl Iterator<Item = Shape> {
+    shapes().filter(|shape| shape.overlap && shape.stages * 64 == shape.tile_q + 64)
+}
+
+#[test]
+fn the_model_sees_every_wait_and_fence_that_is_missing() {
+    for shape in few_shapes() {
+        for (role, without) in kinds(shape, &["Wait", "Await", "Fence", "Clear"]) {
+            let changed = |ops: &mut Vec<Op>| ops.retain(|op| kind(op) != without);
+            let mut found = faults(shape, role, 400, changed);
+            assert!(found.any(|fault| fault.is_some()), "{shape:?}: {role} without {without}");
+        }
+    }
+}
+
+#[test]
+fn the_model_sees_every_arrival_that_is_missing() {
+    for shape in few_shapes() {
+        for (role, without) in kinds(shape, &["Arrive", "Expect"]) {
+            // The first of each: what comes last has nobody who waits for it.
+            let changed = |ops: &mut Vec<Op>| {
+                let at = ops.iter().position(|op| kind(op) == without);
+                at.map(|at| ops.remove(at));
+            };
+            let mut found = faults(shape, role, 4, changed);
+            assert!(found.all(|fault| fault.is_some()), "{shape:?}: {role} without {without}");
+        }
+    }
+}
+
+#[test]
+fn the_model_sees_every_release_that_is_too_early() {
+    let early = [
+        ("scheduler", "Arrive StepFull", "Write Step"),
+        ("producer of lse", "Arrive StepEmpty", "Read Step"),
+        ("producer of lse", "Arrive Full", "Write Lse"),
+        ("consumer", "Arrive DsFull", "Write Ds"),
+        ("consumer", "Arrive StepEmpty", "Read Step"),
+        ("consumer", "Arrive QEmpty", "AwaitProducts"),
+        ("consumer", "Arrive DOutEmpty", "AwaitProducts"),
+        ("consumer", "Arrive KEmpty", "AwaitProducts"),
+    ];
+    for (shape, (role, release, before)) in
+        few_shapes().flat_map(|shape| early.map(|early| (shape, early)))
+    {
+        let changed = |ops: &mut Vec<Op>| {
+            for at in 0..ops.len() {
+                if kind(&ops[at]) == release {
+                    let to = ops[..at].iter().rposition(|op| kind(op) == before);
+                    ops[to.expect("it comes before")..=at].rotate_right(1);
+                }
+            }
+        };
+        let mut found = faults(shape, role, 400, changed);
+        assert!(found.any(|fault| fault.is_some()), "{shape:?}: {role}, {release} before {before}");
+    }
+}
+
+/// The first warp of a consumer releases dO and delta after its own wait for the product. Another one
+/// may be behind it, but not before its reads of delta: it has started the product.
+#[test]
+fn warps_need_to_multiply_together() {
+    for shape in few_shapes().filter(|shape| !shape.wide) {
+        let items = every_kind_of_item(shape);
+        let mut apart = roles(shape, &items);
+        for (team, role) in apart.iter_mut().enumerate() {
+            role.team = team;
+        }
+        let run = |seed| run(&barriers(shape), &apart, &mut Random::new(seed));
+        let behind = |done| matches!(done, Err(Fault::Hazard(what)) if what.contains("Delta("));
+        assert!((0..400).map(run).any(behind), "{shape:?}");
+    }
+}
