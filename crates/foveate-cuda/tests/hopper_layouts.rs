@@ -176,3 +176,199 @@ fn chunks_of_a_column_meet_each_bank_once_in_eight_rows() {
         }
     }
 }
+
+// ---- the backward ----
+
+const BACKWARD: [&str; 3] = [
+    include_str!("../kernels/hopper/backward_layout.cuh"),
+    include_str!("../kernels/hopper/backward_device.cuh"),
+    include_str!("../kernels/backward_scores.cuh"),
+];
+
+#[test]
+fn the_backward_says_what_is_modelled_here() {
+    for formula in [
+        "int warp_row() { return (threadIdx.x / 32 - 4) * 16; }",
+        "int score_row() { return warp_row() + threadIdx.x % 32 / 4; }",
+        "int score_column() { return warp_column() + threadIdx.x % 4 * 2; }",
+        "return of(m * 16 + i / 2 * 8, n * 8 + i % 2);",
+        "KEYS_DOWN ? held / 2 * 8 + held % 2 : held * 8;",
+        "(lane / 16 * 8 + lane % 8) * PANEL_ROW + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;",
+        "SPLIT_DQ_ROWS ? FV_DP : panels(FV_DP) * PANEL_COLUMNS / CONSUMERS;",
+        "(SPLIT_DQ_ROWS ? threadIdx.x / 128 * 64 - 64 : 0) + threadIdx.x / 32 % 4 * 16;",
+        "return SPLIT_DQ_ROWS ? 0 : (threadIdx.x / 128 - 1) * N_Q;",
+        "return dq_row() * FV_DP + dq_column() * 128;",
+        "return max(min(N_Q, N_K - dq_column()), 0) * 512;",
+    ] {
+        assert!(BACKWARD.iter().any(|text| text.contains(formula)), "model {formula} anew");
+    }
+}
+
+/// Warps of the two consumers of the backward, which own 64 keys each.
+const WARPS: usize = 8;
+
+/// `Spot` with `KEYS_DOWN`, as `backward_layout.cuh` has it: (query, key) in the tile of number `i` of
+/// accumulator `n` of a lane.
+fn spot(warp: usize, lane: usize, n: usize, i: usize) -> (usize, usize) {
+    let (row, column) = (warp * 16 + lane / 4, lane % 4 * 2);
+    (column + n * 8 + i % 2, row + i / 2 * 8)
+}
+
+#[test]
+fn spots_are_the_accumulators_of_transposed_scores() {
+    for tile_q in [64, 128] {
+        let mut found = vec![0; tile_q * 128];
+        for (warp, lane) in (0..WARPS).flat_map(|warp| (0..32).map(move |lane| (warp, lane))) {
+            for (n, i) in (0..tile_q / 8).flat_map(|n| (0..4).map(move |i| (n, i))) {
+                // S^T of a consumer: rows of keys, columns of queries.
+                let (key, query) = accumulator(warp % 4 * 32 + lane, n * 4 + i);
+                let (q, kv) = spot(warp, lane, n, i);
+                assert_eq!((q, kv), (query, warp / 4 * 64 + key), "warp {warp}, lane {lane}");
+                found[q * 128 + kv] += 1;
+                // `query_held` and `held_query`: what lse and delta are read by.
+                let held = n * 2 + i % 2;
+                assert_eq!(lane % 4 * 2 + held / 2 * 8 + held % 2, q);
+            }
+        }
+        assert!(found.iter().all(|&count| count == 1), "{tile_q} queries");
+    }
+}
+
+/// `stmatrix.x4.trans` of 8x8 matrices of 16 bits: lane 8 m + r has the address of row r of matrix m,
+/// and of matrix m lane l holds, in register m, elements (2 (l % 4), l / 4) and the one below. Returns
+/// (lane, register, half) and the byte it goes to.
+fn stored_transposed(address: impl Fn(usize) -> usize) -> Vec<((usize, usize, usize), usize)> {
+    let register = |lane: usize, matrix: usize, half: usize| {
+        let (row, column) = (lane % 4 * 2 + half, lane / 4);
+        ((lane, matrix, half), address(8 * matrix + row) + 2 * column)
+    };
+    let lanes = (0..32).flat_map(|lane| (0..4).map(move |matrix| (lane, matrix)));
+    lanes.flat_map(|(lane, m)| [register(lane, m, 0), register(lane, m, 1)]).collect()
+}
+
+#[test]
+fn stored_ds_is_what_both_products_read() {
+    for tile_q in [64, 128] {
+        let panel = tile_q * 128;
+        let mut found = std::collections::BTreeMap::new();
+        for warp in 0..WARPS {
+            // `ds_place`.
+            let place = |lane: usize| {
+                let chunk = (2 * (warp % 4) + lane / 8 % 2) ^ (lane % 8);
+                warp / 4 * panel + (lane / 16 * 8 + lane % 8) * 128 + chunk * 16
+            };
+            for step in 0..tile_q / 16 {
+                for ((lane, register, half), byte) in
+                    stored_transposed(|lane| place(lane) + step * 16 * 128)
+                {
+                    // ds[n % 2 * 2 + i / 2] = narrow2(g[n][i], g[n][i + 1])
+                    let (n, i) = (step * 2 + register / 2, register % 2 * 2 + half);
+                    let before = found.insert(byte, spot(warp, lane, n, i));
+                    assert_eq!(before, None, "warp {warp}, lane {lane}, register {register}");
+                }
+            }
+        }
+        for (q, kv) in (0..tile_q).flat_map(|q| (0..128).map(move |kv| (q, kv))) {
+            let byte = SWIZZLE_128.copied(0, tile_q, q, kv);
+            assert_eq!(found.get(&byte), Some(&(q, kv)), "{tile_q} queries");
+            // dQ, of 64 queries from `first` on, sums over keys: `start_dq`.
+            let first = q / 64 * 64;
+            let ds = Descriptor::new(SWIZZLE_128, first * 128, 16);
+            let ds = ds.plus(kv / 64 * panel + kv % 64 / 16 * 32);
+            assert_eq!(ds.along_k(SWIZZLE_128, q - first, kv % 16), byte);
+            // dK of a consumer sums over queries: `start_dk`.
+            let ds = Descriptor::new(SWIZZLE_128, kv / 64 * panel, 0).plus(q / 16 * 2048);
+            assert_eq!(ds.along_mn(SWIZZLE_128, kv % 64, q % 16), byte);
+        }
+    }
+}
+
+/// A warp's part of dQ.
+#[derive(Clone, Copy, Debug)]
+struct PartOfDq {
+    /// `SPLIT_DQ_ROWS`: of 128 queries each consumer has 64, of 64 each has columns.
+    split_rows: bool,
+    /// `FV_DP`.
+    padded_dim: usize,
+    warp: usize,
+}
+
+impl PartOfDq {
+    /// `N_Q`.
+    fn accumulators(self) -> usize {
+        match self.split_rows {
+            true => self.padded_dim / 8,
+            false => self.padded_dim.div_ceil(64) * 64 / 2 / 8,
+        }
+    }
+    /// `dq_row`.
+    fn row(self) -> usize {
+        (if self.split_rows { self.warp / 4 * 64 } else { 0 }) + self.warp % 4 * 16
+    }
+    /// `dq_column`.
+    fn column(self) -> usize {
+        if self.split_rows { 0 } else { self.warp / 4 * self.accumulators() }
+    }
+    /// `dq_offset`, in floats.
+    fn offset(self) -> usize {
+        self.row() * self.padded_dim + self.column() * 128
+    }
+    /// `dq_bytes`.
+    fn bytes(self) -> usize {
+        self.accumulators().min((self.padded_dim / 8).saturating_sub(self.column())) * 512
+    }
+}
+
+#[test]
+fn dq_is_sent_once_and_in_the_order_of_dq_accum() {
+    for (dim, split_rows) in (8..=128).step_by(8).flat_map(|dim| [(dim, false), (dim, true)]) {
+        let padded_dim = usize::next_multiple_of(dim, 16);
+        let tile_q = if split_rows { 128 } else { 64 };
+        let mut sent = vec![None; tile_q * padded_dim];
+        let mut staged = 0;
+        for warp in 0..WARPS {
+            let part = PartOfDq { split_rows, padded_dim, warp };
+            for (n, lane, i) in (0..part.bytes() / 512)
+                .flat_map(|n| (0..32).flat_map(move |lane| (0..4).map(move |i| (n, lane, i))))
+            {
+                let (row, column) = accumulator(warp % 4 * 32 + lane, n * 4 + i);
+                let query = if split_rows { warp / 4 * 64 + row } else { row };
+                // `store_dq`: lane * 16 + n * 512 bytes after the part's own offset.
+                let at = part.offset() + n * 128 + lane * 4 + i;
+                assert_eq!(sent[at].replace((query, part.column() * 8 + column)), None, "{part:?}");
+                staged = staged.max(at + 1);
+            }
+            // A part of 16 rows of queries begins where dq_accum of these rows does.
+            assert_eq!(part.row() % 16, 0);
+            assert!(part.bytes().is_multiple_of(16) && part.offset().is_multiple_of(4), "{part:?}");
+        }
+        assert_eq!(staged, tile_q * padded_dim, "what smem holds of dQ");
+        // As fv_dq reads: `dq_accum_fragment`, then `dq_accum_offset` of lane (row % 8) * 4 + column / 2.
+        for (query, column) in (0..tile_q).flat_map(|q| (0..padded_dim).map(move |c| (q, c))) {
+            let fragment = query / 16 * 16 * padded_dim + column / 8 * 128;
+            let lane = query % 8 * 4 + column % 8 / 2;
+            let number = query % 16 / 8 * 2 + column % 2;
+            let found = sent[fragment + lane * 4 + number];
+            assert_eq!(found, Some((query, column)), "dim {dim}, split rows: {split_rows}");
+        }
+    }
+}
+
+#[test]
+fn columns_of_dq_are_multiplied_by_those_of_keys() {
+    for dim in (8..=128).step_by(8) {
+        let padded_dim = usize::next_multiple_of(dim, 16);
+        let columns = padded_dim.div_ceil(64) * 64 / 2;
+        for consumer in 0..2 {
+            let first = consumer * columns;
+            // `keys_across`.
+            let start = first / 64 * 128 * 128 + first % 64 * 2;
+            let keys = Descriptor::new(SWIZZLE_128, start, 128 * 128);
+            for (key, column) in (0..128).flat_map(|key| (0..columns).map(move |c| (key, c))) {
+                let found = keys.plus(key / 16 * 2048).along_mn(SWIZZLE_128, column, key % 16);
+                let expected = SWIZZLE_128.copied(0, 128, key, first + column);
+                assert_eq!(found, expected, "dim {dim}, consumer {consumer}");
+            }
+        }
+    }
+}
