@@ -40,6 +40,55 @@ pub fn block_lists(
     })
 }
 
+/// A mask of tiles of `tile.0` queries × `tile.1` keys of any size, whose kinds stand in `table
+/// [B|1, H|1, rows, columns]`: 0 is masked, 1 follows `mask`, anything else is visible entirely. The
+/// table is authoritative: what lies outside of it is masked. It is a captured buffer, read where it
+/// lies: u8 memory of somebody else's ([`crate::AnyBuffer::shared`]) or in device memory
+/// ([`crate::AnyBuffer::on_device`]), where the host reads none of it.
+///
+/// ```
+/// use foveate_mods::{AnyBuffer, Buffer, SharedElements, masks};
+///
+/// let kinds = SharedElements::from_vec(vec![1u8, 0, 2, 1]);
+/// let table = AnyBuffer::shared("kinds", &kinds, &[1, 1, 2, 2], &[0, 0, 2, 1], 0, false)?;
+/// let mask = masks::block_table((128, 128), &Buffer::from_any(table)?, &masks::causal())?;
+/// # Ok::<(), foveate_mods::ModError>(())
+/// ```
+///
+/// # Errors
+/// When a tile side is not positive, or the table has not four axes with an element.
+pub fn block_table(
+    tile: (i32, i32),
+    table: &Buffer<i32>,
+    mask: &MaskMod,
+) -> Result<MaskMod, ModError> {
+    let of = "block_table";
+    if tile.0 < 1 || tile.1 < 1 {
+        return Err(argument(of, format!("a tile has positive sides, not {}x{}", tile.0, tile.1)));
+    }
+    let &[batches, heads, rows, columns] = table.shape() else {
+        let shape = table.shape();
+        let reason = format!("a table has shape [batch, heads, rows, columns], not {shape:?}");
+        return Err(argument(of, reason));
+    };
+    let last = |len: usize| i32::try_from(len).ok().filter(|&len| len > 0).map(|len| len - 1);
+    let (Some(last_row), Some(last_column)) = (last(rows), last(columns)) else {
+        let reason =
+            format!("a table of {rows} rows and {columns} columns of tiles cannot be read");
+        return Err(argument(of, reason));
+    };
+    let (row, column) = (expr::q() / tile.0, expr::kv() / tile.1);
+    let inside = row.le(last_row) & column.le(last_column);
+    let kind = table.at([
+        along(expr::b(), batches),
+        along(expr::h(), heads),
+        row.min(last_row),
+        column.min(last_column),
+    ]);
+    let live = kind.eq(1) & mask.expr() | kind.ne(0) & kind.ne(1);
+    MaskMod::new((inside & live).dynamic())
+}
+
 /// A query sees the keys of the tiles that are listed for its row, in tiles of `tile.0` queries ×
 /// `tile.1` keys. Rows and tiles that are not listed are masked.
 ///
@@ -140,6 +189,7 @@ fn elems(buffer: &Buffer<i32>) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::capture::AnyBuffer;
     use crate::masks::causal;
     use crate::point::Point;
     use crate::text::{Names, parse_mask};
@@ -195,6 +245,45 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_table_of_kinds_is_the_lists_that_it_stands_for() {
+        // Tiles of 2×3; heads apart, the batch shared.
+        let kinds = vec![1u8, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0, 0, 0, 1];
+        let elements = crate::SharedElements::from_vec(kinds.clone());
+        let strides = [0, 9, 3, 1];
+        let table = AnyBuffer::shared("kinds", &elements, &[2, 2, 3, 3], &strides, 0, false);
+        let here = Buffer::from_any(table.unwrap()).unwrap();
+        let far = AnyBuffer::on_device("kinds", &[2, 2, 3, 3], crate::ElementType::U8, false);
+        let far = Buffer::from_any(far.unwrap()).unwrap();
+        let mask = block_table((2, 3), &here, &causal()).unwrap();
+        let elsewhere = block_table((2, 3), &far, &causal()).unwrap();
+        assert!(mask.program().same_structure(elsewhere.program()), "no element is looked at");
+        let bounds = crate::Bounds::new(mask.program());
+        for (h, q, kv) in
+            (0..2).flat_map(|h| (0..9).flat_map(move |q| (0..13).map(move |kv| (h, q, kv))))
+        {
+            let listed = q < 6 && kv < 9;
+            let kind = if listed { kinds[h * 9 + q as usize / 2 * 3 + kv as usize / 3] } else { 0 };
+            let wanted = kind == 2 || kind == 1 && kv <= q;
+            let head =
+                crate::Head { b: 1, h: h as i32, q_len: 9, kv_len: 13, ..Default::default() };
+            let value = mask.program().eval(&head.at(q, kv)).unwrap()[0];
+            assert_eq!(value, ScalarValue::Bool(wanted), "h {h}, q {q}, kv {kv}");
+            let (q, kv) = (q / 2 * 2, kv / 3 * 3);
+            let cover = bounds.cover(&head, q..q + 2, kv..kv + 3);
+            match kind {
+                0 => assert_eq!(cover, crate::Cover::Empty),
+                2 => assert_eq!(cover, crate::Cover::Full),
+                _ => {}
+            }
+        }
+        let flat = Buffer::vector("flat", vec![0]);
+        let said = block_table((2, 3), &flat, &causal()).unwrap_err().to_string();
+        assert_eq!(said, "block_table: a table has shape [batch, heads, rows, columns], not [1]");
+        let said = block_table((2, 0), &here, &causal()).unwrap_err().to_string();
+        assert_eq!(said, "block_table: a tile has positive sides, not 2x0");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::expr::{self, Expr, scalar};
 use crate::parameter::{Parameter, argument, rank};
 use crate::program::MaskMod;
 
-pub use crate::blocks::{BlockLists, block_lists, blocks};
+pub use crate::blocks::{BlockLists, block_lists, block_table, blocks};
 
 /// Every query sees every key.
 pub fn full() -> MaskMod {
