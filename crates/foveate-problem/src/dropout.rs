@@ -1,7 +1,7 @@
 //! Dropout as a mask: counter-based, so that no tiling, thread count or shard changes it.
 
 use foveate_mods::expr::{self, scalar};
-use foveate_mods::{Expr, MaskMod, ModError, Scalar, ScalarValue};
+use foveate_mods::{Buffer, Expr, MaskMod, ModError, Scalar, ScalarValue};
 
 use crate::ProblemError;
 
@@ -30,6 +30,35 @@ impl Dropout {
     pub fn new(p: f32, seed: u64) -> Self {
         let seed_lo = scalar("dropout_seed_lo", seed as u32 as i32);
         let seed_hi = scalar("dropout_seed_hi", (seed >> 32) as u32 as i32);
+        Self::of_halves(p, seed_lo, seed_hi)
+    }
+
+    /// [`Self::new`] with a seed that is read where it lies, in device memory too, when a call runs:
+    /// `seed [2]` holds its lower and its upper half, as the bytes of a little-endian u64 do. The
+    /// same seed drops the same entries.
+    ///
+    /// ```
+    /// use foveate_mods::Buffer;
+    /// use foveate_problem::Dropout;
+    ///
+    /// let seed = Buffer::<i32>::on_device("dropout_seed", &[2])?;
+    /// let dropout = Dropout::with_seed_in(0.1, &seed)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the buffer has another shape.
+    pub fn with_seed_in(p: f32, seed: &Buffer<i32>) -> Result<Self, ProblemError> {
+        if seed.shape() != [2] {
+            return Err(ProblemError::new(format!(
+                "the seed of dropout has shape {:?}; it must be [2], the halves of a u64",
+                seed.shape()
+            )));
+        }
+        Ok(Self::of_halves(p, seed.at([0.into()]), seed.at([1.into()])))
+    }
+
+    fn of_halves(p: f32, seed_lo: Expr<i32>, seed_hi: Expr<i32>) -> Self {
         let counters = [expr::b(), expr::h(), expr::q(), seed_hi, expr::kv()];
         let hash = counters.into_iter().fold(seed_lo, |hash, c: Expr<i32>| hash.mix(c));
         let keep_mask = hash.unit().ge(scalar(P, p));
@@ -87,6 +116,25 @@ mod tests {
     use foveate_mods::ir::mix;
 
     use super::*;
+
+    #[test]
+    fn a_seed_in_memory_drops_what_the_same_number_drops() {
+        let seed = 0x8123_4567_89AB_CDEF_u64;
+        let halves = vec![seed as u32 as i32, (seed >> 32) as u32 as i32];
+        let read = Dropout::with_seed_in(0.4, &Buffer::vector("seed", halves)).unwrap();
+        let given = Dropout::new(0.4, seed);
+        let head = Head { b: 1, h: 3, ..Head::default() };
+        let kept = |dropout: &Dropout| {
+            let program = dropout.keep_mask().program();
+            let all = (0..20).flat_map(|q| (0..20).map(move |kv| (q, kv)));
+            all.map(|(q, kv)| program.eval(&head.at(q, kv)).unwrap()[0]).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&read), kept(&given));
+        assert_ne!(kept(&read), kept(&Dropout::new(0.4, seed + 1)));
+        assert_eq!(read.kept_scale(), given.kept_scale());
+        let said = Dropout::with_seed_in(0.4, &Buffer::vector("seed", vec![1; 3])).unwrap_err();
+        assert!(said.to_string().contains("has shape [3]"), "{said}");
+    }
 
     #[test]
     fn the_seed_and_p_are_run_time_scalars_not_structure() {

@@ -65,6 +65,13 @@ impl Attention {
         self
     }
 
+    /// [`Self::dropout`] of any form: with a seed that calls read from memory, for one
+    /// ([`Dropout::with_seed_in`]).
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
+        self
+    }
+
     /// Says where the rows of q, and those of k and v, stand in the whole problem: a shard or a
     /// cache passes an offset or a map and the same mask gives the same answer.
     pub fn positions(mut self, q: Positions, kv: Positions) -> Self {

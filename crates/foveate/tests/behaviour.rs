@@ -3,8 +3,8 @@
 use foveate::mods::expr::{b, h, kv, q, scalar, score};
 use foveate::tensor::random::Random;
 use foveate::{
-    Attention, Buffer, DType, Device, Expr, Forward, Layout, MaskMod, Plan, Positions, Problem,
-    ScoreMod, Tensor, TensorRef, closure,
+    Attention, Buffer, DType, Device, Dropout, Expr, Forward, Layout, MaskMod, Plan, Positions,
+    Problem, ScoreMod, Tensor, TensorRef, closure,
 };
 
 /// Elements in [-1, 1): what a seed gives is the same everywhere.
@@ -29,6 +29,20 @@ fn assert_close(found: &[f64], expected: &[f64], within: f64) {
     assert_eq!(found.len(), expected.len());
     for (i, (a, e)) in found.iter().zip(expected).enumerate() {
         assert!(a == e || (a - e).abs() <= within, "element {i}: {a}, expected {e}");
+    }
+}
+
+#[test]
+fn a_seed_of_dropout_may_change_between_calls_without_a_new_plan_of_the_program() {
+    let [q, k, v] = [1, 2, 3].map(|seed| random(seed, DType::F32, [1, 2, 40, 8]));
+    let halves = |seed: u64| Buffer::vector("seed", vec![seed as u32 as i32, (seed >> 32) as i32]);
+    let dropout = Dropout::with_seed_in(0.4, &halves(1)).expect("two halves");
+    let read = plan(&Attention::new().with_dropout(dropout), &q, &k, &v);
+    for seed in [1, 0x1234_5678_9ABC_DEF0] {
+        let bound = read.rebind(&halves(seed)).expect("a buffer of the same shape");
+        let found = bound.forward(&q, &k, &v).expect("forward");
+        let given = plan(&Attention::new().dropout(0.4, seed), &q, &k, &v);
+        assert_eq!(found.out, given.forward(&q, &k, &v).expect("forward").out);
     }
 }
 
