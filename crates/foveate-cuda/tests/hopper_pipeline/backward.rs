@@ -447,6 +447,9 @@ impl Warp {
             self.start(dv.clone());
             self.wait(1);
         }
+        if step.last {
+            self.lead(Barrier::VEmpty);
+        }
         let parity = (self.number & 1) as usize;
         self.push(Write(Buffer::Ds(parity, self.warp), content));
         self.push(Fence);
@@ -474,7 +477,6 @@ impl Warp {
             self.send_dq();
             self.finish_dk();
             self.lead(Barrier::KEmpty);
-            self.lead(Barrier::VEmpty);
             self.release_step(step);
         }
     }
@@ -673,6 +675,7 @@ fn the_model_sees_every_release_that_is_too_early() {
         ("consumer", "Arrive QEmpty", "AwaitProducts"),
         ("consumer", "Arrive DOutEmpty", "AwaitProducts"),
         ("consumer", "Arrive KEmpty", "AwaitProducts"),
+        ("consumer", "Arrive VEmpty", "AwaitProducts"),
     ];
     for (shape, (role, release, before)) in
         few_shapes().flat_map(|shape| early.map(|early| (shape, early)))
