@@ -129,8 +129,10 @@ mod tests {
     use foveate_mods::text::{Names, parse_score};
 
     use super::*;
+    use crate::compile::check::compare;
     use crate::compile::codegen::{Extent, Mods, Options};
     use crate::compile::config::Elem;
+    use crate::compile::resources::Resources;
     use foveate_gpu::Arch;
     use foveate_gpu::cache::Cache;
     use foveate_gpu::nvrtc::Compiler;
@@ -160,6 +162,43 @@ mod tests {
             let entry = kernel.entry().name();
             assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
         }
+    }
+
+    #[test]
+    fn a_hopper_backward_lays_out_as_much_shared_memory_as_is_planned() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let layout = include_str!("../../kernels/hopper/backward_layout.cuh");
+        let of_family = files(Family::Hopper, Kernel::Backward);
+        let before = of_family.iter().position(|&file| file == layout).expect("it is in the list");
+        let mut compared = 0;
+        for (dim, dim_v) in [(8, 8), (16, 128), (64, 64), (72, 40), (96, 96), (128, 64), (128, 128)]
+        {
+            for (tile_q, stages) in [(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)] {
+                let config = Config {
+                    family: Family::Hopper,
+                    tile_q,
+                    tile_kv: 128,
+                    warps: 12,
+                    stages,
+                    ..Config::new(Kernel::Backward, Elem::Bf16, dim, dim_v)
+                };
+                if Resources::of(&config).is_err() {
+                    continue;
+                }
+                let defines = config.defines();
+                let text = [&[defines.as_str(), PARAMS, PRELUDE], &of_family[..=before]].concat();
+                // What the comparison looks for beside the number.
+                let text = text.join("\n") + "extern \"C\" __global__ void fv_backward() {}\n";
+                let compiled = Cache::at(None).compile(compiler, &text, Arch::new((9, 0)));
+                let compiled = compiled.unwrap_or_else(|e| panic!("{config}: {e}"));
+                assert_eq!(compare(&config, &compiled).unwrap(), Ok(()), "{config}");
+                compared += 1;
+            }
+        }
+        assert!(compared > 20, "{compared} configurations");
     }
 
     #[test]
