@@ -130,6 +130,15 @@ fn without_mods_every_function_is_there_and_does_nothing() {
 }
 
 #[test]
+fn a_seed_of_dropout_in_device_memory_is_read_there() {
+    let seed = Buffer::<i32>::on_device("seed", &[2]).unwrap();
+    let dropout = Dropout::with_seed_in(0.25, &seed).unwrap();
+    let text = printed(Mods { dropout: Some(&dropout), ..Mods::default() }, &options());
+    assert!(text.contains("mix(load(mods.seed), place.b)"), "{text}");
+    assert!(text.contains("load(mods.seed + 1)"), "{text}");
+}
+
+#[test]
 fn causal_documents_read_like_their_text() {
     let doc = Buffer::vector("doc", vec![0; 500]);
     insta::assert_snapshot!(of_mask(&(masks::causal() & masks::document(&doc).unwrap())));
