@@ -65,6 +65,7 @@ fn register_class(arch: Arch, config: &Config, taken: Taken) -> u32 {
     let profile = Profile::named(card).expect("each architecture is listed with a card");
     let ctas = |registers: u32| {
         let resources = Resources {
+            roles: Vec::new(),
             threads: config.threads(),
             shared_bytes: taken.shared_bytes as usize,
             shared: Vec::new(),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::planner::{Choice, KernelPlan, Origin, Refused};
 use crate::compile::Candidate;
-use crate::compile::config::{Count, TilesOf};
+use crate::compile::config::{Count, Family, Kernel, TilesOf};
 use crate::compile::resources::{Limit, Refusal};
 
 impl fmt::Display for KernelPlan {
@@ -56,7 +56,24 @@ impl Choice {
         for (i, (what, bytes)) in resources.shared.iter().enumerate() {
             write!(f, "{} {what} {bytes}", if i == 0 { ":" } else { " +" })?;
         }
-        writeln!(f, "\n  registers  at most {} a thread", resources.registers)?;
+        write!(f, "\n  registers  at most {} a thread", resources.registers)?;
+        for (i, (role, registers)) in resources.roles.iter().enumerate() {
+            write!(
+                f,
+                "{} {registers} for {role}",
+                if i == 0 { " at the launch, then" } else { "," }
+            )?;
+        }
+        writeln!(f)?;
+        match (config.family, config.kernel) {
+            (Family::Hopper, Kernel::Backward) => writeln!(
+                f,
+                "  copies     q, k, v and d_out by tensor maps; dq by bulk reductions, in no fixed \
+                 order"
+            )?,
+            (Family::Hopper, _) => writeln!(f, "  copies     q, k and v by tensor maps")?,
+            (Family::Portable, _) => {}
+        }
         let by = match occupancy.limit {
             Limit::Shared => "shared memory",
             Limit::Registers => "registers",
@@ -75,12 +92,23 @@ impl Choice {
         }
         // Those that no device has the registers for say nothing about this one.
         let on_any = |r: &&Refused| matches!(r.refusal, Refusal::Registers { .. });
-        for refused in self.refused.iter().filter(|r| !on_any(r)) {
+        // Of the many stages and widths of the Hopper family a few say enough.
+        let hopper = |r: &&Refused| r.config.family == Family::Hopper;
+        let shared = |r: &&Refused| matches!(r.refusal, Refusal::Shared { .. }) && hopper(r);
+        let told = self.refused.iter().filter(|r| !on_any(r) && !shared(r));
+        for refused in told.chain(self.refused.iter().filter(shared).take(NEXT)) {
             writeln!(f, "  refused    {refused}")?;
         }
-        match self.refused.iter().filter(on_any).count() {
-            0 => Ok(()),
-            n => writeln!(f, "             and {n} for more registers than a thread can have"),
+        let left = self.refused.iter().filter(shared).count().saturating_sub(NEXT);
+        let registers = self.refused.iter().filter(on_any).count();
+        for (n, what) in [
+            (left, "more shared memory than a CTA can have, of the hopper family"),
+            (registers, "more registers than a thread can have"),
+        ] {
+            if n > 0 {
+                writeln!(f, "             and {n} for {what}")?;
+            }
         }
+        Ok(())
     }
 }

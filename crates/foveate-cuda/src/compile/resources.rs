@@ -82,6 +82,8 @@ pub struct Resources {
     pub shared: Vec<(&'static str, usize)>,
     /// Registers that a thread takes at most.
     pub registers: usize,
+    /// Registers of a thread by its role, where roles deal them out again after the launch.
+    pub roles: Vec<(&'static str, usize)>,
     /// Registers that a thread cannot do without: with fewer, numbers go to local memory.
     pub needed: usize,
 }
@@ -130,6 +132,7 @@ impl Resources {
             shared_bytes: shared.iter().map(|(_, bytes)| bytes).sum(),
             shared,
             registers: register_bound(config),
+            roles: Vec::new(),
             needed,
         })
     }

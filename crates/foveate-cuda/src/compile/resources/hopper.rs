@@ -21,6 +21,8 @@ const PANEL_ROW: usize = 128;
 
 /// Registers of a consumer's thread, by consumers: `CONSUMER_REGISTERS` of the kernels' files.
 const CONSUMER_REGISTERS: [usize; 3] = [256, 232, 160];
+/// The same of a producer's: `PRODUCER_REGISTERS`.
+const PRODUCER_REGISTERS: [usize; 3] = [56, 40, 32];
 /// Registers of a consumer beside sums and weights: statistics of its rows, addresses, a mask's or a
 /// score's own numbers.
 const WORKING: usize = 32;
@@ -49,6 +51,7 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
         shared_bytes: shared.iter().map(|(_, bytes)| bytes).sum(),
         shared,
         registers: (65_536 / config.threads() / 8 * 8).min(255),
+        roles: vec![("producers", PRODUCER_REGISTERS[consumers - 1]), ("consumers", limit)],
         needed,
     })
 }
