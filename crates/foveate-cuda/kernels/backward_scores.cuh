@@ -7,7 +7,7 @@
 //
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
-// queries; and load_lse().
+// queries; and lse_of(), what is subtracted from the scores of a query whose lse smem holds.
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
@@ -114,7 +114,7 @@ struct Scores {
 #endif
     }
 
-    // From S to P. `lse` is that of the lane's queries, as load_lse reads it, and `lse_at` the smem address of its
+    // From S to P. `lse` is lse_of() of each of the lane's queries, and `lse_at` the smem address of its
     // first.
     __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD], u32 lse_at,
                               const float* row_weight_sums, i64 row_weight_stride) {
@@ -184,8 +184,8 @@ struct Scores {
 #endif
             });
         };
-        // Rows past the end have zeros for q, d_out, lse and delta, and contribute nothing unless a score
-        // function gives them a gradient.
+        // Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute
+        // nothing unless a score function gives them a gradient.
         if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
             zero_unless([&](Spot at) { return at.key < c.keys && (!FV_SCORE || at.query < c.queries); });
         if (FV_MASK && c.evaluate)

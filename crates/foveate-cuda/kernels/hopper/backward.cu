@@ -15,11 +15,11 @@
 //
 //     start S^T of this step     start dQ = dS K and dK += dS^T Q of the step before
 //     S^T, dQ have come: dQ -> smem         P = exp(score(scale S) - lse), 0 where the mask is false
-//     dK has come: release Q and dO of the step before
+//     dK has come: release Q of the step before         (WIDE_SUMS: and dO)
 //     start dP^T                                                      (DP_EARLY: before P)
 //     dP^T has come: dS = P (dP - delta) dscore/ds -> smem
 //     dS is written, for both consumers      dQ of the step before, smem -> added to dq_accum
-//     start dV += P^T dO, and look for the next step
+//     start dV += P^T dO, and look for the next step    dV has come: release dO  (not WIDE_SUMS)
 //
 // so that the exponentials run beside dK. The end of dV joins the next step where sums are wide (see WIDE_SUMS).
 // Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so

@@ -39,8 +39,7 @@ static_assert(FV_BM == 64 || SPLIT_DQ_ROWS, "consumers divide dQ evenly");
 constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128;
 constexpr int FIRST_DV = WIDE_SUMS ? 1 : 0, LAST_DV = FV_BM / 16 - (WIDE_SUMS ? 1 : 0);
 
-// dP is started before P, and runs beside it, where there are registers for both; else lse is read before S has
-// come.
+// Where there are registers for it, dP is started before P, and runs beside it, and lse is read before S has come.
 constexpr bool DP_EARLY = !WIDE_SUMS, LSE_EARLY = FV_BM == 64;
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
