@@ -61,7 +61,7 @@ pub mod plan;
 
 pub use choose::{Records, Tuning};
 pub use error::{CudaError, CudaErrorKind};
-pub use foveate_gpu::{DeviceArray, DeviceTensor, Element, Engine, Queue};
+pub use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, Queue};
 pub use operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
 };

@@ -7,8 +7,8 @@ mod tests;
 mod varlen;
 
 use foveate_gpu::access::Accesses;
-use foveate_gpu::{DeviceArray, DeviceTensor, Element};
-use foveate_mods::{AnyBuffer, ElementType};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
+use foveate_mods::AnyBuffer;
 use foveate_problem::{Arrangement, Dims, Operands};
 use foveate_tensor::{DType, TensorRef};
 
@@ -210,7 +210,7 @@ impl<'a> DeviceOperands<'a> {
         }
         if let Some(pages) = self.pages {
             let shape = [self.q.layout.shape[0], pages.entries];
-            let table = DeviceArray::new(pages.table, Element::I32, &shape);
+            let table = DeviceArray::new(pages.table, ElementType::I32, &shape);
             accesses.read_array("the page table", &table)?;
         }
         Ok(())
@@ -343,38 +343,6 @@ fn statistic(name: &str, rows: Option<&DeviceTensor<3>>, dims: &Dims) -> Result<
     Ok(rows.check_dtype(name, DType::F32)?)
 }
 
-/// The type of a captured buffer's elements in device memory.
-pub(crate) fn element(element: ElementType) -> Element {
-    match element {
-        ElementType::Bool => Element::Bool,
-        ElementType::U8 => Element::U8,
-        ElementType::I8 => Element::I8,
-        ElementType::I16 => Element::I16,
-        ElementType::I32 => Element::I32,
-        ElementType::I64 => Element::I64,
-        ElementType::F16 => Element::F16,
-        ElementType::BF16 => Element::BF16,
-        ElementType::F32 => Element::F32,
-        ElementType::F64 => Element::F64,
-    }
-}
-
-/// The same the other way.
-fn element_type(element: Element) -> ElementType {
-    match element {
-        Element::Bool => ElementType::Bool,
-        Element::U8 => ElementType::U8,
-        Element::I8 => ElementType::I8,
-        Element::I16 => ElementType::I16,
-        Element::I32 => ElementType::I32,
-        Element::I64 => ElementType::I64,
-        Element::F16 => ElementType::F16,
-        Element::BF16 => ElementType::BF16,
-        Element::F32 => ElementType::F32,
-        Element::F64 => ElementType::F64,
-    }
-}
-
 /// The captured buffer called `name` that lies in device memory as `array` says.
 ///
 /// # Errors
@@ -384,7 +352,7 @@ pub(crate) fn captured(
     array: &DeviceArray<'_>,
     learned: bool,
 ) -> Result<AnyBuffer, CudaError> {
-    let element = element_type(array.element);
+    let element = array.element;
     Ok(match array.strides {
         None => AnyBuffer::on_device(name, array.shape, element, learned)?,
         Some(strides) => {

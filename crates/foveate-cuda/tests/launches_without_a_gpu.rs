@@ -10,7 +10,7 @@ use std::{env, fs};
 
 use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
-    DeviceOperands, DeviceTensor, Element, Engine, Queue,
+    DeviceOperands, DeviceTensor, ElementType, Engine, Queue,
 };
 use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
@@ -361,7 +361,7 @@ fn calls_of_which_nothing_is_promised_are_recorded_and_make_lists_each_time() {
     let dims = Dims { batch: 1, ..DIMS };
     let tensors = Tensors::new(&dims);
     let offsets = queue.pool().take(16).unwrap();
-    let cu = DeviceArray::new(offsets.address(), Element::I32, &[4]);
+    let cu = DeviceArray::new(offsets.address(), ElementType::I32, &[4]);
     let varlen = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };
     let packed = Dims { batch: 3, packed: true, ..dims };
     let constant: Option<MaskMod> = Some(masks::sliding_window(64).unwrap());

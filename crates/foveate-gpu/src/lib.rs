@@ -102,8 +102,9 @@ mod tensor;
 pub mod tma;
 
 pub use arch::Arch;
-pub use array::{DeviceArray, Element};
+pub use array::DeviceArray;
 pub use engine::Engine;
 pub use error::{GpuError, GpuErrorKind};
+pub use foveate_tensor::ElementType;
 pub use queue::{Queue, WeakQueue};
 pub use tensor::DeviceTensor;

@@ -27,10 +27,10 @@ use std::fmt;
 use foveate_tensor::{GroupedAxis, Layout};
 
 use crate::abi::Address;
-use crate::array::Element;
 use crate::driver::{Device, Fill, L2Promotion, Swizzle, TensorMap, Tiled};
 use crate::error::GpuError;
 use crate::tensor::DeviceTensor;
+use foveate_tensor::ElementType;
 
 /// The axes of a map, innermost first, which are a kernel's coordinates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,7 +64,7 @@ pub struct MapTile {
 /// The map of an operand, as numbers: two operands of equal maps have equal [`TensorMap`]s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OperandMap {
-    element: Element,
+    element: ElementType,
     address: Address,
     rank: usize,
     dims: [u64; 5],

@@ -17,7 +17,7 @@ use foveate_gpu::driver::{
 use foveate_gpu::kernel::{Expected, Kernel, KernelSource};
 use foveate_gpu::library::Library;
 use foveate_gpu::nccl::{Array, Communicator, Reduce, Transfer, UniqueId};
-use foveate_gpu::{Arch, DeviceTensor, Element, Engine, GpuError, GpuErrorKind, Queue};
+use foveate_gpu::{Arch, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_tensor::DType;
 
 use driver::inside;
@@ -58,7 +58,7 @@ fn home() -> PathBuf {
 /// A matrix of 2 x 1024 numbers at `address`, and tiles of 1 x 32 of it.
 fn map(address: Address) -> Tiled<'static> {
     Tiled {
-        element: Element::F32,
+        element: ElementType::F32,
         address,
         dims: &[1000, 2],
         strides: &[4096],
@@ -410,7 +410,7 @@ fn every_call_leaves_the_context_that_it_found() {
     let wrong = Matmul::new(square(0), square(1), square(1));
     kept_by("a wrong product", &mut || drop(engine.matmul(queue, &wrong).unwrap_err()));
 
-    let numbers = Array { address: at, element: Element::F32, len: 100 };
+    let numbers = Array { address: at, element: ElementType::F32, len: 100 };
     let transfer = Transfer::AllReduce { from: numbers, into: numbers, reduce: Reduce::Sum };
     let alone = || Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, LIMIT).unwrap();
     kept_by("a communicator", &mut || {

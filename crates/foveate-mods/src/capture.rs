@@ -9,7 +9,7 @@
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use crate::elements::{ElementType, Elements, Placed, RowMajor, SharedElements};
+use crate::elements::{ElementType, Elements, Placed, RowMajor, SharedElements, is_learnable};
 use crate::error::{ModError, ModErrorKind};
 use crate::ranges::RangeTable;
 use crate::value::{BufferData, Element, ScalarValue, Type};
@@ -173,7 +173,7 @@ impl AnyBuffer {
         let (shape, ranges) = (shape.to_vec(), OnceLock::new());
         let inner = Inner { name, shape, strides, offset: 0, data, learned, ranges };
         let buffer = Self(Arc::new(inner));
-        if learned && !buffer.element().is_learnable() {
+        if learned && !is_learnable(buffer.element()) {
             return Err(ModError::not_learnable(buffer.0.name.clone()));
         }
         Ok(buffer)
@@ -304,7 +304,7 @@ impl AnyBuffer {
 
     /// The type that mods read.
     pub fn ty(&self) -> Type {
-        self.element().read_as()
+        self.element().into()
     }
 
     /// Smallest and largest elements of its stretches. The first call takes time linear in the

@@ -10,62 +10,16 @@ use std::sync::Arc;
 use bytemuck::{NoUninit, try_cast_slice};
 use half::{bf16, f16};
 
+pub use foveate_tensor::ElementType;
+
 use crate::value::{BufferData, ScalarValue, Type};
 
-/// Type of the elements of a captured buffer in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum ElementType {
-    /// A truth value of one byte; any byte but 0 is true.
-    Bool,
-    /// Unsigned 8-bit integer, read as i32.
-    U8,
-    /// Signed 8-bit integer, read as i32.
-    I8,
-    /// Signed 16-bit integer, read as i32.
-    I16,
-    /// Signed 32-bit integer.
-    I32,
-    /// Signed 64-bit integer, read as i32: a value that is none is reported like an index outside
-    /// its axis, and its lower 32 bits are taken.
-    I64,
-    /// IEEE binary16, widened to f32.
-    F16,
-    /// bfloat16, widened to f32.
-    BF16,
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary64, rounded to the nearest f32.
-    F64,
-}
-
-impl ElementType {
-    /// Every type, in the order of the enum.
-    pub const ALL: [ElementType; 10] = [
-        ElementType::Bool,
-        ElementType::U8,
-        ElementType::I8,
-        ElementType::I16,
-        ElementType::I32,
-        ElementType::I64,
-        ElementType::F16,
-        ElementType::BF16,
-        ElementType::F32,
-        ElementType::F64,
-    ];
-
-    /// Size of one element, in bytes.
-    pub fn bytes(self) -> usize {
-        match self {
-            ElementType::Bool | ElementType::U8 | ElementType::I8 => 1,
-            ElementType::I16 | ElementType::F16 | ElementType::BF16 => 2,
-            ElementType::I32 | ElementType::F32 => 4,
-            ElementType::I64 | ElementType::F64 => 8,
-        }
-    }
-
-    /// The type that a mod sees.
-    pub fn read_as(self) -> Type {
-        match self {
+/// The type that a mod sees of elements in memory: 16-bit floats are widened, f64 is rounded to the
+/// nearest f32. An i64 that is no i32 is reported like an index outside its axis, and its lower 32
+/// bits are taken.
+impl From<ElementType> for Type {
+    fn from(element: ElementType) -> Self {
+        match element {
             ElementType::Bool => Type::Bool,
             ElementType::U8
             | ElementType::I8
@@ -74,33 +28,6 @@ impl ElementType {
             | ElementType::I64 => Type::I32,
             ElementType::F16 | ElementType::BF16 | ElementType::F32 | ElementType::F64 => Type::F32,
         }
-    }
-
-    /// Whether a buffer of it can be learned: f32, f16 and bf16, which its gradient comes back in.
-    pub fn is_learnable(self) -> bool {
-        matches!(self, ElementType::F32 | ElementType::F16 | ElementType::BF16)
-    }
-
-    /// Its name: `bool`, `u8`, …, `bf16`, `f64`.
-    pub fn name(self) -> &'static str {
-        match self {
-            ElementType::Bool => "bool",
-            ElementType::U8 => "u8",
-            ElementType::I8 => "i8",
-            ElementType::I16 => "i16",
-            ElementType::I32 => "i32",
-            ElementType::I64 => "i64",
-            ElementType::F16 => "f16",
-            ElementType::BF16 => "bf16",
-            ElementType::F32 => "f32",
-            ElementType::F64 => "f64",
-        }
-    }
-}
-
-impl fmt::Display for ElementType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -112,6 +39,11 @@ impl From<Type> for ElementType {
             Type::F32 => ElementType::F32,
         }
     }
+}
+
+/// Whether a buffer of it can be learned: f32, f16 and bf16, which its gradient comes back in.
+pub(crate) fn is_learnable(element: ElementType) -> bool {
+    matches!(element, ElementType::F32 | ElementType::F16 | ElementType::BF16)
 }
 
 /// Rust types that captured buffers may hold in memory.

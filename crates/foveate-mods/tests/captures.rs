@@ -73,7 +73,7 @@ fn memory_of_every_type_and_stride_reads_as_its_copy_does() {
             let shared =
                 AnyBuffer::shared("x", &elements, &[ROWS, COLUMNS], &strides, 5, false).unwrap();
             let copy = AnyBuffer::new("x", &[ROWS, COLUMNS], shared.to_data(), false).unwrap();
-            assert_eq!((shared.element(), shared.ty()), (element, element.read_as()));
+            assert_eq!((shared.element(), shared.ty()), (element, element.into()));
             let indices: [[Expr<i32>; 2]; 4] =
                 [[q(), kv()], [h(), kv()], [q(), h()], [(q() * kv()) % 9, (kv() - q()).abs()]];
             for index in indices {

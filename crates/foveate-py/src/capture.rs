@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 use bytemuck::NoUninit;
 use foveate::AnyBuffer;
-use foveate::mods::{DynExpr, ElementType, Elements, SharedElements};
+use foveate::mods::{DynExpr, Elements, SharedElements};
 use pyo3::prelude::*;
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 use crate::expr::{self, Expr};
 use crate::tensor::{self, Borrowed, row_major};
@@ -38,7 +38,7 @@ impl Capture {
     fn new(name: &str, tensor: &Bound<'_, PyAny>, learned: bool) -> PyResult<Self> {
         let (dtype, shape) = tensor::kind(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
-        let slot = AnyBuffer::on_device(name, &shape, element(dtype), learned).map_err(raised)?;
+        let slot = AnyBuffer::on_device(name, &shape, dtype, learned).map_err(raised)?;
         Ok(Self { slot, tensor: tensor.clone().unbind(), dtype })
     }
 
@@ -166,7 +166,7 @@ impl Captured {
         };
         let Borrowed { shape, strides, dtype, .. } = &self.tensor;
         let owner = Arc::new(Held { tensor: self.tensor.clone(), _object: object });
-        let elements = SharedElements::new(element(*dtype), owner);
+        let elements = SharedElements::new(*dtype, owner);
         let made = AnyBuffer::shared(slot.name(), &elements, shape, strides, 0, slot.learned());
         made.map(Some).map_err(raised)
     }
@@ -182,21 +182,6 @@ impl AsRef<[u8]> for Held {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the object is held as long as the slice is.
         unsafe { self.tensor.as_bytes() }
-    }
-}
-
-fn element(dtype: Dtype) -> ElementType {
-    match dtype {
-        Dtype::Bool => ElementType::Bool,
-        Dtype::U8 => ElementType::U8,
-        Dtype::I8 => ElementType::I8,
-        Dtype::I16 => ElementType::I16,
-        Dtype::I32 => ElementType::I32,
-        Dtype::I64 => ElementType::I64,
-        Dtype::F16 => ElementType::F16,
-        Dtype::BF16 => ElementType::BF16,
-        Dtype::F32 => ElementType::F32,
-        Dtype::F64 => ElementType::F64,
     }
 }
 
@@ -238,7 +223,7 @@ fn copied(tensor: &Borrowed) -> SharedElements {
                 false => each(tensor).collect(),
             }
         };
-        SharedElements::new(element(tensor.dtype), Arc::new(Owned(elements)))
+        SharedElements::new(tensor.dtype, Arc::new(Owned(elements)))
     }
     match tensor.dtype.bytes() {
         1 => copy::<u8>(tensor),

@@ -6,29 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 /// A dtype of torch that a captured tensor or a value of a mod can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    /// `torch.bool`.
-    Bool,
-    /// `torch.uint8`.
-    U8,
-    /// `torch.int8`.
-    I8,
-    /// `torch.int16`.
-    I16,
-    /// `torch.int32`.
-    I32,
-    /// `torch.int64`.
-    I64,
-    /// `torch.float16`.
-    F16,
-    /// `torch.bfloat16`.
-    BF16,
-    /// `torch.float32`.
-    F32,
-    /// `torch.float64`.
-    F64,
-}
+pub use foveate::ElementType as Dtype;
 
 use Dtype::*;
 
@@ -55,12 +33,39 @@ fn objects(py: Python<'_>) -> PyResult<&'static [Py<PyAny>]> {
     Ok(objects)
 }
 
-impl Dtype {
+/// What torch says of a dtype.
+pub trait TorchDtype: Sized {
     /// The dtype that a `torch.dtype` object says.
     ///
     /// # Errors
     /// When it is a dtype that mods do not know (complex, float8, unsigned of 16 bits and more).
-    pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn of(object: &Bound<'_, PyAny>) -> PyResult<Self>;
+
+    /// Its `torch.dtype` object.
+    ///
+    /// # Errors
+    /// When torch cannot be imported.
+    fn object(self, py: Python<'_>) -> PyResult<Py<PyAny>>;
+
+    /// The type of its values in a mod.
+    fn ty(self) -> Type;
+
+    /// Smallest and largest value of an integer narrower than 32 bits: arithmetic on these wraps,
+    /// in torch too.
+    fn narrow(self) -> Option<(i64, i64)>;
+
+    /// What torch computes in, of operands of these dtypes.
+    fn promoted(self, other: Self) -> Self;
+
+    /// The dtype of q, k, v.
+    ///
+    /// # Errors
+    /// When it is none that attention takes.
+    fn operand(self) -> PyResult<foveate::DType>;
+}
+
+impl TorchDtype for Dtype {
+    fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let all = objects(object.py())?;
         let found = all.iter().position(|x| x.is(object));
         found.map(|i| NAMES[i].1).ok_or_else(|| {
@@ -68,37 +73,16 @@ impl Dtype {
         })
     }
 
-    /// Its `torch.dtype` object.
-    ///
-    /// # Errors
-    /// When torch cannot be imported.
-    pub fn object(self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+    fn object(self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let at = NAMES.iter().position(|(_, d)| *d == self).expect("every dtype has a name");
         Ok(objects(py)?[at].clone_ref(py))
     }
 
-    /// The type of its values in a mod.
-    pub fn ty(self) -> Type {
-        match self {
-            Bool => Type::Bool,
-            U8 | I8 | I16 | I32 | I64 => Type::I32,
-            F16 | BF16 | F32 | F64 => Type::F32,
-        }
+    fn ty(self) -> Type {
+        self.into()
     }
 
-    /// Size of an element in bytes.
-    pub fn bytes(self) -> usize {
-        match self {
-            Bool | U8 | I8 => 1,
-            I16 | F16 | BF16 => 2,
-            I32 | F32 => 4,
-            I64 | F64 => 8,
-        }
-    }
-
-    /// Smallest and largest value of an integer narrower than 32 bits: arithmetic on these wraps,
-    /// in torch too.
-    pub fn narrow(self) -> Option<(i64, i64)> {
+    fn narrow(self) -> Option<(i64, i64)> {
         match self {
             U8 => Some((0, 255)),
             I8 => Some((-128, 127)),
@@ -107,8 +91,7 @@ impl Dtype {
         }
     }
 
-    /// What torch computes in, of operands of these dtypes.
-    pub fn promoted(self, other: Self) -> Self {
+    fn promoted(self, other: Self) -> Self {
         let kind = |d: Self| d.ty() as u8;
         match (self, other) {
             (a, b) if a == b => a,
@@ -126,11 +109,7 @@ impl Dtype {
         }
     }
 
-    /// The dtype of q, k, v.
-    ///
-    /// # Errors
-    /// When it is none that attention takes.
-    pub fn operand(self) -> PyResult<foveate::DType> {
+    fn operand(self) -> PyResult<foveate::DType> {
         match self {
             F32 => Ok(foveate::DType::F32),
             F16 => Ok(foveate::DType::F16),

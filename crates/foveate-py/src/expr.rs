@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::pyclass::CompareOp;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyTuple, PyType};
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::value::{self, Number, Operand, Value, refused};
 
 /// A traced 0-d tensor.

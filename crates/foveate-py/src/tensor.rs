@@ -12,7 +12,7 @@ use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 
 /// The strides of a row-major tensor, in elements.

@@ -17,7 +17,7 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 
 create_exception!(

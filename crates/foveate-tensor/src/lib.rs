@@ -27,6 +27,7 @@
 #[cfg(feature = "dlpack")]
 pub mod dlpack;
 pub mod dtype;
+pub mod element;
 pub mod error;
 pub mod float;
 pub mod layout;
@@ -39,6 +40,7 @@ pub mod varlen;
 pub mod view;
 
 pub use dtype::{DType, Data};
+pub use element::ElementType;
 pub use error::{TensorError, TensorErrorKind};
 pub use float::Float;
 pub use layout::{GroupedAxis, Layout, indices};

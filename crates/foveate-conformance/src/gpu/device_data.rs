@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_cuda::{
     CudaError, CudaErrorKind, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward,
-    DeviceOffsets, DeviceOperands, DeviceVarlen, Element, Engine, Queue,
+    DeviceOffsets, DeviceOperands, DeviceVarlen, ElementType, Engine, Queue,
 };
 use foveate_gpu::driver::{Allocation, Graph};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, Type, expr, masks};
@@ -106,7 +106,7 @@ pub fn captures(engine: &Arc<Engine>) -> Outcome {
             version,
             ..DeviceArray::new(buffer.address(), ty, &lengths[longer])
         };
-        [("doc", array(&doc_at, Element::I32)), ("bias", array(&bias_at, Element::F32))]
+        [("doc", array(&doc_at, ElementType::I32)), ("bias", array(&bias_at, ElementType::F32))]
     };
     for (what, n, longer, version) in [
         ("first contents", 0, 0, None),
@@ -147,7 +147,7 @@ fn refused(
 ) -> Result<(), String> {
     let host = [0i32; LEN];
     let at = |address: u64| ("doc", DeviceArray { address, ..doc.1 });
-    let of_type = ("doc", DeviceArray { element: Element::F32, ..doc.1 });
+    let of_type = ("doc", DeviceArray { element: ElementType::F32, ..doc.1 });
     let of_rank = ("doc", DeviceArray { shape: &[1, LEN], ..doc.1 });
     let asked: [(&[(&str, DeviceArray<'_>)], &str); 8] = [
         (&[*bias], "captured buffer `doc` is in device memory; say where"),
@@ -190,7 +190,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     let [q_at, k_at] = [queue.pool().take(64)?, queue.pool().take(64)?];
     let array = |buffer: &Allocation, version| DeviceArray {
         version,
-        ..DeviceArray::new(buffer.address(), Element::I32, &[5])
+        ..DeviceArray::new(buffer.address(), ElementType::I32, &[5])
     };
     let given = |[longest_q, longest_k]: [usize; 2], version| DeviceOffsets {
         q: array(&q_at, version),
@@ -238,7 +238,7 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
     }
     let good = given([143, 160], None);
     let at = |q| DeviceOffsets { q, ..good };
-    let of_type = at(DeviceArray { element: Element::F32, ..good.q });
+    let of_type = at(DeviceArray { element: ElementType::F32, ..good.q });
     let of_rank = at(DeviceArray { shape: &[5, 1], ..good.q });
     let fewer = at(DeviceArray { shape: &[4], ..good.q });
     let host = at(DeviceArray { address: q.as_ptr() as u64, ..good.q });
@@ -289,8 +289,9 @@ fn replayed(engine: &Arc<Engine>, plan: &CudaPlan, dims: Dims, captures: bool) -
         Ok(cu_at.write(&bytes(&[0, middle, 290], |x| x.to_le_bytes()))?)
     };
     let array = |buffer: &Allocation, ty| DeviceArray::new(buffer.address(), ty, &[LEN]);
-    let arrays = [("doc", array(&doc_at, Element::I32)), ("bias", array(&bias_at, Element::F32))];
-    let cu = DeviceArray::new(cu_at.address(), Element::I32, &[3]);
+    let arrays =
+        [("doc", array(&doc_at, ElementType::I32)), ("bias", array(&bias_at, ElementType::F32))];
+    let cu = DeviceArray::new(cu_at.address(), ElementType::I32, &[3]);
     let offsets = DeviceOffsets { q: cu, k: cu, longest_q: 200, longest_k: 200 };
     let arrays: &[_] = if captures { &arrays } else { &[] };
     let operands = DeviceOperands { varlen: Some(offsets.into()), ..all(&tensors, arrays) };

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use foveate_gpu::driver::{Fill, L2Promotion, Launch, Swizzle, TensorMap, Tiled, default_timeout};
 use foveate_gpu::kernel::{Expected, Kernel, KernelSource};
-use foveate_gpu::{Arch, Element, Engine, GpuError};
+use foveate_gpu::{Arch, ElementType, Engine, GpuError};
 
 use super::checks::{Outcome, on_gpu};
 
@@ -119,7 +119,7 @@ fn exchange(engine: &Arc<Engine>) -> Outcome {
     let map = TensorMap::tiled(
         engine.device(),
         &Tiled {
-            element: Element::F32,
+            element: ElementType::F32,
             address: tensor.address(),
             dims: &[COLUMNS as u64, ROWS as u64],
             strides: &[STRIDE as u64 * 4],

@@ -1,7 +1,7 @@
 //! Where the sequences of packed operands begin and end, known to the host or not.
 
 use foveate_gpu::access::Accesses;
-use foveate_gpu::{DeviceArray, Element};
+use foveate_gpu::{DeviceArray, ElementType};
 use foveate_problem::Dims;
 use foveate_tensor::Varlen;
 
@@ -55,7 +55,7 @@ impl DeviceOffsets<'_> {
     /// operands are not packed.
     pub(super) fn dims(&self, whole: &Dims) -> Result<Dims, CudaError> {
         for (name, array) in self.named() {
-            if array.element != Element::I32 {
+            if array.element != ElementType::I32 {
                 return Err(CudaError::argument(format!(
                     "{name} is {}; it must be i32",
                     array.element

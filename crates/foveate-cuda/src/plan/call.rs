@@ -13,7 +13,7 @@ use foveate_problem::{Dims, ProblemError, Sequence};
 use super::{CudaPlan, longest, sequences};
 use crate::compile::params::Address;
 use crate::error::CudaError;
-use crate::operands::{DeviceOffsets, DeviceOperands, captured, element};
+use crate::operands::{DeviceOffsets, DeviceOperands, captured};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{DeviceArray, Queue};
 
@@ -169,7 +169,7 @@ impl CudaPlan {
         }
         let same = |b: &AnyBuffer, a: &DeviceArray<'_>| {
             let strides = a.strides.map_or(b.is_dense(), |strides| b.strides() == strides);
-            b.shape() == a.shape && element(b.element()) == a.element && strides
+            b.shape() == a.shape && b.element() == a.element && strides
         };
         let fits = |b: &AnyBuffer| {
             let mut of_name = captures.iter().filter(|(name, _)| *name == b.name());

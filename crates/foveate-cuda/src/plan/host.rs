@@ -19,11 +19,10 @@ use crate::compile::codegen::buffer_bytes;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
-    element,
 };
 use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::{DeviceArray, DeviceTensor};
-use foveate_gpu::{Element, GpuErrorKind};
+use foveate_gpu::{ElementType, GpuErrorKind};
 
 /// Every byte of a destination before a pass: a NaN in every dtype, with bits that no arithmetic
 /// gives.
@@ -229,7 +228,7 @@ fn arrays<'a>(captures: &'a [(Allocation, &'a AnyBuffer)]) -> Vec<(&'a str, Devi
     let array = |allocation: &Allocation, b: &'a AnyBuffer| {
         let address = allocation.address();
         let strides = Some(b.strides()).filter(|_| !b.is_dense());
-        DeviceArray { strides, ..DeviceArray::new(address, element(b.element()), b.shape()) }
+        DeviceArray { strides, ..DeviceArray::new(address, b.element(), b.shape()) }
     };
     captures.iter().map(|(allocation, b)| (b.name(), array(allocation, b))).collect()
 }
@@ -253,7 +252,7 @@ fn varlen<'a>(
     };
     let (longest_q, longest_k) = (*longest_q, *longest_k);
     let [q, k] =
-        [q, k].map(|allocation| DeviceArray::new(allocation.address(), Element::I32, count));
+        [q, k].map(|allocation| DeviceArray::new(allocation.address(), ElementType::I32, count));
     Some(DeviceOffsets { q, k, longest_q, longest_k }.into())
 }
 

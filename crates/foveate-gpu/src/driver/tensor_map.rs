@@ -10,9 +10,9 @@ use std::fmt;
 
 use super::device::Device;
 use crate::abi::{Abi, Address};
-use crate::array::Element;
 use crate::error::{GpuError, GpuErrorKind};
 use crate::library::Library;
+use foveate_tensor::ElementType;
 
 /// A tensor in device memory and the tile that one copy moves. Axes are listed innermost first.
 ///
@@ -21,7 +21,7 @@ use crate::library::Library;
 #[derive(Clone, Copy, Debug)]
 pub struct Tiled<'a> {
     /// Type of its elements.
-    pub element: Element,
+    pub element: ElementType,
     /// Address of element 0, a multiple of 16.
     pub address: Address,
     /// Length of each axis in elements, 1 to 5 axes of 1 to 2³² elements.
@@ -91,26 +91,29 @@ impl Swizzle {
 }
 
 /// The number of an element type in `CUtensorMapDataType`.
-fn data_type(element: Element) -> i32 {
+fn data_type(element: ElementType) -> i32 {
     match element {
         // Of one byte there is the type without sign only; the bytes are the same.
-        Element::Bool | Element::U8 | Element::I8 => 0,
-        Element::I16 => 1,
-        Element::I32 => 3,
-        Element::I64 => 5,
-        Element::F16 => 6,
-        Element::F32 => 7,
-        Element::F64 => 8,
-        Element::BF16 => 9,
+        ElementType::Bool | ElementType::U8 | ElementType::I8 => 0,
+        ElementType::I16 => 1,
+        ElementType::I32 => 3,
+        ElementType::I64 => 5,
+        ElementType::F16 => 6,
+        ElementType::F32 => 7,
+        ElementType::F64 => 8,
+        ElementType::BF16 => 9,
     }
 }
 
-fn has_nan(element: Element) -> bool {
+fn has_nan(element: ElementType) -> bool {
     match element {
-        Element::Bool | Element::U8 | Element::I8 | Element::I16 | Element::I32 | Element::I64 => {
-            false
-        }
-        Element::F16 | Element::BF16 | Element::F32 | Element::F64 => true,
+        ElementType::Bool
+        | ElementType::U8
+        | ElementType::I8
+        | ElementType::I16
+        | ElementType::I32
+        | ElementType::I64 => false,
+        ElementType::F16 | ElementType::BF16 | ElementType::F32 | ElementType::F64 => true,
     }
 }
 
@@ -251,7 +254,7 @@ mod tests {
     use super::*;
 
     const GOOD: Tiled<'static> = Tiled {
-        element: Element::BF16,
+        element: ElementType::BF16,
         address: 0x7000_0000,
         dims: &[128, 1000, 8, 2],
         strides: &[2048, 256, 2_048_000],
@@ -321,7 +324,7 @@ mod tests {
                  axis 0, or a wider swizzle",
             ),
             (
-                Tiled { element: Element::U8, fill: Fill::Nan, ..GOOD },
+                Tiled { element: ElementType::U8, fill: Fill::Nan, ..GOOD },
                 "u8 has no NaN to fill with; fill with zeros",
             ),
         ];

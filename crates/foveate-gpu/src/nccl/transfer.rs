@@ -3,10 +3,10 @@
 use std::fmt;
 
 use crate::abi::Address;
-use crate::array::Element;
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::tensor::DeviceTensor;
+use foveate_tensor::ElementType;
 
 /// Numbers side by side in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub struct Array {
     /// Where they start.
     pub address: Address,
     /// Their type.
-    pub element: Element,
+    pub element: ElementType,
     /// How many there are.
     pub len: usize,
 }
@@ -54,7 +54,7 @@ impl Array {
     /// Whether its memory can be used.
     fn check(&self, name: &str, engine: &Engine) -> Result<(), GpuError> {
         let Self { address, element, .. } = self;
-        if *element == Element::I16 {
+        if *element == ElementType::I16 {
             return Err(GpuError::argument(format!("{name} is i16, which NCCL does not transfer")));
         }
         if self.len == 0 {
@@ -72,17 +72,17 @@ impl Array {
 }
 
 /// The number of a type in `ncclDataType_t`.
-pub(super) fn data_type(element: Element) -> i32 {
+pub(super) fn data_type(element: ElementType) -> i32 {
     match element {
-        Element::I8 => 0,
-        Element::Bool | Element::U8 => 1,
-        Element::I32 => 2,
-        Element::I64 => 4,
-        Element::F16 => 6,
-        Element::F32 => 7,
-        Element::F64 => 8,
-        Element::BF16 => 9,
-        Element::I16 => unreachable!("refused when the array was checked"),
+        ElementType::I8 => 0,
+        ElementType::Bool | ElementType::U8 => 1,
+        ElementType::I32 => 2,
+        ElementType::I64 => 4,
+        ElementType::F16 => 6,
+        ElementType::F32 => 7,
+        ElementType::F64 => 8,
+        ElementType::BF16 => 9,
+        ElementType::I16 => unreachable!("refused when the array was checked"),
     }
 }
 

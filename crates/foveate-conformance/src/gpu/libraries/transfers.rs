@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use foveate_gpu::driver::{Allocation, Device, default_timeout};
 use foveate_gpu::nccl::{Array, Call, Communicator, Reduce, Transfer, UniqueId, together};
-use foveate_gpu::{Element, Engine, GpuError, GpuErrorKind, Queue};
+use foveate_gpu::{ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_tensor::random::Random;
 use half::{bf16, f16};
 
@@ -23,8 +23,8 @@ const LONG: usize = 300_001;
 /// How long a rank waits for one that does not come; several times what joining takes.
 const SHORT: Duration = Duration::from_secs(5);
 
-const ELEMENTS: [Element; 5] =
-    [Element::F32, Element::F16, Element::BF16, Element::I32, Element::U8];
+const ELEMENTS: [ElementType; 5] =
+    [ElementType::F32, ElementType::F16, ElementType::BF16, ElementType::I32, ElementType::U8];
 
 /// Every check of transfers: one rank, and a rank on each of several GPUs where there are some.
 pub fn run(engine: &Arc<Engine>, checks: &mut Checks) {
@@ -58,8 +58,8 @@ enum Kind {
 
 impl Kind {
     /// All that `element` is tried with: means of integers are cut off, which is not checked.
-    fn all(element: Element) -> impl Iterator<Item = Self> {
-        let floats = !matches!(element, Element::I32 | Element::U8);
+    fn all(element: ElementType) -> impl Iterator<Item = Self> {
+        let floats = !matches!(element, ElementType::I32 | ElementType::U8);
         let reduce = [Reduce::Sum, Reduce::Max, Reduce::Mean];
         let reduce = reduce.into_iter().filter(move |&how| floats || how != Reduce::Mean);
         let both = reduce.flat_map(|how| [(how, false), (how, true)]);
@@ -72,17 +72,19 @@ impl Kind {
 }
 
 /// What a rank gives: eighths, which every type of floats holds, or small integers.
-fn numbers(element: Element, rank: usize, len: usize) -> Vec<f64> {
+fn numbers(element: ElementType, rank: usize, len: usize) -> Vec<f64> {
     let mut random = Random::new(77 + rank as u64);
     let mut next = || match element {
-        Element::Bool | Element::U8 | Element::I8 | Element::I16 => random.below(60) as f64,
-        Element::I32 | Element::I64 => random.below(2_000_000) as f64 - 1e6,
+        ElementType::Bool | ElementType::U8 | ElementType::I8 | ElementType::I16 => {
+            random.below(60) as f64
+        }
+        ElementType::I32 | ElementType::I64 => random.below(2_000_000) as f64 - 1e6,
         _ => (random.below(64) as f64 - 32.0) / 8.0,
     };
     (0..len).map(|_| next()).collect()
 }
 
-fn reduced(element: Element, how: Reduce, ranks: usize, len: usize) -> Vec<f64> {
+fn reduced(element: ElementType, how: Reduce, ranks: usize, len: usize) -> Vec<f64> {
     let mut result = numbers(element, 0, len);
     for rank in 1..ranks {
         for (into, x) in result.iter_mut().zip(numbers(element, rank, len)) {
@@ -93,17 +95,19 @@ fn reduced(element: Element, how: Reduce, ranks: usize, len: usize) -> Vec<f64> 
     result.iter().map(|x| x / over).collect()
 }
 
-fn encoded(element: Element, values: &[f64]) -> Vec<u8> {
+fn encoded(element: ElementType, values: &[f64]) -> Vec<u8> {
     let each = values.iter();
     match element {
-        Element::Bool | Element::U8 | Element::I8 => each.map(|&x| x as u8).collect(),
-        Element::I16 => each.flat_map(|&x| (x as i16).to_le_bytes()).collect(),
-        Element::I64 => each.flat_map(|&x| (x as i64).to_le_bytes()).collect(),
-        Element::I32 => each.flat_map(|&x| (x as i32).to_le_bytes()).collect(),
-        Element::F16 => each.flat_map(|&x| f16::from_f64(x).to_bits().to_le_bytes()).collect(),
-        Element::BF16 => each.flat_map(|&x| bf16::from_f64(x).to_bits().to_le_bytes()).collect(),
-        Element::F32 => each.flat_map(|&x| (x as f32).to_le_bytes()).collect(),
-        Element::F64 => each.flat_map(|&x| x.to_le_bytes()).collect(),
+        ElementType::Bool | ElementType::U8 | ElementType::I8 => each.map(|&x| x as u8).collect(),
+        ElementType::I16 => each.flat_map(|&x| (x as i16).to_le_bytes()).collect(),
+        ElementType::I64 => each.flat_map(|&x| (x as i64).to_le_bytes()).collect(),
+        ElementType::I32 => each.flat_map(|&x| (x as i32).to_le_bytes()).collect(),
+        ElementType::F16 => each.flat_map(|&x| f16::from_f64(x).to_bits().to_le_bytes()).collect(),
+        ElementType::BF16 => {
+            each.flat_map(|&x| bf16::from_f64(x).to_bits().to_le_bytes()).collect()
+        }
+        ElementType::F32 => each.flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+        ElementType::F64 => each.flat_map(|&x| x.to_le_bytes()).collect(),
     }
 }
 
@@ -120,7 +124,7 @@ struct Part {
 impl Part {
     fn new(
         kind: Kind,
-        element: Element,
+        element: ElementType,
         len: usize,
         [rank, ranks]: [usize; 2],
         queue: &Queue,
@@ -222,9 +226,9 @@ impl Part {
 }
 
 /// Every transfer with every type.
-fn every() -> impl Iterator<Item = (Kind, Element, usize)> {
+fn every() -> impl Iterator<Item = (Kind, ElementType, usize)> {
     let lengths = |element| LENGTHS.into_iter().map(move |len| (element, len));
-    let all = ELEMENTS.into_iter().flat_map(lengths).chain([(Element::BF16, LONG)]);
+    let all = ELEMENTS.into_iter().flat_map(lengths).chain([(ElementType::BF16, LONG)]);
     all.flat_map(|(element, len)| Kind::all(element).map(move |kind| (kind, element, len)))
 }
 
@@ -303,7 +307,7 @@ fn lost(engines: &[Arc<Engine>]) -> Outcome {
     let among = Communicator::of_process(engines, SHORT)?;
     let queue = engines[0].queue();
     let kind = Kind::AllReduce(Reduce::Sum, true);
-    let part = Part::new(kind, Element::F32, 1003, [0, engines.len()], queue)?;
+    let part = Part::new(kind, ElementType::F32, 1003, [0, engines.len()], queue)?;
     let began = Instant::now();
     let said = among[0].run(queue, part.transfers[0]).and_then(|()| among[0].wait(queue));
     if let Err(wrong) = in_time(began, said) {
@@ -311,7 +315,7 @@ fn lost(engines: &[Arc<Engine>]) -> Outcome {
     }
     among[1..].iter().for_each(Communicator::abort);
     // Its memory is of the other GPU, which is said first.
-    let own = Part::new(kind, Element::F32, 1003, [1, engines.len()], engines[1].queue())?;
+    let own = Part::new(kind, ElementType::F32, 1003, [1, engines.len()], engines[1].queue())?;
     for (part, expected) in [(&part, "is on GPU 0"), (&own, "was aborted")] {
         let refused = among[1].run(engines[1].queue(), part.transfers[0]);
         if let Err(wrong) = expect_refusal(refused, expected) {
@@ -330,12 +334,12 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     let allocation = queue.pool().take(4000)?;
     allocation.fill(0xFF)?;
     let host = [0u8; 400];
-    let at = |address: u64, len: usize| Array { address, element: Element::F32, len };
+    let at = |address: u64, len: usize| Array { address, element: ElementType::F32, len };
     let (good, reduce) = (at(allocation.address(), 100), Reduce::Sum);
     let all_reduce = |from, into| Transfer::AllReduce { from, into, reduce };
     let asked = [
         (all_reduce(good, at(allocation.address() + 400, 99)), "100 f32 go with 100 f32"),
-        (all_reduce(good, Array { element: Element::I32, ..good }), "not with 100 i32"),
+        (all_reduce(good, Array { element: ElementType::I32, ..good }), "not with 100 i32"),
         (all_reduce(good, at(allocation.address() + 396, 100)), "into overlaps from"),
         (all_reduce(at(allocation.address() + 2, 100), good), "into overlaps from"),
         (all_reduce(at(allocation.address() + 402, 100), good), "no multiple of the 4 bytes"),

@@ -17,7 +17,7 @@ use crate::plan::call::Call;
 use crate::plan::kernels::{Printed, queue_kernel};
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::sync::lock;
-use foveate_gpu::{Element, Queue};
+use foveate_gpu::{ElementType, Queue};
 
 /// A captured buffer on the device.
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub(super) struct TableKey {
     pub queue: u64,
     address: Address,
     version: u64,
-    element: Element,
+    element: ElementType,
     shape: Vec<usize>,
     strides: Option<Vec<usize>>,
 }
