@@ -179,7 +179,7 @@ pub fn choose(
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
     let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
-    if has_hopper(kernel) && asked.family != Some(Family::Portable) {
+    if Family::Hopper.has(kernel) && asked.family != Some(Family::Portable) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
             None => all.extend(hopper_candidates(kernel, &asked)),
             Some(reason) => refused.push(Refused {
@@ -193,7 +193,7 @@ pub fn choose(
         let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
         refused.push(Refused { config, refusal: Refusal::Family { reason } });
     }
-    if !has_hopper(kernel) && asked.family == Some(Family::Hopper) {
+    if !Family::Hopper.has(kernel) && asked.family == Some(Family::Hopper) {
         let refusal = Refusal::Family { reason: "hopper: it has no such kernel".to_owned() };
         refused.push(Refused { config: class.config(kernel, HOPPER_TILES), refusal });
     }
@@ -242,21 +242,6 @@ impl Choice {
 
 /// What stands for all tiles of the Hopper family where it is refused.
 const HOPPER_TILES: Tiles = Tiles::hopper(2, 128, 2);
-
-/// Whether the Hopper family has a kernel of its own.
-fn has_hopper(kernel: Kernel) -> bool {
-    match kernel {
-        Kernel::Forward | Kernel::Backward => true,
-        Kernel::Combine
-        | Kernel::Delta
-        | Kernel::RowWeightSum
-        | Kernel::BackwardDq
-        | Kernel::Dq
-        | Kernel::BlockLists
-        | Kernel::RangeTable
-        | Kernel::Sequences => false,
-    }
-}
 
 /// Why the Hopper family does not run a kernel of this class at all.
 fn hopper_refusal(

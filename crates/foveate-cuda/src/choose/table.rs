@@ -6,7 +6,7 @@
 //! device with as much shared memory gets the same choice; what fits less is left to the model.
 
 use super::class::{Class, Sizes};
-use crate::compile::config::{Elem, Kernel, Tiles};
+use crate::compile::config::{Elem, Family, Kernel, Tiles};
 use foveate_gpu::profile::Profile;
 
 /// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
@@ -101,21 +101,13 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     if forward && dim <= 64 && class.mask && few || !forward && class.captures {
         return None;
     }
-    let table = match (kernel, class.score || class.dropout) {
-        (Kernel::Forward, false) => HOPPER,
-        (Kernel::Forward, true) => HOPPER_SCORED,
-        (Kernel::Backward, _) => HOPPER_BACKWARD,
-        (
-            Kernel::Combine
-            | Kernel::Delta
-            | Kernel::RowWeightSum
-            | Kernel::BackwardDq
-            | Kernel::Dq
-            | Kernel::BlockLists
-            | Kernel::RangeTable
-            | Kernel::Sequences,
-            _,
-        ) => return None,
+    if !Family::Hopper.has(kernel) {
+        return None;
+    }
+    let table = match (forward, class.score || class.dropout) {
+        (true, false) => HOPPER,
+        (true, true) => HOPPER_SCORED,
+        (false, _) => HOPPER_BACKWARD,
     };
     table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles)
 }

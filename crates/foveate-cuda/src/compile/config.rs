@@ -312,6 +312,24 @@ impl Family {
         Self::ALL.into_iter().find(|family| family.name() == name)
     }
 
+    /// Whether it has a kernel of its own for this one; where not, the portable family's runs.
+    pub fn has(self, kernel: Kernel) -> bool {
+        match (self, kernel) {
+            (Self::Portable, _) | (Self::Hopper, Kernel::Forward | Kernel::Backward) => true,
+            (
+                Self::Hopper,
+                Kernel::Combine
+                | Kernel::Delta
+                | Kernel::RowWeightSum
+                | Kernel::BackwardDq
+                | Kernel::Dq
+                | Kernel::BlockLists
+                | Kernel::RangeTable
+                | Kernel::Sequences,
+            ) => false,
+        }
+    }
+
     /// What its kernels with matrix products are compiled for on a device of the plain
     /// architecture `device`.
     pub fn arch(self, device: Arch) -> Arch {

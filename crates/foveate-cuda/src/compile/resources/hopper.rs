@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Kernel};
+use crate::compile::config::{Config, Elem, Family, Kernel};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -26,6 +26,8 @@ const PRODUCER_REGISTERS: [usize; 3] = [56, 40, 32];
 /// Registers of a consumer beside sums and weights: statistics of its rows, addresses, a mask's or a
 /// score's own numbers.
 const WORKING: usize = 32;
+/// The same in the backward, whose constants are few and pinned.
+const WORKING_BACKWARD: usize = 24;
 
 /// Problems that the family does not compute, in words for planner and resource model alike.
 pub(crate) const NO_F32: &str = "f32 operands; products of 16-bit operands only";
@@ -40,7 +42,8 @@ pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
 pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
     check(config)?;
     let consumers = config.warps / 4 - 1;
-    let needed = numbers(config) + if config.kernel == Kernel::Forward { WORKING } else { 24 };
+    let beside = if config.kernel.owns_keys() { WORKING_BACKWARD } else { WORKING };
+    let needed = numbers(config) + beside;
     let limit = CONSUMER_REGISTERS[consumers - 1];
     if needed > limit {
         return Err(Refusal::Registers { needed, limit });
@@ -75,18 +78,10 @@ fn check(config: &Config) -> Result<(), Refusal> {
     let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let family = |reason: &str| Err(Refusal::Family { reason: format!("hopper: {reason}") });
     let shape = |reason: String| Err(Refusal::Shape { reason });
-    let backward = match config.kernel {
-        Kernel::Forward => false,
-        Kernel::Backward => true,
-        Kernel::Combine
-        | Kernel::Delta
-        | Kernel::RowWeightSum
-        | Kernel::BackwardDq
-        | Kernel::Dq
-        | Kernel::BlockLists
-        | Kernel::RangeTable
-        | Kernel::Sequences => return family("it has no such kernel"),
-    };
+    if !Family::Hopper.has(config.kernel) {
+        return family("it has no such kernel");
+    }
+    let backward = config.kernel.owns_keys();
     let most_dim = if backward { MOST_DIM_BACKWARD } else { MOST_DIM };
     if config.dim.max(config.dim_v) > most_dim {
         return family(&format!("head dims above {most_dim}"));
