@@ -402,7 +402,15 @@ fn nothing_fits(
          B of shared memory:",
         profile.name, profile.shared_per_block
     );
+    // A shape that a kernel does not take is that of all its stages: it is said once.
+    let mut shapes = Vec::new();
     for refused in refused {
+        if let Refusal::Shape { reason } = &refused.refusal {
+            if shapes.contains(&reason) {
+                continue;
+            }
+            shapes.push(reason);
+        }
         message += &format!("\n  {refused}");
     }
     CudaError::argument(message)

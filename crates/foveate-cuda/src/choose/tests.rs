@@ -513,6 +513,8 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     refused(&unmapped, &[], strided);
     refused(&plain, &[("tile_q", "128")], "280 registers a thread, it can have 232");
     refused(&plain, &[("tile_q", "96")], "hopper takes 64 or 128 queries");
+    let once = with(&plain, &[("family", "hopper"), ("tile_q", "96")]).unwrap_err().to_string();
+    assert_eq!(once.matches("hopper takes 64 or 128 queries").count(), 1, "{once}");
     refused(&plain, &[("tile_kv", "64")], "of which two consumers own 64 keys each");
     refused(&plain, &[("stages", "4")], "B of shared memory, a CTA can have 232448");
     for class in [wide, fixed, unmapped] {
