@@ -2,8 +2,10 @@
 //! they show runs or, where it needs a GPU, compiles. A test of the documentation in `foveate-cli`
 //! compares them with this file; other manuals show whole programs, which are tests themselves.
 
-use foveate::cuda::{DeviceArray, DeviceOffsets, DeviceOperands, DeviceTensor, Element};
-use foveate::{Attention, Buffer, Device, Layout, Problem, Tensor, TensorMut, TensorRef, masks};
+use foveate::cuda::{DeviceArray, DeviceOffsets, DeviceOperands, DeviceTensor};
+use foveate::{
+    Attention, Buffer, Device, ElementType, Layout, Problem, Tensor, TensorMut, TensorRef, masks,
+};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -98,7 +100,7 @@ fn captured([q, k, v, _]: Tensors, (address, len, step): (u64, usize, u64)) -> O
     let program = Attention::new().mask(masks::causal() & masks::document(&doc)?);
     println!("{program:?}");
     let doc =
-        DeviceArray { version: Some(step), ..DeviceArray::new(address, Element::I32, &shape) };
+        DeviceArray { version: Some(step), ..DeviceArray::new(address, ElementType::I32, &shape) };
     let operands = DeviceOperands { captures: &[("doc", doc)], ..DeviceOperands::new(q, k, v) };
     println!("{operands:?}");
     Ok(())
@@ -106,7 +108,7 @@ fn captured([q, k, v, _]: Tensors, (address, len, step): (u64, usize, u64)) -> O
 
 fn varlen([q, k, v, _]: Tensors, (cu_q, cu_k, sequences): (u64, u64, usize)) {
     let count = [sequences + 1];
-    let array = |address| DeviceArray::new(address, Element::I32, &count);
+    let array = |address| DeviceArray::new(address, ElementType::I32, &count);
     let offsets =
         DeviceOffsets { q: array(cu_q), k: array(cu_k), longest_q: 4096, longest_k: 4096 };
     let operands = DeviceOperands { varlen: Some(offsets.into()), ..DeviceOperands::new(q, k, v) };
