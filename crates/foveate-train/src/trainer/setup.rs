@@ -74,17 +74,13 @@ impl<'a> Setup<'a> {
             model(recipe, from.as_ref(), corpus.tokenizer()).map_err(wrong)?;
         let steps = steps(recipe, &corpus, &train, observer)?;
         let fingerprint = corpus.fingerprint();
-        let mut fresh_buffers = Vec::new();
         observer.begins("making the model");
-        let (moments, state) = if let Some(last) = &last {
-            resumed(steps, last, &mut model, fingerprint, checksums)?
-        } else {
-            if let Some(origin) = &origin {
-                fresh_buffers = checkpoint::load_weights(origin, &mut model, checksums)?;
+        let (moments, state, fresh_buffers) = match &last {
+            Some(last) => resumed(steps, last, &mut model, fingerprint, checksums)?,
+            None => {
+                let seed = recipe.run.seed;
+                begun(origin.as_deref(), seed, &mut model, fingerprint, checksums)?
             }
-            model.draw_missing(recipe.run.seed);
-            let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
-            (zeros, State { fingerprint, ..Default::default() })
         };
         let source = template_source
             .as_deref()
@@ -113,17 +109,7 @@ impl<'a> Setup<'a> {
         let resolved = saved(recipe, &resolved)?;
         let claim = folder.claim(start, last.as_deref())?;
         let dir = &recipe.run.dir;
-        let log = folder.metrics();
-        let mut jsonl = JsonlLog::open(&log, state.step).map_err(|e| TrainError::write(&log, e))?;
-        let ran = Record::Run(RunMetrics {
-            step: state.step,
-            unix_time: unix_time(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            commit: commit.map(str::to_owned),
-            host: machine::host(),
-            threads: rayon::current_num_threads(),
-        });
-        jsonl.append(&ran).map_err(|e| TrainError::write(&log, e))?;
+        let jsonl = log(&folder.metrics(), state.step, commit)?;
         let records = folder.records()?;
         checkpoint::replace_file(&folder.recipe(), resolved.as_bytes())?;
         let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
@@ -286,14 +272,46 @@ fn model(
     Ok((model, attention, memory))
 }
 
-/// Moments and state of the checkpoint `last`, whose weights go into `model`.
+/// The log at `path` from `step` on, with a line on what continues it.
+fn log(path: &Path, step: u64, commit: Option<&str>) -> Result<JsonlLog, TrainError> {
+    let unwritable = |e| TrainError::write(path, e);
+    let mut log = JsonlLog::open(path, step).map_err(unwritable)?;
+    let run = RunMetrics {
+        step,
+        unix_time: unix_time(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        commit: commit.map(str::to_owned),
+        host: machine::host(),
+        threads: rayon::current_num_threads(),
+    };
+    log.append(&Record::Run(run)).map_err(unwritable)?;
+    Ok(log)
+}
+
+/// Moments and state of a run without steps, and the learned buffers that the checkpoint `origin`
+/// lacks. Weights that it has go into `model`, the others are drawn.
+fn begun(
+    origin: Option<&Path>,
+    seed: u64,
+    model: &mut Model,
+    fingerprint: u64,
+    checksums: Checksums,
+) -> Result<(Vec<Moments>, State, Vec<String>), TrainError> {
+    let load = |origin| checkpoint::load_weights(origin, model, checksums);
+    let fresh_buffers = origin.map(load).transpose()?.unwrap_or_default();
+    model.draw_missing(seed);
+    let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
+    Ok((zeros, State { fingerprint, ..Default::default() }, fresh_buffers))
+}
+
+/// Moments and state of the checkpoint `last`, whose weights go into `model`. No buffer is fresh.
 fn resumed(
     asked: u64,
     last: &Path,
     model: &mut Model,
     fingerprint: u64,
     checksums: Checksums,
-) -> Result<(Vec<Moments>, State), TrainError> {
+) -> Result<(Vec<Moments>, State, Vec<String>), TrainError> {
     let (moments, state) = checkpoint::load_state(last, model, checksums)?;
     if state.fingerprint != fingerprint {
         let message =
@@ -308,7 +326,7 @@ fn resumed(
         );
         return Err(TrainError::checkpoint(last, message));
     }
-    Ok((moments, state))
+    Ok((moments, state, Vec::new()))
 }
 
 /// Refuses, with the remedy, what cannot be held in memory.
