@@ -5,7 +5,8 @@
 #     env=$(scripts/python-env.sh 2.10.0)     another version of torch
 #
 # An environment that is there stays. Torch's wheel for Linux brings NVIDIA's libraries, 2.5 GB in all,
-# which nothing here uses. Where packages cannot be had, the last line says why.
+# which nothing here uses. Where packages cannot be had, the last line says why. The libraries that
+# foveate plugs into are installed too, and their tests are skipped where they cannot be.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,5 +21,13 @@ if ! [ -e "$env/complete" ]; then
         exit 1
     fi
     touch "$env/complete"
+fi
+doors=(transformers==5.23.0)
+if [ "$(cat "$env/doors" 2>/dev/null)" != "${doors[*]}" ]; then
+    if timeout 300 "$env/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "${doors[@]}" >&2; then
+        echo "${doors[*]}" >"$env/doors"
+    else
+        echo "${doors[*]} could not be installed beside torch $torch" >&2
+    fi
 fi
 echo "$env"

@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+from . import huggingface
 from ._blocks import create_block_mask, create_mask
 from ._flex import explain, flex_attention, varlen
 from ._masks import Mask
@@ -44,6 +45,7 @@ __all__ = [
     "create_mask",
     "explain",
     "flex_attention",
+    "huggingface",
     "noop_mask",
     "or_masks",
     "varlen",

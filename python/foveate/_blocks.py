@@ -123,7 +123,7 @@ def _state(mask: BlockMask) -> tuple[Any, ...]:
 def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> Any:
     """The traced program of a block mask for operands of these extents (b, h, q, kv)."""
     if isinstance(mask, Mask):
-        return _trace.mask(mask, extents)
+        return mask._program(extents)
     kinds = kinds_of(mask, extents)
     wrap = None if kinds is None else _within(kinds, mask.BLOCK_SIZE)
     return _trace.mask(mask.mask_mod, extents, wrap=wrap)

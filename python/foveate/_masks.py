@@ -47,6 +47,10 @@ class Mask:
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self._function(b, h, q_idx, kv_idx)
 
+    def _program(self, extents: tuple[int, int, int, int]) -> Any:
+        """The traced function, for extents of b, h, q and kv."""
+        return _trace.mask(self, extents)
+
     def __and__(self, other: Any) -> Mask:
         return self._joined(other, "&", lambda a, b: a & b)
 
