@@ -1,0 +1,52 @@
+//! Attention over many ranks, from one map.
+//!
+//! # Should I use this?
+//!
+//! Yes, when one GPU or one process is too small for a row, a batch or the heads of a model, and
+//! when a mask that is wrong on the second rank must not be possible. One rank needs the crate
+//! `foveate` alone.
+//!
+//! # The parts
+//!
+//! - [`Mesh`]: ranks as `replicate × shard × context × tensor`.
+//! - [`Map`]: names of axes ([`Axis`]) to axes of the mesh, once.
+//! - [`Sharding`]: the map with the stored length of every part. From it and the names of an array's
+//!   axes follows its [`ShardLayout`], for every array of a step ([`arrays`]).
+//! - [`Sharded`]: a rank's part of an array with its layout. One that arrives with another layout
+//!   than the derived one is an error that names operand, axis, expected and found; nothing is
+//!   resharded silently.
+//! - [`interchange`]: layouts as JAX's `PartitionSpec` and DTensor's placements.
+//! - [`collectives`]: what ranks send each other, with ranks that are threads of a process.
+//! - [`Permutation`]: the order of a row's tokens, as a value with an identity.
+//!
+//! ```
+//! use foveate_shard::{Lengths, Map, Mesh, Sharding, arrays};
+//!
+//! let map = Map::new(Mesh::parse("shard=2,context=4", 8)?);
+//! let lengths = Lengths {
+//!     batch: 2, seq: 8192, kv_seq: 8192, heads: 32, kv_heads: 8, dim: 128, hidden: 4096,
+//!     ffn: 14336, vocab: 128256,
+//! };
+//! let sharding = Sharding::new(map, &lengths)?;
+//! let residual = arrays::by_name("residual").expect("it is listed").layout(&sharding)?;
+//! assert_eq!(residual.to_string(), "bf16[batch@shard, seq@context, hidden]");
+//! # Ok::<(), foveate_shard::ShardError>(())
+//! ```
+//!
+//! The manual is `docs/sharding.md`.
+
+pub mod arrays;
+pub mod collectives;
+mod error;
+mod fnv;
+pub mod interchange;
+mod layout;
+mod map;
+mod mesh;
+mod permutation;
+
+pub use error::ShardError;
+pub use layout::{Cut, CutAxis, Lengths, ShardLayout, Sharded, Sharding};
+pub use map::{Axis, Map};
+pub use mesh::{Mesh, MeshAxis};
+pub use permutation::{Permutation, PermutationId};
