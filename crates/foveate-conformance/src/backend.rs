@@ -209,8 +209,8 @@ impl Backend for Public {
         dims: &Dims,
         dtype: DType,
     ) -> Result<Box<dyn Prepared>, String> {
-        let Program { global, positions: [q, kv], seed, .. } = program;
-        let mut program = Attention::new().positions(q.clone(), kv.clone());
+        let Program { global, coordinates, seed, .. } = program;
+        let mut program = Attention::new().coordinates(coordinates.clone());
         if let Some(mask) = &global.mask {
             program = program.mask(mask.clone());
         }

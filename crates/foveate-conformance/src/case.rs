@@ -76,6 +76,15 @@ pub struct Case {
     pub q_map: Option<Vec<i32>>,
     /// Global position of each row of k and v.
     pub kv_map: Option<Vec<i32>>,
+    /// Global index of the first batch entry, query head and key/value head.
+    #[serde(default)]
+    pub first: [i32; 3],
+    /// Global batch entry of each one; that of `first` is 0 then.
+    pub b_map: Option<Vec<i32>>,
+    /// Global query head and key/value head of each one; those of `first` are 0 then.
+    pub head_maps: Option<[Vec<i32>; 2]>,
+    /// Numbers of queries and of keys of the whole problem.
+    pub whole: Option<[i32; 2]>,
     /// Gradients are added to what the destinations hold.
     #[serde(default)]
     pub accumulate: bool,

@@ -1,7 +1,6 @@
 //! The program of a case: its texts parsed, its captured buffers filled, its positions bound.
 
-use foveate::Positions;
-use foveate_mods::expr::{kv, q};
+use foveate::{Coordinates, Positions};
 use foveate_mods::text::{Names, parse_mask, parse_score};
 use foveate_mods::{
     AnyBuffer, Buffer, BufferData, DynExpr, ElementType, Expr, Leaf, MaskMod, ModError,
@@ -20,9 +19,9 @@ use foveate_tensor::random::Random;
 pub struct Program {
     /// Mask, score, scale and dropout in global positions.
     pub global: Spec,
-    /// Global positions of the rows of q, and of those of k and v.
-    pub positions: [Positions; 2],
-    /// `global` with rows for positions, as every backend below the crate `foveate` takes it.
+    /// Where the operands stand in the whole problem.
+    pub coordinates: Coordinates,
+    /// `global` with local coordinates, as every backend below the crate `foveate` takes it.
     pub local: Spec,
     /// Seed of the dropout.
     pub seed: u64,
@@ -58,31 +57,54 @@ impl Case {
         let global = Spec { mask, score, scale: self.scale, dropout };
         let local = self.local(&global).map_err(|e| fail(&e))?;
         let seed = self.seed();
-        Ok(Program { global, local, positions: self.positions(), seed })
+        Ok(Program { global, local, coordinates: self.coordinates(), seed })
     }
 
-    fn positions(&self) -> [Positions; 2] {
-        let of = |map: &Option<Vec<i32>>, offset, name| match map {
-            Some(map) => Positions::Map(Buffer::vector(name, map.clone())),
+    /// Global index of the first row, head or batch entry of each leaf, or the map of all.
+    fn places(&self) -> [(Leaf, i32, Option<Vec<i32>>); 5] {
+        let [q, kv] = self.offsets;
+        let [b, h, h_kv] = self.first;
+        let [h_map, h_kv_map] = self.head_maps.clone().map_or([None, None], |maps| maps.map(Some));
+        [
+            (Leaf::B, b, self.b_map.clone()),
+            (Leaf::H, h, h_map),
+            (Leaf::HKv, h_kv, h_kv_map),
+            (Leaf::Q, q, self.q_map.clone()),
+            (Leaf::Kv, kv, self.kv_map.clone()),
+        ]
+    }
+
+    fn coordinates(&self) -> Coordinates {
+        let [b, h, h_kv, q, kv] = self.places().map(|(leaf, offset, map)| match map {
+            Some(map) => Positions::Map(Buffer::vector(map_name(leaf), map)),
             None if offset != 0 => Positions::offset(offset),
             None => Positions::Rows,
-        };
-        let [q, kv] = self.offsets;
-        [of(&self.q_map, q, "q_map"), of(&self.kv_map, kv, "kv_map")]
+        });
+        let coordinates = Coordinates::new().batch(b).heads(h, h_kv).q(q).kv(kv);
+        match self.whole {
+            Some([q_len, kv_len]) => coordinates.lengths(q_len, kv_len),
+            None => coordinates,
+        }
     }
 
     /// `global` with rows for positions: offsets are constants here, not run-time scalars as in
     /// the crate `foveate`, which does this for its users.
     fn local(&self, global: &Spec) -> Result<Spec, ModError> {
-        let [q_offset, kv_offset] = self.offsets;
-        let place = |map: &Option<Vec<i32>>, name, row: Expr<i32>, offset| match map {
-            Some(map) => Buffer::vector(name, map.clone()).at([row]),
-            None => row + offset,
-        };
-        let at = |leaf: Leaf| match leaf {
-            Leaf::Q => place(&self.q_map, "q_map", q(), q_offset).dynamic().clone(),
-            Leaf::Kv => place(&self.kv_map, "kv_map", kv(), kv_offset).dynamic().clone(),
-            other => DynExpr::leaf(other),
+        let places = self.places();
+        let at = |leaf: Leaf| {
+            let length = |i: usize| self.whole.map(|whole| Expr::from(whole[i]).dynamic().clone());
+            let whole = match leaf {
+                Leaf::QLen => length(0),
+                Leaf::KvLen => length(1),
+                _ => None,
+            };
+            let index = || DynExpr::leaf(leaf).typed::<i32>().expect("a coordinate is i32");
+            let placed = places.iter().find(|(of, ..)| *of == leaf);
+            let placed = placed.map(|(_, offset, map)| match map {
+                Some(map) => Buffer::vector(map_name(leaf), map.clone()).at([index()]),
+                None => index() + *offset,
+            });
+            whole.or(placed.map(|e| e.dynamic().clone())).unwrap_or_else(|| DynExpr::leaf(leaf))
         };
         let mask = |m: &MaskMod| MaskMod::new(m.at(&at).dynamic());
         let score = |s: &ScoreMod| ScoreMod::new(s.at(&at).dynamic());
@@ -93,6 +115,11 @@ impl Case {
             dropout: global.dropout.as_ref().map(|d| d.map(mask)).transpose()?,
         })
     }
+}
+
+/// What the map of a leaf is called.
+fn map_name(leaf: Leaf) -> String {
+    format!("{}_map", leaf.name())
 }
 
 /// A captured buffer of a case.

@@ -7,7 +7,7 @@ use crate::backend::Wanted;
 use crate::device::Device;
 use crate::error::Error;
 use crate::plan::Plan;
-use crate::positions::Positions;
+use crate::positions::{Coordinates, Positions};
 use crate::problem::Problem;
 
 /// A program: mask, score, scale, dropout and the meaning of positions. It has no shapes and no
@@ -21,8 +21,7 @@ pub struct Attention {
     score: Option<ScoreMod>,
     scale: Option<f32>,
     dropout: Option<Dropout>,
-    q_positions: Positions,
-    kv_positions: Positions,
+    coordinates: Coordinates,
     deterministic: bool,
     mean_kv_len: Option<usize>,
 }
@@ -75,8 +74,15 @@ impl Attention {
     /// Says where the rows of q, and those of k and v, stand in the whole problem: a shard or a
     /// cache passes an offset or a map and the same mask gives the same answer.
     pub fn positions(mut self, q: Positions, kv: Positions) -> Self {
-        self.q_positions = q;
-        self.kv_positions = kv;
+        self.coordinates = self.coordinates.q(q).kv(kv);
+        self
+    }
+
+    /// [`Self::positions`] with batch entries, heads and lengths too: what a shard of heads or of the
+    /// batch says, so that a bias by head, a mask by batch entry and dropout answer for the whole
+    /// problem.
+    pub fn coordinates(mut self, coordinates: Coordinates) -> Self {
+        self.coordinates = coordinates;
         self
     }
 
@@ -127,7 +133,7 @@ impl Attention {
     /// The program as backends take it: positions are substituted, so that the mods read the
     /// rows of the operands and answer for the whole problem.
     fn spec(&self) -> Result<Spec, Error> {
-        let place = crate::positions::substitution(&self.q_positions, &self.kv_positions);
+        let place = self.coordinates.substitution()?;
         let learned = |p: &foveate_mods::Program| {
             p.graph().buffers().iter().find(|b| b.learned()).map(|b| b.name().to_owned())
         };

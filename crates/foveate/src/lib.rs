@@ -51,7 +51,7 @@
 //! - **Captures**: a mod may read a [`Buffer`] (document ids, a learned bias) and run-time
 //!   scalars. Their contents can change without planning again: [`Plan::rebind`],
 //!   [`Plan::set_scalar`]. A buffer made with [`Buffer::learned`] receives a gradient.
-//! - **Programs** ([`Attention`]): mask, score, scale, dropout, [`Positions`]. No shapes, no
+//! - **Programs** ([`Attention`]): mask, score, scale, dropout, [`Coordinates`]. No shapes, no
 //!   device.
 //! - **Problems** ([`Problem`]): shapes, strides, dtype, sequence offsets, sink. No code.
 //! - **Plans** ([`Plan`]): both joined on a [`Device`], or an [`Error`] that lists every
@@ -97,7 +97,7 @@ pub use device::Device;
 pub use error::{Declined, Error, ErrorKind};
 pub use explain::{Execution, Explanation};
 pub use plan::{AsBuffer, Forward, Gradients, Plan};
-pub use positions::Positions;
+pub use positions::{Coordinates, Positions};
 pub use problem::Problem;
 
 pub use foveate_cpu as cpu;
