@@ -335,16 +335,26 @@ impl BlockMask {
         (self.runs.capacity() * run + self.starts.capacity() * start) as u64
     }
 
+    /// Points where the mask is true, by row of tiles, counted exactly from the runs: the entries of
+    /// full tiles, and the points of partial ones. Parts and lists count whole tiles, as in
+    /// [`Stats`].
+    pub fn live_by_row(&self) -> Vec<u64> {
+        self.live.by_row(self)
+    }
+
     /// Points in tiles of one kind.
     fn entries_of(&self, kind: Kind) -> u64 {
-        let wide = |row: usize, run: &Run| {
+        (0..self.rows()).map(|row| self.row_entries_of(row, kind)).sum()
+    }
+
+    /// Points in tiles of one kind of a row of tiles.
+    fn row_entries_of(&self, row: usize, kind: Kind) -> u64 {
+        let wide = |run: &Run| {
             let (q, first) = self.spans(row, run.first);
             let (_, last) = self.spans(row, run.tiles().end - 1);
             q.len() as u64 * (last.end - first.start) as u64
         };
-        let of_row = |row: usize| self.row(row).iter().map(move |run| (row, run));
-        let runs = (0..self.rows()).flat_map(of_row).filter(|(_, run)| run.kind == kind);
-        runs.map(|(row, run)| wide(row, run)).sum()
+        self.row(row).iter().filter(|run| run.kind == kind).map(wide).sum()
     }
 
     /// Queries and keys of a tile.

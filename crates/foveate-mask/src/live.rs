@@ -3,6 +3,7 @@
 //! Exact, and far more work than the tiles themselves: every point of every partial tile is
 //! evaluated. So they are counted when somebody asks, once.
 
+use std::ops::ControlFlow::Continue;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -47,6 +48,24 @@ impl Live {
         }
     }
 
+    /// Their numbers by row of tiles, of the block mask that holds this.
+    pub(crate) fn by_row(&self, tiles: &BlockMask) -> Vec<u64> {
+        let mut rows: Vec<u64> =
+            (0..tiles.rows()).map(|row| tiles.row_entries_of(row, Kind::Full)).collect();
+        match self {
+            Self::Known(_) => (rows.iter_mut().enumerate())
+                .for_each(|(row, points)| *points += tiles.row_entries_of(row, Kind::Partial)),
+            Self::Counted { of, transposed } => {
+                let counted =
+                    of.count_partial(tiles, *transposed, &mut |_| Continue(()), &mut |row, n| {
+                        rows[row] += n;
+                    });
+                counted.expect("nobody breaks it off");
+            }
+        }
+        rows
+    }
+
     /// Their number, of the block mask that holds this; `None` when `watch` breaks it off.
     pub(crate) fn points(&self, tiles: &BlockMask, watch: Watch<'_>) -> Option<u64> {
         match self {
@@ -55,7 +74,8 @@ impl Live {
                 if let Some(points) = of.points.get() {
                     return Some(*points);
                 }
-                let points = of.count(tiles, *transposed, watch)?;
+                let mut points = tiles.entries_of(Kind::Full);
+                of.count_partial(tiles, *transposed, watch, &mut |_, n| points += n)?;
                 Some(*of.points.get_or_init(|| points))
             }
         }
@@ -63,7 +83,14 @@ impl Live {
 }
 
 impl Counted {
-    fn count(&self, tiles: &BlockMask, transposed: bool, watch: Watch<'_>) -> Option<u64> {
+    /// Tells `each` the row and the points of every partial tile.
+    fn count_partial(
+        &self,
+        tiles: &BlockMask,
+        transposed: bool,
+        watch: Watch<'_>,
+        each: &mut dyn FnMut(usize, u64),
+    ) -> Option<()> {
         let partial = |row: usize| tiles.row(row).iter().filter(|r| r.kind == Kind::Partial);
         let [mut q, mut kv] = [tiles.tile.q, tiles.tile.kv].map(|side| side as usize);
         if transposed {
@@ -75,7 +102,6 @@ impl Counted {
         let machine = compiled.machine(rows.clamp(1, q), columns.clamp(1, kv));
         let (mut machine, mut bits) = (machine, MaskBits::default());
         machine.set_head(self.head);
-        let mut points = tiles.entries_of(Kind::Full);
         let (mut done, all, bytes) = (0, tiles.tiles_of(Kind::Partial), tiles.bytes());
         // So that the watch hears of it every few milliseconds.
         let step = (STEP_POINTS / (q as u64 * kv as u64).max(1)).max(1);
@@ -88,7 +114,7 @@ impl Counted {
                 let positions = |span: Range<usize>| span.start as i32..span.end as i32;
                 machine.set_tile(positions(q), positions(kv));
                 machine.mask_bits(None, &mut bits);
-                points += bits.count();
+                each(row, bits.count());
                 done += 1;
                 let progress = Progress { done, all, base_bytes: bytes, bytes };
                 if done % step == 0 && watch(progress).is_break() {
@@ -96,6 +122,6 @@ impl Counted {
                 }
             }
         }
-        Some(points)
+        Some(())
     }
 }

@@ -117,6 +117,11 @@ proptest! {
         }
         let live = dense.iter().flatten().filter(|&&x| x).count() as u64;
         prop_assert_eq!(built.stats().live_entries, live);
+        let points = |row: &Vec<bool>| row.iter().filter(|&&x| x).count() as u64;
+        let by_row: Vec<u64> =
+            dense.chunks(q as usize).map(|rows| rows.iter().map(points).sum()).collect();
+        prop_assert_eq!(built.live_by_row(), by_row);
+        prop_assert_eq!(turned.live_by_row().iter().sum::<u64>(), live);
         prop_assert_eq!(&turned.transpose(), &built);
     }
 

@@ -115,7 +115,7 @@ pub fn from_partition_spec(
     once_and_in_order(&mut on, mesh).map_err(wrong)?;
     array.layout(on, |i, len, on| {
         let parts = mesh.size_of(on);
-        if len % parts != 0 {
+        if !len.is_multiple_of(parts) {
             let axis = array.axes[i];
             return Err(wrong(format!("{axis} of {len} does not divide by {parts}, as JAX needs")));
         }

@@ -123,7 +123,7 @@ impl Sharding {
     /// cut over.
     pub fn new(map: Map, lengths: &Lengths) -> Result<Self, ShardError> {
         let Lengths { heads, kv_heads, .. } = *lengths;
-        if kv_heads == 0 || heads % kv_heads != 0 {
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             return refused(format!(
                 "{heads} query heads cannot share {kv_heads} key/value heads; the first must be a \
                  multiple of the second"

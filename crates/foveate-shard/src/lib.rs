@@ -18,6 +18,8 @@
 //! - [`interchange`]: layouts as JAX's `PartitionSpec` and DTensor's placements.
 //! - [`collectives`]: what ranks send each other, with ranks that are threads of a process.
 //! - [`Permutation`]: the order of a row's tokens, as a value with an identity.
+//! - [`Dispatch`]: which rank of `context` computes which tokens, by the live entries of the masks of
+//!   all layers ([`Planes`]).
 //!
 //! ```
 //! use foveate_shard::{Lengths, Map, Mesh, Sharding, arrays};
@@ -37,6 +39,7 @@
 
 pub mod arrays;
 pub mod collectives;
+mod dispatch;
 mod error;
 mod fnv;
 pub mod interchange;
@@ -44,9 +47,14 @@ mod layout;
 mod map;
 mod mesh;
 mod permutation;
+mod plane;
+mod ranges;
 
+pub use dispatch::{CHUNKS_A_RANK, Dispatch};
 pub use error::ShardError;
 pub use layout::{Cut, CutAxis, Lengths, ShardLayout, Sharded, Sharding};
 pub use map::{Axis, Map};
 pub use mesh::{Mesh, MeshAxis};
 pub use permutation::{Permutation, PermutationId};
+pub use plane::{Block, LayerMask, Planes, Whole};
+pub use ranges::Ranges;

@@ -103,7 +103,7 @@ impl Mesh {
         let product = sizes.iter().fold(1usize, |n, &size| n.saturating_mul(size));
         let mut sizes = sizes;
         if let Some(auto) = auto {
-            if product == 0 || ranks == 0 || ranks % product != 0 {
+            if product == 0 || ranks == 0 || !ranks.is_multiple_of(product) {
                 return refused(format!(
                     "mesh `{text}`: {ranks} ranks cannot be divided by {product}, the product of \
                      the other axes, so `auto` has no size; change a size or the number of ranks"

@@ -1,0 +1,198 @@
+//! Dispatch: which rank of `context` computes which queries.
+//!
+//! A row is cut into chunks of a few tiles. A chunk's work is its live entries, counted exactly from
+//! the runs of the block masks of all layers. Chunks go to ranks in equal numbers: the heaviest
+//! first, to the least loaded rank, ties to the rank that already needs most of the same keys. Then
+//! chunks of the most loaded rank are exchanged while that helps. A row that is balanced in its own
+//! order stays in it, because neighbours share keys. The same masks always give the same dispatch.
+
+use std::ops::Range;
+
+use crate::error::{ShardError, refused};
+use crate::layout::Cut;
+use crate::permutation::Permutation;
+use crate::plane::Planes;
+use crate::ranges::Ranges;
+
+/// Chunks of a row for each rank, where the row has so many tiles.
+pub const CHUNKS_A_RANK: usize = 8;
+
+/// A row whose own order is this balanced stays in it.
+const BALANCED: f64 = 1.02;
+
+/// The tokens of a row on the ranks of `context`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dispatch {
+    permutation: Permutation,
+    cut: Cut,
+    loads: Vec<u64>,
+}
+
+/// Queries that stay together.
+struct Chunk {
+    tokens: Range<usize>,
+    work: u64,
+    keys: Ranges,
+}
+
+impl Dispatch {
+    /// The tokens of a row on `ranks` ranks, in chunks of `chunk` tokens, a multiple of the tile's;
+    /// of as many tiles as give 8 chunks or more a rank when it is `None`.
+    ///
+    /// # Errors
+    /// When the row has fewer chunks than there are ranks, or a chunk is no multiple of a tile.
+    pub fn new(planes: &Planes, ranks: usize, chunk: Option<usize>) -> Result<Self, ShardError> {
+        let (len, tile) = (planes.whole().q_len, planes.tile().q as usize);
+        if ranks == 0 {
+            return refused("a row cannot be dispatched to no ranks");
+        }
+        let chunk = match chunk {
+            Some(chunk) if chunk == 0 || !chunk.is_multiple_of(tile) => {
+                return refused(format!(
+                    "chunks of {chunk} tokens are no multiple of tiles of {tile} queries"
+                ));
+            }
+            Some(chunk) => chunk,
+            None => (len / (ranks * CHUNKS_A_RANK * tile)).max(1) * tile,
+        };
+        let number = len.div_ceil(chunk);
+        if number < ranks {
+            return refused(format!(
+                "a row of {len} tokens is {number} chunks of {chunk}, and {ranks} ranks need one \
+                 each; use {} ranks of context or fewer, or smaller tiles",
+                number.max(1)
+            ));
+        }
+        let chunks: Vec<Chunk> = (0..number)
+            .map(|i| {
+                let tokens = i * chunk..len.min((i + 1) * chunk);
+                let rows = tokens.start / tile..tokens.end.div_ceil(tile);
+                let work = planes.work()[rows.clone()].iter().sum();
+                let keys = planes.needs()[rows].iter().flat_map(|r| r.as_slice().iter().cloned());
+                Chunk { tokens, work, keys: Ranges::of(keys) }
+            })
+            .collect();
+        let quotas = Cut::even(number, ranks);
+        let in_order: Vec<Vec<usize>> = (0..ranks).map(|r| quotas.range(r).collect()).collect();
+        let given = if imbalance(&loads(&chunks, &in_order)) <= BALANCED {
+            in_order
+        } else {
+            let mut given = by_weight(&chunks, &quotas.lengths());
+            exchange(&chunks, &mut given);
+            given
+        };
+        let mut ranges = Vec::with_capacity(number);
+        let mut lengths = Vec::with_capacity(ranks);
+        for own in &given {
+            let tokens = own.iter().map(|&i| chunks[i].tokens.clone());
+            lengths.push(tokens.clone().map(|t| t.len()).sum());
+            ranges.extend(tokens);
+        }
+        Ok(Self {
+            permutation: Permutation::new(ranges, len)?,
+            cut: Cut::of_lengths(&lengths)?,
+            loads: loads(&chunks, &given),
+        })
+    }
+
+    /// The order of the row's tokens: those of rank 0 first, of every rank ascending.
+    pub fn permutation(&self) -> &Permutation {
+        &self.permutation
+    }
+
+    /// Which part of the permuted row each rank holds.
+    pub fn cut(&self) -> &Cut {
+        &self.cut
+    }
+
+    /// Positions of the tokens that a rank holds, ascending.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn tokens(&self, rank: usize) -> Vec<Range<usize>> {
+        self.permutation.positions(self.cut.range(rank))
+    }
+
+    /// Live entries that each rank computes, over all layers, batch entries and heads.
+    pub fn loads(&self) -> &[u64] {
+        &self.loads
+    }
+
+    /// The largest load by the mean load; 1 is perfect.
+    pub fn imbalance(&self) -> f64 {
+        imbalance(&self.loads)
+    }
+}
+
+fn loads(chunks: &[Chunk], given: &[Vec<usize>]) -> Vec<u64> {
+    given.iter().map(|own| own.iter().map(|&i| chunks[i].work).sum()).collect()
+}
+
+/// The largest load by the mean load.
+pub(crate) fn imbalance(loads: &[u64]) -> f64 {
+    let (max, sum) = (loads.iter().max().copied().unwrap_or(0), loads.iter().sum::<u64>());
+    if sum == 0 { 1.0 } else { max as f64 * loads.len() as f64 / sum as f64 }
+}
+
+/// Heaviest first to the least loaded rank that may have one more.
+fn by_weight(chunks: &[Chunk], quotas: &[usize]) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..chunks.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(chunks[i].work), i));
+    let mut given: Vec<Vec<usize>> = vec![Vec::new(); quotas.len()];
+    let mut load = vec![0u64; quotas.len()];
+    let mut needs = vec![Ranges::default(); quotas.len()];
+    for i in order {
+        let open = |&r: &usize| given[r].len() < quotas[r];
+        let least = (0..quotas.len()).filter(open).map(|r| load[r]).min();
+        let least = least.expect("quotas add up to the number of chunks");
+        let tied: Vec<usize> =
+            (0..quotas.len()).filter(open).filter(|&r| load[r] == least).collect();
+        let shared = |r: usize| needs[r].common(&chunks[i].keys);
+        let rank = match tied[..] {
+            [one] => one,
+            _ => {
+                let most = tied.iter().map(|&r| (shared(r), std::cmp::Reverse(r))).max();
+                most.expect("a rank has room").1.0
+            }
+        };
+        given[rank].push(i);
+        load[rank] += chunks[i].work;
+        needs[rank] = needs[rank].union(&chunks[i].keys);
+    }
+    given.iter_mut().for_each(|own| own.sort_unstable());
+    given
+}
+
+/// Exchanges chunks of the most loaded rank with those of others while its load falls.
+fn exchange(chunks: &[Chunk], given: &mut [Vec<usize>]) {
+    let mut load = loads(chunks, given);
+    for _ in 0..4 * given.len() {
+        let heaviest = |load: &[u64]| {
+            (0..load.len()).max_by_key(|&r| (load[r], std::cmp::Reverse(r))).expect("a rank")
+        };
+        let high = heaviest(&load);
+        // The pair that leaves the larger of the two loads the smallest.
+        let mut best: Option<(u64, usize, usize, usize)> = None;
+        for low in (0..given.len()).filter(|&r| r != high) {
+            for (a, &from) in given[high].iter().enumerate() {
+                for (b, &to) in given[low].iter().enumerate() {
+                    let (x, y) = (chunks[from].work, chunks[to].work);
+                    if x <= y {
+                        continue;
+                    }
+                    let larger = (load[high] - (x - y)).max(load[low] + (x - y));
+                    if larger < best.map_or(load[high], |(larger, ..)| larger) {
+                        best = Some((larger, low, a, b));
+                    }
+                }
+            }
+        }
+        let Some((_, low, a, b)) = best else { break };
+        let moved = chunks[given[high][a]].work - chunks[given[low][b]].work;
+        let other = given[low][b];
+        given[low][b] = std::mem::replace(&mut given[high][a], other);
+        load[high] -= moved;
+        load[low] += moved;
+    }
+    given.iter_mut().for_each(|own| own.sort_unstable());
+}

@@ -1,0 +1,192 @@
+//! The masks of a model over one row of tokens: which keys a tile of queries needs, and how much work
+//! it is.
+
+use foveate::mask::{BlockMask, Tile, Varies};
+use foveate::mods::{Head, MaskMod};
+
+use crate::error::{ShardError, refused};
+use crate::ranges::Ranges;
+
+/// Sizes of the whole attention problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Whole {
+    /// Batch entries.
+    pub batch: usize,
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Queries of a row.
+    pub q_len: usize,
+    /// Keys of a row.
+    pub kv_len: usize,
+}
+
+/// A mask and how many layers have it.
+#[derive(Clone, Debug)]
+pub struct LayerMask {
+    /// The mask in global coordinates; `None` is every key.
+    pub mask: Option<MaskMod>,
+    /// Number of layers.
+    pub layers: u64,
+}
+
+/// The block mask of some batch entries and heads of some layers.
+#[derive(Clone, Debug)]
+pub struct Block {
+    /// Index of the layers' mask in what the planes were made of.
+    pub mask: usize,
+    /// The one batch entry that it is of; `None` for all.
+    pub b: Option<usize>,
+    /// The one query head that it is of; `None` for all.
+    pub h: Option<usize>,
+    /// Its live tiles.
+    pub tiles: BlockMask,
+    /// How often it is computed: layers × batch entries × heads.
+    pub times: u64,
+}
+
+/// The block masks of all layers over one plane of queries and keys.
+#[derive(Clone, Debug)]
+pub struct Planes {
+    whole: Whole,
+    tile: Tile,
+    blocks: Vec<Block>,
+    /// By row of tiles.
+    work: Vec<u64>,
+    needs: Vec<Ranges>,
+}
+
+/// Block masks that a mask may have, one for each batch entry and head that it tells apart.
+const MOST_BLOCKS: usize = 1 << 12;
+
+impl Planes {
+    /// The block masks of `layers` in tiles of `tile`. A mask that reads `b` or `h` has one for each
+    /// batch entry or head.
+    ///
+    /// # Errors
+    /// When there is no layer, a length exceeds `i32::MAX`, heads do not fit key/value heads, a mask
+    /// reads a captured buffer outside its axis or in device memory, or tells more than 4,096 batch
+    /// entries and heads apart.
+    pub fn new(whole: Whole, layers: &[LayerMask], tile: Tile) -> Result<Self, ShardError> {
+        let Whole { batch, heads, kv_heads, q_len, kv_len } = whole;
+        if layers.is_empty() {
+            return refused("no layer has a mask; give the mask of one at least");
+        }
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return refused(format!("{heads} query heads cannot share {kv_heads} key/value heads"));
+        }
+        if tile.q == 0 || tile.kv == 0 {
+            return refused("a tile has a query and a key at least");
+        }
+        let [q_len_i32, kv_len_i32] = [q_len, kv_len].map(i32::try_from);
+        let (Ok(q_len_i32), Ok(kv_len_i32)) = (q_len_i32, kv_len_i32) else {
+            return refused(format!(
+                "{q_len} queries and {kv_len} keys; masks count to {}",
+                i32::MAX
+            ));
+        };
+        let mut blocks = Vec::new();
+        for (index, LayerMask { mask, layers }) in layers.iter().enumerate() {
+            let Some(mask) = mask else {
+                let tiles = BlockMask::full(q_len, kv_len, tile);
+                let times = layers * (batch * heads) as u64;
+                blocks.push(Block { mask: index, b: None, h: None, tiles, times });
+                continue;
+            };
+            mask.check().map_err(|e| ShardError::new(e.to_string()))?;
+            for buffer in mask.program().graph().buffers() {
+                if buffer.is_on_device() {
+                    let name = buffer.name();
+                    return refused(format!(
+                        "the mask reads `{name}` in device memory, and plans are made on the host; \
+                         give it in host memory"
+                    ));
+                }
+            }
+            let varies = Varies::of(mask);
+            let each = |varies: bool, n: usize| match varies {
+                true => (0..n).map(Some).collect(),
+                false => vec![None],
+            };
+            let (entries, of_heads) = (each(varies.by_batch, batch), each(varies.by_head, heads));
+            if entries.len().saturating_mul(of_heads.len()) > MOST_BLOCKS {
+                return refused(format!(
+                    "a mask differs between {} batch entries and {} heads; plan for a smaller batch",
+                    entries.len(),
+                    of_heads.len()
+                ));
+            }
+            let times = |of: Option<usize>, n: usize| if of.is_some() { 1 } else { n as u64 };
+            for &b in &entries {
+                for &h in &of_heads {
+                    let own = h.unwrap_or(0);
+                    let head = Head {
+                        b: b.unwrap_or(0) as i32,
+                        h: own as i32,
+                        h_kv: (own / (heads / kv_heads)) as i32,
+                        q_len: q_len_i32,
+                        kv_len: kv_len_i32,
+                    };
+                    let tiles = BlockMask::build(mask, head, q_len, kv_len, tile);
+                    if let Some(read) = tiles.out_of_range() {
+                        return refused(read.to_string());
+                    }
+                    let times = layers * times(b, batch) * times(h, heads);
+                    blocks.push(Block { mask: index, b, h, tiles, times });
+                }
+            }
+        }
+        let rows = q_len.div_ceil(tile.q as usize);
+        let mut work = vec![0; rows];
+        for block in &blocks {
+            for (sum, live) in work.iter_mut().zip(block.tiles.live_by_row()) {
+                *sum += live * block.times;
+            }
+        }
+        let keys = |row: usize| {
+            let runs = blocks.iter().flat_map(move |block| live_keys(&block.tiles, row));
+            Ranges::of(runs)
+        };
+        let needs = (0..rows).map(keys).collect();
+        Ok(Self { whole, tile, blocks, work, needs })
+    }
+
+    /// Sizes of the problem.
+    pub fn whole(&self) -> &Whole {
+        &self.whole
+    }
+
+    /// Size of the tiles.
+    pub fn tile(&self) -> Tile {
+        self.tile
+    }
+
+    /// The block masks.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    /// Live entries of each row of tiles, over all layers, batch entries and heads.
+    pub fn work(&self) -> &[u64] {
+        &self.work
+    }
+
+    /// Keys in live tiles of each row of tiles, over all layers, batch entries and heads.
+    pub fn needs(&self) -> &[Ranges] {
+        &self.needs
+    }
+}
+
+/// The keys of a row's live tiles.
+pub(crate) fn live_keys(
+    tiles: &BlockMask,
+    row: usize,
+) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let (side, len) = (tiles.tile().kv as usize, tiles.kv_len());
+    let keys = move |run: &foveate::mask::Run| {
+        let tiles = run.tiles();
+        tiles.start as usize * side..len.min(tiles.end as usize * side)
+    };
+    tiles.row(row).iter().map(keys)
+}
