@@ -5,8 +5,7 @@
 use std::time::Instant;
 
 use foveate_nn::{
-    AttentionConfig, Batch, Blocks, Columns, Cpu, Gradients, LinearShape, Model, ModelConfig,
-    NnError, Recompute,
+    AttentionConfig, Batch, Gradients, Matrix, Model, ModelConfig, NnError, Recompute, matmul,
 };
 
 fn main() -> Result<(), NnError> {
@@ -70,12 +69,10 @@ fn main() -> Result<(), NnError> {
 /// Operations a second of a product of 1536 × 1536 matrices.
 fn product_rate() -> f64 {
     let n = 1536;
-    let shape =
-        LinearShape { tokens: n, inputs: n, outputs: n, first_output: 0, y: Columns::all(n) };
     let (a, b, mut c) = (vec![0.5; n * n], vec![0.25; n * n], vec![0.0; n * n]);
     let once = |c: &mut Vec<f32>| {
         let start = Instant::now();
-        Cpu.linear(shape, &a, &b, c, false);
+        matmul([n; 3], Matrix::rows(&a, n), Matrix::transposed(&b, n), c, n, false);
         start.elapsed().as_secs_f64()
     };
     let best = (0..6).map(|_| once(&mut c)).fold(f64::INFINITY, f64::min);

@@ -4,7 +4,7 @@ use crate::config::{LearnedBuffer, ModelConfig};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
-use crate::parameters::{Parameter, layout};
+use crate::parameters::Layout;
 use crate::tape::{Recompute, loss_chunk};
 
 /// What a training process takes besides what follows from the sizes: the program, its threads, the
@@ -65,9 +65,7 @@ impl ModelConfig {
 
     /// [`ModelConfig::parameter_count`] with learned attention buffers in every layer.
     pub fn parameter_count_with(&self, learned: &[(String, LearnedBuffer)]) -> u64 {
-        let elems = |shape: &[usize]| shape.iter().map(|&n| n as u64).fold(1, u64::saturating_mul);
-        let all = layout(self, learned);
-        all.iter().map(|(_, shape, _)| elems(shape)).fold(0, u64::saturating_add)
+        Layout::new(self, learned).parameter_count()
     }
 
     /// Bytes that a step over `rows` rows of `len` tokens takes, with weights and activations
@@ -81,7 +79,7 @@ impl ModelConfig {
         bytes: u64,
         recompute: Recompute,
     ) -> MemoryEstimate {
-        let parameters = self.parameter_count();
+        let parameters = Layout::new(self, &[]).elems() as u64;
         let tokens = rows.saturating_mul(len);
         let (hidden, wide) = (self.hidden_size, self.intermediate_size);
         let (attention, qkv) = (self.attention_width(), self.qkv_width());
@@ -124,9 +122,9 @@ fn products_bytes(config: &ModelConfig, tokens: usize) -> u64 {
     let (hidden, wide) = (config.hidden_size, config.intermediate_size);
     let attention = config.attention_width();
     let products = [
-        [attention, hidden, tokens],
+        [config.qkv_width(), hidden, tokens],
         [hidden, attention, tokens],
-        [wide, hidden, tokens],
+        [2 * wide, hidden, tokens],
         [hidden, wide, tokens],
         [config.vocab_size, hidden, loss_chunk(config, tokens)],
     ];
@@ -148,8 +146,7 @@ impl Model {
         len: usize,
         recompute: Recompute,
     ) -> Result<MemoryEstimate, NnError> {
-        let elems = |p: &Parameter| p.shape.iter().product::<usize>() as u64;
-        let parameters: u64 = self.parameters().iter().map(elems).sum();
+        let parameters = self.layout.elems() as u64;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         Ok(MemoryEstimate {

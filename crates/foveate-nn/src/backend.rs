@@ -4,46 +4,45 @@
 //! batch at once) and widths; matrices are row-major f32 and weights are `[out, in]`. Blocks
 //! check nothing but slice bounds: the step that calls them has fitted the arrays.
 
+use std::ops::Range;
+
 use foveate::Plan;
 
-use crate::config::{QkvOrder, RopePairing};
+use crate::config::{LearnedBuffer, RopePairing};
 use crate::error::NnError;
 use crate::rope::RopeTable;
 
-/// Some neighbouring columns of a wider matrix.
-#[derive(Clone, Copy, Debug)]
-pub struct Columns {
-    /// Columns of the whole matrix.
-    pub width: usize,
-    /// The first column meant.
-    pub first: usize,
+/// A range of an array: a weight among all parameters.
+#[derive(Debug)]
+pub struct Part<'a, A> {
+    /// The array.
+    pub array: &'a A,
+    /// Elements of it.
+    pub place: Range<usize>,
 }
 
-impl Columns {
-    /// All columns.
-    pub fn all(width: usize) -> Self {
-        Self { width, first: 0 }
-    }
+/// A [`Part`] to write to: a gradient among all gradients.
+#[derive(Debug)]
+pub struct PartMut<'a, A> {
+    /// The array.
+    pub array: &'a mut A,
+    /// Elements of it.
+    pub place: Range<usize>,
 }
 
-/// The sizes of a linear block `y [T, outputs] = x [T, inputs] · weightᵀ`, where `y` is some
-/// columns of a wider matrix: a packed projection is several blocks that share one `y`. The
-/// weight may be some rows of a larger one.
+/// The sizes of a linear block `y [tokens, outputs] = x [tokens, inputs] · weightᵀ`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearShape {
     /// Rows of x and y.
     pub tokens: usize,
     /// Columns of x and of the weight.
     pub inputs: usize,
-    /// Rows of the weight.
+    /// Columns of y, rows of the weight.
     pub outputs: usize,
-    /// The first of these rows in the weight's array.
-    pub first_output: usize,
-    /// Where y lies.
-    pub y: Columns,
 }
 
-/// A packed projection `[rows, len, (heads_q + 2·heads_kv) · dim]`.
+/// A packed projection `[rows, len, (heads_q + 2·heads_kv) · dim]`: of each token all query heads,
+/// all key heads, all value heads.
 #[derive(Clone, Copy, Debug)]
 pub struct PackedHeads {
     /// Batch entries.
@@ -56,8 +55,6 @@ pub struct PackedHeads {
     pub heads_kv: usize,
     /// Length of a head's vector.
     pub dim: usize,
-    /// Order of the heads.
-    pub order: QkvOrder,
 }
 
 impl PackedHeads {
@@ -66,15 +63,9 @@ impl PackedHeads {
         self.heads_q + 2 * self.heads_kv
     }
 
-    /// True when a slot of the packed projection holds a value head.
-    pub fn is_value(&self, slot: usize) -> bool {
-        match self.order {
-            QkvOrder::Stacked => slot >= self.heads_q + self.heads_kv,
-            QkvOrder::Interleaved => {
-                let group = self.heads_q / self.heads_kv + 2;
-                slot % group == group - 1
-            }
-        }
+    /// Columns of the projection.
+    pub fn width(&self) -> usize {
+        self.slots() * self.dim
     }
 }
 
@@ -87,6 +78,19 @@ pub enum Rotation {
     Backward,
 }
 
+/// Attention of one layer in one batch.
+#[derive(Debug)]
+pub struct LayerAttention<'a, A> {
+    /// The plan of the batch, without the layer's learned buffers.
+    pub plan: &'a Plan,
+    /// The packed projection.
+    pub heads: PackedHeads,
+    /// Name and shape of each learned buffer.
+    pub learned: &'a [(String, LearnedBuffer)],
+    /// The layer's values of them, one after another.
+    pub values: Part<'a, A>,
+}
+
 /// The blocks of a transformer, forward and backward, on one device.
 pub trait Blocks: Sync {
     /// f32 elements on the device.
@@ -95,11 +99,14 @@ pub trait Blocks: Sync {
     /// Makes `array` hold `elems` elements; what they are is not defined.
     fn resize(&self, array: &mut Self::Array, elems: usize);
 
-    /// `to = from`.
-    fn copy(&self, from: &Self::Array, to: &mut Self::Array);
-
     /// `out[t] = table[tokens[t]]`.
-    fn embed(&self, tokens: &[u32], table: &Self::Array, width: usize, out: &mut Self::Array);
+    fn embed(
+        &self,
+        tokens: &[u32],
+        table: Part<'_, Self::Array>,
+        width: usize,
+        out: &mut Self::Array,
+    );
 
     /// `d_table[tokens[t]] += d_out[t]`, in order of `t`.
     fn embed_backward(
@@ -107,14 +114,14 @@ pub trait Blocks: Sync {
         tokens: &[u32],
         d_out: &Self::Array,
         width: usize,
-        d_table: &mut Self::Array,
+        d_table: PartMut<'_, Self::Array>,
     );
 
     /// `inverse[t] = 1/√(mean(x[t]²) + eps)`, `out[t] = x[t] · inverse[t] · weight`.
     fn rms_norm(
         &self,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         eps: f32,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
@@ -125,7 +132,7 @@ pub trait Blocks: Sync {
         &self,
         residual: &Self::Array,
         x: &mut Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         eps: f32,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
@@ -135,7 +142,7 @@ pub trait Blocks: Sync {
     fn rms_norm_again(
         &self,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         inverse: &Self::Array,
         out: &mut Self::Array,
     );
@@ -144,32 +151,31 @@ pub trait Blocks: Sync {
     fn rms_norm_backward(
         &self,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         inverse: &Self::Array,
         d_out: &Self::Array,
         d_x: &mut Self::Array,
         accumulate: bool,
-        d_weight: &mut Self::Array,
+        d_weight: PartMut<'_, Self::Array>,
     );
 
-    /// `y = x · weightᵀ`, or `y += …`.
+    /// `y = x · weightᵀ`, or `y = x · weightᵀ + add`.
     fn linear(
         &self,
         shape: LinearShape,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
+        add: Option<&Self::Array>,
         y: &mut Self::Array,
-        accumulate: bool,
     );
 
-    /// `d_x = d_y · weight`, or `d_x += …`.
+    /// `d_x = d_y · weight`.
     fn linear_backward_input(
         &self,
         shape: LinearShape,
         d_y: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         d_x: &mut Self::Array,
-        accumulate: bool,
     );
 
     /// `d_weight += d_yᵀ · x`.
@@ -178,7 +184,7 @@ pub trait Blocks: Sync {
         shape: LinearShape,
         d_y: &Self::Array,
         x: &Self::Array,
-        d_weight: &mut Self::Array,
+        d_weight: PartMut<'_, Self::Array>,
     );
 
     /// Turns the query and key heads of `qkv` in place by the angles of their positions.
@@ -199,29 +205,26 @@ pub trait Blocks: Sync {
     /// Those of the plan.
     fn attention(
         &self,
-        plan: &Plan,
-        heads: PackedHeads,
+        layer: LayerAttention<'_, Self::Array>,
         qkv: &Self::Array,
         out: &mut Self::Array,
         lse: &mut Self::Array,
     ) -> Result<(), NnError>;
 
     /// Gradients of attention straight into the packed gradient, which is overwritten; those of
-    /// learned buffers, called `names`, are added to `captures`.
+    /// the learned buffers are added to `d_learned`, where they lie as their values do.
     ///
     /// # Errors
     /// Those of the plan.
     fn attention_backward(
         &self,
-        plan: &Plan,
-        heads: PackedHeads,
+        layer: LayerAttention<'_, Self::Array>,
         qkv: &Self::Array,
         out: &Self::Array,
         lse: &Self::Array,
         d_out: &Self::Array,
         d_qkv: &mut Self::Array,
-        names: &[String],
-        captures: &mut [Self::Array],
+        d_learned: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
     /// `out = silu(gate) · up`, gate and up side by side in `gate_up [T, 2·width]`.
@@ -236,7 +239,7 @@ pub trait Blocks: Sync {
         &self,
         width: usize,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         labels: &[i32],
         logits: &mut Self::Array,
     ) -> f64;
@@ -247,10 +250,10 @@ pub trait Blocks: Sync {
         &self,
         width: usize,
         x: &Self::Array,
-        weight: &Self::Array,
+        weight: Part<'_, Self::Array>,
         labels: &[i32],
         logits: &mut Self::Array,
         d_x: &mut Self::Array,
-        d_weight: &mut Self::Array,
+        d_weight: PartMut<'_, Self::Array>,
     ) -> f64;
 }

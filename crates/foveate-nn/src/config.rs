@@ -227,7 +227,7 @@ impl RopeScaling {
 
 /// The attention program of a model, in text form.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(from = "WrittenAttention")]
 pub struct AttentionConfig {
     /// Which keys a query sees, such as `causal & document`. `document` reads the i32 buffer
     /// `doc [rows, len]` that every batch brings.
@@ -242,19 +242,35 @@ pub struct AttentionConfig {
     pub buffers: BTreeMap<String, BufferConfig>,
     /// Run-time scalars that mask and score read.
     pub scalars: BTreeMap<String, ScalarConfig>,
-    /// Order of the packed projection in memory. Parameters do not depend on it.
-    pub qkv_order: QkvOrder,
 }
 
-/// Order of the heads in a packed projection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// [`AttentionConfig`] as recipes and checkpoints write it.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct WrittenAttention {
+    mask: String,
+    score: Option<String>,
+    learned: BTreeMap<String, LearnedBuffer>,
+    buffers: BTreeMap<String, BufferConfig>,
+    scalars: BTreeMap<String, ScalarConfig>,
+    /// Of recipes and checkpoints of the first trainer: how a product lay in memory. Nothing that
+    /// they hold depends on it.
+    #[serde(rename = "qkv_order")]
+    _qkv_order: Option<OldQkvOrder>,
+}
+
+#[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum QkvOrder {
-    /// All query heads, all key heads, all value heads.
-    #[default]
+enum OldQkvOrder {
     Stacked,
-    /// For each key/value head: the query heads that share it, the key head, the value head.
     Interleaved,
+}
+
+impl From<WrittenAttention> for AttentionConfig {
+    fn from(written: WrittenAttention) -> Self {
+        let WrittenAttention { mask, score, learned, buffers, scalars, .. } = written;
+        Self { mask, score, learned, buffers, scalars }
+    }
 }
 
 /// A buffer that is trained.

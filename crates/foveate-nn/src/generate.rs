@@ -4,17 +4,16 @@
 //! whatever part of the text is fed at once, so mask and score mean what they meant in training.
 //! The whole text is one document.
 
-use foveate::{ForwardArgs, Layout, Operands, Plan, TensorMut, TensorRef};
+use std::ops::Range;
 
-use crate::backend::{Blocks, PackedHeads, Rotation};
-use crate::config::QkvOrder;
-use crate::cpu::Cpu;
+use foveate::Plan;
+
+use crate::backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, Rotation};
+use crate::cpu::{Cpu, attention};
 use crate::error::{NnError, NnErrorKind};
 use crate::matmul::{Matrix, matmul};
 use crate::model::Model;
-use crate::parameters::at;
 use crate::rope::RopeTable;
-use crate::step::{gate_up_shapes, plain_shape, qkv_shapes};
 use foveate::tensor::random::Random;
 
 /// How the next token is drawn from the logits.
@@ -58,7 +57,7 @@ pub struct Generator<'a> {
     random: Random,
     capacity: usize,
     position: usize,
-    plans: Vec<Plan>,
+    plan: Plan,
     /// Keys and values of each layer, `[capacity, kv_heads · dim]`.
     cache: Vec<[Vec<f32>; 2]>,
     rope: RopeTable,
@@ -80,8 +79,6 @@ impl Model {
             return Err(NnError::config("capacity", reason));
         }
         let layers = 0..self.config.num_hidden_layers;
-        let plan =
-            |layer| self.plans.generation(capacity, &self.parameters[self.places.learned(layer)]);
         let elems = capacity * self.config.kv_heads() * self.config.dim();
         let mut rope = RopeTable::default();
         rope.reach(&self.config, capacity);
@@ -91,7 +88,7 @@ impl Model {
             random: Random::new(sampling.seed),
             capacity,
             position: 0,
-            plans: layers.clone().map(plan).collect::<Result<_, _>>()?,
+            plan: self.plans.generation(capacity)?,
             cache: layers.map(|_| [vec![0.0; elems], vec![0.0; elems]]).collect(),
             rope,
             logits: Vec::new(),
@@ -155,7 +152,7 @@ impl Generator<'_> {
     fn project(&self, hidden: &[f32]) -> Vec<f32> {
         let (width, vocab) = (self.model.config.hidden_size, self.model.config.vocab_size);
         let tokens = hidden.len() / width;
-        let head = &self.model.parameters[self.model.places.head()].data;
+        let head = &self.model.weights[self.model.layout.head.clone()];
         let mut logits = vec![0.0; tokens * vocab];
         let (a, b) = (Matrix::rows(hidden, width), Matrix::transposed(head, width));
         matmul([tokens, vocab, width], a, b, &mut logits, vocab, false);
@@ -165,7 +162,7 @@ impl Generator<'_> {
     /// The normalised output of the last layer, `[tokens, hidden]`.
     fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, NnError> {
         let (model, n) = (self.model, tokens.len());
-        let (config, places) = (&model.config, model.places);
+        let (config, layout) = (&model.config, &model.layout);
         if n == 0 {
             return Err(NnError::batch("there are no tokens to read; give at least one"));
         }
@@ -179,7 +176,8 @@ impl Generator<'_> {
             let vocab = config.vocab_size;
             return Err(NnError::batch(format!("token {token}: the vocabulary has {vocab}")));
         }
-        let weight = |layer, which| &model.parameters[places.layer(layer, which)].data;
+        let weight = |place: &Range<usize>| Part { array: &model.weights, place: place.clone() };
+        let shape = |inputs, outputs| LinearShape { tokens: n, inputs, outputs };
         let (hidden, wide, eps) =
             (config.hidden_size, config.intermediate_size, config.rms_norm_eps);
         let attended = config.attention_width();
@@ -189,7 +187,6 @@ impl Generator<'_> {
             heads_q: config.num_attention_heads,
             heads_kv: config.kv_heads(),
             dim: config.dim(),
-            order: QkvOrder::Stacked,
         };
         let end = self.position + n;
         let positions: Vec<i32> = (self.position..end).map(|p| p as i32).collect();
@@ -200,31 +197,28 @@ impl Generator<'_> {
         let mut out = vec![0.0; n * attended];
         let mut gate_up = vec![0.0; n * 2 * wide];
         let mut activated = vec![0.0; n * wide];
-        Cpu.embed(tokens, &model.parameters[places.embedding()].data, hidden, &mut x);
-        for layer in 0..config.num_hidden_layers {
-            Cpu.rms_norm(&x, weight(layer, at::NORM), eps, &mut inverse, &mut normed);
-            for (which, shape) in qkv_shapes(config, QkvOrder::Stacked, n) {
-                Cpu.linear(shape, &normed, weight(layer, which), &mut qkv, false);
-            }
+        Cpu.embed(tokens, weight(&layout.embedding), hidden, &mut x);
+        for (places, cache) in layout.layers.iter().zip(&mut self.cache) {
+            Cpu.rms_norm(&x, weight(&places.norm), eps, &mut inverse, &mut normed);
+            let qkv_shape = shape(hidden, config.qkv_width());
+            Cpu.linear(qkv_shape, &normed, weight(&places.qkv), None, &mut qkv);
             let pairing = config.rope_pairing;
             Cpu.rope(heads, pairing, &self.rope, &positions, Rotation::Forward, &mut qkv);
-            remember(&mut self.cache[layer], &qkv, heads, self.position);
-            let plan = model.plans.at(&self.plans[layer], self.position)?;
-            attend(&plan, heads, &qkv, &self.cache[layer], end, &mut out)?;
-            let shape = plain_shape(n, attended, hidden);
-            Cpu.linear(shape, &out, weight(layer, at::O), &mut y, false);
-            let norm = weight(layer, at::MLP_NORM);
+            remember(cache, &qkv, heads, self.position);
+            let plan = &model.plans.at(&self.plan, self.position)?;
+            let values = weight(&places.learned);
+            let layer = LayerAttention { plan, heads, learned: model.plans.learned(), values };
+            attention::forward_cached(&layer, &qkv, cache, end, &mut out)?;
+            Cpu.linear(shape(attended, hidden), &out, weight(&places.o), None, &mut y);
+            let norm = weight(&places.mlp_norm);
             Cpu.add_rms_norm(&x, &mut y, norm, eps, &mut inverse, &mut normed);
-            for (which, shape) in gate_up_shapes(config, n) {
-                Cpu.linear(shape, &normed, weight(layer, which), &mut gate_up, false);
-            }
+            let gate_up_shape = shape(hidden, 2 * wide);
+            Cpu.linear(gate_up_shape, &normed, weight(&places.gate_up), None, &mut gate_up);
             Cpu.swiglu(wide, &gate_up, &mut activated);
-            let shape = plain_shape(n, wide, hidden);
-            Cpu.linear(shape, &activated, weight(layer, at::DOWN), &mut y, true);
-            std::mem::swap(&mut x, &mut y);
+            let down = weight(&places.down);
+            Cpu.linear(shape(wide, hidden), &activated, down, Some(&y), &mut x);
         }
-        let norm = &model.parameters[places.norm()].data;
-        Cpu.rms_norm(&x, norm, eps, &mut inverse, &mut normed);
+        Cpu.rms_norm(&x, weight(&layout.norm), eps, &mut inverse, &mut normed);
         self.position = end;
         Ok(normed)
     }
@@ -238,35 +232,6 @@ fn remember(cache: &mut [Vec<f32>; 2], qkv: &[f32], heads: PackedHeads, position
         cache[0][to.clone()].copy_from_slice(&row[q..q + kv]);
         cache[1][to].copy_from_slice(&row[q + kv..]);
     }
-}
-
-/// The queries of a packed projection against the first `end` positions of a cache.
-fn attend(
-    plan: &Plan,
-    heads: PackedHeads,
-    qkv: &[f32],
-    [keys, values]: &[Vec<f32>; 2],
-    end: usize,
-    out: &mut [f32],
-) -> Result<(), NnError> {
-    let PackedHeads { len, heads_q, heads_kv, dim, .. } = heads;
-    let layout = |len, heads, width| Layout::strided([1, heads, len, dim], [0, dim, width, 1], 0);
-    let kv = layout(end, heads_kv, heads_kv * dim);
-    let mut lse = vec![0.0f32; heads_q * len];
-    plan.forward_into(ForwardArgs {
-        operands: Operands {
-            q: TensorRef::new(qkv, layout(len, heads_q, (heads_q + 2 * heads_kv) * dim))?,
-            k: TensorRef::new(keys, kv)?,
-            v: TensorRef::new(values, kv)?,
-            sink: None,
-            varlen: None,
-            pages: None,
-        },
-        out: TensorMut::new(out, layout(len, heads_q, heads_q * dim))?,
-        lse: TensorMut::new(&mut lse, Layout::contiguous([1, heads_q, len]))?,
-        max_score: None,
-    })?;
-    Ok(())
 }
 
 fn sample(logits: &[f32], sampling: &Sampling, random: &mut Random) -> u32 {

@@ -64,10 +64,10 @@ mod tape;
 mod tests;
 
 pub use account::{FlopCount, MemoryEstimate};
-pub use backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
+pub use backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation};
 pub use batch::{Batch, IGNORE, LossSum};
 pub use config::{
-    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, QkvOrder, RopePairing,
+    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, RopePairing,
     RopeScaling, ScalarConfig,
 };
 pub use cpu::Cpu;
@@ -75,7 +75,7 @@ pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model};
-pub use parameters::Parameter;
+pub use parameters::{Layout, Parameter, ParameterGroup};
 pub use program::AttentionProgram;
 pub use rope::{RopeTable, inverse_frequencies};
 pub use tape::Recompute;

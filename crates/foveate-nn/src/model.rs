@@ -8,7 +8,7 @@ use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul};
-use crate::parameters::{Parameter, Places, Start, first_values, layout, unfilled};
+use crate::parameters::{Layout, Parameter};
 use crate::program::{AttentionProgram, Plans};
 use crate::step::{Clocks, Step};
 use crate::tape::{Recompute, Workspace};
@@ -18,29 +18,35 @@ use crate::tape::{Recompute, Workspace};
 pub struct Model {
     pub(crate) config: ModelConfig,
     pub(crate) plans: Plans,
-    pub(crate) places: Places,
-    pub(crate) parameters: Vec<Parameter>,
-    /// How each parameter starts.
-    starts: Vec<Start>,
+    pub(crate) layout: Layout,
+    /// All parameters; empty before the first one is given values.
+    pub(crate) weights: Vec<f32>,
+    /// Which parameters have values.
+    filled: Vec<bool>,
     workspace: Mutex<Workspace<Vec<f32>>>,
 }
 
-/// One gradient for each parameter of a model, in the same order.
+/// The gradients of all parameters of a model, each at its parameter's place.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients {
-    /// Row-major like the parameters.
-    pub arrays: Vec<Vec<f32>>,
+    /// Elements as [`Layout`] places them.
+    pub array: Vec<f32>,
 }
 
 impl Gradients {
     /// Zeros for every parameter of `model`.
     pub fn zeros(model: &Model) -> Self {
-        Self { arrays: model.parameters.iter().map(|p| vec![0.0; p.data.len()]).collect() }
+        Self { array: vec![0.0; model.layout.elems()] }
     }
 
     /// Sets all to zero.
     pub fn clear(&mut self) {
-        self.arrays.iter_mut().for_each(|g| g.fill(0.0));
+        self.array.fill(0.0);
+    }
+
+    /// The gradient of one parameter, row-major.
+    pub fn of(&self, parameter: &Parameter) -> &[f32] {
+        &self.array[parameter.place.clone()]
     }
 }
 
@@ -74,9 +80,9 @@ impl Model {
         Ok(model)
     }
 
-    /// A model whose parameters have names and shapes but no elements, to be read from a
-    /// checkpoint: no value is drawn that would be overwritten. A model with a parameter that has
-    /// no elements refuses to run.
+    /// A model whose parameters have names and shapes but no values, to be read from a
+    /// checkpoint: no value is drawn that would be overwritten, and no memory is taken before the
+    /// first is read. A model with a parameter that has no values refuses to run.
     ///
     /// # Errors
     /// Those of [`Model::new`].
@@ -92,17 +98,42 @@ impl Model {
     ) -> Result<Self, NnError> {
         config.validate()?;
         let plans = Plans::new(program, &config)?;
-        let places = Places::new(&config, program.learned.len());
-        let (parameters, starts) = unfilled(layout(&config, &program.learned));
-        Ok(Self { config, plans, places, parameters, starts, workspace: Mutex::default() })
+        let layout = Layout::new(&config, &program.learned);
+        let filled = vec![false; layout.parameters().len()];
+        let workspace = Mutex::default();
+        Ok(Self { config, plans, layout, weights: Vec::new(), filled, workspace })
     }
 
-    /// Gives every parameter without elements the first values that [`Model::new`] gives it.
+    /// Gives every parameter without values the first values that [`Model::new`] gives it.
     pub fn draw_missing(&mut self, seed: u64) {
-        for (i, (p, start)) in self.parameters.iter_mut().zip(&self.starts).enumerate() {
-            if p.data.is_empty() {
-                p.data = first_values(i, &p.shape, *start, seed);
+        self.allocate();
+        for (i, p) in self.layout.parameters().iter().enumerate() {
+            if !self.filled[i] {
+                self.layout.draw(i, seed, &mut self.weights[p.place.clone()]);
             }
+        }
+        self.filled.fill(true);
+    }
+
+    /// Lends the place of parameter `index` to `read`, which gives it values.
+    ///
+    /// # Errors
+    /// What `read` returns; the parameter then counts as one without values.
+    pub fn fill<E>(
+        &mut self,
+        index: usize,
+        read: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.allocate();
+        self.filled[index] = false;
+        read(&mut self.weights[self.layout.parameters()[index].place.clone()])?;
+        self.filled[index] = true;
+        Ok(())
+    }
+
+    fn allocate(&mut self) {
+        if self.weights.is_empty() {
+            self.weights = vec![0.0; self.layout.elems()];
         }
     }
 
@@ -111,19 +142,34 @@ impl Model {
         &self.config
     }
 
-    /// All parameters, in a fixed order. A tied output projection is not among them.
-    pub fn parameters(&self) -> &[Parameter] {
-        &self.parameters
+    /// Names, shapes and places of all parameters.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
     }
 
-    /// All parameters, to be changed. Lengths must stay.
-    pub fn parameters_mut(&mut self) -> &mut [Parameter] {
-        &mut self.parameters
+    /// All parameters, in the order of their places. A tied output projection is not among them.
+    pub fn parameters(&self) -> &[Parameter] {
+        self.layout.parameters()
     }
 
     /// The parameter called `name`.
     pub fn parameter(&self, name: &str) -> Option<&Parameter> {
-        self.parameters.iter().find(|p| p.name == name)
+        self.parameters().iter().find(|p| p.name == name)
+    }
+
+    /// The values of one parameter, row-major; empty before any was given values.
+    pub fn values(&self, parameter: &Parameter) -> &[f32] {
+        self.weights.get(parameter.place.clone()).unwrap_or_default()
+    }
+
+    /// All parameters, each at its place; empty before any was given values.
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
+    /// All parameters, to be changed.
+    pub fn weights_mut(&mut self) -> &mut [f32] {
+        &mut self.weights
     }
 
     /// The loss of a batch, summed over its labelled tokens.
@@ -140,10 +186,10 @@ impl Model {
     /// Those of [`Model::loss`].
     pub fn token_losses(&self, batch: &Batch<'_>) -> Result<Vec<f64>, NnError> {
         let (width, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let head = Matrix::transposed(&self.parameters[self.places.head()].data, width);
         let mut losses = Vec::with_capacity(batch.labels.len());
         self.run(batch, false, |step, ws| {
             let sum = step.loss(ws)?;
+            let head = Matrix::transposed(&self.weights[self.layout.head.clone()], width);
             let chunk = (ws.logits.len() / vocab).max(1);
             for (x, labels) in ws.normed.chunks(chunk * width).zip(batch.labels.chunks(chunk)) {
                 let z = &mut ws.logits[..labels.len() * vocab];
@@ -169,19 +215,13 @@ impl Model {
         gradients: &mut Gradients,
         recompute: Recompute,
     ) -> Result<LossSum, NnError> {
-        let fits = |(p, g): (&Parameter, &Vec<f32>)| p.data.len() == g.len();
-        if gradients.arrays.len() != self.parameters.len() {
-            let (found, want) = (gradients.arrays.len(), self.parameters.len());
-            let reason = format!("there are {found} gradients for {want} parameters");
+        let (found, want) = (gradients.array.len(), self.layout.elems());
+        if found != want {
+            let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
-        let pairs = self.parameters.iter().zip(&gradients.arrays);
-        if let Some((p, g)) = pairs.clone().find(|&pair| !fits(pair)) {
-            let reason = format!("its gradient has {} of {} elements", g.len(), p.data.len());
-            return Err(NnError::parameter(&p.name, reason));
-        }
-        let arrays = &mut gradients.arrays;
-        self.run(batch, true, |step, ws| step.forward_backward(ws, arrays, recompute))
+        let array = &mut gradients.array;
+        self.run(batch, true, |step, ws| step.forward_backward(ws, array, recompute))
     }
 
     fn run(
@@ -195,19 +235,12 @@ impl Model {
         self.check_parameters()?;
         let shape = [batch.rows, batch.len];
         let bound = self.plans.training(shape, batch.documents)?;
-        let plans = (0..self.config.num_hidden_layers)
-            .map(|layer| {
-                let learned = &self.parameters[self.places.learned(layer)];
-                self.plans.layer(&bound, learned)
-            })
-            .collect::<Result<_, _>>()?;
         let mut step = Step {
             blocks: &Cpu,
             config: &self.config,
-            places: self.places,
-            order: self.plans.order(),
-            parameters: self.parameters.iter().map(|p| &p.data).collect(),
-            plans,
+            layout: &self.layout,
+            weights: &self.weights,
+            plan: &bound,
             learned: self.plans.learned(),
             batch: *batch,
             clocks: Clocks::default(),
@@ -227,11 +260,10 @@ impl Model {
     }
 
     pub(crate) fn check_parameters(&self) -> Result<(), NnError> {
-        let odd = |p: &&Parameter| p.data.len() != p.shape.iter().product::<usize>();
-        match self.parameters.iter().find(odd) {
-            Some(p) => {
-                let reason = format!("shape {:?} but {} elements", p.shape, p.data.len());
-                Err(NnError::parameter(&p.name, reason))
+        match self.filled.iter().position(|filled| !filled) {
+            Some(i) => {
+                let reason = "has no values; read them from a checkpoint, or draw them";
+                Err(NnError::parameter(&self.parameters()[i].name, reason))
             }
             None => Ok(()),
         }

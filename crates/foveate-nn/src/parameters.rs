@@ -1,135 +1,198 @@
-//! Parameters: their names and shapes, where each one stands, and their first values.
+//! Parameters: their names and shapes, their places in one array, and their first values.
 //!
 //! Names and shapes are those of a Hugging Face Llama checkpoint, so saving and loading map
-//! nothing. Learned attention buffers follow the weights of their layer.
+//! nothing. All parameters lie in one array, as do their gradients and moments; a layer's query,
+//! key and value weights lie one after another, and so do its gate and up weights, so that each is
+//! one matrix to multiply with. Everything else starts at a multiple of [`ALIGN`] elements.
+
+use std::ops::Range;
 
 use crate::config::{LearnedBuffer, ModelConfig};
 use foveate::tensor::random::Random;
 
-/// A trained array.
+/// Elements that the start of a matrix, of a vector and of a group is a multiple of: 128 bytes in
+/// 16 bits.
+const ALIGN: usize = 64;
+
+/// A trained array: where it lies among all.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
     /// Its name in a checkpoint.
     pub name: String,
-    /// Length of each axis; linear weights are `[out, in]`.
+    /// Length of each axis; linear weights are `[out, in]`. It is stored row-major.
     pub shape: Vec<usize>,
-    /// Its elements, row-major.
-    pub data: Vec<f32>,
+    /// Its elements in the array of all parameters, of their gradients or of a moment.
+    pub place: Range<usize>,
+}
+
+/// Parameters that are used together: the embedding, a layer, or what follows the layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParameterGroup {
+    /// `embedding`, `layers.N` or `head`.
+    pub name: String,
+    /// Its elements.
+    pub place: Range<usize>,
+    /// Its parameters, as indices.
+    pub parameters: Range<usize>,
+}
+
+/// The places of all parameters of a model. Groups lie one after another without gaps; elements
+/// of a group that belong to no parameter are 0 and stay 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layout {
+    parameters: Vec<Parameter>,
+    groups: Vec<ParameterGroup>,
+    elems: usize,
+    pub(crate) embedding: Range<usize>,
+    pub(crate) layers: Vec<LayerPlaces>,
+    pub(crate) norm: Range<usize>,
+    /// The output projection; the embedding when tied.
+    pub(crate) head: Range<usize>,
+    starts: Vec<Start>,
+}
+
+/// The places of what a layer multiplies with.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct LayerPlaces {
+    pub norm: Range<usize>,
+    /// `[(heads_q + 2·heads_kv) · dim, hidden]`: queries, keys, values.
+    pub qkv: Range<usize>,
+    pub o: Range<usize>,
+    pub mlp_norm: Range<usize>,
+    /// `[2 · intermediate, hidden]`: gate, up.
+    pub gate_up: Range<usize>,
+    pub down: Range<usize>,
+    /// Learned attention buffers, one after another.
+    pub learned: Range<usize>,
 }
 
 /// Standard deviation of the first weights.
 const INIT_STD: f32 = 0.02;
 
-/// Where the parameters of a layer stand, counted from its first.
-pub(crate) mod at {
-    pub const NORM: usize = 0;
-    pub const Q: usize = 1;
-    pub const K: usize = 2;
-    pub const V: usize = 3;
-    pub const O: usize = 4;
-    pub const MLP_NORM: usize = 5;
-    pub const GATE: usize = 6;
-    pub const UP: usize = 7;
-    pub const DOWN: usize = 8;
-    pub const LEARNED: usize = 9;
-}
-
-/// Where every parameter stands.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Places {
-    layers: usize,
-    learned: usize,
-    tied: bool,
-}
-
-impl Places {
-    pub fn new(config: &ModelConfig, learned: usize) -> Self {
-        Self { layers: config.num_hidden_layers, learned, tied: config.tie_word_embeddings }
-    }
-
-    pub fn embedding(&self) -> usize {
-        0
-    }
-
-    /// Parameter `which` (of [`at`]) of `layer`.
-    pub fn layer(&self, layer: usize, which: usize) -> usize {
-        1 + layer * (at::LEARNED + self.learned) + which
-    }
-
-    /// The learned attention buffers of `layer`.
-    pub fn learned(&self, layer: usize) -> std::ops::Range<usize> {
-        let first = self.layer(layer, at::LEARNED);
-        first..first + self.learned
-    }
-
-    pub fn norm(&self) -> usize {
-        self.layer(self.layers, 0)
-    }
-
-    /// The output projection; the embedding when tied.
-    pub fn head(&self) -> usize {
-        if self.tied { self.embedding() } else { self.norm() + 1 }
-    }
-}
-
 /// How a parameter starts.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Start {
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Start {
     mean: f32,
     std: f32,
 }
 
-/// Name, shape and start of every parameter, in order.
-pub(crate) fn layout(
-    config: &ModelConfig,
-    learned: &[(String, LearnedBuffer)],
-) -> Vec<(String, Vec<usize>, Start)> {
-    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
-    let weight = Start { mean: 0.0, std: INIT_STD };
-    // Outputs into the residual stream shrink with depth, so that its variance does not grow.
-    let output =
-        Start { mean: 0.0, std: INIT_STD / (2.0 * config.num_hidden_layers as f32).sqrt() };
-    let ones = Start { mean: 1.0, std: 0.0 };
-    let mut all =
-        vec![("model.embed_tokens.weight".into(), vec![config.vocab_size, hidden], weight)];
-    for layer in 0..config.num_hidden_layers {
-        let mut add = |name: &str, shape: Vec<usize>, start| {
-            all.push((format!("model.layers.{layer}.{name}"), shape, start));
+impl Layout {
+    /// The layout of a model whose layers have these learned attention buffers, by name.
+    pub fn new(config: &ModelConfig, learned: &[(String, LearnedBuffer)]) -> Self {
+        let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+        let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
+        let weight = Start { mean: 0.0, std: INIT_STD };
+        // Outputs into the residual stream shrink with depth, so that its variance does not grow.
+        let output =
+            Start { mean: 0.0, std: INIT_STD / (2.0 * config.num_hidden_layers as f32).sqrt() };
+        let ones = Start { mean: 1.0, std: 0.0 };
+        let mut all = Builder::default();
+        let table = vec![config.vocab_size, hidden];
+        let embedding = all.add("model.embed_tokens.weight", table.clone(), weight);
+        all.close("embedding".to_owned());
+        let layer = |layer: usize| {
+            let name = |part: &str| format!("model.layers.{layer}.{part}");
+            let norm = all.add(name("input_layernorm.weight"), vec![hidden], ones);
+            let first = all.add(name("self_attn.q_proj.weight"), vec![q, hidden], weight);
+            all.append(name("self_attn.k_proj.weight"), vec![kv, hidden], weight);
+            let last = all.append(name("self_attn.v_proj.weight"), vec![kv, hidden], weight);
+            let qkv = first.start..last.end;
+            let o = all.add(name("self_attn.o_proj.weight"), vec![hidden, q], output);
+            let mlp_norm = all.add(name("post_attention_layernorm.weight"), vec![hidden], ones);
+            let gate = all.add(name("mlp.gate_proj.weight"), vec![wide, hidden], weight);
+            let up = all.append(name("mlp.up_proj.weight"), vec![wide, hidden], weight);
+            let gate_up = gate.start..up.end;
+            let down = all.add(name("mlp.down_proj.weight"), vec![hidden, wide], output);
+            let first = all.align();
+            for (buffer, LearnedBuffer { shape, init, std }) in learned {
+                let start = Start { mean: *init, std: *std };
+                all.append(name(&format!("self_attn.{buffer}")), shape.clone(), start);
+            }
+            let learned = first..all.elems;
+            all.close(format!("layers.{layer}"));
+            LayerPlaces { norm, qkv, o, mlp_norm, gate_up, down, learned }
         };
-        add("input_layernorm.weight", vec![hidden], ones);
-        add("self_attn.q_proj.weight", vec![q, hidden], weight);
-        add("self_attn.k_proj.weight", vec![kv, hidden], weight);
-        add("self_attn.v_proj.weight", vec![kv, hidden], weight);
-        add("self_attn.o_proj.weight", vec![hidden, q], output);
-        add("post_attention_layernorm.weight", vec![hidden], ones);
-        add("mlp.gate_proj.weight", vec![wide, hidden], weight);
-        add("mlp.up_proj.weight", vec![wide, hidden], weight);
-        add("mlp.down_proj.weight", vec![hidden, wide], output);
-        for (name, buffer) in learned {
-            let start = Start { mean: buffer.init, std: buffer.std };
-            add(&format!("self_attn.{name}"), buffer.shape.clone(), start);
+        let layers = (0..config.num_hidden_layers).map(layer).collect();
+        let norm = all.add("model.norm.weight", vec![hidden], ones);
+        let head = match config.tie_word_embeddings {
+            true => embedding.clone(),
+            false => all.add("lm_head.weight", table, weight),
+        };
+        all.close("head".to_owned());
+        let Builder { parameters, starts, groups, elems } = all;
+        Self { parameters, groups, elems, embedding, layers, norm, head, starts }
+    }
+
+    /// All parameters, in the order of their places. A tied output projection is not among them.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// The groups, in the order of their places.
+    pub fn groups(&self) -> &[ParameterGroup] {
+        &self.groups
+    }
+
+    /// Elements of all groups together.
+    pub fn elems(&self) -> usize {
+        self.elems
+    }
+
+    /// Trained values.
+    pub fn parameter_count(&self) -> u64 {
+        self.parameters.iter().map(|p| p.place.len() as u64).sum()
+    }
+
+    /// Draws the first values of parameter `index`, which depend on `seed`, index and shape alone.
+    pub(crate) fn draw(&self, index: usize, seed: u64, into: &mut [f32]) {
+        let Start { mean, std } = self.starts[index];
+        if std == 0.0 {
+            into.fill(mean);
+            return;
         }
+        let stream = (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+        let mut random = Random::new(seed ^ stream);
+        into.fill_with(|| mean + std * random.normal() as f32);
     }
-    all.push(("model.norm.weight".into(), vec![hidden], ones));
-    if !config.tie_word_embeddings {
-        all.push(("lm_head.weight".into(), vec![config.vocab_size, hidden], weight));
-    }
-    all
 }
 
-/// The parameters of a layout without elements, and how each starts.
-pub(crate) fn unfilled(layout: Vec<(String, Vec<usize>, Start)>) -> (Vec<Parameter>, Vec<Start>) {
-    let empty = |(name, shape, start)| (Parameter { name, shape, data: Vec::new() }, start);
-    layout.into_iter().map(empty).unzip()
+/// A layout being made. Sizes that no memory holds stop at `usize::MAX`: such a model is counted
+/// and refused, never made.
+#[derive(Default)]
+struct Builder {
+    parameters: Vec<Parameter>,
+    starts: Vec<Start>,
+    groups: Vec<ParameterGroup>,
+    elems: usize,
 }
 
-/// The first values of parameter `index`, which depend on `seed`, place and shape alone.
-pub(crate) fn first_values(index: usize, shape: &[usize], start: Start, seed: u64) -> Vec<f32> {
-    let elems = shape.iter().product();
-    if start.std == 0.0 {
-        return vec![start.mean; elems];
+impl Builder {
+    /// Adds a parameter at the next aligned place.
+    fn add(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
+        self.align();
+        self.append(name, shape, start)
     }
-    let mut random = Random::new(seed ^ (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93));
-    (0..elems).map(|_| start.mean + start.std * random.normal() as f32).collect()
+
+    /// Adds a parameter right behind the last one.
+    fn append(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
+        let elems = shape.iter().fold(1usize, |n, &d| n.saturating_mul(d));
+        let place = self.elems..self.elems.saturating_add(elems);
+        self.elems = place.end;
+        self.parameters.push(Parameter { name: name.into(), shape, place: place.clone() });
+        self.starts.push(start);
+        place
+    }
+
+    fn align(&mut self) -> usize {
+        self.elems = self.elems.checked_next_multiple_of(ALIGN).unwrap_or(usize::MAX);
+        self.elems
+    }
+
+    /// Makes a group of what was added since the last one.
+    fn close(&mut self, name: String) {
+        let first = self.groups.last().map_or(0, |g| g.place.end);
+        let parameter = self.groups.last().map_or(0, |g| g.parameters.end);
+        let (place, parameters) = (first..self.align(), parameter..self.parameters.len());
+        self.groups.push(ParameterGroup { name, place, parameters });
+    }
 }

@@ -13,11 +13,8 @@ use foveate::{
     ScalarValue, ScoreMod,
 };
 
-use crate::config::{
-    AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, QkvOrder, ScalarConfig,
-};
+use crate::config::{AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, ScalarConfig};
 use crate::error::{NnError, NnErrorKind};
-use crate::parameters::Parameter;
 
 /// The buffer of document ids, `[rows, len]` i32, that every batch brings.
 pub(crate) const DOCUMENTS: &str = "doc";
@@ -32,8 +29,6 @@ pub struct AttentionProgram {
     pub score: Option<ScoreMod>,
     /// Learned buffers by name: each layer trains its own.
     pub learned: Vec<(String, LearnedBuffer)>,
-    /// Order of the packed projection in memory.
-    pub qkv_order: QkvOrder,
 }
 
 impl AttentionProgram {
@@ -91,7 +86,6 @@ impl AttentionProgram {
                 .transpose()
                 .map_err(in_field("attention.score"))?,
             learned: config.learned.iter().map(|(n, b)| (n.clone(), b.clone())).collect(),
-            qkv_order: config.qkv_order,
         })
     }
 
@@ -148,10 +142,10 @@ pub(crate) struct Plans {
     /// The plan of training and the shape `[rows, len]` it was made for, the last one asked for.
     train: Mutex<([usize; 2], Plan)>,
     generate: Plan,
-    learned: Vec<String>,
+    /// The learned buffers of a layer.
+    learned: Vec<(String, LearnedBuffer)>,
     reads_documents: bool,
     reads_query: bool,
-    order: QkvOrder,
     /// Query heads, key/value heads, length of a head's vector.
     heads: [usize; 3],
 }
@@ -182,26 +176,19 @@ impl Plans {
             attention,
             train: Mutex::new((shape, train)),
             generate: cached.plan(&problem(heads, shape)?.forward_only(), &device)?,
-            learned: program.learned.iter().map(|(name, _)| name.clone()).collect(),
+            learned: program.learned.clone(),
             reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
             reads_query: program.reads(Leaf::Q),
-            order: program.qkv_order,
             heads,
         })
     }
 
-    /// Order of the packed projection.
-    pub fn order(&self) -> QkvOrder {
-        self.order
-    }
-
-    /// Names of the learned buffers of a layer.
-    pub fn learned(&self) -> &[String] {
+    /// The learned buffers of a layer.
+    pub fn learned(&self) -> &[(String, LearnedBuffer)] {
         &self.learned
     }
 
-    /// `plan` over the documents `[rows, len]` of a batch. Layers made from it share its block
-    /// masks.
+    /// `plan` over the documents `[rows, len]` of a batch. All layers share its block masks.
     fn documents(
         &self,
         plan: &Plan,
@@ -215,18 +202,8 @@ impl Plans {
         Ok(plan.rebind(&AnyBuffer::new(DOCUMENTS, &shape, data, false)?)?)
     }
 
-    /// `plan` with the learned buffers of a layer.
-    pub fn layer(&self, plan: &Plan, learned: &[Parameter]) -> Result<Plan, NnError> {
-        let mut plan = plan.clone();
-        for (name, parameter) in self.learned.iter().zip(learned) {
-            let data = BufferData::F32(parameter.data.clone());
-            plan = plan.rebind(&AnyBuffer::new(name, &parameter.shape, data, true)?)?;
-        }
-        Ok(plan)
-    }
-
-    /// The plan of a batch whose documents are `[rows, len]`, before [`Self::layer`]. Batches of one
-    /// shape share the block masks that do not depend on the documents.
+    /// The plan of a batch whose documents are `[rows, len]`, without the learned buffers of a layer.
+    /// Batches of one shape share the block masks that do not depend on the documents.
     pub fn training(&self, shape: [usize; 2], documents: &[i32]) -> Result<Plan, NnError> {
         // A plan is replaced as a whole, so one that a panic left behind is sound.
         let mut train = self.train.lock().unwrap_or_else(PoisonError::into_inner);
@@ -254,10 +231,10 @@ impl Plans {
         Ok(workspace + described.tiling.block_mask_bytes)
     }
 
-    /// The plan of one layer for a cache of `capacity` positions that hold one document.
-    pub fn generation(&self, capacity: usize, learned: &[Parameter]) -> Result<Plan, NnError> {
-        let plan = self.documents(&self.generate, [1, capacity], &vec![0; capacity])?;
-        self.layer(&plan, learned)
+    /// The plan for a cache of `capacity` positions that hold one document, without the learned
+    /// buffers of a layer.
+    pub fn generation(&self, capacity: usize) -> Result<Plan, NnError> {
+        self.documents(&self.generate, [1, capacity], &vec![0; capacity])
     }
 
     /// `plan` for queries that start at `position`.

@@ -1,34 +1,34 @@
 //! The training step: the blocks in their order, forward and backward.
 //!
 //! For a layer with input x: `n = norm(x)`, `qkv = rope(n·Wqkv)`, `a = attention(qkv)`,
-//! `y = x + a·Wo`, `m = norm(y)`, `s = silu(m·Wgate)·(m·Wup)`, output `y + s·Wdown`.
+//! `y = x + a·Wo`, `m = norm(y)`, `g, u = m·Wgate_up`, `s = silu(g)·u`, output `y + s·Wdown`.
 //! Normalised streams and `s` are cheap and are computed again in the backward pass in every
 //! mode. See the tape for what is kept.
 
 use std::cell::Cell;
-use std::mem::take;
+use std::ops::Range;
 use std::time::Instant;
 
 use foveate::Plan;
 
-use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
+use crate::backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation};
 use crate::batch::Batch;
-use crate::config::{ModelConfig, QkvOrder};
+use crate::config::{LearnedBuffer, ModelConfig};
 use crate::error::NnError;
-use crate::parameters::{Places, at};
+use crate::parameters::{LayerPlaces, Layout};
 use crate::tape::{Recompute, Workspace};
 
 /// All that a step reads.
 pub(crate) struct Step<'a, B: Blocks> {
     pub blocks: &'a B,
     pub config: &'a ModelConfig,
-    pub places: Places,
-    pub order: QkvOrder,
-    pub parameters: Vec<&'a B::Array>,
-    /// One for each layer, bound to the batch.
-    pub plans: Vec<Plan>,
-    /// Names of the learned buffers.
-    pub learned: &'a [String],
+    pub layout: &'a Layout,
+    /// All parameters.
+    pub weights: &'a B::Array,
+    /// Attention, bound to the documents of the batch.
+    pub plan: &'a Plan,
+    /// The learned buffers of every layer.
+    pub learned: &'a [(String, LearnedBuffer)],
     pub batch: Batch<'a>,
     pub clocks: Clocks,
 }
@@ -67,7 +67,7 @@ impl<B: Blocks> Step<'_, B> {
         let tokens = self.batch.tokens_total();
         ws.fit(self.blocks, self.config, tokens, 2, (1, 1));
         self.forward(ws)?;
-        let head = self.parameters[self.places.head()];
+        let head = part(self.weights, &self.layout.head);
         let width = self.config.hidden_size;
         let labels = self.batch.labels;
         let work = || self.blocks.loss(width, &ws.normed, head, labels, &mut ws.logits);
@@ -78,14 +78,14 @@ impl<B: Blocks> Step<'_, B> {
     pub fn forward_backward(
         &mut self,
         ws: &mut Workspace<B::Array>,
-        gradients: &mut [B::Array],
+        gradients: &mut B::Array,
         recompute: Recompute,
     ) -> Result<f64, NnError> {
         let (tokens, layers) = (self.batch.tokens_total(), self.config.num_hidden_layers);
         ws.fit(self.blocks, self.config, tokens, layers + 1, recompute.kept(layers));
         ws.fit_backward(self.blocks, self.config, tokens);
         self.forward(ws)?;
-        let head = self.parameters[self.places.head()];
+        let head = part(self.weights, &self.layout.head);
         let loss = self.clocks.loss.time(|| {
             self.blocks.loss_backward(
                 self.config.hidden_size,
@@ -94,17 +94,17 @@ impl<B: Blocks> Step<'_, B> {
                 self.batch.labels,
                 &mut ws.logits,
                 &mut ws.d_normed,
-                &mut gradients[self.places.head()],
+                part_mut(gradients, &self.layout.head),
             )
         });
         self.blocks.rms_norm_backward(
             &ws.inputs[layers],
-            self.parameters[self.places.norm()],
+            part(self.weights, &self.layout.norm),
             &ws.inverse,
             &ws.d_normed,
             &mut ws.d_x,
             false,
-            &mut gradients[self.places.norm()],
+            part_mut(gradients, &self.layout.norm),
         );
         for layer in (0..layers).rev() {
             if recompute != Recompute::None {
@@ -116,7 +116,7 @@ impl<B: Blocks> Step<'_, B> {
             self.mlp_backward(ws, layer, gradients);
             self.attention_backward(ws, layer, gradients)?;
         }
-        let table = &mut gradients[self.places.embedding()];
+        let table = part_mut(gradients, &self.layout.embedding);
         let width = self.config.hidden_size;
         self.blocks.embed_backward(self.batch.tokens, &ws.d_x, width, table);
         Ok(loss)
@@ -126,7 +126,7 @@ impl<B: Blocks> Step<'_, B> {
     fn forward(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let top = self.batch.positions.iter().max().map_or(0, |&p| p as usize);
         ws.rope.reach(self.config, top + 1);
-        let table = self.parameters[self.places.embedding()];
+        let table = part(self.weights, &self.layout.embedding);
         let width = self.config.hidden_size;
         self.blocks.embed(self.batch.tokens, table, width, &mut ws.inputs[0]);
         for layer in 0..self.config.num_hidden_layers {
@@ -137,7 +137,7 @@ impl<B: Blocks> Step<'_, B> {
         let last = self.config.num_hidden_layers % ws.inputs.len();
         self.blocks.rms_norm(
             &ws.inputs[last],
-            self.parameters[self.places.norm()],
+            part(self.weights, &self.layout.norm),
             self.config.rms_norm_eps,
             &mut ws.inverse,
             &mut ws.normed,
@@ -153,23 +153,23 @@ impl<B: Blocks> Step<'_, B> {
     ) -> Result<(), NnError> {
         let kept = slot(layer, ws.attention.len());
         let tape = &mut ws.attention[kept];
+        let places = self.places(layer);
         self.blocks.rms_norm(
             &ws.inputs[layer % ws.inputs.len()],
-            self.weight(layer, at::NORM),
+            part(self.weights, &places.norm),
             self.config.rms_norm_eps,
             &mut tape.inverse,
             &mut ws.normed,
         );
-        for (which, shape) in self.qkv_shapes() {
-            let weight = self.weight(layer, which);
-            self.linear(shape, &ws.normed, weight, &mut tape.qkv, false);
-        }
-        self.rope(ws, Rotation::Forward, kept);
-        let tape = &mut ws.attention[kept];
-        let (plan, heads) = (&self.plans[layer], self.heads());
+        let weight = part(self.weights, &places.qkv);
+        self.linear(self.qkv_shape(), &ws.normed, weight, None, &mut tape.qkv);
+        let (heads, pairing) = (self.heads(), self.config.rope_pairing);
+        let positions = self.batch.positions;
+        self.blocks.rope(heads, pairing, &ws.rope, positions, Rotation::Forward, &mut tape.qkv);
+        let attention = self.attention(layer);
         self.clocks
             .attention
-            .time(|| self.blocks.attention(plan, heads, &tape.qkv, &mut tape.out, &mut tape.lse))
+            .time(|| self.blocks.attention(attention, &tape.qkv, &mut tape.out, &mut tape.lse))
     }
 
     /// From the output of attention to the gate and up projections.
@@ -177,20 +177,19 @@ impl<B: Blocks> Step<'_, B> {
         let attention = &ws.attention[slot(layer, ws.attention.len())];
         let kept = slot(layer, ws.mlp.len());
         let tape = &mut ws.mlp[kept];
-        let o = self.weight(layer, at::O);
-        self.linear(self.output_shape(), &attention.out, o, &mut tape.x, false);
+        let places = self.places(layer);
+        let o = part(self.weights, &places.o);
+        self.linear(self.output_shape(), &attention.out, o, None, &mut tape.x);
         self.blocks.add_rms_norm(
             &ws.inputs[layer % ws.inputs.len()],
             &mut tape.x,
-            self.weight(layer, at::MLP_NORM),
+            part(self.weights, &places.mlp_norm),
             self.config.rms_norm_eps,
             &mut tape.inverse,
             &mut ws.normed,
         );
-        for (which, shape) in self.gate_up_shapes() {
-            let weight = self.weight(layer, which);
-            self.linear(shape, &ws.normed, weight, &mut tape.gate_up, false);
-        }
+        let weight = part(self.weights, &places.gate_up);
+        self.linear(self.gate_up_shape(), &ws.normed, weight, None, &mut tape.gate_up);
     }
 
     /// From the gate and up projections to the output of the layer.
@@ -198,37 +197,34 @@ impl<B: Blocks> Step<'_, B> {
         let tape = &ws.mlp[slot(layer, ws.mlp.len())];
         self.blocks.swiglu(self.config.intermediate_size, &tape.gate_up, &mut ws.activated);
         let next = (layer + 1) % ws.inputs.len();
+        let down = part(self.weights, &self.places(layer).down);
         let out = &mut ws.inputs[next];
-        self.blocks.copy(&tape.x, out);
-        let down = self.weight(layer, at::DOWN);
-        self.linear(self.down_shape(), &ws.activated, down, out, true);
+        self.linear(self.down_shape(), &ws.activated, down, Some(&tape.x), out);
     }
 
     /// `ws.d_x` goes from the gradient of the layer's output to that of the stream between
     /// attention and the feed-forward part.
-    fn mlp_backward(&self, ws: &mut Workspace<B::Array>, layer: usize, gradients: &mut [B::Array]) {
+    fn mlp_backward(&self, ws: &mut Workspace<B::Array>, layer: usize, gradients: &mut B::Array) {
         let blocks = self.blocks;
         let kept = slot(layer, ws.mlp.len());
         let tape = &mut ws.mlp[kept];
-        let down = self.down_shape();
-        let weight = self.weight(layer, at::DOWN);
-        self.linear_backward_input(down, &ws.d_x, weight, &mut ws.activated, false);
+        let (shape, places) = (self.down_shape(), self.places(layer));
+        let weight = part(self.weights, &places.down);
+        self.linear_backward_input(shape, &ws.d_x, weight, &mut ws.activated);
         let wide = self.config.intermediate_size;
         blocks.swiglu_backward(wide, &mut tape.gate_up, &mut ws.activated);
-        let d_down = &mut gradients[self.places.layer(layer, at::DOWN)];
-        self.linear_backward_weight(down, &ws.d_x, &ws.activated, d_down);
-        let norm = self.weight(layer, at::MLP_NORM);
-        blocks.rms_norm_again(&tape.x, norm, &tape.inverse, &mut ws.normed);
-        for (i, (which, shape)) in self.gate_up_shapes().into_iter().enumerate() {
-            let d_weight = &mut gradients[self.places.layer(layer, which)];
-            self.linear_backward_weight(shape, &tape.gate_up, &ws.normed, d_weight);
-            let weight = self.weight(layer, which);
-            let add = i > 0;
-            self.linear_backward_input(shape, &tape.gate_up, weight, &mut ws.d_normed, add);
-        }
-        let d_norm = &mut gradients[self.places.layer(layer, at::MLP_NORM)];
+        let d_weight = part_mut(gradients, &places.down);
+        self.linear_backward_weight(shape, &ws.d_x, &ws.activated, d_weight);
+        let norm = || part(self.weights, &places.mlp_norm);
+        blocks.rms_norm_again(&tape.x, norm(), &tape.inverse, &mut ws.normed);
+        let shape = self.gate_up_shape();
+        let d_weight = part_mut(gradients, &places.gate_up);
+        self.linear_backward_weight(shape, &tape.gate_up, &ws.normed, d_weight);
+        let weight = part(self.weights, &places.gate_up);
+        self.linear_backward_input(shape, &tape.gate_up, weight, &mut ws.d_normed);
+        let d_norm = part_mut(gradients, &places.mlp_norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(&tape.x, norm, &tape.inverse, d_in, d_x, true, d_norm);
+        blocks.rms_norm_backward(&tape.x, norm(), &tape.inverse, d_in, d_x, true, d_norm);
     }
 
     /// `ws.d_x` goes on to the gradient of the layer's input.
@@ -236,42 +232,40 @@ impl<B: Blocks> Step<'_, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
-        gradients: &mut [B::Array],
+        gradients: &mut B::Array,
     ) -> Result<(), NnError> {
         let blocks = self.blocks;
         let tape = &ws.attention[slot(layer, ws.attention.len())];
         let input = &ws.inputs[layer];
-        let (shape, weight) = (self.output_shape(), self.weight(layer, at::O));
-        self.linear_backward_input(shape, &ws.d_x, weight, &mut ws.d_attention, false);
-        let d_o = &mut gradients[self.places.layer(layer, at::O)];
-        self.linear_backward_weight(shape, &ws.d_x, &tape.out, d_o);
+        let (shape, places) = (self.output_shape(), self.places(layer));
+        let weight = part(self.weights, &places.o);
+        self.linear_backward_input(shape, &ws.d_x, weight, &mut ws.d_attention);
+        let d_weight = part_mut(gradients, &places.o);
+        self.linear_backward_weight(shape, &ws.d_x, &tape.out, d_weight);
         self.clocks.attention.time(|| {
             blocks.attention_backward(
-                &self.plans[layer],
-                self.heads(),
+                self.attention(layer),
                 &tape.qkv,
                 &tape.out,
                 &tape.lse,
                 &ws.d_attention,
                 &mut ws.d_qkv,
-                self.learned,
-                &mut gradients[self.places.learned(layer)],
+                part_mut(gradients, &places.learned),
             )
         })?;
         let pairing = self.config.rope_pairing;
         let (heads, positions) = (self.heads(), self.batch.positions);
         blocks.rope(heads, pairing, &ws.rope, positions, Rotation::Backward, &mut ws.d_qkv);
-        let norm = self.weight(layer, at::NORM);
-        blocks.rms_norm_again(input, norm, &tape.inverse, &mut ws.normed);
-        for (i, (which, shape)) in self.qkv_shapes().into_iter().enumerate() {
-            let d_weight = &mut gradients[self.places.layer(layer, which)];
-            self.linear_backward_weight(shape, &ws.d_qkv, &ws.normed, d_weight);
-            let weight = self.weight(layer, which);
-            self.linear_backward_input(shape, &ws.d_qkv, weight, &mut ws.d_normed, i > 0);
-        }
-        let d_norm = &mut gradients[self.places.layer(layer, at::NORM)];
+        let norm = || part(self.weights, &places.norm);
+        blocks.rms_norm_again(input, norm(), &tape.inverse, &mut ws.normed);
+        let shape = self.qkv_shape();
+        let d_weight = part_mut(gradients, &places.qkv);
+        self.linear_backward_weight(shape, &ws.d_qkv, &ws.normed, d_weight);
+        let weight = part(self.weights, &places.qkv);
+        self.linear_backward_input(shape, &ws.d_qkv, weight, &mut ws.d_normed);
+        let d_norm = part_mut(gradients, &places.norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(input, norm, &tape.inverse, d_in, d_x, true, d_norm);
+        blocks.rms_norm_backward(input, norm(), &tape.inverse, d_in, d_x, true, d_norm);
         Ok(())
     }
 
@@ -279,23 +273,21 @@ impl<B: Blocks> Step<'_, B> {
         &self,
         shape: LinearShape,
         x: &B::Array,
-        weight: &B::Array,
+        weight: Part<'_, B::Array>,
+        add: Option<&B::Array>,
         y: &mut B::Array,
-        accumulate: bool,
     ) {
-        self.clocks.linear.time(|| self.blocks.linear(shape, x, weight, y, accumulate));
+        self.clocks.linear.time(|| self.blocks.linear(shape, x, weight, add, y));
     }
 
     fn linear_backward_input(
         &self,
         shape: LinearShape,
         d_y: &B::Array,
-        weight: &B::Array,
+        weight: Part<'_, B::Array>,
         d_x: &mut B::Array,
-        accumulate: bool,
     ) {
-        let work = || self.blocks.linear_backward_input(shape, d_y, weight, d_x, accumulate);
-        self.clocks.linear.time(work);
+        self.clocks.linear.time(|| self.blocks.linear_backward_input(shape, d_y, weight, d_x));
     }
 
     fn linear_backward_weight(
@@ -303,20 +295,18 @@ impl<B: Blocks> Step<'_, B> {
         shape: LinearShape,
         d_y: &B::Array,
         x: &B::Array,
-        d_weight: &mut B::Array,
+        d_weight: PartMut<'_, B::Array>,
     ) {
         self.clocks.linear.time(|| self.blocks.linear_backward_weight(shape, d_y, x, d_weight));
     }
 
-    fn rope(&self, ws: &mut Workspace<B::Array>, rotation: Rotation, kept: usize) {
-        let mut qkv = take(&mut ws.attention[kept].qkv);
-        let (heads, pairing) = (self.heads(), self.config.rope_pairing);
-        self.blocks.rope(heads, pairing, &ws.rope, self.batch.positions, rotation, &mut qkv);
-        ws.attention[kept].qkv = qkv;
+    fn attention(&self, layer: usize) -> LayerAttention<'_, B::Array> {
+        let values = part(self.weights, &self.places(layer).learned);
+        LayerAttention { plan: self.plan, heads: self.heads(), learned: self.learned, values }
     }
 
-    fn weight(&self, layer: usize, which: usize) -> &B::Array {
-        self.parameters[self.places.layer(layer, which)]
+    fn places(&self, layer: usize) -> &LayerPlaces {
+        &self.layout.layers[layer]
     }
 
     fn heads(&self) -> PackedHeads {
@@ -326,26 +316,27 @@ impl<B: Blocks> Step<'_, B> {
             heads_q: self.config.num_attention_heads,
             heads_kv: self.config.kv_heads(),
             dim: self.config.dim(),
-            order: self.order,
         }
     }
 
-    fn qkv_shapes(&self) -> Vec<(usize, LinearShape)> {
-        qkv_shapes(self.config, self.order, self.batch.tokens_total())
-    }
-
-    fn gate_up_shapes(&self) -> [(usize, LinearShape); 2] {
-        gate_up_shapes(self.config, self.batch.tokens_total())
+    fn qkv_shape(&self) -> LinearShape {
+        self.shape(self.config.hidden_size, self.config.qkv_width())
     }
 
     fn output_shape(&self) -> LinearShape {
-        let (width, hidden) = (self.config.attention_width(), self.config.hidden_size);
-        plain_shape(self.batch.tokens_total(), width, hidden)
+        self.shape(self.config.attention_width(), self.config.hidden_size)
+    }
+
+    fn gate_up_shape(&self) -> LinearShape {
+        self.shape(self.config.hidden_size, 2 * self.config.intermediate_size)
     }
 
     fn down_shape(&self) -> LinearShape {
-        let (wide, hidden) = (self.config.intermediate_size, self.config.hidden_size);
-        plain_shape(self.batch.tokens_total(), wide, hidden)
+        self.shape(self.config.intermediate_size, self.config.hidden_size)
+    }
+
+    fn shape(&self, inputs: usize, outputs: usize) -> LinearShape {
+        LinearShape { tokens: self.batch.tokens_total(), inputs, outputs }
     }
 }
 
@@ -354,37 +345,10 @@ fn slot(layer: usize, kept: usize) -> usize {
     if kept == 1 { 0 } else { layer }
 }
 
-/// A linear block that fills its whole output.
-pub(crate) fn plain_shape(tokens: usize, inputs: usize, outputs: usize) -> LinearShape {
-    LinearShape { tokens, inputs, outputs, first_output: 0, y: Columns::all(outputs) }
+fn part<'a, A>(array: &'a A, place: &Range<usize>) -> Part<'a, A> {
+    Part { array, place: place.clone() }
 }
 
-/// The linear blocks that fill the packed projection: one for each run of heads of one kind.
-pub(crate) fn qkv_shapes(
-    config: &ModelConfig,
-    order: QkvOrder,
-    tokens: usize,
-) -> Vec<(usize, LinearShape)> {
-    let (kv, dim, inputs) = (config.kv_heads(), config.dim(), config.hidden_size);
-    let groups = if order == QkvOrder::Stacked { 1 } else { kv };
-    let (queries, keys) = (config.num_attention_heads / groups * dim, kv / groups * dim);
-    let (mut shapes, mut first) = (Vec::new(), 0);
-    for group in 0..groups {
-        for (which, outputs) in [(at::Q, queries), (at::K, keys), (at::V, keys)] {
-            let y = Columns { width: config.qkv_width(), first };
-            let first_output = group * outputs;
-            shapes.push((which, LinearShape { tokens, inputs, outputs, first_output, y }));
-            first += outputs;
-        }
-    }
-    shapes
-}
-
-/// The two linear blocks that fill the gate and up projections, side by side.
-pub(crate) fn gate_up_shapes(config: &ModelConfig, tokens: usize) -> [(usize, LinearShape); 2] {
-    let outputs = config.intermediate_size;
-    [(at::GATE, 0), (at::UP, outputs)].map(|(which, first)| {
-        let y = Columns { width: 2 * outputs, first };
-        (which, LinearShape { y, ..plain_shape(tokens, config.hidden_size, outputs) })
-    })
+fn part_mut<'a, A>(array: &'a mut A, place: &Range<usize>) -> PartMut<'a, A> {
+    PartMut { array, place: place.clone() }
 }

@@ -1,8 +1,8 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, QkvOrder,
-    Recompute, Sampling,
+    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, Recompute,
+    Sampling,
 };
 use foveate::tensor::random::Random;
 
@@ -39,8 +39,12 @@ pub(crate) fn attention() -> AttentionConfig {
 pub(crate) fn model(config: ModelConfig, attention: &AttentionConfig, seed: u64) -> Model {
     let mut model = Model::new(config, attention, seed).unwrap();
     let mut random = Random::new(seed);
-    for p in model.parameters_mut() {
-        p.data.iter_mut().for_each(|x| *x += 0.4 * random.normal() as f32);
+    for p in 0..model.parameters().len() {
+        let shake = |values: &mut [f32]| {
+            values.iter_mut().for_each(|x| *x += 0.4 * random.normal() as f32);
+            Ok::<_, ()>(())
+        };
+        model.fill(p, shake).unwrap();
     }
     model
 }
@@ -113,8 +117,9 @@ fn every_gradient_of_the_model_is_its_central_difference() {
         let batch = text.batch(2);
         let (_, gradients) = gradients(&model, &batch, Recompute::None);
         for p in 0..model.parameters().len() {
-            let name = model.parameters()[p].name.clone();
-            let g = &gradients.arrays[p];
+            let parameter = model.parameters()[p].clone();
+            let (name, g, first) =
+                (&parameter.name, gradients.of(&parameter), parameter.place.start);
             let most = g.iter().fold(0.0f32, |m, x| m.max(x.abs()));
             assert!(most > 0.0, "{name} has no gradient (seed {seed})");
             // A few elements of each array, and the direction of the whole gradient.
@@ -122,9 +127,9 @@ fn every_gradient_of_the_model_is_its_central_difference() {
             for _ in 0..4 {
                 let i = random.bits() as usize % g.len();
                 let step = 4e-3f32;
-                let old = model.parameters()[p].data[i];
+                let old = model.weights()[first + i];
                 let mut at = |x: f32| {
-                    model.parameters_mut()[p].data[i] = x;
+                    model.weights_mut()[first + i] = x;
                     model.loss(&batch).unwrap().sum_nats
                 };
                 let slope = (at(old + step) - at(old - step)) / f64::from(2.0 * step);
@@ -135,11 +140,13 @@ fn every_gradient_of_the_model_is_its_central_difference() {
             }
             // Along itself a gradient's slope is its length.
             let length = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-            let old = model.parameters()[p].data.clone();
+            let old = model.values(&parameter).to_vec();
             let step = 2e-3 / length;
             let mut at = |x: f64| {
-                let moved = old.iter().zip(g).map(|(o, g)| o + (x * f64::from(*g)) as f32);
-                model.parameters_mut()[p].data = moved.collect();
+                let place = model.weights_mut()[parameter.place.clone()].iter_mut();
+                for (w, (o, g)) in place.zip(old.iter().zip(g)) {
+                    *w = o + (x * f64::from(*g)) as f32;
+                }
                 model.loss(&batch).unwrap().sum_nats
             };
             let slope = (at(step) - at(-step)) / 4e-3;
@@ -165,8 +172,8 @@ fn packed_documents_train_as_separate_documents() {
         start += len;
     }
     assert!((loss - sum).abs() < 1e-4, "{loss} packed, {sum} apart");
-    for ((p, a), b) in model.parameters().iter().zip(&packed.arrays).zip(&apart.arrays) {
-        close(a, b, 1e-5, &p.name);
+    for p in model.parameters() {
+        close(packed.of(p), apart.of(p), 1e-5, &p.name);
     }
 }
 
@@ -188,15 +195,35 @@ fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_r
 }
 
 #[test]
-fn both_orders_of_the_packed_projection_train_alike() {
-    let interleaved = AttentionConfig { qkv_order: QkvOrder::Interleaved, ..attention() };
-    let models = [attention(), interleaved].map(|a| model(tiny(true), &a, 7));
-    let text = Text::new(&[9, 14, 1], 70);
-    let [(loss, a), (other, b)] =
-        models.each_ref().map(|m| gradients(m, &text.batch(2), Recompute::Full));
-    assert!((loss - other).abs() < 1e-4, "{loss} stacked, {other} interleaved");
-    for ((p, a), b) in models[0].parameters().iter().zip(&a.arrays).zip(&b.arrays) {
-        close(a, b, 1e-5, &p.name);
+fn parameters_lie_packed_in_groups_that_fill_one_array() {
+    for tied in [true, false] {
+        let model = Model::new(tiny(tied), &attention(), 3).unwrap();
+        let layout = model.layout();
+        let place = |name: &str| model.parameter(name).unwrap().place.clone();
+        for layer in 0..2 {
+            let part = |name: &str| place(&format!("model.layers.{layer}.{name}"));
+            let qkv = ["q", "k", "v"].map(|p| part(&format!("self_attn.{p}_proj.weight")));
+            assert!(qkv.windows(2).all(|w| w[0].end == w[1].start), "{qkv:?}");
+            assert_eq!(qkv[2].end - qkv[0].start, (4 + 2 * 2) * 6 * 10);
+            let (gate, up) = (part("mlp.gate_proj.weight"), part("mlp.up_proj.weight"));
+            assert_eq!(gate.end, up.start);
+        }
+        let names: Vec<&str> = layout.groups().iter().map(|g| g.name.as_str()).collect();
+        assert_eq!(names, ["embedding", "layers.0", "layers.1", "head"]);
+        let (mut end, mut parameters) = (0, 0);
+        for group in layout.groups() {
+            assert_eq!((group.place.start, group.parameters.start), (end, parameters));
+            assert!(group.place.start.is_multiple_of(64));
+            let mut at = end;
+            for p in &layout.parameters()[group.parameters.clone()] {
+                assert!(p.place.start >= at && p.place.end <= group.place.end, "{}", p.name);
+                assert!(model.weights()[at..p.place.start].iter().all(|&x| x == 0.0));
+                at = p.place.end;
+            }
+            (end, parameters) = (group.place.end, group.parameters.end);
+        }
+        assert_eq!((end, parameters), (layout.elems(), layout.parameters().len()));
+        assert_eq!(model.weights().len(), end);
     }
 }
 
@@ -266,16 +293,22 @@ fn bad_sizes_batches_and_programs_are_refused_with_the_place() {
 fn a_model_that_is_read_draws_only_what_is_missing() {
     let drawn = Model::new(tiny(false), &attention(), 9).unwrap();
     let mut read = Model::unfilled(tiny(false), &attention()).unwrap();
-    assert!(read.parameters().iter().all(|p| p.data.is_empty()));
+    assert!(read.parameters().iter().all(|p| read.values(p).is_empty()));
     let text = Text::new(&[4, 4], 6);
     let told = read.loss(&text.batch(2)).unwrap_err().to_string();
-    assert!(told.starts_with("parameter `model.embed_tokens.weight`: shape"), "{told}");
-    read.parameters_mut()[3].data = vec![0.25; drawn.parameters()[3].data.len()];
+    assert!(told.starts_with("parameter `model.embed_tokens.weight`: has no values"), "{told}");
+    let quarter = |values: &mut [f32]| {
+        values.fill(0.25);
+        Ok::<_, ()>(())
+    };
+    read.fill(3, quarter).unwrap();
+    assert!(read.fill(4, |_| Err(())).is_err());
     read.draw_missing(9);
-    for (i, (a, b)) in read.parameters().iter().zip(drawn.parameters()).enumerate() {
-        assert_eq!((a.data == b.data, &a.shape), (i != 3, &b.shape), "{}", a.name);
+    assert_eq!(read.parameters(), drawn.parameters());
+    for (i, p) in drawn.parameters().iter().enumerate() {
+        assert_eq!(read.values(p) == drawn.values(p), i != 3, "{}", p.name);
     }
-    assert!(read.parameters()[3].data.iter().all(|&x| x == 0.25));
+    assert!(read.values(&read.parameters()[3]).iter().all(|&x| x == 0.25));
 }
 
 #[test]

@@ -74,8 +74,8 @@ pub struct Snapshot<'a> {
     pub model: &'a Model,
     /// Its attention program.
     pub attention: &'a AttentionConfig,
-    /// AdamW's moments, one for each parameter.
-    pub moments: &'a [Moments],
+    /// AdamW's moments.
+    pub moments: &'a Moments,
     /// What the run has reached.
     pub state: &'a State,
     /// Dtype of the weights.

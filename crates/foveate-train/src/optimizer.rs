@@ -7,10 +7,14 @@
 //! θ ← θ − lr · (m̂ / (√v̂ + ε) + λ θ)    with m̂ = m / (1 − β₁ᵗ), v̂ = v / (1 − β₂ᵗ)
 //! ```
 //!
-//! The decay λ is decoupled and applies only to parameters of two or more axes (norm gains and biases have one).
-//! The norm is summed over fixed chunks in f64 and the chunks are added in order, so it does not depend on the
-//! number of threads.
+//! The decay λ is decoupled and applies only to weights of two or more axes (norm gains and biases have one).
+//! Parameters, gradients and moments lie in arrays of one layout, which a step walks through once. The norm is
+//! summed over fixed chunks in f64 and the chunks are added in order, so it does not depend on the number of
+//! threads.
 
+use std::ops::Range;
+
+use foveate_nn::Layout;
 use rayon::prelude::*;
 
 /// Elements handled as one piece of parallel work; fixed, so that sums have one order.
@@ -29,7 +33,31 @@ pub struct AdamW {
     pub weight_decay: f64,
 }
 
-/// The two moments of one parameter.
+/// Neighbouring elements that are treated alike.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    /// The elements.
+    pub place: Range<usize>,
+    /// Whether the weight decay λ applies.
+    pub decay: bool,
+}
+
+impl Span {
+    /// Those of a layout, in order.
+    pub fn of(layout: &Layout) -> Vec<Self> {
+        let mut spans: Vec<Self> = Vec::new();
+        for p in layout.parameters() {
+            let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
+            match spans.last_mut() {
+                Some(last) if last.decay == decay => last.place.end = p.place.end,
+                _ => spans.push(Self { place: p.place.clone(), decay }),
+            }
+        }
+        spans
+    }
+}
+
+/// The two moments of an array of parameters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Moments {
     /// m, the running mean of the gradient.
@@ -39,24 +67,24 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Zero moments for a parameter of `elems` elements.
+    /// Zero moments for `elems` elements.
     pub fn zeros(elems: usize) -> Self {
         Self { mean: vec![0.0; elems], square: vec![0.0; elems] }
     }
 }
 
 impl AdamW {
-    /// One step of one parameter: `step` counts from one, `grad_scale` multiplies the gradient first (the mean over
-    /// tokens and the clipping in one factor), `decay` says whether λ applies.
+    /// One step of the parameters in `spans`, which are in order and do not overlap: `step` counts from one,
+    /// `grad_scale` multiplies the gradient first (the mean over tokens and the clipping in one factor).
     pub fn update(
         &self,
-        parameter: &mut [f32],
-        grad: &[f32],
+        spans: &[Span],
+        parameters: &mut [f32],
+        grads: &[f32],
         moments: &mut Moments,
         step: u64,
         lr: f64,
         grad_scale: f64,
-        decay: bool,
     ) {
         let exponent = step.min(i32::MAX as u64) as i32;
         let factors = Factors {
@@ -64,17 +92,31 @@ impl AdamW {
             rest: [self.beta1, self.beta2].map(|beta| (1.0 - beta) as f32),
             rate: (lr / (1.0 - self.beta1.powi(exponent))) as f32,
             root_scale: (1.0 / (1.0 - self.beta2.powi(exponent))) as f32,
-            keep: if decay { (1.0 - lr * self.weight_decay) as f32 } else { 1.0 },
+            keep: 1.0,
             eps: self.eps as f32,
             scale: grad_scale as f32,
         };
-        parameter
+        let decayed = (1.0 - lr * self.weight_decay) as f32;
+        parameters
             .par_chunks_mut(CHUNK)
-            .zip(grad.par_chunks(CHUNK))
+            .zip(grads.par_chunks(CHUNK))
             .zip(moments.mean.par_chunks_mut(CHUNK).zip(moments.square.par_chunks_mut(CHUNK)))
-            .for_each(|((parameter, grad), (mean, square))| {
-                let update = Update { factors, parameter, grad, mean, square };
-                pulp::Arch::new().dispatch(update);
+            .enumerate()
+            .for_each(|(i, ((parameters, grads), (mean, square)))| {
+                let (start, end) = (i * CHUNK, i * CHUNK + parameters.len());
+                let first = spans.partition_point(|span| span.place.end <= start);
+                for Span { place, decay } in
+                    spans[first..].iter().take_while(|span| span.place.start < end)
+                {
+                    let own = place.start.max(start) - start..place.end.min(end) - start;
+                    pulp::Arch::new().dispatch(Update {
+                        factors: Factors { keep: if *decay { decayed } else { 1.0 }, ..factors },
+                        parameter: &mut parameters[own.clone()],
+                        grad: &grads[own.clone()],
+                        mean: &mut mean[own.clone()],
+                        square: &mut square[own],
+                    });
+                }
             });
     }
 }
@@ -116,17 +158,11 @@ impl pulp::WithSimd for Update<'_> {
     }
 }
 
-/// The Euclidean norm of all gradients together, the same for any number of threads.
-pub fn global_norm<'a>(grads: impl IntoIterator<Item = &'a [f32]>) -> f64 {
-    let mut total = 0.0;
-    for grad in grads {
-        let parts: Vec<f64> = grad
-            .par_chunks(CHUNK)
-            .map(|chunk| pulp::Arch::new().dispatch(SquareSum(chunk)))
-            .collect();
-        total += parts.iter().sum::<f64>();
-    }
-    total.sqrt()
+/// The Euclidean norm of gradients, the same for any number of threads.
+pub fn global_norm(grads: &[f32]) -> f64 {
+    let squares = grads.par_chunks(CHUNK).map(|chunk| pulp::Arch::new().dispatch(SquareSum(chunk)));
+    let parts: Vec<f64> = squares.collect();
+    parts.iter().sum::<f64>().sqrt()
 }
 
 /// `Σ g²` in f64, in sixteen partial sums, compiled for the best instruction set of the machine.
@@ -158,6 +194,7 @@ pub fn clip_factor(norm: f64, limit: f64) -> f64 {
 mod tests {
     use super::*;
     use foveate::tensor::random::Random;
+    use foveate_nn::{LearnedBuffer, ModelConfig};
 
     const ADAM: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 
@@ -168,7 +205,10 @@ mod tests {
 
     #[test]
     fn ten_steps_follow_the_formula_in_f64() {
-        let len = 3 * CHUNK + 17;
+        // A part that decays, a gap that belongs to nobody and a part that does not decay.
+        let (len, gap) = (3 * CHUNK + 17, CHUNK - 5..CHUNK + 90);
+        let spans =
+            [Span { place: 0..gap.start, decay: true }, Span { place: gap.end..len, decay: false }];
         let mut parameter = random(len, 1);
         let mut moments = Moments::zeros(len);
         let (mut theta, mut m, mut v): (Vec<f64>, _, _) = (
@@ -179,14 +219,15 @@ mod tests {
         for step in 1..=10u64 {
             let grad = random(len, 100 + step);
             let (lr, scale) = (1e-2 / step as f64, 0.37);
-            ADAM.update(&mut parameter, &grad, &mut moments, step, lr, scale, true);
-            for i in 0..len {
+            ADAM.update(&spans, &mut parameter, &grad, &mut moments, step, lr, scale);
+            for i in (0..len).filter(|i| !gap.contains(i)) {
                 let g = f64::from(grad[i]) * scale;
                 m[i] = 0.9 * m[i] + 0.1 * g;
                 v[i] = 0.95 * v[i] + 0.05 * g * g;
                 let mean = m[i] / (1.0 - 0.9f64.powi(step as i32));
                 let square = v[i] / (1.0 - 0.95f64.powi(step as i32));
-                theta[i] -= lr * (mean / (square.sqrt() + 1e-8) + 0.1 * theta[i]);
+                let decay = if i < gap.start { 0.1 } else { 0.0 };
+                theta[i] -= lr * (mean / (square.sqrt() + 1e-8) + decay * theta[i]);
             }
         }
         let worst = parameter
@@ -195,13 +236,41 @@ mod tests {
             .map(|(&a, b)| (f64::from(a) - b).abs())
             .fold(0.0, f64::max);
         assert!(worst < 2e-6, "{worst}");
+        assert!(moments.mean[gap.clone()].iter().chain(&moments.square[gap]).all(|&x| x == 0.0));
+    }
+
+    #[test]
+    fn weights_of_two_axes_decay_and_nothing_else_does() {
+        let bias = LearnedBuffer { shape: vec![4, 4], init: 0.0, std: 0.0 };
+        let config: ModelConfig = toml::from_str(
+            "vocab_size = 9\nhidden_size = 8\nintermediate_size = 5\nnum_hidden_layers = 2\n\
+             num_attention_heads = 4",
+        )
+        .unwrap();
+        let layout = Layout::new(&config, &[("bias".to_owned(), bias)]);
+        let spans = Span::of(&layout);
+        assert!(spans.windows(2).all(|w| w[0].place.end <= w[1].place.start));
+        for p in layout.parameters() {
+            let own: Vec<&Span> = spans
+                .iter()
+                .filter(|s| s.place.start <= p.place.start && p.place.end <= s.place.end)
+                .collect();
+            assert_eq!(own.len(), 1, "{}", p.name);
+            assert_eq!(
+                own[0].decay,
+                !p.name.contains("norm") && !p.name.ends_with("bias"),
+                "{}",
+                p.name
+            );
+        }
     }
 
     #[test]
     fn without_decay_a_zero_gradient_changes_nothing() {
         let mut parameter = random(33, 4);
         let before = parameter.clone();
-        ADAM.update(&mut parameter, &[0.0; 33], &mut Moments::zeros(33), 1, 0.1, 1.0, false);
+        let spans = [Span { place: 0..33, decay: false }];
+        ADAM.update(&spans, &mut parameter, &[0.0; 33], &mut Moments::zeros(33), 1, 0.1, 1.0);
         assert_eq!(parameter, before);
     }
 
@@ -211,17 +280,11 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| {
                 let (mut parameter, grad) = (random(5 * CHUNK + 3, 7), random(5 * CHUNK + 3, 8));
-                let norm = global_norm([grad.as_slice(), &grad[..100]]);
+                let norm = global_norm(&grad);
                 let mut moments = Moments::zeros(parameter.len());
-                ADAM.update(
-                    &mut parameter,
-                    &grad,
-                    &mut moments,
-                    3,
-                    0.1,
-                    clip_factor(norm, 1.0),
-                    true,
-                );
+                let (spans, clip) =
+                    ([Span { place: 0..parameter.len(), decay: true }], clip_factor(norm, 1.0));
+                ADAM.update(&spans, &mut parameter, &grad, &mut moments, 3, 0.1, clip);
                 (norm.to_bits(), parameter.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
             })
         };
@@ -234,6 +297,6 @@ mod tests {
         assert_eq!(clip_factor(0.5, 1.0), 1.0);
         assert_eq!(clip_factor(4.0, 1.0), 0.25);
         assert_eq!(clip_factor(4.0, 0.0), 1.0);
-        assert!((global_norm([&[3.0f32, 0.0][..], &[4.0]]) - 5.0).abs() < 1e-12);
+        assert!((global_norm(&[3.0, 0.0, 4.0]) - 5.0).abs() < 1e-12);
     }
 }

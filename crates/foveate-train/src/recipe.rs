@@ -541,6 +541,19 @@ steps = 10
     }
 
     #[test]
+    fn what_older_recipes_say_of_the_order_of_a_product_is_read_and_forgotten() {
+        let plain = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
+        for order in ["stacked", "interleaved"] {
+            let mask = "mask = \"causal & document\"";
+            let older = TEXT.replace(mask, &format!("{mask}\nqkv_order = \"{order}\""));
+            assert_eq!(Recipe::parse(&older, "r.toml", &[]).unwrap(), plain);
+        }
+        assert!(!plain.to_toml().unwrap().contains("qkv_order"));
+        let error = told(&TEXT.replace("mask =", "qvk_order = 1\nmask ="), &[]);
+        assert!(error.contains("qvk_order"), "{error}");
+    }
+
+    #[test]
     fn a_resolved_recipe_reads_back_as_itself() {
         let recipe = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
         let again = Recipe::parse(&recipe.to_toml().unwrap(), "again", &[]).unwrap();

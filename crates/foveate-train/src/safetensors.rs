@@ -186,12 +186,13 @@ impl Tensors {
         self
     }
 
-    /// Reads a tensor, widened to f32.
+    /// Reads a tensor, widened to f32, into an array of as many elements.
     ///
     /// # Errors
-    /// If it is missing, holds no floats that can be read, cannot be read, is not what its checksum
-    /// was taken of, or has a value that is not finite.
-    pub fn read(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
+    /// If it is missing, holds no floats that can be read, has another number of elements, cannot be
+    /// read, is not what its checksum was taken of, or has a value that is not finite. What is in
+    /// `into` then is not defined.
+    pub fn read_into(&mut self, name: &str, into: &mut [f32]) -> Result<(), TrainError> {
         let refuse = |message: String| TrainError::checkpoint(&self.path, message);
         let Some(entry) = self.entries.get(name) else {
             return Err(refuse(format!("tensor `{name}` is missing")));
@@ -201,28 +202,35 @@ impl Tensors {
             let message = format!("tensor `{name}` is {dtype}; F32, BF16 and F16 can be read");
             return Err(refuse(message));
         };
+        let (start, end) = entry.data_offsets;
+        if end - start != (into.len() * dtype.bytes()) as u64 {
+            let (shape, elems) = (&entry.shape, into.len());
+            let message = format!("tensor `{name}` has shape {shape:?}, not {elems} elements");
+            return Err(refuse(message));
+        }
         let failed = |e: io::Error| {
             let message = format!("tensor `{name}` could not be read: {e}");
             TrainError::checkpoint(&self.path, message)
         };
-        let (start, end) = entry.data_offsets;
         self.file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
-        let mut left = (end - start) as usize;
-        let mut values = Vec::with_capacity(left / dtype.bytes());
         let mut bytes = Vec::new();
         let mut sum = Checksum::new(dtype.tag(), &entry.shape);
-        while left > 0 {
-            bytes.resize(left.min(CHUNK * dtype.bytes()), 0);
-            left -= bytes.len();
+        for values in into.chunks_mut(CHUNK) {
+            bytes.resize(values.len() * dtype.bytes(), 0);
             self.file.read_exact(&mut bytes).map_err(failed)?;
             if self.sums.is_some() {
                 sum.update(&bytes);
             }
             let (words, halves) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
+            let values = values.iter_mut();
             match dtype {
-                SaveDtype::F32 => values.extend(words.map(|b| f32::from_le_bytes(*b))),
-                SaveDtype::Bf16 => values.extend(halves.map(|b| bf16::from_le_bytes(*b).to_f32())),
-                SaveDtype::F16 => values.extend(halves.map(|b| f16::from_le_bytes(*b).to_f32())),
+                SaveDtype::F32 => values.zip(words).for_each(|(x, b)| *x = f32::from_le_bytes(*b)),
+                SaveDtype::Bf16 => {
+                    values.zip(halves).for_each(|(x, b)| *x = bf16::from_le_bytes(*b).to_f32());
+                }
+                SaveDtype::F16 => {
+                    values.zip(halves).for_each(|(x, b)| *x = f16::from_le_bytes(*b).to_f32());
+                }
             }
         }
         if let Some(sums) = &self.sums {
@@ -234,7 +242,7 @@ impl Tensors {
                 return Err(refuse(format!("tensor `{name}` {wrong}; {DAMAGED}")));
             }
         }
-        finite(values).map_err(|e| refuse(format!("tensor `{name}` {e}")))
+        finite(into).map_err(|e| refuse(format!("tensor `{name}` {e}")))
     }
 }
 
@@ -242,10 +250,10 @@ impl Tensors {
 pub const DAMAGED: &str = "the file was damaged or changed after it was saved: restore it, use \
                            another checkpoint, or pass --skip-checksums if the change is yours";
 
-/// The values, or which of them is not finite.
-fn finite(values: Vec<f32>) -> Result<Vec<f32>, String> {
+/// Says which of the values is not finite.
+fn finite(values: &[f32]) -> Result<(), String> {
     match values.iter().position(|x| !x.is_finite()) {
-        None => Ok(values),
+        None => Ok(()),
         Some(at) => Err(format!(
             "is {} at element {at}, of which no finite loss can come; use another checkpoint",
             values[at]
@@ -303,14 +311,16 @@ mod tests {
             let mut tensors = open(&written(dtype)).unwrap();
             assert_eq!(tensors.names().collect::<Vec<_>>(), ["a", "b"]);
             assert_eq!(tensors.shape("a"), Some(&[2, 3][..]));
-            let read = tensors.read("a").unwrap();
-            assert_eq!(read.len(), 6);
+            let mut read = [f32::NAN; 6];
+            tensors.read_into("a", &mut read).unwrap();
             for (x, y) in read.iter().zip(values(6)) {
                 assert!((x - y).abs() <= y.abs() * step, "{x} {y}");
             }
         }
-        let error = open(&written(Dtype::F32)).unwrap().read("c").unwrap_err().to_string();
-        assert!(error.contains("tensor `c` is missing"), "{error}");
+        let mut tensors = open(&written(Dtype::F32)).unwrap();
+        let mut told = |name| tensors.read_into(name, &mut [0.0; 7]).unwrap_err().to_string();
+        assert!(told("c").contains("tensor `c` is missing"));
+        assert!(told("a").contains("tensor `a` has shape [2, 3], not 7 elements"));
     }
 
     #[test]
@@ -355,7 +365,7 @@ mod tests {
     fn integers_cannot_be_weights() {
         let view = TensorView::new(Dtype::I32, vec![1], &[0; 4]).unwrap();
         let bytes = safetensors::serialize([("w", view)], None).unwrap();
-        let error = open(&bytes).unwrap().read("w").unwrap_err().to_string();
+        let error = open(&bytes).unwrap().read_into("w", &mut [0.0]).unwrap_err().to_string();
         assert!(error.contains("tensor `w` is I32"), "{error}");
     }
 }

@@ -236,7 +236,7 @@ impl Setup<'_> {
         let step = self.state.step + 1;
         let scale = 1.0 / sums.labelled.max(1) as f64;
         let mean = nats * scale;
-        let norm = global_norm(gradients.arrays.iter().map(Vec::as_slice)) * scale;
+        let norm = global_norm(&gradients.array) * scale;
         for (what, value) in [("the loss", mean), ("the gradient norm", norm)] {
             if !value.is_finite() {
                 let message = format!("{what} is {value}");
@@ -288,13 +288,8 @@ impl Setup<'_> {
         let o = &self.recipe.optimizer;
         let adam =
             AdamW { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay };
-        let moments = self.moments.iter_mut();
-        for ((p, g), m) in
-            self.model.parameters_mut().iter_mut().zip(&gradients.arrays).zip(moments)
-        {
-            let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
-            adam.update(&mut p.data, g, m, step, lr, scale, decay);
-        }
+        let (weights, moments) = (self.model.weights_mut(), &mut self.moments);
+        adam.update(&self.spans, weights, &gradients.array, moments, step, lr, scale);
     }
 
     /// Mean loss of the held-out documents, over at most `rows` rows.

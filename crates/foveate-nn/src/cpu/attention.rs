@@ -3,11 +3,12 @@
 
 use foveate::tensor::packed::{Order, PackedShape, QkvMut, QkvPacked, QkvRef};
 use foveate::{
-    BackwardArgs, CaptureGrad, ForwardArgs, Layout, Operands, Plan, TensorMut, TensorRef,
+    AnyBuffer, BackwardArgs, BufferData, CaptureGrad, ForwardArgs, Layout, Operands, Plan,
+    TensorMut, TensorRef,
 };
 
-use crate::backend::PackedHeads;
-use crate::config::QkvOrder;
+use crate::backend::{LayerAttention, PackedHeads};
+use crate::config::LearnedBuffer;
 use crate::error::NnError;
 
 fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
@@ -20,10 +21,7 @@ fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
         dim: p.dim,
         dim_v: p.dim,
     };
-    Ok(match p.order {
-        QkvOrder::Stacked => QkvPacked::stacked(&shape)?,
-        QkvOrder::Interleaved => QkvPacked::interleaved(&shape)?,
-    })
+    Ok(QkvPacked::stacked(&shape)?)
 }
 
 fn operands(p: PackedHeads, qkv: &[f32]) -> Result<Operands<'_>, NnError> {
@@ -40,14 +38,25 @@ fn lse_layout(p: PackedHeads) -> Layout<3> {
     Layout::contiguous([p.rows, p.heads_q, p.len])
 }
 
+/// The plan with the layer's learned buffers.
+fn bound(layer: &LayerAttention<'_, Vec<f32>>) -> Result<Plan, NnError> {
+    let (mut plan, mut values) = (layer.plan.clone(), layer.values.values());
+    for (name, LearnedBuffer { shape, .. }) in layer.learned {
+        let (own, rest) = values.split_at(shape.iter().product());
+        plan = plan.rebind(&AnyBuffer::new(name, shape, BufferData::F32(own.to_vec()), true)?)?;
+        values = rest;
+    }
+    Ok(plan)
+}
+
 pub(super) fn forward(
-    plan: &Plan,
-    heads: PackedHeads,
+    layer: &LayerAttention<'_, Vec<f32>>,
     qkv: &[f32],
     out: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), NnError> {
-    plan.forward_into(ForwardArgs {
+    let heads = layer.heads;
+    bound(layer)?.forward_into(ForwardArgs {
         operands: operands(heads, qkv)?,
         out: TensorMut::new(out, out_layout(heads))?,
         lse: TensorMut::new(lse, lse_layout(heads))?,
@@ -56,30 +65,57 @@ pub(super) fn forward(
     Ok(())
 }
 
+/// The queries of a packed projection against the first `end` positions of a cache of keys and
+/// values, `[capacity, heads_kv · dim]` each.
+pub(crate) fn forward_cached(
+    layer: &LayerAttention<'_, Vec<f32>>,
+    qkv: &[f32],
+    [keys, values]: &[Vec<f32>; 2],
+    end: usize,
+    out: &mut [f32],
+) -> Result<(), NnError> {
+    let PackedHeads { len, heads_q, heads_kv, dim, .. } = layer.heads;
+    let layout = |len, heads, width| Layout::strided([1, heads, len, dim], [0, dim, width, 1], 0);
+    let kv = layout(end, heads_kv, heads_kv * dim);
+    let mut lse = vec![0.0f32; heads_q * len];
+    bound(layer)?.forward_into(ForwardArgs {
+        operands: Operands {
+            q: TensorRef::new(qkv, layout(len, heads_q, layer.heads.width()))?,
+            k: TensorRef::new(keys, kv)?,
+            v: TensorRef::new(values, kv)?,
+            sink: None,
+            varlen: None,
+            pages: None,
+        },
+        out: TensorMut::new(out, layout(len, heads_q, heads_q * dim))?,
+        lse: TensorMut::new(&mut lse, lse_layout(layer.heads))?,
+        max_score: None,
+    })?;
+    Ok(())
+}
+
 pub(super) fn backward(
-    plan: &Plan,
-    heads: PackedHeads,
+    layer: &LayerAttention<'_, Vec<f32>>,
     qkv: &[f32],
     out: &[f32],
     lse: &[f32],
     d_out: &[f32],
     d_qkv: &mut [f32],
-    names: &[String],
-    captures: &mut [Vec<f32>],
+    d_learned: &mut [f32],
 ) -> Result<(), NnError> {
-    // Captured gradients are sums over the batches of an accumulation, those of the packed
-    // projection are of this batch alone: the plan adds to both, so the latter start from zero.
-    let d_captures = names
-        .iter()
-        .zip(captures)
-        .map(|(name, into)| CaptureGrad { name, into: into.as_mut_slice().into() });
-    let d_captures: Vec<_> = d_captures.collect();
-    let accumulate = !d_captures.is_empty();
-    if accumulate {
-        d_qkv.fill(0.0);
+    let heads = layer.heads;
+    // A plan overwrites all its destinations or adds to all. The packed gradient is of this batch
+    // alone, those of learned buffers are sums over batches: they are small, so they are added.
+    let mut found = vec![0.0; d_learned.len()];
+    let mut rest = found.as_mut_slice();
+    let mut d_captures = Vec::with_capacity(layer.learned.len());
+    for (name, LearnedBuffer { shape, .. }) in layer.learned {
+        let (own, others) = rest.split_at_mut(shape.iter().product());
+        d_captures.push(CaptureGrad { name, into: own.into() });
+        rest = others;
     }
     let QkvMut { q: dq, k: dk, v: dv, .. } = packing(heads)?.views_mut(d_qkv)?;
-    plan.backward_into(BackwardArgs {
+    bound(layer)?.backward_into(BackwardArgs {
         operands: operands(heads, qkv)?,
         out: TensorRef::new(out, out_layout(heads))?,
         lse: TensorRef::new(lse, lse_layout(heads))?,
@@ -88,9 +124,10 @@ pub(super) fn backward(
         dq: Some(dq),
         dk: Some(dk),
         dv: Some(dv),
-        accumulate,
+        accumulate: false,
         d_sink: None,
         d_captures,
     })?;
+    d_learned.iter_mut().zip(&found).for_each(|(sum, found)| *sum += found);
     Ok(())
 }

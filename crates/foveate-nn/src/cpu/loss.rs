@@ -16,7 +16,7 @@ pub(super) fn cross_entropy(
     weight: &[f32],
     labels: &[i32],
     logits: &mut [f32],
-    mut gradients: Option<(&mut Vec<f32>, &mut Vec<f32>)>,
+    mut gradients: Option<(&mut [f32], &mut [f32])>,
 ) -> f64 {
     let vocab = weight.len() / width;
     let chunk = (logits.len() / vocab).max(1);

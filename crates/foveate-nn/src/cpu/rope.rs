@@ -16,7 +16,7 @@ pub(super) fn rotate(
     rotation: Rotation,
     qkv: &mut [f32],
 ) {
-    let width = heads.slots() * heads.dim;
+    let width = heads.width();
     let sign = if rotation == Rotation::Forward { 1.0 } else { -1.0 };
     qkv.par_chunks_mut(width * TASK).zip(positions.par_chunks(TASK)).for_each(|(rows, ps)| {
         for (row, &position) in rows.chunks_exact_mut(width).zip(ps) {
@@ -41,10 +41,8 @@ for_each_level! {
 
 #[inline(always)]
 fn halves_body(heads: PackedHeads, cos: &[f32], sin: &[f32], sign: f32, row: &mut [f32]) {
-    for (slot, head) in row.chunks_exact_mut(heads.dim).enumerate() {
-        if heads.is_value(slot) {
-            continue;
-        }
+    let turned = heads.heads_q + heads.heads_kv;
+    for head in row.chunks_exact_mut(heads.dim).take(turned) {
         let (xs, ys) = head.split_at_mut(heads.dim / 2);
         for (((x, y), c), s) in xs.iter_mut().zip(ys).zip(cos).zip(sin) {
             let (a, b, s) = (*x, *y, s * sign);
@@ -65,10 +63,8 @@ for_each_level! {
 
 #[inline(always)]
 fn pairs_body(heads: PackedHeads, cos: &[f32], sin: &[f32], sign: f32, row: &mut [f32]) {
-    for (slot, head) in row.chunks_exact_mut(heads.dim).enumerate() {
-        if heads.is_value(slot) {
-            continue;
-        }
+    let turned = heads.heads_q + heads.heads_kv;
+    for head in row.chunks_exact_mut(heads.dim).take(turned) {
         for ((pair, c), s) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
             let (a, b, s) = (pair[0], pair[1], s * sign);
             (pair[0], pair[1]) = (a * c - b * s, b * c + a * s);

@@ -1,9 +1,9 @@
 //! Every block against an f64 twin: the forward by value, the backward by central differences of
 //! the twin. Sizes divide nothing, and destinations that are overwritten start as NaN.
 
-use crate::backend::{Blocks, Columns, LinearShape, PackedHeads, Rotation};
+use crate::backend::{Blocks, LinearShape, PackedHeads, Part, PartMut, Rotation};
 use crate::batch::IGNORE;
-use crate::config::{QkvOrder, RopePairing};
+use crate::config::RopePairing;
 use crate::cpu::{Cpu, level, loss, norm, rope, swiglu};
 use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::rope::{RopeTable, inverse_frequencies};
@@ -13,6 +13,17 @@ use foveate::tensor::random::Random;
 fn random(n: usize, seed: u64) -> Vec<f32> {
     let mut random = Random::new(seed);
     (0..n).map(|_| random.normal() as f32).collect()
+}
+
+/// A whole array as a weight.
+fn whole(array: &Vec<f32>) -> Part<'_, Vec<f32>> {
+    Part { array, place: 0..array.len() }
+}
+
+/// A whole array as the gradient of a weight.
+fn whole_mut(array: &mut Vec<f32>) -> PartMut<'_, Vec<f32>> {
+    let place = 0..array.len();
+    PartMut { array, place }
 }
 
 fn nan(n: usize) -> Vec<f32> {
@@ -71,26 +82,26 @@ fn rms_norm_and_its_gradients_are_those_of_its_twin() {
     );
     let gold = |x: &[f64], w: &[f64]| norm_twin(x, w, eps.into());
     let (mut inverse, mut out, mut again) = (nan(tokens), nan(x.len()), nan(x.len()));
-    Cpu.rms_norm(&x, &w, eps, &mut inverse, &mut out);
+    Cpu.rms_norm(&x, whole(&w), eps, &mut inverse, &mut out);
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
-    Cpu.rms_norm_again(&x, &w, &inverse, &mut again);
+    Cpu.rms_norm_again(&x, whole(&w), &inverse, &mut again);
     assert_eq!(out, again);
 
     let (mut sum, mut fused) = (x.clone(), nan(x.len()));
-    Cpu.add_rms_norm(&r, &mut sum, &w, eps, &mut inverse, &mut fused);
+    Cpu.add_rms_norm(&r, &mut sum, whole(&w), eps, &mut inverse, &mut fused);
     let plain: Vec<f32> = x.iter().zip(&r).map(|(a, b)| a + b).collect();
     assert_eq!(sum, plain);
     assert_close(&fused, &gold(&wide(&plain), &wide(&w)), "fused");
 
-    Cpu.rms_norm(&x, &w, eps, &mut inverse, &mut out);
+    Cpu.rms_norm(&x, whole(&w), eps, &mut inverse, &mut out);
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
-    Cpu.rms_norm_backward(&x, &w, &inverse, &g, &mut d_x, false, &mut d_w);
+    Cpu.rms_norm_backward(&x, whole(&w), &inverse, &g, &mut d_x, false, whole_mut(&mut d_w));
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
     let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
-    Cpu.rms_norm_backward(&x, &w, &inverse, &g, &mut added, true, &mut d_w);
+    Cpu.rms_norm_backward(&x, whole(&w), &inverse, &g, &mut added, true, whole_mut(&mut d_w));
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
     assert_close(&added, &gold_added, "d_x, added to x");
 }
@@ -118,8 +129,7 @@ fn swiglu_and_its_gradients_are_those_of_its_twin() {
 #[test]
 fn every_instruction_set_gives_the_same_bits() {
     let (tokens, width, eps) = (3, 53, 1e-5f32);
-    let heads =
-        PackedHeads { rows: 1, len: 1, heads_q: 2, heads_kv: 1, dim: 38, order: QkvOrder::Stacked };
+    let heads = PackedHeads { rows: 1, len: 1, heads_q: 2, heads_kv: 1, dim: 38 };
     let [x, residual, g] = [1, 2, 3].map(|seed| random(tokens * width, seed));
     let (w, inverse, qkv) = (random(width, 4), random(tokens, 5), random(4 * 38, 6));
     let run = |arch| {
@@ -159,32 +169,42 @@ fn every_instruction_set_gives_the_same_bits() {
 }
 
 #[test]
-fn a_linear_block_fills_its_columns_only_and_its_gradients_are_those_of_its_twin() {
+fn a_linear_block_and_its_gradients_are_those_of_its_twin() {
     let (tokens, inputs, outputs) = (9, 7, 5);
-    let columns = Columns { width: 12, first: 4 };
-    let shape = LinearShape { tokens, inputs, outputs, first_output: 2, y: columns };
-    let (x, w) = (random(tokens * inputs, 7), random((outputs + 3) * inputs, 8));
-    let g = random(tokens * 12, 9);
-    let inside = |c: usize| (4..9).contains(&c);
+    let shape = LinearShape { tokens, inputs, outputs };
+    let (x, all) = (random(tokens * inputs, 7), random((outputs + 3) * inputs, 8));
+    let (g, c) = (random(tokens * outputs, 9), random(tokens * outputs, 10));
+    // The weight begins after two rows of another, and one follows.
+    let place = 2 * inputs..(2 + outputs) * inputs;
+    let weight = || Part { array: &all, place: place.clone() };
+    let w = all[place.clone()].to_vec();
     let gold = |x: &[f64], w: &[f64]| -> Vec<f64> {
-        let cell = |t: usize, c: usize| -> f64 {
-            (0..inputs).map(|i| x[t * inputs + i] * w[(c - 4 + 2) * inputs + i]).sum()
+        let cell = |t: usize, o: usize| -> f64 {
+            (0..inputs).map(|i| x[t * inputs + i] * w[o * inputs + i]).sum()
         };
-        let at = |i: usize| if inside(i % 12) { cell(i / 12, i % 12) } else { 2.0 };
-        (0..tokens * 12).map(at).collect()
+        (0..tokens * outputs).map(|i| cell(i / outputs, i % outputs)).collect()
     };
-    let mut y = vec![2.0; tokens * 12];
-    Cpu.linear(shape, &x, &w, &mut y, false);
-    assert_close(&y, &gold(&wide(&x), &wide(&w)), "y");
-    let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
-    Cpu.linear_backward_input(shape, &g, &w, &mut d_x, false);
-    Cpu.linear_backward_weight(shape, &g, &x, &mut d_w);
+    let wanted = gold(&wide(&x), &wide(&w));
+    let mut y = nan(tokens * outputs);
+    Cpu.linear(shape, &x, weight(), None, &mut y);
+    assert_close(&y, &wanted, "y");
+    let mut y = nan(tokens * outputs);
+    Cpu.linear(shape, &x, weight(), Some(&c), &mut y);
+    let added: Vec<f64> = wanted.iter().zip(&c).map(|(y, &c)| y + f64::from(c)).collect();
+    assert_close(&y, &added, "y, added to c");
+    let (mut d_x, mut d_all) = (nan(x.len()), nan(all.len()));
+    d_all[place.clone()].fill(0.0);
+    Cpu.linear_backward_input(shape, &g, weight(), &mut d_x);
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x, &wide(&w)), &g)), "d_x");
-    assert_close(&d_w, &differences(&w, |w| dot(&gold(&wide(&x), w), &g)), "d_weight");
-    let once = d_w.clone();
-    Cpu.linear_backward_weight(shape, &g, &x, &mut d_w);
-    let twice: Vec<f64> = once.iter().map(|&x| 2.0 * f64::from(x)).collect();
-    assert_close(&d_w, &twice, "d_weight, added twice");
+    let gold_w = differences(&w, |w| dot(&gold(&wide(&x), w), &g));
+    for times in [1.0, 2.0] {
+        let d_weight = PartMut { array: &mut d_all, place: place.clone() };
+        Cpu.linear_backward_weight(shape, &g, &x, d_weight);
+        let wanted: Vec<f64> = gold_w.iter().map(|w| w * times).collect();
+        assert_close(&d_all[place.clone()], &wanted, "d_weight, added up");
+    }
+    let outside = d_all[..place.start].iter().chain(&d_all[place.end..]);
+    assert!(outside.into_iter().all(|x| x.is_nan()), "other weights' gradients are left alone");
 }
 
 #[test]
@@ -227,18 +247,14 @@ fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
     table.reach(&config, 5);
     table.reach(&config, 23);
     let frequencies = inverse_frequencies(&config);
-    // The value heads of either order: the last two of eight, or the last of each four.
-    for (order, pairing, values) in [
-        (QkvOrder::Stacked, RopePairing::HalfSplit, [6, 7]),
-        (QkvOrder::Interleaved, RopePairing::Interleaved, [3, 7]),
-    ] {
-        let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6, order };
+    for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
+        let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
         let mut y = x.clone();
         Cpu.rope(heads, pairing, &table, &positions, Rotation::Forward, &mut y);
         let mut gold = wide(&x);
         for (t, row) in gold.chunks_mut(width).enumerate() {
-            let turned = row.chunks_mut(6).enumerate().filter(|(i, _)| !values.contains(i));
-            for (_, head) in turned {
+            // The last two of eight heads are the values.
+            for head in row.chunks_mut(6).take(6) {
                 for (i, f) in frequencies.iter().enumerate() {
                     let (a, b) = match pairing {
                         RopePairing::HalfSplit => (i, i + 3),
@@ -262,11 +278,11 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
     let table = random(vocab * width, 11);
     let tokens: Vec<u32> = (0..90).map(|t| t * t % 53).collect();
     let mut out = nan(90 * width);
-    Cpu.embed(&tokens, &table, width, &mut out);
+    Cpu.embed(&tokens, whole(&table), width, &mut out);
     let d = random(90 * width, 12);
     let mut gradient = vec![0.25; vocab * width];
     let mut plain = gradient.clone();
-    Cpu.embed_backward(&tokens, &d, width, &mut gradient);
+    Cpu.embed_backward(&tokens, &d, width, whole_mut(&mut gradient));
     for (t, &token) in tokens.iter().enumerate() {
         for i in 0..width {
             assert_eq!(out[t * width + i], table[token as usize * width + i]);
@@ -301,10 +317,12 @@ fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
     for chunk in [1, 5, 23] {
         let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
         let mut logits = nan(chunk * vocab);
-        let loss = Cpu.loss_backward(width, &x, &w, &labels, &mut logits, &mut d_x, &mut d_w);
+        let d_weight = whole_mut(&mut d_w);
+        let loss =
+            Cpu.loss_backward(width, &x, whole(&w), &labels, &mut logits, &mut d_x, d_weight);
         let wanted = gold(&wide(&x), &wide(&w));
         assert!((loss - wanted).abs() < 1e-6 * wanted, "{loss}, the twin has {wanted}");
-        assert_eq!(Cpu.loss(width, &x, &w, &labels, &mut logits), loss);
+        assert_eq!(Cpu.loss(width, &x, whole(&w), &labels, &mut logits), loss);
         assert_close(&d_x, &gold_x, "d_x");
         assert_close(&d_w, &gold_w, "d_weight");
         assert!(d_x[4 * width..5 * width].iter().all(|&d| d == 0.0));

@@ -74,7 +74,7 @@ pub fn load_weights(
                     format!("tensor `{name}` is not one of this model's, or stands twice");
                 return Err(TrainError::checkpoint(file, message));
             };
-            let parameter = &mut model.parameters_mut()[i];
+            let parameter = &model.parameters()[i];
             let shape = tensors.shape(&name).expect("it is one of the names");
             if parameter.shape != shape {
                 let message = format!(
@@ -83,7 +83,7 @@ pub fn load_weights(
                 );
                 return Err(TrainError::checkpoint(file, message));
             }
-            parameter.data = tensors.read(&name)?;
+            model.fill(i, |into| tensors.read_into(&name, into))?;
         }
     }
     let standard = |name: &str| name.ends_with(".weight");
@@ -102,7 +102,7 @@ pub fn load_state(
     folder: &Path,
     model: &mut Model,
     checksums: Checksums,
-) -> Result<(Vec<Moments>, State), TrainError> {
+) -> Result<(Moments, State), TrainError> {
     let [path, masters] = [STATE, MASTERS].map(|name| folder.join(name));
     if let Some(missing) = [&path, &masters].into_iter().find(|file| !file.exists()) {
         let message =
@@ -118,21 +118,21 @@ pub fn load_state(
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
     let path = masters;
     let mut tensors = open(&path, sums.as_ref())?;
-    let mut moments = Vec::with_capacity(model.parameters().len());
-    for p in model.parameters_mut() {
-        let mut read = |kind: &str| {
+    let mut moments = Moments::zeros(model.layout().elems());
+    for (i, p) in model.parameters().to_vec().iter().enumerate() {
+        let mut read = |kind: &str, into: &mut [f32]| {
             let name = format!("{kind}:{}", p.name);
             match tensors.shape(&name) {
                 Some(shape) if shape != p.shape => {
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
                     Err(TrainError::checkpoint(&path, message))
                 }
-                _ => tensors.read(&name),
+                _ => tensors.read_into(&name, into),
             }
         };
-        let weight = read("weight")?;
-        moments.push(Moments { mean: read("mean")?, square: read("square")? });
-        p.data = weight;
+        model.fill(i, |into| read("weight", into))?;
+        read("mean", &mut moments.mean[p.place.clone()])?;
+        read("square", &mut moments.square[p.place.clone()])?;
     }
     Ok((moments, state))
 }

@@ -133,7 +133,7 @@ impl Writer<'_> {
     /// The weights, in shards with an index where they are large.
     fn weights(&mut self, snapshot: &Snapshot<'_>, shard_bytes: usize) -> Result<(), TrainError> {
         let (parameters, dtype) = (snapshot.model.parameters(), snapshot.dtype);
-        let size = |p: &Parameter| p.data.len() * dtype.bytes();
+        let size = |p: &Parameter| p.place.len() * dtype.bytes();
         let mut shards: Vec<Vec<&Parameter>> = vec![Vec::new()];
         let mut used = 0;
         for p in parameters {
@@ -153,7 +153,11 @@ impl Writer<'_> {
             };
             let sources: Vec<Source<'_>> = shard
                 .iter()
-                .map(|&p| Source { name: p.name.clone(), shape: &p.shape, values: &p.data })
+                .map(|&p| Source {
+                    name: p.name.clone(),
+                    shape: &p.shape,
+                    values: snapshot.model.values(p),
+                })
                 .collect();
             self.tensors(&name, dtype, &sources, snapshot.state.step)?;
             weight_map.extend(shard.iter().map(|p| (p.name.clone(), name.clone())));
@@ -168,13 +172,20 @@ impl Writer<'_> {
 
     /// f32 weights and moments.
     fn masters(&mut self, snapshot: &Snapshot<'_>) -> Result<(), TrainError> {
-        let mut sources = Vec::with_capacity(3 * snapshot.moments.len());
-        for (p, m) in snapshot.model.parameters().iter().zip(snapshot.moments) {
-            for (kind, values) in [("weight", &p.data), ("mean", &m.mean), ("square", &m.square)] {
-                let name = format!("{kind}:{}", p.name);
-                sources.push(Source { name, shape: &p.shape, values });
-            }
-        }
+        let (weights, moments) = (snapshot.model.weights(), snapshot.moments);
+        let arrays = [("weight", weights), ("mean", &moments.mean), ("square", &moments.square)];
+        let sources: Vec<Source<'_>> = snapshot
+            .model
+            .parameters()
+            .iter()
+            .flat_map(|p| {
+                arrays.map(|(kind, array)| Source {
+                    name: format!("{kind}:{}", p.name),
+                    shape: &p.shape,
+                    values: &array[p.place.clone()],
+                })
+            })
+            .collect();
         self.tensors(MASTERS, SaveDtype::F32, &sources, snapshot.state.step)
     }
 

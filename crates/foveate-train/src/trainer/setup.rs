@@ -14,7 +14,7 @@ use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
-use crate::optimizer::Moments;
+use crate::optimizer::{Moments, Span};
 use crate::pack::PackOptions;
 use crate::recipe::{Data, Recipe, STEPS};
 use crate::schedule::Schedule;
@@ -34,7 +34,9 @@ pub(super) struct Setup<'a> {
     pub held_out: Vec<usize>,
     pub model: Model,
     pub attention: AttentionConfig,
-    pub moments: Vec<Moments>,
+    pub moments: Moments,
+    /// What the optimiser changes, and how.
+    pub spans: Vec<Span>,
     pub state: State,
     pub started: Started,
     pub jsonl: JsonlLog,
@@ -116,7 +118,7 @@ impl<'a> Setup<'a> {
         let started = Started {
             step: state.step,
             steps,
-            parameters: model.parameters().iter().map(|p| p.data.len() as u64).sum(),
+            parameters: model.layout().parameter_count(),
             train_documents: train.len(),
             held_out_documents: held_out.len(),
             skipped_documents: corpus.skipped().len(),
@@ -133,6 +135,7 @@ impl<'a> Setup<'a> {
             template_source,
             train,
             held_out,
+            spans: Span::of(model.layout()),
             model,
             attention,
             moments,
@@ -296,11 +299,11 @@ fn begun(
     model: &mut Model,
     fingerprint: u64,
     checksums: Checksums,
-) -> Result<(Vec<Moments>, State, Vec<String>), TrainError> {
+) -> Result<(Moments, State, Vec<String>), TrainError> {
     let load = |origin| checkpoint::load_weights(origin, model, checksums);
     let fresh_buffers = origin.map(load).transpose()?.unwrap_or_default();
     model.draw_missing(seed);
-    let zeros = model.parameters().iter().map(|p| Moments::zeros(p.data.len())).collect();
+    let zeros = Moments::zeros(model.layout().elems());
     Ok((zeros, State { fingerprint, ..Default::default() }, fresh_buffers))
 }
 
@@ -311,7 +314,7 @@ fn resumed(
     model: &mut Model,
     fingerprint: u64,
     checksums: Checksums,
-) -> Result<(Vec<Moments>, State, Vec<String>), TrainError> {
+) -> Result<(Moments, State, Vec<String>), TrainError> {
     let (moments, state) = checkpoint::load_state(last, model, checksums)?;
     if state.fingerprint != fingerprint {
         let message =
