@@ -21,7 +21,6 @@ from . import _native, _trace
 from ._compile import uncompiled
 from ._masks import Mask
 
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -115,8 +114,8 @@ def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
 
 def _state(mask: BlockMask) -> tuple[Any, ...]:
     """What of a block mask must not have changed for its function to be all that counts."""
-    tables = tuple(getattr(mask, name) for name in _TABLES)
-    versions = tuple(None if t is None else (id(t), t._version) for t in tables)
+    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    versions = [None if t is None else (id(t), t._version) for t in tables]
     return (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
 
 
@@ -134,9 +133,13 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     columns]``); None where its function alone counts."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one")
+    batch, heads, q_len, kv_len = extents
+    own = _own.get(mask)
+    own = own is not None and own == _state(mask)
+    if own and mask.seq_lengths == (q_len, kv_len) and mask.kv_num_blocks.shape[:2] == (1, 1):
+        return None
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
-    batch, heads, q_len, kv_len = extents
     large = _torch_flex._LARGE_SPARSE_BLOCK_SIZE
     if tuple(mask.BLOCK_SIZE) != (large, large):
         _check_lengths(mask, q_len, kv_len)
@@ -148,7 +151,7 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
         if mask.kv_num_blocks.size(axis) not in (1, n):
             raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1 or {n} fits")
-    return None if _own.get(mask) == _state(mask) else _table(mask, q_len, kv_len)
+    return None if own else _table(mask, q_len, kv_len)
 
 
 def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:

@@ -78,60 +78,87 @@ def flex_attention(
         TraceError: A function does something that cannot be traced; the message says what, and where.
         IndexError: A function read a captured tensor outside its bounds.
     """
-    query, key, value = _autocast(query, key, value)
-    _check(query, key, value, block_mask, enable_gqa)
-    if return_lse and return_aux is not None:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = _autocast(query, key, value)
+    extents = _native.extents(query, key, value, enable_gqa)
+    if extents is None:
+        _check(query, key, value, block_mask, enable_gqa)
+    if return_lse:
+        _check_return_lse(return_aux)
+    if kernel_options:
+        _check_options(kernel_options)
+    if scale is not None:
+        scale = _checked_scale(scale)
+    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
+    if sink is not None:
+        sink = _sink(sink, query)
+    if extents is None:
+        key, value = _of_one_dtype(query, key, value)
+        if query.dtype == torch.float64:
+            results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)
+            return _returned(*results, return_lse, return_aux)
+        extents = (query.size(0), query.size(1), query.size(2), key.size(2))
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    call = _Call(score, mask, scale, dropout, wants_lse, wants_max)
+    out, lse, max_scores = _run(call, query, key, value, sink)
+    return _returned(out, lse, max_scores, return_lse, return_aux)
+
+
+def _checked_scale(scale: float) -> float:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    return float(scale)
+
+
+def _dropout(p: float) -> tuple[float, int]:
+    """The probability, and a seed from torch's generator."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
+    return p, int(torch.randint(2**63 - 1, ()))
+
+
+def _check_return_lse(return_aux: AuxRequest | None) -> None:
+    if return_aux is not None:
         raise ValueError(
             "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
             "return_aux=AuxRequest(lse=True) instead."
         )
-    if return_lse and "return_lse" not in _said:
+    if "return_lse" not in _said:
         _said.add("return_lse")
         warnings.warn(
             "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
             FutureWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
-    _check_options(kernel_options)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
-
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    sink = _sink(sink, query)
-
-    learns = torch.is_grad_enabled()
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        if learns and (query.requires_grad or key.requires_grad or value.requires_grad):
-            raise ValueError(
-                "Backward pass with mixed query, key, and value dtype is not supported, got "
-                f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
-            )
-        key, value = key.to(query.dtype), value.to(query.dtype)
-    wants_max = return_aux is not None and return_aux.max_scores
-    if query.dtype == torch.float64:
-        results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)
-        return _returned(*results, return_lse, return_aux)
-    extents = (query.size(0), query.size(1), query.size(2), key.size(2))
-    score = None if score_mod is None else _trace.score(score_mod, extents)
-    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
-    learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    call = _Call(score, mask, None if scale is None else float(scale), _dropout(dropout_p), wants_lse, wants_max)
-    return _returned(*_run(call, query, key, value, sink, learned), return_lse, return_aux)
 
 
-def _dropout(p: float) -> tuple[float, int] | None:
-    """The probability, and a seed from torch's generator."""
-    return (p, int(torch.randint(2**63 - 1, ()))) if p else None
+def _of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the dtype of the queries, which they need not have where nothing wants a gradient."""
+    if key.dtype == query.dtype and value.dtype == query.dtype:
+        return key, value
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise ValueError(
+            "Backward pass with mixed query, key, and value dtype is not supported, got "
+            f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
+        )
+    return key.to(query.dtype), value.to(query.dtype)
 
 
-def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...]) -> Any:
+def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
     """``out``, ``lse`` and ``max_scores`` of a call, with a gradient where one is wanted."""
+    learned = () if call.score is None else call.score.learned
     if _transforms_active():
         return _Attention.apply(q, k, v, sink, call, *learned)
-    wanted = learned or any(t is not None and t.requires_grad for t in (q, k, v, sink))
-    if wanted and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or learned
+        or (sink is not None and sink.requires_grad)
+    ):
         return _Plain.apply(q, k, v, sink, call, *learned)
     return call.forward(q, k, v, sink, (), forward_only=True)
 
@@ -145,25 +172,27 @@ def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: 
 class _Call:
     """What one call asks for, besides tensors; after ``forward``, its plan."""
 
-    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "plan")
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "pages", "plan")
 
     def __init__(
         self,
         score: Any,
         mask: Any,
         scale: float | None,
-        dropout: Any,
+        dropout: tuple[float, int] | None,
         wants_lse: bool,
         wants_max: bool,
         varlen: tuple[list[int], list[int]] | None = None,
+        pages: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
-        self.wants_lse, self.wants_max, self.varlen = wants_lse, wants_max, varlen
+        self.wants_lse, self.wants_max, self.varlen, self.pages = wants_lse, wants_max, varlen, pages
         self.plan: Any = None
 
     def again(self) -> _Call:
         """The same, for another run."""
-        return _Call(self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen)
+        of = (self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen, self.pages)
+        return _Call(*of)
 
     def planned(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
@@ -178,6 +207,7 @@ class _Call:
             sink,
             self.dropout,
             self.varlen,
+            self.pages,
             list(learned),
             forward_only,
             torch.get_num_threads(),
@@ -195,12 +225,13 @@ class _Call:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        self.plan = self.planned(q, k, v, sink, learned, forward_only)
+        plan = self.planned(q, k, v, sink, learned, forward_only)
         shape = q.shape
-        out = _empty_in_order(q, (*shape[:3], v.shape[3]))
+        out = _empty_in_order(q, shape if v.shape[3] == shape[3] else (*shape[:3], v.shape[3]))
         lse = torch.empty(shape[:3], dtype=torch.float32) if self.wants_lse or not forward_only else None
         max_scores = torch.empty(shape[:3], dtype=torch.float32) if self.wants_max else None
-        self.plan.forward(q, k, v, out, lse, max_scores)
+        plan.forward(q, k, v, out, lse, max_scores)
+        self.plan = plan
         if self.varlen is not None:
             self.clear((out,), ())
             for rows in (lse, max_scores):
@@ -227,9 +258,9 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
-        captures = [c for traced in (call.score, call.mask) if traced is not None for c in traced.captures]
         # Torch says so if one that is read where it lies is written to before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, *(c.tensor for c in captures if c.shared))
+        shared = (t for traced in (call.score, call.mask) if traced is not None for t in traced.shared)
+        ctx.save_for_backward(q, k, v, out, lse, *shared)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
@@ -317,10 +348,8 @@ def _each_entry(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tupl
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
-def _sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
+def _sink(sink: Tensor, query: Tensor) -> Tensor:
     """The sink in float32, or float64 as the operands; its gradient finds the way back by itself."""
-    if sink is None:
-        return None
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point or sink.device != query.device:
         raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
     if sink.shape != query.shape[1:2]:
@@ -330,6 +359,8 @@ def _sink(sink: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A new tensor of ``shape`` whose axes lie in memory in the order of ``like``'s, the last one innermost."""
+    if like.is_contiguous():
+        return torch.empty(shape, dtype=like.dtype)
     strides = like.stride()
     order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
     made, step = [1] * len(shape), max(shape[-1], 1)
@@ -340,9 +371,7 @@ def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v, and nothing else, in autocast's dtype."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
+    """q, k and v, and nothing else, in the dtype of the autocast that is on."""
     dtype = torch.get_autocast_dtype("cpu")
     eligible = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t.to(dtype) if t.dtype in eligible else t for t in tensors)
@@ -478,16 +507,15 @@ def varlen(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
-    query, key, value = _autocast(query, key, value)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = _autocast(query, key, value)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     _check(q, k, v, None, enable_gqa=True)
     if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    number = None if scale is None else _checked_scale(scale)
+    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
     offsets = [offsets_of("cu_seqlens_q", cu_seqlens_q, query.size(0))]
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     offsets.append(offsets_of("cu_seqlens_k", both, key.size(0)))
@@ -497,11 +525,9 @@ def varlen(
     extents = (len(offsets[0]) - 1, q.size(1), *longest)
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
-    learned = () if score is None else tuple(c.tensor for c in score.captures if c.learned)
     aux = AuxRequest() if return_aux is None else return_aux
-    number = None if scale is None else float(scale)
-    call = _Call(score, traced, number, _dropout(dropout_p), aux.lse, aux.max_scores, (offsets[0], offsets[1]))
-    out, lse, max_scores = _run(call, q, k, v, _sink(sink, q), learned)
+    call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, (offsets[0], offsets[1]))
+    out, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
     out = out.squeeze(0).transpose(0, 1)
     if return_aux is None:
         return out
@@ -530,7 +556,7 @@ def explain(
     score = None if score_mod is None else _trace.score(score_mod, extents)
     mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    learns = learns or (score is not None and any(c.learned for c in score.captures))
+    learns = learns or (score is not None and bool(score.learned))
     threads = torch.get_num_threads()
-    plan = _native.plan(query, key, value, score, mask, scale, None, None, None, [], not learns, threads)
+    plan = _native.plan(query, key, value, score, mask, scale, None, None, None, None, [], not learns, threads)
     return plan.explain()

@@ -61,6 +61,10 @@ def _call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs:
     kwargs = {key: trace.operand(name, a) for key, a in kwargs.items()}
     if operation is None:
         raise TraceError(f"`{name}` is not supported in a mask or score")
+    return _applied(name, operation, args, kwargs)
+
+
+def _applied(name: str, operation: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         return operation(*args, **kwargs)
     except TypeError as error:
@@ -308,11 +312,10 @@ class Trace(Reader):
     value = Expr
 
     def __init__(self, kind: str, function: Any, extents: tuple[int, int, int, int]) -> None:
-        super().__init__()
-        self.kind, self.extents = kind, extents
+        self.kind, self.function, self.extents = kind, function, extents
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
-        _native.begin(list(_literals_of(function)), kind == "mask")
+        _native.begin(kind == "mask")
 
     def capture(self, tensor: torch.Tensor) -> _native.Capture:
         """The buffer that ``tensor`` is in the program."""
@@ -350,13 +353,31 @@ class Trace(Reader):
         return self.capture(tensor).at(index)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # First what most functions do: one element of a captured tensor, an operation on values and numbers.
+        if func is _GETITEM:
+            of, index = args
+            if type(index) is Expr and type(of) is torch.Tensor and of.dim() == 1:
+                return self.capture(of).at([index])
+            if not _traced(of) and not _traced(index):
+                return func(of, index)
+            return self.read(of, index)
+        if not kwargs:
+            for x in args:
+                if type(x) not in _PLAIN:
+                    break
+            else:
+                operation = OPERATIONS.get(func.__name__)
+                if operation is not None:
+                    return _applied(func.__name__, operation, args, {})
         kwargs = kwargs or {}
         if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_")
-        if name == "getitem":
-            return self.read(*args)
         return _call(name, OPERATIONS.get(name), *args, **kwargs)
+
+
+_GETITEM = torch.Tensor.__getitem__
+_PLAIN = frozenset((Expr, bool, int, float))
 
 
 def running() -> Trace:
@@ -367,9 +388,15 @@ def running() -> Trace:
 
 
 def _traced(x: Any) -> bool:
-    if isinstance(x, (Expr, _Many)):
+    if type(x) is Expr or isinstance(x, _Many):
         return True
     return isinstance(x, (tuple, list)) and any(map(_traced, x))
+
+
+def literals() -> list[Any]:
+    """Numbers in the source of the function that runs; called by the first operation that meets one."""
+    trace = _TRACES[-1] if _TRACES else None
+    return list(_literals_of(trace.function)) if isinstance(trace, Trace) else []
 
 
 @functools.lru_cache(maxsize=4096)
@@ -469,10 +496,12 @@ def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
 
 
 def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> None:
+    if isinstance(result, Expr):
+        found = result.dtype
+        if found == dtype if dtype is not None else found.is_floating_point:
+            return
+        what = f"a tensor of {found}"
+    else:
+        what = str(type(result))
     wanted = "a bool tensor" if dtype is torch.bool else "a float tensor"
-    name = f"{kind}_mod `{name_of(function)}`"
-    if not isinstance(result, Expr):
-        raise ValueError(f"{name} must return {wanted}, got {type(result)}")
-    right = result.dtype == dtype if dtype is not None else result.dtype.is_floating_point
-    if not right:
-        raise ValueError(f"{name} must return {wanted}, got a tensor of {result.dtype}")
+    raise ValueError(f"{kind}_mod `{name_of(function)}` must return {wanted}, got {what}")

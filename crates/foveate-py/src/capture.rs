@@ -63,7 +63,7 @@ impl Capture {
 
     /// The tensor.
     #[getter]
-    fn tensor(&self, py: Python<'_>) -> Py<PyAny> {
+    pub fn tensor(&self, py: Python<'_>) -> Py<PyAny> {
         self.tensor.clone_ref(py)
     }
 
@@ -71,12 +71,6 @@ impl Capture {
     #[getter]
     fn name(&self) -> &str {
         self.slot.name()
-    }
-
-    /// Whether calls read the tensor where it lies: it must not be written to before the backward.
-    #[getter]
-    fn shared(&self) -> bool {
-        self.slot.elems() * self.dtype.bytes() > MOST_COPIED
     }
 
     /// Whether a gradient is wanted.
@@ -113,6 +107,11 @@ impl Capture {
         Ok(captured)
     }
 
+    /// Whether calls read the tensor where it lies: it must not be written to before the backward.
+    pub fn is_shared(&self) -> bool {
+        self.slot.elems() * self.dtype.bytes() > MOST_COPIED
+    }
+
     /// Whether a gradient is wanted.
     pub fn is_learned(&self) -> bool {
         self.slot.learned()
@@ -134,19 +133,26 @@ impl Captured {
         self.tensor.bytes() <= MOST_COPIED
     }
 
-    /// What a kept plan holds in place of `slot`, if that is something else: a copy of a small tensor,
-    /// no elements of another one.
+    /// Whether `slot` is what a kept plan holds of the tensor: a copy of a small one, no elements of
+    /// another one.
+    pub fn is_held(&self, slot: &AnyBuffer) -> bool {
+        match self.is_copied() {
+            true => slot.shape() == self.shape() && holds(&slot.elements(), &self.tensor),
+            false => slot.shape().iter().all(|&n| n == 0) && !slot.is_on_device(),
+        }
+    }
+
+    /// What a kept plan holds in place of `slot`, if that is something else.
     ///
     /// # Errors
     /// Never for a slot of this tensor's program.
     pub fn at_rest(&self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
+        if self.is_held(slot) {
+            return Ok(None);
+        }
         let empty = vec![0; slot.shape().len()];
         let (shape, elements) = match self.is_copied() {
-            true if slot.shape() == self.shape() && holds(&slot.elements(), &self.tensor) => {
-                return Ok(None);
-            }
             true => (self.shape(), copied(&self.tensor)),
-            false if slot.shape() == empty && !slot.is_on_device() => return Ok(None),
             false => {
                 (&empty[..], copied(&Borrowed { shape: empty.clone(), ..self.tensor.clone() }))
             }

@@ -8,10 +8,10 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pyclass::CompareOp;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyTuple, PyType};
+use pyo3::types::{PyTuple, PyType};
 
 use crate::dtype::{Dtype, TorchDtype};
-use crate::value::{self, Number, Operand, Value, refused};
+use crate::value::{self, Operand, Value, refused};
 
 /// A traced 0-d tensor.
 #[pyclass(frozen, module = "foveate._native")]
@@ -23,23 +23,7 @@ fn operand(x: &Bound<'_, PyAny>) -> PyResult<Option<Operand>> {
     if let Ok(expr) = x.cast::<Expr>() {
         return Ok(Some(Operand::Value(expr.get().0.clone())));
     }
-    Ok(number(x)?.map(Operand::Number))
-}
-
-/// A number of Python.
-pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
-    if let Ok(v) = x.cast::<PyBool>() {
-        return Ok(Some(Number::Bool(v.is_true())));
-    }
-    if x.is_instance_of::<PyInt>() {
-        // An integer beyond 64 bits is as far away as one at their end.
-        let far = || if x.lt(0).unwrap_or(false) { i64::MIN } else { i64::MAX };
-        return Ok(Some(Number::Int(x.extract().unwrap_or_else(|_| far()))));
-    }
-    if x.is_instance_of::<PyFloat>() {
-        return Ok(Some(Number::Float(x.extract()?)));
-    }
-    Ok(None)
+    Ok(value::number(x)?.map(Operand::Number))
 }
 
 /// An operand.
@@ -284,12 +268,9 @@ pub fn constant(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr
     operand_of(x)?.to(Dtype::of(dtype)?).map(Expr)
 }
 
-/// Begins a trace on this thread. Numbers in `literals` are constants; others were captured and are
-/// run-time scalars. `mask` says which kind of function it is.
+/// Begins the trace of a mask or score function on this thread. Which numbers are constants is asked of
+/// `foveate._trace.literals()` when the first is met; others were captured and are run-time scalars.
 #[pyfunction]
-pub fn begin(literals: Vec<Bound<'_, PyAny>>, mask: bool) -> PyResult<()> {
-    let numbers =
-        literals.iter().filter_map(|x| number(x).transpose()).collect::<PyResult<Vec<_>>>()?;
-    value::begin(&numbers, if mask { "m" } else { "s" });
-    Ok(())
+pub fn begin(mask: bool) {
+    value::begin(if mask { "m" } else { "s" });
 }

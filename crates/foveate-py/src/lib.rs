@@ -6,10 +6,11 @@
 //! structure (`plan`) and the threads that run them (`threads`). Nothing here is public: it changes
 //! with the Python sources.
 //!
-//! Torch is not linked and not needed to build: tensors are asked for their address, shape and
-//! strides.
+//! Torch is not linked and not needed to build: tensors say their address, shape and strides through
+//! the table of C functions that DLPack standardises (`dlpack`), or by their attributes.
 
 mod capture;
+mod dlpack;
 mod dtype;
 mod error;
 mod expr;
@@ -29,7 +30,7 @@ mod _native {
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, select, unary};
     #[pymodule_export]
-    use crate::plan::{Plan, Traced, kinds, mask, plan, score};
+    use crate::plan::{Plan, Traced, extents, kinds, mask, plan, score};
     #[pymodule_export]
     use crate::text::parse;
     #[pymodule_export]

@@ -6,7 +6,7 @@
 //! its block masks.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use foveate::mask::{BlockMask, Kind, Tile, Varies};
 use foveate::mods::{DynExpr, Head, Program};
@@ -17,10 +17,11 @@ use foveate::{
 };
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::capture::{self, Capture, Captured};
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 use crate::expr::Expr;
 use crate::tensor::Borrowed;
@@ -41,6 +42,15 @@ impl Traced {
         let captures = captures.into_iter().map(|c| c.clone_ref(py)).collect();
         Ok(Self { program: program.clone(), captures })
     }
+
+    fn tensors<'py>(
+        &self,
+        py: Python<'py>,
+        which: impl Fn(&Capture) -> bool,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let found = self.captures.iter().map(|c| c.get()).filter(|c| which(c));
+        PyTuple::new(py, found.map(|c| c.tensor(py)).collect::<Vec<_>>())
+    }
 }
 
 #[pymethods]
@@ -49,6 +59,18 @@ impl Traced {
     #[getter]
     fn captures(&self, py: Python<'_>) -> Vec<Py<Capture>> {
         self.captures.iter().map(|c| c.clone_ref(py)).collect()
+    }
+
+    /// The tensors that want a gradient, in the order of `captures`.
+    #[getter]
+    fn learned<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.tensors(py, Capture::is_learned)
+    }
+
+    /// The tensors that calls read where they lie.
+    #[getter]
+    fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.tensors(py, Capture::is_shared)
     }
 
     /// The program in Foveate's text form.
@@ -86,6 +108,14 @@ impl<'a> Function<'a> {
             capture.now(py, if capture.is_learned() { learned.next() } else { None })
         });
         Ok(Self { program: &traced.program, tensors: tensors.collect::<PyResult<_>>()? })
+    }
+
+    /// Whether it reads something else than what `kept`, a program of its structure, holds.
+    fn differs(&self, kept: &Program) -> bool {
+        let slots = kept.graph().buffers().iter().zip(&self.tensors);
+        let values = kept.graph().scalars().iter().zip(self.program.graph().scalars());
+        values.into_iter().any(|(kept, now)| kept.value != now.value)
+            || slots.into_iter().any(|(slot, tensor)| !tensor.is_held(slot))
     }
 }
 
@@ -133,6 +163,7 @@ struct Class {
     dims: [usize; 2],
     scale: Option<u32>,
     dropout: bool,
+    paged: bool,
     forward_only: bool,
 }
 
@@ -157,15 +188,23 @@ impl Kept {
         self.class == *class && same(&self.mask, mods[0]) && same(&self.score, mods[1])
     }
 
-    /// The plan with what the functions capture now, and whether its mask stayed the same.
-    fn with(&self, mods: [&Option<Function<'_>>; 2]) -> PyResult<(Self, bool)> {
+    /// Whether mask and score capture something else now than what is bound here.
+    fn differs(&self, mods: [&Option<Function<'_>>; 2]) -> [bool; 2] {
+        let differs =
+            |kept: &Option<Program>, function: &Option<Function<'_>>| match (kept, function) {
+                (Some(kept), Some(function)) => function.differs(kept),
+                _ => false,
+            };
+        [differs(&self.mask, mods[0]), differs(&self.score, mods[1])]
+    }
+
+    /// The plan with what the functions capture now.
+    fn with(&self, mods: [&Option<Function<'_>>; 2]) -> PyResult<Self> {
         let mut plan = self.plan.clone();
-        let mut changes = [0; 2];
         let mut programs = [self.mask.clone(), self.score.clone()];
-        for ((program, function), changes) in programs.iter_mut().zip(mods).zip(&mut changes) {
+        for (program, function) in programs.iter_mut().zip(mods) {
             let (Some(kept), Some(function)) = (&*program, function) else { continue };
             *program = Some(at_rest(kept, function, |difference| {
-                *changes += 1;
                 plan = match difference {
                     Difference::Buffer(buffer) => plan.rebind(buffer),
                     Difference::Scalar(name, ScalarValue::Bool(v)) => plan.set_scalar(name, v),
@@ -177,7 +216,7 @@ impl Kept {
             })?);
         }
         let [mask, score] = programs;
-        Ok((Self { class: self.class.clone(), mask, score, plan }, changes[0] == 0))
+        Ok(Self { class: self.class.clone(), mask, score, plan })
     }
 
     /// Bytes of captured elements, about.
@@ -193,37 +232,38 @@ const MOST: usize = 64;
 const MOST_BYTES: usize = 256 << 20;
 
 /// The most recently used is last.
-static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+static KEPT: Mutex<Vec<Arc<Kept>>> = Mutex::new(Vec::new());
 
-/// The plan for these functions: a kept one, bound anew, or one that `make` makes.
+/// The plan for these functions: a kept one, as it is or bound anew, or one that `make` makes.
 fn found(
     class: &Class,
     mods: [&Option<Function<'_>>; 2],
     make: impl FnOnce() -> PyResult<Kept>,
-) -> PyResult<Kept> {
+) -> PyResult<Arc<Kept>> {
     let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
     let mut latest = None;
     let mut same_mask = None;
     for at in (0..kept.len()).rev().filter(|&i| kept[i].suits(class, mods)) {
-        let (rebound, same) = kept[at].with(mods)?;
-        latest = Some(rebound);
-        if same {
-            same_mask = Some(at);
-            break;
+        match kept[at].differs(mods) {
+            [false, false] => {
+                let found = kept[at].clone();
+                kept[at..].rotate_left(1);
+                return Ok(found);
+            }
+            [false, true] => same_mask = same_mask.or(Some(at)),
+            [true, _] => latest = latest.or(Some(at)),
         }
     }
     // Another mask is kept beside the earlier ones, whose block masks it must not take; other
     // elements of a score take the place of the earlier ones.
-    if let Some(at) = same_mask {
-        kept.remove(at);
-    }
-    let now = match latest {
-        Some(latest) => latest,
-        None => make()?,
-    };
+    let now = Arc::new(match (same_mask, latest) {
+        (Some(at), _) => kept.remove(at).with(mods)?,
+        (None, Some(at)) => kept[at].with(mods)?,
+        (None, None) => make()?,
+    });
     kept.push(now.clone());
     while kept.len() > MOST
-        || (kept.len() > 1 && kept.iter().map(Kept::bytes).sum::<usize>() > MOST_BYTES)
+        || (kept.len() > 1 && kept.iter().map(|k| k.bytes()).sum::<usize>() > MOST_BYTES)
     {
         kept.remove(0);
     }
@@ -234,19 +274,41 @@ fn found(
 #[pyclass(frozen, module = "foveate._native")]
 pub struct Plan {
     plan: foveate::Plan,
-    /// Names of the score's buffers, in the order of its captures.
-    names: Vec<String>,
+    /// The score, whose buffers are in the order of its captures.
+    score: Option<Program>,
     threads: usize,
     /// Multiplications of a forward pass without a mask.
     work: usize,
 }
 
+/// The extents of b, h, q and kv of operands that fit each other without broadcasting; `None` where it
+/// takes a closer look: other shapes, dtypes that differ, float64, another device.
+#[pyfunction]
+pub fn extents(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    grouped: bool,
+) -> Option<[usize; 4]> {
+    let [q, k, v] = [Borrowed::read(q)?, Borrowed::read(k)?, Borrowed::read(v)?];
+    let of = |t: &Borrowed| <[usize; 4]>::try_from(t.shape.as_slice()).ok();
+    let [batch, heads, q_len, dim] = of(&q)?;
+    let [kv_batch, kv_heads, kv_len, kv_dim] = of(&k)?;
+    let same_dtype = q.dtype.operand().is_ok() && q.dtype == k.dtype && q.dtype == v.dtype;
+    let fit = batch == kv_batch
+        && (heads == kv_heads || (grouped && kv_heads > 0 && heads.is_multiple_of(kv_heads)))
+        && dim == kv_dim
+        && of(&v)?[..3] == [kv_batch, kv_heads, kv_len];
+    (same_dtype && fit).then_some([batch, heads, q_len, kv_len])
+}
+
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
 /// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed;
 /// `varlen` are the offsets of sequences that lie one after another in q, and in k and v, of batch 1;
-/// `learned` are the score's captured tensors that want a gradient.
+/// `pages` are the table `[B, entries]` and the lengths `[B]`, contiguous i32, of k `[pages, Hkv, page_size, D]`
+/// and v; `learned` are the score's captured tensors that want a gradient.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, learned, forward_only, threads))]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, threads))]
 pub fn plan(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -258,6 +320,7 @@ pub fn plan(
     sink: Option<&Bound<'_, PyAny>>,
     dropout: Option<(f32, u64)>,
     varlen: Option<(Vec<i32>, Vec<i32>)>,
+    pages: Option<[Bound<'_, PyAny>; 2]>,
     learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     threads: usize,
@@ -265,7 +328,16 @@ pub fn plan(
     let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
     // SAFETY: the arguments hold the tensors, and the views are gone when the problem is made.
     let [q, k, v] = unsafe { views(&tensors)? };
-    let mut problem = Problem::of(q, k, v).map_err(raised)?;
+    let held = pages.as_ref().map(|[t, l]| PyResult::Ok([Borrowed::of(t)?, Borrowed::of(l)?]));
+    let held = held.transpose()?;
+    let pages =
+        held.as_ref().map(|[table, lengths]| PyResult::Ok([integers(table)?, integers(lengths)?]));
+    let pages: Option<[&[i32]; 2]> = pages.transpose()?;
+    let mut problem = match pages {
+        Some([table, lengths]) => Problem::paged(q, k, v, table, lengths),
+        None => Problem::of(q, k, v),
+    }
+    .map_err(raised)?;
     if forward_only {
         problem = problem.forward_only();
     }
@@ -276,6 +348,7 @@ pub fn plan(
         dims: [dims.dim, dims.dim_v],
         scale: scale.map(|s| (s as f32).to_bits()),
         dropout: dropout.is_some(),
+        paged: pages.is_some(),
         forward_only,
     };
     let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
@@ -304,9 +377,7 @@ pub fn plan(
         let plan = attention.plan(&problem, &Device::cpu()).map_err(raised)?;
         Ok(Kept { class: class.clone(), mask, score, plan })
     })?;
-    let names = now.score.iter().flat_map(|p| p.graph().buffers());
-    let names = names.map(|b| b.name().to_owned()).collect();
-    let mut plan = now.plan;
+    let mut plan = now.plan.clone();
     for (program, function) in [(&now.mask, &mut mask), (&now.score, &mut score)] {
         if let (Some(program), Some(function)) = (program, function) {
             for buffer in borrowed(program, function)? {
@@ -324,6 +395,9 @@ pub fn plan(
     if let Some((cu_q, cu_k)) = varlen {
         plan = plan.with_varlen(&cu_q, &cu_k).map_err(raised)?;
     }
+    if let Some([table, lengths]) = pages {
+        plan = plan.with_pages(table, lengths).map_err(raised)?;
+    }
     if let Some(sink) = sink {
         // SAFETY: the argument holds the tensor, and the plan takes a copy.
         let Slice::F32(sink) = (unsafe { Borrowed::of(sink)?.elements_dense()? }) else {
@@ -331,7 +405,16 @@ pub fn plan(
         };
         plan = plan.with_sink(sink).map_err(raised)?;
     }
-    Ok(Plan { plan, names, threads, work })
+    Ok(Plan { plan, score: now.score.clone(), threads, work })
+}
+
+/// The elements of a contiguous i32 tensor that an argument of the call holds.
+fn integers<'a>(tensor: &'a Borrowed) -> PyResult<&'a [i32]> {
+    if tensor.dtype != Dtype::I32 || !tensor.is_contiguous() {
+        return Err(PyValueError::new_err("a page table and lengths must be contiguous int32"));
+    }
+    // SAFETY: the tensor is held, and of this dtype.
+    Ok(unsafe { tensor.elements() })
 }
 
 /// # Safety
@@ -402,8 +485,9 @@ impl Plan {
         captures: Vec<Option<Bound<'_, PyAny>>>,
         d_sink: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if captures.len() != self.names.len() {
-            let n = self.names.len();
+        let slots = self.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
+        if captures.len() != slots.len() {
+            let n = slots.len();
             return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
         }
         let [q, k, v] = &operands;
@@ -428,9 +512,9 @@ impl Plan {
             if let Some(dv) = dv {
                 to = to.dv(dv.view_mut()?);
             }
-            for (name, into) in self.names.iter().zip(&captures) {
+            for (slot, into) in slots.iter().zip(&captures) {
                 if let Some(into) = into {
-                    to = to.capture(name, into.elements_dense_mut()?);
+                    to = to.capture(slot.name(), into.elements_dense_mut()?);
                 }
             }
             if let Some(into) = d_sink {

@@ -12,6 +12,7 @@ use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::dlpack::{self, Described};
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 
@@ -39,6 +40,14 @@ pub struct Borrowed {
 /// # Errors
 /// When it is on another device, or of a dtype that is not known here.
 pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
+    if let Some(found) = dlpack::described(tensor) {
+        return Ok((found.dtype, found.shape));
+    }
+    asked_kind(tensor)
+}
+
+/// [`kind`], by the tensor's attributes.
+fn asked_kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
     let py = tensor.py();
     if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
         let device = tensor.getattr(intern!(py, "device"))?;
@@ -51,13 +60,22 @@ pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
 }
 
 impl Borrowed {
+    /// Where the elements of `tensor` lie; `None` for what takes a closer look.
+    pub fn read(tensor: &Bound<'_, PyAny>) -> Option<Self> {
+        let Described { address, dtype, shape, strides } = dlpack::described(tensor)?;
+        Some(Self { address, dtype, shape, strides })
+    }
+
     /// Where the elements of `tensor` lie.
     ///
     /// # Errors
     /// When it is not a tensor in host memory, or of a dtype that is not known here.
     pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Some(found) = Self::read(tensor) {
+            return Ok(found);
+        }
         let py = tensor.py();
-        let (dtype, shape) = kind(tensor)?;
+        let (dtype, shape) = asked_kind(tensor)?;
         Ok(Self {
             dtype,
             shape,

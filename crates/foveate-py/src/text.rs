@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::capture::Capture;
 use crate::dtype::Dtype;
-use crate::expr::{self, Expr};
+use crate::expr::Expr;
 use crate::value::{self, Number, Value};
 
 /// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
@@ -26,7 +26,7 @@ pub fn parse(
         names = names.buffer_as(name, capture.get().slot());
     }
     for (name, number) in &numbers {
-        let value = match expr::number(number)? {
+        let value = match value::number(number)? {
             Some(Number::Bool(v)) => ScalarValue::Bool(v),
             Some(Number::Int(v)) => ScalarValue::I32(v.try_into().map_err(|_| {
                 PyValueError::new_err(format!("`{name}` is {v}, which does not fit 32 bits"))

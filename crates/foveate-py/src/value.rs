@@ -16,6 +16,7 @@ use foveate::{Scalar, ScalarValue};
 use pyo3::create_exception;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat, PyInt};
 
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
@@ -72,11 +73,27 @@ impl Number {
     }
 }
 
-/// The trace of this thread: which numbers stand in the function's source, and how many run-time
-/// scalars it has.
+/// A number of Python.
+pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
+    if let Ok(v) = x.cast::<PyBool>() {
+        return Ok(Some(Number::Bool(v.is_true())));
+    }
+    if x.is_instance_of::<PyInt>() {
+        // An integer beyond 64 bits is as far away as one at their end.
+        let far = || if x.lt(0).unwrap_or(false) { i64::MIN } else { i64::MAX };
+        return Ok(Some(Number::Int(x.extract().unwrap_or_else(|_| far()))));
+    }
+    if x.is_instance_of::<PyFloat>() {
+        return Ok(Some(Number::Float(x.extract()?)));
+    }
+    Ok(None)
+}
+
+/// The trace of this thread: which numbers stand in the function's source, asked for when the first
+/// number is met, and how many run-time scalars it has.
 #[derive(Default)]
 struct Context {
-    literals: HashSet<(u8, u64)>,
+    literals: Option<HashSet<(u8, u64)>>,
     scalars: usize,
     prefix: &'static str,
 }
@@ -85,11 +102,9 @@ thread_local! {
     static CONTEXT: RefCell<Context> = RefCell::default();
 }
 
-/// Begins a trace. A number that is among `literals` is part of the structure; another one was
-/// captured, and becomes a run-time scalar. Names of scalars begin with `prefix`.
-pub fn begin(literals: &[Number], prefix: &'static str) {
-    let literals = literals.iter().map(|n| n.key()).collect();
-    CONTEXT.with_borrow_mut(|c| *c = Context { literals, scalars: 0, prefix });
+/// Begins a trace, whose scalars have names that begin with `prefix`.
+pub fn begin(prefix: &'static str) {
+    CONTEXT.with_borrow_mut(|c| *c = Context { literals: None, scalars: 0, prefix });
 }
 
 /// A run-time scalar of this trace, with a name of its own.
@@ -101,11 +116,25 @@ pub fn scalar(value: ScalarValue) -> DynExpr {
     DynExpr::scalar(Scalar { name, value })
 }
 
-fn is_literal(number: Number) -> bool {
+/// Whether a number stands in the source of the function that runs: it is part of the structure then.
+/// Another one was captured, and becomes a run-time scalar.
+fn is_literal(of: Number) -> PyResult<bool> {
     // Numbers that no code has to load are in no table of constants; they are also what masks
     // fold best.
-    let small = matches!(number, Number::Bool(_) | Number::Int(-1..=2));
-    small || CONTEXT.with_borrow(|c| c.literals.contains(&number.key()))
+    if matches!(of, Number::Bool(_) | Number::Int(-1..=2)) {
+        return Ok(true);
+    }
+    let known = || CONTEXT.with_borrow(|c| Some(c.literals.as_ref()?.contains(&of.key())));
+    if let Some(known) = known() {
+        return Ok(known);
+    }
+    let literals = Python::attach(|py| -> PyResult<HashSet<_>> {
+        let found = py.import("foveate._trace")?.call_method0("literals")?;
+        let keys = found.try_iter()?.map(|x| Ok(number(&x?)?.map(Number::key)));
+        keys.filter_map(Result::transpose).collect()
+    })?;
+    CONTEXT.with_borrow_mut(|c| c.literals = Some(literals));
+    Ok(known() == Some(true))
 }
 
 type Range = Option<(i64, i64)>;
@@ -193,7 +222,7 @@ impl Value {
             ScalarValue::I32(v) => Some((i64::from(v), i64::from(v))),
             _ => None,
         };
-        let expr = if is_literal(number) { DynExpr::constant(value) } else { scalar(value) };
+        let expr = if is_literal(number)? { DynExpr::constant(value) } else { scalar(value) };
         Ok(Self { expr, dtype, range })
     }
 

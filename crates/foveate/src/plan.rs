@@ -26,7 +26,7 @@ pub struct Plan {
     device: Device,
     backend: &'static str,
     planned: Arc<dyn BackendPlan>,
-    declined: Vec<Declined>,
+    declined: Arc<[Declined]>,
     gradients_in: Option<DType>,
 }
 
@@ -67,7 +67,7 @@ impl Plan {
             device: device.clone(),
             backend,
             planned: plan,
-            declined,
+            declined: declined.into(),
             gradients_in: None,
         })
     }
