@@ -33,6 +33,7 @@ from ._blocks import create_block_mask, create_mask
 from ._flex import explain, flex_attention, varlen
 from ._masks import Mask
 from ._native import TraceError
+from ._paged import paged
 
 __all__ = [
     "AuxOutput",
@@ -48,5 +49,6 @@ __all__ = [
     "huggingface",
     "noop_mask",
     "or_masks",
+    "paged",
     "varlen",
 ]

@@ -465,7 +465,7 @@ def varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -483,27 +483,40 @@ def varlen(
     ``cu_seqlens_k`` of ``key`` and ``value``. Functions see the sequence as ``b`` and positions inside it.
 
     Args:
-        query: ``[T, Hq, E]``, float32, bfloat16 or float16.
+        query: ``[T, Hq, E]``, float32, bfloat16 or float16; or, as key and value too, a nested tensor of the
+            jagged layout, ``[n, j, Hq, E]`` or ``[n, Hq, j, E]``, which brings its offsets.
         key: ``[S, Hkv, E]``; ``Hkv`` divides ``Hq``.
         value: ``[S, Hkv, Ev]``.
-        cu_seqlens_q: ``[n + 1]``, integers that begin at 0 and do not decrease.
+        cu_seqlens_q: ``[n + 1]``, integers that begin at 0 and do not decrease. Nested tensors have their own.
         cu_seqlens_k: Those of keys; ``cu_seqlens_q`` when it is None.
         max_seqlen_q: Ignored: lengths are read from the offsets. So is ``max_seqlen_k``.
         score_mod: As in :func:`flex_attention`.
         mask: A :class:`Mask` or a mask function.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
-        return_aux: As in :func:`flex_attention`, of shape ``[Hq, T]``.
+        return_aux: As in :func:`flex_attention`, of shape ``[Hq, T]``, also of nested tensors.
         sink: As in :func:`flex_attention`.
         dropout_p: As in :func:`flex_attention`.
 
     Returns:
-        ``out [T, Hq, Ev]``. Rows past the last sequence are 0, and their gradients.
+        ``out [T, Hq, Ev]``, nested as ``query`` is. Rows past the last sequence are 0, and their gradients.
 
     Raises:
         ValueError: Shapes, dtypes or offsets do not fit each other.
         TraceError: A function does something that cannot be traced.
     """
     del max_seqlen_q, max_seqlen_k
+    nested = None
+    if isinstance(query, Tensor) and query.is_nested:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError("nested tensors have offsets of their own: leave out cu_seqlens_q and cu_seqlens_k")
+        nested = query
+        query, cu_seqlens_q = _jagged("query", query)
+        key, cu_seqlens_k = _jagged("key", key)
+        value, offsets_v = _jagged("value", value)
+        if not torch.equal(cu_seqlens_k, offsets_v):
+            raise ValueError("key and value must have the same lengths")
+    elif cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_q is missing: only nested tensors have offsets of their own")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
@@ -529,10 +542,24 @@ def varlen(
     call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, (offsets[0], offsets[1]))
     out, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
     out = out.squeeze(0).transpose(0, 1)
+    if nested is not None:
+        out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())
+        out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
     if return_aux is None:
         return out
     rows = (None if x is None or not wanted else x.squeeze(0) for x, wanted in ((lse, aux.lse), (max_scores, aux.max_scores)))
     return out, AuxOutput(*rows)
+
+
+def _jagged(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows ``[T, H, E]`` of a nested tensor, and its offsets."""
+    if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
+        raise ValueError(f"query, key and value must all be nested tensors [n, j, heads, dim] of the jagged layout; {name} is not")
+    if tensor._ragged_idx == 2:
+        tensor = tensor.transpose(1, 2)
+    if tensor._ragged_idx != 1 or tensor.lengths() is not None:
+        raise ValueError(f"{name} must be jagged in its second or third axis, without holes between its sequences")
+    return tensor.values(), tensor.offsets()
 
 
 @uncompiled

@@ -78,3 +78,45 @@ def test_wrong_input_is_one_clear_error(change, words):
     with pytest.raises(ValueError, match=words) as raised:
         varlen(**arguments)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_jagged_tensors_are_their_sequences(transposed):
+    lengths_q, lengths_k = (20, 0, 1, 36), (13, 17, 0, 36)
+
+    def nested(lengths, heads, dim):
+        rows = [torch.randn(n, heads, dim, generator=G) for n in lengths]
+        made = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        return made, rows
+
+    (q, q_rows), (k, k_rows), (v, v_rows) = nested(lengths_q, 4, 8), nested(lengths_k, 2, 8), nested(lengths_k, 2, 6)
+    given = [t.transpose(1, 2) if transposed else t for t in (q, k, v)]
+    out = varlen(*given, mask=Mask.causal())
+    assert out.is_nested and out.shape[0] == 4 and out.shape[1 if transposed else 2] == 4
+    leaves = [torch.cat(rows).requires_grad_() for rows in (q_rows, k_rows, v_rows)]
+    offsets = [torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k)]
+    flat = varlen(*leaves, *offsets, mask=Mask.causal())
+    ours = (out.transpose(1, 2) if transposed else out).values()
+    assert torch.equal(ours, flat)
+    d_out = torch.randn(flat.shape, generator=G)
+    (ours * d_out).sum().backward()
+    (flat * d_out).sum().backward()
+    for t, leaf in zip((q, k, v), leaves):
+        assert torch.equal(t.grad.values(), leaf.grad)
+
+
+def test_wrong_jagged_input_is_one_clear_error():
+    a = torch.nested.nested_tensor([torch.zeros(n, 2, 8) for n in (3, 5)], layout=torch.jagged)
+    b = torch.nested.nested_tensor([torch.zeros(n, 2, 8) for n in (5, 3)], layout=torch.jagged)
+    strided = torch.nested.nested_tensor([torch.zeros(3, 2, 8)])
+    holes = torch.nested.narrow(torch.zeros(2, 9, 2, 8), 1, torch.tensor([0, 2]), torch.tensor([3, 4]), torch.jagged)
+    for arguments, words in [
+        ((a, a, b), "same lengths"),
+        ((a, torch.zeros(8, 2, 8), a), "key is not"),
+        ((strided, strided, strided), "query is not"),
+        ((holes, holes, holes), "without holes"),
+        ((a, a, a, torch.tensor([0, 3, 8])), "offsets of their own"),
+        ((torch.zeros(8, 2, 8),) * 3, "cu_seqlens_q is missing"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            varlen(*arguments)

@@ -110,15 +110,13 @@ pub fn described(tensor: &Bound<'_, PyAny>) -> Option<Described> {
         _ => return None,
     };
     let ndim = usize::try_from(found.ndim).ok()?;
-    // SAFETY: torch points to `ndim` sizes and strides inside the tensor, which is held.
     let axes = |of: *const i64| -> Option<Vec<usize>> {
-        match ndim {
-            0 => Some(Vec::new()),
-            _ if of.is_null() => None,
-            n => {
-                unsafe { slice::from_raw_parts(of, n) }.iter().map(|&n| n.try_into().ok()).collect()
-            }
+        if ndim == 0 || of.is_null() {
+            return (ndim == 0).then(Vec::new);
         }
+        // SAFETY: torch points to `ndim` sizes and strides inside the tensor, which is held.
+        let numbers = unsafe { slice::from_raw_parts(of, ndim) };
+        numbers.iter().map(|&n| n.try_into().ok()).collect()
     };
     let made = Described {
         address: found.data as usize + usize::try_from(found.byte_offset).ok()?,

@@ -409,7 +409,7 @@ pub fn plan(
 }
 
 /// The elements of a contiguous i32 tensor that an argument of the call holds.
-fn integers<'a>(tensor: &'a Borrowed) -> PyResult<&'a [i32]> {
+fn integers(tensor: &Borrowed) -> PyResult<&[i32]> {
     if tensor.dtype != Dtype::I32 || !tensor.is_contiguous() {
         return Err(PyValueError::new_err("a page table and lengths must be contiguous int32"));
     }

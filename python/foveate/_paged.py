@@ -1,0 +1,114 @@
+"""``paged``: attention on keys and values that a cache keeps in pages."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from . import _trace
+from ._compile import uncompiled
+from ._flex import ScoreMod, _Call, _checked_scale, _sink
+from ._masks import Mask
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@uncompiled
+def paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Attention on keys and values in pages, as a cache of sequences that grow keeps them.
+
+    Key ``i`` of batch entry ``b`` is row ``i % page_size`` of page ``page_table[b, i // page_size]``. Functions see
+    ``kv_idx`` from 0 to ``lengths[b] - 1``, wherever the pages lie; ``Mask.causal(bottom_right=True)`` lets the
+    last query of each entry see all its keys. Nothing is gathered or copied.
+
+    Args:
+        query: ``[B, Hq, L, E]``, float32, bfloat16 or float16.
+        key_pages: ``[pages, Hkv, page_size, E]``, of any strides; ``Hkv`` divides ``Hq``. Of a cache
+            ``[1, Hkv, pages * page_size, E]``, as torch's ``PagedAttention`` keeps it, this view has them:
+            ``cache[0].unflatten(1, (-1, page_size)).transpose(0, 1)``.
+        value_pages: ``[pages, Hkv, page_size, Ev]``.
+        page_table: ``[B, entries]``, integers. Entries that no key needs may be anything.
+        lengths: ``[B]``, integers: the number of keys of each batch entry.
+        score_mod: As in :func:`flex_attention`.
+        mask: A :class:`Mask` or a mask function.
+        scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
+        return_aux: As in :func:`flex_attention`.
+        sink: As in :func:`flex_attention`.
+
+    Returns:
+        ``out [B, Hq, L, Ev]``; with ``return_aux`` the pair of it and an ``AuxOutput``. Pages have no gradient:
+        a backward through the result raises a ``RuntimeError``.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit each other, a length is negative or longer than its entries
+            of the table, or an entry that a key needs is no page.
+        TraceError: A function does something that cannot be traced.
+    """
+    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(f"{name} must be a tensor of 4 axes, got {shape}")
+        if tensor.dtype not in _DTYPES or tensor.dtype != query.dtype:
+            dtypes = f"{query.dtype}, {key_pages.dtype} and {value_pages.dtype}"
+            raise ValueError(
+                f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
+            )
+    pages = (_integers("page_table", page_table, 2), _integers("lengths", lengths, 1))
+    if pages[0].size(0) != query.size(0):
+        raise ValueError(f"page_table has rows for {pages[0].size(0)} batch entries, and query has {query.size(0)}")
+    longest = max(pages[1].tolist(), default=0)
+    extents = (query.size(0), query.size(1), query.size(2), max(longest, 0))
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    traced = None if mask is None else _trace.mask(mask, extents)
+    number = None if scale is None else _checked_scale(scale)
+    aux = AuxRequest() if return_aux is None else return_aux
+    call = _Call(score, traced, number, None, aux.lse, aux.max_scores, pages=pages)
+    logits = None if sink is None else _sink(sink, query)
+    inputs = (call, query, key_pages, value_pages, logits)
+    learned = () if score is None else score.learned
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[1:], *learned)):
+        out, lse, max_scores = _WithoutGradient.apply(*inputs, *learned)
+    else:
+        out, lse, max_scores = call.forward(*inputs[1:], (), forward_only=True)
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse=lse, max_scores=max_scores)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The call, with a backward that says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
+        return call.forward(q, k, v, sink, learned, forward_only=True)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+
+
+def _integers(name: str, tensor: Tensor, axes: int) -> Tensor:
+    """An integer tensor as the engine reads it: contiguous, of 32 bits; what these cannot hold is no page."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype not in (torch.int32, torch.int64):
+        what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+        raise ValueError(f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU as the query is, got {tensor.device}")
+    if tensor.dtype == torch.int64:
+        tensor = tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return tensor.contiguous()
