@@ -75,10 +75,11 @@ def create_block_mask(
     kinds = torch.empty((batch, heads, -(-Q_LEN // tile[0]), -(-KV_LEN // tile[1])), dtype=torch.uint8)
     _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
     partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
-    full = _listed(kinds == 2) if separate_full_blocks else (None, None)
-    made = BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
-    )
+    full: tuple[Tensor | None, Tensor | None] = (None, None)
+    if separate_full_blocks:
+        full = _listed(kinds == 2)
+    lengths = (Q_LEN, KV_LEN)
+    made: BlockMask = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
     _own[made] = _state(made)
     return made
 
@@ -134,8 +135,8 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one")
     batch, heads, q_len, kv_len = extents
-    own = _own.get(mask)
-    own = own is not None and own == _state(mask)
+    known = _own.get(mask)
+    own = known is not None and known == _state(mask)
     if own and mask.seq_lengths == (q_len, kv_len) and mask.kv_num_blocks.shape[:2] == (1, 1):
         return None
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
@@ -180,7 +181,7 @@ def _table(mask: BlockMask, q_len: int, kv_len: int) -> Tensor:
         raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
     width = max(columns, -(-kv_len // tile_kv), 1)
     kinds = _scattered(mask.kv_num_blocks, mask.kv_indices, 1, width)
-    if mask.full_kv_num_blocks is not None:
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         kinds = torch.maximum(kinds, _scattered(mask.full_kv_num_blocks, mask.full_kv_indices, 2, width))
     return kinds
 

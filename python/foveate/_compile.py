@@ -28,5 +28,5 @@ def uncompiled(function: F) -> F:
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
     outside._torchdynamo_disable_msg = "foveate runs outside of compiled regions"  # type: ignore[attr-defined]
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(outside.__code__, skip)
+    eval_frame.set_code_exec_strategy(outside.__code__, skip)  # type: ignore[attr-defined]
     return outside  # type: ignore[return-value]

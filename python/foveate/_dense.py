@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from . import _blocks, _trace
+from ._native import TraceError
 from ._masks import Mask
 
 _LARGE = 256 << 20
@@ -30,7 +31,7 @@ class _Reader(_trace.Reader):
     def operand(self, name: str, x: Any) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, _Point):
             if x.dim() != 0:
-                raise _trace.TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
+                raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
             return int(x)
         return x
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import Any, Callable
+from typing import Any, Callable, Literal, Union, overload
 
 import torch
 from torch import Tensor
@@ -21,9 +21,58 @@ _OWN_OPTIONS: frozenset[str] = frozenset()
 _said: set[str] = set()
 _transforms_active = torch._C._are_functorch_transforms_active
 
+_Returned = Union[Tensor, "tuple[Tensor, Tensor]", "tuple[Tensor, AuxOutput]"]
+
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
 @uncompiled
 def flex_attention(
     query: Tensor,
@@ -151,7 +200,7 @@ def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> A
     """``out``, ``lse`` and ``max_scores`` of a call, with a gradient where one is wanted."""
     learned = () if call.score is None else call.score.learned
     if _transforms_active():
-        return _Attention.apply(q, k, v, sink, call, *learned)
+        return _Attention.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -159,11 +208,11 @@ def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> A
         or learned
         or (sink is not None and sink.requires_grad)
     ):
-        return _Plain.apply(q, k, v, sink, call, *learned)
+        return _Plain.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]
     return call.forward(q, k, v, sink, (), forward_only=True)
 
 
-def _returned(out: Tensor, lse: Tensor, max_scores: Any, return_lse: bool, aux: AuxRequest | None) -> Any:
+def _returned(out: Tensor, lse: Any, max_scores: Any, return_lse: bool, aux: AuxRequest | None) -> _Returned:
     if aux is not None:
         return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
     return (out, lse) if return_lse else out
@@ -269,7 +318,7 @@ class _Attention(torch.autograd.Function):
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
         inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
         if torch.is_grad_enabled() or _transforms_active():
-            gradients = _Gradient.apply(*inputs)
+            gradients = _Gradient.apply(*inputs)  # type: ignore[no-untyped-call]
         else:
             gradients = _Gradient.forward(*inputs)
         return (*gradients[:4], None, *gradients[4:])
@@ -338,7 +387,9 @@ class _Gradient(torch.autograd.Function):
         return _each_entry(_Gradient, info, in_dims, inputs)
 
 
-def _each_entry(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+def _each_entry(
+    function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
     """``function`` on each entry of a batch axis, stacked."""
     runs = []
     for at in range(info.batch_size):
@@ -460,6 +511,40 @@ def _check_options(options: dict[str, Any] | None) -> None:
         _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
 
 
+@overload
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+@overload
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, AuxOutput]: ...
 @uncompiled
 def varlen(
     query: Tensor,
@@ -505,7 +590,7 @@ def varlen(
         TraceError: A function does something that cannot be traced.
     """
     del max_seqlen_q, max_seqlen_k
-    nested = None
+    nested: Any = None
     if isinstance(query, Tensor) and query.is_nested:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError("nested tensors have offsets of their own: leave out cu_seqlens_q and cu_seqlens_k")
@@ -534,14 +619,14 @@ def varlen(
     offsets.append(offsets_of("cu_seqlens_k", both, key.size(0)))
     if len(offsets[0]) != len(offsets[1]):
         raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
-    longest = (max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets)
-    extents = (len(offsets[0]) - 1, q.size(1), *longest)
+    longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
+    extents = (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     aux = AuxRequest() if return_aux is None else return_aux
     call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, (offsets[0], offsets[1]))
-    out, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
-    out = out.squeeze(0).transpose(0, 1)
+    result, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
+    out: Tensor = result.squeeze(0).transpose(0, 1)
     if nested is not None:
         out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())
         out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
@@ -551,15 +636,16 @@ def varlen(
     return out, AuxOutput(*rows)
 
 
-def _jagged(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _jagged(name: str, tensor: Any) -> tuple[Tensor, Tensor]:
     """The rows ``[T, H, E]`` of a nested tensor, and its offsets."""
     if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
         raise ValueError(f"query, key and value must all be nested tensors [n, j, heads, dim] of the jagged layout; {name} is not")
-    if tensor._ragged_idx == 2:
-        tensor = tensor.transpose(1, 2)
-    if tensor._ragged_idx != 1 or tensor.lengths() is not None:
+    jagged: Any = tensor
+    if jagged._ragged_idx == 2:
+        jagged = jagged.transpose(1, 2)
+    if jagged._ragged_idx != 1 or jagged.lengths() is not None:
         raise ValueError(f"{name} must be jagged in its second or third axis, without holes between its sequences")
-    return tensor.values(), tensor.offsets()
+    return jagged.values(), jagged.offsets()
 
 
 @uncompiled

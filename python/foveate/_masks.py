@@ -71,7 +71,7 @@ class Mask:
 
     def _joined(self, other: Any, sign: str, join: Callable[[Any, Any], Any]) -> Mask:
         if not callable(other):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         other = other if isinstance(other, Mask) else Mask(other)
         return self._made(f"({self._what}) {sign} ({other._what})", lambda *at: join(self(*at), other(*at)))
 

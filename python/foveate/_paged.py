@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,34 @@ from ._masks import Mask
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@overload
+def paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: None = None,
+    sink: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    score_mod: ScoreMod | None = None,
+    mask: Mask | Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, AuxOutput]: ...
 @uncompiled
 def paged(
     query: Tensor,
@@ -79,10 +107,11 @@ def paged(
     aux = AuxRequest() if return_aux is None else return_aux
     call = _Call(score, traced, number, None, aux.lse, aux.max_scores, pages=pages)
     logits = None if sink is None else _sink(sink, query)
+    out: Tensor
     inputs = (call, query, key_pages, value_pages, logits)
     learned = () if score is None else score.learned
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[1:], *learned)):
-        out, lse, max_scores = _WithoutGradient.apply(*inputs, *learned)
+        out, lse, max_scores = _WithoutGradient.apply(*inputs, *learned)  # type: ignore[no-untyped-call]
     else:
         out, lse, max_scores = call.forward(*inputs[1:], (), forward_only=True)
     if return_aux is None:

@@ -269,11 +269,11 @@ class Reader(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         _TRACES.append(self)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         _TRACES.pop()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def read(self, of: Any, index: Any) -> Any:
         """``of[index]`` of a captured tensor, where some index is traced."""

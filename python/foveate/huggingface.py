@@ -53,12 +53,12 @@ def _interfaces() -> tuple[Any, Any]:
 class _Pass(Mask):
     """The mask of one forward pass: traced once, not once in each layer."""
 
-    __slots__ = ("_joined", "_programs")
+    __slots__ = ("_latest", "_programs")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._programs: dict[tuple[int, ...], Any] = {}
-        self._joined: tuple[Mask, _Pass] | None = None
+        self._latest: tuple[Mask, _Pass] | None = None
 
     def _program(self, extents: tuple[int, int, int, int]) -> Any:
         if extents not in self._programs:
@@ -66,9 +66,9 @@ class _Pass(Mask):
         return self._programs[extents]
 
     def within(self, documents: Mask) -> _Pass:
-        if self._joined is None or self._joined[0] is not documents:
-            self._joined = (documents, _Pass(and_masks(self, documents)))
-        return self._joined[1]
+        if self._latest is None or self._latest[0] is not documents:
+            self._latest = (documents, _Pass(and_masks(self, documents)))
+        return self._latest[1]
 
 
 class _Symbolic(BlockMask):
@@ -271,4 +271,5 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
     if found is None or found[0] != state:
         # The second tensor is held, so that its id stays its own.
         found = _known[cu_q] = (state, _Pass(Mask.from_cu_seqlens(cu_q, cu_k)), cu_k)
-    return found[1]
+    made: Mask = found[1]
+    return made
