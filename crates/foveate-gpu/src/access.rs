@@ -52,6 +52,23 @@ impl Accesses {
     /// # Errors
     /// When its elements are too many to count, or its address is no multiple of their size.
     pub fn read_array(&mut self, name: &str, array: &DeviceArray<'_>) -> Result<(), GpuError> {
+        self.add_array(name, array, false)
+    }
+
+    /// Adds an array that is written, or read and written.
+    ///
+    /// # Errors
+    /// Those of [`Self::read_array`].
+    pub fn write_array(&mut self, name: &str, array: &DeviceArray<'_>) -> Result<(), GpuError> {
+        self.add_array(name, array, true)
+    }
+
+    fn add_array(
+        &mut self,
+        name: &str,
+        array: &DeviceArray<'_>,
+        written: bool,
+    ) -> Result<(), GpuError> {
         let Some(elems) = array.span() else {
             return Err(GpuError::argument(format!(
                 "{name} of shape {:?} has too many elements to count",
@@ -71,7 +88,7 @@ impl Accesses {
         self.0.push(Access {
             name: name.to_owned(),
             span: (address, end),
-            written: false,
+            written,
             rows: Rows { layout: Layout::contiguous([1, 1, 1, elems]), bytes, start: address },
         });
         Ok(())

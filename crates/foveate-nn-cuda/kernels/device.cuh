@@ -1,0 +1,46 @@
+// What only a GPU's compiler takes. Tests that run kernels on the host bring the same functions in C++
+// (src/tests/machine.h); everything else of this folder is plain C++.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ float from_f16(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+// Both round to the nearest, ties to even.
+__device__ u16 to_f16(float x) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+__device__ u16 to_bf16(float x) {
+    u16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+// 2^x, to 2 ulp.
+__device__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// x / y to 2 ulp, for y up to 2^126.
+__device__ float divide_fast(float x, float y) { return __fdividef(x, y); }
+__device__ float bits_float(u32 x) { return __uint_as_float(x); }
+__device__ u32 float_bits(float x) { return __float_as_uint(x); }
+__device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+__device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+__device__ void sync_cta() { __syncthreads(); }
+
+// Shared memory of the CTA: 4 bytes a thread.
+extern "C" __device__ const int fv_shared_bytes = 4 * FV_THREADS;
+template <typename T>
+__device__ T* scratch() {
+    extern __shared__ double of_cta[];
+    return reinterpret_cast<T*>(of_cta);
+}

@@ -1,0 +1,68 @@
+// Rows of a table by token, and the gradient of the table.
+//
+// The gradient of a row is the sum over the places where its token stands, in their order. Places are sorted by
+// token and cut into segments, a CTA each, so that a frequent token keeps no single CTA busy: a token of one
+// segment is added to its row at once, sums of the others go to `partial`, and fv_embedding_join adds them in order.
+
+struct EmbeddingParams {
+    Rows table, out;
+    u64 tokens;                 // i32 [rows of out]
+    int width;
+    float scale;
+};
+
+// As EmbeddingOrder in src/embedding.rs makes them.
+struct Segment { int token, first, end, partial; };         // places order[first..end]; partial -1: all of the token's
+struct Joined { int token, first, end, unused; };           // rows of partial
+
+struct EmbeddingBackwardParams {
+    Rows d_out;
+    u64 d_table;                // f32 [vocabulary, width], added to
+    u64 order;                  // i32: places, sorted by token
+    u64 segments;               // Segment, or Joined
+    u64 partial;                // f32 [segments of tokens with more than one, width]
+    int width;
+    float scale;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_embedding(const __grid_constant__ EmbeddingParams p) {
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
+    if (column >= p.width) return;
+    float x[VECTOR];
+    load(x, p.table.row(reinterpret_cast<const int*>(p.tokens)[blockIdx.x]) + column);
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) x[i] *= p.scale;
+    store(p.out.row(blockIdx.x) + column, x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
+    if (column >= p.width) return;
+    const Segment segment = reinterpret_cast<const Segment*>(p.segments)[blockIdx.x];
+    const int* const order = reinterpret_cast<const int*>(p.order);
+    float sum[VECTOR] = {};
+    #pragma unroll 4
+    for (int i = segment.first; i < segment.end; ++i) {
+        float x[VECTOR];
+        load(x, p.d_out.row(order[i]) + column);
+        #pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sum[j] += x[j];
+    }
+    const bool whole = segment.partial < 0;
+    float* const to = whole ? reinterpret_cast<float*>(p.d_table) + i64(segment.token) * p.width
+                            : reinterpret_cast<float*>(p.partial) + i64(segment.partial) * p.width;
+    #pragma unroll
+    for (int j = 0; j < VECTOR; ++j) to[column + j] = whole ? to[column + j] + p.scale * sum[j] : sum[j];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_embedding_join(const __grid_constant__ EmbeddingBackwardParams p) {
+    const int column = blockIdx.y * THREADS + threadIdx.x;
+    if (column >= p.width) return;
+    const Joined joined = reinterpret_cast<const Joined*>(p.segments)[blockIdx.x];
+    float sum = 0.f;
+    for (int i = joined.first; i < joined.end; ++i) sum += reinterpret_cast<const float*>(p.partial)[i64(i) * p.width + column];
+    reinterpret_cast<float*>(p.d_table)[i64(joined.token) * p.width + column] += p.scale * sum;
+}

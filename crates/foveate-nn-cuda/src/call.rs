@@ -1,0 +1,238 @@
+//! Launches as data, and the kernels that they need.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use foveate_gpu::abi::Abi;
+use foveate_gpu::access::Accesses;
+use foveate_gpu::driver::Launch;
+use foveate_gpu::kernel::{Expected, Kernel, KernelSource, Parameters};
+use foveate_gpu::sync::lock;
+use foveate_gpu::{Arch, Engine, GpuError, Queue};
+use foveate_tensor::DType;
+
+/// What only a GPU's compiler takes.
+const DEVICE: &str = include_str!("../kernels/device.cuh");
+const ELEMENTS: &str = include_str!("../kernels/elements.cuh");
+
+/// A block of a transformer whose operands are known.
+pub trait Block {
+    /// Its launches, in their order. What they read and write is added to `accesses`.
+    ///
+    /// # Errors
+    /// [`foveate_gpu::GpuErrorKind::Argument`] naming the operand that does not fit.
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError>;
+}
+
+/// A launch of a kernel.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// The file that the kernel is in, and what it is compiled for.
+    pub source: Source,
+    /// The kernel.
+    pub entry: &'static str,
+    /// CTAs along each axis.
+    pub grid: [u32; 3],
+    /// The kernel's one parameter, a struct, as it lies in memory.
+    pub parameters: Vec<u8>,
+}
+
+/// A file of kernels and what it is compiled for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// The file.
+    pub(crate) file: File,
+    /// Of operands.
+    pub(crate) dtype: DType,
+    /// Elements that a thread reads at once.
+    pub(crate) vector: usize,
+    /// Threads of a CTA.
+    pub(crate) threads: u32,
+}
+
+/// The files, with what each is compiled for beside the dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum File {
+    /// Vectors of a row that a thread holds.
+    RmsNorm {
+        held: usize,
+    },
+    /// GELU instead of SiLU.
+    Gated {
+        gelu: bool,
+    },
+    /// Pairs of neighbours instead of halves.
+    Rope {
+        neighbours: bool,
+    },
+    Embedding,
+    /// With a cap on logits.
+    CrossEntropy {
+        cap: bool,
+    },
+    /// What is kept of parameters.
+    AdamW {
+        weights: u32,
+        moments: u32,
+        gradients: u32,
+    },
+}
+
+impl File {
+    fn text(self) -> &'static str {
+        match self {
+            Self::RmsNorm { .. } => include_str!("../kernels/rms_norm.cu"),
+            Self::Gated { .. } => include_str!("../kernels/gated.cu"),
+            Self::Rope { .. } => include_str!("../kernels/rope.cu"),
+            Self::Embedding => include_str!("../kernels/embedding.cu"),
+            Self::CrossEntropy { .. } => include_str!("../kernels/cross_entropy.cu"),
+            Self::AdamW { .. } => include_str!("../kernels/adamw.cu"),
+        }
+    }
+
+    /// The macros that it reads beside those of every file.
+    fn defines(self) -> Vec<(&'static str, usize)> {
+        match self {
+            Self::RmsNorm { held } => vec![("FV_HELD", held)],
+            Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
+            Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
+            Self::Embedding => Vec::new(),
+            Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
+            Self::AdamW { weights, moments, gradients } => vec![
+                ("FV_WEIGHTS", weights as usize),
+                ("FV_MOMENTS", moments as usize),
+                ("FV_GRADIENTS", gradients as usize),
+            ],
+        }
+    }
+}
+
+impl Source {
+    /// CUDA C++, one file.
+    pub fn text(&self) -> String {
+        self.text_on(DEVICE)
+    }
+
+    /// The file with `device` in the place of what only a GPU's compiler takes.
+    pub(crate) fn text_on(&self, device: &str) -> String {
+        let dtype = match self.dtype {
+            DType::F16 => 0,
+            DType::BF16 => 1,
+            DType::F32 => 2,
+            DType::F64 => unreachable!("operands were checked"),
+        };
+        let mut defines = self.file.defines();
+        defines.push(("FV_DTYPE", dtype));
+        defines.push(("FV_VECTOR", self.vector));
+        defines.push(("FV_THREADS", self.threads as usize));
+        let defines: String =
+            defines.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
+        [&defines, device, ELEMENTS, self.file.text()].join("\n")
+    }
+
+    /// Of dynamic shared memory.
+    fn shared_bytes(&self) -> u32 {
+        4 * self.threads
+    }
+
+    /// What a kernel of the file may take: registers of a full CTA, and no local memory but where it
+    /// reads element by element, which is slow anyway.
+    pub(crate) fn expected(&self, entry: &'static str) -> Expected<'static> {
+        Expected {
+            name: entry,
+            entry,
+            registers: (65536 / self.threads).min(255),
+            local_bytes: if self.vector == 1 { 128 } else { 0 },
+            static_shared_bytes: 0,
+            shared_bytes: Some(self.shared_bytes()),
+        }
+    }
+}
+
+impl Call {
+    pub(crate) fn new(
+        source: &Source,
+        entry: &'static str,
+        grid: [usize; 2],
+        parameters: &impl Abi,
+    ) -> Result<Self, GpuError> {
+        let [x, y] = grid;
+        // The most that CUDA takes along either axis.
+        let (Ok(x), Ok(y @ ..=65535)) = (i32::try_from(x), i32::try_from(y)) else {
+            return Err(GpuError::argument(format!("{entry} takes no grid of {x} by {y} CTAs")));
+        };
+        let grid = [x.unsigned_abs(), y.unsigned_abs(), 1];
+        Ok(Self { source: source.clone(), entry, grid, parameters: parameters.bytes() })
+    }
+}
+
+/// The kernels of a GPU, compiled when they are first needed.
+#[derive(Debug)]
+pub struct Kernels {
+    engine: Arc<Engine>,
+    arch: Arch,
+    loaded: Mutex<HashMap<(Source, &'static str), Kernel>>,
+}
+
+impl Kernels {
+    /// None yet, for the GPU of `engine`.
+    pub fn new(engine: Arc<Engine>) -> Self {
+        let arch = engine.device().info().arch();
+        Self { engine, arch, loaded: Mutex::default() }
+    }
+
+    /// The GPU.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Queues the launches of a block, in order with the queue's other work.
+    ///
+    /// # Errors
+    /// [`foveate_gpu::GpuErrorKind::Argument`] for operands that do not fit, overlap or are no memory
+    /// of this GPU; those of [`Engine::kernel`] and of the launch.
+    ///
+    /// # Safety
+    /// The operands stay allocated until the queue's work is done.
+    pub unsafe fn queue(&self, queue: &Queue, block: &impl Block) -> Result<(), GpuError> {
+        let mut accesses = Accesses::default();
+        let calls = block.calls(&mut accesses)?;
+        accesses.check_apart(self.engine.checked_apart())?;
+        accesses.check_device(&self.engine)?;
+        for call in calls {
+            let kernel = self.kernel(&call)?;
+            let launch = Launch::new(call.grid, call.source.threads);
+            // SAFETY: the operands were checked above, and the caller keeps them.
+            unsafe { kernel.launch(queue, &launch, Struct(call.parameters))? };
+        }
+        Ok(())
+    }
+
+    /// Compiles the kernels of a block without running it.
+    ///
+    /// # Errors
+    /// Those of [`Self::queue`] that come before a launch.
+    pub fn prepare(&self, block: &impl Block) -> Result<(), GpuError> {
+        let calls = block.calls(&mut Accesses::default())?;
+        calls.iter().try_for_each(|call| self.kernel(call).map(drop))
+    }
+
+    fn kernel(&self, call: &Call) -> Result<Kernel, GpuError> {
+        let key = (call.source.clone(), call.entry);
+        if let Some(kernel) = lock(&self.loaded).get(&key) {
+            return Ok(kernel.clone());
+        }
+        let source = KernelSource { text: call.source.text(), arch: self.arch };
+        let kernel = self.engine.kernel(&source, &call.source.expected(call.entry))?;
+        Ok(lock(&self.loaded).entry(key).or_insert(kernel).clone())
+    }
+}
+
+/// A kernel's one parameter.
+struct Struct(Vec<u8>);
+
+impl Parameters for Struct {
+    fn bytes(&self) -> Vec<Vec<u8>> {
+        vec![self.0.clone()]
+    }
+}

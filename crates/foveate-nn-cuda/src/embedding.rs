@@ -1,0 +1,183 @@
+//! Rows of a table by token, and the gradient of the table without atomics.
+
+use foveate_gpu::abi::{Address, array_bytes};
+use foveate_gpu::access::Accesses;
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
+use foveate_tensor::DType;
+
+use crate::call::{Block, Call, File, Source};
+use crate::operands::{array, count, integers, matrix, operand_dtype, vector};
+use crate::params::{EmbeddingBackwardParams, EmbeddingParams};
+
+/// `out[t] = scale · table[tokens[t]]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedding<'a> {
+    /// `[vocabulary, width]`, f16, bf16 or f32.
+    pub table: DeviceTensor<2>,
+    /// i32 `[tokens]`, each below the vocabulary: whoever uploads them has checked it.
+    pub tokens: DeviceArray<'a>,
+    /// `[tokens, width]`, in the dtype of the table, written.
+    pub out: DeviceTensor<2>,
+    /// 1, or √width (Gemma).
+    pub scale: f32,
+}
+
+/// `d_table[tokens[t]] += scale · d_out[t]`, for each row of the table in order of t within
+/// segments of 64 places, then of segments.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddingBackward<'a> {
+    /// `[tokens, width]`, f16, bf16 or f32.
+    pub d_out: DeviceTensor<2>,
+    /// f32 `[vocabulary, width]`, rows side by side, added to.
+    pub d_table: DeviceTensor<2>,
+    /// The order of the batch's tokens.
+    pub order: &'a TokenOrder,
+    /// Where [`TokenOrder::words`] lies: i32 `[words]`.
+    pub words: DeviceArray<'a>,
+    /// f32 `[order.partial_rows(), width]`, rows side by side: scratch.
+    pub partial: DeviceTensor<2>,
+    /// As in [`Embedding`].
+    pub scale: f32,
+}
+
+/// The places of a batch's tokens, sorted by token and cut into segments. Made once a batch, on the
+/// host; the device has its words.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenOrder {
+    places: Vec<i32>,
+    segments: Vec<[i32; 4]>,
+    joined: Vec<[i32; 4]>,
+    partial_rows: usize,
+    /// The largest token.
+    last: i32,
+}
+
+/// Places of a segment at most: a CTA reads so many rows one after the other.
+const SEGMENT: usize = 64;
+const THREADS: u32 = 128;
+
+impl TokenOrder {
+    /// Sorts the places where each token stands.
+    ///
+    /// # Errors
+    /// For more than 2³¹ tokens, or one that is 2³¹ or more.
+    pub fn new(tokens: &[u32]) -> Result<Self, GpuError> {
+        count("tokens", tokens.len())?;
+        let last = tokens.iter().copied().max().unwrap_or(0);
+        let last = count("words of a vocabulary", last as usize)?;
+        let mut places: Vec<i32> = (0..tokens.len() as i32).collect();
+        places.sort_by_key(|&place| tokens[place as usize]);
+        let (mut segments, mut joined, mut partial_rows) = (Vec::new(), Vec::new(), 0);
+        let same = |a: &i32, b: &i32| tokens[*a as usize] == tokens[*b as usize];
+        let mut first = 0;
+        for run in places.chunk_by(same) {
+            let token = tokens[run[0] as usize] as i32;
+            let before = partial_rows;
+            for part in run.chunks(SEGMENT) {
+                let end = first + part.len() as i32;
+                let row = if run.len() > SEGMENT { partial_rows } else { -1 };
+                segments.push([token, first, end, row]);
+                partial_rows += i32::from(row >= 0);
+                first = end;
+            }
+            if partial_rows > before {
+                joined.push([token, before, partial_rows, 0]);
+            }
+        }
+        let partial_rows = partial_rows as usize;
+        Ok(Self { places, segments, joined, partial_rows, last })
+    }
+
+    /// Rows of the scratch of [`EmbeddingBackward`].
+    pub fn partial_rows(&self) -> usize {
+        self.partial_rows
+    }
+
+    /// What the device reads: segments, joined segments, places.
+    pub fn words(&self) -> Vec<i32> {
+        let fours = self.segments.iter().chain(&self.joined).flatten();
+        fours.chain(&self.places).copied().collect()
+    }
+
+    /// Its bytes, as they lie in memory.
+    pub fn bytes(&self) -> Vec<u8> {
+        array_bytes(&self.words())
+    }
+}
+
+impl Block for Embedding<'_> {
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+        let dtype = operand_dtype("table", self.table.dtype)?;
+        let [tokens, width] = self.out.layout.shape;
+        let table = matrix("table", &self.table, [self.table.layout.shape[0], width], dtype)?;
+        let out = matrix("out", &self.out, [tokens, width], dtype)?;
+        integers("tokens", &self.tokens, tokens)?;
+        accesses.read("table", &self.table)?;
+        accesses.read_array("tokens", &self.tokens)?;
+        accesses.write("out", &self.out)?;
+        let vector = vector(dtype, &[table, out], &[width]);
+        let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
+        let parameters = EmbeddingParams {
+            table,
+            out,
+            tokens: self.tokens.address,
+            width: count("columns", width)?,
+            scale: self.scale,
+        };
+        let columns = width.div_ceil(vector * THREADS as usize);
+        Ok(vec![Call::new(&source, "fv_embedding", [tokens, columns], &parameters)?])
+    }
+}
+
+impl Block for EmbeddingBackward<'_> {
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+        let Self { order, .. } = self;
+        let dtype = operand_dtype("d_out", self.d_out.dtype)?;
+        let [rows, width] = self.d_table.layout.shape;
+        let d_out = matrix("d_out", &self.d_out, [order.places.len(), width], dtype)?;
+        let d_table = matrix("d_table", &self.d_table, [rows, width], DType::F32)?;
+        let partial_shape = [order.partial_rows, width];
+        let partial = matrix("partial", &self.partial, partial_shape, DType::F32)?;
+        for (name, rows, length) in
+            [("d_table", d_table, rows), ("partial", partial, order.partial_rows)]
+        {
+            if length > 1 && rows.stride as usize != width {
+                return Err(GpuError::argument(format!("rows of {name} must lie side by side")));
+            }
+        }
+        if !order.places.is_empty() && order.last as usize >= rows {
+            return Err(GpuError::argument(format!(
+                "token {} is beyond the {rows} rows of d_table",
+                order.last
+            )));
+        }
+        let fours = order.segments.len() + order.joined.len();
+        array("words", &self.words, ElementType::I32, 4 * fours + order.places.len())?;
+        accesses.read("d_out", &self.d_out)?;
+        accesses.read_array("words", &self.words)?;
+        accesses.write("d_table", &self.d_table)?;
+        accesses.write("partial", &self.partial)?;
+        let four = size_of::<[i32; 4]>() as Address;
+        let joined = self.words.address + four * order.segments.len() as Address;
+        let mut parameters = EmbeddingBackwardParams {
+            d_out,
+            d_table: d_table.data,
+            order: self.words.address + four * fours as Address,
+            segments: self.words.address,
+            partial: partial.data,
+            width: count("columns", width)?,
+            scale: self.scale,
+        };
+        let vector = vector(dtype, &[d_out], &[width]);
+        let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
+        let columns = |elems: usize| width.div_ceil(elems * THREADS as usize);
+        let grid = [order.segments.len(), columns(vector)];
+        let mut calls = vec![Call::new(&source, "fv_embedding_backward", grid, &parameters)?];
+        if !order.joined.is_empty() {
+            parameters.segments = joined;
+            let grid = [order.joined.len(), columns(1)];
+            calls.push(Call::new(&source, "fv_embedding_join", grid, &parameters)?);
+        }
+        Ok(calls)
+    }
+}

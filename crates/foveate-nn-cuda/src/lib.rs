@@ -1,0 +1,54 @@
+//! Transformer blocks on NVIDIA GPUs: the kernels of everything between the matrix products.
+//!
+//! A block is a struct that says where its operands lie. It checks them and becomes launches, which
+//! are data ([`Block::calls`]); [`Kernels`] compiles their sources once and queues them.
+//! Operands are f16, bf16 or f32, every sum is made in f32 or f64 in an order that sizes fix, so
+//! the same call has the same bits. Matrices are `[tokens, width]`, elements of a row side by side,
+//! rows any distance apart: a packed projection is one matrix, and so is some of its columns.
+//!
+//! ```no_run
+//! # use foveate_gpu::{DeviceTensor, Engine, GpuError};
+//! # use foveate_nn_cuda::{Kernels, norm::RmsNorm};
+//! # use foveate_tensor::DType;
+//! # fn normalise(x: u64, weight: u64, inverse: u64, out: u64) -> Result<(), GpuError> {
+//! let kernels = Kernels::new(Engine::get(0)?);
+//! let matrix = |address| DeviceTensor::contiguous(address, DType::BF16, [8192, 4096]);
+//! let norm = RmsNorm {
+//!     x: matrix(x),
+//!     residual: None,
+//!     weight: DeviceTensor::contiguous(weight, DType::BF16, [4096]),
+//!     inverse: DeviceTensor::contiguous(inverse, DType::F32, [8192]),
+//!     out: matrix(out),
+//!     eps: 1e-5,
+//!     offset: 0.0,
+//! };
+//! // SAFETY: the memory stays allocated until the queue's work is done.
+//! unsafe { kernels.queue(kernels.engine().queue(), &norm)? };
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | block | traffic, bytes an element of `[tokens, width]`, operands of 2 bytes |
+//! | --- | --- |
+//! | [`norm::RmsNorm`] | 4; with a residual 8 |
+//! | [`norm::RmsNormAgain`] | 4 |
+//! | [`norm::RmsNormBackward`] | 6; accumulating 8 |
+//! | [`gated::Gated`], its backward | 6, 12 |
+//! | [`rope::Rope`] | 4, of the heads that turn |
+//! | [`embedding::Embedding`], its backward | 4; 2, and 8 of each row of the table that is met |
+//! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 mostly come from L2; without gradient 2 |
+//! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
+
+mod call;
+pub mod embedding;
+pub mod gated;
+pub mod loss;
+pub mod norm;
+mod operands;
+pub mod optimizer;
+mod params;
+pub mod rope;
+#[cfg(test)]
+mod tests;
+
+pub use call::{Block, Call, Kernels, Source};

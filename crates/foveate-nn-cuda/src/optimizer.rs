@@ -1,0 +1,311 @@
+//! AdamW over ranges of flat arenas, the norm of the gradients, and the totals of a step.
+//!
+//! | state | `weights` | `remainders` | `gradients` | `means`, `squares` | bytes a parameter |
+//! | --- | --- | --- | --- | --- | --- |
+//! | exact | bf16 | 16 bits | f32 | f32 | 16 |
+//! | gradients bf16 | bf16 | 16 bits | bf16 | f32 | 14 |
+//! | moments bf16, rounded stochastically | bf16 | 16 bits | f32 | bf16 | 12 |
+//! | all bf16, weights rounded stochastically | bf16 | none | bf16 | bf16 | 8 |
+//! | f32 | f32 | none | f32 | f32 | 16 |
+//!
+//! The bf16 weight and the 16 bits that complete it are an exact f32 master (TransformerEngine's
+//! `store_param_remainders`): the weight is the master rounded to the nearest, ties away from zero,
+//! so that what is cut off is a signed 16-bit number. Random bits are a hash of seed, step and the
+//! element's index in its arena, so they depend on no launch.
+
+use std::ops::Range;
+
+use foveate_gpu::abi::{Address, array_bytes};
+use foveate_gpu::access::Accesses;
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
+use foveate_tensor::{DType, random};
+
+use crate::call::{Block, Call, File, Source};
+use crate::operands::{array, count};
+use crate::params::{FactorParams, PieceParams, SquaresParams, UpdateParams};
+pub use crate::params::{StepConstants, Totals};
+
+/// f64 numbers that [`StepConstants`] take the room of.
+pub const CONSTANTS_LEN: usize = size_of::<StepConstants>() / 8;
+/// f64 numbers that [`Totals`] take the room of.
+pub const TOTALS_LEN: usize = size_of::<Totals>() / 8;
+
+impl StepConstants {
+    /// Of step `step`, from 1 on.
+    pub fn new(step: u64, seed: u64, rate: f64, betas: [f64; 2], clip: f64) -> Self {
+        let scale = |beta: f64| (1.0 / (1.0 - beta.powf(step as f64))) as f32;
+        Self {
+            rate: rate as f32,
+            mean_scale: scale(betas[0]),
+            root_scale: scale(betas[1]),
+            clip: clip as f32,
+            random: random::mix(seed ^ random::mix(step)),
+        }
+    }
+}
+
+impl Totals {
+    pub(crate) fn check(totals: &DeviceArray<'_>) -> Result<Address, GpuError> {
+        array("totals", totals, ElementType::F64, TOTALS_LEN)?;
+        Ok(totals.address)
+    }
+}
+
+/// Elements of an arena that share a rate and a decay.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// Which: both ends multiples of 4, or [`Update`] reads them one by one.
+    pub range: Range<usize>,
+    /// Factor of the step's rate.
+    pub rate: f32,
+    /// Factor of the weight decay: 0 for gains and biases.
+    pub decay: f32,
+}
+
+/// Pieces of one launch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pieces {
+    entries: Vec<PieceParams>,
+    chunks: usize,
+}
+
+/// Elements that a CTA updates.
+const CHUNK: usize = 4096;
+const THREADS: u32 = 256;
+/// Elements that a thread reads at once.
+const VECTOR: usize = 4;
+/// Most parts of a sum of squares.
+const PARTS: usize = 1024;
+
+impl Pieces {
+    /// Empty pieces are left out.
+    ///
+    /// # Errors
+    /// When two overlap, or they have too many elements for a launch.
+    pub fn new(pieces: &[Piece]) -> Result<Self, GpuError> {
+        let mut sorted: Vec<&Piece> = pieces.iter().filter(|p| !p.range.is_empty()).collect();
+        sorted.sort_by_key(|piece| piece.range.start);
+        if let Some(pair) = sorted.windows(2).find(|p| p[0].range.end > p[1].range.start) {
+            let [a, b] = [&pair[0].range, &pair[1].range];
+            return Err(GpuError::argument(format!("the pieces {a:?} and {b:?} overlap")));
+        }
+        let (mut entries, mut chunks) = (Vec::new(), 0);
+        for &Piece { ref range, rate, decay } in sorted {
+            let end = i64::try_from(range.end)
+                .map_err(|_| GpuError::argument(format!("a piece ends at {}", range.end)))?;
+            let chunk = count("chunks", chunks)?;
+            entries.push(PieceParams {
+                first: range.start as i64,
+                end,
+                chunk,
+                rate,
+                decay,
+                unused: 0,
+            });
+            chunks += range.len().div_ceil(CHUNK);
+        }
+        count("chunks", chunks)?;
+        Ok(Self { entries, chunks })
+    }
+
+    /// What the device reads, of which [`Update::piece_table`] is the place: f64 numbers in all.
+    pub fn len_f64(&self) -> usize {
+        self.entries.len() * size_of::<PieceParams>() / 8
+    }
+
+    /// What the device reads.
+    pub fn bytes(&self) -> Vec<u8> {
+        array_bytes(&self.entries)
+    }
+
+    fn end(&self) -> usize {
+        self.entries.last().map_or(0, |piece| piece.end as usize)
+    }
+
+    /// Whether every piece is whole vectors.
+    fn whole(&self) -> bool {
+        let whole = |at: i64| at % VECTOR as i64 == 0;
+        self.entries.iter().all(|piece| whole(piece.first) && whole(piece.end))
+    }
+}
+
+/// One step of AdamW of some pieces of an arena, with what [`Factor`] found; nothing where that
+/// says so.
+#[derive(Clone, Copy, Debug)]
+pub struct Update<'a> {
+    /// `[elems]`: f32, or bf16.
+    pub weights: DeviceTensor<1>,
+    /// i16 `[elems]`, which complete bf16 weights to masters.
+    pub remainders: Option<DeviceArray<'a>>,
+    /// `[elems]`, f32 or bf16: sums over the tokens of a step.
+    pub gradients: DeviceTensor<1>,
+    /// m: `[elems]`, f32, or bf16 rounded stochastically.
+    pub means: DeviceTensor<1>,
+    /// v: in the dtype of `means`.
+    pub squares: DeviceTensor<1>,
+    /// What is updated.
+    pub pieces: &'a Pieces,
+    /// Where [`Pieces::bytes`] lies: f64 `[pieces.len_f64()]`.
+    pub piece_table: DeviceArray<'a>,
+    /// Where [`StepConstants`] lie: f64 `[CONSTANTS_LEN]`.
+    pub constants: DeviceArray<'a>,
+    /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`.
+    pub totals: DeviceArray<'a>,
+    /// β₁ and β₂.
+    pub betas: [f32; 2],
+    /// Added to the root.
+    pub eps: f32,
+    /// λ.
+    pub weight_decay: f32,
+}
+
+/// The squares of an arena's gradients, in parts.
+#[derive(Clone, Copy, Debug)]
+pub struct Squares<'a> {
+    /// `[elems]`, f32 or bf16.
+    pub gradients: DeviceTensor<1>,
+    /// f64 `[parts(elems)]`, written.
+    pub partial: DeviceArray<'a>,
+}
+
+/// The norm of the gradients of all arenas, and what they are multiplied with: the mean over labels,
+/// brought down to the largest norm.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor<'a> {
+    /// f64: what [`Squares`] of every arena wrote, side by side.
+    pub partial: DeviceArray<'a>,
+    /// Where [`StepConstants`] lie: f64 `[CONSTANTS_LEN]`.
+    pub constants: DeviceArray<'a>,
+    /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`; `labelled` is read, `squares`, `factor` and `skipped`
+    /// are written.
+    pub totals: DeviceArray<'a>,
+}
+
+/// Parts of the sum of squares of `elems` gradients.
+pub fn parts(elems: usize) -> usize {
+    elems.div_ceil(CHUNK).min(PARTS)
+}
+
+/// 0 for f32, 1 for bf16.
+fn kind(name: &str, tensor: &DeviceTensor<1>, elems: usize) -> Result<u32, GpuError> {
+    let kind = match tensor.dtype {
+        DType::F32 => 0,
+        DType::BF16 => 1,
+        other => {
+            return Err(GpuError::argument(format!("{name} is {other}; it must be f32 or bf16")));
+        }
+    };
+    tensor.check_side_by_side(name, elems, tensor.dtype)?;
+    Ok(kind)
+}
+
+/// Elements that a thread may read at once of arrays that start at these addresses.
+fn vector(starts: &[(Address, usize)], whole: bool) -> usize {
+    let aligned = |&(at, bytes): &(Address, usize)| at.is_multiple_of((bytes * VECTOR) as u64);
+    if whole && starts.iter().all(aligned) { VECTOR } else { 1 }
+}
+
+impl Block for Update<'_> {
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+        let [elems] = self.weights.layout.shape;
+        let weights = kind("weights", &self.weights, elems)?;
+        let gradients = kind("gradients", &self.gradients, elems)?;
+        let moments = kind("means", &self.means, elems)?;
+        self.squares.check_side_by_side("squares", elems, self.means.dtype)?;
+        if self.pieces.end() > elems {
+            return Err(GpuError::argument(format!(
+                "a piece ends at {}, the arena at {elems}",
+                self.pieces.end()
+            )));
+        }
+        let mut starts: Vec<(Address, usize)> =
+            [&self.weights, &self.gradients, &self.means, &self.squares]
+                .map(|tensor| (tensor.start(), tensor.dtype.bytes()))
+                .to_vec();
+        let weights = match &self.remainders {
+            Some(_) if weights == 0 => {
+                return Err(GpuError::argument("f32 weights have no remainders"));
+            }
+            Some(remainders) => {
+                array("remainders", remainders, ElementType::I16, elems)?;
+                starts.push((remainders.address, 2));
+                accesses.write_array("remainders", remainders)?;
+                1
+            }
+            None => 2 * weights,
+        };
+        array("piece_table", &self.piece_table, ElementType::F64, self.pieces.len_f64())?;
+        array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
+        accesses.write("weights", &self.weights)?;
+        accesses.read("gradients", &self.gradients)?;
+        accesses.write("means", &self.means)?;
+        accesses.write("squares", &self.squares)?;
+        for (name, array) in [
+            ("piece_table", &self.piece_table),
+            ("constants", &self.constants),
+            ("totals", &self.totals),
+        ] {
+            accesses.read_array(name, array)?;
+        }
+        let vector = vector(&starts, self.pieces.whole());
+        let file = File::AdamW { weights, moments, gradients };
+        let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
+        let parameters = UpdateParams {
+            weights: self.weights.start(),
+            remainders: self.remainders.map_or(0, |remainders| remainders.address),
+            gradients: self.gradients.start(),
+            means: self.means.start(),
+            squares: self.squares.start(),
+            pieces: self.piece_table.address,
+            constants: self.constants.address,
+            totals: Totals::check(&self.totals)?,
+            piece_count: count("pieces", self.pieces.entries.len())?,
+            beta1: self.betas[0],
+            beta2: self.betas[1],
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+        };
+        Ok(vec![Call::new(&source, "fv_adamw", [self.pieces.chunks, 1], &parameters)?])
+    }
+}
+
+impl Block for Squares<'_> {
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+        let [elems] = self.gradients.layout.shape;
+        let gradients = kind("gradients", &self.gradients, elems)?;
+        let parts = parts(elems);
+        array("partial", &self.partial, ElementType::F64, parts)?;
+        accesses.read("gradients", &self.gradients)?;
+        accesses.write_array("partial", &self.partial)?;
+        let start = (self.gradients.start(), self.gradients.dtype.bytes());
+        let vector = vector(&[start], elems.is_multiple_of(VECTOR));
+        let file = File::AdamW { weights: 0, moments: 0, gradients };
+        let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
+        let parameters = SquaresParams {
+            gradients: self.gradients.start(),
+            elems: elems as i64,
+            partial: self.partial.address,
+        };
+        Ok(vec![Call::new(&source, "fv_squares", [parts, 1], &parameters)?])
+    }
+}
+
+impl Block for Factor<'_> {
+    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+        let parts = self.partial.shape.iter().product();
+        array("partial", &self.partial, ElementType::F64, parts)?;
+        array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
+        accesses.read_array("partial", &self.partial)?;
+        accesses.read_array("constants", &self.constants)?;
+        accesses.write_array("totals", &self.totals)?;
+        let file = File::AdamW { weights: 0, moments: 0, gradients: 0 };
+        let source = Source { file, dtype: DType::F32, vector: VECTOR, threads: THREADS };
+        let parameters = FactorParams {
+            partial: self.partial.address,
+            constants: self.constants.address,
+            totals: Totals::check(&self.totals)?,
+            parts: count("parts", parts)?,
+        };
+        Ok(vec![Call::new(&source, "fv_factor", [1, 1], &parameters)?])
+    }
+}

@@ -1,0 +1,259 @@
+//! The parameters of kernels, as `kernels/*.cu` declare them.
+
+use foveate_gpu::abi::Address;
+use foveate_gpu::abi_structs;
+
+abi_structs! {
+    /// A matrix: elements of a row side by side.
+    pub struct Rows {
+        /// Address of its first element.
+        pub data: Address,
+        /// Elements from a row to the next.
+        pub stride: i64,
+    }
+    /// Of `kernels/rms_norm.cu`.
+    pub struct RmsNormParams {
+        /// `[tokens, width]`.
+        pub x: Rows,
+        /// No residual: all zeros.
+        pub residual: Rows,
+        /// Of x and the residual.
+        pub sum: Rows,
+        /// `[tokens, width]`.
+        pub out: Rows,
+        /// `[width]`.
+        pub weight: Address,
+        /// f32 `[tokens]`.
+        pub inverse: Address,
+        /// Columns.
+        pub width: i32,
+        /// Added to the mean square.
+        pub eps: f32,
+        /// Added to the weight.
+        pub offset: f32,
+    }
+    /// Of `kernels/rms_norm.cu`.
+    pub struct RmsNormBackwardParams {
+        /// `[tokens, width]`.
+        pub x: Rows,
+        /// `[tokens, width]`.
+        pub d_out: Rows,
+        /// `[tokens, width]`.
+        pub d_x: Rows,
+        /// `[width]`.
+        pub weight: Address,
+        /// f32 `[tokens]`.
+        pub inverse: Address,
+        /// f32 `[parts, width]`.
+        pub partial: Address,
+        /// Tokens.
+        pub rows: i32,
+        /// Columns.
+        pub width: i32,
+        /// Whether the gradient is added to `d_x`.
+        pub accumulate: i32,
+        /// Added to the weight.
+        pub offset: f32,
+    }
+    /// Of `kernels/rms_norm.cu`.
+    pub struct SumPartsParams {
+        /// f32 `[parts, width]`.
+        pub partial: Address,
+        /// `[width]`.
+        pub sum: Address,
+        /// Rows of `partial`.
+        pub parts: i32,
+        /// Columns.
+        pub width: i32,
+        /// Whether the sum is added to what is there.
+        pub accumulate: i32,
+        /// Whether it is f32, not the operands' dtype.
+        pub sum_is_f32: i32,
+    }
+    /// Of `kernels/gated.cu`.
+    pub struct GatedParams {
+        /// `[tokens, 2 width]`.
+        pub gate_up: Rows,
+        /// `[tokens, width]`.
+        pub out: Rows,
+        /// Columns of `out`.
+        pub width: i32,
+    }
+    /// Of `kernels/rope.cu`.
+    pub struct RopeParams {
+        /// `[tokens, at least heads · dim]`.
+        pub qkv: Rows,
+        /// i32 `[tokens]`.
+        pub positions: Address,
+        /// f32 `[positions, rotated]`.
+        pub table: Address,
+        /// Heads that turn.
+        pub heads: i32,
+        /// Columns of a head.
+        pub dim: i32,
+        /// Columns of a head that turn.
+        pub rotated: i32,
+        /// -1: back.
+        pub sign: f32,
+    }
+    /// Of `kernels/embedding.cu`.
+    pub struct EmbeddingParams {
+        /// `[vocabulary, width]`.
+        pub table: Rows,
+        /// `[tokens, width]`.
+        pub out: Rows,
+        /// i32 `[tokens]`.
+        pub tokens: Address,
+        /// Columns.
+        pub width: i32,
+        /// Of what is read.
+        pub scale: f32,
+    }
+    /// Of `kernels/embedding.cu`.
+    pub struct EmbeddingBackwardParams {
+        /// `[tokens, width]`.
+        pub d_out: Rows,
+        /// f32 `[vocabulary, width]`.
+        pub d_table: Address,
+        /// Places, sorted by token.
+        pub order: Address,
+        /// Four integers for each CTA.
+        pub segments: Address,
+        /// f32 rows of `width`.
+        pub partial: Address,
+        /// Columns.
+        pub width: i32,
+        /// Of the sums.
+        pub scale: f32,
+    }
+    /// Of `kernels/cross_entropy.cu`.
+    pub struct CrossEntropyParams {
+        /// `[tokens, vocabulary]`.
+        pub logits: Rows,
+        /// i32 `[tokens]`.
+        pub labels: Address,
+        /// f32 `[tokens]`.
+        pub losses: Address,
+        /// Columns.
+        pub vocabulary: i32,
+        /// Whether logits become their gradient.
+        pub wants_gradient: i32,
+        /// Of logits.
+        pub cap: f32,
+        /// Of the square of lse.
+        pub z_weight: f32,
+    }
+    /// Of `kernels/cross_entropy.cu`.
+    pub struct TotalParams {
+        /// f32 `[tokens]`.
+        pub losses: Address,
+        /// i32 `[tokens]`.
+        pub labels: Address,
+        /// f64.
+        pub loss: Address,
+        /// i64.
+        pub labelled: Address,
+        /// Tokens.
+        pub tokens: i32,
+    }
+    /// Of `kernels/adamw.cu`.
+    pub struct PieceParams {
+        /// The first element.
+        pub first: i64,
+        /// The one after the last.
+        pub end: i64,
+        /// Number of its first chunk.
+        pub chunk: i32,
+        /// Factor of the step's rate.
+        pub rate: f32,
+        /// Factor of the weight decay.
+        pub decay: f32,
+        /// Nothing.
+        pub unused: i32,
+    }
+    /// What the host says of a step; it lies in device memory as f64 `[3]`.
+    pub struct StepConstants {
+        /// The learning rate.
+        pub rate: f32,
+        /// 1/(1 − β₁ᵗ).
+        pub mean_scale: f32,
+        /// 1/(1 − β₂ᵗ).
+        pub root_scale: f32,
+        /// The largest norm of the mean gradient; 0: any.
+        pub clip: f32,
+        /// Of seed and step.
+        pub random: u64,
+    }
+    /// What a step adds up; it lies in device memory as f64 `[4]`, zeros before a step.
+    pub struct Totals {
+        /// Sum of the losses, the bits of an f64.
+        pub loss: u64,
+        /// Tokens with a label.
+        pub labelled: i64,
+        /// Sum of the squares of all gradients, the bits of an f64.
+        pub squares: u64,
+        /// What gradients are multiplied with: the mean over labels, and clipping.
+        pub factor: f32,
+        /// 1 where a gradient is not finite, or its square beyond f32: nothing is updated.
+        pub skipped: i32,
+    }
+    /// Of `kernels/adamw.cu`.
+    pub struct UpdateParams {
+        /// f32 or bf16.
+        pub weights: Address,
+        /// 16 bits each, or null.
+        pub remainders: Address,
+        /// f32 or bf16.
+        pub gradients: Address,
+        /// f32 or bf16.
+        pub means: Address,
+        /// f32 or bf16.
+        pub squares: Address,
+        /// PieceParams.
+        pub pieces: Address,
+        /// [`StepConstants`].
+        pub constants: Address,
+        /// [`Totals`].
+        pub totals: Address,
+        /// Pieces.
+        pub piece_count: i32,
+        /// β₁.
+        pub beta1: f32,
+        /// β₂.
+        pub beta2: f32,
+        /// Added to the root.
+        pub eps: f32,
+        /// λ.
+        pub weight_decay: f32,
+    }
+    /// Of `kernels/adamw.cu`.
+    pub struct SquaresParams {
+        /// f32 or bf16.
+        pub gradients: Address,
+        /// Elements.
+        pub elems: i64,
+        /// f64, one a CTA.
+        pub partial: Address,
+    }
+    /// Of `kernels/adamw.cu`.
+    pub struct FactorParams {
+        /// f64 `[parts]`.
+        pub partial: Address,
+        /// [`StepConstants`].
+        pub constants: Address,
+        /// [`Totals`].
+        pub totals: Address,
+        /// Parts.
+        pub parts: i32,
+    }
+}
+
+/// A struct's name, its size, and the offset of each of its fields.
+#[cfg(test)]
+type Struct = (&'static str, usize, &'static [(&'static str, usize)]);
+
+/// All of them.
+#[cfg(test)]
+pub(crate) fn structs() -> &'static [Struct] {
+    STRUCTS
+}

@@ -1,0 +1,550 @@
+//! Norms, gates, rotary positions, embeddings, losses.
+
+use super::*;
+use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
+use crate::gated::{Activation, Gated, GatedBackward};
+use crate::loss::{AddLosses, CrossEntropy};
+use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
+use crate::optimizer::{TOTALS_LEN, Totals};
+use crate::rope::{Pairing, Rope};
+
+const TOKENS: usize = 7;
+
+/// The norm of rows of `x`: each row's factor, and out.
+fn norm_of(x: &[f64], weight: &[f64], eps: f64, offset: f64) -> (Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let inverse: Vec<f64> = x
+        .chunks(width)
+        .map(|row| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / width as f64 + eps).sqrt())
+        .collect();
+    let out = x
+        .iter()
+        .enumerate()
+        .map(|(i, x)| x * inverse[i / width] * (offset + weight[i % width]))
+        .collect();
+    (inverse, out)
+}
+
+/// Gradients of x and of the weight for `g` of out.
+fn norm_gradients(
+    x: &[f64],
+    weight: &[f64],
+    inverse: &[f64],
+    g: &[f64],
+    offset: f64,
+) -> (Vec<f64>, Vec<f64>) {
+    let width = weight.len();
+    let (mut d_x, mut d_weight) = (Vec::new(), vec![0.0; width]);
+    for ((x, g), r) in x.chunks(width).zip(g.chunks(width)).zip(inverse) {
+        let product = |i: usize| g[i] * (offset + weight[i]);
+        let mean = (0..width).map(|i| product(i) * x[i]).sum::<f64>() / width as f64;
+        d_x.extend((0..width).map(|i| r * (product(i) - x[i] * r * r * mean)));
+        d_weight.iter_mut().enumerate().for_each(|(i, sum)| *sum += g[i] * x[i] * r);
+    }
+    (d_x, d_weight)
+}
+
+#[test]
+fn norms_and_their_gradients_are_those_of_f64() {
+    let mut random = Random::new(1);
+    let f32s = Placing::dense(DType::F32);
+    for (placing, width) in placings() {
+        for (with_residual, offset) in [(false, 0.0), (true, 1.0)] {
+            let shape = [TOKENS, width];
+            let x = placing.random(shape, &mut random, 3.0);
+            let residual = placing.random(shape, &mut random, 3.0);
+            let weight = placing.random([1, width], &mut random, 1.0);
+            let (sum, out) = (placing.empty(shape), placing.empty(shape));
+            let inverse = f32s.empty([1, TOKENS]);
+            let block = RmsNorm {
+                x: x.tensor(),
+                residual: with_residual.then(|| (residual.tensor(), sum.tensor())),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.tensor(),
+                eps: 1e-5,
+                offset: offset as f32,
+            };
+            if !run(&block) {
+                return;
+            }
+            let tolerance = tolerance(placing.dtype);
+            let x = if with_residual {
+                let added: Vec<f64> =
+                    x.values().iter().zip(residual.values()).map(|(a, b)| a + b).collect();
+                close("sum", &sum.values(), &added, tolerance);
+                &sum
+            } else {
+                &x
+            };
+            let (values, weights) = (x.values(), weight.values());
+            let (factors, expected) = norm_of(&values, &weights, 1e-5, offset);
+            close("inverse", &inverse.values(), &factors, 1e-6);
+            close("out", &out.values(), &expected, tolerance);
+
+            let again = placing.empty(shape);
+            run(&RmsNormAgain {
+                x: x.tensor(),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: again.tensor(),
+                offset: offset as f32,
+            });
+            assert_eq!(again.values(), out.values(), "to the bit");
+
+            let d_out = placing.random(shape, &mut random, 1.0);
+            let d_x = placing.random(shape, &mut random, 1.0);
+            let before = d_x.values();
+            let d_weight = f32s.random([1, width], &mut random, 1.0);
+            let weight_before = d_weight.values();
+            let partial = f32s.empty([norm::parts(TOKENS), width]);
+            run(&RmsNormBackward {
+                x: x.tensor(),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                d_out: d_out.tensor(),
+                d_x: d_x.tensor(),
+                accumulate: with_residual,
+                d_weight: d_weight.vector(),
+                accumulate_weight: !with_residual,
+                partial: partial.tensor(),
+                offset: offset as f32,
+            });
+            let g = d_out.values();
+            let (mut expected_x, mut expected_weight) =
+                norm_gradients(&values, &weights, &factors, &g, offset);
+            if with_residual {
+                expected_x.iter_mut().zip(before).for_each(|(x, before)| *x += before);
+            } else {
+                expected_weight.iter_mut().zip(weight_before).for_each(|(x, b)| *x += b);
+            }
+            close("d_x", &d_x.values(), &expected_x, tolerance + 2e-6);
+            close("d_weight", &d_weight.values(), &expected_weight, 4e-6);
+        }
+    }
+}
+
+/// More rows than parts, in which every part sums several, and a gradient of 16 bits.
+#[test]
+fn the_gradient_of_a_norms_weight_sums_all_rows() {
+    let mut random = Random::new(2);
+    let (tokens, width) = (1100, 600);
+    let placing = Placing::dense(DType::BF16);
+    let f32s = Placing::dense(DType::F32);
+    let x = placing.random([tokens, width], &mut random, 1.0);
+    let d_out = placing.random([tokens, width], &mut random, 1.0);
+    let weight = placing.matrix([1, width], &vec![1.0; width]);
+    let inverse = f32s.matrix([1, tokens], &vec![0.5; tokens]);
+    let d_weight = placing.empty([1, width]);
+    let partial = f32s.empty([norm::parts(tokens), width]);
+    let ran = run(&RmsNormBackward {
+        x: x.tensor(),
+        weight: weight.vector(),
+        inverse: inverse.vector(),
+        d_out: d_out.tensor(),
+        d_x: d_out.tensor(),
+        accumulate: false,
+        d_weight: d_weight.vector(),
+        accumulate_weight: false,
+        partial: partial.tensor(),
+        offset: 0.0,
+    });
+    if !ran {
+        return;
+    }
+    // d_x took the place of d_out, so what it was is drawn once more.
+    let mut random = Random::new(2);
+    let values = x.values();
+    placing.random([tokens, width], &mut random, 1.0);
+    let g = placing.random([tokens, width], &mut random, 1.0).values();
+    let (ones, halves) = (vec![1.0; width], vec![0.5; tokens]);
+    let (expected_x, expected) = norm_gradients(&values, &ones, &halves, &g, 0.0);
+    close("d_weight", &d_weight.values(), &expected, tolerance(DType::BF16));
+    close("d_x", &d_out.values(), &expected_x, tolerance(DType::BF16));
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// f and its slope.
+fn activated(activation: Activation, x: f64) -> (f64, f64) {
+    match activation {
+        Activation::Silu => {
+            let s = sigmoid(x);
+            (x * s, s * (1.0 + x * (1.0 - s)))
+        }
+        Activation::Gelu => {
+            let unit = (2.0 / std::f64::consts::PI).sqrt();
+            let t = (unit * (x + 0.044715 * x * x * x)).tanh();
+            let slope = 0.5 * x * (1.0 - t * t) * unit * (1.0 + 3.0 * 0.044715 * x * x);
+            (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + slope)
+        }
+    }
+}
+
+#[test]
+fn gates_and_their_gradients_are_those_of_f64() {
+    let mut random = Random::new(3);
+    for (placing, width) in placings() {
+        for activation in [Activation::Silu, Activation::Gelu] {
+            let gate_up = placing.random([TOKENS, 2 * width], &mut random, 8.0);
+            let out = placing.empty([TOKENS, width]);
+            let gated = Gated { activation, gate_up: gate_up.tensor(), out: out.tensor() };
+            if !run(&gated) {
+                return;
+            }
+            let values = gate_up.values();
+            let at =
+                |t: usize, i: usize| (values[t * 2 * width + i], values[t * 2 * width + width + i]);
+            let each = |of: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
+                (0..TOKENS * width).map(|j| of(j / width, j % width)).collect()
+            };
+            let expected = each(&|t, i| activated(activation, at(t, i).0).0 * at(t, i).1);
+            let tolerance = tolerance(placing.dtype);
+            close("out", &out.values(), &expected, tolerance);
+
+            let d_out = placing.random([TOKENS, width], &mut random, 1.0);
+            let g = d_out.values();
+            run(&GatedBackward { activation, gate_up: gate_up.tensor(), d_out: d_out.tensor() });
+            assert_eq!(d_out.values(), out.values(), "out once more");
+            let got = gate_up.values();
+            let (d_gate, d_up): (Vec<f64>, Vec<f64>) = (0..TOKENS * width)
+                .map(|j| {
+                    (
+                        got[j / width * 2 * width + j % width],
+                        got[j / width * 2 * width + width + j % width],
+                    )
+                })
+                .unzip();
+            let expected =
+                each(&|t, i| g[t * width + i] * at(t, i).1 * activated(activation, at(t, i).0).1);
+            close("d_gate", &d_gate, &expected, tolerance);
+            let expected = each(&|t, i| g[t * width + i] * activated(activation, at(t, i).0).0);
+            close("d_up", &d_up, &expected, tolerance);
+        }
+    }
+}
+
+/// Gates far from 0 neither overflow nor give NaN.
+#[test]
+fn gates_of_any_size_are_finite() {
+    let values = [-1e30, -3e4, -104.0, -88.0, 0.0, 88.0, 3e4, 1e30];
+    for activation in [Activation::Silu, Activation::Gelu] {
+        let placing = Placing::dense(DType::F32);
+        let row: Vec<f64> = values.iter().copied().chain([1.0; 8]).collect();
+        let gate_up = placing.matrix([1, 16], &row);
+        let out = placing.empty([1, 8]);
+        if !run(&Gated { activation, gate_up: gate_up.tensor(), out: out.tensor() }) {
+            return;
+        }
+        let expected: Vec<f64> = values.iter().map(|&x| activated(activation, x).0).collect();
+        for (got, expected) in out.values().iter().zip(expected) {
+            assert!((got - expected).abs() <= 1e-6 * expected.abs().max(1e-3), "{got}, {expected}");
+        }
+        let d_out = placing.matrix([1, 8], &[1.0; 8]);
+        run(&GatedBackward { activation, gate_up: gate_up.tensor(), d_out: d_out.tensor() });
+        for (got, x) in gate_up.values().iter().zip(values) {
+            let slope = if x == 0.0 { 0.5 } else { f64::from(x > 0.0) };
+            assert!((got - slope).abs() < 1e-5, "the slope at {x} is {got}");
+        }
+    }
+}
+
+#[test]
+fn heads_turn_by_their_positions_and_back() {
+    let mut random = Random::new(4);
+    let (heads, positions) = (3, 5);
+    for (placing, _) in placings() {
+        for pairing in [Pairing::Halves, Pairing::Neighbours] {
+            for (dim, rotated) in [(32, 32), (32, 16), (6, 4)] {
+                let width = (heads + 1) * dim + 2;
+                let qkv = placing.random([TOKENS, width], &mut random, 2.0);
+                let before = qkv.values();
+                let half = rotated / 2;
+                let angle = |p: usize, i: usize| p as f64 * 0.7 + i as f64 * 0.3;
+                let table: Vec<f64> = (0..positions)
+                    .flat_map(|p| {
+                        let cosines = (0..half).map(move |i| angle(p, i).cos());
+                        cosines.chain((0..half).map(move |i| angle(p, i).sin()))
+                    })
+                    .collect();
+                let table = Placing::dense(DType::F32).matrix([positions, rotated], &table);
+                let at: Vec<i32> = (0..TOKENS).map(|t| (t * 3 % positions) as i32).collect();
+                let at_memory = Memory::of(&at);
+                let rope = Rope {
+                    qkv: qkv.tensor(),
+                    heads,
+                    dim,
+                    positions: at_memory.array(ElementType::I32, &[TOKENS]),
+                    table: table.tensor(),
+                    pairing,
+                    back: false,
+                };
+                if !run(&rope) {
+                    return;
+                }
+                let mut expected = before.clone();
+                for (t, &position) in at.iter().enumerate() {
+                    for (head, i) in (0..heads).flat_map(|h| (0..half).map(move |i| (h, i))) {
+                        let (first, second) = match pairing {
+                            Pairing::Halves => (i, i + half),
+                            Pairing::Neighbours => (2 * i, 2 * i + 1),
+                        };
+                        let of = |column: usize| t * width + head * dim + column;
+                        let (a, b) = (before[of(first)], before[of(second)]);
+                        let (sin, cos) = angle(position as usize, i).sin_cos();
+                        expected[of(first)] = a * cos - b * sin;
+                        expected[of(second)] = b * cos + a * sin;
+                    }
+                }
+                let tolerance = tolerance(placing.dtype);
+                close("turned", &qkv.values(), &expected, tolerance);
+                run(&Rope { back: true, ..rope });
+                close("turned back", &qkv.values(), &before, 2.5 * tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_by_token_and_their_gradient() {
+    let mut random = Random::new(5);
+    let (vocabulary, tokens) = (11, 300);
+    // Token 7 stands in several segments, 3 and 9 nowhere.
+    let ids: Vec<u32> = (0..tokens)
+        .map(|t| match t % 3 {
+            0 => 7,
+            1 => random.below(3) as u32,
+            _ => [4, 5, 6, 8, 10][random.below(5)],
+        })
+        .collect();
+    let order = TokenOrder::new(&ids).unwrap();
+    let words = Memory::of(&order.words());
+    let ints: Vec<i32> = ids.iter().map(|&token| token as i32).collect();
+    let (ids_at, shape) = (Memory::of(&ints), [tokens]);
+    for (placing, width) in placings() {
+        let table = placing.random([vocabulary, width], &mut random, 1.0);
+        let out = placing.empty([tokens, width]);
+        let embedding = Embedding {
+            table: table.tensor(),
+            tokens: ids_at.array(ElementType::I32, &shape),
+            out: out.tensor(),
+            scale: 2.0,
+        };
+        if !run(&embedding) {
+            return;
+        }
+        let rows = table.values();
+        let expected: Vec<f64> = ids
+            .iter()
+            .flat_map(|&id| rows[id as usize * width..][..width].iter().map(|x| 2.0 * x))
+            .collect();
+        assert_eq!(out.values(), expected, "twice a number is exact");
+
+        let d_out = placing.random([tokens, width], &mut random, 1.0);
+        let f32s = Placing::dense(DType::F32);
+        let d_table = f32s.random([vocabulary, width], &mut random, 1.0);
+        let mut expected = d_table.values();
+        let g = d_out.values();
+        for (t, &id) in ids.iter().enumerate() {
+            for i in 0..width {
+                expected[id as usize * width + i] += 2.0 * g[t * width + i];
+            }
+        }
+        let partial = f32s.empty([order.partial_rows(), width]);
+        let words_len = [order.words().len()];
+        run(&EmbeddingBackward {
+            d_out: d_out.tensor(),
+            d_table: d_table.tensor(),
+            order: &order,
+            words: words.array(ElementType::I32, &words_len),
+            partial: partial.tensor(),
+            scale: 2.0,
+        });
+        partial.values();
+        close("d_table", &d_table.values(), &expected, 1e-6);
+    }
+}
+
+/// Loss and gradient of one token's logits.
+fn entropy(z: &[f64], label: i32, cap: Option<f64>, z_weight: f64) -> (f64, Vec<f64>) {
+    if label < 0 {
+        return (0.0, vec![0.0; z.len()]);
+    }
+    let capped = |z: f64| cap.map_or(z, |cap| cap * (z / cap).tanh());
+    let slope = |z: f64| cap.map_or(1.0, |cap| 1.0 - (z / cap).tanh().powi(2));
+    let most = z.iter().map(|&z| capped(z)).fold(f64::NEG_INFINITY, f64::max);
+    let lse = most + z.iter().map(|&z| (capped(z) - most).exp()).sum::<f64>().ln();
+    let label = label as usize;
+    let gradient = z
+        .iter()
+        .enumerate()
+        .map(|(i, &z)| {
+            let p = (capped(z) - lse).exp() * (1.0 + 2.0 * z_weight * lse);
+            (p - f64::from(i == label)) * slope(z)
+        })
+        .collect();
+    (lse - capped(z[label]) + z_weight * lse * lse, gradient)
+}
+
+#[test]
+fn losses_and_gradients_of_logits_are_those_of_f64() {
+    let mut random = Random::new(6);
+    for (placing, width) in placings() {
+        for (cap, z_weight) in [(None, 0.0), (Some(20.0), 1e-3)] {
+            let vocabulary = 50 * width + usize::from(placing.gap > 0);
+            let logits = placing.random([TOKENS, vocabulary], &mut random, 30.0);
+            let z = logits.values();
+            let labels: Vec<i32> = (0..TOKENS)
+                .map(|t| if t == 2 { -100 } else { random.below(vocabulary) as i32 })
+                .collect();
+            let labels_at = Memory::of(&labels);
+            let labels_at = labels_at.array(ElementType::I32, &[TOKENS]);
+            let losses = Placing::dense(DType::F32).empty([1, TOKENS]);
+            let block = CrossEntropy {
+                logits: logits.tensor(),
+                labels: labels_at,
+                losses: losses.vector(),
+                gradient: false,
+                cap: cap.map(|cap: f64| cap as f32),
+                z_weight: z_weight as f32,
+            };
+            if !run(&block) {
+                return;
+            }
+            assert_eq!(logits.values(), z, "without a gradient logits stay");
+            let expected: Vec<_> = z
+                .chunks(vocabulary)
+                .zip(&labels)
+                .map(|(z, &label)| entropy(z, label, cap, f64::from(z_weight as f32)))
+                .collect();
+            let of_losses: Vec<f64> = expected.iter().map(|(loss, _)| *loss).collect();
+            close("losses", &losses.values(), &of_losses, 2e-6);
+            let first = losses.values();
+            run(&CrossEntropy { gradient: true, ..block });
+            assert_eq!(losses.values(), first);
+            let gradient: Vec<f64> = expected.into_iter().flat_map(|(_, g)| g).collect();
+            close("gradient", &logits.values(), &gradient, tolerance(placing.dtype) + 4e-6);
+
+            let totals = Memory::of(
+                &[Totals { labelled: 10, ..Totals::default() }]
+                    .map(|t| foveate_gpu::abi::Abi::bytes(&t))[0],
+            );
+            let add = AddLosses {
+                losses: losses.vector(),
+                labels: labels_at,
+                totals: totals.array(ElementType::F64, &[TOTALS_LEN]),
+            };
+            run(&add);
+            run(&add);
+            let words: Vec<u64> = totals.read();
+            let sum: f64 = first.iter().sum();
+            assert!((f64::from_bits(words[0]) - 2.0 * sum).abs() < 1e-9 * sum);
+            assert_eq!(words[1], 10 + 2 * (TOKENS as u64 - 1));
+        }
+    }
+}
+
+/// Logits beyond what can be subtracted, and those that say that there is no such word.
+#[test]
+fn large_and_infinite_logits_have_their_loss() {
+    let minus = f64::NEG_INFINITY;
+    // Whole vectors have no word at all.
+    let rows = [
+        [3e38, -3e38, 0.0, 1.0, minus, minus, minus, minus],
+        [minus, minus, 5.0, minus, minus, minus, minus, minus],
+        [minus, minus, minus, minus, minus, 1.0, minus, 1.0],
+        [f64::NAN, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    ];
+    let expected = [0.0, 0.0, 2f64.ln(), f64::NAN];
+    let labels = Memory::of(&[0i32, 2, 5, 1]);
+    let placing = Placing::dense(DType::F32);
+    let logits = placing.matrix([4, 8], rows.as_flattened());
+    let losses = placing.empty([1, 4]);
+    let block = CrossEntropy {
+        logits: logits.tensor(),
+        labels: labels.array(ElementType::I32, &[4]),
+        losses: losses.vector(),
+        gradient: true,
+        cap: None,
+        z_weight: 0.0,
+    };
+    if !run(&block) {
+        return;
+    }
+    for (got, expected) in losses.values().iter().zip(expected) {
+        assert!((got - expected).abs() < 1e-6 || got.is_nan() && expected.is_nan(), "{got}");
+    }
+    let gradient = logits.values();
+    assert_eq!(gradient[..16], [0.0; 16]);
+    assert_eq!(gradient[16..24], [0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0, 0.5]);
+    assert!(gradient[24..].iter().all(|x| x.is_nan()));
+}
+
+#[test]
+fn operands_that_do_not_fit_are_named() {
+    let placing = Placing::dense(DType::BF16);
+    let f32s = Placing::dense(DType::F32);
+    let x = placing.empty([4, 32]);
+    let norm = RmsNorm {
+        x: x.tensor(),
+        residual: None,
+        weight: placing.empty([1, 32]).vector(),
+        inverse: f32s.empty([1, 4]).vector(),
+        out: placing.empty([4, 32]).tensor(),
+        eps: 1e-5,
+        offset: 0.0,
+    };
+    let narrow = RmsNorm { weight: placing.empty([1, 31]).vector(), ..norm };
+    assert_eq!(refusal(&narrow), "weight has shape [31]; it must be [32]");
+    let other = RmsNorm { out: f32s.empty([4, 32]).tensor(), ..norm };
+    assert_eq!(refusal(&other), "out is f32; it must be bf16");
+    let wide = [1, 16385];
+    let wide = RmsNorm {
+        x: placing.empty(wide).tensor(),
+        weight: placing.empty(wide).vector(),
+        inverse: f32s.empty([1, 1]).vector(),
+        out: placing.empty(wide).tensor(),
+        ..norm
+    };
+    assert_eq!(refusal(&wide), "RMSNorm of 16385 columns of bf16; it takes 1 to 16384");
+    let mut apart = x.tensor();
+    apart.layout = Layout { strides: [64, 2], ..apart.layout };
+    assert_eq!(
+        refusal(&RmsNorm { x: apart, ..norm }),
+        "x has 2 elements from one of a row to the next; they must lie side by side"
+    );
+    let gated = Gated { activation: Activation::Silu, gate_up: x.tensor(), out: x.tensor() };
+    assert_eq!(refusal(&gated), "gate_up has shape [4, 32]; it must be [4, 64]");
+    let table = f32s.empty([8, 20]);
+    let positions = Memory::of(&[0i32; 4]);
+    let rope = Rope {
+        qkv: x.tensor(),
+        heads: 2,
+        dim: 16,
+        positions: positions.array(ElementType::I32, &[4]),
+        table: table.tensor(),
+        pairing: Pairing::Halves,
+        back: false,
+    };
+    assert_eq!(
+        refusal(&rope),
+        "the table has 20 columns; it must have an even number up to the 16 of a head"
+    );
+    assert_eq!(
+        refusal(&Rope { heads: 3, ..rope }),
+        "3 heads of 16 columns are more than the 32 columns of qkv"
+    );
+    let order = TokenOrder::new(&[1, 9]).unwrap();
+    let words = Memory::of(&order.words());
+    let gradient = EmbeddingBackward {
+        d_out: placing.empty([2, 32]).tensor(),
+        d_table: f32s.empty([9, 32]).tensor(),
+        order: &order,
+        words: words.array(ElementType::I32, &[10]),
+        partial: f32s.empty([0, 32]).tensor(),
+        scale: 1.0,
+    };
+    assert_eq!(refusal(&gradient), "token 9 is beyond the 9 rows of d_table");
+}

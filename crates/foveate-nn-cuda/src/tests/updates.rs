@@ -1,0 +1,271 @@
+//! AdamW of every state, the norm and the factor.
+
+use foveate_gpu::abi::Abi;
+
+use super::*;
+use crate::optimizer::{
+    CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Totals, Update, parts,
+};
+
+const BETAS: [f64; 2] = [0.9, 0.95];
+const EPS: f64 = 1e-8;
+const DECAY: f64 = 0.1;
+/// More than a chunk, and no whole vectors at its end.
+const ELEMS: usize = 4096 + 517;
+
+/// An arena with the state of its parameters.
+struct Arena {
+    weights: Matrix,
+    remainders: Option<Memory>,
+    gradients: Matrix,
+    means: Matrix,
+    squares: Matrix,
+    constants: Memory,
+    totals: Memory,
+}
+
+fn f32_or_bf16(is_bf16: bool) -> Placing {
+    Placing::dense(if is_bf16 { DType::BF16 } else { DType::F32 })
+}
+
+impl Arena {
+    /// Weights, zero moments.
+    fn new(masters: &[f32], kept: &str, gradients: bool, moments: bool) -> Self {
+        let shape = [1, masters.len()];
+        let zeros = vec![0.0; masters.len()];
+        let values: Vec<f64> = masters.iter().map(|&x| f64::from(x)).collect();
+        let (weights, remainders) = match kept {
+            "f32" => (f32_or_bf16(false).matrix(shape, &values), None),
+            "stochastic" => (f32_or_bf16(true).matrix(shape, &values), None),
+            _ => {
+                let split: Vec<(u16, u16)> = masters.iter().map(|&x| split(x)).collect();
+                let mut weights = f32_or_bf16(true).empty(shape);
+                let high: Vec<u16> = split.iter().map(|s| s.0).collect();
+                let low: Vec<u16> = split.iter().map(|s| s.1).collect();
+                weights.memory.bytes().copy_from_slice(bytemuck::cast_slice(&high));
+                (weights, Some(Memory::of(&low)))
+            }
+        };
+        Self {
+            weights,
+            remainders,
+            gradients: f32_or_bf16(gradients).empty(shape),
+            means: f32_or_bf16(moments).matrix(shape, &zeros),
+            squares: f32_or_bf16(moments).matrix(shape, &zeros),
+            constants: Memory::new(8 * CONSTANTS_LEN, 0),
+            totals: Memory::new(8 * TOTALS_LEN, 0),
+        }
+    }
+
+    /// The masters, or the weights where there is nothing else.
+    fn masters(&self) -> Vec<f32> {
+        let Some(remainders) = &self.remainders else {
+            return self.weights.values().iter().map(|&x| x as f32).collect();
+        };
+        let (high, low): (Vec<u16>, Vec<i16>) = (self.weights.memory.read(), remainders.read());
+        let bits = |(h, l): (u16, i16)| (u32::from(h) << 16).wrapping_add(i32::from(l) as u32);
+        high.into_iter().zip(low).map(|pair| f32::from_bits(bits(pair))).collect()
+    }
+
+    /// Norm, factor and update; false without a compiler.
+    fn step(&mut self, constants: StepConstants, labelled: i64, pieces: &[Piece]) -> bool {
+        let elems = self.weights.shape[1];
+        self.constants.bytes().copy_from_slice(&constants.bytes());
+        self.totals.bytes().copy_from_slice(&Totals { labelled, ..Totals::default() }.bytes());
+        let partial = Memory::new(8 * parts(elems), 0);
+        let partial_len = [parts(elems)];
+        let partial_at = partial.array(ElementType::F64, &partial_len);
+        let constants = self.constants.array(ElementType::F64, &[CONSTANTS_LEN]);
+        let totals = self.totals.array(ElementType::F64, &[TOTALS_LEN]);
+        let squares = Squares { gradients: self.gradients.vector(), partial: partial_at };
+        let factor = Factor { partial: partial_at, constants, totals };
+        let pieces = Pieces::new(pieces).unwrap();
+        let (table, table_len) = (Memory::of(&pieces.bytes()), [pieces.len_f64()]);
+        let remainders_len = [elems];
+        let update = Update {
+            weights: self.weights.vector(),
+            remainders: self
+                .remainders
+                .as_ref()
+                .map(|r| r.array(ElementType::I16, &remainders_len)),
+            gradients: self.gradients.vector(),
+            means: self.means.vector(),
+            squares: self.squares.vector(),
+            pieces: &pieces,
+            piece_table: table.array(ElementType::F64, &table_len),
+            constants,
+            totals,
+            betas: BETAS.map(|beta| beta as f32),
+            eps: EPS as f32,
+            weight_decay: DECAY as f32,
+        };
+        run(&squares) && run(&factor) && run(&update)
+    }
+
+    fn factor(&self) -> (f64, f32, i32) {
+        let words: Vec<u64> = self.totals.read();
+        (f64::from_bits(words[2]), f32::from_bits(words[3] as u32), (words[3] >> 32) as i32)
+    }
+}
+
+/// A master as the weight rounded to the nearest, ties away from zero, and the rest.
+fn split(master: f32) -> (u16, u16) {
+    let bits = master.to_bits();
+    ((bits.wrapping_add(0x8000) >> 16) as u16, bits as u16)
+}
+
+fn pieces() -> Vec<Piece> {
+    vec![
+        Piece { range: 4104..ELEMS, rate: 0.5, decay: 0.0 },
+        Piece { range: 0..4100, rate: 1.0, decay: 1.0 },
+    ]
+}
+
+/// Masters and moments of f32 follow the formula in f64; what no piece has stays.
+#[test]
+fn exact_states_follow_the_formula_in_f64() {
+    let mut random = Random::new(11);
+    let masters: Vec<f32> = (0..ELEMS).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    for (kept, gradients) in [("f32", false), ("master", false), ("master", true)] {
+        let mut arena = Arena::new(&masters, kept, gradients, false);
+        let mut theta: Vec<f64> = masters.iter().map(|&x| f64::from(x)).collect();
+        let (mut m, mut v) = (vec![0.0f64; ELEMS], vec![0.0f64; ELEMS]);
+        for step in 1..=4u64 {
+            let (rate, clip, labelled) =
+                (1e-2 / step as f64, if step == 2 { 0.01 } else { 0.0 }, 37);
+            arena.gradients = f32_or_bf16(gradients).random(
+                [1, ELEMS],
+                &mut random,
+                if step == 3 { 1e-4 } else { 5.0 },
+            );
+            let constants = StepConstants::new(step, 9, rate, BETAS, clip);
+            if !arena.step(constants, labelled, &pieces()) {
+                return;
+            }
+            let g = arena.gradients.values();
+            let norm = g.iter().map(|g| g * g).sum::<f64>().sqrt() / labelled as f64;
+            let factor = if clip > 0.0 { clip / norm } else { 1.0 } / labelled as f64;
+            let (squares, found, skipped) = arena.factor();
+            assert!((squares.sqrt() / labelled as f64 / norm - 1.0).abs() < 1e-6);
+            assert!((f64::from(found) / factor - 1.0).abs() < 1e-6 && skipped == 0);
+            for Piece { range, rate: share, decay } in pieces() {
+                for i in range {
+                    let (rate, g) = (rate * f64::from(share), g[i] * factor);
+                    m[i] = BETAS[0] * m[i] + (1.0 - BETAS[0]) * g;
+                    v[i] = BETAS[1] * v[i] + (1.0 - BETAS[1]) * g * g;
+                    let mean = m[i] / (1.0 - BETAS[0].powi(step as i32));
+                    let square = v[i] / (1.0 - BETAS[1].powi(step as i32));
+                    let decayed = DECAY * f64::from(decay) * theta[i];
+                    theta[i] -= rate * (mean / (square.sqrt() + EPS) + decayed);
+                }
+            }
+        }
+        let got: Vec<f64> = arena.masters().iter().map(|&x| f64::from(x)).collect();
+        close("masters", &got, &theta, 2e-6);
+        close("means", &arena.means.values(), &m, 2e-6);
+        close("squares", &arena.squares.values(), &v, 2e-6);
+        assert_eq!(arena.masters()[4100..4104], masters[4100..4104]);
+        if kept == "master" {
+            let nearest: Vec<u16> = arena.masters().iter().map(|&x| split(x).0).collect();
+            assert_eq!(arena.weights.memory.read::<u16>(), nearest);
+        }
+    }
+}
+
+/// A step whose rate is 0 splits every master anew: all remainders of a binade of both signs, and
+/// the edges.
+#[test]
+fn every_master_survives_being_split() {
+    let binade = (0x3f80_0000u32..0x4000_0000).step_by(61);
+    let edges = [0, 1, 0x7fff, 0x8000, 0x8001, 0x007f_ffff, 0x0080_0000, 0x7f7f_7fff, 0x7f7f_8000];
+    let edges = edges.into_iter().chain([0x7f7f_ffff, 0x3f80_7fff, 0x3f80_8000, 0x3f80_8001]);
+    let bits: Vec<u32> = binade.chain(0x3f80_0000..0x3f82_0000).chain(edges).collect();
+    let masters: Vec<f32> =
+        bits.iter().flat_map(|&b| [f32::from_bits(b), f32::from_bits(b | 1 << 31)]).collect();
+    let mut arena = Arena::new(&masters, "master", false, false);
+    arena.gradients = f32_or_bf16(false).matrix([1, masters.len()], &vec![0.0; masters.len()]);
+    let constants = StepConstants::new(1, 9, 0.0, BETAS, 0.0);
+    let all = Piece { range: 0..masters.len(), rate: 1.0, decay: 1.0 };
+    if !arena.step(constants, 1, &[all]) {
+        return;
+    }
+    let same = arena.masters().iter().zip(&masters).all(|(a, b)| a.to_bits() == b.to_bits());
+    assert!(same, "a master changed");
+    let nearest: Vec<u16> = masters.iter().map(|&x| split(x).0).collect();
+    assert_eq!(arena.weights.memory.read::<u16>(), nearest);
+}
+
+/// What is rounded stochastically is one of the two neighbours, right on average, other bits in
+/// another step, the same in the same.
+#[test]
+fn stochastic_rounding_is_right_on_average() {
+    let master = 1.0 + 0.3 / 128.0;
+    let elems = 8192;
+    let mut states = Vec::new();
+    for step in [1, 1, 2] {
+        let mut arena = Arena::new(&vec![1.0; elems], "stochastic", true, true);
+        arena.gradients = f32_or_bf16(true).matrix([1, elems], &vec![-1.0; elems]);
+        // m/√v = -1 in the first step: the weight becomes 1 + rate.
+        let mut constants = StepConstants::new(1, 9, master - 1.0, BETAS, 0.0);
+        constants.random = StepConstants::new(step, 9, 0.0, BETAS, 0.0).random;
+        let all = Piece { range: 0..elems, rate: 1.0, decay: 0.0 };
+        if !arena.step(constants, 1, &[all]) {
+            return;
+        }
+        let weights = arena.weights.values();
+        assert!(weights.iter().all(|&w| w == 1.0 || w == 1.0078125));
+        let mean = weights.iter().sum::<f64>() / elems as f64;
+        assert!((mean - master).abs() < 2e-4, "{mean}, not {master}");
+        let means = arena.means.values();
+        let mean = means.iter().sum::<f64>() / elems as f64;
+        assert!((mean + 0.1).abs() < 2e-5, "{mean}");
+        assert!(means.iter().any(|&m| m != means[0]));
+        states.push(arena.masters());
+    }
+    assert_eq!(states[0], states[1]);
+    assert_ne!(states[0], states[2]);
+}
+
+/// A gradient that is not finite: nothing is updated, and the totals say so.
+#[test]
+fn gradients_that_are_not_finite_update_nothing() {
+    for wrong in [f64::NAN, f64::INFINITY] {
+        let masters = vec![0.5f32; ELEMS];
+        let mut arena = Arena::new(&masters, "master", false, false);
+        let mut gradients = vec![1.0; ELEMS];
+        gradients[4500] = wrong;
+        arena.gradients = f32_or_bf16(false).matrix([1, ELEMS], &gradients);
+        if !arena.step(StepConstants::new(1, 9, 0.1, BETAS, 1.0), 4, &pieces()) {
+            return;
+        }
+        assert_eq!(arena.factor().2, 1);
+        assert_eq!(arena.masters(), masters);
+        assert_eq!(arena.means.values(), vec![0.0; ELEMS]);
+    }
+}
+
+#[test]
+fn pieces_that_overlap_or_end_late_are_refused() {
+    let piece = |range| Piece { range, rate: 1.0, decay: 1.0 };
+    let overlap = Pieces::new(&[piece(0..8), piece(4..12)]).unwrap_err();
+    assert_eq!(overlap.to_string(), "the pieces 0..8 and 4..12 overlap");
+    let mut arena = Arena::new(&[0.0; 8], "f32", false, false);
+    arena.gradients = f32_or_bf16(false).matrix([1, 8], &[0.0; 8]);
+    let pieces = Pieces::new(&[piece(0..12)]).unwrap();
+    let (table, table_len) = (Memory::of(&pieces.bytes()), [pieces.len_f64()]);
+    let update = Update {
+        weights: arena.weights.vector(),
+        remainders: None,
+        gradients: arena.gradients.vector(),
+        means: arena.means.vector(),
+        squares: arena.squares.vector(),
+        pieces: &pieces,
+        piece_table: table.array(ElementType::F64, &table_len),
+        constants: arena.constants.array(ElementType::F64, &[CONSTANTS_LEN]),
+        totals: arena.totals.array(ElementType::F64, &[TOTALS_LEN]),
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0.0,
+    };
+    assert_eq!(refusal(&update), "a piece ends at 12, the arena at 8");
+}
