@@ -1,16 +1,32 @@
 //! The blocks a device has to bring to train a model.
 //!
-//! [`crate::Cpu`] is one implementation; a GPU is another. Shapes are in tokens `T` (all rows of a
-//! batch at once) and widths; matrices are row-major f32 and weights are `[out, in]`. Blocks
-//! check nothing but slice bounds: the step that calls them has fitted the arrays.
+//! [`crate::Cpu`] is one implementation and [`crate::Dry`], which computes nothing and accounts for
+//! everything, another; a GPU is a third. Shapes are in tokens `T` (all rows of a batch at once)
+//! and widths; matrices are row-major and weights are `[out, in]`. Blocks check nothing but
+//! bounds: the step that calls them has fitted the arrays.
+//!
+//! A block may only be queued when it returns, so none returns a number: sums stay on the device
+//! ([`Blocks::Totals`]) until [`Blocks::read`] waits for them. What depends on a batch alone is
+//! made once ([`Blocks::upload`]).
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use foveate::Plan;
+use foveate::DType;
 
+use crate::batch::Batch;
 use crate::config::{LearnedBuffer, RopePairing};
 use crate::error::NnError;
 use crate::rope::RopeTable;
+
+/// Elements in the memory of a device.
+pub trait Array: Default + Send + Sync {
+    /// Their type.
+    fn dtype(&self) -> DType;
+
+    /// Their number.
+    fn elems(&self) -> usize;
+}
 
 /// A range of an array: a weight among all parameters.
 #[derive(Debug)]
@@ -19,6 +35,13 @@ pub struct Part<'a, A> {
     pub array: &'a A,
     /// Elements of it.
     pub place: Range<usize>,
+}
+
+impl<'a, A: Array> Part<'a, A> {
+    /// All of an array.
+    pub fn whole(array: &'a A) -> Self {
+        Self { array, place: 0..array.elems() }
+    }
 }
 
 /// A [`Part`] to write to: a gradient among all gradients.
@@ -58,14 +81,9 @@ pub struct PackedHeads {
 }
 
 impl PackedHeads {
-    /// Heads of all three kinds.
-    pub fn slots(&self) -> usize {
-        self.heads_q + 2 * self.heads_kv
-    }
-
     /// Columns of the projection.
     pub fn width(&self) -> usize {
-        self.slots() * self.dim
+        (self.heads_q + 2 * self.heads_kv) * self.dim
     }
 }
 
@@ -79,77 +97,132 @@ pub enum Rotation {
 }
 
 /// Attention of one layer in one batch.
-#[derive(Debug)]
-pub struct LayerAttention<'a, A> {
+pub struct LayerAttention<'a, B: Blocks> {
     /// The plan of the batch, without the layer's learned buffers.
-    pub plan: &'a Plan,
+    pub plan: &'a B::Plan,
     /// The packed projection.
     pub heads: PackedHeads,
     /// Name and shape of each learned buffer.
     pub learned: &'a [(String, LearnedBuffer)],
     /// The layer's values of them, one after another.
-    pub values: Part<'a, A>,
+    pub values: Part<'a, B::Array>,
+}
+
+/// Keys and values of the tokens that were read before, `[capacity, heads_kv · dim]` each.
+#[derive(Debug)]
+pub struct KvCache<'a, A> {
+    /// Rotated keys.
+    pub keys: &'a mut A,
+    /// Values.
+    pub values: &'a mut A,
+    /// Tokens in the cache already.
+    pub position: usize,
+}
+
+/// Sums of a step, read back from the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sums {
+    /// Cross-entropy over all tokens that have a label, in nats.
+    pub nats: f64,
+    /// Time of attention, forward and backward, in seconds.
+    pub attention_seconds: f64,
+    /// Time of products with the weights of the layers, forward and backward, in seconds.
+    pub linear_seconds: f64,
+    /// Time of the output projection and the loss, forward and backward, in seconds.
+    pub loss_seconds: f64,
 }
 
 /// The blocks of a transformer, forward and backward, on one device.
-pub trait Blocks: Sync {
-    /// f32 elements on the device.
-    type Array: Default + Send + Sync;
+///
+/// Every block fails when the device does: its memory ends, or an operation before it went wrong.
+pub trait Blocks: Sized {
+    /// Attention as it was planned for batches of one shape.
+    type Plan;
+    /// Elements on the device.
+    type Array: Array;
+    /// A batch on the device.
+    type Batch;
+    /// Running totals on the device.
+    type Totals;
 
-    /// Makes `array` hold `elems` elements; what they are is not defined.
-    fn resize(&self, array: &mut Self::Array, elems: usize);
+    /// Makes `array` hold `elems` elements of `dtype`; what they are is not defined. `name` is for
+    /// accounts and errors.
+    ///
+    /// # Errors
+    /// When memory does not suffice.
+    fn resize(
+        &mut self,
+        name: &'static str,
+        array: &mut Self::Array,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError>;
+
+    /// Brings a batch to the device, with the rotations of its positions, which `table` reaches,
+    /// and the order of its tokens that [`Blocks::embed_backward`] sums in.
+    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>)
+    -> Result<Self::Batch, NnError>;
+
+    /// Totals of nothing.
+    fn totals(&mut self) -> Result<Self::Totals, NnError>;
+
+    /// Waits for `totals` and reads them back.
+    fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
+
+    /// Waits for f32 elements and reads them back.
+    fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
 
     /// `out[t] = table[tokens[t]]`.
     fn embed(
-        &self,
-        tokens: &[u32],
+        &mut self,
+        batch: &Self::Batch,
         table: Part<'_, Self::Array>,
         width: usize,
         out: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// `d_table[tokens[t]] += d_out[t]`, in order of `t`.
     fn embed_backward(
-        &self,
-        tokens: &[u32],
+        &mut self,
+        batch: &Self::Batch,
         d_out: &Self::Array,
         width: usize,
         d_table: PartMut<'_, Self::Array>,
-    );
+    ) -> Result<(), NnError>;
 
     /// `inverse[t] = 1/√(mean(x[t]²) + eps)`, `out[t] = x[t] · inverse[t] · weight`.
     fn rms_norm(
-        &self,
+        &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
         eps: f32,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// `x += residual`, then [`Blocks::rms_norm`] of `x`, in one pass.
     fn add_rms_norm(
-        &self,
+        &mut self,
         residual: &Self::Array,
         x: &mut Self::Array,
         weight: Part<'_, Self::Array>,
         eps: f32,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// `out[t] = x[t] · inverse[t] · weight`, bitwise what [`Blocks::rms_norm`] wrote.
     fn rms_norm_again(
-        &self,
+        &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
         inverse: &Self::Array,
         out: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// Adds the gradient of x to `d_x` (or overwrites it) and that of the weight to `d_weight`.
     fn rms_norm_backward(
-        &self,
+        &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
         inverse: &Self::Array,
@@ -157,56 +230,57 @@ pub trait Blocks: Sync {
         d_x: &mut Self::Array,
         accumulate: bool,
         d_weight: PartMut<'_, Self::Array>,
-    );
+    ) -> Result<(), NnError>;
 
     /// `y = x · weightᵀ`, or `y = x · weightᵀ + add`.
     fn linear(
-        &self,
+        &mut self,
         shape: LinearShape,
-        x: &Self::Array,
+        x: Part<'_, Self::Array>,
         weight: Part<'_, Self::Array>,
         add: Option<&Self::Array>,
         y: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// `d_x = d_y · weight`.
     fn linear_backward_input(
-        &self,
+        &mut self,
         shape: LinearShape,
         d_y: &Self::Array,
         weight: Part<'_, Self::Array>,
         d_x: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// `d_weight += d_yᵀ · x`.
     fn linear_backward_weight(
-        &self,
+        &mut self,
         shape: LinearShape,
         d_y: &Self::Array,
         x: &Self::Array,
         d_weight: PartMut<'_, Self::Array>,
-    );
+    ) -> Result<(), NnError>;
 
     /// Turns the query and key heads of `qkv` in place by the angles of their positions.
     fn rope(
-        &self,
+        &mut self,
+        batch: &Self::Batch,
         heads: PackedHeads,
         pairing: RopePairing,
-        table: &RopeTable,
-        positions: &[i32],
         rotation: Rotation,
         qkv: &mut Self::Array,
-    );
+    ) -> Result<(), NnError>;
 
     /// Attention straight out of the packed projection. `out` is `[rows, len, heads_q, dim]`,
-    /// `lse` is `[rows, heads_q, len]`.
+    /// `lse` is `[rows, heads_q, len]`. With a cache, the one row's keys and values are put into
+    /// it at its position, and the queries see all that it then holds.
     ///
     /// # Errors
-    /// Those of the plan.
+    /// Those of the plan, too.
     fn attention(
-        &self,
-        layer: LayerAttention<'_, Self::Array>,
+        &mut self,
+        layer: LayerAttention<'_, Self>,
         qkv: &Self::Array,
+        cache: Option<KvCache<'_, Self::Array>>,
         out: &mut Self::Array,
         lse: &mut Self::Array,
     ) -> Result<(), NnError>;
@@ -215,10 +289,10 @@ pub trait Blocks: Sync {
     /// the learned buffers are added to `d_learned`, where they lie as their values do.
     ///
     /// # Errors
-    /// Those of the plan.
+    /// Those of the plan, too.
     fn attention_backward(
-        &self,
-        layer: LayerAttention<'_, Self::Array>,
+        &mut self,
+        layer: LayerAttention<'_, Self>,
         qkv: &Self::Array,
         out: &Self::Array,
         lse: &Self::Array,
@@ -228,32 +302,46 @@ pub trait Blocks: Sync {
     ) -> Result<(), NnError>;
 
     /// `out = silu(gate) · up`, gate and up side by side in `gate_up [T, 2·width]`.
-    fn swiglu(&self, width: usize, gate_up: &Self::Array, out: &mut Self::Array);
+    fn swiglu(
+        &mut self,
+        width: usize,
+        gate_up: &Self::Array,
+        out: &mut Self::Array,
+    ) -> Result<(), NnError>;
 
     /// In place: `gate_up` becomes its gradient, `d_out` becomes `silu(gate) · up`.
-    fn swiglu_backward(&self, width: usize, gate_up: &mut Self::Array, d_out: &mut Self::Array);
+    fn swiglu_backward(
+        &mut self,
+        width: usize,
+        gate_up: &mut Self::Array,
+        d_out: &mut Self::Array,
+    ) -> Result<(), NnError>;
 
-    /// Cross-entropy of `x · weightᵀ` and `labels` without ever holding all logits: chunks of
-    /// as many tokens as `logits` has room for. Returns the sum in nats.
+    /// Adds the cross-entropy of `x · weightᵀ` and the labels to `totals`, and writes that of each
+    /// token to `each [T]`, 0 where it has no label. Never are all logits held: they are computed
+    /// for as many tokens at once as `logits` has room for.
     fn loss(
-        &self,
+        &mut self,
+        batch: &Self::Batch,
         width: usize,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
-        labels: &[i32],
         logits: &mut Self::Array,
-    ) -> f64;
+        each: Option<&mut Self::Array>,
+        totals: &mut Self::Totals,
+    ) -> Result<(), NnError>;
 
     /// [`Blocks::loss`] with its gradients in the same pass: `d_x` is overwritten, `d_weight`
     /// added to.
     fn loss_backward(
-        &self,
+        &mut self,
+        batch: &Self::Batch,
         width: usize,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
-        labels: &[i32],
         logits: &mut Self::Array,
         d_x: &mut Self::Array,
         d_weight: PartMut<'_, Self::Array>,
-    ) -> f64;
+        totals: &mut Self::Totals,
+    ) -> Result<(), NnError>;
 }

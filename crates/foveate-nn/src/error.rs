@@ -37,6 +37,16 @@ pub enum NnErrorKind {
         /// What is wrong and where.
         error: foveate::ModError,
     },
+    /// The device's memory does not suffice.
+    #[error(
+        "there is no memory for {elems} elements of `{name}`; lower the rows or the length of a batch, or recompute more"
+    )]
+    Memory {
+        /// The array.
+        name: &'static str,
+        /// Its elements.
+        elems: usize,
+    },
     /// A parameter or a gradient that the model does not have in this shape.
     #[error("parameter `{name}`: {reason}")]
     Parameter {
@@ -59,6 +69,10 @@ impl NnError {
 
     pub(crate) fn batch(reason: impl Into<String>) -> Self {
         NnErrorKind::Batch(reason.into()).into()
+    }
+
+    pub(crate) fn memory(name: &'static str, elems: usize) -> Self {
+        NnErrorKind::Memory { name, elems }.into()
     }
 
     pub(crate) fn parameter(name: impl Into<String>, reason: impl Into<String>) -> Self {

@@ -5,16 +5,19 @@
 //! The whole text is one document.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use foveate::Plan;
+use foveate::tensor::random::Random;
+use foveate::{DType, Plan};
 
-use crate::backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, Rotation};
-use crate::cpu::{Cpu, attention};
+use crate::backend::{Array, Blocks, LinearShape, Part};
+use crate::batch::{Batch, IGNORE};
+use crate::cpu::Cpu;
 use crate::error::{NnError, NnErrorKind};
-use crate::matmul::{Matrix, matmul};
 use crate::model::Model;
 use crate::rope::RopeTable;
-use foveate::tensor::random::Random;
+use crate::step::{Cache, Step};
+use crate::tape::Workspace;
 
 /// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,11 +59,11 @@ pub struct Generator<'a> {
     sampling: Sampling,
     random: Random,
     capacity: usize,
-    position: usize,
     plan: Plan,
-    /// Keys and values of each layer, `[capacity, kv_heads · dim]`.
-    cache: Vec<[Vec<f32>; 2]>,
-    rope: RopeTable,
+    blocks: Cpu,
+    workspace: Workspace<Vec<f32>>,
+    cache: Cache<Vec<f32>>,
+    table: Arc<RopeTable>,
     logits: Vec<f32>,
 }
 
@@ -69,7 +72,7 @@ impl Model {
     ///
     /// # Errors
     /// When `capacity` is 0 or past `max_position_embeddings`, a sampling option is out of its
-    /// range, or attention cannot be planned.
+    /// range, the cache does not fit the memory, or attention cannot be planned.
     pub fn generator(&self, capacity: usize, sampling: Sampling) -> Result<Generator<'_>, NnError> {
         sampling.check()?;
         self.check_parameters()?;
@@ -78,19 +81,20 @@ impl Model {
             let reason = format!("is {capacity}; max_position_embeddings allows 1 to {limit}");
             return Err(NnError::config("capacity", reason));
         }
-        let layers = 0..self.config.num_hidden_layers;
-        let elems = capacity * self.config.kv_heads() * self.config.dim();
-        let mut rope = RopeTable::default();
-        rope.reach(&self.config, capacity);
+        let (mut blocks, mut cache) = (Cpu::default(), Cache::default());
+        cache.fit(&mut blocks, &self.config, capacity)?;
+        let mut table = RopeTable::default();
+        table.reach(&self.config, capacity);
         Ok(Generator {
             model: self,
             sampling,
             random: Random::new(sampling.seed),
             capacity,
-            position: 0,
             plan: self.plans.generation(capacity)?,
-            cache: layers.map(|_| [vec![0.0; elems], vec![0.0; elems]]).collect(),
-            rope,
+            blocks,
+            workspace: Workspace::default(),
+            cache,
+            table: Arc::new(table),
             logits: Vec::new(),
         })
     }
@@ -99,7 +103,7 @@ impl Model {
 impl Generator<'_> {
     /// Tokens read so far.
     pub fn position(&self) -> usize {
-        self.position
+        self.cache.position
     }
 
     /// Logits of what follows the last token read, `[vocab]`; empty before anything is read.
@@ -119,7 +123,7 @@ impl Generator<'_> {
             let message = format!(
                 "after {} tokens the logit of token {id} is {logit}: the weights are finite, but \
                  so large that numbers computed from them are not; take an earlier checkpoint",
-                self.position
+                self.position()
             );
             return Err(NnErrorKind::NonFinite(message).into());
         }
@@ -133,8 +137,8 @@ impl Generator<'_> {
     /// # Errors
     /// When there are none, one is past the vocabulary, or the cache is full.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<Vec<f32>, NnError> {
-        let hidden = self.read(tokens)?;
-        let logits = self.project(&hidden);
+        self.read(tokens)?;
+        let logits = self.project(0..tokens.len())?;
         self.logits = logits[logits.len() - self.model.config.vocab_size..].to_vec();
         Ok(logits)
     }
@@ -144,93 +148,65 @@ impl Generator<'_> {
     /// # Errors
     /// Those of [`Generator::feed`].
     pub fn prompt(&mut self, tokens: &[u32]) -> Result<(), NnError> {
-        let hidden = self.read(tokens)?;
-        self.logits = self.project(&hidden[hidden.len() - self.model.config.hidden_size..]);
+        self.read(tokens)?;
+        self.logits = self.project(tokens.len() - 1..tokens.len())?;
         Ok(())
     }
 
-    fn project(&self, hidden: &[f32]) -> Vec<f32> {
-        let (width, vocab) = (self.model.config.hidden_size, self.model.config.vocab_size);
-        let tokens = hidden.len() / width;
-        let head = &self.model.weights[self.model.layout.head.clone()];
-        let mut logits = vec![0.0; tokens * vocab];
-        let (a, b) = (Matrix::rows(hidden, width), Matrix::transposed(head, width));
-        matmul([tokens, vocab, width], a, b, &mut logits, vocab, false);
-        logits
+    /// The logits after some of the tokens read last, `[tokens, vocab]`.
+    fn project(&mut self, tokens: Range<usize>) -> Result<Vec<f32>, NnError> {
+        let Self { model, blocks, workspace: Workspace { normed, logits, .. }, .. } = self;
+        let (inputs, outputs) = (model.config.hidden_size, model.config.vocab_size);
+        let shape = LinearShape { tokens: tokens.len(), inputs, outputs };
+        blocks.resize("logits", logits, DType::F32, tokens.len() * outputs)?;
+        let x = Part { array: &*normed, place: tokens.start * inputs..tokens.end * inputs };
+        let head = Part { array: &model.weights, place: model.layout.head.clone() };
+        blocks.linear(shape, x, head, None, logits)?;
+        let mut read = vec![0.0; logits.elems()];
+        blocks.download(Part::whole(logits), &mut read)?;
+        Ok(read)
     }
 
-    /// The normalised output of the last layer, `[tokens, hidden]`.
-    fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, NnError> {
-        let (model, n) = (self.model, tokens.len());
-        let (config, layout) = (&model.config, &model.layout);
+    /// Leaves the normalised output of the last layer, `[tokens, hidden]`, in the workspace.
+    fn read(&mut self, tokens: &[u32]) -> Result<(), NnError> {
+        let (model, n, position) = (self.model, tokens.len(), self.position());
         if n == 0 {
             return Err(NnError::batch("there are no tokens to read; give at least one"));
         }
-        if n > self.capacity - self.position {
+        if n > self.capacity - position {
             return Err(NnError::batch(format!(
-                "{n} tokens after {} do not fit the generator's capacity of {}",
-                self.position, self.capacity
+                "{n} tokens after {position} do not fit the generator's capacity of {}",
+                self.capacity
             )));
         }
-        if let Some(token) = tokens.iter().find(|&&t| t as usize >= config.vocab_size) {
-            let vocab = config.vocab_size;
+        let vocab = model.config.vocab_size;
+        if let Some(token) = tokens.iter().find(|&&t| t as usize >= vocab) {
             return Err(NnError::batch(format!("token {token}: the vocabulary has {vocab}")));
         }
-        let weight = |place: &Range<usize>| Part { array: &model.weights, place: place.clone() };
-        let shape = |inputs, outputs| LinearShape { tokens: n, inputs, outputs };
-        let (hidden, wide, eps) =
-            (config.hidden_size, config.intermediate_size, config.rms_norm_eps);
-        let attended = config.attention_width();
-        let heads = PackedHeads {
+        let positions: Vec<i32> = (position..position + n).map(|p| p as i32).collect();
+        let batch = Batch {
             rows: 1,
             len: n,
-            heads_q: config.num_attention_heads,
-            heads_kv: config.kv_heads(),
-            dim: config.dim(),
+            tokens,
+            labels: &vec![IGNORE; n],
+            documents: &vec![0; n],
+            positions: &positions,
         };
-        let end = self.position + n;
-        let positions: Vec<i32> = (self.position..end).map(|p| p as i32).collect();
-        let mut x = vec![0.0; n * hidden];
-        let (mut y, mut normed) = (x.clone(), x.clone());
-        let mut inverse = vec![0.0; n];
-        let mut qkv = vec![0.0; n * config.qkv_width()];
-        let mut out = vec![0.0; n * attended];
-        let mut gate_up = vec![0.0; n * 2 * wide];
-        let mut activated = vec![0.0; n * wide];
-        Cpu.embed(tokens, weight(&layout.embedding), hidden, &mut x);
-        for (places, cache) in layout.layers.iter().zip(&mut self.cache) {
-            Cpu.rms_norm(&x, weight(&places.norm), eps, &mut inverse, &mut normed);
-            let qkv_shape = shape(hidden, config.qkv_width());
-            Cpu.linear(qkv_shape, &normed, weight(&places.qkv), None, &mut qkv);
-            let pairing = config.rope_pairing;
-            Cpu.rope(heads, pairing, &self.rope, &positions, Rotation::Forward, &mut qkv);
-            remember(cache, &qkv, heads, self.position);
-            let plan = &model.plans.at(&self.plan, self.position)?;
-            let values = weight(&places.learned);
-            let layer = LayerAttention { plan, heads, learned: model.plans.learned(), values };
-            attention::forward_cached(&layer, &qkv, cache, end, &mut out)?;
-            Cpu.linear(shape(attended, hidden), &out, weight(&places.o), None, &mut y);
-            let norm = weight(&places.mlp_norm);
-            Cpu.add_rms_norm(&x, &mut y, norm, eps, &mut inverse, &mut normed);
-            let gate_up_shape = shape(hidden, 2 * wide);
-            Cpu.linear(gate_up_shape, &normed, weight(&places.gate_up), None, &mut gate_up);
-            Cpu.swiglu(wide, &gate_up, &mut activated);
-            let down = weight(&places.down);
-            Cpu.linear(shape(wide, hidden), &activated, down, Some(&y), &mut x);
-        }
-        Cpu.rms_norm(&x, weight(&layout.norm), eps, &mut inverse, &mut normed);
-        self.position = end;
-        Ok(normed)
-    }
-}
-
-/// Copies the keys and values of a packed projection into the cache, from `position` on.
-fn remember(cache: &mut [Vec<f32>; 2], qkv: &[f32], heads: PackedHeads, position: usize) {
-    let (q, kv) = (heads.heads_q * heads.dim, heads.heads_kv * heads.dim);
-    for (i, row) in qkv.chunks_exact(q + 2 * kv).enumerate() {
-        let to = (position + i) * kv..(position + i + 1) * kv;
-        cache[0][to.clone()].copy_from_slice(&row[q..q + kv]);
-        cache[1][to].copy_from_slice(&row[q + kv..]);
+        let batch = self.blocks.upload(&batch, &self.table)?;
+        let mut step = Step {
+            blocks: &mut self.blocks,
+            config: &model.config,
+            layout: &model.layout,
+            weights: &model.weights,
+            plan: &model.plans.at(&self.plan, position)?,
+            learned: model.plans.learned(),
+            batch: &batch,
+            shape: [1, n],
+            cache: Some(&mut self.cache),
+        };
+        step.forward(&mut self.workspace)?;
+        self.cache.position += n;
+        Ok(())
     }
 }
 

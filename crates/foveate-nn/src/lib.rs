@@ -64,13 +64,15 @@ mod tape;
 mod tests;
 
 pub use account::{FlopCount, MemoryEstimate};
-pub use backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation};
+pub use backend::{
+    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+};
 pub use batch::{Batch, IGNORE, LossSum};
 pub use config::{
     AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, RopePairing,
     RopeScaling, ScalarConfig,
 };
-pub use cpu::Cpu;
+pub use cpu::{Cpu, CpuBatch};
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};

@@ -1,16 +1,17 @@
 //! The model: its parameters, its attention plans and the workspace of its steps.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use crate::backend::Blocks;
 use crate::batch::{Batch, IGNORE, LossSum};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
-use crate::matmul::{Matrix, matmul};
 use crate::parameters::{Layout, Parameter};
 use crate::program::{AttentionProgram, Plans};
-use crate::step::{Clocks, Step};
+use crate::rope::RopeTable;
+use crate::step::Step;
 use crate::tape::{Recompute, Workspace};
 
 /// A Llama-family model on the CPU, in f32.
@@ -23,7 +24,15 @@ pub struct Model {
     pub(crate) weights: Vec<f32>,
     /// Which parameters have values.
     filled: Vec<bool>,
-    workspace: Mutex<Workspace<Vec<f32>>>,
+    running: Mutex<Running>,
+}
+
+/// What steps go on using.
+#[derive(Debug, Default)]
+struct Running {
+    blocks: Cpu,
+    workspace: Workspace<Vec<f32>>,
+    table: Arc<RopeTable>,
 }
 
 /// The gradients of all parameters of a model, each at its parameter's place.
@@ -100,8 +109,8 @@ impl Model {
         let plans = Plans::new(program, &config)?;
         let layout = Layout::new(&config, &program.learned);
         let filled = vec![false; layout.parameters().len()];
-        let workspace = Mutex::default();
-        Ok(Self { config, plans, layout, weights: Vec::new(), filled, workspace })
+        let running = Mutex::default();
+        Ok(Self { config, plans, layout, weights: Vec::new(), filled, running })
     }
 
     /// Gives every parameter without values the first values that [`Model::new`] gives it.
@@ -177,7 +186,7 @@ impl Model {
     /// # Errors
     /// When the batch does not fit the model, or attention reads a buffer out of its bounds.
     pub fn loss(&self, batch: &Batch<'_>) -> Result<LossSum, NnError> {
-        self.run(batch, false, |step, ws| step.loss(ws))
+        self.run(batch, false, |step, ws, totals| step.loss(ws, None, totals))
     }
 
     /// The loss of each token of a batch in nats, `[rows, len]`; 0 where it has no label.
@@ -185,21 +194,9 @@ impl Model {
     /// # Errors
     /// Those of [`Model::loss`].
     pub fn token_losses(&self, batch: &Batch<'_>) -> Result<Vec<f64>, NnError> {
-        let (width, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let mut losses = Vec::with_capacity(batch.labels.len());
-        self.run(batch, false, |step, ws| {
-            let sum = step.loss(ws)?;
-            let head = Matrix::transposed(&self.weights[self.layout.head.clone()], width);
-            let chunk = (ws.logits.len() / vocab).max(1);
-            for (x, labels) in ws.normed.chunks(chunk * width).zip(batch.labels.chunks(chunk)) {
-                let z = &mut ws.logits[..labels.len() * vocab];
-                let rows = Matrix::rows(x, width);
-                matmul([labels.len(), vocab, width], rows, head, z, vocab, false);
-                losses.extend(z.chunks_exact(vocab).zip(labels).map(|(z, &label)| nats(z, label)));
-            }
-            Ok(sum)
-        })?;
-        Ok(losses)
+        let mut losses = vec![0.0; batch.tokens_total()];
+        self.run(batch, false, |step, ws, totals| step.loss(ws, Some(&mut losses), totals))?;
+        Ok(losses.into_iter().map(f64::from).collect())
     }
 
     /// The loss of a batch, summed over its labelled tokens, and the gradients of that sum,
@@ -221,40 +218,50 @@ impl Model {
             return Err(NnError::parameter("gradients", reason));
         }
         let array = &mut gradients.array;
-        self.run(batch, true, |step, ws| step.forward_backward(ws, array, recompute))
+        let work = |step: &mut Step<'_, Cpu>, ws: &mut _, totals: &mut _| {
+            step.forward_backward(ws, array, recompute, totals)
+        };
+        self.run(batch, true, work)
     }
 
     fn run(
         &self,
         batch: &Batch<'_>,
         backward: bool,
-        work: impl FnOnce(&mut Step<'_, Cpu>, &mut Workspace<Vec<f32>>) -> Result<f64, NnError>,
+        work: impl FnOnce(&mut Step<'_, Cpu>, &mut Workspace<Vec<f32>>, &mut f64) -> Result<(), NnError>,
     ) -> Result<LossSum, NnError> {
         let start = Instant::now();
         batch.validate(&self.config)?;
         self.check_parameters()?;
         let shape = [batch.rows, batch.len];
-        let bound = self.plans.training(shape, batch.documents)?;
+        let plan = self.plans.training(shape, batch.documents)?;
+        // A step that panicked leaves arrays of odd sizes, which the next one fits again.
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let Running { blocks, workspace, table } = &mut *running;
+        let last = batch.positions.iter().max().map_or(0, |&p| p as usize);
+        Arc::make_mut(table).reach(&self.config, last + 1);
+        let uploaded = blocks.upload(batch, table)?;
+        let mut totals = blocks.totals()?;
         let mut step = Step {
-            blocks: &Cpu,
+            blocks,
             config: &self.config,
             layout: &self.layout,
             weights: &self.weights,
-            plan: &bound,
+            plan: &plan,
             learned: self.plans.learned(),
-            batch: *batch,
-            clocks: Clocks::default(),
+            batch: &uploaded,
+            shape,
+            cache: None,
         };
-        // A step that panicked leaves arrays of odd sizes, which the next one fits again.
-        let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
-        let sum_nats = work(&mut step, &mut workspace)?;
+        work(&mut step, workspace, &mut totals)?;
+        let sums = blocks.read(totals)?;
         Ok(LossSum {
-            sum_nats,
+            sum_nats: sums.nats,
             tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
-            live_pairs: if backward { self.plans.live_pairs(&bound) } else { None },
-            attention_seconds: step.clocks.attention.seconds(),
-            linear_seconds: step.clocks.linear.seconds(),
-            loss_seconds: step.clocks.loss.seconds(),
+            live_pairs: if backward { self.plans.live_pairs(&plan) } else { None },
+            attention_seconds: sums.attention_seconds,
+            linear_seconds: sums.linear_seconds,
+            loss_seconds: sums.loss_seconds,
             seconds: start.elapsed().as_secs_f64(),
         })
     }
@@ -268,14 +275,4 @@ impl Model {
             None => Ok(()),
         }
     }
-}
-
-/// `ln Σ_j e^{z_j} − z_label`; 0 without a label.
-fn nats(z: &[f32], label: i32) -> f64 {
-    if label == IGNORE {
-        return 0.0;
-    }
-    let most = f64::from(z.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    let sum: f64 = z.iter().map(|&z| (f64::from(z) - most).exp()).sum();
-    most + sum.ln() - f64::from(z[label as usize])
 }

@@ -5,11 +5,12 @@
 //! group is recomputed. Recomputation runs the same blocks on the same numbers, so gradients
 //! are bitwise equal in all modes.
 
+use foveate::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Blocks;
+use crate::backend::{Array, Blocks};
 use crate::config::ModelConfig;
-use crate::rope::RopeTable;
+use crate::error::NnError;
 
 /// Which activations are computed again in the backward pass instead of being kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,55 +83,71 @@ pub(crate) struct Workspace<A> {
     pub d_qkv: A,
     /// Logits of one chunk of tokens.
     pub logits: A,
-    pub rope: RopeTable,
 }
 
-impl<A: Default> Workspace<A> {
+impl<A: Array> Workspace<A> {
     /// Makes the arrays fit a forward pass over `tokens` tokens in which the groups of
     /// `kept` layers and `inputs` inputs stay.
     pub fn fit<B: Blocks<Array = A>>(
         &mut self,
-        blocks: &B,
+        blocks: &mut B,
         config: &ModelConfig,
         tokens: usize,
         inputs: usize,
         (attention, mlp): (usize, usize),
-    ) {
+    ) -> Result<(), NnError> {
         let (hidden, wide) = (config.hidden_size, config.intermediate_size);
         self.inputs.resize_with(inputs, A::default);
         self.attention.resize_with(attention, AttentionTape::default);
         self.mlp.resize_with(mlp, MlpTape::default);
+        let mut fit = |name, array: &mut A, width: usize| {
+            blocks.resize(name, array, DType::F32, tokens.saturating_mul(width))
+        };
         for x in &mut self.inputs {
-            blocks.resize(x, tokens * hidden);
+            fit("layer input", x, hidden)?;
         }
         for a in &mut self.attention {
-            blocks.resize(&mut a.inverse, tokens);
-            blocks.resize(&mut a.qkv, tokens * config.qkv_width());
-            blocks.resize(&mut a.out, tokens * config.attention_width());
-            blocks.resize(&mut a.lse, tokens * config.num_attention_heads);
+            fit("inverse rms", &mut a.inverse, 1)?;
+            fit("qkv", &mut a.qkv, config.qkv_width())?;
+            fit("attention output", &mut a.out, config.attention_width())?;
+            fit("lse", &mut a.lse, config.num_attention_heads)?;
         }
         for m in &mut self.mlp {
-            blocks.resize(&mut m.x, tokens * hidden);
-            blocks.resize(&mut m.inverse, tokens);
-            blocks.resize(&mut m.gate_up, tokens * 2 * wide);
+            fit("residual", &mut m.x, hidden)?;
+            fit("inverse rms", &mut m.inverse, 1)?;
+            fit("gate and up", &mut m.gate_up, 2 * wide)?;
         }
-        blocks.resize(&mut self.inverse, tokens);
-        blocks.resize(&mut self.normed, tokens * hidden);
-        blocks.resize(&mut self.activated, tokens * wide);
-        blocks.resize(&mut self.logits, loss_chunk(config, tokens) * config.vocab_size);
+        fit("inverse rms", &mut self.inverse, 1)?;
+        fit("normed", &mut self.normed, hidden)?;
+        fit("activated", &mut self.activated, wide)
+    }
+
+    /// Makes the arrays of the loss fit.
+    pub fn fit_loss<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &mut B,
+        config: &ModelConfig,
+        tokens: usize,
+    ) -> Result<(), NnError> {
+        let elems = loss_chunk(config, tokens) * config.vocab_size;
+        blocks.resize("logits", &mut self.logits, DType::F32, elems)
     }
 
     /// Makes the arrays of the backward pass fit.
     pub fn fit_backward<B: Blocks<Array = A>>(
         &mut self,
-        blocks: &B,
+        blocks: &mut B,
         config: &ModelConfig,
         tokens: usize,
-    ) {
-        blocks.resize(&mut self.d_normed, tokens * config.hidden_size);
-        blocks.resize(&mut self.d_x, tokens * config.hidden_size);
-        blocks.resize(&mut self.d_attention, tokens * config.attention_width());
-        blocks.resize(&mut self.d_qkv, tokens * config.qkv_width());
+    ) -> Result<(), NnError> {
+        let (hidden, attention) = (config.hidden_size, config.attention_width());
+        let mut fit = |name, array: &mut A, width| {
+            blocks.resize(name, array, DType::F32, tokens.saturating_mul(width))
+        };
+        fit("d_normed", &mut self.d_normed, hidden)?;
+        fit("d_x", &mut self.d_x, hidden)?;
+        fit("d_attention", &mut self.d_attention, attention)?;
+        fit("d_qkv", &mut self.d_qkv, config.qkv_width())
     }
 }
 

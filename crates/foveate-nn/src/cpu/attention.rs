@@ -7,8 +7,9 @@ use foveate::{
     TensorMut, TensorRef,
 };
 
-use crate::backend::{LayerAttention, PackedHeads};
+use crate::backend::{KvCache, LayerAttention, PackedHeads};
 use crate::config::LearnedBuffer;
+use crate::cpu::Cpu;
 use crate::error::NnError;
 
 fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
@@ -39,7 +40,7 @@ fn lse_layout(p: PackedHeads) -> Layout<3> {
 }
 
 /// The plan with the layer's learned buffers.
-fn bound(layer: &LayerAttention<'_, Vec<f32>>) -> Result<Plan, NnError> {
+fn bound(layer: &LayerAttention<'_, Cpu>) -> Result<Plan, NnError> {
     let (mut plan, mut values) = (layer.plan.clone(), layer.values.values());
     for (name, LearnedBuffer { shape, .. }) in layer.learned {
         let (own, rest) = values.split_at(shape.iter().product());
@@ -50,7 +51,7 @@ fn bound(layer: &LayerAttention<'_, Vec<f32>>) -> Result<Plan, NnError> {
 }
 
 pub(super) fn forward(
-    layer: &LayerAttention<'_, Vec<f32>>,
+    layer: &LayerAttention<'_, Cpu>,
     qkv: &[f32],
     out: &mut [f32],
     lse: &mut [f32],
@@ -65,37 +66,41 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// The queries of a packed projection against the first `end` positions of a cache of keys and
-/// values, `[capacity, heads_kv · dim]` each.
-pub(crate) fn forward_cached(
-    layer: &LayerAttention<'_, Vec<f32>>,
+/// Puts the keys and values of a packed projection into the cache, then attends to all in it.
+pub(super) fn forward_cached(
+    layer: &LayerAttention<'_, Cpu>,
     qkv: &[f32],
-    [keys, values]: &[Vec<f32>; 2],
-    end: usize,
+    KvCache { keys, values, position }: KvCache<'_, Vec<f32>>,
     out: &mut [f32],
+    lse: &mut [f32],
 ) -> Result<(), NnError> {
     let PackedHeads { len, heads_q, heads_kv, dim, .. } = layer.heads;
+    let (q, kv) = (heads_q * dim, heads_kv * dim);
+    for (i, row) in qkv.chunks_exact(layer.heads.width()).enumerate() {
+        let to = (position + i) * kv..(position + i + 1) * kv;
+        keys[to.clone()].copy_from_slice(&row[q..q + kv]);
+        values[to].copy_from_slice(&row[q + kv..]);
+    }
     let layout = |len, heads, width| Layout::strided([1, heads, len, dim], [0, dim, width, 1], 0);
-    let kv = layout(end, heads_kv, heads_kv * dim);
-    let mut lse = vec![0.0f32; heads_q * len];
+    let cached = layout(position + len, heads_kv, kv);
     bound(layer)?.forward_into(ForwardArgs {
         operands: Operands {
             q: TensorRef::new(qkv, layout(len, heads_q, layer.heads.width()))?,
-            k: TensorRef::new(keys, kv)?,
-            v: TensorRef::new(values, kv)?,
+            k: TensorRef::new(&*keys, cached)?,
+            v: TensorRef::new(&*values, cached)?,
             sink: None,
             varlen: None,
             pages: None,
         },
-        out: TensorMut::new(out, layout(len, heads_q, heads_q * dim))?,
-        lse: TensorMut::new(&mut lse, lse_layout(layer.heads))?,
+        out: TensorMut::new(out, layout(len, heads_q, q))?,
+        lse: TensorMut::new(lse, lse_layout(layer.heads))?,
         max_score: None,
     })?;
     Ok(())
 }
 
 pub(super) fn backward(
-    layer: &LayerAttention<'_, Vec<f32>>,
+    layer: &LayerAttention<'_, Cpu>,
     qkv: &[f32],
     out: &[f32],
     lse: &[f32],

@@ -1,4 +1,4 @@
-//! Embedding: a gather, and a scatter-add in token order.
+//! Embedding: a gather, and a sum in token order.
 
 use rayon::prelude::*;
 
@@ -12,18 +12,31 @@ pub(super) fn gather(tokens: &[u32], table: &[f32], width: usize, out: &mut [f32
     });
 }
 
-/// Each task owns some rows of the table and reads all tokens, so that every row is summed in
-/// token order by one thread.
-pub(super) fn scatter_add(tokens: &[u32], d_out: &[f32], width: usize, d_table: &mut [f32]) {
-    let rows = d_table.len() / width;
-    let owned = rows.div_ceil(16);
+/// Indices of `tokens`, sorted by id and then by index. There are fewer than 2³¹.
+pub(super) fn order(tokens: &[u32]) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
+    order.sort_by_key(|&t| tokens[t as usize]);
+    order
+}
+
+/// Each task owns some rows of the table and finds their tokens in `order`, so that every row is
+/// summed in token order by one thread.
+pub(super) fn scatter_add(
+    tokens: &[u32],
+    order: &[u32],
+    d_out: &[f32],
+    width: usize,
+    d_table: &mut [f32],
+) {
+    let owned = (d_table.len() / width).div_ceil(16);
     d_table.par_chunks_mut(owned * width).enumerate().for_each(|(task, part)| {
         let first = task * owned;
-        for (&token, d) in tokens.iter().zip(d_out.chunks_exact(width)) {
-            let Some(row) = (token as usize).checked_sub(first) else { continue };
-            if let Some(into) = part.get_mut(row * width..(row + 1) * width) {
-                into.iter_mut().zip(d).for_each(|(a, b)| *a += b);
-            }
+        let from = order.partition_point(|&t| (tokens[t as usize] as usize) < first);
+        for &t in &order[from..] {
+            let row = tokens[t as usize] as usize - first;
+            let Some(into) = part.get_mut(row * width..(row + 1) * width) else { break };
+            let d = &d_out[t as usize * width..][..width];
+            into.iter_mut().zip(d).for_each(|(a, b)| *a += b);
         }
     });
 }

@@ -8,14 +8,15 @@ use super::math::{exp, largest, sum};
 use crate::batch::IGNORE;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 
-/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`. `gradients` are
-/// d_x (overwritten) and d_weight (added to).
+/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`; `each` has those of
+/// the tokens. `gradients` are d_x (overwritten) and d_weight (added to).
 pub(super) fn cross_entropy(
     width: usize,
     x: &[f32],
     weight: &[f32],
     labels: &[i32],
     logits: &mut [f32],
+    mut each: Option<&mut [f32]>,
     mut gradients: Option<(&mut [f32], &mut [f32])>,
 ) -> f64 {
     let vocab = weight.len() / width;
@@ -35,6 +36,10 @@ pub(super) fn cross_entropy(
             .map(|(z, &label)| token(z, label, wanted))
             .collect();
         total += losses.iter().sum::<f64>();
+        if let Some(each) = &mut each {
+            let each = each[i * chunk..].iter_mut();
+            each.zip(&losses).for_each(|(each, &nats)| *each = nats as f32);
+        }
         if let Some((d_x, d_weight)) = &mut gradients {
             let d_x = &mut d_x[i * chunk * width..][..tokens * width];
             let w = Matrix::rows(weight, width);

@@ -4,7 +4,7 @@
 //! fixed by the shapes, so no result depends on the number of threads. Inner loops are plain
 //! loops over slices, compiled for each instruction set (`level`).
 
-pub(crate) mod attention;
+mod attention;
 mod embed;
 mod level;
 mod loss;
@@ -15,20 +15,51 @@ mod swiglu;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+use std::time::Instant;
+
+use foveate::{DType, Plan};
 use rayon::prelude::*;
 
-use crate::backend::{Blocks, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation};
+use crate::backend::{
+    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+};
+use crate::batch::Batch;
 use crate::config::RopePairing;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::rope::RopeTable;
 
 /// The processor.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Cpu;
+#[derive(Debug, Default)]
+pub struct Cpu {
+    /// Seconds since the last [`Blocks::read`], by what took them.
+    seconds: Sums,
+}
 
 /// Tokens of one elementwise task.
 const TASK: usize = 32;
+
+/// A batch in the form that the blocks read.
+#[derive(Debug)]
+pub struct CpuBatch {
+    tokens: Vec<u32>,
+    labels: Vec<i32>,
+    positions: Vec<i32>,
+    /// Indices of the tokens, sorted by id and then by index.
+    order: Vec<u32>,
+    table: Arc<RopeTable>,
+}
+
+impl Array for Vec<f32> {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn elems(&self) -> usize {
+        self.len()
+    }
+}
 
 impl<'a> Part<'a, Vec<f32>> {
     fn values(&self) -> &'a [f32] {
@@ -42,62 +73,118 @@ impl<'a> PartMut<'a, Vec<f32>> {
     }
 }
 
-impl Blocks for Cpu {
-    type Array = Vec<f32>;
+/// Runs `work` and adds the seconds it takes to `sum`.
+fn timed<T>(sum: &mut f64, work: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let done = work();
+    *sum += start.elapsed().as_secs_f64();
+    done
+}
 
-    fn resize(&self, array: &mut Vec<f32>, elems: usize) {
+impl Blocks for Cpu {
+    type Plan = Plan;
+    type Array = Vec<f32>;
+    type Batch = CpuBatch;
+    /// Nats.
+    type Totals = f64;
+
+    fn resize(
+        &mut self,
+        name: &'static str,
+        array: &mut Vec<f32>,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        assert!(dtype == DType::F32, "the processor computes in f32");
+        let more = elems.saturating_sub(array.len());
+        array.try_reserve_exact(more).map_err(|_| NnError::memory(name, elems))?;
         array.resize(elems, 0.0);
+        Ok(())
     }
 
-    fn embed(&self, tokens: &[u32], table: Part<'_, Vec<f32>>, width: usize, out: &mut Vec<f32>) {
-        embed::gather(tokens, table.values(), width, out);
+    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>) -> Result<CpuBatch, NnError> {
+        Ok(CpuBatch {
+            tokens: batch.tokens.to_vec(),
+            labels: batch.labels.to_vec(),
+            positions: batch.positions.to_vec(),
+            order: embed::order(batch.tokens),
+            table: Arc::clone(table),
+        })
+    }
+
+    fn totals(&mut self) -> Result<f64, NnError> {
+        Ok(0.0)
+    }
+
+    fn read(&mut self, nats: f64) -> Result<Sums, NnError> {
+        Ok(Sums { nats, ..std::mem::take(&mut self.seconds) })
+    }
+
+    fn download(&mut self, from: Part<'_, Vec<f32>>, into: &mut [f32]) -> Result<(), NnError> {
+        into.copy_from_slice(from.values());
+        Ok(())
+    }
+
+    fn embed(
+        &mut self,
+        batch: &CpuBatch,
+        table: Part<'_, Vec<f32>>,
+        width: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), NnError> {
+        embed::gather(&batch.tokens, table.values(), width, out);
+        Ok(())
     }
 
     fn embed_backward(
-        &self,
-        tokens: &[u32],
+        &mut self,
+        batch: &CpuBatch,
         d_out: &Vec<f32>,
         width: usize,
         d_table: PartMut<'_, Vec<f32>>,
-    ) {
-        embed::scatter_add(tokens, d_out, width, d_table.values());
+    ) -> Result<(), NnError> {
+        embed::scatter_add(&batch.tokens, &batch.order, d_out, width, d_table.values());
+        Ok(())
     }
 
     fn rms_norm(
-        &self,
+        &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         eps: f32,
         inverse: &mut Vec<f32>,
         out: &mut Vec<f32>,
-    ) {
+    ) -> Result<(), NnError> {
         norm::forward(x, weight.values(), eps, inverse, out);
+        Ok(())
     }
 
     fn add_rms_norm(
-        &self,
+        &mut self,
         residual: &Vec<f32>,
         x: &mut Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         eps: f32,
         inverse: &mut Vec<f32>,
         out: &mut Vec<f32>,
-    ) {
+    ) -> Result<(), NnError> {
         norm::add_forward(residual, x, weight.values(), eps, inverse, out);
+        Ok(())
     }
 
     fn rms_norm_again(
-        &self,
+        &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         inverse: &Vec<f32>,
         out: &mut Vec<f32>,
-    ) {
+    ) -> Result<(), NnError> {
         norm::again(x, weight.values(), inverse, out);
+        Ok(())
     }
 
     fn rms_norm_backward(
-        &self,
+        &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         inverse: &Vec<f32>,
@@ -105,76 +192,89 @@ impl Blocks for Cpu {
         d_x: &mut Vec<f32>,
         accumulate: bool,
         d_weight: PartMut<'_, Vec<f32>>,
-    ) {
+    ) -> Result<(), NnError> {
         let (weight, d_weight) = (weight.values(), d_weight.values());
         norm::backward(x, weight, inverse, d_out, d_x, accumulate, d_weight);
+        Ok(())
     }
 
     fn linear(
-        &self,
+        &mut self,
         LinearShape { tokens, inputs, outputs }: LinearShape,
-        x: &Vec<f32>,
+        x: Part<'_, Vec<f32>>,
         weight: Part<'_, Vec<f32>>,
         add: Option<&Vec<f32>>,
         y: &mut Vec<f32>,
-    ) {
-        let (a, b) = (Matrix::rows(x, inputs), Matrix::transposed(weight.values(), inputs));
-        // `gemm` adds only to what is in its destination.
-        if let Some(add) = add {
-            let size = y.len().div_ceil(rayon::current_num_threads()).max(1 << 14);
-            let pieces = y.par_chunks_mut(size).zip(add.par_chunks(size));
-            pieces.for_each(|(y, add)| y.copy_from_slice(add));
-        }
-        matmul([tokens, outputs, inputs], a, b, y, outputs, add.is_some());
+    ) -> Result<(), NnError> {
+        let a = Matrix::rows(x.values(), inputs);
+        let b = Matrix::transposed(weight.values(), inputs);
+        timed(&mut self.seconds.linear_seconds, || {
+            // `gemm` adds only to what is in its destination.
+            if let Some(add) = add {
+                let size = y.len().div_ceil(rayon::current_num_threads()).max(1 << 14);
+                let pieces = y.par_chunks_mut(size).zip(add.par_chunks(size));
+                pieces.for_each(|(y, add)| y.copy_from_slice(add));
+            }
+            matmul([tokens, outputs, inputs], a, b, y, outputs, add.is_some());
+        });
+        Ok(())
     }
 
     fn linear_backward_input(
-        &self,
+        &mut self,
         LinearShape { tokens, inputs, outputs }: LinearShape,
         d_y: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         d_x: &mut Vec<f32>,
-    ) {
+    ) -> Result<(), NnError> {
         let (a, b) = (Matrix::rows(d_y, outputs), Matrix::rows(weight.values(), inputs));
-        matmul([tokens, inputs, outputs], a, b, d_x, inputs, false);
+        let work = || matmul([tokens, inputs, outputs], a, b, d_x, inputs, false);
+        timed(&mut self.seconds.linear_seconds, work);
+        Ok(())
     }
 
     fn linear_backward_weight(
-        &self,
+        &mut self,
         LinearShape { tokens, inputs, outputs }: LinearShape,
         d_y: &Vec<f32>,
         x: &Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
-    ) {
+    ) -> Result<(), NnError> {
         let (a, b) = (Matrix::transposed(d_y, outputs), Matrix::rows(x, inputs));
-        matmul_deep([outputs, inputs, tokens], a, b, d_weight.values(), inputs);
+        let work = || matmul_deep([outputs, inputs, tokens], a, b, d_weight.values(), inputs);
+        timed(&mut self.seconds.linear_seconds, work);
+        Ok(())
     }
 
     fn rope(
-        &self,
+        &mut self,
+        batch: &CpuBatch,
         heads: PackedHeads,
         pairing: RopePairing,
-        table: &RopeTable,
-        positions: &[i32],
         rotation: Rotation,
         qkv: &mut Vec<f32>,
-    ) {
-        rope::rotate(heads, pairing, table, positions, rotation, qkv);
+    ) -> Result<(), NnError> {
+        rope::rotate(heads, pairing, &batch.table, &batch.positions, rotation, qkv);
+        Ok(())
     }
 
     fn attention(
-        &self,
-        layer: LayerAttention<'_, Vec<f32>>,
+        &mut self,
+        layer: LayerAttention<'_, Self>,
         qkv: &Vec<f32>,
+        cache: Option<KvCache<'_, Vec<f32>>>,
         out: &mut Vec<f32>,
         lse: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        attention::forward(&layer, qkv, out, lse)
+        timed(&mut self.seconds.attention_seconds, || match cache {
+            None => attention::forward(&layer, qkv, out, lse),
+            Some(cache) => attention::forward_cached(&layer, qkv, cache, out, lse),
+        })
     }
 
     fn attention_backward(
-        &self,
-        layer: LayerAttention<'_, Vec<f32>>,
+        &mut self,
+        layer: LayerAttention<'_, Self>,
         qkv: &Vec<f32>,
         out: &Vec<f32>,
         lse: &Vec<f32>,
@@ -182,39 +282,65 @@ impl Blocks for Cpu {
         d_qkv: &mut Vec<f32>,
         d_learned: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        attention::backward(&layer, qkv, out, lse, d_out, d_qkv, d_learned.values())
+        timed(&mut self.seconds.attention_seconds, || {
+            attention::backward(&layer, qkv, out, lse, d_out, d_qkv, d_learned.values())
+        })
     }
 
-    fn swiglu(&self, width: usize, gate_up: &Vec<f32>, out: &mut Vec<f32>) {
+    fn swiglu(
+        &mut self,
+        width: usize,
+        gate_up: &Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), NnError> {
         swiglu::forward(width, gate_up, out);
+        Ok(())
     }
 
-    fn swiglu_backward(&self, width: usize, gate_up: &mut Vec<f32>, d_out: &mut Vec<f32>) {
+    fn swiglu_backward(
+        &mut self,
+        width: usize,
+        gate_up: &mut Vec<f32>,
+        d_out: &mut Vec<f32>,
+    ) -> Result<(), NnError> {
         swiglu::backward(width, gate_up, d_out);
+        Ok(())
     }
 
     fn loss(
-        &self,
+        &mut self,
+        batch: &CpuBatch,
         width: usize,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
-        labels: &[i32],
         logits: &mut Vec<f32>,
-    ) -> f64 {
-        loss::cross_entropy(width, x, weight.values(), labels, logits, None)
+        each: Option<&mut Vec<f32>>,
+        totals: &mut f64,
+    ) -> Result<(), NnError> {
+        let (weight, labels) = (weight.values(), &batch.labels);
+        *totals += timed(&mut self.seconds.loss_seconds, || {
+            let each = each.map(Vec::as_mut_slice);
+            loss::cross_entropy(width, x, weight, labels, logits, each, None)
+        });
+        Ok(())
     }
 
     fn loss_backward(
-        &self,
+        &mut self,
+        batch: &CpuBatch,
         width: usize,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
-        labels: &[i32],
         logits: &mut Vec<f32>,
         d_x: &mut Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
-    ) -> f64 {
-        let gradients = Some((d_x.as_mut_slice(), d_weight.values()));
-        loss::cross_entropy(width, x, weight.values(), labels, logits, gradients)
+        totals: &mut f64,
+    ) -> Result<(), NnError> {
+        let (weight, labels) = (weight.values(), &batch.labels);
+        *totals += timed(&mut self.seconds.loss_seconds, || {
+            let gradients = Some((d_x.as_mut_slice(), d_weight.values()));
+            loss::cross_entropy(width, x, weight, labels, logits, None, gradients)
+        });
+        Ok(())
     }
 }

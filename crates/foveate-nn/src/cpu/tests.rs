@@ -1,10 +1,12 @@
 //! Every block against an f64 twin: the forward by value, the backward by central differences of
 //! the twin. Sizes divide nothing, and destinations that are overwritten start as NaN.
 
+use std::sync::Arc;
+
 use crate::backend::{Blocks, LinearShape, PackedHeads, Part, PartMut, Rotation};
-use crate::batch::IGNORE;
+use crate::batch::{Batch, IGNORE};
 use crate::config::RopePairing;
-use crate::cpu::{Cpu, level, loss, norm, rope, swiglu};
+use crate::cpu::{Cpu, CpuBatch, level, loss, norm, rope, swiglu};
 use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::rope::{RopeTable, inverse_frequencies};
 use crate::tests::tiny;
@@ -15,15 +17,18 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| random.normal() as f32).collect()
 }
 
-/// A whole array as a weight.
-fn whole(array: &Vec<f32>) -> Part<'_, Vec<f32>> {
-    Part { array, place: 0..array.len() }
-}
-
 /// A whole array as the gradient of a weight.
 fn whole_mut(array: &mut Vec<f32>) -> PartMut<'_, Vec<f32>> {
     let place = 0..array.len();
     PartMut { array, place }
+}
+
+/// One row on the device.
+fn uploaded(tokens: &[u32], labels: &[i32], positions: &[i32], table: RopeTable) -> CpuBatch {
+    let documents = vec![0; tokens.len()];
+    let batch =
+        Batch { rows: 1, len: tokens.len(), tokens, labels, documents: &documents, positions };
+    Cpu::default().upload(&batch, &Arc::new(table)).unwrap()
 }
 
 fn nan(n: usize) -> Vec<f32> {
@@ -73,6 +78,7 @@ fn norm_twin(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
 
 #[test]
 fn rms_norm_and_its_gradients_are_those_of_its_twin() {
+    let mut cpu = Cpu::default();
     let (tokens, width, eps) = (37, 19, 1e-3f32);
     let (x, r, w, g) = (
         random(tokens * width, 1),
@@ -82,32 +88,35 @@ fn rms_norm_and_its_gradients_are_those_of_its_twin() {
     );
     let gold = |x: &[f64], w: &[f64]| norm_twin(x, w, eps.into());
     let (mut inverse, mut out, mut again) = (nan(tokens), nan(x.len()), nan(x.len()));
-    Cpu.rms_norm(&x, whole(&w), eps, &mut inverse, &mut out);
+    cpu.rms_norm(&x, Part::whole(&w), eps, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
-    Cpu.rms_norm_again(&x, whole(&w), &inverse, &mut again);
+    cpu.rms_norm_again(&x, Part::whole(&w), &inverse, &mut again).unwrap();
     assert_eq!(out, again);
 
     let (mut sum, mut fused) = (x.clone(), nan(x.len()));
-    Cpu.add_rms_norm(&r, &mut sum, whole(&w), eps, &mut inverse, &mut fused);
+    cpu.add_rms_norm(&r, &mut sum, Part::whole(&w), eps, &mut inverse, &mut fused).unwrap();
     let plain: Vec<f32> = x.iter().zip(&r).map(|(a, b)| a + b).collect();
     assert_eq!(sum, plain);
     assert_close(&fused, &gold(&wide(&plain), &wide(&w)), "fused");
 
-    Cpu.rms_norm(&x, whole(&w), eps, &mut inverse, &mut out);
+    cpu.rms_norm(&x, Part::whole(&w), eps, &mut inverse, &mut out).unwrap();
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
-    Cpu.rms_norm_backward(&x, whole(&w), &inverse, &g, &mut d_x, false, whole_mut(&mut d_w));
+    cpu.rms_norm_backward(&x, Part::whole(&w), &inverse, &g, &mut d_x, false, whole_mut(&mut d_w))
+        .unwrap();
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
     let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
-    Cpu.rms_norm_backward(&x, whole(&w), &inverse, &g, &mut added, true, whole_mut(&mut d_w));
+    cpu.rms_norm_backward(&x, Part::whole(&w), &inverse, &g, &mut added, true, whole_mut(&mut d_w))
+        .unwrap();
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
     assert_close(&added, &gold_added, "d_x, added to x");
 }
 
 #[test]
 fn swiglu_and_its_gradients_are_those_of_its_twin() {
+    let mut cpu = Cpu::default();
     let (tokens, width) = (35, 11);
     let (x, g) = (random(tokens * 2 * width, 5), random(tokens * width, 6));
     let gold = |x: &[f64]| -> Vec<f64> {
@@ -118,10 +127,10 @@ fn swiglu_and_its_gradients_are_those_of_its_twin() {
         x.chunks(2 * width).flat_map(row).collect()
     };
     let mut out = nan(tokens * width);
-    Cpu.swiglu(width, &x, &mut out);
+    cpu.swiglu(width, &x, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x)), "out");
     let (mut d_x, mut again) = (x.clone(), g.clone());
-    Cpu.swiglu_backward(width, &mut d_x, &mut again);
+    cpu.swiglu_backward(width, &mut d_x, &mut again).unwrap();
     assert_eq!(again, out, "the backward pass recomputes the same bits");
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x), &g)), "d_gate_up");
 }
@@ -170,6 +179,7 @@ fn every_instruction_set_gives_the_same_bits() {
 
 #[test]
 fn a_linear_block_and_its_gradients_are_those_of_its_twin() {
+    let mut cpu = Cpu::default();
     let (tokens, inputs, outputs) = (9, 7, 5);
     let shape = LinearShape { tokens, inputs, outputs };
     let (x, all) = (random(tokens * inputs, 7), random((outputs + 3) * inputs, 8));
@@ -186,20 +196,20 @@ fn a_linear_block_and_its_gradients_are_those_of_its_twin() {
     };
     let wanted = gold(&wide(&x), &wide(&w));
     let mut y = nan(tokens * outputs);
-    Cpu.linear(shape, &x, weight(), None, &mut y);
+    cpu.linear(shape, Part::whole(&x), weight(), None, &mut y).unwrap();
     assert_close(&y, &wanted, "y");
     let mut y = nan(tokens * outputs);
-    Cpu.linear(shape, &x, weight(), Some(&c), &mut y);
+    cpu.linear(shape, Part::whole(&x), weight(), Some(&c), &mut y).unwrap();
     let added: Vec<f64> = wanted.iter().zip(&c).map(|(y, &c)| y + f64::from(c)).collect();
     assert_close(&y, &added, "y, added to c");
     let (mut d_x, mut d_all) = (nan(x.len()), nan(all.len()));
     d_all[place.clone()].fill(0.0);
-    Cpu.linear_backward_input(shape, &g, weight(), &mut d_x);
+    cpu.linear_backward_input(shape, &g, weight(), &mut d_x).unwrap();
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x, &wide(&w)), &g)), "d_x");
     let gold_w = differences(&w, |w| dot(&gold(&wide(&x), w), &g));
     for times in [1.0, 2.0] {
         let d_weight = PartMut { array: &mut d_all, place: place.clone() };
-        Cpu.linear_backward_weight(shape, &g, &x, d_weight);
+        cpu.linear_backward_weight(shape, &g, &x, d_weight).unwrap();
         let wanted: Vec<f64> = gold_w.iter().map(|w| w * times).collect();
         assert_close(&d_all[place.clone()], &wanted, "d_weight, added up");
     }
@@ -239,6 +249,7 @@ fn a_matrix_product_has_the_same_bits_on_any_number_of_threads() {
 
 #[test]
 fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
+    let mut cpu = Cpu::default();
     let config = tiny(true);
     let width = 8 * 6;
     let x = random(40 * width, 10);
@@ -246,11 +257,12 @@ fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
     let mut table = RopeTable::default();
     table.reach(&config, 5);
     table.reach(&config, 23);
+    let batch = uploaded(&[0; 40], &[0; 40], &positions, table);
     let frequencies = inverse_frequencies(&config);
     for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
         let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
         let mut y = x.clone();
-        Cpu.rope(heads, pairing, &table, &positions, Rotation::Forward, &mut y);
+        cpu.rope(&batch, heads, pairing, Rotation::Forward, &mut y).unwrap();
         let mut gold = wide(&x);
         for (t, row) in gold.chunks_mut(width).enumerate() {
             // The last two of eight heads are the values.
@@ -267,22 +279,24 @@ fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
             }
         }
         assert_close(&y, &gold, "turned");
-        Cpu.rope(heads, pairing, &table, &positions, Rotation::Backward, &mut y);
+        cpu.rope(&batch, heads, pairing, Rotation::Backward, &mut y).unwrap();
         assert_close(&y, &wide(&x), "turned back");
     }
 }
 
 #[test]
 fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
+    let mut cpu = Cpu::default();
     let (vocab, width) = (53, 7);
     let table = random(vocab * width, 11);
     let tokens: Vec<u32> = (0..90).map(|t| t * t % 53).collect();
     let mut out = nan(90 * width);
-    Cpu.embed(&tokens, whole(&table), width, &mut out);
+    let batch = uploaded(&tokens, &[0; 90], &[0; 90], RopeTable::default());
+    cpu.embed(&batch, Part::whole(&table), width, &mut out).unwrap();
     let d = random(90 * width, 12);
     let mut gradient = vec![0.25; vocab * width];
     let mut plain = gradient.clone();
-    Cpu.embed_backward(&tokens, &d, width, whole_mut(&mut gradient));
+    cpu.embed_backward(&batch, &d, width, whole_mut(&mut gradient)).unwrap();
     for (t, &token) in tokens.iter().enumerate() {
         for i in 0..width {
             assert_eq!(out[t * width + i], table[token as usize * width + i]);
@@ -294,6 +308,7 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
 
 #[test]
 fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
+    let mut cpu = Cpu::default();
     let (tokens, width, vocab) = (23, 6, 17);
     let mut x = random(tokens * width, 13);
     // One token with logits in the thousands: the softmax has to stay finite.
@@ -314,15 +329,23 @@ fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
     };
     let (gold_x, gold_w) =
         (differences(&x, |x| gold(x, &wide(&w))), differences(&w, |w| gold(&wide(&x), w)));
+    let batch = uploaded(&[0; 23], &labels, &[0; 23], RopeTable::default());
     for chunk in [1, 5, 23] {
         let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
         let mut logits = nan(chunk * vocab);
-        let d_weight = whole_mut(&mut d_w);
-        let loss =
-            Cpu.loss_backward(width, &x, whole(&w), &labels, &mut logits, &mut d_x, d_weight);
+        let (weight, d_weight) = (|| Part::whole(&w), whole_mut(&mut d_w));
+        let (mut loss, mut alone, mut each) = (cpu.totals().unwrap(), 0.5, nan(tokens));
+        cpu.loss_backward(&batch, width, &x, weight(), &mut logits, &mut d_x, d_weight, &mut loss)
+            .unwrap();
         let wanted = gold(&wide(&x), &wide(&w));
         assert!((loss - wanted).abs() < 1e-6 * wanted, "{loss}, the twin has {wanted}");
-        assert_eq!(Cpu.loss(width, &x, whole(&w), &labels, &mut logits), loss);
+        let told = Some(&mut each);
+        cpu.loss(&batch, width, &x, weight(), &mut logits, told, &mut alone).unwrap();
+        assert_eq!(alone, 0.5 + loss, "added to what was there");
+        let sum: f64 = wide(&each).iter().sum();
+        assert!((sum - wanted).abs() < 1e-6 * wanted, "{sum} by token, the twin has {wanted}");
+        assert_eq!((each[4], each[22]), (0.0, 0.0));
+        assert_eq!(cpu.read(loss).unwrap().nats, loss);
         assert_close(&d_x, &gold_x, "d_x");
         assert_close(&d_w, &gold_w, "d_weight");
         assert!(d_x[4 * width..5 * width].iter().all(|&d| d == 0.0));
