@@ -1,11 +1,15 @@
-//! What a model costs before it is made: parameters, memory, floating-point operations.
+//! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
-use crate::config::{LearnedBuffer, ModelConfig};
+use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
+use crate::dry::{Dry, Launch, NotedArray};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
 use crate::parameters::Layout;
-use crate::tape::{Recompute, loss_chunk};
+use crate::step::Step;
+use crate::tape::{Recompute, Workspace};
+
+use foveate::DType;
 
 /// What a training process takes besides what follows from the sizes: the program, its threads, the
 /// texts that wait to be packed. Measured on Linux, release and debug builds.
@@ -14,20 +18,100 @@ const PROCESS: u64 = 21 << 20;
 /// Tokens of the largest batch whose attention is described to know its workspace.
 const COUNTED_TOKENS: usize = 1 << 22;
 
+/// What is run dry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// The loss alone, as an evaluation computes it.
+    Loss,
+    /// The loss and its gradients, with AdamW's moments beside them.
+    Training(Recompute),
+}
+
+/// All that a step does, in order, and all that it does it with.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Account {
+    /// Parameters, gradients and the optimiser's moments.
+    pub state: Vec<NotedArray>,
+    /// What a step keeps and passes on.
+    pub activations: Vec<NotedArray>,
+    /// The blocks, in their order.
+    pub launches: Vec<Launch>,
+}
+
+impl Account {
+    /// Floating-point operations of all products, those of attention over all pairs of query and
+    /// key; what is computed twice counts twice.
+    pub fn flops(&self) -> f64 {
+        self.launches.iter().map(|launch| launch.flops).sum()
+    }
+
+    /// Bytes that all blocks read and write.
+    pub fn bytes_moved(&self) -> f64 {
+        self.launches.iter().map(|launch| launch.bytes).sum()
+    }
+
+    /// The most bytes of activations that are needed at once: the size of an arena in which no two
+    /// arrays lie in one place while both are needed, if there were no gaps.
+    pub fn needed_bytes(&self) -> u64 {
+        let mut changes = vec![0i128; self.launches.len() + 1];
+        for array in &self.activations {
+            for needed in &array.needed {
+                changes[needed.start] += i128::from(array.bytes);
+                changes[needed.end] -= i128::from(array.bytes);
+            }
+        }
+        let live = changes.into_iter().scan(0i128, |live, change| {
+            *live += change;
+            Some(*live)
+        });
+        u64::try_from(live.max().unwrap_or(0)).unwrap_or(u64::MAX)
+    }
+
+    fn state_bytes(&self, name: &str) -> u64 {
+        sum(self.state.iter().filter(|array| array.name == name))
+    }
+
+    /// The memory of a process that runs such steps on the CPU, where every array has a place of
+    /// its own; without attention's workspace.
+    pub fn memory(&self) -> MemoryEstimate {
+        let threads = rayon::current_num_threads();
+        let deep = self.launches.iter().filter_map(|launch| launch.deep_product);
+        let deep: Vec<Scratch> = deep.map(|sizes| scratch_deep(sizes, threads)).collect();
+        let most = |of: fn(&Scratch) -> usize| deep.iter().map(of).max().unwrap_or(0) as u64;
+        MemoryEstimate {
+            weights: self.state_bytes(WEIGHTS),
+            gradients: self.state_bytes(GRADIENTS),
+            optimizer: self.state_bytes(MOMENT),
+            activations: sum(&self.activations),
+            attention: 0,
+            process: PROCESS + most(|one| one.packed) + most(|one| one.kept),
+        }
+    }
+}
+
+/// Bytes of all of them.
+fn sum<'a>(arrays: impl IntoIterator<Item = &'a NotedArray>) -> u64 {
+    arrays.into_iter().fold(0, |bytes, array| bytes.saturating_add(array.bytes))
+}
+
+const WEIGHTS: &str = "weights";
+const GRADIENTS: &str = "gradients";
+const MOMENT: &str = "moment";
+
 /// Bytes that training takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryEstimate {
     /// Parameters.
     pub weights: u64,
-    /// Gradients, f32.
+    /// Gradients.
     pub gradients: u64,
-    /// AdamW's two moments, f32, and f32 master weights when the weights are not f32.
+    /// AdamW's two moments.
     pub optimizer: u64,
-    /// Arrays of one step: what is saved, what is scratch, and one chunk of logits.
+    /// Arrays of one step: what is kept, what is passed on, and one chunk of logits.
     pub activations: u64,
-    /// Workspace of attention; 0 where only sizes are known.
+    /// Workspace of attention; 0 before it is planned.
     pub attention: u64,
-    /// The process itself, and what its matrix products pack; 0 where only sizes are known.
+    /// The process itself, and what its matrix products pack.
     pub process: u64,
 }
 
@@ -60,47 +144,7 @@ impl ModelConfig {
     /// Number of trained values; a tied output projection counts once. Learned attention
     /// buffers are not among them.
     pub fn parameter_count(&self) -> u64 {
-        self.parameter_count_with(&[])
-    }
-
-    /// [`ModelConfig::parameter_count`] with learned attention buffers in every layer.
-    pub fn parameter_count_with(&self, learned: &[(String, LearnedBuffer)]) -> u64 {
-        Layout::new(self, learned).parameter_count()
-    }
-
-    /// Bytes that a step over `rows` rows of `len` tokens takes, with weights and activations
-    /// of `bytes` bytes an element: 4 for f32, 2 for bf16. For f32 the activations are exactly
-    /// those of the step's workspace. Attention's own workspace and the process are not counted:
-    /// [`Model::training_memory`] does. Sizes past counting give the largest count.
-    pub fn memory_estimate(
-        &self,
-        rows: usize,
-        len: usize,
-        bytes: u64,
-        recompute: Recompute,
-    ) -> MemoryEstimate {
-        let parameters = Layout::new(self, &[]).elems() as u64;
-        let tokens = rows.saturating_mul(len);
-        let (hidden, wide) = (self.hidden_size, self.intermediate_size);
-        let (attention, qkv) = (self.attention_width(), self.qkv_width());
-        let layers = self.num_hidden_layers;
-        let kept = recompute.kept(layers);
-        // Elements a token; statistics (inverse norms, lse) stay in f32.
-        let inputs = (layers + 1) * hidden;
-        let saved = kept.0 * (qkv + attention) + kept.1 * (hidden + 2 * wide);
-        let scratch = 3 * hidden + wide + attention + qkv;
-        let statistics = kept.0 * (1 + self.num_attention_heads) + kept.1 + 1;
-        let a_token = (inputs + saved + scratch) as u64 * bytes + statistics as u64 * 4;
-        let logits = loss_chunk(self, tokens) as u64 * self.vocab_size as u64 * 4;
-        let master = if bytes == 4 { 0 } else { 4 };
-        MemoryEstimate {
-            weights: parameters.saturating_mul(bytes),
-            gradients: parameters.saturating_mul(4),
-            optimizer: parameters.saturating_mul(8 + master),
-            activations: (tokens as u64).saturating_mul(a_token).saturating_add(logits),
-            attention: 0,
-            process: 0,
-        }
+        Layout::new(self, &[]).parameter_count()
     }
 
     /// Operations of training on one token, forward and backward, when its query sees `keys`
@@ -114,49 +158,93 @@ impl ModelConfig {
         let weights = layers * layer + hidden * self.vocab_size as f64;
         FlopCount { linear: 6.0 * weights, attention: 12.0 * layers * attention * keys }
     }
+
+    /// Runs a step over `rows` rows of `len` tokens dry: nothing is computed, and no memory is taken
+    /// that grows with a size but the number of layers. Sizes that no memory holds saturate.
+    ///
+    /// # Errors
+    /// None today: nothing that a dry block does fails.
+    pub fn dry_run(
+        &self,
+        attention: &AttentionConfig,
+        rows: usize,
+        len: usize,
+        pass: Pass,
+    ) -> Result<Account, NnError> {
+        let learned: Vec<_> = attention.learned.clone().into_iter().collect();
+        dry_run(self, &Layout::new(self, &learned), &learned, [rows, len], pass)
+    }
 }
 
-/// Bytes that the matrix products of a step over so many tokens take besides their operands: those of
-/// gradients of weights.
-fn products_bytes(config: &ModelConfig, tokens: usize) -> u64 {
-    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
-    let attention = config.attention_width();
-    let products = [
-        [config.qkv_width(), hidden, tokens],
-        [hidden, attention, tokens],
-        [2 * wide, hidden, tokens],
-        [hidden, wide, tokens],
-        [config.vocab_size, hidden, loss_chunk(config, tokens)],
-    ];
-    let all = products.map(|sizes| scratch_deep(sizes, rayon::current_num_threads()));
-    let most = |of: fn(&Scratch) -> usize| all.iter().map(of).max().unwrap_or(0) as u64;
-    most(|one| one.packed) + most(|one| one.kept)
+fn dry_run(
+    config: &ModelConfig,
+    layout: &Layout,
+    learned: &[(String, LearnedBuffer)],
+    [rows, len]: [usize; 2],
+    pass: Pass,
+) -> Result<Account, NnError> {
+    let mut dry = Dry::default();
+    let mut state = |name| dry.state(name, DType::F32, layout.elems());
+    let weights = state(WEIGHTS);
+    let mut gradients = None;
+    if pass != Pass::Loss {
+        gradients = Some(state(GRADIENTS));
+        state(MOMENT);
+        state(MOMENT);
+    }
+    let states = dry.arrays.len();
+    // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
+    dry.state("batch", DType::F32, rows.saturating_mul(len).saturating_mul(4));
+    let positions = len.checked_next_power_of_two().unwrap_or(usize::MAX);
+    dry.state("rotations", DType::F32, positions.saturating_mul(config.dim()));
+    let mut step = Step {
+        blocks: &mut dry,
+        config,
+        layout,
+        weights: &weights,
+        plan: &(),
+        learned,
+        batch: &(),
+        shape: [rows, len],
+        cache: None,
+    };
+    let mut workspace = Workspace::default();
+    match (pass, &mut gradients) {
+        (Pass::Training(recompute), Some(gradients)) => {
+            step.forward_backward(&mut workspace, gradients, recompute, &mut ())?;
+        }
+        _ => step.loss(&mut workspace, None, &mut ())?,
+    }
+    let Dry { mut arrays, launches } = dry;
+    let activations = arrays.split_off(states);
+    Ok(Account { state: arrays, activations, launches })
 }
 
 impl Model {
-    /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
-    /// tokens, `rows` at once, and saves it. Parameters need no elements yet
-    /// ([`Model::unfilled`]).
+    /// [`ModelConfig::dry_run`] of this model. Parameters need no values yet ([`Model::unfilled`]).
     ///
     /// # Errors
-    /// When attention cannot be planned for such a batch.
+    /// Those of [`ModelConfig::dry_run`].
+    pub fn dry_run(&self, rows: usize, len: usize, pass: Pass) -> Result<Account, NnError> {
+        dry_run(self.config(), self.layout(), self.plans.learned(), [rows, len], pass)
+    }
+
+    /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
+    /// tokens, `rows` at once, and saves it: that of a dry run, and attention's workspace.
+    ///
+    /// # Errors
+    /// Those of [`Model::dry_run`], or when attention cannot be planned for such a batch.
     pub fn training_memory(
         &self,
         rows: usize,
         len: usize,
         recompute: Recompute,
     ) -> Result<MemoryEstimate, NnError> {
-        let parameters = self.layout.elems() as u64;
+        let account = self.dry_run(rows, len, Pass::Training(recompute))?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
-        Ok(MemoryEstimate {
-            weights: parameters * 4,
-            gradients: parameters * 4,
-            optimizer: parameters * 8,
-            attention: self.plans.workspace_bytes([rows_at_once, len])?,
-            process: PROCESS + products_bytes(self.config(), rows.saturating_mul(len)),
-            ..self.config().memory_estimate(rows, len, 4, recompute)
-        })
+        let attention = self.plans.workspace_bytes([rows_at_once, len])?;
+        Ok(MemoryEstimate { attention, ..account.memory() })
     }
 }
 
@@ -164,9 +252,9 @@ impl Model {
 mod tests {
     use super::*;
 
-    fn config(json: &[(&str, usize)], tied: bool) -> ModelConfig {
+    fn model(json: &[(&str, usize)], tied: bool) -> Model {
         let get = |name: &str| json.iter().find(|(n, _)| *n == name).map_or(0, |(_, v)| *v);
-        ModelConfig {
+        let config = ModelConfig {
             vocab_size: get("vocab"),
             hidden_size: get("hidden"),
             intermediate_size: get("wide"),
@@ -178,9 +266,23 @@ mod tests {
             rope_theta: 1e4,
             rope_scaling: None,
             rope_pairing: Default::default(),
-            max_position_embeddings: 2048,
+            max_position_embeddings: 8192,
             tie_word_embeddings: tied,
-        }
+        };
+        let causal = AttentionConfig { mask: "causal".into(), ..Default::default() };
+        Model::unfilled(config, &causal).unwrap()
+    }
+
+    fn llama3_8b() -> Model {
+        let sizes = [
+            ("vocab", 128_256),
+            ("hidden", 4096),
+            ("wide", 14336),
+            ("layers", 32),
+            ("heads", 32),
+            ("kv", 8),
+        ];
+        model(&sizes, false)
     }
 
     #[test]
@@ -193,20 +295,62 @@ mod tests {
             ("heads", 9),
             ("kv", 3),
         ];
-        assert_eq!(config(&small, true).parameter_count(), 134_515_008);
-        let llama3 = [
-            ("vocab", 128_256),
-            ("hidden", 4096),
-            ("wide", 14336),
-            ("layers", 32),
-            ("heads", 32),
-            ("kv", 8),
-        ];
-        let llama3 = config(&llama3, false);
-        assert_eq!(llama3.parameter_count(), 8_030_261_248);
-        let modes = [Recompute::None, Recompute::Attention, Recompute::Full];
-        let bytes = modes.map(|m| llama3.memory_estimate(1, 8192, 2, m).activations);
+        assert_eq!(model(&small, true).config().parameter_count(), 134_515_008);
+        assert_eq!(llama3_8b().config().parameter_count(), 8_030_261_248);
+    }
+
+    #[test]
+    fn a_dry_run_of_eight_billion_parameters_adds_up_by_hand() {
+        let model = llama3_8b();
+        let training = |recompute| model.dry_run(1, 8192, Pass::Training(recompute)).unwrap();
+        let [none, attention, full] =
+            [Recompute::None, Recompute::Attention, Recompute::Full].map(training);
+        assert_eq!(none.memory().weights, 8_030_261_248 * 4);
+        assert_eq!(none.memory().optimizer, 8_030_261_248 * 8);
+        let bytes = [&none, &attention, &full].map(|a| a.memory().activations);
         assert!(bytes[0] > bytes[1] && bytes[1] > bytes[2], "{bytes:?}");
-        assert_eq!(llama3.memory_estimate(1, 8192, 2, Recompute::Full).weights, 16_060_522_496);
+        // A layer keeps qkv, out, lse and an inverse; x, gate, up and an inverse; its input.
+        let layer = 8192 * 4 * (6144 + 4096 + 32 + 1 + 4096 + 2 * 14336 + 1 + 4096);
+        let kept: u64 = none
+            .activations
+            .iter()
+            .filter(|a| a.name != "batch" && a.name != "rotations" && a.name != "logits")
+            .map(|a| a.bytes)
+            .sum();
+        let once = 8192 * 4 * (4096 * 4 + 1 + 14336 + 4096 + 6144);
+        assert_eq!(kept, 32 * layer + once);
+        // Forward and backward in products with weights, by the usual count; nothing twice.
+        let dense = model.config().flops_per_token(8192.0);
+        let linear = dense.linear * 8192.0;
+        let pairs = 7.0 / 6.0 * dense.attention * 8192.0;
+        assert!((none.flops() / (linear + pairs) - 1.0).abs() < 1e-12, "{}", none.flops());
+        assert!(attention.flops() > none.flops() && full.flops() > attention.flops());
+        // Blocks of a layer forward and backward; embedding, last norm and loss.
+        assert_eq!(none.launches.len(), 32 * (9 + 15) + 5);
+    }
+
+    #[test]
+    fn arrays_are_needed_from_what_overwrites_them_to_their_last_reader() {
+        let account = model(
+            &[("vocab", 13), ("hidden", 8), ("wide", 10), ("layers", 2), ("heads", 2), ("kv", 1)],
+            true,
+        );
+        let account = account.dry_run(2, 5, Pass::Training(Recompute::None)).unwrap();
+        let block = |i: usize| account.launches[i].block;
+        for array in account.activations.iter().filter(|a| a.name == "qkv") {
+            let [needed] = &array.needed[..] else { panic!("{array:?}") };
+            assert_eq!(block(needed.start), "linear");
+            assert_eq!(block(needed.end - 1), "attention backward");
+        }
+        let d_qkv = account.activations.iter().find(|a| a.name == "d_qkv").unwrap();
+        assert_eq!(d_qkv.needed.len(), 2, "once a layer");
+        assert!(d_qkv.needed.iter().all(|n| block(n.start) == "attention backward"));
+        let weights = &account.state[0];
+        assert_eq!(
+            (weights.name, weights.needed.len(), weights.needed[0].start),
+            ("weights", 1, 0)
+        );
+        let all: u64 = account.activations.iter().map(|a| a.bytes).sum();
+        assert!(account.needed_bytes() < all && account.needed_bytes() > all / 4);
     }
 }

@@ -51,6 +51,7 @@ mod backend;
 mod batch;
 mod config;
 mod cpu;
+mod dry;
 mod error;
 mod generate;
 mod matmul;
@@ -63,7 +64,7 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use account::{FlopCount, MemoryEstimate};
+pub use account::{Account, FlopCount, MemoryEstimate, Pass};
 pub use backend::{
     Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
 };
@@ -73,6 +74,7 @@ pub use config::{
     RopeScaling, ScalarConfig,
 };
 pub use cpu::{Cpu, CpuBatch};
+pub use dry::{Dry, DryArray, Launch, NotedArray};
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Problem};
-use foveate_nn::{AttentionProgram, Model, Recompute};
+use foveate_nn::{AttentionProgram, Model, Pass, Recompute};
 use foveate_train::checkpoint;
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
@@ -43,12 +43,11 @@ pub fn run(
     let heads = config.num_attention_heads;
     let program = AttentionProgram::parse(&attention, heads).map_err(|e| wrong(e.to_string()))?;
 
-    let learned: Vec<_> = attention.learned.clone().into_iter().collect();
-    let parameters = config.parameter_count_with(&learned);
     let chosen: Recompute = recipe.train.recompute.into();
     let modes =
         [("none", Recompute::None), ("attention", Recompute::Attention), ("full", Recompute::Full)];
     let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
+    let parameters = model.layout().parameter_count();
     let mut memory = Vec::new();
     for (name, mode) in modes {
         let mut estimate = model.training_memory(rows, len, mode)?;
@@ -56,6 +55,7 @@ pub fn run(
         memory.push((name, mode == chosen, estimate));
     }
     let flops = config.flops_per_token(len as f64);
+    let step = model.dry_run(rows, len, Pass::Training(chosen))?;
 
     let q = [rows, heads, len, config.dim()];
     let kv = [rows, config.kv_heads(), len, config.dim()];
@@ -97,6 +97,12 @@ pub fn run(
             "parameters": parameters,
             "memory_bytes": memory,
             "flops_per_token": flops.total(),
+            "step": {
+                "blocks": step.launches.len(),
+                "flops": step.flops(),
+                "bytes_moved": step.bytes_moved(),
+                "activation_bytes_at_once": step.needed_bytes(),
+            },
             "attention": explanation,
         }))?;
         return Ok(());
@@ -125,6 +131,14 @@ pub fn run(
         "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
         count(flops.linear),
         count(flops.attention)
+    ))?;
+    out.line(format!(
+        "a batch          {} blocks, {} FLOP with what is computed again, {} read and written; {} of \
+         its activations are needed at once",
+        step.launches.len(),
+        count(step.flops()),
+        bytes(step.bytes_moved()),
+        bytes(step.needed_bytes() as f64)
     ))?;
     out.line("\nattention of one layer, one document a row:")?;
     Ok(out.text(&explanation)?)

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig};
+use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig, Pass};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -267,7 +267,8 @@ fn model(
         .clone();
     let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
     // By the sizes alone first: nothing is made that cannot be.
-    fits_the_machine(&config.memory_estimate(rows, len, 4, recompute))?;
+    let account = config.dry_run(&attention, rows, len, Pass::Training(recompute));
+    fits_the_machine(&account.map_err(|e| e.to_string())?.memory())?;
     let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
     let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
     memory.process += tokenizer.path().map_or(0, memory_of);

@@ -1,0 +1,410 @@
+//! A backend that computes nothing: it notes what a step would do.
+//!
+//! The step is the one that trains, so what is noted cannot differ from what runs: every array
+//! with its size and the blocks between which it holds something, every block with its operations
+//! and the bytes that it reads and writes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use foveate::DType;
+
+use crate::backend::{
+    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+};
+use crate::batch::Batch;
+use crate::config::RopePairing;
+use crate::error::NnError;
+use crate::rope::RopeTable;
+
+/// Notes what blocks would do.
+#[derive(Debug, Default)]
+pub struct Dry {
+    pub(crate) arrays: Vec<NotedArray>,
+    pub(crate) launches: Vec<Launch>,
+}
+
+/// An array without elements.
+#[derive(Debug)]
+pub struct DryArray {
+    /// Its index among all; none before it was given a size.
+    index: Option<usize>,
+    dtype: DType,
+    elems: usize,
+}
+
+impl Default for DryArray {
+    fn default() -> Self {
+        Self { index: None, dtype: DType::F32, elems: 0 }
+    }
+}
+
+impl Array for DryArray {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn elems(&self) -> usize {
+        self.elems
+    }
+}
+
+/// An array of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NotedArray {
+    /// What it holds.
+    pub name: &'static str,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Its size.
+    pub bytes: u64,
+    /// The blocks, by index, between which its contents are needed: each range begins with the
+    /// block that overwrites it and ends behind the last one that reads what was written. One
+    /// that was written before the step begins with 0; none are of an array that no block touches.
+    pub needed: Vec<Range<usize>>,
+}
+
+/// A block that was called.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launch {
+    /// Its name.
+    pub block: &'static str,
+    /// Floating-point operations of its products, a multiply-add being two; attention counts every
+    /// pair of query and key.
+    pub flops: f64,
+    /// Bytes that it reads and writes, each once.
+    pub bytes: f64,
+    /// Rows, columns and terms of a product that is a gradient of a weight.
+    pub(crate) deep_product: Option<[usize; 3]>,
+}
+
+/// What a block does with an array.
+#[derive(Clone, Copy)]
+enum Use {
+    Reads,
+    Updates,
+    Overwrites,
+}
+
+/// An array, the elements that a block touches, and what it does with them.
+type Access = (Option<usize>, usize, Use);
+
+fn reads(array: &DryArray) -> Access {
+    (array.index, array.elems, Use::Reads)
+}
+
+fn reads_part(part: &Part<'_, DryArray>) -> Access {
+    (part.array.index, part.place.len(), Use::Reads)
+}
+
+fn updates(array: &DryArray) -> Access {
+    (array.index, array.elems, Use::Updates)
+}
+
+fn updates_part(part: &PartMut<'_, DryArray>) -> Access {
+    (part.array.index, part.place.len(), Use::Updates)
+}
+
+fn overwrites(array: &DryArray) -> Access {
+    (array.index, array.elems, Use::Overwrites)
+}
+
+impl Dry {
+    /// An array that a step finds and leaves behind, such as weights.
+    pub(crate) fn state(&mut self, name: &'static str, dtype: DType, elems: usize) -> DryArray {
+        let bytes = (elems as u64).saturating_mul(dtype.bytes() as u64);
+        self.arrays.push(NotedArray { name, dtype, bytes, needed: Vec::new() });
+        DryArray { index: Some(self.arrays.len() - 1), dtype, elems }
+    }
+
+    fn note(&mut self, block: &'static str, accesses: &[Access]) -> Result<(), NnError> {
+        self.product(block, accesses, 0.0, None)
+    }
+
+    fn product(
+        &mut self,
+        block: &'static str,
+        accesses: &[Access],
+        flops: f64,
+        deep_product: Option<[usize; 3]>,
+    ) -> Result<(), NnError> {
+        let now = self.launches.len();
+        let mut bytes = 0.0;
+        for &(index, elems, usage) in accesses {
+            let array = &mut self.arrays[index.expect("the step has fitted its arrays")];
+            let times = if matches!(usage, Use::Updates) { 2.0 } else { 1.0 };
+            bytes += times * elems as f64 * array.dtype.bytes() as f64;
+            match (usage, array.needed.last_mut()) {
+                (Use::Overwrites, _) => array.needed.push(now..now + 1),
+                (_, Some(last)) => last.end = now + 1,
+                // It was there before the step.
+                (_, None) => array.needed.push(0..now + 1),
+            }
+        }
+        self.launches.push(Launch { block, flops, bytes, deep_product });
+        Ok(())
+    }
+}
+
+impl LinearShape {
+    fn flops(&self) -> f64 {
+        2.0 * self.tokens as f64 * self.inputs as f64 * self.outputs as f64
+    }
+}
+
+impl PackedHeads {
+    /// Operations of one product of attention over all pairs of query and key.
+    fn flops(&self, keys: usize) -> f64 {
+        [self.rows, self.len, self.heads_q, keys, self.dim]
+            .iter()
+            .map(|&n| n as f64)
+            .product::<f64>()
+            * 2.0
+    }
+}
+
+impl Blocks for Dry {
+    type Plan = ();
+    type Array = DryArray;
+    type Batch = ();
+    type Totals = ();
+
+    fn resize(
+        &mut self,
+        name: &'static str,
+        array: &mut DryArray,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        *array = self.state(name, dtype, elems);
+        Ok(())
+    }
+
+    fn upload(&mut self, _: &Batch<'_>, _: &Arc<RopeTable>) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn totals(&mut self) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn read(&mut self, (): ()) -> Result<Sums, NnError> {
+        Ok(Sums::default())
+    }
+
+    /// Leaves `into` as it is.
+    fn download(&mut self, _: Part<'_, DryArray>, _: &mut [f32]) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn embed(
+        &mut self,
+        (): &(),
+        _: Part<'_, DryArray>,
+        _: usize,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        // As much is read of the table as is written.
+        self.note("embed", &[overwrites(out), reads(out)])
+    }
+
+    fn embed_backward(
+        &mut self,
+        (): &(),
+        d_out: &DryArray,
+        _: usize,
+        d_table: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        let touched = d_out.elems.min(d_table.place.len());
+        let table = (d_table.array.index, touched, Use::Updates);
+        self.note("embed backward", &[reads(d_out), table])
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        _: f32,
+        inverse: &mut DryArray,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let accesses = [reads(x), reads_part(&weight), overwrites(inverse), overwrites(out)];
+        self.note("rms_norm", &accesses)
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        residual: &DryArray,
+        x: &mut DryArray,
+        weight: Part<'_, DryArray>,
+        _: f32,
+        inverse: &mut DryArray,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let weight = reads_part(&weight);
+        let accesses = [reads(residual), updates(x), weight, overwrites(inverse), overwrites(out)];
+        self.note("add_rms_norm", &accesses)
+    }
+
+    fn rms_norm_again(
+        &mut self,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        inverse: &DryArray,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let accesses = [reads(x), reads_part(&weight), reads(inverse), overwrites(out)];
+        self.note("rms_norm again", &accesses)
+    }
+
+    fn rms_norm_backward(
+        &mut self,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        inverse: &DryArray,
+        d_out: &DryArray,
+        d_x: &mut DryArray,
+        accumulate: bool,
+        d_weight: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        let d_x = if accumulate { updates(d_x) } else { overwrites(d_x) };
+        let (weight, d_weight) = (reads_part(&weight), updates_part(&d_weight));
+        let accesses = [reads(x), weight, reads(inverse), reads(d_out), d_x, d_weight];
+        self.note("rms_norm backward", &accesses)
+    }
+
+    fn linear(
+        &mut self,
+        shape: LinearShape,
+        x: Part<'_, DryArray>,
+        weight: Part<'_, DryArray>,
+        add: Option<&DryArray>,
+        y: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let mut accesses = vec![reads_part(&x), reads_part(&weight), overwrites(y)];
+        accesses.extend(add.map(reads));
+        self.product("linear", &accesses, shape.flops(), None)
+    }
+
+    fn linear_backward_input(
+        &mut self,
+        shape: LinearShape,
+        d_y: &DryArray,
+        weight: Part<'_, DryArray>,
+        d_x: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let accesses = [reads(d_y), reads_part(&weight), overwrites(d_x)];
+        self.product("linear backward, input", &accesses, shape.flops(), None)
+    }
+
+    fn linear_backward_weight(
+        &mut self,
+        shape: LinearShape,
+        d_y: &DryArray,
+        x: &DryArray,
+        d_weight: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        let accesses = [reads(d_y), reads(x), updates_part(&d_weight)];
+        let sizes = [shape.outputs, shape.inputs, shape.tokens];
+        self.product("linear backward, weight", &accesses, shape.flops(), Some(sizes))
+    }
+
+    fn rope(
+        &mut self,
+        (): &(),
+        _: PackedHeads,
+        _: RopePairing,
+        _: Rotation,
+        qkv: &mut DryArray,
+    ) -> Result<(), NnError> {
+        self.note("rope", &[updates(qkv)])
+    }
+
+    fn attention(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &DryArray,
+        cache: Option<KvCache<'_, DryArray>>,
+        out: &mut DryArray,
+        lse: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let heads = layer.heads;
+        let mut keys = heads.len;
+        let mut accesses = vec![reads(qkv), overwrites(out), overwrites(lse)];
+        if let Some(cache) = &cache {
+            keys += cache.position;
+            accesses.extend([updates(cache.keys), updates(cache.values)]);
+        }
+        self.product("attention", &accesses, 2.0 * heads.flops(keys), None)
+    }
+
+    fn attention_backward(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &DryArray,
+        out: &DryArray,
+        lse: &DryArray,
+        d_out: &DryArray,
+        d_qkv: &mut DryArray,
+        d_learned: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        let d_learned = updates_part(&d_learned);
+        let accesses =
+            [reads(qkv), reads(out), reads(lse), reads(d_out), overwrites(d_qkv), d_learned];
+        let flops = 5.0 * layer.heads.flops(layer.heads.len);
+        self.product("attention backward", &accesses, flops, None)
+    }
+
+    fn swiglu(&mut self, _: usize, gate_up: &DryArray, out: &mut DryArray) -> Result<(), NnError> {
+        self.note("swiglu", &[reads(gate_up), overwrites(out)])
+    }
+
+    fn swiglu_backward(
+        &mut self,
+        _: usize,
+        gate_up: &mut DryArray,
+        d_out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        self.note("swiglu backward", &[updates(gate_up), updates(d_out)])
+    }
+
+    fn loss(
+        &mut self,
+        (): &(),
+        width: usize,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        logits: &mut DryArray,
+        each: Option<&mut DryArray>,
+        (): &mut (),
+    ) -> Result<(), NnError> {
+        let mut accesses = vec![reads(x), reads_part(&weight), overwrites(logits)];
+        accesses.extend(each.map(|each| overwrites(each)));
+        let flops = 2.0 * x.elems as f64 * (weight.place.len() / width) as f64;
+        self.product("loss", &accesses, flops, None)
+    }
+
+    fn loss_backward(
+        &mut self,
+        (): &(),
+        width: usize,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        logits: &mut DryArray,
+        d_x: &mut DryArray,
+        d_weight: PartMut<'_, DryArray>,
+        (): &mut (),
+    ) -> Result<(), NnError> {
+        let vocab = weight.place.len() / width;
+        let accesses = [
+            reads(x),
+            reads_part(&weight),
+            overwrites(logits),
+            overwrites(d_x),
+            updates_part(&d_weight),
+        ];
+        let flops = 6.0 * x.elems as f64 * vocab as f64;
+        let sizes = [vocab, width, logits.elems / vocab];
+        self.product("loss backward", &accesses, flops, Some(sizes))
+    }
+}
