@@ -16,6 +16,9 @@ mkdir "$into/bin"
 for program in foveate-conformance foveate; do
     strip -o "$into/bin/$program" "${CARGO_TARGET_DIR:-target}/$folder/$program"
 done
+# The blocks' tests, which run their kernels on the GPU that they find.
+tests=$(cargo test --profile "$profile" -p foveate-nn-cuda --lib --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
+strip -o "$into/bin/foveate-nn-cuda-tests" "$tests"
 cp -r conformance/cases "$into/cases"
 cp -r benches "$into/benches"
 cp scripts/gpu-run.sh "$into/run.sh"

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | placement | launches | libraries | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize |
+#       bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -96,6 +97,15 @@ placement() { lines placement; }
 launches() { lines launches; }
 libraries() { lines libraries; }
 
+# The blocks of a transformer beside f64.
+blocks() {
+    if "$here/bin/foveate" doctor --json | grep -q '"arch"'; then
+        check "blocks" "$here/bin/foveate-nn-cuda-tests" --test-threads 1
+    else
+        decline "blocks" "no GPU"
+    fi
+}
+
 # under TOOL ARGUMENTS...: the runner with compute-sanitizer's TOOL, which ends with 99 where it
 # found something.
 under() {
@@ -166,13 +176,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | launches | libraries | sanitize | bench | all)
+    conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
-    *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | launches | libraries | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; launches; libraries; sanitize; bench ;;
+    conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; launches; libraries; blocks; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

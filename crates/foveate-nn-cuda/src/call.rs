@@ -199,13 +199,22 @@ impl Kernels {
         let calls = block.calls(&mut accesses)?;
         accesses.check_apart(self.engine.checked_apart())?;
         accesses.check_device(&self.engine)?;
-        for call in calls {
-            let kernel = self.kernel(&call)?;
-            let launch = Launch::new(call.grid, call.source.threads);
+        for call in &calls {
             // SAFETY: the operands were checked above, and the caller keeps them.
-            unsafe { kernel.launch(queue, &launch, Struct(call.parameters))? };
+            unsafe { self.launch(queue, call)? };
         }
         Ok(())
+    }
+
+    /// Queues one launch.
+    ///
+    /// # Safety
+    /// Its parameters name memory that the device reads and writes, until the queue's work is done.
+    pub(crate) unsafe fn launch(&self, queue: &Queue, call: &Call) -> Result<(), GpuError> {
+        let kernel = self.kernel(call)?;
+        let launch = Launch::new(call.grid, call.source.threads);
+        // SAFETY: the caller's promise is the same.
+        unsafe { kernel.launch(queue, &launch, Struct(&call.parameters)) }
     }
 
     /// Compiles the kernels of a block without running it.
@@ -229,10 +238,10 @@ impl Kernels {
 }
 
 /// A kernel's one parameter.
-struct Struct(Vec<u8>);
+struct Struct<'a>(&'a [u8]);
 
-impl Parameters for Struct {
+impl Parameters for Struct<'_> {
     fn bytes(&self) -> Vec<Vec<u8>> {
-        vec![self.0.clone()]
+        vec![self.0.to_vec()]
     }
 }

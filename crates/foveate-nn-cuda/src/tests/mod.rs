@@ -1,5 +1,6 @@
-//! Blocks against f64: their kernels run on the host (`machine.h`), the launches as a GPU would get
-//! them. What is written is NaN before, and so is what lies around it; nothing around it changes.
+//! Blocks against f64: their kernels run on a GPU where there is one, on pinned memory of the host,
+//! and else on the host (`machine.h`), the launches as a GPU would get them. What is written is NaN
+//! before, and so is what lies around it; nothing around it changes.
 
 mod blocks;
 mod sources;
@@ -8,37 +9,73 @@ mod updates;
 use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
 
 use foveate_gpu::access::Accesses;
+use foveate_gpu::driver::Pinned;
 use foveate_gpu::sync::lock;
-use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine};
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Layout};
 use half::{bf16, f16};
 use libloading::{Library, Symbol};
 
-use crate::call::{Block, Call, Source};
+use crate::call::{Block, Call, Kernels, Source};
 
 const MACHINE: &str = include_str!("machine.h");
 
 /// Memory of the machine: bytes that begin at a multiple of 64, with NaN on both sides.
 struct Memory {
-    words: Vec<u64>,
+    store: Store,
     start: usize,
     len: usize,
+}
+
+enum Store {
+    Host(Vec<u64>),
+    Pinned(Pinned),
 }
 
 /// Bytes on each side.
 const GUARD: usize = 256;
 
+/// A kernel that takes longer hangs.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The GPU, where there is one.
+fn gpu() -> Option<&'static Kernels> {
+    static GPU: LazyLock<Option<Kernels>> = LazyLock::new(|| Engine::get(0).ok().map(Kernels::new));
+    GPU.as_ref()
+}
+
 impl Memory {
     /// `len` bytes of NaN, `shift` bytes after a multiple of 64.
     fn new(len: usize, shift: usize) -> Self {
-        let words = vec![u64::MAX; (len + shift + 2 * GUARD + 64) / 8];
-        let begin = words.as_ptr() as usize;
-        let start = (begin + GUARD).next_multiple_of(64) - begin + shift;
-        Self { words, start, len }
+        let all = len + shift + 2 * GUARD + 64;
+        let store = match gpu() {
+            None => Store::Host(vec![u64::MAX; all / 8]),
+            Some(gpu) => Store::Pinned(Pinned::new(gpu.engine().device(), all).unwrap()),
+        };
+        let mut memory = Self { store, start: 0, len };
+        memory.all_mut().fill(0xff);
+        let begin = memory.all().as_ptr() as usize;
+        memory.start = (begin + GUARD).next_multiple_of(64) - begin + shift;
+        memory
+    }
+
+    fn all(&self) -> &[u8] {
+        match &self.store {
+            Store::Host(words) => bytemuck::cast_slice(words),
+            Store::Pinned(pinned) => pinned.as_slice(),
+        }
+    }
+
+    fn all_mut(&mut self) -> &mut [u8] {
+        match &mut self.store {
+            Store::Host(words) => bytemuck::cast_slice_mut(words),
+            Store::Pinned(pinned) => pinned.as_mut_slice(),
+        }
     }
 
     fn of<T: bytemuck::NoUninit>(elements: &[T]) -> Self {
@@ -49,25 +86,24 @@ impl Memory {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[self.start..][..self.len]
+        let (start, len) = (self.start, self.len);
+        &mut self.all_mut()[start..][..len]
     }
 
     fn read<T: bytemuck::AnyBitPattern>(&self) -> Vec<T> {
-        let bytes: &[u8] = bytemuck::cast_slice(&self.words);
-        bytes[self.start..][..self.len]
+        self.all()[self.start..][..self.len]
             .chunks_exact(size_of::<T>())
             .map(bytemuck::pod_read_unaligned)
             .collect()
     }
 
     fn address(&self) -> u64 {
-        self.words.as_ptr() as u64 + self.start as u64
+        self.all().as_ptr() as u64 + self.start as u64
     }
 
     /// Panics when something around it was written.
     fn check_guards(&self, name: &str) {
-        let bytes: &[u8] = bytemuck::cast_slice(&self.words);
-        let (before, after) = (&bytes[..self.start], &bytes[self.start + self.len..]);
+        let (before, after) = (&self.all()[..self.start], &self.all()[self.start + self.len..]);
         let intact = before.iter().chain(after).all(|&byte| byte == 0xff);
         assert!(intact, "what lies around {name} was written");
     }
@@ -180,12 +216,20 @@ impl Matrix {
     }
 }
 
-/// Runs a block on the host; false, and a line that says so, without a compiler.
+/// Runs a block, on the GPU or on the host; false, and a line that says so, with neither a GPU nor a
+/// compiler.
 fn run(block: &impl Block) -> bool {
     let mut accesses = Accesses::default();
     let calls = block.calls(&mut accesses).unwrap();
     accesses.check_apart(&Mutex::default()).unwrap();
-    calls.iter().all(launch)
+    let Some(gpu) = gpu() else { return calls.iter().all(launch) };
+    let queue = gpu.engine().queue();
+    for call in &calls {
+        // SAFETY: operands are memory of the test, pinned, and the wait below ends their use.
+        unsafe { gpu.launch(queue, call) }.unwrap();
+    }
+    queue.stream().wait(LIMIT, calls[0].entry).unwrap();
+    true
 }
 
 fn refusal(block: &impl Block) -> String {
@@ -212,8 +256,8 @@ type Libraries = Mutex<HashMap<(Source, &'static str), Arc<Mutex<Library>>>>;
 
 /// A kernel compiled for the host, once.
 fn library(source: &Source, entry: &'static str) -> Option<Arc<Mutex<Library>>> {
-    static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
-    let libraries = LIBRARIES.get_or_init(Libraries::default);
+    static LIBRARIES: LazyLock<Libraries> = LazyLock::new(Libraries::default);
+    let libraries = &*LIBRARIES;
     let key = (source.clone(), entry);
     if let Some(library) = lock(libraries).get(&key) {
         return Some(library.clone());
