@@ -3,7 +3,8 @@
 //! Python's operators on it record what they do. Everything else that torch can do to a tensor
 //! arrives in `python/foveate/_trace.py`, which says it in these operators.
 
-use foveate::mods::Leaf;
+use foveate::mods::{DynExpr, Leaf};
+use foveate::{Scalar, ScalarValue};
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -270,7 +271,16 @@ pub fn constant(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr
 
 /// Begins the trace of a mask or score function on this thread. Which numbers are constants is asked of
 /// `foveate._trace.literals()` when the first is met; others were captured and are run-time scalars.
+/// With `constants` all numbers are constants.
 #[pyfunction]
-pub fn begin(mask: bool) {
-    value::begin(if mask { "m" } else { "s" });
+#[pyo3(signature = (mask, constants = false))]
+pub fn begin(mask: bool, constants: bool) {
+    value::begin(if mask { "m" } else { "s" }, constants);
+}
+
+/// The run-time scalar `name`, an integer that nothing is known of yet.
+#[pyfunction]
+pub fn scalar(name: String) -> Expr {
+    let expr = DynExpr::scalar(Scalar { name, value: ScalarValue::I32(0) });
+    Expr(Value { expr, dtype: Dtype::I64, range: None })
 }

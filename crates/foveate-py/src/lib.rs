@@ -28,11 +28,11 @@ mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
-    use crate::expr::{Expr, begin, binary, constant, leaf, select, unary};
+    use crate::expr::{Expr, begin, binary, constant, leaf, scalar, select, unary};
     #[pymodule_export]
     use crate::plan::{Plan, Traced, extents, kinds, mask, plan, score};
     #[pymodule_export]
-    use crate::text::parse;
+    use crate::text::{parse, program};
     #[pymodule_export]
     use crate::value::TraceError;
 }

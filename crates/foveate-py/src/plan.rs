@@ -37,7 +37,11 @@ pub struct Traced {
 }
 
 impl Traced {
-    fn new(py: Python<'_>, program: &Program, captures: &[Py<Capture>]) -> PyResult<Self> {
+    /// `program`, whose buffers are among `captures`.
+    ///
+    /// # Errors
+    /// When one is not.
+    pub fn new(py: Python<'_>, program: &Program, captures: &[Py<Capture>]) -> PyResult<Self> {
         let captures = capture::in_order(program.graph().buffers(), captures)?;
         let captures = captures.into_iter().map(|c| c.clone_ref(py)).collect();
         Ok(Self { program: program.clone(), captures })

@@ -1,6 +1,6 @@
-//! Masks in Foveate's text form, with captured tensors and numbers by name.
+//! Masks and scores in Foveate's text form, with captured tensors and numbers by name.
 
-use foveate::mods::text::{Names, parse_mask};
+use foveate::mods::text::{Names, parse_mask, parse_score};
 use foveate::mods::{DynExpr, Node, NodeId, Program};
 use foveate::{MaskMod, ScalarValue};
 use pyo3::exceptions::PyValueError;
@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use crate::capture::Capture;
 use crate::dtype::Dtype;
 use crate::expr::Expr;
+use crate::plan::Traced;
 use crate::value::{self, Number, Value};
 
 /// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
@@ -42,6 +43,34 @@ pub fn parse(
         PyValueError::new_err(format!("mask `{text}`: {}", one_line(&e.to_string())))
     })?;
     Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None }))
+}
+
+/// The program that `text` says, as [`Traced::text`] printed it, of these tensors and run-time scalars.
+#[pyfunction]
+pub fn program(
+    py: Python<'_>,
+    text: &str,
+    captures: Vec<Py<Capture>>,
+    scalars: Vec<(String, i64)>,
+    mask: bool,
+) -> PyResult<Traced> {
+    let mut names = Names::new();
+    for capture in &captures {
+        names = names.buffer(capture.get().slot());
+    }
+    for (name, value) in scalars {
+        let value = i32::try_from(value).map_err(|_| {
+            PyValueError::new_err(format!(
+                "a captured integer is {value}, which does not fit 32 bits"
+            ))
+        })?;
+        names = names.scalar(name, ScalarValue::I32(value));
+    }
+    match mask {
+        true => parse_mask(text, &names).map(|m| Traced::new(py, m.program(), &captures)),
+        false => parse_score(text, &names).map(|s| Traced::new(py, s.program(), &captures)),
+    }
+    .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", one_line(&e.to_string()))))?
 }
 
 /// Errors of the text form show the place below the text; here they take one line.

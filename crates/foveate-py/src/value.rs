@@ -94,6 +94,8 @@ pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
 #[derive(Default)]
 struct Context {
     literals: Option<HashSet<(u8, u64)>>,
+    /// Every number is a constant.
+    constants: bool,
     scalars: usize,
     prefix: &'static str,
 }
@@ -102,9 +104,10 @@ thread_local! {
     static CONTEXT: RefCell<Context> = RefCell::default();
 }
 
-/// Begins a trace, whose scalars have names that begin with `prefix`.
-pub fn begin(prefix: &'static str) {
-    CONTEXT.with_borrow_mut(|c| *c = Context { literals: None, scalars: 0, prefix });
+/// Begins a trace, whose scalars have names that begin with `prefix`, and whose numbers are all
+/// constants if `constants`.
+pub fn begin(prefix: &'static str, constants: bool) {
+    CONTEXT.with_borrow_mut(|c| *c = Context { literals: None, constants, scalars: 0, prefix });
 }
 
 /// A run-time scalar of this trace, with a name of its own.
@@ -121,7 +124,8 @@ pub fn scalar(value: ScalarValue) -> DynExpr {
 fn is_literal(of: Number) -> PyResult<bool> {
     // Numbers that no code has to load are in no table of constants; they are also what masks
     // fold best.
-    if matches!(of, Number::Bool(_) | Number::Int(-1..=2)) {
+    let small = matches!(of, Number::Bool(_) | Number::Int(-1..=2));
+    if small || CONTEXT.with_borrow(|c| c.constants) {
         return Ok(true);
     }
     let known = || CONTEXT.with_borrow(|c| Some(c.literals.as_ref()?.contains(&of.key())));
