@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from . import huggingface
+from . import _ops, huggingface
 from ._blocks import create_block_mask, create_mask
 from ._flex import explain, flex_attention, varlen
 from ._masks import Mask

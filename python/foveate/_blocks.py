@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ def create_block_mask(
     lengths = (Q_LEN, KV_LEN)
     made: BlockMask = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
     _own[made] = _state(made)
+    made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
 
@@ -125,7 +126,7 @@ def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> An
     if isinstance(mask, Mask):
         return mask._program(extents)
     kinds = kinds_of(mask, extents)
-    wrap = None if kinds is None else _within(kinds, mask.BLOCK_SIZE)
+    wrap = None if kinds is None else within(kinds, mask.BLOCK_SIZE)
     return _trace.mask(mask.mask_mod, extents, wrap=wrap)
 
 
@@ -139,6 +140,23 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     own = known is not None and known == _state(mask)
     if own and mask.seq_lengths == (q_len, kv_len) and mask.kv_num_blocks.shape[:2] == (1, 1):
         return None
+    check(mask, extents)
+    if own:
+        return None
+    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return table([t for t in tables if t is not None], mask.BLOCK_SIZE, q_len, kv_len)
+
+
+def is_function(mask: BlockMask) -> bool:
+    """Whether a block mask was made here and still has its function and indices, so that its function alone counts:
+    what :func:`kinds_of` finds, but for writes into its lists, in words that Dynamo traces."""
+    made = getattr(mask, "_foveate", None)
+    return made is not None and made[0] is mask.mask_mod and made[1] is mask.kv_indices
+
+
+def check(mask: BlockMask, extents: tuple[int, int, int, int]) -> None:
+    """Raises what torch raises for a block mask that does not fit operands of these extents (b, h, q, kv)."""
+    batch, heads, q_len, kv_len = extents
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
     large = _torch_flex._LARGE_SPARSE_BLOCK_SIZE
@@ -152,7 +170,6 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
         if mask.kv_num_blocks.size(axis) not in (1, n):
             raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1 or {n} fits")
-    return None if own else _table(mask, q_len, kv_len)
 
 
 def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
@@ -173,20 +190,22 @@ def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
     )
 
 
-def _table(mask: BlockMask, q_len: int, kv_len: int) -> Tensor:
-    rows, columns = mask.kv_indices.shape[-2:]
-    tile_q, tile_kv = mask.BLOCK_SIZE
+def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: int) -> Tensor:
+    """What lists of tiles make of each tile, as :func:`kinds_of`: numbers and indices, and those of full tiles where
+    these have lists of their own."""
+    rows, columns = lists[1].shape[-2:]
+    tile_q, tile_kv = tile
     needed = -(-q_len // tile_q)
     if rows < needed:
         raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
     width = max(columns, -(-kv_len // tile_kv), 1)
-    kinds = _scattered(mask.kv_num_blocks, mask.kv_indices, 1, width)
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        kinds = torch.maximum(kinds, _scattered(mask.full_kv_num_blocks, mask.full_kv_indices, 2, width))
+    kinds = _scattered(lists[0], lists[1], 1, width)
+    if len(lists) == 4:
+        kinds = torch.maximum(kinds, _scattered(lists[2], lists[3], 2, width))
     return kinds
 
 
-def _within(kinds: Tensor, tile: tuple[int, int]) -> Callable[..., Any]:
+def within(kinds: Tensor, tile: tuple[int, int]) -> Callable[..., Any]:
     """``full | partial & mask_mod``, as a wrapper of a traced mask function."""
     batch, heads = kinds.shape[:2]
 
@@ -204,6 +223,6 @@ def _scattered(counts: Tensor, indices: Tensor, kind: int, width: int) -> Tensor
     listed = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
     if bool(((indices < 0) | (indices >= width))[listed].any()):
         raise ValueError(f"block_mask lists a tile outside its {width} columns")
-    table = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8)
-    table.scatter_(-1, torch.where(listed, indices, width).long(), kind)
-    return table[..., :width]
+    kinds = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8)
+    kinds.scatter_(-1, torch.where(listed, indices, width).long(), kind)
+    return kinds[..., :width]

@@ -1,6 +1,6 @@
-"""Calls inside ``torch.compile``: a graph break, and nothing of the package compiled.
+"""Calls inside ``torch.compile``: a graph break and nothing of the package compiled, or what takes their place there.
 
-It does what ``torch.compiler.disable`` does, without importing Dynamo, which takes longer than the rest of
+:func:`uncompiled` does what ``torch.compiler.disable`` does, without importing Dynamo, which takes longer than the rest of
 the package.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, TypeVar
 
+import torch
 from torch._C._dynamo import eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,3 +31,25 @@ def uncompiled(function: F) -> F:
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(outside.__code__, skip)  # type: ignore[attr-defined]
     return outside  # type: ignore[return-value]
+
+
+def also_compiled(inside: Callable[..., Any]) -> Callable[[F], F]:
+    """What a function is in a compiled region: ``inside(function, *args, **kwargs)``, which Dynamo traces; its
+    ``function`` breaks the graph."""
+
+    def decorate(function: F) -> F:
+        breaking = uncompiled(function)
+
+        @functools.wraps(function)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return inside(breaking, *args, **kwargs)
+            callback = eval_frame.set_eval_frame(None)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                eval_frame.set_eval_frame(callback)
+
+        return either  # type: ignore[return-value]
+
+    return decorate

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks, _dense, _native, _trace
-from ._compile import uncompiled
+from . import _blocks, _dense, _native, _region, _trace
+from ._compile import also_compiled, uncompiled
 from ._masks import Mask, offsets_of
 
 _log = logging.getLogger("foveate")
@@ -73,7 +73,7 @@ def flex_attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]: ...
-@uncompiled
+@also_compiled(_region.flex_attention)
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -91,7 +91,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with a score function and a mask, as ``torch.nn.attention.flex_attention`` has it.
 
-    Runs forward and backward on CPU tensors of any strides, uncompiled, without holding scores.
+    Runs forward and backward on CPU tensors of any strides, uncompiled, without holding scores; in a function that
+    ``torch.compile`` compiles, as part of its graph.
 
     Args:
         query: ``[B, Hq, L, E]``, float32, bfloat16 or float16; float64 takes a slow path of plain torch

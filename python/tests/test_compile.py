@@ -1,42 +1,278 @@
-"""Inside ``torch.compile``: one graph break, the same results, and nothing of the package compiled."""
+"""Inside ``torch.compile``: graphs without breaks that call Foveate's operators, with the results of uncompiled calls."""
 
+import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
+from compiled import Backend, needs_compiler
+from torch.nn.attention import flex_attention as torch_flex
 
-from foveate import Mask, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, TraceError, create_block_mask, flex_attention
 
 
 def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def test_a_compiled_function_breaks_its_graph_once_and_trains():
-    slope = torch.randn(2, requires_grad=True)
-    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+def operands(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, kv_heads, q_len, kv_len, dim, dim_v = shape
+    shapes = ((batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim_v))
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
-    def model(q, mask):
-        x = q * 2
-        return flex_attention(x, x, x, lambda s, b, h, i, j: s + slope[h] * j, mask).sin()
 
-    for mask in (create_block_mask(causal, None, None, 16, 16), Mask.causal()):
-        torch._dynamo.reset()
-        graphs = []
+def agrees(function, inputs, learned=(), backend=None, tolerance=2e-5):
+    """Compiled and uncompiled, ``function`` of ``inputs`` has the same tensors and gradients of inputs and ``learned``."""
+    backend = backend or Backend()
+    compiled = backend.compile(function)
+    results = []
+    for run in (function, compiled):
+        outs = run(*inputs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        wanted = [t for t in (*inputs, *learned) if isinstance(t, torch.Tensor) and t.requires_grad]
+        grads = ()
+        if wanted:
+            generator = torch.Generator().manual_seed(5)
+            differentiable = [o for o in outs if o.requires_grad]
+            weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in differentiable]
+            grads = torch.autograd.grad(differentiable, wanted, weights)
+        results.append((*outs, *grads))
+    for ours, gold in zip(results[1], results[0]):
+        assert ours.dtype == gold.dtype and ours.stride() == gold.stride()
+        scale = gold.abs().nan_to_num(0, 0, 0).max().item() + 1
+        torch.testing.assert_close(ours, gold, rtol=0, atol=tolerance * scale)
+    assert not any(name.startswith("flex_attention") for name in backend.operators), backend.operators
+    return backend
 
-        def backend(graph, inputs):
-            graphs.append(graph)
-            return graph.forward
 
-        gold = model(q, mask)
-        out = torch.compile(model, backend=backend)(q, mask)
-        assert torch.equal(out, gold) and len(graphs) == 2
-        ours = torch.autograd.grad(out.sum(), (q, slope))
-        assert all(torch.equal(a, b) for a, b in zip(ours, torch.autograd.grad(gold.sum(), (q, slope))))
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="foveate runs outside of compiled regions"):
-            torch.compile(model, backend=backend, fullgraph=True)(q, mask)
+def test_a_compiled_function_is_one_graph_that_trains_on_our_operators():
+    slope = torch.randn(4, requires_grad=True)
+    document = torch.tensor([0] * 13 + [1] * 20 + [2] * 4)
+
+    def model(q, k, v, mask):
+        def score(s, b, h, i, j):
+            return torch.tanh(s / 5) * 5 + slope[h] * (j - i)
+
+        out, aux = flex_attention(q * 2, k, v, score, mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return out.sin(), aux.lse
+
+    def within(b, h, i, j):
+        return (document[i] == document[j]) & (i >= j)
+
+    inputs = operands(2, 4, 2, 37, 37, 16, 24)
+    for mask in (None, create_block_mask(within, None, None, 37, 37), torch_flex.create_block_mask(within, 2, 4, 37, 37, "cpu", 16)):
+        backend = agrees(model, (*inputs, mask), [slope])
+        assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+SCORES = {
+    "bias in 4 axes": (lambda t: lambda s, b, h, i, j: s + t["dense"][b, h, i, j], ["dense"]),
+    "chained indices": (lambda t: lambda s, b, h, i, j: s + t["dense"][b][h][i][j], ["dense"]),
+    "a table from its end": (lambda t: lambda s, b, h, i, j: s + t["table"][h, j - i], ["table"]),
+    "a 0-d tensor": (lambda t: lambda s, b, h, i, j: s * t["scale"], ["scale"]),
+    "read twice": (lambda t: lambda s, b, h, i, j: s + t["slope"][h] * t["slope"][(h + 1) % 4], ["slope"]),
+    "two, one without a gradient": (lambda t: lambda s, b, h, i, j: s + t["slope"][h] * t["fixed"][i], ["slope"]),
+    "16 bits": (lambda t: lambda s, b, h, i, j: s + t["half"][h], ["half"]),
+    "where, clamp and functions": (
+        lambda t: lambda s, b, h, i, j: torch.where(i >= j, s, torch.nn.functional.gelu(s).clamp(-1, 3) - (i - j).abs() / 7),
+        [],
+    ),
+    "a row": (lambda t: lambda s, b, h, i, j: s + torch.dot(t["rows"][i], t["rows"][j]), ["rows"]),
+    "an inner infinity": (lambda t: lambda s, b, h, i, j: torch.where(i - j < 9, s, -float("inf")), []),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_and_the_gradients_of_what_they_capture(name):
+    make, learned = SCORES[name]
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"dense": (2, 4, 21, 33), "table": (4, 70), "scale": (), "slope": (4,), "fixed": (21,), "half": (4,), "rows": (33, 3)}
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    tensors["half"] = tensors["half"].to(torch.bfloat16)
+    for n in learned:
+        tensors[n].requires_grad_()
+    score = make(tensors)
+    agrees(lambda q, k, v: flex_attention(q, k, v, score), operands(2, 4, 4, 21, 33, 8, 8), [tensors[n] for n in learned])
+
+
+def test_strides_and_16_bits_are_as_uncompiled():
+    q, k, v = (torch.randn(2, 19, 3, 8).to(torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+    agrees(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s - (i - j).abs()), (q, k, v), tolerance=1e-2)
+
+
+def test_results_are_natural_logarithms_and_max_scores_have_none():
+    q, k, v = operands(1, 2, 2, 9, 12, 8, 8)
+
+    def model(q, k, v):
+        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
+        return out, aux.lse, aux.max_scores
+
+    agrees(model, (q, k, v))
+    _, lse, top = Backend().compile(model)(q, k, v)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(8)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(top, scores.amax(-1))
+    assert lse.requires_grad and not top.requires_grad
+
+
+def test_a_gradient_of_lse_alone():
+    agrees(lambda q, k, v: flex_attention(q, k, v, return_aux=AuxRequest(lse=True))[1].lse * 3, operands(1, 2, 2, 9, 12, 8, 8)[:2] + [torch.randn(1, 2, 12, 8)])
+
+
+def test_lists_of_a_block_mask_count_and_rows_without_tiles_are_empty():
+    made = torch_flex.create_block_mask(causal, None, None, 64, 64, "cpu", 16)
+    made.kv_num_blocks[..., 2] = 0
+    made.full_kv_num_blocks[..., 2] = 0
+    lists = torch_flex.BlockMask.from_kv_blocks(
+        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 16, causal, (64, 64), compute_q_blocks=False
+    )
+
+    def model(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    inputs = operands(1, 2, 2, 64, 64, 8, 8)
+    agrees(model, (*inputs, lists))
+    out = Backend().compile(model)(*inputs, lists)
+    assert (out[:, :, 32:48] == 0).all() and (out[:, :, 48:] != 0).any()
+
+
+def test_a_block_mask_of_ours_is_its_function_until_it_is_given_another():
+    inputs = operands(1, 2, 2, 40, 40, 8, 8)
+
+    def model(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    mask = create_block_mask(causal, None, None, 40, 40, BLOCK_SIZE=8)
+    backend = agrees(model, (*inputs, mask))
+    mask.mask_mod = torch_flex.noop_mask
+    agrees(model, (*inputs, mask))
+    mods = [n.args[6] for g in backend.graphs[:1] for n in g.graph.nodes if str(n.target) == "foveate.forward.default"]
+    assert mods == ["kv <= q"]
+
+
+def test_lengths_batch_and_captured_values_compile_once():
+    table = torch.randn(64)
+
+    def model(q, k, v, ids, far):
+        mask = create_mask_of(ids, q.shape[2])
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i - j < far, s + table[i], s), mask)
+
+    def create_mask_of(ids, n):
+        return torch_flex.BlockMask.from_kv_blocks(
+            torch.ones(1, 1, 1, dtype=torch.int32),
+            torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+            BLOCK_SIZE=1 << 30,
+            mask_mod=lambda b, h, i, j: ids[b, i] == ids[b, j],
+            seq_lengths=(n, n),
+        )
+
+    backend = Backend()
+    compiled = backend.compile(model, dynamic=True)
+    for batch, length, far in ((2, 16, 5), (3, 21, 7), (5, 33, 11), (2, 64, 3)):
+        inputs = operands(batch, 4, 4, length, length, 8, 8, seed=length)
+        ids = torch.randint(0, 3, (batch, length))
+        gold, ours = model(*inputs, ids, far), compiled(*inputs, ids, far)
+        torch.testing.assert_close(ours, gold)
+        ours = torch.autograd.grad(ours.sum(), inputs)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, torch.autograd.grad(gold.sum(), inputs)))
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+def test_an_element_written_in_place_changes_the_next_result():
+    table = torch.randn(24)
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+    compiled = Backend().compile(lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j]))
+    before = compiled()
+    table.mul_(-3)
+    assert not torch.allclose(compiled(), before)
+    torch.testing.assert_close(compiled(), flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j]))
+
+
+def test_what_cannot_be_said_stays_torchs_with_one_warning():
+    table = torch.randn(24)
+    q, k, v = (t.detach() for t in operands(1, 2, 2, 24, 24, 8, 8))
+
+    def model(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + table.cumsum(0)[j])
+
+    backend = Backend()
+    with pytest.warns(UserWarning, match="stays torch's: `cumsum` is"):
+        out = backend.compile(model)(q, k, v)
+    assert backend.operators == ["flex_attention"]
+    summed = table.cumsum(0)
+    torch.testing.assert_close(out, flex_attention(q, k, v, lambda s, b, h, i, j: s + summed[j]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        Backend().compile(model)(q, k, v)
+
+
+def test_an_index_outside_its_tensor_is_an_index_error():
+    table = torch.randn(8)
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+    compiled = Backend().compile(lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j]))
+    with pytest.raises(IndexError, match="`s0` was read at index 8"):
+        compiled()
+
+
+@needs_compiler
+def test_inductor_trains_a_model_without_a_graph_break():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    project = torch.nn.Linear(32, 96)
+    slope = torch.nn.Parameter(torch.full((4,), 0.1))
+    mask = create_block_mask(causal, None, None, 48, 48, BLOCK_SIZE=16)
+
+    def model(x):
+        q, k, v = project(x).view(2, 48, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        out, aux = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), mask, return_aux=AuxRequest(lse=True))
+        return (out.transpose(1, 2).reshape(2, 48, 32) + x).square().mean() + aux.lse.mean()
+
+    x = torch.randn(2, 48, 32)
+    parameters = (*project.parameters(), slope)
+    gold = model(x)
+    ours = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(ours, gold)
+    for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(gold, parameters)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():
+    q, k, v = operands(1, 2, 2, 16, 16, 8, 8)
+    sink = torch.randn(2)
+
+    def model(q):
+        return flex_attention(q * 2, k, v, sink=sink).sin()
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    assert torch.equal(torch.compile(model, backend=backend)(q), model(q)) and len(graphs) == 2
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="foveate runs outside of compiled regions"):
+        torch.compile(model, backend=backend, fullgraph=True)(q)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_operators_pass_torchs_own_checks(dynamic):
+    q, k, v = (t.detach() for t in operands(2, 4, 2, 20, 28, 8, 12))
+    slope, ids = torch.randn(4), torch.randint(0, 3, (28,))
+    lists = torch_flex.create_block_mask(causal, None, None, 20, 28, "cpu", 8)
+    lists = [lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices]
+    mods = ("score + s0[h] * 0.5", [slope], [], "m1[b - b, h - h, q / 8, kv / 8] != 0 & kv <= q + mn0 & m0[q] == m0[kv]", [ids], [3], lists, [8, 8], 0.3)
+    out, lse, _ = torch.ops.foveate.forward(q, k, v, *mods, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic") if dynamic else tests
+    torch.library.opcheck(torch.ops.foveate.forward, (q, k, v, *mods, True), test_utils=tests)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    backward = (q, k, v, out, lse, d_out, d_lse, *mods, [True, False, True], [0])
+    torch.library.opcheck(torch.ops.foveate.backward, backward, test_utils=tests)
 
 
 def test_a_block_mask_made_inside_a_compiled_function_is_a_block_mask():
@@ -47,7 +283,7 @@ def test_a_block_mask_made_inside_a_compiled_function_is_a_block_mask():
         return flex_attention(q, q, q, block_mask=mask)
 
     q = torch.randn(1, 2, 16, 8)
-    assert torch.equal(torch.compile(model, backend="eager")(q), model(q))
+    torch.testing.assert_close(torch.compile(model, backend="eager")(q), model(q))
 
 
 IMPORT = """

@@ -1,0 +1,220 @@
+"""Programs of the FX graphs that torch's compiler makes of mask and score functions.
+
+A graph's operations are said in the same operators as those of a function that is traced in an uncompiled
+call (:mod:`foveate._trace`), and what cannot be said is the same ``TraceError``. Captured tensors are operands
+here, of which only shapes and dtypes are known; captured integers that are symbolic are run-time scalars.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+from torch import fx
+
+from . import _blocks, _native, _trace
+from ._native import Expr, TraceError
+from ._operations import OPERATIONS, cast
+
+#: Extents of coordinates whose length is symbolic: a program is for all lengths up to these.
+_BATCH, _LENGTH = 1 << 16, 1 << 24
+
+
+class Program(NamedTuple):
+    """A mod as an operator takes it."""
+
+    #: In text form; None where it changes nothing.
+    text: str | None
+    #: Of the graph's operands, the tensors ``s0``, ``s1``, ...
+    captures: list[int]
+    #: Of the graph's operands, the integers ``sn0``, ``sn1``, ...
+    scalars: list[int]
+
+
+def score(graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any]) -> Program:
+    """The program of the graph of a score function.
+
+    Args:
+        graph: It takes score, b, h, q_idx, kv_idx and the operands.
+        extents: Of b, h, q and kv; symbolic ones are integers of torch.
+        operands: Examples of what the graph takes besides: fake tensors, integers, symbolic integers.
+
+    Raises:
+        TraceError: It cannot be said.
+    """
+    return _read("score", graph, extents, operands)
+
+
+def mask(
+    graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: tuple[Any, tuple[Any, Any]] | None
+) -> Program:
+    """The program of the graph of a mask function, as :func:`score`. ``tiles`` are batch and heads of the lists of
+    a block mask, and its block size: the program reads the table that these lists make, after its other tensors."""
+    return _read("mask", graph, extents, operands, tiles)
+
+
+def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None) -> Program:
+    b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (_BATCH, _BATCH, _LENGTH, _LENGTH)))
+    trace = _GraphTrace(kind, (b, h, q, kv))
+    leaves = tuple(map(_native.leaf, ("b", "h", "q", "kv"), (b, h, q, kv)))
+    if kind == "score":
+        leaves = (_native.leaf("score", 0), *leaves)
+    tensors: list[int] = []
+    scalars: list[int] = []
+    given: list[Any] = []
+    for at, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            given.append(trace.stand_in(operand))
+            tensors.append(at)
+        elif isinstance(operand, torch.SymInt):
+            given.append(_native.scalar(f"{kind[0]}n{len(scalars)}"))
+            scalars.append(at)
+        else:
+            given.append(operand)
+    with trace:
+        result = _interpreted(trace, graph, (*leaves, *given))
+        if isinstance(result, (torch.Tensor, bool, int, float)):
+            result = trace.operand("return", result)
+        if kind == "mask":
+            result = cast(result, torch.bool)
+            if tiles is not None:
+                shape, tile = tiles
+                table = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)
+                trace.name(table)
+                result = _blocks.within(table, tile)(trace, leaves, result)
+            traced = _native.mask(result, list(trace.captures.values()))
+        else:
+            traced = _native.score(cast(result, torch.float32), list(trace.captures.values()))
+    text = traced.text()
+    return Program(None if text in ("score", "true") else text, tensors, scalars)
+
+
+def _sized(n: Any) -> int:
+    """A length of a table: symbolic ones are more than 1."""
+    return n if isinstance(n, int) else max(n.node.hint, 2)
+
+
+class _GraphTrace(_trace.Trace):
+    """A trace whose captured tensors are stand-ins without elements."""
+
+    def __init__(self, kind: str, extents: tuple[int, int, int, int]) -> None:
+        self.kind, self.extents = kind, extents
+        self.captures = {}
+        self.held = []
+        self.symbolic: dict[int, list[bool]] = {}
+        _native.begin(kind == "mask", constants=True)
+
+    def stand_in(self, example: torch.Tensor) -> torch.Tensor:
+        shape = [n if isinstance(n, int) else max(n.node.hint, 2) for n in example.shape]
+        made = torch.empty_strided(shape, [0] * len(shape), dtype=example.dtype)
+        self.symbolic[id(made)] = [not isinstance(n, int) for n in example.shape]
+        self.name(made)
+        return made
+
+    def name(self, tensor: torch.Tensor) -> None:
+        self.captures[id(tensor)] = _native.Capture(f"{self.kind[0]}{len(self.held)}", tensor, False)
+        self.held.append(tensor)
+
+    def left_symbolic(self, x: Any) -> list[bool]:
+        """Whether each axis of ``x`` that is left over is of symbolic length."""
+        tensor, index = (x.tensor, x.index) if isinstance(x, _trace.Rows) else (x, [None] * x.dim())
+        symbolic = self.symbolic.get(id(tensor), [False] * len(index))
+        return [long for long, i in zip(symbolic, index) if i is None]
+
+    def capture(self, tensor: torch.Tensor) -> _native.Capture:
+        found = self.captures.get(id(tensor))
+        if found is None:
+            raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is computed of captured ones, or a constant")
+        return found
+
+    def operand(self, name: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return _native.constant(x, torch.tensor(x).dtype) if name == "return" and not isinstance(x, Expr) else x
+        if x.dim() != 0:
+            raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
+        return self.capture(x).only() if id(x) in self.captures else _native.constant(x.item(), x.dtype)
+
+
+def _interpreted(trace: _GraphTrace, module: fx.GraphModule, given: tuple[Any, ...]) -> Any:
+    values: dict[fx.Node, Any] = {}
+    waiting = iter(given)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(waiting)
+        elif node.op == "get_attr":
+            values[node] = operator.attrgetter(node.target)(module)
+        elif node.op == "output":
+            result = fx.map_arg(node.args[0], values.__getitem__)
+            return result[0] if isinstance(result, (tuple, list)) else result
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = _operation(trace, node.target, args, kwargs)
+        else:
+            raise TraceError(f"a graph of a mask or score has a node `{node.op}`")
+    raise TraceError("a graph of a mask or score has no result")
+
+
+def _operation(trace: _GraphTrace, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(target, torch._ops.OpOverload):
+        # Arithmetic on captured integers.
+        return target(*args, **kwargs)
+    name = target._schema.name.split("::")[1]
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(trace, *args, **kwargs)
+    for arg in args:
+        if isinstance(arg, (torch.Tensor, _trace.Rows)) and any(trace.left_symbolic(arg)):
+            raise TraceError(f"`{name}` is given a row of a captured tensor whose length is symbolic")
+    name = name.strip("_")
+    return _trace._call(name, OPERATIONS.get(name), *args, **kwargs)
+
+
+def _index(trace: _GraphTrace, of: Any, indices: Sequence[Any]) -> Any:
+    return trace.read(of, tuple(slice(None) if i is None else i for i in indices))
+
+
+def _select(trace: _GraphTrace, of: Any, dim: int, index: Any) -> Any:
+    rank = len(of.shape)
+    return trace.read(of, (slice(None),) * (dim % rank) + (index,))
+
+
+def _constant(trace: _GraphTrace, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    *size, value = args
+    if any(size):
+        raise TraceError(f"a tensor of shape {tuple(size[0])} is made in a mask or score")
+    return cast(value, dtype or (value.dtype if isinstance(value, Expr) else torch.tensor(value).dtype))
+
+
+def _converted(trace: _GraphTrace, x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    x = trace.operand("to", x)
+    return x if dtype is None else _trace._call("to", OPERATIONS["to"], x, dtype)
+
+
+def _same(trace: _GraphTrace, x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def _shaped(trace: _GraphTrace, x: Any, size: Sequence[int], **_: Any) -> Any:
+    if len(size) or isinstance(x, (torch.Tensor, _trace.Rows, _trace.Vector)):
+        raise TraceError("a tensor is given another shape in a mask or score")
+    return x
+
+
+#: Operations of graphs that have no name in torch's functions, or other arguments there.
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "index": _index,
+    "select": _select,
+    "full": _constant,
+    "scalar_tensor": _constant,
+    "convert_element_type": _converted,
+    "_to_copy": _converted,
+    "lift_fresh": _same,
+    "lift_fresh_copy": _same,
+    "alias": _same,
+    "detach": _same,
+    "expand": _shaped,
+    "view": _shaped,
+    "_unsafe_view": _shaped,
+    "reshape": _shaped,
+}

@@ -1,0 +1,210 @@
+"""Inductor's graphs: torch's flex operators replaced by Foveate's.
+
+Inside a compiled region calls are torch's own operator ``flex_attention``, whose gradient is
+``flex_attention_backward``; both have their mods as FX graphs. :class:`_Pass` sees the finished forward and
+backward graphs before Inductor lowers them, and puts ``foveate::forward`` and ``foveate::backward`` in their place.
+An operator whose mods have no program stays torch's, with one warning that says why.
+
+Torch's operators have ``lse`` and ``max_scores``, and the gradient of ``lse``, to base 2.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.flex_attention import flex_attention as _forward
+from torch._higher_order_ops.flex_attention import flex_attention_backward as _backward
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
+
+from . import _graph, _native
+from ._region import FUNCTION, OURS
+
+_LN2 = math.log(2.0)
+_aten = torch.ops.aten
+_ours = torch.ops.foveate
+_getitem = operator.getitem
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SOURCES = tuple(os.path.join(_HERE, f"{name}.py") for name in ("_inductor", "_graph", "_operations", "_trace", "_ops"))
+_said: set[str] = set()
+
+
+class _Pass(CustomGraphPass):
+    """Replaces the operators that Foveate's wrapper made, or ``all`` of them, after the pass that was there."""
+
+    def __init__(self, before: Any, all: bool) -> None:
+        self.before, self.all = before, all
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        replace(graph, self.all)
+
+    def uuid(self) -> Any:
+        """Names what the pass does, for Inductor's cache; None, and no caching, beside a pass that has no name."""
+        before = None
+        if self.before is not None:
+            before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
+            if before is None:
+                return None
+        return (get_hash_for_files((*_SOURCES, _native.__file__)), self.all, before)
+
+
+def install(all: bool = False) -> None:
+    """Makes Inductor run the pass."""
+    there = config.post_grad_custom_pre_pass
+    if isinstance(there, _Pass):
+        if there.all == all:
+            return
+        there = there.before
+    config.post_grad_custom_pre_pass = _Pass(there, all)
+
+
+def replace(graph: fx.Graph, all: bool) -> None:
+    """Replaces torch's flex operators of a graph."""
+    found = [node for node in graph.nodes if node.op == "call_function" and node.target in (_forward, _backward)]
+    for node in found:
+        options = node.args[6] if node.target is _forward else node.args[11]
+        if node.args[0].meta["val"].device.type != "cpu" or not (all or options.get(OURS)):
+            continue
+        try:
+            with graph.inserting_before(node):
+                (_replace_forward if node.target is _forward else _replace_backward)(graph, node, options)
+        except (_native.TraceError, ValueError, IndexError, TypeError) as reason:
+            _leave(graph, node, options, str(reason))
+    if found:
+        graph.eliminate_dead_code()
+
+
+def _leave(graph: fx.Graph, node: fx.Node, options: dict[str, Any], reason: str) -> None:
+    at = 6 if node.target is _forward else 11
+    node.update_arg(at, {name: v for name, v in options.items() if name not in (OURS, FUNCTION)})
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"flex_attention in a compiled graph stays torch's: {reason}", stacklevel=2)
+
+
+def _value(x: Any) -> Any:
+    """The example of a node's value."""
+    return fx.map_arg(x, lambda node: node.meta["val"])
+
+
+class _Mods:
+    """The arguments that say the mods of an operator."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        query: fx.Node,
+        key: fx.Node,
+        score: Any,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        options: dict[str, Any],
+        score_operands: tuple[Any, ...],
+        mask_operands: tuple[Any, ...],
+    ) -> None:
+        module = graph.owning_module
+        q, k = query.meta["val"], key.meta["val"]
+        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise _native.TraceError(f"attention of {q.dtype} is not compiled")
+        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        made = _graph.score(getattr(module, score.target), extents, _value(score_operands))
+        self.score_captures = made.captures
+        mods = [made.text, *_picked(made, score_operands)]
+        # Lists lie between the lengths and those of the queries' side; block size and mask are last in all versions.
+        lists = [t for t in block_mask[2:6] if t is not None]
+        *_, tile_q, tile_kv, mask = block_mask
+        whole = tile_q == _LARGE_SPARSE_BLOCK_SIZE and tile_kv == _LARGE_SPARSE_BLOCK_SIZE
+        tiles = None
+        if whole or options.get(FUNCTION):
+            lists = []
+        else:
+            tiles = (lists[0].meta["val"].shape[:2], (tile_q, tile_kv))
+        made = _graph.mask(getattr(module, mask.target), extents, _value(mask_operands), tiles)
+        mods += [made.text, *_picked(made, mask_operands)]
+        self.arguments = [*mods, lists, [tile_q, tile_kv], scale]
+
+
+def _picked(made: _graph.Program, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    return [operands[i] for i in made.captures], [operands[i] for i in made.scalars]
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*_value(args))
+    return node
+
+
+def _item(graph: fx.Graph, of: fx.Node, at: int) -> fx.Node:
+    node = graph.call_function(_getitem, (of, at))
+    node.meta["val"] = of.meta["val"][at]
+    return node
+
+
+def _items(node: fx.Node) -> dict[Any, list[fx.Node]]:
+    """The nodes that are an item of a node's value."""
+    items: dict[Any, list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is not _getitem:
+            raise _native.TraceError("a graph uses the results of flex_attention as one")
+        items.setdefault(user.args[1], []).append(user)
+    return items
+
+
+def _put(nodes: list[fx.Node], by: fx.Node) -> None:
+    for node in nodes:
+        node.replace_all_uses_with(by)
+
+
+def _replace_forward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
+    args: Any = node.args
+    query, key, value, score, block_mask, scale, _, score_operands, mask_operands = args
+    mods = _Mods(graph, query, key, score, block_mask, scale, options, score_operands, mask_operands)
+    items = _items(node)
+    made = _call(graph, _ours.forward.default, query, key, value, *mods.arguments, 2 in items)
+    for at, nodes in items.items():
+        result = _item(graph, made, at)
+        if at > 0:
+            result = _call(graph, _aten.mul.Scalar, result, 1 / _LN2)
+        _put(nodes, result)
+
+
+def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
+    args: Any = node.args
+    query, key, value, out, lse, d_out, d_lse, score, _, block_mask, scale, _, score_operands, mask_operands = args
+    mods = _Mods(graph, query, key, score, block_mask, scale, options, score_operands, mask_operands)
+    items = _items(node)
+    captured: dict[int, list[fx.Node]] = {}
+    for whole in items.get(3, ()):
+        for at, nodes in _items(whole).items():
+            captured.setdefault(at, []).extend(nodes)
+    # Of the operands, those whose gradient is used; of the captured tensors that the operator takes, where these are.
+    learned = [at for at in sorted(captured) if at in mods.score_captures]
+    lse = _call(graph, _aten.mul.Scalar, lse, _LN2)
+    if d_lse is not None:
+        d_lse = _call(graph, _aten.mul.Scalar, d_lse, 1 / _LN2)
+    needs = [at in items for at in range(3)]
+    places = [mods.score_captures.index(at) for at in learned]
+    arguments = (query, key, value, out, lse, d_out, d_lse, *mods.arguments, needs, places)
+    made = _call(graph, _ours.backward.default, *arguments)
+    for at in range(3):
+        if at in items:
+            _put(items[at], _item(graph, made, at))
+    if learned:
+        gradients = _item(graph, made, 3)
+        for place, at in enumerate(learned):
+            _put(captured[at], _item(graph, gradients, place))
+
+
+def replaces_all() -> bool:
+    """Whether the pass replaces operators that torch's own function made, too."""
+    there = config.post_grad_custom_pre_pass
+    return isinstance(there, _Pass) and there.all

@@ -1,0 +1,136 @@
+"""The operators ``foveate::forward`` and ``foveate::backward``: attention that torch's dispatcher and compiler see
+as one call.
+
+They are functional and have a fixed number of results. Mods are programs in Foveate's text form, so that they
+are constants of a graph: ``score`` reads tensors ``s0``, ``s1``, ... and integers ``sn0``, ``sn1``, ...; ``mask`` reads
+``m0`` and ``mn0`` and so on. ``lists`` are ``kv_num_blocks`` and ``kv_indices`` of a block mask, and those of its full tiles
+where it has them; the mask reads the table of tiles that they make as its last tensor. ``lse`` and
+``max_scores`` are natural.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _blocks, _flex, _native
+
+_MODS = (
+    "str? score, Tensor[] score_captures, SymInt[] score_scalars, "
+    "str? mask, Tensor[] mask_captures, SymInt[] mask_scalars, Tensor[] lists, SymInt[] tile, float scale"
+)
+_library = torch.library.Library("foveate", "FRAGMENT")
+_library.define(
+    f"forward(Tensor query, Tensor key, Tensor value, {_MODS}, bool max_scores) "
+    "-> (Tensor out, Tensor lse, Tensor max_scores)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, {_MODS}, "
+    "bool[3] needs, int[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] d_captures)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _program(
+    kind: str, text: str | None, captures: Sequence[Tensor], scalars: Sequence[int], learned: Sequence[int] = ()
+) -> Any:
+    if text is None:
+        return None
+    made = [_native.Capture(f"{kind}{i}", t, i in learned) for i, t in enumerate(captures)]
+    return _native.program(text, made, [(f"{kind}n{i}", n) for i, n in enumerate(scalars)], kind == "m")
+
+
+def _call(
+    query: Tensor, key: Tensor, mods: Sequence[Any], max_scores: bool = False, learned: Sequence[int] = ()
+) -> _flex._Call:
+    score, score_captures, score_scalars, mask, mask_captures, mask_scalars, lists, tile, scale = mods
+    if mask is not None and lists:
+        mask_captures = [*mask_captures, _blocks.table(lists, (tile[0], tile[1]), query.size(2), key.size(2))]
+    return _flex._Call(
+        _program("s", score, score_captures, score_scalars, learned),
+        _program("m", mask, mask_captures, mask_scalars),
+        scale,
+        None,
+        True,
+        max_scores,
+    )
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *mods, max_scores = rest
+    call = _call(query, key, mods, max_scores=max_scores)
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    out, lse, rows = call.forward(query, key, value, None, (), forward_only=True)
+    assert lse is not None
+    return out, lse, query.new_empty(0, dtype=torch.float32) if rows is None else rows
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    *mods, needs, learned = rest
+    captures = mods[1]
+    # Gradients are of float32 at most.
+    mods[1] = [t.to(torch.float32) if i in learned and t.dtype == torch.float64 else t for i, t in enumerate(captures)]
+    call = _call(query, key, mods, learned=learned)
+    plan = call.planned(query, key, value, None, (), forward_only=False)
+    if d_out is None:
+        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
+    operands = (query, key, value)
+    gradients = [_flex._empty_in_order(t, t.shape) if wanted else None for t, wanted in zip(operands, needs)]
+    into = {f"s{i}": torch.zeros(captures[i].shape, dtype=mods[1][i].dtype) for i in learned}
+    read = () if call.score is None else call.score.captures
+    plan.backward(
+        list(operands), [out, lse], d_out, d_lse, gradients, [into[c.name] if c.learned else None for c in read], None
+    )
+    dq, dk, dv = (t.new_empty(0) if d is None else d for t, d in zip(operands, gradients))
+    return dq, dk, dv, [into[f"s{i}"].to(captures[i].dtype) for i in learned]
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *mods: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = query.shape[:3]
+    lse = query.new_empty(rows, dtype=torch.float32)
+    max_scores = query.new_empty(rows if mods[-1] else (0,), dtype=torch.float32)
+    return _fake_in_order(query, (*rows, value.shape[3])), lse, max_scores
+
+
+def _backward_fake(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    needs, learned = rest[-2:]
+    captures = rest[5]  # After out, lse, d_out, d_lse and the score.
+    dq, dk, dv = (
+        _fake_in_order(t, t.shape) if wanted else t.new_empty(0) for t, wanted in zip((query, key, value), needs)
+    )
+    return dq, dk, dv, [captures[i].new_empty(captures[i].shape) for i in learned]
+
+
+def _fake_in_order(like: Tensor, shape: Sequence[Any]) -> Tensor:
+    """:func:`_flex._empty_in_order` of symbolic shapes; the order of axes is that of the example's."""
+
+    def known(n: Any) -> int:
+        return int(n.node.hint if isinstance(n, torch.SymInt) else n)
+
+    strides = [known(n) for n in like.stride()]
+    order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
+    made: list[Any] = [1] * len(shape)
+    step = shape[-1] if known(shape[-1]) else 1
+    for axis in reversed(order):
+        made[axis] = step
+        step = step * shape[axis] if known(shape[axis]) else step
+    return torch.empty_strided(shape, made, dtype=like.dtype, device=like.device)
+
+
+for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
+    _library.impl(_name, _run, "CPU")
+    torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
