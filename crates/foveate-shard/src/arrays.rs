@@ -28,9 +28,22 @@ impl Array {
     pub fn layout(&self, sharding: &Sharding) -> Result<ShardLayout, ShardError> {
         sharding.layout(self.element, self.axes)
     }
+
+    /// [`Self::layout`] in training in another type than bf16, which `half` is put for.
+    ///
+    /// # Errors
+    /// Those of [`Sharding::layout`].
+    pub fn layout_in(
+        &self,
+        sharding: &Sharding,
+        half: ElementType,
+    ) -> Result<ShardLayout, ShardError> {
+        let element = if self.element == ElementType::BF16 { half } else { self.element };
+        sharding.layout(element, self.axes)
+    }
 }
 
-use Axis::{Batch, Captured, Dim, Elements, Ffn, Heads, Hidden, KvHeads, KvSeq, Seq, Vocab};
+use Axis::{Batch, Captured, Dim, DimV, Elements, Ffn, Heads, Hidden, KvHeads, KvSeq, Seq, Vocab};
 use ElementType::{BF16, F32, I32};
 
 const fn array(name: &'static str, element: ElementType, axes: &'static [Axis]) -> Array {
@@ -42,17 +55,17 @@ const fn array(name: &'static str, element: ElementType, axes: &'static [Axis]) 
 pub const ATTENTION: &[Array] = &[
     array("q", BF16, &[Batch, Heads, Seq, Dim]),
     array("k", BF16, &[Batch, KvHeads, KvSeq, Dim]),
-    array("v", BF16, &[Batch, KvHeads, KvSeq, Dim]),
+    array("v", BF16, &[Batch, KvHeads, KvSeq, DimV]),
     array("q_positions", I32, &[Seq]),
     array("kv_positions", I32, &[KvSeq]),
     array("sink", F32, &[Heads]),
     array("capture", F32, &[Captured]),
-    array("out", BF16, &[Batch, Heads, Seq, Dim]),
+    array("out", BF16, &[Batch, Heads, Seq, DimV]),
     array("lse", F32, &[Batch, Heads, Seq]),
-    array("d_out", BF16, &[Batch, Heads, Seq, Dim]),
+    array("d_out", BF16, &[Batch, Heads, Seq, DimV]),
     array("dq", BF16, &[Batch, Heads, Seq, Dim]),
     array("dk", BF16, &[Batch, KvHeads, KvSeq, Dim]),
-    array("dv", BF16, &[Batch, KvHeads, KvSeq, Dim]),
+    array("dv", BF16, &[Batch, KvHeads, KvSeq, DimV]),
     array("d_sink", F32, &[Heads]),
     array("d_capture", F32, &[Captured]),
 ];

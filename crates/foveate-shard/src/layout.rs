@@ -96,8 +96,10 @@ pub struct Lengths {
     pub heads: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Length of a head's vector.
+    /// Length of a query or key vector.
     pub dim: usize,
+    /// Length of a value vector.
+    pub dim_v: usize,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Columns of the feed-forward block.
@@ -144,6 +146,7 @@ impl Sharding {
             Axis::Heads => heads,
             Axis::KvHeads => kv_heads,
             Axis::Dim => lengths.dim,
+            Axis::DimV => lengths.dim_v,
             Axis::Hidden => lengths.hidden,
             Axis::Ffn => lengths.ffn,
             Axis::Vocab => lengths.vocab,

@@ -20,14 +20,18 @@
 //! - [`Permutation`]: the order of a row's tokens, as a value with an identity.
 //! - [`Dispatch`]: which rank of `context` computes which tokens, by the live entries of the masks of
 //!   all layers ([`Planes`]).
+//! - [`ShardPlan`]: what every rank holds, receives, computes and returns, as data.
+//!   [`ShardPlan::prove`] proves it or names the first [`Contradiction`].
+//! - [`RankAttention`]: attention on one rank of a [`ProvenPlan`], on the CPU; [`combine`] joins
+//!   partial results.
 //!
 //! ```
 //! use foveate_shard::{Lengths, Map, Mesh, Sharding, arrays};
 //!
 //! let map = Map::new(Mesh::parse("shard=2,context=4", 8)?);
 //! let lengths = Lengths {
-//!     batch: 2, seq: 8192, kv_seq: 8192, heads: 32, kv_heads: 8, dim: 128, hidden: 4096,
-//!     ffn: 14336, vocab: 128256,
+//!     batch: 2, seq: 8192, kv_seq: 8192, heads: 32, kv_heads: 8, dim: 128, dim_v: 128,
+//!     hidden: 4096, ffn: 14336, vocab: 128256,
 //! };
 //! let sharding = Sharding::new(map, &lengths)?;
 //! let residual = arrays::by_name("residual").expect("it is listed").layout(&sharding)?;
@@ -38,7 +42,10 @@
 //! The manual is `docs/sharding.md`.
 
 pub mod arrays;
+mod attention;
+mod check;
 pub mod collectives;
+mod combine;
 mod dispatch;
 mod error;
 mod fnv;
@@ -47,14 +54,22 @@ mod layout;
 mod map;
 mod mesh;
 mod permutation;
+mod plan;
 mod plane;
 mod ranges;
+mod table;
 
+pub use attention::{RankAttention, RankForward, RankGradients};
+pub use check::{Contradiction, Limits, Proof, ProvenPlan, RankBytes};
+pub use combine::combine;
 pub use dispatch::{CHUNKS_A_RANK, Dispatch};
 pub use error::ShardError;
 pub use layout::{Cut, CutAxis, Lengths, ShardLayout, Sharded, Sharding};
 pub use map::{Axis, Map};
 pub use mesh::{Mesh, MeshAxis};
 pub use permutation::{Permutation, PermutationId};
+pub use plan::{
+    Cells, ModelShape, OwnedElements, Part, PlanOptions, RankPlan, ShardPlan, Stage, Strategy,
+};
 pub use plane::{Block, LayerMask, Planes, Whole};
 pub use ranges::Ranges;

@@ -22,8 +22,10 @@ pub enum Axis {
     Heads,
     /// Key/value heads.
     KvHeads,
-    /// Elements of a head's vector.
+    /// Elements of a query or key vector.
     Dim,
+    /// Elements of a value vector.
+    DimV,
     /// The residual stream.
     Hidden,
     /// Columns of the feed-forward block.
@@ -39,13 +41,14 @@ pub enum Axis {
 
 impl Axis {
     /// Every name.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Batch,
         Self::Seq,
         Self::KvSeq,
         Self::Heads,
         Self::KvHeads,
         Self::Dim,
+        Self::DimV,
         Self::Hidden,
         Self::Ffn,
         Self::Vocab,
@@ -62,6 +65,7 @@ impl Axis {
             Self::Heads => "heads",
             Self::KvHeads => "kv_heads",
             Self::Dim => "dim",
+            Self::DimV => "dim_v",
             Self::Hidden => "hidden",
             Self::Ffn => "ffn",
             Self::Vocab => "vocab",
@@ -88,6 +92,7 @@ impl Axis {
     fn whole_because(self) -> Option<&'static str> {
         match self {
             Self::Dim => Some("a score is a sum over it"),
+            Self::DimV => Some("a head's output is one vector"),
             Self::Captured => Some("mods read captured buffers in global coordinates"),
             Self::Hidden => Some("norms are taken over it"),
             _ => None,
@@ -128,7 +133,7 @@ impl Map {
             Axis::Seq | Axis::KvSeq => vec![Context],
             Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab => vec![Tensor],
             Axis::Elements => vec![Shard, Context],
-            Axis::Dim | Axis::Hidden | Axis::Captured => vec![],
+            Axis::Dim | Axis::DimV | Axis::Hidden | Axis::Captured => vec![],
         };
         Self { mesh, targets: Axis::ALL.map(target) }
     }

@@ -1,6 +1,8 @@
 //! The masks of a model over one row of tokens: which keys a tile of queries needs, and how much work
 //! it is.
 
+use std::ops::Range;
+
 use foveate::mask::{BlockMask, Tile, Varies};
 use foveate::mods::{Head, MaskMod};
 
@@ -42,8 +44,26 @@ pub struct Block {
     pub h: Option<usize>,
     /// Its live tiles.
     pub tiles: BlockMask,
-    /// How often it is computed: layers × batch entries × heads.
-    pub times: u64,
+    /// Number of layers.
+    pub layers: u64,
+    /// Live entries of each of its rows of tiles.
+    pub live: Vec<u64>,
+}
+
+impl Block {
+    fn new(mask: usize, layers: u64, [b, h]: [Option<usize>; 2], tiles: BlockMask) -> Self {
+        let live = tiles.live_by_row();
+        Self { mask, b, h, tiles, layers, live }
+    }
+
+    /// How many of some batch entries and heads it is of.
+    pub(crate) fn pairs(&self, batch: &Range<usize>, heads: &Range<usize>) -> u64 {
+        let of = |one: Option<usize>, all: &Range<usize>| match one {
+            None => all.len(),
+            Some(one) => usize::from(all.contains(&one)),
+        };
+        (of(self.b, batch) * of(self.h, heads)) as u64
+    }
 }
 
 /// The block masks of all layers over one plane of queries and keys.
@@ -51,6 +71,7 @@ pub struct Block {
 pub struct Planes {
     whole: Whole,
     tile: Tile,
+    masks: Vec<Option<MaskMod>>,
     blocks: Vec<Block>,
     /// By row of tiles.
     work: Vec<u64>,
@@ -90,8 +111,7 @@ impl Planes {
         for (index, LayerMask { mask, layers }) in layers.iter().enumerate() {
             let Some(mask) = mask else {
                 let tiles = BlockMask::full(q_len, kv_len, tile);
-                let times = layers * (batch * heads) as u64;
-                blocks.push(Block { mask: index, b: None, h: None, tiles, times });
+                blocks.push(Block::new(index, *layers, [None, None], tiles));
                 continue;
             };
             mask.check().map_err(|e| ShardError::new(e.to_string()))?;
@@ -117,7 +137,6 @@ impl Planes {
                     of_heads.len()
                 ));
             }
-            let times = |of: Option<usize>, n: usize| if of.is_some() { 1 } else { n as u64 };
             for &b in &entries {
                 for &h in &of_heads {
                     let own = h.unwrap_or(0);
@@ -132,16 +151,16 @@ impl Planes {
                     if let Some(read) = tiles.out_of_range() {
                         return refused(read.to_string());
                     }
-                    let times = layers * times(b, batch) * times(h, heads);
-                    blocks.push(Block { mask: index, b, h, tiles, times });
+                    blocks.push(Block::new(index, *layers, [b, h], tiles));
                 }
             }
         }
         let rows = q_len.div_ceil(tile.q as usize);
         let mut work = vec![0; rows];
         for block in &blocks {
-            for (sum, live) in work.iter_mut().zip(block.tiles.live_by_row()) {
-                *sum += live * block.times;
+            let times = block.layers * block.pairs(&(0..batch), &(0..heads));
+            for (sum, live) in work.iter_mut().zip(&block.live) {
+                *sum += live * times;
             }
         }
         let keys = |row: usize| {
@@ -149,7 +168,8 @@ impl Planes {
             Ranges::of(runs)
         };
         let needs = (0..rows).map(keys).collect();
-        Ok(Self { whole, tile, blocks, work, needs })
+        let masks = layers.iter().map(|l| l.mask.clone()).collect();
+        Ok(Self { whole, tile, masks, blocks, work, needs })
     }
 
     /// Sizes of the problem.
@@ -160,6 +180,11 @@ impl Planes {
     /// Size of the tiles.
     pub fn tile(&self) -> Tile {
         self.tile
+    }
+
+    /// The masks that the planes were made of, in order.
+    pub fn masks(&self) -> &[Option<MaskMod>] {
+        &self.masks
     }
 
     /// The block masks.
@@ -179,10 +204,7 @@ impl Planes {
 }
 
 /// The keys of a row's live tiles.
-pub(crate) fn live_keys(
-    tiles: &BlockMask,
-    row: usize,
-) -> impl Iterator<Item = std::ops::Range<usize>> {
+pub(crate) fn live_keys(tiles: &BlockMask, row: usize) -> impl Iterator<Item = Range<usize>> {
     let (side, len) = (tiles.tile().kv as usize, tiles.kv_len());
     let keys = move |run: &foveate::mask::Run| {
         let tiles = run.tiles();

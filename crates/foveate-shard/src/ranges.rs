@@ -24,6 +24,11 @@ impl Ranges {
         Self(joined)
     }
 
+    /// The positions of one range.
+    pub fn one(range: Range<usize>) -> Self {
+        Self::of(std::iter::once(range))
+    }
+
     /// The ranges, ascending.
     pub fn as_slice(&self) -> &[Range<usize>] {
         &self.0

@@ -17,6 +17,7 @@ fn lengths(batch: usize, seq: usize, kv_heads: usize) -> Lengths {
         heads: 3 * kv_heads,
         kv_heads,
         dim: 8,
+        dim_v: 4,
         hidden: 24,
         ffn: 40,
         vocab: 101,

@@ -112,6 +112,11 @@ impl Attention {
         self.score.as_ref()
     }
 
+    /// The dropout, as it was given.
+    pub fn get_dropout(&self) -> Option<&Dropout> {
+        self.dropout.as_ref()
+    }
+
     /// Joins the program with a problem on a device. Nothing runs, nothing is read from the
     /// operands, and the same three arguments always give the same plan.
     ///

@@ -107,7 +107,7 @@ impl Plan {
             dk: Tensor::filled(dtype, dims.k_shape(), 0.0),
             dv: Tensor::filled(dtype, dims.v_shape(), 0.0),
             d_sink: operands.sink.map(|s| vec![0.0; s.len()]),
-            captures: self.planned.spec().learned().into_iter().map(zeros).collect(),
+            captures: self.learned().into_iter().map(zeros).collect(),
         })
     }
 
@@ -193,6 +193,11 @@ impl Plan {
     pub fn gradients_in(mut self, dtype: DType) -> Self {
         self.gradients_in = Some(dtype);
         self
+    }
+
+    /// The captured buffers that receive a gradient, in order.
+    pub fn learned(&self) -> Vec<&AnyBuffer> {
+        self.planned.spec().learned()
     }
 
     /// What will run, and why not something else.

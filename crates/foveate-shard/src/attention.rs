@@ -1,0 +1,607 @@
+//! Attention on one rank of a proven plan, on the CPU.
+//!
+//! Forward: for each stage keys, values and positions arrive as one value, the stage's attention runs
+//! in f32 with global coordinates, and its result joins those before by `lse`, in order of stage.
+//! Backward: one pass over the keys of all stages. Stages are not needed there: the weights of a row
+//! follow from its `lse`, and rows with a large `lse` are normalised over all of the row's keys at
+//! once. Gradients of keys return to the ranks that hold them, which sum them in order of rank in f32
+//! and round once.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use foveate::mods::Program;
+use foveate::tensor::ElementType;
+use foveate::{
+    Attention, Buffer, Coordinates, DType, Data, Device, ForwardRef, GradientsMut, Layout, Plan,
+    Positions, Problem, Tensor, TensorMut, TensorRef,
+};
+
+use crate::arrays;
+use crate::check::ProvenPlan;
+use crate::collectives::{Collectives, agree};
+use crate::combine::combine;
+use crate::error::{ShardError, refused};
+use crate::layout::{ShardLayout, Sharded};
+use crate::mesh::MeshAxis;
+use crate::plan::{Cells, Part, RankPlan, ShardPlan, Stage};
+use crate::ranges::Ranges;
+use crate::table::{Rows, Table, elements};
+
+/// Attention of one layer on one rank: see [`RankAttention::new`].
+pub struct RankAttention {
+    proven: Arc<ProvenPlan>,
+    rank: usize,
+    dtype: DType,
+    /// Ranks of the mesh in the context group, in order.
+    members: Vec<usize>,
+    context: Box<dyn Collectives>,
+    /// Ranks with the same heads: they sum the gradient of the sink.
+    same_heads: Box<dyn Collectives>,
+    world: Box<dyn Collectives>,
+    /// By stage; `None` where there is nothing to compute.
+    stages: Vec<Option<Plan>>,
+    /// Over the keys of all stages.
+    joint: Plan,
+    joint_cells: Cells,
+    has_sink: bool,
+}
+
+/// What a forward pass gives on a rank.
+#[derive(Debug)]
+pub struct RankForward {
+    /// `[batch, heads, seq, dim]` of the rank, in the type of the operands.
+    pub out: Sharded<Tensor>,
+    /// `[batch, heads, seq]` of the rank, f32.
+    pub lse: Sharded<Tensor<3>>,
+    /// Operands of everything that the rank computes, and its results, for the backward pass.
+    saved: Saved,
+}
+
+#[derive(Debug)]
+struct Saved {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Table<f32>,
+    lse: Table<f32>,
+}
+
+/// What a backward pass gives on a rank.
+#[derive(Debug)]
+pub struct RankGradients {
+    /// Gradient of the rank's q.
+    pub dq: Sharded<Tensor>,
+    /// Gradient of the rank's k, summed over all ranks that read it.
+    pub dk: Sharded<Tensor>,
+    /// Gradient of the rank's v, summed over all ranks that read it.
+    pub dv: Sharded<Tensor>,
+    /// Gradient of the sink of the rank's heads, summed over all tokens and batch entries.
+    pub d_sink: Option<Vec<f32>>,
+    /// Gradients of learned captured buffers, summed over all ranks.
+    pub captures: BTreeMap<String, Vec<f32>>,
+}
+
+impl std::fmt::Debug for RankAttention {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RankAttention").field("rank", &self.rank).finish_non_exhaustive()
+    }
+}
+
+impl RankAttention {
+    /// Attention of a layer with `program` on this rank of `world`, whose ranks are those of the
+    /// plan's mesh. `sink` has a logit for each query head of the whole problem. All ranks call it,
+    /// and compare their plans first.
+    ///
+    /// # Errors
+    /// When the mask of `program` is none that the plan was proven for, ranks differ in the plan, the
+    /// mask, the score or dropout, the group has another number of ranks, or the program cannot be
+    /// planned.
+    pub fn new(
+        world: &dyn Collectives,
+        proven: &Arc<ProvenPlan>,
+        program: &Attention,
+        sink: Option<&[f32]>,
+    ) -> Result<Self, ShardError> {
+        let plan = proven.plan();
+        let mesh = plan.sharding.map().mesh();
+        if world.ranks() != mesh.ranks() {
+            let (runs, planned) = (world.ranks(), mesh.ranks());
+            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
+        }
+        if !proven.masks().iter().any(|mask| mask.as_ref() == program.get_mask()) {
+            return refused(
+                "the mask of the program is none of those that the plan was proven for; plan with it",
+            );
+        }
+        if let Some(sink) = sink.filter(|s| s.len() != plan.whole.heads) {
+            let (logits, heads) = (sink.len(), plan.whole.heads);
+            return refused(format!("sink: {logits} logits for {heads} query heads; give all"));
+        }
+        let hash = |program: Option<&Program>| program.map_or(0, program_hash);
+        let dropout = program.get_dropout().map(|d| d.keep_mask().program());
+        agree(
+            world,
+            &[
+                ("version", crate::fnv::bytes(env!("CARGO_PKG_VERSION").bytes())),
+                ("mesh", crate::fnv::bytes(mesh.to_string().bytes())),
+                ("map", crate::fnv::bytes(plan.sharding.map().to_string().bytes())),
+                ("lengths", crate::fnv::bytes(format!("{:?}", plan.whole).bytes())),
+                ("permutation", crate::fnv::bytes(plan.permutation.id().to_string().bytes())),
+                ("dtype", plan.shape.element as u64),
+                ("plan", proven.proof().plan_hash),
+                ("mask", hash(program.get_mask().map(|m| m.program()))),
+                ("score", hash(program.get_score().map(|s| s.program()))),
+                ("dropout", hash(dropout)),
+                (
+                    "sink",
+                    crate::fnv::hash(
+                        sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into())),
+                    ),
+                ),
+            ],
+        )?;
+        let rank = world.rank();
+        let own = &plan.ranks[rank];
+        let dtype = dtype_of(plan.shape.element)?;
+        let members = plan.context_group(rank);
+        let with_heads = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+        let everyone: Vec<usize> = (0..world.ranks()).collect();
+        let compiled = |stage: &Stage, cells: &Cells, sink: Option<&[f32]>| {
+            let problem = Problem::shaped(
+                dtype,
+                q_shape(plan, cells),
+                k_shape(plan, cells),
+                v_shape(plan, cells),
+            );
+            let mut problem = problem.map_err(of)?;
+            if let Some(sink) = sink {
+                problem = problem.sink(&sink[cells.heads.clone()]).map_err(of)?;
+            }
+            let told = Cells { kv: cells.kv.clone(), ..stage.coordinates.clone() };
+            let coordinates = coordinates(&told, stage.lengths)?;
+            program.clone().coordinates(coordinates).plan(&problem, &Device::cpu()).map_err(of)
+        };
+        let nothing =
+            |cells: &Cells| cells.batch.is_empty() || cells.heads.is_empty() || cells.q.is_empty();
+        let mut stages = Vec::new();
+        for stage in &own.stages {
+            let sink = sink.filter(|_| stage.sink);
+            let needed = !nothing(&stage.compute) && (!stage.compute.kv.is_empty() || stage.sink);
+            stages.push(needed.then(|| compiled(stage, &stage.compute, sink)).transpose()?);
+        }
+        let Some(first) = own.stages.first() else {
+            return refused(format!("rank {rank} has no stage"));
+        };
+        let all = own.stages.iter().fold(Ranges::default(), |all, s| all.union(&s.compute.kv));
+        let joint_cells = Cells { kv: all, ..first.compute.clone() };
+        Ok(Self {
+            joint: compiled(first, &joint_cells, sink)?,
+            joint_cells,
+            context: world.subgroup(&members)?,
+            same_heads: world.subgroup(&mesh.group(rank, &with_heads))?,
+            world: world.subgroup(&everyone)?,
+            proven: Arc::clone(proven),
+            rank,
+            dtype,
+            members,
+            stages,
+            has_sink: sink.is_some(),
+        })
+    }
+
+    fn plan(&self) -> &ShardPlan {
+        self.proven.plan()
+    }
+
+    fn own(&self) -> &RankPlan {
+        &self.plan().ranks[self.rank]
+    }
+
+    /// Computes attention of the rank's queries. All ranks call it.
+    ///
+    /// # Errors
+    /// When an operand's layout is not the one that the map gives, or a transfer fails; then on all
+    /// ranks.
+    pub fn forward(
+        &self,
+        q: &Sharded<Tensor>,
+        k: &Sharded<Tensor>,
+        v: &Sharded<Tensor>,
+    ) -> Result<RankForward, ShardError> {
+        let (plan, own) = (self.plan(), self.own());
+        let mut queries = vec![self.table("q", q, Rows::queries(&own.own))?];
+        let mut keys = vec![self.table("k", k, Rows::keys(&own.own))?];
+        let mut values = vec![self.table("v", v, Rows::keys(&own.own))?];
+        let first = &own.stages[0].compute;
+        let width = plan.shape.dim_v;
+        let mut out = Table::<f32>::zeros(Rows::queries(first), width);
+        let mut lse = Table::zeros(Rows::queries(first), 1);
+        lse.elems_mut().fill(f32::NEG_INFINITY);
+        for (number, stage) in own.stages.iter().enumerate() {
+            let moves = |r: &usize| !plan.ranks[*r].stages[number].sends.is_empty();
+            if self.members.iter().any(moves) {
+                let send = |part: &Part| {
+                    pack(part, &[("q", &queries[0]), ("k", &keys[0]), ("v", &values[0])])
+                };
+                for (part, bytes) in self.exchange(&stage.sends, &stage.receives, send)? {
+                    let mut parts = Unpacked { bytes, at: 0 };
+                    let (of_q, of_kv) = (Rows::queries(&part.cells), Rows::keys(&part.cells));
+                    if part.carries.contains(&"q") {
+                        queries.push(parts.table(of_q, queries[0].width())?);
+                        parts.positions(part, &part.cells.q)?;
+                    }
+                    keys.push(parts.table(of_kv.clone(), keys[0].width())?);
+                    values.push(parts.table(of_kv, values[0].width())?);
+                    parts.positions(part, &part.cells.kv)?;
+                }
+            }
+            let Some(compiled) = &self.stages[number] else { continue };
+            let [q, k, v] = self.operands(&stage.compute, [&queries, &keys, &values])?;
+            let mut part_out = Table::zeros(Rows::queries(&stage.compute), width);
+            let mut part_lse = Table::zeros(Rows::queries(&stage.compute), 1);
+            let [b, h, s] = part_out.shape();
+            let to = TensorMut::from_slice(part_out.elems_mut(), [b, h, s, plan.shape.dim_v]);
+            let lse_to = TensorMut::from_slice(part_lse.elems_mut(), [b, h, s]);
+            let (to, lse_to) = (to.map_err(of)?, lse_to.map_err(of)?);
+            compiled.forward_call(&q, &k, &v).write_to(to, lse_to).map_err(of)?;
+            combine(out.elems_mut(), lse.elems_mut(), part_out.elems(), part_lse.elems());
+        }
+        let [q, k, v] = self.operands(&self.joint_cells, [&queries, &keys, &values])?;
+        // Queries of others are computed here where heads were given for tokens: their results go
+        // home, and those of the rank's own come from others.
+        let mut own_out = out.take(Rows::queries(&own.own));
+        let mut own_lse = lse.take(Rows::queries(&own.own));
+        if self.moves_queries() {
+            let send = |part: &Part| {
+                let rows = Rows::queries(&part.cells);
+                [out.take(rows.clone()).bytes(), lse.take(rows).bytes()].concat()
+            };
+            for (part, bytes) in self.exchange(&own.returns, &own.returned, send)? {
+                let mut parts = Unpacked { bytes, at: 0 };
+                let rows = Rows::queries(&part.cells);
+                own_out.copy_from(&parts.table(rows.clone(), width)?);
+                own_lse.copy_from(&parts.table(rows, 1)?);
+            }
+        }
+        let [b, h, s] = own_lse.shape();
+        let lse_tensor = Tensor::from_vec(own_lse.elems().to_vec(), [b, h, s]).map_err(of)?;
+        let lse_sharded = Sharded::new(
+            "lse",
+            lse_tensor,
+            &[b, h, s],
+            self.layout("lse")?,
+            plan.sharding.map(),
+            self.rank,
+        )?;
+        Ok(RankForward {
+            out: self.sharded("out", rounded(&own_out, plan.shape.dim_v, self.dtype)?)?,
+            lse: lse_sharded,
+            saved: Saved { q, k, v, out, lse },
+        })
+    }
+
+    /// Computes the gradients. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of [`Self::forward`], and a score without a derivative.
+    pub fn backward(
+        &self,
+        forward: &RankForward,
+        d_out: &Sharded<Tensor>,
+    ) -> Result<RankGradients, ShardError> {
+        let (plan, own) = (self.plan(), self.own());
+        let RankForward { saved, .. } = forward;
+        let local = self.table("d_out", d_out, Rows::queries(&own.own))?;
+        let mut d_out = local.take(Rows::queries(&self.joint_cells));
+        if self.moves_queries() {
+            let stage = &own.stages[0];
+            let send = |part: &Part| local.take(Rows::queries(&part.cells)).bytes().to_vec();
+            for (part, bytes) in self.exchange(&stage.sends, &stage.receives, send)? {
+                d_out.copy_from(&Table::of_bytes(
+                    Rows::queries(&part.cells),
+                    local.width(),
+                    &bytes,
+                )?);
+            }
+        }
+        let d_out = tensor(&d_out, plan.shape.dim_v, self.dtype)?;
+        let (dim, dim_v) = (plan.shape.dim, plan.shape.dim_v);
+        let cells = &self.joint_cells;
+        let mut dq = Table::zeros(Rows::queries(cells), dim);
+        let mut dk = Table::zeros(Rows::keys(cells), dim);
+        let mut dv = Table::zeros(Rows::keys(cells), dim_v);
+        let mut d_sink = vec![0.0f32; cells.heads.len()];
+        let learned = self.joint.learned();
+        let mut captures: BTreeMap<String, Vec<f32>> =
+            learned.iter().map(|b| (b.name().to_owned(), vec![0.0; b.elems()])).collect();
+        if Rows::queries(cells).len() > 0 {
+            let [b, h, s] = saved.out.shape();
+            let out = TensorRef::from_slice(saved.out.elems(), [b, h, s, dim_v]).map_err(of)?;
+            let lse = TensorRef::from_slice(saved.lse.elems(), [b, h, s]).map_err(of)?;
+            let mut to = GradientsMut::none()
+                .dq(TensorMut::from_slice(dq.elems_mut(), q_shape(plan, cells)).map_err(of)?)
+                .dk(TensorMut::from_slice(dk.elems_mut(), k_shape(plan, cells)).map_err(of)?)
+                .dv(TensorMut::from_slice(dv.elems_mut(), v_shape(plan, cells)).map_err(of)?);
+            if self.has_sink {
+                to = to.d_sink(d_sink.as_mut_slice());
+            }
+            for (name, into) in &mut captures {
+                to = to.capture(name, into.as_mut_slice());
+            }
+            let forward = ForwardRef { out, lse };
+            let call = self.joint.backward_call(&saved.q, &saved.k, &saved.v, forward, &d_out);
+            call.write_to(to).map_err(of)?;
+        }
+        let (rows_q, rows_kv) = (Rows::queries(&own.own), Rows::keys(&own.own));
+        let mut own_dq = Table::zeros(rows_q, dim);
+        let mut own_dk = Table::zeros(rows_kv.clone(), dim);
+        let mut own_dv = Table::zeros(rows_kv, dim_v);
+        let send = |part: &Part| {
+            let (q, kv) = (Rows::queries(&part.cells), Rows::keys(&part.cells));
+            let queries =
+                if part.carries.contains(&"dq") { dq.take(q).bytes().to_vec() } else { vec![] };
+            [&queries, dk.take(kv.clone()).bytes(), dv.take(kv).bytes()].concat()
+        };
+        let moves = |r: &usize| !plan.ranks[*r].returns.is_empty();
+        let returned = match self.members.iter().any(moves) {
+            true => self.exchange(&own.returns, &own.returned, send)?,
+            false => Vec::new(),
+        };
+        // In order of rank, the rank's own among them.
+        let mut returned = returned.into_iter().peekable();
+        for &member in &self.members {
+            if member == self.rank {
+                own_dq.add_from(&dq);
+                own_dk.add_from(&dk);
+                own_dv.add_from(&dv);
+            }
+            if let Some((part, bytes)) = returned.next_if(|(part, _)| part.peer == member) {
+                let mut parts = Unpacked { bytes, at: 0 };
+                if part.carries.contains(&"dq") {
+                    own_dq.add_from(&parts.table(Rows::queries(&part.cells), dim)?);
+                }
+                own_dk.add_from(&parts.table(Rows::keys(&part.cells), dim)?);
+                own_dv.add_from(&parts.table(Rows::keys(&part.cells), dim_v)?);
+            }
+        }
+        let mut of_sink = None;
+        if self.has_sink {
+            let mut sums = vec![0.0f32; own.own.heads.len()];
+            let first = cells.heads.start - own.own.heads.start;
+            sums[first..first + d_sink.len()].copy_from_slice(&d_sink);
+            self.same_heads.all_reduce(&mut sums)?;
+            of_sink = Some(sums);
+        }
+        for sums in captures.values_mut() {
+            self.world.all_reduce(sums)?;
+        }
+        Ok(RankGradients {
+            dq: self.sharded("dq", rounded(&own_dq, dim, self.dtype)?)?,
+            dk: self.sharded("dk", rounded(&own_dk, dim, self.dtype)?)?,
+            dv: self.sharded("dv", rounded(&own_dv, dim_v, self.dtype)?)?,
+            d_sink: of_sink,
+            captures,
+        })
+    }
+
+    /// True when queries travel, as they do when heads are given for tokens.
+    fn moves_queries(&self) -> bool {
+        let moves = |s: &Stage| s.sends.iter().chain(&s.receives).any(|p| p.carries.contains(&"q"));
+        let of = |r: &usize| self.plan().ranks[*r].stages.iter().any(moves);
+        self.members.iter().any(of)
+    }
+
+    /// Sends each part and returns what arrived, in order of rank.
+    fn exchange<'a>(
+        &self,
+        sends: &[Part],
+        receives: &'a [Part],
+        pack: impl Fn(&Part) -> Vec<u8>,
+    ) -> Result<Vec<(&'a Part, Vec<u8>)>, ShardError> {
+        let place =
+            |peer: usize| self.members.iter().position(|&m| m == peer).expect("it is proven");
+        let mut parts = vec![Vec::new(); self.members.len()];
+        for part in sends {
+            parts[place(part.peer)] = pack(part);
+        }
+        let mut received = self.context.exchange(parts)?;
+        let mut found: Vec<(&Part, Vec<u8>)> = receives
+            .iter()
+            .map(|part| (part, std::mem::take(&mut received[place(part.peer)])))
+            .collect();
+        found.sort_by_key(|(part, _)| part.peer);
+        Ok(found)
+    }
+
+    /// q, k and v of some cells, from the tables that hold them.
+    fn operands(&self, cells: &Cells, from: [&[Table<u8>]; 3]) -> Result<[Tensor; 3], ShardError> {
+        let shape = &self.plan().shape;
+        let gather = |rows: Rows, from: &[Table<u8>], dim: usize| {
+            let mut table = Table::zeros(rows, from[0].width());
+            from.iter().for_each(|other| table.copy_from(other));
+            tensor(&table, dim, self.dtype)
+        };
+        Ok([
+            gather(Rows::queries(cells), from[0], shape.dim)?,
+            gather(Rows::keys(cells), from[1], shape.dim)?,
+            gather(Rows::keys(cells), from[2], shape.dim_v)?,
+        ])
+    }
+
+    /// The layout of an array that the map gives.
+    fn layout(&self, name: &str) -> Result<ShardLayout, ShardError> {
+        let array = arrays::by_name(name).expect("attention's arrays are listed");
+        array.layout_in(&self.plan().sharding, self.plan().shape.element)
+    }
+
+    /// The rows of an operand, once its layout is the one that the map gives.
+    fn table(
+        &self,
+        name: &str,
+        operand: &Sharded<Tensor>,
+        rows: Rows,
+    ) -> Result<Table<u8>, ShardError> {
+        let tensor = operand.expect(name, &self.layout(name)?)?;
+        let width = tensor.shape()[3] * self.dtype.bytes();
+        let contiguous = match *tensor.layout() == Layout::contiguous(tensor.shape()) {
+            true => tensor.clone(),
+            false => Tensor::from_fn(self.dtype, tensor.shape(), |at| tensor.view().get_f64(at)),
+        };
+        let bytes: &[u8] = match contiguous.data() {
+            Data::F32(v) => bytemuck::cast_slice(v),
+            Data::F16(v) => bytemuck::cast_slice(v),
+            Data::BF16(v) => bytemuck::cast_slice(v),
+            Data::F64(v) => bytemuck::cast_slice(v),
+        };
+        let wanted = rows.len() * width;
+        Table::of_bytes(rows, width, &bytes[..wanted.min(bytes.len())])
+    }
+
+    fn sharded(&self, name: &str, tensor: Tensor) -> Result<Sharded<Tensor>, ShardError> {
+        let shape = tensor.shape();
+        Sharded::new(
+            name,
+            tensor,
+            &shape,
+            self.layout(name)?,
+            self.plan().sharding.map(),
+            self.rank,
+        )
+    }
+}
+
+/// Parts of what another rank sent, in order.
+struct Unpacked {
+    bytes: Vec<u8>,
+    at: usize,
+}
+
+impl Unpacked {
+    fn take(&mut self, len: usize) -> Result<&[u8], ShardError> {
+        let Some(bytes) = self.bytes.get(self.at..self.at + len) else {
+            let (has, wants) = (self.bytes.len(), self.at + len);
+            return refused(format!("{has} bytes arrived where {wants} are planned"));
+        };
+        self.at += len;
+        Ok(bytes)
+    }
+
+    fn table<T: bytemuck::Pod>(
+        &mut self,
+        rows: Rows,
+        width: usize,
+    ) -> Result<Table<T>, ShardError> {
+        let bytes = self.take(rows.len() * width * size_of::<T>())?;
+        Table::of_bytes(rows, width, bytes)
+    }
+
+    /// The positions that came with rows are those of the plan.
+    fn positions(&mut self, part: &Part, planned: &Ranges) -> Result<(), ShardError> {
+        let bytes = self.take(planned.len() * size_of::<i32>())?;
+        if bytes != packed_positions(planned) {
+            let peer = part.peer;
+            return refused(format!("rank {peer} sent other positions than {planned}"));
+        }
+        Ok(())
+    }
+}
+
+fn packed_positions(ranges: &Ranges) -> Vec<u8> {
+    let positions = ranges.as_slice().iter().cloned().flatten();
+    positions.flat_map(|p| (p as i32).to_le_bytes()).collect()
+}
+
+/// The bytes of a part: rows, then positions, of queries and then of keys.
+fn pack(part: &Part, tables: &[(&str, &Table<u8>)]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(part.bytes as usize);
+    for (name, positions) in [("q", &part.cells.q), ("k", &part.cells.kv), ("v", &part.cells.kv)] {
+        if !part.carries.contains(&name) {
+            continue;
+        }
+        let rows = if name == "q" { Rows::queries(&part.cells) } else { Rows::keys(&part.cells) };
+        let table = tables.iter().find(|(of, _)| *of == name).expect("all three are there").1;
+        bytes.extend(table.take(rows).bytes());
+        if name != "k" {
+            bytes.extend(packed_positions(positions));
+        }
+    }
+    bytes
+}
+
+fn q_shape(plan: &ShardPlan, c: &Cells) -> [usize; 4] {
+    [c.batch.len(), c.heads.len(), c.q.len(), plan.shape.dim]
+}
+
+fn k_shape(plan: &ShardPlan, c: &Cells) -> [usize; 4] {
+    [c.batch.len(), c.kv_heads.len(), c.kv.len(), plan.shape.dim]
+}
+
+fn v_shape(plan: &ShardPlan, c: &Cells) -> [usize; 4] {
+    [c.batch.len(), c.kv_heads.len(), c.kv.len(), plan.shape.dim_v]
+}
+
+/// The coordinates of cells, as mods are told them.
+fn coordinates(cells: &Cells, [q_len, kv_len]: [usize; 2]) -> Result<Coordinates, ShardError> {
+    let i32_of = |n: usize| i32::try_from(n).expect("planes count in i32");
+    let offset = |range: &Range<usize>| Positions::offset(i32_of(range.start));
+    let rows = |name: &str, ranges: &Ranges| match ranges.as_slice() {
+        [] => Ok(Positions::Rows),
+        [one] => Ok(offset(one)),
+        several => {
+            let positions = several.iter().cloned().flatten().map(i32_of).collect();
+            Positions::map(Buffer::vector(name, positions)).map_err(of)
+        }
+    };
+    Ok(Coordinates::new()
+        .batch(offset(&cells.batch))
+        .heads(offset(&cells.heads), offset(&cells.kv_heads))
+        .q(rows("shard_q_positions", &cells.q)?)
+        .kv(rows("shard_kv_positions", &cells.kv)?)
+        .lengths(i32_of(q_len), i32_of(kv_len)))
+}
+
+/// Hash of what a program says and captures.
+fn program_hash(program: &Program) -> u64 {
+    let graph = program.graph();
+    let scalars = graph.scalars().iter().map(|s| format!("{:?}", s.value));
+    let buffers = graph.buffers().iter().filter(|b| !b.is_on_device());
+    let buffers = buffers.map(|b| format!("{:?}{:?}", b.shape(), b.to_data()));
+    let data = crate::fnv::bytes(scalars.chain(buffers).flat_map(String::into_bytes));
+    crate::fnv::hash([program.structural_hash(), data])
+}
+
+fn dtype_of(element: ElementType) -> Result<DType, ShardError> {
+    match element {
+        ElementType::F32 => Ok(DType::F32),
+        ElementType::F16 => Ok(DType::F16),
+        ElementType::BF16 => Ok(DType::BF16),
+        ElementType::F64 => Ok(DType::F64),
+        other => refused(format!("q, k and v are {other}; attention takes f32, f16, bf16 and f64")),
+    }
+}
+
+fn of(error: impl std::fmt::Display) -> ShardError {
+    ShardError::new(error.to_string())
+}
+
+/// Rows of elements of `dtype` as a tensor.
+fn tensor(table: &Table<u8>, dim: usize, dtype: DType) -> Result<Tensor, ShardError> {
+    let bytes = table.bytes();
+    let data = match dtype {
+        DType::F32 => Data::F32(elements(bytes)),
+        DType::F16 => Data::F16(elements(bytes)),
+        DType::BF16 => Data::BF16(elements(bytes)),
+        DType::F64 => Data::F64(elements(bytes)),
+    };
+    let [b, h, s] = table.shape();
+    Tensor::from_vec(data, [b, h, s, dim]).map_err(of)
+}
+
+/// Rows of f32 as a tensor of `dtype`, rounded once.
+fn rounded(table: &Table<f32>, dim: usize, dtype: DType) -> Result<Tensor, ShardError> {
+    let [b, h, s] = table.shape();
+    let data = Data::from_f64(dtype, table.elems().iter().map(|&x| f64::from(x)));
+    Tensor::from_vec(data, [b, h, s, dim]).map_err(of)
+}

@@ -1,0 +1,288 @@
+//! (c) What is read has arrived and gradients return; (e) sends meet receives; (f) bytes.
+
+use std::ops::Range;
+
+use crate::check::{At, Contradiction, RankBytes};
+use crate::plan::{
+    BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, WITH_KEYS, WITH_QUERIES, part_bytes,
+};
+use crate::ranges::Ranges;
+
+pub(super) struct Transfers {
+    pub transfers: usize,
+    pub bytes: Vec<RankBytes>,
+}
+
+pub(super) fn check(plan: &ShardPlan) -> Result<Transfers, Contradiction> {
+    let stages = plan.ranks.first().map_or(0, |r| r.stages.len());
+    for (rank, own) in plan.ranks.iter().enumerate() {
+        if own.stages.len() != stages {
+            let message = format!("it has {} stages, rank 0 has {stages}", own.stages.len());
+            return At::rank('e', rank).contradicts("k", message);
+        }
+        let sinks: Vec<usize> = (0..stages).filter(|&s| own.stages[s].sink).collect();
+        if sinks.len() != 1 {
+            let message = format!("it joins the denominator in stages {sinks:?}, not in one");
+            return At::rank('b', rank).contradicts("sink", message);
+        }
+    }
+    let mut transfers = 0;
+    for stage in 0..stages {
+        transfers +=
+            meet(plan, Some(stage), |r| (&r.stages[stage].sends, &r.stages[stage].receives))?;
+    }
+    transfers += meet(plan, None, |r| (&r.returns, &r.returned))?;
+    for rank in 0..plan.ranks.len() {
+        arrives(plan, rank)?;
+        returns(plan, rank)?;
+    }
+    Ok(Transfers { transfers, bytes: plan.ranks.iter().map(|r| bytes_of(plan, r)).collect() })
+}
+
+/// An operand of a part, for messages.
+fn operand(part: &Part) -> &'static str {
+    part.carries.first().copied().unwrap_or("k")
+}
+
+/// Every send of one exchange has its receive, with equal cells, arrays and bytes.
+fn meet<'a>(
+    plan: &'a ShardPlan,
+    stage: Option<usize>,
+    of: impl Fn(&'a RankPlan) -> (&'a Vec<Part>, &'a Vec<Part>),
+) -> Result<usize, Contradiction> {
+    let mut transfers = 0;
+    for (rank, own) in plan.ranks.iter().enumerate() {
+        let at = At { stage, ..At::rank('e', rank) };
+        let group = plan.context_group(rank);
+        let (sends, receives) = of(own);
+        for (parts, verb, other) in [(sends, "sends", "receives"), (receives, "receives", "sends")]
+        {
+            for (i, part) in parts.iter().enumerate() {
+                let peer = part.peer;
+                if peer == rank || !group.contains(&peer) {
+                    let message =
+                        format!("{verb} a part, but rank {peer} is no other of {group:?}");
+                    return at.contradicts(operand(part), message);
+                }
+                if parts[..i].iter().any(|p| p.peer == peer) {
+                    let message = format!("{verb} two parts in one exchange with rank {peer}");
+                    return at.contradicts(operand(part), message);
+                }
+                let bytes = part_bytes(&plan.shape, &part.cells, &part.carries);
+                if bytes != part.bytes {
+                    let message = format!(
+                        "{verb} {} bytes with rank {peer}, but {} of {} are {bytes}",
+                        part.bytes,
+                        part.carries.join(", "),
+                        cells(&part.cells)
+                    );
+                    return at.contradicts(operand(part), message);
+                }
+                let (their_sends, their_receives) = of(&plan.ranks[peer]);
+                let theirs = if verb == "sends" { their_receives } else { their_sends };
+                match theirs.iter().find(|p| p.peer == rank) {
+                    None => {
+                        let message = format!("{verb} a part that rank {peer} never {other}");
+                        return at.contradicts(operand(part), message);
+                    }
+                    Some(p)
+                        if (&p.cells, &p.carries, p.bytes)
+                            != (&part.cells, &part.carries, part.bytes) =>
+                    {
+                        let message = format!(
+                            "{verb} {} of {} ({} bytes), rank {peer} {other} {} of {} ({} bytes)",
+                            part.carries.join(", "),
+                            cells(&part.cells),
+                            part.bytes,
+                            p.carries.join(", "),
+                            cells(&p.cells),
+                            p.bytes
+                        );
+                        return at.contradicts(differing(part, p), message);
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        transfers += sends.len();
+    }
+    Ok(transfers)
+}
+
+/// The first array that one part has and the other has not, or its first array.
+fn differing(one: &Part, other: &Part) -> &'static str {
+    let lacks =
+        |a: &Part, b: &Part| a.carries.iter().copied().find(|name| !b.carries.contains(name));
+    lacks(one, other).or(lacks(other, one)).unwrap_or(operand(one))
+}
+
+fn cells(cells: &Cells) -> String {
+    let mut said = format!("kv heads {:?}", cells.kv_heads);
+    for (name, ranges) in [("queries", &cells.q), ("keys", &cells.kv)] {
+        if !ranges.is_empty() {
+            said += &format!(", {name} {ranges}");
+        }
+    }
+    said
+}
+
+fn holds(outer: &Range<usize>, inner: &Range<usize>) -> bool {
+    outer.start <= inner.start && inner.end <= outer.end
+}
+
+/// True when what a part or a rank has is of all batch entries and heads of a computation.
+fn serves(has: &Cells, compute: &Cells) -> bool {
+    holds(&has.batch, &compute.batch)
+        && holds(&has.kv_heads, &compute.kv_heads)
+        && holds(&has.heads, &compute.heads)
+}
+
+/// Everything that a stage reads is local or has arrived, in that stage or before.
+fn arrives(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
+    let own = &plan.ranks[rank];
+    let mut parts: Vec<&Part> = Vec::new();
+    for (number, stage) in own.stages.iter().enumerate() {
+        let at = At::stage('c', rank, number);
+        for part in &stage.sends {
+            let lacks = [
+                ("k", part.cells.kv.difference(&own.own.kv)),
+                ("q", part.cells.q.difference(&own.own.q)),
+            ];
+            let heads = !serves(&own.own, &part.cells);
+            if let Some((name, lacks)) = lacks.iter().find(|(_, lacks)| heads || !lacks.is_empty())
+            {
+                let message = format!(
+                    "sends {} to rank {}, of which it does not hold {}",
+                    cells(&part.cells),
+                    part.peer,
+                    if heads { "the heads".to_owned() } else { lacks.to_string() }
+                );
+                return at.contradicts(*name, message);
+            }
+        }
+        for part in &stage.receives {
+            for (ranges, with) in [(&part.cells.kv, &WITH_KEYS[..]), (&part.cells.q, &WITH_QUERIES)]
+            {
+                let lacks = with.iter().find(|name| !part.carries.contains(name));
+                if let Some(name) = lacks.filter(|_| !ranges.is_empty()) {
+                    let message = format!(
+                        "{} of {} arrive from rank {} without it",
+                        part.carries.join(", "),
+                        cells(&part.cells),
+                        part.peer
+                    );
+                    return at.contradicts(*name, message);
+                }
+            }
+            parts.push(part);
+        }
+        let compute = &stage.compute;
+        if compute.is_empty() {
+            continue;
+        }
+        let here = |of: fn(&Cells) -> &Ranges| {
+            let local = Some(&own.own).into_iter();
+            let have = local.chain(parts.iter().map(|p| &p.cells)).filter(|c| serves(c, compute));
+            Ranges::of(have.flat_map(|c| of(c).as_slice().iter().cloned()))
+        };
+        for (name, reads, has) in
+            [("k", &compute.kv, here(|c| &c.kv)), ("q", &compute.q, here(|c| &c.q))]
+        {
+            let missing = reads.difference(&has);
+            if !missing.is_empty() {
+                let message = format!(
+                    "reads {missing} of heads {:?}, which are neither local nor arrived",
+                    compute.kv_heads
+                );
+                return at.contradicts(name, message);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Gradients of what a rank computed on and does not hold return to the rank that holds it, once.
+fn returns(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
+    let own = &plan.ranks[rank];
+    let at = At::rank('c', rank);
+    type Of = fn(&Cells) -> &Ranges;
+    let sides: [(&str, Of, &[&str]); 2] =
+        [("dk", |c| &c.kv, &BACK), ("dq", |c| &c.q, &BACK_QUERIES)];
+    for (name, of, with) in sides {
+        let mut computed = Ranges::default();
+        for stage in own.stages.iter().filter(|s| !s.compute.is_empty()) {
+            let local = if serves(&own.own, &stage.compute) {
+                of(&own.own).clone()
+            } else {
+                Ranges::default()
+            };
+            computed = computed.union(&of(&stage.compute).difference(&local));
+        }
+        let mut returned = Ranges::default();
+        for part in &own.returns {
+            let ranges = of(&part.cells);
+            if ranges.is_empty() {
+                continue;
+            }
+            if let Some(lacks) = with.iter().find(|name| !part.carries.contains(name)) {
+                let message = format!("gradients of {} return without it", cells(&part.cells));
+                return at.contradicts(*lacks, message);
+            }
+            let twice = ranges.intersection(&returned);
+            if !twice.is_empty() {
+                return at.contradicts(name, format!("gradients of {twice} return twice"));
+            }
+            let owner = plan.ranks.get(part.peer).map(|r| &r.own);
+            if !owner.is_some_and(|o| serves(o, &part.cells) && ranges.difference(of(o)).is_empty())
+            {
+                let message = format!(
+                    "gradients of {ranges} return to rank {}, which does not hold them",
+                    part.peer
+                );
+                return at.contradicts(name, message);
+            }
+            let of_computed = |s: &crate::plan::Stage| {
+                s.compute.kv_heads == part.cells.kv_heads && s.compute.batch == part.cells.batch
+            };
+            if !own.stages.iter().any(of_computed) {
+                let message = format!(
+                    "gradients of heads {:?} return, which it does not compute",
+                    part.cells.kv_heads
+                );
+                return at.contradicts(name, message);
+            }
+            returned = returned.union(ranges);
+        }
+        let kept = computed.difference(&returned);
+        if !kept.is_empty() {
+            return at.contradicts(
+                name,
+                format!("gradients of {kept} never return to the rank that holds them"),
+            );
+        }
+        let extra = returned.difference(&computed);
+        if !extra.is_empty() {
+            return at.contradicts(
+                name,
+                format!("gradients of {extra} return, on which it does not compute"),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// What a rank sends and holds for the attention of one layer, forward and backward.
+fn bytes_of(plan: &ShardPlan, rank: &RankPlan) -> RankBytes {
+    let sum = |parts: &[Part]| parts.iter().map(|p| p.bytes).sum::<u64>();
+    let operands = |c: &Cells| part_bytes(&plan.shape, c, &["q", "k", "v", "dq", "dk", "dv"]);
+    // out and d_out are as q with the values' length, lse is a number a row.
+    let rows = (rank.own.batch.len() * rank.own.heads.len() * rank.own.q.len()) as u64;
+    let results = rows * (2 * plan.shape.dim_v * plan.shape.element.bytes() + 4) as u64;
+    let received = rank.stages.iter().map(|s| sum(&s.receives)).sum();
+    RankBytes {
+        forward_received: received,
+        forward_sent: rank.stages.iter().map(|s| sum(&s.sends)).sum(),
+        backward_sent: sum(&rank.returns),
+        held: operands(&rank.own) + results + received + sum(&rank.returns) + sum(&rank.returned),
+    }
+}

@@ -1,0 +1,467 @@
+//! Plans: what every rank holds, receives, computes and returns, as data.
+//!
+//! A [`ShardPlan`] is made for a map, the masks of all layers and the shapes of a model. It has no
+//! code: coordinates, ranges, layouts and transfers are all written down, so that
+//! [`ShardPlan::prove`] can check each against the others. What runs takes a [`crate::ProvenPlan`]
+//! only.
+
+use std::fmt;
+use std::ops::Range;
+
+use foveate::tensor::ElementType;
+
+use crate::arrays;
+use crate::dispatch::Dispatch;
+use crate::error::{ShardError, refused};
+use crate::layout::{Cut, Lengths, ShardLayout, Sharding};
+use crate::map::{Axis, Map};
+use crate::mesh::MeshAxis;
+use crate::permutation::Permutation;
+use crate::plane::{Planes, Whole};
+use crate::ranges::Ranges;
+
+/// How keys and queries of different ranks of `context` meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Strategy {
+    /// Every rank receives all keys.
+    Gather,
+    /// Every rank receives the keys that its queries need, in so many stages, 1 to 4; its own keys
+    /// are computed on first.
+    Exchange(usize),
+    /// All to all: every rank gives its tokens of most heads for all tokens of some heads.
+    HeadsForTokens,
+}
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gather => f.write_str("gather"),
+            Self::Exchange(stages) => write!(f, "exchange in {stages} stages"),
+            Self::HeadsForTokens => f.write_str("heads for tokens"),
+        }
+    }
+}
+
+/// Shapes of a model that masks do not know.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ModelShape {
+    /// Length of a query or key vector.
+    pub dim: usize,
+    /// Length of a value vector.
+    pub dim_v: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Columns of the feed-forward block.
+    pub ffn: usize,
+    /// Entries of the vocabulary.
+    pub vocab: usize,
+    /// Type of q, k and v.
+    pub element: ElementType,
+    /// Parameter groups: name, and number of elements on each rank of `tensor`.
+    pub parameters: Vec<(String, usize)>,
+}
+
+/// What the planner is told besides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PlanOptions {
+    /// The strategy; the one that receives the fewest bytes when it is `None`.
+    pub strategy: Option<Strategy>,
+    /// Tokens of a chunk, a multiple of the tile; chosen when it is `None`.
+    pub chunk: Option<usize>,
+}
+
+/// Batch entries, heads and positions of the whole problem.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Cells {
+    /// Batch entries.
+    pub batch: Range<usize>,
+    /// Query heads.
+    pub heads: Range<usize>,
+    /// Key/value heads.
+    pub kv_heads: Range<usize>,
+    /// Positions of queries; rows are ascending.
+    pub q: Ranges,
+    /// Positions of keys; rows are ascending.
+    pub kv: Ranges,
+}
+
+impl Cells {
+    /// True when there is no query or key of any batch entry and head.
+    pub fn is_empty(&self) -> bool {
+        self.batch.is_empty() || self.kv_heads.is_empty() || self.q.is_empty() && self.kv.is_empty()
+    }
+}
+
+/// What one rank sends to another, as one value.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Part {
+    /// The other rank, of the mesh.
+    pub peer: usize,
+    /// What of the operands: keys in a forward pass, queries too when heads are given for tokens, and
+    /// the gradients of the same when they return.
+    pub cells: Cells,
+    /// The arrays that travel together.
+    pub carries: Vec<&'static str>,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// An exchange and the attention that waits for it. Every rank has as many.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Stage {
+    /// What leaves, by rank.
+    pub sends: Vec<Part>,
+    /// What arrives, by rank.
+    pub receives: Vec<Part>,
+    /// What is computed on: local rows are those of these cells, in their order.
+    pub compute: Cells,
+    /// What the mods are told of the local rows, heads and batch entries.
+    pub coordinates: Cells,
+    /// What the mods are told of the numbers of queries and keys.
+    pub lengths: [usize; 2],
+    /// True when the sink joins the denominator here.
+    pub sink: bool,
+}
+
+/// Elements of a parameter group that a rank owns, with masters and moments.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct OwnedElements {
+    /// Name of the group.
+    pub group: String,
+    /// The elements.
+    pub elements: Range<usize>,
+    /// Index of the first element in the random numbers of the optimiser.
+    pub random_from: usize,
+    /// Ranks whose gradients are summed.
+    pub sums_over: Vec<usize>,
+}
+
+/// What one rank holds and does.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RankPlan {
+    /// The layout of every array, by name.
+    pub arrays: Vec<(&'static str, ShardLayout)>,
+    /// What it holds of q, k and v.
+    pub own: Cells,
+    /// What it computes.
+    pub stages: Vec<Stage>,
+    /// Gradients that leave after the backward pass, to the ranks that hold the operands.
+    pub returns: Vec<Part>,
+    /// Gradients that arrive from others.
+    pub returned: Vec<Part>,
+    /// Labels that it counts and whose loss it sums: batch entries and tokens.
+    pub labels: (Range<usize>, Ranges),
+    /// Parameters that it owns.
+    pub parameters: Vec<OwnedElements>,
+}
+
+/// What every rank of a mesh does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardPlan {
+    /// The map and the cuts that layouts follow from.
+    pub sharding: Sharding,
+    /// Sizes of the whole problem.
+    pub whole: Whole,
+    /// Shapes of the model.
+    pub shape: ModelShape,
+    /// How keys and queries meet.
+    pub strategy: Strategy,
+    /// Why this strategy.
+    pub reason: String,
+    /// The order of the row's tokens.
+    pub permutation: Permutation,
+    /// The ranks, in order.
+    pub ranks: Vec<RankPlan>,
+}
+
+/// Arrays that travel with keys: all that is indexed by `kv`.
+pub(crate) const WITH_KEYS: [&str; 3] = ["k", "v", "kv_positions"];
+/// Arrays that travel with queries.
+pub(crate) const WITH_QUERIES: [&str; 2] = ["q", "q_positions"];
+/// Gradients that return to the owners of keys, and of queries.
+pub(crate) const BACK: [&str; 2] = ["dk", "dv"];
+pub(crate) const BACK_QUERIES: [&str; 1] = ["dq"];
+
+/// Bytes of parts that carry these arrays.
+pub(crate) fn part_bytes(shape: &ModelShape, cells: &Cells, carries: &[&str]) -> u64 {
+    let (q, kv) = (cells.q.len(), cells.kv.len());
+    let (heads, kv_heads) =
+        (cells.batch.len() * cells.heads.len(), cells.batch.len() * cells.kv_heads.len());
+    let stored = shape.element.bytes();
+    let bytes = |name: &str| match name {
+        "q" => q * heads * shape.dim * stored,
+        "k" => kv * kv_heads * shape.dim * stored,
+        "v" => kv * kv_heads * shape.dim_v * stored,
+        "q_positions" => q * 4,
+        "kv_positions" => kv * 4,
+        // Gradients return in f32 and are rounded once, by the owner.
+        "dq" => q * heads * shape.dim * 4,
+        "dk" => kv * kv_heads * shape.dim * 4,
+        "dv" => kv * kv_heads * shape.dim_v * 4,
+        _ => 0,
+    };
+    carries.iter().map(|name| bytes(name) as u64).sum()
+}
+
+impl ShardPlan {
+    /// The plan of a model with these masks on the mesh of `map`.
+    ///
+    /// # Errors
+    /// When heads, tokens or the strategy cannot be cut over the mesh, with the counts that would do.
+    pub fn new(
+        map: &Map,
+        planes: &Planes,
+        shape: &ModelShape,
+        options: PlanOptions,
+    ) -> Result<Self, ShardError> {
+        let whole = *planes.whole();
+        if map.of(Axis::Seq) != [MeshAxis::Context] {
+            return refused("attention is planned for tokens that go to `context`; map seq there");
+        }
+        let lengths = Lengths {
+            batch: whole.batch,
+            seq: whole.q_len,
+            kv_seq: whole.kv_len,
+            heads: whole.heads,
+            kv_heads: whole.kv_heads,
+            dim: shape.dim,
+            dim_v: shape.dim_v,
+            hidden: shape.hidden,
+            ffn: shape.ffn,
+            vocab: shape.vocab,
+        };
+        let context = map.mesh().size(MeshAxis::Context);
+        let dispatch = Dispatch::new(planes, context, options.chunk)?;
+        let permutation = dispatch.permutation().clone();
+        // The keys of self-attention are the tokens themselves; others stay as they are.
+        let same = whole.q_len == whole.kv_len;
+        let kv_cut = if same { dispatch.cut().clone() } else { Cut::even(whole.kv_len, context) };
+        let sharding = Sharding::new(map.clone(), &lengths)?
+            .with_cut(Axis::Seq, dispatch.cut().clone())?
+            .with_cut(Axis::KvSeq, kv_cut.clone())?
+            .in_order(Some(permutation.id()));
+        let q: Vec<Ranges> = (0..context).map(|c| Ranges::of(dispatch.tokens(c))).collect();
+        let kv: Vec<Ranges> = match same {
+            true => q.clone(),
+            false => (0..context).map(|c| Ranges::one(kv_cut.range(c))).collect(),
+        };
+        let needs: Vec<Ranges> = q.iter().map(|q| needs_of(planes, q)).collect();
+        let (strategy, reason) = choose(map, &whole, shape, options.strategy, [&q, &kv, &needs])?;
+        let mut plan = Self {
+            sharding,
+            whole,
+            shape: shape.clone(),
+            strategy,
+            reason,
+            permutation,
+            ranks: Vec::new(),
+        };
+        plan.ranks = (0..map.mesh().ranks())
+            .map(|rank| plan.rank(rank, &q, &kv, &needs))
+            .collect::<Result<_, _>>()?;
+        Ok(plan)
+    }
+
+    /// The ranks of a rank's `context` group, in order.
+    pub(crate) fn context_group(&self, rank: usize) -> Vec<usize> {
+        self.sharding.map().mesh().group(rank, &[MeshAxis::Context])
+    }
+
+    fn rank(
+        &self,
+        rank: usize,
+        q: &[Ranges],
+        kv: &[Ranges],
+        needs: &[Ranges],
+    ) -> Result<RankPlan, ShardError> {
+        let map = self.sharding.map();
+        let mesh = map.mesh();
+        let at = |axis| self.sharding.range(axis, rank);
+        let c = mesh.index(rank, MeshAxis::Context);
+        let group = self.context_group(rank);
+        let own = Cells {
+            batch: at(Axis::Batch),
+            heads: at(Axis::Heads),
+            kv_heads: at(Axis::KvHeads),
+            q: q[c].clone(),
+            kv: kv[c].clone(),
+        };
+        let keys = |tokens: Ranges| Cells { q: Ranges::default(), kv: tokens, ..own.clone() };
+        let with_keys =
+            |peer: usize, tokens: Ranges| self.part(group[peer], keys(tokens), &WITH_KEYS);
+        let others = || (0..group.len()).filter(move |&o| o != c);
+        let stage = |sends: Vec<Part>, receives: Vec<Part>, compute: Cells, sink| Stage {
+            sends: sends.into_iter().filter(Part::is_needed).collect(),
+            receives: receives.into_iter().filter(Part::is_needed).collect(),
+            coordinates: compute.clone(),
+            compute,
+            lengths: [self.whole.q_len, self.whole.kv_len],
+            sink,
+        };
+        let back = |peer: usize, tokens: Ranges| self.part(group[peer], keys(tokens), &BACK);
+        let (stages, returns, returned);
+        match self.strategy {
+            Strategy::Gather => {
+                let sends = others().map(|o| with_keys(o, kv[c].clone())).collect();
+                let receives = others().map(|o| with_keys(o, kv[o].clone())).collect();
+                let all = Ranges::one(0..self.whole.kv_len);
+                stages = vec![stage(sends, receives, Cells { kv: all, ..own.clone() }, true)];
+                returns = others().map(|o| back(o, kv[o].clone())).collect::<Vec<_>>();
+                returned = others().map(|o| back(o, kv[c].clone())).collect::<Vec<_>>();
+            }
+            Strategy::Exchange(number) => {
+                let arrives =
+                    |to: usize, s: usize| piece(&needs[to].difference(&kv[to]), s, number);
+                let mut all = vec![stage(vec![], vec![], own.clone(), true)];
+                for s in 0..number {
+                    let mine = arrives(c, s);
+                    let sends = others().map(|o| with_keys(o, arrives(o, s).intersection(&kv[c])));
+                    let receives = others().map(|o| with_keys(o, mine.intersection(&kv[o])));
+                    let compute = Cells { kv: mine.clone(), ..own.clone() };
+                    all.push(stage(sends.collect(), receives.collect(), compute, false));
+                }
+                stages = all;
+                let from = |owner: usize, reader: usize| needs[reader].intersection(&kv[owner]);
+                returns = others().map(|o| back(o, from(o, c))).collect();
+                returned = others().map(|o| back(o, from(c, o))).collect();
+            }
+            Strategy::HeadsForTokens => {
+                let cut = Cut::even(own.kv_heads.len(), group.len());
+                let per = self.whole.heads / self.whole.kv_heads;
+                let cells = |heads_of: usize, tokens_of: Option<usize>| {
+                    let part = cut.range(heads_of);
+                    let first = own.kv_heads.start;
+                    let kv_heads = first + part.start..first + part.end;
+                    Cells {
+                        batch: own.batch.clone(),
+                        heads: kv_heads.start * per..kv_heads.end * per,
+                        kv_heads,
+                        q: tokens_of.map_or(Ranges::one(0..self.whole.q_len), |o| q[o].clone()),
+                        kv: tokens_of.map_or(Ranges::one(0..self.whole.kv_len), |o| kv[o].clone()),
+                    }
+                };
+                let moved: Vec<_> = WITH_QUERIES.into_iter().chain(WITH_KEYS).collect();
+                let sends = others().map(|o| self.part(group[o], cells(o, Some(c)), &moved));
+                let receives = others().map(|o| self.part(group[o], cells(c, Some(o)), &moved));
+                let (sends, receives) = (sends.collect(), receives.collect());
+                stages = vec![stage(sends, receives, cells(c, None), true)];
+                let moved: Vec<_> = BACK_QUERIES.into_iter().chain(BACK).collect();
+                let back = |o: usize, cells| self.part(group[o], cells, &moved);
+                returns = others().map(|o| back(o, cells(c, Some(o)))).collect();
+                returned = others().map(|o| back(o, cells(o, Some(c)))).collect();
+            }
+        }
+        let first_of_tensor = mesh.index(rank, MeshAxis::Tensor) == 0;
+        let labels = if first_of_tensor { own.q.clone() } else { Ranges::default() };
+        let arrays = arrays::ATTENTION.iter().chain(arrays::MODEL);
+        let arrays = arrays
+            .map(|a| Ok((a.name, a.layout_in(&self.sharding, self.shape.element)?)))
+            .collect::<Result<_, _>>()?;
+        let parameters = self.shape.parameters.iter().map(|(group, elements)| {
+            let cut = Cut::even(*elements, map.parts(Axis::Elements));
+            let elements = cut.range(map.part(Axis::Elements, rank));
+            let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+            OwnedElements {
+                group: group.clone(),
+                random_from: elements.start,
+                elements,
+                sums_over: mesh.group(rank, &with_tokens),
+            }
+        });
+        Ok(RankPlan {
+            arrays,
+            labels: (own.batch.clone(), labels),
+            own,
+            stages,
+            returns: returns.into_iter().filter(Part::is_needed).collect(),
+            returned: returned.into_iter().filter(Part::is_needed).collect(),
+            parameters: parameters.collect(),
+        })
+    }
+
+    fn part(&self, peer: usize, cells: Cells, carries: &[&'static str]) -> Part {
+        Part {
+            peer,
+            bytes: part_bytes(&self.shape, &cells, carries),
+            carries: carries.to_vec(),
+            cells,
+        }
+    }
+}
+
+impl Part {
+    fn is_needed(&self) -> bool {
+        !self.cells.is_empty()
+    }
+}
+
+/// The keys that some queries need, of whole tiles.
+fn needs_of(planes: &Planes, q: &Ranges) -> Ranges {
+    let side = planes.tile().q as usize;
+    let rows = q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
+    // Neighbours mostly need the same: joined by chunk first, so that sorting is cheap.
+    Ranges::of(rows.flat_map(|row| planes.needs()[row].as_slice().iter().cloned()))
+}
+
+/// Piece `s` of `number` of about equal sizes, in order of position.
+fn piece(ranges: &Ranges, s: usize, number: usize) -> Ranges {
+    let wanted = Cut::even(ranges.len(), number).range(s);
+    let (mut at, mut found) = (0, Vec::new());
+    for range in ranges.as_slice() {
+        let (from, to) = (wanted.start.max(at), wanted.end.min(at + range.len()));
+        if from < to {
+            found.push(range.start + from - at..range.start + to - at);
+        }
+        at += range.len();
+    }
+    Ranges::of(found)
+}
+
+/// The strategy and why.
+fn choose(
+    map: &Map,
+    whole: &Whole,
+    shape: &ModelShape,
+    wanted: Option<Strategy>,
+    [q, kv, needs]: [&[Ranges]; 3],
+) -> Result<(Strategy, String), ShardError> {
+    let ranks = kv.len();
+    // Of the ranks of `tensor`, the one with the fewest key/value heads.
+    let kv_heads = whole.kv_heads / map.parts(Axis::KvHeads);
+    match wanted {
+        Some(Strategy::Exchange(stages)) if !(1..=4).contains(&stages) => {
+            return refused(format!("exchange in {stages} stages; give 1 to 4"));
+        }
+        Some(Strategy::HeadsForTokens) if kv_heads < ranks => {
+            return refused(format!(
+                "heads for tokens: {kv_heads} key/value heads of a rank cannot be cut over {ranks} \
+                 ranks of context; use {kv_heads} or fewer, or exchange"
+            ));
+        }
+        Some(strategy) => return Ok((strategy, "it was asked for".to_owned())),
+        None if ranks == 1 => return Ok((Strategy::Gather, "one rank has all tokens".to_owned())),
+        None => {}
+    }
+    // Bytes that the busiest rank receives in a forward pass, for one head of keys.
+    let group = whole.heads / whole.kv_heads;
+    let exchange = (0..ranks).map(|c| needs[c].difference(&kv[c]).len()).max().unwrap_or(0);
+    let exchange = exchange * (shape.dim + shape.dim_v);
+    let swapped = (0..ranks).map(|c| {
+        let keys = (whole.kv_len - kv[c].len()) * (shape.dim + shape.dim_v);
+        let queries = (whole.q_len - q[c].len()) * group * (shape.dim + shape.dim_v);
+        (keys + queries) / ranks
+    });
+    let swapped = swapped.max().unwrap_or(0);
+    if kv_heads.is_multiple_of(ranks) && swapped < exchange {
+        let reason = format!(
+            "the busiest rank receives {:.0} % of what an exchange of needed keys would send it",
+            100.0 * swapped as f64 / exchange as f64
+        );
+        return Ok((Strategy::HeadsForTokens, reason));
+    }
+    let reason = match kv_heads.is_multiple_of(ranks) {
+        true => "it receives no more than giving heads for tokens would".to_owned(),
+        false => format!("{kv_heads} key/value heads do not divide over {ranks} ranks"),
+    };
+    Ok((Strategy::Exchange(if exchange == 0 { 1 } else { 2 }), reason))
+}

@@ -1,0 +1,388 @@
+//! The checker: right plans are proven, and every planted fault is refused with the right operand.
+
+use foveate::mask::Tile;
+use foveate::tensor::ElementType;
+use foveate::{MaskMod, masks};
+use foveate_shard::interchange::{ArrayOf, from_partition_spec};
+use foveate_shard::{
+    Axis, Cut, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, Permutation, PlanOptions,
+    Planes, Ranges, ShardLayout, ShardPlan, Sharding, Strategy, Whole, arrays,
+};
+
+const TILE: Tile = Tile { q: 4, kv: 4 };
+const LEN: usize = 60;
+
+fn shape() -> ModelShape {
+    ModelShape {
+        dim: 8,
+        dim_v: 4,
+        hidden: 64,
+        ffn: 96,
+        vocab: 50,
+        element: ElementType::BF16,
+        parameters: vec![("embedding".into(), 1001), ("block.0".into(), 77)],
+    }
+}
+
+fn documents() -> MaskMod {
+    masks::causal() & masks::document_lengths(&[9, 1, 30, 20]).unwrap()
+}
+
+fn planned(mesh: [usize; 4], strategy: Strategy, mask: MaskMod) -> (ShardPlan, Planes) {
+    let whole = Whole { batch: 4, heads: 8, kv_heads: 4, q_len: LEN, kv_len: LEN };
+    let planes = Planes::new(whole, &[LayerMask { mask: Some(mask), layers: 2 }], TILE).unwrap();
+    let map = Map::new(Mesh::new(mesh).unwrap());
+    let options = PlanOptions { strategy: Some(strategy), chunk: Some(4) };
+    (ShardPlan::new(&map, &planes, &shape(), options).unwrap(), planes)
+}
+
+/// Two stages of an exchange on 12 ranks.
+fn exchanged() -> (ShardPlan, Planes) {
+    planned([1, 2, 3, 2], Strategy::Exchange(2), documents())
+}
+
+#[test]
+fn right_plans_are_proven_on_every_mesh_and_strategy() {
+    for mesh in [[1, 1, 1, 1], [2, 1, 1, 2], [1, 2, 3, 2], [2, 2, 2, 2], [1, 1, 4, 1]] {
+        for strategy in [
+            Strategy::Gather,
+            Strategy::Exchange(1),
+            Strategy::Exchange(4),
+            Strategy::HeadsForTokens,
+        ] {
+            if strategy == Strategy::HeadsForTokens && mesh[2] * mesh[3] > 4 {
+                continue;
+            }
+            for mask in
+                [documents(), masks::causal(), masks::full(), masks::sliding_window(7).unwrap()]
+            {
+                let (plan, planes) = planned(mesh, strategy, mask);
+                assert!(plan.permutation.inverse().inverse() == plan.permutation);
+                let proven = plan.prove(&planes, &Limits::default());
+                let proof =
+                    proven.unwrap_or_else(|e| panic!("{mesh:?}, {strategy}: {e}")).proof().clone();
+                let live: u64 = planes.work().iter().sum();
+                assert_eq!(proof.live_entries, live, "{mesh:?}, {strategy}");
+                assert_eq!(proof.labels, 240);
+                let tiles: u64 = planes
+                    .blocks()
+                    .iter()
+                    .map(|b| 32 * (b.tiles.stats().full + b.tiles.stats().partial))
+                    .sum();
+                assert_eq!(proof.live_tiles, tiles);
+                assert_eq!(proof.parameter_elements, 1078 * (mesh[0] * mesh[3]) as u64);
+            }
+        }
+    }
+}
+
+/// A fault: its name, the plan that it is planted in, how, and what the checker has to name.
+struct Fault {
+    name: &'static str,
+    strategy: Strategy,
+    plant: fn(&mut ShardPlan),
+    point: char,
+    operand: &'static str,
+}
+
+fn map() -> Map {
+    Map::new(Mesh::new([1, 2, 3, 2]).unwrap())
+}
+
+/// Replaces the layout of an array on a rank.
+fn relayout(plan: &mut ShardPlan, rank: usize, name: &str, layout: ShardLayout) {
+    let slot = plan.ranks[rank].arrays.iter_mut().find(|(n, _)| *n == name).unwrap();
+    assert_ne!(slot.1, layout, "{name} changes");
+    slot.1 = layout;
+}
+
+/// The layout of an array under another map, with the plan's lengths.
+fn mapped(plan: &ShardPlan, name: &str, map: Map) -> ShardLayout {
+    let lengths = foveate_shard::Lengths {
+        batch: 4,
+        seq: LEN,
+        kv_seq: LEN,
+        heads: 8,
+        kv_heads: 4,
+        dim: 8,
+        dim_v: 4,
+        hidden: 64,
+        ffn: 96,
+        vocab: 50,
+    };
+    let sharding = Sharding::new(map, &lengths).unwrap().in_order(Some(plan.permutation.id()));
+    arrays::by_name(name).unwrap().layout(&sharding).unwrap()
+}
+
+fn shift(ranges: &Ranges) -> Ranges {
+    Ranges::of(ranges.as_slice().iter().map(|r| r.start + 1..r.end + 1))
+}
+
+fn less_last(ranges: &Ranges) -> Ranges {
+    let last = ranges.as_slice().last().unwrap().end - 1;
+    ranges.difference(&Ranges::one(last..last + 1))
+}
+
+/// Rows of a call as local code counts them.
+fn local(ranges: &Ranges) -> Ranges {
+    Ranges::one(0..ranges.len())
+}
+
+/// Edits each send and the receive that meets it alike.
+fn both(plan: &mut ShardPlan, stage: usize, edit: impl Fn(&mut foveate_shard::Part)) {
+    for rank in &mut plan.ranks {
+        let stage = &mut rank.stages[stage];
+        stage.sends.iter_mut().chain(&mut stage.receives).for_each(&edit);
+    }
+}
+
+/// Takes an array out of parts, with its bytes.
+fn without(part: &mut foveate_shard::Part, name: &str) {
+    let (kv, q) = (part.cells.kv.len() as u64, part.cells.q.len() as u64);
+    let pairs = |heads: usize| (part.cells.batch.len() * heads) as u64;
+    let (kv_heads, heads) = (pairs(part.cells.kv_heads.len()), pairs(part.cells.heads.len()));
+    part.bytes -= match name {
+        "kv_positions" => kv * 4,
+        "q_positions" => q * 4,
+        "k" => kv * kv_heads * 16,
+        "v" => kv * kv_heads * 8,
+        "dv" => kv * kv_heads * 16,
+        "dq" => q * heads * 32,
+        _ => unreachable!(),
+    };
+    part.carries.retain(|n| *n != name);
+}
+
+/// A rank and a stage that receive something, and the rank that sends it.
+fn receiver(plan: &ShardPlan) -> (usize, usize, usize) {
+    let ranks = 0..plan.ranks.len();
+    let found = ranks.flat_map(|r| (0..plan.ranks[r].stages.len()).map(move |s| (r, s)));
+    let mut found =
+        found.filter_map(|(r, s)| Some((r, s, plan.ranks[r].stages[s].receives.first()?.peer)));
+    found.next().expect("a rank receives")
+}
+
+const TWO: Strategy = Strategy::Exchange(2);
+const SWAP: Strategy = Strategy::HeadsForTokens;
+
+#[rustfmt::skip]
+const FAULTS: &[Fault] = &[
+    Fault { name: "R1: keys are cut and nothing follows", strategy: TWO, point: 'b', operand: "k", plant: |p| for r in &mut p.ranks {
+        r.stages.truncate(1); r.returns.clear(); r.returned.clear();
+    } },
+    Fault { name: "R1: every key is read and none is sent", strategy: Strategy::Gather, point: 'c', operand: "k", plant: |p| for r in &mut p.ranks {
+        r.stages[0].sends.clear(); r.stages[0].receives.clear();
+    } },
+    Fault { name: "R3: ids do not travel with their keys", strategy: TWO, point: 'c', operand: "kv_positions", plant: |p| for s in 1..3 {
+        both(p, s, |part| without(part, "kv_positions"));
+    } },
+    Fault { name: "R7: a bias is cut as queries are", strategy: TWO, point: 'a', operand: "capture", plant: |p| {
+        let layout = mapped(p, "q", map()); relayout(p, 0, "capture", layout);
+    } },
+    Fault { name: "R8: lengths are local times ranks", strategy: TWO, point: 'a', operand: "seq", plant: |p| {
+        let most = *p.sharding.cut(Axis::Seq).lengths().iter().max().unwrap();
+        p.sharding = p.sharding.clone().with_cut(Axis::Seq, Cut::of_lengths(&[most + 1; 3]).unwrap()).unwrap();
+    } },
+    Fault { name: "R9: two meshes in one operation", strategy: TWO, point: 'a', operand: "dq", plant: |p| {
+        let other = Map::new(Mesh::new([1, 3, 2, 2]).unwrap()); let layout = mapped(p, "dq", other); relayout(p, 4, "dq", layout);
+    } },
+    Fault { name: "R11: ids are floats", strategy: TWO, point: 'a', operand: "documents", plant: |p| {
+        let layout = p.sharding.layout(ElementType::BF16, &[Axis::Batch, Axis::Seq]).unwrap(); relayout(p, 3, "documents", layout);
+    } },
+    Fault { name: "R14: the mask has the local length", strategy: TWO, point: 'a', operand: "q_len", plant: |p| {
+        let n = p.ranks[2].own.q.len(); p.ranks[2].stages[0].lengths[0] = n;
+    } },
+    Fault { name: "the layout of ids is dropped", strategy: TWO, point: 'a', operand: "documents", plant: |p| {
+        let whole = map().with(Axis::Seq, &[]).unwrap().with(Axis::Batch, &[]).unwrap();
+        let layout = mapped(p, "documents", whole); relayout(p, 1, "documents", layout);
+    } },
+    Fault { name: "the layout of ids is cut from q's by position", strategy: TWO, point: 'a', operand: "documents", plant: |p| {
+        let array = ArrayOf { element: ElementType::I32, axes: &[Axis::Batch, Axis::Seq], shape: &[4, LEN] };
+        let layout = from_partition_spec("P('shard', 'tensor')", array, map().mesh()).unwrap(); relayout(p, 1, "documents", layout);
+    } },
+    Fault { name: "heads and tokens of q are swapped", strategy: TWO, point: 'a', operand: "q", plant: |p| {
+        let swapped = map().with(Axis::Seq, &[MeshAxis::Tensor]).unwrap().with(Axis::Heads, &[MeshAxis::Context]).unwrap();
+        let layout = mapped(p, "q", swapped); relayout(p, 5, "q", layout);
+    } },
+    Fault { name: "axes of lse are swapped", strategy: TWO, point: 'a', operand: "lse", plant: |p| {
+        let layout = p.sharding.layout(ElementType::F32, &[Axis::Heads, Axis::Batch, Axis::Seq]).unwrap(); relayout(p, 5, "lse", layout);
+    } },
+    Fault { name: "labels are whole on every rank of context", strategy: TWO, point: 'a', operand: "labels", plant: |p| {
+        let layout = mapped(p, "labels", map().with(Axis::Seq, &[]).unwrap()); relayout(p, 0, "labels", layout);
+    } },
+    Fault { name: "gradients of keys are of all heads", strategy: TWO, point: 'a', operand: "dk", plant: |p| {
+        let layout = mapped(p, "dk", map().with(Axis::Heads, &[]).unwrap()); relayout(p, 7, "dk", layout);
+    } },
+    Fault { name: "masters are cut over shard alone", strategy: TWO, point: 'a', operand: "masters", plant: |p| {
+        let other = map().with(Axis::Elements, &[MeshAxis::Shard]).unwrap();
+        let layout = mapped(p, "masters", other); relayout(p, 7, "masters", layout);
+    } },
+    Fault { name: "the sink is of all heads", strategy: TWO, point: 'a', operand: "sink", plant: |p| {
+        let layout = mapped(p, "sink", map().with(Axis::Heads, &[]).unwrap()); relayout(p, 1, "sink", layout);
+    } },
+    Fault { name: "the residual stream is in the row's own order", strategy: TWO, point: 'a', operand: "residual", plant: |p| {
+        let layout = p.sharding.clone().in_order(None).layout(ElementType::BF16, &[Axis::Batch, Axis::Seq, Axis::Hidden]).unwrap();
+        relayout(p, 2, "residual", layout);
+    } },
+    Fault { name: "rotary rows are in the order of another permutation", strategy: TWO, point: 'a', operand: "rotary", plant: |p| {
+        let other = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap().id();
+        let layout = p.sharding.clone().in_order(Some(other)).layout(ElementType::F32, &[Axis::Seq, Axis::Dim]).unwrap();
+        relayout(p, 2, "rotary", layout);
+    } },
+    Fault { name: "an array has no layout", strategy: TWO, point: 'a', operand: "moment_2", plant: |p| p.ranks[3].arrays.retain(|(n, _)| *n != "moment_2") },
+    Fault { name: "a rank holds queries shifted by one", strategy: TWO, point: 'a', operand: "q_positions", plant: |p| p.ranks[0].own.q = shift(&p.ranks[0].own.q) },
+    Fault { name: "a rank holds the keys of another", strategy: TWO, point: 'a', operand: "kv_positions", plant: |p| p.ranks[0].own.kv = p.ranks[2].own.kv.clone() },
+    Fault { name: "a rank holds the batch entries of another", strategy: TWO, point: 'a', operand: "b", plant: |p| p.ranks[11].own.batch = 0..2 },
+    Fault { name: "a rank holds the heads of another", strategy: TWO, point: 'a', operand: "h", plant: |p| p.ranks[1].own.heads = 0..4 },
+    Fault { name: "queries have local coordinates", strategy: TWO, point: 'a', operand: "q_positions", plant: |p| {
+        let s = &mut p.ranks[2].stages[1]; s.coordinates.q = local(&s.compute.q);
+    } },
+    Fault { name: "keys have local coordinates", strategy: TWO, point: 'a', operand: "kv_positions", plant: |p| {
+        let s = &mut p.ranks[2].stages[0]; s.coordinates.kv = local(&s.compute.kv);
+    } },
+    Fault { name: "the map of heads is forgotten", strategy: TWO, point: 'a', operand: "h", plant: |p| p.ranks[1].stages[0].coordinates.heads = 0..4 },
+    Fault { name: "the map of key/value heads is forgotten", strategy: TWO, point: 'a', operand: "h_kv", plant: |p| p.ranks[1].stages[1].coordinates.kv_heads = 0..2 },
+    Fault { name: "the map of batch entries is forgotten", strategy: TWO, point: 'a', operand: "b", plant: |p| p.ranks[6].stages[1].coordinates.batch = 0..2 },
+    Fault { name: "keys have the local length", strategy: TWO, point: 'a', operand: "kv_len", plant: |p| p.ranks[0].stages[2].lengths[1] = 13 },
+    Fault { name: "the permutation lies", strategy: TWO, point: 'a', operand: "permutation", plant: |p| p.permutation = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap() },
+    Fault { name: "permutation and layouts lie alike", strategy: TWO, point: 'a', operand: "q", plant: |p| {
+        p.permutation = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap();
+        p.sharding = p.sharding.clone().in_order(Some(p.permutation.id()));
+    } },
+    Fault { name: "a rank is missing", strategy: TWO, point: 'a', operand: "mesh", plant: |p| { p.ranks.pop(); } },
+    Fault { name: "the plan is of another length than the mask", strategy: TWO, point: 'a', operand: "mask", plant: |p| p.whole.kv_len += 1 },
+    Fault { name: "a range of keys is shifted by one", strategy: TWO, point: 'c', operand: "k", plant: |p| {
+        let s = &mut p.ranks[4].stages[0]; s.compute.kv = shift(&s.compute.kv); s.coordinates.kv = s.compute.kv.clone();
+    } },
+    Fault { name: "the last key of a rank is left out", strategy: TWO, point: 'b', operand: "k", plant: |p| {
+        let s = &mut p.ranks[4].stages[0]; s.compute.kv = less_last(&s.compute.kv); s.coordinates.kv = s.compute.kv.clone();
+    } },
+    Fault { name: "the last query of a rank is left out", strategy: TWO, point: 'b', operand: "q", plant: |p| for s in &mut p.ranks[4].stages {
+        s.compute.q = less_last(&s.compute.q); s.coordinates.q = s.compute.q.clone();
+    } },
+    Fault { name: "queries of another rank are computed too", strategy: TWO, point: 'c', operand: "q", plant: |p| {
+        let all = p.ranks[0].own.q.union(&p.ranks[2].own.q);
+        for s in &mut p.ranks[0].stages { s.compute.q = all.clone(); s.coordinates.q = all.clone(); }
+    } },
+    Fault { name: "a stage is dropped on one rank", strategy: TWO, point: 'e', operand: "k", plant: |p| { p.ranks[3].stages.remove(1); } },
+    Fault { name: "a stage is dropped on all ranks", strategy: TWO, point: 'c', operand: "dk", plant: |p| for r in &mut p.ranks { r.stages.remove(2); } },
+    Fault { name: "a stage is computed twice", strategy: TWO, point: 'b', operand: "k", plant: |p| for r in &mut p.ranks {
+        let mut again = r.stages[1].clone(); again.sends.clear(); again.receives.clear(); r.stages.push(again);
+    } },
+    Fault { name: "own keys are computed twice", strategy: TWO, point: 'b', operand: "k", plant: |p| {
+        let own = p.ranks[5].own.kv.clone(); let s = &mut p.ranks[5].stages[1];
+        s.compute.kv = s.compute.kv.union(&own); s.coordinates.kv = s.compute.kv.clone();
+    } },
+    Fault { name: "stages of one rank are swapped", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, ..) = receiver(p); p.ranks[r].stages.swap(1, 2); } },
+    Fault { name: "keys that nobody needs are sent", strategy: TWO, point: 'b', operand: "k", plant: |p| {
+        let (r, s, peer) = receiver(p);
+        let dead = Ranges::one(LEN - 1..LEN).difference(&p.ranks[r].own.kv);
+        let owner = (0..12).find(|&o| p.ranks[o].own.kv.common(&dead) > 0 && p.ranks[r].stages[s].receives.iter().any(|x| x.peer == o)).unwrap_or(peer);
+        let dead = p.ranks[owner].own.kv.difference(&p.ranks[r].stages.iter().fold(Ranges::default(), |a, x| a.union(&x.compute.kv)));
+        let per_key = (2 * 2 * (8 + 4) * 2 + 4) as u64;
+        let edit = |part: &mut foveate_shard::Part| { part.cells.kv = part.cells.kv.union(&dead); part.bytes = part.cells.kv.len() as u64 * per_key; };
+        edit(p.ranks[r].stages[s].receives.iter_mut().find(|x| x.peer == owner).unwrap());
+        edit(p.ranks[owner].stages[s].sends.iter_mut().find(|x| x.peer == r).unwrap());
+    } },
+    Fault { name: "values do not travel with their keys", strategy: TWO, point: 'c', operand: "v", plant: |p| for s in 1..3 { both(p, s, |part| without(part, "v")); } },
+    Fault { name: "one rank sends keys without values", strategy: TWO, point: 'e', operand: "v", plant: |p| {
+        let (r, s, peer) = receiver(p); let part = p.ranks[peer].stages[s].sends.iter_mut().find(|x| x.peer == r).unwrap(); without(part, "v");
+    } },
+    Fault { name: "a send is dropped", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, peer) = receiver(p); p.ranks[peer].stages[s].sends.retain(|x| x.peer != r); } },
+    Fault { name: "a receive is dropped", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, _) = receiver(p); p.ranks[r].stages[s].receives.remove(0); } },
+    Fault { name: "a transfer is dropped on both sides", strategy: TWO, point: 'c', operand: "k", plant: |p| {
+        let (r, s, peer) = receiver(p); p.ranks[peer].stages[s].sends.retain(|x| x.peer != r); p.ranks[r].stages[s].receives.remove(0);
+    } },
+    Fault { name: "keys arrive a stage too late", strategy: TWO, point: 'c', operand: "k", plant: |p| for r in &mut p.ranks {
+        let (sends, receives) = (std::mem::take(&mut r.stages[1].sends), std::mem::take(&mut r.stages[1].receives));
+        let late = r.stages.len() - 1; let old = (std::mem::replace(&mut r.stages[late].sends, sends), std::mem::replace(&mut r.stages[late].receives, receives));
+        (r.stages[1].sends, r.stages[1].receives) = old;
+    } },
+    Fault { name: "a rank sends keys that it does not hold", strategy: Strategy::Gather, point: 'c', operand: "k", plant: |p| {
+        let part = &mut p.ranks[0].stages[0].sends[0]; let peer = part.peer;
+        part.cells.kv = shift(&part.cells.kv); let cells = part.cells.clone();
+        p.ranks[peer].stages[0].receives.iter_mut().find(|x| x.peer == 0).unwrap().cells = cells;
+    } },
+    Fault { name: "one side counts other bytes", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, _) = receiver(p); p.ranks[r].stages[s].receives[0].bytes += 1; } },
+    Fault { name: "a part goes to a rank of another batch", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, _) = receiver(p); let part = &mut p.ranks[r].stages[s].receives[0]; part.peer = (part.peer + 6) % 12; } },
+    Fault { name: "a rank sends to itself", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, _) = receiver(p); p.ranks[r].stages[s].receives[0].peer = r; } },
+    Fault { name: "a part is sent twice", strategy: TWO, point: 'e', operand: "k", plant: |p| { let (r, s, _) = receiver(p); let part = p.ranks[r].stages[s].receives[0].clone(); p.ranks[r].stages[s].receives.push(part); } },
+    Fault { name: "a gradient returns twice", strategy: TWO, point: 'e', operand: "dk", plant: |p| { let r = receiver(p).0; let part = p.ranks[r].returns[0].clone(); p.ranks[r].returns.push(part); } },
+    Fault { name: "a gradient returns to two ranks", strategy: Strategy::Gather, point: 'c', operand: "dk", plant: |p| {
+        let [to, also] = [0, 1].map(|i| p.ranks[0].returns[i].peer);
+        let cells = p.ranks[0].returns[0].cells.clone(); let bytes = p.ranks[0].returns[0].bytes;
+        p.ranks[0].returns[1].cells = cells.clone(); p.ranks[0].returns[1].bytes = bytes;
+        let back = p.ranks[also].returned.iter_mut().find(|x| x.peer == 0).unwrap(); back.cells = cells; back.bytes = bytes;
+        assert_ne!(to, also);
+    } },
+    Fault { name: "a gradient never returns", strategy: TWO, point: 'c', operand: "dk", plant: |p| {
+        let r = receiver(p).0; let peer = p.ranks[r].returns.remove(0).peer; p.ranks[peer].returned.retain(|x| x.peer != r);
+    } },
+    Fault { name: "the owner does not wait for a gradient", strategy: TWO, point: 'e', operand: "dk", plant: |p| { let r = receiver(p).0; let peer = p.ranks[r].returns[0].peer; p.ranks[peer].returned.retain(|x| x.peer != r); } },
+    Fault { name: "gradients of values do not return", strategy: TWO, point: 'c', operand: "dv", plant: |p| for r in &mut p.ranks {
+        r.returns.iter_mut().chain(&mut r.returned).for_each(|part| without(part, "dv"));
+    } },
+    Fault { name: "the sink joins in two stages", strategy: TWO, point: 'b', operand: "sink", plant: |p| p.ranks[0].stages[1].sink = true },
+    Fault { name: "the sink joins in no stage", strategy: TWO, point: 'b', operand: "sink", plant: |p| p.ranks[0].stages[0].sink = false },
+    Fault { name: "labels are counted on every rank of tensor", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[1].labels.1 = p.ranks[1].own.q.clone() },
+    Fault { name: "every rank of context counts the whole row", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[0].labels.1 = Ranges::one(0..LEN) },
+    Fault { name: "the last label of a rank is shifted out", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[0].labels.1 = less_last(&p.ranks[0].labels.1) },
+    Fault { name: "elements have two owners", strategy: TWO, point: 'd', operand: "embedding", plant: |p| { let own = &mut p.ranks[2].parameters[0]; own.elements.start -= 1; own.random_from -= 1; } },
+    Fault { name: "an element has no owner", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { let own = &mut p.ranks[2].parameters[1]; own.elements.end -= 1; } },
+    Fault { name: "the last element has no owner", strategy: TWO, point: 'd', operand: "embedding", plant: |p| for r in [10, 11] { p.ranks[r].parameters[0].elements.end -= 1; } },
+    Fault { name: "random numbers of the optimiser are local", strategy: TWO, point: 'd', operand: "random index", plant: |p| p.ranks[4].parameters[0].random_from = 0 },
+    Fault { name: "gradients are summed over shard alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = vec![0, 6] },
+    Fault { name: "gradients are summed over context alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = vec![0, 2, 4] },
+    Fault { name: "gradients are summed over tensor too", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = (0..12).collect() },
+    Fault { name: "gradients of a rank are summed twice", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over.push(4) },
+    Fault { name: "a rank does not know a parameter group", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { p.ranks[9].parameters.pop(); } },
+    Fault { name: "query heads are not those of their keys", strategy: SWAP, point: 'a', operand: "h_kv", plant: |p| for c in [true, false] {
+        let s = &mut p.ranks[0].stages[0]; let cells = if c { &mut s.compute } else { &mut s.coordinates }; cells.heads = 1..3;
+    } },
+    Fault { name: "positions of queries do not travel with them", strategy: SWAP, point: 'c', operand: "q_positions", plant: |p| both(p, 0, |part| without(part, "q_positions")) },
+    Fault { name: "gradients of queries do not return", strategy: SWAP, point: 'c', operand: "dq", plant: |p| for r in &mut p.ranks {
+        r.returns.iter_mut().chain(&mut r.returned).for_each(|part| without(part, "dq"));
+    } },
+    Fault { name: "a rank computes the heads of another", strategy: SWAP, point: 'c', operand: "k", plant: |p| {
+        let (heads, kv_heads) = { let c = &p.ranks[2].stages[0].compute; (c.heads.clone(), c.kv_heads.clone()) };
+        let s = &mut p.ranks[0].stages[0];
+        for cells in [&mut s.compute, &mut s.coordinates] { (cells.heads, cells.kv_heads) = (heads.clone(), kv_heads.clone()); }
+    } },
+];
+
+#[test]
+fn every_planted_fault_is_refused_with_the_right_operand() {
+    assert!(FAULTS.len() >= 40, "{} faults", FAULTS.len());
+    let mut wrong = Vec::new();
+    for Fault { name, strategy, plant, point, operand } in FAULTS {
+        let mesh = if *strategy == SWAP { [1, 2, 2, 2] } else { [1, 2, 3, 2] };
+        let (mut plan, planes) = planned(mesh, *strategy, documents());
+        plan.clone().prove(&planes, &Limits::default()).expect("it is right before");
+        plant(&mut plan);
+        match plan.prove(&planes, &Limits::default()) {
+            Ok(_) => wrong.push(format!("{name}: proven")),
+            Err(found) => {
+                println!("{name}\n    {found}");
+                if (found.point, found.operand.as_str()) != (*point, *operand) {
+                    wrong.push(format!("{name}: wanted ({point}) {operand}, found {found}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), FAULTS.len(), wrong.join("\n"));
+}
+
+#[test]
+fn limits_of_bytes_and_of_imbalance_are_held() {
+    let (plan, planes) = exchanged();
+    let proof = plan.clone().prove(&planes, &Limits::default()).unwrap().proof().clone();
+    let held = proof.bytes.iter().map(|b| b.held).max().unwrap();
+    let limits = |attention_bytes, imbalance| Limits { attention_bytes, imbalance };
+    plan.clone().prove(&planes, &limits(Some(held), Some(proof.imbalance))).unwrap();
+    let found = plan.clone().prove(&planes, &limits(Some(held - 1), None)).unwrap_err();
+    assert_eq!((found.point, found.operand.as_str()), ('f', "attention"));
+    let found = plan.prove(&planes, &limits(None, Some(proof.imbalance - 1e-6))).unwrap_err();
+    assert_eq!((found.point, found.operand.as_str()), ('g', "live entries"));
+    let text = proof.to_string();
+    assert!(text.contains("(b) live tiles") && text.lines().count() == 8, "{text}");
+}
