@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import attention, close
 
-from foveate import AuxRequest, Mask, varlen
+from foveate import AuxRequest, Mask, flex_attention, varlen
 
 G = torch.Generator().manual_seed(8)
 CU_Q = torch.tensor([0, 20, 20, 21, 57], dtype=torch.int32)
@@ -58,6 +58,16 @@ def test_one_sequence_is_plain_attention_and_offsets_may_be_shared():
     gold, _ = attention(*(t.transpose(0, 1)[None] for t in (q, k, v)))
     close("out", out, gold[0].transpose(0, 1), torch.float32, 30 * 8)
     assert torch.equal(varlen(q, k, v, torch.tensor([0])), torch.zeros(30, 3, 8))
+
+
+def test_a_batch_may_have_more_rows_than_the_one_before_and_follow_a_padded_one():
+    for rows in (11, 40, 23):
+        q = torch.randn(rows, 2, 12, generator=G)
+        out = varlen(q, q, q, torch.tensor([0, 5, rows]))
+        gold, _ = attention(*(q[5:].transpose(0, 1)[None],) * 3)
+        close("out", out[5:], gold[0].transpose(0, 1), torch.float32, rows * 12)
+        padded = torch.randn(3, 2, 7, 12, generator=G)
+        flex_attention(padded, padded, padded)
 
 
 @pytest.mark.parametrize("change, words", [

@@ -163,12 +163,13 @@ impl Plan {
         Ok(Self { planned: self.planned.set_scalar(name, value.into_scalar())?, ..self.clone() })
     }
 
-    /// The plan with other sequence offsets; the program is not planned again.
+    /// The plan with other sequence offsets, of any number of rows; the program is not planned again.
     ///
     /// # Errors
-    /// Those of [`Problem::varlen`].
+    /// When offsets decrease or differ in number, or keys lie in pages. That they end within the
+    /// rows is checked when operands are given.
     pub fn with_varlen(&self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
-        Ok(Self { problem: self.problem.clone().varlen(cu_q, cu_k)?, ..self.clone() })
+        Ok(Self { problem: self.problem.clone().repacked(cu_q, cu_k)?, ..self.clone() })
     }
 
     /// The plan with another page table and other lengths, as the keys of a cache become more; the

@@ -196,6 +196,19 @@ impl Problem {
         Ok(self)
     }
 
+    /// The problem of other sequences, whose operands have at least the rows that the offsets reach.
+    pub(crate) fn repacked(mut self, cu_q: &[i32], cu_k: &[i32]) -> Result<Self, Error> {
+        for (layout, cu) in self.layouts.iter_mut().zip([cu_q, cu_k, cu_k]) {
+            let [batch, heads, rows, dim] = layout.shape;
+            let end = cu.last().map_or(0, |&end| usize::try_from(end).unwrap_or(0));
+            if batch != 1 || rows < end {
+                *layout = Layout::contiguous([1, heads, rows.max(end), dim]);
+            }
+        }
+        (self.dims.len_q, self.dims.len_k) = (self.layouts[0].shape[2], self.layouts[1].shape[2]);
+        self.varlen(cu_q, cu_k)
+    }
+
     /// A logit for each query head that joins the softmax's denominator only.
     ///
     /// # Errors

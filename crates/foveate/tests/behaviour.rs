@@ -143,6 +143,17 @@ fn packed_sequences_give_what_each_gives_alone_and_other_offsets_need_no_other_p
         assert_close(&part(&all.out).to_f64(), &alone.out.to_f64(), 2e-6);
     }
     assert!(rows_from(&all.out, 33).to_f64().iter().all(|&x| x == 0.0), "the tail is untouched");
+
+    // Plans of fewer rows, and of more batch entries that are no sequences.
+    for shape in [[1, 2, 9, 16], [3, 2, 7, 16]] {
+        let t = random(8, DType::F32, shape);
+        let other =
+            plan(&program, &t, &t, &t).with_varlen(&[0, 11, 11, 33], &[0, 11, 11, 33]).unwrap();
+        assert_eq!(other.forward(&q_all, &k, &v).unwrap().out, all.out, "{shape:?}");
+        assert!(other.explain().to_string().contains("33"), "{shape:?}");
+        let e = other.forward(&t, &t, &t).unwrap_err().to_string();
+        assert!(e.contains("33") || e.contains("batch"), "{shape:?}: {e}");
+    }
 }
 
 #[test]
