@@ -30,17 +30,22 @@ from torch.nn.attention.flex_attention import (
 
 from . import _ops, huggingface
 from ._blocks import create_block_mask, create_mask
+from ._dot_product import DotProductAttention
 from ._flex import explain, flex_attention, varlen
 from ._masks import Mask
 from ._native import TraceError
 from ._paged import paged
+from ._transformer import MultiheadAttention, TransformerLayer
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "DotProductAttention",
     "Mask",
+    "MultiheadAttention",
     "TraceError",
+    "TransformerLayer",
     "and_masks",
     "create_block_mask",
     "create_mask",

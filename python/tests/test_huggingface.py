@@ -119,14 +119,16 @@ def test_offsets_alone_keep_documents_apart():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "gpt_oss"])
-def test_generate_gives_what_eager_attention_gives(kind, cache):
+@pytest.mark.parametrize("kind, padded", [
+    ("llama", True), ("llama", False), ("mistral", True), ("gemma3", True), ("gemma3", False), ("gpt_oss", True),
+])
+def test_generate_gives_what_eager_attention_gives(kind, cache, padded):
     model, results = model_of(kind), {}
     for implementation in ("eager", "foveate"):
         model.set_attn_implementation(implementation)
         results[implementation] = model.generate(
             IDS[:, :11],
-            attention_mask=LEFT[:, :11],
+            attention_mask=LEFT[:, :11] if padded else torch.ones(2, 11),
             max_new_tokens=6,
             do_sample=False,
             pad_token_id=0,
