@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from . import _ops, huggingface
+from . import _ops, huggingface, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
 from ._flex import explain, flex_attention, varlen
@@ -56,4 +56,5 @@ __all__ = [
     "or_masks",
     "paged",
     "varlen",
+    "xla",
 ]
