@@ -10,6 +10,8 @@
 
 use std::collections::HashMap;
 
+use foldhash::fast::FixedState;
+
 use crate::capture::{AnyBuffer, Scalar};
 use crate::fnv::Fnv;
 pub use crate::op::{BinaryOp, UnaryOp, mix};
@@ -177,7 +179,7 @@ pub struct Graph {
     types: Vec<Type>,
     /// A hash of what each node says, without slots: orders commutative operands.
     keys: Vec<u64>,
-    interned: HashMap<Node, NodeId>,
+    interned: HashMap<Node, NodeId, FixedState>,
     buffers: Vec<AnyBuffer>,
     scalars: Vec<Scalar>,
 }

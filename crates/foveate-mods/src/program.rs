@@ -7,6 +7,8 @@
 //! returns it. Until then such a mask is false and such a score NaN everywhere.
 
 use std::collections::HashMap;
+
+use foldhash::fast::FixedState;
 use std::sync::Arc;
 
 use crate::capture::{AnyBuffer, Scalar};
@@ -202,7 +204,7 @@ fn binding(name: &str, reason: String) -> ModError {
 /// Nodes of `roots` in `graph`, operands first, without recursion, and the first error met.
 fn lower(graph: &mut Graph, roots: &[DynExpr]) -> (Vec<NodeId>, Option<ModError>) {
     let mut wrong = None;
-    let mut done: HashMap<usize, NodeId> = HashMap::new();
+    let mut done: HashMap<usize, NodeId, FixedState> = HashMap::default();
     let mut stack: Vec<&DynExpr> = roots.iter().rev().collect();
     while let Some(&expr) = stack.last() {
         if done.contains_key(&expr.address()) {
