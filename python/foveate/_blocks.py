@@ -73,7 +73,10 @@ def create_block_mask(
         raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
     traced = _trace.mask(mask_mod, extents)
     kinds = torch.empty((batch, heads, -(-Q_LEN // tile[0]), -(-KV_LEN // tile[1])), dtype=torch.uint8)
-    _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
+    try:
+        _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
+    except IndexError as error:
+        raise _trace.named(error, traced) from None
     partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:

@@ -280,7 +280,10 @@ class _Call:
         out = _empty_in_order(q, shape if v.shape[3] == shape[3] else (*shape[:3], v.shape[3]))
         lse = torch.empty(shape[:3], dtype=torch.float32) if self.wants_lse or not forward_only else None
         max_scores = torch.empty(shape[:3], dtype=torch.float32) if self.wants_max else None
-        plan.forward(q, k, v, out, lse, max_scores)
+        try:
+            plan.forward(q, k, v, out, lse, max_scores)
+        except IndexError as error:
+            raise _trace.named(error, self.score, self.mask) from None
         self.plan = plan
         if self.varlen is not None:
             self.clear((out,), ())
@@ -369,7 +372,10 @@ class _Gradient(torch.autograd.Function):
         ]
         each = iter(destinations)
         into = [next(each) if capture.learned else None for capture in captures]
-        plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        try:
+            plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        except IndexError as error:
+            raise _trace.named(error, call.score, call.mask) from None
         call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
         return (*gradients, d_sink, *destinations)
 

@@ -450,6 +450,51 @@ def _place(error: BaseException) -> str:
     return found
 
 
+def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
+    """An error of the engine with the user's name of the captured tensor in place of the program's."""
+    message = str(error)
+    for traced in filter(None, functions):
+        for capture in traced.captures:
+            slot = f"captured buffer `{capture.name}`"
+            if slot in message:
+                name = next((name for name, value in _variables(traced.function) if value is capture.tensor), None)
+                shape = tuple(capture.tensor.shape)
+                message = message.replace(slot, f"captured tensor `{name}`" if name else f"a captured tensor of shape {shape}")
+    return IndexError(message)
+
+
+def _variables(function: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function can reach: of its closure, its globals, its object, and these in turn."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", function)]
+    while waiting and len(seen) < 1024:
+        name, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if name:
+            yield name, value
+        if isinstance(value, types.FunctionType):
+            code = value.__code__
+            for variable, cell in zip(code.co_freevars, value.__closure__ or ()):
+                try:
+                    waiting.append((variable, cell.cell_contents))
+                except ValueError:
+                    continue
+            waiting.extend((g, value.__globals__[g]) for g in code.co_names if g in value.__globals__)
+        elif isinstance(value, functools.partial):
+            waiting.extend([(name, value.func), *((f"argument {i}", a) for i, a in enumerate(value.args)), *value.keywords.items()])
+        elif isinstance(value, types.MethodType):
+            waiting.extend([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, dict):
+            waiting.extend((str(key), item) for key, item in value.items())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend((f"{name}[{i}]", item) for i, item in enumerate(value))
+        elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
+            waiting.extend(getattr(value, "__dict__", {}).items())
+            waiting.extend((slot, getattr(value, slot)) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot))
+
+
 def name_of(function: Any) -> str:
     """What a function is called in messages."""
     return getattr(function, "__name__", None) or type(function).__name__
@@ -483,7 +528,7 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
     result = cast(result, torch.bool)
     if wrap is not None:
         result = _run(trace, lambda *v: wrap(trace, v, result), values)
-    return _native.mask(result, list(trace.captures.values()))
+    return _native.mask(result, list(trace.captures.values()), function)
 
 
 def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
@@ -492,7 +537,7 @@ def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)
     _check(result, function, "score", None)
-    return _native.score(cast(result, torch.float32), list(trace.captures.values()))
+    return _native.score(cast(result, torch.float32), list(trace.captures.values()), function)
 
 
 def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> None:

@@ -368,3 +368,27 @@ def test_every_operation_is_tested_or_listed():
     manual = (pathlib.Path(__file__).parents[2] / "docs/python.md").read_text()
     missing = [name for name in (*_trace.OPERATIONS, *_trace.REDUCTIONS, *_trace._PRODUCTS) if f"`{name}`" not in manual]
     assert not missing, missing
+
+
+class _Biased:
+    def __init__(self):
+        self.tables = {"near": torch.zeros(3)}
+
+    def __call__(self, score, b, h, i, j):
+        return score + self.tables["near"][i]
+
+
+@pytest.mark.parametrize("score_mod, words", [
+    (lambda score, b, h, i, j, table=torch.zeros(3): score + table[i], "a captured tensor of shape \\(3,\\)"),
+    (lambda score, b, h, i, j: score + _SHORT[i], "captured tensor `_SHORT` was read at index 3"),
+    (_Biased(), "captured tensor `near`"),
+    (functools.partial(lambda table, score, b, h, i, j: score + table[i], torch.zeros(3)), "captured tensor `argument 0`"),
+    (lambda score, b, h, i, j: score + _SHORT.long()[i], "a captured tensor of shape \\(3,\\)"),
+])
+def test_an_index_outside_names_the_variable(score_mod, words):
+    q = torch.zeros(1, 1, 8, 4)
+    with pytest.raises(IndexError, match=words):
+        flex_attention(q, q, q, score_mod)
+
+
+_SHORT = torch.zeros(3)

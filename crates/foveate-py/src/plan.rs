@@ -34,17 +34,24 @@ pub struct Traced {
     program: Program,
     /// In the order of the program's slots.
     captures: Vec<Py<Capture>>,
+    /// What was traced, if it was a function of Python's.
+    function: Option<Py<PyAny>>,
 }
 
 impl Traced {
-    /// `program`, whose buffers are among `captures`.
+    /// `program`, whose buffers are among `captures`; `function` is what it was traced from.
     ///
     /// # Errors
-    /// When one is not.
-    pub fn new(py: Python<'_>, program: &Program, captures: &[Py<Capture>]) -> PyResult<Self> {
+    /// When a buffer is not.
+    pub fn new(
+        py: Python<'_>,
+        program: &Program,
+        captures: &[Py<Capture>],
+        function: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let captures = capture::in_order(program.graph().buffers(), captures)?;
         let captures = captures.into_iter().map(|c| c.clone_ref(py)).collect();
-        Ok(Self { program: program.clone(), captures })
+        Ok(Self { program: program.clone(), captures, function })
     }
 
     fn tensors<'py>(
@@ -65,6 +72,12 @@ impl Traced {
         self.captures.iter().map(|c| c.clone_ref(py)).collect()
     }
 
+    /// The function that was traced, if it was one.
+    #[getter]
+    fn function(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.function.as_ref().map(|f| f.clone_ref(py))
+    }
+
     /// The tensors that want a gradient, in the order of `captures`.
     #[getter]
     fn learned<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
@@ -83,18 +96,30 @@ impl Traced {
     }
 }
 
-/// The mask that `expr` says.
+/// The mask that `expr` says, which is what `function` gave.
 #[pyfunction]
-pub fn mask(py: Python<'_>, expr: &Expr, captures: Vec<Py<Capture>>) -> PyResult<Traced> {
+#[pyo3(signature = (expr, captures, function = None))]
+pub fn mask(
+    py: Python<'_>,
+    expr: &Expr,
+    captures: Vec<Py<Capture>>,
+    function: Option<Py<PyAny>>,
+) -> PyResult<Traced> {
     let made = MaskMod::new(&expr.0.expr).map_err(|e| refused(e.to_string()))?;
-    Traced::new(py, made.program(), &captures)
+    Traced::new(py, made.program(), &captures, function)
 }
 
-/// The score that `expr` says.
+/// The score that `expr` says, which is what `function` gave.
 #[pyfunction]
-pub fn score(py: Python<'_>, expr: &Expr, captures: Vec<Py<Capture>>) -> PyResult<Traced> {
+#[pyo3(signature = (expr, captures, function = None))]
+pub fn score(
+    py: Python<'_>,
+    expr: &Expr,
+    captures: Vec<Py<Capture>>,
+    function: Option<Py<PyAny>>,
+) -> PyResult<Traced> {
     let made = ScoreMod::new(&expr.0.expr).map_err(|e| refused(e.to_string()))?;
-    Traced::new(py, made.program(), &captures)
+    Traced::new(py, made.program(), &captures, function)
 }
 
 /// A traced function with the tensors that it reads, as they are in this call.

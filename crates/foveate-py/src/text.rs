@@ -67,8 +67,8 @@ pub fn program(
         names = names.scalar(name, ScalarValue::I32(value));
     }
     match mask {
-        true => parse_mask(text, &names).map(|m| Traced::new(py, m.program(), &captures)),
-        false => parse_score(text, &names).map(|s| Traced::new(py, s.program(), &captures)),
+        true => parse_mask(text, &names).map(|m| Traced::new(py, m.program(), &captures, None)),
+        false => parse_score(text, &names).map(|s| Traced::new(py, s.program(), &captures, None)),
     }
     .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", one_line(&e.to_string()))))?
 }

@@ -8,7 +8,6 @@
 //! 64 bits.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
 
 use foveate::mods::ir::{BinaryOp, UnaryOp};
 use foveate::mods::{DynExpr, Leaf, Type};
@@ -93,7 +92,7 @@ pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
 /// number is met, and how many run-time scalars it has.
 #[derive(Default)]
 struct Context {
-    literals: Option<HashSet<(u8, u64)>>,
+    literals: Option<Vec<(u8, u64)>>,
     /// Every number is a constant.
     constants: bool,
     scalars: usize,
@@ -132,7 +131,7 @@ fn is_literal(of: Number) -> PyResult<bool> {
     if let Some(known) = known() {
         return Ok(known);
     }
-    let literals = Python::attach(|py| -> PyResult<HashSet<_>> {
+    let literals = Python::attach(|py| -> PyResult<Vec<_>> {
         let found = py.import("foveate._trace")?.call_method0("literals")?;
         let keys = found.try_iter()?.map(|x| Ok(number(&x?)?.map(Number::key)));
         keys.filter_map(Result::transpose).collect()
