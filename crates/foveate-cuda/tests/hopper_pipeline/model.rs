@@ -212,143 +212,196 @@ pub fn run<B: Copy + Ord + Debug, S: Copy + Ord + Debug>(
     roles: &[Role<B, S>],
     random: &mut Random,
 ) -> Result<Vec<(S, Content)>, Fault> {
-    let mut barriers: BTreeMap<B, Mbarrier> =
-        barriers.iter().map(|&(barrier, count)| (barrier, Mbarrier::new(count))).collect();
-    let mut memory =
-        Memory { contents: BTreeMap::new(), unfenced: BTreeSet::new(), cleared: BTreeMap::new() };
-    let mut landing: Vec<(B, S, Content)> = Vec::new();
-    let mut sending: Vec<(usize, S, Content)> = Vec::new();
-    let mut sent = Vec::new();
-    let mut turns: BTreeMap<usize, i32> = BTreeMap::new();
-    let mut products: BTreeMap<usize, Products<S>> = BTreeMap::new();
-    for role in roles {
-        let none = || Products { roles: 0, ended: 0, under_way: VecDeque::new() };
-        products.entry(role.team).or_insert_with(none).roles += 1;
-    }
-    let mut started = vec![0; roles.len()];
-    let mut operands: Vec<Vec<_>> = vec![Vec::new(); roles.len()];
-    let mut at = vec![0; roles.len()];
-    let mut waits = vec![false; roles.len()];
+    let mut machine = Machine::new(barriers, roles);
     // How soon each role goes on, and after them loads, copies from shared memory, and products. One of
     // them does when hardly anything else can.
     let mut haste: Vec<_> = (0..roles.len() + 3).map(|_| 1 << (12 + 2 * random.below(3))).collect();
     let slowest = random.below(haste.len());
     haste[slowest] = 1;
+    let haste_of = |event: &Event| match *event {
+        Event::GoesOn(role) => haste[role],
+        Event::Lands(_) => haste[roles.len()],
+        Event::IsSent(_) => haste[roles.len() + 1],
+        Event::Ends(_) => haste[roles.len() + 2],
+    };
     loop {
-        let able = (0..roles.len()).filter(|&r| at[r] < roles[r].ops.len() && !waits[r]);
-        let ending = products.iter().filter(|(_, all)| all.can_end()).map(|(&team, _)| team);
-        let events = [
-            able.map(|role| (role, 0)).collect::<Vec<_>>(),
-            (0..landing.len()).map(|copy| (roles.len(), copy)).collect(),
-            (0..sending.len()).map(|copy| (roles.len() + 1, copy)).collect(),
-            ending.map(|team| (roles.len() + 2, team)).collect(),
-        ]
-        .concat();
-        let Some(&last) = events.last() else { break };
-        let mut drawn = random.below(events.iter().map(|&(of, _)| haste[of]).sum());
-        let is_drawn = |&&(of, _): &&(usize, usize)| match drawn.checked_sub(haste[of]) {
+        let events = machine.events();
+        let Some(&last) = events.last() else { return machine.end() };
+        let mut drawn = random.below(events.iter().map(haste_of).sum());
+        let is_drawn = |event: &&Event| match drawn.checked_sub(haste_of(event)) {
             Some(rest) => {
                 drawn = rest;
                 false
             }
             None => true,
         };
-        let (role, drawn) = events.iter().find(is_drawn).copied().unwrap_or(last);
-        if let Some(kind) = role.checked_sub(roles.len()) {
-            match kind {
-                0 => {
-                    let (barrier, buffer, content) = landing.swap_remove(drawn);
-                    memory.land(buffer, content)?;
-                    let full = barriers.get_mut(&barrier).expect("it was made");
-                    full.bytes -= BYTES;
-                    full.complete();
-                }
-                1 => {
-                    let (_, buffer, content) = sending.swap_remove(drawn);
-                    memory.multiply(buffer, content, 0)?;
-                    sent.push((buffer, content));
-                }
-                _ => {
-                    let of_team = products.get_mut(&drawn).expect("it was listed");
-                    of_team.ended += 1;
-                    let ended = of_team.under_way.pop_front().expect("it can end");
-                    for (buffer, content, clearing) in ended.operands {
-                        memory.multiply(buffer, content, clearing)?;
-                    }
-                }
-            }
-            waits.fill(false);
-            continue;
+        machine.advance(events.iter().find(is_drawn).copied().unwrap_or(last))?;
+    }
+}
+
+/// What can happen next.
+#[derive(Clone, Copy)]
+enum Event {
+    /// A role does what is next in its list.
+    GoesOn(usize),
+    /// The nth of the copies under way lands.
+    Lands(usize),
+    /// The nth of the copies from shared memory has read.
+    IsSent(usize),
+    /// The oldest product of a team ends.
+    Ends(usize),
+}
+
+/// Where all roles stand, and what they have started.
+struct Machine<'a, B, S> {
+    roles: &'a [Role<B, S>],
+    /// Of each role: how much of its list it has done, and whether it waits for an event.
+    at: Vec<usize>,
+    waits: Vec<bool>,
+    /// Of each role: products that it has started, and operands of the next one.
+    started: Vec<usize>,
+    operands: Vec<Vec<(S, Content, usize)>>,
+    barriers: BTreeMap<B, Mbarrier>,
+    memory: Memory<S>,
+    landing: Vec<(B, S, Content)>,
+    sending: Vec<(usize, S, Content)>,
+    sent: Vec<(S, Content)>,
+    turns: BTreeMap<usize, i32>,
+    /// By team.
+    products: BTreeMap<usize, Products<S>>,
+}
+
+impl<'a, B: Copy + Ord + Debug, S: Copy + Ord + Debug> Machine<'a, B, S> {
+    fn new(barriers: &[(B, usize)], roles: &'a [Role<B, S>]) -> Self {
+        let mut products: BTreeMap<usize, Products<S>> = BTreeMap::new();
+        for role in roles {
+            let none = || Products { roles: 0, ended: 0, under_way: VecDeque::new() };
+            products.entry(role.team).or_insert_with(none).roles += 1;
         }
-        let mut arrive =
-            |barrier, bytes| barriers.get_mut(&barrier).expect("it was made").arrive(bytes);
-        let op = roles[role].ops[at[role]];
-        let done = match op {
-            Wait(barrier, round) => barriers[&barrier].is_over(round),
-            Arrive(barrier) => arrive(barrier, 0).map(|()| true),
-            Expect(barrier, bytes) => arrive(barrier, bytes).map(|()| true),
-            Load(barrier, buffer, content) => {
-                landing.push((barrier, buffer, content));
-                Ok(true)
-            }
-            Write(buffer, content) => {
-                memory.write(role, buffer, content);
-                Ok(true)
-            }
-            Clear(buffer, content) => memory.read(buffer, content).map(|()| {
-                memory.write(role, buffer, content);
-                memory.cleared.entry(buffer).or_default().insert(role);
-                true
-            }),
-            Read(buffer, content) => memory.read(buffer, content).map(|()| true),
-            Fence => {
-                memory.unfenced.retain(|&(_, by)| by != role);
-                Ok(true)
-            }
-            Multiply(buffer, content, clearing) => {
-                operands[role].push((buffer, content, clearing));
-                memory.multiply(buffer, content, clearing).map(|()| true)
-            }
-            Start => {
-                let of_team = products.get_mut(&roles[role].team).expect("it was made");
-                of_team.start(started[role], std::mem::take(&mut operands[role]));
-                started[role] += 1;
-                Ok(true)
-            }
-            AwaitProducts(count) => Ok(products[&roles[role].team].ended >= count),
-            Send(buffer, content) => {
-                sending.push((role, buffer, content));
-                Ok(true)
-            }
-            AwaitSent => Ok(sending.iter().all(|&(by, ..)| by != role)),
-            TakeTurn(consumer) => {
-                let turn = turns.entry(consumer).or_default();
-                let goes = *turn > 0;
-                *turn -= i32::from(goes);
-                Ok(goes)
-            }
-            GiveTurn(consumer) => {
-                let turn = turns.entry(consumer).or_default();
-                *turn += 1;
-                match *turn {
-                    1 => Ok(true),
-                    _ => hazard("a turn is given before the last one was taken".to_owned()),
-                }
-            }
-        };
-        let named = |fault| match fault {
-            Fault::Hazard(what) => Fault::Hazard(format!("{}, {op:?}: {what}", roles[role].name)),
-            deadlock => deadlock,
-        };
-        if done.map_err(named)? {
-            at[role] += 1;
-            waits.fill(false);
-        } else {
-            waits[role] = true;
+        Self {
+            roles,
+            at: vec![0; roles.len()],
+            waits: vec![false; roles.len()],
+            started: vec![0; roles.len()],
+            operands: vec![Vec::new(); roles.len()],
+            barriers: barriers.iter().map(|&(b, count)| (b, Mbarrier::new(count))).collect(),
+            memory: Memory {
+                contents: BTreeMap::new(),
+                unfenced: BTreeSet::new(),
+                cleared: BTreeMap::new(),
+            },
+            landing: Vec::new(),
+            sending: Vec::new(),
+            sent: Vec::new(),
+            turns: BTreeMap::new(),
+            products,
         }
     }
-    let left =
-        roles.iter().zip(&at).filter_map(|(role, &at)| Some((&role.name, role.ops.get(at)?)));
-    let left: Vec<_> = left.map(|(name, op)| format!("{name} at {op:?}")).collect();
-    if left.is_empty() { Ok(sent) } else { Err(Fault::Deadlock(left.join("; "))) }
+
+    fn events(&self) -> Vec<Event> {
+        let able = (0..self.roles.len())
+            .filter(|&r| self.at[r] < self.roles[r].ops.len() && !self.waits[r]);
+        let ending = self.products.iter().filter(|(_, all)| all.can_end());
+        able.map(Event::GoesOn)
+            .chain((0..self.landing.len()).map(Event::Lands))
+            .chain((0..self.sending.len()).map(Event::IsSent))
+            .chain(ending.map(|(&team, _)| Event::Ends(team)))
+            .collect()
+    }
+
+    fn advance(&mut self, event: Event) -> Result<(), Fault> {
+        match event {
+            Event::GoesOn(role) => {
+                let Role { name, ops, .. } = &self.roles[role];
+                let op = ops[self.at[role]];
+                let done = self.carry_out(role, op).map_err(|fault| match fault {
+                    Fault::Hazard(what) => Fault::Hazard(format!("{name}, {op:?}: {what}")),
+                    deadlock => deadlock,
+                })?;
+                if !done {
+                    self.waits[role] = true;
+                    return Ok(());
+                }
+                self.at[role] += 1;
+            }
+            Event::Lands(copy) => {
+                let (barrier, buffer, content) = self.landing.swap_remove(copy);
+                self.memory.land(buffer, content)?;
+                let full = self.barriers.get_mut(&barrier).expect("it was made");
+                full.bytes -= BYTES;
+                full.complete();
+            }
+            Event::IsSent(copy) => {
+                let (_, buffer, content) = self.sending.swap_remove(copy);
+                self.memory.multiply(buffer, content, 0)?;
+                self.sent.push((buffer, content));
+            }
+            Event::Ends(team) => {
+                let of_team = self.products.get_mut(&team).expect("it was listed");
+                of_team.ended += 1;
+                let ended = of_team.under_way.pop_front().expect("it can end");
+                for (buffer, content, clearing) in ended.operands {
+                    self.memory.multiply(buffer, content, clearing)?;
+                }
+            }
+        }
+        self.waits.fill(false);
+        Ok(())
+    }
+
+    /// Whether the role is done with `op`, or has to wait.
+    fn carry_out(&mut self, role: usize, op: Op<B, S>) -> Result<bool, Fault> {
+        let team = self.roles[role].team;
+        let memory = &mut self.memory;
+        let mut arrive =
+            |barrier, bytes| self.barriers.get_mut(&barrier).expect("it was made").arrive(bytes);
+        match op {
+            Wait(barrier, round) => return self.barriers[&barrier].is_over(round),
+            Arrive(barrier) => arrive(barrier, 0)?,
+            Expect(barrier, bytes) => arrive(barrier, bytes)?,
+            Load(barrier, buffer, content) => self.landing.push((barrier, buffer, content)),
+            Write(buffer, content) => memory.write(role, buffer, content),
+            Clear(buffer, content) => {
+                memory.read(buffer, content)?;
+                memory.write(role, buffer, content);
+                memory.cleared.entry(buffer).or_default().insert(role);
+            }
+            Read(buffer, content) => memory.read(buffer, content)?,
+            Fence => memory.unfenced.retain(|&(_, by)| by != role),
+            Multiply(buffer, content, clearing) => {
+                self.operands[role].push((buffer, content, clearing));
+                memory.multiply(buffer, content, clearing)?;
+            }
+            Start => {
+                let of_team = self.products.get_mut(&team).expect("it was made");
+                of_team.start(self.started[role], std::mem::take(&mut self.operands[role]));
+                self.started[role] += 1;
+            }
+            AwaitProducts(count) => return Ok(self.products[&team].ended >= count),
+            Send(buffer, content) => self.sending.push((role, buffer, content)),
+            AwaitSent => return Ok(self.sending.iter().all(|&(by, ..)| by != role)),
+            TakeTurn(consumer) => {
+                let turn = self.turns.entry(consumer).or_default();
+                let goes = *turn > 0;
+                *turn -= i32::from(goes);
+                return Ok(goes);
+            }
+            GiveTurn(consumer) => {
+                let turn = self.turns.entry(consumer).or_default();
+                *turn += 1;
+                if *turn != 1 {
+                    return hazard("a turn is given before the last one was taken".to_owned());
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// What was sent, where every role is at the end of its list.
+    fn end(self) -> Result<Vec<(S, Content)>, Fault> {
+        let stand = self.roles.iter().zip(&self.at);
+        let left = stand.filter_map(|(role, &at)| Some((&role.name, role.ops.get(at)?)));
+        let left: Vec<_> = left.map(|(name, op)| format!("{name} at {op:?}")).collect();
+        if left.is_empty() { Ok(self.sent) } else { Err(Fault::Deadlock(left.join("; "))) }
+    }
 }
