@@ -95,23 +95,9 @@ struct GpuTiming<'a> {
 
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let wanted = |c: &Case| {
-        args.filter.is_empty() || args.filter.iter().any(|f| c.case.contains(f.as_str()))
-    };
-    let cases: Vec<Case> = cases::grid().into_iter().filter(wanted).collect();
-    if cases.is_empty() {
-        let message = format!("no case has `{}` in its name", args.filter.join("` or `"));
-        return Err(Failure::usage(message).help("`foveate bench gpu --list` names the cases"));
-    }
+    let cases = wanted(&args.filter)?;
     if args.list {
-        for case in &cases {
-            if args.json {
-                out.json(case)?;
-            } else {
-                out.line(&case.case)?;
-            }
-        }
-        return Ok(());
+        return list(&cases, args.json, out);
     }
     let kernels = kernel_options(&args.kernel)?;
     Engine::get(args.device)?;
@@ -127,12 +113,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         interrupt.check()?;
         let prepared = Prepared::new(case, args.device, kernels)?;
         if args.tune {
-            let tuning = tune::watched(&interrupt, |tell| prepared.tune(tell))?;
-            for Tuned { kernel, planned, planned_us, best, .. } in &tuning.kernels {
-                let (Some((best, us)), Some(planned_us)) = (best, planned_us) else { continue };
-                let case = &case.case;
-                eprintln!("{case}: {kernel} {best} {us:.1} us, planned {planned} {planned_us:.1}");
-            }
+            tune(&case.case, &prepared, &interrupt)?;
         }
         let mut times = time(&prepared, Duration::from_secs_f64(args.seconds.clamp(0.0, 60.0)))?;
         let sample = prepared.sample(SAMPLES)?;
@@ -195,6 +176,38 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(file) = &args.svg {
         std::fs::write(file, chart::svg(&bars))
             .map_err(|e| Failure::new(format!("cannot write {}: {e}", file.display())))?;
+    }
+    Ok(())
+}
+
+/// The cases whose name contains one of `filter`; all of them where it is empty.
+fn wanted(filter: &[String]) -> Result<Vec<Case>, Failure> {
+    let mut cases = cases::grid();
+    cases.retain(|c| filter.is_empty() || filter.iter().any(|f| c.case.contains(f.as_str())));
+    if cases.is_empty() {
+        let message = format!("no case has `{}` in its name", filter.join("` or `"));
+        return Err(Failure::usage(message).help("`foveate bench gpu --list` names the cases"));
+    }
+    Ok(cases)
+}
+
+fn list(cases: &[Case], as_json: bool, out: &mut Output) -> Result<(), Failure> {
+    for case in cases {
+        if as_json {
+            out.json(case)?;
+        } else {
+            out.line(&case.case)?;
+        }
+    }
+    Ok(())
+}
+
+/// Tunes the kernels of a case, records what is found and says it.
+fn tune(case: &str, prepared: &Prepared, interrupt: &Interrupt) -> Result<(), Failure> {
+    let tuning = tune::watched(interrupt, |tell| prepared.tune(tell))?;
+    for Tuned { kernel, planned, planned_us, best, .. } in &tuning.kernels {
+        let (Some((best, us)), Some(planned_us)) = (best, planned_us) else { continue };
+        eprintln!("{case}: {kernel} {best} {us:.1} us, planned {planned} {planned_us:.1}");
     }
     Ok(())
 }

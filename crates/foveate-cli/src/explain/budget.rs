@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
-use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Problem};
-use foveate_nn::{AttentionProgram, Model, Pass, Recompute};
+use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Explanation, Plan, Problem};
+use foveate_nn::{
+    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, Pass, Recompute,
+};
 use foveate_train::checkpoint;
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
@@ -12,6 +14,23 @@ use serde_json::json;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
 use crate::output::{Output, bytes, count};
+
+/// What a recipe takes.
+struct Budget {
+    parameters: u64,
+    /// Of a batch.
+    rows: usize,
+    /// Tokens of a row.
+    len: usize,
+    /// By what the backward pass computes again: its name, whether the recipe says so, bytes.
+    memory: Vec<(&'static str, bool, MemoryEstimate)>,
+    /// For each token.
+    flops: FlopCount,
+    /// What one batch runs.
+    step: Account,
+    /// Of one layer.
+    attention: Explanation,
+}
 
 /// Prints parameters, memory, operations and the attention plan of one layer.
 pub fn run(
@@ -54,10 +73,27 @@ pub fn run(
         estimate.process += tokenizer_bytes;
         memory.push((name, mode == chosen, estimate));
     }
-    let flops = config.flops_per_token(len as f64);
-    let step = model.dry_run(rows, len, Pass::Training(chosen))?;
+    let budget = Budget {
+        parameters,
+        rows,
+        len,
+        memory,
+        flops: config.flops_per_token(len as f64),
+        step: model.dry_run(rows, len, Pass::Training(chosen))?,
+        attention: layer(&config, &program, rows, len, limits)?.explain(),
+    };
+    if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }
+}
 
-    let q = [rows, heads, len, config.dim()];
+/// The attention of one layer, with one document a row where it knows documents.
+fn layer(
+    config: &ModelConfig,
+    program: &AttentionProgram,
+    rows: usize,
+    len: usize,
+    limits: Limits,
+) -> Result<Plan, Failure> {
+    let q = [rows, config.num_attention_heads, len, config.dim()];
     let kv = [rows, config.kv_heads(), len, config.dim()];
     let mut layer = Attention::new();
     if let Some(mask) = &program.mask {
@@ -66,80 +102,83 @@ pub fn run(
     if let Some(score) = &program.score {
         layer = layer.score(score.clone());
     }
-    let mut plan = layer.plan(&Problem::shaped(DType::F32, q, kv, kv)?, &Device::cpu())?;
-    if program.captures().any(|b| b.name() == "doc") {
-        let positions = rows as f64 * len as f64;
-        // Ids, and their part of the table of ranges.
-        let need = Need { bytes: 6.0 * positions, seconds: 0.0 };
-        limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
-        let one_document = BufferData::I32(vec![0; rows * len]);
-        plan = plan.rebind(&AnyBuffer::new("doc", &[rows, len], one_document, false)?)?;
+    let plan = layer.plan(&Problem::shaped(DType::F32, q, kv, kv)?, &Device::cpu())?;
+    if !program.captures().any(|b| b.name() == "doc") {
+        return Ok(plan);
     }
-    let explanation = plan.explain();
+    let positions = rows as f64 * len as f64;
+    // Ids, and their part of the table of ranges.
+    let need = Need { bytes: 6.0 * positions, seconds: 0.0 };
+    limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
+    let one_document = BufferData::I32(vec![0; rows * len]);
+    Ok(plan.rebind(&AnyBuffer::new("doc", &[rows, len], one_document, false)?)?)
+}
 
-    if as_json {
-        let memory: serde_json::Map<_, _> = memory
-            .iter()
-            .map(|(name, _, m)| {
-                let parts = json!({
-                    "weights": m.weights,
-                    "gradients": m.gradients,
-                    "optimizer": m.optimizer,
-                    "activations": m.activations,
-                    "attention": m.attention,
-                    "process": m.process,
-                    "total": m.total(),
-                });
-                ((*name).to_owned(), parts)
+impl Budget {
+    fn json(&self) -> serde_json::Value {
+        let parts = |m: &MemoryEstimate| {
+            json!({
+                "weights": m.weights,
+                "gradients": m.gradients,
+                "optimizer": m.optimizer,
+                "activations": m.activations,
+                "attention": m.attention,
+                "process": m.process,
+                "total": m.total(),
             })
-            .collect();
-        out.json(&json!({
-            "parameters": parameters,
+        };
+        let memory: serde_json::Map<_, _> =
+            self.memory.iter().map(|(name, _, m)| ((*name).to_owned(), parts(m))).collect();
+        json!({
+            "parameters": self.parameters,
             "memory_bytes": memory,
-            "flops_per_token": flops.total(),
+            "flops_per_token": self.flops.total(),
             "step": {
-                "blocks": step.launches.len(),
-                "flops": step.flops(),
-                "bytes_moved": step.bytes_moved(),
-                "activation_bytes_at_once": step.needed_bytes(),
+                "blocks": self.step.launches.len(),
+                "flops": self.step.flops(),
+                "bytes_moved": self.step.bytes_moved(),
+                "activation_bytes_at_once": self.step.needed_bytes(),
             },
-            "attention": explanation,
-        }))?;
-        return Ok(());
+            "attention": self.attention,
+        })
     }
-    out.line(format!("parameters       {parameters} ({})", count(parameters as f64)))?;
-    out.line(format!("batch            {rows} rows of {len} tokens, f32 on the CPU"))?;
-    for (name, is_chosen, m) in &memory {
-        let mark = if *is_chosen { "*" } else { " " };
+
+    fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        let Self { parameters, rows, len, memory, flops, step, attention } = self;
+        out.line(format!("parameters       {parameters} ({})", count(*parameters as f64)))?;
+        out.line(format!("batch            {rows} rows of {len} tokens, f32 on the CPU"))?;
+        for (name, is_chosen, m) in memory {
+            let mark = if *is_chosen { "*" } else { " " };
+            out.line(format!(
+                "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
+                 + attention {} + process {}",
+                bytes(m.total() as f64),
+                bytes(m.weights as f64),
+                bytes(m.gradients as f64),
+                bytes(m.optimizer as f64),
+                bytes(m.activations as f64),
+                bytes(m.attention as f64),
+                bytes(m.process as f64),
+            ))?;
+        }
+        out.line(
+            "                 at most, saves included, by what the backward pass computes again; * is \
+             the recipe's",
+        )?;
         out.line(format!(
-            "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
-             + attention {} + process {}",
-            bytes(m.total() as f64),
-            bytes(m.weights as f64),
-            bytes(m.gradients as f64),
-            bytes(m.optimizer as f64),
-            bytes(m.activations as f64),
-            bytes(m.attention as f64),
-            bytes(m.process as f64),
+            "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
+            count(flops.linear),
+            count(flops.attention)
         ))?;
+        out.line(format!(
+            "a batch          {} blocks, {} FLOP with what is computed again, {} read and written; \
+             {} of its activations are needed at once",
+            step.launches.len(),
+            count(step.flops()),
+            bytes(step.bytes_moved()),
+            bytes(step.needed_bytes() as f64)
+        ))?;
+        out.line("\nattention of one layer, one document a row:")?;
+        Ok(out.text(attention)?)
     }
-    out.line(
-        "                 at most, saves included, by what the backward pass computes again; * is \
-         the recipe's",
-    )?;
-    out.line(format!(
-        "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
-        count(flops.linear),
-        count(flops.attention)
-    ))?;
-    out.line(format!(
-        "a batch          {} blocks, {} FLOP with what is computed again, {} read and written; {} of \
-         its activations are needed at once",
-        step.launches.len(),
-        count(step.flops()),
-        bytes(step.bytes_moved()),
-        bytes(step.needed_bytes() as f64)
-    ))?;
-    out.line("\nattention of one layer, one document a row:")?;
-    Ok(out.text(&explanation)?)
 }
