@@ -107,11 +107,19 @@ impl Limits {
 ///
 /// The share of tiles that is decided is not the share of the work: along a diagonal, work follows
 /// the root of it, for the corners beside the diagonal are decided at once. So the power of the
-/// share that time has followed until now is taken to hold for the rest.
+/// share that time has followed until now is taken to hold for the rest, and of memory the power
+/// that memory has followed: on a machine at work, time follows what else runs.
 pub struct Forecast {
     began: Instant,
-    /// The share that was done some time ago, and when, in seconds.
-    early: Option<[f64; 2]>,
+    /// What had been done some time ago.
+    early: Option<Early>,
+}
+
+/// How far work was: the share that was done, and what it had taken.
+#[derive(Clone, Copy)]
+struct Early {
+    share: f64,
+    need: Need,
 }
 
 /// When [`Forecast`] first looks, in seconds, and by how much later it foresees.
@@ -141,13 +149,20 @@ impl Forecast {
         if progress.done == 0 || seconds < EARLY {
             return so_far;
         }
-        let [early, then] = *self.early.get_or_insert([share, seconds]);
-        if seconds < LATER * then || share <= early {
+        let early = *self.early.get_or_insert(Early { share, need: so_far });
+        if seconds < LATER * early.need.seconds || share <= early.share {
             return so_far;
         }
-        let power = ((seconds / then).ln() / (share / early).ln()).clamp(0.3, 1.0);
-        let growth = share.powf(-power);
-        Need { bytes: base + (bytes - base) * growth, seconds: seconds * growth }
+        // What has taken nothing at first grows as the share does.
+        let growth = |then: f64, now: f64| {
+            let followed = (now / then).ln() / (share / early.share).ln();
+            let power = if then > 0.0 { followed.clamp(0.3, 1.0) } else { 1.0 };
+            share.powf(-power)
+        };
+        Need {
+            bytes: base + (bytes - base) * growth(early.need.bytes - base, bytes - base),
+            seconds: seconds * growth(early.need.seconds, seconds),
+        }
     }
 }
 
@@ -183,16 +198,21 @@ mod tests {
         assert_eq!(gone, "it takes about 9.0 GiB, but 8.0 GiB are available");
     }
 
-    /// What is foreseen of work that takes `seconds` for a share, heard of at several shares.
-    fn foreseen(seconds: impl Fn(f64) -> f64, until: u64) -> Need {
+    /// What is foreseen of work that takes `seconds` and `bytes` for a share, heard of at several
+    /// shares.
+    fn foreseen_of(seconds: impl Fn(f64) -> f64, bytes: impl Fn(f64) -> f64, until: u64) -> Need {
         let (mut forecast, mut need) = (Forecast::new(), Need::default());
         for done in (0..=until).step_by(10) {
-            let took = seconds(done as f64 / 1e6);
-            let progress =
-                Progress { done, all: 1_000_000, base_bytes: 50, bytes: 50 + (took * 1e3) as u64 };
-            need = forecast.need_after(progress, took);
+            let share = done as f64 / 1e6;
+            let bytes = 50 + bytes(share) as u64;
+            let progress = Progress { done, all: 1_000_000, base_bytes: 50, bytes };
+            need = forecast.need_after(progress, seconds(share));
         }
         need
+    }
+
+    fn foreseen(seconds: impl Fn(f64) -> f64, until: u64) -> Need {
+        foreseen_of(&seconds, |share| seconds(share) * 1e3, until)
     }
 
     #[test]
@@ -204,6 +224,17 @@ mod tests {
         assert!(near(diagonal.seconds, 8.0) && near(diagonal.bytes, 8050.0), "{diagonal:?}");
         let begun = foreseen(|share| 8.0 * share, 5_000);
         assert_eq!(begun, Need { bytes: 90.0, seconds: 0.04 });
+    }
+
+    #[test]
+    fn memory_is_foreseen_by_itself_where_other_work_holds_the_clock_up() {
+        // It waits for a processor at first.
+        let seconds = |share: f64| if share < 1e-4 { 0.1 } else { 1.0 + 80.0 * share };
+        let need = foreseen_of(seconds, |share| 8e10 * share, 30_000);
+        assert!((need.bytes / 8e10 - 1.0).abs() < 0.05, "{need:?}");
+        let nothing_at_first = |share: f64| if share < 0.01 { 0.0 } else { 1e9 * (share - 0.01) };
+        let need = foreseen_of(|share| 80.0 * share, nothing_at_first, 30_000);
+        assert!((0.5..1.0).contains(&(need.bytes / 1e9)), "{need:?}");
     }
 
     #[test]
