@@ -397,7 +397,13 @@ impl ListedKernel {
         let Config { kernel, dtype, dim, dim_v, align, .. } = *config;
         let mut parts = match kernel {
             Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => vec![kernel.to_string()],
-            _ => vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))],
+            Kernel::Forward
+            | Kernel::RowWeightSum
+            | Kernel::Combine
+            | Kernel::Delta
+            | Kernel::Backward
+            | Kernel::BackwardDq
+            | Kernel::Dq => vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))],
         };
         parts.push(self.mods.to_string());
         let flags = [

@@ -71,8 +71,21 @@ impl Choice {
                 "  copies     q, k, v and d_out by tensor maps; dq by bulk reductions, in no fixed \
                  order"
             )?,
-            (Family::Hopper, _) => writeln!(f, "  copies     q, k and v by tensor maps")?,
-            (Family::Portable, _) => {}
+            (Family::Hopper, Kernel::Forward) => {
+                writeln!(f, "  copies     q, k and v by tensor maps")?;
+            }
+            (Family::Portable, Kernel::Forward | Kernel::Backward)
+            | (
+                Family::Portable | Family::Hopper,
+                Kernel::Sequences
+                | Kernel::BlockLists
+                | Kernel::RangeTable
+                | Kernel::Combine
+                | Kernel::RowWeightSum
+                | Kernel::Delta
+                | Kernel::BackwardDq
+                | Kernel::Dq,
+            ) => {}
         }
         let by = match occupancy.limit {
             Limit::Shared => "shared memory",

@@ -34,7 +34,18 @@ pub fn wrappers(config: &Config) -> String {
             (dim, Left::SharedTransposed),
             (dq_columns(config), Left::SharedAcross),
         ],
-        _ => return String::new(),
+        (Family::Portable, Kernel::Forward | Kernel::Backward)
+        | (
+            Family::Portable | Family::Hopper,
+            Kernel::Sequences
+            | Kernel::BlockLists
+            | Kernel::RangeTable
+            | Kernel::Combine
+            | Kernel::RowWeightSum
+            | Kernel::Delta
+            | Kernel::BackwardDq
+            | Kernel::Dq,
+        ) => return String::new(),
     };
     let backward = config.kernel == Kernel::Backward;
     let both = |(n, left)| {
