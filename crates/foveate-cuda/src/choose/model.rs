@@ -74,8 +74,9 @@ fn ctas(config: &Config, sizes: &Sizes) -> usize {
 /// KV splits of a forward: more than one where tiles of queries alone leave SMs
 /// idle; `resident` of them are on one at a time.
 pub fn kv_splits(profile: &Profile, config: &Config, resident: usize, sizes: &Sizes) -> usize {
-    if config.family == Family::Hopper {
-        return 1;
+    match config.family {
+        Family::Portable => {}
+        Family::Hopper => return 1,
     }
     let ctas = ctas(config, sizes);
     let slots = profile.sms * resident.max(1);
@@ -95,17 +96,31 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
         false => 1,
     };
     let steps = steps.div_ceil(kv_splits) as f64;
-    if config.family == Family::Hopper {
-        return hopper_us(profile, config, steps, ctas(config, sizes));
-    }
-    let step = Step::of(profile, config);
     let ctas = ctas(config, sizes) * kv_splits;
+    match config.family {
+        Family::Portable => {
+            let cycles = portable_cycles(profile, config, steps, ctas, resident);
+            (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
+        }
+        Family::Hopper => hopper_us(profile, config, steps, ctas),
+    }
+}
+
+/// Cycles of `ctas` of the portable family that have `steps` steps each, `resident` of them on an SM
+/// at a time.
+fn portable_cycles(
+    profile: &Profile,
+    config: &Config,
+    steps: f64,
+    ctas: usize,
+    resident: usize,
+) -> f64 {
+    let step = Step::of(profile, config);
     let a_round = |ctas: usize| ENDS + steps * step.round(config, ctas);
     let full = ctas / (profile.sms * resident);
     let left = ctas - full * profile.sms * resident;
-    let cycles = full as f64 * a_round(resident)
-        + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 };
-    (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
+    full as f64 * a_round(resident)
+        + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 }
 }
 
 /// Microseconds of a kernel of the Hopper family whose items have `steps` steps. Consumers of the

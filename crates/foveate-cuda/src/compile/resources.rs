@@ -118,9 +118,13 @@ impl Resources {
     /// [`Refusal::Shape`] for tiles and warps that the kernel does not take,
     /// [`Refusal::Registers`] when a thread's sums do not fit its registers.
     pub fn of(config: &Config) -> Result<Self, Refusal> {
-        if config.family == Family::Hopper {
-            return hopper::resources(config);
+        match config.family {
+            Family::Portable => Self::of_portable(config),
+            Family::Hopper => hopper::resources(config),
         }
+    }
+
+    fn of_portable(config: &Config) -> Result<Self, Refusal> {
         check_shape(config)?;
         let needed = sums(config) + working(config);
         if needed > REGISTERS_PER_THREAD {

@@ -1,6 +1,6 @@
 //! What a kernel of the Hopper family takes of an SM, and which configurations there are.
 //!
-//! A CTA has the multiprocessor to itself: as many threads as the 65,536 registers are dealt out to,
+//! A CTA has the SM to itself: as many threads as the 65,536 registers are dealt out to,
 //! and shared memory up to the limit. The roles deal the registers out again (`setmaxnreg`), so
 //! what a consumer can have is more than what the launch gives every thread.
 
