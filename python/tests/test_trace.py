@@ -18,7 +18,7 @@ INTS = torch.randint(-20, 20, (13,), generator=G)
 SMALL = torch.randint(0, 255, (13,), generator=G).to(torch.uint8)
 SIGNED = torch.randint(-128, 127, (13,), generator=G).to(torch.int8)
 SHORT = torch.randint(-32768, 32767, (13,), generator=G).to(torch.int16)
-TRUTHS = torch.randint(0, 2, (13,), generator=G).bool()
+BOOLS = torch.randint(0, 2, (13,), generator=G).bool()
 CUBE = torch.randn(2, 3, 13, generator=G)
 TABLE = torch.randn(13, 5, generator=G)
 WEIGHTS = torch.randn(5, generator=G)
@@ -118,7 +118,7 @@ SCORES = {
     "captured shorts wrap": lambda s, b, h, q, kv: s * 100 + SHORT[q] * SHORT[kv],
     "captured bytes and signed bytes": lambda s, b, h, q, kv: s + SMALL[q] * SIGNED[kv],
     "casts wrap": lambda s, b, h, q, kv: s + (q * 100).to(torch.int8) + (kv * 100 - 900).byte(),
-    "captured truths": lambda s, b, h, q, kv: torch.where(TRUTHS[q] ^ TRUTHS[kv], s, -s),
+    "captured bools": lambda s, b, h, q, kv: torch.where(BOOLS[q] ^ BOOLS[kv], s, -s),
     "captured doubles": lambda s, b, h, q, kv: s + FLOATS.double()[kv],
     "captured halves": lambda s, b, h, q, kv: s + FLOATS.half()[kv].float(),
     "captured in steps": lambda s, b, h, q, kv: s + CUBE[b][h, kv] + CUBE[b, h][q] + CUBE[b][:, q][h],
@@ -157,10 +157,10 @@ MASKS = {
     "not": lambda b, h, q, kv: ~(q == kv),
     "or": lambda b, h, q, kv: (q < 3) | (kv < 2) | (b == h),
     "xor": lambda b, h, q, kv: (q < 3) ^ (kv < 5),
-    "truths": lambda b, h, q, kv: TRUTHS[kv],
+    "bools": lambda b, h, q, kv: BOOLS[kv],
     "padding of a batch": lambda b, h, q, kv: kv < INTS.abs()[b],
     "equality of bools": lambda b, h, q, kv: (q > 3) == (kv > 3),
-    "order of bools": lambda b, h, q, kv: (q > 3) <= TRUTHS[kv],
+    "order of bools": lambda b, h, q, kv: (q > 3) <= BOOLS[kv],
     "where of bools": lambda b, h, q, kv: torch.where(h == 0, q >= kv, kv >= q),
     "new_ones": lambda b, h, q, kv: b.new_ones((), dtype=torch.bool),
     "a tensor": lambda b, h, q, kv: torch.tensor(True),

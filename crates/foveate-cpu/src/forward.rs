@@ -8,10 +8,9 @@
 //! ([`score_bounds`](crate::score_bounds)) are skipped.
 //!
 //! A tile is processed in subtiles of [`SUBTILE_ROWS`] query rows. The scores of a subtile stay in
-//! the first-level cache until they are multiplied with v; the keys and values of the tile stay in
-//! the second-level cache for all subtiles. In a partial tile a subtile computes only the columns
-//! that one of its rows sees. The queries and values that only the next subtile reads are
-//! prefetched meanwhile.
+//! L1 until they are multiplied with v; the keys and values of the tile stay in L2 for all subtiles.
+//! In a partial tile a subtile computes only the columns that one of its rows sees. The queries and
+//! values that only the next subtile reads are prefetched meanwhile.
 //!
 //! Tasks pack keys and values, too. The pack tasks of a head come before its query tiles, so a query
 //! tile waits only for a key tile that another thread is packing at that moment. Where there are few

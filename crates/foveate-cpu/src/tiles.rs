@@ -1,10 +1,11 @@
 //! Tile sizes, from the caches and the problem.
 //!
 //! A query tile is the rows of a task; a key tile is the columns of one product. In the forward the
-//! scores of a subtile of rows stay in the first-level cache, and the keys and values of a tile in the
-//! second-level cache for all subtiles. In the backward the score tile and its gradient stay in the
-//! first-level cache, and the keys, values and gradients of a chunk of key tiles in the second-level
-//! cache. Small problems get small tiles, so that there are tasks for all threads and little padding.
+//! scores of a subtile of rows stay in L1, and the keys and values of a tile in L2 for all subtiles.
+//! In the backward the score tile and its gradient stay in L1, and the keys, values and gradients of
+//! a chunk of key tiles in L2.
+//!
+//! Small problems get small tiles, so that there are tasks for all threads and little padding.
 //! The sizes depend on the problem only, never on the machine's threads, because results depend on
 //! tiles in the last bits.
 
@@ -13,7 +14,7 @@ use foveate_problem::Dims;
 use crate::error::{CpuError, CpuErrorKind};
 use crate::simd::{LANES, padded};
 
-/// Floats of the second-level cache that a task may fill (512 KiB).
+/// Floats of L2 that a task may fill (512 KiB).
 const L2_ELEMS: usize = 128 << 10;
 /// Tasks a call aims for, so that tens of threads have work.
 const TASKS: usize = 32;

@@ -17,7 +17,7 @@ const DEPTH: usize = 1024;
 const PARTS: usize = 4;
 
 /// The most results whose sums are cut. To add up the parts of more takes longer than threads lose
-/// by meeting.
+/// by waiting for each other.
 const RESULTS: usize = 1 << 18;
 
 /// Rows of a task that adds up parts.

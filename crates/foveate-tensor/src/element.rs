@@ -7,7 +7,7 @@ use crate::dtype::DType;
 /// The type of an array's elements in memory: a captured buffer's, offsets', what goes between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ElementType {
-    /// A truth value of one byte; any byte but 0 is true.
+    /// A bool of one byte; any byte but 0 is true.
     Bool,
     /// Unsigned 8-bit integer.
     U8,

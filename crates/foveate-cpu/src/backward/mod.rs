@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A task owns a *KV split*: a range of keys of one KV head. It visits its keys in chunks. It packs a
-//! chunk, which stays in the second-level cache with its dk and dv, and visits all query rows of all
-//! heads (and sequences) that see the chunk. So one task sums dk and dv, in one order, and writes
+//! chunk, which stays in L2 with its dk and dv, and visits all query rows of all heads (and
+//! sequences) that see the chunk. So one task sums dk and dv, in one order, and writes
 //! them once. Every split that a query row sees adds to its dq. A head has at most eight splits, each
 //! with an f32 `dq_accum` of its own; the task that finishes last adds them up in order. The number
 //! of splits depends on the problem only. That is the price of five products instead of seven

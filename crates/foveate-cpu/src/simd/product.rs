@@ -313,7 +313,7 @@ unsafe fn register_blocks<T, M: Multiply<T>, const R: usize, const G: usize>(
     rows: usize,
     groups: usize,
 ) {
-    // Down first: the panels of a column of register blocks stay in the first-level cache.
+    // Down first: the panels of a column of register blocks stay in L1.
     let mut group = 0;
     while G == 2 && group + 2 <= groups {
         // SAFETY: as given.

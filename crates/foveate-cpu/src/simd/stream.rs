@@ -3,7 +3,7 @@
 //! Decoding has a handful of queries for each KV head, so memory bandwidth bounds it, and packing
 //! would read and write every key and value once more. Here a row of keys or values is loaded in
 //! its dtype, converted in registers, and multiplied with all query rows of its head while it is in
-//! the first-level cache.
+//! L1.
 
 use foveate_tensor::Slice;
 use half::{bf16, f16};

@@ -157,7 +157,7 @@ impl Compiled {
     }
 
     /// Gives the nodes that change with every entry registers, one used again when all that read it
-    /// have run, so that a strip of all of them stays in the first-level cache.
+    /// have run, so that a strip of all of them stays in L1.
     fn place_full(&mut self) {
         let program = self.program.clone();
         let graph = program.graph();

@@ -4,7 +4,7 @@
 //! once per [`Machine::set_head`], what depends on the query or the key alone once a row or column
 //! of a tile, what depends on their distance once a *diagonal* of a tile (causal masks, windows,
 //! ALiBi, relative biases), and only the rest once an entry. That rest runs one operation at a time
-//! over strips of rows small enough that all intermediates stay in the first-level cache, in loops
+//! over strips of rows small enough that all intermediates stay in L1, in loops
 //! over groups of [`LANES`] floats, compiled once per instruction set (`level`). Most masks need
 //! none of that: their mask bits are made a word at a time (`planes`).
 //!
