@@ -136,6 +136,190 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
     }
 }
 
+// Where a lane's scores are in a tile: s[m][n][i] is in row row0 + m * 16 + i / 2 * 8 and column
+// column0 + n * 8 + i % 2. Mods are also called past the ends of a sequence, within the tile.
+struct Scores {
+    const Sequence& sequence;
+    int head0, head_kv, query0, key0;                      // of the tile's first row and column
+    int row0, column0;                                     // of the lane's first score
+
+    __device__ u32 row(int m, int i) const {
+        const u32 row = row0 + m * 16 + i / 2 * 8;
+        return FV_BM % HEADS == 0 ? row : min(row, QUERIES * HEADS - 1u);
+    }
+    __device__ int query(int m, int i) const { return query0 + int(row(m, i) / HEADS); }
+    __device__ int key(int n, int i) const { return key0 + column0 + n * 8 + i % 2; }
+    __device__ Place place(int m, int i) const {
+        return {sequence.b, head0 + int(row(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
+    }
+    __device__ bool is_past_the_end(int n, int i) const { return key(n, i) >= sequence.k_len; }
+};
+
+// s = score(scale Q K^T), or Q K^T where scores stay `unscaled`.
+__device__ void score_tile(float (&s)[M][N][4], const Scores& at, const QOperand& queries, u32 keys, const ForwardParams& p, bool unscaled, const Mods& mods) {
+    auto score = [&](int m, int n, int i) {
+        float& x = s[m][n][i];
+        x *= p.scale;
+        if constexpr (FV_SCORE) x = fv_score(mods, at.place(m, i), at.query(m, i), at.key(n, i), x);
+    };
+    clear(s);
+    if constexpr (SCORES_IN_LOOP) {
+        multiply_qk<0, N>(s, queries, keys, [](int) {});
+        #pragma unroll 1
+        for (int j = 0; j < M * N; ++j) {
+            const int m = j / N, n = j % N;
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s[0][0][i] = fv_score(mods, at.place(m, i), at.query(m, i), at.key(n, i), s[0][0][i] * p.scale);
+            rotate(s);
+        }
+    } else if constexpr (FV_SCORE && FV_DTYPE != 2) {
+        // The score function of the first keys runs between the mma of the other keys.
+        constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / MMA_K * (N - FIRST) / 2;
+        // The loop is as long as the scores of one mma: a loop over all scores would be unrolled for
+        // every mma before the compiler drops the dead iterations, which takes it seconds.
+        constexpr int MOST = ceil_div(EACH, PRODUCTS);
+        auto score_some = [&](int product) {
+            const int from = EACH * product / PRODUCTS, to = EACH * (product + 1) / PRODUCTS;
+            #pragma unroll
+            for (int k = 0; k < MOST; ++k)
+                if (from + k < to) for_each_score(from + k, from + k + 1, score);
+        };
+        multiply_qk<0, FIRST>(s, queries, keys, [](int) {});
+        multiply_qk<FIRST, N>(s, queries, keys, score_some);
+        for_each_score(EACH, ALL, score);
+    } else {
+        multiply_qk<0, N>(s, queries, keys, [](int) {});
+        if (!unscaled) for_each_score(0, ALL, score);
+    }
+}
+
+// Hides, by a score of -inf, what `hidden(m, n, i)` says.
+template <typename F>
+__device__ void hide_scores(float (&s)[M][N][4], F hidden) {
+    for_each_score(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
+}
+
+// The online softmax of a lane's rows.
+struct Softmax {
+    const bool unscaled;
+    const float unit;
+    // row_max and row_sum are of this lane's columns.
+    float row_max[M][2], reference_max[M][2], row_sum[M][2];
+
+    // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of
+    // the products with `unit` has their rounding error. f32 always subtracts before it multiplies, 16-bit
+    // operands where a row maximum is large.
+    static constexpr bool SUBTRACT_FIRST = FV_DTYPE == 2;
+    __device__ static bool is_large(float highest) {
+        return SUBTRACT_FIRST || (FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity());
+    }
+
+    __device__ Softmax(bool unscaled, float unit) : unscaled(unscaled), unit(unit) {
+        #pragma unroll
+        for (int i = 0; i < M * 2; ++i) {
+            row_max[i / 2][i % 2] = reference_max[i / 2][i % 2] = -infinity();
+            row_sum[i / 2][i % 2] = 0.f;
+        }
+    }
+
+    // The exponent that is subtracted from those of a row.
+    __device__ float reference(int m, int half) const {
+        return reference_max[m][half] == -infinity() ? 0.f : fmaf(reference_max[m][half], unit, -RESCALE_THRESHOLD);
+    }
+
+    // Takes the scores of a tile into row_max, and raises references that they exceed. Whether the lane
+    // sees one of them.
+    __device__ bool raise(const float (&s)[M][N][4], float (&out)[M][N_OUT][4]) {
+        bool needs_rescale = false, any_visible = false;
+        #pragma unroll
+        for (int m = 0; m < M; ++m)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float largest = largest_score(s[m], half);
+                any_visible |= largest != -infinity();
+                row_max[m][half] = max_or_nan(row_max[m][half], largest);
+                needs_rescale |= row_max[m][half] > reference_max[m][half];
+            }
+        if (__any_sync(0xffffffff, needs_rescale)) {
+            #pragma unroll
+            for (int m = 0; m < M; ++m)
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) rescale(m, half, out[m]);
+        }
+        return any_visible;
+    }
+
+    // Raises the reference of a row.
+    __device__ void rescale(int m, int half, float (&out)[N_OUT][4]) {
+        // Before the first visible key there is nothing to rescale.
+        const float before = reference_max[m][half], reference_before = reference(m, half);
+        reference_max[m][half] = max_or_nan(before, quad_max(row_max[m][half]) + RESCALE_THRESHOLD / unit);
+        const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit : reference_before - reference(m, half);
+        const float rescale = before == -infinity() ? 1.f : exp2_score(exponent);
+        row_sum[m][half] *= rescale;
+        scale_row(out, half, rescale);
+    }
+
+    // out += P V, row_sum += P.
+    __device__ void add_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], const Scores& at, u32 values, const Mods& mods) {
+        float shift[M][2];
+        bool any_large = false;
+        auto offset = [&](int m, int half) { return reference_max[m][half] == -infinity() ? 0.f : -reference_max[m][half]; };
+        #pragma unroll
+        for (int i = 0; i < M * 2; ++i) {
+            shift[i / 2][i % 2] = SUBTRACT_FIRST ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
+            any_large |= is_large(reference_max[i / 2][i % 2]);
+        }
+        if (FV_SCORE && !SUBTRACT_FIRST && __any_sync(0xffffffff, any_large)) {
+            for_each_score(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
+            #pragma unroll
+            for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = RESCALE_THRESHOLD;
+        }
+        auto exponentiate = [&](int m, int n, int i) {
+            float& x = s[m][n][i];
+            x = exp2_score(SUBTRACT_FIRST ? fmaf(x + shift[m][i / 2], unit, RESCALE_THRESHOLD) : fmaf(x, unit, shift[m][i / 2]));
+            row_sum[m][i / 2] += x;
+            if constexpr (FV_DROPOUT)
+                if (!fv_dropout_keep(mods, at.place(m, i), at.query(m, i), at.key(n, i))) x = 0.f;
+        };
+        multiply_pv(out, s, values, exponentiate);
+    }
+};
+
+// Epilogue: writes a row of out and its lse, or its part of them, relative to its row_max.
+__device__ void store_row(const ForwardParams& p, const Mods& mods, const Scores& at, const Softmax& softmax, int rows, u32 queries,
+                          const float (&out)[N_OUT][4], int m, int half) {
+    const u32 row_of_tile = at.row0 + m * 16 + half * 8;
+    const float largest = quad_max(softmax.row_max[m][half]), score = softmax.unscaled ? largest * p.scale : largest;
+    const float reference_max = softmax.reference_max[m][half];
+    const float above = Softmax::is_large(reference_max) ? fmaf(reference_max - largest, softmax.unit, -RESCALE_THRESHOLD)
+                                                         : fmaf(-largest, softmax.unit, softmax.reference(m, half));
+    float factor = score == -infinity() ? 0.f : exp2_score(above);
+    const float scaled_sum = quad_sum(softmax.row_sum[m][half]) * factor;
+    if (int(row_of_tile) >= rows) return;
+    if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
+    const int head = at.head0 + int(row_of_tile % HEADS), query = at.query0 + int(row_of_tile / HEADS);
+    const bool is_first = threadIdx.x % 4 == 0;            // lane of the row
+    if constexpr (FV_KV_SPLIT) {
+        const i64 row = partial_row(p, at.sequence, head, query);
+        if (is_first) {
+            p.partial_max[row] = score;
+            p.partial_sum[row] = scaled_sum;
+        }
+        store_partial_row(p.partial_out + row * FV_DV, at.column0, out, half, factor);
+    } else {
+        Row row = finish_row(p, at.sequence, head, query, score, scaled_sum, is_first);
+        row.factor *= factor;
+        #pragma unroll
+        for (int n = 0; n < N_OUT; ++n) {
+            const float x = out[n][half * 2], y = out[n][half * 2 + 1];
+            if constexpr (OUT_THROUGH_SMEM) stage_out(queries, at.row0 + m * 16 + half * 8, n * 8 + at.column0, x * row.factor, y * row.factor);
+            else store_out(row, n * 8 + at.column0, x, y);
+        }
+    }
+}
+
 struct Yes { static constexpr bool value = true; };
 struct No { static constexpr bool value = false; };
 
@@ -154,8 +338,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     const Sequence sequence = p.sequences[tile.sequence];
     const int query0 = tile.tile * QUERIES;
     const int rows = min(QUERIES, sequence.q_len - query0) * HEADS;
-    const int row0 = warp * M * 16 + lane / 4;             // first row and column of S of this lane
-    const int column0 = lane % 4 * 2;
+    Scores at = {sequence, head0, head_kv, query0, 0, warp * M * 16 + lane / 4, lane % 4 * 2};
     const bool unscaled = !FV_SCORE && p.scale > 1e-20f;
     const float unit = unscaled ? p.scale * LOG2_E : LOG2_E;
 
@@ -187,119 +370,33 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 
     float out[M][N_OUT][4];
     clear(out);
-    float row_max[M][2], reference_max[M][2], row_sum[M][2];   // row_max and row_sum: of this lane's columns
-    #pragma unroll
-    for (int i = 0; i < M * 2; ++i) {
-        row_max[i / 2][i % 2] = reference_max[i / 2][i % 2] = -infinity();
-        row_sum[i / 2][i % 2] = 0.f;
-    }
-    // The exponent that is subtracted from those of a row.
-    auto reference = [&](int m, int half) {
-        return reference_max[m][half] == -infinity() ? 0.f : fmaf(reference_max[m][half], unit, -RESCALE_THRESHOLD);
-    };
-    // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of
-    // the products with `unit` has their rounding error. f32 always subtracts before it multiplies, 16-bit
-    // operands where a row maximum is large.
-    constexpr bool SUBTRACT_FIRST = FV_DTYPE == 2;
-    auto is_large = [&](float highest) { return SUBTRACT_FIRST || (FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity()); };
+    Softmax softmax(unscaled, unit);
 
     int parity = 0;
     while (more) {
         const u32 stage = base + AT_STAGES + parity * STAGE_BYTES;
-        const int key0 = steps.key;
+        at.key0 = steps.key;
         const bool evaluate = steps.evaluate;
         wait_copies();
         __syncthreads();
         more = steps.next();
         if constexpr (FV_STAGES == 2) parity ^= 1;
         const u32 next_stage = base + AT_STAGES + parity * STAGE_BYTES;
-        if constexpr (FV_STAGES == 1) load_v(key0, stage);
+        if constexpr (FV_STAGES == 1) load_v(at.key0, stage);
         else if (more) load_k(steps.key, next_stage);
 
-        // Mods are also called past the ends of a sequence, within the tile.
-        auto row_of = [&](int m, int i) {
-            const u32 row = row0 + m * 16 + i / 2 * 8;
-            return FV_BM % HEADS == 0 ? row : min(row, QUERIES * HEADS - 1u);
-        };
-        auto query_of = [&](int m, int i) { return query0 + int(row_of(m, i) / HEADS); };
-        auto place_of = [&](int m, int i) -> Place {
-            return {sequence.b, head0 + int(row_of(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
-        };
-        auto key_of = [&](int n, int i) { return key0 + column0 + n * 8 + i % 2; };
-
         // One step of the main loop, with or without evaluation of the mask.
-        const bool ends = key0 + FV_BN > sequence.k_len;
+        const bool ends = at.key0 + FV_BN > sequence.k_len;
         auto step = [&](auto evaluates) {
             constexpr bool EVALUATES = decltype(evaluates)::value;
             float s[M][N][4];
-            clear(s);
-            auto score = [&](int m, int n, int i) {
-                float& x = s[m][n][i];
-                x *= p.scale;
-                if constexpr (FV_SCORE) x = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), x);
-            };
-            if constexpr (SCORES_IN_LOOP) {
-                multiply_qk<0, N>(s, queries, stage + keys, [](int) {});
-                #pragma unroll 1
-                for (int at = 0; at < M * N; ++at) {
-                    const int m = at / N, n = at % N;
-                    #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        s[0][0][i] = fv_score(mods, place_of(m, i), query_of(m, i), key_of(n, i), s[0][0][i] * p.scale);
-                    rotate(s);
-                }
-            } else if constexpr (FV_SCORE && FV_DTYPE != 2) {
-                // The score function of the first keys runs between the mma of the other keys.
-                constexpr int FIRST = N / 4 * 2, EACH = M * FIRST * 4, PRODUCTS = FV_DP / MMA_K * (N - FIRST) / 2;
-                // The loop is as long as the scores of one mma: a loop over all scores would be unrolled for
-                // every mma before the compiler drops the dead iterations, which takes it seconds.
-                constexpr int MOST = ceil_div(EACH, PRODUCTS);
-                auto score_some = [&](int product) {
-                    const int from = EACH * product / PRODUCTS, to = EACH * (product + 1) / PRODUCTS;
-                    #pragma unroll
-                    for (int k = 0; k < MOST; ++k)
-                        if (from + k < to) for_each_score(from + k, from + k + 1, score);
-                };
-                multiply_qk<0, FIRST>(s, queries, stage + keys, [](int) {});
-                multiply_qk<FIRST, N>(s, queries, stage + keys, score_some);
-                for_each_score(EACH, ALL, score);
-            } else {
-                multiply_qk<0, N>(s, queries, stage + keys, [](int) {});
-                if (!unscaled) for_each_score(0, ALL, score);
-            }
-            auto hide = [&](auto hidden) {
-                for_each_score(0, ALL, [&](int m, int n, int i) { if (hidden(m, n, i)) s[m][n][i] = -infinity(); });
-            };
+            score_tile(s, at, queries, stage + keys, p, softmax.unscaled, mods);
             if (EVALUATES && (SPECIALIZE_MASKED || evaluate || ends))
-                hide([&](int m, int n, int i) {
-                    return !fv_mask(mods, place_of(m, i), query_of(m, i), key_of(n, i)) | (key_of(n, i) >= sequence.k_len);
+                hide_scores(s, [&](int m, int n, int i) {
+                    return !fv_mask(mods, at.place(m, i), at.query(m, i), at.key(n, i)) | at.is_past_the_end(n, i);
                 });
-            else if (!FV_MASK && ends) hide([&](int m, int n, int i) { return key_of(n, i) >= sequence.k_len; });
-
-            bool needs_rescale = false, any_visible = !EVALUATES;
-            #pragma unroll
-            for (int m = 0; m < M; ++m)
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float largest = largest_score(s[m], half);
-                    any_visible |= largest != -infinity();
-                    row_max[m][half] = max_or_nan(row_max[m][half], largest);
-                    needs_rescale |= row_max[m][half] > reference_max[m][half];
-                }
-            if (__any_sync(0xffffffff, needs_rescale)) {
-                #pragma unroll
-                for (int m = 0; m < M; ++m)
-                    #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        // Before the first visible key there is nothing to rescale.
-                        const float before = reference_max[m][half], reference_before = reference(m, half);
-                        reference_max[m][half] = max_or_nan(before, quad_max(row_max[m][half]) + RESCALE_THRESHOLD / unit);
-                        const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit : reference_before - reference(m, half);
-                        const float rescale = before == -infinity() ? 1.f : exp2_score(exponent);
-                        row_sum[m][half] *= rescale;
-                        scale_row(out[m], half, rescale);
-                    }
-            }
+            else if (!FV_MASK && ends) hide_scores(s, [&](int, int n, int i) { return at.is_past_the_end(n, i); });
+            const bool any_visible = softmax.raise(s, out);
 
             if constexpr (FV_STAGES == 1) {
                 wait_copies();
@@ -309,68 +406,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 load_v(steps.key, next_stage);
             }
             if (EVALUATES && !__any_sync(0xffffffff, any_visible)) return;
-
-            float shift[M][2];
-            bool any_large = false;
-            auto offset = [&](int m, int half) { return reference_max[m][half] == -infinity() ? 0.f : -reference_max[m][half]; };
-            #pragma unroll
-            for (int i = 0; i < M * 2; ++i) {
-                shift[i / 2][i % 2] = SUBTRACT_FIRST ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
-                any_large |= is_large(reference_max[i / 2][i % 2]);
-            }
-            if (FV_SCORE && !SUBTRACT_FIRST && __any_sync(0xffffffff, any_large)) {
-                for_each_score(0, ALL, [&](int m, int n, int i) { s[m][n][i] += offset(m, i / 2); });
-                #pragma unroll
-                for (int i = 0; i < M * 2; ++i) shift[i / 2][i % 2] = RESCALE_THRESHOLD;
-            }
-            auto exponentiate = [&](int m, int n, int i) {
-                float& x = s[m][n][i];
-                x = exp2_score(SUBTRACT_FIRST ? fmaf(x + shift[m][i / 2], unit, RESCALE_THRESHOLD) : fmaf(x, unit, shift[m][i / 2]));
-                row_sum[m][i / 2] += x;
-                if constexpr (FV_DROPOUT)
-                    if (!fv_dropout_keep(mods, place_of(m, i), query_of(m, i), key_of(n, i))) x = 0.f;
-            };
-            multiply_pv(out, s, stage + values, exponentiate);
+            softmax.add_values(out, s, at, stage + values, mods);
         };
         if (FV_MASK && (evaluate || ends || !SPECIALIZE_MASKED)) step(Yes());
         else if constexpr (!FV_MASK || SPECIALIZE_MASKED) step(No());
     }
 
-    auto query_at = [&](u32 row_of_tile) { return query0 + int(row_of_tile / HEADS); };
-    auto head_at = [&](u32 row_of_tile) { return head0 + int(row_of_tile % HEADS); };
     const bool has_nonfinite = __any_sync(~0u, nonfinite_probe(out) != 0.f);
-
-    // Epilogue: the rows relative to their row_max.
     #pragma unroll
     for (int m = 0; m < M; ++m)
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 row_of_tile = row0 + m * 16 + half * 8;
-            const float largest = quad_max(row_max[m][half]), score = unscaled ? largest * p.scale : largest;
-            const float above = is_large(reference_max[m][half]) ? fmaf(reference_max[m][half] - largest, unit, -RESCALE_THRESHOLD)
-                                                         : fmaf(-largest, unit, reference(m, half));
-            float factor = score == -infinity() ? 0.f : exp2_score(above);
-            const float scaled_sum = quad_sum(row_sum[m][half]) * factor;
-            if (int(row_of_tile) >= rows) continue;
-            if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
-            if constexpr (FV_KV_SPLIT) {
-                const i64 row = partial_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile));
-                if (lane % 4 == 0) {
-                    p.partial_max[row] = score;
-                    p.partial_sum[row] = scaled_sum;
-                }
-                store_partial_row(p.partial_out + row * FV_DV, column0, out[m], half, factor);
-            } else {
-                Row row = finish_row(p, sequence, head_at(row_of_tile), query_at(row_of_tile), score, scaled_sum, lane % 4 == 0);
-                row.factor *= factor;
-                #pragma unroll
-                for (int n = 0; n < N_OUT; ++n) {
-                    const float x = out[m][n][half * 2], y = out[m][n][half * 2 + 1];
-                    if constexpr (OUT_THROUGH_SMEM) stage_out(base, row0 + m * 16 + half * 8, n * 8 + column0, x * row.factor, y * row.factor);
-                    else store_out(row, n * 8 + column0, x, y);
-                }
-            }
-        }
+        for (int half = 0; half < 2; ++half) store_row(p, mods, at, softmax, rows, base, out[m], m, half);
     if constexpr (OUT_THROUGH_SMEM) {
         __syncwarp();
         store_staged_out(p, sequence, head0, query0, rows, warp, lane, shared);
