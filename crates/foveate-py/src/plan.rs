@@ -318,7 +318,7 @@ pub fn extents(
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     grouped: bool,
-) -> Option<[usize; 4]> {
+) -> Option<(usize, usize, usize, usize)> {
     let [q, k, v] = [Borrowed::read(q)?, Borrowed::read(k)?, Borrowed::read(v)?];
     let of = |t: &Borrowed| <[usize; 4]>::try_from(t.shape.as_slice()).ok();
     let [batch, heads, q_len, dim] = of(&q)?;
@@ -328,7 +328,7 @@ pub fn extents(
         && (heads == kv_heads || (grouped && kv_heads > 0 && heads.is_multiple_of(kv_heads)))
         && dim == kv_dim
         && of(&v)?[..3] == [kv_batch, kv_heads, kv_len];
-    (same_dtype && fit).then_some([batch, heads, q_len, kv_len])
+    (same_dtype && fit).then_some((batch, heads, q_len, kv_len))
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
