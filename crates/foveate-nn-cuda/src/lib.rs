@@ -28,6 +28,8 @@
 //! # }
 //! ```
 //!
+//! `docs/gpu.md` in the repository says what GPU kernels need of a machine, and how they are tested.
+//!
 //! | block | traffic, bytes an element of `[tokens, width]`, operands of 2 bytes |
 //! | --- | --- |
 //! | [`norm::RmsNorm`] | 4; with a residual 8 |
