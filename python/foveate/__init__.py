@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import (
 from . import _ops, huggingface, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
+from ._enable import disable, enable
 from ._flex import explain, flex_attention, varlen
 from ._masks import Mask
 from ._native import TraceError
@@ -49,6 +50,8 @@ __all__ = [
     "and_masks",
     "create_block_mask",
     "create_mask",
+    "disable",
+    "enable",
     "explain",
     "flex_attention",
     "huggingface",

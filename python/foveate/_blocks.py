@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from . import _native, _trace
-from ._compile import uncompiled
+from . import _native, _region, _trace
+from ._compile import also_compiled
 from ._masks import Mask
 
 _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -26,7 +26,7 @@ _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDic
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@uncompiled
+@also_compiled(_region.create_block_mask)
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

@@ -201,8 +201,24 @@ def _shaped(trace: _GraphTrace, x: Any, size: Sequence[int], **_: Any) -> Any:
     return x
 
 
+def _text(
+    trace: _GraphTrace,
+    text: str,
+    tensor_names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    integer_names: Sequence[str],
+    integers: Sequence[int],
+    float_names: Sequence[str],
+    floats: Sequence[float],
+) -> Any:
+    captures = [(name, trace.capture(t)) for name, t in zip(tensor_names, tensors)]
+    numbers = [*zip(integer_names, integers), *zip(float_names, floats)]
+    return _native.parse(text, captures, numbers, trace.extents[1], max(trace.extents[2:]))
+
+
 #: Operations of graphs that have no name in torch's functions, or other arguments there.
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "mask": _text,
     "index": _index,
     "select": _select,
     "full": _constant,

@@ -37,15 +37,15 @@ _said: set[str] = set()
 
 
 class _Pass(CustomGraphPass):
-    """Replaces the operators that Foveate's wrapper made, or ``all`` of them, after the pass that was there."""
+    """Replaces the operators that Foveate's wrapper made, after the pass that was there."""
 
-    def __init__(self, before: Any, all: bool) -> None:
-        self.before, self.all = before, all
+    def __init__(self, before: Any) -> None:
+        self.before = before
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        replace(graph, self.all)
+        replace(graph)
 
     def uuid(self) -> Any:
         """Names what the pass does, for Inductor's cache; None, and no caching, beside a pass that has no name."""
@@ -54,25 +54,22 @@ class _Pass(CustomGraphPass):
             before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
             if before is None:
                 return None
-        return (get_hash_for_files((*_SOURCES, _native.__file__)), self.all, before)
+        return (get_hash_for_files((*_SOURCES, _native.__file__)), before)
 
 
-def install(all: bool = False) -> None:
+def install() -> None:
     """Makes Inductor run the pass."""
     there = config.post_grad_custom_pre_pass
-    if isinstance(there, _Pass):
-        if there.all == all:
-            return
-        there = there.before
-    config.post_grad_custom_pre_pass = _Pass(there, all)
+    if not isinstance(there, _Pass):
+        config.post_grad_custom_pre_pass = _Pass(there)
 
 
-def replace(graph: fx.Graph, all: bool) -> None:
+def replace(graph: fx.Graph) -> None:
     """Replaces torch's flex operators of a graph."""
     found = [node for node in graph.nodes if node.op == "call_function" and node.target in (_forward, _backward)]
     for node in found:
         options = node.args[6] if node.target is _forward else node.args[11]
-        if node.args[0].meta["val"].device.type != "cpu" or not (all or options.get(OURS)):
+        if not options.get(OURS):
             continue
         try:
             with graph.inserting_before(node):
@@ -202,9 +199,3 @@ def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -
         gradients = _item(graph, made, 3)
         for place, at in enumerate(learned):
             _put(captured[at], _item(graph, gradients, place))
-
-
-def replaces_all() -> bool:
-    """Whether the pass replaces operators that torch's own function made, too."""
-    there = config.post_grad_custom_pre_pass
-    return isinstance(there, _Pass) and there.all

@@ -7,7 +7,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from . import _native, _trace
+from . import _native, _region, _trace
 
 
 class Mask:
@@ -165,6 +165,8 @@ def _ids(offsets: list[int]) -> Tensor:
 
 
 def _parsed(text: str, names: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _region.parsed(text, names)
     trace = _trace.running()
     tensors = [(name, trace.capture(t)) for name, t in names.items() if isinstance(t, Tensor)]
     numbers = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]

@@ -32,6 +32,11 @@ _library.define(
     "bool[3] needs, int[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] d_captures)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "mask(str text, str[] tensor_names, Tensor[] tensors, str[] integer_names, int[] integers, str[] float_names, "
+    "float[] floats) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def _program(
@@ -131,6 +136,19 @@ def _fake_in_order(like: Tensor, shape: Sequence[Any]) -> Tensor:
     return torch.empty_strided(shape, made, dtype=like.dtype, device=like.device)
 
 
-for _name, _run, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
-    _library.impl(_name, _run, "CPU")
+def _mask(*_: Any) -> Tensor:
+    raise NotImplementedError("a Mask in text form runs in a graph that Inductor compiles, or in an uncompiled call")
+
+
+def _mask_fake(*_: Any) -> Tensor:
+    return torch.empty((), dtype=torch.bool)
+
+
+for _name, _run, _fake, _key in (
+    ("forward", _forward, _forward_fake, "CPU"),
+    ("backward", _backward, _backward_fake, "CPU"),
+    # Its arguments need not have a tensor among them.
+    ("mask", _mask, _mask_fake, "CompositeExplicitAutograd"),
+):
+    _library.impl(_name, _run, _key)
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)

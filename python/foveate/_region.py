@@ -14,8 +14,6 @@ from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks
-
 #: Options of the operator: that Foveate made it, and that of its block mask the function alone counts.
 OURS, FUNCTION = "FOVEATE", "FOVEATE_MASK_FUNCTION"
 
@@ -48,13 +46,12 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    Torch's operator has no place for sinks, dropout and masks without tables, and float64 takes a path of its own:
-    these break the graph.
+    Torch's operator has no place for sinks and dropout, and float64 takes a path of its own: these break the graph.
     """
-    from . import _flex
+    from . import _blocks, _flex
+    from ._masks import Mask
 
-    given = block_mask is None or isinstance(block_mask, BlockMask)
-    if sink is not None or dropout_p or query.dtype == torch.float64 or not given:
+    if sink is not None or dropout_p or query.dtype == torch.float64:
         return breaking(
             query,
             key,
@@ -70,6 +67,9 @@ def flex_attention(
             dropout_p=dropout_p,
         )
     _install()
+    without_tables = block_mask if isinstance(block_mask, Mask) else None
+    if without_tables is not None:
+        block_mask = None
     _flex._check(query, key, value, block_mask, enable_gqa)
     if return_lse and return_aux is not None:
         _flex._check_return_lse(return_aux)
@@ -90,6 +90,8 @@ def flex_attention(
         if _blocks.is_function(block_mask):
             options[FUNCTION] = True
     parts = tuple(block_mask.as_tuple())
+    if without_tables is not None:
+        parts = (*parts[:-1], lambda b, h, q_idx, kv_idx: without_tables(b, h, q_idx, kv_idx))
     if parts[7] is None:
         # The operator wants lists of the queries' side for its gradient. Foveate's does not read them.
         parts = (*parts[:6], *parts[2:4], *parts[8:])
@@ -106,3 +108,27 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse * ln2 if wants_lse else None, max_scores=max_scores * ln2 if wants_max else None)
     return (out, lse * ln2) if return_lse else out
+
+
+def create_block_mask(breaking: Callable[..., Any], mask_mod: Any, *args: Any, device: Any = None, **kwargs: Any) -> BlockMask:
+    """:func:`foveate.create_block_mask` in a compiled region: torch's own, which evaluates every pair there."""
+    from ._enable import TORCHS
+
+    made: BlockMask = TORCHS["create_block_mask"](mask_mod, *args, device="cpu" if device is None else device, **kwargs)
+    return made
+
+
+def parsed(text: str, names: dict[str, Any]) -> Any:
+    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
+    tensors = {name: t for name, t in names.items() if isinstance(t, Tensor)}
+    floats = {name: n for name, n in names.items() if isinstance(n, float)}
+    integers = {name: int(n) for name, n in names.items() if name not in tensors and name not in floats}
+    return torch.ops.foveate.mask(
+        text,
+        list(tensors),
+        list(tensors.values()),
+        list(integers),
+        list(integers.values()),
+        list(floats),
+        list(floats.values()),
+    )

@@ -36,7 +36,7 @@ class Backend:
         from foveate import _inductor
 
         def finish(graph, inputs):
-            _inductor.replace(graph.graph, _inductor.replaces_all())
+            _inductor.replace(graph.graph)
             graph.recompile()
             self.graphs.append(graph)
             return make_boxed_func(graph.forward)

@@ -1,5 +1,6 @@
 """Inside ``torch.compile``: graphs without breaks that call Foveate's operators, with the results of uncompiled calls."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -237,6 +238,98 @@ def test_inductor_trains_a_model_without_a_graph_break():
     torch.testing.assert_close(ours, gold)
     for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(gold, parameters)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+MASKS = {
+    "by name": lambda ids: Mask.causal() & Mask.document(ids),
+    "in text with numbers": lambda ids: Mask("q >= kv && f32(q - kv) < far && q - kv < size", size=9, far=7.5),
+    "with a function": lambda ids: ~Mask(lambda b, h, i, j: ids[i] != ids[j]) | Mask.prefix(3),
+    "of offsets": lambda ids: Mask.from_cu_seqlens(torch.tensor([0, 7, 20, 33])),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_without_tables_are_part_of_the_graph(name):
+    ids = torch.tensor([0] * 12 + [1] * 21)
+    mask = MASKS[name](ids)
+    backend = agrees(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), operands(1, 2, 2, 33, 33, 8, 8))
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+def test_a_block_mask_made_in_the_graph_is_torchs_and_counts():
+    ids = torch.tensor([0] * 12 + [1] * 28)
+
+    def model(q, k, v):
+        mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 40, 40, BLOCK_SIZE=16)
+        return flex_attention(q, k, v, block_mask=mask)
+
+    backend = agrees(model, operands(1, 2, 2, 40, 40, 8, 8))
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_checkpoints_recompute_or_save_the_forward(kind):
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        saved = op is torch.ops.higher_order.flex_attention
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q, k, v):
+        return flex_attention(q.sin(), k.cos(), v, lambda s, b, h, i, j: s - (i - j).abs()).exp()
+
+    def model(q, k, v):
+        options = {}
+        if kind == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(block, q, k, v, use_reentrant=False, **options).sum()
+
+    inputs = operands(1, 2, 2, 20, 20, 8, 8)
+    backend = Backend()
+    ours = torch.autograd.grad(backend.compile(model)(*inputs), inputs)
+    gold = torch.autograd.grad(block(*inputs).sum(), inputs)
+    for a, b in zip(ours, gold):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    forwards = {"full": 2, "selective": 1}[kind]
+    assert sorted(backend.operators) == ["foveate.backward.default"] + ["foveate.forward.default"] * forwards
+
+
+def test_autocast_casts_queries_keys_and_values_alone():
+    table = torch.randn(24)
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+
+    def model(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j])
+
+    backend = agrees(model, (q, k, v), tolerance=2e-2)
+    assert Backend().compile(model)(q, k, v).dtype == torch.bfloat16 and len(backend.graphs) == 2
+
+
+CACHED = """
+import torch
+from foveate import create_block_mask, flex_attention
+
+mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32)
+q, k, v = (torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3))
+out = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), fullgraph=True, mode=MODE)(q, k, v)
+gold = flex_attention(q, k, v, block_mask=mask)
+for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(gold.sum(), (q, k, v))):
+    torch.testing.assert_close(a, b)
+counted = torch._dynamo.utils.counters
+print(dict(counted["aot_autograd"]), dict(counted["inductor"]))
+"""
+
+
+@needs_compiler
+def test_inductors_cache_on_disk_serves_another_process(tmp_path):
+    code = CACHED.replace("MODE", "'reduce-overhead'")
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    cold, warm = run(code, **environment), run(code, **environment)
+    assert cold.returncode == 0, cold.stderr
+    assert warm.returncode == 0, warm.stderr
+    assert "autograd_cache_miss" in cold.stdout and "bypass" not in cold.stdout, cold.stdout
+    assert "autograd_cache_hit" in warm.stdout, warm.stdout
 
 
 def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():

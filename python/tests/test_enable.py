@@ -1,0 +1,107 @@
+"""``foveate.enable()``: torch's own names, imported before, run on Foveate until ``disable()``."""
+
+import functools
+
+import pytest
+import torch
+from compiled import Backend
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+import foveate
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 2, 40, 8, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+kept = functools.partial(flex_attention, scale=0.4)
+
+
+def test_names_that_were_imported_before_train_uncompiled_and_are_given_back():
+    q, k, v = operands()
+    bias = torch.randn(2, requires_grad=True)
+    code = flex_attention.__code__
+
+    def model(q, k, v):
+        mask = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+        return kept(q, k, v, lambda s, b, h, i, j: s + bias[h] * (i - j), mask, return_aux=AuxRequest(lse=True))
+
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        model(q, k, v)
+    with foveate.enable():
+        out, aux = model(q, k, v)
+        ours = torch.autograd.grad(out.sum() + aux.lse.sum(), (q, k, v, bias))
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        model(q, k, v)
+    assert flex_attention.__code__ is code
+    mask = foveate.create_block_mask(causal, None, None, 40, 40)
+    score = lambda s, b, h, i, j: s + bias[h] * (i - j)  # noqa: E731
+    gold, aux_gold = foveate.flex_attention(q, k, v, score, mask, 0.4, return_aux=AuxRequest(lse=True))
+    assert torch.equal(out, gold)
+    gold = torch.autograd.grad(gold.sum() + aux_gold.lse.sum(), (q, k, v, bias))
+    assert all(map(torch.equal, ours, gold))
+
+
+def test_a_compiled_model_of_torchs_names_trains_in_one_graph():
+    q, k, v = operands()
+    ids = torch.tensor([0] * 11 + [1] * 29)
+
+    def model(q, k, v, mask):
+        return flex_attention(q * 2, k, v, lambda s, b, h, i, j: s * 0.5 - (i - j), mask).cos()
+
+    mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 40, 40, "cpu", 8)
+    backend = Backend()
+    with foveate.enable():
+        out = backend.compile(model)(q, k, v, mask)
+        ours = torch.autograd.grad(out.sum(), (q, k, v))
+        gold = model(q, k, v, mask)
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+    torch.testing.assert_close(out, gold)
+    for a, b in zip(ours, torch.autograd.grad(gold.sum(), (q, k, v))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_compiled_before_and_after_is_compiled_anew():
+    q, k, v = (t.detach() for t in operands())
+
+    def model(q, k, v):
+        return flex_attention(q, k, v)
+
+    backend = Backend()
+    compiled = backend.compile(model)
+    gold = compiled(q, k, v)
+    foveate.enable()
+    try:
+        torch.testing.assert_close(compiled(q, k, v), gold)
+    finally:
+        foveate.disable()
+    torch.testing.assert_close(compiled(q, k, v), gold)
+    assert backend.operators == ["flex_attention", "foveate.forward.default", "flex_attention"]
+
+
+def test_enabling_twice_is_enabling_once_and_blocks_nest():
+    code = flex_attention.__code__
+    with foveate.enable():
+        with foveate.enable():
+            pass
+        assert flex_attention.__code__ is not code
+    assert flex_attention.__code__ is code
+    foveate.disable()
+    assert flex_attention.__code__ is code and torch_flex.create_block_mask.__code__ is not None
+
+
+def test_a_function_that_cannot_be_traced_stays_torchs_with_a_warning():
+    q, k, v = (t.detach() for t in operands())
+
+    def score(s, b, h, i, j):
+        return s + torch.special.bessel_j0(s)
+
+    gold = flex_attention(q, k, v, score)
+    with foveate.enable(), pytest.warns(UserWarning, match="flex_attention stays torch's: .*bessel_j0"):
+        torch.testing.assert_close(flex_attention(q, k, v, score), gold)
