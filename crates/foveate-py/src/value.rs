@@ -109,8 +109,11 @@ pub fn begin(prefix: &'static str, constants: bool) {
     CONTEXT.with_borrow_mut(|c| *c = Context { literals: None, constants, scalars: 0, prefix });
 }
 
-/// A run-time scalar of this trace, with a name of its own.
+/// A run-time scalar of this trace, with a name of its own; a constant where all numbers are.
 pub fn scalar(value: ScalarValue) -> DynExpr {
+    if CONTEXT.with_borrow(|c| c.constants) {
+        return DynExpr::constant(value);
+    }
     let name = CONTEXT.with_borrow_mut(|c| {
         c.scalars += 1;
         format!("{}n{}", c.prefix, c.scalars - 1)
