@@ -22,6 +22,7 @@ mod number;
 mod output;
 mod problem;
 mod progress;
+mod shard;
 mod threads;
 mod train;
 mod tune;
@@ -52,6 +53,7 @@ enum Command {
     Bench(bench::Args),
     Tune(tune::Args),
     Kernels(kernels::Args),
+    Shard(shard::Args),
 }
 
 impl Command {
@@ -66,6 +68,7 @@ impl Command {
             Command::Bench(args) => bench::run(args, out),
             Command::Tune(args) => tune::run(args, out),
             Command::Kernels(args) => kernels::run(args, out),
+            Command::Shard(args) => shard::run(args, out),
         }
     }
 }

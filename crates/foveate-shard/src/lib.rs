@@ -22,7 +22,8 @@
 //!   all layers ([`Planes`]).
 //! - [`ShardPlan`]: what every rank holds, receives, computes and returns, as data.
 //!   [`ShardPlan::prove`] proves it or names the first [`Contradiction`].
-//! - [`RankAttention`]: attention on one rank of a [`ProvenPlan`], on the CPU; [`combine`] joins
+//! - [`picture`]: who computes what.
+//! - [`RankAttention`]: attention on one rank of a [`ProvenPlan`], on the CPU; [`combine()`] joins
 //!   partial results.
 //!
 //! ```
@@ -54,6 +55,7 @@ mod layout;
 mod map;
 mod mesh;
 mod permutation;
+pub mod picture;
 mod plan;
 mod plane;
 mod ranges;

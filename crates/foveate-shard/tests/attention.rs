@@ -234,7 +234,7 @@ fn run(case: &Case, mesh: [usize; 4], strategy: Option<Strategy>) -> Result<Vec<
     Ok(ranks)
 }
 
-const MESHES: [[usize; 4]; 7] = [
+const MESHES: [[usize; 4]; 8] = [
     [1, 1, 1, 1],
     [1, 1, 2, 1],
     [1, 1, 3, 1],
@@ -242,6 +242,7 @@ const MESHES: [[usize; 4]; 7] = [
     [1, 1, 2, 2],
     [2, 1, 4, 1],
     [1, 1, 8, 1],
+    [1, 3, 2, 1],
 ];
 
 #[test]

@@ -1,4 +1,22 @@
 //! The checker: right plans are proven, and every planted fault is refused with the right operand.
+//!
+//! The faults that are left in PyTorch/XLA's sharded flash attention, R1 to R14 of our notes on it, and
+//! what holds them off here:
+//!
+//! | | fault there | here |
+//! | --- | --- | --- |
+//! | R1, R14 | keys are cut and nothing follows; the mask has the local length | faults below |
+//! | R2, R6 | padding joins the softmax; cross-attention | `attention.rs`: 513 keys, other queries |
+//! | R3 | ids are not padded with k | fault below: ids travel with their keys or not at all |
+//! | R4 | the backward does not pad | `attention.rs`: every case runs backward, on lengths that divide nothing |
+//! | R5 | k and v have gradients only with q | a rank computes all three; single gradients are `foveate`'s |
+//! | R7 | a bias has q's spec | fault below |
+//! | R8 | lengths are local × ranks | fault below |
+//! | R9 | forward and backward on two meshes | fault below; both take one proven plan |
+//! | R10 | the scale defaults to 1 | `attention.rs`: the oracle's is 1/√D |
+//! | R11 | ids are floats | fault below |
+//! | R12 | block sizes are global state | a plan is a value: `dispatch.rs` makes equal ones |
+//! | R13 | specs are strings that are evaluated | `layouts.rs`: they are parsed, and refused |
 
 use foveate::mask::Tile;
 use foveate::tensor::ElementType;

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use crate::check::{At, Contradiction, RankBytes};
 use crate::plan::{
-    BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, WITH_KEYS, WITH_QUERIES, part_bytes,
+    BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, Stage, WITH_KEYS, WITH_QUERIES,
+    part_bytes,
 };
 use crate::ranges::Ranges;
 
@@ -241,7 +242,7 @@ fn returns(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
                 );
                 return at.contradicts(name, message);
             }
-            let of_computed = |s: &crate::plan::Stage| {
+            let of_computed = |s: &Stage| {
                 s.compute.kv_heads == part.cells.kv_heads && s.compute.batch == part.cells.batch
             };
             if !own.stages.iter().any(of_computed) {
@@ -274,15 +275,21 @@ fn returns(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
 /// What a rank sends and holds for the attention of one layer, forward and backward.
 fn bytes_of(plan: &ShardPlan, rank: &RankPlan) -> RankBytes {
     let sum = |parts: &[Part]| parts.iter().map(|p| p.bytes).sum::<u64>();
-    let operands = |c: &Cells| part_bytes(&plan.shape, c, &["q", "k", "v", "dq", "dk", "dv"]);
-    // out and d_out are as q with the values' length, lse is a number a row.
-    let rows = (rank.own.batch.len() * rank.own.heads.len() * rank.own.q.len()) as u64;
-    let results = rows * (2 * plan.shape.dim_v * plan.shape.element.bytes() + 4) as u64;
-    let received = rank.stages.iter().map(|s| sum(&s.receives)).sum();
-    RankBytes {
-        forward_received: received,
-        forward_sent: rank.stages.iter().map(|s| sum(&s.sends)).sum(),
-        backward_sent: sum(&rank.returns),
-        held: operands(&rank.own) + results + received + sum(&rank.returns) + sum(&rank.returned),
-    }
+    let rows = |c: &Cells| (c.batch.len() * c.heads.len() * c.q.len()) as u64;
+    let of_queries = |parts: &[Part]| parts.iter().map(|p| rows(&p.cells)).sum::<u64>();
+    // Where queries travelled, out and lse go home in f32, and d_out follows the queries.
+    let results = |parts: &[Part]| of_queries(parts) * (4 * plan.shape.dim_v + 4) as u64;
+    let d_out =
+        |parts: &[Part]| of_queries(parts) * (plan.shape.dim_v * plan.shape.element.bytes()) as u64;
+    let arrays = part_bytes(&plan.shape, &rank.own, &["q", "k", "v", "dq", "dk", "dv"]);
+    let own = rows(&rank.own) * (2 * plan.shape.dim_v * plan.shape.element.bytes() + 4) as u64;
+    let of_stages = |parts: &dyn Fn(&Stage) -> u64| rank.stages.iter().map(parts).sum::<u64>();
+    let bytes = RankBytes {
+        forward_received: of_stages(&|s| sum(&s.receives)) + results(&rank.returned),
+        forward_sent: of_stages(&|s| sum(&s.sends)) + results(&rank.returns),
+        backward_sent: of_stages(&|s| d_out(&s.sends)) + sum(&rank.returns),
+        held: 0,
+    };
+    let back = of_stages(&|s| d_out(&s.receives)) + sum(&rank.returns) + sum(&rank.returned);
+    RankBytes { held: arrays + own + bytes.forward_received + back, ..bytes }
 }

@@ -1,0 +1,239 @@
+//! `foveate shard check`: the plan of a recipe on a mesh, proven or with its first contradiction.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use foveate::mask::Tile;
+use foveate::tensor::ElementType;
+use foveate::{AnyBuffer, BufferData, MaskMod};
+use foveate_nn::{AttentionProgram, ModelConfig};
+use foveate_shard::{
+    Axis, LayerMask, Lengths, Limits, Map, Mesh, ModelShape, PlanOptions, Planes, Proof,
+    ShardError, ShardPlan, Sharding, Strategy, Whole, arrays, picture,
+};
+use foveate_train::recipe::Recipe;
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::number::number;
+use crate::output::Output;
+
+/// Tokens of all rows of a plan at most: each has a document id.
+const MOST_TOKENS: usize = 1 << 28;
+
+/// Prove the plan of a recipe on a mesh: who holds, sends and computes what, and that it is right
+#[derive(Debug, clap::Args)]
+#[command(arg_required_else_help = true)]
+pub struct Args {
+    /// The recipe
+    recipe: PathBuf,
+    /// Sizes of the mesh, such as shard=2,context=4; the axes are replicate, shard, context, tensor
+    #[arg(long, value_name = "AXIS=N,...")]
+    mesh: String,
+    /// Number of ranks, for a mesh with one axis that is auto
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    ranks: Option<usize>,
+    /// Change a value of the recipe, such as data.len=65536
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Lengths of the documents of every row, one after another; one document when left out
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = number::<usize>)]
+    doc_lens: Vec<usize>,
+    /// Rows of a batch over all ranks (train.batch_rows when left out)
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    rows: Option<usize>,
+    /// How keys meet queries: gather, exchange (in 2 stages), exchange:1 to exchange:4, or heads; the
+    /// one that receives the fewest bytes when left out
+    #[arg(long, value_parser = strategy)]
+    strategy: Option<Strategy>,
+    /// Tokens of a chunk, a multiple of 128
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    chunk: Option<usize>,
+    /// Refuse a plan whose busiest rank computes more than this many times the mean
+    #[arg(long, value_name = "X")]
+    max_imbalance: Option<f64>,
+    /// Write a picture of who computes what to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    mesh: String,
+    map: String,
+    strategy: String,
+    reason: String,
+    layouts: Vec<[String; 2]>,
+    #[serde(flatten)]
+    proof: Proof,
+    plan_ms: f64,
+    prove_ms: f64,
+}
+
+fn strategy(text: &str) -> Result<Strategy, String> {
+    match text {
+        "gather" => Ok(Strategy::Gather),
+        "heads" => Ok(Strategy::HeadsForTokens),
+        "exchange" => Ok(Strategy::Exchange(2)),
+        _ => {
+            let stages = text.strip_prefix("exchange:").and_then(|n| n.parse::<usize>().ok());
+            let stages = stages.filter(|n| (1..=4).contains(n));
+            stages.map(Strategy::Exchange).ok_or_else(|| {
+                "gather, exchange, exchange:1 to exchange:4, or heads is expected".to_owned()
+            })
+        }
+    }
+}
+
+fn refused(error: ShardError) -> Failure {
+    Failure::usage(error.to_string())
+}
+
+/// Plans, proves and prints.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let recipe =
+        Recipe::load(&args.recipe, &args.set).map_err(|e| Failure::usage(e.to_string()))?;
+    let mesh = match args.ranks {
+        Some(ranks) => Mesh::parse(&args.mesh, ranks),
+        None => Mesh::parse_whole(&args.mesh),
+    };
+    let map = Map::new(mesh.map_err(refused)?);
+    let vocab = recipe.model.vocab_size.unwrap_or(256);
+    let config = recipe.model_config(vocab).map_err(Failure::usage)?.ok_or_else(|| {
+        let message = "the recipe starts from a checkpoint, and a plan needs the model's sizes";
+        Failure::usage(message).help("check a recipe that gives them in [model]")
+    })?;
+    let (batch, len) = (args.rows.unwrap_or(recipe.train.batch_rows), recipe.data.len);
+    if batch.saturating_mul(len) > MOST_TOKENS {
+        let message = format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
+        return Err(Failure::usage(message).help("give fewer --rows"));
+    }
+    let mask = mask(args, &recipe, &config, [batch, len])?;
+    let whole = Whole {
+        batch,
+        heads: config.num_attention_heads,
+        kv_heads: config.kv_heads(),
+        q_len: len,
+        kv_len: len,
+    };
+    let began = Instant::now();
+    let layers = LayerMask { mask, layers: config.num_hidden_layers as u64 };
+    let planes = Planes::new(whole, &[layers], Tile { q: 128, kv: 128 }).map_err(refused)?;
+    let shape = shape(&config, &map, &whole)?;
+    let options = PlanOptions { strategy: args.strategy, chunk: args.chunk };
+    let plan = ShardPlan::new(&map, &planes, &shape, options).map_err(refused)?;
+    let plan_ms = began.elapsed().as_secs_f64() * 1e3;
+    if let Some(file) = &args.svg {
+        fs::write(file, picture::to_svg(&plan, &planes))
+            .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
+    }
+    let began = Instant::now();
+    let limits = Limits { imbalance: args.max_imbalance, attention_bytes: None };
+    let proven = plan.prove(&planes, &limits).map_err(|e| Failure::new(e.to_string()))?;
+    let prove_ms = began.elapsed().as_secs_f64() * 1e3;
+    let plan = proven.plan();
+    let layouts = arrays::ATTENTION.iter().chain(arrays::MODEL).map(|array| {
+        let layout = array.layout_in(&plan.sharding, plan.shape.element).map_err(refused)?;
+        Ok([array.name.to_owned(), layout.to_string()])
+    });
+    let report = Report {
+        mesh: map.mesh().to_string(),
+        map: map.to_string(),
+        strategy: plan.strategy.to_string(),
+        reason: plan.reason.clone(),
+        layouts: layouts.collect::<Result<_, Failure>>()?,
+        proof: proven.proof().clone(),
+        plan_ms,
+        prove_ms,
+    };
+    if args.json {
+        return Ok(out.json(&report)?);
+    }
+    out.line(format_args!("mesh      {}", report.mesh))?;
+    out.line(format_args!("map       {}", report.map))?;
+    for [name, layout] in &report.layouts {
+        out.line(format_args!("  {name:<13} {layout}"))?;
+    }
+    out.line(format_args!("strategy  {}: {}", report.strategy, report.reason))?;
+    out.line(&report.proof)?;
+    out.line(format_args!("planned in {plan_ms:.1} ms, proven in {prove_ms:.1} ms"))?;
+    if let Some(file) = &args.svg {
+        out.line(format_args!("picture   {}", file.display()))?;
+    }
+    Ok(())
+}
+
+/// The mask of the recipe, with the documents of its rows.
+fn mask(
+    args: &Args,
+    recipe: &Recipe,
+    config: &ModelConfig,
+    [batch, len]: [usize; 2],
+) -> Result<Option<MaskMod>, Failure> {
+    let attention = recipe.attention.clone().unwrap_or_default();
+    let program = AttentionProgram::parse(&attention, config.num_attention_heads);
+    let program = program.map_err(|e| Failure::usage(e.to_string()))?;
+    let total = args.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
+    let Some(mask) = program.mask else { return Ok(None) };
+    if !mask.program().graph().buffers().iter().any(|b| b.name() == "doc") {
+        if total > 0 {
+            let message = "--doc-lens: the mask of the recipe reads no documents";
+            return Err(Failure::usage(message).help("leave it out, or write `& document`"));
+        }
+        return Ok(Some(mask));
+    }
+    if total > 0 && total < len {
+        let message = format!("--doc-lens: the documents have {total} tokens, a row has {len}");
+        return Err(Failure::usage(message).help("give lengths that fill a row"));
+    }
+    let mut row = Vec::with_capacity(len);
+    for (id, &tokens) in args.doc_lens.iter().enumerate() {
+        row.resize(len.min(row.len().saturating_add(tokens)), id as i32);
+    }
+    row.resize(len, 0);
+    let ids = BufferData::I32(row.repeat(batch));
+    let ids = AnyBuffer::new("doc", &[batch, len], ids, false);
+    let ids = ids.map_err(|e| Failure::usage(e.to_string()))?;
+    let bound = mask.map(|program| program.rebind(&ids));
+    Ok(Some(bound.map_err(|e| Failure::usage(e.to_string()))?))
+}
+
+/// Shapes of the model, with the parameter groups of the first rank of `tensor`.
+fn shape(config: &ModelConfig, map: &Map, whole: &Whole) -> Result<ModelShape, Failure> {
+    let (dim, hidden, ffn) = (config.dim(), config.hidden_size, config.intermediate_size);
+    let lengths = Lengths {
+        batch: whole.batch,
+        seq: whole.q_len,
+        kv_seq: whole.kv_len,
+        heads: whole.heads,
+        kv_heads: whole.kv_heads,
+        dim,
+        dim_v: dim,
+        hidden,
+        ffn,
+        vocab: config.vocab_size,
+    };
+    let sharding = Sharding::new(map.clone(), &lengths).map_err(refused)?;
+    let own = |axis| sharding.range(axis, 0).len();
+    let heads = 2 * own(Axis::Heads) + 2 * own(Axis::KvHeads);
+    let block = hidden * (dim * heads + 3 * own(Axis::Ffn) + 2);
+    let embedding = own(Axis::Vocab) * hidden;
+    let mut parameters = vec![("embedding".to_owned(), embedding)];
+    let blocks = (0..config.num_hidden_layers).map(|i| (format!("block.{i}"), block));
+    parameters.extend(blocks);
+    let head = if config.tie_word_embeddings { hidden } else { hidden + embedding };
+    parameters.push(("head".to_owned(), head));
+    Ok(ModelShape {
+        dim,
+        dim_v: dim,
+        hidden,
+        ffn,
+        vocab: config.vocab_size,
+        element: ElementType::BF16,
+        parameters,
+    })
+}
