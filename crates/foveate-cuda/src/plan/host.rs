@@ -41,6 +41,8 @@ impl CudaPlan {
     /// index clamped.
     pub fn forward(&self, args: ForwardArgs<'_>) -> Result<(), CudaError> {
         self.spec.check_on_host()?;
+        // Before anything is copied to the device.
+        args.check_destinations(&Dims::of(&args.operands)?)?;
         let queue = self.engine.queue();
         let pool = &self.pool(queue);
         let host = Copies::of(pool, &args.operands)?;
@@ -49,8 +51,6 @@ impl CudaPlan {
         let table = match args.operands.pages {
             None => None,
             Some(pages) => {
-                // Checked before the device sees it.
-                Dims::of(&args.operands).map_err(|e| CudaError::argument(e.to_string()))?;
                 let allocation = pool.upload(bytemuck::cast_slice(pages.table()))?;
                 Some((allocation, pages))
             }
@@ -64,7 +64,6 @@ impl CudaPlan {
         });
         operands.captures = &captures;
         let dims = self.admit(&operands)?;
-        args.check(&dims)?;
         let ForwardArgs { operands: from, mut out, mut lse, mut max_score } = args;
         let on_out = Destination::new(pool, &out, stored(out.dtype()), false)?;
         let on_lse = Destination::new(pool, &lse, DType::F32, false)?;
@@ -99,6 +98,8 @@ impl CudaPlan {
     /// bounds; the gradients are written then, the index clamped.
     pub fn backward(&self, args: BackwardArgs<'_>) -> Result<(), CudaError> {
         self.spec.check_on_host()?;
+        args.check_destinations(&Dims::of(&args.operands)?, &self.spec)?;
+        self.differentiable()?;
         let queue = self.engine.queue();
         let pool = &self.pool(queue);
         let host = Copies::of(pool, &args.operands)?;
@@ -110,8 +111,6 @@ impl CudaPlan {
             ..host.operands(varlen(&offsets, args.operands.varlen))
         };
         let dims = self.admit(&operands)?;
-        args.check(&dims, &self.spec)?;
-        self.differentiable()?;
         let BackwardArgs { operands: from, out, lse, d_out, d_lse, accumulate, .. } = args;
         let (mut dq, mut dk, mut dv) = (args.dq, args.dk, args.dv);
         let (mut d_sink, mut d_captures) = (args.d_sink, args.d_captures);
