@@ -357,17 +357,6 @@ impl ShardPlan {
         let arrays = arrays
             .map(|a| Ok((a.name, a.layout_in(&self.sharding, self.shape.element)?)))
             .collect::<Result<_, _>>()?;
-        let parameters = self.shape.parameters.iter().map(|(group, elements)| {
-            let cut = Cut::even(*elements, map.parts(Axis::Elements));
-            let elements = cut.range(map.part(Axis::Elements, rank));
-            let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
-            OwnedElements {
-                group: group.clone(),
-                random_from: elements.start,
-                elements,
-                sums_over: mesh.group(rank, &with_tokens),
-            }
-        });
         Ok(RankPlan {
             arrays,
             labels: (own.batch.clone(), labels),
@@ -375,8 +364,25 @@ impl ShardPlan {
             stages,
             returns: returns.into_iter().filter(Part::is_needed).collect(),
             returned: returned.into_iter().filter(Part::is_needed).collect(),
-            parameters: parameters.collect(),
+            parameters: self.parameters(rank),
         })
+    }
+
+    /// The elements of each parameter group that a rank owns.
+    fn parameters(&self, rank: usize) -> Vec<OwnedElements> {
+        let map = self.sharding.map();
+        let owned = |(group, elements): &(String, usize)| {
+            let cut = Cut::even(*elements, map.parts(Axis::Elements));
+            let elements = cut.range(map.part(Axis::Elements, rank));
+            let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+            OwnedElements {
+                group: group.clone(),
+                random_from: elements.start,
+                elements,
+                sums_over: map.mesh().group(rank, &with_tokens),
+            }
+        };
+        self.shape.parameters.iter().map(owned).collect()
     }
 
     fn part(&self, peer: usize, cells: Cells, carries: &[&'static str]) -> Part {

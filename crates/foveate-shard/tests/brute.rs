@@ -9,7 +9,7 @@ use foveate::tensor::{ElementType, random::Random};
 use foveate::{Buffer, MaskMod, ScalarValue, masks};
 use foveate_shard::{
     Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, Part, PlanOptions, Planes,
-    Ranges, ShardPlan, Strategy, Whole,
+    Ranges, RankPlan, ShardPlan, Strategy, Whole,
 };
 
 type Entry = (usize, usize, usize);
@@ -45,11 +45,20 @@ fn lives(mask: &Option<MaskMod>, whole: &Whole, b: usize, h: usize, q: usize, kv
     })
 }
 
+/// Nothing, or a word for what is wrong.
+type Outcome = Result<(), String>;
+
+fn fail(what: &str) -> Outcome {
+    Err(what.to_owned())
+}
+
+/// How often each entry (b, h, q, kv) is computed.
+type Computed = BTreeMap<(usize, usize, usize, usize), usize>;
+
 /// What is wrong with a plan, entry by entry; `right` is one of the same problem that nobody
 /// changed.
-fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Result<(), String> {
+fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Outcome {
     let whole = right.whole;
-    let fail = |what: &str| Err(what.to_owned());
     if plan.ranks.len() != right.ranks.len() || plan.whole != whole {
         return fail("ranks");
     }
@@ -59,103 +68,130 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Resu
         }
     }
     let stages = plan.ranks[0].stages.len();
-    let mut computed: BTreeMap<(usize, usize, usize, usize), usize> = BTreeMap::new();
-    let mut labels: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+    let mut computed = Computed::new();
     for rank in &plan.ranks {
         if rank.stages.len() != stages || rank.stages.iter().filter(|s| s.sink).count() != 1 {
             return fail("stages");
         }
-        let (own_keys, own_queries) = (keys(&rank.own), queries(&rank.own));
-        let (mut have_keys, mut have_queries) = (own_keys.clone(), own_queries.clone());
-        let (mut read_keys, mut read_queries) = (BTreeSet::new(), BTreeSet::new());
-        for stage in &rank.stages {
-            if stage.compute != stage.coordinates || stage.lengths != [whole.q_len, whole.kv_len] {
-                return fail("coordinates");
-            }
-            for part in &stage.sends {
-                if !keys(&part.cells).is_subset(&own_keys)
-                    || !queries(&part.cells).is_subset(&own_queries)
-                {
-                    return fail("sends what it does not hold");
-                }
-            }
-            for part in &stage.receives {
-                let complete = |names: &[&str]| names.iter().all(|n| part.carries.contains(n));
-                if !part.cells.kv.is_empty() && !complete(&["k", "v", "kv_positions"])
-                    || !part.cells.q.is_empty() && !complete(&["q", "q_positions"])
-                {
-                    return fail("carries");
-                }
-                have_keys.extend(keys(&part.cells));
-                have_queries.extend(queries(&part.cells));
-            }
-            let (k, q) = (keys(&stage.compute), queries(&stage.compute));
-            if !k.is_subset(&have_keys) || !q.is_subset(&have_queries) {
-                return fail("not arrived");
-            }
-            for &(b, h, q) in &q {
-                let h_kv = h * whole.kv_heads / whole.heads;
-                if !stage.compute.kv_heads.contains(&h_kv) {
-                    return fail("heads");
-                }
-                for kv in positions(&stage.compute.kv) {
-                    *computed.entry((b, h, q, kv)).or_default() += 1;
-                }
-            }
-            read_keys.extend(k);
-            read_queries.extend(q);
-        }
+        let read = reads(rank, &whole, &mut computed)?;
         if let Strategy::Exchange(_) = plan.strategy {
-            for part in rank.stages.iter().flat_map(|s| &s.receives) {
-                for kv in positions(&part.cells.kv) {
-                    let rows = positions(&rank.own.q);
-                    let pairs =
-                        (0..whole.batch).flat_map(|b| (0..whole.heads).map(move |h| (b, h)));
-                    let seen = pairs.clone().any(|(b, h)| {
-                        rows.clone().any(|q| masks.iter().any(|m| lives(m, &whole, b, h, q, kv)))
-                    });
-                    if !seen {
-                        return fail("needless");
-                    }
-                }
+            needed(rank, &whole, masks)?;
+        }
+        returned(plan, rank, read)?;
+    }
+    covered(&whole, masks, &computed)?;
+    labelled(plan, &whole)?;
+    met(plan)?;
+    sized(plan, right)?;
+    owned(plan, right)
+}
+
+/// A rank's stages read what is there, and compute what they are told; gives what they read.
+fn reads(
+    rank: &RankPlan,
+    whole: &Whole,
+    computed: &mut Computed,
+) -> Result<(BTreeSet<Entry>, BTreeSet<Entry>), String> {
+    let fail = |what: &str| Err(what.to_owned());
+    let (own_keys, own_queries) = (keys(&rank.own), queries(&rank.own));
+    let (mut have_keys, mut have_queries) = (own_keys.clone(), own_queries.clone());
+    let (mut read_keys, mut read_queries) = (BTreeSet::new(), BTreeSet::new());
+    for stage in &rank.stages {
+        if stage.compute != stage.coordinates || stage.lengths != [whole.q_len, whole.kv_len] {
+            return fail("coordinates");
+        }
+        for part in &stage.sends {
+            if !keys(&part.cells).is_subset(&own_keys)
+                || !queries(&part.cells).is_subset(&own_queries)
+            {
+                return fail("sends what it does not hold");
             }
         }
-        let (mut back_keys, mut back_queries) = (BTreeSet::new(), BTreeSet::new());
-        for part in &rank.returns {
-            let Some(owner) = plan.ranks.get(part.peer) else { return fail("peer") };
-            let (k, q) = (keys(&part.cells), queries(&part.cells));
+        for part in &stage.receives {
             let complete = |names: &[&str]| names.iter().all(|n| part.carries.contains(n));
-            if !k.is_empty() && !complete(&["dk", "dv"]) || !q.is_empty() && !complete(&["dq"]) {
-                return fail("carries back");
+            if !part.cells.kv.is_empty() && !complete(&["k", "v", "kv_positions"])
+                || !part.cells.q.is_empty() && !complete(&["q", "q_positions"])
+            {
+                return fail("carries");
             }
-            if !k.is_subset(&keys(&owner.own)) || !q.is_subset(&queries(&owner.own)) {
-                return fail("owner");
+            have_keys.extend(keys(&part.cells));
+            have_queries.extend(queries(&part.cells));
+        }
+        let (k, q) = (keys(&stage.compute), queries(&stage.compute));
+        if !k.is_subset(&have_keys) || !q.is_subset(&have_queries) {
+            return fail("not arrived");
+        }
+        for &(b, h, q) in &q {
+            let h_kv = h * whole.kv_heads / whole.heads;
+            if !stage.compute.kv_heads.contains(&h_kv) {
+                return fail("heads");
             }
-            for (of, all) in [(k, &mut back_keys), (q, &mut back_queries)] {
-                for entry in of {
-                    if !all.insert(entry) {
-                        return fail("returns twice");
-                    }
-                }
+            for kv in positions(&stage.compute.kv) {
+                *computed.entry((b, h, q, kv)).or_default() += 1;
             }
         }
-        if back_keys != &read_keys - &own_keys || back_queries != &read_queries - &own_queries {
-            return fail("returns");
-        }
-        for b in rank.labels.0.clone() {
-            for q in positions(&rank.labels.1) {
-                *labels.entry((b, q)).or_default() += 1;
+        read_keys.extend(k);
+        read_queries.extend(q);
+    }
+    Ok((read_keys, read_queries))
+}
+
+/// Some query of the rank sees each key that arrives.
+fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome {
+    for part in rank.stages.iter().flat_map(|s| &s.receives) {
+        for kv in positions(&part.cells.kv) {
+            let rows = positions(&rank.own.q);
+            let pairs = (0..whole.batch).flat_map(|b| (0..whole.heads).map(move |h| (b, h)));
+            let seen = pairs.clone().any(|(b, h)| {
+                rows.clone().any(|q| masks.iter().any(|m| lives(m, whole, b, h, q, kv)))
+            });
+            if !seen {
+                return fail("needless");
             }
         }
     }
+    Ok(())
+}
+
+/// Gradients of what was read and is another's return to whom it belongs, once.
+fn returned(
+    plan: &ShardPlan,
+    rank: &RankPlan,
+    (read_keys, read_queries): (BTreeSet<Entry>, BTreeSet<Entry>),
+) -> Outcome {
+    let (own_keys, own_queries) = (keys(&rank.own), queries(&rank.own));
+    let (mut back_keys, mut back_queries) = (BTreeSet::new(), BTreeSet::new());
+    for part in &rank.returns {
+        let Some(owner) = plan.ranks.get(part.peer) else { return fail("peer") };
+        let (k, q) = (keys(&part.cells), queries(&part.cells));
+        let complete = |names: &[&str]| names.iter().all(|n| part.carries.contains(n));
+        if !k.is_empty() && !complete(&["dk", "dv"]) || !q.is_empty() && !complete(&["dq"]) {
+            return fail("carries back");
+        }
+        if !k.is_subset(&keys(&owner.own)) || !q.is_subset(&queries(&owner.own)) {
+            return fail("owner");
+        }
+        for (of, all) in [(k, &mut back_keys), (q, &mut back_queries)] {
+            for entry in of {
+                if !all.insert(entry) {
+                    return fail("returns twice");
+                }
+            }
+        }
+    }
+    if back_keys != &read_keys - &own_keys || back_queries != &read_queries - &own_queries {
+        return fail("returns");
+    }
+    Ok(())
+}
+
+/// Every live entry is computed once.
+fn covered(whole: &Whole, masks: &[Option<MaskMod>], computed: &Computed) -> Outcome {
     for b in 0..whole.batch {
         for q in 0..whole.q_len {
-            if labels.remove(&(b, q)) != Some(1) {
-                return fail("labels");
-            }
             for h in 0..whole.heads {
                 for kv in 0..whole.kv_len {
-                    let live = masks.iter().any(|m| lives(m, &whole, b, h, q, kv));
+                    let live = masks.iter().any(|m| lives(m, whole, b, h, q, kv));
                     let times = computed.get(&(b, h, q, kv)).copied().unwrap_or(0);
                     if live && times != 1 {
                         return fail("coverage");
@@ -164,9 +200,27 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Resu
             }
         }
     }
-    if !labels.is_empty() {
-        return fail("labels outside");
+    Ok(())
+}
+
+/// Every label is counted once.
+fn labelled(plan: &ShardPlan, whole: &Whole) -> Outcome {
+    let mut labels: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+    for rank in &plan.ranks {
+        for b in rank.labels.0.clone() {
+            positions(&rank.labels.1).for_each(|q| *labels.entry((b, q)).or_default() += 1);
+        }
     }
+    for (b, q) in (0..whole.batch).flat_map(|b| (0..whole.q_len).map(move |q| (b, q))) {
+        if labels.remove(&(b, q)) != Some(1) {
+            return fail("labels");
+        }
+    }
+    if labels.is_empty() { Ok(()) } else { fail("labels outside") }
+}
+
+/// Sends meet receives, in every stage and on the way back.
+fn met(plan: &ShardPlan) -> Outcome {
     let all = |of: &dyn Fn(usize) -> (Vec<Part>, Vec<Part>)| {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for rank in 0..plan.ranks.len() {
@@ -187,12 +241,17 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Resu
         distinct.dedup();
         sends == receives && distinct.len() == sends.len()
     };
-    let meets = (0..stages).all(|s| {
+    let meets = (0..plan.ranks[0].stages.len()).all(|s| {
         all(&|r| (plan.ranks[r].stages[s].sends.clone(), plan.ranks[r].stages[s].receives.clone()))
     });
     if !meets || !all(&|r| (plan.ranks[r].returns.clone(), plan.ranks[r].returned.clone())) {
         return fail("sends and receives");
     }
+    Ok(())
+}
+
+/// What is sent is as large as it was derived.
+fn sized(plan: &ShardPlan, right: &ShardPlan) -> Outcome {
     if plan.ranks.iter().zip(&right.ranks).any(|(a, b)| {
         let bytes = |s: &[Part]| s.iter().map(|p| (p.peer, p.bytes)).collect::<Vec<_>>();
         a.stages.iter().zip(&b.stages).any(|(x, y)| {
@@ -205,6 +264,11 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Resu
     }) {
         return fail("bytes");
     }
+    Ok(())
+}
+
+/// Every parameter element has one owner in every copy, whose gradient counts each token once.
+fn owned(plan: &ShardPlan, right: &ShardPlan) -> Outcome {
     let mesh = right.sharding.map().mesh();
     for (group, len) in &right.shape.parameters {
         let mut owners: BTreeMap<(usize, usize, usize), usize> = BTreeMap::new();
@@ -229,7 +293,9 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Resu
                         .for_each(|q| *tokens.entry((b, q)).or_default() += 1);
                 }
             }
-            if tokens.len() != whole.batch * whole.q_len || tokens.values().any(|&n| n != 1) {
+            if tokens.len() != right.whole.batch * right.whole.q_len
+                || tokens.values().any(|&n| n != 1)
+            {
                 return fail("gradients");
             }
         }
