@@ -116,9 +116,7 @@ class _Mods:
         made = _graph.score(getattr(module, score.target), extents, _value(score_operands))
         self.score_captures = made.captures
         mods = [made.text, *_picked(made, score_operands)]
-        # Lists lie between the lengths and those of the queries' side; block size and mask are last in all versions.
-        lists = [t for t in block_mask[2:6] if t is not None]
-        *_, tile_q, tile_kv, mask = block_mask
+        lists, tile_q, tile_kv, mask = parts_of(block_mask)
         whole = tile_q == _LARGE_SPARSE_BLOCK_SIZE and tile_kv == _LARGE_SPARSE_BLOCK_SIZE
         tiles = None
         if whole or options.get(FUNCTION):
@@ -128,6 +126,13 @@ class _Mods:
         made = _graph.mask(getattr(module, mask.target), extents, _value(mask_operands), tiles)
         mods += [made.text, *_picked(made, mask_operands)]
         self.arguments = [*mods, lists, [tile_q, tile_kv], scale]
+
+
+def parts_of(block_mask: tuple[Any, ...]) -> tuple[list[Any], Any, Any, Any]:
+    """The lists of a block mask's tiles for queries, its block size, and the graph of its function. Between the lists
+    and the block size are those for keys, and in newer versions of torch more."""
+    *_, tile_q, tile_kv, mask = block_mask
+    return [t for t in block_mask[2:6] if t is not None], tile_q, tile_kv, mask
 
 
 def _picked(made: _graph.Program, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

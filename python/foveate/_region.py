@@ -46,12 +46,14 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    Torch's operator has no place for sinks and dropout, and float64 takes a path of its own: these break the graph.
+    A sink joins the operator's results by their ``lse``. Torch's operator has no place for dropout, and float64 takes a
+    path of its own: these break the graph.
     """
     from . import _blocks, _flex
     from ._masks import Mask
 
-    if sink is not None or dropout_p or query.dtype == torch.float64:
+    wants_max = return_aux is not None and return_aux.max_scores
+    if dropout_p or query.dtype == torch.float64 or (sink is not None and wants_max):
         return breaking(
             query,
             key,
@@ -78,10 +80,9 @@ def flex_attention(
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    wants_max = return_aux is not None and return_aux.max_scores
     options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
     options[OURS] = True
-    options["OUTPUT_LOGSUMEXP"] = wants_lse
+    options["OUTPUT_LOGSUMEXP"] = wants_lse or sink is not None
     options["OUTPUT_MAX"] = wants_max
     if block_mask is None:
         block_mask = _torch_flex._create_empty_block_mask(query, key)
@@ -105,9 +106,14 @@ def flex_attention(
         score_mod = _torch_flex._identity
     out, lse, max_scores = _operator(query, key, value, score_mod, parts, scale, options)
     ln2 = math.log(2.0)
+    lse, max_scores = lse * ln2, max_scores * ln2
+    if sink is not None:
+        logit = _flex._sink(sink, query)[:, None]
+        out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, logit)
     if return_aux is not None:
-        return out, AuxOutput(lse=lse * ln2 if wants_lse else None, max_scores=max_scores * ln2 if wants_max else None)
-    return (out, lse * ln2) if return_lse else out
+        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
+    return (out, lse) if return_lse else out
 
 
 def create_block_mask(breaking: Callable[..., Any], mask_mod: Any, *args: Any, device: Any = None, **kwargs: Any) -> BlockMask:

@@ -332,12 +332,39 @@ def test_inductors_cache_on_disk_serves_another_process(tmp_path):
     assert "autograd_cache_hit" in warm.stdout, warm.stdout
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_is_part_of_the_graph_and_learns(dtype):
+    sink = torch.randn(2, requires_grad=True)
+
+    def model(q, k, v):
+        # The first three queries see no key.
+        mask = Mask("kv + 3 <= q")
+        out, aux = flex_attention(q, k, v, block_mask=mask, sink=sink, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    backend = agrees(model, operands(2, 2, 2, 20, 20, 8, 8, dtype=dtype), [sink], tolerance=tolerance)
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+def test_the_block_masks_of_other_versions_of_torch_are_understood():
+    from foveate._inductor import parts_of
+
+    lists, tile, keys = ["num", "idx", "full", "full_idx"], [64, 32], ["q_num", "q_idx", None, None]
+    of_2_11 = (100, 90, *lists, *keys, *tile, "mask")
+    of_2_15 = (100, 90, *lists, *keys, "order", "order_full", "kv_order", "kv_order_spt", *tile, "mask")
+    assert (len(of_2_11), len(of_2_15)) == (13, 17)
+    assert parts_of(of_2_11) == parts_of(of_2_15) == (lists, 64, 32, "mask")
+    assert parts_of((100, 90, "num", "idx", None, None, *keys, *tile, "mask"))[0] == ["num", "idx"]
+    made = torch_flex.create_block_mask(causal, None, None, 32, 32, "cpu", 16)
+    found, tile_q, tile_kv, mask = parts_of(made.as_tuple())
+    assert found[1] is made.kv_indices and (tile_q, tile_kv) == (16, 16) and mask is causal
+
+
 def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():
     q, k, v = operands(1, 2, 2, 16, 16, 8, 8)
-    sink = torch.randn(2)
-
     def model(q):
-        return flex_attention(q * 2, k, v, sink=sink).sin()
+        return flex_attention(q * 2, k, v, dropout_p=0.5).sin()
 
     torch._dynamo.reset()
     graphs = []
@@ -346,7 +373,11 @@ def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():
         graphs.append(graph)
         return graph.forward
 
-    assert torch.equal(torch.compile(model, backend=backend)(q), model(q)) and len(graphs) == 2
+    compiled = torch.compile(model, backend=backend)
+    torch.manual_seed(3)
+    ours = compiled(q)
+    torch.manual_seed(3)
+    assert torch.equal(ours, model(q)) and len(graphs) == 2
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="foveate runs outside of compiled regions"):
         torch.compile(model, backend=backend, fullgraph=True)(q)
