@@ -302,46 +302,6 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
-WRONG = [
-    (lambda q, k, v: flex_attention(q[0], k, v), NotImplementedError, "4D"),
-    (lambda q, k, v: flex_attention(q, k[..., :4], v), ValueError, "embedding dimension"),
-    (lambda q, k, v: flex_attention(q, k[:, :1], v[:, :1]), ValueError, "enable_gqa=True"),
-    (lambda q, k, v: flex_attention(q, k, v[:, :, :5]), ValueError, "key and value"),
-    (lambda q, k, v: flex_attention(q[:, :3], k, v, enable_gqa=True), ValueError, "multiple of kv heads"),
-    (lambda q, k, v: flex_attention(q, k[:1], v[:1]), ValueError, "block_mask=None"),
-    (lambda q, k, v: flex_attention(q.int(), k.int(), v.int()), ValueError, "float"),
-    (lambda q, k, v: flex_attention(q, k, v, scale=math.nan), ValueError, "finite"),
-    (lambda q, k, v: flex_attention(q, k, v, windows=3), TypeError, "windows"),
-    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(3)), ValueError, "each of 4 query heads"),
-    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(4).int()), ValueError, "float"),
-    (lambda q, k, v: flex_attention(q, k, v, dropout_p=1.0), ValueError, "below 1"),
-    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"BACKEND": "FAST"}), ValueError, "BACKEND"),
-    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": {"x": 1}}), ValueError, "no option"),
-    (lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest()), ValueError, "both"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i: s), TypeError, "5 values"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: 3.0), ValueError, "must return"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: [s]), ValueError, "must return"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.ones(10, 3)[i]), ValueError, "must return"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: i >= j), ValueError, "must return"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i > j else -s), RuntimeError, "control flow"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + i.item()), RuntimeError, "item"),
-    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.fft.fft(s)), RuntimeError, "fft"),
-    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 9, 8)), ValueError, "smaller"),
-    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 90, 98)), ValueError, "larger"),
-    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, 2, None, 10, 12)[0]), RuntimeError, "sliced"),
-    (lambda q, k, v: flex_attention(q, k, v, block_mask=causal), TypeError, "BlockMask"),
-]
-
-
-@pytest.mark.parametrize("call, kind, words", WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_wrong_input_is_one_clear_error_and_the_next_call_is_right(call, kind, words):
-    q, k, v = operands((2, 4, 4, 10, 12, 8, 8))
-    with pytest.raises(kind, match=words) as raised:
-        call(q, k, v)
-    assert "\n" not in str(raised.value).strip()
-    compare(q, k, v)
-
-
 def with_sink(q, k, v, sink, mask=None):
     """Attention in float64 with one more key of each head, whose value is 0."""
     scores = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(q.shape[-1])

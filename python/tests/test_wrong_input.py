@@ -1,0 +1,124 @@
+"""Wrong input of every kind, one after the other in one process: each is one clear error, and the next good call
+gives the bits that it gave before."""
+
+import math
+
+import pytest
+import torch
+
+from foveate import AuxRequest, Mask, create_block_mask, create_mask, explain, flex_attention, paged, varlen
+
+LEARNED = torch.zeros(12, requires_grad=True)
+ELSEWHERE = torch.zeros(12, device="meta")
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def rows(*tensors):
+    return [t[0].transpose(0, 1) for t in tensors]
+
+
+def paged_as(q, k, v, **changed):
+    """A good call of ``paged``, changed."""
+    table, lengths = torch.arange(4).view(2, 2), torch.tensor([20, 24])
+    pages = [torch.cat([t, t]) for t in (k, v)]
+    given = dict(query=q, key_pages=pages[0], value_pages=pages[1], page_table=table, lengths=lengths) | changed
+    return paged(**given)
+
+
+def masked(mask_mod):
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(mask_mod, None, None, 10, 12))
+
+
+def huge(*shape):
+    """A tensor of many elements that takes no memory."""
+    return torch.zeros((1,) * len(shape)).expand(shape)
+
+
+WRONG = [
+    (lambda q, k, v: flex_attention(q[0], k, v), NotImplementedError, "4D"),
+    (lambda q, k, v: flex_attention(q, k[..., :4], v), ValueError, "embedding dimension"),
+    (lambda q, k, v: flex_attention(q, k[:, :1], v[:, :1]), ValueError, "enable_gqa=True"),
+    (lambda q, k, v: flex_attention(q, k, v[:, :, :5]), ValueError, "key and value"),
+    (lambda q, k, v: flex_attention(q[:, :3], k, v, enable_gqa=True), ValueError, "multiple of kv heads"),
+    (lambda q, k, v: flex_attention(q, k[:1], v[:1]), ValueError, "block_mask=None"),
+    (lambda q, k, v: flex_attention(q.int(), k.int(), v.int()), ValueError, "float"),
+    (lambda q, k, v: flex_attention(q, k, v, scale=math.nan), ValueError, "finite"),
+    (lambda q, k, v: flex_attention(q, k, v, windows=3), TypeError, "windows"),
+    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(3)), ValueError, "each of 4 query heads"),
+    (lambda q, k, v: flex_attention(q, k, v, sink=torch.zeros(4).int()), ValueError, "float"),
+    (lambda q, k, v: flex_attention(q, k, v, dropout_p=1.0), ValueError, "below 1"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"BACKEND": "FAST"}), ValueError, "BACKEND"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": {"x": 1}}), ValueError, "no option"),
+    (lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest()), ValueError, "both"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i: s), TypeError, "5 values"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: 3.0), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: [s]), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.ones(10, 3)[i]), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: i >= j), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i > j else -s), RuntimeError, "control flow"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + i.item()), RuntimeError, "item"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.fft.fft(s)), RuntimeError, "fft"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 9, 8)), ValueError, "smaller"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 90, 98)), ValueError, "larger"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(causal, 2, None, 10, 12)[0]), RuntimeError, "sliced"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=causal), TypeError, "BlockMask"),
+    (lambda q, k, v: flex_attention(q.tolist(), k, v), TypeError, "query must be a Tensor"),
+    (lambda q, k, v: flex_attention(q, k.to("meta"), v.to("meta")), ValueError, "same device"),
+    (lambda q, k, v: flex_attention(q.to("meta"), k.to("meta"), v.to("meta")), NotImplementedError, "on meta"),
+    (lambda q, k, v: flex_attention(q, k.bfloat16(), v), ValueError, "mixed query, key, and value dtype"),
+    (lambda q, k, v: flex_attention(q.long(), k, v), ValueError, "float tensor"),
+    (lambda q, k, v: flex_attention(q, k, v, scale=math.inf), ValueError, "finite"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + ELSEWHERE[j]), RuntimeError, "on meta"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + LEARNED[i - 20]), IndexError, "`LEARNED`"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i == j and j else s), RuntimeError, "control flow"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: None), ValueError, "must return"),
+    (masked(lambda b, h, i, j: i - j), ValueError, "bool"),
+    (masked(lambda b, h, i, j: True), ValueError, "must return"),
+    (masked(lambda b, h, i: i > 0), TypeError, "4 values"),
+    (masked(lambda b, h, i, j: LEARNED[j] > 0), ValueError, "requires grad"),
+    (masked(lambda b, h, i, j: ELSEWHERE[j] > 0), RuntimeError, "on meta"),
+    (masked(lambda b, h, i, j: bool(i > j)), RuntimeError, "control flow"),
+    (masked(3), TypeError, "mask_mod function"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, -3, 8), ValueError, "negative"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, BLOCK_SIZE=0), ValueError, "BLOCK_SIZE"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, "meta"), NotImplementedError, "meta"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, 2**22, 2**22, BLOCK_SIZE=1), RuntimeError, "memory"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask("causl")), ValueError, "causl"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(3).int())), IndexError, "`ids`"),
+    (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 9, 3])), ValueError, "decrease"),
+    (lambda q, k, v: flex_attention(huge(2**14, 2**10, 2**14, 8), huge(2**14, 2**10, 1, 8), huge(2**14, 2**10, 1, 8)),
+     RuntimeError, "memory"),
+    (lambda q, k, v: varlen(*rows(q, k, v), torch.tensor([0, 9, 3]), torch.tensor([0, 3, 9])), ValueError, "decrease"),
+    (lambda q, k, v: varlen(*rows(q, k, v), torch.tensor([0, 11]), torch.tensor([0, 12])), ValueError, "past the 10 rows"),
+    (lambda q, k, v: varlen(*rows(q, k, v), torch.tensor([3, 9])), ValueError, "begin at 0"),
+    (lambda q, k, v: varlen(*rows(q, k, v)), ValueError, "cu_seqlens_q is missing"),
+    (lambda q, k, v: paged_as(q, k, v, lengths=torch.tensor([25, 3])), ValueError, "pages"),
+    (lambda q, k, v: paged_as(q, k, v, page_table=torch.full((2, 2), 4)), ValueError, "page"),
+    (lambda q, k, v: explain(q[0], k, v), NotImplementedError, "4D"),
+]
+
+
+def good():
+    """A call with a mask, a score and gradients, of all that the wrong ones use."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 10, 8, generator=generator).requires_grad_()
+    k, v = (torch.randn(2, 4, 12, 8, generator=generator).requires_grad_() for _ in range(2))
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + LEARNED[j], create_block_mask(causal, None, None, 10, 12))
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v, LEARNED))
+    return (q, k, v), [out, *gradients, varlen(*rows(q, k, v), torch.tensor([0, 10]), torch.tensor([0, 12])), paged_as(q, k, v)]
+
+
+def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
+    operands, right = good()
+    q, k, v = (t.detach().double() for t in operands)
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(~create_mask(causal, 1, 1, 10, 12), -math.inf)
+    torch.testing.assert_close(right[0].double(), scores.softmax(-1) @ v, rtol=1e-5, atol=1e-5)
+    for number, (call, kind, words) in enumerate(WRONG):
+        with pytest.raises(kind, match=words) as raised:
+            call(*operands)
+            pytest.fail(f"{number}: nothing was raised where an error of {words!r} is due")
+        assert "\n" not in str(raised.value).strip(), f"{number}: {raised.value}"
+        assert all(map(torch.equal, good()[1], right)), f"{number}: another result after it"
