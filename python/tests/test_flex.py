@@ -7,9 +7,10 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint
+import torch.utils.data
 from reference import attention, close, dense
 
-from foveate import AuxRequest, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, create_block_mask, flex_attention
 
 SHAPES = [
     # B, Hq, Hkv, L, S, E, Ev
@@ -398,3 +399,21 @@ def test_threads_that_call_at_once_get_their_own_results():
         for _ in range(5):
             for one, two in zip(alone, pool.map(run, range(8))):
                 assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+class _Attends(torch.utils.data.Dataset):
+    """Items that are attention, computed by whoever loads them."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, item):
+        q = torch.randn(1, 2, 256, 32, generator=torch.Generator().manual_seed(item))
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s + item, Mask.causal())
+
+
+def test_workers_of_a_data_loader_compute_what_their_parent_does():
+    data = _Attends()
+    here = [data[item] for item in range(len(data))]
+    loaded = list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    assert len(loaded) == len(here) and all(map(torch.equal, here, loaded))

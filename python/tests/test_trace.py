@@ -280,6 +280,39 @@ def test_gradients_reach_captured_tensors_through_views_and_torch_functions():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("read", ["0-d", "an axis", "all points", "expanded", "twice", "a row"])
+def test_captured_tensors_of_every_dtype_get_gradients_in_it(read, dtype):
+    def leaf(*shape):
+        return torch.randn(shape, generator=G).to(dtype).requires_grad_()
+
+    if read == "0-d":
+        learned = leaf()
+        score_mod = lambda s, b, h, q, kv: s * learned  # noqa: E731
+    elif read == "an axis":
+        learned = leaf(13)
+        score_mod = lambda s, b, h, q, kv: s + learned[kv]  # noqa: E731
+    elif read == "all points":
+        learned = leaf(2, 3, 7, 13)
+        score_mod = lambda s, b, h, q, kv: s + learned[b, h, q, kv]  # noqa: E731
+    elif read == "expanded":
+        learned = leaf(3, 1)
+        score_mod = lambda s, b, h, q, kv: s * learned.expand(3, 13)[h, kv]  # noqa: E731
+    elif read == "twice":
+        learned = leaf(3, 13)
+        score_mod = lambda s, b, h, q, kv: s * learned[h, kv] + learned[h, q]  # noqa: E731
+    else:
+        learned = leaf(13, 5)
+        rows = learned.double()  # Of plain indexing, which has no dot of one row.
+
+        def score_mod(s, b, h, q, kv):
+            if isinstance(s, torch.Tensor):
+                return s + (rows[q] * rows[kv]).sum(-1)
+            return s + torch.dot(learned[q], learned[kv])
+
+    gradient(score_mod, (learned,))
+
+
 def test_a_captured_number_compiles_nothing_new():
     q = torch.randn(1, 1, 8, 8)
     texts = set()
