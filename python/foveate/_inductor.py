@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 _ours = torch.ops.foveate
 _getitem = operator.getitem
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SOURCES = tuple(os.path.join(_HERE, f"{name}.py") for name in ("_inductor", "_graph", "_operations", "_trace", "_ops"))
+_SOURCES = tuple(os.path.join(_HERE, f"{name}.py") for name in ("_inductor", "_graph", "_operations", "_trace", "_blocks", "_ops"))
 _said: set[str] = set()
 
 

@@ -347,6 +347,53 @@ def test_a_sink_is_part_of_the_graph_and_learns(dtype):
     assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
 
 
+def test_keys_of_batch_1_are_shared_and_gradients_that_nobody_wants_are_not_computed():
+    q, k, v = operands(3, 4, 2, 20, 20, 8, 8)
+    k, v = k[:1].detach().requires_grad_(), v[:1].detach()
+    allowed = torch.rand(3, 20, 20) < 0.6
+    mask = torch_flex.create_block_mask(lambda b, h, i, j: allowed[b, i, j], 3, None, 20, 20, "cpu", 8)
+    backend = agrees(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v))
+    [call] = (n for g in backend.graphs for n in g.graph.nodes if str(n.target) == "foveate.backward.default")
+    assert call.args[-2:] == ([True, True, False], [])
+
+
+def test_without_gradients_keys_may_have_another_dtype():
+    q, k, v = (t.detach() for t in operands(1, 2, 2, 20, 20, 8, 8))
+    k, v = k.to(torch.bfloat16), v.to(torch.bfloat16)
+    with torch.no_grad():
+        backend = agrees(lambda q, k, v: flex_attention(q, k, v), (q, k, v))
+    assert backend.operators == ["foveate.forward.default"]
+
+
+def test_a_pass_that_was_there_runs_first_and_is_part_of_the_name_in_the_cache():
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from foveate import _inductor
+
+    seen = []
+
+    class Named(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
+
+        def uuid(self):
+            return "named"
+
+    names = []
+    for there in (None, Named(), lambda graph: None):
+        with config.patch(post_grad_custom_pre_pass=there):
+            _inductor.install()
+            _inductor.install()
+            installed = config.post_grad_custom_pre_pass
+            assert installed.before is there
+            names.append(installed.uuid())
+            if isinstance(there, Named):
+                installed(torch.fx.symbolic_trace(lambda x: torch.sin(x)).graph)
+    assert names[0] != names[1] and names[1][-1] == "named" and names[2] is None
+    assert len(seen) == 1
+
+
 def test_the_block_masks_of_other_versions_of_torch_are_understood():
     from foveate._inductor import parts_of
 
