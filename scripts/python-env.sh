@@ -22,7 +22,7 @@ if ! [ -e "$env/complete" ]; then
     fi
     touch "$env/complete"
 fi
-doors=(transformers==5.23.0)
+doors=(transformers==5.23.0 torchtune==0.6.1 torchao==0.14.1 torchtitan==0.2.2)
 if [ "$(cat "$env/doors" 2>/dev/null)" != "${doors[*]}" ]; then
     if timeout 300 "$env/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" "${doors[@]}" >&2; then
         echo "${doors[*]}" >"$env/doors"

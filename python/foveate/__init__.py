@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from . import _ops, huggingface, xla
+from . import _ops, huggingface, torchtitan, torchtune, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
 from ._enable import disable, enable
@@ -58,6 +58,8 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "paged",
+    "torchtitan",
+    "torchtune",
     "varlen",
     "xla",
 ]

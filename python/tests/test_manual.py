@@ -10,8 +10,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("page", sorted(p.name for p in DOCS.glob("python*.md")))
 def test_the_examples_of_the_manual_run(page):
-    if page == "python-huggingface.md":
-        pytest.importorskip("transformers", reason="transformers is not installed: see scripts/python-env.sh")
+    needed = {"python-huggingface.md": ["transformers"], "python-trainers.md": ["torchao", "torchtune", "torchtitan"]}
+    for library in needed.get(page, ()):
+        pytest.importorskip(library, reason=f"{library} is not installed: see scripts/python-env.sh")
     names = {}
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks
