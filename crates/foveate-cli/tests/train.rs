@@ -316,6 +316,41 @@ fn published_models_are_explained_without_their_files() {
     }
 }
 
+#[test]
+fn layers_with_programs_of_their_own_are_explained_trained_and_run() {
+    let place = Place::new();
+    let programs = r#"[attention]
+layers = ["local", "global"]
+[attention.programs.local]
+mask = "causal & document & window(4)"
+[attention.programs.global]
+mask = "causal & document"
+score = "softcap(30) then relative_bias"
+[attention.programs.global.learned.rel_bias]"#;
+    place.recipe(|r| {
+        let (before, rest) = r.split_once("[attention]").unwrap();
+        let (_, after) = rest.split_once("[attention.learned.rel_bias]").unwrap();
+        format!("{before}{programs}{after}")
+    });
+    let told = place.json(&["explain", "--recipe", "recipe.toml", "--json"]);
+    for name in ["local", "global"] {
+        assert_eq!(told["attention"][name]["backend"], "cpu", "{told}");
+    }
+    let shown = place.run(&["explain", "--recipe", "recipe.toml"]);
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.contains("attention of one layer of the program `local`, one"), "{shown}");
+    let summary = place.json(&["train", "recipe.toml", "--json", "--set", "train.steps=3"]);
+    let checkpoint = summary["checkpoint"].as_str().unwrap();
+    let evaluated = place.json(&["eval", checkpoint, "00.txt", "--json"]);
+    assert!(evaluated["loss"].as_f64().unwrap() > 0.0, "{evaluated}");
+    let wrote = place.run(&["generate", checkpoint, "--prompt", "the quick", "--max-tokens", "3"]);
+    assert!(wrote.status.success(), "{}", String::from_utf8_lossy(&wrote.stderr));
+    let set = ["train", "recipe.toml", "--set", "attention.layers=[\"local\", \"globl\"]"];
+    let refused = place.run(&set);
+    let refused = String::from_utf8(refused.stderr).unwrap();
+    assert!(refused.contains("`layers` names `globl`; `programs` has global, local"), "{refused}");
+}
+
 /// Three models: one whose weights and moments take the memory, one whose activations do, one whose
 /// loss packs much for its products.
 #[cfg(target_os = "linux")]

@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use foveate_nn::{
-    AttentionConfig, Batch, Gradients, Matrix, Model, ModelConfig, NnError, Recompute, matmul,
+    Batch, Gradients, Matrix, Model, ModelConfig, NnError, ProgramConfig, Recompute, matmul,
 };
 
 fn main() -> Result<(), NnError> {
@@ -27,8 +27,7 @@ fn main() -> Result<(), NnError> {
         max_position_embeddings: len,
         tie_word_embeddings: true,
     };
-    let attention =
-        AttentionConfig { mask: "causal & document".into(), ..AttentionConfig::default() };
+    let attention = ProgramConfig { mask: "causal & document".into(), ..Default::default() }.into();
     let model = Model::new(config, &attention, 1)?;
     let n = rows * len;
     let tokens: Vec<u32> = (0..n).map(|i| (i * i % 251) as u32).collect();
@@ -42,6 +41,7 @@ fn main() -> Result<(), NnError> {
         labels: &labels,
         documents: &documents,
         positions: &positions,
+        mean_kv_len: None,
     };
 
     let peak = product_rate();

@@ -1,5 +1,6 @@
 //! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
+use crate::backend::LayerProgram;
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::dry::{Dry, Launch, NotedArray};
 use crate::error::NnError;
@@ -171,7 +172,9 @@ impl ModelConfig {
         len: usize,
         pass: Pass,
     ) -> Result<Account, NnError> {
-        let learned: Vec<_> = attention.learned.clone().into_iter().collect();
+        let of_layer = |layer| attention.of_layer(layer).1.learned.clone().into_iter().collect();
+        let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
+        let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
         dry_run(self, &Layout::new(self, &learned), &learned, [rows, len], pass)
     }
 }
@@ -179,7 +182,7 @@ impl ModelConfig {
 fn dry_run(
     config: &ModelConfig,
     layout: &Layout,
-    learned: &[(String, LearnedBuffer)],
+    learned: &[&[(String, LearnedBuffer)]],
     [rows, len]: [usize; 2],
     pass: Pass,
 ) -> Result<Account, NnError> {
@@ -197,13 +200,14 @@ fn dry_run(
     dry.state("batch", DType::F32, rows.saturating_mul(len).saturating_mul(4));
     let positions = len.checked_next_power_of_two().unwrap_or(usize::MAX);
     dry.state("rotations", DType::F32, positions.saturating_mul(config.dim()));
+    let programs: Vec<_> =
+        learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
     let mut step = Step {
         blocks: &mut dry,
         config,
         layout,
         weights: &weights,
-        plan: &(),
-        learned,
+        programs: &programs,
         batch: &(),
         shape: [rows, len],
         cache: None,
@@ -226,7 +230,7 @@ impl Model {
     /// # Errors
     /// Those of [`ModelConfig::dry_run`].
     pub fn dry_run(&self, rows: usize, len: usize, pass: Pass) -> Result<Account, NnError> {
-        dry_run(self.config(), self.layout(), self.plans.learned(), [rows, len], pass)
+        dry_run(self.config(), self.layout(), &self.plans.learned(), [rows, len], pass)
     }
 
     /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
@@ -251,6 +255,7 @@ impl Model {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::ProgramConfig;
 
     fn model(json: &[(&str, usize)], tied: bool) -> Model {
         let get = |name: &str| json.iter().find(|(n, _)| *n == name).map_or(0, |(_, v)| *v);
@@ -269,8 +274,8 @@ mod tests {
             max_position_embeddings: 8192,
             tie_word_embeddings: tied,
         };
-        let causal = AttentionConfig { mask: "causal".into(), ..Default::default() };
-        Model::unfilled(config, &causal).unwrap()
+        let causal = ProgramConfig { mask: "causal".into(), ..Default::default() };
+        Model::unfilled(config, &causal.into()).unwrap()
     }
 
     fn llama3_8b() -> Model {

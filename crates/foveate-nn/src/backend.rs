@@ -96,14 +96,20 @@ pub enum Rotation {
     Backward,
 }
 
-/// Attention of one layer in one batch.
-pub struct LayerAttention<'a, B: Blocks> {
+/// The attention program of one layer.
+pub struct LayerProgram<'a, B: Blocks> {
     /// The plan of the batch, without the layer's learned buffers.
     pub plan: &'a B::Plan,
-    /// The packed projection.
-    pub heads: PackedHeads,
     /// Name and shape of each learned buffer.
     pub learned: &'a [(String, LearnedBuffer)],
+}
+
+/// Attention of one layer in one batch.
+pub struct LayerAttention<'a, B: Blocks> {
+    /// What it runs.
+    pub program: &'a LayerProgram<'a, B>,
+    /// The packed projection.
+    pub heads: PackedHeads,
     /// The layer's values of them, one after another.
     pub values: Part<'a, B::Array>,
 }

@@ -21,6 +21,9 @@ pub struct Batch<'a> {
     pub documents: &'a [i32],
     /// Its position in its document, which RoPE rotates by, `[rows, len]`.
     pub positions: &'a [i32],
+    /// Keys that a query sees on average, where it is known: a hint for planners that do not look
+    /// at the documents. It changes no result.
+    pub mean_kv_len: Option<usize>,
 }
 
 /// The loss of a batch.

@@ -225,10 +225,61 @@ impl RopeScaling {
     }
 }
 
-/// The attention program of a model, in text form.
+/// The attention of a model, in text form.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "WrittenAttention", untagged)]
+pub enum AttentionConfig {
+    /// One program for every layer.
+    Uniform(ProgramConfig),
+    /// Several programs.
+    Pattern {
+        /// Names of programs, repeated over the layers: layer `i` runs the one called
+        /// `layers[i % layers.len()]`. As many names as layers give one to each.
+        layers: Vec<String>,
+        /// The programs by name.
+        programs: BTreeMap<String, ProgramConfig>,
+    },
+}
+
+impl Default for AttentionConfig {
+    fn default() -> Self {
+        Self::Uniform(ProgramConfig::default())
+    }
+}
+
+impl From<ProgramConfig> for AttentionConfig {
+    fn from(program: ProgramConfig) -> Self {
+        Self::Uniform(program)
+    }
+}
+
+impl AttentionConfig {
+    /// The programs, with their names where they have one.
+    pub fn programs(&self) -> Vec<(Option<&str>, &ProgramConfig)> {
+        match self {
+            Self::Uniform(program) => vec![(None, program)],
+            Self::Pattern { programs, .. } => {
+                programs.iter().map(|(name, program)| (Some(name.as_str()), program)).collect()
+            }
+        }
+    }
+
+    /// The program of a layer, and its name where it has one.
+    pub fn of_layer(&self, layer: usize) -> (Option<&str>, &ProgramConfig) {
+        match self {
+            Self::Uniform(program) => (None, program),
+            Self::Pattern { layers, programs } => {
+                let name = layers[layer % layers.len()].as_str();
+                (Some(name), &programs[name])
+            }
+        }
+    }
+}
+
+/// What a query sees and what becomes of its scores, in text form.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(from = "WrittenAttention")]
-pub struct AttentionConfig {
+#[serde(deny_unknown_fields, default)]
+pub struct ProgramConfig {
     /// Which keys a query sees, such as `causal & document`. `document` reads the i32 buffer
     /// `doc [rows, len]` that every batch brings.
     pub mask: String,
@@ -253,10 +304,45 @@ struct WrittenAttention {
     learned: BTreeMap<String, LearnedBuffer>,
     buffers: BTreeMap<String, BufferConfig>,
     scalars: BTreeMap<String, ScalarConfig>,
+    layers: Vec<String>,
+    programs: BTreeMap<String, ProgramConfig>,
     /// Of recipes and checkpoints of the first trainer: how a product lay in memory. Nothing that
     /// they hold depends on it.
     #[serde(rename = "qkv_order")]
     _qkv_order: Option<OldQkvOrder>,
+}
+
+impl TryFrom<WrittenAttention> for AttentionConfig {
+    type Error = String;
+
+    fn try_from(written: WrittenAttention) -> Result<Self, String> {
+        let WrittenAttention { mask, score, learned, buffers, scalars, layers, programs, .. } =
+            written;
+        let program = ProgramConfig { mask, score, learned, buffers, scalars };
+        if layers.is_empty() && programs.is_empty() {
+            return Ok(Self::Uniform(program));
+        }
+        if program != ProgramConfig::default() {
+            let message = "a program for all layers stands beside `programs`; give it a name there";
+            return Err(message.to_owned());
+        }
+        if layers.is_empty() {
+            let known: Vec<&str> = programs.keys().map(String::as_str).collect();
+            return Err(format!(
+                "`layers` is missing: names of programs, repeated over the layers, such as {known:?}"
+            ));
+        }
+        if let Some(name) = layers.iter().find(|name| !programs.contains_key(*name)) {
+            let known = programs.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return Err(format!("`layers` names `{name}`; `programs` has {known}"));
+        }
+        if let Some(name) = programs.keys().find(|name| !layers.contains(name)) {
+            return Err(format!(
+                "no layer runs the program `{name}`; name it in `layers`, or remove it"
+            ));
+        }
+        Ok(Self::Pattern { layers, programs })
+    }
 }
 
 #[derive(Deserialize)]
@@ -264,13 +350,6 @@ struct WrittenAttention {
 enum OldQkvOrder {
     Stacked,
     Interleaved,
-}
-
-impl From<WrittenAttention> for AttentionConfig {
-    fn from(written: WrittenAttention) -> Self {
-        let WrittenAttention { mask, score, learned, buffers, scalars, .. } = written;
-        Self { mask, score, learned, buffers, scalars }
-    }
 }
 
 /// A buffer that is trained.

@@ -32,8 +32,8 @@ pub enum NnErrorKind {
     /// Mask or score of an attention program cannot be read.
     #[error("{field}: {error}")]
     Text {
-        /// `attention.mask` or `attention.score`.
-        field: &'static str,
+        /// `attention.mask`, `attention.score`, or those of a named program.
+        field: String,
         /// What is wrong and where.
         error: foveate::ModError,
     },
@@ -65,6 +65,19 @@ impl NnError {
 
     pub(crate) fn config(field: impl Into<String>, reason: impl Into<String>) -> Self {
         NnErrorKind::Config { field: field.into(), reason: reason.into() }.into()
+    }
+
+    /// Of one of several attention programs: puts its name into the field.
+    pub(crate) fn in_program(self, name: &str) -> Self {
+        let named =
+            |field: String| field.replacen("attention.", &format!("attention.programs.{name}."), 1);
+        match *self.kind {
+            NnErrorKind::Config { field, reason } => Self::config(named(field), reason),
+            NnErrorKind::Text { field, error } => {
+                NnErrorKind::Text { field: named(field), error }.into()
+            }
+            kind => kind.into(),
+        }
     }
 
     pub(crate) fn batch(reason: impl Into<String>) -> Self {

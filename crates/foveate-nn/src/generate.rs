@@ -59,7 +59,7 @@ pub struct Generator<'a> {
     sampling: Sampling,
     random: Random,
     capacity: usize,
-    plan: Plan,
+    plans: Vec<Plan>,
     blocks: Cpu,
     workspace: Workspace<Vec<f32>>,
     cache: Cache<Vec<f32>>,
@@ -90,7 +90,7 @@ impl Model {
             sampling,
             random: Random::new(sampling.seed),
             capacity,
-            plan: self.plans.generation(capacity)?,
+            plans: self.plans.generation(capacity)?,
             blocks,
             workspace: Workspace::default(),
             cache,
@@ -191,15 +191,16 @@ impl Generator<'_> {
             labels: &vec![IGNORE; n],
             documents: &vec![0; n],
             positions: &positions,
+            mean_kv_len: None,
         };
         let batch = self.blocks.upload(&batch, &self.table)?;
+        let plans = model.plans.at(&self.plans, position)?;
         let mut step = Step {
             blocks: &mut self.blocks,
             config: &model.config,
             layout: &model.layout,
             weights: &model.weights,
-            plan: &model.plans.at(&self.plan, position)?,
-            learned: model.plans.learned(),
+            programs: &model.plans.of_layers(&plans),
             batch: &batch,
             shape: [1, n],
             cache: Some(&mut self.cache),

@@ -7,7 +7,7 @@
 //! `foveate` straight on the packed projection of queries, keys and values.
 //!
 //! ```
-//! use foveate_nn::{AttentionConfig, Batch, Gradients, Model, ModelConfig, Recompute};
+//! use foveate_nn::{Batch, Gradients, Model, ModelConfig, ProgramConfig, Recompute};
 //!
 //! let config = ModelConfig {
 //!     vocab_size: 256,
@@ -24,8 +24,8 @@
 //!     max_position_embeddings: 8,
 //!     tie_word_embeddings: true,
 //! };
-//! let attention = AttentionConfig { mask: "causal & document".into(), ..Default::default() };
-//! let model = Model::new(config, &attention, 1)?;
+//! let attention = ProgramConfig { mask: "causal & document".into(), ..Default::default() };
+//! let model = Model::new(config, &attention.into(), 1)?;
 //!
 //! // One packed row of two documents; no label crosses from one into the other.
 //! let batch = Batch {
@@ -35,6 +35,7 @@
 //!     labels: &[2, 3, foveate_nn::IGNORE, 5, 6, foveate_nn::IGNORE],
 //!     documents: &[0, 0, 0, 1, 1, 1],
 //!     positions: &[0, 1, 2, 0, 1, 2],
+//!     mean_kv_len: Some(2),
 //! };
 //! let mut gradients = Gradients::zeros(&model);
 //! let loss = model.forward_backward(&batch, &mut gradients, Recompute::None)?;
@@ -66,12 +67,13 @@ mod tests;
 
 pub use account::{Account, FlopCount, MemoryEstimate, Pass};
 pub use backend::{
-    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
+    Rotation, Sums,
 };
 pub use batch::{Batch, IGNORE, LossSum};
 pub use config::{
-    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, RopePairing,
-    RopeScaling, ScalarConfig,
+    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, ProgramConfig,
+    RopePairing, RopeScaling, ScalarConfig,
 };
 pub use cpu::{Cpu, CpuBatch};
 pub use dry::{Dry, DryArray, Launch, NotedArray};

@@ -9,7 +9,7 @@ use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
 use crate::parameters::{Layout, Parameter};
-use crate::program::{AttentionProgram, Plans};
+use crate::program::{AttentionProgram, Programs};
 use crate::rope::RopeTable;
 use crate::step::Step;
 use crate::tape::{Recompute, Workspace};
@@ -18,7 +18,7 @@ use crate::tape::{Recompute, Workspace};
 #[derive(Debug)]
 pub struct Model {
     pub(crate) config: ModelConfig,
-    pub(crate) plans: Plans,
+    pub(crate) plans: Programs,
     pub(crate) layout: Layout,
     /// All parameters; empty before the first one is given values.
     pub(crate) weights: Vec<f32>,
@@ -84,7 +84,9 @@ impl Model {
         program: &AttentionProgram,
         seed: u64,
     ) -> Result<Self, NnError> {
-        let mut model = Self::unfilled_with_program(config, program)?;
+        config.validate()?;
+        let plans = Programs::uniform(program, &config)?;
+        let mut model = Self::of(config, plans);
         model.draw_missing(seed);
         Ok(model)
     }
@@ -97,20 +99,15 @@ impl Model {
     /// Those of [`Model::new`].
     pub fn unfilled(config: ModelConfig, attention: &AttentionConfig) -> Result<Self, NnError> {
         config.validate()?;
-        let program = AttentionProgram::parse(attention, config.num_attention_heads)?;
-        Self::unfilled_with_program(config, &program)
+        let plans = Programs::parse(attention, &config)?;
+        Ok(Self::of(config, plans))
     }
 
-    fn unfilled_with_program(
-        config: ModelConfig,
-        program: &AttentionProgram,
-    ) -> Result<Self, NnError> {
-        config.validate()?;
-        let plans = Plans::new(program, &config)?;
-        let layout = Layout::new(&config, &program.learned);
+    fn of(config: ModelConfig, plans: Programs) -> Self {
+        let layout = Layout::new(&config, &plans.learned());
         let filled = vec![false; layout.parameters().len()];
         let running = Mutex::default();
-        Ok(Self { config, plans, layout, weights: Vec::new(), filled, running })
+        Self { config, plans, layout, weights: Vec::new(), filled, running }
     }
 
     /// Gives every parameter without values the first values that [`Model::new`] gives it.
@@ -234,7 +231,7 @@ impl Model {
         batch.validate(&self.config)?;
         self.check_parameters()?;
         let shape = [batch.rows, batch.len];
-        let plan = self.plans.training(shape, batch.documents)?;
+        let plans = self.plans.training(shape, batch.documents, batch.mean_kv_len)?;
         // A step that panicked leaves arrays of odd sizes, which the next one fits again.
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let Running { blocks, workspace, table } = &mut *running;
@@ -247,8 +244,7 @@ impl Model {
             config: &self.config,
             layout: &self.layout,
             weights: &self.weights,
-            plan: &plan,
-            learned: self.plans.learned(),
+            programs: &self.plans.of_layers(&plans),
             batch: &uploaded,
             shape,
             cache: None,
@@ -258,7 +254,7 @@ impl Model {
         Ok(LossSum {
             sum_nats: sums.nats,
             tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
-            live_pairs: if backward { self.plans.live_pairs(&plan) } else { None },
+            live_pairs: if backward { self.plans.live_pairs(&plans) } else { None },
             attention_seconds: sums.attention_seconds,
             linear_seconds: sums.linear_seconds,
             loss_seconds: sums.loss_seconds,

@@ -77,8 +77,9 @@ struct Start {
 }
 
 impl Layout {
-    /// The layout of a model whose layers have these learned attention buffers, by name.
-    pub fn new(config: &ModelConfig, learned: &[(String, LearnedBuffer)]) -> Self {
+    /// The layout of a model of these sizes; `learned` has the learned attention buffers of each
+    /// layer, by name.
+    pub fn new(config: &ModelConfig, learned: &[&[(String, LearnedBuffer)]]) -> Self {
         let (hidden, wide) = (config.hidden_size, config.intermediate_size);
         let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
         let weight = Start { mean: 0.0, std: INIT_STD };
@@ -104,7 +105,9 @@ impl Layout {
             let gate_up = gate.start..up.end;
             let down = all.add(name("mlp.down_proj.weight"), vec![hidden, wide], output);
             let first = all.align();
-            for (buffer, LearnedBuffer { shape, init, std }) in learned {
+            for (buffer, LearnedBuffer { shape, init, std }) in
+                learned.get(layer).copied().unwrap_or_default()
+            {
                 let start = Start { mean: *init, std: *std };
                 all.append(name(&format!("self_attn.{buffer}")), shape.clone(), start);
             }

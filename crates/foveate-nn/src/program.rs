@@ -13,7 +13,10 @@ use foveate::{
     ScalarValue, ScoreMod,
 };
 
-use crate::config::{AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, ScalarConfig};
+use crate::backend::{Blocks, LayerProgram};
+use crate::config::{
+    AttentionConfig, BufferValues, LearnedBuffer, ModelConfig, ProgramConfig, ScalarConfig,
+};
 use crate::error::{NnError, NnErrorKind};
 
 /// The buffer of document ids, `[rows, len]` i32, that every batch brings.
@@ -38,7 +41,7 @@ impl AttentionProgram {
     /// # Errors
     /// When mask or score cannot be read (with the place), or a buffer's shape does not hold
     /// its values.
-    pub fn parse(config: &AttentionConfig, heads: usize) -> Result<Self, NnError> {
+    pub fn parse(config: &ProgramConfig, heads: usize) -> Result<Self, NnError> {
         let doc = AnyBuffer::new(DOCUMENTS, &[1, 1], BufferData::I32(vec![0]), false)?;
         let mut names = Names::new().heads(heads).buffer(&doc);
         for (name, buffer) in &config.buffers {
@@ -139,8 +142,9 @@ impl AttentionProgram {
 #[derive(Debug)]
 pub(crate) struct Plans {
     attention: Attention,
-    /// The plan of training and the shape `[rows, len]` it was made for, the last one asked for.
-    train: Mutex<([usize; 2], Plan)>,
+    /// The plan of training, the shape `[rows, len]` and the `mean_kv_len` it was made for, the last
+    /// ones asked for.
+    train: Mutex<([usize; 2], Option<usize>, Plan)>,
     generate: Plan,
     /// The learned buffers of a layer.
     learned: Vec<(String, LearnedBuffer)>,
@@ -174,7 +178,7 @@ impl Plans {
         let cached = attention.clone().positions(Positions::offset(0), Positions::Rows);
         Ok(Self {
             attention,
-            train: Mutex::new((shape, train)),
+            train: Mutex::new((shape, None, train)),
             generate: cached.plan(&problem(heads, shape)?.forward_only(), &device)?,
             learned: program.learned.clone(),
             reads_documents: program.captures().any(|b| b.name() == DOCUMENTS),
@@ -204,14 +208,26 @@ impl Plans {
 
     /// The plan of a batch whose documents are `[rows, len]`, without the learned buffers of a layer.
     /// Batches of one shape share the block masks that do not depend on the documents.
-    pub fn training(&self, shape: [usize; 2], documents: &[i32]) -> Result<Plan, NnError> {
+    /// `mean_kv_len` tells the planner how many keys a query sees where it does not look at the
+    /// documents; it is rounded up to a power of two, so that few plans are made.
+    pub fn training(
+        &self,
+        shape: [usize; 2],
+        documents: &[i32],
+        mean_kv_len: Option<usize>,
+    ) -> Result<Plan, NnError> {
+        let keys = mean_kv_len.filter(|_| self.reads_documents).map(usize::next_power_of_two);
         // A plan is replaced as a whole, so one that a panic left behind is sound.
         let mut train = self.train.lock().unwrap_or_else(PoisonError::into_inner);
-        if train.0 != shape {
-            let plan = self.attention.clone().plan(&problem(self.heads, shape)?, &Device::cpu())?;
-            *train = (shape, plan);
+        if (train.0, train.1) != (shape, keys) {
+            let mut attention = self.attention.clone();
+            if let Some(keys) = keys {
+                attention = attention.mean_kv_len(keys);
+            }
+            let plan = attention.plan(&problem(self.heads, shape)?, &Device::cpu())?;
+            *train = (shape, keys, plan);
         }
-        self.documents(&train.1, shape, documents)
+        self.documents(&train.2, shape, documents)
     }
 
     /// Pairs of query and key that the mask lets through in the batch that `plan` was made for by
@@ -222,13 +238,13 @@ impl Plans {
         Some(described.tiling.live_pairs as f64 / self.heads[0] as f64)
     }
 
-    /// Bytes that attention takes besides its operands in a batch of one document a row.
-    pub fn workspace_bytes(&self, [rows, len]: [usize; 2]) -> Result<u64, NnError> {
-        let plan = self.training([rows, len], &vec![0; rows * len])?;
-        let Some(cpu) = plan.cpu() else { return Ok(0) };
+    /// Bytes of the workspace and of the block masks in a batch of one document a row.
+    fn workspace_bytes(&self, [rows, len]: [usize; 2]) -> Result<[u64; 2], NnError> {
+        let plan = self.training([rows, len], &vec![0; rows * len], None)?;
+        let Some(cpu) = plan.cpu() else { return Ok([0; 2]) };
         let described = cpu.describe(plan.problem().arrangement());
         let workspace = described.forward_bytes.max(described.backward_bytes) as u64;
-        Ok(workspace + described.tiling.block_mask_bytes)
+        Ok([workspace, described.tiling.block_mask_bytes])
     }
 
     /// The plan for a cache of `capacity` positions that hold one document, without the learned
@@ -246,7 +262,97 @@ impl Plans {
     }
 }
 
+/// The programs of a model, and which layer runs which.
+#[derive(Debug)]
+pub(crate) struct Programs {
+    all: Vec<Plans>,
+    of_layer: Vec<usize>,
+}
+
+impl Programs {
+    /// One program for all layers.
+    pub fn uniform(program: &AttentionProgram, config: &ModelConfig) -> Result<Self, NnError> {
+        let all = vec![Plans::new(program, config)?];
+        Ok(Self { all, of_layer: vec![0; config.num_hidden_layers] })
+    }
+
+    /// Those that a configuration describes.
+    pub fn parse(attention: &AttentionConfig, config: &ModelConfig) -> Result<Self, NnError> {
+        let heads = config.num_attention_heads;
+        let AttentionConfig::Pattern { layers, programs } = attention else {
+            let program = AttentionProgram::parse(attention.of_layer(0).1, heads)?;
+            return Self::uniform(&program, config);
+        };
+        if layers.len() > config.num_hidden_layers {
+            let (names, count) = (layers.len(), config.num_hidden_layers);
+            let reason = format!("names {names} programs; num_hidden_layers is {count}");
+            return Err(NnError::config("attention.layers", reason));
+        }
+        let plans = |(name, program): (&String, &ProgramConfig)| {
+            let planned =
+                AttentionProgram::parse(program, heads).and_then(|p| Plans::new(&p, config));
+            planned.map_err(|e| e.in_program(name))
+        };
+        let all = programs.iter().map(plans).collect::<Result<_, _>>()?;
+        let index = |name: &String| programs.keys().position(|known| known == name);
+        let of_layer = layers.iter().cycle().take(config.num_hidden_layers);
+        let of_layer = of_layer.map(|name| index(name).expect("a layer names a program"));
+        Ok(Self { all, of_layer: of_layer.collect() })
+    }
+
+    /// The learned buffers of every layer.
+    pub fn learned(&self) -> Vec<&[(String, LearnedBuffer)]> {
+        self.of_layer.iter().map(|&program| self.all[program].learned()).collect()
+    }
+
+    /// What each layer runs, of plans that there are one for each program of.
+    pub fn of_layers<'a, B: Blocks>(&'a self, plans: &'a [B::Plan]) -> Vec<LayerProgram<'a, B>> {
+        let layer = |&i: &usize| LayerProgram { plan: &plans[i], learned: self.all[i].learned() };
+        self.of_layer.iter().map(layer).collect()
+    }
+
+    /// [`Plans::training`] of each program.
+    pub fn training(
+        &self,
+        shape: [usize; 2],
+        documents: &[i32],
+        mean_kv_len: Option<usize>,
+    ) -> Result<Vec<Plan>, NnError> {
+        self.all.iter().map(|plans| plans.training(shape, documents, mean_kv_len)).collect()
+    }
+
+    /// [`Plans::generation`] of each program.
+    pub fn generation(&self, capacity: usize) -> Result<Vec<Plan>, NnError> {
+        self.all.iter().map(|plans| plans.generation(capacity)).collect()
+    }
+
+    /// [`Plans::at`] of each program.
+    pub fn at(&self, plans: &[Plan], position: usize) -> Result<Vec<Plan>, NnError> {
+        self.all.iter().zip(plans).map(|(own, plan)| own.at(plan, position)).collect()
+    }
+
+    /// [`Plans::live_pairs`] in the mean of the layers.
+    pub fn live_pairs(&self, plans: &[Plan]) -> Option<f64> {
+        let each: Option<Vec<f64>> =
+            self.all.iter().zip(plans).map(|(own, plan)| own.live_pairs(plan)).collect();
+        let each = each?;
+        let sum: f64 = self.of_layer.iter().map(|&program| each[program]).sum();
+        Some(sum / self.of_layer.len() as f64)
+    }
+
+    /// Bytes that attention takes besides its operands in a batch of one document a row: the
+    /// largest workspace, and the block masks of all programs.
+    pub fn workspace_bytes(&self, shape: [usize; 2]) -> Result<u64, NnError> {
+        let (mut workspace, mut masks) = (0, 0);
+        for plans in &self.all {
+            let [own, mask] = plans.workspace_bytes(shape)?;
+            (workspace, masks) = (own.max(workspace), masks + mask);
+        }
+        Ok(workspace + masks)
+    }
+}
+
 /// Puts the field of the configuration before an error of a mask or score.
 fn in_field(field: &'static str) -> impl Fn(ModError) -> NnError {
-    move |error| NnErrorKind::Text { field, error }.into()
+    move |error| NnErrorKind::Text { field: field.to_owned(), error }.into()
 }

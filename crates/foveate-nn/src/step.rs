@@ -11,9 +11,10 @@ use std::ops::Range;
 use foveate::DType;
 
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation,
+    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
+    Rotation,
 };
-use crate::config::{LearnedBuffer, ModelConfig};
+use crate::config::ModelConfig;
 use crate::error::NnError;
 use crate::parameters::{LayerPlaces, Layout};
 use crate::tape::{Recompute, Workspace};
@@ -25,10 +26,8 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub layout: &'a Layout,
     /// All parameters.
     pub weights: &'a B::Array,
-    /// Attention, bound to the documents of the batch.
-    pub plan: &'a B::Plan,
-    /// The learned buffers of every layer.
-    pub learned: &'a [(String, LearnedBuffer)],
+    /// What each layer runs, bound to the documents of the batch.
+    pub programs: &'a [LayerProgram<'a, B>],
     pub batch: &'a B::Batch,
     /// Rows of the batch and tokens of a row.
     pub shape: [usize; 2],
@@ -274,7 +273,7 @@ impl<'a, B: Blocks> Step<'a, B> {
 
     fn attention(&self, layer: usize) -> LayerAttention<'a, B> {
         let values = self.part(&self.places(layer).learned);
-        LayerAttention { plan: self.plan, heads: self.heads(), learned: self.learned, values }
+        LayerAttention { program: &self.programs[layer], heads: self.heads(), values }
     }
 
     fn tokens(&self) -> usize {

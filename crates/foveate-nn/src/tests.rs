@@ -1,8 +1,8 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, Recompute,
-    Sampling,
+    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, ProgramConfig,
+    Recompute, Sampling,
 };
 use foveate::tensor::random::Random;
 
@@ -26,12 +26,29 @@ pub(crate) fn tiny(tied: bool) -> ModelConfig {
 }
 
 pub(crate) fn attention() -> AttentionConfig {
+    program().into()
+}
+
+fn program() -> ProgramConfig {
     let bias = LearnedBuffer { shape: vec![4, 4], init: 0.1, std: 0.5 };
-    AttentionConfig {
+    ProgramConfig {
         mask: "causal & document".into(),
         score: Some("3 * tanh((score + bias[h, max(min(q - kv, 3), 0)]) / 3)".into()),
         learned: [("bias".to_owned(), bias)].into(),
-        ..AttentionConfig::default()
+        ..ProgramConfig::default()
+    }
+}
+
+/// A window without a bias in the first layer, a bias in the second.
+fn pattern() -> AttentionConfig {
+    let window = ProgramConfig {
+        mask: "causal & document & window(4, 0)".into(),
+        score: Some("softcap(5)".into()),
+        ..Default::default()
+    };
+    AttentionConfig::Pattern {
+        layers: vec!["local".into(), "global".into()],
+        programs: [("local".to_owned(), window), ("global".to_owned(), program())].into(),
     }
 }
 
@@ -82,6 +99,7 @@ impl Text {
             labels: &self.labels,
             documents: &self.documents,
             positions: &self.positions,
+            mean_kv_len: None,
         }
     }
 
@@ -111,8 +129,10 @@ fn close(a: &[f32], b: &[f32], tolerance: f32, what: &str) {
 
 #[test]
 fn every_gradient_of_the_model_is_its_central_difference() {
-    for (tied, seed) in [(true, 1), (false, 2)] {
-        let mut model = model(tiny(tied), &attention(), seed);
+    for (tied, seed, attention) in
+        [(true, 1, attention()), (false, 2, attention()), (true, 3, pattern())]
+    {
+        let mut model = model(tiny(tied), &attention, seed);
         let text = Text::new(&[5, 1, 3, 5], 10 + seed);
         let batch = text.batch(2);
         let (_, gradients) = gradients(&model, &batch, Recompute::None);
@@ -179,19 +199,24 @@ fn packed_documents_train_as_separate_documents() {
 
 #[test]
 fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_run() {
-    let model = model(tiny(false), &attention(), 4);
-    let text = Text::new(&[40, 21, 60, 3, 2], 40);
-    let batch = text.batch(3);
-    let wanted = gradients(&model, &batch, Recompute::None);
-    for threads in [1, 2, 3] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
-            let found = pool.install(|| gradients(&model, &batch, recompute));
-            assert_eq!(found, wanted, "{recompute:?} on {threads} threads");
+    for attention in [attention(), pattern()] {
+        let model = model(tiny(false), &attention, 4);
+        let text = Text::new(&[40, 21, 60, 3, 2], 40);
+        let batch = text.batch(3);
+        let wanted = gradients(&model, &batch, Recompute::None);
+        for threads in [1, 2, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
+                let found = pool.install(|| gradients(&model, &batch, recompute));
+                assert_eq!(found, wanted, "{recompute:?} on {threads} threads");
+            }
         }
+        let loss = model.loss(&batch).unwrap();
+        assert_eq!(loss.sum_nats, wanted.0);
+        // A hint to the planner changes nothing.
+        let told = Batch { mean_kv_len: Some(9), ..batch };
+        assert_eq!(gradients(&model, &told, Recompute::None), wanted);
     }
-    let loss = model.loss(&batch).unwrap();
-    assert_eq!(loss.sum_nats, wanted.0);
 }
 
 #[test]
@@ -229,7 +254,12 @@ fn parameters_lie_packed_in_groups_that_fill_one_array() {
 
 #[test]
 fn a_cache_fed_in_pieces_gives_the_logits_of_the_whole_text() {
-    let model = model(tiny(false), &attention(), 5);
+    for attention in [attention(), pattern()] {
+        a_cache_gives_the_logits_of_the_whole_text(&model(tiny(false), &attention, 5));
+    }
+}
+
+fn a_cache_gives_the_logits_of_the_whole_text(model: &Model) {
     let text = Text::new(&[19], 50);
     let sampling = Sampling::default();
     let mut whole = model.generator(19, sampling).unwrap();
@@ -267,12 +297,11 @@ fn bad_sizes_batches_and_programs_are_refused_with_the_place() {
     assert!(fails(&|c| c.head_dim = Some(5)).starts_with("head_dim: is 5"));
     assert!(fails(&|c| c.head_dim = None).starts_with("hidden_size: is 10"));
     assert!(fails(&|c| c.vocab_size = 0).starts_with("vocab_size: is 0"));
-    let typo = AttentionConfig { mask: "causal & documnet".into(), ..AttentionConfig::default() };
-    let error = Model::new(tiny(true), &typo, 0).unwrap_err().to_string();
+    let typo = ProgramConfig { mask: "causal & documnet".into(), ..Default::default() };
+    let error = Model::new(tiny(true), &typo.into(), 0).unwrap_err().to_string();
     assert!(error.contains("documnet") && error.contains("column 10"), "{error}");
-    let mut unused = attention();
-    unused.score = None;
-    let error = Model::new(tiny(true), &unused, 0).unwrap_err().to_string();
+    let unused = ProgramConfig { score: None, ..program() };
+    let error = Model::new(tiny(true), &unused.into(), 0).unwrap_err().to_string();
     assert!(error.contains("attention.learned.bias"), "{error}");
 
     let model = Model::new(tiny(true), &attention(), 0).unwrap();
@@ -312,8 +341,49 @@ fn a_model_that_is_read_draws_only_what_is_missing() {
 }
 
 #[test]
+fn each_layer_runs_the_program_that_the_pattern_gives_it() {
+    let AttentionConfig::Pattern { programs, .. } = pattern() else { unreachable!() };
+    let of = |layers: &[&str]| {
+        let layers: Vec<String> = layers.iter().map(|&name| name.to_owned()).collect();
+        let programs = programs.clone().into_iter().filter(|(name, _)| layers.contains(name));
+        AttentionConfig::Pattern { programs: programs.collect(), layers }
+    };
+    let text = Text::new(&[9, 14, 1], 70);
+    let batch = text.batch(2);
+    let run = |attention: &AttentionConfig| {
+        let mut config = tiny(true);
+        config.num_hidden_layers = 4;
+        let model = model(config, attention, 7);
+        let learned: Vec<String> = model.parameters().iter().map(|p| p.name.clone()).collect();
+        let learned: Vec<String> = learned.into_iter().filter(|n| n.ends_with("bias")).collect();
+        let mut gradients = Gradients::zeros(&model);
+        let loss = model.forward_backward(&batch, &mut gradients, Recompute::Full).unwrap();
+        (loss.sum_nats, loss.live_pairs.unwrap(), learned)
+    };
+    let (loss, pairs, learned) = run(&of(&["local", "global"]));
+    let bias = |layer: usize| format!("model.layers.{layer}.self_attn.bias");
+    assert_eq!(learned, [bias(1), bias(3)]);
+    // Repeated, or a name for each layer.
+    let each = run(&of(&["local", "global", "local", "global"]));
+    assert_eq!((loss, pairs, learned), each);
+    let [local, global] =
+        ["local", "global"].map(|name| run(&AttentionConfig::Uniform(programs[name].clone())));
+    assert_eq!(run(&of(&["global"])), global);
+    assert!(pairs == (local.1 + global.1) / 2.0 && local.1 < global.1, "in the mean of the layers");
+    assert!(loss != local.0 && loss != global.0);
+    let more = Model::new(tiny(true), &of(&["local", "global", "local"]), 1).unwrap_err();
+    assert_eq!(more.to_string(), "attention.layers: names 3 programs; num_hidden_layers is 2");
+    let mut wrong = programs.clone();
+    wrong.get_mut("local").unwrap().mask = "causl".into();
+    let layers = vec!["local".into(), "global".into()];
+    let wrong = AttentionConfig::Pattern { layers, programs: wrong };
+    let told = Model::new(tiny(true), &wrong, 1).unwrap_err().to_string();
+    assert!(told.starts_with("attention.programs.local.mask: there is no `causl`"), "{told}");
+}
+
+#[test]
 fn live_pairs_are_those_that_the_mask_lets_through() {
-    let window = |mask: &str| AttentionConfig { mask: mask.into(), ..Default::default() };
+    let window = |mask: &str| ProgramConfig { mask: mask.into(), ..Default::default() }.into();
     let lengths = [70, 3, 61, 1, 60, 5, 130, 10];
     let text = Text::new(&lengths, 8);
     let documents: u64 = lengths.iter().map(|&n| n as u64 * (n as u64 + 1) / 2).sum();

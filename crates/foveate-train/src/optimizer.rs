@@ -247,7 +247,8 @@ mod tests {
              num_attention_heads = 4",
         )
         .unwrap();
-        let layout = Layout::new(&config, &[("bias".to_owned(), bias)]);
+        let learned = [("bias".to_owned(), bias)];
+        let layout = Layout::new(&config, &[&learned, &learned]);
         let spans = Span::of(&layout);
         assert!(spans.windows(2).all(|w| w[0].place.end <= w[1].place.start));
         for p in layout.parameters() {

@@ -72,6 +72,13 @@ impl Packed {
         self.documents.iter().filter(|&&document| document < 0).count()
     }
 
+    /// Keys of its own document, itself among them, that a query has not behind it, on average
+    /// and rounded up; none where there are no rows.
+    pub fn mean_kv_len(&self) -> Option<usize> {
+        let keys: usize = self.positions.iter().map(|&position| position as usize + 1).sum();
+        Some(keys.div_ceil(self.positions.len().max(1))).filter(|&keys| keys > 0)
+    }
+
     /// The first `rows` rows, and of each the first `len` tokens.
     fn cut(self, rows: usize, len: usize) -> Self {
         fn cut<T: Copy>(cells: &[T], width: usize, rows: usize, len: usize) -> Vec<T> {
@@ -308,6 +315,14 @@ impl<'a> Packer<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_query_sees_what_is_before_it_in_its_piece() {
+        let mut packed = Packed::with_rows(2, 4);
+        packed.positions = vec![0, 1, 2, 0, 0, 0, 0, 1];
+        // 6 + 1 and 1 + 1 + 3 keys, of 8 queries.
+        assert_eq!(packed.mean_kv_len(), Some(2));
+    }
     use crate::corpus::Sources;
     use crate::tokens::Tokenizer;
 

@@ -554,6 +554,32 @@ steps = 10
     }
 
     #[test]
+    fn programs_have_names_and_layers_name_them() {
+        let section = |text: &str| TEXT.replace("mask = \"causal & document\"", text);
+        let programs = "[attention.programs.local]\nmask = \"causal & window(64, 0)\"\n\
+                        [attention.programs.global]\nmask = \"causal\"";
+        let text = section(&format!("layers = [\"local\", \"global\"]\n{programs}"));
+        let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap();
+        let attention = recipe.attention.clone().unwrap();
+        assert_eq!(attention.of_layer(3).0, Some("global"));
+        assert_eq!(attention.of_layer(2).1.mask, "causal & window(64, 0)");
+        let again = Recipe::parse(&recipe.to_toml().unwrap(), "r.toml", &[]).unwrap();
+        assert_eq!(again.attention, Some(attention));
+        for (layers, said) in [
+            ("", "`layers` is missing"),
+            (
+                "layers = [\"local\", \"globl\"]",
+                "`layers` names `globl`; `programs` has global, local",
+            ),
+            ("layers = [\"local\"]", "no layer runs the program `global`"),
+            ("mask = \"causal\"\nlayers = [\"local\"]", "stands beside `programs`"),
+        ] {
+            let error = told(&section(&format!("{layers}\n{programs}")), &[]);
+            assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
     fn a_resolved_recipe_reads_back_as_itself() {
         let recipe = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
         let again = Recipe::parse(&recipe.to_toml().unwrap(), "again", &[]).unwrap();

@@ -512,6 +512,7 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
         labels: &packed.labels,
         documents: &packed.documents,
         positions: &packed.positions,
+        mean_kv_len: packed.mean_kv_len(),
     }
 }
 

@@ -28,8 +28,8 @@ struct Budget {
     flops: FlopCount,
     /// What one batch runs.
     step: Account,
-    /// Of one layer.
-    attention: Explanation,
+    /// Of one layer by program, which has a name where there are several.
+    attention: Vec<(Option<String>, Explanation)>,
 }
 
 /// Prints parameters, memory, operations and the attention plan of one layer.
@@ -59,8 +59,6 @@ pub fn run(
     let attention = recipe.attention.clone().or_else(|| from.map(|f| f.attention));
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
-    let heads = config.num_attention_heads;
-    let program = AttentionProgram::parse(&attention, heads).map_err(|e| wrong(e.to_string()))?;
 
     let chosen: Recompute = recipe.train.recompute.into();
     let modes =
@@ -73,6 +71,13 @@ pub fn run(
         estimate.process += tokenizer_bytes;
         memory.push((name, mode == chosen, estimate));
     }
+    let mut layers = Vec::new();
+    for (name, program) in attention.programs() {
+        let program = AttentionProgram::parse(program, config.num_attention_heads);
+        let program = program.map_err(|e| wrong(e.to_string()))?;
+        let plan = layer(&config, &program, rows, len, limits)?;
+        layers.push((name.map(str::to_owned), plan.explain()));
+    }
     let budget = Budget {
         parameters,
         rows,
@@ -80,7 +85,7 @@ pub fn run(
         memory,
         flops: config.flops_per_token(len as f64),
         step: model.dry_run(rows, len, Pass::Training(chosen))?,
-        attention: layer(&config, &program, rows, len, limits)?.explain(),
+        attention: layers,
     };
     if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }
 }
@@ -129,6 +134,14 @@ impl Budget {
         };
         let memory: serde_json::Map<_, _> =
             self.memory.iter().map(|(name, _, m)| ((*name).to_owned(), parts(m))).collect();
+        let attention = match &self.attention[..] {
+            [(None, explanation)] => json!(explanation),
+            all => {
+                let named =
+                    all.iter().map(|(name, e)| (name.clone().unwrap_or_default(), json!(e)));
+                serde_json::Value::Object(named.collect())
+            }
+        };
         json!({
             "parameters": self.parameters,
             "memory_bytes": memory,
@@ -139,7 +152,7 @@ impl Budget {
                 "bytes_moved": self.step.bytes_moved(),
                 "activation_bytes_at_once": self.step.needed_bytes(),
             },
-            "attention": self.attention,
+            "attention": attention,
         })
     }
 
@@ -178,7 +191,11 @@ impl Budget {
             bytes(step.bytes_moved()),
             bytes(step.needed_bytes() as f64)
         ))?;
-        out.line("\nattention of one layer, one document a row:")?;
-        Ok(out.text(attention)?)
+        for (name, explanation) in attention {
+            let program = name.as_ref().map_or(String::new(), |n| format!(" of the program `{n}`"));
+            out.line(format!("\nattention of one layer{program}, one document a row:"))?;
+            out.text(explanation)?;
+        }
+        Ok(())
     }
 }

@@ -112,7 +112,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         let message = format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
         return Err(Failure::usage(message).help("give fewer --rows"));
     }
-    let mask = mask(args, &recipe, &config, [batch, len])?;
+    let masks = masks(args, &recipe, &config, [batch, len])?;
     let whole = Whole {
         batch,
         heads: config.num_attention_heads,
@@ -121,8 +121,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         kv_len: len,
     };
     let began = Instant::now();
-    let layers = LayerMask { mask, layers: config.num_hidden_layers as u64 };
-    let planes = Planes::new(whole, &[layers], Tile { q: 128, kv: 128 }).map_err(refused)?;
+    let planes = Planes::new(whole, &masks, Tile { q: 128, kv: 128 }).map_err(refused)?;
     let shape = shape(&config, &map, &whole)?;
     let options = PlanOptions { strategy: args.strategy, chunk: args.chunk };
     let plan = ShardPlan::new(&map, &planes, &shape, options).map_err(refused)?;
@@ -167,25 +166,44 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The mask of the recipe, with the documents of its rows.
-fn mask(
+/// The masks of the recipe, with the documents of its rows, and how many layers each has.
+fn masks(
     args: &Args,
     recipe: &Recipe,
     config: &ModelConfig,
-    [batch, len]: [usize; 2],
-) -> Result<Option<MaskMod>, Failure> {
+    shape: [usize; 2],
+) -> Result<Vec<LayerMask>, Failure> {
     let attention = recipe.attention.clone().unwrap_or_default();
-    let program = AttentionProgram::parse(&attention, config.num_attention_heads);
-    let program = program.map_err(|e| Failure::usage(e.to_string()))?;
-    let total = args.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
-    let Some(mask) = program.mask else { return Ok(None) };
-    if !mask.program().graph().buffers().iter().any(|b| b.name() == "doc") {
-        if total > 0 {
-            let message = "--doc-lens: the mask of the recipe reads no documents";
-            return Err(Failure::usage(message).help("leave it out, or write `& document`"));
+    let mut masks = Vec::new();
+    let mut documents = false;
+    for (name, program) in attention.programs() {
+        let program = AttentionProgram::parse(program, config.num_attention_heads);
+        let mut mask = program.map_err(|e| Failure::usage(e.to_string()))?.mask;
+        let reads = |mask: &&mut MaskMod| {
+            mask.program().graph().buffers().iter().any(|b| b.name() == "doc")
+        };
+        if let Some(mask) = mask.as_mut().filter(reads) {
+            *mask = with_documents(args, mask, shape)?;
+            documents = true;
         }
-        return Ok(Some(mask));
+        let runs = |&layer: &usize| attention.of_layer(layer).0 == name;
+        let layers = (0..config.num_hidden_layers).filter(runs).count() as u64;
+        masks.push(LayerMask { mask, layers });
     }
+    if !documents && args.doc_lens.iter().any(|&tokens| tokens > 0) {
+        let message = "--doc-lens: the mask of the recipe reads no documents";
+        return Err(Failure::usage(message).help("leave it out, or write `& document`"));
+    }
+    Ok(masks)
+}
+
+/// A mask that reads documents, with those of every row.
+fn with_documents(
+    args: &Args,
+    mask: &MaskMod,
+    [batch, len]: [usize; 2],
+) -> Result<MaskMod, Failure> {
+    let total = args.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
     if total > 0 && total < len {
         let message = format!("--doc-lens: the documents have {total} tokens, a row has {len}");
         return Err(Failure::usage(message).help("give lengths that fill a row"));
@@ -198,8 +216,8 @@ fn mask(
     let ids = BufferData::I32(row.repeat(batch));
     let ids = AnyBuffer::new("doc", &[batch, len], ids, false);
     let ids = ids.map_err(|e| Failure::usage(e.to_string()))?;
-    let bound = mask.map(|program| program.rebind(&ids));
-    Ok(Some(bound.map_err(|e| Failure::usage(e.to_string()))?))
+    let bound = mask.clone().map(|program| program.rebind(&ids));
+    bound.map_err(|e| Failure::usage(e.to_string()))
 }
 
 /// Shapes of the model, with the parameter groups of the first rank of `tensor`.

@@ -41,8 +41,8 @@ fn lse_layout(p: PackedHeads) -> Layout<3> {
 
 /// The plan with the layer's learned buffers.
 fn bound(layer: &LayerAttention<'_, Cpu>) -> Result<Plan, NnError> {
-    let (mut plan, mut values) = (layer.plan.clone(), layer.values.values());
-    for (name, LearnedBuffer { shape, .. }) in layer.learned {
+    let (mut plan, mut values) = (layer.program.plan.clone(), layer.values.values());
+    for (name, LearnedBuffer { shape, .. }) in layer.program.learned {
         let (own, rest) = values.split_at(shape.iter().product());
         plan = plan.rebind(&AnyBuffer::new(name, shape, BufferData::F32(own.to_vec()), true)?)?;
         values = rest;
@@ -113,8 +113,8 @@ pub(super) fn backward(
     // alone, those of learned buffers are sums over batches: they are small, so they are added.
     let mut found = vec![0.0; d_learned.len()];
     let mut rest = found.as_mut_slice();
-    let mut d_captures = Vec::with_capacity(layer.learned.len());
-    for (name, LearnedBuffer { shape, .. }) in layer.learned {
+    let mut d_captures = Vec::with_capacity(layer.program.learned.len());
+    for (name, LearnedBuffer { shape, .. }) in layer.program.learned {
         let (own, others) = rest.split_at_mut(shape.iter().product());
         d_captures.push(CaptureGrad { name, into: own.into() });
         rest = others;

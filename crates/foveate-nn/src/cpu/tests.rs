@@ -26,8 +26,15 @@ fn whole_mut(array: &mut Vec<f32>) -> PartMut<'_, Vec<f32>> {
 /// One row on the device.
 fn uploaded(tokens: &[u32], labels: &[i32], positions: &[i32], table: RopeTable) -> CpuBatch {
     let documents = vec![0; tokens.len()];
-    let batch =
-        Batch { rows: 1, len: tokens.len(), tokens, labels, documents: &documents, positions };
+    let batch = Batch {
+        rows: 1,
+        len: tokens.len(),
+        tokens,
+        labels,
+        documents: &documents,
+        positions,
+        mean_kv_len: None,
+    };
     Cpu::default().upload(&batch, &Arc::new(table)).unwrap()
 }
 

@@ -6,7 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, ModelConfig};
+use foveate_nn::{AttentionConfig, ModelConfig, ProgramConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -244,7 +244,7 @@ pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
         .and_stops(ids(&json, "eos_token_id"))
         .and_stops(ids(&generation, "eos_token_id"));
     let attention = extra.map_or_else(
-        || AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() },
+        || ProgramConfig { mask: "causal & document".to_owned(), ..Default::default() }.into(),
         |e| e.attention,
     );
     let (chat_template, special) = chat(folder)?;

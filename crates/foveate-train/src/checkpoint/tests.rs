@@ -1,7 +1,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use foveate_nn::ModelConfig;
+use foveate_nn::{ModelConfig, ProgramConfig};
 use half::bf16;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::json;
@@ -29,7 +29,7 @@ fn config() -> ModelConfig {
 }
 
 fn attention() -> AttentionConfig {
-    AttentionConfig { mask: "causal & document".to_owned(), ..Default::default() }
+    ProgramConfig { mask: "causal & document".to_owned(), ..Default::default() }.into()
 }
 
 fn model(seed: u64) -> Model {

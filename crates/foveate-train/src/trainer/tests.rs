@@ -1,5 +1,7 @@
 use std::collections::BTreeMap;
 
+use foveate_nn::{AttentionConfig, LearnedBuffer, ProgramConfig};
+
 use super::*;
 use crate::metrics::JsonlLog;
 
@@ -130,6 +132,43 @@ fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
     assert_eq!(resumed.held_out_loss, summary.held_out_loss);
     let again = place.run(&recipe, Start::New).unwrap_err().to_string();
     assert!(again.contains("--resume"), "{again}");
+}
+
+#[test]
+fn a_run_whose_layers_have_programs_of_their_own_is_saved_and_resumed() {
+    let recipe = |place: &Place| {
+        let window = ProgramConfig {
+            mask: "causal & document & window(4)".to_owned(),
+            ..Default::default()
+        };
+        let bias = LearnedBuffer { shape: vec![4, 8], init: 0.0, std: 0.1 };
+        let global = ProgramConfig {
+            mask: "causal & document".to_owned(),
+            score: Some("score + bias[h, min(q - kv, 7)]".to_owned()),
+            learned: [("bias".to_owned(), bias)].into(),
+            ..Default::default()
+        };
+        let programs = [("local".to_owned(), window), ("global".to_owned(), global)].into();
+        let layers = vec!["local".to_owned(), "global".to_owned()];
+        Recipe {
+            attention: Some(AttentionConfig::Pattern { layers, programs }),
+            ..place.recipe(&["train.recompute=attention"])
+        }
+    };
+    let straight = Place::new();
+    let (summary, whole) = straight.run(&recipe(&straight), Start::New).unwrap();
+    let read = checkpoint::read_config(&summary.checkpoint).unwrap();
+    assert_eq!(Some(&read.attention), recipe(&straight).attention.as_ref());
+    let mut model = Model::unfilled(read.model, &read.attention).unwrap();
+    let fresh = checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify);
+    assert!(fresh.unwrap().is_empty());
+    let bias = |layer: usize| model.parameter(&format!("model.layers.{layer}.self_attn.bias"));
+    assert!(bias(0).is_none() && bias(1).is_some());
+    let place = Place::new();
+    let mut first = Log { stop_after: Some(3), ..Log::default() };
+    train(&recipe(&place), &place.file(), Start::New, &mut first).unwrap();
+    let (_, second) = place.run(&recipe(&place), Start::Resume).unwrap();
+    assert_eq!([first.losses, second.losses].concat(), whole.losses);
 }
 
 /// Name and bytes of everything in the folder of a run.
@@ -340,7 +379,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
     ]);
     let (summary, _) = place.run(&recipe, Start::New).unwrap();
     let config = checkpoint::read_config(&summary.checkpoint).unwrap();
-    assert_eq!(config.attention.score.as_deref(), Some("score + bias[h]"));
+    assert_eq!(config.attention.of_layer(0).1.score.as_deref(), Some("score + bias[h]"));
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
     assert!(
         checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify)
@@ -388,7 +427,7 @@ fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
     let loss = |i: usize| f64::from_bits(log.losses[i]);
     assert!(loss(19) < 0.8 * loss(0), "{} {}", loss(0), loss(19));
     assert_eq!(
-        checkpoint::read_config(&tuned.checkpoint).unwrap().attention.mask,
+        checkpoint::read_config(&tuned.checkpoint).unwrap().attention.of_layer(0).1.mask,
         "causal & document"
     );
 }
