@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _trace
 from ._blocks import create_block_mask
+from ._compile import uncompiled
 from ._flex import flex_attention
 from ._masks import Mask
 
@@ -94,6 +95,7 @@ class _Symbolic(BlockMask):
         return self
 
 
+@uncompiled
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -138,6 +140,7 @@ def _not_padding(kept: Tensor) -> Callable[..., Any]:
     return not_padding
 
 
+@uncompiled
 def attention(
     module: torch.nn.Module,
     query: Tensor,

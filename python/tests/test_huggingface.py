@@ -191,6 +191,19 @@ def test_an_encoder_sees_both_sides():
         same(results[1], results[0], "logits")
 
 
+def test_a_compiled_model_breaks_its_graph_around_attention():
+    model = model_of("llama")
+    arguments = dict(attention_mask=LEFT)
+    theirs = run(model, "eager", IDS, arguments, LEFT)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    model.set_attn_implementation("foveate")
+    model.zero_grad()
+    logits = compiled(IDS, use_cache=False, **arguments).logits[LEFT.bool()]
+    same(logits, theirs[0], "logits")
+    torch._dynamo.reset()
+
+
 def test_one_mask_is_traced_for_all_layers_of_a_kind(monkeypatch):
     traced = []
     whole = _trace.mask
