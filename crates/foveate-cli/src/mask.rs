@@ -169,7 +169,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         build_ms,
     };
     if facts.live_entries == 0 && facts.entries > 0 {
-        eprintln!("warning: this mask lets no query see any key");
+        crate::output::tell!("warning: this mask lets no query see any key");
     }
     if args.json {
         return Ok(out.json(&facts)?);

@@ -4,6 +4,15 @@ use std::io::{self, BufWriter, StdoutLock, Write};
 
 use serde::Serialize;
 
+/// Writes a line to stderr. Where it cannot be written there is nobody to tell, which is no failure.
+macro_rules! tell {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+pub(crate) use tell;
+
 /// Where results go. Writing to a closed pipe is an error, not a panic.
 pub struct Output {
     to: BufWriter<StdoutLock<'static>>,

@@ -67,7 +67,7 @@ impl Progress {
             let seconds = self.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
             let (left, at_most) = ((all - done) as f64 / rate, self.at_most);
-            eprintln!(
+            crate::output::tell!(
                 "{done}/{all}  {what}  {rate:.1}/s  {seconds:.0} s elapsed, {at_most}{left:.0} s \
                  left"
             );
@@ -101,6 +101,8 @@ impl Gauge {
         if elapsed < PATIENCE {
             return;
         }
+        // An estimate that has run out may be below 0, and no -0 is shown.
+        let left = left.max(0.0) + 0.0;
         let times = format!("{:.0} s elapsed, {left:.0} s left", elapsed.as_secs_f64());
         if std::io::stderr().is_terminal() {
             let bar = self.bar.get_or_insert_with(|| {
@@ -114,7 +116,7 @@ impl Gauge {
             bar.set_position((share * SHARES as f64) as u64);
         } else if self.said.is_none_or(|said| said.elapsed() >= EVERY) {
             self.said = Some(Instant::now());
-            eprintln!("{:.1} %  {}  {times}", 100.0 * share, self.doing);
+            crate::output::tell!("{:.1} %  {}  {times}", 100.0 * share, self.doing);
         }
     }
 }
@@ -138,7 +140,7 @@ pub fn waiting<T>(doing: &str, patience: Duration, work: impl FnOnce() -> T) -> 
                 return;
             }
             if !std::io::stderr().is_terminal() {
-                eprintln!("{doing} ...");
+                crate::output::tell!("{doing} ...");
                 return;
             }
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());

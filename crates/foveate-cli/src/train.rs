@@ -61,7 +61,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     let summary = result?;
     if summary.interrupted {
-        eprintln!(
+        crate::output::tell!(
             "interrupted after step {}; continue with: {} train {} --resume{}",
             summary.steps,
             called(),
@@ -162,22 +162,30 @@ impl<'a> View<'a> {
 
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
-        eprintln!(
+        crate::output::tell!(
             "{} parameters; {} documents to train on, {} held out; run folder {}",
             count(run.parameters as f64),
             run.train_documents,
             run.held_out_documents,
             run.dir.display()
         );
-        eprintln!("{} of memory at most, saves included", bytes(run.memory.total() as f64));
+        crate::output::tell!(
+            "{} of memory at most, saves included",
+            bytes(run.memory.total() as f64)
+        );
         if run.skipped_documents > 0 {
-            eprintln!("{} documents skipped: empty, not UTF-8 or not JSON", run.skipped_documents);
+            crate::output::tell!(
+                "{} documents skipped: empty, not UTF-8 or not JSON",
+                run.skipped_documents
+            );
         }
         for name in &run.fresh_buffers {
-            eprintln!("{name} is not in the checkpoint and starts from its first values");
+            crate::output::tell!(
+                "{name} is not in the checkpoint and starts from its first values"
+            );
         }
         if run.step > 0 {
-            eprintln!("resumed after step {}", run.step);
+            crate::output::tell!("resumed after step {}", run.step);
         }
         self.steps = run.steps;
         self.bar.set_length(run.steps);

@@ -207,7 +207,9 @@ fn tune(case: &str, prepared: &Prepared, interrupt: &Interrupt) -> Result<(), Fa
     let tuning = tune::watched(interrupt, |tell| prepared.tune(tell))?;
     for Tuned { kernel, planned, planned_us, best, .. } in &tuning.kernels {
         let (Some((best, us)), Some(planned_us)) = (best, planned_us) else { continue };
-        eprintln!("{case}: {kernel} {best} {us:.1} us, planned {planned} {planned_us:.1}");
+        crate::output::tell!(
+            "{case}: {kernel} {best} {us:.1} us, planned {planned} {planned_us:.1}"
+        );
     }
     Ok(())
 }
