@@ -13,6 +13,29 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
     (done.status.code(), text(done.stdout), text(done.stderr))
 }
 
+/// A disk that is full takes no warning, and nobody is told: that is no failure, and no panic.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_cannot_be_told_stops_no_command() {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+    command.args(["mask", "kv < 0", "--len", "5"]).stderr(full);
+    let done = command.output().unwrap();
+    assert!(done.status.success(), "{:?}", done.status);
+    assert!(String::from_utf8(done.stdout).unwrap().contains("live"));
+}
+
+/// Files that never end, and pipes that nobody writes to.
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_is_refused_at_once() {
+    let said = "could not be read: it is a pipe or a device, not a file";
+    for line in ["train /dev/zero", "explain --recipe /dev/zero"] {
+        let (code, _, stderr) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(1) && stderr.contains(said), "{line}: {code:?} {stderr}");
+    }
+}
+
 #[test]
 fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
     for (line, said) in [

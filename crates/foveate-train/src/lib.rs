@@ -46,5 +46,6 @@ mod safetensors;
 pub mod schedule;
 pub mod tokens;
 pub mod trainer;
+mod whole;
 
 pub use error::{TrainError, TrainErrorKind};

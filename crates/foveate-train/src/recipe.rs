@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::corpus::{BadDocument, Format};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::schedule::{Schedule, ScheduleKind};
+use crate::whole;
 
 /// A training run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -295,7 +296,7 @@ impl Recipe {
     /// something impossible: with file, line and column, or the override.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, TrainError> {
         let place = path.display().to_string();
-        let text = std::fs::read_to_string(path)
+        let text = whole::read_text(path)
             .map_err(|e| TrainError::recipe(&place, format!("could not be read: {e}")))?;
         Self::parse(&text, &place, overrides)
     }

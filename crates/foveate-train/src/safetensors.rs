@@ -22,6 +22,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
+use crate::whole;
 
 /// The longest header that is believed, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
@@ -93,6 +94,7 @@ impl Tensors {
     pub fn open(path: &Path) -> Result<Self, TrainError> {
         let refuse = |message: String| TrainError::checkpoint(path, message);
         let broken = |e: io::Error| refuse(format!("could not be read: {e}"));
+        whole::check_regular(path).map_err(broken)?;
         let mut file = File::open(path).map_err(broken)?;
         let size = file.metadata().map_err(broken)?.len();
         let mut length = [0; 8];

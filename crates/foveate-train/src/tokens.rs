@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::TrainError;
+use crate::whole;
 
 /// The byte tokenizer's one special token: it opens and closes every document.
 pub const DOCUMENT: u32 = 256;
@@ -25,7 +26,7 @@ const TEXT_BYTES: u64 = 145;
 /// Bytes that the tokenizer of a file takes once it is read, about; 0 where there is no such file.
 pub fn memory_of(file: &Path) -> u64 {
     let quotes = |bytes: Vec<u8>| bytes.iter().filter(|&&byte| byte == b'"').count() as u64;
-    std::fs::read(file).map_or(0, |bytes| quotes(bytes) / 2 * TEXT_BYTES)
+    whole::read(file).map_or(0, |bytes| quotes(bytes) / 2 * TEXT_BYTES)
 }
 
 /// Tokens of one text, each with the byte offset of its start.
@@ -95,7 +96,9 @@ impl Tokenizer {
     /// # Errors
     /// If the file is missing or is not a tokenizer.
     pub fn from_file(path: &Path, bos: Option<u32>, eos: Option<u32>) -> Result<Self, TrainError> {
-        let tokenizer = tokenizers::Tokenizer::from_file(path).map_err(|e| {
+        let bytes = whole::read(path)
+            .map_err(|e| TrainError::data(path, None, format!("could not be read: {e}")))?;
+        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
             TrainError::data(path, None, format!("is not a tokenizer JSON file: {e}"))
         })?;
         let [plain, whole] = [false, true].map(|special| {

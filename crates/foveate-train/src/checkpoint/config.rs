@@ -2,7 +2,6 @@
 //! tokenizer and the chat template. Written by us or by other tools, some of which use newer
 //! names, let several tokens end a text, or add fields that say nothing to a Llama.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +14,7 @@ use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
 use crate::tokens::{Ends, Tokenizer};
+use crate::whole;
 
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
@@ -135,7 +135,7 @@ impl Config {
 }
 
 pub(super) fn read_json(path: &Path) -> Result<Value, TrainError> {
-    let text = fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
+    let text = whole::read_text(path).map_err(|e| unreadable(path, &e))?;
     serde_json::from_str(&text)
         .map_err(|e| TrainError::checkpoint(path, format!("is not the JSON it should be: {e}")))
 }
@@ -304,7 +304,7 @@ fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
     let config = read_json_if_there(&folder.join(TOKENIZER_CONFIG))?;
     let alone = folder.join(CHAT_TEMPLATE);
     let template = match (alone.exists(), config.get("chat_template")) {
-        (true, _) => Some(fs::read_to_string(&alone).map_err(|e| unreadable(&alone, &e))?),
+        (true, _) => Some(whole::read_text(&alone).map_err(|e| unreadable(&alone, &e))?),
         // Several templates with names, of which one is for conversations.
         (false, Some(Value::Array(all))) => {
             let plain = all.iter().find(|t| t.get("name").is_some_and(|name| name == "default"));

@@ -1,7 +1,7 @@
 //! Reading weights and states, each tensor held to its checksum.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::Model;
@@ -13,6 +13,7 @@ use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State};
 use crate::error::TrainError;
 use crate::optimizer::Moments;
 use crate::safetensors::Tensors;
+use crate::whole;
 
 fn open(file: &Path, sums: Option<&Manifest>) -> Result<Tensors, TrainError> {
     let tensors = Tensors::open(file)?;
@@ -110,7 +111,7 @@ pub fn load_state(
         return Err(TrainError::checkpoint(missing, message));
     }
     let sums = checksums.of_ours(folder)?;
-    let text = fs::read(&path).map_err(|e| unreadable(&path, &e))?;
+    let text = whole::read(&path).map_err(|e| unreadable(&path, &e))?;
     if let Some(sums) = &sums {
         sums.check(&path, &text)?;
     }

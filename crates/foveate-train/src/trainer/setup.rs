@@ -19,6 +19,7 @@ use crate::pack::PackOptions;
 use crate::recipe::{Data, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
+use crate::whole;
 
 /// A run between two steps.
 pub(super) struct Setup<'a> {
@@ -395,7 +396,7 @@ fn chat_template(
     match (&recipe.data.chat_template, from) {
         (Some(file), _) => {
             let path = place.join(file);
-            let source = std::fs::read_to_string(&path)
+            let source = whole::read_text(&path)
                 .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
             let template = ChatTemplate::new(&source, &path, &special.bos, &special.eos)?;
             Ok((template, Some(source)))

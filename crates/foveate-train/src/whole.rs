@@ -1,0 +1,82 @@
+//! Files that are read whole: recipes, tokenizers, templates, what describes a checkpoint.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+/// Bytes of such a file at most; a tokenizer of 250,000 words has 20 MiB.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// The bytes of a file. What never ends, such as a device, or never begins, such as a pipe that
+/// nobody writes to, is refused.
+///
+/// # Errors
+/// The system's reason; what it is where it is no regular file; its limit where it is longer.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    read_up_to(path, MOST_BYTES)
+}
+
+/// The text of a file, as [`read`].
+///
+/// # Errors
+/// Those of [`read`], or that it is not UTF-8.
+pub fn read_text(path: &Path) -> io::Result<String> {
+    String::from_utf8(read(path)?).map_err(|_| io::Error::other("it is not UTF-8 text"))
+}
+
+fn read_up_to(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    // Asked before it is opened, which would wait for a pipe's other end.
+    check_regular(path)?;
+    let mut bytes = Vec::new();
+    File::open(path)?.take(most + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most {
+        return Err(io::Error::other(format!("it has more than the {most} bytes that are read")));
+    }
+    Ok(bytes)
+}
+
+/// Whether a path is a file, and no folder, pipe or device.
+///
+/// # Errors
+/// The system's reason, or what it is.
+pub(crate) fn check_regular(path: &Path) -> io::Result<()> {
+    let kind = fs::metadata(path)?.file_type();
+    if kind.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    match kind.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is a pipe or a device, not a file")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_too_long_or_no_file_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("text");
+        fs::write(&file, "four").unwrap();
+        assert_eq!(read_up_to(&file, 4).unwrap(), b"four");
+        let said = |result: io::Result<Vec<u8>>| result.unwrap_err().to_string();
+        assert_eq!(said(read_up_to(&file, 3)), "it has more than the 3 bytes that are read");
+        assert_eq!(said(read(folder.path())), "is a directory");
+        fs::write(&file, [0xff]).unwrap();
+        assert_eq!(read_text(&file).unwrap_err().to_string(), "it is not UTF-8 text");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn devices_and_pipes_are_refused_and_not_waited_for() {
+        let refused = "it is a pipe or a device, not a file";
+        assert_eq!(read(Path::new("/dev/zero")).unwrap_err().to_string(), refused);
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        if made.is_ok_and(|status| status.success()) {
+            assert_eq!(read(&pipe).unwrap_err().to_string(), refused);
+        }
+    }
+}
