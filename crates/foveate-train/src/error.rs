@@ -63,6 +63,8 @@ pub enum TrainErrorKind {
         step: u64,
         /// What is not finite, with its value.
         message: String,
+        /// The checkpoint that the run can be resumed from, where it has saved one.
+        earlier: Option<PathBuf>,
     },
     /// The model refused its configuration or its input.
     Model {
@@ -96,7 +98,9 @@ impl TrainError {
 
     /// The same error, of a run whose newest checkpoint is `last`.
     pub(crate) fn of_run(mut self, last: Option<PathBuf>) -> Self {
-        if let TrainErrorKind::Write { earlier, .. } = self.kind.as_mut() {
+        if let TrainErrorKind::Write { earlier, .. } | TrainErrorKind::Diverged { earlier, .. } =
+            self.kind.as_mut()
+        {
             *earlier = last;
         }
         self
@@ -132,6 +136,9 @@ impl fmt::Display for TrainErrorKind {
                 let remedy = match source.kind() {
                     io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space",
                     io::ErrorKind::FileTooLarge => "raise the limit of file sizes (ulimit -f)",
+                    io::ErrorKind::NotADirectory
+                    | io::ErrorKind::DirectoryNotEmpty
+                    | io::ErrorKind::AlreadyExists => "move away what lies there",
                     _ => return Ok(()),
                 };
                 match earlier {
@@ -147,11 +154,21 @@ impl fmt::Display for TrainErrorKind {
                     ),
                 }
             }
-            Self::Diverged { step, message } => write!(
-                f,
-                "step {step}: {message}; training stopped and the last checkpoint was kept. Lower optimizer.lr, \
-                 lengthen schedule.warmup_steps or tighten optimizer.clip_norm, then resume"
-            ),
+            Self::Diverged { step, message, earlier } => {
+                write!(
+                    f,
+                    "step {step}: {message}; training stopped. Lower optimizer.lr, lengthen \
+                     schedule.warmup_steps or tighten optimizer.clip_norm, then "
+                )?;
+                match earlier {
+                    Some(last) => {
+                        write!(f, "continue with --resume: {} is intact", last.display())
+                    }
+                    None => f.write_str(
+                        "start again with --start-over: no checkpoint of this run was saved",
+                    ),
+                }
+            }
             Self::Model { message } => f.write_str(message),
         }
     }

@@ -240,7 +240,7 @@ impl Setup<'_> {
         for (what, value) in [("the loss", mean), ("the gradient norm", norm)] {
             if !value.is_finite() {
                 let message = format!("{what} is {value}");
-                return Err(TrainErrorKind::Diverged { step, message }.into());
+                return Err(TrainErrorKind::Diverged { step, message, earlier: None }.into());
             }
         }
         let lr = self.recipe.optimizer.lr * self.schedule.ratio(self.state.step);
@@ -253,6 +253,11 @@ impl Setup<'_> {
         self.state.step = step;
         self.state.tokens += sums.labelled;
         self.state.cursor = packer.cursor();
+        if self.state.tokens == 0 && packer.passes() >= 1.0 {
+            let message = "no token of these documents is learned: every text is empty, or the \
+                           chat template prints nothing of what assistants say";
+            return Err(TrainError::recipe("data.files", message));
+        }
         let optimizer_seconds = optimizing.elapsed().as_secs_f64();
         sums.seconds = start.elapsed().as_secs_f64();
         run.add(&sums);

@@ -214,7 +214,7 @@ impl Writer<'_> {
             }
             WriteError::Value { tensor, element, value } => {
                 let message = format!("tensor `{tensor}` is {value} at element {element}");
-                TrainErrorKind::Diverged { step, message }.into()
+                TrainErrorKind::Diverged { step, message, earlier: None }.into()
             }
         })?;
         self.sums.add_tensors(name, sums);

@@ -432,6 +432,27 @@ fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
     );
 }
 
+/// A run in which nothing is learned would end with a loss of 0 and a checkpoint.
+#[test]
+fn a_template_that_prints_nothing_of_what_is_learned_is_an_error() {
+    let place = Place::new();
+    std::fs::write(place.0.path().join("empty.jinja"), "").unwrap();
+    let recipe = place.recipe(&["data.files=['chat.jsonl']", "data.chat_template='empty.jinja'"]);
+    let error = place.run(&recipe, Start::New).unwrap_err().to_string();
+    assert!(error.starts_with("data.files: no token of these documents is learned"), "{error}");
+}
+
+#[test]
+fn a_loss_that_is_not_finite_before_the_first_save_advises_a_new_start() {
+    let place = Place::new();
+    let recipe = place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0"]);
+    let error = place.run(&recipe, Start::New).unwrap_err().to_string();
+    assert!(
+        error.ends_with("start again with --start-over: no checkpoint of this run was saved"),
+        "{error}"
+    );
+}
+
 #[test]
 fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
     let place = Place::new();
@@ -440,6 +461,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
     let error = place.run(&recipe, Start::New).unwrap_err();
     assert!(matches!(error.kind(), TrainErrorKind::Diverged { step: 2, .. }), "{error}");
     assert!(error.to_string().contains("Lower optimizer.lr"), "{error}");
+    assert!(error.to_string().contains("step-000001 is intact"), "{error}");
     let kept = checkpoint::latest(&place.0.path().join("run/checkpoints")).unwrap();
     assert!(kept.ends_with("step-000001"), "{}", kept.display());
 }
