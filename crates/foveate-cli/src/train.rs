@@ -170,7 +170,7 @@ impl Observer for View<'_> {
             run.dir.display()
         );
         crate::output::tell!(
-            "{} of memory at most, saves included",
+            "about {} of memory, saves included",
             bytes(run.memory.total() as f64)
         );
         if run.skipped_documents > 0 {

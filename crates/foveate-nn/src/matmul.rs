@@ -30,8 +30,9 @@ const PACKED_TERMS: usize = 512;
 /// Columns of a result up to which nothing is packed: two of its tiles.
 const UNPACKED_COLUMNS: usize = 128;
 
-/// What is packed at once at most: it fits the last cache, of which this is a large one.
-const MAX_PACKED_BYTES: usize = 32 << 20;
+/// Rows of a result that are computed at once where sums are not cut: 4 MiB are packed. The allocator
+/// now and then keeps what was packed for an earlier product, however large it was.
+const PACKED_ROWS: usize = 2048;
 
 thread_local! {
     /// The parts of sums but the first, kept between products.
@@ -62,7 +63,8 @@ pub(crate) struct Scratch {
 pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> Scratch {
     let (parts, f32_bytes) = (parts([m, n, k]), size_of::<f32>());
     let terms = if n > UNPACKED_COLUMNS { k.div_ceil(parts).min(PACKED_TERMS) } else { 0 };
-    let part = m.saturating_mul(terms).saturating_mul(f32_bytes).min(MAX_PACKED_BYTES);
+    let rows = if parts > 1 { m } else { m.min(PACKED_ROWS) };
+    let part = rows * terms * f32_bytes;
     Scratch { packed: part * parts.min(threads), kept: (parts - 1) * m * n * f32_bytes * threads }
 }
 
@@ -124,7 +126,11 @@ pub(crate) fn matmul_deep(
 ) {
     let parts = parts([m, n, k]);
     if parts < 2 {
-        matmul([m, n, k], a, b, into, stride, true);
+        for first in (0..m).step_by(PACKED_ROWS) {
+            let a = Matrix { data: &a.data[first * a.row_stride..], ..a };
+            let rows = PACKED_ROWS.min(m - first);
+            matmul([rows, n, k], a, b, &mut into[first * stride..], stride, true);
+        }
         return;
     }
     let depth = k.div_ceil(parts);
