@@ -6,7 +6,7 @@ use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::DType;
 
 use crate::call::{Block, Call, File, Source};
-use crate::operands::{array, count, integers, matrix, operand_dtype, vector};
+use crate::operands::{array, count, dense, integers, matrix, operand_dtype, vector};
 use crate::params::{EmbeddingBackwardParams, EmbeddingParams};
 
 /// `out[t] = scale · table[tokens[t]]`.
@@ -135,16 +135,9 @@ impl Block for EmbeddingBackward<'_> {
         let dtype = operand_dtype("d_out", self.d_out.dtype)?;
         let [rows, width] = self.d_table.layout.shape;
         let d_out = matrix("d_out", &self.d_out, [order.places.len(), width], dtype)?;
-        let d_table = matrix("d_table", &self.d_table, [rows, width], DType::F32)?;
+        let d_table = dense("d_table", &self.d_table, [rows, width], DType::F32)?;
         let partial_shape = [order.partial_rows, width];
-        let partial = matrix("partial", &self.partial, partial_shape, DType::F32)?;
-        for (name, rows, length) in
-            [("d_table", d_table, rows), ("partial", partial, order.partial_rows)]
-        {
-            if length > 1 && rows.stride as usize != width {
-                return Err(GpuError::argument(format!("rows of {name} must lie side by side")));
-            }
-        }
+        let partial = dense("partial", &self.partial, partial_shape, DType::F32)?;
         if !order.places.is_empty() && order.last as usize >= rows {
             return Err(GpuError::argument(format!(
                 "token {} is beyond the {rows} rows of d_table",
@@ -161,10 +154,10 @@ impl Block for EmbeddingBackward<'_> {
         let joined = self.words.address + four * order.segments.len() as Address;
         let mut parameters = EmbeddingBackwardParams {
             d_out,
-            d_table: d_table.data,
+            d_table,
             order: self.words.address + four * fours as Address,
             segments: self.words.address,
-            partial: partial.data,
+            partial,
             width: count("columns", width)?,
             scale: self.scale,
         };

@@ -5,7 +5,7 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::call::{Block, Call, File, Source};
-use crate::operands::{count, matrix, one_row, operand_dtype, vector};
+use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
 use crate::params::{RmsNormBackwardParams, RmsNormParams, Rows, SumPartsParams};
 
 /// `inverse = 1/√(mean(x²) + eps)` of each row, `out = x · inverse · (offset + weight)`; with a
@@ -174,10 +174,7 @@ impl Block for RmsNormBackward {
         let x = matrix("x", &self.x, shape, dtype)?;
         let d_out = matrix("d_out", &self.d_out, shape, dtype)?;
         let d_x = matrix("d_x", &self.d_x, shape, dtype)?;
-        let partial = matrix("partial", &self.partial, [parts, width], DType::F32)?;
-        if parts > 1 && partial.stride as usize != width {
-            return Err(GpuError::argument("rows of partial must lie side by side"));
-        }
+        let partial = dense("partial", &self.partial, [parts, width], DType::F32)?;
         if self.d_x != self.d_out {
             accesses.read("d_out", &self.d_out)?;
         }
@@ -196,14 +193,14 @@ impl Block for RmsNormBackward {
             d_x,
             weight: self.weight.start(),
             inverse: self.inverse.start(),
-            partial: partial.data,
+            partial,
             rows: count("tokens", tokens)?,
             width,
             accumulate: self.accumulate.into(),
             offset: self.offset,
         };
         let sum = SumPartsParams {
-            partial: partial.data,
+            partial,
             sum: self.d_weight.start(),
             parts: parts as i32,
             width,

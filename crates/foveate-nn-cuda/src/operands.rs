@@ -1,5 +1,6 @@
 //! Checks of operands, and how kernels find them.
 
+use foveate_gpu::abi::Address;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::DType;
 
@@ -26,6 +27,20 @@ pub(crate) fn matrix(
     let stride = i64::try_from(stride)
         .map_err(|_| GpuError::argument(format!("{name} has a row stride of {stride}")))?;
     Ok(Rows { data: tensor.start(), stride })
+}
+
+/// Checks a matrix whose rows lie side by side; gives its address.
+pub(crate) fn dense(
+    name: &str,
+    tensor: &DeviceTensor<2>,
+    shape: [usize; 2],
+    dtype: DType,
+) -> Result<Address, GpuError> {
+    let Rows { data, stride } = matrix(name, tensor, shape, dtype)?;
+    if shape[0] > 1 && stride as usize != shape[1] {
+        return Err(GpuError::argument(format!("rows of {name} must lie side by side")));
+    }
+    Ok(data)
 }
 
 /// Checks integers `[len]`.

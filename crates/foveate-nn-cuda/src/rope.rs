@@ -5,7 +5,7 @@ use foveate_gpu::{DeviceArray, DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::call::{Block, Call, File, Source};
-use crate::operands::{count, integers, matrix, operand_dtype, vector};
+use crate::operands::{count, dense, integers, matrix, operand_dtype, vector};
 use crate::params::RopeParams;
 
 /// Which columns of a head are a pair.
@@ -57,10 +57,7 @@ impl Block for Rope<'_> {
             )));
         }
         let qkv = matrix("qkv", &self.qkv, shape, dtype)?;
-        let table = matrix("table", &self.table, [positions, rotated], DType::F32)?;
-        if positions > 1 && table.stride as usize != rotated {
-            return Err(GpuError::argument("rows of the table must lie side by side"));
-        }
+        let table = dense("table", &self.table, [positions, rotated], DType::F32)?;
         integers("positions", &self.positions, tokens)?;
         accesses.write("qkv", &self.qkv)?;
         accesses.read("table", &self.table)?;
@@ -71,7 +68,7 @@ impl Block for Rope<'_> {
         let parameters = RopeParams {
             qkv,
             positions: self.positions.address,
-            table: table.data,
+            table,
             heads: count("heads", heads)?,
             dim: count("columns", dim)?,
             rotated: count("columns", rotated)?,

@@ -547,4 +547,7 @@ fn operands_that_do_not_fit_are_named() {
         scale: 1.0,
     };
     assert_eq!(refusal(&gradient), "token 9 is beyond the 9 rows of d_table");
+    let apart = Placing { gap: 1, ..f32s }.empty([10, 32]);
+    let apart = EmbeddingBackward { d_table: apart.tensor(), ..gradient };
+    assert_eq!(refusal(&apart), "rows of d_table must lie side by side");
 }
