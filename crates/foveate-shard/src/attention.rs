@@ -124,11 +124,11 @@ impl RankAttention {
         agree(
             world,
             &[
-                ("version", crate::fnv::bytes(env!("CARGO_PKG_VERSION").bytes())),
-                ("mesh", crate::fnv::bytes(mesh.to_string().bytes())),
-                ("map", crate::fnv::bytes(plan.sharding.map().to_string().bytes())),
-                ("lengths", crate::fnv::bytes(format!("{:?}", plan.whole).bytes())),
-                ("permutation", crate::fnv::bytes(plan.permutation.id().to_string().bytes())),
+                ("version", crate::hash::bytes(env!("CARGO_PKG_VERSION").bytes())),
+                ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
+                ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
+                ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
+                ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
                 ("dtype", plan.shape.element as u64),
                 ("plan", proven.proof().plan_hash),
                 ("mask", hash(program.get_mask().map(|m| m.program()))),
@@ -136,7 +136,7 @@ impl RankAttention {
                 ("dropout", hash(dropout)),
                 (
                     "sink",
-                    crate::fnv::hash(
+                    crate::hash::words(
                         sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into())),
                     ),
                 ),
@@ -568,8 +568,8 @@ fn program_hash(program: &Program) -> u64 {
     let scalars = graph.scalars().iter().map(|s| format!("{:?}", s.value));
     let buffers = graph.buffers().iter().filter(|b| !b.is_on_device());
     let buffers = buffers.map(|b| format!("{:?}{:?}", b.shape(), b.to_data()));
-    let data = crate::fnv::bytes(scalars.chain(buffers).flat_map(String::into_bytes));
-    crate::fnv::hash([program.structural_hash(), data])
+    let data = crate::hash::bytes(scalars.chain(buffers).flat_map(String::into_bytes));
+    crate::hash::words([program.structural_hash(), data])
 }
 
 fn dtype_of(element: ElementType) -> Result<DType, ShardError> {

@@ -249,6 +249,6 @@ impl ShardPlan {
         let said = format!("{:?}", (&self.sharding, &self.whole, &self.shape, self.strategy));
         let ranks = self.ranks.iter().map(|rank| format!("{rank:?}"));
         let bytes = std::iter::once(said).chain(ranks).flat_map(String::into_bytes);
-        crate::fnv::bytes(bytes)
+        crate::hash::bytes(bytes)
     }
 }

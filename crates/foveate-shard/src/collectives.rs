@@ -193,7 +193,7 @@ fn sums(kind: Kind, parts: &[Vec<u8>], len: usize) -> Result<Vec<f32>, ShardErro
 pub fn agree(group: &dyn Collectives, fields: &[(&str, u64)]) -> Result<(), ShardError> {
     let mut own = Vec::new();
     for (name, value) in fields {
-        own.extend(crate::fnv::bytes(name.bytes()).to_le_bytes());
+        own.extend(crate::hash::bytes(name.bytes()).to_le_bytes());
         own.extend(value.to_le_bytes());
     }
     let all = group.all_gather(&own)?;

@@ -49,7 +49,7 @@ pub mod collectives;
 mod combine;
 mod dispatch;
 mod error;
-mod fnv;
+mod hash;
 pub mod interchange;
 mod layout;
 mod map;

@@ -129,5 +129,5 @@ impl Permutation {
 /// FNV-1a over the ranges.
 fn hash(ranges: &[Range<usize>], len: usize) -> u64 {
     let words = ranges.iter().flat_map(|r| [r.start as u64, r.end as u64]);
-    crate::fnv::hash(words.chain([len as u64]))
+    crate::hash::words(words.chain([len as u64]))
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use foveate::mask::Tile;
+use foveate::tensor::random::Random;
 use foveate::{Buffer, MaskMod, masks};
 use foveate_shard::{Dispatch, LayerMask, Planes, Whole};
 
@@ -14,12 +15,8 @@ fn whole(len: usize) -> Whole {
 
 /// Lengths of documents between `1/4` and `7/4` of the mean.
 fn documents(len: usize, number: usize) -> MaskMod {
-    let mut state = 7u64;
-    let mut weights: Vec<u64> = Vec::new();
-    for _ in 0..number {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        weights.push(250 + (state >> 33) % 1500);
-    }
+    let mut random = Random::new(7);
+    let weights: Vec<u64> = (0..number).map(|_| 250 + random.below(1500) as u64).collect();
     let sum: u64 = weights.iter().sum();
     let mut lengths: Vec<i32> = weights.iter().map(|w| (len as u64 * w / sum) as i32).collect();
     let rest = len as i32 - lengths.iter().sum::<i32>();

@@ -1,6 +1,7 @@
 //! Meshes, maps, layouts and permutations against brute force.
 
 use foveate::tensor::ElementType;
+use foveate::tensor::random::Random;
 use foveate_shard::interchange::{
     ArrayOf, from_dtensor, from_partition_spec, to_dtensor, to_partition_spec,
 };
@@ -142,10 +143,9 @@ proptest! {
     fn a_permutation_is_undone_by_its_inverse(cuts in prop::collection::vec(0..20usize, 1..12), seed in any::<u64>()) {
         let cut = Cut::of_lengths(&cuts).unwrap();
         let mut ranges: Vec<_> = (0..cut.parts()).map(|i| cut.range(i)).collect();
-        let mut state = seed;
+        let mut random = Random::new(seed);
         for i in (1..ranges.len()).rev() {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ranges.swap(i, (state >> 33) as usize % (i + 1));
+            ranges.swap(i, random.below(i + 1));
         }
         let order: Vec<usize> = ranges.iter().cloned().flatten().collect();
         let permutation = Permutation::new(ranges, cut.len()).unwrap();

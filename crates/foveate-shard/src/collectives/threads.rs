@@ -240,7 +240,7 @@ impl Collectives for ThreadRank {
         let made = made.entry(members.to_vec()).or_default();
         *made += 1;
         let words = [self.group, *made].into_iter().chain(of_all.iter().map(|&m| m as u64));
-        let group = crate::fnv::hash(words);
+        let group = crate::hash::words(words);
         Ok(Box::new(Self::new(&self.hub, group, of_all, rank)))
     }
 
