@@ -52,7 +52,8 @@ use matrix::{Matrix, Order};
 use prepared::{Key, Prepared};
 use sys::Functions;
 
-/// `c = alpha · a · b + beta · c + bias`, for each entry of a batch.
+/// `c = alpha · a · b + beta · c + bias`, for each entry of a batch; with `add` in place of the c that
+/// beta multiplies.
 #[derive(Clone, Copy, Debug)]
 pub struct Matmul {
     /// `[batch, m, k]`, f16, bf16 or f32.
@@ -63,8 +64,10 @@ pub struct Matmul {
     pub c: DeviceTensor<3>,
     /// A factor of the product.
     pub alpha: f32,
-    /// A factor of what is in c.
+    /// A factor of what is in c, or of `add`.
     pub beta: f32,
+    /// What is added from elsewhere: as c, in order, shape and dtype. c is not read then.
+    pub add: Option<DeviceTensor<3>>,
     /// Added to every row of a row-major c: `[n]`, side by side, in the dtype of c.
     pub bias: Option<DeviceTensor<1>>,
     /// Round f32 factors to tf32 (10 bits of mantissa), for several times the speed.
@@ -74,7 +77,7 @@ pub struct Matmul {
 impl Matmul {
     /// `c = a · b`.
     pub fn new(a: DeviceTensor<3>, b: DeviceTensor<3>, c: DeviceTensor<3>) -> Self {
-        Self { a, b, c, alpha: 1.0, beta: 0.0, bias: None, tf32: false }
+        Self { a, b, c, alpha: 1.0, beta: 0.0, add: None, bias: None, tf32: false }
     }
 
     /// What decides which kernel runs, once everything fits together.
@@ -103,6 +106,20 @@ impl Matmul {
                 return Err(GpuError::argument(reason));
             }
         }
+        let added = match &self.add {
+            None => result,
+            Some(add) => {
+                add.check_shape("add", c)?;
+                add.check_dtype("add", self.c.dtype)?;
+                let added = Matrix::of("add", add)?;
+                if added.order != result.order {
+                    let reason = "c is row-major and add column-major, or the other way round; \
+                                  copy add into the order of c";
+                    return Err(GpuError::argument(reason));
+                }
+                added
+            }
+        };
         let factors = [Matrix::of("a", &self.a)?, Matrix::of("b", &self.b)?];
         // A row-major result is the library's `cᵀ = bᵀ · aᵀ`.
         let swapped = result.order == Order::Rows;
@@ -112,8 +129,9 @@ impl Matmul {
             factor: self.a.dtype,
             result: self.c.dtype,
             batch,
-            matrices: [first, second, result],
-            alignments: [a, b, c, self.bias.map_or(0, |b| b.start())].map(prepared::alignment),
+            matrices: [first, second, added, result],
+            alignments: [a, b, self.added(), c, self.bias.map_or(0, |b| b.start())]
+                .map(prepared::alignment),
             bias: self.bias.is_some(),
             tf32: self.tf32 && self.a.dtype == DType::F32,
         })
@@ -136,11 +154,17 @@ impl Matmul {
         if swapped { [b, a] } else { [a, b] }
     }
 
+    /// Address of what beta multiplies.
+    fn added(&self) -> u64 {
+        self.add.map_or(self.c.start(), |add| add.start())
+    }
+
     fn accesses(&self) -> Result<Accesses, GpuError> {
         let mut accesses = Accesses::default();
         accesses.read("a", &self.a)?;
         accesses.read("b", &self.b)?;
         self.bias.iter().try_for_each(|bias| accesses.read("bias", bias))?;
+        self.add.iter().try_for_each(|add| accesses.read("add", add))?;
         accesses.write("c", &self.c)?;
         Ok(accesses)
     }
@@ -237,7 +261,7 @@ impl Blas {
         };
         // The pool gives the memory out again for work of this queue only, which comes later.
         let workspace = queue.pool().take(ready.workspace_bytes())?;
-        let swapped = key.matrices[2].order == Order::Rows;
+        let swapped = key.matrices[3].order == Order::Rows;
         // SAFETY: `key` is that of `matmul`, whose tensors lie in memory of this device, apart
         // where written (`Engine::matmul`); the workspace has the bytes that were asked for and
         // its pool is that of the queue.
@@ -330,18 +354,37 @@ mod tests {
     }
 
     #[test]
+    fn what_is_added_is_as_the_result_and_apart_from_it() {
+        let good = product();
+        let add = tensor(0x5_0000, DType::BF16, [2, 3, 7]);
+        let with = |add| Matmul { add: Some(add), beta: 1.0, ..good };
+        with(add).key().unwrap();
+        // Rows of it may be further apart.
+        let layout = Layout::strided([2, 3, 7], [90, 9, 1], 0);
+        let key = with(DeviceTensor { layout, ..add }).key().unwrap();
+        assert_eq!(key.matrices.map(|m| m.leading)[2..], [9, 7]);
+        let long = tensor(0x5_0000, DType::BF16, [2, 4, 7]);
+        assert_eq!(said(&with(long)), "add has shape [2, 4, 7]; it must be [2, 3, 7]");
+        let wide = tensor(0x5_0000, DType::F32, [2, 3, 7]);
+        assert_eq!(said(&with(wide)), "add is f32; it must be bf16");
+        let columns = tensor(0x5_0000, DType::BF16, [2, 7, 3]).transposed();
+        assert!(said(&with(columns)).starts_with("c is row-major and add column-major"));
+        assert_eq!(said(&with(good.c)), "c overlaps add; give it memory of its own");
+    }
+
+    #[test]
     fn factors_in_another_order_than_the_result_are_transposed() {
         let good = product();
         let key = good.key().unwrap();
         let orders = |key: &Key| key.matrices.map(|m| m.order);
-        assert_eq!(orders(&key), [Order::Rows; 3]);
-        assert_eq!(key.matrices.map(|m| (m.rows, m.columns)), [(7, 5), (5, 3), (7, 3)]);
+        assert_eq!(orders(&key), [Order::Rows; 4]);
+        assert_eq!(key.matrices.map(|m| (m.rows, m.columns)), [(7, 5), (5, 3), (7, 3), (7, 3)]);
         let b = tensor(0x2_0000, DType::BF16, [2, 7, 5]).transposed();
         let key = Matmul { b, ..good }.key().unwrap();
-        assert_eq!(orders(&key), [Order::Columns, Order::Rows, Order::Rows]);
+        assert_eq!(orders(&key), [Order::Columns, Order::Rows, Order::Rows, Order::Rows]);
         let c = tensor(0x3_0000, DType::BF16, [2, 7, 3]).transposed();
         let key = Matmul { c, ..good }.key().unwrap();
-        assert_eq!(orders(&key), [Order::Rows, Order::Rows, Order::Columns]);
-        assert_eq!(key.matrices.map(|m| (m.rows, m.columns)), [(5, 3), (7, 5), (3, 7)]);
+        assert_eq!(orders(&key), [Order::Rows, Order::Rows, Order::Columns, Order::Columns]);
+        assert_eq!(key.matrices.map(|m| (m.rows, m.columns)), [(5, 3), (7, 5), (3, 7), (3, 7)]);
     }
 }

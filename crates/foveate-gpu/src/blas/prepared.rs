@@ -28,10 +28,10 @@ pub struct Key {
     pub result: DType,
     /// Number of products.
     pub batch: usize,
-    /// The library's first and second factor, and the result.
-    pub matrices: [Matrix; 3],
+    /// The library's first and second factor, what is added, and the result.
+    pub matrices: [Matrix; 4],
     /// Bytes that divide the addresses of these and of the bias.
-    pub alignments: [u32; 4],
+    pub alignments: [u32; 5],
     pub bias: bool,
     pub tf32: bool,
 }
@@ -45,7 +45,7 @@ pub fn alignment(address: u64) -> u32 {
 pub struct Prepared {
     functions: &'static Functions,
     product: Descriptor,
-    matrices: [Descriptor; 3],
+    matrices: [Descriptor; 4],
     chosen: Heuristic,
 }
 
@@ -61,9 +61,10 @@ impl Prepared {
         matmul: &Matmul,
     ) -> Result<Self, GpuError> {
         let asking = || format!("asking for a kernel for {matmul}");
-        let types = [key.factor, key.factor, key.result];
-        let [a, b, c] = std::array::from_fn(|i| matrix(functions, &key.matrices[i], types[i], key));
-        let matrices = [a?, b?, c?];
+        let types = [key.factor, key.factor, key.result, key.result];
+        let [a, b, c, d] =
+            std::array::from_fn(|i| matrix(functions, &key.matrices[i], types[i], key));
+        let matrices = [a?, b?, c?, d?];
         let product = product(functions, key)?;
         if let Some(bias) = &matmul.bias {
             product.set(sys::product::BIAS, &bias.start())?;
@@ -78,7 +79,7 @@ impl Prepared {
                 matrices[0].handle,
                 matrices[1].handle,
                 matrices[2].handle,
-                matrices[2].handle,
+                matrices[3].handle,
                 wish.handle,
                 1,
                 &mut chosen,
@@ -118,8 +119,9 @@ impl Prepared {
         }
         let scale = |x: &f32| ptr::from_ref(x).cast::<c_void>();
         let [a, b] = factors.map(|address| address as *const c_void);
-        let c = matmul.c.start() as *mut c_void;
-        let [of_a, of_b, of_c] = self.matrices.each_ref().map(|m| m.handle);
+        let added = matmul.added() as *const c_void;
+        let result = matmul.c.start() as *mut c_void;
+        let [of_a, of_b, of_added, of_result] = self.matrices.each_ref().map(|m| m.handle);
         // SAFETY: the descriptors are alive and describe the tensors at these addresses, which the
         // caller vouches for; alpha and beta are f32, as the descriptor says, and read at once.
         let code = unsafe {
@@ -132,10 +134,10 @@ impl Prepared {
                 b,
                 of_b,
                 scale(&matmul.beta),
-                c,
-                of_c,
-                c,
-                of_c,
+                added,
+                of_added,
+                result,
+                of_result,
                 &self.chosen.algorithm,
                 workspace.address() as *mut c_void,
                 workspace.bytes(),
@@ -153,7 +155,7 @@ fn product(functions: &'static Functions, key: &Key) -> Result<Descriptor, GpuEr
         // SAFETY: `handle` is valid for a write.
         unsafe { (functions.product_create)(handle, compute, sys::F32) }
     })?;
-    let result = key.matrices[2].order;
+    let result = key.matrices[3].order;
     let transposed = |i: usize| i32::from(key.matrices[i].order != result);
     product.set(sys::product::TRANSPOSE_A, &transposed(0))?;
     product.set(sys::product::TRANSPOSE_B, &transposed(1))?;
@@ -192,8 +194,8 @@ fn preference(functions: &'static Functions, key: &Key) -> Result<Descriptor, Gp
     })?;
     wish.set(sys::preference::MOST_WORKSPACE_BYTES, &MOST_WORKSPACE_BYTES)?;
     wish.set(sys::preference::REDUCTION_SCHEMES, &sys::REDUCE_IN_COMPUTE_TYPE)?;
-    let [a, b, c, _] = key.alignments;
-    for (attribute, bytes) in sys::preference::ALIGNMENTS.into_iter().zip([a, b, c, c]) {
+    let [a, b, c, d, _] = key.alignments;
+    for (attribute, bytes) in sys::preference::ALIGNMENTS.into_iter().zip([a, b, c, d]) {
         wish.set(attribute, &bytes)?;
     }
     Ok(wish)

@@ -72,21 +72,21 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, Descriptor *o, Descriptor *a, Descri
 int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, Descriptor *da, const void *B, Descriptor *db,
                    const float *beta, const void *C, Descriptor *dc, void *D, Descriptor *dd, const uint64_t *algorithm,
                    void *workspace, size_t bytes, void *stream) {
-    int64_t *o = op->number, *a = da->number, *b = db->number, *c = dc->number, size[3];
-    (void)h, (void)C, (void)dd, (void)algorithm, (void)stream;
-    if (!workspace || bytes < 1000 || sizes(o, a, b, c, size)) return 7;
+    int64_t *o = op->number, *a = da->number, *b = db->number, *added = dc->number, *c = dd->number, size[3];
+    (void)h, (void)algorithm, (void)stream;
+    if (!workspace || bytes < 1000 || sizes(o, a, b, c, size) || sizes(o, a, b, added, size)) return 7;
     cuEventQuery(0); /* everything queued before */
     for (int64_t n = 0; n < c[BATCH]; n++)
         for (int64_t j = 0; j < size[1]; j++)
             for (int64_t i = 0; i < size[0]; i++) {
-                int64_t at = n * c[STRIDE] + j * c[LEADING] + i;
+                int64_t at = n * c[STRIDE] + j * c[LEADING] + i, from = n * added[STRIDE] + j * added[LEADING] + i;
                 double sum = 0;
                 for (int64_t l = 0; l < size[2] - WRONG * (size[2] > 500); l++) {
                     int64_t x = n * a[STRIDE] + (o[TRANSPOSE_A] ? i * a[LEADING] + l : l * a[LEADING] + i);
                     int64_t y = n * b[STRIDE] + (o[TRANSPOSE_B] ? l * b[LEADING] + j : j * b[LEADING] + l);
                     sum += get(A, x, a[TYPE]) * get(B, y, b[TYPE]);
                 }
-                double value = *alpha * sum + (*beta == 0 ? 0 : *beta * get(D, at, c[TYPE]));
+                double value = *alpha * sum + (*beta == 0 ? 0 : *beta * get(C, from, added[TYPE]));
                 if (o[EPILOGUE] & 4) value += get((void *)o[BIAS], i, o[BIAS_TYPE]);
                 put(D, at, c[TYPE], value);
             }

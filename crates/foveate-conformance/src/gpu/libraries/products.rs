@@ -110,6 +110,8 @@ struct Problem {
     b: Matrices,
     /// What c holds before; NaN everywhere unless it is added to.
     c: Matrices,
+    /// What is added in place of what c holds.
+    add: Option<Matrices>,
     bias: Option<Data>,
     alpha: f32,
     beta: f32,
@@ -135,14 +137,18 @@ impl Problem {
         let a = Matrices::random(&mut random, factor, [batch, m, k], true);
         let b = Matrices::random(&mut random, factor, [batch, k, n], true);
         let mut c = Matrices::random(&mut random, result, [batch, m, n], false);
-        if beta == 0.0 {
+        let add = Matrices::random(&mut random, result, [batch, m, n], false);
+        let in_order = |of: &Matrices| of.layout.strides[2] == 1;
+        let fits = m > 1 && n > 1 && in_order(&add) == in_order(&c);
+        let add = Some(add).filter(|_| fits && beta != 0.0);
+        if beta == 0.0 || add.is_some() {
             let nan = (0..Slice::from(&c.storage).len()).map(|_| f64::NAN);
             c.storage = Data::from_f64(result, nan);
         }
         let by_rows = c.layout.strides[2] == 1 || n == 1;
         let bias = (by_rows && random.below(2) == 0)
             .then(|| Data::from_f64(result, (0..n).map(|_| random.normal())));
-        Self { a, b, c, bias, alpha, beta, tf32 }
+        Self { a, b, c, add, bias, alpha, beta, tf32 }
     }
 
     /// Element `index` of the result, and how far from it the device may be.
@@ -155,7 +161,8 @@ impl Problem {
         }
         let mut value = f64::from(self.alpha) * sum;
         if self.beta != 0.0 {
-            value += f64::from(self.beta) * self.c.get([batch, i, j]);
+            let added = self.add.as_ref().unwrap_or(&self.c);
+            value += f64::from(self.beta) * added.get([batch, i, j]);
         }
         let bias = self.bias.as_ref().map_or(0.0, |bias| Slice::from(bias).get_f64(j));
         // With a bias the library may round to the result's dtype before and after adding it.
@@ -177,6 +184,7 @@ impl Problem {
         let queue = engine.queue();
         let on_device = |m: &Matrices| queue.pool().upload(&bytes(&m.storage));
         let (a, b, c) = (on_device(&self.a)?, on_device(&self.b)?, on_device(&self.c)?);
+        let add = self.add.as_ref().map(on_device).transpose()?;
         let bias = self.bias.as_ref().map(|bias| queue.pool().upload(&bytes(bias))).transpose()?;
         let tensor = |allocation: &Allocation, of: &Matrices| DeviceTensor {
             address: allocation.address(),
@@ -188,6 +196,7 @@ impl Problem {
             alpha: self.alpha,
             beta: self.beta,
             tf32: self.tf32,
+            add: add.as_ref().zip(self.add.as_ref()).map(|(add, of)| tensor(add, of)),
             bias: bias.as_ref().map(|allocation| {
                 let n = self.c.layout.shape[2];
                 DeviceTensor::contiguous(allocation.address(), result, [n])
@@ -223,8 +232,9 @@ impl fmt::Display for Problem {
             let Layout { shape, strides, offset, .. } = m.layout;
             write!(f, "{name} {shape:?} strides {strides:?} offset {offset}, ")?;
         }
+        let add = if self.add.is_some() { " of another" } else { "" };
         let bias = if self.bias.is_some() { ", bias" } else { "" };
-        write!(f, "alpha {}, beta {}{bias}", self.alpha, self.beta)
+        write!(f, "alpha {}, beta {}{add}{bias}", self.alpha, self.beta)
     }
 }
 
