@@ -76,6 +76,7 @@ pub(crate) enum File {
         moments: u32,
         gradients: u32,
     },
+    Vectors,
 }
 
 impl File {
@@ -87,6 +88,7 @@ impl File {
             Self::Embedding => include_str!("../kernels/embedding.cu"),
             Self::CrossEntropy { .. } => include_str!("../kernels/cross_entropy.cu"),
             Self::AdamW { .. } => include_str!("../kernels/adamw.cu"),
+            Self::Vectors => include_str!("../kernels/vectors.cu"),
         }
     }
 
@@ -96,7 +98,7 @@ impl File {
             Self::RmsNorm { held } => vec![("FV_HELD", held)],
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::Embedding => Vec::new(),
+            Self::Embedding | Self::Vectors => Vec::new(),
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::AdamW { weights, moments, gradients } => vec![
                 ("FV_WEIGHTS", weights as usize),

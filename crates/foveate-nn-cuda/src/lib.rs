@@ -39,6 +39,7 @@
 //! | [`rope::Rope`] | 4, of the heads that turn |
 //! | [`embedding::Embedding`], its backward | 4; 2, and 8 of each row of the table that is met |
 //! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 mostly come from L2; without gradient 2 |
+//! | [`vectors::CopyRows`] | 4 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
 mod call;
@@ -52,5 +53,6 @@ mod params;
 pub mod rope;
 #[cfg(test)]
 mod tests;
+pub mod vectors;
 
 pub use call::{Block, Call, Kernels, Source};

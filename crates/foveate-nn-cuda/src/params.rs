@@ -156,6 +156,33 @@ abi_structs! {
         /// Tokens.
         pub tokens: i32,
     }
+    /// Of `kernels/vectors.cu`.
+    pub struct WidenParams {
+        /// `[elems]`.
+        pub from: Address,
+        /// f32 `[elems]`.
+        pub to: Address,
+        /// Elements.
+        pub elems: i64,
+    }
+    /// Of `kernels/vectors.cu`.
+    pub struct AddParams {
+        /// f32 `[elems]`.
+        pub from: Address,
+        /// f32 `[elems]`.
+        pub to: Address,
+        /// Elements.
+        pub elems: i64,
+    }
+    /// Of `kernels/vectors.cu`.
+    pub struct CopyRowsParams {
+        /// `[rows, width]`.
+        pub from: Rows,
+        /// `[rows, width]`.
+        pub to: Rows,
+        /// Columns.
+        pub width: i32,
+    }
     /// Of `kernels/adamw.cu`.
     pub struct PieceParams {
         /// The first element.

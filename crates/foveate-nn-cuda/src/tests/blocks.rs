@@ -7,6 +7,7 @@ use crate::loss::{AddLosses, CrossEntropy};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{TOTALS_LEN, Totals};
 use crate::rope::{Pairing, Rope};
+use crate::vectors::{Add, CopyRows, Widen};
 
 const TOKENS: usize = 7;
 
@@ -550,4 +551,33 @@ fn operands_that_do_not_fit_are_named() {
     let apart = Placing { gap: 1, ..f32s }.empty([10, 32]);
     let apart = EmbeddingBackward { d_table: apart.tensor(), ..gradient };
     assert_eq!(refusal(&apart), "rows of d_table must lie side by side");
+}
+
+#[test]
+fn rows_are_copied_and_vectors_widened_and_added_to_the_bit() {
+    let mut random = Random::new(11);
+    for (placing, width) in placings() {
+        let from = placing.random([TOKENS, width], &mut random, 2.0);
+        let to = Placing { gap: placing.gap + 8, ..placing }.empty([TOKENS, width]);
+        if !run(&CopyRows { from: from.tensor(), to: to.tensor() }) {
+            return;
+        }
+        assert_eq!(to.values(), from.values());
+        let dense = Placing { gap: 0, ..placing };
+        let (narrow, f32s) =
+            (dense.random([1, width], &mut random, 2.0), Placing::dense(DType::F32));
+        let (wide, sum) = (f32s.empty([1, width]), f32s.random([1, width], &mut random, 2.0));
+        let before = sum.values();
+        run(&Widen { from: narrow.vector(), to: wide.vector() });
+        assert_eq!(wide.values(), narrow.values());
+        run(&Add { from: wide.vector(), to: sum.vector() });
+        let sums = before.iter().zip(narrow.values()).map(|(a, b)| f64::from(*a as f32 + b as f32));
+        assert_eq!(sum.values(), sums.collect::<Vec<_>>());
+    }
+    let a = Placing::dense(DType::BF16).empty([2, 8]);
+    let narrow = Placing::dense(DType::BF16).empty([2, 6]);
+    let said = refusal(&CopyRows { from: a.tensor(), to: narrow.tensor() });
+    assert_eq!(said, "to has shape [2, 6]; it must be [2, 8]");
+    let one = Placing::dense(DType::BF16).empty([1, 8]);
+    assert!(refusal(&Widen { from: one.vector(), to: one.vector() }).contains("to is bf16"));
 }

@@ -1,0 +1,38 @@
+// What lies between blocks whose operands are of different dtypes or apart: widening, adding, copying rows.
+
+struct WidenParams {
+    u64 from;                   // [elems]
+    u64 to;                     // f32 [elems]
+    i64 elems;
+};
+
+struct AddParams {
+    u64 from;                   // f32 [elems]
+    u64 to;                     // f32 [elems], added to
+    i64 elems;
+};
+
+struct CopyRowsParams {
+    Rows from, to;              // [rows, width]
+    int width;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_widen(const __grid_constant__ WidenParams p) {
+    const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (at < p.elems) reinterpret_cast<float*>(p.to)[at] = widen<FV_DTYPE>(reinterpret_cast<const Elem*>(p.from)[at]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_add(const __grid_constant__ AddParams p) {
+    const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (at < p.elems) reinterpret_cast<float*>(p.to)[at] += reinterpret_cast<const float*>(p.from)[at];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_copy_rows(const __grid_constant__ CopyRowsParams p) {
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
+    if (column >= p.width) return;
+    typedef Vector<Elem, VECTOR> Elems;
+    *reinterpret_cast<Elems*>(p.to.row(blockIdx.x) + column) = *reinterpret_cast<const Elems*>(p.from.row(blockIdx.x) + column);
+}
