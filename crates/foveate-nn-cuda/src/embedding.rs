@@ -93,6 +93,17 @@ impl TokenOrder {
         self.partial_rows
     }
 
+    /// [`Self::partial_rows`] of any order of `tokens` tokens, at most.
+    pub fn most_partial_rows(tokens: usize) -> usize {
+        // A token that stands at 65 places has two segments, the largest number for its places.
+        2 * (tokens / (SEGMENT + 1))
+    }
+
+    /// [`Self::words`] of any order of `tokens` tokens, at most.
+    pub fn most_words(tokens: usize) -> usize {
+        4 * (tokens + tokens / (SEGMENT + 1)) + tokens
+    }
+
     /// What the device reads: segments, joined segments, places.
     pub fn words(&self) -> Vec<i32> {
         let fours = self.segments.iter().chain(&self.joined).flatten();

@@ -56,6 +56,11 @@ impl RopeTable {
         self.positions = positions;
     }
 
+    /// Positions that it reaches, and pairs of a head: `D/2`.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.positions, self.pairs]
+    }
+
     /// Cosines and sines of one position, `D/2` each.
     pub fn at(&self, position: i32) -> (&[f32], &[f32]) {
         let start = position as usize * self.pairs;
