@@ -73,5 +73,5 @@ pub use permutation::{Permutation, PermutationId};
 pub use plan::{
     Cells, ModelShape, OwnedElements, Part, PlanOptions, RankPlan, ShardPlan, Stage, Strategy,
 };
-pub use plane::{Block, LayerMask, Planes, Whole};
+pub use plane::{LayerBlockMask, LayerMask, Planes, Whole};
 pub use ranges::Ranges;

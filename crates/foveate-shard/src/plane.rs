@@ -35,7 +35,7 @@ pub struct LayerMask {
 
 /// The block mask of some batch entries and heads of some layers.
 #[derive(Clone, Debug)]
-pub struct Block {
+pub struct LayerBlockMask {
     /// Index of the layers' mask in what the planes were made of.
     pub mask: usize,
     /// The one batch entry that it is of; `None` for all.
@@ -50,7 +50,7 @@ pub struct Block {
     pub live: Vec<u64>,
 }
 
-impl Block {
+impl LayerBlockMask {
     fn new(mask: usize, layers: u64, [b, h]: [Option<usize>; 2], tiles: BlockMask) -> Self {
         let live = tiles.live_by_row();
         Self { mask, b, h, tiles, layers, live }
@@ -72,14 +72,14 @@ pub struct Planes {
     whole: Whole,
     tile: Tile,
     masks: Vec<Option<MaskMod>>,
-    blocks: Vec<Block>,
+    block_masks: Vec<LayerBlockMask>,
     /// By row of tiles.
     work: Vec<u64>,
     needs: Vec<Ranges>,
 }
 
 /// Block masks that a mask may have, one for each batch entry and head that it tells apart.
-const MOST_BLOCKS: usize = 1 << 12;
+const MOST_MASKS: usize = 1 << 12;
 
 impl Planes {
     /// The block masks of `layers` in tiles of `tile`. A mask that reads `b` or `h` has one for each
@@ -107,11 +107,11 @@ impl Planes {
                 i32::MAX
             ));
         };
-        let mut blocks = Vec::new();
+        let mut block_masks = Vec::new();
         for (index, LayerMask { mask, layers }) in layers.iter().enumerate() {
             let Some(mask) = mask else {
                 let tiles = BlockMask::full(q_len, kv_len, tile);
-                blocks.push(Block::new(index, *layers, [None, None], tiles));
+                block_masks.push(LayerBlockMask::new(index, *layers, [None, None], tiles));
                 continue;
             };
             mask.check().map_err(|e| ShardError::new(e.to_string()))?;
@@ -130,7 +130,7 @@ impl Planes {
                 false => vec![None],
             };
             let (entries, of_heads) = (each(varies.by_batch, batch), each(varies.by_head, heads));
-            if entries.len().saturating_mul(of_heads.len()) > MOST_BLOCKS {
+            if entries.len().saturating_mul(of_heads.len()) > MOST_MASKS {
                 return refused(format!(
                     "a mask differs between {} batch entries and {} heads; plan for a smaller batch",
                     entries.len(),
@@ -151,25 +151,26 @@ impl Planes {
                     if let Some(read) = tiles.out_of_range() {
                         return refused(read.to_string());
                     }
-                    blocks.push(Block::new(index, *layers, [b, h], tiles));
+                    block_masks.push(LayerBlockMask::new(index, *layers, [b, h], tiles));
                 }
             }
         }
         let rows = q_len.div_ceil(tile.q as usize);
         let mut work = vec![0; rows];
-        for block in &blocks {
-            let times = block.layers * block.pairs(&(0..batch), &(0..heads));
-            for (sum, live) in work.iter_mut().zip(&block.live) {
+        for block_mask in &block_masks {
+            let times = block_mask.layers * block_mask.pairs(&(0..batch), &(0..heads));
+            for (sum, live) in work.iter_mut().zip(&block_mask.live) {
                 *sum += live * times;
             }
         }
         let keys = |row: usize| {
-            let runs = blocks.iter().flat_map(move |block| live_keys(&block.tiles, row));
+            let runs =
+                block_masks.iter().flat_map(move |block_mask| live_keys(&block_mask.tiles, row));
             Ranges::of(runs)
         };
         let needs = (0..rows).map(keys).collect();
         let masks = layers.iter().map(|l| l.mask.clone()).collect();
-        Ok(Self { whole, tile, masks, blocks, work, needs })
+        Ok(Self { whole, tile, masks, block_masks, work, needs })
     }
 
     /// Sizes of the problem.
@@ -188,8 +189,8 @@ impl Planes {
     }
 
     /// The block masks.
-    pub fn blocks(&self) -> &[Block] {
-        &self.blocks
+    pub fn block_masks(&self) -> &[LayerBlockMask] {
+        &self.block_masks
     }
 
     /// Live entries of each row of tiles, over all layers, batch entries and heads.

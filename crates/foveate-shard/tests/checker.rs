@@ -83,7 +83,7 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
                 assert_eq!(proof.live_entries, live, "{mesh:?}, {strategy}");
                 assert_eq!(proof.labels, 240);
                 let tiles: u64 = planes
-                    .blocks()
+                    .block_masks()
                     .iter()
                     .map(|b| 32 * (b.tiles.stats().full + b.tiles.stats().partial))
                     .sum();

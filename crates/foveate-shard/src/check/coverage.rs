@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::check::{At, Contradiction};
 use crate::plan::{Cells, ShardPlan, Strategy};
-use crate::plane::{Block, Planes, live_keys};
+use crate::plane::{LayerBlockMask, Planes, live_keys};
 use crate::ranges::Ranges;
 
 pub(super) struct Coverage {
@@ -66,8 +66,8 @@ fn cell(
     heads: &Range<usize>,
     computes: &[&Compute<'_>],
 ) -> Result<u64, Contradiction> {
-    let of_cell = |block: &&Block| block.pairs(batch, heads) > 0;
-    let blocks: Vec<&Block> = planes.blocks().iter().filter(of_cell).collect();
+    let of_cell = |block_mask: &&LayerBlockMask| block_mask.pairs(batch, heads) > 0;
+    let block_masks: Vec<&LayerBlockMask> = planes.block_masks().iter().filter(of_cell).collect();
     let (len, side) = (planes.whole().q_len, planes.tile().q as usize);
     // Where the set of stages that compute a query changes.
     let mut changes: Vec<(usize, bool, usize)> = Vec::new();
@@ -104,21 +104,22 @@ fn cell(
         }
         let keys = known.entry(active.clone()).or_insert_with(|| keys_of(computes, &active));
         for row in at / side..end.div_ceil(side) {
-            for block in &blocks {
-                let live = Ranges::of(live_keys(&block.tiles, row));
+            for block_mask in &block_masks {
+                let live = Ranges::of(live_keys(&block_mask.tiles, row));
                 let missing = live.difference(&keys.any);
                 if !missing.is_empty() {
                     let first = computes[active[0]];
                     return At::rank('b', first.rank)
-                        .contradicts("k", unseen(at, end, block, &missing));
+                        .contradicts("k", unseen(at, end, block_mask, &missing));
                 }
                 let twice = live.intersection(&keys.twice);
                 if !twice.is_empty() {
                     return doubled(computes, &active, at..end, &twice);
                 }
                 let begins = at <= row * side;
-                let runs = block.tiles.row(row).iter().map(|r| u64::from(r.count)).sum::<u64>();
-                tiles += if begins { runs * block.pairs(batch, heads) } else { 0 };
+                let runs =
+                    block_mask.tiles.row(row).iter().map(|r| u64::from(r.count)).sum::<u64>();
+                tiles += if begins { runs * block_mask.pairs(batch, heads) } else { 0 };
             }
         }
         at = end;
@@ -136,14 +137,14 @@ fn keys_of(computes: &[&Compute<'_>], active: &[usize]) -> Keys {
     keys
 }
 
-fn unseen(from: usize, to: usize, block: &Block, missing: &Ranges) -> String {
+fn unseen(from: usize, to: usize, block_mask: &LayerBlockMask, missing: &Ranges) -> String {
     let of =
         |name: &str, one: Option<usize>| one.map_or(String::new(), |i| format!(", {name} {i}"));
     format!(
         "live keys {missing} of queries {from}..{to} are computed by no stage (mask {}{}{})",
-        block.mask,
-        of("batch entry", block.b),
-        of("head", block.h)
+        block_mask.mask,
+        of("batch entry", block_mask.b),
+        of("head", block_mask.h)
     )
 }
 
@@ -186,13 +187,13 @@ fn load(planes: &Planes, cells: Option<&Cells>) -> u64 {
     let Some(cells) = cells.filter(|c| !c.is_empty()) else { return 0 };
     let (len, side) = (planes.whole().q_len, planes.tile().q as usize);
     let mut load = 0;
-    for block in planes.blocks() {
-        let times = block.layers * block.pairs(&cells.batch, &cells.heads);
+    for block_mask in planes.block_masks() {
+        let times = block_mask.layers * block_mask.pairs(&cells.batch, &cells.heads);
         for range in cells.q.as_slice() {
             for row in range.start / side..range.end.div_ceil(side) {
                 let tile = row * side..len.min((row + 1) * side);
                 let rows = range.end.min(tile.end) - range.start.max(tile.start);
-                load += times * block.live[row] * rows as u64 / tile.len() as u64;
+                load += times * block_mask.live[row] * rows as u64 / tile.len() as u64;
             }
         }
     }
