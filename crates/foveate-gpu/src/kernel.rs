@@ -120,7 +120,7 @@ impl Expected<'_> {
 
 /// A kernel on a device, which was compared with its plan. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Kernel {
+pub struct LoadedKernel {
     function: Function,
 }
 
@@ -135,18 +135,18 @@ impl Engine {
         &self,
         source: &KernelSource,
         expected: &Expected<'_>,
-    ) -> Result<Kernel, GpuError> {
+    ) -> Result<LoadedKernel, GpuError> {
         let compiled = self.compiled(&source.text, source.arch)?;
         expected.compare(&compiled)?.map_err(|Excess { reason, .. }| GpuErrorKind::Resources {
             kernel: expected.name.to_owned(),
             reason,
         })?;
         let shared_bytes = expected.shared_bytes.unwrap_or(0);
-        Ok(Kernel { function: self.load(&compiled, expected.entry, shared_bytes)? })
+        Ok(LoadedKernel { function: self.load(&compiled, expected.entry, shared_bytes)? })
     }
 }
 
-impl Kernel {
+impl LoadedKernel {
     /// Its name.
     pub fn name(&self) -> &str {
         self.function.name()

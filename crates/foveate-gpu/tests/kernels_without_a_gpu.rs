@@ -14,7 +14,7 @@ use foveate_gpu::driver::{
     Allocation, Allocator, Device, Event, Fill, Graph, L2Promotion, Launch, Pinned, Pool, Stream,
     Swizzle, TensorMap, Tiled,
 };
-use foveate_gpu::kernel::{Expected, Kernel, KernelSource};
+use foveate_gpu::kernel::{Expected, KernelSource, LoadedKernel};
 use foveate_gpu::library::Library;
 use foveate_gpu::nccl::{Array, Communicator, Reduce, Transfer, UniqueId};
 use foveate_gpu::{Arch, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
@@ -43,7 +43,7 @@ const EXPECTED: Expected<'static> = Expected {
     shared_bytes: Some(1024),
 };
 
-fn kernel(engine: &Engine, arch: Arch) -> Result<Kernel, GpuError> {
+fn kernel(engine: &Engine, arch: Arch) -> Result<LoadedKernel, GpuError> {
     engine.kernel(&KernelSource { text: SOURCE.to_owned(), arch }, &EXPECTED)
 }
 
@@ -71,7 +71,7 @@ fn map(address: Address) -> Tiled<'static> {
 }
 
 /// Queues the kernel on memory of the queue's own.
-fn launch(kernel: &Kernel, queue: &Queue, launch: &Launch) -> Result<(), GpuError> {
+fn launch(kernel: &LoadedKernel, queue: &Queue, launch: &Launch) -> Result<(), GpuError> {
     let memory = queue.pool().take(8192)?;
     let map = TensorMap::tiled(queue.stream().device(), &map(memory.address()))?;
     // SAFETY: nothing runs on the driver for tests.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use foveate_gpu::abi::Abi;
 use foveate_gpu::access::Accesses;
 use foveate_gpu::driver::Launch;
-use foveate_gpu::kernel::{Expected, Kernel, KernelSource, Parameters};
+use foveate_gpu::kernel::{Expected, KernelSource, LoadedKernel, Parameters};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{Arch, Engine, GpuError, Queue};
 use foveate_tensor::DType;
@@ -173,7 +173,7 @@ impl Call {
 pub struct Kernels {
     engine: Arc<Engine>,
     arch: Arch,
-    loaded: Mutex<HashMap<(Source, &'static str), Kernel>>,
+    loaded: Mutex<HashMap<(Source, &'static str), LoadedKernel>>,
 }
 
 impl Kernels {
@@ -228,7 +228,7 @@ impl Kernels {
         calls.iter().try_for_each(|call| self.kernel(call).map(drop))
     }
 
-    fn kernel(&self, call: &Call) -> Result<Kernel, GpuError> {
+    fn kernel(&self, call: &Call) -> Result<LoadedKernel, GpuError> {
         let key = (call.source.clone(), call.entry);
         if let Some(kernel) = lock(&self.loaded).get(&key) {
             return Ok(kernel.clone());

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use foveate_gpu::driver::{Fill, L2Promotion, Launch, Swizzle, TensorMap, Tiled, default_timeout};
-use foveate_gpu::kernel::{Expected, Kernel, KernelSource};
+use foveate_gpu::kernel::{Expected, KernelSource, LoadedKernel};
 use foveate_gpu::{Arch, ElementType, Engine, GpuError};
 
 use super::checks::{Outcome, on_gpu};
@@ -106,7 +106,7 @@ pub fn run() -> Result<bool, String> {
 }
 
 fn exchange(engine: &Arc<Engine>) -> Outcome {
-    let kernel = |entry: &'static str| -> Result<Kernel, GpuError> {
+    let kernel = |entry: &'static str| -> Result<LoadedKernel, GpuError> {
         let arch: Arch = engine.device().info().arch().specific();
         engine.kernel(&KernelSource { text: SOURCE.to_owned(), arch }, &expected(entry))
     };
