@@ -16,7 +16,7 @@ use foveate_gpu::driver::{
 };
 use foveate_gpu::kernel::{Expected, KernelSource, LoadedKernel};
 use foveate_gpu::library::Library;
-use foveate_gpu::nccl::{Array, Communicator, Reduce, Transfer, UniqueId};
+use foveate_gpu::nccl::{Communicator, FlatArray, Reduce, Transfer, UniqueId};
 use foveate_gpu::{Arch, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_tensor::DType;
 
@@ -410,7 +410,7 @@ fn every_call_leaves_the_context_that_it_found() {
     let wrong = Matmul::new(square(0), square(1), square(1));
     kept_by("a wrong product", &mut || drop(engine.matmul(queue, &wrong).unwrap_err()));
 
-    let numbers = Array { address: at, element: ElementType::F32, len: 100 };
+    let numbers = FlatArray { address: at, element: ElementType::F32, len: 100 };
     let transfer = Transfer::AllReduce { from: numbers, into: numbers, reduce: Reduce::Sum };
     let alone = || Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, LIMIT).unwrap();
     kept_by("a communicator", &mut || {

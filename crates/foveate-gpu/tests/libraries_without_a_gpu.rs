@@ -6,7 +6,7 @@ mod driver;
 use std::time::{Duration, Instant};
 
 use foveate_gpu::blas::{self, Matmul};
-use foveate_gpu::nccl::{self, Array, Communicator, Reduce, Transfer, UniqueId};
+use foveate_gpu::nccl::{self, Communicator, FlatArray, Reduce, Transfer, UniqueId};
 use foveate_gpu::{DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, driver::Allocation};
 use foveate_tensor::DType;
 
@@ -110,7 +110,7 @@ fn alone() -> (Communicator, Allocation, Transfer) {
     let engine = Engine::get(0).unwrap();
     let among = Communicator::new(&engine, &UniqueId::new().unwrap(), 0, 1, TIMEOUT).unwrap();
     let allocation = engine.queue().pool().take(4000).unwrap();
-    let numbers = Array { address: allocation.address(), element: ElementType::F32, len: 1000 };
+    let numbers = FlatArray { address: allocation.address(), element: ElementType::F32, len: 1000 };
     let reduce = Reduce::Sum;
     (among, allocation, Transfer::AllReduce { from: numbers, into: numbers, reduce })
 }

@@ -8,8 +8,8 @@
 //!
 //! ```no_run
 //! # use foveate_gpu::{Engine, GpuError, driver};
-//! # use foveate_gpu::nccl::{Array, Communicator, Reduce, Transfer, UniqueId};
-//! # fn step(id: &UniqueId, rank: usize, ranks: usize, gradients: Array) -> Result<(), GpuError> {
+//! # use foveate_gpu::nccl::{FlatArray, Communicator, Reduce, Transfer, UniqueId};
+//! # fn step(id: &UniqueId, rank: usize, ranks: usize, gradients: FlatArray) -> Result<(), GpuError> {
 //! let engine = Engine::get(rank)?;
 //! let among = Communicator::new(&engine, id, rank, ranks, driver::default_timeout())?;
 //! let (from, into) = (gradients, gradients);
@@ -41,9 +41,9 @@ use crate::engine::Engine;
 use crate::error::{GpuError, GpuErrorKind};
 use crate::queue::Queue;
 use crate::sync::lock;
-use sys::{Config, Functions, IN_PROGRESS, Id, SUCCESS};
+use sys::{Functions, IN_PROGRESS, Id, NcclConfig, SUCCESS};
 use transfer::data_type;
-pub use transfer::{Array, Reduce, Transfer};
+pub use transfer::{FlatArray, Reduce, Transfer};
 
 /// Version of the NCCL of this machine: major, minor, patch.
 ///
@@ -107,7 +107,7 @@ unsafe impl Sync for Communicator {}
 
 /// A transfer of one rank, to be run with those of others.
 #[derive(Clone, Copy, Debug)]
-pub struct Call<'a> {
+pub struct RankTransfer<'a> {
     /// The rank.
     pub on: &'a Communicator,
     /// A queue of the rank's device.
@@ -167,7 +167,7 @@ impl Communicator {
         let functions = Functions::get()?;
         let total = i32::try_from(ranks)
             .map_err(|_| GpuError::argument(format!("{ranks} ranks are too many")))?;
-        let mut config = Config::WITHOUT_BLOCKING;
+        let mut config = NcclConfig::WITHOUT_BLOCKING;
         let mut handles = vec![ptr::null_mut(); members.len()].into_boxed_slice();
         let _around = members.first().map(|(engine, _)| engine.device().current_around());
         let group = InGroup::start(functions)?;
@@ -226,7 +226,7 @@ impl Communicator {
     /// # Errors
     /// Those of [`together`].
     pub fn run(&self, queue: &Queue, transfer: Transfer) -> Result<(), GpuError> {
-        together(&[Call { on: self, queue, transfer }])
+        together(&[RankTransfer { on: self, queue, transfer }])
     }
 
     /// Waits until everything on `queue` is done, transfers included, and watches for failures of
@@ -316,32 +316,32 @@ impl Communicator {
 ///
 /// # Errors
 /// When a transfer or its memory does not fit its rank, and nothing is queued then; when NCCL
-/// fails or the other ranks do not take part in time, which ends the communicators of `calls`.
-pub fn together(calls: &[Call<'_>]) -> Result<(), GpuError> {
-    let Some(first) = calls.first() else { return Ok(()) };
-    for Call { on, queue, transfer } in calls {
+/// fails or the other ranks do not take part in time, which ends the communicators of `transfers`.
+pub fn together(transfers: &[RankTransfer<'_>]) -> Result<(), GpuError> {
+    let Some(first) = transfers.first() else { return Ok(()) };
+    for RankTransfer { on, queue, transfer } in transfers {
         on.engine.check_queue(queue)?;
         transfer.check(on.rank, on.ranks, &on.engine)?;
     }
-    // In order of address, so that threads whose calls have communicators in common wait for each
+    // In order of address, so that threads whose transfers have communicators in common wait for each
     // other in turn.
-    let mut members: Vec<&Communicator> = calls.iter().map(|call| call.on).collect();
+    let mut members: Vec<&Communicator> = transfers.iter().map(|one| one.on).collect();
     members.sort_unstable_by_key(|member| ptr::from_ref(*member));
     members.dedup_by_key(|member| ptr::from_ref(*member));
     let _turns: Vec<_> = members.iter().map(|member| lock(&member.turn)).collect();
-    let codes = queue_all(first.on.functions, &members, calls)?;
-    let what = match calls {
+    let codes = queue_all(first.on.functions, &members, transfers)?;
+    let what = match transfers {
         [one] => one.transfer.to_string(),
-        _ => format!("{} transfers from {} on", calls.len(), first.transfer),
+        _ => format!("{} transfers from {} on", transfers.len(), first.transfer),
     };
     wait_for(&members, &codes, &what)
 }
 
-/// Hands `calls` of `members` to NCCL in one group; what it said to each, and to all.
+/// Hands `transfers` of `members` to NCCL in one group; what it said to each, and to all.
 fn queue_all(
     functions: &'static Functions,
     members: &[&Communicator],
-    calls: &[Call<'_>],
+    transfers: &[RankTransfer<'_>],
 ) -> Result<Vec<sys::Code>, GpuError> {
     let states: Vec<_> = members.iter().map(|member| lock(&member.state)).collect();
     let handles = members.iter().zip(&states).map(|(member, state)| member.ready(state));
@@ -349,34 +349,34 @@ fn queue_all(
     let _around = members.first().map(|member| member.engine.device().current_around());
     let group = InGroup::start(functions)?;
     let mut codes = Vec::new();
-    for call in calls {
+    for of_rank in transfers {
         // An early end would leave a part of the group queued.
-        let Ok(_current) = call.on.engine.device().current() else {
+        let Ok(_current) = of_rank.on.engine.device().current() else {
             codes.push(sys::CUDA_FAILED);
             break;
         };
-        let member = members.iter().position(|member| ptr::eq(*member, call.on));
-        let handle = handles[member.expect("members are those of the calls")];
+        let member = members.iter().position(|member| ptr::eq(*member, of_rank.on));
+        let handle = handles[member.expect("members are those of the transfers")];
         // SAFETY: the communicator is alive while its state is locked; the arrays were checked to
         // be memory of its device (`Transfer::check`), and the queue to be of that device.
-        codes.push(unsafe { queue(functions, handle, call) });
+        codes.push(unsafe { queue(functions, handle, of_rank) });
     }
     codes.push(group.end());
     Ok(codes)
 }
 
-/// Hands one call to NCCL.
+/// Hands one transfer to NCCL.
 ///
 /// # Safety
-/// `handle` is the call's communicator, whose device's context is current; the arrays of the
+/// `handle` is the communicator of the rank, whose device's context is current; the arrays of the
 /// transfer are memory of that device, and the queue is one of its.
-unsafe fn queue(functions: &Functions, handle: Handle, call: &Call<'_>) -> sys::Code {
-    let stream = call.queue.stream().handle();
-    let read = |array: &Array| array.address as *const std::ffi::c_void;
-    let write = |array: &Array| array.address as *mut std::ffi::c_void;
+unsafe fn queue(functions: &Functions, handle: Handle, of_rank: &RankTransfer<'_>) -> sys::Code {
+    let stream = of_rank.queue.stream().handle();
+    let read = |array: &FlatArray| array.address as *const std::ffi::c_void;
+    let write = |array: &FlatArray| array.address as *mut std::ffi::c_void;
     // SAFETY: the caller's promise; lengths are those of both arrays (`Transfer::check`).
     unsafe {
-        match call.transfer {
+        match of_rank.transfer {
             Transfer::AllReduce { from, into, reduce } => (functions.all_reduce)(
                 read(&from),
                 write(&into),

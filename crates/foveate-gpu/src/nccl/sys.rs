@@ -27,14 +27,14 @@ pub struct Id(pub [u8; 128]);
 /// takes its defaults for the rest.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Config {
+pub struct NcclConfig {
     bytes: usize,
     magic: u32,
     version: u32,
     blocking: c_int,
 }
 
-impl Config {
+impl NcclConfig {
     /// Calls come back before the other ranks took part, so that waiting for them can end.
     pub const WITHOUT_BLOCKING: Self =
         Self { bytes: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
@@ -51,7 +51,7 @@ functions! {
     error_string "ncclGetErrorString" (Code) -> *const c_char;
     last_error "ncclGetLastError" (Handle) -> *const c_char;
     unique_id "ncclGetUniqueId" (*mut Id) -> Code;
-    init "ncclCommInitRankConfig" (*mut Handle, c_int, Id, c_int, *mut Config) -> Code;
+    init "ncclCommInitRankConfig" (*mut Handle, c_int, Id, c_int, *mut NcclConfig) -> Code;
     async_error "ncclCommGetAsyncError" (Handle, *mut Code) -> Code;
     finalize "ncclCommFinalize" (Handle) -> Code;
     destroy "ncclCommDestroy" (Handle) -> Code;

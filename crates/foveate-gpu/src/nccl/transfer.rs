@@ -10,7 +10,7 @@ use foveate_tensor::ElementType;
 
 /// Numbers side by side in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Array {
+pub struct FlatArray {
     /// Where they start.
     pub address: Address,
     /// Their type.
@@ -19,7 +19,7 @@ pub struct Array {
     pub len: usize,
 }
 
-impl Array {
+impl FlatArray {
     /// The elements of a tensor in the order that they have in memory, which has to be the same on
     /// all ranks.
     ///
@@ -115,9 +115,9 @@ pub enum Transfer {
     /// Every rank gets all ranks' numbers reduced. In place when both arrays are the same.
     AllReduce {
         /// This rank's numbers.
-        from: Array,
+        from: FlatArray,
         /// The result, of the same length.
-        into: Array,
+        into: FlatArray,
         /// How.
         reduce: Reduce,
     },
@@ -125,38 +125,38 @@ pub enum Transfer {
     /// rank's part of `into`.
     AllGather {
         /// This rank's numbers.
-        from: Array,
+        from: FlatArray,
         /// As many for each rank.
-        into: Array,
+        into: FlatArray,
     },
     /// Every rank gets its part of all ranks' numbers reduced. In place when `into` is this rank's
     /// part of `from`.
     ReduceScatter {
         /// This rank's numbers: a part for each rank.
-        from: Array,
+        from: FlatArray,
         /// This rank's part.
-        into: Array,
+        into: FlatArray,
         /// How.
         reduce: Reduce,
     },
     /// Every rank gets the numbers of `root`, in place.
     Broadcast {
         /// Read on the root, written on the others.
-        array: Array,
+        array: FlatArray,
         /// Whose numbers.
         root: usize,
     },
     /// What another rank receives.
     Send {
         /// The numbers.
-        from: Array,
+        from: FlatArray,
         /// Who.
         to: usize,
     },
     /// What another rank sends.
     Receive {
         /// Where the numbers go.
-        into: Array,
+        into: FlatArray,
         /// Whose.
         from: usize,
     },
@@ -202,20 +202,25 @@ impl Transfer {
 }
 
 /// Whether `whole` has `parts` times as many numbers as `part`.
-fn fit(whole: &Array, part: &Array, parts: usize) -> Result<(), GpuError> {
+fn fit(whole: &FlatArray, part: &FlatArray, parts: usize) -> Result<(), GpuError> {
     if whole.element == part.element && part.len.checked_mul(parts) == Some(whole.len) {
         return Ok(());
     }
-    let text = |array: &Array| format!("{} {}", array.len, array.element.name());
+    let text = |array: &FlatArray| format!("{} {}", array.len, array.element.name());
     Err(GpuError::argument(format!(
         "{} go with {} in parts for {parts} ranks, not with {}",
         text(whole),
-        text(&Array { len: whole.len / parts, ..*whole }),
+        text(&FlatArray { len: whole.len / parts, ..*whole }),
         text(part)
     )))
 }
 
-fn check_both(from: &Array, into: &Array, in_place: bool, engine: &Engine) -> Result<(), GpuError> {
+fn check_both(
+    from: &FlatArray,
+    into: &FlatArray,
+    in_place: bool,
+    engine: &Engine,
+) -> Result<(), GpuError> {
     let apart = from.end() <= into.address || into.end() <= from.address;
     if !(apart || in_place || from.len == 0) {
         return Err(GpuError::argument(

@@ -6,7 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use foveate_gpu::driver::{Allocation, Device, default_timeout};
-use foveate_gpu::nccl::{Array, Call, Communicator, Reduce, Transfer, UniqueId, together};
+use foveate_gpu::nccl::{
+    Communicator, FlatArray, RankTransfer, Reduce, Transfer, UniqueId, together,
+};
 use foveate_gpu::{ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_tensor::random::Random;
 use half::{bf16, f16};
@@ -132,7 +134,7 @@ impl Part {
         let own = |len: usize| encoded(element, &numbers(element, rank, len));
         let width = element.bytes();
         let (part, start) = (len * width, rank * len * width);
-        let array = |allocation: &Allocation, start: usize, len: usize| Array {
+        let array = |allocation: &Allocation, start: usize, len: usize| FlatArray {
             address: allocation.address() + start as u64,
             element,
             len,
@@ -210,8 +212,8 @@ impl Part {
         &'a self,
         on: &'a Communicator,
         queue: &'a Queue,
-    ) -> impl Iterator<Item = Call<'a>> {
-        self.transfers.iter().map(move |&transfer| Call { on, queue, transfer })
+    ) -> impl Iterator<Item = RankTransfer<'a>> {
+        self.transfers.iter().map(move |&transfer| RankTransfer { on, queue, transfer })
     }
 
     fn check(&self) -> Outcome {
@@ -334,12 +336,12 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     let allocation = queue.pool().take(4000)?;
     allocation.fill(0xFF)?;
     let host = [0u8; 400];
-    let at = |address: u64, len: usize| Array { address, element: ElementType::F32, len };
+    let at = |address: u64, len: usize| FlatArray { address, element: ElementType::F32, len };
     let (good, reduce) = (at(allocation.address(), 100), Reduce::Sum);
     let all_reduce = |from, into| Transfer::AllReduce { from, into, reduce };
     let asked = [
         (all_reduce(good, at(allocation.address() + 400, 99)), "100 f32 go with 100 f32"),
-        (all_reduce(good, Array { element: ElementType::I32, ..good }), "not with 100 i32"),
+        (all_reduce(good, FlatArray { element: ElementType::I32, ..good }), "not with 100 i32"),
         (all_reduce(good, at(allocation.address() + 396, 100)), "into overlaps from"),
         (all_reduce(at(allocation.address() + 2, 100), good), "into overlaps from"),
         (all_reduce(at(allocation.address() + 402, 100), good), "no multiple of the 4 bytes"),
@@ -354,8 +356,8 @@ fn wrong(engine: &Arc<Engine>) -> Outcome {
     ];
     for (transfer, expected) in asked {
         // A good one goes first, and is not queued.
-        let first = Call { on: &among, queue, transfer: all_reduce(good, good) };
-        let refused = together(&[first, Call { transfer, ..first }]);
+        let first = RankTransfer { on: &among, queue, transfer: all_reduce(good, good) };
+        let refused = together(&[first, RankTransfer { transfer, ..first }]);
         if let Err(wrong) = expect_refusal(refused, expected) {
             return Ok(Err(wrong));
         }
