@@ -5,7 +5,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::DType;
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{array, count, dense, integers, matrix, operand_dtype, vector};
 use crate::params::{EmbeddingBackwardParams, EmbeddingParams};
 
@@ -117,7 +117,7 @@ impl TokenOrder {
 }
 
 impl Block for Embedding<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("table", self.table.dtype)?;
         let [tokens, width] = self.out.layout.shape;
         let table = matrix("table", &self.table, [self.table.layout.shape[0], width], dtype)?;
@@ -136,12 +136,12 @@ impl Block for Embedding<'_> {
             scale: self.scale,
         };
         let columns = width.div_ceil(vector * THREADS as usize);
-        Ok(vec![Call::new(&source, "fv_embedding", [tokens, columns], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_embedding", [tokens, columns], &parameters)?])
     }
 }
 
 impl Block for EmbeddingBackward<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let Self { order, .. } = self;
         let dtype = operand_dtype("d_out", self.d_out.dtype)?;
         let [rows, width] = self.d_table.layout.shape;
@@ -176,12 +176,13 @@ impl Block for EmbeddingBackward<'_> {
         let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
         let columns = |elems: usize| width.div_ceil(elems * THREADS as usize);
         let grid = [order.segments.len(), columns(vector)];
-        let mut calls = vec![Call::new(&source, "fv_embedding_backward", grid, &parameters)?];
+        let mut launches =
+            vec![KernelLaunch::new(&source, "fv_embedding_backward", grid, &parameters)?];
         if !order.joined.is_empty() {
             parameters.segments = joined;
             let grid = [order.joined.len(), columns(1)];
-            calls.push(Call::new(&source, "fv_embedding_join", grid, &parameters)?);
+            launches.push(KernelLaunch::new(&source, "fv_embedding_join", grid, &parameters)?);
         }
-        Ok(calls)
+        Ok(launches)
     }
 }

@@ -3,7 +3,7 @@
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceTensor, GpuError};
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, matrix, operand_dtype, vector};
 use crate::params::GatedParams;
 
@@ -41,12 +41,12 @@ pub struct GatedBackward {
 
 const THREADS: u32 = 256;
 
-fn call(
+fn launch(
     entry: &'static str,
     activation: Activation,
     gate_up: &DeviceTensor<2>,
     (name, out): (&str, &DeviceTensor<2>),
-) -> Result<Call, GpuError> {
+) -> Result<KernelLaunch, GpuError> {
     let dtype = operand_dtype("gate_up", gate_up.dtype)?;
     let [tokens, width] = out.layout.shape;
     let gate_up = matrix("gate_up", gate_up, [tokens, 2 * width], dtype)?;
@@ -55,22 +55,27 @@ fn call(
     let file = File::Gated { gelu: activation == Activation::Gelu };
     let source = Source { file, dtype, vector, threads: THREADS };
     let parameters = GatedParams { gate_up, out, width: count("columns", width)? };
-    Call::new(&source, entry, [tokens, width.div_ceil(vector * THREADS as usize)], &parameters)
+    KernelLaunch::new(
+        &source,
+        entry,
+        [tokens, width.div_ceil(vector * THREADS as usize)],
+        &parameters,
+    )
 }
 
 impl Block for Gated {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         accesses.read("gate_up", &self.gate_up)?;
         accesses.write("out", &self.out)?;
-        Ok(vec![call("fv_gated", self.activation, &self.gate_up, ("out", &self.out))?])
+        Ok(vec![launch("fv_gated", self.activation, &self.gate_up, ("out", &self.out))?])
     }
 }
 
 impl Block for GatedBackward {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         accesses.write("gate_up", &self.gate_up)?;
         accesses.write("d_out", &self.d_out)?;
         let d_out = ("d_out", &self.d_out);
-        Ok(vec![call("fv_gated_backward", self.activation, &self.gate_up, d_out)?])
+        Ok(vec![launch("fv_gated_backward", self.activation, &self.gate_up, d_out)?])
     }
 }

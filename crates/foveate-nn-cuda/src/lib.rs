@@ -1,7 +1,7 @@
 //! Transformer blocks on NVIDIA GPUs: the kernels of everything between the matrix products.
 //!
 //! A block is a struct that says where its operands lie. It checks them and becomes launches, which
-//! are data ([`Block::calls`]); [`Kernels`] compiles their sources once and queues them.
+//! are data ([`Block::launches`]); [`Kernels`] compiles their sources once and queues them.
 //! Operands are f16, bf16 or f32, every sum is made in f32 or f64 in an order that sizes fix, so
 //! the same call has the same bits. Matrices are `[tokens, width]`, elements of a row side by side,
 //! rows any distance apart: a packed projection is one matrix, and so is some of its columns.
@@ -42,9 +42,9 @@
 //! | [`vectors::CopyRows`] | 4 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
-mod call;
 pub mod embedding;
 pub mod gated;
+mod launch;
 pub mod loss;
 pub mod norm;
 mod operands;
@@ -55,4 +55,4 @@ pub mod rope;
 mod tests;
 pub mod vectors;
 
-pub use call::{Block, Call, Kernels, Source};
+pub use launch::{Block, KernelLaunch, Kernels, Source};

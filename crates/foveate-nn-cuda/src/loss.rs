@@ -5,7 +5,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, integers, matrix, operand_dtype, vector};
 use crate::optimizer::Totals;
 use crate::params::{CrossEntropyParams, TotalParams};
@@ -44,7 +44,7 @@ pub struct AddLosses<'a> {
 const THREADS: u32 = 512;
 
 impl Block for CrossEntropy<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("logits", self.logits.dtype)?;
         let shape @ [tokens, vocabulary] = self.logits.layout.shape;
         let logits = matrix("logits", &self.logits, shape, dtype)?;
@@ -73,12 +73,12 @@ impl Block for CrossEntropy<'_> {
             cap: self.cap.unwrap_or(0.0),
             z_weight: self.z_weight,
         };
-        Ok(vec![Call::new(&source, "fv_cross_entropy", [tokens, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy", [tokens, 1], &parameters)?])
     }
 }
 
 impl Block for AddLosses<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let [tokens] = self.losses.layout.shape;
         self.losses.check_vector("losses", tokens)?;
         integers("labels", &self.labels, tokens)?;
@@ -95,6 +95,6 @@ impl Block for AddLosses<'_> {
             labelled: totals + size_of::<f64>() as Address,
             tokens: count("tokens", tokens)?,
         };
-        Ok(vec![Call::new(&source, "fv_total", [1, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_total", [1, 1], &parameters)?])
     }
 }

@@ -4,7 +4,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
 use crate::params::{RmsNormBackwardParams, RmsNormParams, Rows, SumPartsParams};
 
@@ -96,7 +96,7 @@ fn source(dtype: DType, width: usize, vector: usize) -> Result<Source, GpuError>
 }
 
 impl Block for RmsNorm {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("x", self.x.dtype)?;
         let shape @ [tokens, width] = self.x.layout.shape;
         self.weight.check_side_by_side("weight", width, dtype)?;
@@ -130,12 +130,12 @@ impl Block for RmsNorm {
             eps: self.eps,
             offset: self.offset,
         };
-        Ok(vec![Call::new(&source, "fv_rms_norm", [tokens, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_rms_norm", [tokens, 1], &parameters)?])
     }
 }
 
 impl Block for RmsNormAgain {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("x", self.x.dtype)?;
         let shape @ [tokens, width] = self.x.layout.shape;
         self.weight.check_side_by_side("weight", width, dtype)?;
@@ -157,12 +157,12 @@ impl Block for RmsNormAgain {
             offset: self.offset,
             ..RmsNormParams::default()
         };
-        Ok(vec![Call::new(&source, "fv_rms_norm_again", [tokens, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_rms_norm_again", [tokens, 1], &parameters)?])
     }
 }
 
 impl Block for RmsNormBackward {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("x", self.x.dtype)?;
         let shape @ [tokens, width] = self.x.layout.shape;
         let parts = parts(tokens);
@@ -209,8 +209,8 @@ impl Block for RmsNormBackward {
         };
         let columns = (width as usize).div_ceil(32);
         Ok(vec![
-            Call::new(&source, "fv_rms_norm_backward", [parts, 1], &backward)?,
-            Call::new(&source, "fv_sum_parts", [columns, 1], &sum)?,
+            KernelLaunch::new(&source, "fv_rms_norm_backward", [parts, 1], &backward)?,
+            KernelLaunch::new(&source, "fv_sum_parts", [columns, 1], &sum)?,
         ])
     }
 }

@@ -20,7 +20,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::{DType, random};
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{array, count};
 use crate::params::{FactorParams, PieceParams, SquaresParams, UpdateParams};
 pub use crate::params::{StepConstants, Totals};
@@ -206,7 +206,7 @@ fn vector(starts: &[(Address, usize)], whole: bool) -> usize {
 }
 
 impl Block for Update<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let [elems] = self.weights.layout.shape;
         let weights = kind("weights", &self.weights, elems)?;
         let gradients = kind("gradients", &self.gradients, elems)?;
@@ -265,12 +265,12 @@ impl Block for Update<'_> {
             eps: self.eps,
             weight_decay: self.weight_decay,
         };
-        Ok(vec![Call::new(&source, "fv_adamw", [self.pieces.chunks, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_adamw", [self.pieces.chunks, 1], &parameters)?])
     }
 }
 
 impl Block for Squares<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let [elems] = self.gradients.layout.shape;
         let gradients = kind("gradients", &self.gradients, elems)?;
         let parts = parts(elems);
@@ -286,12 +286,12 @@ impl Block for Squares<'_> {
             elems: elems as i64,
             partial: self.partial.address,
         };
-        Ok(vec![Call::new(&source, "fv_squares", [parts, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_squares", [parts, 1], &parameters)?])
     }
 }
 
 impl Block for Factor<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let parts = self.partial.shape.iter().product();
         array("partial", &self.partial, ElementType::F64, parts)?;
         array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
@@ -306,6 +306,6 @@ impl Block for Factor<'_> {
             totals: Totals::check(&self.totals)?,
             parts: count("parts", parts)?,
         };
-        Ok(vec![Call::new(&source, "fv_factor", [1, 1], &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_factor", [1, 1], &parameters)?])
     }
 }

@@ -4,7 +4,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, dense, integers, matrix, operand_dtype, vector};
 use crate::params::RopeParams;
 
@@ -41,7 +41,7 @@ pub struct Rope<'a> {
 const THREADS: u32 = 128;
 
 impl Block for Rope<'_> {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("qkv", self.qkv.dtype)?;
         let shape @ [tokens, width] = self.qkv.layout.shape;
         let [positions, rotated] = self.table.layout.shape;
@@ -76,6 +76,6 @@ impl Block for Rope<'_> {
         };
         let vectors = heads * (rotated / 2 / vector);
         let grid = [tokens, vectors.div_ceil(THREADS as usize)];
-        Ok(vec![Call::new(&source, "fv_rope", grid, &parameters)?])
+        Ok(vec![KernelLaunch::new(&source, "fv_rope", grid, &parameters)?])
     }
 }

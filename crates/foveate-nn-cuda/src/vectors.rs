@@ -4,7 +4,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
-use crate::call::{Block, Call, File, Source};
+use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{matrix, operand_dtype, vector};
 use crate::params::{AddParams, CopyRowsParams, WidenParams};
 
@@ -46,7 +46,7 @@ fn grid(elems: usize) -> [usize; 2] {
 }
 
 impl Block for Widen {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("from", self.from.dtype)?;
         let [elems] = self.from.layout.shape;
         self.from.check_side_by_side("from", elems, dtype)?;
@@ -55,12 +55,12 @@ impl Block for Widen {
         accesses.write("to", &self.to)?;
         let (from, to) = (self.from.start(), self.to.start());
         let parameters = WidenParams { from, to, elems: elems as i64 };
-        Ok(vec![Call::new(&source(dtype, 1), "fv_widen", grid(elems), &parameters)?])
+        Ok(vec![KernelLaunch::new(&source(dtype, 1), "fv_widen", grid(elems), &parameters)?])
     }
 }
 
 impl Block for Add {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let [elems] = self.from.layout.shape;
         self.from.check_vector("from", elems)?;
         self.to.check_vector("to", elems)?;
@@ -68,12 +68,12 @@ impl Block for Add {
         accesses.write("to", &self.to)?;
         let (from, to) = (self.from.start(), self.to.start());
         let parameters = AddParams { from, to, elems: elems as i64 };
-        Ok(vec![Call::new(&source(DType::F32, 1), "fv_add", grid(elems), &parameters)?])
+        Ok(vec![KernelLaunch::new(&source(DType::F32, 1), "fv_add", grid(elems), &parameters)?])
     }
 }
 
 impl Block for CopyRows {
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("from", self.from.dtype)?;
         let shape @ [rows, width] = self.from.layout.shape;
         let from = matrix("from", &self.from, shape, dtype)?;
@@ -84,6 +84,11 @@ impl Block for CopyRows {
         let width = crate::operands::count("columns", width)?;
         let columns = (width as usize).div_ceil(vector * THREADS as usize);
         let parameters = CopyRowsParams { from, to, width };
-        Ok(vec![Call::new(&source(dtype, vector), "fv_copy_rows", [rows, columns], &parameters)?])
+        Ok(vec![KernelLaunch::new(
+            &source(dtype, vector),
+            "fv_copy_rows",
+            [rows, columns],
+            &parameters,
+        )?])
     }
 }

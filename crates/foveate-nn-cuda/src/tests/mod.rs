@@ -21,7 +21,7 @@ use foveate_tensor::{DType, Layout};
 use half::{bf16, f16};
 use libloading::{Library, Symbol};
 
-use crate::call::{Block, Call, Kernels, Source};
+use crate::launch::{Block, KernelLaunch, Kernels, Source};
 
 const MACHINE: &str = include_str!("machine.h");
 
@@ -220,35 +220,40 @@ impl Matrix {
 /// compiler.
 fn run(block: &impl Block) -> bool {
     let mut accesses = Accesses::default();
-    let calls = block.calls(&mut accesses).unwrap();
+    let launches = block.launches(&mut accesses).unwrap();
     accesses.check_apart(&Mutex::default()).unwrap();
-    let Some(gpu) = gpu() else { return calls.iter().all(launch) };
+    let Some(gpu) = gpu() else { return launches.iter().all(launch) };
     let queue = gpu.engine().queue();
-    for call in &calls {
+    for launch in &launches {
         // SAFETY: operands are memory of the test, pinned, and the wait below ends their use.
-        unsafe { gpu.launch(queue, call) }.unwrap();
+        unsafe { gpu.launch(queue, launch) }.unwrap();
     }
-    queue.stream().wait(LIMIT, calls[0].entry).unwrap();
+    queue.stream().wait(LIMIT, launches[0].entry).unwrap();
     true
 }
 
 fn refusal(block: &impl Block) -> String {
-    block.calls(&mut Accesses::default()).unwrap_err().to_string()
+    block.launches(&mut Accesses::default()).unwrap_err().to_string()
 }
 
 type Start = unsafe extern "C" fn(*const u32, i32, *const u8, u64) -> i32;
 
-fn launch(call: &Call) -> bool {
-    let Some(library) = library(&call.source, call.entry) else { return false };
+fn launch(launch: &KernelLaunch) -> bool {
+    let Some(library) = library(&launch.source, launch.entry) else { return false };
     // One kernel at a time: a machine's state is the library's.
     let library = lock(&library);
     // SAFETY: the symbol has this type (`library`), and operands are memory of the test's.
     let status = unsafe {
         let start: Symbol<'_, Start> = library.get(b"fv_start").unwrap();
-        let bytes = &call.parameters;
-        start(call.grid.as_ptr(), call.source.threads as i32, bytes.as_ptr(), bytes.len() as u64)
+        let bytes = &launch.parameters;
+        start(
+            launch.grid.as_ptr(),
+            launch.source.threads as i32,
+            bytes.as_ptr(),
+            bytes.len() as u64,
+        )
     };
-    assert_eq!(status, 0, "{}", call.entry);
+    assert_eq!(status, 0, "{}", launch.entry);
     true
 }
 

@@ -7,7 +7,7 @@ use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 
 use super::*;
-use crate::call::File;
+use crate::launch::File;
 use crate::params;
 
 const ENTRIES: [(&str, &[&str]); 7] = [

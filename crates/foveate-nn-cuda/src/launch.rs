@@ -21,12 +21,12 @@ pub trait Block {
     ///
     /// # Errors
     /// [`foveate_gpu::GpuErrorKind::Argument`] naming the operand that does not fit.
-    fn calls(&self, accesses: &mut Accesses) -> Result<Vec<Call>, GpuError>;
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError>;
 }
 
 /// A launch of a kernel.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub struct KernelLaunch {
     /// The file that the kernel is in, and what it is compiled for.
     pub source: Source,
     /// The kernel.
@@ -151,7 +151,7 @@ impl Source {
     }
 }
 
-impl Call {
+impl KernelLaunch {
     pub(crate) fn new(
         source: &Source,
         entry: &'static str,
@@ -198,12 +198,12 @@ impl Kernels {
     /// The operands stay allocated until the queue's work is done.
     pub unsafe fn queue(&self, queue: &Queue, block: &impl Block) -> Result<(), GpuError> {
         let mut accesses = Accesses::default();
-        let calls = block.calls(&mut accesses)?;
+        let launches = block.launches(&mut accesses)?;
         accesses.check_apart(self.engine.checked_apart())?;
         accesses.check_device(&self.engine)?;
-        for call in &calls {
+        for launch in &launches {
             // SAFETY: the operands were checked above, and the caller keeps them.
-            unsafe { self.launch(queue, call)? };
+            unsafe { self.launch(queue, launch)? };
         }
         Ok(())
     }
@@ -212,11 +212,15 @@ impl Kernels {
     ///
     /// # Safety
     /// Its parameters name memory that the device reads and writes, until the queue's work is done.
-    pub(crate) unsafe fn launch(&self, queue: &Queue, call: &Call) -> Result<(), GpuError> {
-        let kernel = self.kernel(call)?;
-        let launch = Launch::new(call.grid, call.source.threads);
+    pub(crate) unsafe fn launch(
+        &self,
+        queue: &Queue,
+        launch: &KernelLaunch,
+    ) -> Result<(), GpuError> {
+        let kernel = self.kernel(launch)?;
+        let sizes = Launch::new(launch.grid, launch.source.threads);
         // SAFETY: the caller's promise is the same.
-        unsafe { kernel.launch(queue, &launch, Struct(&call.parameters)) }
+        unsafe { kernel.launch(queue, &sizes, Struct(&launch.parameters)) }
     }
 
     /// Compiles the kernels of a block without running it.
@@ -224,17 +228,17 @@ impl Kernels {
     /// # Errors
     /// Those of [`Self::queue`] that come before a launch.
     pub fn prepare(&self, block: &impl Block) -> Result<(), GpuError> {
-        let calls = block.calls(&mut Accesses::default())?;
-        calls.iter().try_for_each(|call| self.kernel(call).map(drop))
+        let launches = block.launches(&mut Accesses::default())?;
+        launches.iter().try_for_each(|launch| self.kernel(launch).map(drop))
     }
 
-    fn kernel(&self, call: &Call) -> Result<LoadedKernel, GpuError> {
-        let key = (call.source.clone(), call.entry);
+    fn kernel(&self, launch: &KernelLaunch) -> Result<LoadedKernel, GpuError> {
+        let key = (launch.source.clone(), launch.entry);
         if let Some(kernel) = lock(&self.loaded).get(&key) {
             return Ok(kernel.clone());
         }
-        let source = KernelSource { text: call.source.text(), arch: self.arch };
-        let kernel = self.engine.kernel(&source, &call.source.expected(call.entry))?;
+        let source = KernelSource { text: launch.source.text(), arch: self.arch };
+        let kernel = self.engine.kernel(&source, &launch.source.expected(launch.entry))?;
         Ok(lock(&self.loaded).entry(key).or_insert(kernel).clone())
     }
 }
