@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use foveate_nn::{Model, Pass};
+use foveate_nn::{Model, StepKind};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
 use foveate_train::pack::PackOptions;
@@ -68,7 +68,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         );
         return Err(Failure::usage(message).help(help));
     }
-    let need = config.model.dry_run(&config.attention, args.batch_rows, len, Pass::Loss)?.memory();
+    let need =
+        config.model.dry_run(&config.attention, args.batch_rows, len, StepKind::Loss)?.memory();
     let need = need.weights.saturating_add(need.activations);
     memory::fits(need, "lower --batch-rows or --len")?;
     let template = config.template()?;

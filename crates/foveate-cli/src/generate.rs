@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{Generator, Model, Pass, Sampling};
+use foveate_nn::{Generator, Model, Sampling, StepKind};
 use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
 use foveate_train::tokens::{Ends, Tokenizer};
@@ -64,7 +64,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             .help("add --chat to take them as the user's turns"));
     }
     let config = checkpoint::read_config(&args.checkpoint)?;
-    let need = config.model.dry_run(&config.attention, 1, 1, Pass::Loss)?.memory();
+    let need = config.model.dry_run(&config.attention, 1, 1, StepKind::Loss)?.memory();
     memory::fits(need.weights, "choose a smaller checkpoint, or a larger machine")?;
     let template = config.template()?;
     let ends = Ends { bos: args.add_bos_token, eos: None };

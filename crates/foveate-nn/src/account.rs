@@ -21,7 +21,7 @@ const COUNTED_TOKENS: usize = 1 << 22;
 
 /// What is run dry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
+pub enum StepKind {
     /// The loss alone, as an evaluation computes it.
     Loss,
     /// The loss and its gradients, with AdamW's moments beside them.
@@ -170,12 +170,12 @@ impl ModelConfig {
         attention: &AttentionConfig,
         rows: usize,
         len: usize,
-        pass: Pass,
+        kind: StepKind,
     ) -> Result<Account, NnError> {
         let of_layer = |layer| attention.of_layer(layer).1.learned.clone().into_iter().collect();
         let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
         let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
-        dry_run(self, &Layout::new(self, &learned), &learned, [rows, len], pass)
+        dry_run(self, &Layout::new(self, &learned), &learned, [rows, len], kind)
     }
 }
 
@@ -184,13 +184,13 @@ fn dry_run(
     layout: &Layout,
     learned: &[&[(String, LearnedBuffer)]],
     [rows, len]: [usize; 2],
-    pass: Pass,
+    kind: StepKind,
 ) -> Result<Account, NnError> {
     let mut dry = Dry::default();
     let mut state = |name| dry.state(name, DType::F32, layout.elems());
     let weights = state(WEIGHTS);
     let mut gradients = None;
-    if pass != Pass::Loss {
+    if kind != StepKind::Loss {
         gradients = Some(state(GRADIENTS));
         state(MOMENT);
         state(MOMENT);
@@ -213,8 +213,8 @@ fn dry_run(
         cache: None,
     };
     let mut workspace = Workspace::default();
-    match (pass, &mut gradients) {
-        (Pass::Training(recompute), Some(gradients)) => {
+    match (kind, &mut gradients) {
+        (StepKind::Training(recompute), Some(gradients)) => {
             step.forward_backward(&mut workspace, gradients, recompute, &mut ())?;
         }
         _ => step.loss(&mut workspace, None, &mut ())?,
@@ -229,8 +229,8 @@ impl Model {
     ///
     /// # Errors
     /// Those of [`ModelConfig::dry_run`].
-    pub fn dry_run(&self, rows: usize, len: usize, pass: Pass) -> Result<Account, NnError> {
-        dry_run(self.config(), self.layout(), &self.plans.learned(), [rows, len], pass)
+    pub fn dry_run(&self, rows: usize, len: usize, kind: StepKind) -> Result<Account, NnError> {
+        dry_run(self.config(), self.layout(), &self.plans.learned(), [rows, len], kind)
     }
 
     /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
@@ -244,7 +244,7 @@ impl Model {
         len: usize,
         recompute: Recompute,
     ) -> Result<MemoryEstimate, NnError> {
-        let account = self.dry_run(rows, len, Pass::Training(recompute))?;
+        let account = self.dry_run(rows, len, StepKind::Training(recompute))?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         let attention = self.plans.workspace_bytes([rows_at_once, len])?;
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_dry_run_of_eight_billion_parameters_adds_up_by_hand() {
         let model = llama3_8b();
-        let training = |recompute| model.dry_run(1, 8192, Pass::Training(recompute)).unwrap();
+        let training = |recompute| model.dry_run(1, 8192, StepKind::Training(recompute)).unwrap();
         let [none, attention, full] =
             [Recompute::None, Recompute::Attention, Recompute::Full].map(training);
         assert_eq!(none.memory().weights, 8_030_261_248 * 4);
@@ -340,7 +340,7 @@ mod tests {
             &[("vocab", 13), ("hidden", 8), ("wide", 10), ("layers", 2), ("heads", 2), ("kv", 1)],
             true,
         );
-        let account = account.dry_run(2, 5, Pass::Training(Recompute::None)).unwrap();
+        let account = account.dry_run(2, 5, StepKind::Training(Recompute::None)).unwrap();
         let block = |i: usize| account.launches[i].block;
         for array in account.activations.iter().filter(|a| a.name == "qkv") {
             let [needed] = &array.needed[..] else { panic!("{array:?}") };

@@ -65,7 +65,7 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use account::{Account, FlopCount, MemoryEstimate, Pass};
+pub use account::{Account, FlopCount, MemoryEstimate, StepKind};
 pub use backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
     Rotation, Sums,

@@ -219,12 +219,12 @@ fn timed<T>(work: impl FnOnce() -> T) -> (f64, T) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::workload::Pass;
+    use crate::bench::workload::Direction;
 
     #[test]
     fn fused_and_unfused_attention_agree_on_every_mask_and_score() {
         for case in cases::small() {
-            for pass in [Pass::Forward, Pass::Backward, Pass::Both] {
+            for pass in [Direction::Forward, Direction::Backward, Direction::Both] {
                 let case = Workload { pass, ..case.clone() };
                 let mut prepared = Prepared::new(&case).expect("the case is planned");
                 let mut unfused = Unfused::new(&prepared);

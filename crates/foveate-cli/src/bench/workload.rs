@@ -40,9 +40,9 @@ pub enum Score {
     Relative,
 }
 
-/// Which way.
+/// Which passes are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Pass {
+pub enum Direction {
     #[serde(rename = "forward")]
     Forward,
     #[serde(rename = "backward")]
@@ -51,22 +51,22 @@ pub enum Pass {
     Both,
 }
 
-impl Pass {
+impl Direction {
     /// `forward`, `backward` or `forward+backward`.
     pub fn name(self) -> &'static str {
         match self {
-            Pass::Forward => "forward",
-            Pass::Backward => "backward",
-            Pass::Both => "forward+backward",
+            Direction::Forward => "forward",
+            Direction::Backward => "backward",
+            Direction::Both => "forward+backward",
         }
     }
 
     /// Products of the size of the scores.
     fn products(self) -> f64 {
         match self {
-            Pass::Forward => 2.0,
-            Pass::Backward => 5.0,
-            Pass::Both => 7.0,
+            Direction::Forward => 2.0,
+            Direction::Backward => 5.0,
+            Direction::Both => 7.0,
         }
     }
 }
@@ -89,7 +89,7 @@ pub struct Workload {
     pub dim: usize,
     #[serde(with = "dtype_name")]
     pub dtype: DType,
-    pub pass: Pass,
+    pub pass: Direction,
 }
 
 /// Dtypes by the names that users write.
@@ -123,7 +123,7 @@ impl Workload {
             len,
             dim,
             dtype: DType::F32,
-            pass: Pass::Forward,
+            pass: Direction::Forward,
         }
     }
 
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn a_workload_is_the_same_after_a_trip_through_json() {
         let mut work = Workload::causal(4, 2, 33, 16);
-        (work.mask, work.width, work.pass) = (Mask::Documents, 3, Pass::Both);
+        (work.mask, work.width, work.pass) = (Mask::Documents, 3, Direction::Both);
         let text = serde_json::to_string(&work).expect("it is plain data");
         assert_eq!(serde_json::from_str::<Workload>(&text).expect("it reads back"), work);
         let wrong = text.replace("f32", "f33");

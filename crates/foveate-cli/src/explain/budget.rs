@@ -4,7 +4,7 @@ use std::path::Path;
 
 use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Explanation, Plan, Problem};
 use foveate_nn::{
-    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, Pass, Recompute,
+    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, Recompute, StepKind,
 };
 use foveate_train::checkpoint;
 use foveate_train::recipe::Recipe;
@@ -84,7 +84,7 @@ pub fn run(
         len,
         memory,
         flops: config.flops_per_token(len as f64),
-        step: model.dry_run(rows, len, Pass::Training(chosen))?,
+        step: model.dry_run(rows, len, StepKind::Training(chosen))?,
         attention: layers,
     };
     if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }

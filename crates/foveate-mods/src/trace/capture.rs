@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::operand::{Float, Int, Pass};
+use super::operand::{Float, Int, Unchanged};
 use crate::capture::Buffer;
 use crate::expr::{self, Expr, IntoScalar};
 use crate::program::{MaskMod, ScoreMod};
@@ -37,7 +37,7 @@ macro_rules! capture_clones {
             type Traced = Self;
             fn capture(&self, _: &str) -> Self { self.clone() }
         }
-        impl<$($of)*> Pass for $ty {}
+        impl<$($of)*> Unchanged for $ty {}
     )*};
 }
 

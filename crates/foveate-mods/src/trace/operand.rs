@@ -94,7 +94,7 @@ pub fn typed<T: Element, X: Adapt<T>>(x: X) -> Expr<T> {
 }
 
 /// Arguments that a call hands over unchanged.
-pub trait Pass {}
+pub trait Unchanged {}
 
 /// Arguments of calls: literals get their usual type.
 pub trait Resolve {
@@ -104,7 +104,7 @@ pub trait Resolve {
     fn resolve(self) -> Self::To;
 }
 
-impl<T: Pass> Resolve for T {
+impl<T: Unchanged> Resolve for T {
     type To = T;
     fn resolve(self) -> T {
         self

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig, Pass};
+use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig, StepKind};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -268,7 +268,7 @@ fn model(
         .clone();
     let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
     // By the sizes alone first: nothing is made that cannot be.
-    let account = config.dry_run(&attention, rows, len, Pass::Training(recompute));
+    let account = config.dry_run(&attention, rows, len, StepKind::Training(recompute));
     fits_the_machine(&account.map_err(|e| e.to_string())?.memory())?;
     let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
     let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;

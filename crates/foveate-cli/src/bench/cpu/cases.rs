@@ -2,12 +2,12 @@
 
 use foveate::DType;
 
-use crate::bench::workload::{Mask, Pass, Score, Workload};
+use crate::bench::workload::{Direction, Mask, Score, Workload};
 
 /// A few cases of everyday size, for a look at one machine.
 pub fn everyday() -> Vec<Workload> {
     let mut cases = Vec::new();
-    for pass in [Pass::Forward, Pass::Backward] {
+    for pass in [Direction::Forward, Direction::Backward] {
         let base = Workload { pass, ..Workload::causal(8, 2, 1024, 64) };
         let long = Workload { pass, ..Workload::causal(8, 2, 2048, 64) };
         cases.push(Workload { mask: Mask::Full, ..base.clone() });
@@ -44,7 +44,7 @@ pub fn comparison() -> Vec<Workload> {
                     grouped,
                 ];
                 for work in programs {
-                    cases.push(Workload { pass: Pass::Both, ..work.clone() });
+                    cases.push(Workload { pass: Direction::Both, ..work.clone() });
                     cases.push(work);
                 }
             }

@@ -7,7 +7,7 @@ use foveate::{
 };
 use rayon::prelude::*;
 
-use crate::bench::workload::{Pass, Workload, normal};
+use crate::bench::workload::{Direction, Workload, normal};
 use crate::failure::Failure;
 
 /// Operands, destinations and the plan of a workload.
@@ -65,10 +65,10 @@ impl Prepared {
     /// When the backend fails.
     pub fn run(&mut self) -> Result<(), Failure> {
         let plan = self.plan.clone();
-        if self.work.pass != Pass::Backward {
+        if self.work.pass != Direction::Backward {
             plan.forward_into(self.forward()?)?;
         }
-        if self.work.pass != Pass::Forward {
+        if self.work.pass != Direction::Forward {
             plan.backward_into(self.backward()?)?;
         }
         Ok(())
@@ -85,10 +85,10 @@ impl Prepared {
         let failed = |e: CpuError| Failure::new(e.to_string());
         let plan = CpuPlan::new(own.spec(), dims, self.work.dtype, options).map_err(failed)?;
         for pass in 0..=passes {
-            if self.work.pass != Pass::Backward {
+            if self.work.pass != Direction::Backward {
                 plan.forward(self.forward()?).map_err(failed)?;
             }
-            if self.work.pass != Pass::Forward {
+            if self.work.pass != Direction::Forward {
                 plan.backward(self.backward()?).map_err(failed)?;
             }
             // The first pass builds block masks and workspace.
@@ -141,10 +141,10 @@ impl Prepared {
     /// `dv` of a backward.
     pub fn results(&self) -> Vec<(&'static str, Vec<f32>)> {
         let mut results = Vec::new();
-        if self.work.pass != Pass::Backward {
+        if self.work.pass != Direction::Backward {
             results.push(("out", floats(self.out.data())));
         }
-        if self.work.pass != Pass::Forward {
+        if self.work.pass != Direction::Forward {
             let named = ["dq", "dk", "dv"].into_iter().zip(&self.gradients);
             results.extend(named.map(|(name, (data, _))| (name, floats(data))));
         }

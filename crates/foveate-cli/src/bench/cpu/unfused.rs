@@ -9,7 +9,7 @@ use foveate_nn::{Matrix, matmul};
 use rayon::prelude::*;
 
 use super::prepared::Prepared;
-use crate::bench::workload::{Pass, Workload};
+use crate::bench::workload::{Direction, Workload};
 
 /// Operands and workspace of the unfused implementation.
 pub struct Unfused {
@@ -68,10 +68,10 @@ impl Unfused {
 
     /// The pass of the workload.
     pub fn run(&mut self) {
-        if self.work.pass != Pass::Backward {
+        if self.work.pass != Direction::Backward {
             self.forward();
         }
-        if self.work.pass != Pass::Forward {
+        if self.work.pass != Direction::Forward {
             self.backward();
         }
     }
@@ -175,8 +175,8 @@ impl Unfused {
     #[cfg(test)]
     pub fn results(&self) -> Vec<(&'static str, &[f32])> {
         let gradients = [("dq", &self.dq[..]), ("dk", &self.dk), ("dv", &self.dv)];
-        let out = (self.work.pass != Pass::Backward).then_some(("out", &self.out[..]));
-        let wanted = gradients.into_iter().filter(|_| self.work.pass != Pass::Forward);
+        let out = (self.work.pass != Direction::Backward).then_some(("out", &self.out[..]));
+        let wanted = gradients.into_iter().filter(|_| self.work.pass != Direction::Forward);
         out.into_iter().chain(wanted).collect()
     }
 }

@@ -15,7 +15,7 @@ use foveate_problem::Arrangement;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::bench::workload::{BIAS, Mask, Pass, Score, Workload, normal};
+use crate::bench::workload::{BIAS, Direction, Mask, Score, Workload, normal};
 use crate::failure::Failure;
 
 /// One line of the grid, as `benches/gpu_peers.py` reads it.
@@ -43,7 +43,7 @@ const WIDTH: usize = 2048;
 /// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length.
 pub fn grid() -> Vec<Case> {
     let mut cases = Vec::new();
-    for pass in [Pass::Forward, Pass::Backward] {
+    for pass in [Direction::Forward, Direction::Backward] {
         for mask in [FULL, CAUSAL] {
             for dim in DIMS {
                 for len in LENGTHS {
@@ -75,7 +75,7 @@ impl Case {
         heads: Option<(usize, usize)>,
         len: usize,
         dim: usize,
-        pass: Pass,
+        pass: Direction,
     ) -> Self {
         let (heads, heads_kv) = heads.unwrap_or((WIDTH / dim, WIDTH / dim));
         let work = Workload {
@@ -162,7 +162,7 @@ impl Prepared {
             None => None,
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
-        let backward = work.pass == Pass::Backward;
+        let backward = work.pass == Direction::Backward;
         let prepared = Self { engine, plan, backward, tensors, bias, allocations };
         if backward {
             prepared.forward()?;
