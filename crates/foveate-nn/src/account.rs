@@ -6,7 +6,7 @@ use crate::dry::{Dry, Launch, NotedArray};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
-use crate::parameters::Layout;
+use crate::parameters::ParameterLayout;
 use crate::step::Step;
 use crate::tape::{Recompute, Workspace};
 
@@ -145,7 +145,7 @@ impl ModelConfig {
     /// Number of trained values; a tied output projection counts once. Learned attention
     /// buffers are not among them.
     pub fn parameter_count(&self) -> u64 {
-        Layout::new(self, &[]).parameter_count()
+        ParameterLayout::new(self, &[]).parameter_count()
     }
 
     /// Operations of training on one token, forward and backward, when its query sees `keys`
@@ -175,13 +175,13 @@ impl ModelConfig {
         let of_layer = |layer| attention.of_layer(layer).1.learned.clone().into_iter().collect();
         let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
         let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
-        dry_run(self, &Layout::new(self, &learned), &learned, [rows, len], kind)
+        dry_run(self, &ParameterLayout::new(self, &learned), &learned, [rows, len], kind)
     }
 }
 
 fn dry_run(
     config: &ModelConfig,
-    layout: &Layout,
+    layout: &ParameterLayout,
     learned: &[&[(String, LearnedBuffer)]],
     [rows, len]: [usize; 2],
     kind: StepKind,

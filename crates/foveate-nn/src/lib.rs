@@ -81,7 +81,7 @@ pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model};
-pub use parameters::{Layout, Parameter, ParameterGroup};
+pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
 pub use program::AttentionProgram;
 pub use rope::{RopeTable, inverse_frequencies};
 pub use tape::Recompute;

@@ -8,7 +8,7 @@ use crate::batch::{Batch, IGNORE, LossSum};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
-use crate::parameters::{Layout, Parameter};
+use crate::parameters::{Parameter, ParameterLayout};
 use crate::program::{AttentionProgram, Programs};
 use crate::rope::RopeTable;
 use crate::step::Step;
@@ -19,7 +19,7 @@ use crate::tape::{Recompute, Workspace};
 pub struct Model {
     pub(crate) config: ModelConfig,
     pub(crate) plans: Programs,
-    pub(crate) layout: Layout,
+    pub(crate) layout: ParameterLayout,
     /// All parameters; empty before the first one is given values.
     pub(crate) weights: Vec<f32>,
     /// Which parameters have values.
@@ -38,7 +38,7 @@ struct Running {
 /// The gradients of all parameters of a model, each at its parameter's place.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients {
-    /// Elements as [`Layout`] places them.
+    /// Elements as [`ParameterLayout`] places them.
     pub array: Vec<f32>,
 }
 
@@ -104,7 +104,7 @@ impl Model {
     }
 
     fn of(config: ModelConfig, plans: Programs) -> Self {
-        let layout = Layout::new(&config, &plans.learned());
+        let layout = ParameterLayout::new(&config, &plans.learned());
         let filled = vec![false; layout.parameters().len()];
         let running = Mutex::default();
         Self { config, plans, layout, weights: Vec::new(), filled, running }
@@ -149,7 +149,7 @@ impl Model {
     }
 
     /// Names, shapes and places of all parameters.
-    pub fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &ParameterLayout {
         &self.layout
     }
 

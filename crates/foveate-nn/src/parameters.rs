@@ -39,7 +39,7 @@ pub struct ParameterGroup {
 /// The places of all parameters of a model. Groups lie one after another without gaps; elements
 /// of a group that belong to no parameter are 0 and stay 0.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Layout {
+pub struct ParameterLayout {
     parameters: Vec<Parameter>,
     groups: Vec<ParameterGroup>,
     elems: usize,
@@ -76,7 +76,7 @@ struct Start {
     std: f32,
 }
 
-impl Layout {
+impl ParameterLayout {
     /// The layout of a model of these sizes; `learned` has the learned attention buffers of each
     /// layer, by name.
     pub fn new(config: &ModelConfig, learned: &[&[(String, LearnedBuffer)]]) -> Self {

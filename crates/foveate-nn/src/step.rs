@@ -16,14 +16,14 @@ use crate::backend::{
 };
 use crate::config::ModelConfig;
 use crate::error::NnError;
-use crate::parameters::{LayerPlaces, Layout};
+use crate::parameters::{LayerPlaces, ParameterLayout};
 use crate::tape::{Recompute, Workspace};
 
 /// All that a step reads, and the cache that generation writes.
 pub(crate) struct Step<'a, B: Blocks> {
     pub blocks: &'a mut B,
     pub config: &'a ModelConfig,
-    pub layout: &'a Layout,
+    pub layout: &'a ParameterLayout,
     /// All parameters.
     pub weights: &'a B::Array,
     /// What each layer runs, bound to the documents of the batch.

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use foveate_nn::Layout;
+use foveate_nn::ParameterLayout;
 use rayon::prelude::*;
 
 /// Elements handled as one piece of parallel work; fixed, so that sums have one order.
@@ -44,7 +44,7 @@ pub struct Span {
 
 impl Span {
     /// Those of a layout, in order.
-    pub fn of(layout: &Layout) -> Vec<Self> {
+    pub fn of(layout: &ParameterLayout) -> Vec<Self> {
         let mut spans: Vec<Self> = Vec::new();
         for p in layout.parameters() {
             let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
@@ -248,7 +248,7 @@ mod tests {
         )
         .unwrap();
         let learned = [("bias".to_owned(), bias)];
-        let layout = Layout::new(&config, &[&learned, &learned]);
+        let layout = ParameterLayout::new(&config, &[&learned, &learned]);
         let spans = Span::of(&layout);
         assert!(spans.windows(2).all(|w| w[0].place.end <= w[1].place.start));
         for p in layout.parameters() {

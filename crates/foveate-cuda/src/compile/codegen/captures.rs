@@ -124,7 +124,7 @@ pub struct BufferAddresses {
 
 /// `struct Mods`: its fields in order, with natural alignment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Layout {
+pub struct CaptureLayout {
     fields: Vec<Field>,
     bytes: usize,
 }
@@ -144,7 +144,7 @@ pub(super) struct Wanted {
 /// every driver takes.
 const MOST_BYTES: usize = 3072;
 
-impl Layout {
+impl CaptureLayout {
     pub(super) fn new(captures: &Captures, wanted: &Wanted) -> Result<Self, CudaError> {
         let mut names = Names::default();
         let mut stems = Vec::new();

@@ -53,7 +53,7 @@ use foveate_problem::{Dims, Dropout};
 use crate::compile::config::Config;
 use crate::compile::params::Address;
 use crate::error::CudaError;
-pub use captures::{BufferAddresses, Field, FieldKind, Layout, buffer_bytes};
+pub use captures::{BufferAddresses, CaptureLayout, Field, FieldKind, buffer_bytes};
 use captures::{Captures, Slots, Wanted};
 use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table_bytes;
@@ -117,7 +117,7 @@ pub struct Options {
 #[derive(Clone, Debug)]
 pub struct ModsSource {
     text: String,
-    layout: Layout,
+    layout: CaptureLayout,
     captures: Captures,
     learned: BTreeSet<usize>,
     bounded: BTreeSet<usize>,
@@ -175,7 +175,7 @@ impl ModsSource {
             checked: options.checked,
             dropout: dropout_keep.is_some(),
         };
-        let layout = Layout::new(&captures, &wanted)?;
+        let layout = CaptureLayout::new(&captures, &wanted)?;
         let context = Context { captures: &captures, layout: &layout, options };
         let text = [
             layout.print(&captures),
@@ -202,7 +202,7 @@ impl ModsSource {
     }
 
     /// The layout of `struct Mods`.
-    pub fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &CaptureLayout {
         &self.layout
     }
 
@@ -370,7 +370,7 @@ fn function(says: &str, head: &str, statements: &[String]) -> String {
 
 struct Context<'a> {
     captures: &'a Captures,
-    layout: &'a Layout,
+    layout: &'a CaptureLayout,
     options: &'a Options,
 }
 

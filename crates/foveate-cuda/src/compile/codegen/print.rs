@@ -8,7 +8,7 @@ mod node;
 
 use foveate_mods::{ElementType, Node, NodeId, Program, Type};
 
-use super::captures::{Captures, FieldKind, Layout, Slots};
+use super::captures::{CaptureLayout, Captures, FieldKind, Slots};
 use node::NodePrinter;
 
 /// Longest expression that is not given a name, in characters.
@@ -40,7 +40,7 @@ pub(super) struct Printer<'a> {
     pub program: &'a Program,
     pub slots: &'a Slots,
     pub captures: &'a Captures,
-    pub layout: &'a Layout,
+    pub layout: &'a CaptureLayout,
     /// For each node that is a load, which of its indices are surely inside their axes.
     pub within: &'a [Vec<bool>],
     /// Floats that are surely positive, finite and not subnormal.
