@@ -2,7 +2,7 @@
 
 use crate::backend::LayerProgram;
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
-use crate::dry::{Dry, Launch, NotedArray};
+use crate::dry::{Dry, NotedArray, NotedBlock};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
@@ -36,25 +36,25 @@ pub struct Account {
     /// What a step keeps and passes on.
     pub activations: Vec<NotedArray>,
     /// The blocks, in their order.
-    pub launches: Vec<Launch>,
+    pub blocks: Vec<NotedBlock>,
 }
 
 impl Account {
     /// Floating-point operations of all products, those of attention over all pairs of query and
     /// key; what is computed twice counts twice.
     pub fn flops(&self) -> f64 {
-        self.launches.iter().map(|launch| launch.flops).sum()
+        self.blocks.iter().map(|block| block.flops).sum()
     }
 
     /// Bytes that all blocks read and write.
     pub fn bytes_moved(&self) -> f64 {
-        self.launches.iter().map(|launch| launch.bytes).sum()
+        self.blocks.iter().map(|block| block.bytes).sum()
     }
 
     /// The most bytes of activations that are needed at once: the size of an arena in which no two
     /// arrays lie in one place while both are needed, if there were no gaps.
     pub fn needed_bytes(&self) -> u64 {
-        let mut changes = vec![0i128; self.launches.len() + 1];
+        let mut changes = vec![0i128; self.blocks.len() + 1];
         for array in &self.activations {
             for needed in &array.needed {
                 changes[needed.start] += i128::from(array.bytes);
@@ -76,7 +76,7 @@ impl Account {
     /// its own; without attention's workspace.
     pub fn memory(&self) -> MemoryEstimate {
         let threads = rayon::current_num_threads();
-        let deep = self.launches.iter().filter_map(|launch| launch.deep_product);
+        let deep = self.blocks.iter().filter_map(|block| block.deep_product);
         let deep: Vec<Scratch> = deep.map(|sizes| scratch_deep(sizes, threads)).collect();
         let most = |of: fn(&Scratch) -> usize| deep.iter().map(of).max().unwrap_or(0) as u64;
         MemoryEstimate {
@@ -219,9 +219,9 @@ fn dry_run(
         }
         _ => step.loss(&mut workspace, None, &mut ())?,
     }
-    let Dry { mut arrays, launches } = dry;
+    let Dry { mut arrays, blocks } = dry;
     let activations = arrays.split_off(states);
-    Ok(Account { state: arrays, activations, launches })
+    Ok(Account { state: arrays, activations, blocks })
 }
 
 impl Model {
@@ -331,7 +331,7 @@ mod tests {
         assert!((none.flops() / (linear + pairs) - 1.0).abs() < 1e-12, "{}", none.flops());
         assert!(attention.flops() > none.flops() && full.flops() > attention.flops());
         // Blocks of a layer forward and backward; embedding, last norm and loss.
-        assert_eq!(none.launches.len(), 32 * (9 + 15) + 5);
+        assert_eq!(none.blocks.len(), 32 * (9 + 15) + 5);
     }
 
     #[test]
@@ -341,7 +341,7 @@ mod tests {
             true,
         );
         let account = account.dry_run(2, 5, StepKind::Training(Recompute::None)).unwrap();
-        let block = |i: usize| account.launches[i].block;
+        let block = |i: usize| account.blocks[i].block;
         for array in account.activations.iter().filter(|a| a.name == "qkv") {
             let [needed] = &array.needed[..] else { panic!("{array:?}") };
             assert_eq!(block(needed.start), "linear");

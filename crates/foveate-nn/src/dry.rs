@@ -21,7 +21,7 @@ use crate::rope::RopeTable;
 #[derive(Debug, Default)]
 pub struct Dry {
     pub(crate) arrays: Vec<NotedArray>,
-    pub(crate) launches: Vec<Launch>,
+    pub(crate) blocks: Vec<NotedBlock>,
 }
 
 /// An array without elements.
@@ -66,7 +66,7 @@ pub struct NotedArray {
 
 /// A block that was called.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Launch {
+pub struct NotedBlock {
     /// Its name.
     pub block: &'static str,
     /// Floating-point operations of its products, a multiply-add being two; attention counts every
@@ -128,7 +128,7 @@ impl Dry {
         flops: f64,
         deep_product: Option<[usize; 3]>,
     ) -> Result<(), NnError> {
-        let now = self.launches.len();
+        let now = self.blocks.len();
         let mut bytes = 0.0;
         for &(index, elems, usage) in accesses {
             let array = &mut self.arrays[index.expect("the step has fitted its arrays")];
@@ -141,7 +141,7 @@ impl Dry {
                 (_, None) => array.needed.push(0..now + 1),
             }
         }
-        self.launches.push(Launch { block, flops, bytes, deep_product });
+        self.blocks.push(NotedBlock { block, flops, bytes, deep_product });
         Ok(())
     }
 }

@@ -76,7 +76,7 @@ pub use config::{
     RopePairing, RopeScaling, ScalarConfig,
 };
 pub use cpu::{Cpu, CpuBatch};
-pub use dry::{Dry, DryArray, Launch, NotedArray};
+pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};

@@ -147,7 +147,7 @@ impl Budget {
             "memory_bytes": memory,
             "flops_per_token": self.flops.total(),
             "step": {
-                "blocks": self.step.launches.len(),
+                "blocks": self.step.blocks.len(),
                 "flops": self.step.flops(),
                 "bytes_moved": self.step.bytes_moved(),
                 "activation_bytes_at_once": self.step.needed_bytes(),
@@ -186,7 +186,7 @@ impl Budget {
         out.line(format!(
             "a batch          {} blocks, {} FLOP with what is computed again, {} read and written; \
              {} of its activations are needed at once",
-            step.launches.len(),
+            step.blocks.len(),
             count(step.flops()),
             bytes(step.bytes_moved()),
             bytes(step.needed_bytes() as f64)
