@@ -40,14 +40,14 @@ pub struct Entry {
     pub is_score: bool,
 }
 
-struct Call<'a> {
+struct NamedCall<'a> {
     name: &'a str,
     signature: &'a str,
     args: &'a [Arg],
     names: &'a Names,
 }
 
-impl Call<'_> {
+impl NamedCall<'_> {
     fn refuse<T>(&self, reason: impl std::fmt::Display) -> Result<T, ModError> {
         Err(argument(self.name, format!("{reason}; write `{}`", self.signature)))
     }
@@ -129,7 +129,7 @@ impl Call<'_> {
     }
 }
 
-type Maker<M> = fn(&Call<'_>) -> Result<M, ModError>;
+type Maker<M> = fn(&NamedCall<'_>) -> Result<M, ModError>;
 /// Signature (the name stands before the parenthesis), most arguments, documentation, maker.
 type Row<M> = (&'static str, usize, &'static str, Maker<M>);
 
@@ -262,7 +262,7 @@ fn make<M>(
 ) -> Option<Result<M, ModError>> {
     let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name);
     let (signature, most, _, maker) = rows.iter().find(|row| name_of(row.0) == name)?;
-    let call = Call { name, signature, args, names };
+    let call = NamedCall { name, signature, args, names };
     Some(call.at_most(*most).and_then(|()| maker(&call)))
 }
 

@@ -39,7 +39,7 @@ mod load;
 mod save;
 
 pub use checksums::Checksums;
-pub use config::{Config, SpecialTexts, read_config, read_tokenizer, special_texts};
+pub use config::{CheckpointConfig, SpecialTexts, read_config, read_tokenizer, special_texts};
 pub use load::{load_state, load_weights};
 pub use save::save;
 

@@ -22,14 +22,14 @@ use crate::whole;
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
     /// Where the run writes, and its seed.
-    pub run: Run,
+    pub run: RunSection,
     /// The model: sizes to start from nothing, or a checkpoint to start from.
-    pub model: Model,
+    pub model: ModelSection,
     /// Mask and score. A checkpoint's own are used where this section is missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionConfig>,
     /// The documents.
-    pub data: Data,
+    pub data: DataSection,
     /// Steps, batch, memory and how often to look and to save.
     #[serde(default)]
     pub train: Train,
@@ -47,7 +47,7 @@ pub struct Recipe {
 /// Where a run writes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Run {
+pub struct RunSection {
     /// Folder of checkpoints, metrics and curves, relative to where the command runs.
     pub dir: PathBuf,
     /// Seed of first weights, data order and held-out split.
@@ -58,7 +58,7 @@ pub struct Run {
 /// The model section: either `checkpoint`, or sizes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Model {
+pub struct ModelSection {
     /// Folder of a Hugging Face Llama checkpoint to start from; then no size may be given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<PathBuf>,
@@ -106,7 +106,7 @@ pub struct Model {
 /// The data section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Data {
+pub struct DataSection {
     /// Folder that `files` and `exclude` start from.
     #[serde(default = "here")]
     pub root: PathBuf,
@@ -383,8 +383,8 @@ impl Recipe {
                 format!("is {eps}; a root of 0 is divided by it, so it must be above 1e-38"),
             );
         }
-        let sizes = Model { checkpoint: None, ..self.model.clone() };
-        if self.model.checkpoint.is_some() && sizes != Model::default() {
+        let sizes = ModelSection { checkpoint: None, ..self.model.clone() };
+        if self.model.checkpoint.is_some() && sizes != ModelSection::default() {
             return fail("model.checkpoint", "brings its own sizes; remove them".to_owned());
         }
         Ok(())

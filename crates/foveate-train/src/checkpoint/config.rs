@@ -87,7 +87,7 @@ pub(super) fn config_json(snapshot: &Snapshot<'_>) -> Result<Value, TrainError> 
 
 /// What a checkpoint says about itself: all but its weights.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct CheckpointConfig {
     /// Its folder.
     pub folder: PathBuf,
     /// Sizes.
@@ -123,7 +123,7 @@ impl SpecialTexts {
     }
 }
 
-impl Config {
+impl CheckpointConfig {
     /// The checkpoint's chat template, or the plain one.
     ///
     /// # Errors
@@ -194,7 +194,7 @@ fn no_folder(path: &Path) -> Option<String> {
 ///
 /// # Errors
 /// When a file is missing or damaged, or the model is not of the Llama family.
-pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
+pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
     no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
     let path = folder.join(CONFIG);
     let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
@@ -249,7 +249,7 @@ pub fn read_config(folder: &Path) -> Result<Config, TrainError> {
     );
     let (chat_template, special) = chat(folder)?;
     let folder = folder.to_path_buf();
-    Ok(Config { folder, model, attention, tokenizer, chat_template, special })
+    Ok(CheckpointConfig { folder, model, attention, tokenizer, chat_template, special })
 }
 
 /// Reads a `tokenizer.json`. Tokens that begin and end a text and are not given are those that

@@ -36,7 +36,7 @@ fn model(seed: u64) -> Model {
     Model::new(config(), &attention(), seed).unwrap()
 }
 
-struct Run {
+struct SavedRun {
     model: Model,
     attention: AttentionConfig,
     moments: Moments,
@@ -44,7 +44,7 @@ struct Run {
     tokenizer: Tokenizer,
 }
 
-impl Run {
+impl SavedRun {
     fn new(seed: u64, step: u64) -> Self {
         let model = model(seed);
         let mut moments = Moments::zeros(model.layout().elems());
@@ -75,7 +75,7 @@ impl Run {
 #[test]
 fn what_was_saved_is_loaded_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 20);
+    let run = SavedRun::new(1, 20);
     let place = save(dir.path(), &run.snapshot(SaveDtype::Bf16), 2).unwrap();
     assert_eq!(place, dir.path().join("step-000020"));
     let read = read_config(&place).unwrap();
@@ -96,7 +96,7 @@ fn a_checkpoint_of_the_first_trainer_is_loaded_bit_for_bit() {
     // As it was written: each tensor by its own name, and the order of a product in the
     // configuration.
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 20);
+    let run = SavedRun::new(1, 20);
     let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 2).unwrap();
     let path = place.join(CONFIG);
     let mut json = read_json(&path).unwrap();
@@ -139,7 +139,7 @@ fn a_checkpoint_of_the_first_trainer_is_loaded_bit_for_bit() {
 #[test]
 fn large_models_are_saved_in_shards_with_an_index() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 5);
+    let run = SavedRun::new(1, 5);
     let snapshot = run.snapshot(SaveDtype::F32);
     let place = save_with(dir.path(), &snapshot, 1, &create, 4000).unwrap();
     assert!(place.join(INDEX).exists() && !place.join(SINGLE).exists());
@@ -158,7 +158,7 @@ fn large_models_are_saved_in_shards_with_an_index() {
 fn the_newest_checkpoints_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     for step in [3, 10, 200] {
-        save(dir.path(), &Run::new(1, step).snapshot(SaveDtype::F32), 2).unwrap();
+        save(dir.path(), &SavedRun::new(1, step).snapshot(SaveDtype::F32), 2).unwrap();
     }
     let steps: Vec<u64> = list(dir.path()).into_iter().map(|(s, _)| s).collect();
     assert_eq!(steps, [10, 200]);
@@ -195,7 +195,7 @@ impl Durable for Filling {
 #[test]
 fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let first = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    let first = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
     let sizes = fs::read_dir(&first).unwrap().map(|e| e.unwrap().metadata().unwrap().len());
     let all = sizes.sum::<u64>() as usize;
     for room in [0, 100, all / 5, all / 2, all - 1] {
@@ -204,7 +204,7 @@ fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
             let file = File::create(path)?;
             Ok(Box::new(Filling { file, left: Rc::clone(&left) }) as Box<dyn Durable>)
         };
-        let later = Run::new(2, 2);
+        let later = SavedRun::new(2, 2);
         let snapshot = later.snapshot(SaveDtype::F32);
         let told = save_with(dir.path(), &snapshot, 2, &full, SHARD_BYTES).unwrap_err();
         let resumable = told.of_run(latest(dir.path())).to_string();
@@ -219,7 +219,7 @@ fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
 #[test]
 fn a_disk_that_is_full_at_the_first_save_advises_no_resume() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 1);
+    let run = SavedRun::new(1, 1);
     let full =
         |_: &Path| -> io::Result<Box<dyn Durable>> { Err(io::ErrorKind::StorageFull.into()) };
     let told = save_with(dir.path(), &run.snapshot(SaveDtype::F32), 2, &full, SHARD_BYTES);
@@ -230,7 +230,7 @@ fn a_disk_that_is_full_at_the_first_save_advises_no_resume() {
 #[test]
 fn three_flipped_bytes_are_found_in_every_tensor() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 1);
+    let run = SavedRun::new(1, 1);
     let place = save(dir.path(), &run.snapshot(SaveDtype::Bf16), 1).unwrap();
     let file = place.join(SINGLE);
     let whole = fs::read(&file).unwrap();
@@ -257,7 +257,7 @@ fn three_flipped_bytes_are_found_in_every_tensor() {
 #[test]
 fn weights_that_the_saved_dtype_cannot_hold_are_not_saved() {
     let dir = tempfile::tempdir().unwrap();
-    let mut run = Run::new(1, 1);
+    let mut run = SavedRun::new(1, 1);
     let fifth = run.model.parameters()[2].place.start + 5;
     run.model.weights_mut()[fifth] = 7e4;
     let told = save(dir.path(), &run.snapshot(SaveDtype::F16), 1).unwrap_err().to_string();
@@ -272,14 +272,14 @@ fn a_process_that_died_while_saving_is_cleaned_up_after() {
     fs::create_dir(dir.path().join(".writing-000007")).unwrap();
     fs::write(dir.path().join(".writing-000007/config.json"), "{").unwrap();
     assert_eq!(latest(dir.path()), None);
-    save(dir.path(), &Run::new(1, 8).snapshot(SaveDtype::F32), 1).unwrap();
+    save(dir.path(), &SavedRun::new(1, 8).snapshot(SaveDtype::F32), 1).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
 #[test]
 fn damage_is_named_with_file_and_tensor() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 1);
+    let run = SavedRun::new(1, 1);
     let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap();
     let file = place.join(SINGLE);
     let whole = fs::read(&file).unwrap();
@@ -337,7 +337,7 @@ fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
     for name in ["config.json", "generation_config.json"] {
         fs::write(origin.path().join(name), "{}").unwrap();
     }
-    let run = Run::new(1, 1);
+    let run = SavedRun::new(1, 1);
     let mut snapshot = run.snapshot(SaveDtype::F32);
     snapshot.origin = Some(origin.path());
     let place = save(dir.path(), &snapshot, 2).unwrap();
@@ -345,7 +345,7 @@ fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
     let config = read_config(&place).unwrap();
     assert_eq!(config.chat_template.as_deref(), Some("a"));
     assert_eq!((config.special.bos.as_str(), config.special.eos.as_str()), ("<s>", "</s>"));
-    let later = Run::new(1, 2);
+    let later = SavedRun::new(1, 2);
     let mut snapshot = later.snapshot(SaveDtype::F32);
     snapshot.origin = Some(origin.path());
     snapshot.chat_template = Some("{{ bos_token }}b");
@@ -356,7 +356,7 @@ fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
 #[test]
 fn rotary_settings_are_read_from_the_newer_key_too() {
     let dir = tempfile::tempdir().unwrap();
-    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    let place = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
     let path = place.join("config.json");
     let mut json = read_json(&path).unwrap();
     let map = json.as_object_mut().unwrap();
@@ -394,7 +394,7 @@ fn the_tokens_that_end_a_document_are_those_named_beside_its_tokenizer() {
 #[test]
 fn of_several_chat_templates_the_default_one_is_taken() {
     let dir = tempfile::tempdir().unwrap();
-    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
+    let place = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 2).unwrap();
     let of = |name: &str| json!({ "name": name, "template": format!("{name}!") });
     let config = json!({ "chat_template": [of("tool_use"), of("default")] });
     fs::write(place.join("tokenizer_config.json"), config.to_string()).unwrap();

@@ -9,14 +9,14 @@ use serde::Serialize;
 use super::folder::{Claim, Folder};
 use super::{Observer, Options, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
-use crate::checkpoint::{self, Checksums, Config, State};
+use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::optimizer::{Moments, Span};
 use crate::pack::PackOptions;
-use crate::recipe::{Data, Recipe, STEPS};
+use crate::recipe::{DataSection, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
 use crate::whole;
@@ -211,7 +211,7 @@ pub(super) fn packing(recipe: &Recipe) -> PackOptions {
 fn tokenizer(
     recipe: &Recipe,
     place: &Path,
-    from: Option<&Config>,
+    from: Option<&CheckpointConfig>,
 ) -> Result<Tokenizer, TrainError> {
     let tokenizer = match (&recipe.data.tokenizer, from) {
         (Some(file), Some(from)) => {
@@ -242,7 +242,7 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
 /// The model without its weights, and its attention program; or what is wrong with the recipe.
 fn model(
     recipe: &Recipe,
-    from: Option<&Config>,
+    from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
 ) -> Result<(Model, AttentionConfig, MemoryEstimate), String> {
     let vocab = tokenizer.vocab_size();
@@ -361,7 +361,7 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
     }
     let saved = Recipe::load(path, &[])?;
     let (old, new) = (&saved.train, &recipe.train);
-    let data = Data { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
+    let data = DataSection { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
     let differs = [
         ("run.seed", saved.run.seed != recipe.run.seed),
         ("[model]", saved.model != recipe.model),
@@ -386,7 +386,7 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
 fn chat_template(
     recipe: &Recipe,
     place: &Path,
-    from: Option<&Config>,
+    from: Option<&CheckpointConfig>,
 ) -> Result<(ChatTemplate, Option<String>), TrainError> {
     let special = match (from, &recipe.data.tokenizer) {
         (Some(from), _) => from.special.clone(),
