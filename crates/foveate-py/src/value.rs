@@ -370,12 +370,8 @@ pub fn binary(name: &str, a: &Operand, b: &Operand) -> PyResult<Value> {
 }
 
 fn arithmetic(name: &str, a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
-    let truth = |x: &Operand| match x {
-        Operand::Value(v) => v.dtype == Dtype::Bool,
-        Operand::Number(n) => matches!(n, Number::Bool(_)),
-    };
-    if name == "sub" && (truth(a) || truth(b)) {
-        return Err(refused("`-` with a bool is no operation of torch; use `^`, `~` or .int()"));
+    if name == "sub" && dtype == Dtype::Bool {
+        return Err(refused("`-` of two bools is no operation of torch; use `^`, `~` or .int()"));
     }
     let (a, b) = (a.to(dtype)?, b.to(dtype)?);
     if dtype == Dtype::Bool {
