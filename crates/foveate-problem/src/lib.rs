@@ -39,7 +39,7 @@ use foveate_mods::{MaskMod, ScoreMod};
 use foveate_tensor::{Slice, SliceMut, TensorMut, TensorRef, Varlen};
 
 /// The program: what is computed, whatever the shapes.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Spec {
     /// Which keys a query sees; `None` is all of them.
     pub mask: Option<MaskMod>,

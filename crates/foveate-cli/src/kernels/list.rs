@@ -18,8 +18,8 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::LazyLock;
 
-use foveate_mods::{Buffer, MaskMod, ScoreGradient, ScoreMod, masks, scores};
-use foveate_problem::Dropout;
+use foveate_mods::{Buffer, ScoreGradient, ScoreMod, masks, scores};
+use foveate_problem::{Dropout, Spec};
 
 use foveate_cuda::CudaError;
 use foveate_cuda::choose::{
@@ -27,7 +27,7 @@ use foveate_cuda::choose::{
 };
 use foveate_cuda::compile::Candidate;
 use foveate_cuda::compile::check::{Taken, taken};
-use foveate_cuda::compile::codegen::{Extent, Mods, ModsSource, Options};
+use foveate_cuda::compile::codegen::{Extent, ModsSource, Options};
 use foveate_cuda::compile::config::{Config, Elem, HeadDims, Kernel, TilesOf};
 use foveate_cuda::compile::params::BlockListsParams;
 use foveate_cuda::compile::resources::Resources;
@@ -93,6 +93,8 @@ pub struct ListedKernel {
     pub arch: Arch,
     /// Its mods.
     pub mods: Kind,
+    /// Which of them its source is printed with.
+    printed: PrintedMods,
     profile: Profile,
     /// Its configurations, the planner's choice first.
     choice: Choice,
@@ -156,35 +158,29 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
     let few = few || arch == Arch::new((8, 6));
     let mut listed = Vec::new();
     let mut seen = HashSet::new();
-    let mut add = |choice: Choice, mods, queries, sparse| {
+    let mut add = |choice: Choice, printed, mods, queries, sparse| {
         if seen.insert((choice.chosen.config.clone(), mods, queries)) {
             let profile = profile.clone();
-            listed.push(ListedKernel { arch, mods, profile, choice, queries, sparse });
+            listed.push(ListedKernel { arch, mods, printed, profile, choice, queries, sparse });
         }
     };
     for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
         for dims in DIMS {
             for (mods, variant) in wanted(dtype, dims, few) {
-                for (choice, mods) in variant.kernels(&profile, mods, dtype, dims)? {
-                    add(choice, mods, variant.queries(), variant == Variant::Sparse);
+                for (choice, printed) in variant.kernels(&profile, mods, dtype, dims)? {
+                    let mods = if printed == PrintedMods::Nothing { Kind::Plain } else { mods };
+                    add(choice, printed, mods, variant.queries(), variant == Variant::Sparse);
                 }
             }
         }
     }
-    add(
-        only(Config::block_lists(BlockListsParams::THREADS, false), &profile)?,
-        Kind::Mask,
-        None,
-        false,
-    );
-    add(
-        only(Config::block_lists(BlockListsParams::THREADS, true), &profile)?,
-        Kind::Mask,
-        None,
-        false,
-    );
-    add(only(Config::range_table(), &profile)?, Kind::Plain, None, false);
-    add(only(Config::sequences(), &profile)?, Kind::Plain, None, false);
+    for checked in [false, true] {
+        let lists = only(Config::block_lists(BlockListsParams::THREADS, checked), &profile)?;
+        add(lists, PrintedMods::Mask, Kind::Mask, None, false);
+    }
+    for config in [Config::range_table(), Config::sequences()] {
+        add(only(config, &profile)?, PrintedMods::Nothing, Kind::Plain, None, false);
+    }
     Ok(listed)
 }
 
@@ -246,14 +242,14 @@ impl Variant {
         }
     }
 
-    /// What the planner chooses for it, kernel by kernel, with the mods that each is printed with.
+    /// What the planner chooses for it, kernel by kernel, and which mods each is printed with.
     fn kernels(
         self,
         profile: &Profile,
         mods: Kind,
         dtype: Elem,
         dims: (usize, usize),
-    ) -> Result<Vec<(Choice, Kind)>, CudaError> {
+    ) -> Result<Vec<(Choice, PrintedMods)>, CudaError> {
         let class = self.class(mods, dtype, dims);
         let queries = self.queries();
         let sizes = Sizes {
@@ -276,8 +272,7 @@ impl Variant {
             for candidate in choice.others.iter_mut().chain([&mut choice.chosen]) {
                 candidate.config = launch.entry.config(candidate.config.clone());
             }
-            let printed = launch.mods != PrintedMods::Nothing;
-            kernels.push((choice, if printed { mods } else { Kind::Plain }));
+            kernels.push((choice, launch.mods));
         }
         Ok(kernels)
     }
@@ -315,10 +310,8 @@ fn only(config: Config, profile: &Profile) -> Result<Choice, CudaError> {
 /// What one kind of mods is made of.
 #[derive(Default)]
 struct Program {
-    mask: Option<MaskMod>,
-    score: Option<ScoreMod>,
+    spec: Spec,
     gradient: Option<ScoreGradient>,
-    dropout: Option<Dropout>,
 }
 
 impl Kind {
@@ -347,19 +340,20 @@ impl Kind {
         };
         let scored = |score: ScoreMod| {
             let gradient = Some(score.gradient().expect("they have derivatives"));
-            Program { score: Some(score), gradient, ..Program::default() }
+            Program { spec: Spec { score: Some(score), ..Spec::default() }, gradient }
         };
+        let of = |spec: Spec| Program { spec, gradient: None };
         match self {
             Self::Plain => Program::default(),
             Self::Mask => {
                 let documents = Buffer::<i32>::vector("doc", vec![0; LENGTH]);
                 let mask = masks::document(&documents).map(|m| masks::causal() & m);
-                Program { mask: Some(mask.expect(built)), ..Program::default() }
+                of(Spec { mask: Some(mask.expect(built)), ..Spec::default() })
             }
             Self::Score => scored(cap()),
             Self::Learned => scored(bias()),
             Self::Capped => scored(bias().then(&cap())),
-            Self::Dropout => Program { dropout: Some(Dropout::new(0.1, 1)), ..Program::default() },
+            Self::Dropout => of(Spec { dropout: Some(Dropout::new(0.1, 1)), ..Spec::default() }),
             Self::Buckets => {
                 let zeros = vec![0.0; 32 * HEADS.0];
                 let table = Buffer::<f32>::learned("t5_bias", &[32, HEADS.0], zeros);
@@ -369,15 +363,9 @@ impl Kind {
         }
     }
 
-    fn source(self, config: &Config) -> Result<ModsSource, CudaError> {
-        let Program { mask, score, gradient, dropout } = self.program();
-        let forward = matches!(config.kernel, Kernel::Forward | Kernel::Combine);
-        let mods = Mods {
-            mask: mask.as_ref(),
-            score: score.as_ref(),
-            gradient: gradient.as_ref().filter(|_| !forward),
-            dropout: dropout.as_ref(),
-        };
+    fn source(self, printed: PrintedMods, config: &Config) -> Result<ModsSource, CudaError> {
+        let Program { spec, gradient } = self.program();
+        let mods = printed.of(spec, gradient.as_ref());
         let (heads_q, heads_kv) = HEADS;
         let extent = Extent { batch: 2, heads_q, heads_kv, queries: LENGTH, keys: LENGTH };
         let options = Options {
@@ -408,7 +396,7 @@ impl ListedKernel {
         parts.push(self.mods.to_string());
         let flags = [
             (config.deterministic, "deterministic"),
-            (kernel == Kernel::BackwardDq && config.captures, "captures"),
+            (!kernel.owns_keys() && config.captures, "captures"),
             (config.kv_split, "split-KV"),
             (config.pack_gqa, "packed GQA"),
             (config.paged, "paged"),
@@ -436,7 +424,7 @@ impl ListedKernel {
     pub fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
         let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let config = candidate.config.clone();
-            let text = source(&config, &self.mods.source(&config)?);
+            let text = source(&config, &self.mods.source(self.printed, &config)?);
             let arch = config.family.arch(self.arch);
             Ok((config, (), cache.compile(compiler, &text, arch)?))
         })?;
@@ -585,7 +573,7 @@ mod tests {
         let bytes = |name: String| {
             let found = all.iter().find(|l| l.name() == name).expect("it is listed");
             let config = &found.choice.chosen.config;
-            let source = source(config, &found.mods.source(config).unwrap());
+            let source = source(config, &found.mods.source(found.printed, config).unwrap());
             let arch = config.family.arch(Arch::new((9, 0)));
             Cache::at(None).compile(compiler, &source, arch).unwrap().cubin.len()
         };

@@ -108,12 +108,12 @@ impl Class {
         }
     }
 
-    /// Whether the query heads of a key/value head share a tile of the forward, so that keys and
+    /// Whether the query heads of a key/value head share a tile of `kernel`, so that keys and
     /// values are read once for all of them: for so few queries that all rows fit a tile or nearly.
-    pub(crate) fn packs_gqa(&self, sizes: &Sizes, tile_q: Option<usize>) -> bool {
+    pub(crate) fn packs_gqa(&self, kernel: Kernel, sizes: &Sizes, tile_q: Option<usize>) -> bool {
         let most_rows = tile_q.unwrap_or(MOST_ROWS);
         let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
-        !self.by_head && few && (2..=most_rows).contains(&self.group)
+        kernel.shares_keys() && !self.by_head && few && (2..=most_rows).contains(&self.group)
     }
 
     /// Whether the backward finds what the weights of rows with a huge lse add up to:
@@ -162,7 +162,7 @@ impl Class {
                 dropout: self.dropout,
                 grad_dtype: self.grad_dtype,
                 dscore: self.dscore,
-                captures: kernel == Kernel::Backward && self.captures,
+                captures: kernel.owns_keys() && self.captures,
                 deterministic: self.deterministic,
                 ..plain
             },

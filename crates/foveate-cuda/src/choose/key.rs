@@ -92,7 +92,7 @@ impl RecordKey {
         // Tiles are what a record tells.
         let any = Tiles::portable(64, 64, 4, 1);
         let config = class.config(kernel, any);
-        let pack_gqa = kernel == Kernel::Forward && class.packs_gqa(sizes, None);
+        let pack_gqa = class.packs_gqa(kernel, sizes, None);
         let heads = if pack_gqa { class.group } else { 1 };
         let score = spec.score.as_ref().map(|score| operations(score.program()));
         Some(Self {

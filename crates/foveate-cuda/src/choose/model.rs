@@ -91,7 +91,7 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
         false => sizes.keys.div_ceil(config.tile_kv),
     };
     let resident = resources.occupancy(profile).ctas.max(1);
-    let kv_splits = match config.kernel == Kernel::Forward {
+    let kv_splits = match config.kernel.shares_keys() {
         true => kv_splits(profile, config, resident, sizes),
         false => 1,
     };
@@ -144,7 +144,7 @@ fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f6
 /// Microseconds that a forward reads keys and values from device memory, where one tile of queries
 /// is all there is for them; more tiles share what L2 holds.
 fn reading_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
-    if config.kernel != Kernel::Forward || sizes.queries > config.queries() {
+    if !config.kernel.shares_keys() || sizes.queries > config.queries() {
         return 0.0;
     }
     let numbers = sizes.batch * sizes.heads_kv * sizes.keys * (config.dim + config.dim_v);
@@ -213,7 +213,7 @@ impl Step {
             rate /= 6.0;
         }
         let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dscore);
-        let added = config.kernel == Kernel::Backward && !config.deterministic;
+        let added = config.kernel.owns_keys() && !config.deterministic;
         Self {
             tensor: products.iter().map(|(operations, _)| operations / rate).sum(),
             shared: (moved + products.iter().map(|(_, read)| read).sum::<f64>()) / SHARED_PER_CYCLE,

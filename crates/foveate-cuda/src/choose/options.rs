@@ -109,6 +109,11 @@ impl KernelOptions {
 }
 
 impl TileOptions {
+    /// Whether candidates of `family` are to be made: no other one is asked for.
+    pub(super) fn allows(&self, family: Family) -> bool {
+        self.family.is_none_or(|asked| asked == family)
+    }
+
     /// Asks for these.
     pub fn exactly(tiles: Tiles) -> Self {
         let Tiles { family, tile_q, tile_kv, warps, stages, overlap } = tiles;

@@ -123,9 +123,9 @@ impl KernelPlan {
             )));
         }
         let kv_split = kv_splits > 1;
-        // What runs in place of a portable kernel has to take its operands, too.
-        let portable = forward.chosen.config.family == Family::Portable;
-        forward.others.retain(|c| !portable || c.config.family == Family::Portable);
+        // What runs in place of a kernel has to take its operands, too.
+        let family = forward.chosen.config.family;
+        forward.others.retain(|c| c.config.family.stands_in_for(family));
         let all = forward.others.iter_mut().chain([&mut forward.chosen]);
         all.for_each(|c| c.config.kv_split = kv_split);
         let mut passes = vec![Pass::Forward { kv_split }];
@@ -172,14 +172,12 @@ pub fn choose(
     recorded: Option<Tiles>,
 ) -> Result<Choice, CudaError> {
     let asked = options.of(kernel);
-    let pack_gqa = kernel == Kernel::Forward
-        && asked.family != Some(Family::Hopper)
-        && class.packs_gqa(sizes, asked.tile_q);
+    let pack_gqa = asked.allows(Family::Portable) && class.packs_gqa(kernel, sizes, asked.tile_q);
     let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
     let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
-    if Family::Hopper.has(kernel) && asked.family != Some(Family::Portable) {
+    if Family::Hopper.has(kernel) && asked.allows(Family::Hopper) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
             None => all.extend(hopper_candidates(kernel, &asked)),
             Some(reason) => refused.push(Refused {
@@ -188,14 +186,15 @@ pub fn choose(
             }),
         }
     }
-    if asked.overlap == Some(true) && asked.family != Some(Family::Hopper) {
+    if asked.overlap == Some(true) && asked.allows(Family::Portable) {
         let reason = "portable: it has no overlap of its own; leave the option out".to_owned();
         let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
         refused.push(Refused { config, refusal: Refusal::Family { reason } });
     }
-    if !Family::Hopper.has(kernel) && asked.family == Some(Family::Hopper) {
-        let refusal = Refusal::Family { reason: "hopper: it has no such kernel".to_owned() };
-        refused.push(Refused { config: class.config(kernel, HOPPER_TILES), refusal });
+    if let Some(family) = asked.family.filter(|family| !family.has(kernel)) {
+        let reason = format!("{}: it has no such kernel", family.name());
+        let config = class.config(kernel, Tiles { family, ..HOPPER_TILES });
+        refused.push(Refused { config, refusal: Refusal::Family { reason } });
     }
     for tiles in all {
         let config = Config { pack_gqa, ..class.config(kernel, tiles) };
@@ -264,11 +263,10 @@ fn hopper_refusal(
     if pack_gqa {
         return Some(hopper::NO_PACKED_GQA.to_owned());
     }
-    let forward = kernel == Kernel::Forward;
-    if let Some(splits) = options.kv_splits.filter(|splits| forward && *splits > 1) {
+    if let Some(splits) = options.kv_splits.filter(|n| kernel.shares_keys() && *n > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));
     }
-    if !forward && class.deterministic {
+    if kernel.owns_keys() && class.deterministic {
         return Some("sums in a fixed order".to_owned());
     }
     if class.align != 16 {
@@ -287,7 +285,7 @@ fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
     let overlaps = asked.overlap.map_or(vec![true, false], |value| vec![value]);
-    if kernel == Kernel::Backward {
+    if kernel.owns_keys() {
         let usual = Tiles::hopper_backward(64, 2);
         let (warps, tile_kv) =
             (asked.warps.unwrap_or(usual.warps), asked.tile_kv.unwrap_or(usual.tile_kv));
@@ -338,18 +336,23 @@ pub(super) fn candidates(
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
-    let forward = kernel == Kernel::Forward;
-    if asked.family == Some(Family::Hopper) || asked.overlap == Some(true) {
+    if !asked.allows(Family::Portable) || asked.overlap == Some(true) {
         return Vec::new();
     }
-    if !kernel.has_tiles() {
-        // A pass over rows: a thread or a few of them for each, nothing to choose. The sums of
-        // weights, whose tiles fit every device at every head dim, have 16 for a warp.
-        let tile_q = if rows <= 16 { 16 } else { 64 };
-        let (tile_kv, warps) =
-            if kernel == Kernel::RowWeightSum { (32, tile_q / 16) } else { (64, 4) };
-        return vec![Tiles::portable(tile_q, tile_kv, warps, 1)];
-    }
+    // A pass over rows: a thread or a few of them for each, nothing to choose.
+    let row_tile_q = if rows <= 16 { 16 } else { 64 };
+    let forward = match kernel {
+        Kernel::Forward => true,
+        Kernel::Backward | Kernel::BackwardDq => false,
+        // Its tiles fit every device at every head dim, and have 16 rows for a warp.
+        Kernel::RowWeightSum => return vec![Tiles::portable(row_tile_q, 32, row_tile_q / 16, 1)],
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => return vec![Tiles::portable(row_tile_q, 64, 4, 1)],
+    };
     let mut all = Vec::new();
     let shortest = rows.next_multiple_of(16).max(16);
     for tile_q in pick(asked.tile_q, &[16, 32, 64, 96, MOST_ROWS]) {
@@ -390,7 +393,7 @@ fn nothing_fits(
         false => format!(" with the options given ({asked})"),
     };
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
-    let asks_of_family = asked.family == Some(Family::Hopper) || asked.overlap == Some(true);
+    let asks_of_family = !asked.allows(Family::Portable) || asked.overlap == Some(true);
     if !asks_of_family && refused.iter().all(of_family) {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \

@@ -106,7 +106,10 @@ impl Choice {
         // Those that no device has the registers for say nothing about this one.
         let on_any = |r: &&Refused| matches!(r.refusal, Refusal::Registers { .. });
         // Of the many stages and widths of the Hopper family a few say enough.
-        let hopper = |r: &&Refused| r.config.family == Family::Hopper;
+        let hopper = |r: &&Refused| match r.config.family {
+            Family::Hopper => true,
+            Family::Portable => false,
+        };
         let shared = |r: &&Refused| matches!(r.refusal, Refusal::Shared { .. }) && hopper(r);
         let told = self.refused.iter().filter(|r| !on_any(r) && !shared(r));
         for refused in told.chain(self.refused.iter().filter(shared).take(NEXT)) {

@@ -6,7 +6,7 @@
 //! device with as much shared memory gets the same choice; what fits less is left to the model.
 
 use super::class::{Class, Sizes};
-use crate::compile::config::{Elem, Family, Kernel, Tiles};
+use crate::compile::config::{Elem, Kernel, Tiles};
 use foveate_gpu::profile::Profile;
 
 /// For head dims up to the first number, the tiles of a kernel; on 16-bit operands if not said.
@@ -97,17 +97,20 @@ const HOPPER_BACKWARD: &[Known] =
 /// too much, and not where a backward gives gradients to captured buffers.
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
     let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < 400.0);
-    let forward = kernel == Kernel::Forward;
-    if forward && dim <= 64 && class.mask && few || !forward && class.captures {
-        return None;
-    }
-    if !Family::Hopper.has(kernel) {
-        return None;
-    }
-    let table = match (forward, class.score || class.dropout) {
-        (true, false) => HOPPER,
-        (true, true) => HOPPER_SCORED,
-        (false, _) => HOPPER_BACKWARD,
+    let table = match kernel {
+        Kernel::Forward if dim <= 64 && class.mask && few => return None,
+        Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
+        Kernel::Forward => HOPPER,
+        Kernel::Backward if class.captures => return None,
+        Kernel::Backward => HOPPER_BACKWARD,
+        Kernel::Combine
+        | Kernel::Delta
+        | Kernel::RowWeightSum
+        | Kernel::BackwardDq
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => return None,
     };
     table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles)
 }

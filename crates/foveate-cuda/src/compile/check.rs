@@ -1,6 +1,6 @@
 //! Whether compiled kernels are what was planned.
 
-use super::config::{Config, Entry, Kernel};
+use super::config::{Config, Entry};
 use super::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
 use crate::error::CudaError;
 use foveate_gpu::GpuErrorKind;
@@ -31,15 +31,16 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess
     let planned = Resources::of(config).map_err(|refusal| -> CudaError {
         GpuErrorKind::Resources { kernel: name.clone(), reason: refusal.to_string() }.into()
     })?;
-    // Block lists ask for as much as a row of tiles is long, which is known at the launch only.
-    let states = config.kernel != Kernel::BlockLists;
     let expected = Expected {
         name: &name,
         entry,
         registers: planned.registers as u32,
         local_bytes: LOCAL_BYTES_ALLOWED,
         static_shared_bytes: 0,
-        shared_bytes: states.then_some(planned.shared_bytes as u32),
+        shared_bytes: config
+            .kernel
+            .has_planned_shared_memory()
+            .then_some(planned.shared_bytes as u32),
     };
     Ok(expected.compare(compiled)?)
 }
@@ -57,7 +58,7 @@ pub fn taken(planned: &Resources, entry: &KernelResources) -> Taken {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::config::Elem;
+    use crate::compile::config::{Elem, Kernel};
     use foveate_gpu::Arch;
 
     fn compiled(entries: &[(&str, u32, u32)]) -> Compiled {

@@ -102,6 +102,55 @@ impl Kernel {
         }
     }
 
+    /// Whether it is a kernel of the forward alone.
+    pub fn is_of_forward(self) -> bool {
+        match self {
+            Self::Forward | Self::Combine => true,
+            Self::Delta
+            | Self::RowWeightSum
+            | Self::Backward
+            | Self::BackwardDq
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => false,
+        }
+    }
+
+    /// Whether several CTAs can have the keys of a tile of queries among them, as KV splits, and one
+    /// CTA the query heads of a key/value head, as packed GQA.
+    pub fn shares_keys(self) -> bool {
+        match self {
+            Self::Forward => true,
+            Self::Combine
+            | Self::Delta
+            | Self::RowWeightSum
+            | Self::Backward
+            | Self::BackwardDq
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => false,
+        }
+    }
+
+    /// Whether its shared memory follows from its configuration. That of block lists is as long as a
+    /// row of tiles, which a launch knows.
+    pub(crate) fn has_planned_shared_memory(self) -> bool {
+        match self {
+            Self::BlockLists => false,
+            Self::Forward
+            | Self::Combine
+            | Self::Delta
+            | Self::RowWeightSum
+            | Self::Backward
+            | Self::BackwardDq
+            | Self::Dq
+            | Self::RangeTable
+            | Self::Sequences => true,
+        }
+    }
+
     /// Whether it multiplies tiles, whose sizes the planner chooses. The others are passes over
     /// rows with one configuration.
     pub fn has_tiles(self) -> bool {
@@ -327,6 +376,15 @@ impl Family {
                 | Kernel::RangeTable
                 | Kernel::Sequences,
             ) => false,
+        }
+    }
+
+    /// Whether its kernels take all operands that those of `other` take, and can run in their place.
+    pub(crate) fn stands_in_for(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Portable, Self::Portable | Self::Hopper) | (Self::Hopper, Self::Hopper) => true,
+            // It needs tensor maps of them.
+            (Self::Hopper, Self::Portable) => false,
         }
     }
 

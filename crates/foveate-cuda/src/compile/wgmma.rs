@@ -47,7 +47,7 @@ pub fn wrappers(config: &Config) -> String {
             | Kernel::Dq,
         ) => return String::new(),
     };
-    let backward = config.kernel == Kernel::Backward;
+    let backward = config.kernel.owns_keys();
     let both = |(n, left)| {
         let first = backward && matches!(left, Left::Shared | Left::SharedAcross);
         let adds = wrapper(config.dtype, n, left, false);

@@ -143,7 +143,7 @@ impl CudaPlan {
 impl Subject<'_> {
     /// What a pass on these operands compiles.
     fn class(&self, kernel: Kernel) -> Class {
-        let backward = kernel != Kernel::Forward;
+        let backward = !kernel.is_of_forward();
         let d_out = Some(&self.operands.d_out).filter(|_| backward);
         Class {
             align: match backward {
@@ -158,7 +158,7 @@ impl Subject<'_> {
     }
 
     fn choice(&self, kernel: Kernel) -> Result<Choice, CudaError> {
-        let backward = kernel != Kernel::Forward;
+        let backward = !kernel.is_of_forward();
         // Ranked without records: the planner's own choice is what a winner is measured against.
         let profile = self.plan.engine.profile();
         let options = KernelOptions::default();
@@ -187,7 +187,7 @@ impl Subject<'_> {
         let device = self.plan.engine.device();
         let (begin, end) = (Event::new(device)?, Event::new(device)?);
         let stream = self.plan.engine.queue().stream();
-        if kernel != Kernel::Forward {
+        if !kernel.is_of_forward() {
             // What the backward reads.
             self.run(self.plan, Kernel::Forward)?;
         }
@@ -275,11 +275,11 @@ impl Subject<'_> {
     fn compiled(&self, kernel: Kernel, tiles: Tiles) -> Result<CudaPlan, CudaError> {
         let trial = self.plan.trial(kernel, tiles);
         let class = self.class(kernel);
-        let pass = if kernel == Kernel::Forward { FORWARD } else { Pass::backward(&class) };
+        let pass = if kernel.is_of_forward() { FORWARD } else { Pass::backward(&class) };
         let mut launches = pass.launches().into_iter();
         let launch = launches.find(|launch| launch.entry == kernel.entry());
         let launch = launch.expect("a pass launches each of its kernels");
-        let chosen = trial.chosen(class, self.sizes, kernel != Kernel::Forward)?;
+        let chosen = trial.chosen(class, self.sizes, !kernel.is_of_forward())?;
         let forward = self.forward();
         trial.kernel(&chosen, &launch, &self.call(&forward.operands))?;
         match trial.notes().pop() {
@@ -295,7 +295,7 @@ impl Subject<'_> {
     fn run(&self, plan: &CudaPlan, kernel: Kernel) -> Result<(), CudaError> {
         let forward = self.forward();
         let call = self.call(&forward.operands);
-        match kernel == Kernel::Forward {
+        match kernel.is_of_forward() {
             true => plan.launch_forward(&call, &forward),
             false => plan.launch_backward(&call, &self.backward()),
         }

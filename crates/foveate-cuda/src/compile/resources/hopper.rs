@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family, Kernel};
+use crate::compile::config::{Config, Elem, Family};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -62,7 +62,7 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
 /// Numbers that a consumer's thread keeps at once, where there are most.
 fn numbers(config: &Config) -> usize {
     let Config { tile_q, tile_kv, .. } = *config;
-    if config.kernel == Kernel::Forward {
+    if !config.kernel.owns_keys() {
         // Scores, out, and the weights of the step before.
         return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
     }
@@ -147,7 +147,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
     let row = |dim: usize| dim.div_ceil(PANEL) * PANEL_ROW;
     let (row_k, row_v) = (row(config.dim), row(config.dim_v));
     let Config { tile_q, tile_kv, stages, .. } = *config;
-    if config.kernel == Kernel::Backward {
+    if config.kernel.owns_keys() {
         return vec![
             ("k, v", tile_kv * (row_k + row_v)),
             ("q, d_out", stages * tile_q * (row_k + row_v)),
