@@ -75,7 +75,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let template = config.template()?;
     let mut model = Model::unfilled(config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
-    model.draw_missing(0);
+    model.draw_missing(0)?;
     let sources = Sources {
         root: PathBuf::new(),
         files: args.files.clone(),

@@ -71,7 +71,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let tokenizer = config.tokenizer.adding(ends)?;
     let mut model = Model::unfilled(config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
-    model.draw_missing(0);
+    model.draw_missing(0)?;
     let interrupt = Interrupt::watch()?;
     let writer = Writer { args, model: &model, tokenizer: &tokenizer, interrupt };
     if !args.chat {

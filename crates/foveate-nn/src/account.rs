@@ -1,7 +1,8 @@
 //! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
-use crate::backend::LayerProgram;
+use crate::backend::{Blocks, LayerProgram, PackedHeads};
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
+use crate::cpu::Cpu;
 use crate::dry::{Dry, NotedArray, NotedBlock};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
@@ -31,7 +32,7 @@ pub enum StepKind {
 /// All that a step does, in order, and all that it does it with.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Account {
-    /// Parameters, gradients and the optimiser's moments.
+    /// Parameters, what completes them to masters, gradients and the optimiser's moments.
     pub state: Vec<NotedArray>,
     /// What a step keeps and passes on.
     pub activations: Vec<NotedArray>,
@@ -80,7 +81,7 @@ impl Account {
         let deep: Vec<Scratch> = deep.map(|sizes| scratch_deep(sizes, threads)).collect();
         let most = |of: fn(&Scratch) -> usize| deep.iter().map(of).max().unwrap_or(0) as u64;
         MemoryEstimate {
-            weights: self.state_bytes(WEIGHTS),
+            weights: self.state_bytes(WEIGHTS).saturating_add(self.state_bytes(REMAINDERS)),
             gradients: self.state_bytes(GRADIENTS),
             optimizer: self.state_bytes(MOMENT),
             activations: sum(&self.activations),
@@ -96,13 +97,14 @@ fn sum<'a>(arrays: impl IntoIterator<Item = &'a NotedArray>) -> u64 {
 }
 
 const WEIGHTS: &str = "weights";
+const REMAINDERS: &str = "remainders";
 const GRADIENTS: &str = "gradients";
 const MOMENT: &str = "moment";
 
 /// Bytes that training takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// Parameters.
+    /// Parameters, with what completes them to masters.
     pub weights: u64,
     /// Gradients.
     pub gradients: u64,
@@ -161,7 +163,8 @@ impl ModelConfig {
     }
 
     /// Runs a step over `rows` rows of `len` tokens dry: nothing is computed, and no memory is taken
-    /// that grows with a size but the number of layers. Sizes that no memory holds saturate.
+    /// that grows with a size but the number of layers. Sizes that no memory holds saturate. On the
+    /// CPU, in f32.
     ///
     /// # Errors
     /// None today: nothing that a dry block does fails.
@@ -172,28 +175,49 @@ impl ModelConfig {
         len: usize,
         kind: StepKind,
     ) -> Result<Account, NnError> {
+        self.dry_run_on(&Cpu::default(), attention, rows, len, kind)
+    }
+
+    /// [`ModelConfig::dry_run`] of a step by `blocks`, in their precision.
+    ///
+    /// # Errors
+    /// Those of [`ModelConfig::dry_run`].
+    pub fn dry_run_on<B: Blocks>(
+        &self,
+        blocks: &B,
+        attention: &AttentionConfig,
+        rows: usize,
+        len: usize,
+        kind: StepKind,
+    ) -> Result<Account, NnError> {
         let of_layer = |layer| attention.of_layer(layer).1.learned.clone().into_iter().collect();
         let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
         let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
-        dry_run(self, &ParameterLayout::new(self, &learned), &learned, [rows, len], kind)
+        let dry = Dry::of(blocks, self.vocab_size);
+        dry_run(dry, self, &ParameterLayout::new(self, &learned), &learned, [rows, len], kind)
     }
 }
 
 fn dry_run(
+    mut dry: Dry,
     config: &ModelConfig,
     layout: &ParameterLayout,
     learned: &[&[(String, LearnedBuffer)]],
     [rows, len]: [usize; 2],
     kind: StepKind,
 ) -> Result<Account, NnError> {
-    let mut dry = Dry::default();
-    let mut state = |name| dry.state(name, DType::F32, layout.elems());
-    let weights = state(WEIGHTS);
+    let precision = dry.precision();
+    let mut state = |name, dtype| dry.state(name, dtype, layout.elems());
+    let weights = state(WEIGHTS, precision.weights);
     let mut gradients = None;
     if kind != StepKind::Loss {
-        gradients = Some(state(GRADIENTS));
-        state(MOMENT);
-        state(MOMENT);
+        gradients = Some(state(GRADIENTS, precision.gradients));
+        state(MOMENT, precision.moments);
+        state(MOMENT, precision.moments);
+    }
+    if precision.remainders {
+        // 16 bits each.
+        state(REMAINDERS, DType::BF16);
     }
     let states = dry.arrays.len();
     // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
@@ -219,22 +243,25 @@ fn dry_run(
         }
         _ => step.loss(&mut workspace, None, &mut ())?,
     }
-    let Dry { mut arrays, blocks } = dry;
+    let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
     Ok(Account { state: arrays, activations, blocks })
 }
 
-impl Model {
-    /// [`ModelConfig::dry_run`] of this model. Parameters need no values yet ([`Model::unfilled`]).
+impl<B: Blocks> Model<B> {
+    /// [`ModelConfig::dry_run_on`] of this model. Parameters need no values yet.
     ///
     /// # Errors
     /// Those of [`ModelConfig::dry_run`].
     pub fn dry_run(&self, rows: usize, len: usize, kind: StepKind) -> Result<Account, NnError> {
-        dry_run(self.config(), self.layout(), &self.plans.learned(), [rows, len], kind)
+        let dry = Dry::of(&self.running().blocks, self.config().vocab_size);
+        let learned = self.programs.learned();
+        dry_run(dry, self.config(), self.layout(), &learned, [rows, len], kind)
     }
 
-    /// The most resident memory, in bytes, of a process that trains this model on rows of `len`
-    /// tokens, `rows` at once, and saves it: that of a dry run, and attention's workspace.
+    /// The most memory, in bytes, that is taken to train this model on rows of `len` tokens, `rows`
+    /// at once, and to save it: that of a dry run, and attention's workspace. On the CPU it is the
+    /// resident memory of the process.
     ///
     /// # Errors
     /// Those of [`Model::dry_run`], or when attention cannot be planned for such a batch.
@@ -247,8 +274,15 @@ impl Model {
         let account = self.dry_run(rows, len, StepKind::Training(recompute))?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
-        let attention = self.plans.workspace_bytes([rows_at_once, len])?;
-        Ok(MemoryEstimate { attention, ..account.memory() })
+        let mut running = self.running();
+        let blocks = &mut running.blocks;
+        let heads = PackedHeads::of(self.config(), [rows_at_once, len]);
+        let (mut workspace, mut masks) = (0, 0);
+        for plan in self.programs.plan(blocks, heads, None, false)? {
+            let bytes = blocks.plan_bytes(&plan)?;
+            (workspace, masks) = (bytes.workspace.max(workspace), masks + bytes.masks);
+        }
+        Ok(MemoryEstimate { attention: workspace + masks, ..account.memory() })
     }
 }
 

@@ -7,7 +7,8 @@
 //!
 //! A block may only be queued when it returns, so none returns a number: sums stay on the device
 //! ([`Blocks::Totals`]) until [`Blocks::read`] waits for them. What depends on a batch alone is
-//! made once ([`Blocks::upload`]).
+//! made once ([`Blocks::upload`], [`Blocks::bind`]). Nothing but `read`, [`Blocks::download`] and
+//! [`Blocks::download_weights`] waits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,8 +16,11 @@ use std::sync::Arc;
 use foveate::DType;
 
 use crate::batch::Batch;
-use crate::config::{LearnedBuffer, RopePairing};
+use crate::config::{LearnedBuffer, ModelConfig, RopePairing};
 use crate::error::NnError;
+use crate::optimizer::{OptimizerStep, Span};
+use crate::precision::Precision;
+use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 
 /// Elements in the memory of a device.
@@ -53,6 +57,25 @@ pub struct PartMut<'a, A> {
     pub place: Range<usize>,
 }
 
+/// All parameters of a model, each at its place in the layout.
+#[derive(Debug, Default)]
+pub struct Weights<A> {
+    /// What blocks compute with, in the dtype of the precision's weights.
+    pub array: A,
+    /// The 16 bits that complete each weight to an f32 master ([`crate::split_master`]); no elements
+    /// where the precision has none.
+    pub remainders: A,
+}
+
+/// The two moments of all parameters, each at its parameter's place.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Moments<A = Vec<f32>> {
+    /// m, the running mean of the gradient.
+    pub mean: A,
+    /// v, the running mean of its square.
+    pub square: A,
+}
+
 /// The sizes of a linear block `y [tokens, outputs] = x [tokens, inputs] · weightᵀ`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearShape {
@@ -66,7 +89,7 @@ pub struct LinearShape {
 
 /// A packed projection `[rows, len, (heads_q + 2·heads_kv) · dim]`: of each token all query heads,
 /// all key heads, all value heads.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedHeads {
     /// Batch entries.
     pub rows: usize,
@@ -81,6 +104,17 @@ pub struct PackedHeads {
 }
 
 impl PackedHeads {
+    /// Those of a model in a batch of `rows` rows of `len` tokens.
+    pub fn of(config: &ModelConfig, [rows, len]: [usize; 2]) -> Self {
+        Self {
+            rows,
+            len,
+            heads_q: config.num_attention_heads,
+            heads_kv: config.kv_heads(),
+            dim: config.dim(),
+        }
+    }
+
     /// Columns of the projection.
     pub fn width(&self) -> usize {
         (self.heads_q + 2 * self.heads_kv) * self.dim
@@ -96,9 +130,30 @@ pub enum Rotation {
     Backward,
 }
 
+/// What attention is planned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// The packed projection of a training batch; in generation one row, as long as the cache has
+    /// room for.
+    pub heads: PackedHeads,
+    /// Keys that a query sees on average, where the batch says so: a power of two.
+    pub mean_kv_len: Option<usize>,
+    /// Whether queries follow a cache: forward only, and one document.
+    pub cached: bool,
+}
+
+/// Bytes that attention takes besides its operands in a batch of one document a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlanBytes {
+    /// Of its workspace, which plans share.
+    pub workspace: u64,
+    /// Of its block masks.
+    pub masks: u64,
+}
+
 /// The attention program of one layer.
 pub struct LayerProgram<'a, B: Blocks> {
-    /// The plan of the batch, without the layer's learned buffers.
+    /// The plan, bound to the batch, without the layer's learned buffers.
     pub plan: &'a B::Plan,
     /// Name and shape of each learned buffer.
     pub learned: &'a [(String, LearnedBuffer)],
@@ -130,19 +185,26 @@ pub struct KvCache<'a, A> {
 pub struct Sums {
     /// Cross-entropy over all tokens that have a label, in nats.
     pub nats: f64,
+    /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`] did not
+    /// run.
+    pub grad_norm: f64,
     /// Time of attention, forward and backward, in seconds.
     pub attention_seconds: f64,
     /// Time of products with the weights of the layers, forward and backward, in seconds.
     pub linear_seconds: f64,
     /// Time of the output projection and the loss, forward and backward, in seconds.
     pub loss_seconds: f64,
+    /// Time of the norm and of AdamW, in seconds.
+    pub optimizer_seconds: f64,
 }
 
 /// The blocks of a transformer, forward and backward, on one device.
 ///
 /// Every block fails when the device does: its memory ends, or an operation before it went wrong.
+/// Times in [`Sums`] are the device's own, and a backend may take them of some steps only; nothing
+/// waits for them but [`Blocks::read`].
 pub trait Blocks: Sized {
-    /// Attention as it was planned for batches of one shape.
+    /// Attention as it was planned.
     type Plan;
     /// Elements on the device.
     type Array: Array;
@@ -150,6 +212,20 @@ pub trait Blocks: Sized {
     type Batch;
     /// Running totals on the device.
     type Totals;
+    /// What AdamW goes through, on the device.
+    type Spans;
+
+    /// Dtypes of parameters, gradients, moments and activations.
+    fn precision(&self) -> Precision;
+
+    /// Tokens whose logits are held at once, of a vocabulary of `vocab`.
+    fn logits_tokens(&self, vocab: usize) -> usize;
+
+    /// Bytes of device memory that are free; `None` where arrays are in the memory of the process.
+    ///
+    /// # Errors
+    /// When the device does not say.
+    fn free_bytes(&mut self) -> Result<Option<u64>, NnError>;
 
     /// Makes `array` hold `elems` elements of `dtype`; what they are is not defined. `name` is for
     /// accounts and errors.
@@ -164,6 +240,61 @@ pub trait Blocks: Sized {
         elems: usize,
     ) -> Result<(), NnError>;
 
+    /// Sets all elements to 0.
+    fn clear(&mut self, array: &mut Self::Array) -> Result<(), NnError>;
+
+    /// Brings values to the device, rounded to the nearest. `values` may be used again on return.
+    fn fill(&mut self, into: PartMut<'_, Self::Array>, values: &[f32]) -> Result<(), NnError>;
+
+    /// Waits for elements and reads them back, widened to f32.
+    fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
+
+    /// [`Blocks::fill`] of parameters from `first` on, by their f32 masters.
+    fn fill_weights(
+        &mut self,
+        into: &mut Weights<Self::Array>,
+        first: usize,
+        masters: &[f32],
+    ) -> Result<(), NnError>;
+
+    /// [`Blocks::download`] of the f32 masters of parameters from `first` on.
+    fn download_weights(
+        &mut self,
+        from: &Weights<Self::Array>,
+        first: usize,
+        masters: &mut [f32],
+    ) -> Result<(), NnError>;
+
+    /// Plans attention: once for each shape of batch.
+    ///
+    /// # Errors
+    /// When no kernel takes the program in this shape.
+    fn plan(
+        &mut self,
+        program: &AttentionProgram,
+        shape: &AttentionShape,
+    ) -> Result<Self::Plan, NnError>;
+
+    /// `plan` for a training batch that was uploaded: with its documents, where the program reads
+    /// them. All layers that run the program share what this makes. `documents` are those of the
+    /// batch on the host.
+    fn bind(
+        &mut self,
+        plan: &Self::Plan,
+        documents: &[i32],
+        batch: &Self::Batch,
+    ) -> Result<Self::Plan, NnError>;
+
+    /// A cached `plan` for queries that start at `position`.
+    fn at(&mut self, plan: &Self::Plan, position: usize) -> Result<Self::Plan, NnError>;
+
+    /// Pairs of query and key that the mask lets through in the batch that `plan` was bound to, in
+    /// the mean of the heads, after a step; `None` where nothing has counted them.
+    fn live_pairs(&self, plan: &Self::Plan) -> Option<f64>;
+
+    /// What `plan` takes in a batch of the shape it was made for.
+    fn plan_bytes(&mut self, plan: &Self::Plan) -> Result<PlanBytes, NnError>;
+
     /// Brings a batch to the device, with the rotations of its positions, which `table` reaches,
     /// and the order of its tokens that [`Blocks::embed_backward`] sums in.
     fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>)
@@ -175,8 +306,30 @@ pub trait Blocks: Sized {
     /// Waits for `totals` and reads them back.
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
-    /// Waits for f32 elements and reads them back.
-    fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
+    /// Brings to the device what AdamW goes through: in order, not overlapping.
+    fn spans(&mut self, spans: &[Span]) -> Result<Self::Spans, NnError>;
+
+    /// The norm of the gradients of the mean loss, over the labelled tokens that `totals` counted,
+    /// and what [`Blocks::adamw`] multiplies gradients with: one over those tokens, times what brings
+    /// the norm down to `step.clip_norm`.
+    fn clip(
+        &mut self,
+        step: &OptimizerStep,
+        gradients: &Self::Array,
+        totals: &mut Self::Totals,
+    ) -> Result<(), NnError>;
+
+    /// One step of AdamW with the factor that [`Blocks::clip`] left in `totals`; none where the norm
+    /// is not finite.
+    fn adamw(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &Self::Spans,
+        weights: &mut Weights<Self::Array>,
+        gradients: &Self::Array,
+        moments: &mut Moments<Self::Array>,
+        totals: &mut Self::Totals,
+    ) -> Result<(), NnError>;
 
     /// `out[t] = table[tokens[t]]`.
     fn embed(
@@ -323,7 +476,8 @@ pub trait Blocks: Sized {
         d_out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the cross-entropy of `x · weightᵀ` and the labels to `totals`, and writes that of each
+    /// Adds the cross-entropy of `x · weightᵀ` and the labels to `totals`, with the number of tokens
+    /// that have one, and writes that of each
     /// token to `each [T]`, 0 where it has no label. Never are all logits held: they are computed
     /// for as many tokens at once as `logits` has room for.
     fn loss(

@@ -46,6 +46,16 @@ pub struct LossSum {
     pub seconds: f64,
 }
 
+/// A batch whose loss and gradients are queued.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Queued {
+    /// Tokens that have a label.
+    pub tokens: usize,
+    /// Pairs of query and key that the mask lets through, in the mean of the heads; `None` where the
+    /// device has not counted them.
+    pub live_pairs: Option<f64>,
+}
+
 impl LossSum {
     /// Mean loss of a token, in nats; 0 when no token has a label.
     pub fn mean_nats(&self) -> f64 {

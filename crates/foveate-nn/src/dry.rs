@@ -10,16 +10,22 @@ use std::sync::Arc;
 use foveate::DType;
 
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
+    Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
 use crate::batch::Batch;
 use crate::config::RopePairing;
 use crate::error::NnError;
+use crate::optimizer::{OptimizerStep, Span};
+use crate::precision::Precision;
+use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 
 /// Notes what blocks would do.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Dry {
+    precision: Precision,
+    logits_tokens: usize,
     pub(crate) arrays: Vec<NotedArray>,
     pub(crate) blocks: Vec<NotedBlock>,
 }
@@ -110,6 +116,12 @@ fn overwrites(array: &DryArray) -> Access {
 }
 
 impl Dry {
+    /// Notes what `blocks` would do with a vocabulary of `vocab`.
+    pub fn of<B: Blocks>(blocks: &B, vocab: usize) -> Self {
+        let (precision, logits_tokens) = (blocks.precision(), blocks.logits_tokens(vocab));
+        Self { precision, logits_tokens, arrays: Vec::new(), blocks: Vec::new() }
+    }
+
     /// An array that a step finds and leaves behind, such as weights.
     pub(crate) fn state(&mut self, name: &'static str, dtype: DType, elems: usize) -> DryArray {
         let bytes = (elems as u64).saturating_mul(dtype.bytes() as u64);
@@ -168,6 +180,20 @@ impl Blocks for Dry {
     type Array = DryArray;
     type Batch = ();
     type Totals = ();
+    /// Elements of all spans.
+    type Spans = usize;
+
+    fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    fn logits_tokens(&self, _: usize) -> usize {
+        self.logits_tokens
+    }
+
+    fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
+        Ok(None)
+    }
 
     fn resize(
         &mut self,
@@ -192,9 +218,85 @@ impl Blocks for Dry {
         Ok(Sums::default())
     }
 
+    fn clear(&mut self, array: &mut DryArray) -> Result<(), NnError> {
+        self.note("clear", &[overwrites(array)])
+    }
+
+    fn fill(&mut self, _: PartMut<'_, DryArray>, _: &[f32]) -> Result<(), NnError> {
+        Ok(())
+    }
+
     /// Leaves `into` as it is.
     fn download(&mut self, _: Part<'_, DryArray>, _: &mut [f32]) -> Result<(), NnError> {
         Ok(())
+    }
+
+    fn fill_weights(
+        &mut self,
+        _: &mut Weights<DryArray>,
+        _: usize,
+        _: &[f32],
+    ) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    /// Leaves `masters` as they are.
+    fn download_weights(
+        &mut self,
+        _: &Weights<DryArray>,
+        _: usize,
+        _: &mut [f32],
+    ) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn plan(&mut self, _: &AttentionProgram, _: &AttentionShape) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn bind(&mut self, (): &(), _: &[i32], (): &()) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn at(&mut self, (): &(), _: usize) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn live_pairs(&self, (): &()) -> Option<f64> {
+        None
+    }
+
+    fn plan_bytes(&mut self, (): &()) -> Result<PlanBytes, NnError> {
+        Ok(PlanBytes::default())
+    }
+
+    fn spans(&mut self, spans: &[Span]) -> Result<usize, NnError> {
+        Ok(spans.iter().map(|span| span.place.len()).sum())
+    }
+
+    fn clip(
+        &mut self,
+        _: &OptimizerStep,
+        gradients: &DryArray,
+        (): &mut (),
+    ) -> Result<(), NnError> {
+        self.note("clip", &[reads(gradients)])
+    }
+
+    fn adamw(
+        &mut self,
+        _: &OptimizerStep,
+        &elems: &usize,
+        weights: &mut Weights<DryArray>,
+        gradients: &DryArray,
+        moments: &mut Moments<DryArray>,
+        (): &mut (),
+    ) -> Result<(), NnError> {
+        let kept = [&weights.array, &weights.remainders, &moments.mean, &moments.square];
+        let kept = kept.into_iter().filter(|array| array.index.is_some());
+        let mut accesses = vec![(gradients.index, elems, Use::Reads)];
+        accesses.extend(kept.map(|array| (array.index, elems, Use::Updates)));
+        self.note("adamw", &accesses)
     }
 
     fn embed(

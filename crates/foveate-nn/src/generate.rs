@@ -8,9 +8,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate::tensor::random::Random;
-use foveate::{DType, Plan};
 
-use crate::backend::{Array, Blocks, LinearShape, Part};
+use crate::backend::{Array, Blocks, LinearShape, PackedHeads, Part};
 use crate::batch::{Batch, IGNORE};
 use crate::cpu::Cpu;
 use crate::error::{NnError, NnErrorKind};
@@ -53,27 +52,29 @@ impl Sampling {
 }
 
 /// A text being written: the model, the keys and values of what it has read, and the dice.
-#[derive(Debug)]
-pub struct Generator<'a> {
-    model: &'a Model,
+pub struct Generator<'a, B: Blocks = Cpu> {
+    model: &'a Model<B>,
     sampling: Sampling,
     random: Random,
     capacity: usize,
-    plans: Vec<Plan>,
-    blocks: Cpu,
-    workspace: Workspace<Vec<f32>>,
-    cache: Cache<Vec<f32>>,
+    plans: Vec<B::Plan>,
+    workspace: Workspace<B::Array>,
+    cache: Cache<B::Array>,
     table: Arc<RopeTable>,
     logits: Vec<f32>,
 }
 
-impl Model {
+impl<B: Blocks> Model<B> {
     /// A generator for texts of up to `capacity` tokens, prompt included.
     ///
     /// # Errors
     /// When `capacity` is 0 or past `max_position_embeddings`, a sampling option is out of its
     /// range, the cache does not fit the memory, or attention cannot be planned.
-    pub fn generator(&self, capacity: usize, sampling: Sampling) -> Result<Generator<'_>, NnError> {
+    pub fn generator(
+        &self,
+        capacity: usize,
+        sampling: Sampling,
+    ) -> Result<Generator<'_, B>, NnError> {
         sampling.check()?;
         self.check_parameters()?;
         let limit = self.config.max_position_embeddings;
@@ -81,8 +82,10 @@ impl Model {
             let reason = format!("is {capacity}; max_position_embeddings allows 1 to {limit}");
             return Err(NnError::config("capacity", reason));
         }
-        let (mut blocks, mut cache) = (Cpu::default(), Cache::default());
-        cache.fit(&mut blocks, &self.config, capacity)?;
+        let (mut running, mut cache) = (self.running(), Cache::default());
+        let blocks = &mut running.blocks;
+        cache.fit(blocks, &self.config, capacity)?;
+        let heads = PackedHeads::of(&self.config, [1, capacity]);
         let mut table = RopeTable::default();
         table.reach(&self.config, capacity);
         Ok(Generator {
@@ -90,8 +93,7 @@ impl Model {
             sampling,
             random: Random::new(sampling.seed),
             capacity,
-            plans: self.plans.generation(capacity)?,
-            blocks,
+            plans: self.programs.plan(blocks, heads, None, true)?,
             workspace: Workspace::default(),
             cache,
             table: Arc::new(table),
@@ -100,7 +102,7 @@ impl Model {
     }
 }
 
-impl Generator<'_> {
+impl<B: Blocks> Generator<'_, B> {
     /// Tokens read so far.
     pub fn position(&self) -> usize {
         self.cache.position
@@ -155,12 +157,14 @@ impl Generator<'_> {
 
     /// The logits after some of the tokens read last, `[tokens, vocab]`.
     fn project(&mut self, tokens: Range<usize>) -> Result<Vec<f32>, NnError> {
-        let Self { model, blocks, workspace: Workspace { normed, logits, .. }, .. } = self;
+        let Self { model, workspace: Workspace { normed, logits, .. }, .. } = self;
+        let mut running = model.running();
+        let blocks = &mut running.blocks;
         let (inputs, outputs) = (model.config.hidden_size, model.config.vocab_size);
         let shape = LinearShape { tokens: tokens.len(), inputs, outputs };
-        blocks.resize("logits", logits, DType::F32, tokens.len() * outputs)?;
+        blocks.resize("logits", logits, blocks.precision().weights, tokens.len() * outputs)?;
         let x = Part { array: &*normed, place: tokens.start * inputs..tokens.end * inputs };
-        let head = Part { array: &model.weights, place: model.layout.head.clone() };
+        let head = Part { array: &model.weights.array, place: model.layout.head.clone() };
         blocks.linear(shape, x, head, None, logits)?;
         let mut read = vec![0.0; logits.elems()];
         blocks.download(Part::whole(logits), &mut read)?;
@@ -193,14 +197,17 @@ impl Generator<'_> {
             positions: &positions,
             mean_kv_len: None,
         };
-        let batch = self.blocks.upload(&batch, &self.table)?;
-        let plans = model.plans.at(&self.plans, position)?;
+        let mut running = model.running();
+        let blocks = &mut running.blocks;
+        let batch = blocks.upload(&batch, &self.table)?;
+        let plans = self.plans.iter().map(|plan| blocks.at(plan, position));
+        let plans: Vec<B::Plan> = plans.collect::<Result<_, _>>()?;
         let mut step = Step {
-            blocks: &mut self.blocks,
+            blocks,
             config: &model.config,
             layout: &model.layout,
-            weights: &model.weights,
-            programs: &model.plans.of_layers(&plans),
+            weights: &model.weights.array,
+            programs: &model.programs.of_layers(&plans),
             batch: &batch,
             shape: [1, n],
             cache: Some(&mut self.cache),
@@ -208,6 +215,12 @@ impl Generator<'_> {
         step.forward(&mut self.workspace)?;
         self.cache.position += n;
         Ok(())
+    }
+}
+
+impl<B: Blocks> std::fmt::Debug for Generator<'_, B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Generator").field("position", &self.position()).finish_non_exhaustive()
     }
 }
 

@@ -57,7 +57,10 @@ mod error;
 mod generate;
 mod matmul;
 mod model;
+mod optimizer;
 mod parameters;
+mod plans;
+mod precision;
 mod program;
 mod rope;
 mod step;
@@ -67,21 +70,23 @@ mod tests;
 
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind};
 pub use backend::{
-    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
-    Rotation, Sums,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, Moments,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
-pub use batch::{Batch, IGNORE, LossSum};
+pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
     AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, ProgramConfig,
     RopePairing, RopeScaling, ScalarConfig,
 };
-pub use cpu::{Cpu, CpuBatch};
+pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model};
+pub use optimizer::{AdamW, OptimizerStep, Span, clip_factor};
 pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
-pub use program::AttentionProgram;
+pub use precision::{ParameterState, Precision, join_master, split_master};
+pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, inverse_frequencies};
 pub use tape::Recompute;

@@ -146,16 +146,13 @@ impl ParameterLayout {
         self.parameters.iter().map(|p| p.place.len() as u64).sum()
     }
 
-    /// Draws the first values of parameter `index`, which depend on `seed`, index and shape alone.
-    pub(crate) fn draw(&self, index: usize, seed: u64, into: &mut [f32]) {
+    /// The first values of parameter `index`, one after another; they depend on `seed` and index
+    /// alone.
+    pub(crate) fn draw(&self, index: usize, seed: u64) -> impl FnMut() -> f32 + use<> {
         let Start { mean, std } = self.starts[index];
-        if std == 0.0 {
-            into.fill(mean);
-            return;
-        }
         let stream = (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93);
         let mut random = Random::new(seed ^ stream);
-        into.fill_with(|| mean + std * random.normal() as f32);
+        move || if std == 0.0 { mean } else { mean + std * random.normal() as f32 }
     }
 }
 

@@ -38,6 +38,11 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
+    /// Whether the table reaches `positions` positions.
+    pub fn reaches(&self, positions: usize) -> bool {
+        positions <= self.positions
+    }
+
     /// Makes the table reach `positions` positions.
     pub fn reach(&mut self, config: &ModelConfig, positions: usize) {
         if positions <= self.positions {

@@ -8,8 +8,6 @@
 
 use std::ops::Range;
 
-use foveate::DType;
-
 use crate::backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
     Rotation,
@@ -53,10 +51,11 @@ impl<A: Array> Cache<A> {
         capacity: usize,
     ) -> Result<(), NnError> {
         let elems = capacity * config.kv_heads() * config.dim();
+        let dtype = blocks.precision().weights;
         self.layers.resize_with(config.num_hidden_layers, Default::default);
         for [keys, values] in &mut self.layers {
-            blocks.resize("cached keys", keys, DType::F32, elems)?;
-            blocks.resize("cached values", values, DType::F32, elems)?;
+            blocks.resize("cached keys", keys, dtype, elems)?;
+            blocks.resize("cached values", values, dtype, elems)?;
         }
         Ok(())
     }
@@ -281,13 +280,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     }
 
     fn heads(&self) -> PackedHeads {
-        PackedHeads {
-            rows: self.shape[0],
-            len: self.shape[1],
-            heads_q: self.config.num_attention_heads,
-            heads_kv: self.config.kv_heads(),
-            dim: self.config.dim(),
-        }
+        PackedHeads::of(self.config, self.shape)
     }
 
     fn qkv_shape(&self) -> LinearShape {

@@ -100,26 +100,24 @@ impl<A: Array> Workspace<A> {
         self.inputs.resize_with(inputs, A::default);
         self.attention.resize_with(attention, AttentionTape::default);
         self.mlp.resize_with(mlp, MlpTape::default);
-        let mut fit = |name, array: &mut A, width: usize| {
-            blocks.resize(name, array, DType::F32, tokens.saturating_mul(width))
-        };
+        let mut fit = fitting(blocks, tokens);
         for x in &mut self.inputs {
-            fit("layer input", x, hidden)?;
+            fit("layer input", x, Of::Stream(hidden))?;
         }
         for a in &mut self.attention {
-            fit("inverse rms", &mut a.inverse, 1)?;
-            fit("qkv", &mut a.qkv, config.qkv_width())?;
-            fit("attention output", &mut a.out, config.attention_width())?;
-            fit("lse", &mut a.lse, config.num_attention_heads)?;
+            fit("inverse rms", &mut a.inverse, Of::Sums(1))?;
+            fit("qkv", &mut a.qkv, Of::Stream(config.qkv_width()))?;
+            fit("attention output", &mut a.out, Of::Stream(config.attention_width()))?;
+            fit("lse", &mut a.lse, Of::Sums(config.num_attention_heads))?;
         }
         for m in &mut self.mlp {
-            fit("residual", &mut m.x, hidden)?;
-            fit("inverse rms", &mut m.inverse, 1)?;
-            fit("gate and up", &mut m.gate_up, 2 * wide)?;
+            fit("residual", &mut m.x, Of::Stream(hidden))?;
+            fit("inverse rms", &mut m.inverse, Of::Sums(1))?;
+            fit("gate and up", &mut m.gate_up, Of::Stream(2 * wide))?;
         }
-        fit("inverse rms", &mut self.inverse, 1)?;
-        fit("normed", &mut self.normed, hidden)?;
-        fit("activated", &mut self.activated, wide)
+        fit("inverse rms", &mut self.inverse, Of::Sums(1))?;
+        fit("normed", &mut self.normed, Of::Stream(hidden))?;
+        fit("activated", &mut self.activated, Of::Stream(wide))
     }
 
     /// Makes the arrays of the loss fit.
@@ -129,8 +127,10 @@ impl<A: Array> Workspace<A> {
         config: &ModelConfig,
         tokens: usize,
     ) -> Result<(), NnError> {
-        let elems = loss_chunk(config, tokens) * config.vocab_size;
-        blocks.resize("logits", &mut self.logits, DType::F32, elems)
+        let vocab = config.vocab_size;
+        let elems = blocks.logits_tokens(vocab).min(tokens.max(1)) * vocab;
+        let dtype = blocks.precision().weights;
+        blocks.resize("logits", &mut self.logits, dtype, elems)
     }
 
     /// Makes the arrays of the backward pass fit.
@@ -141,17 +141,33 @@ impl<A: Array> Workspace<A> {
         tokens: usize,
     ) -> Result<(), NnError> {
         let (hidden, attention) = (config.hidden_size, config.attention_width());
-        let mut fit = |name, array: &mut A, width| {
-            blocks.resize(name, array, DType::F32, tokens.saturating_mul(width))
-        };
-        fit("d_normed", &mut self.d_normed, hidden)?;
-        fit("d_x", &mut self.d_x, hidden)?;
-        fit("d_attention", &mut self.d_attention, attention)?;
-        fit("d_qkv", &mut self.d_qkv, config.qkv_width())
+        let mut fit = fitting(blocks, tokens);
+        fit("d_normed", &mut self.d_normed, Of::Stream(hidden))?;
+        fit("d_x", &mut self.d_x, Of::Stream(hidden))?;
+        fit("d_attention", &mut self.d_attention, Of::Stream(attention))?;
+        fit("d_qkv", &mut self.d_qkv, Of::Stream(config.qkv_width()))
     }
 }
 
-/// Tokens whose logits are held at once: 16 MiB of f32, but never fewer than 64 tokens.
-pub(crate) fn loss_chunk(config: &ModelConfig, tokens: usize) -> usize {
-    ((1 << 22) / config.vocab_size.max(1)).max(64).min(tokens.max(1))
+/// What an array of a step holds for each token.
+#[derive(Clone, Copy)]
+enum Of {
+    /// Elements that products read or write, in the dtype of the weights.
+    Stream(usize),
+    /// Sums in f32.
+    Sums(usize),
+}
+
+/// Makes an array fit `tokens` tokens.
+fn fitting<B: Blocks>(
+    blocks: &mut B,
+    tokens: usize,
+) -> impl FnMut(&'static str, &mut B::Array, Of) -> Result<(), NnError> {
+    move |name, array, of| {
+        let (dtype, width) = match of {
+            Of::Stream(width) => (blocks.precision().weights, width),
+            Of::Sums(width) => (DType::F32, width),
+        };
+        blocks.resize(name, array, dtype, tokens.saturating_mul(width))
+    }
 }

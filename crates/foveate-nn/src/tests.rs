@@ -1,8 +1,8 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, ProgramConfig,
-    Recompute, Sampling,
+    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, NnError,
+    ProgramConfig, Recompute, Sampling,
 };
 use foveate::tensor::random::Random;
 
@@ -56,12 +56,10 @@ fn pattern() -> AttentionConfig {
 pub(crate) fn model(config: ModelConfig, attention: &AttentionConfig, seed: u64) -> Model {
     let mut model = Model::new(config, attention, seed).unwrap();
     let mut random = Random::new(seed);
-    for p in 0..model.parameters().len() {
-        let shake = |values: &mut [f32]| {
-            values.iter_mut().for_each(|x| *x += 0.4 * random.normal() as f32);
-            Ok::<_, ()>(())
-        };
-        model.fill(p, shake).unwrap();
+    for p in model.parameters().to_vec() {
+        for x in &mut model.weights_mut()[p.place] {
+            *x += 0.4 * random.normal() as f32;
+        }
     }
     model
 }
@@ -326,13 +324,14 @@ fn a_model_that_is_read_draws_only_what_is_missing() {
     let text = Text::new(&[4, 4], 6);
     let told = read.loss(&text.batch(2)).unwrap_err().to_string();
     assert!(told.starts_with("parameter `model.embed_tokens.weight`: has no values"), "{told}");
-    let quarter = |values: &mut [f32]| {
-        values.fill(0.25);
-        Ok::<_, ()>(())
+    let elems = read.parameters()[3].place.len();
+    let mut give = |p: usize, values: &[f32]| {
+        read.fill(p, |put| values.chunks(7).try_for_each(put)).map_err(|e: NnError| e.to_string())
     };
-    read.fill(3, quarter).unwrap();
-    assert!(read.fill(4, |_| Err(())).is_err());
-    read.draw_missing(9);
+    give(3, &vec![0.25; elems]).unwrap();
+    assert!(give(4, &vec![1.0; elems + 1]).unwrap_err().contains("values; it has"));
+    assert!(give(4, &[]).unwrap_err().contains("is given 0 values"));
+    read.draw_missing(9).unwrap();
     assert_eq!(read.parameters(), drawn.parameters());
     for (i, p) in drawn.parameters().iter().enumerate() {
         assert_eq!(read.values(p) == drawn.values(p), i != 3, "{}", p.name);

@@ -24,11 +24,10 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Model};
+use foveate_nn::{AttentionConfig, Blocks, Cpu, Model, Moments};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
-use crate::optimizer::Moments;
 use crate::pack::Cursor;
 use crate::recipe::SaveDtype;
 use crate::tokens::Tokenizer;
@@ -69,13 +68,13 @@ pub struct State {
 }
 
 /// What a checkpoint is made of.
-pub struct Snapshot<'a> {
+pub struct Snapshot<'a, B: Blocks = Cpu> {
     /// The model.
-    pub model: &'a Model,
+    pub model: &'a Model<B>,
     /// Its attention program.
     pub attention: &'a AttentionConfig,
     /// AdamW's moments.
-    pub moments: &'a Moments,
+    pub moments: &'a Moments<B::Array>,
     /// What the run has reached.
     pub state: &'a State,
     /// Dtype of the weights.

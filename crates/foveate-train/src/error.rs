@@ -117,6 +117,12 @@ impl From<TrainErrorKind> for TrainError {
     }
 }
 
+impl From<foveate_nn::NnError> for TrainError {
+    fn from(e: foveate_nn::NnError) -> Self {
+        Self::model(e)
+    }
+}
+
 impl fmt::Display for TrainErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -38,7 +38,6 @@ pub mod corpus;
 pub mod error;
 pub mod machine;
 pub mod metrics;
-pub mod optimizer;
 mod order;
 pub mod pack;
 pub mod recipe;

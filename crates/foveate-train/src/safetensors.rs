@@ -3,8 +3,8 @@
 //! A file is eight bytes with the header's length, a JSON header, and the tensors' bytes without
 //! gaps. A header is believed only where the file agrees: offsets inside the file, no gap or
 //! overlap, and as many bytes as dtype and shape need; what is wrong is said with the tensor's
-//! name. Tensors are read one at a time and widened to f32, so that a large checkpoint is never in
-//! memory twice. Each is compared with its checksum where one is known, and a value that is not
+//! name. Tensors are read in pieces and widened to f32, so that reading takes the same memory for every
+//! model. Each is compared with its checksum where one is known, and a value that is not
 //! finite is an error: nothing computed from it would be a number.
 
 mod write;
@@ -188,13 +188,18 @@ impl Tensors {
         self
     }
 
-    /// Reads a tensor, widened to f32, into an array of as many elements.
+    /// Reads a tensor of `elems` elements, widened to f32, and hands it on in pieces.
     ///
     /// # Errors
     /// If it is missing, holds no floats that can be read, has another number of elements, cannot be
-    /// read, is not what its checksum was taken of, or has a value that is not finite. What is in
-    /// `into` then is not defined.
-    pub fn read_into(&mut self, name: &str, into: &mut [f32]) -> Result<(), TrainError> {
+    /// read, is not what its checksum was taken of, or has a value that is not finite, which may be
+    /// found after pieces were handed on; or what `put` returns.
+    pub fn read(
+        &mut self,
+        name: &str,
+        elems: usize,
+        put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         let refuse = |message: String| TrainError::checkpoint(&self.path, message);
         let Some(entry) = self.entries.get(name) else {
             return Err(refuse(format!("tensor `{name}` is missing")));
@@ -205,8 +210,8 @@ impl Tensors {
             return Err(refuse(message));
         };
         let (start, end) = entry.data_offsets;
-        if end - start != (into.len() * dtype.bytes()) as u64 {
-            let (shape, elems) = (&entry.shape, into.len());
+        if end - start != (elems * dtype.bytes()) as u64 {
+            let shape = &entry.shape;
             let message = format!("tensor `{name}` has shape {shape:?}, not {elems} elements");
             return Err(refuse(message));
         }
@@ -215,25 +220,30 @@ impl Tensors {
             TrainError::checkpoint(&self.path, message)
         };
         self.file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
-        let mut bytes = Vec::new();
+        let (mut bytes, mut values) = (Vec::new(), vec![0.0; elems.min(CHUNK)]);
         let mut sum = Checksum::new(dtype.tag(), &entry.shape);
-        for values in into.chunks_mut(CHUNK) {
+        let mut spoiled = None;
+        for first in (0..elems).step_by(CHUNK) {
+            let values = &mut values[..(elems - first).min(CHUNK)];
             bytes.resize(values.len() * dtype.bytes(), 0);
             self.file.read_exact(&mut bytes).map_err(failed)?;
             if self.sums.is_some() {
                 sum.update(&bytes);
             }
             let (words, halves) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
-            let values = values.iter_mut();
+            let into = values.iter_mut();
             match dtype {
-                SaveDtype::F32 => values.zip(words).for_each(|(x, b)| *x = f32::from_le_bytes(*b)),
+                SaveDtype::F32 => into.zip(words).for_each(|(x, b)| *x = f32::from_le_bytes(*b)),
                 SaveDtype::Bf16 => {
-                    values.zip(halves).for_each(|(x, b)| *x = bf16::from_le_bytes(*b).to_f32());
+                    into.zip(halves).for_each(|(x, b)| *x = bf16::from_le_bytes(*b).to_f32());
                 }
                 SaveDtype::F16 => {
-                    values.zip(halves).for_each(|(x, b)| *x = f16::from_le_bytes(*b).to_f32());
+                    into.zip(halves).for_each(|(x, b)| *x = f16::from_le_bytes(*b).to_f32());
                 }
             }
+            let wrong = || values.iter().position(|x| !x.is_finite());
+            spoiled = spoiled.or_else(|| wrong().map(|at| (first + at, values[at])));
+            put(values)?;
         }
         if let Some(sums) = &self.sums {
             let wrong = match sums.get(name) {
@@ -244,24 +254,19 @@ impl Tensors {
                 return Err(refuse(format!("tensor `{name}` {wrong}; {DAMAGED}")));
             }
         }
-        finite(into).map_err(|e| refuse(format!("tensor `{name}` {e}")))
+        match spoiled {
+            None => Ok(()),
+            Some((at, value)) => Err(refuse(format!(
+                "tensor `{name}` is {value} at element {at}, of which no finite loss can come; use \
+                 another checkpoint"
+            ))),
+        }
     }
 }
 
 /// What to do with a file that is not what a checksum was taken of.
 pub const DAMAGED: &str = "the file was damaged or changed after it was saved: restore it, use \
                            another checkpoint, or pass --skip-checksums if the change is yours";
-
-/// Says which of the values is not finite.
-fn finite(values: &[f32]) -> Result<(), String> {
-    match values.iter().position(|x| !x.is_finite()) {
-        None => Ok(()),
-        Some(at) => Err(format!(
-            "is {} at element {at}, of which no finite loss can come; use another checkpoint",
-            values[at]
-        )),
-    }
-}
 
 /// Bytes of an element of the format's dtypes of whole bytes.
 fn element_bytes(tag: &str) -> Option<u64> {
@@ -313,14 +318,19 @@ mod tests {
             let mut tensors = open(&written(dtype)).unwrap();
             assert_eq!(tensors.names().collect::<Vec<_>>(), ["a", "b"]);
             assert_eq!(tensors.shape("a"), Some(&[2, 3][..]));
-            let mut read = [f32::NAN; 6];
-            tensors.read_into("a", &mut read).unwrap();
+            let mut read = Vec::new();
+            let mut put = |values: &[f32]| {
+                read.extend_from_slice(values);
+                Ok(())
+            };
+            tensors.read("a", 6, &mut put).unwrap();
+            assert_eq!(read.len(), 6);
             for (x, y) in read.iter().zip(values(6)) {
                 assert!((x - y).abs() <= y.abs() * step, "{x} {y}");
             }
         }
         let mut tensors = open(&written(Dtype::F32)).unwrap();
-        let mut told = |name| tensors.read_into(name, &mut [0.0; 7]).unwrap_err().to_string();
+        let mut told = |name| tensors.read(name, 7, &mut |_| Ok(())).unwrap_err().to_string();
         assert!(told("c").contains("tensor `c` is missing"));
         assert!(told("a").contains("tensor `a` has shape [2, 3], not 7 elements"));
     }
@@ -367,7 +377,7 @@ mod tests {
     fn integers_cannot_be_weights() {
         let view = TensorView::new(Dtype::I32, vec![1], &[0; 4]).unwrap();
         let bytes = safetensors::serialize([("w", view)], None).unwrap();
-        let error = open(&bytes).unwrap().read_into("w", &mut [0.0]).unwrap_err().to_string();
+        let error = open(&bytes).unwrap().read("w", 1, &mut |_| Ok(())).unwrap_err().to_string();
         assert!(error.contains("tensor `w` is I32"), "{error}");
     }
 }

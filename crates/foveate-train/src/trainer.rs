@@ -10,14 +10,13 @@ mod setup;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use foveate_nn::{Batch, Gradients, MemoryEstimate, Model};
+use foveate_nn::{AdamW, Batch, Blocks, Cpu, Gradients, MemoryEstimate, Model, OptimizerStep};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
-use crate::optimizer::{AdamW, clip_factor, global_norm};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::recipe::Recipe;
 use folder::Folder;
@@ -133,14 +132,24 @@ pub fn train(
     options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let ran = Setup::new(recipe, file, options.into(), observer).and_then(|mut run| {
-        observer.started(&run.started);
-        run.steps(observer)
-    });
+    let ran = run(recipe, file, options.into(), Cpu::default(), observer);
     ran.map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
 }
 
-impl Setup<'_> {
+/// Runs a recipe on the device of `blocks`.
+fn run<B: Blocks>(
+    recipe: &Recipe,
+    file: &Path,
+    options: Options,
+    blocks: B,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let mut run = Setup::new(recipe, file, options, blocks, observer)?;
+    observer.started(&run.started);
+    run.steps(observer)
+}
+
+impl<B: Blocks> Setup<'_, B> {
     fn steps(&mut self, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
         let corpus = self.corpus.clone();
         let (train, steps) = (&self.recipe.train, self.started.steps);
@@ -155,7 +164,7 @@ impl Setup<'_> {
                 message,
             ));
         }
-        let mut gradients = Gradients::zeros(&self.model);
+        let mut gradients = self.model.gradients()?;
         let mut sums = Sums::default();
         let mut train_loss = None;
         let mut saved = None;
@@ -205,51 +214,49 @@ impl Setup<'_> {
     fn step(
         &mut self,
         packer: &mut Packer<'_>,
-        gradients: &mut Gradients,
+        gradients: &mut Gradients<B::Array>,
         run: &mut Sums,
     ) -> Result<StepMetrics, TrainError> {
         let start = Instant::now();
         let train = &self.recipe.train;
-        gradients.clear();
-        let (mut nats, mut data_seconds) = (0.0, 0.0);
-        let (mut attention_seconds, mut linear_seconds, mut loss_seconds) = (0.0, 0.0, 0.0);
-        let (mut sums, mut pairs) = (Sums::default(), 0.0);
+        self.model.clear(gradients)?;
+        let mut totals = self.model.totals()?;
+        let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
         for _ in 0..train.accumulate {
             let reading = Instant::now();
             let packed = packer.batch(train.batch_rows)?;
             data_seconds += reading.elapsed().as_secs_f64();
             let recompute = train.recompute.into();
-            let loss = self
-                .model
-                .forward_backward(&batch(&packed), gradients, recompute)
-                .map_err(TrainError::model)?;
-            nats += loss.sum_nats;
-            attention_seconds += loss.attention_seconds;
-            linear_seconds += loss.linear_seconds;
-            loss_seconds += loss.loss_seconds;
-            pairs += loss.live_pairs.unwrap_or_default();
-            sums.labelled += loss.tokens as u64;
+            let queued =
+                self.model.accumulate(&batch(&packed), gradients, recompute, &mut totals)?;
+            pairs += queued.live_pairs.unwrap_or_default();
+            sums.labelled += queued.tokens as u64;
             sums.packed += packed.tokens.len() as u64;
             sums.padding += packed.padding() as u64;
         }
-        let optimizing = Instant::now();
-        let step = self.state.step + 1;
-        let scale = 1.0 / sums.labelled.max(1) as f64;
-        let mean = nats * scale;
-        let norm = global_norm(&gradients.array) * scale;
-        for (what, value) in [("the loss", mean), ("the gradient norm", norm)] {
+        let (step, o) = (self.state.step + 1, &self.recipe.optimizer);
+        let optimizer = OptimizerStep {
+            adamw: AdamW {
+                beta1: o.beta1,
+                beta2: o.beta2,
+                eps: o.eps,
+                weight_decay: o.weight_decay,
+            },
+            step,
+            rate: o.lr * self.schedule.ratio(self.state.step),
+            clip_norm: o.clip_norm,
+            seed: self.recipe.run.seed,
+        };
+        let moments = &mut self.moments;
+        self.model.update(&optimizer, &self.spans, gradients, moments, &mut totals)?;
+        let found = self.model.read(totals)?;
+        let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
+        for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
             if !value.is_finite() {
                 let message = format!("{what} is {value}");
                 return Err(TrainErrorKind::Diverged { step, message, earlier: None }.into());
             }
         }
-        let lr = self.recipe.optimizer.lr * self.schedule.ratio(self.state.step);
-        self.update(
-            gradients,
-            step,
-            lr,
-            scale * clip_factor(norm, self.recipe.optimizer.clip_norm),
-        );
         self.state.step = step;
         self.state.tokens += sums.labelled;
         self.state.cursor = packer.cursor();
@@ -258,7 +265,6 @@ impl Setup<'_> {
                            chat template prints nothing of what assistants say";
             return Err(TrainError::recipe("data.files", message));
         }
-        let optimizer_seconds = optimizing.elapsed().as_secs_f64();
         sums.seconds = start.elapsed().as_secs_f64();
         run.add(&sums);
         let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
@@ -269,8 +275,8 @@ impl Setup<'_> {
             unix_time: unix_time(),
             epoch: packer.passes(),
             loss: mean,
-            grad_norm: norm,
-            lr,
+            grad_norm: found.grad_norm,
+            lr: optimizer.rate,
             labelled_tokens: self.state.tokens,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
@@ -279,22 +285,13 @@ impl Setup<'_> {
             tflops_live: tflops(pairs / cells),
             memory_bytes: machine::resident().unwrap_or(0),
             peak_memory_bytes: machine::peak_resident().unwrap_or(0),
-            attention_share: attention_seconds / sums.seconds,
-            linear_seconds,
-            loss_seconds,
+            attention_share: found.attention_seconds / sums.seconds,
+            linear_seconds: found.linear_seconds,
+            loss_seconds: found.loss_seconds,
             data_seconds,
-            optimizer_seconds,
+            optimizer_seconds: found.optimizer_seconds,
             seconds: sums.seconds,
         })
-    }
-
-    /// One step of AdamW with `scale` times the gradients.
-    fn update(&mut self, gradients: &Gradients, step: u64, lr: f64, scale: f64) {
-        let o = &self.recipe.optimizer;
-        let adam =
-            AdamW { beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay };
-        let (weights, moments) = (self.model.weights_mut(), &mut self.moments);
-        adam.update(&self.spans, weights, &gradients.array, moments, step, lr, scale);
     }
 
     /// Mean loss of the held-out documents, over at most `rows` rows.
@@ -416,8 +413,8 @@ impl TotalLoss {
 /// # Errors
 /// When a document cannot be read or does not fit the model, or a loss is not finite, naming the
 /// document.
-pub fn held_out_loss(
-    model: &Model,
+pub fn held_out_loss<B: Blocks>(
+    model: &Model<B>,
     corpus: &Corpus,
     documents: &[usize],
     options: PackOptions,
@@ -461,8 +458,8 @@ pub struct TokenLoss {
 ///
 /// # Errors
 /// Those of [`held_out_loss`], or what `tell` returns.
-pub fn token_losses<E: From<TrainError>>(
-    model: &Model,
+pub fn token_losses<B: Blocks, E: From<TrainError>>(
+    model: &Model<B>,
     corpus: &Corpus,
     documents: &[usize],
     options: PackOptions,
@@ -482,8 +479,8 @@ pub fn token_losses<E: From<TrainError>>(
 }
 
 /// Gives the losses of the labelled tokens of a batch to `tell`, in order.
-fn of_tokens<E: From<TrainError>>(
-    model: &Model,
+fn of_tokens<B: Blocks, E: From<TrainError>>(
+    model: &Model<B>,
     corpus: &Corpus,
     packed: &Packed,
     mut tell: impl FnMut(TokenLoss) -> Result<(), E>,

@@ -41,7 +41,7 @@ fn lse_layout(p: PackedHeads) -> Layout<3> {
 
 /// The plan with the layer's learned buffers.
 fn bound(layer: &LayerAttention<'_, Cpu>) -> Result<Plan, NnError> {
-    let (mut plan, mut values) = (layer.program.plan.clone(), layer.values.values());
+    let (mut plan, mut values) = (layer.program.plan.plan().clone(), layer.values.values());
     for (name, LearnedBuffer { shape, .. }) in layer.program.learned {
         let (own, rest) = values.split_at(shape.iter().product());
         plan = plan.rebind(&AnyBuffer::new(name, shape, BufferData::F32(own.to_vec()), true)?)?;

@@ -4,12 +4,14 @@
 //! fixed by the shapes, so no result depends on the number of threads. Inner loops are plain
 //! loops over slices, compiled for each instruction set (`level`).
 
+mod adamw;
 mod attention;
 mod embed;
 mod level;
 mod loss;
 pub(crate) mod math;
 mod norm;
+mod plan;
 mod rope;
 mod swiglu;
 #[cfg(test)]
@@ -18,17 +20,22 @@ mod tests;
 use std::sync::Arc;
 use std::time::Instant;
 
-use foveate::{DType, Plan};
+use foveate::DType;
 use rayon::prelude::*;
 
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LinearShape, PackedHeads, Part, PartMut, Rotation, Sums,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
+    Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
-use crate::batch::Batch;
+use crate::batch::{Batch, IGNORE};
 use crate::config::RopePairing;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
+use crate::optimizer::{OptimizerStep, Span, clip_factor};
+use crate::precision::{ParameterState, Precision};
+use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+pub use plan::CpuPlan;
 
 /// The processor.
 #[derive(Debug, Default)]
@@ -49,6 +56,20 @@ pub struct CpuBatch {
     /// Indices of the tokens, sorted by id and then by index.
     order: Vec<u32>,
     table: Arc<RopeTable>,
+    /// Tokens of a row.
+    len: usize,
+    /// Tokens with a label.
+    labelled: usize,
+}
+
+/// Sums of a step.
+#[derive(Debug, Default)]
+pub struct CpuTotals {
+    nats: f64,
+    labelled: usize,
+    grad_norm: f64,
+    /// What gradients are multiplied with.
+    factor: f64,
 }
 
 impl Array for Vec<f32> {
@@ -81,12 +102,27 @@ fn timed<T>(sum: &mut f64, work: impl FnOnce() -> T) -> T {
     done
 }
 
+/// Bytes of logits that are held at once, but never of fewer than 64 tokens.
+const LOGITS_BYTES: usize = 16 << 20;
+
 impl Blocks for Cpu {
-    type Plan = Plan;
+    type Plan = CpuPlan;
     type Array = Vec<f32>;
     type Batch = CpuBatch;
-    /// Nats.
-    type Totals = f64;
+    type Totals = CpuTotals;
+    type Spans = Vec<Span>;
+
+    fn precision(&self) -> Precision {
+        ParameterState::F32.into()
+    }
+
+    fn logits_tokens(&self, vocab: usize) -> usize {
+        (LOGITS_BYTES / 4 / vocab.max(1)).max(64)
+    }
+
+    fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
+        Ok(None)
+    }
 
     fn resize(
         &mut self,
@@ -109,19 +145,118 @@ impl Blocks for Cpu {
             positions: batch.positions.to_vec(),
             order: embed::order(batch.tokens),
             table: Arc::clone(table),
+            len: batch.len,
+            labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count(),
         })
     }
 
-    fn totals(&mut self) -> Result<f64, NnError> {
-        Ok(0.0)
+    fn totals(&mut self) -> Result<CpuTotals, NnError> {
+        Ok(CpuTotals::default())
     }
 
-    fn read(&mut self, nats: f64) -> Result<Sums, NnError> {
-        Ok(Sums { nats, ..std::mem::take(&mut self.seconds) })
+    fn read(&mut self, totals: CpuTotals) -> Result<Sums, NnError> {
+        let CpuTotals { nats, grad_norm, .. } = totals;
+        Ok(Sums { nats, grad_norm, ..std::mem::take(&mut self.seconds) })
+    }
+
+    fn clear(&mut self, array: &mut Vec<f32>) -> Result<(), NnError> {
+        array.fill(0.0);
+        Ok(())
+    }
+
+    fn fill(&mut self, into: PartMut<'_, Vec<f32>>, values: &[f32]) -> Result<(), NnError> {
+        into.values().copy_from_slice(values);
+        Ok(())
     }
 
     fn download(&mut self, from: Part<'_, Vec<f32>>, into: &mut [f32]) -> Result<(), NnError> {
         into.copy_from_slice(from.values());
+        Ok(())
+    }
+
+    fn fill_weights(
+        &mut self,
+        into: &mut Weights<Vec<f32>>,
+        first: usize,
+        masters: &[f32],
+    ) -> Result<(), NnError> {
+        into.array[first..][..masters.len()].copy_from_slice(masters);
+        Ok(())
+    }
+
+    fn download_weights(
+        &mut self,
+        from: &Weights<Vec<f32>>,
+        first: usize,
+        masters: &mut [f32],
+    ) -> Result<(), NnError> {
+        masters.copy_from_slice(&from.array[first..][..masters.len()]);
+        Ok(())
+    }
+
+    fn plan(
+        &mut self,
+        program: &AttentionProgram,
+        shape: &AttentionShape,
+    ) -> Result<CpuPlan, NnError> {
+        CpuPlan::new(program, shape)
+    }
+
+    fn bind(
+        &mut self,
+        plan: &CpuPlan,
+        documents: &[i32],
+        batch: &CpuBatch,
+    ) -> Result<CpuPlan, NnError> {
+        plan.over([documents.len() / batch.len, batch.len], documents)
+    }
+
+    fn at(&mut self, plan: &CpuPlan, position: usize) -> Result<CpuPlan, NnError> {
+        plan.at(position)
+    }
+
+    fn live_pairs(&self, plan: &CpuPlan) -> Option<f64> {
+        plan.live_pairs()
+    }
+
+    fn plan_bytes(&mut self, plan: &CpuPlan) -> Result<PlanBytes, NnError> {
+        plan.bytes()
+    }
+
+    fn spans(&mut self, spans: &[Span]) -> Result<Vec<Span>, NnError> {
+        Ok(spans.to_vec())
+    }
+
+    fn clip(
+        &mut self,
+        step: &OptimizerStep,
+        gradients: &Vec<f32>,
+        totals: &mut CpuTotals,
+    ) -> Result<(), NnError> {
+        timed(&mut self.seconds.optimizer_seconds, || {
+            let mean = 1.0 / totals.labelled.max(1) as f64;
+            totals.grad_norm = adamw::global_norm(gradients) * mean;
+            totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
+        });
+        Ok(())
+    }
+
+    fn adamw(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &Vec<Span>,
+        weights: &mut Weights<Vec<f32>>,
+        gradients: &Vec<f32>,
+        moments: &mut Moments,
+        totals: &mut CpuTotals,
+    ) -> Result<(), NnError> {
+        if totals.grad_norm.is_finite() {
+            let moments = [&mut moments.mean[..], &mut moments.square[..]];
+            let array = &mut weights.array;
+            timed(&mut self.seconds.optimizer_seconds, || {
+                adamw::update(step, spans, array, gradients, moments, totals.factor);
+            });
+        }
         Ok(())
     }
 
@@ -315,10 +450,11 @@ impl Blocks for Cpu {
         weight: Part<'_, Vec<f32>>,
         logits: &mut Vec<f32>,
         each: Option<&mut Vec<f32>>,
-        totals: &mut f64,
+        totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         let (weight, labels) = (weight.values(), &batch.labels);
-        *totals += timed(&mut self.seconds.loss_seconds, || {
+        totals.labelled += batch.labelled;
+        totals.nats += timed(&mut self.seconds.loss_seconds, || {
             let each = each.map(Vec::as_mut_slice);
             loss::cross_entropy(width, x, weight, labels, logits, each, None)
         });
@@ -334,10 +470,11 @@ impl Blocks for Cpu {
         logits: &mut Vec<f32>,
         d_x: &mut Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
-        totals: &mut f64,
+        totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         let (weight, labels) = (weight.values(), &batch.labels);
-        *totals += timed(&mut self.seconds.loss_seconds, || {
+        totals.labelled += batch.labelled;
+        totals.nats += timed(&mut self.seconds.loss_seconds, || {
             let gradients = Some((d_x.as_mut_slice(), d_weight.values()));
             loss::cross_entropy(width, x, weight, labels, logits, None, gradients)
         });

@@ -5,7 +5,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, ModelConfig, ProgramConfig};
+use foveate_nn::{AttentionConfig, Blocks, ModelConfig, ProgramConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -46,7 +46,7 @@ struct Extra {
 
 /// The `config.json` of a snapshot. Fields of the checkpoint it started from stay where we have
 /// none of that name, the tokens that begin and end a text always.
-pub(super) fn config_json(snapshot: &Snapshot<'_>) -> Result<Value, TrainError> {
+pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value, TrainError> {
     let tokenizer = snapshot.tokenizer;
     let mut map = match snapshot.origin.map(|folder| read_json(&folder.join(CONFIG))) {
         Some(Ok(Value::Object(map))) => map,

@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::Model;
+use foveate_nn::{Blocks, Model, Moments};
 use serde_json::Value;
 
 use super::checksums::{Checksums, Manifest};
 use super::config::{read_json, unreadable};
 use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State};
 use crate::error::TrainError;
-use crate::optimizer::Moments;
 use crate::safetensors::Tensors;
 use crate::whole;
 
@@ -29,9 +28,9 @@ fn open(file: &Path, sums: Option<&Manifest>) -> Result<Tensors, TrainError> {
 /// # Errors
 /// Names the file, and the tensor, that is missing, damaged, not finite, of another shape or not
 /// known.
-pub fn load_weights(
+pub fn load_weights<B: Blocks>(
     folder: &Path,
-    model: &mut Model,
+    model: &mut Model<B>,
     checksums: Checksums,
 ) -> Result<Vec<String>, TrainError> {
     let sums = checksums.of(folder)?;
@@ -84,7 +83,8 @@ pub fn load_weights(
                 );
                 return Err(TrainError::checkpoint(file, message));
             }
-            model.fill(i, |into| tensors.read_into(&name, into))?;
+            let elems = parameter.place.len();
+            model.fill(i, |put| tensors.read(&name, elems, put))?;
         }
     }
     let standard = |name: &str| name.ends_with(".weight");
@@ -99,11 +99,11 @@ pub fn load_weights(
 ///
 /// # Errors
 /// Names the file and the tensor that is missing, damaged or not finite.
-pub fn load_state(
+pub fn load_state<B: Blocks>(
     folder: &Path,
-    model: &mut Model,
+    model: &mut Model<B>,
     checksums: Checksums,
-) -> Result<(Moments, State), TrainError> {
+) -> Result<(Moments<B::Array>, State), TrainError> {
     let [path, masters] = [STATE, MASTERS].map(|name| folder.join(name));
     if let Some(missing) = [&path, &masters].into_iter().find(|file| !file.exists()) {
         let message =
@@ -119,21 +119,27 @@ pub fn load_state(
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
     let path = masters;
     let mut tensors = open(&path, sums.as_ref())?;
-    let mut moments = Moments::zeros(model.layout().elems());
+    let mut moments = model.moments()?;
     for (i, p) in model.parameters().to_vec().iter().enumerate() {
-        let mut read = |kind: &str, into: &mut [f32]| {
+        let mut read = |kind: &str, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
             let name = format!("{kind}:{}", p.name);
             match tensors.shape(&name) {
                 Some(shape) if shape != p.shape => {
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
                     Err(TrainError::checkpoint(&path, message))
                 }
-                _ => tensors.read_into(&name, into),
+                _ => tensors.read(&name, p.place.len(), put),
             }
         };
-        model.fill(i, |into| read("weight", into))?;
-        read("mean", &mut moments.mean[p.place.clone()])?;
-        read("square", &mut moments.square[p.place.clone()])?;
+        model.fill(i, |put| read("weight", put))?;
+        for (kind, array) in [("mean", &mut moments.mean), ("square", &mut moments.square)] {
+            let mut first = p.place.start;
+            read(kind, &mut |values| {
+                model.upload(array, first, values)?;
+                first += values.len();
+                Ok(())
+            })?;
+        }
     }
     Ok((moments, state))
 }

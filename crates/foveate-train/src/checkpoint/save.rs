@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::Parameter;
+use foveate_nn::{Blocks, NnError, Parameter};
 use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
@@ -46,13 +46,17 @@ pub(super) fn create(path: &Path) -> io::Result<Box<dyn Durable>> {
 /// # Errors
 /// When something cannot be written, or a value is not finite in the file; earlier checkpoints are
 /// untouched then.
-pub fn save(folder: &Path, snapshot: &Snapshot<'_>, keep: usize) -> Result<PathBuf, TrainError> {
+pub fn save<B: Blocks>(
+    folder: &Path,
+    snapshot: &Snapshot<'_, B>,
+    keep: usize,
+) -> Result<PathBuf, TrainError> {
     save_with(folder, snapshot, keep, &create, SHARD_BYTES)
 }
 
-pub(super) fn save_with(
+pub(super) fn save_with<B: Blocks>(
     folder: &Path,
-    snapshot: &Snapshot<'_>,
+    snapshot: &Snapshot<'_, B>,
     keep: usize,
     create: Create<'_>,
     shard_bytes: usize,
@@ -93,7 +97,11 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    fn all(&mut self, snapshot: &Snapshot<'_>, shard_bytes: usize) -> Result<(), TrainError> {
+    fn all<B: Blocks>(
+        &mut self,
+        snapshot: &Snapshot<'_, B>,
+        shard_bytes: usize,
+    ) -> Result<(), TrainError> {
         self.json(CONFIG, &config_json(snapshot)?)?;
         if let Some(path) = snapshot.tokenizer.path() {
             let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
@@ -131,7 +139,11 @@ impl Writer<'_> {
     }
 
     /// The weights, in shards with an index where they are large.
-    fn weights(&mut self, snapshot: &Snapshot<'_>, shard_bytes: usize) -> Result<(), TrainError> {
+    fn weights<B: Blocks>(
+        &mut self,
+        snapshot: &Snapshot<'_, B>,
+        shard_bytes: usize,
+    ) -> Result<(), TrainError> {
         let (parameters, dtype) = (snapshot.model.parameters(), snapshot.dtype);
         let size = |p: &Parameter| p.place.len() * dtype.bytes();
         let mut shards: Vec<Vec<&Parameter>> = vec![Vec::new()];
@@ -151,14 +163,9 @@ impl Writer<'_> {
                 1 => SINGLE.to_owned(),
                 n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
             };
-            let sources: Vec<Source<'_>> = shard
-                .iter()
-                .map(|&p| Source {
-                    name: p.name.clone(),
-                    shape: &p.shape,
-                    values: snapshot.model.values(p),
-                })
-                .collect();
+            let read = |first, into: &mut [f32]| snapshot.model.masters(first, into);
+            let sources: Vec<Source<'_>> =
+                shard.iter().map(|&p| source(p.name.clone(), p, read)).collect();
             self.tensors(&name, dtype, &sources, snapshot.state.step)?;
             weight_map.extend(shard.iter().map(|p| (p.name.clone(), name.clone())));
         }
@@ -171,21 +178,17 @@ impl Writer<'_> {
     }
 
     /// f32 weights and moments.
-    fn masters(&mut self, snapshot: &Snapshot<'_>) -> Result<(), TrainError> {
-        let (weights, moments) = (snapshot.model.weights(), snapshot.moments);
-        let arrays = [("weight", weights), ("mean", &moments.mean), ("square", &moments.square)];
-        let sources: Vec<Source<'_>> = snapshot
-            .model
-            .parameters()
-            .iter()
-            .flat_map(|p| {
-                arrays.map(|(kind, array)| Source {
-                    name: format!("{kind}:{}", p.name),
-                    shape: &p.shape,
-                    values: &array[p.place.clone()],
-                })
-            })
-            .collect();
+    fn masters<B: Blocks>(&mut self, snapshot: &Snapshot<'_, B>) -> Result<(), TrainError> {
+        let Snapshot { model, moments, .. } = snapshot;
+        let mut sources: Vec<Source<'_>> = Vec::new();
+        for p in model.parameters() {
+            let name = |kind: &str| format!("{kind}:{}", p.name);
+            sources.push(source(name("weight"), p, |first, into| model.masters(first, into)));
+            for (kind, array) in [("mean", &moments.mean), ("square", &moments.square)] {
+                let read = move |first, into: &mut [f32]| model.download(array, first, into);
+                sources.push(source(name(kind), p, read));
+            }
+        }
         self.tensors(MASTERS, SaveDtype::F32, &sources, snapshot.state.step)
     }
 
@@ -204,6 +207,7 @@ impl Writer<'_> {
         });
         let sums = written.map_err(|e| match e {
             WriteError::Io(e) => TrainError::write(&path, e),
+            WriteError::Read(e) => e.into(),
             WriteError::Value { tensor, element, value } if value.is_finite() => {
                 let message = format!(
                     "tensor `{tensor}` is {value} at element {element}, past the range of {}; set \
@@ -220,4 +224,15 @@ impl Writer<'_> {
         self.sums.add_tensors(name, sums);
         Ok(())
     }
+}
+
+/// The elements of a parameter of an array that `read` reads from any element on.
+fn source<'a>(
+    name: String,
+    parameter: &'a Parameter,
+    read: impl Fn(usize, &mut [f32]) -> Result<(), NnError> + 'a,
+) -> Source<'a> {
+    let start = parameter.place.start;
+    let values = move |first: usize, into: &mut [f32]| read(start + first, into);
+    Source { name, shape: &parameter.shape, values: Box::new(values) }
 }

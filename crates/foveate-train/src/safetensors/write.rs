@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
+use foveate_nn::NnError;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
@@ -19,15 +20,20 @@ pub struct Source<'a> {
     pub name: String,
     /// Length of each axis.
     pub shape: &'a [usize],
-    /// Its elements, row-major.
-    pub values: &'a [f32],
+    /// Reads its elements from one on, row-major.
+    pub values: Box<Read<'a>>,
 }
+
+/// Reads elements from one on.
+pub type Read<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), NnError> + 'a;
 
 /// Why a file was not written.
 #[derive(Debug)]
 pub enum WriteError {
     /// The system refused.
     Io(io::Error),
+    /// A value could not be read.
+    Read(NnError),
     /// A value has no finite form in the file.
     Value {
         /// The tensor's name.
@@ -39,6 +45,12 @@ pub enum WriteError {
     },
 }
 
+impl Source<'_> {
+    fn elems(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
 impl From<io::Error> for WriteError {
     fn from(e: io::Error) -> Self {
         Self::Io(e)
@@ -48,7 +60,7 @@ impl From<io::Error> for WriteError {
 /// Writes a file of `tensors`, all in `dtype`, and returns their checksums by name.
 ///
 /// # Errors
-/// When the system refuses, or a value has no finite form in `dtype`.
+/// When the system refuses, or a value cannot be read or has no finite form in `dtype`.
 pub fn write(
     to: &mut dyn Write,
     dtype: SaveDtype,
@@ -59,13 +71,17 @@ pub fn write(
     to.write_all(header.as_bytes())?;
     let mut sums = BTreeMap::new();
     let mut bytes = Vec::with_capacity(CHUNK * dtype.bytes());
+    let mut values = vec![0.0; CHUNK];
     for tensor in tensors {
         let mut sum = Checksum::new(dtype.tag(), tensor.shape);
-        for (i, chunk) in tensor.values.chunks(CHUNK).enumerate() {
+        let elems = tensor.elems();
+        for first in (0..elems).step_by(CHUNK) {
+            let chunk = &mut values[..(elems - first).min(CHUNK)];
+            (tensor.values)(first, chunk).map_err(WriteError::Read)?;
             bytes.clear();
             if let Err(at) = encode(chunk, dtype, &mut bytes) {
                 let (tensor, value) = (tensor.name.clone(), chunk[at]);
-                return Err(WriteError::Value { tensor, element: i * CHUNK + at, value });
+                return Err(WriteError::Value { tensor, element: first + at, value });
             }
             sum.update(&bytes);
             to.write_all(&bytes)?;
@@ -82,7 +98,7 @@ fn header(dtype: SaveDtype, tensors: &[Source<'_>]) -> String {
     let mut end = 0;
     for tensor in tensors {
         let start = end;
-        end += tensor.values.len() * dtype.bytes();
+        end += tensor.elems() * dtype.bytes();
         let entry =
             json!({ "dtype": dtype.tag(), "shape": tensor.shape, "data_offsets": [start, end] });
         header.insert(tensor.name.clone(), entry);
@@ -116,14 +132,23 @@ fn encode(values: &[f32], dtype: SaveDtype, into: &mut Vec<u8>) -> Result<(), us
 mod tests {
     use super::*;
 
+    fn source<'a>(name: &str, shape: &'a [usize], values: &'a [f32]) -> Source<'a> {
+        let read = |first: usize, into: &mut [f32]| {
+            into.copy_from_slice(&values[first..first + into.len()]);
+            Ok(())
+        };
+        Source { name: name.to_owned(), shape, values: Box::new(read) }
+    }
+
     #[test]
     fn the_reference_crate_reads_what_is_written() {
         let values: Vec<f32> = (0..3 * CHUNK + 5).map(|i| (i as f32 - 7e4) * 0.37).collect();
         for (dtype, step) in [(SaveDtype::F32, 0.0f32), (SaveDtype::Bf16, 1.0 / 256.0)] {
+            let len = [values.len()];
             let tensors = [
-                Source { name: "b".to_owned(), shape: &[2, 3], values: &values[..6] },
-                Source { name: "a".to_owned(), shape: &[values.len()], values: &values },
-                Source { name: "c".to_owned(), shape: &[0], values: &[] },
+                source("b", &[2, 3], &values[..6]),
+                source("a", &len, &values),
+                source("c", &[0], &[]),
             ];
             let mut file = Vec::new();
             let sums = write(&mut file, dtype, &tensors).unwrap();
@@ -139,7 +164,7 @@ mod tests {
                     _ => bf16::from_le_bytes(found.data()[2 * i..2 * i + 2].try_into().unwrap())
                         .to_f32(),
                 };
-                for (i, x) in tensor.values.iter().enumerate() {
+                for (i, x) in values[..tensor.elems()].iter().enumerate() {
                     assert!((wide(i) - x).abs() <= x.abs() * step, "{i}: {} {x}", wide(i));
                 }
             }
@@ -154,7 +179,7 @@ mod tests {
         {
             values[CHUNK + 3] = value;
             let shape = [values.len()];
-            let source = Source { name: "w".to_owned(), shape: &shape, values: &values };
+            let source = source("w", &shape, &values);
             let told = write(&mut Vec::new(), dtype, &[source]).unwrap_err();
             let WriteError::Value { tensor, element, .. } = told else { panic!("{told:?}") };
             assert_eq!((tensor.as_str(), element), ("w", CHUNK + 3));

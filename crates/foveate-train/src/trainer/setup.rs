@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, MemoryEstimate, Model, ModelConfig, StepKind};
+use foveate_nn::{AttentionConfig, Blocks, MemoryEstimate, Model, ModelConfig, Moments, StepKind};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -14,7 +14,6 @@ use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::TrainError;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
-use crate::optimizer::{Moments, Span};
 use crate::pack::PackOptions;
 use crate::recipe::{DataSection, Recipe, STEPS};
 use crate::schedule::Schedule;
@@ -22,7 +21,7 @@ use crate::tokens::{Ends, Tokenizer, memory_of};
 use crate::whole;
 
 /// A run between two steps.
-pub(super) struct Setup<'a> {
+pub(super) struct Setup<'a, B: Blocks> {
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
     /// The folder is this run's until it ends.
@@ -33,11 +32,11 @@ pub(super) struct Setup<'a> {
     pub template_source: Option<String>,
     pub train: Vec<usize>,
     pub held_out: Vec<usize>,
-    pub model: Model,
+    pub model: Model<B>,
     pub attention: AttentionConfig,
-    pub moments: Moments,
+    pub moments: Moments<B::Array>,
     /// What the optimiser changes, and how.
-    pub spans: Vec<Span>,
+    pub spans: B::Spans,
     pub state: State,
     pub started: Started,
     pub jsonl: JsonlLog,
@@ -46,12 +45,13 @@ pub(super) struct Setup<'a> {
     pub schedule: Schedule,
 }
 
-impl<'a> Setup<'a> {
+impl<'a, B: Blocks> Setup<'a, B> {
     /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
     pub fn new(
         recipe: &'a Recipe,
         file: &Path,
         options: Options,
+        blocks: B,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let Options { start, checksums, commit } = options;
@@ -74,7 +74,7 @@ impl<'a> Setup<'a> {
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let (mut model, attention, memory) =
-            model(recipe, from.as_ref(), corpus.tokenizer()).map_err(wrong)?;
+            model(recipe, from.as_ref(), corpus.tokenizer(), blocks).map_err(wrong)?;
         let steps = steps(recipe, &corpus, &train, observer)?;
         let fingerprint = corpus.fingerprint();
         observer.begins("making the model");
@@ -136,7 +136,7 @@ impl<'a> Setup<'a> {
             template_source,
             train,
             held_out,
-            spans: Span::of(model.layout()),
+            spans: model.spans()?,
             model,
             attention,
             moments,
@@ -240,11 +240,12 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
 }
 
 /// The model without its weights, and its attention program; or what is wrong with the recipe.
-fn model(
+fn model<B: Blocks>(
     recipe: &Recipe,
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
-) -> Result<(Model, AttentionConfig, MemoryEstimate), String> {
+    blocks: B,
+) -> Result<(Model<B>, AttentionConfig, MemoryEstimate), String> {
     let vocab = tokenizer.vocab_size();
     let config = match (from, recipe.model_config(vocab)?) {
         (Some(from), _) => from.model.clone(),
@@ -268,9 +269,9 @@ fn model(
         .clone();
     let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
     // By the sizes alone first: nothing is made that cannot be.
-    let account = config.dry_run(&attention, rows, len, StepKind::Training(recompute));
+    let account = config.dry_run_on(&blocks, &attention, rows, len, StepKind::Training(recompute));
     fits_the_machine(&account.map_err(|e| e.to_string())?.memory())?;
-    let model = Model::unfilled(config, &attention).map_err(|e| e.to_string())?;
+    let model = Model::unfilled_on(blocks, config, &attention).map_err(|e| e.to_string())?;
     let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
     memory.process += tokenizer.path().map_or(0, memory_of);
     fits_the_machine(&memory)?;
@@ -293,30 +294,32 @@ fn log(path: &Path, step: u64, commit: Option<&str>) -> Result<JsonlLog, TrainEr
     Ok(log)
 }
 
+/// Moments, state, and the learned buffers that a checkpoint lacked.
+type Began<B> = (Moments<<B as Blocks>::Array>, State, Vec<String>);
+
 /// Moments and state of a run without steps, and the learned buffers that the checkpoint `origin`
 /// lacks. Weights that it has go into `model`, the others are drawn.
-fn begun(
+fn begun<B: Blocks>(
     origin: Option<&Path>,
     seed: u64,
-    model: &mut Model,
+    model: &mut Model<B>,
     fingerprint: u64,
     checksums: Checksums,
-) -> Result<(Moments, State, Vec<String>), TrainError> {
+) -> Result<Began<B>, TrainError> {
     let load = |origin| checkpoint::load_weights(origin, model, checksums);
     let fresh_buffers = origin.map(load).transpose()?.unwrap_or_default();
-    model.draw_missing(seed);
-    let zeros = Moments::zeros(model.layout().elems());
-    Ok((zeros, State { fingerprint, ..Default::default() }, fresh_buffers))
+    model.draw_missing(seed)?;
+    Ok((model.moments()?, State { fingerprint, ..Default::default() }, fresh_buffers))
 }
 
 /// Moments and state of the checkpoint `last`, whose weights go into `model`. No buffer is fresh.
-fn resumed(
+fn resumed<B: Blocks>(
     asked: u64,
     last: &Path,
-    model: &mut Model,
+    model: &mut Model<B>,
     fingerprint: u64,
     checksums: Checksums,
-) -> Result<(Moments, State, Vec<String>), TrainError> {
+) -> Result<Began<B>, TrainError> {
     let (moments, state) = checkpoint::load_state(last, model, checksums)?;
     if state.fingerprint != fingerprint {
         let message =
