@@ -552,7 +552,7 @@ def varlen(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, AuxOutput]: ...
-@uncompiled
+@also_compiled(_region.varlen)
 def varlen(
     query: Tensor,
     key: Tensor,
@@ -609,6 +609,35 @@ def varlen(
             raise ValueError("key and value must have the same lengths")
     elif cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q is missing: only nested tensors have offsets of their own")
+    q, k, v = _rows(query, key, value)
+    number = None if scale is None else _checked_scale(scale)
+    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
+    assert cu_seqlens_q is not None
+    both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    offsets = sequences(cu_seqlens_q, both, query.size(0), key.size(0))
+    longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
+    extents = (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    traced = None if mask is None else _trace.mask(mask, extents)
+    aux = AuxRequest() if return_aux is None else return_aux
+    call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
+    result, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
+    out: Tensor = result.squeeze(0).transpose(0, 1)
+    if nested is not None:
+        out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())
+        out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
+    if return_aux is None:
+        return out
+    rows = (None if x is None or not wanted else x.squeeze(0) for x, wanted in ((lse, aux.lse), (max_scores, aux.max_scores)))
+    return out, AuxOutput(*rows)
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows ``[T, H, D]`` as ``[1, H, T, D]``.
+
+    Raises:
+        ValueError: They are none, or do not fit each other.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
@@ -619,28 +648,19 @@ def varlen(
     if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
-    number = None if scale is None else _checked_scale(scale)
-    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
-    offsets = [offsets_of("cu_seqlens_q", cu_seqlens_q, query.size(0))]
-    both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    offsets.append(offsets_of("cu_seqlens_k", both, key.size(0)))
-    if len(offsets[0]) != len(offsets[1]):
-        raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
-    longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
-    extents = (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
-    score = None if score_mod is None else _trace.score(score_mod, extents)
-    traced = None if mask is None else _trace.mask(mask, extents)
-    aux = AuxRequest() if return_aux is None else return_aux
-    call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, (offsets[0], offsets[1]))
-    result, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
-    out: Tensor = result.squeeze(0).transpose(0, 1)
-    if nested is not None:
-        out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())
-        out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
-    if return_aux is None:
-        return out
-    rows = (None if x is None or not wanted else x.squeeze(0) for x, wanted in ((lse, aux.lse), (max_scores, aux.max_scores)))
-    return out, AuxOutput(*rows)
+    return q, k, v
+
+
+def sequences(cu_q: Tensor, cu_k: Tensor, q_rows: int, k_rows: int) -> tuple[list[int], list[int]]:
+    """The offsets of sequences in the rows of queries and of keys.
+
+    Raises:
+        ValueError: They are none, or differ in number.
+    """
+    q, k = offsets_of("cu_seqlens_q", cu_q, q_rows), offsets_of("cu_seqlens_k", cu_k, k_rows)
+    if len(q) != len(k):
+        raise ValueError(f"cu_seqlens_q has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
+    return q, k
 
 
 def _jagged(name: str, tensor: Any) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast
 
 #: Extents of coordinates whose length is symbolic: a program is for all lengths up to these.
-_BATCH, _LENGTH = 1 << 16, 1 << 24
+BATCH, LENGTH = 1 << 16, 1 << 24
 
 
 class Program(NamedTuple):
@@ -30,6 +30,8 @@ class Program(NamedTuple):
     captures: list[int]
     #: Of the graph's operands, the integers ``sn0``, ``sn1``, ...
     scalars: list[int]
+    #: By name, which operands ``foveate::argument`` carries, and its number.
+    arguments: dict[str, tuple[list[int], float]]
 
 
 def score(graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any]) -> Program:
@@ -55,7 +57,7 @@ def mask(
 
 
 def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None) -> Program:
-    b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (_BATCH, _BATCH, _LENGTH, _LENGTH)))
+    b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (BATCH, BATCH, LENGTH, LENGTH)))
     trace = _GraphTrace(kind, (b, h, q, kv))
     leaves = tuple(map(_native.leaf, ("b", "h", "q", "kv"), (b, h, q, kv)))
     if kind == "score":
@@ -87,7 +89,8 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
         else:
             traced = _native.score(cast(result, torch.float32), list(trace.captures.values()))
     text = traced.text()
-    return Program(None if text in ("score", "true") else text, tensors, scalars)
+    arguments = {name: ([tensors[i] for i in held], number) for name, (held, number) in trace.arguments.items()}
+    return Program(None if text in ("score", "true") else text, tensors, scalars, arguments)
 
 
 def _sized(n: Any) -> int:
@@ -103,6 +106,7 @@ class _GraphTrace(_trace.Trace):
         self.captures = {}
         self.held = []
         self.symbolic: dict[int, list[bool]] = {}
+        self.arguments: dict[str, tuple[list[int], float]] = {}
         _native.begin(kind == "mask", constants=True)
 
     def stand_in(self, example: torch.Tensor) -> torch.Tensor:
@@ -216,8 +220,15 @@ def _text(
     return _native.parse(text, captures, numbers, trace.extents[1], max(trace.extents[2:]))
 
 
+def _argument(trace: _GraphTrace, mask: Any, name: str, values: Sequence[torch.Tensor], number: float) -> Any:
+    held = [id(tensor) for tensor in trace.held]
+    trace.arguments[name] = ([held.index(id(value)) for value in values], number)
+    return mask
+
+
 #: Operations of graphs that have no name in torch's functions, or other arguments there.
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "argument": _argument,
     "mask": _text,
     "index": _index,
     "select": _select,

@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as _forward
 from torch._higher_order_ops.flex_attention import flex_attention_backward as _backward
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 
 from . import _graph, _native
-from ._region import FUNCTION, OURS
+from ._region import LAYOUT, OURS
 
 _LN2 = math.log(2.0)
 _aten = torch.ops.aten
@@ -75,6 +77,8 @@ def replace(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 (_replace_forward if node.target is _forward else _replace_backward)(graph, node, options)
         except (_native.TraceError, ValueError, IndexError, TypeError) as reason:
+            if LAYOUT in options:
+                raise RuntimeError(f"{options[LAYOUT]} cannot be compiled: {reason}") from reason
             _leave(graph, node, options, str(reason))
     if found:
         graph.eliminate_dead_code()
@@ -82,7 +86,7 @@ def replace(graph: fx.Graph) -> None:
 
 def _leave(graph: fx.Graph, node: fx.Node, options: dict[str, Any], reason: str) -> None:
     at = 6 if node.target is _forward else 11
-    node.update_arg(at, {name: v for name, v in options.items() if name not in (OURS, FUNCTION)})
+    node.update_arg(at, {name: v for name, v in options.items() if name != OURS})
     if reason not in _said:
         _said.add(reason)
         warnings.warn(f"flex_attention in a compiled graph stays torch's: {reason}", stacklevel=2)
@@ -90,7 +94,18 @@ def _leave(graph: fx.Graph, node: fx.Node, options: dict[str, Any], reason: str)
 
 def _value(x: Any) -> Any:
     """The example of a node's value."""
-    return fx.map_arg(x, lambda node: node.meta["val"])
+    return fx.map_arg(x, lambda node: node.meta["val"] if "val" in node.meta else _drawn(node))
+
+
+def _drawn(node: fx.Node) -> Any:
+    """The example of what a random operator draws in a checkpointed block, to which torch's partitioner gives none."""
+    call: Any = node.args[0] if node.target is _getitem else node
+    if call.target not in (run_and_save_rng_state, run_with_rng_state):
+        raise _native.TraceError(f"a graph has no example of `{node.name}`")
+    drawing, *args = call.args if call.target is run_and_save_rng_state else call.args[1:]
+    mode: Any = detect_fake_mode([n.meta["val"] for n in node.graph.nodes if "val" in n.meta])
+    with mode:
+        return drawing(*_value(args), **call.kwargs)
 
 
 class _Mods:
@@ -112,20 +127,33 @@ class _Mods:
         q, k = query.meta["val"], key.meta["val"]
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise _native.TraceError(f"attention of {q.dtype} is not compiled")
-        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        layout = options.get(LAYOUT)
+        batch = _graph.BATCH if layout == "varlen" else q.shape[0]
+        extents = (batch, q.shape[1], q.shape[2], _graph.LENGTH if layout == "paged" else k.shape[2])
         made = _graph.score(getattr(module, score.target), extents, _value(score_operands))
         self.score_captures = made.captures
         mods = [made.text, *_picked(made, score_operands)]
         lists, tile_q, tile_kv, mask = parts_of(block_mask)
-        whole = tile_q == _LARGE_SPARSE_BLOCK_SIZE and tile_kv == _LARGE_SPARSE_BLOCK_SIZE
         tiles = None
-        if whole or options.get(FUNCTION):
+        if tile_q == _LARGE_SPARSE_BLOCK_SIZE and tile_kv == _LARGE_SPARSE_BLOCK_SIZE:
             lists = []
         else:
             tiles = (lists[0].meta["val"].shape[:2], (tile_q, tile_kv))
         made = _graph.mask(getattr(module, mask.target), extents, _value(mask_operands), tiles)
         mods += [made.text, *_picked(made, mask_operands)]
-        self.arguments = [*mods, lists, [tile_q, tile_kv], scale]
+        carried = {name: ([mask_operands[i] for i in at], number) for name, (at, number) in made.arguments.items()}
+        (seed,), dropout_p = carried.get("dropout_p", ([None], 0.0))
+        self.arguments = [*mods, lists, [tile_q, tile_kv], scale, seed, dropout_p]
+        #: The operators, and what these take after keys and values.
+        self.operators, self.layout = _OPERATORS[layout], carried[layout][0] if layout else []
+
+
+#: Forward and backward of each layout.
+_OPERATORS = {
+    None: (_ours.forward.default, _ours.backward.default),
+    "varlen": (_ours.varlen_forward.default, _ours.varlen_backward.default),
+    "paged": (_ours.paged.default, None),
+}
 
 
 def parts_of(block_mask: tuple[Any, ...]) -> tuple[list[Any], Any, Any, Any]:
@@ -171,7 +199,7 @@ def _replace_forward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) ->
     query, key, value, score, block_mask, scale, _, score_operands, mask_operands = args
     mods = _Mods(graph, query, key, score, block_mask, scale, options, score_operands, mask_operands)
     items = _items(node)
-    made = _call(graph, _ours.forward.default, query, key, value, *mods.arguments, 2 in items)
+    made = _call(graph, mods.operators[0], query, key, value, *mods.layout, *mods.arguments, 2 in items)
     for at, nodes in items.items():
         result = _item(graph, made, at)
         if at > 0:
@@ -195,8 +223,8 @@ def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -
         d_lse = _call(graph, _aten.mul.Scalar, d_lse, 1 / _LN2)
     needs = [at in items for at in range(3)]
     places = [mods.score_captures.index(at) for at in learned]
-    arguments = (query, key, value, out, lse, d_out, d_lse, *mods.arguments, needs, places)
-    made = _call(graph, _ours.backward.default, *arguments)
+    arguments = (query, key, value, *mods.layout, out, lse, d_out, d_lse, *mods.arguments, needs, places)
+    made = _call(graph, mods.operators[1], *arguments)
     for at in range(3):
         if at in items:
             _put(items[at], _item(graph, made, at))

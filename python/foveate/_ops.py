@@ -1,11 +1,11 @@
-"""The operators ``foveate::forward`` and ``foveate::backward``: attention that torch's dispatcher and compiler see
-as one call.
+"""The operators ``foveate::forward`` and ``backward``, ``varlen_forward`` and ``varlen_backward``, and ``paged``:
+attention that torch's dispatcher and compiler see as one call.
 
 They are functional and have a fixed number of results. Mods are programs in Foveate's text form, so that they
 are constants of a graph: ``score`` reads tensors ``s0``, ``s1``, ... and integers ``sn0``, ``sn1``, ...; ``mask`` reads
 ``m0`` and ``mn0`` and so on. ``lists`` are ``kv_num_blocks`` and ``kv_indices`` of a block mask, and those of its full tiles
-where it has them; the mask reads the table of tiles that they make as its last tensor. ``lse`` and
-``max_scores`` are natural.
+where it has them; the mask reads the table of tiles that they make as its last tensor. ``seed`` is an int64 of one
+element, for dropout with probability ``dropout_p``. ``lse`` and ``max_scores`` are natural.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
-from . import _blocks, _flex, _native
+from . import _blocks, _flex, _native, _paged
 
 _MODS = (
     "str? score, Tensor[] score_captures, SymInt[] score_scalars, "
-    "str? mask, Tensor[] mask_captures, SymInt[] mask_scalars, Tensor[] lists, SymInt[] tile, float scale"
+    "str? mask, Tensor[] mask_captures, SymInt[] mask_scalars, Tensor[] lists, SymInt[] tile, float scale, "
+    "Tensor? seed, float dropout_p"
 )
+_RESULTS = "(Tensor out, Tensor lse, Tensor max_scores)"
+_GRADIENTS = "bool[3] needs, int[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] d_captures)"
 _library = torch.library.Library("foveate", "FRAGMENT")
-_library.define(
-    f"forward(Tensor query, Tensor key, Tensor value, {_MODS}, bool max_scores) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
+for _schema in (
+    f"forward(Tensor query, Tensor key, Tensor value, {_MODS}, bool max_scores) -> {_RESULTS}",
     f"backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, {_MODS}, "
-    "bool[3] needs, int[] learned) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] d_captures)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+    f"{_GRADIENTS}",
+    # Sequences one after another: query [1, Hq, T, E], with the offsets of those of queries and of keys.
+    f"varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, {_MODS}, bool max_scores) "
+    f"-> {_RESULTS}",
+    "varlen_backward(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor out, Tensor lse, "
+    f"Tensor? d_out, Tensor? d_lse, {_MODS}, {_GRADIENTS}",
+    "paged(Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, Tensor lengths, "
+    f"{_MODS}, bool max_scores) -> {_RESULTS}",
+    # What torch's operator has no place for travels in the graph of its mask, of which this is the result.
+    "argument(Tensor mask, str name, Tensor[] values, float number) -> Tensor",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "mask(str text, str[] tensor_names, Tensor[] tensors, str[] integer_names, int[] integers, str[] float_names, "
     "float[] floats) -> Tensor",
@@ -49,28 +57,44 @@ def _program(
 
 
 def _call(
-    query: Tensor, key: Tensor, mods: Sequence[Any], max_scores: bool = False, learned: Sequence[int] = ()
+    query: Tensor,
+    key: Tensor,
+    mods: Sequence[Any],
+    max_scores: bool = False,
+    learned: Sequence[int] = (),
+    varlen: tuple[Tensor, Tensor] | None = None,
+    pages: tuple[Tensor, Tensor] | None = None,
 ) -> _flex._Call:
-    score, score_captures, score_scalars, mask, mask_captures, mask_scalars, lists, tile, scale = mods
+    score, score_captures, score_scalars, mask, mask_captures, mask_scalars, lists, tile, scale, seed, dropout_p = mods
     if mask is not None and lists:
         mask_captures = [*mask_captures, _blocks.table(lists, (tile[0], tile[1]), query.size(2), key.size(2))]
     return _flex._Call(
         _program("s", score, score_captures, score_scalars, learned),
         _program("m", mask, mask_captures, mask_scalars),
         scale,
-        None,
+        None if seed is None else (dropout_p, int(seed)),
         True,
         max_scores,
+        _flex.sequences(*varlen, query.size(2), key.size(2)) if varlen is not None else None,
+        _paged.pages(*pages, query.size(0)) if pages is not None else None,
     )
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **layout: Any) -> tuple[Tensor, Tensor, Tensor]:
     *mods, max_scores = rest
-    call = _call(query, key, mods, max_scores=max_scores)
+    call = _call(query, key, mods, max_scores=max_scores, **layout)
     key, value = key.to(query.dtype), value.to(query.dtype)
     out, lse, rows = call.forward(query, key, value, None, (), forward_only=True)
     assert lse is not None
     return out, lse, query.new_empty(0, dtype=torch.float32) if rows is None else rows
+
+
+def _varlen_forward(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> Any:
+    return _forward(query, key, value, *rest, varlen=(cu_q, cu_k))
+
+
+def _paged_forward(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor, *rest: Any) -> Any:
+    return _forward(query, key, value, *rest, pages=(table, lengths))
 
 
 def _backward(
@@ -82,12 +106,13 @@ def _backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     *rest: Any,
+    **layout: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     *mods, needs, learned = rest
     captures = mods[1]
     # Gradients are of float32 at most.
     mods[1] = [t.to(torch.float32) if i in learned and t.dtype == torch.float64 else t for i, t in enumerate(captures)]
-    call = _call(query, key, mods, learned=learned)
+    call = _call(query, key, mods, learned=learned, **layout)
     plan = call.planned(query, key, value, None, (), forward_only=False)
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
@@ -98,8 +123,13 @@ def _backward(
     plan.backward(
         list(operands), [out, lse], d_out, d_lse, gradients, [into[c.name] if c.learned else None for c in read], None
     )
+    call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
     dq, dk, dv = (t.new_empty(0) if d is None else d for t, d in zip(operands, gradients))
     return dq, dk, dv, [into[f"s{i}"].to(captures[i].dtype) for i in learned]
+
+
+def _varlen_backward(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> Any:
+    return _backward(query, key, value, *rest, varlen=(cu_q, cu_k))
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *mods: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,6 +148,10 @@ def _backward_fake(
         _fake_in_order(t, t.shape) if wanted else t.new_empty(0) for t, wanted in zip((query, key, value), needs)
     )
     return dq, dk, dv, [captures[i].new_empty(captures[i].shape) for i in learned]
+
+
+def _varlen_backward_fake(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> Any:
+    return _backward_fake(query, key, value, *rest)
 
 
 def _fake_in_order(like: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -144,11 +178,30 @@ def _mask_fake(*_: Any) -> Tensor:
     return torch.empty((), dtype=torch.bool)
 
 
+def _argument(mask: Tensor, name: str, *_: Any) -> Tensor:
+    raise NotImplementedError(f"{name} in a compiled function takes the backend Inductor")
+
+
+def _argument_of_many(info: Any, dims: Any, mask: Tensor, name: str, *_: Any) -> Any:
+    """Torch's own operator runs the functions of its graphs under vmap."""
+    return _argument(mask, name)
+
+
+def _argument_fake(mask: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(mask)
+
+
 for _name, _run, _fake, _key in (
     ("forward", _forward, _forward_fake, "CPU"),
     ("backward", _backward, _backward_fake, "CPU"),
+    ("varlen_forward", _varlen_forward, _forward_fake, "CPU"),
+    ("varlen_backward", _varlen_backward, _varlen_backward_fake, "CPU"),
+    ("paged", _paged_forward, _forward_fake, "CPU"),
+    ("argument", _argument, _argument_fake, "CPU"),
     # Its arguments need not have a tensor among them.
     ("mask", _mask, _mask_fake, "CompositeExplicitAutograd"),
 ):
     _library.impl(_name, _run, _key)
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
+
+torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from . import _trace
-from ._compile import uncompiled
+from . import _region, _trace
+from ._compile import also_compiled
 from ._flex import ScoreMod, _Call, _checked_scale, _sink
 from ._masks import Mask
 
@@ -44,7 +44,7 @@ def paged(
     return_aux: AuxRequest,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, AuxOutput]: ...
-@uncompiled
+@also_compiled(_region.paged)
 def paged(
     query: Tensor,
     key_pages: Tensor,
@@ -87,25 +87,15 @@ def paged(
             of the table, or an entry that a key needs is no page.
         TraceError: A function does something that cannot be traced.
     """
-    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            raise ValueError(f"{name} must be a tensor of 4 axes, got {shape}")
-        if tensor.dtype not in _DTYPES or tensor.dtype != query.dtype:
-            dtypes = f"{query.dtype}, {key_pages.dtype} and {value_pages.dtype}"
-            raise ValueError(
-                f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
-            )
-    pages = (_integers("page_table", page_table, 2), _integers("lengths", lengths, 1))
-    if pages[0].size(0) != query.size(0):
-        raise ValueError(f"page_table has rows for {pages[0].size(0)} batch entries, and query has {query.size(0)}")
-    longest = max(pages[1].tolist(), default=0)
+    check(query, key_pages, value_pages)
+    tables = pages(page_table, lengths, query.size(0))
+    longest = max(tables[1].tolist(), default=0)
     extents = (query.size(0), query.size(1), query.size(2), max(longest, 0))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     number = None if scale is None else _checked_scale(scale)
     aux = AuxRequest() if return_aux is None else return_aux
-    call = _Call(score, traced, number, None, aux.lse, aux.max_scores, pages=pages)
+    call = _Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
     logits = None if sink is None else _sink(sink, query)
     out: Tensor
     inputs = (call, query, key_pages, value_pages, logits)
@@ -129,6 +119,31 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+
+
+def check(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    """Raises what :func:`paged` raises for tensors that are no pages of one dtype."""
+    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(f"{name} must be a tensor of 4 axes, got {shape}")
+        if tensor.dtype not in _DTYPES or tensor.dtype != query.dtype:
+            dtypes = f"{query.dtype}, {key_pages.dtype} and {value_pages.dtype}"
+            raise ValueError(
+                f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
+            )
+
+
+def pages(page_table: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """The table and the lengths as the engine reads them.
+
+    Raises:
+        ValueError: They are no integers, or not for ``batch`` entries.
+    """
+    table, numbers = _integers("page_table", page_table, 2), _integers("lengths", lengths, 1)
+    if table.size(0) != batch:
+        raise ValueError(f"page_table has rows for {table.size(0)} batch entries, and query has {batch}")
+    return table, numbers
 
 
 def _integers(name: str, tensor: Tensor, axes: int) -> Tensor:

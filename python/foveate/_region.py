@@ -14,8 +14,8 @@ from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-#: Options of the operator: that Foveate made it, and that of its block mask the function alone counts.
-OURS, FUNCTION = "FOVEATE", "FOVEATE_MASK_FUNCTION"
+#: Options of the operator: that Foveate made it, and for which other layout, "varlen" or "paged".
+OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
 
 
 def _install() -> None:
@@ -46,14 +46,13 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    A sink joins the operator's results by their ``lse``. Torch's operator has no place for dropout, and float64 takes a
-    path of its own: these break the graph.
+    A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it. That and float64,
+    which takes a path of its own, break the graph.
     """
     from . import _blocks, _flex
-    from ._masks import Mask
 
     wants_max = return_aux is not None and return_aux.max_scores
-    if dropout_p or query.dtype == torch.float64 or (sink is not None and wants_max):
+    if query.dtype == torch.float64 or (sink is not None and wants_max):
         return breaking(
             query,
             key,
@@ -68,34 +67,79 @@ def flex_attention(
             sink=sink,
             dropout_p=dropout_p,
         )
-    _install()
-    without_tables = block_mask if isinstance(block_mask, Mask) else None
-    if without_tables is not None:
-        block_mask = None
-    _flex._check(query, key, value, block_mask, enable_gqa)
+    own = block_mask if isinstance(block_mask, BlockMask) else None
+    _flex._check(query, key, value, own, enable_gqa)
     if return_lse and return_aux is not None:
         _flex._check_return_lse(return_aux)
     if kernel_options:
         _flex._check_options(kernel_options)
+    options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
+    parts = None
+    if own is not None:
+        _blocks.check(own, (query.size(0), query.size(1), query.size(2), key.size(2)))
+        if _blocks.is_function(own):
+            block_mask = own.mask_mod
+        else:
+            parts = tuple(own.as_tuple())
+            if parts[7] is None:
+                # The operator wants lists of the queries' side for its gradient. Foveate's does not read them.
+                parts = (*parts[:6], *parts[2:4], *parts[8:])
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    out, lse, max_scores = _attention(
+        query, key, value, score_mod, block_mask, parts, scale, options, wants_lse, wants_max, sink, dropout_p
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    mask: Any,
+    parts: tuple[Any, ...] | None,
+    scale: float | None,
+    options: dict[str, Any],
+    wants_lse: bool,
+    wants_max: bool,
+    sink: Tensor | None,
+    dropout_p: float,
+    layout: tuple[str, list[Tensor]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask. Arguments
+    that it has no place for travel in the graph of its mask."""
+    from . import _flex
+
+    _install()
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
     options[OURS] = True
     options["OUTPUT_LOGSUMEXP"] = wants_lse or sink is not None
     options["OUTPUT_MAX"] = wants_max
-    if block_mask is None:
-        block_mask = _torch_flex._create_empty_block_mask(query, key)
-    else:
-        _blocks.check(block_mask, (query.size(0), query.size(1), query.size(2), key.size(2)))
-        if _blocks.is_function(block_mask):
-            options[FUNCTION] = True
-    parts = tuple(block_mask.as_tuple())
-    if without_tables is not None:
-        parts = (*parts[:-1], lambda b, h, q_idx, kv_idx: without_tables(b, h, q_idx, kv_idx))
-    if parts[7] is None:
-        # The operator wants lists of the queries' side for its gradient. Foveate's does not read them.
-        parts = (*parts[:6], *parts[2:4], *parts[8:])
+    carried = []
+    if layout is not None:
+        options[LAYOUT] = layout[0]
+        carried.append((*layout, 0.0))
+    if dropout_p:
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+        carried.append(("dropout_p", [torch.randint(2**63 - 1, ())], dropout_p))
+    if parts is None:
+        parts = tuple(_torch_flex._create_empty_block_mask(query, key).as_tuple())
+        if mask is not None:
+            parts = (*parts[:-1], lambda b, h, q_idx, kv_idx: mask(b, h, q_idx, kv_idx))
+    if carried:
+        allowed = parts[-1]
+
+        def carrying(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            result: Tensor = allowed(b, h, q_idx, kv_idx)
+            for name, values, number in carried:
+                result = torch.ops.foveate.argument(result, name, values, number)
+            return result
+
+        parts = (*parts[:-1], carrying)
     # As torch does it: number of heads and their dims are constants of the graph.
     for tensor in (query, key, value):
         torch._dynamo.mark_static(tensor, -3)
@@ -111,16 +155,111 @@ def flex_attention(
         logit = _flex._sink(sink, query)[:, None]
         out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, logit)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
-    return (out, lse) if return_lse else out
+    return out, lse, max_scores
+
+
+def varlen(
+    breaking: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    score_mod: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Any:
+    """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph, and so does a sink beside
+    ``max_scores``."""
+    from . import _flex
+
+    aux = AuxRequest() if return_aux is None else return_aux
+    if query.is_nested or cu_seqlens_q is None or (sink is not None and aux.max_scores):
+        return breaking(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            score_mod,
+            mask,
+            scale,
+            return_aux=return_aux,
+            sink=sink,
+            dropout_p=dropout_p,
+        )
+    q, k, v = _flex._rows(query, key, value)
+    layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
+    out, lse, max_scores = _attention(
+        q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout
+    )
+    if sink is not None:
+        # Rows past the last sequence have no sink either.
+        lse = torch.where(torch.arange(query.size(0)) < layout[1][0][-1], lse, -math.inf)
+    out = out.squeeze(0).transpose(0, 1)
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse=lse[0] if aux.lse else None, max_scores=max_scores[0] if aux.max_scores else None)
+
+
+def paged(
+    breaking: Callable[..., Any],
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    score_mod: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sink: Tensor | None = None,
+) -> Any:
+    """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none, and so does a
+    sink beside ``max_scores``."""
+    from . import _paged
+
+    aux = AuxRequest() if return_aux is None else return_aux
+    wanted = query.requires_grad or key_pages.requires_grad or value_pages.requires_grad
+    if (torch.is_grad_enabled() and wanted) or (sink is not None and aux.max_scores):
+        return breaking(
+            query,
+            key_pages,
+            value_pages,
+            page_table,
+            lengths,
+            score_mod,
+            mask,
+            scale,
+            return_aux=return_aux,
+            sink=sink,
+        )
+    _paged.check(query, key_pages, value_pages)
+    layout = ("paged", [page_table, lengths])
+    out, lse, max_scores = _attention(
+        query, key_pages, value_pages, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, 0.0, layout
+    )
+    if return_aux is None:
+        return out
+    return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
 
 
 def create_block_mask(breaking: Callable[..., Any], mask_mod: Any, *args: Any, device: Any = None, **kwargs: Any) -> BlockMask:
-    """:func:`foveate.create_block_mask` in a compiled region: torch's own, which evaluates every pair there."""
+    """:func:`foveate.create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
+    read, so that they are made only where the graph uses them otherwise."""
     from ._enable import TORCHS
 
     made: BlockMask = TORCHS["create_block_mask"](mask_mod, *args, device="cpu" if device is None else device, **kwargs)
+    made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
 

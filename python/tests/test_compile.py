@@ -11,7 +11,7 @@ import torch
 from compiled import Backend, needs_compiler
 from torch.nn.attention import flex_attention as torch_flex
 
-from foveate import AuxRequest, Mask, TraceError, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, TraceError, create_block_mask, flex_attention, paged, varlen
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -256,15 +256,51 @@ def test_masks_without_tables_are_part_of_the_graph(name):
     assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
 
 
-def test_a_block_mask_made_in_the_graph_is_torchs_and_counts():
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_block_mask_made_in_the_graph_counts_and_is_made_only_if_something_else_reads_it(returned):
     ids = torch.tensor([0] * 12 + [1] * 28)
 
     def model(q, k, v):
         mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 40, 40, BLOCK_SIZE=16)
-        return flex_attention(q, k, v, block_mask=mask)
+        out = flex_attention(q, k, v, block_mask=mask)
+        return (out, mask.kv_num_blocks) if returned else out
 
     backend = agrees(model, operands(1, 2, 2, 40, 40, 8, 8))
     assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+    pairs = [n for g in backend.graphs for n in g.graph.nodes if "val" in n.meta and getattr(n.meta["val"], "shape", ())[-2:] == (40, 40)]
+    assert bool(pairs) == returned
+
+
+@pytest.mark.parametrize("made", ["in the model", "in the block", "as a Mask in the block"])
+def test_a_mask_function_defined_in_a_compiled_function_trains_with_checkpointing(made):
+    """What TorchTitan's issue 1005 reports of torch's own. In a checkpointed block Dynamo does not follow torch's
+    create_block_mask: it runs the block uncompiled."""
+    from torch.utils.checkpoint import checkpoint
+
+    def masked(ids):
+        def document_causal(b, h, q_idx, kv_idx):
+            return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+        if made == "as a Mask in the block":
+            return Mask(document_causal)
+        return create_block_mask(document_causal, 2, None, 40, 40, BLOCK_SIZE=16)
+
+    def block(q, k, v, ids, mask):
+        return flex_attention(q, k, v, block_mask=masked(ids) if mask is None else mask).relu()
+
+    def model(q, k, v, ids):
+        mask = masked(ids) if made == "in the model" else None
+        return checkpoint(block, q, k, v, ids, mask, use_reentrant=False)
+
+    inputs = [*operands(2, 2, 2, 40, 40, 8, 8), torch.tensor([[0] * 12 + [1] * 28, [0] * 30 + [1] * 10])]
+    if made == "in the block":
+        compiled = Backend().compile(model, fullgraph=False)
+        ours, gold = (torch.autograd.grad(run(*inputs).square().sum(), inputs[:3]) for run in (compiled, model))
+        for a, b in zip(ours, gold):
+            torch.testing.assert_close(a, b)
+        return
+    backend = agrees(model, inputs)
+    assert sorted(backend.operators) == ["foveate.backward.default"] + ["foveate.forward.default"] * 2
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
@@ -408,10 +444,10 @@ def test_the_block_masks_of_other_versions_of_torch_are_understood():
     assert found[1] is made.kv_indices and (tile_q, tile_kv) == (16, 16) and mask is causal
 
 
-def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():
-    q, k, v = operands(1, 2, 2, 16, 16, 8, 8)
+def test_float64_breaks_the_graph_once():
+    q, k, v = (t.double() for t in operands(1, 2, 2, 16, 16, 8, 8))
     def model(q):
-        return flex_attention(q * 2, k, v, dropout_p=0.5).sin()
+        return flex_attention(q * 2, k, v).sin()
 
     torch._dynamo.reset()
     graphs = []
@@ -420,14 +456,115 @@ def test_what_torchs_operator_has_no_place_for_breaks_the_graph_once():
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, backend=backend)
-    torch.manual_seed(3)
-    ours = compiled(q)
-    torch.manual_seed(3)
-    assert torch.equal(ours, model(q)) and len(graphs) == 2
+    assert torch.equal(torch.compile(model, backend=backend)(q), model(q)) and len(graphs) == 2
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="foveate runs outside of compiled regions"):
         torch.compile(model, backend=backend, fullgraph=True)(q)
+
+
+def seeded(function):
+    def run(*inputs):
+        torch.manual_seed(3)
+        return function(*inputs)
+
+    return run
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_is_part_of_the_graph(checkpointed):
+    from torch.utils.checkpoint import checkpoint
+
+    def block(q, k, v, ids):
+        mask = Mask.document(ids)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + h, mask, dropout_p=0.4).sin()
+
+    def model(q, k, v, ids):
+        return checkpoint(block, q, k, v, ids, use_reentrant=False) if checkpointed else block(q, k, v, ids)
+
+    inputs = [*operands(2, 2, 2, 40, 40, 8, 8), torch.tensor([0] * 12 + [1] * 28)]
+    compiled = Backend().compile(model)
+    results = []
+    for run in (seeded(model), seeded(compiled)):
+        out = run(*inputs)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs[:3])))
+    for ours, gold in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, gold)
+    assert not torch.equal(compiled(*inputs), compiled(*inputs))
+
+
+def test_dropout_drops_what_inductors_generator_says():
+    if needs_compiler.args[0]:
+        pytest.skip("Inductor needs g++")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, dropout_p=0.25), fullgraph=True)
+    q = torch.zeros(1, 2, 64, 8)
+    v = torch.eye(64).expand(1, 2, 64, 64)
+    outs = [compiled(q, q, v) * 64 * 0.75 for _ in range(2)]
+    for out in outs:
+        torch.testing.assert_close(out, out.round())
+        assert out.max() == 1 and abs(out.mean() - 0.75) < 0.02
+    assert not torch.equal(*outs)
+
+
+def test_varlen_is_part_of_the_graph_forward_and_backward():
+    cu_q, cu_k = torch.tensor([0, 7, 7, 20, 33]), torch.tensor([0, 9, 12, 30, 41])
+    slope = torch.randn(4, requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(rows, heads, dim, generator=generator).requires_grad_()
+        for rows, heads, dim in ((35, 4, 8), (44, 2, 8), (44, 2, 12))
+    )
+    sink = torch.randn(4, requires_grad=True)
+
+    def model(q, k, v, cu_q, cu_k, sink):
+        out, aux = varlen(
+            q * 2, k, v, cu_q, cu_k, None, None, lambda s, b, h, i, j: s + slope[h] * (i - j) + b, Mask.causal(),
+            return_aux=AuxRequest(lse=True), sink=sink,
+        )
+        return out.sin(), aux.lse.exp()
+
+    backend = agrees(model, [q, k, v, cu_q, cu_k, sink], learned=(slope,))
+    assert backend.operators == ["foveate.varlen_forward.default", "foveate.varlen_backward.default"]
+    for more in (torch.tensor([0, 1, 30]), torch.tensor([0, 35])):
+        torch.testing.assert_close(torch.compile(model, backend=backend._backend)(q, k, v, more, more, sink)[0], model(q, k, v, more, more, sink)[0])
+
+    def dropped(q, k, v, cu_q):
+        return varlen(q, k[:35], v[:35], cu_q, dropout_p=0.5)
+
+    compiled = Backend().compile(dropped)
+    torch.testing.assert_close(seeded(compiled)(q, k, v, cu_q), seeded(dropped)(q, k, v, cu_q))
+
+
+def test_pages_are_part_of_the_graph():
+    keys, values = (torch.randn(16, 2, 8, 12) for _ in range(2))
+    table = torch.tensor([[3, 7, 1], [0, 12, -1]])
+    lengths = torch.tensor([20, 9])
+
+    def model(query, table, lengths):
+        out, aux = paged(
+            query.cos(), keys, values, table, lengths, lambda s, b, h, i, j: s - j, Mask.causal(bottom_right=True),
+            return_aux=AuxRequest(lse=True, max_scores=True),
+        )
+        return out.sin(), aux.lse, aux.max_scores
+
+    backend = agrees(model, [torch.randn(2, 4, 3, 12), table, lengths])
+    assert backend.operators == ["foveate.paged.default"]
+    with torch.no_grad():
+        query = torch.randn(2, 4, 3, 12, requires_grad=True)
+        assert Backend().compile(model)(query, table, lengths)[0].shape == (2, 4, 3, 12)
+
+
+@pytest.mark.parametrize("name", ["varlen", "dropout_p", "paged"])
+def test_another_backend_says_that_it_takes_inductor(name):
+    q = torch.randn(1, 2, 16, 8)
+    cases = {
+        "varlen": lambda: varlen(q[0], q[0], q[0], torch.tensor([0, 2])),
+        "dropout_p": lambda: flex_attention(q, q, q, dropout_p=0.5),
+        "paged": lambda: paged(q, q, q, torch.tensor([[0]]), torch.tensor([3])),
+    }
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=f"{name} in a compiled function takes the backend Inductor"):
+        torch.compile(cases[name], backend="aot_eager", fullgraph=True)()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -436,7 +573,7 @@ def test_operators_pass_torchs_own_checks(dynamic):
     slope, ids = torch.randn(4), torch.randint(0, 3, (28,))
     lists = torch_flex.create_block_mask(causal, None, None, 20, 28, "cpu", 8)
     lists = [lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices]
-    mods = ("score + s0[h] * 0.5", [slope], [], "m1[b - b, h - h, q / 8, kv / 8] != 0 & kv <= q + mn0 & m0[q] == m0[kv]", [ids], [3], lists, [8, 8], 0.3)
+    mods = ("score + s0[h] * 0.5", [slope], [], "m1[b - b, h - h, q / 8, kv / 8] != 0 & kv <= q + mn0 & m0[q] == m0[kv]", [ids], [3], lists, [8, 8], 0.3, torch.tensor(7), 0.25)
     out, lse, _ = torch.ops.foveate.forward(q, k, v, *mods, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic") if dynamic else tests
@@ -444,6 +581,17 @@ def test_operators_pass_torchs_own_checks(dynamic):
     d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
     backward = (q, k, v, out, lse, d_out, d_lse, *mods, [True, False, True], [0])
     torch.library.opcheck(torch.ops.foveate.backward, backward, test_utils=tests)
+    cu_q, cu_k = torch.tensor([0, 7, 15]), torch.tensor([0, 20, 28])
+    mods = ("score + s0[h] * 0.5", [slope], [], "kv <= q + mn0", [], [3], [], [8, 8], 0.3, torch.tensor(7), 0.25)
+    q, k, v = q[:1], k[:1], v[:1]
+    out, lse, _ = torch.ops.foveate.varlen_forward(q, k, v, cu_q, cu_k, *mods, True)
+    torch.library.opcheck(torch.ops.foveate.varlen_forward, (q, k, v, cu_q, cu_k, *mods, True), test_utils=tests)
+    backward = (q, k, v, cu_q, cu_k, out, lse, d_out[:1], None, *mods, [True, False, True], [0])
+    torch.library.opcheck(torch.ops.foveate.varlen_backward, backward, test_utils=tests)
+    keys, values = torch.randn(5, 2, 4, 8), torch.randn(5, 2, 4, 12)
+    table, lengths = torch.tensor([[4, 1, 0]]), torch.tensor([10])
+    mods = (*mods[:-2], None, 0.0)
+    torch.library.opcheck(torch.ops.foveate.paged, (q, keys, values, table, lengths, *mods, True), test_utils=tests)
 
 
 def test_a_block_mask_made_inside_a_compiled_function_is_a_block_mask():
