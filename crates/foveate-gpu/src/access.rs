@@ -17,6 +17,7 @@ use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
+use crate::trace::{Noted, note};
 
 /// The memory of one tensor or array.
 #[derive(Clone, Debug)]
@@ -156,13 +157,21 @@ impl Accesses {
         Ok(())
     }
 
-    /// Whether everything is memory of the engine's device.
+    /// Whether everything is memory of the engine's device. What is is noted ([`crate::trace`]), since a
+    /// launch follows.
     ///
     /// # Errors
     /// [`crate::GpuErrorKind::Argument`] naming the first that is not.
     pub fn check_device(&self, engine: &Engine) -> Result<(), GpuError> {
         for Access { name, span: (from, to), .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
             engine.check_memory(name, *from, (to - from) as usize)?;
+        }
+        for Access { name, span, written, .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
+            let (name, span) = (|| name.clone(), *span);
+            note(|| match written {
+                true => Noted::Written { name: name(), span },
+                false => Noted::Read { name: name(), span },
+            });
         }
         Ok(())
     }

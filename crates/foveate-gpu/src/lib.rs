@@ -75,6 +75,7 @@
 //!   that come before every launch;
 //! - [`tma`]: which of those tensors the copy engine moves, and by which tensor map;
 //! - [`hopper`]: what kernels for `sm_90a` need of a machine;
+//! - [`trace`]: what work did with memory, for whoever checks its order;
 //! - [`blas`], [`nccl`]: matrix products and transfers between GPUs.
 
 #![deny(clippy::undocumented_unsafe_blocks)]
@@ -100,6 +101,7 @@ mod queue;
 pub mod sync;
 mod tensor;
 pub mod tma;
+pub mod trace;
 
 pub use arch::Arch;
 pub use array::DeviceArray;

@@ -10,6 +10,7 @@ use super::staging::Staging;
 use super::stream::{Event, Stream, default_timeout};
 use super::sys::OUT_OF_MEMORY;
 use crate::error::{GpuError, GpuErrorKind};
+use crate::trace::{Noted, note};
 
 /// Blocks are multiples of this up to [`LARGE`], and of `LARGE` beyond it, so that nearly equal
 /// requests reuse each other's memory.
@@ -135,6 +136,7 @@ impl Pool {
             Some(found) => found,
             None => (self.allocate(capacity)?, capacity),
         };
+        note(|| Noted::Taken { address, bytes });
         Ok(Allocation { pool: self.clone(), address, bytes, capacity })
     }
 
@@ -213,6 +215,7 @@ impl Pool {
 
     fn allocate(&self, bytes: usize) -> Result<u64, GpuError> {
         self.stream().refuse_recording("taking memory of the device")?;
+        note(|| Noted::Allocated { bytes });
         let device = self.stream().device();
         let driver = device.current()?;
         let mut address = 0;
@@ -273,6 +276,7 @@ impl Allocation {
     pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
         self.fits(start, data.len())?;
         let (address, limit) = (self.address + start as u64, self.pool.timeout);
+        note(|| self.written("an upload", start, data.len()));
         // SAFETY: the allocation has room, checked above, and its memory is not freed before the
         // stream's work is done.
         unsafe { self.pool.staging().upload(self.stream(), address, data, limit) }
@@ -295,6 +299,8 @@ impl Allocation {
         self.fits(start, data.len())?;
         self.stream().wait(limit, "work on the device")?;
         let address = self.address + start as u64;
+        let span = (address, address + data.len() as u64);
+        note(|| Noted::Read { name: "a download".into(), span });
         // SAFETY: as in `write_at`.
         unsafe { self.pool.staging().download(self.stream(), address, data, limit) }
     }
@@ -308,7 +314,14 @@ impl Allocation {
         // SAFETY: the allocation has that many bytes.
         let code =
             unsafe { (driver.set_bytes)(self.address, byte, self.bytes, self.stream().handle()) };
+        note(|| self.written("a fill", 0, self.bytes));
         driver.check(code, || format!("filling {} B", self.bytes))
+    }
+
+    /// Bytes that were written from byte `start` on.
+    fn written(&self, name: &str, start: usize, bytes: usize) -> Noted {
+        let first = self.address + start as u64;
+        Noted::Written { name: name.into(), span: (first, first + bytes as u64) }
     }
 
     fn fits(&self, start: usize, bytes: usize) -> Result<(), GpuError> {
@@ -325,6 +338,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        note(|| Noted::Given { address: self.address });
         match &self.pool.shared.allocator {
             None => self.pool.free().push(self.capacity, self.address),
             // SAFETY: it gave the memory for the same length and stream, and this is the end of it.

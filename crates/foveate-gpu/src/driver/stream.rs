@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::device::Device;
 use super::sys::{Handle, NOT_READY};
 use crate::error::{GpuError, GpuErrorKind};
+use crate::trace::{Noted, note};
 
 /// How long to wait for a device before it is said to hang, where nothing else is said: two minutes,
 /// or the seconds that `FOVEATE_TIMEOUT` says.
@@ -201,6 +202,7 @@ impl Event {
     /// # Errors
     /// [`GpuErrorKind::Timeout`] naming `waiting`, or the failure of that work.
     pub fn wait(&self, limit: Duration, waiting: &str) -> Result<(), GpuError> {
+        note(|| Noted::Waited { what: waiting.into() });
         let began = Instant::now();
         while !self.done()? {
             let spent = began.elapsed();

@@ -1,0 +1,71 @@
+//! What work does with device memory, in its order: for whoever checks that order, in a test or in a
+//! debugger. Nothing is noted until somebody asks, and then the work of every thread and device is.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::abi::Address;
+use crate::sync::lock;
+
+/// Something that happened to device memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Noted {
+    /// A pool gave memory to somebody, from an address on.
+    Taken {
+        /// Where it starts.
+        address: Address,
+        /// Its length.
+        bytes: usize,
+    },
+    /// It went back.
+    Given {
+        /// Where it starts.
+        address: Address,
+    },
+    /// The driver was asked for memory.
+    Allocated {
+        /// Its length.
+        bytes: usize,
+    },
+    /// Work was queued that reads from the first address up to the second one.
+    Read {
+        /// The operand.
+        name: String,
+        /// Its addresses.
+        span: (Address, Address),
+    },
+    /// Work was queued that writes there, or reads and writes.
+    Written {
+        /// The operand.
+        name: String,
+        /// Its addresses.
+        span: (Address, Address),
+    },
+    /// The host waited.
+    Waited {
+        /// For what.
+        what: String,
+    },
+}
+
+static ON: AtomicBool = AtomicBool::new(false);
+static NOTES: Mutex<Vec<Noted>> = Mutex::new(Vec::new());
+
+/// Notes from here on, and forgets what was noted.
+pub fn start() {
+    lock(&NOTES).clear();
+    ON.store(true, Ordering::Release);
+}
+
+/// What was noted since [`start`], and the end of it.
+pub fn stop() -> Vec<Noted> {
+    ON.store(false, Ordering::Release);
+    std::mem::take(&mut lock(&NOTES))
+}
+
+/// Notes what happened, where somebody asked.
+pub(crate) fn note(make: impl FnOnce() -> Noted) {
+    if ON.load(Ordering::Acquire) {
+        lock(&NOTES).push(make());
+    }
+}
