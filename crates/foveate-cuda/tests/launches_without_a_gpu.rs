@@ -12,9 +12,9 @@ use foveate_cuda::{
     CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
     DeviceOperands, DeviceTensor, ElementType, Engine, Queue,
 };
-use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Allocator, Graph};
+use foveate_gpu::{GpuError, trace};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
@@ -383,4 +383,38 @@ fn calls_of_which_nothing_is_promised_are_recorded_and_make_lists_each_time() {
         Graph::record(queue.stream(), both).unwrap();
         assert_eq!(launches(), first);
     }
+}
+
+#[test]
+fn documents_that_are_overwritten_make_new_lists_in_the_memory_of_the_old_ones() {
+    if !inside("documents_that_are_overwritten_make_new_lists_in_the_memory_of_the_old_ones") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().new_queue().unwrap();
+    let tensors = Tensors::new(&DIMS);
+    let documents = queue.pool().take(4 * DIMS.len_k).unwrap();
+    let captured = Buffer::<i32>::on_device("doc", &[DIMS.len_k]).unwrap();
+    let mask = masks::causal() & masks::document(&captured).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let run = |version| {
+        let of = DeviceArray::new(documents.address(), ElementType::I32, &[DIMS.len_k]);
+        let captures = [("doc", DeviceArray { version, ..of })];
+        let operands = DeviceOperands { captures: &captures, ..tensors.forward.operands };
+        let backward =
+            DeviceBackward { operands, d_captures: Vec::new(), ..tensors.backward.clone() };
+        plan.forward_on(&queue, &DeviceForward { operands, ..tensors.forward }).unwrap();
+        plan.backward_on(&queue, &backward).unwrap();
+    };
+    run(Some(1));
+    launches();
+    run(Some(1));
+    let lists = |of: &[String]| of.iter().filter(|line| line.starts_with("fv_block_lists")).count();
+    assert_eq!(lists(&launches()), 0, "what was promised is kept");
+    trace::start();
+    for version in 2..8 {
+        run(Some(version));
+        assert_eq!(lists(&launches()), 2, "contents {version}");
+    }
+    let more = trace::stop();
+    assert!(!more.iter().any(|n| matches!(n, trace::Noted::Allocated { .. })), "{more:?}");
 }

@@ -177,6 +177,11 @@ impl PlanState {
     }
 }
 
+/// Whether a buffer of `old` has other contents by now.
+fn is_overwritten(old: &Contents, new: &Contents) -> bool {
+    old.iter().any(|(at, version)| new.iter().any(|(a, v)| a == at && v != version))
+}
+
 /// Adds `one`; the oldest goes where there are `most` already.
 fn push_bounded<T>(all: &mut Vec<T>, most: usize, one: T) {
     if all.len() >= most {
@@ -316,8 +321,10 @@ impl CudaPlan {
                  memory; plan without `lists_on_host`",
             ));
         }
-        if contents.is_some() {
+        if let Some(contents) = &contents {
             refuse_recording(call.queue)?;
+            // Lists of what has been overwritten give their memory to those that take their place.
+            lock(&schedule.rows.made).retain(|(of, _)| !is_overwritten(of, contents));
         }
         let lists = Arc::new(self.device_lists(call, state, &schedule, axis, tile)?);
         if let Some(contents) = contents {

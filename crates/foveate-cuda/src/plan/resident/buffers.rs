@@ -144,8 +144,13 @@ impl CudaPlan {
             Some(table) => table,
             None => {
                 let (queue, address) = (call.queue, array.address);
-                if key.is_some() {
+                if let Some(key) = &key {
                     refuse_recording(queue)?;
+                    // As lists do: the table of what was overwritten gives its memory.
+                    let overwritten = |k: &TableKey| {
+                        (k.queue, k.address) == (key.queue, key.address) && k.version != key.version
+                    };
+                    lock(&self.resident).tables.retain(|(k, _)| !overwritten(k));
                 }
                 let table = Arc::new(self.range_table(queue, address, buffer)?);
                 if let Some(key) = key {
