@@ -1,4 +1,8 @@
-//! Transformer blocks on NVIDIA GPUs: the kernels of everything between the matrix products.
+//! Transformer blocks on NVIDIA GPUs.
+//!
+//! [`Cuda`] is the backend that `foveate-nn`'s model trains on: products by cuBLASLt, attention by
+//! `foveate-cuda`, everything between them by this crate's kernels, all queued on one stream and none
+//! of it waited for. The kernels can be used alone, too.
 //!
 //! A block is a struct that says where its operands lie. It checks them and becomes launches, which
 //! are data ([`Block::launches`]); [`Kernels`] compiles their sources once and queues them.
@@ -42,6 +46,7 @@
 //! | [`vectors::CopyRows`] | 4 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
+mod cuda;
 pub mod embedding;
 pub mod gated;
 mod launch;
@@ -55,4 +60,5 @@ pub mod rope;
 mod tests;
 pub mod vectors;
 
+pub use cuda::{AttentionPlan, Cuda, CudaArray, CudaBatch, CudaSpans, CudaTotals};
 pub use launch::{Block, KernelLaunch, Kernels, Source};

@@ -47,6 +47,9 @@ pub enum NnErrorKind {
         /// Its elements.
         elems: usize,
     },
+    /// A device, or a library of it, refused or failed.
+    #[error("{0}")]
+    Device(String),
     /// A parameter or a gradient that the model does not have in this shape.
     #[error("parameter `{name}`: {reason}")]
     Parameter {

@@ -1,0 +1,202 @@
+//! Attention on strided views of the packed projection, with learned buffers in device memory.
+
+use foveate::cuda::{CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands};
+use foveate::mods::Leaf;
+use foveate::{AnyBuffer, BufferData, DType, Device, Layout, Positions, Problem, ScalarValue};
+use foveate_gpu::abi::Address;
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Queue};
+use foveate_nn::{
+    AttentionProgram, AttentionShape, DOCUMENTS, LearnedBuffer, NnError, NnErrorKind, PackedHeads,
+};
+
+use super::batch::Documents;
+
+/// An attention program planned for a GPU. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct AttentionPlan {
+    plan: CudaPlan,
+    reads_documents: bool,
+    reads_query: bool,
+    documents: Option<Documents>,
+}
+
+/// Learned buffers in device memory, f32, one after another.
+pub(super) struct Learned<'a> {
+    pub buffers: &'a [(String, LearnedBuffer)],
+    pub values: Address,
+    /// Their gradients, as they lie; overwritten.
+    pub gradients: Address,
+}
+
+/// Whether mask or score read the place of the query.
+fn reads_query(program: &AttentionProgram) -> bool {
+    let mask = program.mask.as_ref().is_some_and(|mask| mask.program().uses(Leaf::Q));
+    mask || program.score.as_ref().is_some_and(|score| score.program().uses(Leaf::Q))
+}
+
+/// A line that names what failed.
+fn error(e: &CudaError) -> NnError {
+    NnErrorKind::Device(format!("attention: {e}")).into()
+}
+
+impl AttentionPlan {
+    /// A plan for batches of a shape, or for a cache that holds one document.
+    pub fn new(
+        program: &AttentionProgram,
+        shape: &AttentionShape,
+        (ordinal, dtype, deterministic): (usize, DType, bool),
+    ) -> Result<Self, NnError> {
+        let AttentionShape { heads, mean_kv_len, cached } = *shape;
+        let PackedHeads { rows, len, heads_q, heads_kv, dim } = heads;
+        let mut attention = program.attention().deterministic(deterministic);
+        if let Some(keys) = mean_kv_len {
+            attention = attention.mean_kv_len(keys);
+        }
+        let kv = [rows, heads_kv, len, dim];
+        let mut problem = Problem::shaped(dtype, [rows, heads_q, len, dim], kv, kv)?;
+        if cached {
+            attention = attention.positions(Positions::offset(0), Positions::Rows);
+            problem = problem.forward_only();
+        }
+        let planned = attention.plan(&problem, &Device::cuda(ordinal))?;
+        let mut plan = planned.cuda().expect("it was planned for a GPU").clone();
+        let reads_documents = program.reads_documents();
+        // What the host holds of a buffer says nothing of what the device will.
+        if reads_documents {
+            let documents = match cached {
+                true => AnyBuffer::new(
+                    DOCUMENTS,
+                    &[rows, len],
+                    BufferData::I32(vec![0; rows * len]),
+                    false,
+                )?,
+                false => AnyBuffer::on_device(DOCUMENTS, &[rows, len], ElementType::I32, false)?,
+            };
+            plan = plan.rebind(&documents).map_err(|e| error(&e))?;
+        }
+        for (name, LearnedBuffer { shape, .. }) in &program.learned {
+            let buffer = AnyBuffer::on_device(name, shape, ElementType::F32, true)?;
+            plan = plan.rebind(&buffer).map_err(|e| error(&e))?;
+        }
+        let reads_documents = reads_documents && !cached;
+        Ok(Self { plan, reads_documents, reads_query: reads_query(program), documents: None })
+    }
+
+    /// Over the documents of a batch.
+    pub(super) fn over(&self, documents: Documents) -> Self {
+        Self { documents: Some(documents).filter(|_| self.reads_documents), ..self.clone() }
+    }
+
+    /// For queries that start at `position`.
+    pub(super) fn at(&self, position: usize) -> Result<Self, NnError> {
+        if !self.reads_query {
+            return Ok(self.clone());
+        }
+        let at = ScalarValue::I32(position as i32);
+        let plan = self.plan.set_scalar("q_offset", at).map_err(|e| error(&e))?;
+        Ok(Self { plan, ..self.clone() })
+    }
+
+    /// Queues the forward pass.
+    pub(super) fn forward(
+        &self,
+        queue: &Queue,
+        [q, k, v]: [DeviceTensor; 3],
+        learned: &Learned<'_>,
+        out: DeviceTensor,
+        lse: DeviceTensor<3>,
+    ) -> Result<(), NnError> {
+        let captures = self.captures(learned);
+        let operands = DeviceOperands { captures: &captures, ..DeviceOperands::new(q, k, v) };
+        let args = DeviceForward { operands, out, lse, max_score: None };
+        self.plan.forward_on(queue, &args).map_err(|e| error(&e))
+    }
+
+    /// Queues the backward pass.
+    pub(super) fn backward(
+        &self,
+        queue: &Queue,
+        [q, k, v]: [DeviceTensor; 3],
+        learned: &Learned<'_>,
+        (out, lse, d_out): (DeviceTensor, DeviceTensor<3>, DeviceTensor),
+        [dq, dk, dv]: [DeviceTensor; 3],
+    ) -> Result<(), NnError> {
+        let captures = self.captures(learned);
+        let operands = DeviceOperands { captures: &captures, ..DeviceOperands::new(q, k, v) };
+        let gradient = |(name, shape, first): (_, &'_ [usize], usize)| {
+            let address = learned.gradients + 4 * first as Address;
+            let elems = shape.iter().product();
+            (name, DeviceTensor::<1>::contiguous(address, DType::F32, [elems]))
+        };
+        let args = DeviceBackward {
+            operands,
+            out,
+            lse,
+            d_out,
+            d_lse: None,
+            dq,
+            dk,
+            dv,
+            accumulate: false,
+            d_sink: None,
+            d_captures: learned.each().map(gradient).collect(),
+        };
+        self.plan.backward_on(queue, &args).map_err(|e| error(&e))
+    }
+
+    fn captures<'a>(&'a self, learned: &Learned<'a>) -> Vec<(&'a str, DeviceArray<'a>)> {
+        let documents = self.documents.as_ref().map(|documents| (DOCUMENTS, documents.array()));
+        let array = |(name, shape, first): (&'a str, &'a [usize], usize)| {
+            let address = learned.values + 4 * first as Address;
+            (name, DeviceArray::new(address, ElementType::F32, shape))
+        };
+        documents.into_iter().chain(learned.each().map(array)).collect()
+    }
+}
+
+impl<'a> Learned<'a> {
+    /// Name, shape and first element of each.
+    fn each(&self) -> impl Iterator<Item = (&'a str, &'a [usize], usize)> + use<'a> {
+        self.buffers.iter().scan(0, |next, (name, LearnedBuffer { shape, .. })| {
+            let first = *next;
+            *next += shape.iter().product::<usize>();
+            Some((name.as_str(), shape.as_slice(), first))
+        })
+    }
+}
+
+/// Queries, keys and values in a packed projection at `address`.
+pub(super) fn packed(heads: PackedHeads, address: Address, dtype: DType) -> [DeviceTensor; 3] {
+    let PackedHeads { rows, len, heads_q, heads_kv, dim } = heads;
+    let width = heads.width();
+    let of = |heads, first| {
+        let strides = [len * width, dim, width, 1];
+        let layout = Layout::strided([rows, heads, len, dim], strides, first * dim);
+        DeviceTensor { address, dtype, layout }
+    };
+    [of(heads_q, 0), of(heads_kv, heads_q), of(heads_kv, heads_q + heads_kv)]
+}
+
+/// `[1, heads, len, dim]` in rows of `width` elements.
+pub(super) fn rows(
+    [heads, len, dim]: [usize; 3],
+    width: usize,
+    address: Address,
+    dtype: DType,
+) -> DeviceTensor {
+    let layout = Layout::strided([1, heads, len, dim], [len * width, dim, width, 1], 0);
+    DeviceTensor { address, dtype, layout }
+}
+
+/// The output of attention, `[rows, len, heads_q, dim]`.
+pub(super) fn output(heads: PackedHeads, address: Address, dtype: DType) -> DeviceTensor {
+    let PackedHeads { rows, len, heads_q, dim, .. } = heads;
+    let width = heads_q * dim;
+    let layout = Layout::strided([rows, heads_q, len, dim], [len * width, dim, width, 1], 0);
+    DeviceTensor { address, dtype, layout }
+}
+
+/// `[rows, heads_q, len]`.
+pub(super) fn statistics(heads: PackedHeads, address: Address) -> DeviceTensor<3> {
+    DeviceTensor::contiguous(address, DType::F32, [heads.rows, heads.heads_q, heads.len])
+}

@@ -1,0 +1,159 @@
+//! Batches on the device: one copy brings all that depends on a batch alone.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Allocation, Pool};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
+use foveate_nn::{Batch, RopeTable};
+use foveate_tensor::DType;
+
+use crate::embedding::TokenOrder;
+
+/// Bytes that each array of a batch starts at a multiple of.
+const ALIGN: usize = 256;
+
+/// A batch in device memory: tokens, labels, documents, positions and the order of the tokens.
+#[derive(Debug)]
+pub struct CudaBatch {
+    memory: Arc<Allocation>,
+    /// Rows and tokens of a row.
+    shape: [usize; 2],
+    tokens: [usize; 1],
+    words: [usize; 1],
+    /// Bytes from the start of the memory to labels, documents, positions and the words of the order.
+    starts: [usize; 4],
+    pub(super) order: TokenOrder,
+    pub(super) table: Arc<Rotations>,
+    /// Differs from that of every other batch.
+    version: u64,
+}
+
+/// A table of rotations in device memory.
+#[derive(Debug)]
+pub(super) struct Rotations {
+    /// What it was made of.
+    of: Arc<RopeTable>,
+    memory: Allocation,
+}
+
+impl Rotations {
+    /// Brings `table` to the device.
+    pub fn new(pool: &Pool, table: &Arc<RopeTable>) -> Result<Self, GpuError> {
+        let [positions, pairs] = table.shape();
+        let mut numbers = Vec::with_capacity(2 * positions * pairs);
+        for position in 0..positions {
+            let (cos, sin) = table.at(position as i32);
+            numbers.extend_from_slice(cos);
+            numbers.extend_from_slice(sin);
+        }
+        let memory = pool.upload(&foveate_gpu::abi::array_bytes(&numbers))?;
+        Ok(Self { of: Arc::clone(table), memory })
+    }
+
+    /// Whether it was made of `table`. A table that is there twice was not changed: `of` would be the
+    /// only one else.
+    pub fn is_of(&self, table: &Arc<RopeTable>) -> bool {
+        Arc::ptr_eq(&self.of, table)
+    }
+
+    /// f32 `[positions, rotated]`.
+    pub fn tensor(&self) -> DeviceTensor<2> {
+        let [positions, pairs] = self.of.shape();
+        DeviceTensor::contiguous(self.memory.address(), DType::F32, [positions, 2 * pairs])
+    }
+}
+
+/// The documents of a batch, which keep its memory.
+#[derive(Clone, Debug)]
+pub(super) struct Documents {
+    memory: Arc<Allocation>,
+    start: usize,
+    shape: [usize; 2],
+    version: u64,
+}
+
+impl Documents {
+    /// i32 `[rows, len]`. Layers share what is made of them, since their version is the batch's.
+    pub fn array(&self) -> DeviceArray<'_> {
+        let address = self.memory.address() + self.start as Address;
+        let array = DeviceArray::new(address, ElementType::I32, &self.shape);
+        DeviceArray { version: Some(self.version), ..array }
+    }
+}
+
+impl CudaBatch {
+    /// Queues the copy of a batch. Its memory has a size that the number of tokens fixes.
+    pub(super) fn new(
+        pool: &Pool,
+        batch: &Batch<'_>,
+        table: Arc<Rotations>,
+    ) -> Result<Self, GpuError> {
+        static VERSION: AtomicU64 = AtomicU64::new(1);
+        let order = TokenOrder::new(batch.tokens)?;
+        let words = order.words();
+        let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
+        let mut bytes = Vec::new();
+        let mut starts = [0; 4];
+        let arrays = [&tokens, batch.labels, batch.documents, batch.positions, &words];
+        for (i, array) in arrays.into_iter().enumerate() {
+            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+            if i > 0 {
+                starts[i - 1] = bytes.len();
+            }
+            bytes.extend(foveate_gpu::abi::array_bytes(array));
+        }
+        let most = starts[3] + 4 * TokenOrder::most_words(tokens.len());
+        let memory = pool.take(most)?;
+        memory.write(&bytes)?;
+        Ok(Self {
+            memory: Arc::new(memory),
+            shape: [batch.rows, batch.len],
+            tokens: [tokens.len()],
+            words: [words.len()],
+            starts,
+            order,
+            table,
+            version: VERSION.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// i32 `[tokens]`.
+    pub(super) fn tokens(&self) -> DeviceArray<'_> {
+        DeviceArray::new(self.memory.address(), ElementType::I32, &self.tokens)
+    }
+
+    fn at(&self, start: usize) -> Address {
+        self.memory.address() + self.starts[start] as Address
+    }
+
+    /// i32 labels of `len` tokens from `first` on.
+    pub(super) fn labels<'a>(&self, first: usize, len: &'a [usize; 1]) -> DeviceArray<'a> {
+        DeviceArray::new(self.at(0) + 4 * first as Address, ElementType::I32, len)
+    }
+
+    /// i32 `[tokens]`.
+    pub(super) fn positions(&self) -> DeviceArray<'_> {
+        DeviceArray::new(self.at(2), ElementType::I32, &self.tokens)
+    }
+
+    /// The words of [`Self::order`].
+    pub(super) fn words(&self) -> DeviceArray<'_> {
+        DeviceArray::new(self.at(3), ElementType::I32, &self.words)
+    }
+
+    pub(super) fn documents(&self) -> Documents {
+        Documents {
+            memory: Arc::clone(&self.memory),
+            start: self.starts[1],
+            shape: self.shape,
+            version: self.version,
+        }
+    }
+
+    /// Tokens in all rows.
+    pub(super) fn count(&self) -> usize {
+        self.tokens[0]
+    }
+}

@@ -1,0 +1,816 @@
+//! The blocks on an NVIDIA GPU: what [`foveate_nn::Blocks`] asks for, queued on one stream.
+//!
+//! Every array is memory of the queue's pool. What a block needs besides its operands is taken from
+//! there when the block is queued and given back at once: whoever gets it next queues its work
+//! behind. A step whose sizes were there before so allocates nothing, and since the pool gives memory
+//! to work of its own queue only, nothing waits either, but [`Blocks::read`] and downloads.
+//!
+//! Products are cuBLASLt's, attention is `foveate-cuda`'s on strided views of the packed projection,
+//! all else this crate's kernels.
+
+mod array;
+mod attention;
+mod batch;
+mod clock;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use foveate_gpu::abi::{Abi, Address};
+use foveate_gpu::blas::Matmul;
+use foveate_gpu::driver::{Allocation, default_timeout};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
+use foveate_nn::{
+    Array, AttentionProgram, AttentionShape, Batch, Blocks, KvCache, LayerAttention, LinearShape,
+    Moments, NnError, NnErrorKind, OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision,
+    RopePairing, RopeTable, Rotation, Span, Sums, Weights, join_master, split_master,
+};
+use foveate_tensor::DType;
+use half::bf16;
+
+use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
+use crate::gated::{Activation, Gated, GatedBackward};
+use crate::launch::{Block, Kernels};
+use crate::loss::{AddLosses, CrossEntropy};
+use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
+use crate::optimizer::{
+    self, CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Update,
+};
+use crate::rope::{Pairing, Rope};
+use crate::vectors::{Add, CopyRows, Widen};
+pub use array::CudaArray;
+use array::{Place, batched, numbers, part_of, rows_of};
+pub use attention::AttentionPlan;
+use attention::Learned;
+pub use batch::CudaBatch;
+use batch::Rotations;
+use clock::{Clock, Timed};
+
+/// Tokens whose logits are held at once: each chunk reads the whole head.
+const LOGITS_TOKENS: usize = 2048;
+
+/// Elements that are converted at once on their way to and from the device.
+const CONVERTED: usize = 1 << 20;
+
+/// An NVIDIA GPU.
+#[derive(Debug)]
+pub struct Cuda {
+    kernels: Kernels,
+    queue: Queue,
+    ordinal: usize,
+    precision: Precision,
+    deterministic: bool,
+    clock: Clock,
+    /// The last table of rotations that was uploaded.
+    table: Option<Arc<Rotations>>,
+}
+
+/// Running totals in device memory.
+#[derive(Debug)]
+pub struct CudaTotals {
+    memory: Allocation,
+    /// Of the clock.
+    step: u64,
+}
+
+/// What AdamW goes through, in device memory.
+#[derive(Debug)]
+pub struct CudaSpans {
+    pieces: Pieces,
+    table: Allocation,
+}
+
+/// A line that says what the device, or a library of it, refused.
+fn failed(e: &GpuError) -> NnError {
+    NnErrorKind::Device(e.to_string()).into()
+}
+
+impl Cuda {
+    /// GPU `ordinal`, on a queue of its own. `deterministic` makes attention's gradients the same bits
+    /// in every run, as all else is.
+    ///
+    /// # Errors
+    /// Without a driver or a GPU of this number; for a precision that no kernels are made for.
+    pub fn new(ordinal: usize, precision: Precision, deterministic: bool) -> Result<Self, NnError> {
+        if precision.gradients != DType::F32 {
+            let gradients = precision.gradients;
+            let reason = format!(
+                "a GPU sums gradients in f32, not in {gradients}; choose a parameter state with f32 gradients"
+            );
+            return Err(NnErrorKind::Device(reason).into());
+        }
+        let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
+        let queue = engine.new_queue().map_err(|e| failed(&e))?;
+        let (kernels, clock, table) = (Kernels::new(engine), Clock::default(), None);
+        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, table })
+    }
+
+    /// Its name, as the driver says it.
+    pub fn name(&self) -> &str {
+        &self.kernels.engine().device().info().name
+    }
+
+    /// Whether a GPU `ordinal` can be used.
+    ///
+    /// # Errors
+    /// Why not, in a line.
+    pub fn available(ordinal: usize) -> Result<(), NnError> {
+        Engine::get(ordinal).map(drop).map_err(|e| failed(&e))
+    }
+
+    /// Queues a block.
+    fn run(&self, block: &impl Block) -> Result<(), NnError> {
+        // SAFETY: operands are allocations of the queue's own pool, which gives their memory to later
+        // work of this queue alone, and frees it only when that is done.
+        unsafe { self.kernels.queue(&self.queue, block) }.map_err(|e| failed(&e))
+    }
+
+    fn product(&self, matmul: &Matmul) -> Result<(), NnError> {
+        self.kernels.engine().matmul(&self.queue, matmul).map_err(|e| failed(&e))
+    }
+
+    /// Memory for what is queued next.
+    fn scratch(&self, name: &'static str, bytes: usize) -> Result<Allocation, NnError> {
+        self.queue.pool().take(bytes).map_err(|e| match e.kind() {
+            GpuErrorKind::OutOfMemory { .. } => NnErrorKind::Memory { name, elems: bytes }.into(),
+            _ => failed(&e),
+        })
+    }
+
+    fn copied(&self, bytes: &[u8]) -> Result<Allocation, NnError> {
+        self.queue.pool().upload(bytes).map_err(|e| failed(&e))
+    }
+
+    /// Queues `work`, whose device time is of `kind`.
+    fn timed(
+        &mut self,
+        kind: Timed,
+        work: impl FnOnce(&mut Self) -> Result<(), NnError>,
+    ) -> Result<(), NnError> {
+        self.clock.begin(self.queue.stream(), kind).map_err(|e| failed(&e))?;
+        work(self)?;
+        self.clock.end(self.queue.stream()).map_err(|e| failed(&e))
+    }
+
+    /// Copies elements to the device, a few at a time as bytes.
+    fn write<T>(
+        into: &CudaArray,
+        first: usize,
+        values: &[T],
+        bytes: impl Fn(&[T]) -> Vec<u8>,
+    ) -> Result<(), NnError> {
+        let size = into.dtype.bytes();
+        for (i, some) in values.chunks(CONVERTED).enumerate() {
+            let at = (first + i * CONVERTED) * size;
+            let memory = into.memory.as_ref().expect("it has elements");
+            memory.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
+        }
+        Ok(())
+    }
+
+    /// Copies bytes of an array back, a few elements at a time.
+    fn read_back(
+        from: &CudaArray,
+        first: usize,
+        count: usize,
+        mut take: impl FnMut(usize, &[u8]),
+    ) -> Result<(), NnError> {
+        let size = from.dtype.bytes();
+        for start in (0..count).step_by(CONVERTED) {
+            let mut bytes = vec![0; CONVERTED.min(count - start) * size];
+            let memory = from.memory.as_ref().expect("it has elements");
+            memory
+                .read_at((first + start) * size, &mut bytes, default_timeout())
+                .map_err(|e| failed(&e))?;
+            take(start, &bytes);
+        }
+        Ok(())
+    }
+
+    /// Learned buffers as f32 numbers: where they are, and their gradients; the memory of both.
+    fn learned(
+        &self,
+        layer: &LayerAttention<'_, Self>,
+        backward: bool,
+    ) -> Result<(Address, Address, [Option<Allocation>; 2]), NnError> {
+        let elems = layer.values.place.len();
+        if elems == 0 {
+            return Ok((0, 0, [None, None]));
+        }
+        let values = layer.values.vector();
+        let gradients = backward
+            .then(|| self.scratch("gradients of learned buffers", 4 * elems))
+            .transpose()?;
+        let (at_values, wide) = if values.dtype == DType::F32 {
+            (values.start(), None)
+        } else {
+            let wide = self.scratch("learned buffers", 4 * elems)?;
+            let to = DeviceTensor::contiguous(wide.address(), DType::F32, [elems]);
+            self.run(&Widen { from: values, to })?;
+            (wide.address(), Some(wide))
+        };
+        let at_gradients = gradients.as_ref().map_or(0, Allocation::address);
+        Ok((at_values, at_gradients, [wide, gradients]))
+    }
+
+    /// The loss in chunks of as many tokens as `logits` has room for, with its gradients.
+    fn cross_entropy(
+        &self,
+        batch: &CudaBatch,
+        width: usize,
+        x: &CudaArray,
+        weight: &Part<'_, CudaArray>,
+        logits: &CudaArray,
+        each: Option<&CudaArray>,
+        gradients: Option<(&CudaArray, &PartMut<'_, CudaArray>)>,
+        totals: &CudaTotals,
+    ) -> Result<(), NnError> {
+        let weight = weight.matrix(width);
+        let vocab = weight.layout.shape[1];
+        let (tokens, chunk) = (batch.count(), logits.elems() / vocab.max(1));
+        let own = match each {
+            Some(_) => None,
+            None => Some(self.scratch("losses", 4 * chunk)?),
+        };
+        let totals_len = [TOTALS_LEN];
+        for first in (0..tokens).step_by(chunk.max(1)) {
+            let count = chunk.min(tokens - first);
+            let x = batched(&rows_of(&x.rows(width), first, count));
+            let logits = rows_of(&logits.rows(vocab), 0, count);
+            self.product(&Matmul::new(x, weight.transposed(), batched(&logits)))?;
+            let losses = match (&own, each) {
+                (Some(own), _) => DeviceTensor::contiguous(own.address(), DType::F32, [count]),
+                (None, each) => part_of(&each.expect("one of both").vector(), first, count),
+            };
+            let count_of = [count];
+            let labels = batch.labels(first, &count_of);
+            let gradient = gradients.is_some();
+            self.run(&CrossEntropy { logits, labels, losses, gradient, cap: None, z_weight: 0.0 })?;
+            let totals = numbers(&totals.memory, &totals_len);
+            self.run(&AddLosses { losses, labels, totals })?;
+            if let Some((d_x, d_weight)) = gradients {
+                let d_x = batched(&rows_of(&d_x.rows(width), first, count));
+                let logits = batched(&logits);
+                self.product(&Matmul::new(logits, weight, d_x))?;
+                let d_weight = d_weight.matrix(width);
+                let product = Matmul::new(logits.transposed(), x, d_weight);
+                self.product(&Matmul { beta: 1.0, ..product })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the optimiser's kernels are told of a step, in device memory.
+    fn constants(&self, step: &OptimizerStep) -> Result<Allocation, NnError> {
+        let betas = [step.adamw.beta1, step.adamw.beta2];
+        let constants = StepConstants::new(step.step, step.seed, step.rate, betas, step.clip_norm);
+        self.copied(&constants.bytes())
+    }
+}
+
+/// Elements as bytes of `dtype`, rounded to the nearest.
+fn narrowed(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|&x| half::f16::from_f32(x).to_ne_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+/// Element `i` of bytes of `dtype`.
+fn widened(dtype: DType, bytes: &[u8], i: usize) -> f32 {
+    let two = || [bytes[2 * i], bytes[2 * i + 1]];
+    match dtype {
+        DType::BF16 => bf16::from_ne_bytes(two()).to_f32(),
+        DType::F16 => half::f16::from_ne_bytes(two()).to_f32(),
+        _ => {
+            f32::from_ne_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
+        }
+    }
+}
+
+impl Blocks for Cuda {
+    type Plan = AttentionPlan;
+    type Array = CudaArray;
+    type Batch = CudaBatch;
+    type Totals = CudaTotals;
+    type Spans = CudaSpans;
+
+    fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    fn logits_tokens(&self, _: usize) -> usize {
+        LOGITS_TOKENS
+    }
+
+    fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
+        let (free, _) = self.kernels.engine().device().memory().map_err(|e| failed(&e))?;
+        Ok(Some(free as u64))
+    }
+
+    fn resize(
+        &mut self,
+        name: &'static str,
+        array: &mut CudaArray,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        let no_memory = || NnErrorKind::Memory { name, elems };
+        let bytes = elems.checked_mul(dtype.bytes()).ok_or_else(no_memory)?;
+        if array.memory.as_ref().map_or(0, Allocation::bytes) < bytes {
+            // What it had may serve another array.
+            array.memory = None;
+            let taken = self.queue.pool().take(bytes).map_err(|e| match e.kind() {
+                GpuErrorKind::OutOfMemory { .. } => no_memory().into(),
+                _ => failed(&e),
+            })?;
+            array.memory = Some(taken);
+        }
+        (array.dtype, array.elems) = (dtype, elems);
+        Ok(())
+    }
+
+    fn clear(&mut self, array: &mut CudaArray) -> Result<(), NnError> {
+        array.memory.as_ref().map_or(Ok(()), |memory| memory.fill(0)).map_err(|e| failed(&e))
+    }
+
+    fn fill(&mut self, into: PartMut<'_, CudaArray>, values: &[f32]) -> Result<(), NnError> {
+        let dtype = into.array.dtype;
+        Self::write(into.array, into.place.start, values, |some| narrowed(dtype, some))
+    }
+
+    fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
+        let dtype = from.array.dtype;
+        Self::read_back(from.array, from.place.start, from.place.len(), |first, bytes| {
+            let into = &mut into[first..][..bytes.len() / dtype.bytes()];
+            into.iter_mut().enumerate().for_each(|(i, x)| *x = widened(dtype, bytes, i));
+        })
+    }
+
+    fn fill_weights(
+        &mut self,
+        into: &mut Weights<CudaArray>,
+        first: usize,
+        masters: &[f32],
+    ) -> Result<(), NnError> {
+        let dtype = into.array.dtype;
+        if !self.precision.remainders {
+            return Self::write(&into.array, first, masters, |some| narrowed(dtype, some));
+        }
+        Self::write(&into.array, first, masters, |some| {
+            some.iter().flat_map(|&x| split_master(x).0.to_ne_bytes()).collect()
+        })?;
+        Self::write(&into.remainders, first, masters, |some| {
+            some.iter().flat_map(|&x| split_master(x).1.to_ne_bytes()).collect()
+        })
+    }
+
+    fn download_weights(
+        &mut self,
+        from: &Weights<CudaArray>,
+        first: usize,
+        masters: &mut [f32],
+    ) -> Result<(), NnError> {
+        let count = masters.len();
+        if !self.precision.remainders {
+            let place = first..first + count;
+            return self.download(Part { array: &from.array, place }, masters);
+        }
+        let halves = |bytes: &[u8]| -> Vec<u16> {
+            bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]])).collect()
+        };
+        let mut remainders = Vec::with_capacity(count);
+        Self::read_back(&from.remainders, first, count, |_, bytes| {
+            remainders.extend(halves(bytes))
+        })?;
+        Self::read_back(&from.array, first, count, |start, bytes| {
+            for (i, weight) in halves(bytes).into_iter().enumerate() {
+                masters[start + i] = join_master(weight, remainders[start + i]);
+            }
+        })
+    }
+
+    fn plan(
+        &mut self,
+        program: &AttentionProgram,
+        shape: &AttentionShape,
+    ) -> Result<AttentionPlan, NnError> {
+        let device = (self.ordinal, self.precision.weights, self.deterministic);
+        AttentionPlan::new(program, shape, device)
+    }
+
+    fn bind(
+        &mut self,
+        plan: &AttentionPlan,
+        _: &[i32],
+        batch: &CudaBatch,
+    ) -> Result<AttentionPlan, NnError> {
+        Ok(plan.over(batch.documents()))
+    }
+
+    fn at(&mut self, plan: &AttentionPlan, position: usize) -> Result<AttentionPlan, NnError> {
+        plan.at(position)
+    }
+
+    /// The device keeps its counts.
+    fn live_pairs(&self, _: &AttentionPlan) -> Option<f64> {
+        None
+    }
+
+    fn plan_bytes(&mut self, _: &AttentionPlan) -> Result<PlanBytes, NnError> {
+        Ok(PlanBytes::default())
+    }
+
+    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>) -> Result<CudaBatch, NnError> {
+        let known = self.table.take().filter(|known| known.is_of(table));
+        let table = match known {
+            Some(known) => known,
+            None => Arc::new(Rotations::new(self.queue.pool(), table).map_err(|e| failed(&e))?),
+        };
+        self.table = Some(Arc::clone(&table));
+        CudaBatch::new(self.queue.pool(), batch, table).map_err(|e| failed(&e))
+    }
+
+    fn totals(&mut self) -> Result<CudaTotals, NnError> {
+        let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
+        memory.fill(0).map_err(|e| failed(&e))?;
+        Ok(CudaTotals { memory, step: self.clock.step() })
+    }
+
+    fn read(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
+        let mut words = [[0; 8]; TOTALS_LEN];
+        let bytes = words.as_flattened_mut();
+        totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+        let [nats, labelled, squares, _] = words.map(u64::from_ne_bytes);
+        let grad_norm = f64::from_bits(squares).sqrt() / labelled.max(1) as f64;
+        let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
+        Ok(Sums { nats: f64::from_bits(nats), grad_norm, ..times })
+    }
+
+    fn spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
+        let piece = |Span { place, decay }: &Span| Piece {
+            range: place.clone(),
+            rate: 1.0,
+            decay: f32::from(u8::from(*decay)),
+        };
+        let pieces: Vec<Piece> = spans.iter().map(piece).collect();
+        let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
+        let table = self.copied(&pieces.bytes())?;
+        Ok(CudaSpans { pieces, table })
+    }
+
+    fn clip(
+        &mut self,
+        step: &OptimizerStep,
+        gradients: &CudaArray,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.timed(Timed::Optimizer, |this| {
+            let parts = [optimizer::parts(gradients.elems())];
+            let partial = this.scratch("squares of gradients", 8 * parts[0])?;
+            let partial = numbers(&partial, &parts);
+            this.run(&Squares { gradients: gradients.vector(), partial })?;
+            let constants = this.constants(step)?;
+            let constants = numbers(&constants, &[CONSTANTS_LEN]);
+            let totals = numbers(&totals.memory, &[TOTALS_LEN]);
+            this.run(&Factor { partial, constants, totals })
+        })
+    }
+
+    fn adamw(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &CudaSpans,
+        weights: &mut Weights<CudaArray>,
+        gradients: &CudaArray,
+        moments: &mut Moments<CudaArray>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.timed(Timed::Optimizer, |this| {
+            let remainders_len = [weights.remainders.elems()];
+            let remainders = this.precision.remainders.then(|| {
+                let at = weights.remainders.vector().start();
+                DeviceArray::new(at, ElementType::I16, &remainders_len)
+            });
+            let constants = this.constants(step)?;
+            this.run(&Update {
+                weights: weights.array.vector(),
+                remainders,
+                gradients: gradients.vector(),
+                means: moments.mean.vector(),
+                squares: moments.square.vector(),
+                pieces: &spans.pieces,
+                piece_table: numbers(&spans.table, &[spans.pieces.len_f64()]),
+                constants: numbers(&constants, &[CONSTANTS_LEN]),
+                totals: numbers(&totals.memory, &[TOTALS_LEN]),
+                betas: [step.adamw.beta1 as f32, step.adamw.beta2 as f32],
+                eps: step.adamw.eps as f32,
+                weight_decay: step.adamw.weight_decay as f32,
+            })
+        })
+    }
+
+    fn embed(
+        &mut self,
+        batch: &CudaBatch,
+        table: Part<'_, CudaArray>,
+        width: usize,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (table, out) = (table.rows(width), out.rows(width));
+        self.run(&Embedding { table, tokens: batch.tokens(), out, scale: 1.0 })
+    }
+
+    fn embed_backward(
+        &mut self,
+        batch: &CudaBatch,
+        d_out: &CudaArray,
+        width: usize,
+        d_table: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let most = TokenOrder::most_partial_rows(batch.count());
+        let partial = self.scratch("partial rows of the embedding's gradient", 4 * most * width)?;
+        let rows = batch.order.partial_rows();
+        self.run(&EmbeddingBackward {
+            d_out: d_out.rows(width),
+            d_table: d_table.rows(width),
+            order: &batch.order,
+            words: batch.words(),
+            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [rows, width]),
+            scale: 1.0,
+        })
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        eps: f32,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        self.run(&RmsNorm {
+            x: x.rows(width),
+            residual: None,
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            out: out.rows(width),
+            eps,
+            offset: 0.0,
+        })
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        residual: &CudaArray,
+        x: &mut CudaArray,
+        weight: Part<'_, CudaArray>,
+        eps: f32,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        let x = x.rows(width);
+        self.run(&RmsNorm {
+            x,
+            residual: Some((residual.rows(width), x)),
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            out: out.rows(width),
+            eps,
+            offset: 0.0,
+        })
+    }
+
+    fn rms_norm_again(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        inverse: &CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        self.run(&RmsNormAgain {
+            x: x.rows(width),
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            out: out.rows(width),
+            offset: 0.0,
+        })
+    }
+
+    fn rms_norm_backward(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        inverse: &CudaArray,
+        d_out: &CudaArray,
+        d_x: &mut CudaArray,
+        accumulate: bool,
+        d_weight: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        let x = x.rows(width);
+        let parts = norm::parts(x.layout.shape[0]);
+        let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * width)?;
+        self.run(&RmsNormBackward {
+            x,
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            d_out: d_out.rows(width),
+            d_x: d_x.rows(width),
+            accumulate,
+            d_weight: d_weight.vector(),
+            accumulate_weight: true,
+            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
+            offset: 0.0,
+        })
+    }
+
+    fn linear(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        x: Part<'_, CudaArray>,
+        weight: Part<'_, CudaArray>,
+        add: Option<&CudaArray>,
+        y: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let y = batched(&y.rows(outputs));
+        let product = Matmul::new(x.matrix(inputs), weight.matrix(inputs).transposed(), y);
+        let product = match add {
+            None => product,
+            Some(add) => Matmul { beta: 1.0, add: Some(batched(&add.rows(outputs))), ..product },
+        };
+        self.timed(Timed::Linear, |this| this.product(&product))
+    }
+
+    fn linear_backward_input(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        d_y: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        d_x: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (d_y, d_x) = (batched(&d_y.rows(outputs)), batched(&d_x.rows(inputs)));
+        let product = Matmul::new(d_y, weight.matrix(inputs), d_x);
+        self.timed(Timed::Linear, |this| this.product(&product))
+    }
+
+    fn linear_backward_weight(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        d_y: &CudaArray,
+        x: &CudaArray,
+        d_weight: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (d_y, x) = (batched(&d_y.rows(outputs)), batched(&x.rows(inputs)));
+        let product = Matmul::new(d_y.transposed(), x, d_weight.matrix(inputs));
+        self.timed(Timed::Linear, |this| this.product(&Matmul { beta: 1.0, ..product }))
+    }
+
+    fn rope(
+        &mut self,
+        batch: &CudaBatch,
+        heads: PackedHeads,
+        pairing: RopePairing,
+        rotation: Rotation,
+        qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        self.run(&Rope {
+            qkv: qkv.rows(heads.width()),
+            heads: heads.heads_q + heads.heads_kv,
+            dim: heads.dim,
+            positions: batch.positions(),
+            table: batch.table.tensor(),
+            pairing: match pairing {
+                RopePairing::HalfSplit => Pairing::Halves,
+                RopePairing::Interleaved => Pairing::Neighbours,
+            },
+            back: rotation == Rotation::Backward,
+        })
+    }
+
+    fn attention(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        cache: Option<KvCache<'_, CudaArray>>,
+        out: &mut CudaArray,
+        lse: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (heads, dtype) = (layer.heads, qkv.dtype);
+        let PackedHeads { len, heads_q, heads_kv, dim, .. } = heads;
+        let mut operands = attention::packed(heads, qkv.vector().start(), dtype);
+        if let Some(KvCache { keys, values, position }) = cache {
+            let width = heads_kv * dim;
+            for (new, cached) in [(1, &*keys), (2, &*values)] {
+                let from = DeviceTensor {
+                    address: operands[new].start(),
+                    dtype,
+                    layout: foveate::Layout::strided([len, width], [heads.width(), 1], 0),
+                };
+                self.run(&CopyRows { from, to: rows_of(&cached.rows(width), position, len) })?;
+                let shape = [heads_kv, position + len, dim];
+                operands[new] = attention::rows(shape, width, cached.vector().start(), dtype);
+            }
+            operands[0] =
+                attention::rows([heads_q, len, dim], heads.width(), operands[0].start(), dtype);
+        }
+        let out = attention::output(heads, out.vector().start(), dtype);
+        let lse = attention::statistics(heads, lse.vector().start());
+        self.timed(Timed::Attention, |this| {
+            let (values, gradients, _memory) = this.learned(&layer, false)?;
+            let learned = Learned { buffers: layer.program.learned, values, gradients };
+            layer.program.plan.forward(&this.queue, operands, &learned, out, lse)
+        })
+    }
+
+    fn attention_backward(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        out: &CudaArray,
+        lse: &CudaArray,
+        d_out: &CudaArray,
+        d_qkv: &mut CudaArray,
+        d_learned: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (heads, dtype) = (layer.heads, qkv.dtype);
+        let operands = attention::packed(heads, qkv.vector().start(), dtype);
+        let destinations = attention::packed(heads, d_qkv.vector().start(), dtype);
+        let of_rows = (
+            attention::output(heads, out.vector().start(), dtype),
+            attention::statistics(heads, lse.vector().start()),
+            attention::output(heads, d_out.vector().start(), dtype),
+        );
+        self.timed(Timed::Attention, |this| {
+            let (values, gradients, _memory) = this.learned(&layer, true)?;
+            let learned = Learned { buffers: layer.program.learned, values, gradients };
+            let plan = layer.program.plan;
+            plan.backward(&this.queue, operands, &learned, of_rows, destinations)?;
+            let to = d_learned.vector();
+            let [elems] = to.layout.shape;
+            if elems == 0 {
+                return Ok(());
+            }
+            let from = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
+            this.run(&Add { from, to })
+        })
+    }
+
+    fn swiglu(
+        &mut self,
+        width: usize,
+        gate_up: &CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (gate_up, out) = (gate_up.rows(2 * width), out.rows(width));
+        self.run(&Gated { activation: Activation::Silu, gate_up, out })
+    }
+
+    fn swiglu_backward(
+        &mut self,
+        width: usize,
+        gate_up: &mut CudaArray,
+        d_out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (gate_up, d_out) = (gate_up.rows(2 * width), d_out.rows(width));
+        self.run(&GatedBackward { activation: Activation::Silu, gate_up, d_out })
+    }
+
+    fn loss(
+        &mut self,
+        batch: &CudaBatch,
+        width: usize,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        logits: &mut CudaArray,
+        each: Option<&mut CudaArray>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        let each = each.map(|each| &*each);
+        self.timed(Timed::Loss, |this| {
+            this.cross_entropy(batch, width, x, &weight, logits, each, None, totals)
+        })
+    }
+
+    fn loss_backward(
+        &mut self,
+        batch: &CudaBatch,
+        width: usize,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        logits: &mut CudaArray,
+        d_x: &mut CudaArray,
+        d_weight: PartMut<'_, CudaArray>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.timed(Timed::Loss, |this| {
+            let gradients = Some((&*d_x, &d_weight));
+            this.cross_entropy(batch, width, x, &weight, logits, None, gradients, totals)
+        })
+    }
+}

@@ -1,0 +1,239 @@
+//! What steps of a model queue, on a driver made for tests that loads kernels and runs none
+//! (`driver/cuda.c`), with products by a cuBLASLt made for tests: their order, and what they do with
+//! memory. The kernels are compiled, so there is nothing to see on a machine without NVRTC.
+
+#[path = "../../foveate-gpu/tests/driver/mod.rs"]
+mod driver;
+
+use std::collections::BTreeMap;
+use std::{env, fs};
+
+use foveate_gpu::trace::{self, Noted};
+use foveate_nn::{
+    AdamW, Batch, LearnedBuffer, Model, ModelConfig, OptimizerStep, ParameterState, ProgramConfig,
+    Recompute, RopePairing,
+};
+use foveate_nn_cuda::Cuda;
+
+/// Whether this is the process with the libraries; otherwise starts it for the test `name`.
+fn inside(name: &str) -> bool {
+    // Kernels that have not changed are not compiled again.
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    driver::inside(name, &["nvrtc", "cublaslt"], &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
+}
+
+const VOCAB: usize = 70;
+const ROWS: usize = 2;
+const LEN: usize = 33;
+
+/// Two layers, a learned bias.
+fn model() -> Model<Cuda> {
+    let config = ModelConfig {
+        vocab_size: VOCAB,
+        hidden_size: 40,
+        intermediate_size: 56,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        head_dim: Some(64),
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: None,
+        rope_pairing: RopePairing::default(),
+        max_position_embeddings: 128,
+        tie_word_embeddings: false,
+    };
+    let bias = LearnedBuffer { shape: vec![4], init: 0.0, std: 0.0 };
+    let attention = ProgramConfig {
+        mask: "causal & document".into(),
+        score: Some("score + bias[h]".into()),
+        learned: BTreeMap::from([("bias".to_owned(), bias)]),
+        ..ProgramConfig::default()
+    };
+    let cuda = Cuda::new(0, ParameterState::Exact.into(), true).unwrap();
+    let mut model = Model::unfilled_on(cuda, config, &attention.into()).unwrap();
+    model.draw_missing(1).unwrap();
+    model
+}
+
+/// A model and the state of its optimiser; each step has two batches.
+struct Steps {
+    model: Model<Cuda>,
+    state: State,
+    count: u64,
+}
+
+type State = (
+    foveate_nn::Gradients<foveate_nn_cuda::CudaArray>,
+    foveate_nn::Moments<foveate_nn_cuda::CudaArray>,
+    foveate_nn_cuda::CudaSpans,
+);
+
+impl Steps {
+    fn new() -> Self {
+        let model = model();
+        let state = (model.gradients(), model.moments(), model.spans());
+        let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
+        Self { model, state, count: 0 }
+    }
+
+    /// Queues a step and reads its totals; gives what was noted of both.
+    fn run(&mut self, recompute: Recompute) -> [Vec<Noted>; 2] {
+        trace::start();
+        self.count += 1;
+        let Self { model, state: (gradients, moments, spans), count } = self;
+        let mut totals = model.totals().unwrap();
+        model.clear(gradients).unwrap();
+        for number in 0..2 {
+            // Other words and documents in every batch.
+            let at = |i: usize| i * 7 + number * 5 + *count as usize;
+            let tokens: Vec<u32> = (0..ROWS * LEN).map(|i| (at(i * i) % VOCAB) as u32).collect();
+            let labels: Vec<i32> = (0..ROWS * LEN).map(|i| (at(i) % VOCAB) as i32).collect();
+            let len = 8 + number + *count as usize;
+            let documents: Vec<i32> = (0..ROWS * LEN).map(|i| (i % LEN / len) as i32).collect();
+            let positions: Vec<i32> = (0..ROWS * LEN).map(|i| (i % LEN % len) as i32).collect();
+            let batch = Batch {
+                rows: ROWS,
+                len: LEN,
+                tokens: &tokens,
+                labels: &labels,
+                documents: &documents,
+                positions: &positions,
+                mean_kv_len: Some(8),
+            };
+            model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();
+        }
+        let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let step = OptimizerStep { adamw, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
+        model.update(&step, spans, gradients, moments, &mut totals).unwrap();
+        let queued = trace::stop();
+        trace::start();
+        model.read(totals).unwrap();
+        [queued, trace::stop()]
+    }
+}
+
+/// Memory that somebody has: its length, and the addresses that were written.
+#[derive(Default)]
+struct Live {
+    bytes: usize,
+    written: Vec<(u64, u64)>,
+}
+
+impl Live {
+    fn write(&mut self, span: (u64, u64)) {
+        self.written.push(span);
+        self.written.sort_unstable();
+        // Neighbours become one.
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for &(from, to) in &self.written {
+            match joined.last_mut() {
+                Some(last) if from <= last.1 => last.1 = last.1.max(to),
+                _ => joined.push((from, to)),
+            }
+        }
+        self.written = joined;
+    }
+}
+
+/// What is wrong with an order of work: memory that two have at once, work on memory that nobody has,
+/// and a read of what was never written.
+fn trouble(notes: &[Noted]) -> Vec<String> {
+    let mut live: BTreeMap<u64, Live> = BTreeMap::new();
+    let mut trouble = Vec::new();
+    for (i, noted) in notes.iter().enumerate() {
+        match noted {
+            Noted::Taken { address, bytes } => {
+                let end = address + *bytes as u64;
+                let before = live.range(..end).next_back();
+                if before.is_some_and(|(at, of)| at + of.bytes as u64 > *address) {
+                    trouble.push(format!("{i}: {bytes} B at {address:#x} are somebody's"));
+                }
+                live.insert(*address, Live { bytes: *bytes, ..Live::default() });
+            }
+            Noted::Given { address } => {
+                live.remove(address);
+            }
+            Noted::Read { name, span } | Noted::Written { name, span } => {
+                let of = live.range_mut(..=span.0).next_back();
+                let Some((_, of)) = of.filter(|(at, of)| span.1 <= **at + of.bytes as u64) else {
+                    trouble.push(format!("{i}: {name} is in memory that nobody has"));
+                    continue;
+                };
+                if matches!(noted, Noted::Written { .. }) {
+                    of.write(*span);
+                } else if !of.written.iter().any(|w| w.0 <= span.0 && span.1 <= w.1) {
+                    trouble.push(format!("{i}: {name} is read before it is written"));
+                }
+            }
+            Noted::Allocated { .. } | Noted::Waited { .. } => {}
+        }
+    }
+    trouble
+}
+
+#[test]
+fn the_checker_finds_what_is_wrong() {
+    let taken = |address, bytes| Noted::Taken { address, bytes };
+    let read = |from, to| Noted::Read { name: "x".into(), span: (from, to) };
+    let written = |from, to| Noted::Written { name: "y".into(), span: (from, to) };
+    let right = [
+        taken(100, 50),
+        written(100, 120),
+        written(120, 150),
+        read(110, 140),
+        Noted::Given { address: 100 },
+        taken(90, 30),
+        written(90, 120),
+        read(90, 120),
+    ];
+    assert_eq!(trouble(&right), [""; 0]);
+    assert_eq!(trouble(&[taken(100, 50), taken(140, 10)]), ["1: 10 B at 0x8c are somebody's"]);
+    assert_eq!(trouble(&right[..4]).len() + trouble(&right[1..4]).len(), 3);
+    let late = [&right[..5], &[read(110, 140)]].concat();
+    assert_eq!(trouble(&late), ["5: x is in memory that nobody has"]);
+    let unwritten = [taken(100, 50), written(100, 120), read(110, 130)];
+    assert_eq!(trouble(&unwritten), ["2: x is read before it is written"]);
+    // Memory of somebody before holds nothing for the next.
+    let again = [&right[..5], &[taken(100, 50), read(110, 120)]].concat();
+    assert_eq!(trouble(&again), ["6: x is read before it is written"]);
+}
+
+#[test]
+fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
+    let name = "steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory";
+    if !inside(name) {
+        return;
+    }
+    for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
+        trace::start();
+        let mut steps = Steps::new();
+        let mut notes = trace::stop();
+        for number in 0..4 {
+            let [of_step, read] = steps.run(recompute);
+            let waits: Vec<&Noted> =
+                of_step.iter().filter(|n| matches!(n, Noted::Waited { .. })).collect();
+            assert!(waits.is_empty(), "step {number}: {waits:?}");
+            let more: Vec<&Noted> =
+                of_step.iter().filter(|n| matches!(n, Noted::Allocated { .. })).collect();
+            assert!(number == 0 || more.is_empty(), "step {number}: {more:?}");
+            notes.extend(of_step.into_iter().chain(read));
+        }
+        assert_eq!(trouble(&notes), [""; 0], "{recompute:?}");
+    }
+}
+
+#[test]
+fn a_step_of_two_layers_queues_its_blocks_in_order() {
+    if !inside("a_step_of_two_layers_queues_its_blocks_in_order") {
+        return;
+    }
+    let mut steps = Steps::new();
+    steps.run(Recompute::None);
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches");
+    fs::remove_file(&log).unwrap();
+    steps.run(Recompute::None);
+    let queued = fs::read_to_string(log).unwrap();
+    let expected = include_str!("step.txt");
+    assert_eq!(queued, expected, "{queued}");
+}
