@@ -306,6 +306,44 @@ fn passes_take_all_memory_from_the_allocator_of_their_queue() {
 }
 
 #[test]
+fn a_graphs_calls_may_be_the_first_of_their_queue_and_keep_nothing() {
+    if !inside("a_graphs_calls_may_be_the_first_of_their_queue_and_keep_nothing") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    // One captured buffer is the host's, and is bounded, so its range table is made too.
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let both = |queue: &Queue| {
+        plan.forward_on(queue, &tensors.forward)?;
+        plan.backward_on(queue, &backward)
+    };
+    let whole = engine.queue().pool().take(48 << 20).unwrap();
+    let parts = Arc::new(Parts { whole, state: Mutex::default() });
+    let out = || parts.state.lock().unwrap().1;
+    let [warm, fresh] = [(); 2].map(|()| engine.new_queue().unwrap().with_allocator(parts.clone()));
+    both(&warm).unwrap();
+    let kept = out();
+    assert!(kept > 0, "calls that run keep their schedules");
+    for queue in [&fresh, &warm] {
+        let before = parts.state.lock().unwrap().0;
+        Graph::record(queue.stream(), || both(queue)).unwrap();
+        let used = parts.state.lock().unwrap().0 - before;
+        assert!(used > 0 && out() == kept, "the graph has memory of its own, which is the graph's");
+        // The same again, although a queue of calls that ran keeps what they made.
+        Graph::record(queue.stream(), || both(queue)).unwrap();
+        assert_eq!(parts.state.lock().unwrap().0 - before, 2 * used);
+    }
+    // Without an allocator there is no memory that a graph could own.
+    let queue = engine.new_queue().unwrap();
+    let said = Graph::record(queue.stream(), || both(&queue)).unwrap_err().to_string();
+    assert!(said.contains("cannot be recorded in a graph"), "{said}");
+}
+
+#[test]
 fn threads_share_a_plan_and_queues() {
     if !inside("threads_share_a_plan_and_queues") {
         return;

@@ -4,14 +4,16 @@
 //! for in the same places, in this order:
 //!
 //! 1. `FOVEATE_CUDA_LIBRARIES`, a folder or a file (several are separated like `PATH`);
-//! 2. wheels: `nvidia/*/lib` in the packages of the Python that runs this process, of the active
+//! 2. what the process has open already, and the folders of [`look_first_in`];
+//! 3. wheels: `nvidia/*/lib` in the packages of the Python that runs this process, of the active
 //!    environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), of the `python3` on `PATH` (which is asked for
 //!    its place when it is a script, such as a shim of pyenv's), and of the user;
-//! 3. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
-//! 4. the bare name, which leaves the search to the system's loader.
+//! 4. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
+//! 5. the bare name, which leaves the search to the system's loader.
 //!
 //! The driver is no part of wheels and toolkits, so it is looked for in the first and the last
-//! place only. A library is opened by its absolute path and stays open for the life of the
+//! place only. Where one of the first two has a library, nothing is looked for elsewhere and no other
+//! process is started. A library is opened by its absolute path and stays open for the life of the
 //! process. What was tried and what came of it is kept ([`Search`]), so that a file that is there
 //! and cannot be opened is never reported as missing without its reason.
 
@@ -19,10 +21,11 @@ mod surroundings;
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
 use crate::error::{GpuError, GpuErrorKind};
 use crate::library::{LIBRARIES_VARIABLE, Library};
+use crate::sync::lock;
 use surroundings::Surroundings;
 
 impl Library {
@@ -41,7 +44,7 @@ impl Library {
     /// The search for it, done once in a process.
     pub fn search(self) -> &'static Search {
         static SEARCHES: [OnceLock<Search>; 4] = [const { OnceLock::new() }; 4];
-        SEARCHES[self as usize].get_or_init(|| self.search_in(&Surroundings::of_process()))
+        SEARCHES[self as usize].get_or_init(|| self.search_in_process())
     }
 
     /// Opens it, once in a process.
@@ -61,9 +64,53 @@ impl Library {
         })
     }
 
+    /// What the process says itself comes first: looking around may start another Python.
+    fn search_in_process(self) -> Search {
+        let named = Surroundings::named();
+        let mut nearest = named.candidates_named(self);
+        if self != Self::Driver {
+            nearest.extend(self.loaded().map(|path| (Origin::Loaded, path)));
+            let folders = lock(&FIRST).clone();
+            let files = folders.iter().flat_map(|folder| {
+                self.file_names().iter().map(|name| (Origin::Interpreter, folder.join(name)))
+            });
+            nearest.extend(files);
+        }
+        let near = self.search_among(nearest);
+        if near.opened.is_some() {
+            return near;
+        }
+        let mut far = self.search_in(&Surroundings::of_process());
+        let tried = far.steps.extract_if(.., |step| near.steps.contains(step)).count();
+        debug_assert!(tried <= near.steps.len());
+        far.steps.splice(0..0, near.steps);
+        far
+    }
+
+    /// The file of a library of this name that the process has open already.
+    fn loaded(self) -> Option<PathBuf> {
+        #[cfg(target_os = "linux")]
+        {
+            let stem = self.file_names()[0].split_inclusive(".so").next()?;
+            let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+            let mut paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+            let is = |path: &str| {
+                let name = path.rsplit('/').next().unwrap_or_default();
+                name == stem || name.strip_prefix(stem).is_some_and(|rest| rest.starts_with('.'))
+            };
+            paths.find(|path| is(path)).map(PathBuf::from)
+        }
+        #[cfg(not(target_os = "linux"))]
+        None
+    }
+
     fn search_in(self, around: &Surroundings) -> Search {
+        self.search_among(around.candidates(self))
+    }
+
+    fn search_among(self, candidates: Vec<(Origin, PathBuf)>) -> Search {
         let mut steps = Vec::new();
-        for (origin, path) in around.candidates(self) {
+        for (origin, path) in candidates {
             let bare = origin == Origin::System;
             let found = if bare || path.is_file() { self.open_at(&path, bare) } else { Ok(None) };
             let (outcome, opened) = match found {
@@ -98,6 +145,16 @@ impl Library {
     }
 }
 
+/// Folders of [`look_first_in`].
+static FIRST: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Looks for every library but the driver in these folders before wheels, toolkits and the system's
+/// places: a Python that runs this process knows better than files around it where its packages are.
+/// A library that has been searched for stays what it is.
+pub fn look_first_in(folders: Vec<PathBuf>) {
+    *lock(&FIRST) = folders;
+}
+
 /// What became of the search for a library.
 #[derive(Debug)]
 pub struct Search {
@@ -128,6 +185,10 @@ pub struct Step {
 pub enum Origin {
     /// `FOVEATE_CUDA_LIBRARIES` names it.
     Variable,
+    /// The process has it open already.
+    Loaded,
+    /// A package of the Python that runs this process, which said so ([`look_first_in`]).
+    Interpreter,
     /// Packages of a Python.
     Wheel,
     /// A CUDA toolkit.
@@ -141,6 +202,8 @@ impl Origin {
     pub fn name(self) -> &'static str {
         match self {
             Self::Variable => LIBRARIES_VARIABLE,
+            Self::Loaded => "loaded",
+            Self::Interpreter => "interpreter",
             Self::Wheel => "wheel",
             Self::Toolkit => "toolkit",
             Self::System => "system",

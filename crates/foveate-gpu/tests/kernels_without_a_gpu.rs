@@ -253,6 +253,16 @@ fn a_queue_with_an_allocator_takes_no_other_memory_of_the_device() {
     };
     Graph::record(queue.stream(), record).unwrap();
     assert!(used() > first, "recorded calls take memory too");
+    // What a graph copies stays where it is: the caller's data and the memory for copies change.
+    let mut given = vec![5; 3000];
+    let recorded = || queue.pool().upload(&given);
+    let mut copied = None;
+    Graph::record(queue.stream(), || recorded().map(|made| copied = Some(made))).unwrap();
+    given.fill(6);
+    let mut read = vec![0; 3000];
+    copied.as_ref().unwrap().read(&mut read, LIMIT).unwrap();
+    assert_eq!(read, [5; 3000]);
+    drop(copied);
     queue.pool().release().unwrap();
     let kept = queue.downgrade();
     drop((taken, uploaded, queue));

@@ -24,6 +24,9 @@ pub(super) struct Call<'a> {
     pub sequences: Sequences,
     /// Whether indices outside captured buffers are reported.
     pub checked: bool,
+    /// Whether it is recorded in a graph that takes its memory from the caller's allocator: then it
+    /// keeps nothing and uses nothing that is kept, since the graph outlives both.
+    pub recorded: bool,
     captures: &'a [(&'a str, DeviceArray<'a>)],
 }
 
@@ -88,9 +91,10 @@ impl<'a> Call<'a> {
         dims: &'a Dims,
         operands: &DeviceOperands<'a>,
         checked: bool,
-    ) -> Self {
+    ) -> Result<Self, CudaError> {
         let sequences = Sequences::of(dims, operands);
-        Self { queue, dims, sequences, checked, captures: operands.captures }
+        let recorded = queue.pool().is_recording()?;
+        Ok(Self { queue, dims, sequences, checked, recorded, captures: operands.captures })
     }
 
     /// The captured buffer of this name in device memory, and its place in the call.
@@ -105,9 +109,9 @@ impl<'a> Call<'a> {
     }
 
     /// What is promised of the contents that decide block lists; `None` when nothing is, of what
-    /// the mask reads or of the sequences themselves.
+    /// the mask reads or of the sequences themselves, or the call is recorded.
     pub fn contents(&self, mask: &MaskMod) -> Option<Contents> {
-        if !self.sequences.are_promised() {
+        if self.recorded || !self.sequences.are_promised() {
             return None;
         }
         let buffers = mask.program().graph().buffers().iter().filter(|b| b.is_on_device());

@@ -78,7 +78,7 @@ impl CudaPlan {
             max_score: on_max.as_ref().map(|m| m.tensor),
         };
         let plan = self.bound(operands.captures)?;
-        let told = plan.launch_forward(&Call::new(queue, &dims, &operands, true), &device);
+        let told = plan.launch_forward(&Call::new(queue, &dims, &operands, true)?, &device);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.arrangement()));
         on_out.download("out", &rows.q, self, whole_row(&mut out))?;
@@ -154,7 +154,7 @@ impl CudaPlan {
             d_captures: names.zip(on_captures.iter().map(|(_, tensor)| *tensor)).collect(),
         };
         let plan = self.bound(operands.captures)?;
-        let told = plan.launch_backward(&Call::new(queue, &dims, &operands, true), &device);
+        let told = plan.launch_backward(&Call::new(queue, &dims, &operands, true)?, &device);
         let told = self.results(told)?;
         let rows = Rows::new(&dims, &sequences(&dims, from.arrangement()));
         for (name, on, rows, into) in [

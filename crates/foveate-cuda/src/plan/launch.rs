@@ -42,7 +42,7 @@ impl CudaPlan {
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
         self.check_accesses(&args.accesses()?)?;
-        plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
+        plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
     /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
@@ -60,7 +60,7 @@ impl CudaPlan {
         let plan = self.bound(args.operands.captures)?;
         plan.check_captures(args)?;
         self.check_accesses(&args.accesses()?)?;
-        plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked), args)
+        plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
     fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {

@@ -17,6 +17,7 @@ mod kernels;
 mod launch;
 mod report;
 mod resident;
+mod tile_runs;
 mod tune;
 
 use std::sync::{Arc, Mutex};

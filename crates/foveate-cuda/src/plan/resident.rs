@@ -17,7 +17,7 @@ use foveate_problem::Spec;
 
 use super::CudaPlan;
 use super::call::{Call, Contents, Offsets, Sequences};
-use super::kernels::queue_kernel;
+use super::kernels::{Printed, queue_kernel};
 use super::report::Report;
 use crate::choose::schedule::{
     Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity,
@@ -41,11 +41,14 @@ pub(super) struct PlanState {
     queues: Vec<WeakQueue>,
 }
 
-/// What one call makes for itself: from captured buffers and offsets of which nothing is promised.
+/// What one call makes for itself: from captured buffers and offsets of which nothing is promised, or
+/// all of it where the call is recorded.
 #[derive(Debug, Default)]
 pub(super) struct CallState {
     /// Range tables of captured buffers, by their place in the call.
     tables: Vec<(usize, Arc<Allocation>)>,
+    /// Captured buffers of the host, of a call that is recorded.
+    buffers: Vec<Uploaded>,
     schedules: Vec<(ScheduleKey, Arc<DeviceSchedule>)>,
 }
 
@@ -276,7 +279,7 @@ fn refuse_recording(queue: &Queue) -> Result<(), CudaError> {
 }
 
 /// Rows or runs as kernels count them.
-fn count(n: usize) -> Result<i32, CudaError> {
+pub(super) fn count(n: usize) -> Result<i32, CudaError> {
     i32::try_from(n).map_err(|_| {
         CudaError::argument(format!("{n} rows of tiles are more than a launch can count"))
     })
@@ -333,7 +336,7 @@ impl CudaPlan {
         Ok(LaunchSchedule { schedule, lists: Some(lists) })
     }
 
-    fn device_schedule(
+    pub(super) fn device_schedule(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
@@ -354,7 +357,7 @@ impl CudaPlan {
         let find = |all: &[(ScheduleKey, Arc<DeviceSchedule>)]| {
             all.iter().find(|(k, _)| *k == key).map(|(_, schedule)| schedule.clone())
         };
-        let promised = sequences.are_promised();
+        let promised = sequences.are_promised() && !call.recorded;
         let found = match promised {
             true => find(&lock(&self.resident).schedules),
             false => find(&state.schedules),
@@ -483,7 +486,7 @@ impl CudaPlan {
         axis: Axis,
         tile: TileSize,
     ) -> Result<DeviceLists, CudaError> {
-        let Call { queue, dims, checked, .. } = *call;
+        let Call { queue, checked, .. } = *call;
         let rows = &schedule.rows;
         let all_rows = rows.per_head * rows.heads;
         let (count_bytes, run_bytes) = (4 * all_rows, 8 * all_rows * rows.capacity);
@@ -495,11 +498,31 @@ impl CudaPlan {
             capacity: count(rows.capacity)?,
             head_stride: count(rows.head_stride)?,
         };
+        let report = Report::new(queue, checked)?;
+        let printed =
+            self.queue_lists(call, state, schedule, axis, tile, lists, report.address())?;
+        let out_of_range = report.noted(self.options.timeout, &printed.source)?;
+        Ok(DeviceLists { _memory: memory, lists, out_of_range })
+    }
+
+    /// Queues the making of block lists in memory that is there, and returns the mask that makes them.
+    #[expect(clippy::too_many_arguments, reason = "what decides a list, and where it goes")]
+    pub(super) fn queue_lists(
+        &self,
+        call: &Call<'_>,
+        state: &mut CallState,
+        schedule: &DeviceSchedule,
+        axis: Axis,
+        tile: TileSize,
+        lists: params::Lists,
+        report: Address,
+    ) -> Result<Arc<Printed>, CudaError> {
+        let (rows, queue, dims) = (&schedule.rows, call.queue, call.dims);
         let params = BlockListsParams {
             sequences: schedule.sequences,
             tiles: rows.tiles,
             counts: lists.counts,
-            runs,
+            runs: lists.runs,
             capacity: lists.capacity,
             head_stride: lists.head_stride,
             tile_q: tile.q as i32,
@@ -509,12 +532,10 @@ impl CudaPlan {
         };
         let shared = BlockListsParams::shared_bytes(rows.longest);
         let (function, printed) = self.list_kernel(call, tile, shared)?;
-        let report = Report::new(queue, checked)?;
-        let mods = self.mods_bytes(call, state, &printed, &[], report.address())?;
+        let mods = self.mods_bytes(call, state, &printed, &[], report)?;
         let grid = [rows.count as u32, rows.heads as u32, 1];
         let threads = BlockListsParams::THREADS as u32;
         queue_kernel(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
-        let out_of_range = report.noted(self.options.timeout, &printed.source)?;
-        Ok(DeviceLists { _memory: memory, lists, out_of_range })
+        Ok(printed)
     }
 }

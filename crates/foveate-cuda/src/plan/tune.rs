@@ -281,7 +281,7 @@ impl Subject<'_> {
         let launch = launch.expect("a pass launches each of its kernels");
         let chosen = trial.chosen(class, self.sizes, !kernel.is_of_forward())?;
         let forward = self.forward();
-        trial.kernel(&chosen, &launch, &self.call(&forward.operands))?;
+        trial.kernel(&chosen, &launch, &self.call(&forward.operands)?)?;
         match trial.notes().pop() {
             None => Ok(trial),
             Some(reason) => {
@@ -294,14 +294,14 @@ impl Subject<'_> {
     /// Queues a pass.
     fn run(&self, plan: &CudaPlan, kernel: Kernel) -> Result<(), CudaError> {
         let forward = self.forward();
-        let call = self.call(&forward.operands);
+        let call = self.call(&forward.operands)?;
         match kernel.is_of_forward() {
             true => plan.launch_forward(&call, &forward),
             false => plan.launch_backward(&call, &self.backward()),
         }
     }
 
-    fn call<'a>(&'a self, operands: &DeviceOperands<'a>) -> Call<'a> {
+    fn call<'a>(&'a self, operands: &DeviceOperands<'a>) -> Result<Call<'a>, CudaError> {
         Call::new(self.plan.engine.queue(), &self.dims, operands, false)
     }
 

@@ -1,14 +1,17 @@
 //! Devices and what they offer.
 
+use std::collections::HashMap;
 use std::ffi::{CStr, c_int};
 use std::ops::Deref;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::free_list::SharedFreeList;
+use super::pinned::Pinned;
 use super::sys::{Driver, Handle};
 use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
+use crate::sync::lock;
 
 /// A GPU with its primary context. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -20,6 +23,8 @@ struct Inner {
     context: Handle,
     info: DeviceInfo,
     free: SharedFreeList,
+    /// Pinned copies of what recorded graphs copy to the device, by contents.
+    recorded: Mutex<HashMap<Box<[u8]>, usize>>,
 }
 
 // SAFETY: a context is a handle that the driver lets every thread use.
@@ -93,6 +98,7 @@ impl Device {
             context,
             info,
             free: SharedFreeList::default(),
+            recorded: Mutex::default(),
         })))
     }
 
@@ -137,6 +143,27 @@ impl Device {
         self.0.current()
     }
 
+    /// The address of a pinned copy of `data` that stays as long as the process: a graph may copy from
+    /// there whenever it runs. Equal contents share one.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn kept_for_graphs(&self, data: &[u8]) -> Result<*const u8, GpuError> {
+        let mut recorded = lock(&self.0.recorded);
+        if let Some(&copy) = recorded.get(data) {
+            return Ok(copy as *const u8);
+        }
+        let driver = self.current()?;
+        let mut copy = {
+            let _relaxed = Relaxed::new(&driver)?;
+            Pinned::new(self, data.len())?
+        };
+        copy.as_mut_slice().copy_from_slice(data);
+        let copy = copy.into_raw();
+        recorded.insert(data.into(), copy as usize);
+        Ok(copy)
+    }
+
     /// The same around calls that may change the thread's context themselves, as NCCL's do.
     pub(crate) fn current_around(&self) -> Result<Current, GpuError> {
         let found = found(Driver::get()?)?;
@@ -169,6 +196,39 @@ impl Drop for Current {
             // destroyed it meanwhile, the driver says so, and there is nobody to tell.
             unsafe { (self.driver.context_set)(context) };
         }
+    }
+}
+
+/// While it lives, this thread may load kernels and take pinned memory though a graph is recorded: the
+/// driver refuses both otherwise, lest they wait for work that is not running. Neither is part of the
+/// graph.
+pub(super) struct Relaxed {
+    driver: &'static Driver,
+    /// The mode to go back to.
+    before: c_int,
+}
+
+impl Relaxed {
+    pub fn new(driver: &Current) -> Result<Self, GpuError> {
+        const RELAXED: c_int = 2;
+        let mut made = Self { driver: driver.driver, before: RELAXED };
+        made.exchange()?;
+        Ok(made)
+    }
+
+    fn exchange(&mut self) -> Result<(), GpuError> {
+        // A driver without the function is older than every one that records.
+        let Some(exchange) = self.driver.exchange_capture_mode else { return Ok(()) };
+        // SAFETY: the mode is valid for a read and a write.
+        let code = unsafe { exchange(&mut self.before) };
+        self.driver.check(code, || "changing how graphs are recorded".into())
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // A mode that the driver itself gave; there is nobody to tell of a failure.
+        let _ = self.exchange();
     }
 }
 

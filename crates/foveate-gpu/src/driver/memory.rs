@@ -163,6 +163,15 @@ impl Pool {
         Ok(memory)
     }
 
+    /// Whether work is recorded in a graph at present that takes its memory from an allocator. What is
+    /// made then belongs to the graph: it is made whenever the graph runs.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn is_recording(&self) -> Result<bool, GpuError> {
+        Ok(self.shared.allocator.is_some() && self.stream().is_recording()?)
+    }
+
     fn free(&self) -> MutexGuard<'_, FreeList> {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -261,7 +270,8 @@ impl Allocation {
     }
 
     /// Copies `data` to the start of the memory, in order with the stream's work. `data` can be
-    /// reused at once.
+    /// reused at once. While a graph is recorded that takes its memory from an allocator, a copy of
+    /// `data` is kept as long as the process, for the graph.
     ///
     /// # Errors
     /// When it does not fit, earlier copies do not end in the pool's time, and those of the driver.
@@ -277,9 +287,24 @@ impl Allocation {
         self.fits(start, data.len())?;
         let (address, limit) = (self.address + start as u64, self.pool.timeout);
         note(|| self.written("an upload", start, data.len()));
+        if self.pool.is_recording()? {
+            return self.record_write(address, data);
+        }
         // SAFETY: the allocation has room, checked above, and its memory is not freed before the
         // stream's work is done.
         unsafe { self.pool.staging().upload(self.stream(), address, data, limit) }
+    }
+
+    fn record_write(&self, address: u64, data: &[u8]) -> Result<(), GpuError> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let device = self.stream().device();
+        let (driver, from) = (device.current()?, device.kept_for_graphs(data)?);
+        // SAFETY: the caller has checked that the memory has room; the pinned copy is never freed.
+        let code =
+            unsafe { (driver.to_device)(address, from.cast(), data.len(), self.stream().handle()) };
+        driver.check(code, || format!("recording a copy of {} B to the device", data.len()))
     }
 
     /// Copies the start of the memory to `data`, behind the stream's work, and waits for it, at

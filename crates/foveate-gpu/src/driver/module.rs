@@ -5,7 +5,7 @@ use std::ffi::{CString, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex};
 
-use super::device::Device;
+use super::device::{Device, Relaxed};
 use super::stream::Stream;
 use super::sys::{Handle, INVALID_VALUE, LaunchAttribute, LaunchConfig};
 use crate::arch::Arch;
@@ -42,6 +42,7 @@ impl Module {
         if !cubin.starts_with(b"\x7fELF") {
             return Err(GpuError::argument("the kernel's machine code is damaged: no ELF file"));
         }
+        let _relaxed = Relaxed::new(&driver)?;
         let mut handle = ptr::null_mut();
         // SAFETY: an ELF file carries its own length; the driver copies it.
         let code = unsafe { (driver.module_load)(&mut handle, cubin.as_ptr().cast()) };

@@ -79,17 +79,25 @@ impl Stream {
         self.handle
     }
 
-    /// Refuses what cannot be part of a graph while one is recorded: `doing` says what.
+    /// Whether its work is recorded in a graph at present.
     ///
     /// # Errors
-    /// When the stream's work is recorded at present.
-    pub fn refuse_recording(&self, doing: &str) -> Result<(), GpuError> {
+    /// Those of the driver.
+    pub fn is_recording(&self) -> Result<bool, GpuError> {
         let driver = self.device.current()?;
         let mut recording = 0;
         // SAFETY: `recording` is valid for a write, the stream is alive.
         let code = unsafe { (driver.capture_status)(self.handle, &mut recording) };
         driver.check(code, || "asking whether a graph is recorded".into())?;
-        if recording == 0 {
+        Ok(recording != 0)
+    }
+
+    /// Refuses what cannot be part of a graph while one is recorded: `doing` says what.
+    ///
+    /// # Errors
+    /// When the stream's work is recorded at present.
+    pub fn refuse_recording(&self, doing: &str) -> Result<(), GpuError> {
+        if !self.is_recording()? {
             return Ok(());
         }
         Err(GpuError::argument(format!(

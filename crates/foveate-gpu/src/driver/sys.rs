@@ -63,6 +63,7 @@ functions! {
     function_parameter "cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize) -> Code;
     launch "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
                              Handle, *mut *mut c_void, *mut *mut c_void) -> Code;
+    ? exchange_capture_mode "cuThreadExchangeStreamCaptureMode" (*mut c_int) -> Code;
     ? launch_with_attributes "cuLaunchKernelEx" (*const LaunchConfig, Handle, *mut *mut c_void,
                                                  *mut *mut c_void) -> Code;
     ? tensor_map_tiled "cuTensorMapEncodeTiled" (*mut c_void, c_int, c_uint, *mut c_void,

@@ -23,12 +23,13 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
+    /// What [`LIBRARIES_VARIABLE`] names, and nothing else.
+    pub fn named() -> Self {
+        Self { named: paths(LIBRARIES_VARIABLE), ..Self::default() }
+    }
+
     /// Those of this process.
     pub fn of_process() -> Self {
-        let paths = |variable: &str| -> Vec<PathBuf> {
-            let value = env::var_os(variable).unwrap_or_default();
-            env::split_paths(&value).filter(|p| !p.as_os_str().is_empty()).collect()
-        };
         let folder = |variable: &&str| env::var_os(*variable).filter(|v| !v.is_empty());
         // A Python that runs this process goes by the name it was called with, which is in its
         // environment, and by its real path, which is in the installation behind it.
@@ -47,6 +48,13 @@ impl Surroundings {
         let mut toolkits: Vec<_> = toolkits.iter().filter_map(folder).map(PathBuf::from).collect();
         toolkits.extend(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
         Self { named: paths(LIBRARIES_VARIABLE), pythons, toolkits }
+    }
+
+    /// The files that the variable names.
+    pub fn candidates_named(&self, library: Library) -> Vec<(Origin, PathBuf)> {
+        let mut all = self.candidates(library);
+        all.retain(|(origin, _)| *origin == Origin::Variable);
+        all
     }
 
     /// Every file to try, in order, existing or not.
@@ -83,6 +91,12 @@ impl Surroundings {
         names.iter().for_each(|name| add(Origin::System, PathBuf::from(name)));
         places
     }
+}
+
+/// The paths that a variable of the environment lists.
+fn paths(variable: &str) -> Vec<PathBuf> {
+    let value = env::var_os(variable).unwrap_or_default();
+    env::split_paths(&value).filter(|p| !p.as_os_str().is_empty()).collect()
 }
 
 /// The prefix of `bin/python3` or the like.

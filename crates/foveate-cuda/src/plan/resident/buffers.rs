@@ -75,6 +75,7 @@ impl CudaPlan {
                     let ranges = if bounded { self.table_of(call, state, at, buffer)? } else { 0 };
                     (array.address, ranges)
                 }
+                _ if call.recorded => self.uploaded_again(call, state, buffer, bounded)?,
                 _ => self.uploaded(call.queue, buffer, bounded)?,
             };
             let wanted = gradients.iter().find(|g| g.name == buffer.name());
@@ -116,6 +117,34 @@ impl CudaPlan {
         Ok((elems, ranges))
     }
 
+    /// [`Self::uploaded`] for a call that keeps nothing.
+    fn uploaded_again(
+        &self,
+        call: &Call<'_>,
+        state: &mut CallState,
+        buffer: &AnyBuffer,
+        bounded: bool,
+    ) -> Result<(Address, Address), CudaError> {
+        let queue = call.queue.id();
+        let same = |b: &Uploaded| b.buffer.same(buffer);
+        let at = match state.buffers.iter().position(same) {
+            Some(at) => at,
+            None => {
+                let elems = Arc::new(self.pool(call.queue).upload(&buffer_bytes(buffer))?);
+                let buffer = buffer.clone();
+                state.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
+                state.buffers.len() - 1
+            }
+        };
+        let uploaded = &mut state.buffers[at];
+        let elems = uploaded.elems.address();
+        if bounded && uploaded.ranges.is_none() {
+            uploaded.ranges = Some(Arc::new(self.range_table(call.queue, elems, buffer)?));
+        }
+        let ranges = uploaded.ranges.as_ref().map_or(0, |allocation| allocation.address());
+        Ok((elems, ranges))
+    }
+
     /// Where the range table of a captured buffer of the call is, which takes the place of `buffer`.
     fn table_of(
         &self,
@@ -128,7 +157,7 @@ impl CudaPlan {
             return Ok(table.address());
         }
         let (_, array) = call.captured(at);
-        let key = array.version.map(|version| TableKey {
+        let key = array.version.filter(|_| !call.recorded).map(|version| TableKey {
             queue: call.queue.id(),
             address: array.address,
             version,
