@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from . import _native, _region, _trace
+from . import _cuda, _native, _region, _trace
 from ._compile import also_compiled
 from ._masks import Mask
 
@@ -50,7 +50,9 @@ def create_block_mask(
         H: Query heads, or None for one mask for all.
         Q_LEN: Number of queries.
         KV_LEN: Number of keys.
-        device: Where the tables lie; only the CPU, and the default.
+        device: Where the tables lie, a CPU or CUDA device; when it is None, the current CUDA device, or the CPU where there
+            is none. On CUDA the device makes them, and nothing
+            waits.
         BLOCK_SIZE: Length of a tile in queries and keys, or a pair of them.
         _compile: Ignored: there is nothing to compile.
         separate_full_blocks: Whether full tiles have lists of their own.
@@ -59,9 +61,9 @@ def create_block_mask(
         TraceError: ``mask_mod`` cannot be traced; the message says what, and where.
     """
     del _compile
-    device = torch.device("cpu" if device is None else device)
-    if device.type != "cpu":
-        raise NotImplementedError(f"foveate.create_block_mask makes tables on the CPU, not on {device}")
+    device = _device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
     if not callable(mask_mod):
         raise TypeError(f"create_block_mask requires a mask_mod function! Got {mask_mod}")
     tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
@@ -71,12 +73,7 @@ def create_block_mask(
     extents = (batch, heads, Q_LEN, KV_LEN)
     if min(extents) < 0:
         raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
-    traced = _trace.mask(mask_mod, extents)
-    kinds = torch.empty((batch, heads, -(-Q_LEN // tile[0]), -(-KV_LEN // tile[1])), dtype=torch.uint8)
-    try:
-        _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
-    except IndexError as error:
-        raise _trace.named(error, traced) from None
+    kinds = _kinds(mask_mod, extents, tile, device)
     partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
     full: tuple[Tensor | None, Tensor | None] = (None, None)
     if separate_full_blocks:
@@ -88,6 +85,57 @@ def create_block_mask(
     return made
 
 
+def _device(device: Any) -> torch.device:
+    """``device``, or the accelerator if there is one that can be used, else the CPU: torch's default."""
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return torch.device(device)
+
+
+def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device) -> Tensor:
+    """What each tile is: 0 empty, 1 partial, 2 full; those that the lengths cut are not full."""
+    traced = _trace.mask(mask_mod, extents)
+    batch, heads, q_len, kv_len = extents
+    if device.type == "cuda":
+        return _kinds_on_device(traced, extents, tile, device)
+    kinds = torch.empty((batch, heads, -(-q_len // tile[0]), -(-kv_len // tile[1])), dtype=torch.uint8)
+    try:
+        _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
+    except IndexError as error:
+        raise _trace.named(error, traced) from None
+    return kinds
+
+
+def _kinds_on_device(
+    traced: _native.Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device
+) -> Tensor:
+    """:func:`_kinds`, made by the device without the host ever waiting: a graph that is recorded makes them anew."""
+    _cuda.start()
+    batch, heads, q_len, kv_len = extents
+    by_batch, by_head = _native.varies(traced)
+    rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
+    shape = (heads if by_head else min(heads, 1), batch if by_batch else min(batch, 1), rows)
+    if 0 in (*shape, columns):
+        return torch.zeros((batch, heads, rows, columns), dtype=torch.uint8, device=device)
+    counts = torch.empty(shape, dtype=torch.int32, device=device)
+    runs = torch.empty((*shape, columns, 2), dtype=torch.int32, device=device)
+    _native.tile_runs(traced, extents, tile, counts, runs)
+    column = torch.arange(columns, dtype=torch.int32, device=device)
+    first = runs[..., 0].masked_fill(column >= counts.unsqueeze(-1), columns).contiguous()
+    # The run that each tile is in, if it is in one: the last that begins up to it.
+    at = torch.searchsorted(first, column.expand(*shape, columns).contiguous(), right=True) - 1
+    inside = at >= 0
+    at = at.clamp_(min=0)
+    count = runs[..., 1].gather(-1, at)
+    inside &= column < first.gather(-1, at) + (count >> 1)
+    kinds = torch.where(inside, 2 - (count & 1), 0).to(torch.uint8).transpose(0, 1)
+    if q_len % tile[0]:
+        kinds[..., -1, :].clamp_(max=1)
+    if kv_len % tile[1]:
+        kinds[..., -1].clamp_(max=1)
+    return kinds.expand(batch, heads, rows, columns)
+
+
 def create_mask(
     mod_fn: Callable[..., Tensor],
     B: int | None,
@@ -96,18 +144,16 @@ def create_mask(
     KV_LEN: int,
     device: Any = None,
 ) -> Tensor:
-    """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, on the
-    CPU when no device is given, and for a :class:`Mask` what it says."""
+    """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, and for a
+    :class:`Mask` what it says. ``device`` is as in :func:`create_block_mask`."""
     if isinstance(mod_fn, Mask):
-        return dense(mod_fn, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN))
-    return _torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, "cpu" if device is None else device)
+        return dense(mod_fn, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN), _device(device))
+    return _torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, _device(device))
 
 
-def dense(mask: Mask, extents: tuple[int, int, int, int]) -> Tensor:
+def dense(mask: Mask, extents: tuple[int, int, int, int], device: torch.device) -> Tensor:
     """A mask at every point."""
-    table = torch.empty(extents, dtype=torch.uint8)
-    _native.kinds(_trace.mask(mask, extents), extents, (1, 1), table, torch.get_num_threads())
-    return table == 2
+    return _kinds(mask, extents, (1, 1), device) == 2
 
 
 def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,16 +170,16 @@ def _state(mask: BlockMask) -> tuple[Any, ...]:
     return (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
 
 
-def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> Any:
-    """The traced program of a block mask for operands of these extents (b, h, q, kv)."""
+def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int], device: torch.device) -> Any:
+    """The traced program of a block mask for operands of these extents (b, h, q, kv) on a device."""
     if isinstance(mask, Mask):
         return mask._program(extents)
-    kinds = kinds_of(mask, extents)
+    kinds = kinds_of(mask, extents, device)
     wrap = None if kinds is None else within(kinds, mask.BLOCK_SIZE)
     return _trace.mask(mask.mask_mod, extents, wrap=wrap)
 
 
-def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | None:
+def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
     """What the lists of a block mask make of each tile: 0 empty, 1 partial, 2 full (uint8, ``[B|1, H|1, rows,
     columns]``); None where its function alone counts."""
     if not isinstance(mask, BlockMask):
@@ -141,9 +187,10 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int]) -> Tensor | No
     batch, heads, q_len, kv_len = extents
     known = _own.get(mask)
     own = known is not None and known == _state(mask)
-    if own and mask.seq_lengths == (q_len, kv_len) and mask.kv_num_blocks.shape[:2] == (1, 1):
+    tables_at = mask.kv_num_blocks
+    if own and mask.seq_lengths == (q_len, kv_len) and tables_at.shape[:2] == (1, 1) and tables_at.device == device:
         return None
-    check(mask, extents)
+    check(mask, extents, device)
     if own:
         return None
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -157,18 +204,18 @@ def is_function(mask: BlockMask) -> bool:
     return made is not None and made[0] is mask.mask_mod and made[1] is mask.kv_indices
 
 
-def check(mask: BlockMask, extents: tuple[int, int, int, int]) -> None:
-    """Raises what torch raises for a block mask that does not fit operands of these extents (b, h, q, kv)."""
+def check(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.device) -> None:
+    """Raises what torch raises for a block mask that does not fit operands of these extents (b, h, q, kv) on a
+    device."""
     batch, heads, q_len, kv_len = extents
     if mask.mask_mod is _torch_flex._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
     large = _torch_flex._LARGE_SPARSE_BLOCK_SIZE
     if tuple(mask.BLOCK_SIZE) != (large, large):
         _check_lengths(mask, q_len, kv_len)
-    if mask.kv_num_blocks.device.type != "cpu":
+    if mask.kv_num_blocks.device != device:
         raise RuntimeError(
-            "Expect q/k/v and block_mask to be on the same device but got cpu and "
-            f"{mask.kv_num_blocks.device}."
+            f"Expect q/k/v and block_mask to be on the same device but got {device} and {mask.kv_num_blocks.device}."
         )
     for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
         if mask.kv_num_blocks.size(axis) not in (1, n):
@@ -223,9 +270,12 @@ def within(kinds: Tensor, tile: tuple[int, int]) -> Callable[..., Any]:
 
 def _scattered(counts: Tensor, indices: Tensor, kind: int, width: int) -> Tensor:
     """A table ``[B, H, rows, width]`` with ``kind`` where a list has a tile."""
-    listed = torch.arange(indices.shape[-1]) < counts.unsqueeze(-1)
-    if bool(((indices < 0) | (indices >= width))[listed].any()):
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    outside = (indices < 0) | (indices >= width)
+    if indices.is_cuda:
+        listed = listed & ~outside  # To say so would wait for the device.
+    elif bool(outside[listed].any()):
         raise ValueError(f"block_mask lists a tile outside its {width} columns")
-    kinds = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8)
+    kinds = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8, device=indices.device)
     kinds.scatter_(-1, torch.where(listed, indices, width).long(), kind)
     return kinds[..., :width]

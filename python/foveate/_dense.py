@@ -48,8 +48,10 @@ def _has_point(x: Any) -> bool:
     return isinstance(x, (_Point, _trace.Rows)) or (isinstance(x, (tuple, list)) and any(map(_has_point, x)))
 
 
-def _at_all_points(function: Callable[..., Any], extents: tuple[int, ...], *scores: Tensor) -> Tensor:
-    axes = (torch.arange(n).reshape([-1 if at == axis else 1 for at in range(4)]) for axis, n in enumerate(extents))
+def _at_all_points(
+    function: Callable[..., Any], extents: tuple[int, ...], device: torch.device, *scores: Tensor
+) -> Tensor:
+    axes = (torch.arange(n, device=device).reshape([-1 if at == axis else 1 for at in range(4)]) for axis, n in enumerate(extents))
     with _Reader():
         result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
     if not isinstance(result, Tensor):
@@ -57,13 +59,13 @@ def _at_all_points(function: Callable[..., Any], extents: tuple[int, ...], *scor
     return result.as_subclass(Tensor).expand(extents)
 
 
-def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int]) -> Tensor:
+def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int], device: torch.device) -> Tensor:
     if isinstance(block_mask, Mask):
-        return _blocks.dense(block_mask, extents)
-    allowed = _at_all_points(block_mask.mask_mod, extents)
+        return _blocks.dense(block_mask, extents, device)
+    allowed = _at_all_points(block_mask.mask_mod, extents, device)
     if allowed.dtype != torch.bool:
         raise ValueError(f"mask_mod `{_trace.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
-    kinds = _blocks.kinds_of(block_mask, extents)
+    kinds = _blocks.kinds_of(block_mask, extents, device)
     if kinds is None:
         return allowed
     for axis, tile in ((2, block_mask.BLOCK_SIZE[0]), (3, block_mask.BLOCK_SIZE[1])):
@@ -92,9 +94,9 @@ def attention(
     k, v = (t.repeat_interleave(group, 1).expand(q.size(0), -1, -1, -1) for t in (k, v))
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)
     if score_mod is not None:
-        scores = _at_all_points(score_mod, extents, scores).to(torch.float64)
+        scores = _at_all_points(score_mod, extents, q.device, scores).to(torch.float64)
     if block_mask is not None:
-        scores = scores.masked_fill(~_allowed(block_mask, extents), -math.inf)
+        scores = scores.masked_fill(~_allowed(block_mask, extents, q.device), -math.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.double().reshape(1, -1, 1, 1).expand(*extents[:3], 1)], -1)
     if scores.size(-1) == 0:

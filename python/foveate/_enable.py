@@ -36,7 +36,7 @@ _CODE = {name: getattr(_torch_flex, name).__code__ for name in TORCHS}
 
 
 def _flex_attention(query: Any, **arguments: Any) -> Any:
-    if not isinstance(query, torch.Tensor) or query.device.type != "cpu":
+    if not isinstance(query, torch.Tensor) or query.device.type not in ("cpu", "cuda"):
         return TORCHS["flex_attention"](query, **arguments)
     if torch.compiler.is_dynamo_compiling():
         return _flex.flex_attention(query, **arguments)
@@ -52,7 +52,7 @@ def _create_block_mask(mask_mod: Any, **arguments: Any) -> Any:
     if device is None:
         found = torch.accelerator.current_accelerator()
         device = torch.device("cpu") if found is None else found
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type not in ("cpu", "cuda"):
         return TORCHS["create_block_mask"](mask_mod, **arguments)
     arguments["device"] = device
     if torch.compiler.is_dynamo_compiling():
@@ -114,7 +114,7 @@ def enable() -> _Enabled:
         foveate.enable()
         with foveate.enable(): ...  # until the block ends
 
-    Calls on other devices than the CPU, and calls whose functions cannot be traced, stay torch's; the latter with one
+    Calls on other devices than CPU and CUDA, and calls whose functions cannot be traced, stay torch's; the latter with one
     warning that says why. What ``torch.compile`` made before is compiled again.
     """
     before = is_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import warnings
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks, _dense, _native, _region, _trace
+from . import _blocks, _cuda, _dense, _native, _region, _trace
 from ._compile import also_compiled, uncompiled
 from ._masks import Mask, offsets_of
 
@@ -91,8 +92,9 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with a score function and a mask, as ``torch.nn.attention.flex_attention`` has it.
 
-    Runs forward and backward on CPU tensors of any strides, uncompiled, without holding scores; in a function that
-    ``torch.compile`` compiles, as part of its graph.
+    Runs forward and backward on CPU and CUDA tensors of any strides, uncompiled, without holding scores; in a
+    function that ``torch.compile`` compiles, as part of its graph. CUDA tensors are used where they lie, on the
+    current stream, with memory of torch's allocator, and nothing waits for the device.
 
     Args:
         query: ``[B, Hq, L, E]``, float32, bfloat16 or float16; float64 takes a slow path of plain torch
@@ -126,9 +128,11 @@ def flex_attention(
     Raises:
         ValueError: Shapes, head counts, dtypes or lengths do not fit each other.
         TraceError: A function does something that cannot be traced; the message says what, and where.
-        IndexError: A function read a captured tensor outside its bounds.
+        IndexError: A function read a captured tensor outside its bounds (CPU; CUDA reads the nearest element).
+        torch.OutOfMemoryError: Torch's allocator has no memory for the call.
+        RuntimeError: There is no NVRTC to compile kernels with; the message says how to get it.
     """
-    if torch.is_autocast_enabled("cpu"):
+    if _autocasts(query):
         query, key, value = _autocast(query, key, value)
     extents = _native.extents(query, key, value, enable_gqa)
     if extents is None:
@@ -139,7 +143,7 @@ def flex_attention(
         _check_options(kernel_options)
     if scale is not None:
         scale = _checked_scale(scale)
-    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
+    dropout = None if dropout_p == 0.0 else _dropout(dropout_p, query)
     if sink is not None:
         sink = _sink(sink, query)
     if extents is None:
@@ -149,7 +153,7 @@ def flex_attention(
             return _returned(*results, return_lse, return_aux)
         extents = (query.size(0), query.size(1), query.size(2), key.size(2))
     score = None if score_mod is None else _trace.score(score_mod, extents)
-    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents, query.device)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     call = _Call(score, mask, scale, dropout, wants_lse, wants_max)
@@ -163,10 +167,12 @@ def _checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def _dropout(p: float) -> tuple[float, int]:
-    """The probability, and a seed from torch's generator."""
+def _dropout(p: float, query: Tensor) -> tuple[float, int | Tensor]:
+    """The probability, and a seed from torch's generator of the query's device, where it stays."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
+    if query.is_cuda:
+        return p, torch.randint(2**63 - 1, (1,), device=query.device).view(torch.int32)
     return p, int(torch.randint(2**63 - 1, ()))
 
 
@@ -229,11 +235,11 @@ class _Call:
         score: Any,
         mask: Any,
         scale: float | None,
-        dropout: tuple[float, int] | None,
+        dropout: tuple[float, int | Tensor] | None,
         wants_lse: bool,
         wants_max: bool,
-        varlen: tuple[list[int], list[int]] | None = None,
-        pages: tuple[Tensor, Tensor] | None = None,
+        varlen: tuple[list[int], list[int]] | tuple[Tensor, Tensor, int, int] | None = None,
+        pages: tuple[Tensor, Any] | None = None,
     ) -> None:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
         self.wants_lse, self.wants_max, self.varlen, self.pages = wants_lse, wants_max, varlen, pages
@@ -247,6 +253,22 @@ class _Call:
     def planned(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> Any:
+        if q.is_cuda:
+            _cuda.start()
+            return _native.cuda_plan(
+                q,
+                k,
+                v,
+                self.score,
+                self.mask,
+                self.scale,
+                sink,
+                self.dropout,
+                self.varlen,
+                self.pages,
+                list(learned),
+                torch.are_deterministic_algorithms_enabled(),
+            )
         return _native.plan(
             q,
             k,
@@ -269,7 +291,12 @@ class _Call:
             return
         for ends, tensors in zip(self.varlen, (queries, keys)):
             for tensor in tensors:
-                if tensor is not None and tensor.size(2) > ends[-1]:
+                if tensor is None:
+                    continue
+                if isinstance(ends, Tensor):
+                    past = torch.arange(tensor.size(2), device=tensor.device) >= ends[-1]
+                    tensor.masked_fill_(past[:, None], 0)
+                elif tensor.size(2) > ends[-1]:
                     tensor[:, :, ends[-1] :] = 0
 
     def forward(
@@ -278,8 +305,9 @@ class _Call:
         plan = self.planned(q, k, v, sink, learned, forward_only)
         shape = q.shape
         out = _empty_in_order(q, shape if v.shape[3] == shape[3] else (*shape[:3], v.shape[3]))
-        lse = torch.empty(shape[:3], dtype=torch.float32) if self.wants_lse or not forward_only else None
-        max_scores = torch.empty(shape[:3], dtype=torch.float32) if self.wants_max else None
+        rows_of = functools.partial(torch.empty, shape[:3], dtype=torch.float32, device=q.device)
+        lse = rows_of() if self.wants_lse or not forward_only or q.is_cuda else None
+        max_scores = rows_of() if self.wants_max else None
         try:
             plan.forward(q, k, v, out, lse, max_scores)
         except IndexError as error:
@@ -288,8 +316,11 @@ class _Call:
         if self.varlen is not None:
             self.clear((out,), ())
             for rows in (lse, max_scores):
-                if rows is not None:
-                    rows[:, :, self.varlen[0][-1] :] = -math.inf
+                end = self.varlen[0][-1]
+                if rows is not None and isinstance(end, Tensor):
+                    rows.masked_fill_(torch.arange(rows.size(2), device=rows.device) >= end, -math.inf)
+                elif rows is not None:
+                    rows[:, :, end:] = -math.inf
         return out, lse, max_scores
 
 
@@ -319,7 +350,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         q, k, v, out, lse, *_shared = ctx.saved_tensors
         if d_out is None:
-            d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
+            d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
         if torch.is_grad_enabled() or _transforms_active():
             gradients = _Gradient.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -364,11 +395,13 @@ class _Gradient(torch.autograd.Function):
         *learned: Tensor,
     ) -> tuple[Tensor | None, ...]:
         plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
-        gradients = [_empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
+        # On CUDA the kernels write all three.
+        gradients = [_empty_in_order(t, t.shape) if wanted or t.is_cuda else None for t, wanted in zip((q, k, v), needs)]
         d_sink = torch.empty_like(sink) if sink is not None and needs[3] else None
         captures = () if call.score is None else call.score.captures
         destinations = [
-            torch.empty(t.shape, dtype=t.dtype) if wanted else None for t, wanted in zip(learned, needs[5:])
+            torch.empty(t.shape, dtype=torch.float32 if t.is_cuda else t.dtype, device=t.device) if wanted else None
+            for t, wanted in zip(learned, needs[5:])
         ]
         each = iter(destinations)
         into = [next(each) if capture.learned else None for capture in captures]
@@ -377,7 +410,8 @@ class _Gradient(torch.autograd.Function):
         except IndexError as error:
             raise _trace.named(error, call.score, call.mask) from None
         call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
-        return (*gradients, d_sink, *destinations)
+        wanted_ones = (d if wanted else None for d, wanted in zip(gradients, needs))
+        return (*wanted_ones, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -418,19 +452,26 @@ def _sink(sink: Tensor, query: Tensor) -> Tensor:
 def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A new tensor of ``shape`` whose axes lie in memory in the order of ``like``'s, the last one innermost."""
     if like.is_contiguous():
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     strides = like.stride()
     order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
     made, step = [1] * len(shape), max(shape[-1], 1)
     for axis in reversed(order):
         made[axis] = step
         step *= max(shape[axis], 1)
-    return torch.empty_strided(shape, made, dtype=like.dtype)
+    return torch.empty_strided(shape, made, dtype=like.dtype, device=like.device)
+
+
+def _autocasts(query: Tensor) -> bool:
+    """Whether autocast is on for the device of the queries."""
+    if torch.is_autocast_enabled("cpu"):
+        return bool(query.device.type == "cpu")
+    return torch.is_autocast_enabled("cuda") and bool(query.is_cuda)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v, and nothing else, in the dtype of the autocast that is on."""
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     eligible = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t.to(dtype) if t.dtype in eligible else t for t in tensors)
 
@@ -445,9 +486,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
             "Expected query, key, and value to have the same device type, but got query.device: "
             f"{query.device}, key.device: {key.device}, and value.device: {value.device} instead."
         )
-    if query.device.type != "cpu":
+    if query.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(
-            f"foveate.flex_attention computes on CPU tensors, got tensors on {query.device}; call "
+            f"foveate.flex_attention computes on CPU and CUDA tensors, got tensors on {query.device}; call "
             "torch.nn.attention.flex_attention for these"
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -581,7 +622,9 @@ def varlen(
         value: ``[S, Hkv, Ev]``.
         cu_seqlens_q: ``[n + 1]``, integers that begin at 0 and do not decrease. Nested tensors have their own.
         cu_seqlens_k: Those of keys; ``cu_seqlens_q`` when it is None.
-        max_seqlen_q: Ignored: lengths are read from the offsets. So is ``max_seqlen_k``.
+        max_seqlen_q: At least the queries of the longest sequence. On CUDA the offsets are never read by the host:
+            kernels are launched for as many rows as this, or all of them, and leave out what is beyond it. Ignored
+            on the CPU, where lengths are read from the offsets. ``max_seqlen_k`` is that of the keys.
         score_mod: As in :func:`flex_attention`.
         mask: A :class:`Mask` or a mask function.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
@@ -596,7 +639,6 @@ def varlen(
         ValueError: Shapes, dtypes or offsets do not fit each other.
         TraceError: A function does something that cannot be traced.
     """
-    del max_seqlen_q, max_seqlen_k
     nested: Any = None
     if isinstance(query, Tensor) and query.is_nested:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -605,18 +647,16 @@ def varlen(
         query, cu_seqlens_q = _jagged("query", query)
         key, cu_seqlens_k = _jagged("key", key)
         value, offsets_v = _jagged("value", value)
-        if not torch.equal(cu_seqlens_k, offsets_v):
+        if cu_seqlens_k is not offsets_v and not torch.equal(cu_seqlens_k, offsets_v):
             raise ValueError("key and value must have the same lengths")
     elif cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q is missing: only nested tensors have offsets of their own")
     q, k, v = _rows(query, key, value)
     number = None if scale is None else _checked_scale(scale)
-    dropout = None if dropout_p == 0.0 else _dropout(dropout_p)
+    dropout = None if dropout_p == 0.0 else _dropout(dropout_p, query)
     assert cu_seqlens_q is not None
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    offsets = sequences(cu_seqlens_q, both, query.size(0), key.size(0))
-    longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
-    extents = (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
+    offsets, extents = sequences(cu_seqlens_q, both, q, k, max_seqlen_q, max_seqlen_k)
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     aux = AuxRequest() if return_aux is None else return_aux
@@ -641,7 +681,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
-    if torch.is_autocast_enabled("cpu"):
+    if _autocasts(query):
         query, key, value = _autocast(query, key, value)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     _check(q, k, v, None, enable_gqa=True)
@@ -651,16 +691,23 @@ def _rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     return q, k, v
 
 
-def sequences(cu_q: Tensor, cu_k: Tensor, q_rows: int, k_rows: int) -> tuple[list[int], list[int]]:
-    """The offsets of sequences in the rows of queries and of keys.
+def sequences(
+    cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, longest_q: int | None = None, longest_k: int | None = None
+) -> tuple[Any, tuple[int, int, int, int]]:
+    """The offsets of sequences in the rows of q and k ``[1, H, rows, D]``, and the extents of b, h, q and kv. The host
+    does not read those on CUDA: there no sequence has more rows than ``longest_q`` and ``longest_k``.
 
     Raises:
         ValueError: They are none, or differ in number.
     """
-    q, k = offsets_of("cu_seqlens_q", cu_q, q_rows), offsets_of("cu_seqlens_k", cu_k, k_rows)
-    if len(q) != len(k):
-        raise ValueError(f"cu_seqlens_q has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
-    return q, k
+    if q.is_cuda:
+        made = _cuda.offsets(cu_q, cu_k, longest_q, longest_k, q, k)
+        return made, (made[0].size(0) - 1, q.size(1), made[2], made[3])
+    offsets = (offsets_of("cu_seqlens_q", cu_q, q.size(2)), offsets_of("cu_seqlens_k", cu_k, k.size(2)))
+    if len(offsets[0]) != len(offsets[1]):
+        raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
+    longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
+    return offsets, (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
 
 
 def _jagged(name: str, tensor: Any) -> tuple[Tensor, Tensor]:
@@ -694,9 +741,9 @@ def explain(
     _check(query, key, value, block_mask, enable_gqa)
     extents = (query.size(0), query.size(1), query.size(2), key.size(2))
     score = None if score_mod is None else _trace.score(score_mod, extents)
-    mask = None if block_mask is None else _blocks.program_of(block_mask, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents, query.device)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and bool(score.learned))
-    threads = torch.get_num_threads()
-    plan = _native.plan(query, key, value, score, mask, scale, None, None, None, None, [], not learns, threads)
-    return plan.explain()
+    plan = _Call(score, mask, scale, None, False, False).planned(query, key, value, None, (), forward_only=not learns)
+    said: str = plan.explain()
+    return said

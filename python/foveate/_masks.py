@@ -135,7 +135,7 @@ class Mask:
         k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k)
         if len(q) != len(k):
             raise ValueError(f"cu_seqlens has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
-        q_ids, k_ids = _ids(q), _ids(k)
+        q_ids, k_ids = (_ids(of).to(cu_seqlens.device) for of in (q, k))
         q_len, k_len = q_ids.numel() - 1, k_ids.numel() - 1
         text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
         return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)

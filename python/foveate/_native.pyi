@@ -101,6 +101,24 @@ class Plan:
     ) -> None: ...
     def explain(self) -> str: ...
 
+class CudaPlan:
+    """Attention planned for CUDA operands."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, max_score: Tensor | None = None
+    ) -> None: ...
+    def backward(
+        self,
+        operands: list[Tensor],
+        forward: list[Tensor],
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        gradients: list[Tensor],
+        captures: list[Tensor | None],
+        d_sink: Tensor | None,
+    ) -> None: ...
+    def explain(self) -> str: ...
+
 def leaf(name: str, extent: int) -> Expr: ...
 def begin(mask: bool, constants: bool = False) -> None: ...
 def scalar(name: str) -> Expr: ...
@@ -130,6 +148,25 @@ def plan(
     forward_only: bool,
     threads: int,
 ) -> Plan: ...
+def cuda_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Traced | None,
+    mask: Traced | None,
+    scale: float | None,
+    sink: Tensor | None,
+    dropout: tuple[float, Tensor] | None,
+    varlen: tuple[Tensor, Tensor, int, int] | None,
+    pages: tuple[Tensor, list[int]] | None,
+    learned: list[Tensor],
+    deterministic: bool,
+) -> CudaPlan: ...
+def varies(mask: Traced) -> tuple[bool, bool]: ...
+def tile_runs(
+    mask: Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], counts: Tensor, runs: Tensor
+) -> None: ...
+def library_folders(folders: list[str]) -> None: ...
 def kinds(
     mask: Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], into: Tensor, threads: int
 ) -> None: ...

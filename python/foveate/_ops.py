@@ -72,11 +72,11 @@ def _call(
         _program("s", score, score_captures, score_scalars, learned),
         _program("m", mask, mask_captures, mask_scalars),
         scale,
-        None if seed is None else (dropout_p, int(seed)),
+        None if seed is None else (dropout_p, seed.reshape(1).view(torch.int32) if query.is_cuda else int(seed)),
         True,
         max_scores,
-        _flex.sequences(*varlen, query.size(2), key.size(2)) if varlen is not None else None,
-        _paged.pages(*pages, query.size(0)) if pages is not None else None,
+        _flex.sequences(*varlen, query, key)[0] if varlen is not None else None,
+        _paged.pages(*pages, query) if pages is not None else None,
     )
 
 
@@ -115,16 +115,20 @@ def _backward(
     call = _call(query, key, mods, learned=learned, **layout)
     plan = call.planned(query, key, value, None, (), forward_only=False)
     if d_out is None:
-        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
+        d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     operands = (query, key, value)
-    gradients = [_flex._empty_in_order(t, t.shape) if wanted else None for t, wanted in zip(operands, needs)]
-    into = {f"s{i}": torch.zeros(captures[i].shape, dtype=mods[1][i].dtype) for i in learned}
+    cuda = query.is_cuda  # Its kernels write all three gradients, and those of captured tensors in float32.
+    gradients = [_flex._empty_in_order(t, t.shape) if wanted or cuda else None for t, wanted in zip(operands, needs)]
+    into = {
+        f"s{i}": torch.zeros(captures[i].shape, dtype=torch.float32 if cuda else mods[1][i].dtype, device=query.device)
+        for i in learned
+    }
     read = () if call.score is None else call.score.captures
     plan.backward(
         list(operands), [out, lse], d_out, d_lse, gradients, [into[c.name] if c.learned else None for c in read], None
     )
     call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
-    dq, dk, dv = (t.new_empty(0) if d is None else d for t, d in zip(operands, gradients))
+    dq, dk, dv = (d if d is not None and wanted else t.new_empty(0) for t, d, wanted in zip(operands, gradients, needs))
     return dq, dk, dv, [into[f"s{i}"].to(captures[i].dtype) for i in learned]
 
 
@@ -191,17 +195,19 @@ def _argument_fake(mask: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(mask)
 
 
-for _name, _run, _fake, _key in (
-    ("forward", _forward, _forward_fake, "CPU"),
-    ("backward", _backward, _backward_fake, "CPU"),
-    ("varlen_forward", _varlen_forward, _forward_fake, "CPU"),
-    ("varlen_backward", _varlen_backward, _varlen_backward_fake, "CPU"),
-    ("paged", _paged_forward, _forward_fake, "CPU"),
-    ("argument", _argument, _argument_fake, "CPU"),
+_DEVICES = ("CPU", "CUDA")
+for _name, _run, _fake, _keys in (
+    ("forward", _forward, _forward_fake, _DEVICES),
+    ("backward", _backward, _backward_fake, _DEVICES),
+    ("varlen_forward", _varlen_forward, _forward_fake, _DEVICES),
+    ("varlen_backward", _varlen_backward, _varlen_backward_fake, _DEVICES),
+    ("paged", _paged_forward, _forward_fake, _DEVICES),
+    ("argument", _argument, _argument_fake, _DEVICES),
     # Its arguments need not have a tensor among them.
-    ("mask", _mask, _mask_fake, "CompositeExplicitAutograd"),
+    ("mask", _mask, _mask_fake, ("CompositeExplicitAutograd",)),
 ):
-    _library.impl(_name, _run, _key)
+    for _key in _keys:
+        _library.impl(_name, _run, _key)
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
 
 torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)

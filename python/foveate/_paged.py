@@ -71,7 +71,8 @@ def paged(
             ``cache[0].unflatten(1, (-1, page_size)).transpose(0, 1)``.
         value_pages: ``[pages, Hkv, page_size, Ev]``.
         page_table: ``[B, entries]``, integers. Entries that no key needs may be anything.
-        lengths: ``[B]``, integers: the number of keys of each batch entry.
+        lengths: ``[B]``, integers: the number of keys of each batch entry. The host reads them: of CUDA keys they
+            may be on the CPU, and a call waits for the device where they are not.
         score_mod: As in :func:`flex_attention`.
         mask: A :class:`Mask` or a mask function.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
@@ -88,9 +89,9 @@ def paged(
         TraceError: A function does something that cannot be traced.
     """
     check(query, key_pages, value_pages)
-    tables = pages(page_table, lengths, query.size(0))
-    longest = max(tables[1].tolist(), default=0)
-    extents = (query.size(0), query.size(1), query.size(2), max(longest, 0))
+    tables = pages(page_table, lengths, query)
+    numbers = tables[1] if query.is_cuda else tables[1].tolist()
+    extents = (query.size(0), query.size(1), query.size(2), max([0, *numbers]))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     number = None if scale is None else _checked_scale(scale)
@@ -134,25 +135,25 @@ def check(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
             )
 
 
-def pages(page_table: Tensor, lengths: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """The table and the lengths as the engine reads them.
+def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, Any]:
+    """The table and the lengths as the engine reads them: these in a list for CUDA.
 
     Raises:
-        ValueError: They are no integers, or not for ``batch`` entries.
+        ValueError: They are no integers, not for as many entries as ``query`` has, or on another device.
     """
-    table, numbers = _integers("page_table", page_table, 2), _integers("lengths", lengths, 1)
-    if table.size(0) != batch:
-        raise ValueError(f"page_table has rows for {table.size(0)} batch entries, and query has {batch}")
-    return table, numbers
+    table, numbers = _integers("page_table", page_table, 2, query), _integers("lengths", lengths, 1, query)
+    if table.size(0) != query.size(0):
+        raise ValueError(f"page_table has rows for {table.size(0)} batch entries, and query has {query.size(0)}")
+    return table, numbers.tolist() if query.is_cuda else numbers
 
 
-def _integers(name: str, tensor: Tensor, axes: int) -> Tensor:
+def _integers(name: str, tensor: Tensor, axes: int, query: Tensor) -> Tensor:
     """An integer tensor as the engine reads it: contiguous, of 32 bits; what these cannot hold is no page."""
     if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype not in (torch.int32, torch.int64):
         what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
         raise ValueError(f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU as the query is, got {tensor.device}")
+    if tensor.device != query.device and not (axes == 1 and tensor.device.type == "cpu"):
+        raise ValueError(f"{name} must be on {query.device} as the query is, got {tensor.device}")
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return tensor.contiguous()

@@ -76,7 +76,7 @@ def flex_attention(
     options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
     parts = None
     if own is not None:
-        _blocks.check(own, (query.size(0), query.size(1), query.size(2), key.size(2)))
+        _blocks.check(own, (query.size(0), query.size(1), query.size(2), key.size(2)), query.device)
         if _blocks.is_function(own):
             block_mask = own.mask_mod
         else:
@@ -125,7 +125,7 @@ def _attention(
     if dropout_p:
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-        carried.append(("dropout_p", [torch.randint(2**63 - 1, ())], dropout_p))
+        carried.append(("dropout_p", [torch.randint(2**63 - 1, (), device=query.device)], dropout_p))
     if parts is None:
         parts = tuple(_torch_flex._create_empty_block_mask(query, key).as_tuple())
         if mask is not None:
@@ -203,7 +203,7 @@ def varlen(
     )
     if sink is not None:
         # Rows past the last sequence have no sink either.
-        lse = torch.where(torch.arange(query.size(0)) < layout[1][0][-1], lse, -math.inf)
+        lse = torch.where(torch.arange(query.size(0), device=query.device) < layout[1][0][-1], lse, -math.inf)
     out = out.squeeze(0).transpose(0, 1)
     if return_aux is None:
         return out
@@ -256,9 +256,10 @@ def paged(
 def create_block_mask(breaking: Callable[..., Any], mask_mod: Any, *args: Any, device: Any = None, **kwargs: Any) -> BlockMask:
     """:func:`foveate.create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
     read, so that they are made only where the graph uses them otherwise."""
+    from ._blocks import _device
     from ._enable import TORCHS
 
-    made: BlockMask = TORCHS["create_block_mask"](mask_mod, *args, device="cpu" if device is None else device, **kwargs)
+    made: BlockMask = TORCHS["create_block_mask"](mask_mod, *args, device=_device(device), **kwargs)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 

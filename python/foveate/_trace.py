@@ -322,8 +322,6 @@ class Trace(Reader):
         found = self.captures.get(id(tensor))
         if found is not None:
             return found
-        if tensor.device.type != "cpu":
-            raise TraceError(f"a captured tensor is on {tensor.device}, and q, k and v are on the CPU")
         if torch._C._functorch.is_batchedtensor(tensor):
             raise TraceError("a captured tensor is a batch of torch.vmap; pass it to attention as an operand")
         wanted = tensor.requires_grad and torch.is_grad_enabled()
@@ -344,7 +342,8 @@ class Trace(Reader):
         if isinstance(x, torch.Tensor):
             if x.dim() != 0:
                 raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
-            if x.requires_grad and torch.is_grad_enabled():
+            # The value of one on a device is read by the kernel: nothing waits for it.
+            if x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
                 return self.capture(x).only()
             return _native.constant(x.item(), x.dtype)
         return x

@@ -7,9 +7,9 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
 
-def dense(function, extents, scores=None):
+def dense(function, extents, scores=None, device=None):
     """A mask or score function at every point, by torch's own vmap."""
-    indices = [torch.arange(n) for n in extents]
+    indices = [torch.arange(n, device=device if scores is None else scores.device) for n in extents]
     with TransformGetItemToIndex():
         if scores is None:
             return _vmap_for_bhqkv(function, prefix=())(*indices)

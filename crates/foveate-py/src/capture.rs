@@ -107,6 +107,11 @@ impl Capture {
         Ok(captured)
     }
 
+    /// The tensor.
+    pub fn object<'py>(&'py self, py: Python<'py>) -> &'py Bound<'py, PyAny> {
+        self.tensor.bind(py)
+    }
+
     /// Whether calls read the tensor where it lies: it must not be written to before the backward.
     pub fn is_shared(&self) -> bool {
         self.slot.elems() * self.dtype.bytes() > MOST_COPIED

@@ -6,7 +6,7 @@
 //! attributes instead, which say what is wrong.
 
 use std::ffi::{c_int, c_void};
-use std::{ptr, slice};
+use std::{fmt, ptr, slice};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -46,6 +46,24 @@ struct Table {
 
 const MAJOR: u32 = 1;
 const CPU: i32 = 1;
+const CUDA: i32 = 2;
+
+/// Where a tensor's elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Cpu,
+    /// The CUDA device of this index.
+    Cuda(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(device) => write!(f, "cuda:{device}"),
+        }
+    }
+}
 
 /// The function of torch's table, if this torch has one.
 fn describe(py: Python<'_>) -> Option<Describe> {
@@ -67,8 +85,9 @@ fn describe(py: Python<'_>) -> Option<Describe> {
     *FOUND.get_or_init(py, || find().unwrap_or(None))
 }
 
-/// What torch says of a CPU tensor.
+/// What torch says of a tensor.
 pub struct Described {
+    pub place: Place,
     pub address: usize,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
@@ -76,7 +95,7 @@ pub struct Described {
     pub strides: Vec<usize>,
 }
 
-/// What torch says of a tensor whose elements the CPU can read; `None` for everything else.
+/// What torch says of a tensor in host memory or on a CUDA device; `None` for everything else.
 pub fn described(tensor: &Bound<'_, PyAny>) -> Option<Described> {
     let describe = describe(tensor.py())?;
     let mut found = DlTensor {
@@ -118,12 +137,17 @@ pub fn described(tensor: &Bound<'_, PyAny>) -> Option<Described> {
         let numbers = unsafe { slice::from_raw_parts(of, ndim) };
         numbers.iter().map(|&n| n.try_into().ok()).collect()
     };
+    let place = match found.device_type {
+        CPU => Place::Cpu,
+        CUDA => Place::Cuda(found.device_id.try_into().ok()?),
+        _ => return None,
+    };
     let made = Described {
+        place,
         address: found.data as usize + usize::try_from(found.byte_offset).ok()?,
         dtype,
         shape: axes(found.shape)?,
         strides: axes(found.strides)?,
     };
-    let readable = found.device_type == CPU && found.lanes == 1;
-    (readable && (!found.data.is_null() || made.shape.contains(&0))).then_some(made)
+    (found.lanes == 1 && (!found.data.is_null() || made.shape.contains(&0))).then_some(made)
 }

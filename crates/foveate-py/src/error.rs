@@ -4,6 +4,11 @@ use foveate::ErrorKind;
 use pyo3::PyErr;
 use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 
+/// What the machine lacks or refuses.
+pub fn runtime(message: String) -> PyErr {
+    PyRuntimeError::new_err(message)
+}
+
 /// An error of shapes, options or mods as a `ValueError`; what only a call can find, such as an index
 /// outside its tensor, as torch raises it.
 pub fn raised(error: impl Into<foveate::Error>) -> PyErr {

@@ -3,13 +3,14 @@
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), plans that are kept by
-//! structure (`plan`) and the threads that run them (`threads`). Nothing here is public: it changes
+//! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`). Nothing here is public: it changes
 //! with the Python sources.
 //!
 //! Torch is not linked and not needed to build: tensors say their address, shape and strides through
 //! the table of C functions that DLPack standardises (`dlpack`), or by their attributes.
 
 mod capture;
+mod cuda;
 mod dlpack;
 mod dtype;
 mod error;
@@ -27,6 +28,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
+    #[pymodule_export]
+    use crate::cuda::{Plan as CudaPlan, cuda_plan, library_folders, tile_runs, varies};
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, scalar, select, unary};
     #[pymodule_export]

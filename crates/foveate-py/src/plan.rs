@@ -54,6 +54,16 @@ impl Traced {
         Ok(Self { program: program.clone(), captures, function })
     }
 
+    /// The program, whose captured tensors have no elements.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// The captured tensors, in the order of the program's slots.
+    pub fn in_order(&self) -> &[Py<Capture>] {
+        &self.captures
+    }
+
     fn tensors<'py>(
         &self,
         py: Python<'py>,
@@ -311,7 +321,7 @@ pub struct Plan {
 }
 
 /// The extents of b, h, q and kv of operands that fit each other without broadcasting; `None` where it
-/// takes a closer look: other shapes, dtypes that differ, float64, another device.
+/// takes a closer look: other shapes, dtypes or devices that differ, float64.
 #[pyfunction]
 pub fn extents(
     q: &Bound<'_, PyAny>,
@@ -324,7 +334,9 @@ pub fn extents(
     let [batch, heads, q_len, dim] = of(&q)?;
     let [kv_batch, kv_heads, kv_len, kv_dim] = of(&k)?;
     let same_dtype = q.dtype.operand().is_ok() && q.dtype == k.dtype && q.dtype == v.dtype;
-    let fit = batch == kv_batch
+    let fit = q.place == k.place
+        && q.place == v.place
+        && batch == kv_batch
         && (heads == kv_heads || (grouped && kv_heads > 0 && heads.is_multiple_of(kv_heads)))
         && dim == kv_dim
         && of(&v)?[..3] == [kv_batch, kv_heads, kv_len];

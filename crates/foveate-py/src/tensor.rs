@@ -1,8 +1,8 @@
 //! Tensors of torch, borrowed for a call.
 //!
-//! A [`Borrowed`] says where a CPU tensor's elements lie. It is taken from the Python object and
+//! A [`Borrowed`] says where a tensor's elements lie. It is taken from the Python object and
 //! used only while that object is held: the functions of this module that make slices of it are
-//! unsafe for this reason. Torch lets other threads write to a tensor that is being read; whoever
+//! unsafe for this reason, and only for tensors in host memory ([`Borrowed::of`]). Torch lets other threads write to a tensor that is being read; whoever
 //! does has a race here as in any operation of torch's.
 
 use foveate::tensor::{Slice, SliceMut};
@@ -12,7 +12,7 @@ use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::dlpack::{self, Described};
+use crate::dlpack::{self, Described, Place};
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 
@@ -25,9 +25,10 @@ pub fn row_major(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// Where the elements of a CPU tensor lie.
+/// Where the elements of a tensor lie.
 #[derive(Clone, Debug)]
 pub struct Borrowed {
+    pub place: Place,
     pub address: usize,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
@@ -35,10 +36,10 @@ pub struct Borrowed {
     pub strides: Vec<usize>,
 }
 
-/// Dtype and shape of a CPU tensor, of which there need not be elements.
+/// Dtype and shape of a tensor, of which there need not be elements.
 ///
 /// # Errors
-/// When it is on another device, or of a dtype that is not known here.
+/// When it is neither in host memory nor on a CUDA device, or of a dtype that is not known here.
 pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
     if let Some(found) = dlpack::described(tensor) {
         return Ok((found.dtype, found.shape));
@@ -49,34 +50,59 @@ pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
 /// [`kind`], by the tensor's attributes.
 fn asked_kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
     let py = tensor.py();
-    if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
-        let device = tensor.getattr(intern!(py, "device"))?;
-        return Err(PyNotImplementedError::new_err(format!(
-            "a tensor is on {device}; Foveate's Python package computes on CPU tensors"
-        )));
-    }
+    asked_place(tensor)?;
     let dtype = Dtype::of(&tensor.getattr(intern!(py, "dtype"))?)?;
     Ok((dtype, tensor.getattr(intern!(py, "shape"))?.extract()?))
+}
+
+/// Where a tensor is, by its attributes.
+fn asked_place(tensor: &Bound<'_, PyAny>) -> PyResult<Place> {
+    let py = tensor.py();
+    if tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        return Ok(Place::Cpu);
+    }
+    let device = tensor.getattr(intern!(py, "device"))?;
+    if tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
+        return Ok(Place::Cuda(device.getattr(intern!(py, "index"))?.extract()?));
+    }
+    Err(PyNotImplementedError::new_err(format!(
+        "a tensor is on {device}; Foveate computes on CPU and CUDA tensors"
+    )))
 }
 
 impl Borrowed {
     /// Where the elements of `tensor` lie; `None` for what takes a closer look.
     pub fn read(tensor: &Bound<'_, PyAny>) -> Option<Self> {
-        let Described { address, dtype, shape, strides } = dlpack::described(tensor)?;
-        Some(Self { address, dtype, shape, strides })
+        let Described { place, address, dtype, shape, strides } = dlpack::described(tensor)?;
+        Some(Self { place, address, dtype, shape, strides })
+    }
+
+    /// Where the elements of `tensor` lie in host memory.
+    ///
+    /// # Errors
+    /// When it is not a tensor in host memory, or of a dtype that is not known here.
+    pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let found = Self::anywhere(tensor)?;
+        match found.place {
+            Place::Cpu => Ok(found),
+            device => Err(PyValueError::new_err(format!(
+                "a tensor is on {device}, and others on the CPU"
+            ))),
+        }
     }
 
     /// Where the elements of `tensor` lie.
     ///
     /// # Errors
-    /// When it is not a tensor in host memory, or of a dtype that is not known here.
-    pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// When it is neither in host memory nor on a CUDA device, or of a dtype that is not known here.
+    pub fn anywhere(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Some(found) = Self::read(tensor) {
             return Ok(found);
         }
         let py = tensor.py();
         let (dtype, shape) = asked_kind(tensor)?;
         Ok(Self {
+            place: asked_place(tensor)?,
             dtype,
             shape,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,

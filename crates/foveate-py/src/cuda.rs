@@ -1,0 +1,610 @@
+//! Attention on CUDA tensors: where they lie, on torch's current stream, in memory of torch's allocator.
+//!
+//! Plans are kept by structure, as on the CPU, and one plan serves all tensors: captured ones are read
+//! where they lie in every call, and what depends on their elements (range tables, block lists) is made
+//! in the call, on the device. Nothing waits for the device.
+//!
+//! Torch's allocator is called with the GIL held. A call that is the first of its shapes may compile
+//! kernels, so it runs without the GIL and takes the GIL for memory only; all others are launches of
+//! some microseconds and keep it.
+
+mod memory;
+
+use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::{Arc, Mutex};
+
+use foveate::cuda::{
+    CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
+    DeviceOperands, DevicePages, DeviceTensor, Engine, Queue,
+};
+use foveate::mask::Varies;
+use foveate::mods::{Buffer, DynExpr, Program};
+use foveate::{DType, Dropout, Layout, MaskMod, ScoreMod};
+use foveate_problem::Spec;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::dlpack::Place;
+use crate::dtype::TorchDtype;
+use crate::error::raised;
+use crate::plan::Traced;
+use crate::tensor::Borrowed;
+use crate::value::refused;
+use memory::{Current, TorchAllocator};
+
+/// Name of the captured buffer that holds the seed of dropout.
+const SEED: &str = "dropout_seed";
+
+/// What a plan is made for, besides the structure of its mods.
+#[derive(Clone, PartialEq)]
+struct Class {
+    device: usize,
+    dtype: DType,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    scale: Option<u32>,
+    dropout: Option<u32>,
+    deterministic: bool,
+}
+
+/// A plan with the programs that it was made of, whose captured tensors have no elements.
+struct Kept {
+    class: Class,
+    mask: Option<Program>,
+    score: Option<Program>,
+    plan: CudaPlan,
+    /// Calls by what decides their kernels: of these all is compiled.
+    ready: Arc<Mutex<HashSet<u64>>>,
+}
+
+/// Plans that are kept: beyond it, the least recently used are dropped.
+const MOST: usize = 256;
+
+/// Different calls of a plan that are remembered as compiled.
+const MOST_READY: usize = 4096;
+
+/// The most recently used is last.
+static KEPT: Mutex<Vec<Arc<Kept>>> = Mutex::new(Vec::new());
+
+/// Torch's streams with their memory, by device and handle. Torch keeps its streams as long as the
+/// process.
+static QUEUES: Mutex<Option<HashMap<(usize, usize), Queue>>> = Mutex::new(None);
+
+impl Kept {
+    /// Whether it is a plan for these programs, whatever the values of their numbers.
+    fn suits(&self, class: &Class, mods: [Option<&Program>; 2]) -> bool {
+        let same = |kept: &Option<Program>, now: Option<&Program>| match (kept, now) {
+            (None, None) => true,
+            (Some(kept), Some(now)) => kept.same_structure(now),
+            _ => false,
+        };
+        self.class == *class && same(&self.mask, mods[0]) && same(&self.score, mods[1])
+    }
+
+    fn programs(&self) -> [Option<&Program>; 2] {
+        [self.mask.as_ref(), self.score.as_ref()]
+    }
+
+    /// Whether its numbers have the values of these programs'.
+    fn has_values(&self, mods: [Option<&Program>; 2]) -> bool {
+        self.programs().into_iter().zip(mods).all(|pair| match pair {
+            (Some(kept), Some(now)) => {
+                let values = kept.graph().scalars().iter().zip(now.graph().scalars());
+                values.into_iter().all(|(kept, now)| kept.value == now.value)
+            }
+            _ => true,
+        })
+    }
+
+    /// The plan with the values of these programs' numbers.
+    fn with(&self, mods: [Option<&Program>; 2]) -> PyResult<Self> {
+        let mut plan = self.plan.clone();
+        let mut programs = self.programs().map(Option::<&Program>::cloned);
+        for (program, now) in programs.iter_mut().zip(mods) {
+            let (Some(kept), Some(now)) = (program.as_mut(), now) else { continue };
+            let values: Vec<_> = now.graph().scalars().iter().map(|s| s.value).collect();
+            for (at, value) in values.into_iter().enumerate() {
+                let slot = &kept.graph().scalars()[at];
+                if slot.value != value {
+                    let name = slot.name.clone();
+                    plan = plan.set_scalar(&name, value).map_err(memory::raised)?;
+                    *kept = kept.set_scalar(&name, value).map_err(raised)?;
+                }
+            }
+        }
+        let [mask, score] = programs;
+        Ok(Self { class: self.class.clone(), mask, score, plan, ready: self.ready.clone() })
+    }
+
+    fn make(class: &Class, dims: &foveate::Dims, mods: [Option<&Program>; 2]) -> PyResult<Self> {
+        let expr = |p: &Program| p.trace(0, &DynExpr::leaf);
+        let [mask, score] = mods;
+        let seeded = |p: u32| {
+            let seed = Buffer::<i32>::on_device(SEED, &[2]).map_err(raised)?;
+            Dropout::with_seed_in(f32::from_bits(p), &seed).map_err(raised)
+        };
+        let spec = Spec {
+            mask: mask.map(|p| MaskMod::new(&expr(p)).map_err(raised)).transpose()?,
+            score: score.map(|p| ScoreMod::new(&expr(p)).map_err(raised)).transpose()?,
+            scale: class.scale.map(f32::from_bits),
+            dropout: class.dropout.map(seeded).transpose()?,
+        };
+        let engine = engine(class.device)?;
+        let options = CudaOptions { deterministic: class.deterministic, ..CudaOptions::default() };
+        let plan =
+            CudaPlan::new(engine, &spec, dims, class.dtype, options).map_err(memory::raised)?;
+        Ok(Self {
+            class: class.clone(),
+            mask: mask.cloned(),
+            score: score.cloned(),
+            plan,
+            ready: Arc::default(),
+        })
+    }
+
+    /// The kept plan for these programs, or one that is made.
+    fn found(
+        class: &Class,
+        dims: &foveate::Dims,
+        mods: [Option<&Program>; 2],
+    ) -> PyResult<Arc<Self>> {
+        let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
+        let mut like = None;
+        for at in (0..kept.len()).rev().filter(|&i| kept[i].suits(class, mods)) {
+            if kept[at].has_values(mods) {
+                let found = kept[at].clone();
+                kept[at..].rotate_left(1);
+                return Ok(found);
+            }
+            like = like.or(Some(at));
+        }
+        let made = Arc::new(match like {
+            Some(at) => kept[at].with(mods)?,
+            None => Self::make(class, dims, mods)?,
+        });
+        kept.push(made.clone());
+        if kept.len() > MOST {
+            kept.remove(0);
+        }
+        Ok(made)
+    }
+
+    /// Whether a call with this key is the first, and may compile.
+    fn is_first(&self, key: u64) -> bool {
+        !self.ready.lock().unwrap_or_else(|e| e.into_inner()).contains(&key)
+    }
+
+    /// Notes that what a call with this key needs is compiled.
+    fn remember(&self, key: u64) {
+        let mut ready = self.ready.lock().unwrap_or_else(|e| e.into_inner());
+        if ready.len() >= MOST_READY {
+            ready.clear();
+        }
+        ready.insert(key);
+    }
+}
+
+/// The engine of a device.
+fn engine(device: usize) -> PyResult<Arc<Engine>> {
+    Engine::get(device).map_err(|e| memory::raised(e.into()))
+}
+
+/// The queue on torch's current stream of a device.
+fn queue(py: Python<'_>, engine: &Engine, device: usize) -> PyResult<Queue> {
+    let stream = memory::current_stream(py, device)?;
+    let mut queues = QUEUES.lock().unwrap_or_else(|e| e.into_inner());
+    let queue = queues.get_or_insert_default().entry((device, stream)).or_insert_with(|| {
+        // SAFETY: torch made the stream in the device's primary context, and never destroys its streams;
+        // whoever hands it another one keeps that one for as long as torch may use it.
+        let queue = unsafe { engine.queue_on(stream) };
+        queue.with_allocator(Arc::new(TorchAllocator { device }))
+    });
+    Ok(queue.clone())
+}
+
+/// Looks for NVIDIA's libraries in these folders before all others: those of the packages that the
+/// interpreter finds.
+#[pyfunction]
+pub fn library_folders(folders: Vec<std::path::PathBuf>) {
+    foveate::gpu::loader::look_first_in(folders);
+}
+
+/// A tensor on a CUDA device.
+fn on(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<Borrowed> {
+    let found = Borrowed::anywhere(tensor)?;
+    if found.place == Place::Cuda(device) {
+        return Ok(found);
+    }
+    Err(refused(format!("{what} is on {}, and q, k and v are on cuda:{device}", found.place)))
+}
+
+fn tensor<const N: usize>(of: &Borrowed) -> PyResult<DeviceTensor<N>> {
+    let fail = |_| PyValueError::new_err(format!("a tensor has {} axes, not {N}", of.shape.len()));
+    let shape = of.shape.as_slice().try_into().map_err(fail)?;
+    let strides = of.strides.as_slice().try_into().map_err(fail)?;
+    Ok(DeviceTensor {
+        address: of.address as u64,
+        dtype: of.dtype.operand()?,
+        layout: Layout::strided(shape, strides, 0),
+    })
+}
+
+fn array(of: &Borrowed) -> DeviceArray<'_> {
+    DeviceArray {
+        strides: Some(&of.strides),
+        ..DeviceArray::new(of.address as u64, of.dtype, &of.shape)
+    }
+}
+
+/// A tensor that a plan holds for its calls.
+struct Held {
+    at: Borrowed,
+    _object: Py<PyAny>,
+}
+
+impl Held {
+    fn new(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<Self> {
+        let mut at = on(tensor, device, what)?;
+        if at.shape.is_empty() {
+            (at.shape, at.strides) = (vec![1], vec![1]);
+        }
+        Ok(Self { at, _object: tensor.clone().unbind() })
+    }
+}
+
+/// Where the sequences of packed rows begin: offsets of queries and of keys, int32, and at least the
+/// rows of the longest.
+type Offsets<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, usize, usize);
+
+/// Attention planned for CUDA operands, with what its functions capture now.
+#[pyclass(frozen, name = "CudaPlan", module = "foveate._native")]
+pub struct Plan {
+    kept: Arc<Kept>,
+    device: usize,
+    /// By the names of the plan's captured buffers.
+    captures: Vec<(String, Held)>,
+    /// Names of the score's captured buffers, in the order of its captures.
+    learned: Vec<String>,
+    sink: Option<Held>,
+    varlen: Option<([Held; 2], [usize; 2])>,
+    pages: Option<(Held, Vec<i32>)>,
+}
+
+/// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on tensors of one
+/// CUDA device and dtype, of any strides. `sink` is f32 `[Hq]`; `dropout` a probability and a seed,
+/// int32 `[2]` on the device; `varlen` offsets of sequences; `pages` the table `[B, entries]`,
+/// contiguous int32 on the device, and the lengths; `learned` takes the place of the score's captured
+/// tensors that want a gradient, unless it is empty.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, deterministic))]
+pub fn cuda_plan(
+    py: Python<'_>,
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    score: Option<&Bound<'_, Traced>>,
+    mask: Option<&Bound<'_, Traced>>,
+    scale: Option<f64>,
+    sink: Option<&Bound<'_, PyAny>>,
+    dropout: Option<(f32, Bound<'_, PyAny>)>,
+    varlen: Option<Offsets<'_>>,
+    pages: Option<(Bound<'_, PyAny>, Vec<i32>)>,
+    learned: Vec<Bound<'_, PyAny>>,
+    deterministic: bool,
+) -> PyResult<Plan> {
+    let Place::Cuda(device) = Borrowed::anywhere(q)?.place else {
+        return Err(PyValueError::new_err("the query is on no CUDA device"));
+    };
+    let operands = [on(q, device, "q")?, on(k, device, "k")?, on(v, device, "v")?];
+    let mods = [mask.map(|m| m.get().program()), score.map(|s| s.get().program())];
+    let mut plan = Plan {
+        device,
+        captures: Vec::new(),
+        learned: Vec::new(),
+        sink: sink.map(|sink| Held::new(sink, device, "the sink")).transpose()?,
+        varlen: varlen
+            .map(|(q, k, longest_q, longest_k)| -> PyResult<_> {
+                let hold = |t: &Bound<'_, PyAny>| Held::new(t, device, "cu_seqlens");
+                Ok(([hold(&q)?, hold(&k)?], [longest_q, longest_k]))
+            })
+            .transpose()?,
+        pages: pages
+            .map(|(table, lengths)| -> PyResult<_> {
+                Ok((Held::new(&table, device, "page_table")?, lengths))
+            })
+            .transpose()?,
+        kept: {
+            // What the operands are, before there is a plan.
+            let [q, k, v] = [tensor(&operands[0])?, tensor(&operands[1])?, tensor(&operands[2])?];
+            let dims = class_dims(&q, &k, &v);
+            let class = Class {
+                device,
+                dtype: q.dtype,
+                heads: [dims.heads_q, dims.heads_kv],
+                dims: [dims.dim, dims.dim_v],
+                scale: scale.map(|s| (s as f32).to_bits()),
+                dropout: dropout.as_ref().map(|(p, _)| p.to_bits()),
+                deterministic,
+            };
+            Kept::found(&class, &dims, mods)?
+        },
+    };
+    let kept = plan.kept.clone();
+    let slots = kept.programs();
+    let mut learned = learned.into_iter();
+    for (program, traced) in slots.into_iter().zip([mask, score]) {
+        let (Some(program), Some(traced)) = (program, traced) else { continue };
+        plan.captures.extend(held(py, device, program, traced.get(), &mut learned)?);
+    }
+    let score_slots = kept.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
+    plan.learned = score_slots.iter().map(|slot| slot.name().to_owned()).collect();
+    if let Some((_, seed)) = &dropout {
+        plan.captures.push((SEED.into(), Held::new(seed, device, "the seed of dropout")?));
+    }
+    Ok(plan)
+}
+
+/// The captured tensors of a traced function by the names of a kept program of its structure; `learned` takes
+/// the place of those that want a gradient.
+fn held<'py>(
+    py: Python<'py>,
+    device: usize,
+    program: &Program,
+    traced: &Traced,
+    learned: &mut impl Iterator<Item = Bound<'py, PyAny>>,
+) -> PyResult<Vec<(String, Held)>> {
+    let slots = program.graph().buffers().iter().zip(traced.in_order());
+    slots
+        .map(|(slot, capture)| {
+            let capture = capture.get();
+            let other = if capture.is_learned() { learned.next() } else { None };
+            let tensor = other.as_ref().unwrap_or(capture.object(py));
+            let held = Held::new(tensor, device, "a captured tensor")?;
+            if held.at.dtype != slot.element() || held.at.shape.len() != slot.shape().len() {
+                return Err(refused("a captured tensor has another dtype when attention runs"));
+            }
+            Ok((slot.name().to_owned(), held))
+        })
+        .collect()
+}
+
+/// Whether a mask tells batch entries apart, and heads.
+#[pyfunction]
+pub fn varies(mask: &Traced) -> PyResult<(bool, bool)> {
+    let mask = MaskMod::new(&mask.program().trace(0, &DynExpr::leaf)).map_err(raised)?;
+    let varies = Varies::of(&mask);
+    Ok((varies.by_batch, varies.by_head))
+}
+
+/// Queues the making of the runs of live tiles of `mask` on the device of `counts`, int32 `[H|1, B|1, rows]`, and
+/// `runs`, int32 `[H|1, B|1, rows, columns, 2]`: the first tile of each run, and twice its tiles, plus 1 where
+/// some pair is hidden.
+#[pyfunction]
+pub fn tile_runs(
+    py: Python<'_>,
+    mask: &Traced,
+    extents: [usize; 4],
+    tile: [usize; 2],
+    counts: &Bound<'_, PyAny>,
+    runs: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let Place::Cuda(device) = Borrowed::anywhere(counts)?.place else {
+        return Err(PyValueError::new_err("the runs are on no CUDA device"));
+    };
+    let [counts, runs] = [on(counts, device, "counts")?, on(runs, device, "runs")?];
+    let [batch, heads, q_len, kv_len] = extents;
+    // A mask alone: its plan is never asked for attention, so any head dim and dtype will do.
+    let shaped = |len| DeviceTensor::contiguous(0, DType::BF16, [batch, heads.max(1), len, 64]);
+    let (q, k) = (shaped(q_len), shaped(kv_len));
+    let class = Class {
+        device,
+        dtype: DType::BF16,
+        heads: [heads.max(1); 2],
+        dims: [64; 2],
+        scale: None,
+        dropout: None,
+        deterministic: false,
+    };
+    let kept = Kept::found(&class, &class_dims(&q, &k, &k), [Some(mask.program()), None])?;
+    let program = kept.mask.as_ref().expect("the plan was made for a mask");
+    let captured = held(py, device, program, mask, &mut std::iter::empty())?;
+    let captures: Vec<_> =
+        captured.iter().map(|(name, held)| (&name[..], array(&held.at))).collect();
+    let row_major = |of| DeviceArray { strides: None, ..array(of) };
+    let into = [row_major(&counts), row_major(&runs)];
+    let _current = Current::set(py, device)?;
+    let queue = queue(py, kept.plan.engine(), device)?;
+    let shapes: Vec<_> = captured.iter().map(|(_, h)| (&h.at.shape, &h.at.strides)).collect();
+    let mut hasher = DefaultHasher::new();
+    ("tiles", extents, tile, shapes).hash(&mut hasher);
+    let key = hasher.finish();
+    memory::forget_error();
+    let run = || kept.plan.tile_runs_on(&queue, batch, [q_len, kv_len], tile, &captures, into);
+    if kept.is_first(key) { py.detach(run) } else { run() }.map_err(memory::raised)?;
+    kept.remember(key);
+    Ok(())
+}
+
+/// Sizes that plans depend on, and some lengths.
+fn class_dims(q: &DeviceTensor, k: &DeviceTensor, v: &DeviceTensor) -> foveate::Dims {
+    let [batch, heads_q, len_q, dim] = q.layout.shape;
+    foveate::Dims {
+        batch,
+        heads_q,
+        heads_kv: k.layout.shape[1],
+        len_q,
+        len_k: k.layout.shape[2],
+        dim,
+        dim_v: v.layout.shape[3],
+        shared_kv: false,
+        packed: false,
+    }
+}
+
+impl Plan {
+    /// Calls `run` with the operands of a call on the current stream; `key` is what else decides its
+    /// kernels.
+    fn run(
+        &self,
+        py: Python<'_>,
+        [q, k, v]: [DeviceTensor; 3],
+        key: impl Hash,
+        run: impl FnOnce(&CudaPlan, &Queue, DeviceOperands<'_>) -> Result<(), foveate::cuda::CudaError>
+        + Send,
+    ) -> PyResult<()> {
+        let engine = self.kept.plan.engine();
+        let _current = Current::set(py, self.device)?;
+        let queue = queue(py, engine, self.device)?;
+        let captures: Vec<(&str, DeviceArray<'_>)> =
+            self.captures.iter().map(|(name, held)| (&name[..], array(&held.at))).collect();
+        let mut operands = DeviceOperands { captures: &captures, ..DeviceOperands::new(q, k, v) };
+        operands.sink = self.sink.as_ref().map(|sink| tensor(&sink.at)).transpose()?;
+        operands.varlen = self.varlen.as_ref().map(|([q, k], [longest_q, longest_k])| {
+            let offsets = |of| DeviceArray { strides: None, ..array(of) };
+            let (q, k) = (offsets(&q.at), offsets(&k.at));
+            DeviceOffsets { q, k, longest_q: *longest_q, longest_k: *longest_k }.into()
+        });
+        operands.pages = self.pages.as_ref().map(|(table, lengths)| DevicePages {
+            table: table.at.address as u64,
+            entries: table.at.shape[1],
+            lengths,
+        });
+        let key = self.key(&operands, key);
+        let plan = &self.kept.plan;
+        memory::forget_error();
+        let done = match self.kept.is_first(key) {
+            true => py.detach(|| run(plan, &queue, operands)),
+            false => run(plan, &queue, operands),
+        };
+        done.map_err(memory::raised)?;
+        self.kept.remember(key);
+        Ok(())
+    }
+
+    /// What decides the kernels of a call.
+    fn key(&self, operands: &DeviceOperands<'_>, more: impl Hash) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        more.hash(&mut hasher);
+        for tensor in [&operands.q, &operands.k, &operands.v] {
+            layout_key(tensor).hash(&mut hasher);
+        }
+        for (_, held) in &self.captures {
+            (&held.at.shape, &held.at.strides).hash(&mut hasher);
+        }
+        (self.sink.is_some(), self.pages.is_some()).hash(&mut hasher);
+        self.varlen.as_ref().map(|(_, longest)| longest).hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// Shape, strides and alignment of a tensor.
+fn layout_key(tensor: &DeviceTensor) -> impl Hash + use<> {
+    (tensor.layout.shape, tensor.layout.strides, tensor.start() % 16, tensor.dtype as u8)
+}
+
+fn four(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<DeviceTensor> {
+    self::tensor(&on(tensor, device, what)?)
+}
+
+#[pymethods]
+impl Plan {
+    /// Queues the forward: `out [B, Hq, Sq, Dv]`, `lse` and, if it is given, `max_score`, `[B, Hq, Sq]` (f32).
+    #[pyo3(signature = (q, k, v, out, lse, max_score = None))]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        lse: &Bound<'_, PyAny>,
+        max_score: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let device = self.device;
+        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
+        let out = four(out, device, "out")?;
+        let lse = tensor::<3>(&on(lse, device, "lse")?)?;
+        let max_score =
+            max_score.map(|m| tensor::<3>(&on(m, device, "max_scores")?)).transpose()?;
+        let key = ("forward", layout_key(&out), max_score.is_some());
+        self.run(py, operands, key, |plan, queue, operands| {
+            plan.forward_on(queue, &DeviceForward { operands, out, lse, max_score })
+        })
+    }
+
+    /// Queues the backward: `dq`, `dk` and `dv`, for each capture of the score that has a destination in
+    /// `captures`, contiguous f32, its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
+    #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
+    fn backward(
+        &self,
+        py: Python<'_>,
+        operands: [Bound<'_, PyAny>; 3],
+        forward: [Bound<'_, PyAny>; 2],
+        d_out: &Bound<'_, PyAny>,
+        d_lse: Option<&Bound<'_, PyAny>>,
+        gradients: [Bound<'_, PyAny>; 3],
+        captures: Vec<Option<Bound<'_, PyAny>>>,
+        d_sink: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if captures.len() != self.learned.len() {
+            let n = self.learned.len();
+            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
+        }
+        let device = self.device;
+        let [q, k, v] = &operands;
+        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
+        let [out, lse] = &forward;
+        let (out, lse) = (four(out, device, "out")?, tensor::<3>(&on(lse, device, "lse")?)?);
+        let d_out = four(d_out, device, "the gradient of out")?;
+        let d_lse =
+            d_lse.map(|d| tensor::<3>(&on(d, device, "the gradient of lse")?)).transpose()?;
+        let [dq, dk, dv] = &gradients;
+        let [dq, dk, dv] =
+            [four(dq, device, "dq")?, four(dk, device, "dk")?, four(dv, device, "dv")?];
+        let d_sink =
+            d_sink.map(|d| tensor::<1>(&on(d, device, "the gradient of the sink")?)).transpose()?;
+        let vector = |into: &Bound<'_, PyAny>| -> PyResult<DeviceTensor<1>> {
+            let into = on(into, device, "the gradient of a captured tensor")?;
+            let dtype = into.dtype.operand()?;
+            Ok(DeviceTensor::contiguous(into.address as u64, dtype, [into.elems()]))
+        };
+        let names = self.learned.iter().zip(&captures);
+        let d_captures = names
+            .filter_map(|(name, into)| Some((&name[..], into.as_ref()?)))
+            .map(|(name, into)| Ok((name, vector(into)?)))
+            .collect::<PyResult<Vec<_>>>()?;
+        let layouts = [&out, &d_out, &dq, &dk, &dv].map(layout_key);
+        let key = ("backward", layouts, d_lse.is_some(), d_sink.is_some(), d_captures.len());
+        self.run(py, operands, key, |plan, queue, operands| {
+            plan.backward_on(
+                queue,
+                &DeviceBackward {
+                    operands,
+                    out,
+                    lse,
+                    d_out,
+                    d_lse,
+                    dq,
+                    dk,
+                    dv,
+                    accumulate: false,
+                    d_sink,
+                    d_captures,
+                },
+            )
+        })
+    }
+
+    /// What runs, in words.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        let notes = py.detach(|| self.kept.plan.notes());
+        let device = self.kept.plan.engine().device().info().name.clone();
+        let mut said = format!("fused kernels on {device} (cuda:{})", self.device);
+        for note in notes {
+            said.push('\n');
+            said.push_str(&note);
+        }
+        Ok(said)
+    }
+}

@@ -1,0 +1,560 @@
+"""CUDA tensors: every result beside dense attention in float64 on the same device. What needs no kernel of its own
+comes first, so that a short run says the most."""
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from reference import attention, close, dense
+
+from foveate import AuxRequest, BlockMask, Mask, create_block_mask, flex_attention, paged, varlen
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: torch finds no CUDA device")
+
+DEVICE = "cuda"
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def exact_matmul():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def operands(b=2, hq=4, hkv=2, l=200, s=200, e=64, ev=64, dtype=BF16, seed=0):
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    sizes = ((b, hq, l, e), (b, hkv, s, e), (b, hkv, s, ev))
+    return tuple(torch.randn(n, generator=g, device=DEVICE).to(dtype).requires_grad_() for n in sizes)
+
+
+def like(x, seed):
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(x.shape, generator=g, device=DEVICE).to(x.dtype)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def compare(q, k, v, score=None, mask=None, block_mask=None, learned=(), **more):
+    """Forward, lse and every gradient beside float64; ``mask`` is a mask function."""
+    extents = (*q.shape[:3], k.shape[2])
+    if block_mask is None and mask is not None:
+        block_mask = Mask(mask)
+    out, aux = flex_attention(q, k, v, score, block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True), **more)
+    allowed = None if mask is None else dense(mask, extents, device=q.device).expand(extents)
+    gold, gold_lse = attention(q, k, v, score, allowed)
+    terms = max(extents[2:]) * q.shape[-1]
+    # Tensor cores round probabilities to the dtype of the operands.
+    low = None if q.dtype == F32 else attention(q, k, v, score, allowed, dtype=q.dtype)[0]
+    close("out", out, gold, q.dtype, terms, low)
+    close("lse", aux.lse, gold_lse, q.dtype, terms)
+    d_out, d_lse = like(out, 1), like(aux.lse, 2)
+    alive = gold_lse != -math.inf
+    wanted = [t for t in (q, k, v, *learned) if t.requires_grad]
+    loss = (out * d_out).sum() + aux.lse.masked_fill(~alive, 0).mul(d_lse).sum()
+    ours = torch.autograd.grad(loss, wanted)
+    gold_loss = (gold * d_out.double()).sum() + gold_lse.masked_fill(~alive, 0).mul(d_lse.double()).sum()
+    golds = torch.autograd.grad(gold_loss, wanted)
+    lows = [None] * len(wanted)
+    if low is not None:
+        low_out, low_lse = attention(q, k, v, score, allowed, dtype=q.dtype)
+        low_loss = (low_out * d_out).sum() + low_lse.masked_fill(~alive, 0).mul(d_lse).sum()
+        lows = torch.autograd.grad(low_loss, wanted)
+    for name, mine, theirs, rough in zip("q k v".split() + ["capture"] * 9, ours, golds, lows):
+        assert mine.dtype == theirs.dtype
+        rounded = F32 if mine.dtype == q.dtype == F32 else BF16 if BF16 in (mine.dtype, q.dtype) else F16
+        close(f"gradient of {name}", mine, theirs, rounded, terms, rough)
+    return out, ours
+
+
+def test_a_causal_call_forward_and_backward_in_bf16():
+    compare(*operands(), mask=causal)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_other_dtypes(dtype):
+    compare(*operands(dtype=dtype), mask=causal)
+
+
+def test_the_result_counts_in_torchs_memory_and_lies_on_torchs_device():
+    q, k, v = operands()
+    flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True).sum().backward()
+    del q, k, v
+    gc.collect()
+    q, k, v = (t.detach() for t in operands(l=1000, s=1000))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
+    assert out.device == q.device
+    kept = torch.cuda.memory_allocated() - before
+    assert kept >= out.numel() * out.element_size()
+    # The statistics of rows, which nobody asked for, are counted while the call runs.
+    assert torch.cuda.max_memory_allocated() - before >= kept + 4 * 2 * 4 * 1000
+
+
+def test_nothing_waits_for_the_device():
+    q, k, v = operands()
+    document = torch.arange(200, device=DEVICE) // 70
+    bias = torch.zeros(4, 200, device=DEVICE, requires_grad=True)
+
+    def run():
+        mask = Mask.causal() & Mask.document(document)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], mask, enable_gqa=True, dropout_p=0.1)
+        torch.autograd.grad(out, (q, k, v, bias), out.detach())
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_side_streams_are_used():
+    q, k, v = (t.detach() for t in operands(l=2000, s=2000))
+    expected = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Long enough for torch to load the kernels of the products too.
+        torch.cuda._sleep(1_000_000_000)
+        doubled = q * 2
+        out = flex_attention(doubled, k / 2, v, block_mask=Mask(causal), enable_gqa=True)
+    # Not done yet: it was queued behind the sleep.
+    assert not stream.query()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, expected)
+
+
+def test_two_threads_on_two_streams():
+    q, k, v = operands(l=777, s=777)
+    expected = torch.autograd.grad(flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True).sum(), (q, k, v))
+    torch.cuda.synchronize()
+    failures = []
+
+    def work(seed):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    mine = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+                    out = flex_attention(*mine, block_mask=Mask(causal), enable_gqa=True)
+                    found = torch.autograd.grad(out.sum(), mine)
+                    for name, a, b in zip("qkv", found, expected):
+                        # dq is summed in any order.
+                        assert (a - b).abs().max() <= 0.02 * b.abs().max(), name
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures
+
+
+def test_operands_may_be_freed_right_after_the_call():
+    q, k, v = (t.detach() for t in operands(l=3000, s=3000))
+    expected = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
+    torch.cuda._sleep(50_000_000)
+    copies = [t.clone() for t in (q, k, v)]
+    out = flex_attention(*copies, block_mask=Mask(causal), enable_gqa=True)
+    del copies
+    for _ in range(8):
+        torch.full_like(q, math.nan), torch.full_like(k, math.nan)
+    assert torch.equal(out, expected)
+
+
+def test_a_graph_recorded_by_torchs_recipe_replays_with_new_contents():
+    q, k, v = operands(l=300, s=300)
+    ids = torch.arange(300, device=DEVICE) // 100
+    d_out = like(q, 5)
+
+    def step():
+        out = flex_attention(q, k, v, block_mask=Mask.causal() & Mask.document(ids), enable_gqa=True)
+        return out, torch.autograd.grad(out, (q, k, v), d_out)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, gradients = step()
+    for seed, edges in ((7, 80), (8, 33)):
+        with torch.no_grad():
+            for t, fresh in zip((q, k, v), operands(l=300, s=300, seed=seed)):
+                t.copy_(fresh)
+            ids.copy_(torch.arange(300, device=DEVICE) // edges)
+        graph.replay()
+        torch.cuda.synchronize()
+        recorded = [t.clone() for t in (out, *gradients)]
+        now, fresh = step()
+        assert torch.equal(recorded[0], now)
+        for a, b in zip(recorded[1:], fresh):
+            assert (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+def test_a_graph_outlives_the_plans_that_it_was_recorded_from():
+    q, k, v = (t.detach() for t in operands(l=130, s=130))
+    graph = torch.cuda.CUDAGraph()
+    call = lambda: flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)  # noqa: E731
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = call()
+    expected = call()
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = [torch.full((1 << 20,), math.nan, device=DEVICE) for _ in range(8)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    del junk
+
+
+def test_out_of_memory_is_torchs():
+    q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
+    flex_attention(q, k, v)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.cuda.set_per_process_memory_fraction(1e-6)
+        try:
+            torch.cuda.empty_cache()
+            big = q.expand(4096, 2, 128, 64)
+            flex_attention(big, k.expand(4096, 2, 128, 64), v.expand(4096, 2, 128, 64))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    flex_attention(q, k, v)
+
+
+def test_the_workspaces_memory_error_is_torchs_too():
+    q, k, v = operands(b=1, hq=2, hkv=2, l=4096, s=4096)
+    out = flex_attention(q, k, v)
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
+    d_out = torch.ones_like(out)
+    torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+        try:
+            torch.autograd.grad(out, (q, k, v), d_out)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    del gradients
+    torch.autograd.grad(flex_attention(q, k, v), (q, k, v), d_out)
+
+
+def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
+    q, k, v = (t.detach() for t in operands(l=64, s=64))
+    expected = flex_attention(q, k, v, enable_gqa=True)
+    here = torch.zeros(64)
+    wrong = [
+        (ValueError, lambda: flex_attention(q, k.cpu(), v)),
+        (_trace_error(), lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + here[i], enable_gqa=True)),
+        (RuntimeError, lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 64, 64, "cpu"), enable_gqa=True)),
+        (ValueError, lambda: varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, 64]))),
+        (ValueError, lambda: flex_attention(q.int(), k, v, enable_gqa=True)),
+        (ValueError, lambda: flex_attention(q, k, v, scale=math.nan, enable_gqa=True)),
+    ]
+    for error, call in wrong:
+        with pytest.raises(error) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+        assert torch.equal(flex_attention(q, k, v, enable_gqa=True), expected)
+
+
+def _trace_error():
+    from foveate import TraceError
+
+    return TraceError
+
+
+SCRIPT = """
+import torch, foveate
+q = torch.zeros(1, 1, 16, 64, device="cuda", dtype=torch.bfloat16)
+try:
+    foveate.flex_attention(q, q, q)
+except RuntimeError as error:
+    print("said:", error)
+else:
+    print("ran")
+"""
+
+
+def test_a_missing_nvrtc_is_one_sentence(tmp_path):
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("no library")
+    hide = f"import foveate._cuda as c; c.start = lambda: None\n{SCRIPT}"
+    places = {"FOVEATE_CUDA_LIBRARIES": str(broken), "FOVEATE_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**os.environ, **places, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", hide], env=environment, capture_output=True, text=True, timeout=60)
+    # Where the system has one elsewhere, that one is used.
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(("said:", "ran")), run.stdout + run.stderr
+
+
+def test_the_nvrtc_of_torchs_wheels_is_found_without_another_process(tmp_path):
+    spy = "import sys\nsys.addaudithook(lambda e, a: print('started', a) if e == 'subprocess.Popen' else None)\n"
+    show = "print([l.split()[-1] for l in open('/proc/self/maps') if 'libnvrtc.so' in l][:1])\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FOVEATE_CACHE_DIR": str(tmp_path)}
+    environment.pop("FOVEATE_CUDA_LIBRARIES", None)
+    run = subprocess.run([sys.executable, "-c", spy + SCRIPT + show], env=environment, capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0 and "ran" in run.stdout and "started" not in run.stdout, run.stdout + run.stderr
+    print(run.stdout)
+
+
+def test_an_autocast_casts_operands_only():
+    q, k, v = operands(dtype=F32)
+    slope = torch.randn(4, device=DEVICE)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True)
+    assert out.dtype == torch.bfloat16
+    exact = flex_attention(*(t.bfloat16() for t in (q, k, v)), lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True)
+    assert torch.equal(out, exact)
+
+
+def test_strides_of_operands_are_kept_and_views_are_read_in_place():
+    storage = torch.randn(2, 200, 8, 64, device=DEVICE).bfloat16()
+    q, k, v = (storage[:, :, a:b].transpose(1, 2).detach().requires_grad_() for a, b in ((0, 4), (4, 6), (6, 8)))
+    out, gradients = compare(q, k, v, mask=causal)
+    assert out.transpose(1, 2).is_contiguous()
+    assert all(g.transpose(1, 2).is_contiguous() for g in gradients)
+
+
+def test_checkpointing_repeats_dropout():
+    q, k, v = operands()
+
+    def layer(q, k, v):
+        return flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True, dropout_p=0.3)
+
+    torch.manual_seed(3)
+    plain = layer(q, k, v)
+    torch.manual_seed(3)
+    kept = torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False)
+    assert torch.equal(plain, kept)
+    d_out = like(plain, 4)
+    for name, a, b in zip("qkv", torch.autograd.grad(kept, (q, k, v), d_out), torch.autograd.grad(plain, (q, k, v), d_out)):
+        assert (a - b).abs().max() <= 0.02 * b.abs().max(), name
+    torch.manual_seed(4)
+    assert not torch.equal(plain, layer(q, k, v))
+
+
+def test_a_sink_and_its_gradient():
+    q, k, v = operands(dtype=F32)
+    sink = torch.randn(4, device=DEVICE, requires_grad=True)
+    out, aux = flex_attention(q, k, v, enable_gqa=True, sink=sink, return_aux=AuxRequest(lse=True))
+    double = [t.detach().double().requires_grad_() for t in (q, k, v, sink)]
+    kk, vv = (t.repeat_interleave(2, 1) for t in double[1:3])
+    scores = double[0] @ kk.transpose(2, 3) / 8
+    both = torch.cat([scores, double[3].view(1, 4, 1, 1).expand(2, 4, 200, 1)], -1)
+    gold = both.softmax(-1)[..., :200] @ vv
+    close("out", out, gold, F32, 200 * 64)
+    close("lse", aux.lse, both.logsumexp(-1), F32, 200 * 64)
+    d_out = like(out, 1)
+    ours = torch.autograd.grad(out, (q, k, v, sink), d_out)
+    for name, a, b in zip(("q", "k", "v", "sink"), ours, torch.autograd.grad(gold, double, d_out.double())):
+        close(f"gradient of {name}", a, b, F32, 200 * 64)
+
+
+def test_sequences_one_after_another_need_no_offsets_on_the_host():
+    g = torch.Generator(DEVICE).manual_seed(0)
+    lengths, rows = [70, 1, 0, 129], 210
+    cu = torch.tensor([0, 70, 71, 71, 200], device=DEVICE)
+    q, k, v = (torch.randn(rows, h, 64, generator=g, device=DEVICE).bfloat16().requires_grad_() for h in (4, 2, 2))
+    run = lambda: varlen(q, k, v, cu, max_seqlen_q=129, max_seqlen_k=129, mask=Mask.causal())  # noqa: E731
+    out = run()
+    gradients = torch.autograd.grad(out, (q, k, v), like(out, 1), retain_graph=True)
+    start = 0
+    for n in lengths:
+        part = [t[start : start + n].transpose(0, 1)[None] for t in (q, k, v)]
+        alone = flex_attention(*part, block_mask=Mask.causal(), enable_gqa=True)
+        close("out", out[start : start + n].transpose(0, 1)[None], alone.double(), BF16, 129 * 64)
+        start += n
+    assert torch.equal(out[200:], torch.zeros_like(out[200:]))
+    whole = [t.detach()[:200] for t in (q, k, v)]
+    seq = torch.repeat_interleave(torch.arange(4, device=DEVICE), torch.tensor(lengths, device=DEVICE))
+    q2, k2, v2 = (t.transpose(0, 1)[None].requires_grad_() for t in whole)
+    same = Mask(lambda b, h, i, j: (seq[i] == seq[j]) & (i >= j))
+    packed = flex_attention(q2, k2, v2, block_mask=same, enable_gqa=True)
+    golds = torch.autograd.grad(packed, (q2, k2, v2), like(out, 1)[:200].transpose(0, 1)[None])
+    for name, mine, theirs in zip("qkv", gradients, golds):
+        close(f"gradient of {name}", mine[:200].transpose(0, 1)[None], theirs.double(), BF16, 200 * 64, mine[:200].transpose(0, 1)[None])
+        assert torch.equal(mine[200:], torch.zeros_like(mine[200:]))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_keys_in_pages():
+    g = torch.Generator(DEVICE).manual_seed(0)
+    keys, values = (torch.randn(16, 2, 128, 64, generator=g, device=DEVICE).bfloat16() for _ in range(2))
+    table = torch.tensor([[3, 7, 1], [0, 12, -1]], device=DEVICE)
+    lengths = torch.tensor([300, 129])
+    query = torch.randn(2, 8, 3, 64, generator=g, device=DEVICE).bfloat16()
+    out = paged(query, keys, values, table, lengths, mask=Mask.causal(bottom_right=True))
+    assert torch.equal(out, paged(query, keys, values, table, lengths.to(DEVICE), mask=Mask.causal(bottom_right=True)))
+    for b, n in enumerate(lengths.tolist()):
+        k, v = (torch.cat([t[p] for p in table[b].tolist() if p >= 0], 1)[None, :, :n] for t in (keys, values))
+        alone = flex_attention(query[b : b + 1], k, v, block_mask=Mask.causal(bottom_right=True), enable_gqa=True)
+        close("out", out[b : b + 1], alone.double(), BF16, n * 64)
+
+
+def test_torchs_own_block_masks_count():
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+    def window(b, h, i, j):
+        return (i >= j) & (i - j < 77)
+
+    q, k, v = operands(l=300, s=300)
+    compare(q, k, v, mask=window, block_mask=torchs(window, None, None, 300, 300, DEVICE))
+    ours = create_block_mask(window, None, None, 300, 300, DEVICE)
+    theirs = torchs(window, None, None, 300, 300, DEVICE)
+    for a, b in zip(ours.as_tuple()[2:-1], theirs.as_tuple()[2:-1]):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    lists = BlockMask.from_kv_blocks(theirs.kv_num_blocks, theirs.kv_indices, BLOCK_SIZE=128, seq_lengths=(300, 300))
+
+    def listed(b, h, i, j):
+        return theirs.to_dense()[0, 0][i // 128, j // 128] != 0
+
+    partial = torch.zeros(3, 3, dtype=torch.bool, device=DEVICE)
+    for row in range(3):
+        partial[row, theirs.kv_indices[0, 0, row, : int(theirs.kv_num_blocks[0, 0, row])].long()] = True
+    compare(q, k, v, mask=lambda b, h, i, j: partial[i // 128, j // 128], block_mask=lists)
+
+
+def test_deterministic_algorithms_give_the_same_bits():
+    q, k, v = operands(l=1000, s=1000)
+    bias = torch.zeros(4, 1000, device=DEVICE, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], enable_gqa=True)
+            runs.append(torch.autograd.grad(out, (q, k, v, bias), like(out, 1)))
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _mods():
+    g = torch.Generator(DEVICE).manual_seed(9)
+    randn = lambda *n: torch.randn(*n, generator=g, device=DEVICE)  # noqa: E731
+    ids = torch.sort(torch.randint(0, 5, (2, 200), generator=g, device=DEVICE)).values
+    slope = randn(4).requires_grad_()
+    table = randn(4, 399).bfloat16().requires_grad_()
+    full = randn(2, 4, 200, 200).requires_grad_()
+    cap = torch.tensor(20.0, device=DEVICE)
+    prefix = torch.tensor([13, 101], device=DEVICE)
+    return {
+        "none": (None, None, ()),
+        "documents": (None, lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j), ()),
+        "window": (None, lambda b, h, i, j: (i >= j) & (i - j < 50), ()),
+        "prefix": (None, lambda b, h, i, j: (j < prefix[b]) | (i >= j), ()),
+        "by head": (None, lambda b, h, i, j: (j % (h + 1) == 0) & (i >= j), ()),
+        "no keys": (None, lambda b, h, i, j: (i < 100) & (i >= j), ()),
+        "alibi": (lambda s, b, h, i, j: s + slope[h] * (j - i), None, (slope,)),
+        "table": (lambda s, b, h, i, j: s + table[h, j - i + 199], causal, (table,)),
+        "dense bias": (lambda s, b, h, i, j: s + full[b, h, i, j], None, (full,)),
+        "soft cap": (lambda s, b, h, i, j: cap * torch.tanh(s / cap), causal, ()),
+    }
+
+
+NAMES = ["none", "documents", "window", "prefix", "by head", "no keys", "alibi", "table", "dense bias", "soft cap"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_and_scores_with_gradients_of_captures(name, dtype):
+    score, mask, learned = _mods()[name]
+    compare(*operands(dtype=dtype), score, mask, learned=learned)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 8, 8), (1, 6, 3, 37, 130, 40, 24), (2, 2, 1, 257, 65, 128, 128), (1, 2, 2, 64, 0, 64, 64), (0, 2, 2, 8, 8, 64, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_uneven_shapes(shape, dtype):
+    b, hq, hkv, l, s, e, ev = shape
+    q, k, v = operands(b, hq, hkv, l, s, e, ev, dtype=dtype)
+    if b == 0 or s == 0:
+        out = flex_attention(q, k, v, enable_gqa=True)
+        assert out.shape == (b, hq, l, ev) and not out.any()
+        assert all(not g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+        return
+    compare(q, k, v, mask=causal)
+
+
+def test_float64_takes_plain_operations():
+    q, k, v = (t.double().detach().requires_grad_() for t in operands(l=20, s=20))
+    compare(q, k, v, mask=causal)
+
+
+def test_a_compiled_function_runs_our_operators():
+    from compiled import Backend
+
+    q, k, v = operands()
+    bias = torch.randn(4, 200, device=DEVICE, requires_grad=True)
+    block_mask = create_block_mask(causal, None, None, 200, 200, DEVICE)
+
+    def step(q, k, v, bias):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], block_mask, enable_gqa=True)
+
+    backend = Backend()
+    out = backend.compile(step)(q, k, v, bias)
+    d_out = like(out, 1)
+    ours = torch.autograd.grad(out, (q, k, v, bias), d_out)
+    eager = step(q, k, v, bias)
+    assert torch.equal(out, eager)
+    for a, b in zip(ours, torch.autograd.grad(eager, (q, k, v, bias), d_out)):
+        assert (a - b).abs().max() <= 0.02 * b.abs().max()
+    assert any(name.startswith("foveate.backward") for name in backend.operators), backend.operators
+
+
+def test_inductor_compiles_a_layer():
+    q, k, v = operands()
+    block_mask = create_block_mask(causal, None, None, 200, 200, DEVICE)
+
+    def step(q, k, v):
+        return flex_attention(q * 2, k, v, block_mask=block_mask, enable_gqa=True) + 1
+
+    torch._dynamo.reset()
+    out = torch.compile(step, fullgraph=True)(q, k, v)
+    ours = torch.autograd.grad(out.sum(), (q, k, v))
+    eager = step(q, k, v)
+    assert (out - eager).abs().max() <= 0.02 * eager.abs().max()
+    for a, b in zip(ours, torch.autograd.grad(eager.sum(), (q, k, v))):
+        assert (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="skipped: there is one CUDA device")
+def test_a_call_on_another_device_leaves_the_current_one():
+    q, k, v = (t.detach().to("cuda:1").requires_grad_() for t in operands())
+    flex_attention(q, k, v, enable_gqa=True).sum().backward()
+    assert torch.cuda.current_device() == 0 and torch.zeros(1, device="cuda").device.index == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30, reason="skipped: it takes 30 GB")
+def test_more_than_2_to_the_31_elements():
+    q = torch.zeros(1, 1, 64, 64, device=DEVICE, dtype=BF16)
+    k = torch.zeros(1, 1, (1 << 25) + 300, 64, device=DEVICE, dtype=BF16)
+    v = torch.zeros_like(k)
+    v[:, :, -100:] = 1
+    n = k.shape[2]
+    out = flex_attention(q, k, v, block_mask=Mask(lambda b, h, i, j: j >= n - 200))
+    assert (out - 0.5).abs().max() < 1e-2
