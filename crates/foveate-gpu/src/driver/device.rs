@@ -7,11 +7,9 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 use super::free_list::SharedFreeList;
-use super::pinned::Pinned;
 use super::sys::{Driver, Handle};
 use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
-use crate::sync::lock;
 
 /// A GPU with its primary context. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -23,8 +21,7 @@ struct Inner {
     context: Handle,
     info: DeviceInfo,
     free: SharedFreeList,
-    /// Pinned copies of what recorded graphs copy to the device, by contents.
-    recorded: Mutex<HashMap<Box<[u8]>, usize>>,
+    copies_for_graphs: Mutex<HashMap<Box<[u8]>, usize>>,
 }
 
 // SAFETY: a context is a handle that the driver lets every thread use.
@@ -98,7 +95,7 @@ impl Device {
             context,
             info,
             free: SharedFreeList::default(),
-            recorded: Mutex::default(),
+            copies_for_graphs: Mutex::default(),
         })))
     }
 
@@ -143,25 +140,10 @@ impl Device {
         self.0.current()
     }
 
-    /// The address of a pinned copy of `data` that stays as long as the process: a graph may copy from
-    /// there whenever it runs. Equal contents share one.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub(super) fn kept_for_graphs(&self, data: &[u8]) -> Result<*const u8, GpuError> {
-        let mut recorded = lock(&self.0.recorded);
-        if let Some(&copy) = recorded.get(data) {
-            return Ok(copy as *const u8);
-        }
-        let driver = self.current()?;
-        let mut copy = {
-            let _relaxed = Relaxed::new(&driver)?;
-            Pinned::new(self, data.len())?
-        };
-        copy.as_mut_slice().copy_from_slice(data);
-        let copy = copy.into_raw();
-        recorded.insert(data.into(), copy as usize);
-        Ok(copy)
+    /// Addresses of pinned copies of what recorded graphs copy to the device, by contents; they stay as long
+    /// as the process, since a graph may copy from there whenever it runs.
+    pub(super) fn copies_for_graphs(&self) -> &Mutex<HashMap<Box<[u8]>, usize>> {
+        &self.0.copies_for_graphs
     }
 
     /// The same around calls that may change the thread's context themselves, as NCCL's do.

@@ -4,12 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::allocator::{ALLOCATION_ALIGN, Allocator};
-use super::device::Device;
+use super::device::{Device, Relaxed};
 use super::free_list::FreeList;
+use super::pinned::Pinned;
 use super::staging::Staging;
 use super::stream::{Event, Stream, default_timeout};
 use super::sys::OUT_OF_MEMORY;
 use crate::error::{GpuError, GpuErrorKind};
+use crate::sync::lock;
 use crate::trace::{Noted, note};
 
 /// Blocks are multiples of this up to [`LARGE`], and of `LARGE` beyond it, so that nearly equal
@@ -300,7 +302,19 @@ impl Allocation {
             return Ok(());
         }
         let device = self.stream().device();
-        let (driver, from) = (device.current()?, device.kept_for_graphs(data)?);
+        let driver = device.current()?;
+        let mut copies = lock(device.copies_for_graphs());
+        let from = match copies.get(data) {
+            Some(&copy) => copy as *const u8,
+            None => {
+                let _relaxed = Relaxed::new(&driver)?;
+                let mut copy = Pinned::new(device, data.len())?;
+                copy.as_mut_slice().copy_from_slice(data);
+                let copy = copy.into_raw();
+                copies.insert(data.into(), copy as usize);
+                copy.cast_const()
+            }
+        };
         // SAFETY: the caller has checked that the memory has room; the pinned copy is never freed.
         let code =
             unsafe { (driver.to_device)(address, from.cast(), data.len(), self.stream().handle()) };
