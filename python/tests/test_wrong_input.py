@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from foveate import AuxRequest, Mask, create_block_mask, create_mask, explain, flex_attention, paged, varlen
+from foveate import AuxRequest, Mask, _native, create_block_mask, create_mask, explain, flex_attention, paged, varlen
 
 LEARNED = torch.zeros(12, requires_grad=True)
 ELSEWHERE = torch.zeros(12, device="meta")
@@ -122,3 +122,72 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
             pytest.fail(f"{number}: nothing was raised where an error of {words!r} is due")
         assert "\n" not in str(raised.value).strip(), f"{number}: {raised.value}"
         assert all(map(torch.equal, good()[1], right)), f"{number}: another result after it"
+
+
+def learning(call):
+    """A call and its backward."""
+
+    def run(q, k, v):
+        operands = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = call(*operands)
+        panicking("the backward")
+        return torch.autograd.grad(out.sum(), operands)
+
+    return run
+
+
+def panicking(what):
+    """Lets the next computation panic, if it is in turn."""
+    if what == IN_TURN[0]:
+        _native.panic_next()
+
+
+IN_TURN = ["the call"]
+MODS = (None, [], [], None, [], [], [], [1, 1], 0.5, None, 0.0)
+ENDS = torch.tensor([0, 5, 10]), torch.tensor([0, 7, 12])
+
+
+def operator(name, *layout):
+    """The operator ``foveate::name``, forward and backward."""
+
+    def run(q, k, v):
+        q, k, v = (t[:1] if layout else t for t in (q, k, v))
+        forward, backward = (getattr(torch.ops.foveate, name + way) for way in ("forward", "backward"))
+        out, lse, _ = forward(q, k, v, *layout, *MODS, False)
+        panicking("the backward")
+        return backward(q, k, v, *layout, out, lse, out, None, *MODS, [True] * 3, [])
+
+    return run
+
+
+PANICS = {
+    "flex_attention": learning(lambda q, k, v: flex_attention(q, k, v)),
+    "varlen": learning(lambda q, k, v: varlen(*rows(q, k, v), *ENDS)),
+    "forward and backward": operator(""),
+    "varlen_forward and varlen_backward": operator("varlen_", *ENDS),
+    "paged": lambda q, k, v: paged_as(q, k, v),
+    "create_block_mask": lambda q, k, v: create_block_mask(causal, None, None, 10, 12),
+    "explain": lambda q, k, v: explain(q, k, v),
+}
+
+
+@pytest.mark.skipif(not hasattr(_native, "panic_next"), reason="skipped: only debug builds of the native module can be let panic")
+@pytest.mark.parametrize("turn", ["the call", "the backward"])
+@pytest.mark.parametrize("name", PANICS)
+def test_a_panic_in_the_engine_is_an_exception_and_the_next_call_is_right(name, turn):
+    torch.manual_seed(2)
+    q, k, v = torch.randn(2, 4, 10, 8), torch.randn(2, 4, 12, 8), torch.randn(2, 4, 12, 8)
+    call = PANICS[name]
+    IN_TURN[0] = None
+    gold = call(q, k, v)
+    backs = name in ("flex_attention", "varlen") or "backward" in name
+    if turn == "the backward" and not backs:
+        return
+    for _ in range(2):
+        IN_TURN[0] = turn
+        panicking("the call")
+        with pytest.raises(RuntimeError, match="a bug in Foveate, please report it: injected by a test"):
+            call(q, k, v)
+        IN_TURN[0] = None
+        again = call(q, k, v)
+    assert str(again) == str(gold)

@@ -36,6 +36,9 @@ mod _native {
     use crate::plan::{Plan, Traced, extents, kinds, mask, plan, score};
     #[pymodule_export]
     use crate::text::{parse, program};
+    #[cfg(debug_assertions)]
+    #[pymodule_export]
+    use crate::threads::panic_next;
     #[pymodule_export]
     use crate::value::TraceError;
 }

@@ -6,10 +6,13 @@
 //! bits in either.
 
 use std::cell::OnceCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+#[cfg(debug_assertions)]
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use pyo3::PyResult;
 use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 struct Kept {
@@ -32,22 +35,48 @@ const SMALL: usize = 1 << 18;
 /// Runs `call`, of about `multiplications`, on `threads` threads.
 ///
 /// # Errors
-/// When the operating system gives no thread.
+/// When the operating system gives no thread, or when `call` panics: nothing unwinds into Python, and
+/// the threads serve the next call.
 pub fn run<T: Send>(
     threads: usize,
     multiplications: usize,
     call: impl FnOnce() -> T + Send,
 ) -> PyResult<T> {
+    // What a panic leaves half-written is the call's own, which nobody sees.
+    let call = || {
+        catch_unwind(AssertUnwindSafe(|| {
+            #[cfg(debug_assertions)]
+            assert!(!PANIC_NEXT.swap(false, Ordering::Relaxed), "injected by a test");
+            call()
+        }))
+        .map_err(|panic| PyRuntimeError::new_err(what(panic.as_ref())))
+    };
     if threads <= 1 || multiplications < SMALL {
         let alone = || {
             let pool = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
             pool.ok().map(|pool| &*Box::leak(Box::new(pool)))
         };
         if let Some(pool) = OWN.with(|own| *own.get_or_init(alone)) {
-            return Ok(pool.install(call));
+            return pool.install(call);
         }
     }
-    Ok(pool(threads.max(1))?.install(call))
+    pool(threads.max(1))?.install(call)
+}
+
+fn what(panic: &(dyn std::any::Any + Send)) -> String {
+    let said = panic.downcast_ref::<&str>().copied();
+    let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("a bug in Foveate, please report it: {}", said.unwrap_or("it panicked"))
+}
+
+#[cfg(debug_assertions)]
+static PANIC_NEXT: AtomicBool = AtomicBool::new(false);
+
+/// The next call that computes panics; for tests, and in builds for these alone.
+#[cfg(debug_assertions)]
+#[pyfunction]
+pub fn panic_next() {
+    PANIC_NEXT.store(true, Ordering::Relaxed);
 }
 
 /// A pool of `threads` threads.
