@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks, _cuda, _dense, _native, _region, _trace
+from . import _blocks, _cuda, _dense, _native, _region, _sharded, _trace
 from ._compile import also_compiled, uncompiled
 from ._masks import Mask, offsets_of
 
@@ -120,6 +120,9 @@ def flex_attention(
             ``1/(1 - dropout_p)``. It is not in torch's function. The seed is drawn from torch's generator, so
             ``torch.manual_seed`` and checkpointing repeat it.
 
+    DTensors of one layout, sharded by batch and heads, are attended part by part. Functions see the indices of the whole,
+    captured tensors and the sink are whole on each rank, and their gradients are those of its part.
+
     Returns:
         ``out [B, Hq, L, Ev]``, of the dtype and the stride order of ``query``, its last axis contiguous; with
         ``return_aux`` the pair of it and an ``AuxOutput``; with ``return_lse`` the pair of it and ``lse``. A
@@ -132,6 +135,11 @@ def flex_attention(
         torch.OutOfMemoryError: Torch's allocator has no memory for the call.
         RuntimeError: There is no NVRTC to compile kernels with; the message says how to get it.
     """
+    if type(query) is not Tensor and _sharded.is_sharded(query):
+        more: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, kernel_options=kernel_options)
+        more |= dict(return_aux=return_aux, dropout_p=dropout_p)
+        sharded: Any = _sharded.attention(flex_attention, query, key, value, score_mod, block_mask, sink, **more)
+        return sharded  # type: ignore[no-any-return]
     if _autocasts(query):
         query, key, value = _autocast(query, key, value)
     extents = _native.extents(query, key, value, enable_gqa)
