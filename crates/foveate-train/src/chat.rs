@@ -4,7 +4,11 @@
 //! the conversation up to an assistant's turn, ending with the generation prompt, must be a prefix of the same
 //! conversation with that turn, and what follows is the turn. A template that rewrites earlier turns (some drop
 //! old reasoning) breaks that, which is an error rather than a wrong label.
+//!
+//! A template is a program of somebody else's: what it may do and write is bounded, so that a loop in one ends
+//! with an error and not with the machine's memory.
 
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 
@@ -17,6 +21,15 @@ use crate::error::TrainError;
 /// A plain template, used where neither the recipe nor the checkpoint gives one.
 pub const DEFAULT_TEMPLATE: &str = "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n\
     {% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
+
+/// Bytes of a template's source at most; published ones have some ten thousand.
+const SOURCE_BYTES: usize = 256 << 10;
+/// Bytes that a template may write, beside those of the conversation as often as below.
+const WRITTEN_BYTES: usize = 1 << 20;
+const TIMES_WRITTEN: usize = 8;
+/// Instructions that a template may run for a conversation, and more for each of its messages.
+const STEPS: u64 = 500_000;
+const STEPS_A_MESSAGE: u64 = 10_000;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,8 +61,15 @@ impl ChatTemplate {
     /// Compiles `source`; `bos` and `eos` are the texts of the tokens a template may print itself.
     ///
     /// # Errors
-    /// If the template is not valid Jinja, naming `place` and the line.
+    /// If the template is longer than 256 KiB or not valid Jinja, naming `place` and the line.
     pub fn new(source: &str, place: &Path, bos: &str, eos: &str) -> Result<Self, TrainError> {
+        if source.len() > SOURCE_BYTES {
+            let message = format!(
+                "the chat template has {} bytes, of which {SOURCE_BYTES} are read; give the model's own",
+                source.len()
+            );
+            return Err(TrainError::data(place, None, message));
+        }
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.expect("the standard delimiters are consistent"));
@@ -81,7 +101,7 @@ impl ChatTemplate {
             let first = |why: &str| {
                 format!(
                     "the conversation begins with the assistant, which the chat template does not \
-                     allow ({why}); put a user's turn first, or give another data.chat_template"
+                     allow ({why}); put a user's turn first, or use another chat template"
                 )
             };
             let start = self.text(&messages[..turn], true);
@@ -116,14 +136,50 @@ impl ChatTemplate {
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String, String> {
+        let said: usize = messages.iter().map(|m| m.role.len() + m.content.len()).sum();
+        let left = WRITTEN_BYTES.saturating_add(said.saturating_mul(TIMES_WRITTEN));
+        let mut text = Bounded { text: Vec::new(), left };
+        let steps = STEPS + STEPS_A_MESSAGE * messages.len() as u64;
         let messages: Vec<Value> = messages
             .iter()
             .map(|m| context! { role => m.role.as_str(), content => m.content.as_str() })
             .collect();
-        let template = self.environment.get_template("chat").map_err(|e| e.to_string())?;
-        template
-            .render(context! { messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str() })
-            .map_err(|e| format!("the chat template failed: {e}"))
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(steps));
+        let template = environment.get_template("chat").map_err(|e| e.to_string())?;
+        let given = context! { messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str() };
+        let unbounded = |what: String| {
+            format!("the chat template {what}, which no conversation needs; correct its loops")
+        };
+        match template.render_captured_to(given, &mut text) {
+            Ok(_) => Ok(String::from_utf8(text.text).expect("a template writes text")),
+            Err(e) if e.kind() == ErrorKind::OutOfFuel => {
+                Err(unbounded(format!("runs more than {steps} instructions")))
+            }
+            Err(e) if e.kind() == ErrorKind::WriteFailure => {
+                let most = text.text.len() + text.left;
+                Err(unbounded(format!("writes more than {most} bytes")))
+            }
+            Err(e) => Err(format!("the chat template failed: {e}")),
+        }
+    }
+}
+
+/// Text that ends with an error where it would have more than `left` bytes more.
+struct Bounded {
+    text: Vec<u8>,
+    left: usize,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.left = self.left.checked_sub(bytes.len()).ok_or(io::ErrorKind::FileTooLarge)?;
+        self.text.extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -162,6 +218,37 @@ mod tests {
             template(source).render(&[says("user", " a "), says("assistant", " b ")]).unwrap();
         assert_eq!(rendered.text, "<s>[USER]a</s>[ASSISTANT]b</s>");
         assert_eq!(&rendered.text[rendered.learned[0].clone()], "b</s>");
+    }
+
+    #[test]
+    fn what_a_template_writes_and_how_long_it_runs_is_bounded() {
+        let said = |source: &str| template(source).text(&[says("user", "Hi")], true).unwrap_err();
+        let loops = |text: &str| {
+            format!(
+                "{{% for i in range(9999) %}}{{% for j in range(9999) %}}{text}{{% endfor %}}{{% endfor %}}"
+            )
+        };
+        let long = said(&loops(&"many words ".repeat(100)));
+        assert_eq!(
+            long,
+            "the chat template writes more than 1048624 bytes, which no conversation needs; correct \
+             its loops"
+        );
+        for source in [loops(""), format!("{{% set text %}}{}{{% endset %}}", loops("words"))] {
+            let endless = said(&source);
+            assert!(
+                endless.starts_with("the chat template runs more than 510000 inst"),
+                "{endless}"
+            );
+        }
+        let source = "a".repeat(SOURCE_BYTES + 1);
+        let told =
+            ChatTemplate::new(&source, Path::new("t.jinja"), "", "").unwrap_err().to_string();
+        assert!(told.starts_with("t.jinja: the chat template has 262145 bytes"), "{told}");
+        // A long conversation has its own share of both.
+        let talk: Vec<_> = (0..20_000).map(|_| says("user", &"word ".repeat(20))).collect();
+        let text = template(DEFAULT_TEMPLATE).text(&talk, true).unwrap();
+        assert!(text.len() > 2_000_000, "{}", text.len());
     }
 
     #[test]
