@@ -16,7 +16,7 @@
 //! tile waits only for a key tile that another thread is packing at that moment. Where there are few
 //! query tiles for each key, each query tile packs for itself.
 
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 
 use foveate_problem::ForwardArgs;
 use foveate_tensor::{TensorMut, TensorRef};
@@ -77,10 +77,27 @@ struct OutAccumulator<'a> {
     weights: PoolBuffer<'a>,
     out: PoolBuffer<'a>,
     /// The softmax of each row.
-    states: Vec<RowState>,
+    states: RowStates<'a>,
     /// Whether some values are non-finite, so that a weight of 0 must not multiply them.
     has_nonfinite: bool,
     clock: Clock<'a>,
+}
+
+/// The softmax of each row of a query tile, in the pool's memory.
+struct RowStates<'a>(PoolBuffer<'a>);
+
+impl Deref for RowStates<'_> {
+    type Target = [RowState];
+
+    fn deref(&self) -> &[RowState] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+impl DerefMut for RowStates<'_> {
+    fn deref_mut(&mut self) -> &mut [RowState] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
 }
 
 /// Floats of workspace that a KV head takes.
@@ -185,7 +202,7 @@ impl<'a> Scratch<'a> {
             scores: call.pool.alloc(SUBTILE_ROWS * tiles.kv),
             weights: call.pool.alloc(SUBTILE_ROWS * tiles.kv * (T::WIDTH - 1) / T::WIDTH),
             out: call.pool.alloc(tiles.q * tiles.dim_v),
-            states: vec![RowState::START; tiles.q],
+            states: RowStates(call.pool.alloc(tiles.q * RowState::ELEMS)),
             has_nonfinite: false,
             clock: Clock::new(call.profile),
         };
@@ -401,7 +418,7 @@ impl OutAccumulator<'_> {
     /// non-finite because a weight of 0 was multiplied with a non-finite value.
     fn store(&mut self, call: &Call<'_>, task: &mut QueryTile<'_>, rows: usize) -> bool {
         let (dim, dim_v) = (call.tiles.dim_v, call.dims.dim_v);
-        let out = self.out.chunks_exact_mut(dim).zip(&self.states);
+        let out = self.out.chunks_exact_mut(dim).zip(self.states.iter());
         for (r, (row, state)) in out.take(rows).enumerate() {
             if state.is_fresh() {
                 row.fill(0.0);

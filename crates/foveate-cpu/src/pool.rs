@@ -32,10 +32,10 @@ impl Pool {
         PoolBuffer { buffer, len, pool: self }
     }
 
-    /// Floats of all buffers that are free.
+    /// Floats of each buffer that is free.
     #[cfg(test)]
-    pub fn elems(&self) -> usize {
-        self.0.lock().unwrap_or_else(|e| e.into_inner()).iter().map(Vec::capacity).sum()
+    pub fn free(&self) -> Vec<usize> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).iter().map(Vec::capacity).collect()
     }
 
     /// Returns a buffer.

@@ -154,6 +154,7 @@ fn exp_sum_body<S: Simd>(s: S, row: &mut [f32], shift: f32) -> f32 {
 
 /// The online softmax of a row.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub struct RowState {
     /// The row maximum so far, which weights are relative to.
     pub max: f32,
@@ -164,7 +165,15 @@ pub struct RowState {
     pub factor: f32,
 }
 
+// SAFETY: three floats in C's layout, without padding: zeros are a value, and so are all bits.
+unsafe impl bytemuck::Zeroable for RowState {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for RowState {}
+
 impl RowState {
+    /// Floats of one.
+    pub const ELEMS: usize = size_of::<Self>() / size_of::<f32>();
+
     /// Before the first score.
     pub const START: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, factor: 1.0 };
 
