@@ -61,6 +61,30 @@ impl Spec {
         let buffers = self.score.iter().flat_map(|s| s.program().graph().buffers());
         buffers.filter(|b| b.learned()).collect()
     }
+
+    /// The learned buffers of these names, whose gradients are asked for.
+    ///
+    /// # Errors
+    /// When one is not among them, or is named twice.
+    pub fn learned_of(&self, names: &[&str]) -> Result<Vec<&AnyBuffer>, ProblemError> {
+        let learned = self.learned();
+        let find = |(i, name): (usize, &&str)| {
+            let Some(buffer) = learned.iter().find(|b| b.name() == *name) else {
+                let known: Vec<_> = learned.iter().map(|b| b.name()).collect();
+                return Err(ProblemError::new(format!(
+                    "a gradient of buffer `{name}` is asked for; the learned buffers of the score \
+                     are {known:?}"
+                )));
+            };
+            if names[..i].contains(name) {
+                return Err(ProblemError::new(format!(
+                    "buffer `{name}` has two destinations for its gradient; give it one"
+                )));
+            }
+            Ok(*buffer)
+        };
+        names.iter().enumerate().map(find).collect()
+    }
 }
 
 impl Dims {
@@ -236,22 +260,10 @@ impl BackwardArgs<'_> {
             }
             length("d_sink", d_sink.len(), dims.heads_q)?;
         }
-        let learned = spec.learned();
-        for (i, grad) in self.d_captures.iter().enumerate() {
-            let name = grad.name;
-            let Some(buffer) = learned.iter().find(|b| b.name() == name) else {
-                let names: Vec<_> = learned.iter().map(|b| b.name()).collect();
-                return Err(ProblemError::new(format!(
-                    "a gradient of buffer `{name}` is asked for; the learned buffers of the score \
-                     are {names:?}"
-                )));
-            };
-            length(&format!("the gradient of buffer `{name}`"), grad.into.len(), buffer.elems())?;
-            if self.d_captures[..i].iter().any(|other| other.name == name) {
-                return Err(ProblemError::new(format!(
-                    "buffer `{name}` has two destinations for its gradient; give it one"
-                )));
-            }
+        let names: Vec<&str> = self.d_captures.iter().map(|grad| grad.name).collect();
+        for (grad, buffer) in self.d_captures.iter().zip(spec.learned_of(&names)?) {
+            let what = format!("the gradient of buffer `{}`", grad.name);
+            length(&what, grad.into.len(), buffer.elems())?;
         }
         Ok(())
     }

@@ -69,21 +69,9 @@ impl CudaPlan {
     }
 
     fn check_captures(&self, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
-        let learned = self.spec.learned();
-        for (i, (name, into)) in args.d_captures.iter().enumerate() {
-            let Some(buffer) = learned.iter().find(|b| b.name() == *name) else {
-                let names: Vec<_> = learned.iter().map(|b| b.name()).collect();
-                return Err(CudaError::argument(format!(
-                    "a gradient of buffer `{name}` is asked for; the learned buffers of the score \
-                     are {names:?}"
-                )));
-            };
-            into.check_vector(&format!("the gradient of `{name}`"), buffer.elems())?;
-            if args.d_captures[..i].iter().any(|(other, _)| other == name) {
-                return Err(CudaError::argument(format!(
-                    "buffer `{name}` has two destinations for its gradient; give it one"
-                )));
-            }
+        let names: Vec<&str> = args.d_captures.iter().map(|(name, _)| *name).collect();
+        for ((name, into), buffer) in args.d_captures.iter().zip(self.spec.learned_of(&names)?) {
+            into.check_vector(&format!("the gradient of buffer `{name}`"), buffer.elems())?;
         }
         Ok(())
     }
