@@ -82,6 +82,9 @@ pub struct KernelPlan {
 /// CTAs that a launch can have along its third axis.
 const MAX_KV_SPLITS: usize = 65535;
 
+/// Candidates that a refusal lists; those that miss the least are the first.
+const MOST_TOLD: usize = 12;
+
 impl KernelPlan {
     /// Plans the forward, and with `backward` the backward.
     ///
@@ -406,6 +409,7 @@ fn nothing_fits(
         profile.name, profile.shared_per_block
     );
     // A shape that a kernel does not take is that of all its stages: it is said once.
+    let mut lines: Vec<String> = Vec::new();
     let mut shapes = Vec::new();
     for refused in refused {
         if let Refusal::Shape { reason } = &refused.refusal {
@@ -414,7 +418,11 @@ fn nothing_fits(
             }
             shapes.push(reason);
         }
-        message += &format!("\n  {refused}");
+        lines.push(format!("\n  {refused}"));
+    }
+    message.extend(lines.iter().take(MOST_TOLD).map(String::as_str));
+    if lines.len() > MOST_TOLD {
+        message += &format!("\n  and {} more, of larger tiles", lines.len() - MOST_TOLD);
     }
     CudaError::argument(message)
 }
