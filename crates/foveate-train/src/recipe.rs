@@ -8,14 +8,17 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use foveate::mods::text::nearest;
 use foveate_nn::{AttentionConfig, ModelConfig, Recompute, RopePairing, RopeScaling};
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::{BadDocument, Format};
-use crate::error::{TrainError, TrainErrorKind};
+use crate::error::TrainError;
 use crate::schedule::{Schedule, ScheduleKind};
 use crate::whole;
+
+mod mistakes;
+
+use mistakes::{located, of_override};
 
 /// A training run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -312,9 +315,8 @@ impl Recipe {
                 toml::from_str(text).map_err(|e| located(place, text, &e))?;
             for set in overrides {
                 override_value(&mut table, set)?;
-                recipe = table.clone().try_into().map_err(|e: toml::de::Error| {
-                    TrainError::recipe(format!("--set {set}"), with_hint(e.message()))
-                })?;
+                let field = set.split('=').next().unwrap_or_default().trim();
+                recipe = table.clone().try_into().map_err(|e| of_override(set, field, &e))?;
             }
         }
         recipe.check(place)?;
@@ -477,40 +479,6 @@ fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> 
     Ok(())
 }
 
-fn located(place: &str, text: &str, e: &toml::de::Error) -> TrainError {
-    let position = e.span().map(|span| {
-        let before = &text[..span.start.min(text.len())];
-        let line = before.matches('\n').count() + 1;
-        let column = before.rsplit('\n').next().map_or(0, |l| l.chars().count()) + 1;
-        (line, column)
-    });
-    let (place, message) = (place.to_owned(), with_hint(e.message()));
-    TrainErrorKind::Recipe { place, position, message }.into()
-}
-
-/// The message of serde in a user's words, with the nearest of the names that it expected.
-fn with_hint(message: &str) -> String {
-    let mut message = message.trim().replace('\n', " ");
-    for (typed, said) in [
-        ("expected u64", "expected a whole number of at least 0"),
-        ("expected usize", "expected a whole number of at least 0"),
-        ("expected i32", "expected a whole number"),
-        ("expected f64", "expected a number"),
-        ("expected f32", "expected a number"),
-        ("expected path string", "expected a path in quotes"),
-    ] {
-        message = message.replace(typed, said);
-    }
-    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
-    if let (true, Some((wrong, known))) =
-        (message.starts_with("unknown field"), quoted.split_first())
-        && let Some(near) = nearest(wrong, known.iter().copied())
-    {
-        return format!("{message}; did you mean `{near}`?");
-    }
-    message
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -622,7 +590,14 @@ steps = 10
         assert!(typo.starts_with("r.toml:19:1: unknown field `stepz`"), "{typo}");
         assert!(typo.ends_with("did you mean `steps`?"), "{typo}");
         let ill = told(&TEXT.replace("steps = 10", "steps = \"ten\""), &[]);
-        assert!(ill.starts_with("r.toml:19:9: invalid type: string"), "{ill}");
+        assert_eq!(
+            ill,
+            "r.toml:19:9: train.steps is \"ten\"; a whole number of at least 0 is expected"
+        );
+        let without = told(&TEXT.replace("len = 128", ""), &[]);
+        assert!(without.ends_with(": data.len is missing"), "{without}");
+        let without = told(&TEXT.replace("[run]\ndir = \"runs/x\"", ""), &[]);
+        assert!(without.ends_with(": the section [run] is missing"), "{without}");
         let section = told(&TEXT.replace("[train]", "[trian]"), &[]);
         assert!(section.contains("did you mean `train`?"), "{section}");
         let set = told(TEXT, &["train.stesp=3"]);
@@ -641,6 +616,101 @@ steps = 10
         assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
         assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
         assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
+    }
+
+    /// Every field of a recipe, and every section, given values of every type.
+    #[test]
+    fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
+        let values = [
+            "\"text\"",
+            "3",
+            "-3",
+            "1.5",
+            "true",
+            "[1]",
+            "[\"x\"]",
+            "[]",
+            "{ a = 1 }",
+            "{}",
+            "2026-11-22",
+            "99999999999999999999",
+            "nan",
+        ];
+        let scaling = "rope_scaling = { rope_type = \"llama3\", factor = 2.0, low_freq_factor = 1.0, \
+                       high_freq_factor = 4.0, original_max_position_embeddings = 8192.0 }";
+        let buffers = "buffers = { window = { shape = [1], values = [7] } }\nlearned = { bias = { shape = [4], init = 0.5 } }\n\
+                       score = \"score + bias[h]\"";
+        let text = TEXT
+            .replace("[attention]", &format!("{scaling}\n[attention]\n{buffers}"))
+            .replace("mask = \"causal & document\"", "mask = \"kv <= window[0]\"");
+        let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap();
+        let table: toml::Table = toml::from_str(&recipe.to_toml().unwrap()).unwrap();
+        let mut fields = vec![
+            "model.checkpoint",
+            "model.vocab_size",
+            "model.num_key_value_heads",
+            "model.head_dim",
+            "model.rms_norm_eps",
+            "model.rope_theta",
+            "model.rope_pairing",
+            "attention.score",
+            "model.max_position_embeddings",
+            "model.tie_word_embeddings",
+            "attention.layers",
+            "attention.programs",
+            "train.epochs",
+            "data.tokenizer",
+            "data.add_bos_token",
+            "data.add_eos_token",
+            "data.chat_template",
+            "resolved",
+        ]
+        .into_iter()
+        .map(str::to_owned)
+        .collect();
+        fn walk(table: &toml::Table, above: &str, fields: &mut Vec<String>) {
+            for (key, value) in table {
+                let field = format!("{above}{key}");
+                if let toml::Value::Table(inner) = value {
+                    walk(inner, &format!("{field}."), fields);
+                }
+                fields.push(field);
+            }
+        }
+        walk(&table, "", &mut fields);
+        assert!(fields.len() > 60 && fields.iter().any(|f| f == "attention.learned.bias.shape"));
+        const OF_RUST: [&str; 17] = [
+            "usize", "u64", "u32", "i64", "i32", "f64", "f32", "struct", "enum", "variant",
+            "untagged", "option", "map", "sequence", "boolean", "floating", "invalid",
+        ];
+        let (mut wrong, mut faults) = (0, Vec::new());
+        for field in &fields {
+            // One of its names is that of a type.
+            let is_dtype = field.starts_with("train.save_dtype");
+            for value in values {
+                let set = format!("{field}={value}");
+                let mut given = table.clone();
+                let of_set = Recipe::parse(&text, "r.toml", std::slice::from_ref(&set)).err();
+                // The same in the file.
+                let of_file = override_value(&mut given, &set)
+                    .and_then(|()| Recipe::parse(&toml::to_string(&given).unwrap(), "r.toml", &[]));
+                for said in [of_set, of_file.err()].into_iter().flatten() {
+                    let said = said.to_string();
+                    let words: Vec<_> = said.split(|c: char| !c.is_alphanumeric()).collect();
+                    let leaks = OF_RUST
+                        .iter()
+                        .any(|&word| words.contains(&word) && !(word == "f32" && is_dtype));
+                    let named = said.contains(field.rsplit('.').next().unwrap())
+                        || said.contains("unknown field `a`, expected");
+                    if leaks || said.contains('\n') || !named {
+                        faults.push(format!("{set}: {said}"));
+                    }
+                    wrong += 1;
+                }
+            }
+        }
+        assert!(faults.is_empty(), "{}", faults.join("\n"));
+        assert!(wrong > 700, "{wrong}");
     }
 
     #[test]
