@@ -100,21 +100,23 @@ impl Tensors {
         let mut length = [0; 8];
         if size < 8 {
             return Err(refuse(format!(
-                "is cut short: a safetensors file has at least 8 bytes, this has {size}"
+                "is cut short: a safetensors file has at least 8 bytes, this has {size}; {RESTORE}"
             )));
         }
         file.read_exact(&mut length).map_err(broken)?;
         let length = u64::from_le_bytes(length);
         if length > size - 8 || length > MAX_HEADER {
             return Err(refuse(format!(
-                "claims a header of {length} bytes in a file of {size}: it is cut short or not safetensors"
+                "claims a header of {length} bytes in a file of {size}: it is cut short or not \
+                 safetensors; {RESTORE}"
             )));
         }
         let mut header = vec![0; length as usize];
         file.read_exact(&mut header).map_err(broken)?;
         let mut header: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_slice(&header)
-                .map_err(|e| refuse(format!("has a header that is not a JSON object: {e}")))?;
+            serde_json::from_slice(&header).map_err(|e| {
+                refuse(format!("has a header that is not a JSON object: {e}; {RESTORE}"))
+            })?;
         header.remove("__metadata__");
         let mut entries = BTreeMap::new();
         for (name, value) in header {
@@ -159,7 +161,7 @@ impl Tensors {
             }
             if stop > bytes {
                 let message = format!(
-                    "is cut short: tensor `{name}` ends at byte {stop} of the data, but there are {bytes}; restore the file or use another checkpoint"
+                    "is cut short: tensor `{name}` ends at byte {stop} of the data, but there are {bytes}; {RESTORE}"
                 );
                 return Err(TrainError::checkpoint(&self.path, message));
             }
@@ -263,6 +265,9 @@ impl Tensors {
         }
     }
 }
+
+/// What to do with a file that is no part of a checkpoint.
+pub const RESTORE: &str = "restore the file, or use another checkpoint";
 
 /// What to do with a file that is not what a checksum was taken of.
 pub const DAMAGED: &str = "the file was damaged or changed after it was saved: restore it, use \

@@ -98,8 +98,16 @@ impl Tokenizer {
     pub fn from_file(path: &Path, bos: Option<u32>, eos: Option<u32>) -> Result<Self, TrainError> {
         let bytes = whole::read(path)
             .map_err(|e| TrainError::data(path, None, format!("could not be read: {e}")))?;
+        let empty = bytes.trim_ascii().is_empty();
         let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
-            TrainError::data(path, None, format!("is not a tokenizer JSON file: {e}"))
+            let is = match empty {
+                true => "is empty".to_owned(),
+                false => {
+                    format!("is not a tokenizer JSON file: {}", of_unknown_kind(&e.to_string()))
+                }
+            };
+            let message = format!("{is}; put the model's own tokenizer.json there");
+            TrainError::data(path, None, message)
         })?;
         let [plain, whole] = [false, true].map(|special| {
             let encoding = tokenizer.encode("a", special);
@@ -277,6 +285,15 @@ impl Tokenizer {
     }
 }
 
+/// A message of the reader, which names types of its own for a part of a kind that is not known.
+fn of_unknown_kind(message: &str) -> String {
+    let place = message.find(" at line ").map_or("", |at| &message[at..]);
+    match message.contains("untagged enum") {
+        true => format!("a part is of a kind that is not known{place}"),
+        false => message.to_owned(),
+    }
+}
+
 impl Kind {
     /// Where it comes from, for errors.
     fn place(&self) -> &Path {
@@ -310,7 +327,9 @@ mod tests {
         std::fs::write(&path, "{\"model\": 3}").unwrap();
         let error = Tokenizer::from_file(&path, None, None).unwrap_err().to_string();
         assert!(
-            error.contains("tokenizer.json") && error.contains("is not a tokenizer"),
+            error
+                .contains("tokenizer.json: is not a tokenizer JSON file: a part is of a kind that")
+                && error.contains(" at line 1 column 12; put the model's own"),
             "{error}"
         );
     }

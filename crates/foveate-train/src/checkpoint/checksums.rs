@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::config::read_json;
+use super::CONFIG;
+use super::config::{OURS, read_json};
 use crate::error::TrainError;
 use crate::safetensors::DAMAGED;
 
@@ -29,11 +30,17 @@ pub enum Checksums {
 }
 
 impl Checksums {
-    /// The checksums of a checkpoint, where it has some and they are wanted.
+    /// The checksums of a checkpoint, where they are wanted; none of one of other tools. One that says
+    /// in its `config.json` that it is ours has some.
     pub(super) fn of(self, folder: &Path) -> Result<Option<Manifest>, TrainError> {
         let path = folder.join(FILE);
-        if self == Self::Skip || !path.exists() {
+        if self == Self::Skip {
             return Ok(None);
+        }
+        if !path.exists() {
+            let config = folder.join(CONFIG);
+            let ours = config.exists() && read_json(&config)?.get(OURS).is_some();
+            return if ours { Err(missing(&path)) } else { Ok(None) };
         }
         match serde_json::from_value(read_json(&path)?) {
             Ok(manifest) => Ok(Some(manifest)),
@@ -48,11 +55,15 @@ impl Checksums {
     pub(super) fn of_ours(self, folder: &Path) -> Result<Option<Manifest>, TrainError> {
         let found = self.of(folder)?;
         if found.is_none() && self == Self::Verify {
-            let message = "is missing; put it back, or pass --skip-checksums to do without";
-            return Err(TrainError::checkpoint(&folder.join(FILE), message));
+            return Err(missing(&folder.join(FILE)));
         }
         Ok(found)
     }
+}
+
+fn missing(path: &Path) -> TrainError {
+    let message = "is missing; put it back, or pass --skip-checksums to do without";
+    TrainError::checkpoint(path, message)
 }
 
 /// The checksums of a checkpoint.

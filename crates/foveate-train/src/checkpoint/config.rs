@@ -13,12 +13,16 @@ use super::{CHAT_TEMPLATE, CONFIG, Snapshot, latest};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
+use crate::safetensors::RESTORE;
 use crate::tokens::{Ends, Tokenizer};
 use crate::whole;
 
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+
+/// What of `config.json` is Foveate's own.
+pub(super) const OURS: &str = "foveate";
 
 /// Fields of `rope_scaling` that say something to the kinds that are known.
 const SCALING: [&str; 6] = [
@@ -78,7 +82,7 @@ pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value
         add_bos_token: tokenizer.said().bos,
         add_eos_token: tokenizer.said().eos,
     };
-    for part in [ours, sizes, json!({ "foveate": extra })] {
+    for part in [ours, sizes, json!({ OURS: extra })] {
         let Value::Object(part) = part else { unreachable!("each part is an object") };
         map.extend(part);
     }
@@ -136,8 +140,13 @@ impl CheckpointConfig {
 
 pub(super) fn read_json(path: &Path) -> Result<Value, TrainError> {
     let text = whole::read_text(path).map_err(|e| unreadable(path, &e))?;
-    serde_json::from_str(&text)
-        .map_err(|e| TrainError::checkpoint(path, format!("is not the JSON it should be: {e}")))
+    serde_json::from_str(&text).map_err(|e| {
+        let is = match text.trim().is_empty() {
+            true => "is empty".to_owned(),
+            false => format!("is not the JSON it should be: {e}"),
+        };
+        TrainError::checkpoint(path, format!("{is}; {RESTORE}"))
+    })
 }
 
 fn read_json_if_there(path: &Path) -> Result<Value, TrainError> {
@@ -224,7 +233,7 @@ pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
         Err(e) => return fail(format!("does not describe a Llama model: {e}")),
     };
     model.validate().map_err(|e| TrainError::checkpoint(&path, e.to_string()))?;
-    let extra: Option<Extra> = match json.get("foveate").cloned().map(serde_json::from_value) {
+    let extra: Option<Extra> = match json.get(OURS).cloned().map(serde_json::from_value) {
         None => None,
         Some(Ok(extra)) => Some(extra),
         Some(Err(e)) => return fail(format!("foveate: {e}")),

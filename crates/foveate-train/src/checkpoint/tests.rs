@@ -249,9 +249,52 @@ fn three_flipped_bytes_are_found_in_every_tensor() {
     }
     assert_eq!(at, whole.len());
     fs::write(&file, &whole).unwrap();
-    // A checkpoint of other tools has no checksums.
+}
+
+#[test]
+fn checksums_that_are_gone_are_missed_but_in_checkpoints_of_other_tools() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 1).unwrap();
     fs::remove_file(place.join("checksums.json")).unwrap();
+    let mut target = model(2);
+    let told = load_weights(&place, &mut target, Checksums::Verify).unwrap_err().to_string();
+    assert!(
+        told.ends_with(
+            "checksums.json: is missing; put it back, or pass --skip-checksums to do \
+                            without"
+        ),
+        "{told}"
+    );
+    load_weights(&place, &mut target, Checksums::Skip).unwrap();
+    let mut config = config::read_json(&place.join(CONFIG)).unwrap();
+    config.as_object_mut().unwrap().remove("foveate").unwrap();
+    fs::write(place.join(CONFIG), config.to_string()).unwrap();
     load_weights(&place, &mut target, Checksums::Verify).unwrap();
+}
+
+#[test]
+fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = Run::new(1, 1);
+    let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap();
+    for name in [CONFIG, SINGLE, MASTERS, STATE, "checksums.json"] {
+        let file = place.join(name);
+        let whole = fs::read(&file).unwrap();
+        fs::write(&file, "").unwrap();
+        let mut target = model(2);
+        let read = read_config(&place)
+            .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
+            .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
+        let told = read.unwrap_err().to_string();
+        let remedy = told.contains("restore the file, or use another checkpoint")
+            || told.contains("restore it, use another checkpoint, or pass --skip-checksums");
+        assert!(told.starts_with(&file.display().to_string()) && remedy, "{told}");
+        fs::write(&file, whole).unwrap();
+    }
+    let tokenizer = dir.path().join("tokenizer.json");
+    fs::write(&tokenizer, "").unwrap();
+    let told = read_tokenizer(&tokenizer, None, None).unwrap_err().to_string();
+    assert!(told.ends_with("is empty; put the model's own tokenizer.json there"), "{told}");
 }
 
 #[test]
