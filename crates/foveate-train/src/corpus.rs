@@ -24,8 +24,8 @@ use crate::tokens::Tokenizer;
 use foveate::tensor::random::mix;
 use text::Parts;
 
-/// The longest line that is read, in bytes.
-const LONGEST_LINE: u64 = 1 << 30;
+/// The longest document that is read, a file or a line of JSON, in bytes.
+const LONGEST: u64 = 1 << 30;
 
 /// How a file divides into documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -176,7 +176,17 @@ impl Corpus {
             Format::Auto => path.extension().is_some_and(|extension| extension == "jsonl"),
         };
         if !lines {
-            let bytes = std::fs::read(&path).map_err(failed)?;
+            let file = File::open(&path).map_err(failed)?;
+            let len = file.metadata().map_err(failed)?.len();
+            if len > LONGEST {
+                let message = format!(
+                    "the document has {len} bytes, of which {LONGEST} are read; cut it into several \
+                     files, or write it as .jsonl, a document a line"
+                );
+                return Err(TrainError::data(&path, None, message));
+            }
+            let mut bytes = Vec::with_capacity(len as usize);
+            file.take(LONGEST).read_to_end(&mut bytes).map_err(failed)?;
             return self.add(index, None, 0, &bytes, sources.on_bad_document);
         }
         let mut reader = BufReader::new(File::open(&path).map_err(failed)?);
@@ -184,10 +194,10 @@ impl Corpus {
         loop {
             line.clear();
             number += 1;
-            let len = reader.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line);
+            let len = reader.by_ref().take(LONGEST).read_until(b'\n', &mut line);
             match len.map_err(failed)? as u64 {
                 0 => return Ok(()),
-                LONGEST_LINE if !line.ends_with(b"\n") => {
+                LONGEST if !line.ends_with(b"\n") => {
                     let message = "the line is longer than 1 GiB; a document takes one line";
                     return Err(TrainError::data(&path, Some(number), message));
                 }

@@ -149,3 +149,13 @@ fn a_file_that_changes_under_the_run_is_noticed() {
     assert!(corpus.document(0).unwrap_err().to_string().contains("changed while it was in use"));
     assert!(corpus.document(1).is_ok());
 }
+
+#[test]
+fn a_document_longer_than_memory_is_refused_before_it_is_read() {
+    let dir = folder(&[("long.txt", b"")]);
+    let file = std::fs::OpenOptions::new().write(true).open(dir.path().join("long.txt")).unwrap();
+    // Without blocks on the disk.
+    file.set_len(1 << 40).unwrap();
+    let told = scan(&sources(&dir, &["long.txt"])).unwrap_err().to_string();
+    assert!(told.contains("long.txt: the document has 1099511627776 bytes, of which"), "{told}");
+}
