@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Looks for faults at random for ten minutes: random programs and shapes against the oracle, training
-# runs killed at random moments, damaged files, wrong command lines.
+# runs killed at random moments, damaged files and what is no file in their place (devices, pipes,
+# links), wrong command lines, some with a full disk for their output.
 #
 #     scripts/soak.sh [--seconds N] [--seed N] [--only programs|kills|damage|commands]
 #

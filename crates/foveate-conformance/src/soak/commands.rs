@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use foveate_tensor::random::Random;
 
-use super::process;
+use super::damage::special;
+use super::process::{self, Full};
 use super::training::Folder;
 
 /// Commands that expect to take more than a minute refuse; the rest is for a machine with other work.
@@ -29,7 +30,7 @@ const WORKING: [&str; 12] = [
 ];
 
 /// What stands in the place of an argument, or beside it.
-const STRANGE: [&str; 40] = [
+const STRANGE: [&str; 44] = [
     "",
     "-1",
     "0",
@@ -66,6 +67,10 @@ const STRANGE: [&str; 40] = [
     ".",
     "/",
     "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "special",
+    "x=special",
     "nowhere/at/all",
     "'",
     "\\",
@@ -102,9 +107,18 @@ fn round(fixture: &Folder, random: &mut Random) -> Result<(), String> {
         change(&mut args, random);
     }
     let texts: Vec<&str> = args.iter().map(String::as_str).collect();
-    let ended = process::run(&mut folder.command(&texts), LIMIT);
-    let ended = ended.and_then(|ended| ended.error_line().map(|_| ()));
-    ended.map_err(|fault| format!("`foveate {}`: {fault}", process::shown(&args)))
+    let special = special(&folder.path().join("special"), random).map_err(|e| e.to_string())?;
+    let full = [Full::Neither, Full::Neither, Full::Stdout, Full::Stderr][random.below(4)];
+    let ended = process::run_into(&mut folder.command(&texts), LIMIT, full);
+    let ended = ended.and_then(|ended| match full {
+        // What was wrong is told to nobody: the exit code says that it was.
+        Full::Stderr => ended.code_means_something(),
+        _ => ended.error_line().map(|_| ()),
+    });
+    let shown = process::shown(&args);
+    ended.map_err(|fault| {
+        format!("`foveate {shown}` (full: {full:?}; `special` is {special}): {fault}")
+    })
 }
 
 /// The words of a command line, of which some stand in single quotes.

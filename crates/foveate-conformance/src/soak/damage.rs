@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use foveate_tensor::random::Random;
 
@@ -130,7 +131,7 @@ fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), String> {
 fn damage(file: &Path, random: &mut Random) -> std::io::Result<String> {
     let mut bytes = fs::read(file)?;
     let at = random.below(bytes.len().max(1));
-    let done = match random.below(9) {
+    let done = match random.below(11) {
         0 => {
             fs::remove_file(file)?;
             return Ok("no file".into());
@@ -141,23 +142,27 @@ fn damage(file: &Path, random: &mut Random) -> std::io::Result<String> {
             return Ok("a folder".into());
         }
         2 => {
+            fs::remove_file(file)?;
+            return special(file, random);
+        }
+        3 => {
             bytes.truncate(at);
             format!("the end cut off at byte {at}")
         }
-        3 => {
+        4 => {
             bytes.clear();
             "nothing".into()
         }
-        4 => {
+        5 => {
             let end = bytes.len().min(at + 1 + random.below(64));
             bytes[at.min(end)..end].fill(0);
             format!("zeros in bytes {at} to {end}")
         }
-        5 => {
+        6 => {
             bytes.extend((0..1 + random.below(40)).map(|_| random.bits() as u8));
             "more bytes at the end".into()
         }
-        6 => {
+        7 => {
             let digits: Vec<usize> =
                 (0..bytes.len().min(1 << 16)).filter(|&i| bytes[i].is_ascii_digit()).collect();
             match digits.get(random.below(digits.len().max(1))) {
@@ -182,4 +187,20 @@ fn damage(file: &Path, random: &mut Random) -> std::io::Result<String> {
     };
     fs::write(file, bytes)?;
     Ok(done)
+}
+
+/// Puts something in the place of a file that is no file, and says what: a device, a pipe, a link that
+/// leads to itself or nowhere.
+pub fn special(place: &Path, random: &mut Random) -> std::io::Result<String> {
+    let target = ["/dev/zero", "/dev/full", "/dev/null", "/dev/random", "nowhere"];
+    let link = |target: &Path| std::os::unix::fs::symlink(target, place);
+    match random.below(target.len() + 2) {
+        0 => {
+            let made = Command::new("mkfifo").arg(place).status()?;
+            assert!(made.success(), "mkfifo makes a pipe");
+            Ok("a pipe that nobody writes to".into())
+        }
+        1 => link(place).map(|()| "a link to itself".into()),
+        i => link(Path::new(target[i - 2])).map(|()| format!("a link to {}", target[i - 2])),
+    }
 }

@@ -1,5 +1,6 @@
 //! Processes of the binary under test, and what none of them may do.
 
+use std::fs::OpenOptions;
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
@@ -25,9 +26,28 @@ pub fn bounded(program: &std::path::Path) -> Command {
     command
 }
 
+/// What of a process is written to a disk that is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    Neither,
+    Stdout,
+    Stderr,
+}
+
 /// Runs a command to its end; an error if that takes longer than `limit`.
 pub fn run(command: &mut Command, limit: Duration) -> Result<Ended, String> {
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    run_into(command, limit, Full::Neither)
+}
+
+/// [`run`], with one of the outputs going to a full disk.
+pub fn run_into(command: &mut Command, limit: Duration, full: Full) -> Result<Ended, String> {
+    let to = |is_full: bool| match is_full {
+        false => Ok(Stdio::piped()),
+        true => OpenOptions::new().write(true).open("/dev/full").map(Stdio::from),
+    };
+    let opened = |e: std::io::Error| format!("/dev/full: {e}");
+    command.stdout(to(full == Full::Stdout).map_err(opened)?);
+    command.stderr(to(full == Full::Stderr).map_err(opened)?);
     let child = command.spawn().map_err(|e| format!("cannot start: {e}"))?;
     end(child, limit, |_| ())
 }
@@ -39,9 +59,9 @@ pub fn end(
     mut step: impl FnMut(&mut Child),
 ) -> Result<Ended, String> {
     let reader = |pipe: Option<Box<dyn Read + Send>>| {
-        let mut pipe = pipe.expect("piped");
         thread::spawn(move || {
             let mut bytes = Vec::new();
+            let Some(mut pipe) = pipe else { return String::new() };
             // What came before an error is all there is.
             let _ = pipe.read_to_end(&mut bytes);
             String::from_utf8_lossy(&bytes).into_owned()
@@ -69,6 +89,14 @@ pub fn end(
 }
 
 impl Ended {
+    /// Whether the process ended by itself with a code of its own; a panic has another.
+    pub fn code_means_something(&self) -> Result<(), String> {
+        match self.status.code() {
+            Some(0..=2) => Ok(()),
+            _ => Err(self.status.to_string()),
+        }
+    }
+
     /// The error line of a process that failed as it should; nothing where it succeeded.
     ///
     /// # Errors
