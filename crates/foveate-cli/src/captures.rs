@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read};
+use std::path::Path;
 
 use foveate::mods::Program;
 use foveate::mods::text::Names;
@@ -10,7 +11,7 @@ use foveate::{AnyBuffer, BufferData, ScalarValue};
 
 use crate::failure::Failure;
 use crate::number::number;
-use crate::output::bytes;
+use crate::output::{bytes, is_open, is_pipe};
 
 /// What the texts of a command may name.
 #[derive(Debug, Default, clap::Args)]
@@ -57,11 +58,7 @@ impl Captures {
             texts.into_iter().flat_map(|text| text.split(|c| !word(c))).collect();
         let buffers = programs.into_iter().flat_map(|p| p.graph().buffers());
         read.extend(buffers.map(AnyBuffer::name));
-        let lens = self.documents_len().map(|_| ("doc-lens", "doc"));
-        let buffers = self.buffers.iter().map(|given| ("buffer", name_of(given)));
-        let scalars = self.scalars.iter().map(|given| ("scalar", name_of(given)));
-        let mut given = lens.into_iter().chain(buffers).chain(scalars);
-        match given.find(|(_, name)| !read.contains(name)) {
+        match self.given().find(|(_, name)| !read.contains(name)) {
             None => Ok(()),
             Some((option, name)) => {
                 let message = format!("--{option}: neither mask nor score reads `{name}`");
@@ -70,9 +67,42 @@ impl Captures {
         }
     }
 
+    /// Every option with the name that it gives.
+    fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let lens = self.documents_len().map(|_| ("doc-lens", "doc"));
+        let buffers = self.buffers.iter().map(|given| ("buffer", name_of(given)));
+        let scalars = self.scalars.iter().map(|given| ("scalar", name_of(given)));
+        lens.into_iter().chain(buffers).chain(scalars)
+    }
+
+    /// Refuses what is no name, and a name that is given twice.
+    fn named_once(&self) -> Result<(), Failure> {
+        let mut known: Vec<(&str, &str)> = Vec::new();
+        for (option, name) in self.given() {
+            let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+            if !name.chars().all(word) || !name.starts_with(|c| word(c) && !c.is_ascii_digit()) {
+                let name = shortened(name);
+                let message = format!("--{option}: `{name}` is no name that a text can read");
+                return Err(Failure::usage(message)
+                    .help("a name has letters, digits and _, and begins with no digit"));
+            }
+            if let Some((other, _)) = known.iter().find(|(_, known)| *known == name) {
+                let twice = match *other == option {
+                    true => "twice".to_owned(),
+                    false => format!("by --{other} and by --{option}"),
+                };
+                let message = format!("--{option}: `{name}` is given {twice}");
+                return Err(Failure::usage(message).help("leave one of them out"));
+            }
+            known.push((option, name));
+        }
+        Ok(())
+    }
+
     /// The names, for texts about sequences of up to `len` positions. Document ids are made for
     /// these only.
     pub fn names(&self, len: usize) -> Result<Names, Failure> {
+        self.named_once()?;
         let mut names = Names::new().positions(len);
         if let Some(total) = self.documents_len() {
             if total < len {
@@ -153,6 +183,10 @@ fn buffer(given: &str) -> Result<AnyBuffer, Failure> {
 /// The text of a file of numbers, which may be a pipe or a device that never ends.
 fn read(path: &str) -> io::Result<String> {
     let mut text = String::new();
+    // Opening it would wait for somebody who writes.
+    if is_pipe(&fs::metadata(path)?) && !is_open(Path::new(path)) {
+        return Err(io::Error::other("it is a pipe, not a file"));
+    }
     fs::File::open(path)?.take(FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > FILE_BYTES {
         let limit = bytes(FILE_BYTES as f64);
@@ -213,6 +247,27 @@ mod tests {
         fs::write(&file, "3 4\n5\n").expect("written");
         let b = buffer(&format!("ids={}", file.display())).expect("numbers");
         assert_eq!(b.to_data(), BufferData::I32(vec![3, 4, 5]));
+    }
+
+    #[test]
+    fn what_is_no_name_or_is_given_twice_is_refused() {
+        let of = |lens: &[usize], buffers: &[&str], scalars: &[&str]| {
+            let texts = |all: &[&str]| all.iter().map(|&text| text.to_owned()).collect();
+            let (buffers, scalars) = (texts(buffers), texts(scalars));
+            let given = Captures { doc_lens: lens.to_vec(), buffers, scalars };
+            given.names(1).expect_err("a name is wrong").message()
+        };
+        assert_eq!(of(&[], &["x=1", "x[1]=2"], &[]), "--buffer: `x` is given twice");
+        assert_eq!(
+            of(&[], &["x=1"], &["x=2"]),
+            "--scalar: `x` is given by --buffer and by --scalar"
+        );
+        let both = "--buffer: `doc` is given by --doc-lens and by --buffer";
+        assert_eq!(of(&[4], &["doc=1"], &[]), both);
+        for wrong in ["", " ", "1x", "a-b", "é"] {
+            let told = of(&[], &[&format!("{wrong}=1")], &[]);
+            assert!(told.ends_with("is no name that a text can read"), "{wrong}: {told}");
+        }
     }
 
     #[test]

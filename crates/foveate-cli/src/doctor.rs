@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
+use foveate::tensor::count::Count;
 use foveate_gpu::driver::{Device, DeviceInfo};
 use foveate_gpu::hopper::{self, Need};
 use foveate_gpu::library::Library;
@@ -95,8 +96,15 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         (None, why) => format!("no attention runs on the CPU: {}", why.as_deref().unwrap_or("?")),
     };
     out.line(format_args!("level     {level}"))?;
-    let why = found.threads_refused.as_deref().unwrap_or("RAYON_NUM_THREADS sets them");
-    out.line(format_args!("threads   {} of {} cores ({why})", found.threads, found.cores))?;
+    let why = match &found.threads_refused {
+        Some(why) => format!("{why}; other commands refuse it"),
+        None => "RAYON_NUM_THREADS sets them".to_owned(),
+    };
+    out.line(format_args!(
+        "threads   {} of {} ({why})",
+        found.threads,
+        Count(found.cores, "core")
+    ))?;
     let caches = found.caches.iter().map(|c| format!("L{} {} {}", c.level, c.kind, c.size));
     let caches = caches.collect::<Vec<_>>().join(", ");
     out.line(format_args!("caches    {}", if caches.is_empty() { unknown() } else { caches }))?;

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use foveate::tensor::count::Count;
 use foveate_nn::{Model, StepKind};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
@@ -114,9 +115,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         out.line(format!("bits per byte  {bits:.4}"))?;
     }
     out.line(format!(
-        "over           {} tokens of {} documents ({} skipped)",
-        total.tokens,
-        corpus.len(),
+        "over           {} of {} ({} skipped)",
+        Count(total.tokens as usize, "token"),
+        Count(corpus.len(), "document"),
         corpus.skipped().len()
     ))?;
     Ok(())

@@ -16,6 +16,7 @@ mod kernels;
 
 pub use kernels::{kernel_options, ordinal, profile, records};
 
+use crate::blind;
 use crate::failure::Failure;
 use crate::limits::{Forecast, Need};
 use crate::number::number;
@@ -71,6 +72,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     args.problem.limits.admit("explaining this problem", need(&given), fewer)?;
     let explanation = waiting(COUNTING, PATIENCE, || plan.explain());
     if args.json {
+        // The text says it itself.
+        blind::check(&given);
         return Ok(out.json(&explanation)?);
     }
     Ok(out.text(&explanation)?)

@@ -79,11 +79,12 @@ impl Failure {
         let ModErrorKind::Parse { position, message, text } = error.kind() else {
             return Self::usage(format!("{what}: {error}"));
         };
+        let (text, position) = excerpt(text, *position);
         let help = message.contains("captured buffer").then(|| {
             "--buffer NAME=1,2,3 brings a buffer, --doc-lens 20,44 the ids of packed documents"
                 .to_owned()
         });
-        let position = (*position).min(text.len());
+        let message = cut(message, EXCERPT_LINE);
         let width = text[position..].chars().next().map_or(1, char::len_utf8);
         // The blank is what a fault at the end of the text points at.
         let label = LabeledSpan::at(position..position + width, message.clone());
@@ -116,15 +117,65 @@ impl Failure {
     }
 }
 
+/// Shows what is wrong with the command line, or the help that it asks for, and gives the exit code.
+pub fn misread(error: &clap::Error) -> ExitCode {
+    let text = error.render().to_string();
+    if error.use_stderr() && text.lines().any(|line| line.chars().count() > LINE) {
+        tell(&bounded(&text));
+    } else {
+        // In colours, where there is a terminal. Nobody is told where it cannot be written.
+        let _ = error.print();
+    }
+    ExitCode::from(error.exit_code() as u8)
+}
+
 fn show(report: &Report) {
     let mut text = String::new();
     let drawn = report.excerpt.is_some()
         && GraphicalReportHandler::new().render_report(&mut text, report).is_ok();
     if !drawn {
-        text = format!("error: {report}\n");
+        text = bounded(&format!("error: {report}\n"));
         text.extend(report.help.iter().map(|help| format!("help: {help}\n")));
     }
     tell(text.trim_start_matches('\n'));
+}
+
+/// Characters of a line of an error at most.
+const LINE: usize = 1000;
+/// The same of what is said beside a part of a text.
+const EXCERPT_LINE: usize = 200;
+
+/// A message whose lines, which may repeat an argument of any length, are cut in the middle.
+pub fn bounded(message: &str) -> String {
+    let mut text = message.lines().map(|line| cut(line, LINE)).collect::<Vec<_>>().join("\n");
+    if message.ends_with('\n') {
+        text.push('\n');
+    }
+    text
+}
+
+/// A line without its middle, where it has more than `most` characters.
+fn cut(line: &str, most: usize) -> String {
+    let chars: Vec<char> = line.chars().collect();
+    if chars.len() <= most {
+        return line.to_owned();
+    }
+    let side = |part: &[char]| part.iter().collect::<String>();
+    let (first, last) = (side(&chars[..most / 2]), side(&chars[chars.len() - most / 2..]));
+    format!("{first} [... {} characters ...] {last}", chars.len() - most)
+}
+
+/// The part of `text` around byte `position`, and where that lies in it.
+fn excerpt(text: &str, position: usize) -> (String, usize) {
+    const SIDE: usize = 60;
+    let position = (0..=position.min(text.len())).rfind(|&at| text.is_char_boundary(at));
+    let (before, after) = text.split_at(position.unwrap_or_default());
+    let cut = before.char_indices().rev().nth(SIDE - 1).map_or(0, |(at, _)| at);
+    let end = after.char_indices().nth(SIDE).map_or(after.len(), |(at, _)| at);
+    let dots = |missing: bool| if missing { "..." } else { "" };
+    let (first, last) = (dots(cut > 0), dots(end < after.len()));
+    let before = format!("{first}{}", &before[cut..]);
+    (format!("{before}{}{last}", &after[..end]), before.len())
 }
 
 /// Writes to stderr. Where nobody reads that any more, there is nobody to tell.
@@ -174,5 +225,28 @@ impl From<foveate_nn::NnError> for Failure {
 impl From<ModError> for Failure {
     fn from(e: ModError) -> Self {
         Self::of_text("the expression", &e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_error_repeats_is_bounded() {
+        assert_eq!(bounded("short\nlines\n"), "short\nlines\n");
+        let long = bounded(&format!("--mask: {}: it ends here", "é".repeat(100_000)));
+        assert!(long.starts_with("--mask: éé") && long.ends_with("é: it ends here"), "{long}");
+        assert!(long.contains("[... 99022 characters ...]") && long.len() < 2100, "{long}");
+    }
+
+    #[test]
+    fn a_long_text_is_shown_around_its_fault() {
+        assert_eq!(excerpt("q >= kx", 5), ("q >= kx".to_owned(), 5));
+        assert_eq!(excerpt("q >=", 99), ("q >=".to_owned(), 4));
+        let text = format!("{}!{}", "é".repeat(900), "y".repeat(900));
+        let (shown, at) = excerpt(&text, 1800);
+        assert_eq!(shown, format!("...{}!{}...", "é".repeat(60), "y".repeat(59)));
+        assert!(shown[at..].starts_with('!'));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use foveate::tensor::count::Count;
 use foveate_nn::{Generator, Model, Sampling, StepKind};
 use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
@@ -120,8 +121,8 @@ impl Writer<'_> {
         }
         let limit = self.model.config().max_position_embeddings;
         if read.len() >= limit {
-            let message =
-                format!("the prompt has {} tokens; the model takes {limit} in all", read.len());
+            let tokens = Count(read.len(), "token");
+            let message = format!("the prompt has {tokens}; the model takes {limit} in all");
             return Err(Failure::usage(message).help("shorten --prompt"));
         }
         let capacity = limit.min(read.len().saturating_add(args.max_tokens));

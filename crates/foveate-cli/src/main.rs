@@ -5,6 +5,7 @@
 //! interrupted.
 
 mod bench;
+mod blind;
 mod captures;
 mod doctor;
 #[cfg(test)]
@@ -57,6 +58,14 @@ enum Command {
 }
 
 impl Command {
+    /// The doctor tells what is wrong with the number of threads; every other command refuses it.
+    fn check_threads(&self) -> Result<(), Failure> {
+        match self {
+            Command::Doctor(_) => threads::check_startable(),
+            _ => threads::check(),
+        }
+    }
+
     fn run(&self, out: &mut Output) -> Result<(), Failure> {
         match self {
             Command::Train(args) => train::run(args, out),
@@ -74,10 +83,13 @@ impl Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return failure::misread(&error),
+    };
     let mut out = Output::stdout();
     let result = interrupt::writes_past_the_limit_fail()
-        .and_then(|()| threads::check())
+        .and_then(|()| cli.command.check_threads())
         .and_then(|()| cli.command.run(&mut out));
     let result = result.and_then(|()| Ok(out.flush()?));
     match result {

@@ -1,6 +1,5 @@
 //! `foveate mask`: a mask drawn, with its tiles, statistics and the time they took.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -9,13 +8,15 @@ use foveate::mask::{BlockMask, Tile, Varies};
 use foveate::mods::Head;
 use foveate::mods::catalogue;
 use foveate::mods::text::parse_mask;
+use foveate::tensor::count::Count;
 use serde::Serialize;
 
+use crate::blind;
 use crate::captures::Captures;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
 use crate::number::number;
-use crate::output::{Output, bytes, count};
+use crate::output::{Output, bytes, count, write_file};
 use crate::progress::COUNTING;
 
 /// Points of a tile at most: each has a bit while the tile is evaluated.
@@ -148,8 +149,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let smaller = "make --len smaller, or the tiles, of which fewer points are partial then";
     let stats = args.limits.watched(COUNTING, ids, smaller, |watch| block.stats_watched(watch))?;
     if let Some(file) = &args.svg {
-        fs::write(file, block.to_svg(&args.text))
-            .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
+        write_file(file, &block.to_svg(&args.text))?;
     }
     let facts = Facts {
         mask: args.text.clone(),
@@ -168,8 +168,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         sparsity: stats.sparsity(),
         build_ms,
     };
-    if facts.live_entries == 0 && facts.entries > 0 {
-        crate::output::tell!("warning: this mask lets no query see any key");
+    if block.sees_nothing() {
+        blind::warn(&facts.mask);
     }
     if args.json {
         return Ok(out.json(&facts)?);
@@ -185,7 +185,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 fn show(facts: &Facts, out: &mut Output) -> Result<(), Failure> {
     let share = |n: u64| format!("{:.1} %", 100.0 * n as f64 / facts.tiles.max(1) as f64);
     out.line(format_args!("mask     {}", facts.simplified))?;
-    out.line(format_args!("size     {} queries x {} keys", facts.q_len, facts.kv_len))?;
+    out.line(format_args!(
+        "size     {} x {}",
+        Count(facts.q_len, "query"),
+        Count(facts.kv_len, "key")
+    ))?;
     out.line(format_args!(
         "pairs    {} of {} live, {:.2} % masked",
         count(facts.live_entries as f64),

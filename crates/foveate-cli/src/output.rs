@@ -1,8 +1,12 @@
 //! Standard output: text or one JSON object a line.
 
+use std::fs;
 use std::io::{self, BufWriter, StdoutLock, Write};
+use std::path::Path;
 
 use serde::Serialize;
+
+use crate::failure::Failure;
 
 /// Writes a line to stderr. Where it cannot be written there is nobody to tell, which is no failure.
 macro_rules! tell {
@@ -57,6 +61,34 @@ impl Output {
     pub fn flush(&mut self) -> io::Result<()> {
         self.to.flush()
     }
+}
+
+/// Writes a file that the user named. A pipe is refused: it would be waited for until somebody reads.
+///
+/// # Errors
+/// Names the file, with the system's reason.
+pub fn write_file(path: &Path, text: &str) -> Result<(), Failure> {
+    let pipe = path.metadata().is_ok_and(|m| is_pipe(&m)) && !is_open(path);
+    let written = match pipe {
+        true => Err(io::Error::other("it is a pipe, not a file")),
+        false => fs::write(path, text),
+    };
+    written.map_err(|e| Failure::new(format!("{} cannot be written: {e}", path.display())))
+}
+
+/// Whether a path is one of this process' own open files, such as the shell's `<(...)`.
+pub fn is_open(path: &Path) -> bool {
+    ["/dev/fd", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd"]
+        .iter()
+        .any(|own| path.starts_with(own))
+}
+
+/// Whether it is a pipe with a name.
+pub fn is_pipe(metadata: &fs::Metadata) -> bool {
+    #[cfg(unix)]
+    return std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type());
+    #[cfg(not(unix))]
+    return false;
 }
 
 /// A number of bytes for people: `1.5 GiB`.

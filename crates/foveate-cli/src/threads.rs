@@ -11,29 +11,40 @@ pub const VARIABLE: &str = "RAYON_NUM_THREADS";
 /// the system starts no more than some thousands.
 pub const MOST: usize = 1024;
 
-/// Refuses a number of threads that no machine has.
+/// Refuses what is no number of threads, and a number that no machine has.
 ///
 /// # Errors
 /// When [`VARIABLE`] holds one.
 pub fn check() -> Result<(), Failure> {
-    admit(std::env::var_os(VARIABLE))
+    check_startable()?;
+    match refused(std::env::var_os(VARIABLE)) {
+        Some(why) => Err(Failure::usage(why).help(REMEDY)),
+        None => Ok(()),
+    }
 }
 
-fn admit(given: Option<OsString>) -> Result<(), Failure> {
-    match number(given.as_ref()) {
+/// Refuses a number of threads that cannot be started, and takes what is none: the library then
+/// starts as many as there are cores, as a command that describes the machine tells.
+///
+/// # Errors
+/// When [`VARIABLE`] holds one.
+pub fn check_startable() -> Result<(), Failure> {
+    match number(std::env::var_os(VARIABLE).as_ref()) {
         Some(n) if n > MOST => {
-            Err(Failure::usage(format!("{VARIABLE} is {n}; up to {MOST} threads run"))
-                .help("leave it out to run as many as the machine has cores"))
+            let message = format!("{VARIABLE} is {n}; up to {MOST} threads run");
+            Err(Failure::usage(message).help(REMEDY))
         }
         _ => Ok(()),
     }
 }
 
+const REMEDY: &str = "leave it out to run as many as the machine has cores";
+
 /// Why what the variable was given is not the number of threads.
 pub fn refused(given: Option<OsString>) -> Option<String> {
     let given = given.filter(|text| !text.is_empty())?;
-    let why = "which is no number of threads and not used";
-    number(Some(&given)).is_none_or(|n| n == 0).then(|| format!("{VARIABLE} is {given:?}, {why}"))
+    let wrong = number(Some(&given)).is_none_or(|n| n == 0);
+    wrong.then(|| format!("{VARIABLE} is {given:?}, which is no number of threads"))
 }
 
 fn number(given: Option<&OsString>) -> Option<usize> {

@@ -6,6 +6,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use foveate::tensor::count::Count;
 use foveate_train::checkpoint::Checksums;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
@@ -97,11 +98,14 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
     let token = if is_byte { "byte" } else { "token" };
     match summary.held_out_loss {
         Some(loss) => out.line(format!(
-            "held-out loss {loss:.4} nats a {token} (perplexity {:.2}) after {} steps",
+            "held-out loss {loss:.4} nats a {token} (perplexity {:.2}) after {}",
             loss.exp(),
-            summary.steps
+            Count(summary.steps as usize, "step")
         ))?,
-        None => out.line(format!("{} steps done; no document is held out", summary.steps))?,
+        None => {
+            let steps = Count(summary.steps as usize, "step");
+            out.line(format!("{steps} done; no document is held out"))?;
+        }
     }
     out.line(format!(
         "{} labelled tokens/s, {} packed tokens/s ({:.1} % padding), {:.0} s of training, peak memory {}",
@@ -163,9 +167,9 @@ impl<'a> View<'a> {
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
         crate::output::tell!(
-            "{} parameters; {} documents to train on, {} held out; run folder {}",
+            "{} parameters; {} to train on, {} held out; run folder {}",
             count(run.parameters as f64),
-            run.train_documents,
+            Count(run.train_documents, "document"),
             run.held_out_documents,
             run.dir.display()
         );
@@ -175,8 +179,8 @@ impl Observer for View<'_> {
         );
         if run.skipped_documents > 0 {
             crate::output::tell!(
-                "{} documents skipped: empty, not UTF-8 or not JSON",
-                run.skipped_documents
+                "{} skipped: empty, not UTF-8 or not JSON",
+                Count(run.skipped_documents, "document")
             );
         }
         for name in &run.fresh_buffers {
@@ -184,6 +188,7 @@ impl Observer for View<'_> {
                 "{name} is not in the checkpoint and starts from its first values"
             );
         }
+        run.blind_masks.iter().for_each(|mask| crate::blind::warn(mask));
         if run.step > 0 {
             crate::output::tell!("resumed after step {}", run.step);
         }

@@ -29,6 +29,15 @@ fn what_cannot_be_told_stops_no_command() {
 #[cfg(unix)]
 #[test]
 fn what_is_no_file_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe").display().to_string();
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let buffer = format!("x={pipe}");
+    for more in [["x[q] > 0", "--buffer", &buffer], ["causal", "--svg", &pipe]] {
+        let (code, _, stderr) = run(&[&["mask", "--len", "1"][..], &more].concat());
+        let refused = stderr.contains("it is a pipe, not a file");
+        assert!(matches!(code, Some(1 | 2)) && refused, "{more:?}: {stderr}");
+    }
     let said = "could not be read: it is a pipe or a device, not a file";
     for line in ["train /dev/zero", "explain --recipe /dev/zero"] {
         let (code, _, stderr) = run(&line.split(' ').collect::<Vec<_>>());
@@ -47,6 +56,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causal --len 5 --head 0", "--head 0: the mask is the same for every head"),
         ("mask kv<h --len 5 --batch-index 2", "help: leave it out, or write a mask that reads `b`"),
         ("mask causal --doc-lens 3,4", "--doc-lens: neither mask nor score reads `doc`"),
+        ("mask x[q]>0 --len 1 --buffer x=1 --buffer x=2", "--buffer: `x` is given twice"),
+        ("mask causal --len 5 --buffer =1", "--buffer: `` is no name that a text can read"),
         ("mask causal --len 5 --buffer x[1,2]=1,2", "--buffer: neither mask nor score reads `x`"),
         ("explain --heads 2 --len 5 --dim 8 --scalar n=3", "neither mask nor score reads `n`"),
         ("mask causal --doc-lens 3,x", "'x' for '--doc-lens <N,N,...>': a number is expected"),
@@ -248,7 +259,8 @@ fn the_doctor_says_which_level_and_threads_are_used_and_what_is_wrong_with_those
     for wrong in ["abc", "0"] {
         let told = doctor(&[("RAYON_NUM_THREADS", wrong)], &[]);
         let refused = format!(
-            "cores (RAYON_NUM_THREADS is {wrong:?}, which is no number of threads and not used)"
+            "cores (RAYON_NUM_THREADS is {wrong:?}, which is no number of threads; other commands \
+             refuse it)"
         );
         assert!(told.contains(&refused), "{told}");
     }
@@ -436,7 +448,18 @@ fn what_is_drawn_is_what_is_built() {
 #[test]
 fn a_mask_that_sees_nothing_warns() {
     let (code, _, err) = run(&["mask", "kv < 0", "--len", "300"]);
-    assert_eq!((code, err.as_str()), (Some(0), "warning: this mask lets no query see any key\n"));
+    let warning = "warning: the mask `kv < 0` lets no query see any key\n";
+    assert_eq!((code, err.as_str()), (Some(0), warning));
+    let sizes = ["explain", "--heads", "2", "--len", "9", "--dim", "64", "--mask", "kv < 0"];
+    let device = ["--device", "l4", "--dtype", "bf16"];
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let of_recipe = ["explain", "--recipe", recipe, "--set", "attention.mask=kv < 0", "--json"];
+    for line in
+        [&[&sizes[..], &["--json"]].concat(), &[&sizes[..], &device].concat(), &of_recipe[..]]
+    {
+        let (code, _, err) = run(line);
+        assert_eq!((code, err.as_str()), (Some(0), warning), "{line:?}");
+    }
     let (_, out, _) =
         run(&["explain", "--heads", "2", "--len", "9", "--dim", "8", "--mask", "kv < 0"]);
     assert!(out.contains("warning    the mask lets no query see any key"), "{out}");
@@ -452,4 +475,46 @@ fn a_number_of_threads_that_no_machine_has_is_refused_by_name() {
         assert_eq!(done.status.code(), Some(2), "{said}");
         assert!(said.starts_with("error: RAYON_NUM_THREADS is 20000; up to 1024"), "{said}");
     }
+    for (line, wrong) in [("mask causal --len 9", "abc"), ("train nowhere.toml", "0")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        let done = command.args(line.split(' ')).env("RAYON_NUM_THREADS", wrong).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        let wanted =
+            format!("error: RAYON_NUM_THREADS is {wrong:?}, which is no number of threads\n");
+        assert!(done.status.code() == Some(2) && said.starts_with(&wanted), "{said}");
+    }
+}
+
+#[test]
+fn an_error_is_short_however_long_what_it_is_about() {
+    let long = format!("q >= k{}", "x".repeat(100_000));
+    let number = "9".repeat(100_000);
+    let text = format!("{} & nothing", "causal & ".repeat(9000));
+    for line in [
+        &["mask", long.as_str(), "--len", "5"][..],
+        &["mask", text.as_str(), "--len", "5"],
+        &["mask", "causal", "--len", number.as_str()],
+        &["mask", "causal", "--len", "5", "--buffer", long.as_str()],
+        &["mask", "causal", "--len", "5", "--scalar", long.as_str()],
+        &["explain", "--heads", "2", "--len", "9", "--dim", "8", "--score", long.as_str()],
+        &["train", long.as_str()],
+        &[long.as_str()],
+    ] {
+        let (code, _, err) = run(line);
+        assert!(matches!(code, Some(1 | 2)) && err.len() < 3000, "{}: {code:?}", err.len());
+    }
+    let sizes = "explain --device h200 --heads 4 --len 99 --dim 1000000";
+    let (_, _, err) = run(&sizes.split(' ').collect::<Vec<_>>());
+    assert!(err.lines().count() < 20 && err.contains("\n  and 2"), "{err}");
+}
+
+#[test]
+fn one_thing_is_not_several() {
+    let (_, out, _) = run(&["mask", "causal", "--len", "1", "--kv-len", "2"]);
+    assert!(out.contains("size     1 query x 2 keys\n"), "{out}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+    command.args("explain --heads 2 --len 1 --dim 8 --mask causal".split(' '));
+    let done = command.env("RAYON_NUM_THREADS", "1").output().unwrap();
+    let out = String::from_utf8(done.stdout).unwrap();
+    assert!(out.contains(", 1 thread\n") && out.contains("1 run in 1 mask, "), "{out}");
 }

@@ -54,6 +54,11 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             2,
             "a row of 512 tokens is 4 chunks of 128, and 8 ranks need one each",
         ),
+        (
+            &["--mesh", "context=2", "--chunk", "512"],
+            2,
+            "is 1 chunk of 512, and 2 ranks need one each; use 1 rank of context",
+        ),
         (&["--mesh", "tensor=4"], 2, "2 key/value heads cannot be cut over 4 ranks"),
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),

@@ -36,6 +36,7 @@
 //! `docs/records/2026-11-block-masks.md`, by `foveate bench mask`. What masks cost a call is in the
 //! manual, `docs/masks-and-scores.md`.
 
+mod blind;
 mod build;
 mod lists;
 mod live;
@@ -45,6 +46,7 @@ mod progress;
 use std::ops::ControlFlow::{self, Continue};
 use std::ops::Range;
 
+pub use blind::sees_nothing;
 pub use lists::MaskError;
 pub use progress::Progress;
 
@@ -364,6 +366,12 @@ impl BlockMask {
             index * side..len.min((index + 1) * side)
         };
         (span(row, self.tile.q, self.q_len), span(column as usize, self.tile.kv, self.kv_len))
+    }
+
+    /// Whether no query sees any key, although there are some of both. Evaluates partial tiles up to
+    /// the first live point.
+    pub fn sees_nothing(&self) -> bool {
+        self.q_len > 0 && self.kv_len > 0 && !self.live.any(self)
     }
 
     /// Counts. Evaluates every point of every partial tile when asked first: see [`Stats`].

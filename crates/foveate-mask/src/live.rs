@@ -3,7 +3,7 @@
 //! Exact, and far more work than the tiles themselves: every point of every partial tile is
 //! evaluated. So they are counted when somebody asks, once.
 
-use std::ops::ControlFlow::Continue;
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -59,11 +59,28 @@ impl Live {
                 let counted =
                     of.count_partial(tiles, *transposed, &mut |_| Continue(()), &mut |row, n| {
                         rows[row] += n;
+                        Continue(())
                     });
                 counted.expect("nobody breaks it off");
             }
         }
         rows
+    }
+
+    /// Whether there is one, of the block mask that holds this; only the partial tiles before the first
+    /// one are evaluated.
+    pub(crate) fn any(&self, tiles: &BlockMask) -> bool {
+        match self {
+            _ if tiles.entries_of(Kind::Full) > 0 => true,
+            Self::Known(points) => *points > 0,
+            Self::Counted { of, transposed } => match of.points.get() {
+                Some(points) => *points > 0,
+                None => {
+                    let first = &mut |_, n| if n > 0 { Break(()) } else { Continue(()) };
+                    of.count_partial(tiles, *transposed, &mut |_| Continue(()), first).is_none()
+                }
+            },
+        }
     }
 
     /// Their number, of the block mask that holds this; `None` when `watch` breaks it off.
@@ -75,7 +92,10 @@ impl Live {
                     return Some(*points);
                 }
                 let mut points = tiles.entries_of(Kind::Full);
-                of.count_partial(tiles, *transposed, watch, &mut |_, n| points += n)?;
+                of.count_partial(tiles, *transposed, watch, &mut |_, n| {
+                    points += n;
+                    Continue(())
+                })?;
                 Some(*of.points.get_or_init(|| points))
             }
         }
@@ -83,13 +103,13 @@ impl Live {
 }
 
 impl Counted {
-    /// Tells `each` the row and the points of every partial tile.
+    /// Tells `each` the row and the points of every partial tile, until it or `watch` breaks it off.
     fn count_partial(
         &self,
         tiles: &BlockMask,
         transposed: bool,
         watch: Watch<'_>,
-        each: &mut dyn FnMut(usize, u64),
+        each: &mut dyn FnMut(usize, u64) -> ControlFlow<()>,
     ) -> Option<()> {
         let partial = |row: usize| tiles.row(row).iter().filter(|r| r.kind == Kind::Partial);
         let [mut q, mut kv] = [tiles.tile.q, tiles.tile.kv].map(|side| side as usize);
@@ -114,7 +134,9 @@ impl Counted {
                 let positions = |span: Range<usize>| span.start as i32..span.end as i32;
                 machine.set_tile(positions(q), positions(kv));
                 machine.mask_bits(None, &mut bits);
-                each(row, bits.count());
+                if each(row, bits.count()).is_break() {
+                    return None;
+                }
                 done += 1;
                 let progress = Progress { done, all, base_bytes: bytes, bytes };
                 if done % step == 0 && watch(progress).is_break() {

@@ -6,6 +6,8 @@
 
 use std::fmt::Write;
 
+use foveate_tensor::count::Count;
+
 use crate::{BlockMask, Kind};
 
 /// Shares of a picture's cells.
@@ -50,7 +52,8 @@ impl Cells {
 
 impl BlockMask {
     /// The mask in at most `max_rows` lines of at most `max_columns` characters: `█` full, `▒`
-    /// partial, `·` empty, and `▓` `░` for cells that stand for several tiles of several kinds.
+    /// partial, `·` empty, and `▓` `░` for cells that stand for several tiles of several kinds. Below
+    /// stands a legend.
     pub fn to_terminal(&self, max_rows: usize, max_columns: usize) -> String {
         let cells = Cells::of(self, max_rows.max(1), max_columns.max(1));
         let mut text = String::new();
@@ -74,9 +77,14 @@ impl BlockMask {
         if cells.rows > 0 && cells.columns > 0 {
             let _ = writeln!(
                 text,
-                "each cell: {} queries x {} keys",
-                q * self.tile().q as usize,
-                kv * self.tile().kv as usize
+                "queries downwards, keys to the right: █ full, ▒ partial, · empty{}",
+                if q * kv > 1 { ", ▓ half full or more, ░ mostly empty" } else { " tiles" }
+            );
+            let _ = writeln!(
+                text,
+                "each cell: {} x {}",
+                Count(q * self.tile().q as usize, "query"),
+                Count(kv * self.tile().kv as usize, "key")
             );
         }
         text
@@ -203,8 +211,8 @@ impl Frame {
         let share = |n: u64| 100.0 * n as f64 / stats.tiles.max(1) as f64;
         let (full, partial) = (share(stats.full), share(stats.partial));
         let tiles = format!(
-            "{} tiles of {} x {}: {full:.1} % full, {partial:.1} % partial, {:.1} % empty",
-            stats.tiles,
+            "{} of {} x {}: {full:.1} % full, {partial:.1} % partial, {:.1} % empty",
+            Count(stats.tiles as usize, "tile"),
             mask.tile().q,
             mask.tile().kv,
             share(stats.tiles - stats.full - stats.partial),

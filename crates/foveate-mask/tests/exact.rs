@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow::{Break, Continue};
 
-use foveate_mask::{BlockMask, Kind, Progress, Tile};
+use foveate_mask::{BlockMask, Kind, Progress, Tile, sees_nothing};
 use foveate_mods::{Buffer, Expr, Head, MaskMod, Point, ScalarValue, expr};
 use proptest::prelude::*;
 
@@ -236,7 +236,9 @@ fn pictures_show_full_partial_and_empty_tiles() {
     let causal = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).unwrap();
     let built = build(&causal, 300, 300, Tile { q: 100, kv: 100 });
     let picture = built.to_terminal(8, 8);
-    assert_eq!(picture, "▒··\n█▒·\n██▒\neach cell: 100 queries x 100 keys\n");
+    let legend = "queries downwards, keys to the right: █ full, ▒ partial, · empty tiles";
+    let cells = "each cell: 100 queries x 100 keys";
+    assert_eq!(picture, format!("▒··\n█▒·\n██▒\n{legend}\n{cells}\n"));
     let svg = built.to_svg("causal & <more>");
     assert!(svg.contains("<title>causal &amp; &lt;more&gt;</title>"));
     // The background, one partial tile a row, one run of full tiles in two rows, the frame, and a
@@ -252,4 +254,31 @@ fn pictures_show_full_partial_and_empty_tiles() {
         assert!(svg.contains(said), "`{said}` is not in\n{svg}");
     }
     assert!(build(&causal, 0, 5, Tile { q: 2, kv: 2 }).to_terminal(4, 4).is_empty());
+}
+
+#[test]
+fn a_mask_that_sees_nothing_is_told_from_one_that_sees_a_single_pair() {
+    let blind = |mask: &MaskMod| {
+        let built = build(mask, 300, 300, Tile { q: 64, kv: 32 });
+        let (told, stats) = (built.sees_nothing(), built.stats());
+        // What was counted, and what was not, say the same.
+        assert_eq!(told, stats.live_entries == 0);
+        assert_eq!([built.sees_nothing(), built.transpose().sees_nothing()], [told; 2]);
+        assert_eq!(sees_nothing(mask, [2, 4, 2], [300, 300]), told);
+        told
+    };
+    let mask = |e: Expr<bool>| MaskMod::new(e.dynamic()).unwrap();
+    let at = |n: i32| expr::q().eq(n) & expr::kv().eq(n);
+    assert!(blind(&mask(expr::kv().lt(0))));
+    assert!(blind(&mask(at(300))));
+    assert!(!blind(&mask(at(299))));
+    assert!(!blind(&mask(expr::kv().ge(0))));
+    assert!(!build(&mask(at(0)), 0, 300, Tile { q: 64, kv: 32 }).sees_nothing());
+    // Heads and batch entries that differ are all looked at.
+    let last = |b: i32, h: i32| mask(expr::b().eq(b) & expr::h().eq(h) & at(7));
+    assert!(!sees_nothing(&last(1, 3), [2, 4, 2], [9, 9]));
+    for outside in [last(2, 3), last(1, 4)] {
+        assert!(sees_nothing(&outside, [2, 4, 2], [9, 9]));
+    }
+    assert!(!sees_nothing(&last(2, 3), [0, 4, 2], [9, 9]));
 }

@@ -108,6 +108,21 @@ impl AttentionProgram {
         attention
     }
 
+    /// Whether the mask lets no query of a row of `len` tokens see any key, with two documents in the
+    /// row where it knows documents: see [`foveate::mask::sees_nothing`].
+    pub fn sees_nothing(&self, config: &ModelConfig, len: usize) -> bool {
+        let Some(mask) = &self.mask else { return false };
+        let ids = (0..len).map(|at| i32::from(at >= len.div_ceil(2))).collect();
+        let doc = AnyBuffer::new(DOCUMENTS, &[1, len], BufferData::I32(ids), false);
+        let knows = mask.program().graph().buffers().iter().any(|b| b.name() == DOCUMENTS);
+        let bound = match knows {
+            true => doc.and_then(|doc| mask.clone().map(|program| program.rebind(&doc))),
+            false => Ok(mask.clone()),
+        };
+        let heads = [1, config.num_attention_heads, config.kv_heads()];
+        bound.is_ok_and(|mask| foveate::mask::sees_nothing(&mask, heads, [len, len]))
+    }
+
     /// Whether mask or score read a leaf.
     pub(crate) fn reads(&self, leaf: Leaf) -> bool {
         self.mask.as_ref().is_some_and(|m| m.program().uses(leaf))

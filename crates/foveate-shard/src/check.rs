@@ -27,6 +27,7 @@ mod transfers;
 use std::fmt;
 
 use foveate::MaskMod;
+use foveate::tensor::count::Count;
 
 use crate::plan::ShardPlan;
 use crate::plane::Planes;
@@ -146,12 +147,14 @@ impl fmt::Display for Proof {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let most = |bytes: &dyn Fn(&RankBytes) -> u64| self.bytes.iter().map(bytes).max();
         let mib = |bytes: Option<u64>| bytes.unwrap_or(0) as f64 / f64::from(1 << 20);
-        writeln!(f, "proven for {} ranks, plan {:016x}", self.ranks, self.plan_hash)?;
+        writeln!(f, "proven for {}, plan {:016x}", Count(self.ranks, "rank"), self.plan_hash)?;
         writeln!(f, "(a) layouts     {} agree with the map", self.layouts)?;
         writeln!(
             f,
-            "(b) live tiles  {} computed once each, {} live entries, {} stages",
-            self.live_tiles, self.live_entries, self.stages
+            "(b) live tiles  {} computed once each, {} live entries, {}",
+            self.live_tiles,
+            self.live_entries,
+            Count(self.stages, "stage")
         )?;
         writeln!(
             f,
@@ -162,7 +165,7 @@ impl fmt::Display for Proof {
             "(d) owners      {} parameter elements, {} labels, one each",
             self.parameter_elements, self.labels
         )?;
-        writeln!(f, "(e) transfers   {} sends meet their receives", self.transfers)?;
+        writeln!(f, "(e) transfers   {}, with their receives", Count(self.transfers, "send"))?;
         writeln!(
             f,
             "(f) bytes       {:.1} MiB received forward, {:.1} MiB sent backward, {:.1} MiB held \

@@ -13,6 +13,7 @@ use crate::layout::Cut;
 use crate::permutation::Permutation;
 use crate::plane::Planes;
 use crate::ranges::Ranges;
+use foveate::tensor::count::Count;
 
 /// Chunks of a row for each rank, where the row has so many tiles.
 pub const CHUNKS_A_RANK: usize = 8;
@@ -58,9 +59,12 @@ impl Dispatch {
         let number = len.div_ceil(chunk);
         if number < ranks {
             return refused(format!(
-                "a row of {len} tokens is {number} chunks of {chunk}, and {ranks} ranks need one \
-                 each; use {} ranks of context or fewer, or smaller tiles",
-                number.max(1)
+                "a row of {} is {} of {chunk}, and {} need one each; use {} of context or fewer, or \
+                 smaller tiles",
+                Count(len, "token"),
+                Count(number, "chunk"),
+                Count(ranks, "rank"),
+                Count(number.max(1), "rank")
             ));
         }
         let chunks: Vec<Chunk> = (0..number)

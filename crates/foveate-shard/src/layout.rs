@@ -9,6 +9,7 @@ use std::fmt;
 use std::ops::Range;
 
 use foveate::tensor::ElementType;
+use foveate::tensor::count::Count;
 
 use crate::error::{ShardError, refused};
 use crate::map::{Axis, Map};
@@ -134,8 +135,10 @@ impl Sharding {
         let over = map.parts(Axis::KvHeads);
         if kv_heads < over {
             return refused(format!(
-                "{kv_heads} key/value heads cannot be cut over {over} ranks; use {kv_heads} ranks \
-                 or fewer on {}",
+                "{} cannot be cut over {}; use {} or fewer on {}",
+                Count(kv_heads, "key/value head"),
+                Count(over, "rank"),
+                Count(kv_heads, "rank"),
                 names(map.of(Axis::KvHeads))
             ));
         }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::error::{ShardError, refused};
+use foveate::tensor::count::Count;
 
 /// An axis of the mesh, outermost first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -105,15 +106,16 @@ impl Mesh {
         if let Some(auto) = auto {
             if product == 0 || ranks == 0 || !ranks.is_multiple_of(product) {
                 return refused(format!(
-                    "mesh `{text}`: {ranks} ranks cannot be divided by {product}, the product of \
-                     the other axes, so `auto` has no size; change a size or the number of ranks"
+                    "mesh `{text}`: {} cannot be divided by {product}, the product of the other \
+                     axes, so `auto` has no size; change a size or the number of ranks",
+                    Count(ranks, "rank")
                 ));
             }
             sizes[auto as usize] = ranks / product;
         } else if product != ranks {
             return refused(format!(
-                "mesh `{text}` has {product} ranks, but {ranks} run; change a size, or make one \
-                 axis `auto`"
+                "mesh `{text}` has {}, but {ranks} run; change a size, or make one axis `auto`",
+                Count(product, "rank")
             ));
         }
         Self::new(sizes)

@@ -9,6 +9,7 @@ use std::fmt;
 use std::ops::Range;
 
 use foveate::tensor::ElementType;
+use foveate::tensor::count::Count;
 
 use crate::arrays;
 use crate::dispatch::Dispatch;
@@ -36,7 +37,7 @@ impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gather => f.write_str("gather"),
-            Self::Exchange(stages) => write!(f, "exchange in {stages} stages"),
+            Self::Exchange(stages) => write!(f, "exchange in {}", Count(*stages, "stage")),
             Self::HeadsForTokens => f.write_str("heads for tokens"),
         }
     }
@@ -440,8 +441,10 @@ fn choose(
         }
         Some(Strategy::HeadsForTokens) if kv_heads < ranks => {
             return refused(format!(
-                "heads for tokens: {kv_heads} key/value heads of a rank cannot be cut over {ranks} \
-                 ranks of context; use {kv_heads} or fewer, or exchange"
+                "heads for tokens: {} of a rank cannot be cut over {} of context; use {kv_heads} or \
+                 fewer, or exchange",
+                Count(kv_heads, "key/value head"),
+                Count(ranks, "rank")
             ));
         }
         Some(strategy) => return Ok((strategy, "it was asked for".to_owned())),
@@ -467,7 +470,10 @@ fn choose(
     }
     let reason = match kv_heads.is_multiple_of(ranks) {
         true => "it receives no more than giving heads for tokens would".to_owned(),
-        false => format!("{kv_heads} key/value heads do not divide over {ranks} ranks"),
+        false => {
+            let (kv_heads, ranks) = (Count(kv_heads, "key/value head"), Count(ranks, "rank"));
+            format!("{kv_heads} cannot be divided over {ranks}")
+        }
     };
     Ok((Strategy::Exchange(if exchange == 0 { 1 } else { 2 }), reason))
 }

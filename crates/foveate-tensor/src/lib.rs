@@ -24,6 +24,7 @@
 //! Arrays of `ndarray` come and go with the feature `ndarray`, tensors of other libraries in the same
 //! process with the feature `dlpack`.
 
+pub mod count;
 #[cfg(feature = "dlpack")]
 pub mod dlpack;
 pub mod dtype;

@@ -39,6 +39,8 @@ pub struct Started {
     pub skipped_documents: usize,
     /// Learned attention buffers that a checkpoint to start from did not have.
     pub fresh_buffers: Vec<String>,
+    /// The masks that let no query see any key, as the recipe writes them.
+    pub blind_masks: Vec<String>,
     /// The most memory that the run takes, saves included.
     pub memory: MemoryEstimate,
     /// Folder of the run.

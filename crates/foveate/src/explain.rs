@@ -4,6 +4,7 @@ use std::fmt;
 
 use foveate_mask::Tiling;
 use foveate_problem::{Arrangement, Spec};
+use foveate_tensor::count::Count;
 
 use crate::device::Device;
 use crate::error::Declined;
@@ -187,12 +188,14 @@ impl fmt::Display for Explanation {
         line(
             "backend",
             format!(
-                "{} on the {}: {}, {} {}",
+                "{} on the {}: {}, {}",
                 self.backend,
                 self.device,
                 execution.instructions,
-                execution.threads,
-                if execution.kernels.is_empty() { "threads" } else { "SMs" }
+                Count(
+                    execution.threads,
+                    if execution.kernels.is_empty() { "thread" } else { "SM" }
+                )
             ),
         )?;
         let batches = if self.packed { "sequences" } else { "batch" };
@@ -244,9 +247,9 @@ impl fmt::Display for Explanation {
             line(
                 "block mask",
                 format!(
-                    "{} runs in {} masks, {}; the mask lets {:.1} % of pairs through",
-                    execution.tiling.runs,
-                    execution.tiling.block_masks,
+                    "{} in {}, {}; the mask lets {:.1} % of pairs through",
+                    Count(execution.tiling.runs as usize, "run"),
+                    Count(execution.tiling.block_masks, "mask"),
                     binary(execution.tiling.block_mask_bytes as usize),
                     100.0 * execution.tiling.density
                 ),

@@ -11,6 +11,7 @@ use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
 
+use crate::blind;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
 use crate::output::{Output, bytes, count};
@@ -75,6 +76,10 @@ pub fn run(
     for (name, program) in attention.programs() {
         let program = AttentionProgram::parse(program, config.num_attention_heads);
         let program = program.map_err(|e| wrong(e.to_string()))?;
+        // The text says it itself.
+        if as_json && program.sees_nothing(&config, len) {
+            blind::warn(&program.mask.iter().map(ToString::to_string).collect::<String>());
+        }
         let plan = layer(&config, &program, rows, len, limits)?;
         layers.push((name.map(str::to_owned), plan.explain()));
     }

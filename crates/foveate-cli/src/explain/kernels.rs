@@ -1,6 +1,7 @@
 //! `foveate explain --device`: which kernels a GPU would run, what they take of it, and which
 //! could not run there. No GPU is needed.
 
+use foveate::tensor::count::Count;
 use foveate_cuda::Records;
 use foveate_cuda::aot::{self, Planned, Usage};
 use foveate_cuda::choose::{KernelOptions, admit};
@@ -9,6 +10,7 @@ use foveate_gpu::profile::Profile;
 use serde_json::json;
 
 use super::Args;
+use crate::blind;
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::problem::Given;
@@ -53,13 +55,20 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     };
     let Planned { class, sizes, plan, .. } =
         aot::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
+    blind::check(given);
     if args.json {
         return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
     }
     let part = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
     out.line(format_args!(
-        "problem    {dtype}, batch {}, {}/{} heads, {} queries, {} keys, head dim {}/{}",
-        dims.batch, dims.heads_q, dims.heads_kv, dims.len_q, dims.len_k, dims.dim, dims.dim_v
+        "problem    {dtype}, batch {}, {}/{} heads, {}, {}, head dim {}/{}",
+        dims.batch,
+        dims.heads_q,
+        dims.heads_kv,
+        Count(dims.len_q, "query"),
+        Count(dims.len_k, "key"),
+        dims.dim,
+        dims.dim_v
     ))?;
     out.line(format_args!("mask       {}", part(spec.mask.as_ref().map(|m| m.to_string()))))?;
     out.line(format_args!("score      {}", part(spec.score.as_ref().map(|s| s.to_string()))))?;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args as _, Command, FromArgMatches};
 use foveate::DType;
+use foveate::tensor::count::Count;
 use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::compile::config::Config;
 use foveate_gpu::Arch;
@@ -78,7 +79,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     let (kernels, problems) = (built.len(), wanted.len());
     out.line(format_args!(
-        "{kernels} kernels of {problems} problems for {} in {}",
+        "{} of {} for {} in {}",
+        Count(kernels, "kernel"),
+        Count(problems, "problem"),
         profile.arch(),
         folder.display()
     ))?;

@@ -1,6 +1,5 @@
 //! `foveate shard check`: the plan of a recipe on a mesh, proven or with its first contradiction.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -15,9 +14,11 @@ use foveate_shard::{
 use foveate_train::recipe::Recipe;
 use serde::Serialize;
 
+use crate::blind;
 use crate::failure::Failure;
 use crate::number::number;
-use crate::output::Output;
+use crate::output::{Output, write_file};
+use crate::progress::{PATIENCE, waiting};
 
 /// Tokens of all rows of a plan at most: each has a document id.
 const MOST_TOKENS: usize = 1 << 28;
@@ -121,18 +122,26 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         kv_len: len,
     };
     let began = Instant::now();
-    let planes = Planes::new(whole, &masks, Tile { q: 128, kv: 128 }).map_err(refused)?;
     let shape = shape(&config, &map, &whole)?;
     let options = PlanOptions { strategy: args.strategy, chunk: args.chunk };
-    let plan = ShardPlan::new(&map, &planes, &shape, options).map_err(refused)?;
+    let (planes, plan) = waiting("planning", PATIENCE, || {
+        let planes = Planes::new(whole, &masks, Tile { q: 128, kv: 128 })?;
+        let plan = ShardPlan::new(&map, &planes, &shape, options)?;
+        Ok((planes, plan))
+    })
+    .map_err(refused)?;
+    if planes.work().iter().sum::<u64>() == 0 {
+        let attention = recipe.attention.clone().unwrap_or_default();
+        attention.programs().into_iter().for_each(|(_, program)| blind::warn(&program.mask));
+    }
     let plan_ms = began.elapsed().as_secs_f64() * 1e3;
     if let Some(file) = &args.svg {
-        fs::write(file, picture::to_svg(&plan, &planes))
-            .map_err(|e| Failure::new(format!("{} cannot be written: {e}", file.display())))?;
+        write_file(file, &picture::to_svg(&plan, &planes))?;
     }
     let began = Instant::now();
     let limits = Limits { imbalance: args.max_imbalance, attention_bytes: None };
-    let proven = plan.prove(&planes, &limits).map_err(|e| Failure::new(e.to_string()))?;
+    let proven = waiting("proving the plan", PATIENCE, || plan.prove(&planes, &limits))
+        .map_err(|e| Failure::new(e.to_string()))?;
     let prove_ms = began.elapsed().as_secs_f64() * 1e3;
     let plan = proven.plan();
     let layouts = arrays::ATTENTION.iter().chain(arrays::MODEL).map(|array| {

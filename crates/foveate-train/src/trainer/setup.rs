@@ -2,7 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Blocks, MemoryEstimate, Model, ModelConfig, Moments, StepKind};
+use foveate::tensor::count::Count;
+use foveate_nn::{
+    AttentionConfig, AttentionProgram, Blocks, MemoryEstimate, Model, ModelConfig, Moments,
+    ProgramConfig, StepKind,
+};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -124,6 +128,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             held_out_documents: held_out.len(),
             skipped_documents: corpus.skipped().len(),
             fresh_buffers,
+            blind_masks: blind_masks(&attention, model.config(), recipe.data.len),
             memory,
             dir: dir.clone(),
         };
@@ -278,6 +283,16 @@ fn model<B: Blocks>(
     Ok((model, attention, memory))
 }
 
+/// The masks that let no query of a row of `len` tokens see any key.
+fn blind_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> Vec<String> {
+    let blind = |program: &ProgramConfig| {
+        let parsed = AttentionProgram::parse(program, model.num_attention_heads);
+        parsed.is_ok_and(|parsed| parsed.sees_nothing(model, len))
+    };
+    let programs = attention.programs().into_iter().map(|(_, program)| program);
+    programs.filter(|program| blind(program)).map(|program| program.mask.clone()).collect()
+}
+
 /// The log at `path` from `step` on, with a line on what continues it.
 fn log(path: &Path, step: u64, commit: Option<&str>) -> Result<JsonlLog, TrainError> {
     let unwritable = |e| TrainError::write(path, e);
@@ -329,8 +344,9 @@ fn resumed<B: Blocks>(
     let done = state.step;
     if done > asked {
         let message = format!(
-            "the run has taken {done} steps, but {asked} are asked for; ask for more with \
-             train.steps or train.epochs"
+            "the run has taken {}, but {asked} are asked for; ask for more with train.steps or \
+             train.epochs",
+            Count(done as usize, "step")
         );
         return Err(TrainError::checkpoint(last, message));
     }
