@@ -247,7 +247,7 @@ fn what_cannot_be_is_refused_in_one_line() {
     let message = told(arrays::by_name("q").unwrap().layout(&sharding));
     assert!(message.contains("cut twice over context, by heads and by seq"), "{message}");
     let few = Sharding::new(map.clone(), &lengths(2, 8, 1));
-    assert!(told(few).contains("1 key/value heads cannot be cut over 2 ranks"));
+    assert!(told(few).contains("1 key/value head cannot be cut over 2 ranks"));
     let cut = Sharding::new(map, &lengths(2, 8, 2)).unwrap().with_cut(Axis::Seq, Cut::even(8, 3));
     assert!(told(cut).contains("3 parts, but the map sends it to 2 ranks"));
 
