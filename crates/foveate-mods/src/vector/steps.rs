@@ -146,8 +146,9 @@ fn step(machine: &mut Machine, compiled: &Compiled, i: usize, view: View<'_>, in
         }
         Node::Leaf(leaf) => {
             let first = if *leaf == Leaf::Q { machine.q.start } else { machine.kv.start };
-            let places = out.data[..width].iter_mut().zip(first..);
-            places.for_each(|(o, x)| *o = of_int(x));
+            // Padding may lie past the largest position.
+            let places = out.data[..width].iter_mut().zip(0i32..);
+            places.for_each(|(o, x)| *o = of_int(first.wrapping_add(x)));
         }
         Node::Load { buffer, index, from_end } => {
             let buffer = &graph.buffers()[*buffer as usize];

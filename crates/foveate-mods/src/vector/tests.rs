@@ -225,6 +225,20 @@ fn a_comparison_that_wraps_inside_a_tile_wraps_at_its_points() {
 }
 
 #[test]
+fn a_tile_may_end_at_the_largest_position() {
+    let program = Program::build(&[(expr::q() % 7).ge(expr::kv() % 5).dynamic().clone()]);
+    let mut machine = machine(&program);
+    let mut bits = MaskBits::default();
+    let [first, end] = [i32::MAX - 5, i32::MAX];
+    machine.set_tile(first..end, first..end);
+    machine.mask_bits(None, &mut bits);
+    for (q, kv) in (0..25).map(|i| (i / 5, i % 5)) {
+        let want = program.eval(&at(first + q, first + kv, 0.0)).unwrap()[0];
+        assert_eq!(ScalarValue::Bool(bits.get(q as usize, kv as usize)), want);
+    }
+}
+
+#[test]
 fn bits_know_between_which_columns_a_row_is_true() {
     let band = (expr::q() - expr::kv()).abs().le(3) | expr::kv().eq(30);
     let program = Program::build(&[band.dynamic().clone()]);
