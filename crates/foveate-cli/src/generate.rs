@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use foveate::tensor::count::Count;
-use foveate_nn::{Generator, Model, Sampling, StepKind};
+use foveate_nn::{Generator, Model, NnError, NnErrorKind, Sampling, StepKind};
 use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
 use foveate_train::tokens::{Ends, Tokenizer};
@@ -132,7 +132,7 @@ impl Writer<'_> {
             top_p: args.top_p,
             seed: args.seed,
         };
-        let mut generator = self.model.generator(capacity, sampling)?;
+        let mut generator = self.model.generator(capacity, sampling).map_err(of_option)?;
         generator.prompt(&read)?;
         if !args.json {
             out.text(if args.chat { "" } else { prompt })?;
@@ -185,6 +185,18 @@ impl Writer<'_> {
         Ok((written, text))
     }
 }
+
+/// A field of [`Sampling`] that is wrong, under the name of its option.
+fn of_option(e: NnError) -> Failure {
+    match e.kind() {
+        NnErrorKind::Config { field, reason } if OPTIONS.contains(&field.as_str()) => {
+            Failure::usage(format!("--{} {reason}", field.replace('_', "-")))
+        }
+        _ => e.into(),
+    }
+}
+
+const OPTIONS: [&str; 3] = ["temperature", "top_k", "top_p"];
 
 /// What is in the file `given`, without the end of its last line, or `given` itself where there is no
 /// such file.

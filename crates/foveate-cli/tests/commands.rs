@@ -146,6 +146,7 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         ("train .", ".: could not be read"),
         ("kernels build --device l4 --problems nowhere.toml", "nowhere.toml: could not be read"),
         ("kernels build --device l4 --problems a.txt", "a.txt: "),
+        ("kernels build --device l4 --problems /dev/zero", "it is a pipe or a device, not a file"),
         ("explain --recipe nowhere.toml", "nowhere.toml: could not be read"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4", "f16, bf16 and f32, not f64"),

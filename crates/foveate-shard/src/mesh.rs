@@ -53,7 +53,7 @@ impl fmt::Display for MeshAxis {
 }
 
 /// More ranks than anybody has.
-const MOST_RANKS: usize = 1 << 20;
+const MOST_RANKS: usize = 1 << 16;
 
 /// Ranks arranged as `replicate × shard × context × tensor`, rank 0 first and the last axis the
 /// fastest.

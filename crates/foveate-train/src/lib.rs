@@ -45,6 +45,6 @@ mod safetensors;
 pub mod schedule;
 pub mod tokens;
 pub mod trainer;
-mod whole;
+pub mod whole;
 
 pub use error::{TrainError, TrainErrorKind};

@@ -288,7 +288,7 @@ impl Tokenizer {
 /// A message of the reader, which names types of its own for a part of a kind that is not known.
 fn of_unknown_kind(message: &str) -> String {
     let place = message.find(" at line ").map_or("", |at| &message[at..]);
-    match message.contains("untagged enum") {
+    match ["untagged enum", "struct ", "enum "].iter().any(|word| message.contains(word)) {
         true => format!("a part is of a kind that is not known{place}"),
         false => message.to_owned(),
     }

@@ -1,7 +1,6 @@
 //! `foveate kernels build`: fills the cache of compiled kernels, so that the first step of a
 //! training run does not wait for the compiler.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::{Args as _, Command, FromArgMatches};
@@ -13,6 +12,7 @@ use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
+use foveate_train::whole;
 use rayon::prelude::*;
 
 use crate::explain::{profile, records};
@@ -106,7 +106,7 @@ impl Wanted {
 /// The problems of a file. A key is an option of the command line and is read like it.
 fn read(path: &Path) -> Result<Vec<Wanted>, Failure> {
     let wrong = |reason: String| Failure::new(format!("{}: {reason}", path.display()));
-    let text = fs::read_to_string(path).map_err(|e| wrong(format!("could not be read: {e}")))?;
+    let text = whole::read_text(path).map_err(|e| wrong(format!("could not be read: {e}")))?;
     let file: toml::Table = toml::from_str(&text).map_err(|e| wrong(e.to_string()))?;
     let problems = file.get("problem").and_then(|p| p.as_array());
     let problems = problems.ok_or_else(|| wrong("it has no table [[problem]]".to_owned()))?;

@@ -33,7 +33,7 @@ pub struct Args {
     #[arg(long, value_name = "AXIS=N,...")]
     mesh: String,
     /// Number of ranks, for a mesh with one axis that is auto
-    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     ranks: Option<usize>,
     /// Change a value of the recipe, such as data.len=65536
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -42,17 +42,17 @@ pub struct Args {
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = number::<usize>)]
     doc_lens: Vec<usize>,
     /// Rows of a batch over all ranks (train.batch_rows when left out)
-    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     rows: Option<usize>,
     /// How keys meet queries: gather, exchange (in 2 stages), exchange:1 to exchange:4, or heads; the
     /// one that receives the fewest bytes when left out
     #[arg(long, value_parser = strategy)]
     strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of 128
-    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     chunk: Option<usize>,
     /// Refuse a plan whose busiest rank computes more than this many times the mean
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     max_imbalance: Option<f64>,
     /// Write a picture of who computes what to this file
     #[arg(long, value_name = "FILE")]
@@ -109,6 +109,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         Failure::usage(message).help("check a recipe that gives them in [model]")
     })?;
     let (batch, len) = (args.rows.unwrap_or(recipe.train.batch_rows), recipe.data.len);
+    if batch == 0 {
+        return Err(Failure::usage("--rows is 0; a batch has a row or more"));
+    }
+    if let Some(given) = args.max_imbalance.filter(|&most| most.is_nan() || most < 1.0) {
+        let message = format!("--max-imbalance is {given}; the busiest rank has the mean or more");
+        return Err(Failure::usage(message).help("give 1 or more, such as 1.05"));
+    }
     if batch.saturating_mul(len) > MOST_TOKENS {
         let message = format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
         return Err(Failure::usage(message).help("give fewer --rows"));

@@ -254,7 +254,7 @@ fn three_flipped_bytes_are_found_in_every_tensor() {
 #[test]
 fn checksums_that_are_gone_are_missed_but_in_checkpoints_of_other_tools() {
     let dir = tempfile::tempdir().unwrap();
-    let place = save(dir.path(), &Run::new(1, 1).snapshot(SaveDtype::F32), 1).unwrap();
+    let place = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 1).unwrap();
     fs::remove_file(place.join("checksums.json")).unwrap();
     let mut target = model(2);
     let told = load_weights(&place, &mut target, Checksums::Verify).unwrap_err().to_string();
@@ -275,7 +275,7 @@ fn checksums_that_are_gone_are_missed_but_in_checkpoints_of_other_tools() {
 #[test]
 fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
-    let run = Run::new(1, 1);
+    let run = SavedRun::new(1, 1);
     let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap();
     for name in [CONFIG, SINGLE, MASTERS, STATE, "checksums.json"] {
         let file = place.join(name);
