@@ -1,7 +1,6 @@
 //! Reading weights and states, each tensor held to its checksum.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::{Blocks, Model, Moments};
@@ -52,9 +51,7 @@ pub fn load_weights<B: Blocks>(
                 "is missing; only safetensors are read, so convert pytorch_model.bin first";
             return Err(TrainError::checkpoint(&file, message));
         }
-        if let Err(e) = File::open(&file) {
-            return Err(unreadable(&file, &e));
-        }
+        whole::check_regular(&file).map_err(|e| unreadable(&file, &e))?;
         vec![file]
     };
     let tied = model.config().tie_word_embeddings;

@@ -289,6 +289,17 @@ fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
         let remedy = told.contains("restore the file, or use another checkpoint")
             || told.contains("restore it, use another checkpoint, or pass --skip-checksums");
         assert!(told.starts_with(&file.display().to_string()) && remedy, "{told}");
+        // A pipe that nobody writes to is not waited for.
+        fs::remove_file(&file).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&file).status();
+        if made.is_ok_and(|status| status.success()) {
+            let read = read_config(&place)
+                .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
+                .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
+            let told = read.unwrap_err().to_string();
+            assert!(told.ends_with("it is a pipe or a device, not a file"), "{told}");
+            fs::remove_file(&file).unwrap();
+        }
         fs::write(&file, whole).unwrap();
     }
     let tokenizer = dir.path().join("tokenizer.json");

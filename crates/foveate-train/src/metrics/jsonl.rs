@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::Record;
+use crate::whole;
 
 /// How every record begins.
 const BEGINNING: &[u8] = b"{\"kind\":\"";
@@ -53,7 +54,7 @@ fn lines(text: &[u8]) -> impl Iterator<Item = Line<'_>> {
 
 /// The bytes of a log; none of one that is not there.
 fn bytes(path: &Path) -> io::Result<Vec<u8>> {
-    match std::fs::read(path) {
+    match whole::check_regular(path).and_then(|()| std::fs::read(path)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
         read => read,
     }
@@ -192,5 +193,17 @@ mod tests {
         assert!(
             std::fs::read_to_string(&path).unwrap().starts_with("{\"kind\":\"eval\",\"step\":1,")
         );
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_in_the_place_of_the_log_is_refused_and_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        if made.is_ok_and(|status| status.success()) {
+            let told = JsonlLog::open(&path, 3).unwrap_err().to_string();
+            assert_eq!(told, "it is a pipe or a device, not a file");
+        }
     }
 }
