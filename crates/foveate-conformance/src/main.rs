@@ -25,8 +25,11 @@ mod workers;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 
+use foveate_gpu::Engine;
+
 use foveate_conformance::{Backend, Case, Outcome, Report, Row, check_each};
 
+use crate::gpu::checks::let_tools_tell;
 use crate::gpu::{determinism, host_time, launches, libraries, misuse, placement, trespass};
 use crate::options::Options;
 
@@ -116,6 +119,11 @@ fn run(options: &Options) -> Result<bool, String> {
         let mut rows = Vec::new();
         for case in &cases {
             answer(case, &backends, |row| rows.push(row));
+        }
+        if backends.iter().any(|backend| backend.name().starts_with("cuda"))
+            && let Ok(engine) = Engine::get(0)
+        {
+            let_tools_tell(&engine);
         }
         Report { rows }
     } else {

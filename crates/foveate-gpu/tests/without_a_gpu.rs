@@ -58,6 +58,20 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
 }
 
 #[test]
+fn a_device_is_synchronized_with_all_that_is_queued() {
+    if !inside("a_device_is_synchronized_with_all_that_is_queued", &[], &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    let allocation = pool.upload(&[1; 100]).unwrap();
+    allocation.fill(9).unwrap();
+    pool.stream().device().synchronize().unwrap();
+    // SAFETY: the driver's device memory is host memory, of 100 bytes or more.
+    let found = unsafe { std::slice::from_raw_parts(allocation.address() as *const u8, 100) };
+    assert_eq!(found, [9; 100]);
+}
+
+#[test]
 fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
     let name = "a_graph_holds_no_copies_no_memory_and_no_waiting";
     if !inside(name, &[], &[], &[]) {

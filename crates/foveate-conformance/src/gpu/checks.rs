@@ -18,10 +18,19 @@ pub struct Checks {
 pub fn on_gpu(command: &str, make: impl FnOnce(&Arc<Engine>, &mut Checks)) -> Result<bool, String> {
     let mut checks = Checks { passed: true };
     match Engine::get(0) {
-        Ok(engine) => make(&engine, &mut checks),
+        Ok(engine) => {
+            make(&engine, &mut checks);
+            let_tools_tell(&engine);
+        }
         Err(e) => println!("{command} declined: {e}"),
     }
     Ok(checks.passed)
+}
+
+/// Synchronizes with the device, where racecheck tells what it found. What fails there has failed in
+/// a check before, which said so.
+pub fn let_tools_tell(engine: &Engine) {
+    drop(engine.device().synchronize());
 }
 
 impl Checks {

@@ -1,6 +1,6 @@
 //! Checks that need a GPU and are no case of the corpus.
 
-mod checks;
+pub mod checks;
 pub mod determinism;
 mod device_data;
 pub mod host_time;

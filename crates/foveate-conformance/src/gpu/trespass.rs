@@ -16,7 +16,8 @@ extern "C" __global__ void part_at_barrier(float* data) {
     data[threadIdx.x / 2] = 1.0f;
 }
 // The first thread adds up what all warps write to shared memory, with no barrier between: the race
-// that the manual of the tool shows, in shared memory of both kinds.
+// that the manual of the tool shows, in shared memory of both kinds. Racecheck tells of it where the
+// host synchronizes with the device.
 extern "C" __global__ void read_unwritten(float* data) {
     __shared__ volatile float fixed[64];
     extern __shared__ volatile float requested[];
@@ -92,7 +93,8 @@ pub fn run(name: &str) -> Result<bool, String> {
         // SAFETY: the first one is wrong on purpose: allocations start at multiples of 256 bytes, so
         // nobody else's memory follows the 400 bytes at once. The others keep inside of them.
         unsafe { kernel.launch(queue.stream(), &Launch::new([1; 3], threads), &[&address]) }?;
-        queue.stream().wait(Duration::from_secs(20), "a planted kernel")
+        queue.stream().wait(Duration::from_secs(20), "a planted kernel")?;
+        engine.device().synchronize()
     };
     match launched() {
         Ok(()) => println!("{entry} ran"),

@@ -135,6 +135,19 @@ impl Device {
         Ok((free, total))
     }
 
+    /// Waits for everything that is queued on the device, without a limit: what may hang is waited for
+    /// by its stream or event first. Tools that watch the device tell here what they found: racecheck
+    /// tells nothing of kernels whose host asks events only.
+    ///
+    /// # Errors
+    /// The failure of queued work.
+    pub fn synchronize(&self) -> Result<(), GpuError> {
+        let driver = self.current()?;
+        // SAFETY: the context is current.
+        let code = unsafe { (driver.context_synchronize)() };
+        driver.check(code, || format!("waiting for GPU {}", self.0.ordinal))
+    }
+
     /// The driver, with this device's context current on this thread as long as the guard lives.
     pub(crate) fn current(&self) -> Result<Current, GpuError> {
         self.0.current()

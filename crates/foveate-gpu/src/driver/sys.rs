@@ -32,6 +32,7 @@ functions! {
     context_release "cuDevicePrimaryCtxRelease_v2" (c_int) -> Code;
     context_get "cuCtxGetCurrent" (*mut Handle) -> Code;
     context_set "cuCtxSetCurrent" (Handle) -> Code;
+    context_synchronize "cuCtxSynchronize" () -> Code;
     memory_info "cuMemGetInfo_v2" (*mut usize, *mut usize) -> Code;
     alloc "cuMemAlloc_v2" (*mut u64, usize) -> Code;
     free "cuMemFree_v2" (u64) -> Code;
