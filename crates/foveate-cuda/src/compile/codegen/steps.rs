@@ -16,7 +16,7 @@ pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usi
     let exact = if fast_math { decides(program, roots) } else { vec![true; nodes.len()] };
     roots.iter().for_each(|root| needed[root.index()] = true);
     let mut steps = 0;
-    for (i, node) in nodes.iter().enumerate().rev().filter(|(_, node)| !is_free(node)) {
+    for (i, node) in nodes.iter().enumerate().rev() {
         if !needed[i] {
             continue;
         }
@@ -24,18 +24,12 @@ pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usi
         steps += match node {
             Node::Unary(op, _) if exact[i] => unary_steps(*op),
             Node::Unary(op, _) => unary_steps(*op).min(fast_steps(*op)),
-            Node::Binary(BinaryOp::Div, ..) if !exact[i] => 2,
-            Node::Binary(BinaryOp::Div | BinaryOp::Rem, ..) => 10,
-            Node::Binary(BinaryOp::Pow, ..) => 60,
-            _ => 1,
+            Node::Binary(op, ..) => binary_steps(*op, exact[i]),
+            Node::Load { .. } | Node::Select { .. } | Node::Cast(..) => 1,
+            Node::Leaf(_) | Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_) => 0,
         };
     }
     steps
-}
-
-/// A leaf: nothing is computed.
-fn is_free(node: &Node) -> bool {
-    matches!(node, Node::Leaf(_) | Node::Bool(_) | Node::I32(_) | Node::F32(_) | Node::Scalar(_))
 }
 
 fn unary_steps(op: UnaryOp) -> usize {
@@ -43,7 +37,13 @@ fn unary_steps(op: UnaryOp) -> usize {
         UnaryOp::Neg | UnaryOp::Not | UnaryOp::Abs | UnaryOp::Floor | UnaryOp::Unit => 1,
         UnaryOp::Sqrt | UnaryOp::Rsqrt => 10,
         UnaryOp::Sin | UnaryOp::Cos => 60,
-        _ => 30,
+        UnaryOp::Exp
+        | UnaryOp::Exp2
+        | UnaryOp::Log
+        | UnaryOp::Log2
+        | UnaryOp::Tanh
+        | UnaryOp::Sigmoid
+        | UnaryOp::Erf => 30,
     }
 }
 
@@ -52,7 +52,42 @@ fn fast_steps(op: UnaryOp) -> usize {
     match op {
         UnaryOp::Erf => 30,
         UnaryOp::Sin | UnaryOp::Cos => 20,
-        _ => 3,
+        UnaryOp::Neg
+        | UnaryOp::Not
+        | UnaryOp::Abs
+        | UnaryOp::Floor
+        | UnaryOp::Unit
+        | UnaryOp::Sqrt
+        | UnaryOp::Rsqrt
+        | UnaryOp::Exp
+        | UnaryOp::Exp2
+        | UnaryOp::Log
+        | UnaryOp::Log2
+        | UnaryOp::Tanh
+        | UnaryOp::Sigmoid => 3,
+    }
+}
+
+fn binary_steps(op: BinaryOp, exact: bool) -> usize {
+    match op {
+        BinaryOp::Div if !exact => 2,
+        BinaryOp::Div | BinaryOp::Rem => 10,
+        BinaryOp::Pow => 60,
+        BinaryOp::Add
+        | BinaryOp::Sub
+        | BinaryOp::Mul
+        | BinaryOp::Min
+        | BinaryOp::Max
+        | BinaryOp::Eq
+        | BinaryOp::Ne
+        | BinaryOp::Lt
+        | BinaryOp::Le
+        | BinaryOp::And
+        | BinaryOp::Or
+        | BinaryOp::Xor
+        | BinaryOp::Shl
+        | BinaryOp::Shr
+        | BinaryOp::Mix => 1,
     }
 }
 
