@@ -1,4 +1,14 @@
-//! The `foveate` command.
+//! The `foveate` command: looks at masks and at what a problem would run before it is run, and trains,
+//! evaluates and samples models. Whoever calls attention from Rust needs the crate `foveate` instead.
+//!
+//! ```console
+//! $ foveate mask "causal & window(256)" --len 2048
+//! $ foveate explain --heads 32/8 --len 4096 --dim 128 --dtype bf16 --mask causal --backward
+//! $ foveate train recipes/tiny.toml
+//! ```
+//!
+//! The manual is `docs/getting-started.md`, with `docs/text-form.md` for masks and scores as text,
+//! `docs/recipes.md` for training, and `foveate help` for every option.
 //!
 //! Results go to stdout, progress and errors to stderr. The process ends with 0 when all went
 //! well, 1 when something failed, 2 when the command line itself is wrong, 130 when it was
