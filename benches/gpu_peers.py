@@ -7,6 +7,7 @@
 
 Peers:
 
+    foveate          Foveate itself, called from Python on these tensors
     cudnn, flash2    scaled_dot_product_attention restricted to one backend
     flex             flex_attention under torch.compile
     flex-autotune    the same with max-autotune-no-cudagraphs
@@ -122,6 +123,18 @@ def flex(mode: str, case, operands, bias, options=None):
     return lambda q, k, v: run(q, k, v, **settings)
 
 
+def foveate(case, operands, bias):
+    attend = part_of("foveate", "foveate", "flex_attention")
+    create = part_of("foveate", "foveate", "create_block_mask")
+    mask = mask_of(case, documents_of(case, "cuda"))
+    settings = {
+        "score_mod": score_of(case, bias),
+        "block_mask": create(mask, None, None, case["q_len"], case["len"]) if mask else None,
+        "enable_gqa": case["heads"] != case["heads_kv"],
+    }
+    return lambda q, k, v: attend(q, k, v, **settings)
+
+
 def flex_flash(case, operands, bias):
     part_of("flash-attn-4", "flash_attn.cute.interface", "flash_attn_func")
     return flex("default", case, operands, bias, {"BACKEND": "FLASH"})
@@ -180,6 +193,7 @@ def cudnn_flex(case, operands, bias):
 # By name: the order of axes of its operands, and what makes the function of q, k, v to be timed
 # from a case, its operands and the table of its bias.
 PEERS = {
+    "foveate": ("bhsd", foveate),
     "cudnn": ("bhsd", functools.partial(sdpa, "CUDNN_ATTENTION")),
     "flash2": ("bhsd", functools.partial(sdpa, "FLASH_ATTENTION")),
     "flex": ("bhsd", functools.partial(flex, "default")),

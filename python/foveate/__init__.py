@@ -32,7 +32,7 @@ from . import _ops, huggingface, torchtitan, torchtune, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
 from ._enable import disable, enable
-from ._flex import explain, flex_attention, varlen
+from ._flex import explain, flex_attention, prepare, varlen
 from ._masks import Mask
 from ._native import TraceError
 from ._paged import paged
@@ -58,6 +58,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "paged",
+    "prepare",
     "torchtitan",
     "torchtune",
     "varlen",

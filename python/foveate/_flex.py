@@ -275,6 +275,7 @@ class _Call:
                 self.varlen,
                 self.pages,
                 list(learned),
+                forward_only,
                 torch.are_deterministic_algorithms_enabled(),
             )
         return _native.plan(
@@ -728,6 +729,43 @@ def _jagged(name: str, tensor: Any) -> tuple[Tensor, Tensor]:
     if jagged._ragged_idx != 1 or jagged.lengths() is not None:
         raise ValueError(f"{name} must be jagged in its second or third axis, without holes between its sequences")
     return jagged.values(), jagged.offsets()
+
+
+@uncompiled
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> None:
+    """Compiles and loads what :func:`flex_attention` runs for these arguments on CUDA, and for its backward if
+    something wants a gradient, all side by side. Nothing is computed, and elements are not read: tensors from
+    ``torch.empty`` serve. The CPU compiles nothing.
+
+    Raises:
+        ValueError, TraceError: As :func:`flex_attention` does.
+        RuntimeError: There is no NVRTC, or it refuses a kernel.
+    """
+    _check(query, key, value, block_mask, enable_gqa)
+    extents = (query.size(0), query.size(1), query.size(2), key.size(2))
+    score = None if score_mod is None else _trace.score(score_mod, extents)
+    mask = None if block_mask is None else _blocks.program_of(block_mask, extents, query.device)
+    if not query.is_cuda:
+        return
+    dropout = None if dropout_p == 0.0 else (dropout_p, torch.zeros(2, dtype=torch.int32, device=query.device))
+    logits = None if sink is None else _sink(sink, query)
+    learned = () if score is None else score.learned
+    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink, *learned))
+    number = None if scale is None else _checked_scale(scale)
+    plan = _Call(score, mask, number, dropout, False, False).planned(query, key, value, logits, (), not wants)
+    out = _empty_in_order(query, (*query.shape[:3], value.shape[3]))
+    plan.prepare(query, key, value, out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device))
 
 
 @uncompiled

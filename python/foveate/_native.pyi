@@ -107,6 +107,7 @@ class CudaPlan:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, max_score: Tensor | None = None
     ) -> None: ...
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None: ...
     def backward(
         self,
         operands: list[Tensor],
@@ -160,6 +161,7 @@ def cuda_plan(
     varlen: tuple[Tensor, Tensor, int, int] | None,
     pages: tuple[Tensor, list[int]] | None,
     learned: list[Tensor],
+    forward_only: bool,
     deterministic: bool,
 ) -> CudaPlan: ...
 def varies(mask: Traced) -> tuple[bool, bool]: ...

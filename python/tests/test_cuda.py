@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from reference import attention, close, dense
 
-from foveate import AuxRequest, BlockMask, Mask, create_block_mask, flex_attention, paged, varlen
+from foveate import AuxRequest, BlockMask, Mask, create_block_mask, flex_attention, paged, prepare, varlen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: torch finds no CUDA device")
 
@@ -226,6 +226,102 @@ def test_a_graph_outlives_the_plans_that_it_was_recorded_from():
     del junk
 
 
+def test_a_prepared_call_may_be_first_in_a_graph():
+    q, k, v = operands(l=190, s=190, e=32, ev=32)
+    window = torch.tensor(31, device=DEVICE)
+    mask = Mask(lambda b, h, i, j: (i - j < window) & (i >= j))
+    prepare(q, k, v, block_mask=mask, enable_gqa=True)
+    d_out = like(q, 3)
+
+    def step():
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return out, torch.autograd.grad(out, (q, k, v), d_out)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, gradients = step()
+    for width in (31, 90):
+        window.fill_(width)
+        graph.replay()
+        torch.cuda.synchronize()
+        recorded = [t.clone() for t in (out, *gradients)]
+        now, fresh = step()
+        assert torch.equal(recorded[0], now)
+        for a, b in zip(recorded[1:], fresh):
+            assert (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+def test_two_graphs_of_one_pool_and_dropout_in_each_replay():
+    q, k, v = (t.detach() for t in operands())
+    call = lambda: flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True, dropout_p=0.5)  # noqa: E731
+    call()
+    torch.cuda.synchronize()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        a = call()
+    with torch.cuda.graph(second, pool=first.pool()):
+        b = call()
+    found = []
+    for _ in range(2):
+        for graph, out in ((first, a), (second, b)):
+            graph.replay()
+            found.append(out.clone())
+    plain = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
+    for i, one in enumerate(found):
+        assert torch.isfinite(one).all() and not any(torch.equal(one, other) for other in found[:i])
+        # Of many entries half are dropped and the others doubled: the mean stays.
+        assert (one - plain).float().mean().abs() < 0.02
+
+
+def test_block_masks_are_made_in_graphs_without_waiting():
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+    ids = torch.arange(700, device=DEVICE) // 300
+
+    def documents(b, h, i, j):
+        return (ids[i] == ids[j]) & (i >= j)
+
+    def by_head(b, h, i, j):
+        return (i >= j) & ((i + b) // (50 * (h + 1)) == j // (50 * (h + 1)))
+
+    create_block_mask(documents, None, None, 700, 700, DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        create_block_mask(documents, None, None, 700, 700, DEVICE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = create_block_mask(documents, None, None, 700, 700, DEVICE)
+    for width in (300, 129):
+        ids.copy_(torch.arange(700, device=DEVICE) // width)
+        graph.replay()
+        torch.cuda.synchronize()
+        _same_tables(recorded, torchs(documents, None, None, 700, 700, DEVICE))
+    for tile in (128, 64, (32, 256)):
+        for extents in ((2, 4, 300, 700), (2, 4, 256, 512), (1, 1, 1, 1)):
+            _same_tables(create_block_mask(by_head, *extents, DEVICE, tile), torchs(by_head, *extents, DEVICE, tile))
+
+
+def _same_tables(ours, theirs):
+    for a, b in zip(ours.as_tuple()[2:-1], theirs.as_tuple()[2:-1]):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_torchs_own_names_run_here_when_enabled():
+    from torch.nn.attention.flex_attention import flex_attention as theirs
+
+    import foveate
+
+    q, k, v = operands()
+    expected = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
+    with foveate.enable():
+        block_mask = torch.nn.attention.flex_attention.create_block_mask(causal, None, None, 200, 200)
+        assert block_mask.kv_indices.is_cuda
+        assert torch.equal(theirs(q, k, v, block_mask=block_mask, enable_gqa=True), expected)
+
+
 def test_out_of_memory_is_torchs():
     q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
     flex_attention(q, k, v)
@@ -427,12 +523,8 @@ def test_torchs_own_block_masks_count():
     compare(q, k, v, mask=window, block_mask=torchs(window, None, None, 300, 300, DEVICE))
     ours = create_block_mask(window, None, None, 300, 300, DEVICE)
     theirs = torchs(window, None, None, 300, 300, DEVICE)
-    for a, b in zip(ours.as_tuple()[2:-1], theirs.as_tuple()[2:-1]):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    _same_tables(ours, theirs)
     lists = BlockMask.from_kv_blocks(theirs.kv_num_blocks, theirs.kv_indices, BLOCK_SIZE=128, seq_lengths=(300, 300))
-
-    def listed(b, h, i, j):
-        return theirs.to_dense()[0, 0][i // 128, j // 128] != 0
 
     partial = torch.zeros(3, 3, dtype=torch.bool, device=DEVICE)
     for row in range(3):

@@ -15,7 +15,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex};
 
 use foveate::cuda::{
-    CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
+    CudaError, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
     DeviceOperands, DevicePages, DeviceTensor, Engine, Queue,
 };
 use foveate::mask::Varies;
@@ -262,6 +262,8 @@ type Offsets<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, usize, usize);
 pub struct Plan {
     kept: Arc<Kept>,
     device: usize,
+    /// Whether a backward follows: its kernels are compiled beside those of the forward.
+    backward: bool,
     /// By the names of the plan's captured buffers.
     captures: Vec<(String, Held)>,
     /// Names of the score's captured buffers, in the order of its captures.
@@ -277,7 +279,7 @@ pub struct Plan {
 /// contiguous int32 on the device, and the lengths; `learned` takes the place of the score's captured
 /// tensors that want a gradient, unless it is empty.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, deterministic))]
+#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, deterministic))]
 pub fn cuda_plan(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -291,6 +293,7 @@ pub fn cuda_plan(
     varlen: Option<Offsets<'_>>,
     pages: Option<(Bound<'_, PyAny>, Vec<i32>)>,
     learned: Vec<Bound<'_, PyAny>>,
+    forward_only: bool,
     deterministic: bool,
 ) -> PyResult<Plan> {
     let Place::Cuda(device) = Borrowed::anywhere(q)?.place else {
@@ -300,6 +303,7 @@ pub fn cuda_plan(
     let mods = [mask.map(|m| m.get().program()), score.map(|s| s.get().program())];
     let mut plan = Plan {
         device,
+        backward: !forward_only,
         captures: Vec::new(),
         learned: Vec::new(),
         sink: sink.map(|sink| Held::new(sink, device, "the sink")).transpose()?,
@@ -443,15 +447,14 @@ fn class_dims(q: &DeviceTensor, k: &DeviceTensor, v: &DeviceTensor) -> foveate::
 }
 
 impl Plan {
-    /// Calls `run` with the operands of a call on the current stream; `key` is what else decides its
-    /// kernels.
+    /// Calls `run` with the operands of a call on the current stream, and whether it is the first of its
+    /// kind; `key` is what else decides its kernels.
     fn run(
         &self,
         py: Python<'_>,
         [q, k, v]: [DeviceTensor; 3],
         key: impl Hash,
-        run: impl FnOnce(&CudaPlan, &Queue, DeviceOperands<'_>) -> Result<(), foveate::cuda::CudaError>
-        + Send,
+        run: impl FnOnce(&CudaPlan, &Queue, DeviceOperands<'_>, bool) -> Result<(), CudaError> + Send,
     ) -> PyResult<()> {
         let engine = self.kept.plan.engine();
         let _current = Current::set(py, self.device)?;
@@ -474,8 +477,8 @@ impl Plan {
         let plan = &self.kept.plan;
         memory::forget_error();
         let done = match self.kept.is_first(key) {
-            true => py.detach(|| run(plan, &queue, operands)),
-            false => run(plan, &queue, operands),
+            true => py.detach(|| run(plan, &queue, operands, true)),
+            false => run(plan, &queue, operands, false),
         };
         done.map_err(memory::raised)?;
         self.kept.remember(key);
@@ -527,9 +530,34 @@ impl Plan {
         let lse = tensor::<3>(&on(lse, device, "lse")?)?;
         let max_score =
             max_score.map(|m| tensor::<3>(&on(m, device, "max_scores")?)).transpose()?;
-        let key = ("forward", layout_key(&out), max_score.is_some());
-        self.run(py, operands, key, |plan, queue, operands| {
-            plan.forward_on(queue, &DeviceForward { operands, out, lse, max_score })
+        let key = ("forward", self.backward, layout_key(&out), max_score.is_some());
+        self.run(py, operands, key, |plan, queue, operands, first| {
+            let args = DeviceForward { operands, out, lse, max_score };
+            if first {
+                plan.prepare(queue, &args, self.backward)?;
+            }
+            plan.forward_on(queue, &args)
+        })
+    }
+
+    /// Compiles the kernels of [`Self::forward`], and of a backward if one follows. Nothing runs.
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        lse: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let device = self.device;
+        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
+        let out = four(out, device, "out")?;
+        let lse = tensor::<3>(&on(lse, device, "lse")?)?;
+        let key = ("prepare", self.backward, layout_key(&out));
+        self.run(py, operands, key, |plan, queue, operands, _| {
+            let args = DeviceForward { operands, out, lse, max_score: None };
+            plan.prepare(queue, &args, self.backward)
         })
     }
 
@@ -576,7 +604,7 @@ impl Plan {
             .collect::<PyResult<Vec<_>>>()?;
         let layouts = [&out, &d_out, &dq, &dk, &dv].map(layout_key);
         let key = ("backward", layouts, d_lse.is_some(), d_sink.is_some(), d_captures.len());
-        self.run(py, operands, key, |plan, queue, operands| {
+        self.run(py, operands, key, |plan, queue, operands, _| {
             plan.backward_on(
                 queue,
                 &DeviceBackward {

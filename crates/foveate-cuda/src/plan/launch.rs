@@ -63,7 +63,7 @@ impl CudaPlan {
         plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
-    fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {
+    pub(super) fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {
         accesses.check_apart(self.engine.checked_apart())?;
         Ok(accesses.check_device(&self.engine)?)
     }
@@ -76,13 +76,12 @@ impl CudaPlan {
         Ok(())
     }
 
-    pub(super) fn launch_forward(
+    pub(super) fn forward_class(
         &self,
         call: &Call<'_>,
         args: &DeviceForward<'_>,
-    ) -> Result<(), CudaError> {
-        self.release_finished_queues();
-        let class = Class {
+    ) -> Result<Class, CudaError> {
+        Ok(Class {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
@@ -90,7 +89,16 @@ impl CudaPlan {
             paged: args.operands.pages.is_some(),
             checked: call.checked,
             ..self.class()
-        };
+        })
+    }
+
+    pub(super) fn launch_forward(
+        &self,
+        call: &Call<'_>,
+        args: &DeviceForward<'_>,
+    ) -> Result<(), CudaError> {
+        self.release_finished_queues();
+        let class = self.forward_class(call, args)?;
         let mut pass = PassLauncher::new(self, call, class, false, &[])?;
         let partial = Partial::new(call, &pass.chosen)?;
         let mut main = None;

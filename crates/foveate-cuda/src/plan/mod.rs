@@ -15,6 +15,7 @@ mod hopper;
 mod host;
 mod kernels;
 mod launch;
+mod prepare;
 mod report;
 mod resident;
 mod tile_runs;

@@ -1,0 +1,86 @@
+//! Kernels of a call before the call: all of them compiled side by side.
+
+use std::thread;
+
+use super::CudaPlan;
+use super::call::Call;
+use super::kernels::sizes;
+use crate::choose::schedule::Axis;
+use crate::choose::{Class, KernelPlan, Pass, PassLaunch};
+use crate::compile::params::BlockListsParams;
+use crate::error::CudaError;
+use crate::operands::{DeviceForward, written};
+use foveate_gpu::Queue;
+
+impl CudaPlan {
+    /// Compiles and loads the kernels that [`Self::forward_on`] would launch for `args` and, with `backward`,
+    /// those of [`Self::backward_on`] with gradients laid out as `args` are, each on a thread of its own. Nothing
+    /// is launched, and memory is neither taken nor read.
+    ///
+    /// # Errors
+    /// Those of planning and compiling; a score that cannot be differentiated, with `backward`.
+    pub fn prepare(
+        &self,
+        queue: &Queue,
+        args: &DeviceForward<'_>,
+        backward: bool,
+    ) -> Result<(), CudaError> {
+        self.engine.check_queue(queue)?;
+        let dims = self.admit(&args.operands)?;
+        args.check(&dims)?;
+        let plan = self.bound(args.operands.captures)?;
+        let call = Call::new(queue, &dims, &args.operands, plan.options.checked)?;
+        let sizes = sizes(&dims, call.sequences.longest());
+        let forward = plan.forward_class(&call, args)?;
+        let chosen = plan.chosen(forward, sizes, false)?;
+        let pass = Pass::Forward { kv_split: chosen.kv_splits > 1 };
+        let mut wanted: Vec<_> =
+            pass.launches().into_iter().map(|launch| (chosen.clone(), launch)).collect();
+        if backward {
+            plan.differentiable()?;
+            let class = Class {
+                grad_dtype: written("dq", args.operands.q.dtype)?,
+                align: args.align(),
+                unmapped: plan.unmapped(&args.operands, Some(&args.out)),
+                sink: args.operands.sink.is_some(),
+                captures: !plan.spec.learned().is_empty(),
+                checked: call.checked,
+                ..plan.class()
+            };
+            let pass = Pass::Backward {
+                row_weight_sum: class.has_row_weight_sum(),
+                sink: class.sink,
+                deterministic: class.deterministic,
+                captures: class.captures,
+            };
+            let chosen = plan.chosen(class, sizes, true)?;
+            wanted.extend(pass.launches().into_iter().map(|launch| (chosen.clone(), launch)));
+        }
+        thread::scope(|scope| {
+            let started: Vec<_> = wanted
+                .iter()
+                .map(|(chosen, launch)| scope.spawn(|| plan.prepare_launch(&call, chosen, launch)))
+                .collect();
+            let done = started.into_iter().map(|t| t.join().expect("compiling does not panic"));
+            done.collect::<Vec<_>>().into_iter().collect()
+        })
+    }
+
+    fn prepare_launch(
+        &self,
+        call: &Call<'_>,
+        chosen: &KernelPlan,
+        launch: &PassLaunch,
+    ) -> Result<(), CudaError> {
+        let tile = self.kernel(chosen, launch, call)?.tile();
+        if launch.main_loop && self.spec.mask.is_some() {
+            let [q, kv] = call.sequences.longest();
+            let columns = match launch.axis {
+                Axis::Queries => kv.div_ceil(tile.kv),
+                Axis::Keys => q.div_ceil(tile.q),
+            };
+            self.list_kernel(call, tile, BlockListsParams::shared_bytes(columns))?;
+        }
+        Ok(())
+    }
+}
