@@ -7,7 +7,8 @@
 //
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
-// queries; and lse_of(), what is subtracted from the scores of a query whose lse smem holds.
+// queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; and HOLDS_SUMS, whether
+// warps hold HeldSums.
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
@@ -65,6 +66,50 @@ constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, GRAD
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
     return HAS_ROW_WEIGHT_SUM ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
 }
+
+#if FV_CAPTURES
+// For each read of a learned buffer a sum of the lane's terms, of tiles all of which reads one element: it is added
+// to memory when another element's turn comes, and at last by add_held.
+struct HeldSums {
+    i64 at[CAPTURE_READS];
+    float sum[CAPTURE_READS] = {};
+
+    __device__ HeldSums() {
+        for (int read = 0; read < CAPTURE_READS; ++read) at[read] = -1;
+    }
+
+    // All lanes of a warp call this with the same `to`.
+    template <int READ>
+    __device__ void hold(const Mods& mods, i64 to, float x) {
+        if (__any_sync(~0u, to != at[READ])) {
+            add_to_memory<READ>(mods);
+            at[READ] = to;
+        }
+        sum[READ] += x;
+    }
+
+    template <int READ>
+    __device__ void add_to_memory(const Mods& mods) {
+        float total = sum[READ];
+        #pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+        if (threadIdx.x % 32 == 0 && total != 0.f) Capture<READ>::add(mods, at[READ], total);
+        sum[READ] = 0.f;
+    }
+
+    template <int READ = 0>
+    __device__ void add_held(const Mods& mods) {
+        if constexpr (READ < CAPTURE_READS) {
+            add_to_memory<READ>(mods);
+            add_held<READ + 1>(mods);
+        }
+    }
+};
+#else
+struct HeldSums {
+    __device__ void add_held(const Mods&) {}
+};
+#endif
 
 struct Scores {
     ScoreFragment g;        // S, then P times the derivative of the score, then dS
@@ -242,11 +287,11 @@ struct Scores {
 
     // Adds to the gradients of captured buffers, for each read of one.
     template <int READ = 0>
-    __device__ void capture(const Mods& mods, const ScoreTile& c) const {
+    __device__ void capture(const Mods& mods, const ScoreTile& c, [[maybe_unused]] HeldSums& held) const {
 #if FV_CAPTURES
         if constexpr (READ < CAPTURE_READS) {
-            capture_read<READ>(mods, c);
-            capture<READ + 1>(mods, c);
+            capture_read<READ>(mods, c, held);
+            capture<READ + 1>(mods, c, held);
         }
 #endif
     }
@@ -255,10 +300,11 @@ struct Scores {
     // Where it is known which scores read the same element, the warp sums their terms first; each sum is one
     // atomic addition in memory.
     template <int READ>
-    __device__ void capture_read(const Mods& mods, const ScoreTile& c) const {
+    __device__ void capture_read(const Mods& mods, const ScoreTile& c, [[maybe_unused]] HeldSums& held) const {
         using Read = Capture<READ>;
         const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
         const int query = c.query + Spot::of_lane().query, key = c.key + Spot::of_lane().key;
+        [[maybe_unused]] const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
         // The term of one score; `d` is the gradient of the result of the score function.
         auto term = [&](int m, int n, int i, float score, float d) {
             if constexpr (Read::plain) return d;
@@ -293,12 +339,13 @@ struct Scores {
         };
         // Adds `sum` to what the score reads that is `step` from the lane's first.
         auto add = [&](bool adds, Spot step, float sum) {
-            if (adds && sum != 0.f) Read::add(mods, c.place, query + step.query, key + step.key, sum);
+            if (adds && sum != 0.f) Read::add(mods, Read::at(mods, c.place, query + step.query, key + step.key), sum);
         };
         auto add_all = [&] {
             float sum = 0.f;
             for_each_score([&](int m, int n, int i) { sum += given(m, n, i); });
-            add(lane == 0, Spot::of(0, 0), sum_over(sum, 1, 32));
+            if constexpr (HOLDS_SUMS) held.hold<READ>(mods, Read::at(mods, c.place, query0, key0), sum);
+            else add(lane == 0, Spot::of(0, 0), sum_over(sum, 1, 32));
         };
         if constexpr (Read::kind == CAPTURE_EACH) {
             for_each_score([&](int m, int n, int i) { add(true, Spot::step(m, n, i), given(m, n, i)); });
@@ -324,8 +371,7 @@ struct Scores {
             add_all();
         } else {
             // Far from the diagonal a clamped or bucketed distance reads one element.
-            const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
-            if (Read::one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS)) {
+            if (__all_sync(~0u, Read::one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS))) {
                 add_all();
                 return;
             }

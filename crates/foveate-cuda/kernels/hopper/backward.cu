@@ -196,6 +196,7 @@ __device__ void copy_rows(const Copies& copies) {
     const Barriers& barriers = copies.barriers;
     const int lane = threadIdx.x % 32;
     Ring<FV_STAGES> stage;
+    int number = 0;
     Ring<STEPS> ring;
     #pragma unroll 1
     for (;; ring.advance()) {
@@ -218,16 +219,18 @@ __device__ void copy_rows(const Copies& copies) {
         }
         barriers.step_empty(ring.stage).arrive_warp();
         if (kind & Step::EMPTY) continue;
-        barriers.d_out_empty(stage.stage).wait(stage.round - 1);
+        const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1} : stage.before().before();
+        barriers.d_out_empty(before.stage).wait(before.round);
         #pragma unroll
         for (int i = 0; i < FV_BM / 32; ++i) {
             const float x = lse[i] == -infinity() ? infinity() : lse[i];
-            float* const to = reinterpret_cast<float*>(copies.shared) + stage.stage * FV_BM + i * 32 + lane;
+            float* const to = reinterpret_cast<float*>(copies.shared) + (ROW_STAGES == FV_STAGES ? stage.stage : number & 1) * FV_BM + i * 32 + lane;
             to[AT_LSE / 4] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
             to[AT_DELTA / 4] = delta[i];
         }
         barriers.full(stage.stage).arrive_warp();
         stage.advance();
+        ++number;
     }
 }
 
@@ -277,6 +280,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     Ring<FV_STAGES> stage;
     int item = -1, number = 0;                 // of the CTA's items and steps
     Scores scores;
+    HeldSums held;
     ScoreFragment dp;
     float dk[N_K][4], dv[N_V][4], dq[N_Q][4];
     u32 weights[FV_BM / 16][4];                // P^T as an operand
@@ -290,6 +294,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     // The same for all threads, and now the compiler knows: only then do operands of products stay in uniform
     // registers.
     auto uniform = [](int x) { return int(__reduce_or_sync(~0u, x)); };
+    // Where lse and delta of a step of this parity are.
+    auto rows_place = [&](int parity) { return (ROW_STAGES == FV_STAGES ? stage.stage : parity) * FV_BM * 4; };
     auto start_s = [&](Ring<FV_STAGES> stage) {
         product_fence();
         start_scores<FV_DP>(scores.g, keys, Operand::rows(base + AT_Q + stage.stage * Q_BYTES));
@@ -304,7 +310,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
     auto compute_p = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
-        const u32 lse_at = rows_at + AT_LSE + stage.stage * FV_BM * 4;
+        const u32 lse_at = rows_at + AT_LSE + rows_place(number & 1);
         const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
         const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
         const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
@@ -378,11 +384,11 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (FV_OVERLAP && (kind & ~Step::LAST) == 0) {
                 start_s(stage);
                 start_pending(stage.before(), 1 - parity);
-                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 product_wait<1>();
                 pin(scores.g[0]);
                 finish_dq();
-                if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if (DP_EARLY) start_dp(stage);
                 compute_p(step, lse, false);
                 keep_before(sign_of_weights(scores), base);
@@ -404,7 +410,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                     finish_dk(stage.before());
                 }
                 pin(scores.g[0]);
-                load_rows(lse, rows_at + AT_LSE + stage.stage * FV_BM * 4);
+                load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if (kind & Step::EVALUATES) compute_p(step, lse, true);
                 else compute_p(step, lse, false);
                 if (DP_EARLY) {
@@ -413,7 +419,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 }
             }
             float delta[QUERIES_HELD];
-            load_rows(delta, rows_at + AT_DELTA + stage.stage * FV_BM * 4);
+            load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
             if (!NARROWS_FIRST)
                 #pragma unroll
                 for (int n = 0; n < 2 * FIRST_DV; ++n) narrow_weights(n);
@@ -453,7 +459,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             target = next_target;
             if constexpr (FV_CAPTURES) {
                 const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
-                scores.capture(mods, {of, step.query, step.queries, step.key, step.keys, true});
+                scores.capture(mods, {of, step.query, step.queries, step.key, step.keys, true}, held);
             }
             product_fence();
             start_sums<FIRST_DV, LAST_DV>(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
@@ -481,6 +487,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             finish_dk(stage.before());
             if (leads()) barriers.k_empty().arrive();
         }
+        if constexpr (FV_CAPTURES) held.add_held(mods);
         const Step done = step_at(place);
         store_gradient(p.dk, done, FV_D, dk, p.scale, p.accumulate);
         store_gradient(p.dv, done, FV_DV, dv, 1.f, p.accumulate);

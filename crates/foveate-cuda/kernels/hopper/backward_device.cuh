@@ -35,7 +35,7 @@ struct Barriers {
     // Of Q, dO, lse and delta.
     __device__ CopyBarrier full(int stage) const { return at(6 + 2 * STEPS + stage); }
     __device__ CopyBarrier q_empty(int stage) const { return at(6 + 2 * STEPS + FV_STAGES + stage); }
-    // Of dO, lse and delta.
+    // Of dO, and of lse and delta, of which there are ROW_STAGES.
     __device__ CopyBarrier d_out_empty(int stage) const { return at(6 + 2 * STEPS + 2 * FV_STAGES + stage); }
     static constexpr int COUNT = 6 + 2 * STEPS + 3 * FV_STAGES;
 

@@ -13,7 +13,7 @@ constexpr int N_Q = DQ_COLUMNS / 8;
 //   + FV_STAGES * FV_BM * (row(FV_D) + row(FV_DV))                Q, dO
 //   + 2 * FV_BM * FV_BN * 2                                       dS of two steps
 //   + FV_BM * FV_DP * 4                                           dQ on its way to dq_accum
-//   + FV_STAGES * FV_BM * 8                                       lse, delta
+//   + ROW_STAGES * FV_BM * 8                                      lse, delta
 //   + 1024                                                        steps and mbarriers
 constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
 constexpr int K_BYTES = FV_BN * ROW_K, V_BYTES = FV_BN * ROW_V;
@@ -23,7 +23,8 @@ constexpr int END_BYTES = 1024;
 constexpr int AT_V = K_BYTES, AT_Q = AT_V + V_BYTES, AT_D_OUT = AT_Q + FV_STAGES * Q_BYTES;
 constexpr int AT_DS = AT_D_OUT + FV_STAGES * D_OUT_BYTES, AT_DQ = AT_DS + 2 * DS_BYTES;
 constexpr int AT_LSE = AT_DQ + FV_BM * FV_DP * 4;
-constexpr int AT_DELTA = AT_LSE + FV_STAGES * FV_BM * 4, AT_STEPS = AT_DELTA + FV_STAGES * FV_BM * 4;
+constexpr int ROW_STAGES = FV_BM == 64 ? FV_STAGES : 2;    // of many queries there is no room for more
+constexpr int AT_DELTA = AT_LSE + ROW_STAGES * FV_BM * 4, AT_STEPS = AT_DELTA + ROW_STAGES * FV_BM * 4;
 constexpr int AT_BARRIERS = AT_STEPS + 64 * STEPS;
 constexpr int SHARED_BYTES = AT_STEPS + END_BYTES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
@@ -49,6 +50,7 @@ static_assert(CONSUMERS == 2, "two consumers share the registers");
 // lie in registers.
 constexpr Warps WARPS_S = {4 * CONSUMERS, 1, 1, N};
 constexpr bool KEYS_DOWN = true;
+constexpr bool HOLDS_SUMS = true;                          // over the tiles of an item
 __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }
 

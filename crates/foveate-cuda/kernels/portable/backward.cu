@@ -190,7 +190,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
         ds_written.arrive_warp();
-        scores.capture(mods, score_tile);
+        HeldSums none;
+        scores.capture(mods, score_tile, none);
 
         p_written.wait(number);
         multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);

@@ -90,18 +90,27 @@ const HOPPER_SCORED: &[Known] = &[
 
 /// The backward of the Hopper family.
 const HOPPER_BACKWARD: &[Known] =
+    &[(64, Tiles::hopper_backward(128, 3)), (128, Tiles::hopper_backward(64, 3))];
+
+/// The same with derivatives of scores and gradients of captured buffers, which take registers of their
+/// own.
+const HOPPER_BACKWARD_SMALL: &[Known] = &[(128, Tiles::hopper_backward(64, 3))];
+
+/// The same with dropout, which leaves no registers for a third stage at head dims up to 64.
+const HOPPER_BACKWARD_DROPOUT: &[Known] =
     &[(64, Tiles::hopper_backward(128, 2)), (128, Tiles::hopper_backward(64, 3))];
 
 /// The measured choice of the Hopper family, where it was faster than the portable one: not at head
 /// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
-/// too much, and not where a backward gives gradients to captured buffers.
+/// too much.
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
     let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < 400.0);
     let table = match kernel {
         Kernel::Forward if dim <= 64 && class.mask && few => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward => HOPPER,
-        Kernel::Backward if class.captures => return None,
+        Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
+        Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
         Kernel::Backward => HOPPER_BACKWARD,
         Kernel::Combine
         | Kernel::Delta

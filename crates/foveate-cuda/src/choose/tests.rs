@@ -494,7 +494,7 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     };
     assert_eq!(chosen(&plain), Tiles::hopper_backward(64, 3));
     let narrow = Class::new(Elem::F16, 64, 64, 1);
-    assert_eq!(chosen(&narrow), Tiles::hopper_backward(128, 2));
+    assert_eq!(chosen(&narrow), Tiles::hopper_backward(128, 3));
     // Where a program leaves it too few registers, the best portable tiles are next.
     let plan = with(&plain, &[]).unwrap();
     let next = &plan.choice(Kernel::Backward).others[0].config;
@@ -508,6 +508,9 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     refused(&wide, &[], "\n  hopper: head dims above 128");
     let fixed = Class { deterministic: true, ..plain.clone() };
     refused(&fixed, &[], "\n  hopper: sums in a fixed order");
+    // Gradients of learned buffers take registers of their own.
+    let learned = Class { captures: true, score: true, ..narrow };
+    assert_eq!(chosen(&learned), Tiles::hopper_backward(64, 3));
     let strided = "d_out has row stride 0, which no tensor map has";
     let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
     refused(&unmapped, &[], strided);

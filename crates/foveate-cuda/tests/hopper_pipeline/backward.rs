@@ -217,19 +217,28 @@ fn copies(shape: Shape, steps: &[Step], copied: &Copied) -> Vec<Op> {
     })
 }
 
+/// `ROW_STAGES`.
+fn row_stages(shape: Shape) -> usize {
+    if shape.tile_q == 64 { shape.stages } else { 2 }
+}
+
 /// `copy_rows`.
 fn rows(shape: Shape, steps: &[Step]) -> Vec<Op> {
     let mut ring = Ring::new(shape.stages);
+    let mut number = 0;
     for_each_step(steps, |ops, step, _, release| {
         ops.push(Arrive(release));
         if step.tile.is_none() {
             return;
         }
-        ops.push(Wait(Barrier::DOutEmpty(ring.stage()), ring.round() - 1));
-        ops.push(Write(Buffer::Lse(ring.stage()), step.content));
-        ops.push(Write(Buffer::Delta(ring.stage()), step.content));
+        let before = (0..row_stages(shape)).fold(ring, |ring, _| ring.before());
+        ops.push(Wait(Barrier::DOutEmpty(before.stage()), before.round()));
+        let place = number % row_stages(shape);
+        ops.push(Write(Buffer::Lse(place), step.content));
+        ops.push(Write(Buffer::Delta(place), step.content));
         ops.push(Arrive(Barrier::Full(ring.stage())));
         ring.advance();
+        number += 1;
     })
 }
 
@@ -397,7 +406,8 @@ impl Warp {
             }
             self.await_full();
         }
-        let stage = self.stage.stage();
+        let (stage, parity) = (self.stage.stage(), (self.number & 1) as usize);
+        let rows = self.number as usize % row_stages(self.shape);
         let (q, d_out) = (Buffer::Q(stage), Buffer::DOut(stage));
         let s = vec![(Buffer::K, of_item, of_keys), (q, content, of_queries)];
         let dp = vec![(Buffer::V, of_item, 0), (d_out, content, of_queries)];
@@ -407,7 +417,7 @@ impl Warp {
         if overlap && !step.first && !evaluates {
             self.start(s);
             self.start_pending();
-            let lse = Read(Buffer::Lse(stage), content);
+            let lse = Read(Buffer::Lse(rows), content);
             if tile_q == 64 {
                 self.push(lse);
             }
@@ -435,13 +445,13 @@ impl Warp {
                 self.finish_dq();
                 self.finish_dk();
             }
-            self.push(Read(Buffer::Lse(stage), content));
+            self.push(Read(Buffer::Lse(rows), content));
             if !wide {
                 self.start(dp.clone());
                 self.wait(0);
             }
         }
-        self.push(Read(Buffer::Delta(stage), content));
+        self.push(Read(Buffer::Delta(rows), content));
         if wide {
             self.start(dp);
             self.start(dv.clone());
@@ -450,7 +460,6 @@ impl Warp {
         if step.last {
             self.lead(Barrier::VEmpty);
         }
-        let parity = (self.number & 1) as usize;
         self.push(Write(Buffer::Ds(parity, self.warp), content));
         self.push(Fence);
         self.push(Arrive(Barrier::DsFull(parity)));

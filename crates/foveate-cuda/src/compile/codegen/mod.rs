@@ -12,7 +12,8 @@
 //! struct Capture<read>  kind     which scores read the same element
 //!                       term()   d · ∂score'/∂element
 //!                       plain    whether that is d
-//!                       add()    adds a sum of terms to the element's gradient
+//!                       at()     the element that a score reads
+//!                       add()    adds a sum of terms to an element's gradient
 //!                       one()    whether a whole rectangle of scores reads one element
 //! struct ScoreReads     only with SCORE_READS: what fv_score reads, where that levels off
 //!     bool fv_reads_one(mods, place, q0, q1, kv0, kv1)        each is one element in a rectangle
@@ -558,17 +559,16 @@ impl Context<'_> {
             } else {
                 format!("return d * {};", value[0].factor())
             });
-            let Printed { statements: mut add, roots: pieces } = printer.print(&index);
+            let Printed { statements: mut at, roots: pieces } = printer.print(&index);
             let position = printer.row_major(slot, (&index, read.from_end), None, &pieces);
+            at.push(format!("return {};", position.strip_prefix(" + ").unwrap_or("0")));
             let target = self.layout.name(FieldKind::Gradient(slot));
-            if self.options.deterministic {
+            let add = if self.options.deterministic {
                 let sums = self.layout.name(FieldKind::Sums(slot));
-                let at = position.strip_prefix(" + ").unwrap_or("0");
-                add.push(format!("const i64 at = {at};"));
-                add.push(format!("add_exactly(mods.{sums} + at * 3, mods.{target} + at, sum);"));
+                format!("add_exactly(mods.{sums} + at * 3, mods.{target} + at, sum);")
             } else {
-                add.push(format!("atomicAdd(mods.{target}{position}, sum);"));
-            }
+                format!("atomicAdd(mods.{target} + at, sum);")
+            };
 
             let method = |head: &str, statements: &[String]| {
                 let body: String = statements.iter().map(|s| format!("        {s}\n")).collect();
@@ -584,7 +584,8 @@ impl Context<'_> {
             ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
             let place = self.place(part.program, &index);
-            text.push_str(&method(&format!("{place}void add({ENTRY}, float sum)"), &add));
+            text.push_str(&method(&format!("{place}i64 at({ENTRY})"), &at));
+            text.push_str(&method("void add(const Mods& mods, i64 at, float sum)", &[add]));
             if sharing == Shared::Diagonal {
                 let head = format!(
                     "{place}bool one(const Mods& mods, const Place& place, \

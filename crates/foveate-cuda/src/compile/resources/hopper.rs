@@ -67,11 +67,12 @@ fn numbers(config: &Config) -> usize {
         return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
     }
     // dK and dV, weights and dP. With a derivative, its product with the weights, and these rounded
-    // as an operand; for the gradients of captured buffers the scores as they were.
+    // as an operand; for the gradients of captured buffers, which the derivative of each term may
+    // need, also the scores as they were.
     let kept = (config.padded_dim() + config.padded_dim_v()) / 2;
     let of_scores = tile_q / 2;
     let rounded = usize::from(config.dscore) * of_scores / 2;
-    kept + 2 * of_scores + rounded + usize::from(config.captures) * of_scores
+    kept + 2 * of_scores + rounded + usize::from(config.dscore && config.captures) * of_scores
 }
 
 fn check(config: &Config) -> Result<(), Refusal> {
@@ -153,7 +154,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("q, d_out", stages * tile_q * (row_k + row_v)),
             ("ds", 2 * tile_q * tile_kv * 2),
             ("dq", tile_q * config.padded_dim() * 4),
-            ("lse, delta", stages * tile_q * 8),
+            ("lse, delta", if tile_q == 64 { stages } else { 2 } * tile_q * 8),
             ("steps, barriers", END_BYTES),
         ];
     }

@@ -23,7 +23,7 @@ const CALLS: &str = r#"
 template <int READ>
 __device__ void capture(const Mods& mods, const Place& place, Int q, Int kv, float score) {
     if constexpr (READ < CAPTURE_READS) {
-        Capture<READ>::add(mods, place, q, kv, Capture<READ>::term(mods, place, q, kv, score, 2.f));
+        Capture<READ>::add(mods, Capture<READ>::at(mods, place, q, kv), Capture<READ>::term(mods, place, q, kv, score, 2.f));
         capture<READ + 1>(mods, place, q, kv, score);
     }
 }

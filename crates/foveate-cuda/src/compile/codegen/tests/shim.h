@@ -103,7 +103,7 @@ static void take_arena() {
     static void capture(const Mods& mods, const Place& place, Int q, Int kv, float score, float d) { \
         if constexpr (READ < CAPTURE_READS) {                                                   \
             using Read = Capture<READ>;                                                         \
-            Read::add(mods, place, q, kv, Read::term(mods, place, q, kv, score, d));            \
+            Read::add(mods, Read::at(mods, place, q, kv), Read::term(mods, place, q, kv, score, d));            \
             capture<READ + 1>(mods, place, q, kv, score, d);                                    \
         }                                                                                       \
     }                                                                                           \
