@@ -243,10 +243,10 @@ class _Call:
         score: Any,
         mask: Any,
         scale: float | None,
-        dropout: tuple[float, int | Tensor] | None,
+        dropout: Any,
         wants_lse: bool,
         wants_max: bool,
-        varlen: tuple[list[int], list[int]] | tuple[Tensor, Tensor, int, int] | None = None,
+        varlen: Any = None,
         pages: tuple[Tensor, Any] | None = None,
     ) -> None:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout

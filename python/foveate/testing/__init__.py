@@ -1,0 +1,1 @@
+"""Checks of Foveate beside other people's tests: :mod:`foveate.testing.upstream`."""

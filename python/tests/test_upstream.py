@@ -1,0 +1,67 @@
+"""The runner of other people's tests, on a file written here."""
+
+import subprocess
+import sys
+
+import pytest
+
+FILE = '''
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def operands(grad=False):
+    return [torch.randn(1, 2, 32, 16, device=device, requires_grad=grad) for _ in range(3)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA not available")
+def test_for_a_gpu():
+    mask = create_block_mask(causal, None, None, 32, 32, device="cuda", BLOCK_SIZE=16)
+    attend = lambda *tensors: flex_attention(*tensors, block_mask=mask)
+    q, k, v = operands()
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q, k, v), attend(q, k, v))
+    assert torch.cuda.get_device_capability() >= (8, 0)
+
+
+def test_with_a_backward_of_its_own():
+    q, k, v = operands(grad=True)
+    out = flex_attention(q, k, v)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), q), torch.autograd.grad(theirs.sum(), q))
+
+
+def test_that_calls_no_attention():
+    pass
+
+
+@pytest.mark.skip(reason="its own reason")
+def test_skipped():
+    pass
+'''
+
+
+WRONG = "\n\ndef test_wrong():\n    assert float(flex_attention(*operands()).sum()) == 7.0\n"
+
+
+@pytest.mark.parametrize("mode, more, code, row", [("--eager", "", 0, "4 2 0 1 1"), ("--compiled", WRONG, 1, "5 2 1 1 1")])
+def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mode, more, code, row, tmp_path):
+    (tmp_path / "test_theirs.py").write_text(FILE + more)
+    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", mode, str(tmp_path / "test_theirs.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    table = ran.stdout[ran.stdout.index("file   ") :]
+    assert " ".join(table.splitlines()[1].split()[1:6]) == row, ran.stdout
+    assert "itself, 1 of: its own reason" in table
+
+
+def test_a_file_that_is_not_there_is_one_line():
+    command = [sys.executable, "-m", "foveate.testing.upstream", "--eager", "none.py"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.splitlines()[-1].endswith("error: there is no file none.py")
