@@ -8,7 +8,9 @@ length and sequences one after another differ only in where the rows lie.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import sys
 import warnings
 from typing import Any, Callable
@@ -33,6 +35,7 @@ MASK_TYPES = (
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 _FORMATS = ("sbhd", "bshd", "thd")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
+_Offsets = tuple[Tensor | None, Tensor | None]
 
 
 def unsupported(where: str, **given: tuple[Any, Any]) -> None:
@@ -290,74 +293,70 @@ class DotProductAttention(Stateless):
         if form not in _FORMATS:
             raise ValueError(f"qkv_format {form!r} is not one of {', '.join(_FORMATS)}")
         q, k, v = self._operands(form, query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        kind = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
-        window = window_of(kind, self.window_size if window_size is None else window_size)
-        if kind in ("causal", "padding_causal"):
-            at_end = False
-        else:
-            asked = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-            at_end = asked is None or asked or kind.endswith("bottom_right")
-
-        lengths: Any = (q.size(2), k.size(2))
-        parts: list[Callable[..., Any]] = []
-        offsets: tuple[Tensor, Tensor] | None = None
-        if form == "thd":
-            if "padding" not in kind:
-                raise ValueError(f"qkv_format 'thd' needs a padding attn_mask_type, got {kind!r}")
-            if cu_seqlens_q is None or cu_seqlens_kv is None:
-                raise ValueError("qkv_format 'thd' needs cu_seqlens_q and cu_seqlens_kv")
-            padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            lengths = (_lengths("cu_seqlens_q", cu_seqlens_q), _lengths("cu_seqlens_kv", cu_seqlens_kv))
-            offsets = (
-                cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
-                cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
-            )
-            if any(at is not None for at in padded):
-                parts.append(_shorter(*lengths))
-                for what, length, at in zip(("q", "kv"), lengths, offsets):
-                    room = _lengths(f"cu_seqlens_{what}_padded", at)
-                    if room.shape != length.shape or bool((room < length).any()):
-                        raise ValueError(f"cu_seqlens_{what}_padded leaves a sequence of cu_seqlens_{what} no room")
-        elif "padding" in kind:
-            if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-                lengths = (_lengths("cu_seqlens_q", cu_seqlens_q), _lengths("cu_seqlens_kv", cu_seqlens_kv))
-                for what, length, rows in zip(("q", "kv"), lengths, (q.size(2), k.size(2))):
-                    if length.numel() != q.size(0) or bool((length > rows).any()):
-                        raise ValueError(f"cu_seqlens_{what} must have {q.size(0)} lengths of at most {rows}, got {length.tolist()[:8]}")
-                parts.append(_shorter(*lengths))
-            else:
-                out_q, out_kv = self._padding(attention_mask, q, k)
-                lengths = tuple((~out).sum(-1) for out in (out_q, out_kv))
-                parts.append(lambda b, h, i, j: ~(out_q[b, i] | out_kv[b, j]))
-        elif kind == "arbitrary":
-            masked_out = _reader(self._arbitrary(attention_mask, (q.size(0), q.size(1), q.size(2), k.size(2))))
-            parts.append(lambda *point: ~masked_out(*point))
+        kind, window, at_end = self._kind(attn_mask_type, window_size, bottom_right_diagonal)
+        offsets, padded_offsets = (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        lengths, parts, starts = self._sequences(form, kind, q, k, attention_mask, offsets, padded_offsets)
         diagonal = _diagonal(lengths if at_end else None)
-        if window != (-1, -1):
-            parts.append(_within(window, diagonal))
-        mask = None
-        for part in parts:
-            mask = Mask(part) if mask is None else mask & part
+        parts += [] if window == (-1, -1) else [_within(window, diagonal)]
+        mask = functools.reduce(operator.and_, map(Mask, parts)) if parts else None
         score = self._score(core_attention_bias_type, core_attention_bias, alibi_slopes, diagonal)
 
         scale, wanted = self.softmax_scale, AuxRequest(max_scores=bool(self.return_max_logit))
         sink, dropped = self.softmax_offset, self.attention_dropout if self.training else 0.0
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, AuxOutput]:
-            if offsets is None:
+            if starts is None:
                 return flex_attention(q, k, v, score, mask, scale, True, return_aux=wanted, sink=sink, dropout_p=dropped)
             q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-            return varlen(q, k, v, *offsets, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
+            return varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
 
         results: tuple[Tensor, AuxOutput]
         results = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
-        out, aux = results
-        if form != "thd":
-            out = out.permute((2, 0, 1, 3) if form == "sbhd" else (0, 2, 1, 3))
-        out = out.flatten(-2).contiguous()
-        if aux.max_scores is None:
-            return out
-        return out, aux.max_scores.amax(-1) if form == "thd" else aux.max_scores.amax((0, 2))
+        return _in_form(form, *results)
+
+    def _kind(self, name: str | None, window: tuple[int, int] | None, at_end: bool | None) -> tuple[str, tuple[int, int], bool]:
+        """The type of mask, its window, and whether its diagonal ends at the last query and the last key."""
+        kind = self.attn_mask_type if name is None else mask_type_of(name)
+        window = window_of(kind, self.window_size if window is None else window)
+        if kind in ("causal", "padding_causal"):
+            return kind, window, False
+        asked = self.bottom_right_diagonal if at_end is None else at_end
+        return kind, window, asked is None or asked or kind.endswith("bottom_right")
+
+    def _sequences(
+        self, form: str, kind: str, q: Tensor, k: Tensor, attention_mask: Any, cu: _Offsets, padded: _Offsets
+    ) -> tuple[Any, list[Callable[..., Any]], tuple[Tensor, Tensor] | None]:
+        """Lengths of the sequences of queries and keys, masks that keep to them or are given, and in ``thd`` where the
+        sequences begin."""
+        (cu_q, cu_kv), rows = cu, (q.size(2), k.size(2))
+        if form == "thd":
+            if "padding" not in kind:
+                raise ValueError(f"qkv_format 'thd' needs a padding attn_mask_type, got {kind!r}")
+            if cu_q is None or cu_kv is None:
+                raise ValueError("qkv_format 'thd' needs cu_seqlens_q and cu_seqlens_kv")
+            lengths = (_lengths("cu_seqlens_q", cu_q), _lengths("cu_seqlens_kv", cu_kv))
+            starts = (cu_q if padded[0] is None else padded[0], cu_kv if padded[1] is None else padded[1])
+            if padded[0] is None and padded[1] is None:
+                return lengths, [], starts
+            for what, length, at in zip(("q", "kv"), lengths, starts):
+                room = _lengths(f"cu_seqlens_{what}_padded", at)
+                if room.shape != length.shape or bool((room < length).any()):
+                    raise ValueError(f"cu_seqlens_{what}_padded leaves a sequence of cu_seqlens_{what} no room")
+            return lengths, [_shorter(*lengths)], starts
+        if "padding" in kind and cu_q is not None and cu_kv is not None:
+            lengths = (_lengths("cu_seqlens_q", cu_q), _lengths("cu_seqlens_kv", cu_kv))
+            for what, length, most in zip(("q", "kv"), lengths, rows):
+                if length.numel() != q.size(0) or bool((length > most).any()):
+                    raise ValueError(f"cu_seqlens_{what} must have {q.size(0)} lengths of at most {most}, got {length.tolist()[:8]}")
+            return lengths, [_shorter(*lengths)], None
+        if "padding" in kind:
+            out_q, out_kv = self._padding(attention_mask, q, k)
+            lengths = ((~out_q).sum(-1), (~out_kv).sum(-1))
+            return lengths, [lambda b, h, i, j: ~(out_q[b, i] | out_kv[b, j])], None
+        if kind == "arbitrary":
+            masked_out = _reader(self._arbitrary(attention_mask, (q.size(0), q.size(1), *rows)))
+            return rows, [lambda *point: ~masked_out(*point)], None
+        return rows, [], None
 
     def _operands(
         self, form: str, q: Any, k: Any, v: Any, qkv: Tensor | None, kv: Tensor | None, at: int
@@ -429,6 +428,16 @@ class DotProductAttention(Stateless):
             return lambda score, *point: score + at(*point)
         scale = self.softmax_scale
         return lambda score, *point: score + at(*point) * scale
+
+
+def _in_form(form: str, out: Tensor, aux: AuxOutput) -> Tensor | tuple[Tensor, Tensor]:
+    """Results with the axes of ``form``, heads side by side."""
+    if form != "thd":
+        out = out.permute((2, 0, 1, 3) if form == "sbhd" else (0, 2, 1, 3))
+    out = out.flatten(-2).contiguous()
+    if aux.max_scores is None:
+        return out
+    return out, aux.max_scores.amax(-1) if form == "thd" else aux.max_scores.amax((0, 2))
 
 
 def _check_broadcast(what: str, t: Tensor, extents: tuple[int, ...]) -> None:
