@@ -63,6 +63,11 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
         (&["--mesh", "context=2", "--rows", "-1"], 2, "invalid value '-1' for '--rows <N>'"),
         (&["--mesh", "context=2", "--max-imbalance", "nan"], 2, "--max-imbalance is NaN; the"),
         (&["--mesh", "context=2", "--max-imbalance", "-1"], 2, "--max-imbalance is -1; the"),
+        (
+            &["--mesh", "replicate=65536", "--rows", "65536"],
+            2,
+            "error: the plan of so many ranks takes about 64.0 GiB",
+        ),
         (&["--mesh", "replicate=1000000"], 2, "has more than 65536 ranks"),
         (&["--mesh", "tensor=4"], 2, "2 key/value heads cannot be cut over 4 ranks"),
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),

@@ -16,12 +16,16 @@ use serde::Serialize;
 
 use crate::blind;
 use crate::failure::Failure;
+use crate::limits::{self, Need};
 use crate::number::number;
 use crate::output::{Output, write_file};
 use crate::progress::{PATIENCE, waiting};
 
 /// Tokens of all rows of a plan at most: each has a document id.
 const MOST_TOKENS: usize = 1 << 28;
+
+/// Memory of a plan for each pair of ranks, in bytes: every rank knows what the others hold.
+const PAIR_BYTES: f64 = 16.0;
 
 /// Prove the plan of a recipe on a mesh: who holds, sends and computes what, and that it is right
 #[derive(Debug, clap::Args)]
@@ -60,6 +64,8 @@ pub struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    limits: limits::Limits,
 }
 
 #[derive(Debug, Serialize)]
@@ -103,6 +109,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         None => Mesh::parse_whole(&args.mesh),
     };
     let map = Map::new(mesh.map_err(refused)?);
+    let ranks = map.mesh().ranks() as f64;
+    let need = Need { bytes: ranks * ranks * PAIR_BYTES, seconds: 0.0 };
+    args.limits.admit("the plan of so many ranks", need, "give a smaller mesh")?;
     let vocab = recipe.model.vocab_size.unwrap_or(256);
     let config = recipe.model_config(vocab).map_err(Failure::usage)?.ok_or_else(|| {
         let message = "the recipe starts from a checkpoint, and a plan needs the model's sizes";
