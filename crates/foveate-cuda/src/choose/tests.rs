@@ -175,7 +175,7 @@ fn options_that_do_not_fit_are_refused_with_the_numbers() {
 }
 
 #[test]
-fn where_nothing_fits_the_error_has_every_candidate() {
+fn where_nothing_fits_the_error_names_the_smallest_candidates_and_counts_all() {
     let profile = Profile::named("l4").unwrap();
     let class = Class::new(Elem::F32, 512, 512, 1);
     let options = KernelOptions::default();
@@ -184,7 +184,9 @@ fn where_nothing_fits_the_error_has_every_candidate() {
     let candidates = candidates(Kernel::Forward, &TileOptions::default(), 4096, 1);
     let hopper = "  hopper: compute capability 8.9; it runs on 9.0";
     assert_eq!(said.lines().nth(1), Some(hopper));
-    assert_eq!(said.lines().count(), 2 + candidates.len());
+    assert_eq!(said.lines().count(), 14);
+    let others = format!("  and {} more, of larger tiles", 1 + candidates.len() - 12);
+    assert_eq!(said.lines().last(), Some(others.as_str()));
     assert!(said.starts_with("no forward kernel for f32 at head dim 512 fits l4, where a CTA "));
 }
 
