@@ -424,6 +424,15 @@ def test_an_autocast_casts_operands_only():
     assert torch.equal(out, exact)
 
 
+def test_a_captured_tensor_must_not_be_written_to_before_the_backward():
+    q, k, v = operands()
+    slope = torch.randn(4, device=DEVICE)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True)
+    slope.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_strides_of_operands_are_kept_and_views_are_read_in_place():
     storage = torch.randn(2, 200, 8, 64, device=DEVICE).bfloat16()
     q, k, v = (storage[:, :, a:b].transpose(1, 2).detach().requires_grad_() for a, b in ((0, 4), (4, 6), (6, 8)))

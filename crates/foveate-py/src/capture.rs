@@ -13,6 +13,7 @@ use foveate::AnyBuffer;
 use foveate::mods::{DynExpr, Elements, SharedElements};
 use pyo3::prelude::*;
 
+use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 use crate::expr::{self, Expr};
@@ -29,6 +30,8 @@ pub struct Capture {
     slot: AnyBuffer,
     tensor: Py<PyAny>,
     dtype: Dtype,
+    /// Whether calls read it where it lies: a large one, and every one on a device.
+    shared: bool,
 }
 
 #[pymethods]
@@ -36,10 +39,11 @@ impl Capture {
     /// `tensor` as the captured buffer `name`; a gradient is wanted if `learned`.
     #[new]
     fn new(name: &str, tensor: &Bound<'_, PyAny>, learned: bool) -> PyResult<Self> {
-        let (dtype, shape) = tensor::kind(tensor)?;
+        let (dtype, shape, place) = tensor::kind(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
         let slot = AnyBuffer::on_device(name, &shape, dtype, learned).map_err(raised)?;
-        Ok(Self { slot, tensor: tensor.clone().unbind(), dtype })
+        let shared = place != Place::Cpu || slot.elems() * dtype.bytes() > MOST_COPIED;
+        Ok(Self { slot, tensor: tensor.clone().unbind(), dtype, shared })
     }
 
     /// The element at `index`, one value or number an axis, counted from the end when negative.
@@ -114,7 +118,7 @@ impl Capture {
 
     /// Whether calls read the tensor where it lies: it must not be written to before the backward.
     pub fn is_shared(&self) -> bool {
-        self.slot.elems() * self.dtype.bytes() > MOST_COPIED
+        self.shared
     }
 
     /// Whether a gradient is wanted.

@@ -36,23 +36,23 @@ pub struct Borrowed {
     pub strides: Vec<usize>,
 }
 
-/// Dtype and shape of a tensor, of which there need not be elements.
+/// Dtype, shape and place of a tensor, of which there need not be elements.
 ///
 /// # Errors
 /// When it is neither in host memory nor on a CUDA device, or of a dtype that is not known here.
-pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
+pub fn kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>, Place)> {
     if let Some(found) = dlpack::described(tensor) {
-        return Ok((found.dtype, found.shape));
+        return Ok((found.dtype, found.shape, found.place));
     }
     asked_kind(tensor)
 }
 
 /// [`kind`], by the tensor's attributes.
-fn asked_kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>)> {
+fn asked_kind(tensor: &Bound<'_, PyAny>) -> PyResult<(Dtype, Vec<usize>, Place)> {
     let py = tensor.py();
-    asked_place(tensor)?;
+    let place = asked_place(tensor)?;
     let dtype = Dtype::of(&tensor.getattr(intern!(py, "dtype"))?)?;
-    Ok((dtype, tensor.getattr(intern!(py, "shape"))?.extract()?))
+    Ok((dtype, tensor.getattr(intern!(py, "shape"))?.extract()?, place))
 }
 
 /// Where a tensor is, by its attributes.
@@ -100,9 +100,9 @@ impl Borrowed {
             return Ok(found);
         }
         let py = tensor.py();
-        let (dtype, shape) = asked_kind(tensor)?;
+        let (dtype, shape, place) = asked_kind(tensor)?;
         Ok(Self {
-            place: asked_place(tensor)?,
+            place,
             dtype,
             shape,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,

@@ -29,8 +29,9 @@ impl CudaPlan {
         lens: [usize; 2],
         tile: [usize; 2],
         captures: &[(&str, DeviceArray<'_>)],
-        [counts, runs]: [DeviceArray<'_>; 2],
+        into: [DeviceArray<'_>; 2],
     ) -> Result<(), CudaError> {
+        let [counts, runs] = into;
         self.engine.check_queue(queue)?;
         let plan = self.bound(captures)?;
         let mask = plan.spec.mask.as_ref().ok_or_else(|| {
