@@ -45,6 +45,9 @@ pub struct Args {
     /// Use a kernel option of your own, such as forward.family=portable
     #[arg(long, value_name = "KEY=VALUE", conflicts_with = "tune")]
     kernel: Vec<String>,
+    /// Make every sum in a fixed order
+    #[arg(long)]
+    deterministic: bool,
     /// What benches/gpu_peers.py printed for these cases
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
@@ -111,7 +114,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut bars = Vec::new();
     for case in &cases {
         interrupt.check()?;
-        let prepared = Prepared::new(case, args.device, kernels)?;
+        let prepared = Prepared::new(case, args.device, kernels, args.deterministic)?;
         if args.tune {
             tune(&case.case, &prepared, &interrupt)?;
         }

@@ -118,12 +118,18 @@ struct Tensors {
 
 impl Prepared {
     /// The case on GPU `ordinal`, its operands uploaded and, for a backward, its forward done.
-    pub fn new(case: &Case, ordinal: usize, kernels: KernelOptions) -> Result<Self, Failure> {
+    pub fn new(
+        case: &Case,
+        ordinal: usize,
+        kernels: KernelOptions,
+        deterministic: bool,
+    ) -> Result<Self, Failure> {
         let engine = Engine::get(ordinal)?;
         let work = &case.work;
         let [q_shape, kv_shape] = work.shapes();
         let problem = Problem::shaped(DType::BF16, q_shape, kv_shape, kv_shape)?;
-        let plan = work.program().plan(&problem, &Device::cuda(ordinal))?;
+        let program = work.program().deterministic(deterministic);
+        let plan = program.plan(&problem, &Device::cuda(ordinal))?;
         let plan = plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels);
         let mut allocations = Vec::new();
         let pool = engine.queue().pool();
