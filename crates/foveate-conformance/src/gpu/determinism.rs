@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use foveate_cuda::choose::{KernelOptions, TileOptions};
+use foveate_cuda::compile::config::Family;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine,
@@ -18,9 +20,15 @@ use crate::gpu::tensors::bf16_bytes;
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run(repeats: usize) -> Result<bool, String> {
     on_gpu("determinism", |engine, checks| {
+        let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
+        let of_hopper = KernelOptions { backward: hopper, ..KernelOptions::default() };
         for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
             let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
-            checks.say(&name, repeat(engine, [len_q, len_k], repeats));
+            checks.say(&name, repeat(engine, [len_q, len_k], KernelOptions::default(), repeats));
+            if engine.profile().capability == (9, 0) {
+                let name = format!("{name} with the backward of hopper");
+                checks.say(&name, repeat(engine, [len_q, len_k], of_hopper, repeats));
+            }
         }
         checks.say("rows further apart than 2^31 elements", far(engine));
     })
@@ -56,10 +64,15 @@ fn dims(len_q: usize, len_k: usize, batch: usize) -> Dims {
 }
 
 /// Forward and backward `repeats` times, deterministic; every result has the bits of the first.
-fn repeat(engine: &Arc<Engine>, [len_q, len_k]: [usize; 2], repeats: usize) -> Outcome {
+fn repeat(
+    engine: &Arc<Engine>,
+    [len_q, len_k]: [usize; 2],
+    kernels: KernelOptions,
+    repeats: usize,
+) -> Outcome {
     let dims = dims(len_q, len_k, 1);
     let spec = spec(len_q, len_k);
-    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let options = CudaOptions { deterministic: true, kernels, ..CudaOptions::default() };
     let timeout = options.timeout;
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
     let queue = engine.queue();

@@ -130,7 +130,11 @@ fn portable_cycles(
 fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f64 {
     let scores = (config.tile_q * config.tile_kv) as f64;
     let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
-    let dims = if config.kernel.owns_keys() { 3 * dim + 2 * dim_v } else { dim + dim_v };
+    let dims = match (config.kernel.owns_keys(), config.deterministic) {
+        (true, false) => 3 * dim + 2 * dim_v,
+        (true, true) => 2 * (dim + dim_v),
+        (false, _) => dim + dim_v,
+    };
     let products = 2.0 * scores * dims as f64 / WGMMA_PER_CYCLE;
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);
     let powers = scores * (1.0 / POWERS_PER_CYCLE + MOD_CYCLES * f64::from(mods));

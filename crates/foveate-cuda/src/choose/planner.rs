@@ -269,9 +269,6 @@ fn hopper_refusal(
     if let Some(splits) = options.kv_splits.filter(|n| kernel.shares_keys() && *n > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));
     }
-    if kernel.owns_keys() && class.deterministic {
-        return Some("sums in a fixed order".to_owned());
-    }
     if class.align != 16 {
         return Some(match class.align {
             0 => "elements of rows are apart".to_owned(),

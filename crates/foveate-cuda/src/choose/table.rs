@@ -93,7 +93,7 @@ const HOPPER_BACKWARD: &[Known] =
     &[(64, Tiles::hopper_backward(128, 3)), (128, Tiles::hopper_backward(64, 3))];
 
 /// The same with derivatives of scores and gradients of captured buffers, which take registers of their
-/// own.
+/// own, and for the deterministic one, which leaves dq to another kernel.
 const HOPPER_BACKWARD_SMALL: &[Known] = &[(128, Tiles::hopper_backward(64, 3))];
 
 /// The same with dropout, which leaves no registers for a third stage at head dims up to 64.
@@ -109,7 +109,9 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         Kernel::Forward if dim <= 64 && class.mask && few => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward => HOPPER,
-        Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
+        Kernel::Backward if class.dscore || class.captures || class.deterministic => {
+            HOPPER_BACKWARD_SMALL
+        }
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
         Kernel::Backward => HOPPER_BACKWARD,
         Kernel::Combine

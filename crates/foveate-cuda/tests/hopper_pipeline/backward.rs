@@ -60,6 +60,8 @@ struct Shape {
     wide: bool,
     /// `FV_OVERLAP`.
     overlap: bool,
+    /// `FV_DETERMINISTIC`: dQ is another kernel's.
+    deterministic: bool,
 }
 
 /// A tile of keys, and the tiles of queries that see it.
@@ -250,7 +252,7 @@ fn dq_row(shape: Shape, warp: usize) -> usize {
 
 /// Whether a warp has queries of a tile in its part of dQ.
 fn sends(shape: Shape, warp: usize, step: &Step) -> bool {
-    step.tile.is_some_and(|tile| dq_row(shape, warp) < tile.queries)
+    !shape.deterministic && step.tile.is_some_and(|tile| dq_row(shape, warp) < tile.queries)
 }
 
 /// A warp of a consumer, as it goes through the kernel.
@@ -344,8 +346,10 @@ impl Warp {
         self.push(Wait(Barrier::DsFull(parity), (self.number - 1) >> 1));
         let ds =
             |warps: std::ops::Range<usize>| warps.map(move |w| (Buffer::Ds(parity, w), content, 0));
-        let mut first: Vec<_> = ds(0..WARPS).collect();
-        first.push((Buffer::K, (content.0, 0), of_keys));
+        let mut first = Vec::new();
+        if !self.shape.deterministic {
+            first.extend(ds(0..WARPS).chain([(Buffer::K, (content.0, 0), of_keys)]));
+        }
         if self.shape.wide {
             first.push((Buffer::DOut(stage), content, of_queries));
         }
@@ -356,6 +360,9 @@ impl Warp {
     }
 
     fn finish_dq(&mut self) {
+        if self.shape.deterministic {
+            return;
+        }
         let (step, ..) = self.before.expect("there is a step before");
         self.push(AwaitSent);
         self.push(Write(Buffer::Dq(self.warp), step.content));
@@ -387,7 +394,9 @@ impl Warp {
         }
         self.push(Wait(Barrier::StepFull(self.place.stage()), self.place.round()));
         self.push(Read(Buffer::Step(self.place.stage()), STOP));
-        self.push(AwaitSent);
+        if !self.shape.deterministic {
+            self.push(AwaitSent);
+        }
         self.ops
     }
 
@@ -494,8 +503,10 @@ impl Warp {
 fn shapes() -> impl Iterator<Item = Shape> {
     let all = (2..5).flat_map(|stages| [64, 128].map(move |tile_q| (stages, tile_q)));
     all.flat_map(|(stages, tile_q)| {
-        [(false, false), (false, true), (true, false), (true, true)]
-            .map(move |(wide, overlap)| Shape { stages, tile_q, wide, overlap })
+        [(false, false), (false, true), (true, false), (true, true)].map(move |(wide, overlap)| {
+            let deterministic = overlap && stages == 4;
+            Shape { stages, tile_q, wide, overlap, deterministic }
+        })
     })
 }
 
