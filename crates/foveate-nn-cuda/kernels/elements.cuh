@@ -46,6 +46,27 @@ __device__ void store(typename ElemOf<DTYPE>::type* to, const float (&x)[VECTOR]
     for (int i = 0; i < VECTOR; ++i) v.of[i] = narrow<DTYPE>(x[i]);
     *reinterpret_cast<Vector<T, VECTOR>*>(to) = v;
 }
+// f32 numbers that lie beside a vector of operands, 16 bytes at a time.
+__device__ void load_f32(float (&x)[VECTOR], const float* from) {
+    constexpr int WIDE = VECTOR % 4 == 0 ? 4 : 1;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; i += WIDE) {
+        const auto v = *reinterpret_cast<const Vector<float, WIDE>*>(from + i);
+        #pragma unroll
+        for (int j = 0; j < WIDE; ++j) x[i + j] = v.of[j];
+    }
+}
+__device__ void store_f32(float* to, const float (&x)[VECTOR]) {
+    constexpr int WIDE = VECTOR % 4 == 0 ? 4 : 1;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; i += WIDE) {
+        Vector<float, WIDE> v;
+        #pragma unroll
+        for (int j = 0; j < WIDE; ++j) v.of[j] = x[i + j];
+        *reinterpret_cast<Vector<float, WIDE>*>(to + i) = v;
+    }
+}
+
 // As it is read again.
 __device__ float rounded(float x) { return widen<FV_DTYPE>(narrow<FV_DTYPE>(x)); }
 

@@ -53,8 +53,13 @@ fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
     const bool whole = segment.partial < 0;
     float* const to = whole ? reinterpret_cast<float*>(p.d_table) + i64(segment.token) * p.width
                             : reinterpret_cast<float*>(p.partial) + i64(segment.partial) * p.width;
-    #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) to[column + j] = whole ? to[column + j] + p.scale * sum[j] : sum[j];
+    if (whole) {
+        float before[VECTOR];
+        load_f32(before, to + column);
+        #pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sum[j] = before[j] + p.scale * sum[j];
+    }
+    store_f32(to + column, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -7,7 +7,7 @@
 //     dw = sum over rows of g x r     dx = r (g (offset + w) - x r^2 mean(g (offset + w) x))
 //
 // A thread holds its HELD vectors of a row, so that rows are read once. The gradient of the weight is summed in two
-// stages of fixed order: fv_rms_norm_backward over every PARTS-th row, fv_sum_parts over these.
+// stages of fixed order: fv_rms_norm_backward over every PARTS-th row, fv_sum_parts (sum_parts.cu) over these.
 //   FV_HELD      vectors of a row that a thread holds
 
 constexpr int HELD = FV_HELD;
@@ -26,12 +26,6 @@ struct RmsNormBackwardParams {
     u64 partial;                    // f32 [parts, width]; a part a CTA
     int rows, width, accumulate;
     float offset;
-};
-
-struct SumPartsParams {
-    u64 partial;                    // f32 [parts, width]
-    u64 sum;                        // [width], f32 or as operands
-    int parts, width, accumulate, sum_is_f32;
 };
 
 // Calls `each(h, column)` for this thread's vectors of a row.
@@ -129,25 +123,4 @@ fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) partial[column + i] = d_w[h][i];
     });
-}
-
-// 32 columns a CTA. Warp w adds parts w, w + WARPS, ...; then warp 0 adds the warps' sums.
-extern "C" __global__ void __launch_bounds__(THREADS)
-fv_sum_parts(const __grid_constant__ SumPartsParams p) {
-    float* const of_warps = scratch<float>();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    float sum = 0.f;
-    if (column < p.width)
-        for (int part = warp; part < p.parts; part += WARPS) sum += reinterpret_cast<const float*>(p.partial)[i64(part) * p.width + column];
-    of_warps[threadIdx.x] = sum;
-    sync_cta();
-    if (warp > 0 || column >= p.width) return;
-    for (int other = 1; other < WARPS; ++other) sum += of_warps[other * 32 + lane];
-    if (p.sum_is_f32) {
-        float& to = reinterpret_cast<float*>(p.sum)[column];
-        to = p.accumulate ? to + sum : sum;
-    } else {
-        Elem& to = reinterpret_cast<Elem*>(p.sum)[column];
-        to = narrow<FV_DTYPE>(p.accumulate ? widen<FV_DTYPE>(to) + sum : sum);
-    }
 }

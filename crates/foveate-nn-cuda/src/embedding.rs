@@ -6,7 +6,7 @@ use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{array, count, dense, integers, matrix, operand_dtype, vector};
+use crate::operands::{array, count, dense, integers, matrix, operand_dtype, vector, whole_f32};
 use crate::params::{EmbeddingBackwardParams, EmbeddingParams};
 
 /// `out[t] = scale · table[tokens[t]]`.
@@ -173,6 +173,8 @@ impl Block for EmbeddingBackward<'_> {
             scale: self.scale,
         };
         let vector = vector(dtype, &[d_out], &[width]);
+        let whole = whole_f32(d_table) && whole_f32(partial);
+        let vector = if whole { vector } else { 1 };
         let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
         let columns = |elems: usize| width.div_ceil(elems * THREADS as usize);
         let grid = [order.segments.len(), columns(vector)];

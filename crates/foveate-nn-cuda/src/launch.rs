@@ -57,6 +57,7 @@ pub(crate) enum File {
     RmsNorm {
         held: usize,
     },
+    SumParts,
     /// GELU instead of SiLU.
     Gated {
         gelu: bool,
@@ -83,6 +84,7 @@ impl File {
     fn text(self) -> &'static str {
         match self {
             Self::RmsNorm { .. } => include_str!("../kernels/rms_norm.cu"),
+            Self::SumParts => include_str!("../kernels/sum_parts.cu"),
             Self::Gated { .. } => include_str!("../kernels/gated.cu"),
             Self::Rope { .. } => include_str!("../kernels/rope.cu"),
             Self::Embedding => include_str!("../kernels/embedding.cu"),
@@ -98,7 +100,7 @@ impl File {
             Self::RmsNorm { held } => vec![("FV_HELD", held)],
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::Embedding | Self::Vectors => Vec::new(),
+            Self::SumParts | Self::Embedding | Self::Vectors => Vec::new(),
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::AdamW { weights, moments, gradients } => vec![
                 ("FV_WEIGHTS", weights as usize),

@@ -73,6 +73,9 @@ pub fn parts(tokens: usize) -> usize {
     tokens.min(512)
 }
 
+/// Threads of a CTA that sums parts, 32 columns of them.
+const SUM_THREADS: u32 = 1024;
+
 /// Elements of a row that a thread holds, about.
 const HELD_ELEMS: usize = 16;
 
@@ -186,6 +189,7 @@ impl Block for RmsNormBackward {
         accesses.write("partial", &self.partial)?;
         let vector = vector(dtype, &[x, d_out, d_x, one_row(&self.weight)], &[width]);
         let source = source(dtype, width, vector)?;
+        let of_sums = Source { file: File::SumParts, dtype, vector: 1, threads: SUM_THREADS };
         let width = count("columns", width)?;
         let backward = RmsNormBackwardParams {
             x,
@@ -210,7 +214,7 @@ impl Block for RmsNormBackward {
         let columns = (width as usize).div_ceil(32);
         Ok(vec![
             KernelLaunch::new(&source, "fv_rms_norm_backward", [parts, 1], &backward)?,
-            KernelLaunch::new(&source, "fv_sum_parts", [columns, 1], &sum)?,
+            KernelLaunch::new(&of_sums, "fv_sum_parts", [columns, 1], &sum)?,
         ])
     }
 }

@@ -94,6 +94,11 @@ pub(crate) fn vector(dtype: DType, matrices: &[Rows], widths: &[usize]) -> usize
     if whole && matrices.iter().all(aligned) { elems } else { 1 }
 }
 
+/// Whether f32 numbers from an address on may be read and written beside vectors of operands.
+pub(crate) fn whole_f32(address: Address) -> bool {
+    address.is_multiple_of(VECTOR_BYTES as u64)
+}
+
 /// A vector as a matrix of one row.
 pub(crate) fn one_row(tensor: &DeviceTensor<1>) -> Rows {
     Rows { data: tensor.start(), stride: 0 }

@@ -55,7 +55,7 @@ abi_structs! {
         /// Added to the weight.
         pub offset: f32,
     }
-    /// Of `kernels/rms_norm.cu`.
+    /// Of `kernels/sum_parts.cu`.
     pub struct SumPartsParams {
         /// f32 `[parts, width]`.
         pub partial: Address,

@@ -10,14 +10,15 @@ use super::*;
 use crate::launch::File;
 use crate::params;
 
-const ENTRIES: [(&str, &[&str]); 7] = [
-    ("norm", &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward", "fv_sum_parts"]),
+const ENTRIES: [(&str, &[&str]); 8] = [
+    ("norm", &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"]),
     ("gated", &["fv_gated", "fv_gated_backward"]),
     ("rope", &["fv_rope"]),
     ("embedding", &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]),
     ("loss", &["fv_cross_entropy", "fv_total"]),
     ("adamw", &["fv_adamw", "fv_squares", "fv_factor"]),
     ("vectors", &["fv_widen", "fv_add", "fv_copy_rows"]),
+    ("sum_parts", &["fv_sum_parts"]),
 ];
 
 /// The sources that models of widths 1024 to 16384 (f32: 8192) need, by the place of their kernels in ENTRIES.
@@ -34,6 +35,7 @@ fn sources() -> HashSet<(usize, Source)> {
             }
             add(3, File::Embedding, 128);
             add(6, File::Vectors, 256);
+            add(7, File::SumParts, 1024);
             for other in [false, true] {
                 add(1, File::Gated { gelu: other }, 256);
                 add(2, File::Rope { neighbours: other }, 128);
