@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use foveate_gpu::driver::{Allocation, Event};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError};
 use foveate_nn::{
-    AdamW, Batch, Model, ModelConfig, OptimizerStep, ParameterState, ProgramConfig, Recompute,
-    RopePairing,
+    AdamW, Batch, Model, ModelConfig, NnError, OptimizerStep, ParameterState, ProgramConfig,
+    Recompute, RopePairing,
 };
 use foveate_nn_cuda::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use foveate_nn_cuda::gated::{Activation, Gated, GatedBackward};
@@ -28,6 +28,7 @@ use foveate_nn_cuda::rope::{Pairing, Rope};
 use foveate_nn_cuda::vectors::CopyRows;
 use foveate_nn_cuda::{Block, Cuda, Kernels};
 use foveate_tensor::DType;
+use foveate_tensor::random::Random;
 
 const TOKENS: usize = 8192;
 const WAIT: Duration = Duration::from_secs(20);
@@ -291,12 +292,35 @@ fn model(name: &str) -> Option<(ModelConfig, usize, usize)> {
     }
 }
 
+/// Small numbers for all weights, again and again the same few: to draw each takes a minute.
+fn fill(model: &mut Model<Cuda>) -> Result<(), NnError> {
+    let mut random = Random::new(1);
+    let small: Vec<f32> = (0..(1 << 16) + 1).map(|_| 0.02 * random.normal() as f32).collect();
+    for index in 0..model.parameters().len() {
+        let (len, axes) =
+            (model.parameters()[index].place.len(), model.parameters()[index].shape.len());
+        model.fill::<NnError>(index, |give| {
+            let mut rest = len;
+            while rest > 0 {
+                let some = rest.min(small.len());
+                match axes {
+                    1 => give(&vec![1.0; some])?,
+                    _ => give(&small[..some])?,
+                }
+                rest -= some;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 fn steps(name: &str, deterministic: bool) -> Result<(), Box<dyn Error>> {
     let (config, rows, len) = model(name).ok_or("the models are 135m and 1b")?;
     let cuda = Cuda::new(0, ParameterState::Exact.into(), deterministic)?;
     let attention = ProgramConfig { mask: "causal & document".into(), ..ProgramConfig::default() };
     let mut model = Model::unfilled_on(cuda, config.clone(), &attention.into())?;
-    model.draw_missing(1)?;
+    fill(&mut model)?;
     let (mut gradients, mut moments, spans) =
         (model.gradients()?, model.moments()?, model.spans()?);
     let (tokens_total, vocab) = (rows * len, config.vocab_size);

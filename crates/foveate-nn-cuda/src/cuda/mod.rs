@@ -12,8 +12,10 @@ mod array;
 mod attention;
 mod batch;
 mod clock;
+mod loss;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::sync::Arc;
 
@@ -27,12 +29,10 @@ use foveate_nn::{
     RopePairing, RopeTable, Rotation, Span, Sums, Weights, join_master, split_master,
 };
 use foveate_tensor::DType;
-use half::bf16;
 
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::launch::{Block, Kernels};
-use crate::loss::{AddLosses, CrossEntropy};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{
     self, CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Update,
@@ -40,18 +40,16 @@ use crate::optimizer::{
 use crate::rope::{Pairing, Rope};
 use crate::vectors::{Add, CopyRows, Widen};
 pub use array::CudaArray;
-use array::{Place, batched, numbers, part_of, rows_of};
+use array::{Place, batched, numbers, rows_of};
 pub use attention::AttentionPlan;
 use attention::Learned;
 pub use batch::CudaBatch;
 use batch::Rotations;
 use clock::{Clock, Timed};
+use transfer::{each_as, narrowed, widened};
 
 /// Tokens whose logits are held at once: each chunk reads the whole head.
 const LOGITS_TOKENS: usize = 2048;
-
-/// Elements that are converted at once on their way to and from the device.
-const CONVERTED: usize = 1 << 20;
 
 /// An NVIDIA GPU.
 #[derive(Debug)]
@@ -153,41 +151,6 @@ impl Cuda {
         self.clock.end(self.queue.stream()).map_err(|e| failed(&e))
     }
 
-    /// Copies elements to the device, a few at a time as bytes.
-    fn write<T>(
-        into: &CudaArray,
-        first: usize,
-        values: &[T],
-        bytes: impl Fn(&[T]) -> Vec<u8>,
-    ) -> Result<(), NnError> {
-        let size = into.dtype.bytes();
-        for (i, some) in values.chunks(CONVERTED).enumerate() {
-            let at = (first + i * CONVERTED) * size;
-            let memory = into.memory.as_ref().expect("it has elements");
-            memory.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
-        }
-        Ok(())
-    }
-
-    /// Copies bytes of an array back, a few elements at a time.
-    fn read_back(
-        from: &CudaArray,
-        first: usize,
-        count: usize,
-        mut take: impl FnMut(usize, &[u8]),
-    ) -> Result<(), NnError> {
-        let size = from.dtype.bytes();
-        for start in (0..count).step_by(CONVERTED) {
-            let mut bytes = vec![0; CONVERTED.min(count - start) * size];
-            let memory = from.memory.as_ref().expect("it has elements");
-            memory
-                .read_at((first + start) * size, &mut bytes, default_timeout())
-                .map_err(|e| failed(&e))?;
-            take(start, &bytes);
-        }
-        Ok(())
-    }
-
     /// Learned buffers as f32 numbers: where they are, and their gradients; the memory of both.
     fn learned(
         &self,
@@ -214,79 +177,11 @@ impl Cuda {
         Ok((at_values, at_gradients, [wide, gradients]))
     }
 
-    /// The loss in chunks of as many tokens as `logits` has room for, with its gradients.
-    fn cross_entropy(
-        &self,
-        batch: &CudaBatch,
-        width: usize,
-        x: &CudaArray,
-        weight: &Part<'_, CudaArray>,
-        logits: &CudaArray,
-        each: Option<&CudaArray>,
-        gradients: Option<(&CudaArray, &PartMut<'_, CudaArray>)>,
-        totals: &CudaTotals,
-    ) -> Result<(), NnError> {
-        let weight = weight.matrix(width);
-        let vocab = weight.layout.shape[1];
-        let (tokens, chunk) = (batch.count(), logits.elems() / vocab.max(1));
-        let own = match each {
-            Some(_) => None,
-            None => Some(self.scratch("losses", 4 * chunk)?),
-        };
-        let totals_len = [TOTALS_LEN];
-        for first in (0..tokens).step_by(chunk.max(1)) {
-            let count = chunk.min(tokens - first);
-            let x = batched(&rows_of(&x.rows(width), first, count));
-            let logits = rows_of(&logits.rows(vocab), 0, count);
-            self.product(&Matmul::new(x, weight.transposed(), batched(&logits)))?;
-            let losses = match (&own, each) {
-                (Some(own), _) => DeviceTensor::contiguous(own.address(), DType::F32, [count]),
-                (None, each) => part_of(&each.expect("one of both").vector(), first, count),
-            };
-            let count_of = [count];
-            let labels = batch.labels(first, &count_of);
-            let gradient = gradients.is_some();
-            self.run(&CrossEntropy { logits, labels, losses, gradient, cap: None, z_weight: 0.0 })?;
-            let totals = numbers(&totals.memory, &totals_len);
-            self.run(&AddLosses { losses, labels, totals })?;
-            if let Some((d_x, d_weight)) = gradients {
-                let d_x = batched(&rows_of(&d_x.rows(width), first, count));
-                let logits = batched(&logits);
-                self.product(&Matmul::new(logits, weight, d_x))?;
-                let d_weight = d_weight.matrix(width);
-                let product = Matmul::new(logits.transposed(), x, d_weight);
-                self.product(&Matmul { beta: 1.0, ..product })?;
-            }
-        }
-        Ok(())
-    }
-
     /// What the optimiser's kernels are told of a step, in device memory.
     fn constants(&self, step: &OptimizerStep) -> Result<Allocation, NnError> {
         let betas = [step.adamw.beta1, step.adamw.beta2];
         let constants = StepConstants::new(step.step, step.seed, step.rate, betas, step.clip_norm);
         self.copied(&constants.bytes())
-    }
-}
-
-/// Elements as bytes of `dtype`, rounded to the nearest.
-fn narrowed(dtype: DType, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|&x| half::f16::from_f32(x).to_ne_bytes()).collect(),
-        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-    }
-}
-
-/// Element `i` of bytes of `dtype`.
-fn widened(dtype: DType, bytes: &[u8], i: usize) -> f32 {
-    let two = || [bytes[2 * i], bytes[2 * i + 1]];
-    match dtype {
-        DType::BF16 => bf16::from_ne_bytes(two()).to_f32(),
-        DType::F16 => half::f16::from_ne_bytes(two()).to_f32(),
-        _ => {
-            f32::from_ne_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
-        }
     }
 }
 
@@ -338,12 +233,12 @@ impl Blocks for Cuda {
 
     fn fill(&mut self, into: PartMut<'_, CudaArray>, values: &[f32]) -> Result<(), NnError> {
         let dtype = into.array.dtype;
-        Self::write(into.array, into.place.start, values, |some| narrowed(dtype, some))
+        transfer::write(into.array, into.place.start, values, |some| narrowed(dtype, some))
     }
 
     fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
         let dtype = from.array.dtype;
-        Self::read_back(from.array, from.place.start, from.place.len(), |first, bytes| {
+        transfer::read(from.array, from.place.start, from.place.len(), |first, bytes| {
             let into = &mut into[first..][..bytes.len() / dtype.bytes()];
             into.iter_mut().enumerate().for_each(|(i, x)| *x = widened(dtype, bytes, i));
         })
@@ -357,13 +252,13 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let dtype = into.array.dtype;
         if !self.precision.remainders {
-            return Self::write(&into.array, first, masters, |some| narrowed(dtype, some));
+            return transfer::write(&into.array, first, masters, |some| narrowed(dtype, some));
         }
-        Self::write(&into.array, first, masters, |some| {
-            some.iter().flat_map(|&x| split_master(x).0.to_ne_bytes()).collect()
+        transfer::write(&into.array, first, masters, |some| {
+            each_as(some, |x| split_master(x).0.to_ne_bytes())
         })?;
-        Self::write(&into.remainders, first, masters, |some| {
-            some.iter().flat_map(|&x| split_master(x).1.to_ne_bytes()).collect()
+        transfer::write(&into.remainders, first, masters, |some| {
+            each_as(some, |x| split_master(x).1.to_ne_bytes())
         })
     }
 
@@ -382,10 +277,10 @@ impl Blocks for Cuda {
             bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]])).collect()
         };
         let mut remainders = Vec::with_capacity(count);
-        Self::read_back(&from.remainders, first, count, |_, bytes| {
+        transfer::read(&from.remainders, first, count, |_, bytes| {
             remainders.extend(halves(bytes))
         })?;
-        Self::read_back(&from.array, first, count, |start, bytes| {
+        transfer::read(&from.array, first, count, |start, bytes| {
             for (i, weight) in halves(bytes).into_iter().enumerate() {
                 masters[start + i] = join_master(weight, remainders[start + i]);
             }

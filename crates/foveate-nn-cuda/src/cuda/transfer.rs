@@ -1,0 +1,76 @@
+//! Numbers of the host as elements in device memory, and back.
+
+use foveate_gpu::driver::default_timeout;
+use foveate_nn::NnError;
+use foveate_tensor::DType;
+use half::bf16;
+
+use super::array::CudaArray;
+use super::failed;
+
+/// Elements that are converted at once on their way to and from the device.
+const CONVERTED: usize = 1 << 20;
+
+/// Copies elements to the device, a few at a time as bytes.
+pub fn write(
+    into: &CudaArray,
+    first: usize,
+    values: &[f32],
+    bytes: impl Fn(&[f32]) -> Vec<u8>,
+) -> Result<(), NnError> {
+    let size = into.dtype.bytes();
+    for (i, some) in values.chunks(CONVERTED).enumerate() {
+        let at = (first + i * CONVERTED) * size;
+        let memory = into.memory.as_ref().expect("it has elements");
+        memory.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
+    }
+    Ok(())
+}
+
+/// Copies bytes of an array back, a few elements at a time.
+pub fn read(
+    from: &CudaArray,
+    first: usize,
+    count: usize,
+    mut take: impl FnMut(usize, &[u8]),
+) -> Result<(), NnError> {
+    let size = from.dtype.bytes();
+    for start in (0..count).step_by(CONVERTED) {
+        let mut bytes = vec![0; CONVERTED.min(count - start) * size];
+        let memory = from.memory.as_ref().expect("it has elements");
+        memory
+            .read_at((first + start) * size, &mut bytes, default_timeout())
+            .map_err(|e| failed(&e))?;
+        take(start, &bytes);
+    }
+    Ok(())
+}
+
+/// Elements as bytes of `dtype`, rounded to the nearest.
+pub fn narrowed(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::BF16 => each_as(values, |x| bf16::from_f32(x).to_ne_bytes()),
+        DType::F16 => each_as(values, |x| half::f16::from_f32(x).to_ne_bytes()),
+        _ => each_as(values, f32::to_ne_bytes),
+    }
+}
+
+/// The bytes of each number, one after another.
+pub fn each_as<const N: usize>(values: &[f32], bytes: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
+    let mut all = vec![0; N * values.len()];
+    let each = all.as_chunks_mut().0.iter_mut().zip(values);
+    each.for_each(|(into, &x)| *into = bytes(x));
+    all
+}
+
+/// Element `i` of bytes of `dtype`.
+pub fn widened(dtype: DType, bytes: &[u8], i: usize) -> f32 {
+    let two = || [bytes[2 * i], bytes[2 * i + 1]];
+    match dtype {
+        DType::BF16 => bf16::from_ne_bytes(two()).to_f32(),
+        DType::F16 => half::f16::from_ne_bytes(two()).to_f32(),
+        _ => {
+            f32::from_ne_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
+        }
+    }
+}
