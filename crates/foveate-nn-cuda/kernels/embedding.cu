@@ -3,6 +3,9 @@
 // The gradient of a row is the sum over the places where its token stands, in their order. Places are sorted by
 // token and cut into segments, a CTA each, so that a frequent token keeps no single CTA busy: a token of one
 // segment is added to its row at once, sums of the others go to `partial`, and fv_embedding_join adds them in order.
+//   FV_NARROW    0 the gradient of the table is f32, 1 it is as operands
+
+typedef ElemOf<FV_NARROW ? FV_DTYPE : 2>::type Gradient;
 
 struct EmbeddingParams {
     Rows table, out;
@@ -17,13 +20,20 @@ struct Joined { int token, first, end, unused; };           // rows of partial
 
 struct EmbeddingBackwardParams {
     Rows d_out;
-    u64 d_table;                // f32 [vocabulary, width], added to
+    u64 d_table;                // Gradient [vocabulary, width], added to
     u64 order;                  // i32: places, sorted by token
     u64 segments;               // Segment, or Joined
     u64 partial;                // f32 [segments of tokens with more than one, width]
     int width;
     float scale;
 };
+
+// A vector of the table's gradient, in either type.
+constexpr int NARROW = FV_DTYPE == 2 ? 1 : FV_DTYPE;
+__device__ void load_sums(float (&x)[VECTOR], const float* from) { load_f32(x, from); }
+__device__ void load_sums(float (&x)[VECTOR], const u16* from) { load<NARROW>(x, from); }
+__device__ void store_sums(float* to, const float (&x)[VECTOR]) { store_f32(to, x); }
+__device__ void store_sums(u16* to, const float (&x)[VECTOR]) { store<NARROW>(to, x); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_embedding(const __grid_constant__ EmbeddingParams p) {
@@ -50,16 +60,16 @@ fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
         #pragma unroll
         for (int j = 0; j < VECTOR; ++j) sum[j] += x[j];
     }
-    const bool whole = segment.partial < 0;
-    float* const to = whole ? reinterpret_cast<float*>(p.d_table) + i64(segment.token) * p.width
-                            : reinterpret_cast<float*>(p.partial) + i64(segment.partial) * p.width;
-    if (whole) {
-        float before[VECTOR];
-        load_f32(before, to + column);
-        #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[j] = before[j] + p.scale * sum[j];
+    if (segment.partial >= 0) {
+        store_f32(reinterpret_cast<float*>(p.partial) + i64(segment.partial) * p.width + column, sum);
+        return;
     }
-    store_f32(to + column, sum);
+    Gradient* const to = reinterpret_cast<Gradient*>(p.d_table) + i64(segment.token) * p.width + column;
+    float before[VECTOR];
+    load_sums(before, to);
+    #pragma unroll
+    for (int j = 0; j < VECTOR; ++j) sum[j] = before[j] + p.scale * sum[j];
+    store_sums(to, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -69,5 +79,7 @@ fv_embedding_join(const __grid_constant__ EmbeddingBackwardParams p) {
     const Joined joined = reinterpret_cast<const Joined*>(p.segments)[blockIdx.x];
     float sum = 0.f;
     for (int i = joined.first; i < joined.end; ++i) sum += reinterpret_cast<const float*>(p.partial)[i64(i) * p.width + column];
-    reinterpret_cast<float*>(p.d_table)[i64(joined.token) * p.width + column] += p.scale * sum;
+    constexpr int DTYPE = FV_NARROW ? FV_DTYPE : 2;
+    Gradient& to = reinterpret_cast<Gradient*>(p.d_table)[i64(joined.token) * p.width + column];
+    to = narrow<DTYPE>(widen<DTYPE>(to) + p.scale * sum);
 }

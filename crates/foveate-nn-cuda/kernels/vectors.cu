@@ -8,7 +8,7 @@ struct WidenParams {
 
 struct AddParams {
     u64 from;                   // f32 [elems]
-    u64 to;                     // f32 [elems], added to
+    u64 to;                     // [elems], added to
     i64 elems;
 };
 
@@ -26,7 +26,9 @@ fv_widen(const __grid_constant__ WidenParams p) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_add(const __grid_constant__ AddParams p) {
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
-    if (at < p.elems) reinterpret_cast<float*>(p.to)[at] += reinterpret_cast<const float*>(p.from)[at];
+    if (at >= p.elems) return;
+    Elem& to = reinterpret_cast<Elem*>(p.to)[at];
+    to = narrow<FV_DTYPE>(widen<FV_DTYPE>(to) + reinterpret_cast<const float*>(p.from)[at]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

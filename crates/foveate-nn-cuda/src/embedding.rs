@@ -28,7 +28,7 @@ pub struct Embedding<'a> {
 pub struct EmbeddingBackward<'a> {
     /// `[tokens, width]`, f16, bf16 or f32.
     pub d_out: DeviceTensor<2>,
-    /// f32 `[vocabulary, width]`, rows side by side, added to.
+    /// `[vocabulary, width]`, f32 or in the dtype of `d_out`, rows side by side, added to.
     pub d_table: DeviceTensor<2>,
     /// The order of the batch's tokens.
     pub order: &'a TokenOrder,
@@ -127,7 +127,8 @@ impl Block for Embedding<'_> {
         accesses.read_array("tokens", &self.tokens)?;
         accesses.write("out", &self.out)?;
         let vector = vector(dtype, &[table, out], &[width]);
-        let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
+        let file = File::Embedding { narrow: false };
+        let source = Source { file, dtype, vector, threads: THREADS };
         let parameters = EmbeddingParams {
             table,
             out,
@@ -146,7 +147,9 @@ impl Block for EmbeddingBackward<'_> {
         let dtype = operand_dtype("d_out", self.d_out.dtype)?;
         let [rows, width] = self.d_table.layout.shape;
         let d_out = matrix("d_out", &self.d_out, [order.places.len(), width], dtype)?;
-        let d_table = dense("d_table", &self.d_table, [rows, width], DType::F32)?;
+        let is_f32 = self.d_table.dtype == DType::F32;
+        let sum_dtype = if is_f32 { DType::F32 } else { dtype };
+        let d_table = dense("d_table", &self.d_table, [rows, width], sum_dtype)?;
         let partial_shape = [order.partial_rows, width];
         let partial = dense("partial", &self.partial, partial_shape, DType::F32)?;
         if !order.places.is_empty() && order.last as usize >= rows {
@@ -175,7 +178,8 @@ impl Block for EmbeddingBackward<'_> {
         let vector = vector(dtype, &[d_out], &[width]);
         let whole = whole_f32(d_table) && whole_f32(partial);
         let vector = if whole { vector } else { 1 };
-        let source = Source { file: File::Embedding, dtype, vector, threads: THREADS };
+        let file = File::Embedding { narrow: sum_dtype != DType::F32 };
+        let source = Source { file, dtype, vector, threads: THREADS };
         let columns = |elems: usize| width.div_ceil(elems * THREADS as usize);
         let grid = [order.segments.len(), columns(vector)];
         let mut launches =

@@ -66,7 +66,10 @@ pub(crate) enum File {
     Rope {
         neighbours: bool,
     },
-    Embedding,
+    /// The gradient of the table as operands, not f32.
+    Embedding {
+        narrow: bool,
+    },
     /// With a cap on logits.
     CrossEntropy {
         cap: bool,
@@ -87,7 +90,7 @@ impl File {
             Self::SumParts => include_str!("../kernels/sum_parts.cu"),
             Self::Gated { .. } => include_str!("../kernels/gated.cu"),
             Self::Rope { .. } => include_str!("../kernels/rope.cu"),
-            Self::Embedding => include_str!("../kernels/embedding.cu"),
+            Self::Embedding { .. } => include_str!("../kernels/embedding.cu"),
             Self::CrossEntropy { .. } => include_str!("../kernels/cross_entropy.cu"),
             Self::AdamW { .. } => include_str!("../kernels/adamw.cu"),
             Self::Vectors => include_str!("../kernels/vectors.cu"),
@@ -100,7 +103,8 @@ impl File {
             Self::RmsNorm { held } => vec![("FV_HELD", held)],
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::SumParts | Self::Embedding | Self::Vectors => Vec::new(),
+            Self::SumParts | Self::Vectors => Vec::new(),
+            Self::Embedding { narrow } => vec![("FV_NARROW", narrow.into())],
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::AdamW { weights, moments, gradients } => vec![
                 ("FV_WEIGHTS", weights as usize),

@@ -113,7 +113,7 @@ abi_structs! {
     pub struct EmbeddingBackwardParams {
         /// `[tokens, width]`.
         pub d_out: Rows,
-        /// f32 `[vocabulary, width]`.
+        /// `[vocabulary, width]`.
         pub d_table: Address,
         /// Places, sorted by token.
         pub order: Address,
@@ -169,7 +169,7 @@ abi_structs! {
     pub struct AddParams {
         /// f32 `[elems]`.
         pub from: Address,
-        /// f32 `[elems]`.
+        /// `[elems]`.
         pub to: Address,
         /// Elements.
         pub elems: i64,

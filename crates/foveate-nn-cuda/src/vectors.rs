@@ -22,7 +22,7 @@ pub struct Widen {
 pub struct Add {
     /// f32 `[elems]`.
     pub from: DeviceTensor<1>,
-    /// f32 `[elems]`, added to.
+    /// `[elems]`, f16, bf16 or f32, added to.
     pub to: DeviceTensor<1>,
 }
 
@@ -62,13 +62,14 @@ impl Block for Widen {
 impl Block for Add {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let [elems] = self.from.layout.shape;
+        let dtype = operand_dtype("to", self.to.dtype)?;
         self.from.check_vector("from", elems)?;
-        self.to.check_vector("to", elems)?;
+        self.to.check_side_by_side("to", elems, dtype)?;
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
         let (from, to) = (self.from.start(), self.to.start());
         let parameters = AddParams { from, to, elems: elems as i64 };
-        Ok(vec![KernelLaunch::new(&source(DType::F32, 1), "fv_add", grid(elems), &parameters)?])
+        Ok(vec![KernelLaunch::new(&source(dtype, 1), "fv_add", grid(elems), &parameters)?])
     }
 }
 

@@ -91,11 +91,10 @@ impl Cuda {
     /// # Errors
     /// Without a driver or a GPU of this number; for a precision that no kernels are made for.
     pub fn new(ordinal: usize, precision: Precision, deterministic: bool) -> Result<Self, NnError> {
-        if precision.gradients != DType::F32 {
-            let gradients = precision.gradients;
-            let reason = format!(
-                "a GPU sums gradients in f32, not in {gradients}; choose a parameter state with f32 gradients"
-            );
+        let Precision { weights, gradients, .. } = precision;
+        if gradients != DType::F32 && gradients != weights {
+            let reason =
+                format!("gradients are f32 or {weights} as their weights, not {gradients}");
             return Err(NnErrorKind::Device(reason).into());
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;

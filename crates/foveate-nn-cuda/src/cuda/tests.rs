@@ -469,11 +469,12 @@ fn models(state: ParameterState, tied: bool) -> Option<(Model, Model<Cuda>)> {
 /// Every gradient of a step, of each parameter on its own, and the losses of some steps.
 #[test]
 fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
-    for (state, tied) in [(ParameterState::F32, true), (ParameterState::Exact, false)] {
+    let [f32s, exact, narrow] = [ParameterState::F32, ParameterState::Exact, ParameterState::Bf16];
+    for (state, tied) in [(f32s, true), (exact, false), (narrow, true)] {
         let Some((mut cpu, mut cuda)) = models(state, tied) else { return };
         let texts = Texts::new(&mut Random::new(6));
         let (mut expected, mut found) = (Gradients::zeros(&cpu), cuda.gradients().unwrap());
-        let narrow = state == ParameterState::Exact;
+        let narrow = state != ParameterState::F32;
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
             expected.clear();
             cuda.clear(&mut found).unwrap();

@@ -345,26 +345,28 @@ fn rows_by_token_and_their_gradient() {
 
         let d_out = placing.random([tokens, width], &mut random, 1.0);
         let f32s = Placing::dense(DType::F32);
-        let d_table = f32s.random([vocabulary, width], &mut random, 1.0);
-        let mut expected = d_table.values();
-        let g = d_out.values();
-        for (t, &id) in ids.iter().enumerate() {
-            for i in 0..width {
-                expected[id as usize * width + i] += 2.0 * g[t * width + i];
+        for sums in [f32s, Placing::dense(placing.dtype)] {
+            let d_table = sums.random([vocabulary, width], &mut random, 1.0);
+            let mut expected = d_table.values();
+            let g = d_out.values();
+            for (t, &id) in ids.iter().enumerate() {
+                for i in 0..width {
+                    expected[id as usize * width + i] += 2.0 * g[t * width + i];
+                }
             }
+            let partial = f32s.empty([order.partial_rows(), width]);
+            let words_len = [order.words().len()];
+            run(&EmbeddingBackward {
+                d_out: d_out.tensor(),
+                d_table: d_table.tensor(),
+                order: &order,
+                words: words.array(ElementType::I32, &words_len),
+                partial: partial.tensor(),
+                scale: 2.0,
+            });
+            partial.values();
+            close("d_table", &d_table.values(), &expected, tolerance(sums.dtype));
         }
-        let partial = f32s.empty([order.partial_rows(), width]);
-        let words_len = [order.words().len()];
-        run(&EmbeddingBackward {
-            d_out: d_out.tensor(),
-            d_table: d_table.tensor(),
-            order: &order,
-            words: words.array(ElementType::I32, &words_len),
-            partial: partial.tensor(),
-            scale: 2.0,
-        });
-        partial.values();
-        close("d_table", &d_table.values(), &expected, 1e-6);
     }
 }
 
@@ -573,6 +575,10 @@ fn rows_are_copied_and_vectors_widened_and_added_to_the_bit() {
         run(&Add { from: wide.vector(), to: sum.vector() });
         let sums = before.iter().zip(narrow.values()).map(|(a, b)| f64::from(*a as f32 + b as f32));
         assert_eq!(sum.values(), sums.collect::<Vec<_>>());
+        let before = narrow.values();
+        run(&Add { from: sum.vector(), to: narrow.vector() });
+        let sums: Vec<f64> = before.iter().zip(sum.values()).map(|(a, b)| a + b).collect();
+        close("a sum of 16 bits", &narrow.values(), &sums, tolerance(placing.dtype));
     }
     let a = Placing::dense(DType::BF16).empty([2, 8]);
     let narrow = Placing::dense(DType::BF16).empty([2, 6]);

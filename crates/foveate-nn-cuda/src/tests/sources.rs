@@ -33,10 +33,10 @@ fn sources() -> HashSet<(usize, Source)> {
             for threads in [64, 256, if dtype == DType::F32 { 512 } else { 1024 }] {
                 add(0, File::RmsNorm { held: 16 / vector }, threads);
             }
-            add(3, File::Embedding, 128);
             add(6, File::Vectors, 256);
             add(7, File::SumParts, 1024);
             for other in [false, true] {
+                add(3, File::Embedding { narrow: other }, 128);
                 add(1, File::Gated { gelu: other }, 256);
                 add(2, File::Rope { neighbours: other }, 128);
                 add(4, File::CrossEntropy { cap: other }, 512);
