@@ -125,11 +125,16 @@ def test_side_streams_are_used():
     expected = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+
+    def run():
+        return flex_attention(q * 2, k / 2, v, block_mask=Mask(causal), enable_gqa=True)
+
     with torch.cuda.stream(stream):
-        # Long enough for torch to load the kernels of the products too.
+        # The first time, PyTorch and the engine take memory for the stream, and the driver may wait.
+        run()
+        stream.synchronize()
         torch.cuda._sleep(1_000_000_000)
-        doubled = q * 2
-        out = flex_attention(doubled, k / 2, v, block_mask=Mask(causal), enable_gqa=True)
+        out = run()
     # Not done yet: it was queued behind the sleep.
     assert not stream.query()
     torch.cuda.current_stream().wait_stream(stream)
