@@ -1,8 +1,8 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize |
-#       bench | all
+#   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | train |
+#       sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -106,6 +106,20 @@ blocks() {
     fi
 }
 
+# Training beside the CPU's, repeats, kill -9 and resume, tokens a second of 135 million parameters.
+train() {
+    echo "== train"
+    log="$out/train.txt"
+    python3 "$here/train.py" "$here/bin/foveate" "$out/train" --tokens-per-second > "$log" 2>&1
+    cat "$log"
+    wrong=$(grep -c 'FAILED$' "$log")
+    if grep -q '^train declined' "$log"; then
+        row "train" 0 0 1
+    else
+        row "train" "$(grep -c 'passed$' "$log")" "$wrong" 0
+    fi
+}
+
 # under TOOL ARGUMENTS...: the runner with compute-sanitizer's TOOL, which ends with 99 where it
 # found something.
 under() {
@@ -176,13 +190,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize | bench | all)
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
     *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; launches; libraries; blocks; sanitize; bench ;;
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; launches; libraries; blocks; train; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use foveate::tensor::count::Count;
-use foveate_nn::{Model, StepKind};
+use foveate_nn::{Blocks, Model, StepKind};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
+use foveate_train::device::{DeviceChoice, DeviceOptions, OnDevice};
 use foveate_train::pack::PackOptions;
 use foveate_train::tokens::Ends;
 use foveate_train::trainer::{TokenLoss, held_out_loss, token_losses};
@@ -34,6 +35,9 @@ pub struct Args {
     /// Packed rows computed at once
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8, value_parser = number::<usize>)]
     batch_rows: usize,
+    /// Device to compute on: cpu, cuda:0, or auto for the first GPU where there is one
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
     /// Leave out documents that are empty or not UTF-8 instead of stopping
     #[arg(long)]
     skip_bad: bool,
@@ -59,6 +63,24 @@ pub struct Args {
 
 /// Reads every document once and prints loss and perplexity.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    DeviceOptions::from(args.device).run(Evaluation { args, out })?
+}
+
+/// An evaluation before it has a device.
+struct Evaluation<'a> {
+    args: &'a Args,
+    out: &'a mut Output,
+}
+
+impl OnDevice for Evaluation<'_> {
+    type Output = Result<(), Failure>;
+
+    fn run<B: Blocks>(self, blocks: B, _: Option<String>) -> Self::Output {
+        evaluate(self.args, blocks, self.out)
+    }
+}
+
+fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
     let limit = config.model.max_position_embeddings;
     let len = args.len.unwrap_or(limit.min(LONGEST_ROW));
@@ -69,12 +91,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         );
         return Err(Failure::usage(message).help(help));
     }
-    let need =
-        config.model.dry_run(&config.attention, args.batch_rows, len, StepKind::Loss)?.memory();
+    let (attention, rows) = (&config.attention, args.batch_rows);
+    let account = config.model.dry_run_on(&blocks, attention, rows, len, StepKind::Loss)?;
+    let need = account.memory();
     let need = need.weights.saturating_add(need.activations);
-    memory::fits(need, "lower --batch-rows or --len")?;
+    memory::fits(need, blocks.free_bytes()?, "lower --batch-rows or --len")?;
     let template = config.template()?;
-    let mut model = Model::unfilled(config.model, &config.attention)?;
+    let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0)?;
     let sources = Sources {

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use foveate::tensor::count::Count;
-use foveate_nn::{Generator, Model, NnError, NnErrorKind, Sampling, StepKind};
+use foveate_nn::{Blocks, Generator, Model, NnError, NnErrorKind, Sampling, StepKind};
 use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
+use foveate_train::device::{DeviceChoice, DeviceOptions, OnDevice};
 use foveate_train::tokens::{Ends, Tokenizer};
 use serde_json::json;
 
@@ -46,6 +47,9 @@ pub struct Args {
     /// Fixes the draws
     #[arg(long, allow_negative_numbers = true, default_value_t = 0, value_parser = number::<u64>)]
     seed: u64,
+    /// Device to compute on: cpu, cuda:0, or auto for the first GPU where there is one
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
     /// Whether the token that begins a text is put before it (the tokenizer's own rule when left
     /// out)
     #[arg(long, value_name = "BOOL")]
@@ -64,13 +68,32 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::usage("--prompt is given several times, but one text has one start")
             .help("add --chat to take them as the user's turns"));
     }
+    DeviceOptions::from(args.device).run(Generation { args, out })?
+}
+
+/// A text before it has a device.
+struct Generation<'a> {
+    args: &'a Args,
+    out: &'a mut Output,
+}
+
+impl OnDevice for Generation<'_> {
+    type Output = Result<(), Failure>;
+
+    fn run<B: Blocks>(self, blocks: B, _: Option<String>) -> Self::Output {
+        generate(self.args, blocks, self.out)
+    }
+}
+
+fn generate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint)?;
-    let need = config.model.dry_run(&config.attention, 1, 1, StepKind::Loss)?.memory();
-    memory::fits(need.weights, "choose a smaller checkpoint, or a larger machine")?;
+    let account = config.model.dry_run_on(&blocks, &config.attention, 1, 1, StepKind::Loss)?;
+    let help = "choose a smaller checkpoint, or a larger machine";
+    memory::fits(account.memory().weights, blocks.free_bytes()?, help)?;
     let template = config.template()?;
     let ends = Ends { bos: args.add_bos_token, eos: None };
     let tokenizer = config.tokenizer.adding(ends)?;
-    let mut model = Model::unfilled(config.model, &config.attention)?;
+    let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0)?;
     let interrupt = Interrupt::watch()?;
@@ -83,14 +106,14 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 /// A model that writes.
-struct Writer<'a> {
+struct Writer<'a, B: Blocks> {
     args: &'a Args,
-    model: &'a Model,
+    model: &'a Model<B>,
     tokenizer: &'a Tokenizer,
     interrupt: Interrupt,
 }
 
-impl Writer<'_> {
+impl<B: Blocks> Writer<'_, B> {
     /// Answers one prompt after the other in one conversation.
     fn converse(&self, template: &ChatTemplate, out: &mut Output) -> Result<(), Failure> {
         let says = |role: &str, content: &str| Message {
@@ -155,7 +178,7 @@ impl Writer<'_> {
     /// At most `most` tokens and their text, shown as it comes.
     fn write(
         &self,
-        generator: &mut Generator<'_>,
+        generator: &mut Generator<'_, B>,
         most: usize,
         mut out: Option<&mut Output>,
     ) -> Result<(Vec<u32>, String), Failure> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use foveate::tensor::count::Count;
 use foveate_train::checkpoint::Checksums;
+use foveate_train::device::DeviceChoice;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
 use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train};
@@ -27,6 +28,10 @@ pub struct Args {
     /// Override a field, such as train.steps=100; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
+    /// Device to train on, in place of the recipe's: cpu, cuda:0, or auto for the first GPU where
+    /// there is one
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceChoice>,
     /// Continue from the newest checkpoint of the run's folder
     #[arg(long)]
     resume: bool,
@@ -43,7 +48,8 @@ pub struct Args {
 
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let recipe = Recipe::load(&args.recipe, &args.set)?;
+    let mut recipe = Recipe::load(&args.recipe, &args.set)?;
+    recipe.run.device = args.device.unwrap_or(recipe.run.device);
     let mut view = View::new(Interrupt::watch()?, args.json.then_some(&mut *out));
     let start = match (args.resume, args.start_over) {
         (true, _) => Start::Resume,
@@ -63,10 +69,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let summary = result?;
     if summary.interrupted {
         crate::output::tell!(
-            "interrupted after step {}; continue with: {} train {} --resume{}",
+            "interrupted after step {}; continue with: {} train {} --resume{}{}",
             summary.steps,
             called(),
             args.recipe.display(),
+            args.device.map_or(String::new(), |device| format!(" --device {device}")),
             args.set.iter().map(|s| format!(" --set '{s}'")).collect::<String>(),
         );
         return Err(Failure::Interrupted);
@@ -173,10 +180,11 @@ impl Observer for View<'_> {
             run.held_out_documents,
             run.dir.display()
         );
-        crate::output::tell!(
-            "about {} of memory, saves included",
-            bytes(run.memory.total() as f64)
-        );
+        let needed = bytes(run.memory.total() as f64);
+        match &run.gpu {
+            None => crate::output::tell!("about {needed} of memory, saves included"),
+            Some(gpu) => crate::output::tell!("about {needed} of the memory of {gpu}"),
+        }
         if run.skipped_documents > 0 {
             crate::output::tell!(
                 "{} skipped: empty, not UTF-8 or not JSON",
@@ -191,6 +199,12 @@ impl Observer for View<'_> {
         run.blind_masks.iter().for_each(|mask| crate::blind::warn(mask));
         if run.step > 0 {
             crate::output::tell!("resumed after step {}", run.step);
+            if let Some(other) = &run.other_device {
+                crate::output::tell!(
+                    "the steps before ran on {other}: losses may differ in their last bits from a \
+                     run that stays there"
+                );
+            }
         }
         self.steps = run.steps;
         self.bar.set_length(run.steps);

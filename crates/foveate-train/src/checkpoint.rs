@@ -65,6 +65,9 @@ pub struct State {
     pub cursor: Cursor,
     /// Fingerprint of the documents.
     pub fingerprint: u64,
+    /// The GPU of the last step; none is the CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
 }
 
 /// What a checkpoint is made of.

@@ -35,6 +35,7 @@
 pub mod chat;
 pub mod checkpoint;
 pub mod corpus;
+pub mod device;
 pub mod error;
 pub mod machine;
 pub mod metrics;

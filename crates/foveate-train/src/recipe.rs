@@ -8,10 +8,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, ModelConfig, Recompute, RopePairing, RopeScaling};
+use foveate_nn::{
+    AttentionConfig, ModelConfig, ParameterState, Recompute, RopePairing, RopeScaling,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::{BadDocument, Format};
+use crate::device::{DeviceChoice, DeviceOptions};
 use crate::error::TrainError;
 use crate::schedule::{Schedule, ScheduleKind};
 use crate::whole;
@@ -36,6 +39,9 @@ pub struct Recipe {
     /// Steps, batch, memory and how often to look and to save.
     #[serde(default)]
     pub train: Train,
+    /// What is kept of each parameter.
+    #[serde(default)]
+    pub precision: PrecisionSection,
     /// AdamW.
     #[serde(default)]
     pub optimizer: Optimizer,
@@ -56,6 +62,9 @@ pub struct RunSection {
     /// Seed of first weights, data order and held-out split.
     #[serde(default)]
     pub seed: u64,
+    /// `cpu`, `cuda:N`, or `auto` for the first GPU where there is one.
+    #[serde(default)]
+    pub device: DeviceChoice,
 }
 
 /// The model section: either `checkpoint`, or sizes.
@@ -192,6 +201,8 @@ pub struct Train {
     pub keep: usize,
     /// Dtype of saved weights: `f32`, `bf16` or `f16`. Masters for resuming are always f32.
     pub save_dtype: SaveDtype,
+    /// Whether a GPU's results have the same bits in every run, at some cost; a CPU's always have.
+    pub deterministic: bool,
 }
 
 impl Default for Train {
@@ -207,6 +218,7 @@ impl Default for Train {
             save_every: 100,
             keep: 2,
             save_dtype: SaveDtype::F32,
+            deterministic: true,
         }
     }
 }
@@ -245,6 +257,15 @@ pub enum SaveDtype {
     Bf16,
     /// IEEE binary16.
     F16,
+}
+
+/// The precision section.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PrecisionSection {
+    /// `f32` (on the CPU), `exact` (on a GPU where nothing is said), `bf16_moments` or `bf16`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<ParameterState>,
 }
 
 /// The optimizer section.
@@ -378,6 +399,16 @@ impl Recipe {
                 return fail(key, format!("is {value}; it must be at least 0 and below {below}"));
             }
         }
+        if self.precision.state == Some(ParameterState::Bf16) && self.train.accumulate > 1 {
+            let accumulate = self.train.accumulate;
+            return fail(
+                "train.accumulate",
+                format!(
+                    "is {accumulate}; sums in bf16 over batches lose what is small, so \
+                     precision.state = \"bf16\" takes 1"
+                ),
+            );
+        }
         if self.optimizer.eps as f32 == 0.0 {
             let eps = self.optimizer.eps;
             return fail(
@@ -390,6 +421,15 @@ impl Recipe {
             return fail("model.checkpoint", "brings its own sizes; remove them".to_owned());
         }
         Ok(())
+    }
+
+    /// The device and how it computes.
+    pub fn device(&self) -> DeviceOptions {
+        DeviceOptions {
+            device: self.run.device,
+            state: self.precision.state,
+            deterministic: self.train.deterministic,
+        }
     }
 
     /// The model's sizes, for a tokenizer of `vocab` ids; `None` when a checkpoint brings them.
@@ -610,6 +650,8 @@ steps = 10
         );
         let both = told(TEXT, &["train.epochs=2"]);
         assert!(both.contains("train.epochs is given beside train.steps; give one"), "{both}");
+        let sums = told(TEXT, &["precision.state=bf16", "train.accumulate=2"]);
+        assert!(sums.contains("train.accumulate is 2") && sums.contains("takes 1"), "{sums}");
         assert!(told(TEXT, &["optimizer.eps=1e-50"]).contains("optimizer.eps is"));
         let scaling = told(TEXT, &["model.rope_scaling={rope_type=\"linear\",factr=2.0}"]);
         assert!(scaling.contains("did you mean `factor`?"), "{scaling}");
@@ -659,6 +701,7 @@ steps = 10
             "attention.layers",
             "attention.programs",
             "train.epochs",
+            "precision.state",
             "data.tokenizer",
             "data.add_bos_token",
             "data.add_eos_token",
@@ -686,7 +729,7 @@ steps = 10
         let (mut wrong, mut faults) = (0, Vec::new());
         for field in &fields {
             // One of its names is that of a type.
-            let is_dtype = field.starts_with("train.save_dtype");
+            let is_dtype = ["train.save_dtype", "precision"].iter().any(|f| field.starts_with(f));
             for value in values {
                 let set = format!("{field}={value}");
                 let mut given = table.clone();

@@ -10,10 +10,11 @@ mod setup;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use foveate_nn::{AdamW, Batch, Blocks, Cpu, Gradients, MemoryEstimate, Model, OptimizerStep};
+use foveate_nn::{AdamW, Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
+use crate::device::OnDevice;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
@@ -41,8 +42,12 @@ pub struct Started {
     pub fresh_buffers: Vec<String>,
     /// The masks that let no query see any key, as the recipe writes them.
     pub blind_masks: Vec<String>,
-    /// The most memory that the run takes, saves included.
+    /// The most memory that the run takes, saves included: the process's, or the GPU's.
     pub memory: MemoryEstimate,
+    /// The GPU that computes; none is the CPU.
+    pub gpu: Option<String>,
+    /// What the steps before a resume ran on, where that was another device.
+    pub other_device: Option<String>,
     /// Folder of the run.
     pub dir: PathBuf,
 }
@@ -134,21 +139,29 @@ pub fn train(
     options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let ran = run(recipe, file, options.into(), Cpu::default(), observer);
+    let options = options.into();
+    let run = Training { recipe, file, options, observer };
+    let ran = recipe.device().run(run).and_then(|summary| summary);
     ran.map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
 }
 
-/// Runs a recipe on the device of `blocks`.
-fn run<B: Blocks>(
-    recipe: &Recipe,
-    file: &Path,
+/// A run before it has a device.
+struct Training<'a> {
+    recipe: &'a Recipe,
+    file: &'a Path,
     options: Options,
-    blocks: B,
-    observer: &mut dyn Observer,
-) -> Result<Summary, TrainError> {
-    let mut run = Setup::new(recipe, file, options, blocks, observer)?;
-    observer.started(&run.started);
-    run.steps(observer)
+    observer: &'a mut dyn Observer,
+}
+
+impl OnDevice for Training<'_> {
+    type Output = Result<Summary, TrainError>;
+
+    fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
+        let Self { recipe, file, options, observer } = self;
+        let mut run = Setup::new(recipe, file, options, blocks, gpu, observer)?;
+        observer.started(&run.started);
+        run.steps(observer)
+    }
 }
 
 impl<B: Blocks> Setup<'_, B> {
@@ -231,7 +244,9 @@ impl<B: Blocks> Setup<'_, B> {
             let recompute = train.recompute.into();
             let queued =
                 self.model.accumulate(&batch(&packed), gradients, recompute, &mut totals)?;
-            pairs += queued.live_pairs.unwrap_or_default();
+            // A device that counts none is told what the documents let through.
+            let told = packed.mean_kv_len().unwrap_or_default() * packed.tokens.len();
+            pairs += queued.live_pairs.unwrap_or(told as f64);
             sums.labelled += queued.tokens as u64;
             sums.packed += packed.tokens.len() as u64;
             sums.padding += packed.padding() as u64;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use foveate::tensor::count::Count;
 use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, MemoryEstimate, Model, ModelConfig, Moments,
-    ProgramConfig, StepKind,
+    ParameterState, ProgramConfig, StepKind,
 };
 use rayon::prelude::*;
 use serde::Serialize;
@@ -56,6 +56,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         file: &Path,
         options: Options,
         blocks: B,
+        gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let Options { start, checksums, commit } = options;
@@ -82,13 +83,16 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let steps = steps(recipe, &corpus, &train, observer)?;
         let fingerprint = corpus.fingerprint();
         observer.begins("making the model");
-        let (moments, state, fresh_buffers) = match &last {
+        let (moments, mut state, fresh_buffers) = match &last {
             Some(last) => resumed(steps, last, &mut model, fingerprint, checksums)?,
             None => {
                 let seed = recipe.run.seed;
                 begun(origin.as_deref(), seed, &mut model, fingerprint, checksums)?
             }
         };
+        let before = std::mem::replace(&mut state.gpu, gpu.clone());
+        let other_device = (last.is_some() && before != gpu)
+            .then(|| before.unwrap_or_else(|| "the CPU".to_owned()));
         let source = template_source
             .as_deref()
             .or(from.as_ref().and_then(|from| from.chat_template.as_deref()))
@@ -130,6 +134,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
             fresh_buffers,
             blind_masks: blind_masks(&attention, model.config(), recipe.data.len),
             memory,
+            gpu,
+            other_device,
             dir: dir.clone(),
         };
         Ok(Self {
@@ -249,7 +255,7 @@ fn model<B: Blocks>(
     recipe: &Recipe,
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
-    blocks: B,
+    mut blocks: B,
 ) -> Result<(Model<B>, AttentionConfig, MemoryEstimate), String> {
     let vocab = tokenizer.vocab_size();
     let config = match (from, recipe.model_config(vocab)?) {
@@ -275,11 +281,16 @@ fn model<B: Blocks>(
     let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
     // By the sizes alone first: nothing is made that cannot be.
     let account = config.dry_run_on(&blocks, &attention, rows, len, StepKind::Training(recompute));
-    fits_the_machine(&account.map_err(|e| e.to_string())?.memory())?;
+    let free = blocks.free_bytes().map_err(|e| e.to_string())?;
+    fits(&account.map_err(|e| e.to_string())?.memory(), free)?;
     let model = Model::unfilled_on(blocks, config, &attention).map_err(|e| e.to_string())?;
     let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
-    memory.process += tokenizer.path().map_or(0, memory_of);
-    fits_the_machine(&memory)?;
+    memory.process = match free {
+        // What the process takes is not the device's.
+        Some(_) => 0,
+        None => memory.process + tokenizer.path().map_or(0, memory_of),
+    };
+    fits(&memory, free)?;
     Ok((model, attention, memory))
 }
 
@@ -353,15 +364,20 @@ fn resumed<B: Blocks>(
     Ok((moments, state, Vec::new()))
 }
 
-/// Refuses, with the remedy, what cannot be held in memory.
-fn fits_the_machine(need: &MemoryEstimate) -> Result<(), String> {
-    let Some(there) = machine::usable().filter(|there| need.total() > *there) else {
+/// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, or of
+/// this machine.
+fn fits(need: &MemoryEstimate, free: Option<u64>) -> Result<(), String> {
+    let Some(there) = free.or_else(machine::usable).filter(|there| need.total() > *there) else {
         return Ok(());
     };
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let (place, smaller) = match free {
+        None => ("this machine has", ""),
+        Some(_) => ("the GPU has free", "precision.state = \"bf16_moments\", "),
+    };
     Err(format!(
-        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but this machine \
-         has {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", or \
+        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but {place} \
+         {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", {smaller}or \
          choose a smaller model",
         gib(need.total()),
         gib(need.activations),
@@ -388,6 +404,8 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
         ("[data]", data != recipe.data),
         ("train.batch_rows", old.batch_rows != new.batch_rows),
         ("train.accumulate", old.accumulate != new.accumulate),
+        // What is kept is not rounded in the middle of a run.
+        ("precision.state", narrowness(recipe) > narrowness(&saved)),
     ];
     match differs.iter().find(|(_, differs)| *differs) {
         Some((key, _)) => {
@@ -398,6 +416,15 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
             Err(TrainError::checkpoint(path, message))
         }
         None => Ok(()),
+    }
+}
+
+/// States of a larger number keep less of what one of a smaller number keeps.
+fn narrowness(recipe: &Recipe) -> u8 {
+    match recipe.precision.state {
+        None | Some(ParameterState::F32 | ParameterState::Exact) => 0,
+        Some(ParameterState::Bf16Moments) => 1,
+        Some(ParameterState::Bf16) => 2,
     }
 }
 
@@ -425,5 +452,55 @@ fn chat_template(
             let place = Path::new("chat template");
             Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_gpu_has_no_memory_for_is_refused_with_what_would_fit() {
+        let need = MemoryEstimate {
+            weights: 3 << 30,
+            gradients: 3 << 30,
+            optimizer: 6 << 30,
+            activations: 2 << 30,
+            attention: 0,
+            process: 0,
+        };
+        fits(&need, Some(14 << 30)).unwrap();
+        let told = fits(&need, Some((14 << 30) - 1)).unwrap_err();
+        assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
+        assert!(
+            told.contains("the GPU has free 14.0 GiB") && told.contains("bf16_moments"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn what_is_kept_is_not_rounded_in_the_middle_of_a_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("recipe.toml");
+        let recipe = |state: Option<ParameterState>| {
+            let text = "[run]\ndir = \"x\"\n[model]\ncheckpoint = \"c\"\n\
+                        [data]\nfiles = [\"*.txt\"]\nlen = 8\n";
+            let mut recipe = Recipe::parse(text, "r.toml", &[]).unwrap();
+            recipe.precision.state = state;
+            recipe
+        };
+        use ParameterState::{Bf16, Bf16Moments, Exact, F32};
+        let states =
+            [(None, 0), (Some(F32), 0), (Some(Exact), 0), (Some(Bf16Moments), 1), (Some(Bf16), 2)];
+        for (saved, kept) in states {
+            std::fs::write(&path, recipe(saved).to_toml().unwrap()).unwrap();
+            for (new, keeps) in states {
+                let refused = same_run(&recipe(new), &path).map_err(|e| e.to_string());
+                assert_eq!(refused.is_err(), keeps > kept, "{saved:?} to {new:?}: {refused:?}");
+            }
+        }
+        std::fs::write(&path, recipe(None).to_toml().unwrap()).unwrap();
+        let told = same_run(&recipe(Some(Bf16Moments)), &path).unwrap_err().to_string();
+        assert!(told.contains("precision.state is not what this run was started with"), "{told}");
     }
 }

@@ -563,3 +563,38 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
     std::fs::write(&file, before).unwrap();
     assert_eq!(place.run(&place.recipe(&["train.steps=7"]), Start::Resume).unwrap().0.steps, 7);
 }
+
+#[test]
+fn the_cpu_refuses_a_state_that_it_does_not_keep() {
+    let place = Place::new();
+    let recipe = place.recipe(&["precision.state=\"exact\""]);
+    let told = place.run(&recipe, Start::New).unwrap_err().to_string();
+    assert!(told.contains("precision.state: is \"exact\", but the CPU keeps f32"), "{told}");
+    assert!(!recipe.run.dir.exists());
+}
+
+#[test]
+fn a_resume_tells_of_the_device_that_earlier_steps_ran_on() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&["train.steps=2"]), Start::New).unwrap();
+    let path = first.checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(!text.contains("gpu"), "a CPU's state is that of earlier versions: {text}");
+    let elsewhere = text.replacen('{', "{\n  \"gpu\": \"NVIDIA H200\",", 1);
+    std::fs::write(&path, elsewhere).unwrap();
+    let options = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
+    let mut told = Devices::default();
+    train(&place.recipe(&["train.steps=4"]), &place.file(), options, &mut told).unwrap();
+    train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
+    assert_eq!(told.0, [Some("NVIDIA H200".to_owned()), None]);
+}
+
+/// The devices that earlier steps ran on, of each run.
+#[derive(Default)]
+struct Devices(Vec<Option<String>>);
+
+impl Observer for Devices {
+    fn started(&mut self, run: &Started) {
+        self.0.push(run.other_device.clone());
+    }
+}

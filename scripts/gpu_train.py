@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""Trains on a GPU and holds what comes of it to the CPU; part of gpu-bundle/ as train.py.
+
+    train.py FOVEATE FOLDER [--tokens-per-second]
+
+Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
+CPU's, repeats, `kill -9` at any moment and resume bit for bit, a run that goes from the CPU to the GPU
+and back, evaluation and generation on the device. --tokens-per-second also times a model of 135
+million parameters with random weights. One line a check, ending in `passed` or FAILED; fails when one
+does. Without a GPU it says why and passes.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 150  # a command's limit: kernels can hang
+RECIPE = """
+[run]
+dir = "unset"
+seed = 5
+[model]
+hidden_size = 136
+intermediate_size = 264
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
+tie_word_embeddings = true
+[attention]
+mask = "causal & document"
+[data]
+files = ["*.txt"]
+len = 200
+held_out = 0.1
+[train]
+steps = 20
+batch_rows = 3
+accumulate = 2
+eval_every = 0
+save_every = 5
+keep = 50
+[optimizer]
+lr = 3e-3
+[schedule]
+warmup_steps = 4
+"""
+SMOLLM = """
+[run]
+dir = "unset"
+[model]
+vocab_size = 49152
+hidden_size = 576
+intermediate_size = 1536
+num_hidden_layers = 30
+num_attention_heads = 9
+num_key_value_heads = 3
+max_position_embeddings = 2048
+tie_word_embeddings = true
+[attention]
+mask = "causal & document"
+[data]
+files = ["*.txt"]
+len = 2048
+held_out = 0
+[train]
+steps = 30
+batch_rows = 8
+save_every = 0
+eval_every = 0
+"""
+failures = 0
+
+
+def tell(name, ok, detail=""):
+    global failures
+    failures += not ok
+    print(f"{name}: {detail + ' ' if detail else ''}{'passed' if ok else 'FAILED'}", flush=True)
+
+
+class Place:
+    """A folder with texts and recipes, and the command."""
+
+    def __init__(self, foveate, folder):
+        self.foveate, self.folder = foveate, Path(folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        letters = random.Random(3)
+        words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 8))) for _ in range(400)]
+        for i in range(60):
+            text = " ".join(letters.choices(words, k=letters.randint(30, 900)))
+            (self.folder / f"{i:02}.txt").write_text(text)
+        (self.folder / "tiny.toml").write_text(RECIPE)
+        (self.folder / "smollm.toml").write_text(SMOLLM)
+
+    def arguments(self, run, device, sets=(), recipe="tiny", flags=()):
+        command = [self.foveate, "train", str(self.folder / f"{recipe}.toml"), "--device", device]
+        for key in (f"run.dir={self.folder / run}", *sets):
+            command += ["--set", key]
+        return [*command, *flags]
+
+    def train(self, run, device, sets=(), recipe="tiny", flags=()):
+        command = self.arguments(run, device, sets, recipe, flags)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"{run} on {device}: {done.stderr.strip().splitlines()[-3:]}")
+        return self.steps(run)
+
+    def steps(self, run):
+        """The records of the steps of a run, by number: of a step taken twice the later one."""
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines if line.startswith("{")]
+        return {r["step"]: r for r in records if "grad_norm" in r}
+
+    def losses(self, run):
+        return [r["loss"] for _, r in sorted(self.steps(run).items())]
+
+    def weights(self, run):
+        """A hash of the masters and moments of the newest checkpoint."""
+        last = sorted((self.folder / run / "checkpoints").glob("step-*"))[-1]
+        return hashlib.sha256((last / "masters.safetensors").read_bytes()).hexdigest()
+
+    def checkpoint(self, run):
+        return str(sorted((self.folder / run / "checkpoints").glob("step-*"))[-1])
+
+
+def worst(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def beside_the_cpu(place):
+    place.train("cpu", "cpu")
+    cpu = place.losses("cpu")
+    # f32 products may run in other orders; bf16 has 8 bits, and 20 steps carry them on.
+    for state, allowed in (("f32", 1e-4), ("exact", 1e-2), ("bf16_moments", 1e-2)):
+        place.train(state, "cuda:0", [f"precision.state={state}"])
+        found = place.losses(state)
+        off = worst(found, cpu)
+        detail = f"first {cpu[0]:.4f}, last {cpu[-1]:.4f} beside {found[-1]:.4f}, at most {off:.2e} apart"
+        tell(f"20 losses in {state} beside the CPU's", off < allowed and found[-1] < found[0] - 0.3, detail)
+
+
+def repeats(place):
+    place.train("again", "cuda:0", ["precision.state=exact"])
+    same = place.losses("again") == place.losses("exact")
+    same = same and place.weights("again") == place.weights("exact")
+    tell("a repeat has the same losses and weights", same)
+
+
+def killed(place):
+    moments = random.Random(11)
+    for i in range(3):
+        run, after = f"killed-{i}", moments.randint(1, 15)
+        command = place.arguments(run, "cuda:0", ["precision.state=exact", "train.save_every=3"], flags=["--json"])
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        seen = 0
+        for line in process.stdout:
+            seen += '"kind":"step"' in line.replace(" ", "")
+            if seen > after:
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        saved = list((place.folder / run / "checkpoints").glob("step-*"))
+        flag = "--resume" if saved else "--start-over"
+        place.train(run, "cuda:0", ["precision.state=exact", "train.save_every=3"], flags=[flag])
+        same = place.losses(run) == place.losses("exact") and place.weights(run) == place.weights("exact")
+        tell(f"killed after step {after}, the resumed run is the uninterrupted one", same)
+
+
+def across(place):
+    """Five steps on the CPU, five on the GPU, the rest on the CPU."""
+    for device, steps, flags in (("cpu", 5, []), ("cuda:0", 10, ["--resume"]), ("cpu", 20, ["--resume"])):
+        # The schedule counts the steps of a run, so it is constant here.
+        sets = [f"train.steps={steps}", "schedule.kind=constant", "precision.state=f32"]
+        place.train("across", device, sets, flags=flags)
+    place.train("stays", "cpu", ["schedule.kind=constant"])
+    off = worst(place.losses("across"), place.losses("stays"))
+    tell("a run goes from the CPU to the GPU and back", off < 1e-4, f"at most {off:.2e} apart")
+
+
+def used(place):
+    """Evaluation and generation beside the CPU's."""
+    found = {}
+    for device in ("cpu", "cuda:0"):
+        command = [place.foveate, "eval", place.checkpoint("exact"), str(place.folder / "0*.txt")]
+        command += ["--device", device, "--json", "--len", "200"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            return tell("eval", False, done.stderr.strip()[-300:])
+        found[device] = json.loads(done.stdout)["loss"]
+    off = abs(found["cpu"] - found["cuda:0"])
+    tell("eval beside the CPU's", off < 1e-2, f"{found['cpu']:.4f} and {found['cuda:0']:.4f}")
+    texts = []
+    for device in ("cpu", "cuda:0"):
+        command = [place.foveate, "generate", place.checkpoint("exact"), "--prompt", "the ", "--json"]
+        command += ["--device", device, "--temperature", "0", "--max-tokens", "12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            return tell("generate", False, done.stderr.strip()[-300:])
+        texts.append(json.loads(done.stdout)["token_ids"])
+    # Greedy tokens may differ where two are nearly as likely; the first are not.
+    tell("generate begins as the CPU's", texts[0][:2] == texts[1][:2], f"{texts[0]} and {texts[1]}")
+
+
+def speed(place):
+    """Tokens a second of a model of SmolLM-135M's sizes."""
+    for state in ("exact", "f32"):
+        steps = place.train(f"speed-{state}", "cuda:0", [f"precision.state={state}"], "smollm")
+        rates = sorted(r["packed_tokens_per_s"] for n, r in steps.items() if n > 10)
+        record = steps[max(steps)]
+        parts = {key: round(1e3 * record[key], 2) for key in ("seconds", "data_seconds", "linear_seconds", "loss_seconds", "optimizer_seconds")}
+        tell(f"135M, 8 rows of 2048, {state}", True, f"{rates[len(rates) // 2]:,.0f} tokens/s (median of {len(rates)} steps); last step in ms: {parts}; loss {record['loss']:.3f};")
+
+
+def main():
+    foveate, folder = sys.argv[1:3]
+    doctor = subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True, timeout=SECONDS)
+    if '"arch"' not in doctor.stdout:
+        print("train declined: no GPU")
+        return 0
+    place = Place(foveate, folder)
+    checks = [beside_the_cpu, repeats, killed, used, across]
+    if "--tokens-per-second" in sys.argv:
+        checks.append(speed)
+    for check in checks:
+        start = time.monotonic()
+        try:
+            check(place)
+        except Exception as error:  # the next check may still say something
+            tell(check.__name__, False, str(error)[-600:])
+        print(f"  {check.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
