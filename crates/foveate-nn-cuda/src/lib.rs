@@ -42,7 +42,7 @@
 //! | [`gated::Gated`], its backward | 6, 12 |
 //! | [`rope::Rope`] | 4, of the heads that turn |
 //! | [`embedding::Embedding`], its backward | 4; 2, and 8 of each row of the table that is met |
-//! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 mostly come from L2; without gradient 2 |
+//! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 come from L2 where the rows in work fit it; without gradient 2 |
 //! | [`vectors::CopyRows`] | 4 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
