@@ -7,8 +7,8 @@
 //
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
-// queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; and HOLDS_SUMS, whether
-// warps hold HeldSums.
+// queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; HOLDS_SUMS, whether warps
+// hold HeldSums; and SCORE_COPIES, in how many kinds of steps a score stands.
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
@@ -60,7 +60,7 @@ __device__ void for_each_score(F f) {
 }
 
 // Whether score function and derivative run in a loop instead of being unrolled.
-constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, GRADIENT_INSTRUCTIONS);
+constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, SCORE_COPIES * GRADIENT_INSTRUCTIONS);
 
 // row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
