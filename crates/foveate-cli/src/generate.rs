@@ -8,6 +8,7 @@ use foveate_train::chat::{ChatTemplate, Message};
 use foveate_train::checkpoint;
 use foveate_train::device::{DeviceChoice, DeviceOptions, OnDevice};
 use foveate_train::tokens::{Ends, Tokenizer};
+use foveate_train::whole;
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -221,13 +222,36 @@ fn of_option(e: NnError) -> Failure {
 
 const OPTIONS: [&str; 3] = ["temperature", "top_k", "top_p"];
 
-/// What is in the file `given`, without the end of its last line, or `given` itself where there is no
-/// such file.
+/// What is in the file `given`, without the end of its last line, or `given` itself where nothing has
+/// that path.
 fn file_or_text(given: &str) -> Result<String, Failure> {
-    if !Path::new(given).is_file() {
+    let path = Path::new(given);
+    if !path.exists() {
         return Ok(given.to_owned());
     }
-    std::fs::read_to_string(given)
+    whole::read_text(path)
         .map(|text| text.trim_end().to_owned())
         .map_err(|e| Failure::new(format!("{given}: could not be read: {e}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_message_is_a_file_or_a_text_and_no_device() {
+        assert_eq!(file_or_text("Be brief. ").unwrap(), "Be brief. ");
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("system.txt");
+        std::fs::write(&file, "Be brief.\n").unwrap();
+        assert_eq!(file_or_text(file.to_str().unwrap()).unwrap(), "Be brief.");
+        #[cfg(unix)]
+        {
+            let Failure::Failed(report) = file_or_text("/dev/zero").unwrap_err() else {
+                panic!("a device is no text")
+            };
+            let said = "/dev/zero: could not be read: it is a pipe or a device, not a file";
+            assert_eq!(report.to_string(), said);
+        }
+    }
 }
