@@ -16,7 +16,9 @@
 //!   than the derived one is an error that names operand, axis, expected and found; nothing is
 //!   resharded silently.
 //! - [`interchange`]: layouts as JAX's `PartitionSpec` and DTensor's placements.
-//! - [`collectives`]: what ranks send each other, with ranks that are threads of a process.
+//! - [`collectives`]: what ranks send each other, with ranks that are threads of a process, or
+//!   processes that meet over TCP.
+//! - [`launch`]: which rank a process is, by what its launcher says.
 //! - [`Permutation`]: the order of a row's tokens, as a value with an identity.
 //! - [`Dispatch`]: which rank of `context` computes which tokens, by the live entries of the masks of
 //!   all layers ([`Planes`]).
@@ -51,6 +53,7 @@ mod dispatch;
 mod error;
 mod hash;
 pub mod interchange;
+pub mod launch;
 mod layout;
 mod map;
 mod mesh;

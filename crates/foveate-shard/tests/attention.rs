@@ -136,7 +136,7 @@ fn operand(dtype: DType, seed: u64, shape: [usize; 4]) -> Tensor {
     Tensor::from_fn(dtype, shape, |_| random.normal())
 }
 
-type Rank = (Tensor, Tensor<3>, [Tensor; 3], Option<Vec<f32>>, BTreeMap<String, Vec<f32>>);
+type Found = (Tensor, Tensor<3>, [Tensor; 3], Option<Vec<f32>>, BTreeMap<String, Vec<f32>>);
 
 /// Runs a case over a mesh and compares everything with the oracle; returns the ranks' results.
 fn run(
@@ -144,7 +144,7 @@ fn run(
     dtype: DType,
     mesh: [usize; 4],
     strategy: Option<Strategy>,
-) -> Result<Vec<Rank>, ShardError> {
+) -> Result<Vec<Found>, ShardError> {
     let element = match dtype {
         DType::BF16 => ElementType::BF16,
         DType::F16 => ElementType::F16,

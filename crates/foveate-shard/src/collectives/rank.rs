@@ -1,0 +1,215 @@
+//! A rank of a group, over any wire.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+use super::inbox::{Ended, Inbox, Sent, Way};
+use super::{Collectives, Expected, Kind, Message, a_part_each, members_of};
+use crate::error::{ShardError, refused};
+
+/// How messages reach another rank.
+pub(super) trait Wire: fmt::Debug + Send + Sync {
+    /// Where messages for this rank arrive.
+    fn inbox(&self) -> &Inbox;
+
+    /// Brings a message on its way. Waits for nobody to take it.
+    fn send(&self, way: Way, sent: Sent) -> Result<(), ShardError>;
+
+    /// Ends what every rank waits for, with `why`.
+    fn abort(&self, why: &str);
+}
+
+/// Transfers that [`Rank::history`] remembers.
+const HISTORY: usize = 1000;
+
+/// One call of a collective, as [`Rank::history`] tells it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Transfer {
+    /// Which call this was of all calls of the rank, counted from 1.
+    pub number: u64,
+    /// What was called.
+    pub kind: Kind,
+    /// Ranks of the group, as they are called in the whole.
+    pub members: Vec<usize>,
+    /// Bytes that were sent to other ranks.
+    pub bytes: usize,
+    /// Seconds after the ranks met when it began.
+    pub began: f64,
+    /// Seconds after the ranks met when it ended; `None` while it lasts, and where it failed.
+    pub ended: Option<f64>,
+}
+
+#[derive(Debug)]
+struct History {
+    met: Instant,
+    calls: u64,
+    last: VecDeque<Transfer>,
+}
+
+/// A rank that is a thread ([`super::run_threads`]) or a process ([`super::connect`]).
+#[derive(Debug)]
+pub struct Rank {
+    wire: Arc<dyn Wire>,
+    /// Tells groups apart.
+    group: u64,
+    /// Ranks of the whole, in order of rank of the group.
+    members: Vec<usize>,
+    rank: usize,
+    /// Collectives of the group so far.
+    number: Mutex<u64>,
+    /// Subgroups made so far, by their members.
+    subgroups: Mutex<HashMap<Vec<usize>, u64>>,
+    /// Shared by all groups of the rank.
+    history: Arc<Mutex<History>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Rank {
+    /// `rank` of the group of all `ranks`.
+    pub(super) fn of_all(wire: Arc<dyn Wire>, rank: usize, ranks: usize) -> Self {
+        let history = History { met: Instant::now(), calls: 0, last: VecDeque::new() };
+        Self {
+            wire,
+            group: 0,
+            members: (0..ranks).collect(),
+            rank,
+            number: Mutex::default(),
+            subgroups: Mutex::default(),
+            history: Arc::new(Mutex::new(history)),
+        }
+    }
+
+    /// The last 1,000 transfers of this rank, over all its groups, in the order in which they began.
+    pub fn history(&self) -> Vec<Transfer> {
+        lock(&self.history).last.iter().cloned().collect()
+    }
+
+    fn begin(&self, kind: Kind, bytes: usize) -> u64 {
+        let mut history = lock(&self.history);
+        history.calls += 1;
+        let (number, began) = (history.calls, history.met.elapsed().as_secs_f64());
+        if history.last.len() == HISTORY {
+            history.last.pop_front();
+        }
+        let members = self.members.clone();
+        history.last.push_back(Transfer { number, kind, members, bytes, began, ended: None });
+        number
+    }
+
+    fn end(&self, number: u64) {
+        let mut history = lock(&self.history);
+        let now = history.met.elapsed().as_secs_f64();
+        if let Some(transfer) = history.last.iter_mut().rev().find(|t| t.number == number) {
+            transfer.ended = Some(now);
+        }
+    }
+
+    fn send(&self, to: usize, sent: Sent) -> Result<(), ShardError> {
+        let from = self.members[self.rank];
+        self.wire.send(Way { group: self.group, from, to: self.members[to] }, sent)
+    }
+
+    /// The next message from a rank of the group, which has to be of this collective.
+    fn receive(&self, from: usize, kind: Kind, number: u64) -> Result<Vec<u8>, ShardError> {
+        let to = self.members[self.rank];
+        let way = Way { group: self.group, from: self.members[from], to };
+        self.wire.inbox().take(way, kind, number).or_else(|ended| match ended {
+            Ended::Aborted(why) => refused(format!("aborted: {why}")),
+            Ended::Found(why) => self.fail(why),
+        })
+    }
+
+    fn fail<T>(&self, why: String) -> Result<T, ShardError> {
+        self.wire.abort(&why);
+        refused(why)
+    }
+}
+
+impl Collectives for Rank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.members.len()
+    }
+
+    fn exchange_as(&self, kind: Kind, parts: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, ShardError> {
+        a_part_each(self, kind, &parts)?;
+        let number = {
+            let mut number = lock(&self.number);
+            *number += 1;
+            *number
+        };
+        let sent = parts.iter().map(Vec::len).sum::<usize>() - parts[self.rank].len();
+        let transfer = self.begin(kind, sent);
+        for (to, bytes) in parts.into_iter().enumerate() {
+            self.send(to, Sent { kind, number, bytes })?;
+        }
+        let received: Result<_, _> =
+            (0..self.ranks()).map(|from| self.receive(from, kind, number)).collect();
+        if received.is_ok() {
+            self.end(transfer);
+        }
+        received
+    }
+
+    fn send_receive(
+        &self,
+        sends: Vec<Message>,
+        receives: &[Expected],
+    ) -> Result<Vec<Vec<u8>>, ShardError> {
+        let peers = sends.iter().map(|m| m.peer).chain(receives.iter().map(|e| e.peer));
+        if let Some(none) = peers.into_iter().find(|&peer| peer >= self.ranks()) {
+            return refused(format!(
+                "send/receive: rank {none} of {}; there is none",
+                self.ranks()
+            ));
+        }
+        let transfer = self.begin(Kind::SendReceive, sends.iter().map(|m| m.bytes.len()).sum());
+        for Message { peer, bytes } in sends {
+            self.send(peer, Sent { kind: Kind::SendReceive, number: 0, bytes })?;
+        }
+        let mut received = Vec::with_capacity(receives.len());
+        for expected in receives {
+            let bytes = self.receive(expected.peer, Kind::SendReceive, 0)?;
+            if bytes.len() != expected.bytes {
+                let [from, own] = [expected.peer, self.rank].map(|rank| self.members[rank]);
+                let (sent, wanted) = (bytes.len(), expected.bytes);
+                return self.fail(format!(
+                    "rank {from} sent {sent} bytes to rank {own}, which expects {wanted}"
+                ));
+            }
+            received.push(bytes);
+        }
+        self.end(transfer);
+        Ok(received)
+    }
+
+    fn subgroup(&self, members: &[usize]) -> Result<Box<dyn Collectives>, ShardError> {
+        let rank = members_of(self, members)?;
+        let of_all: Vec<usize> = members.iter().map(|&m| self.members[m]).collect();
+        let mut made = lock(&self.subgroups);
+        let made = made.entry(members.to_vec()).or_default();
+        *made += 1;
+        let words = [self.group, *made].into_iter().chain(of_all.iter().map(|&m| m as u64));
+        Ok(Box::new(Self {
+            wire: Arc::clone(&self.wire),
+            group: crate::hash::words(words),
+            members: of_all,
+            rank,
+            number: Mutex::default(),
+            subgroups: Mutex::default(),
+            history: Arc::clone(&self.history),
+        }))
+    }
+
+    fn abort(&self, why: &str) {
+        self.wire.abort(&format!("rank {}: {why}", self.members[self.rank]));
+    }
+}
