@@ -93,10 +93,10 @@ def test_torchtitan_trains_on_packed_documents_as_with_its_own_attention(monkeyp
 
     # Its own flex attention has no backward on the CPU: the same layers with dense masks in torch's attention.
     def dense(q, k, v, block_mask, scale, enable_gqa, return_lse):
-        keep = create_mask(block_mask.mask_mod, q.shape[0], 1, SEQ, SEQ, "cpu")
+        keep = create_mask(block_mask.mask_mod, q.shape[0], 1, SEQ, SEQ, q.device)
         return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=enable_gqa)
 
-    monkeypatch.setattr(attention, "_compiled_create_block_mask", lambda *of: create_block_mask(*of, device="cpu"))
+    monkeypatch.setattr(attention, "_compiled_create_block_mask", lambda *of: create_block_mask(*of, device=torch.get_default_device()))
     monkeypatch.setattr(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense)
     theirs = trained()
     alone = trained("sdpa", "causal")
