@@ -73,13 +73,16 @@ def create_block_mask(
     extents = (batch, heads, Q_LEN, KV_LEN)
     if min(extents) < 0:
         raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
-    kinds = _kinds(mask_mod, extents, tile, device)
-    partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
-    full: tuple[Tensor | None, Tensor | None] = (None, None)
-    if separate_full_blocks:
-        full = _listed(kinds == 2)
     lengths = (Q_LEN, KV_LEN)
-    made: BlockMask = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
+    made: BlockMask
+    if device.type == "cuda":
+        tables = _tables_on_device(_trace.mask(mask_mod, extents), extents, tile, device, separate_full_blocks)
+        made = BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **tables)
+    else:
+        kinds = _kinds(mask_mod, extents, tile, device)
+        partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
+        full: tuple[Tensor | None, Tensor | None] = _listed(kinds == 2) if separate_full_blocks else (None, None)
+        made = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
     _own[made] = _state(made)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
@@ -134,6 +137,26 @@ def _kinds_on_device(
     if kv_len % tile[1]:
         kinds[..., -1].clamp_(max=1)
     return kinds.expand(batch, heads, rows, columns)
+
+
+def _tables_on_device(
+    traced: _native.Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device, apart: bool
+) -> dict[str, Any]:
+    """The tables by their names, made by the device without the host ever waiting."""
+    _cuda.start()
+    batch, heads, q_len, kv_len = extents
+    rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
+    shapes = {
+        "kv_num_blocks": (rows,), "kv_indices": (rows, columns), "q_num_blocks": (columns,), "q_indices": (columns, rows),
+    }
+    made: dict[str, Any] = {}
+    for kind in ("", "full_"):
+        for name, shape in shapes.items():
+            wanted = apart or not kind
+            made[kind + name] = torch.empty((batch, heads, *shape), dtype=torch.int32, device=device) if wanted else None
+    if batch and heads:
+        _native.tile_tables(traced, extents, tile, [t for t in made.values() if t is not None])
+    return made
 
 
 def create_mask(

@@ -65,4 +65,4 @@ pub use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, Queue};
 pub use operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
 };
-pub use plan::{CudaOptions, CudaPlan, Description};
+pub use plan::{CudaOptions, CudaPlan, Description, TileTables};

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 
 use foveate::cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
-    DeviceOperands, DevicePages, DeviceTensor, Engine, Queue,
+    DeviceOperands, DevicePages, DeviceTensor, Engine, Queue, TileTables,
 };
 use foveate::mask::Varies;
 use foveate::mods::{Buffer, DynExpr, Program};
@@ -393,10 +393,59 @@ pub fn tile_runs(
     counts: &Bound<'_, PyAny>,
     runs: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let Place::Cuda(device) = Borrowed::anywhere(counts)?.place else {
-        return Err(PyValueError::new_err("the runs are on no CUDA device"));
+    let into = [Borrowed::anywhere(counts)?, Borrowed::anywhere(runs)?];
+    tiles(py, mask, extents, tile, &into, |plan, queue, captures, arrays| {
+        let [batch, _, q_len, kv_len] = extents;
+        let into = [arrays[0], arrays[1]];
+        plan.tile_runs_on(queue, batch, [q_len, kv_len], tile, captures, into)
+    })
+}
+
+/// Queues the making of a block mask's tables on their device, contiguous int32: `kv_num_blocks [B, H, rows]`, `kv_indices
+/// [B, H, rows, columns]`, `q_num_blocks [B, H, columns]` and `q_indices [B, H, columns, rows]`, and of full tiles the same
+/// four, unless these are left out.
+#[pyfunction]
+pub fn tile_tables(
+    py: Python<'_>,
+    mask: &Traced,
+    extents: [usize; 4],
+    tile: [usize; 2],
+    tables: Vec<Bound<'_, PyAny>>,
+) -> PyResult<()> {
+    if ![4, 8].contains(&tables.len()) {
+        return Err(PyValueError::new_err("a block mask has four tables, or eight"));
+    }
+    let into = tables.iter().map(Borrowed::anywhere).collect::<PyResult<Vec<_>>>()?;
+    tiles(py, mask, extents, tile, &into, |plan, queue, captures, arrays| {
+        let [batch, _, q_len, kv_len] = extents;
+        let four = |from: usize| [0, 1, 2, 3].map(|i| arrays[from + i]);
+        let full = (arrays.len() == 8).then(|| four(4));
+        let into = TileTables { partial: four(0), full };
+        plan.tile_tables_on(queue, batch, [q_len, kv_len], tile, captures, &into)
+    })
+}
+
+/// Calls `run` with a plan for a mask alone, on the device of contiguous arrays.
+fn tiles(
+    py: Python<'_>,
+    mask: &Traced,
+    extents: [usize; 4],
+    tile: [usize; 2],
+    into: &[Borrowed],
+    run: impl FnOnce(
+        &CudaPlan,
+        &Queue,
+        &[(&str, DeviceArray<'_>)],
+        &[DeviceArray<'_>],
+    ) -> Result<(), CudaError>
+    + Send,
+) -> PyResult<()> {
+    let Place::Cuda(device) = into[0].place else {
+        return Err(PyValueError::new_err("the tables are on no CUDA device"));
     };
-    let [counts, runs] = [on(counts, device, "counts")?, on(runs, device, "runs")?];
+    if into.iter().any(|of| of.place != into[0].place || !of.is_contiguous()) {
+        return Err(PyValueError::new_err("tables must be contiguous, on one device"));
+    }
     let [batch, heads, q_len, kv_len] = extents;
     // A mask alone: its plan is never asked for attention, so any head dim and dtype will do.
     let shaped = |len| DeviceTensor::contiguous(0, DType::BF16, [batch, heads.max(1), len, 64]);
@@ -415,16 +464,15 @@ pub fn tile_runs(
     let captured = held(py, device, program, mask, &mut std::iter::empty())?;
     let captures: Vec<_> =
         captured.iter().map(|(name, held)| (&name[..], array(&held.at))).collect();
-    let row_major = |of| DeviceArray { strides: None, ..array(of) };
-    let into = [row_major(&counts), row_major(&runs)];
+    let arrays: Vec<_> = into.iter().map(|of| DeviceArray { strides: None, ..array(of) }).collect();
     let _current = Current::set(py, device)?;
     let queue = queue(py, kept.plan.engine(), device)?;
     let shapes: Vec<_> = captured.iter().map(|(_, h)| (&h.at.shape, &h.at.strides)).collect();
     let mut hasher = DefaultHasher::new();
-    ("tiles", extents, tile, shapes).hash(&mut hasher);
+    ("tiles", extents, tile, into.len(), shapes).hash(&mut hasher);
     let key = hasher.finish();
     memory::forget_error();
-    let run = || kept.plan.tile_runs_on(&queue, batch, [q_len, kv_len], tile, &captures, into);
+    let run = || run(&kept.plan, &queue, &captures, &arrays);
     if kept.is_first(key) { py.detach(run) } else { run() }.map_err(memory::raised)?;
     kept.remember(key);
     Ok(())

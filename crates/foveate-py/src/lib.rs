@@ -29,7 +29,9 @@ mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
-    use crate::cuda::{Plan as CudaPlan, cuda_plan, library_folders, tile_runs, varies};
+    use crate::cuda::{
+        Plan as CudaPlan, cuda_plan, library_folders, tile_runs, tile_tables, varies,
+    };
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, scalar, select, unary};
     #[pymodule_export]

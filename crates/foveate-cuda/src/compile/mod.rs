@@ -13,6 +13,7 @@ pub mod params;
 pub mod resources;
 pub mod source;
 pub mod spill_fallback;
+pub(crate) mod tile_tables;
 mod wgmma;
 
 pub use candidate::Candidate;

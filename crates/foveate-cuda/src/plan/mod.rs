@@ -37,6 +37,7 @@ use foveate_gpu::sync::lock;
 use foveate_gpu::{Engine, Queue};
 
 pub use describe::Description;
+pub use tile_runs::TileTables;
 
 /// How a plan runs.
 #[derive(Clone, Debug, PartialEq)]

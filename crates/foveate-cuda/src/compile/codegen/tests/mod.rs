@@ -6,6 +6,7 @@ mod operations;
 mod ranges;
 mod sequences;
 mod sine;
+mod tile_tables;
 
 use super::*;
 use foveate_gpu::Arch;
