@@ -29,130 +29,8 @@
 // What is slow beside products, and so is done before or after them: an access of smem waits until the products
 // that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
 
-// Rows of a tile from `live` on are none of the sequence's: what stands there, which may be NaN, is multiplied by
-// weights of 0. All consumers clear them together.
-__device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
-    const int thread = threadIdx.x - 128;
-    for (int chunk = live * 8 + thread; chunk < rows * 8; chunk += 128 * CONSUMERS)
-        for (int panel = 0; panel < tile_panels; ++panel)
-            *reinterpret_cast<uint4*>(tile + panel * rows * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
-    fence_async_proxy();
-    named_sync(1, 128 * CONSUMERS);
-}
-
-// `x` in a register of its own: the compiler does not make it again.
-__device__ u32 pinned(u32 x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
-// Not negative; of all weights of a lane (see keep_before).
-__device__ float sign_of_weights(const Scores& scores) {
-    u32 bits = 0;
-    for_each_score([&](int m, int n, int i) { bits |= __float_as_uint(scores.p(m, n, i)); });
-    return __uint_as_float(bits);
-}
-
-// The CTA's next item, from a counter. Whoever takes the last number that anybody takes sets it back.
-__device__ u32 next_item(const PersistentParams& persistent, u32 items) {
-    u32 taken = 0;
-    if (threadIdx.x % 32 == 0) {
-        taken = atomicAdd(persistent.taken, 1);
-        if (taken == items - 1) *persistent.taken = 0;
-    }
-    return gridDim.x + __shfl_sync(~0u, taken, 0);
-}
-
-// The scheduler: one warp, whose lanes do the same.
-__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, Barriers barriers) {
-    const u32 items = p.tile_count * p.heads_kv;
-    Ring<STEPS> ring;
-    auto announce = [&](const Step& step) {
-        barriers.step_empty(ring.stage).wait(ring.round - 1);
-        *reinterpret_cast<Step*>(shared + AT_STEPS + 64 * ring.stage) = step;
-        barriers.step_full(ring.stage).arrive_warp();
-        ring.advance();
-    };
-    Step step = {};
-    #pragma unroll 1
-    for (u32 number = blockIdx.x; number < items; number = next_item(persistent, items)) {
-        const Tile tile = p.tiles[number % p.tile_count];
-        const Sequence& own = p.sequences[tile.sequence];
-        step.head_kv = number / p.tile_count;
-        step.key = tile.tile * FV_BN;
-        step.keys = min(own.k_len - step.key, FV_BN);
-        step.k_batch = own.k_batch;
-        step.k_row = own.k_start + step.key;
-        LiveQueries queries = {p, tile, step.head_kv};
-        bool more = queries.next();
-        if (!more) {
-            step.kind = Step::EMPTY | Step::FIRST | Step::LAST;
-            announce(step);
-        }
-        #pragma unroll 1
-        for (bool first = true; more; first = false) {
-            const Sequence& s = p.sequences[tile.sequence + queries.sequence];
-            step.query = queries.tile * FV_BM;
-            step.queries = s.q_len - step.query;
-            step.q_batch = s.q_batch;
-            step.q_row = s.q_start + step.query;
-            step.head = step.head_kv * FV_GROUP + queries.member;
-            step.b = s.b;
-            step.q_len = s.q_len;
-            step.k_len = s.k_len;
-            step.dq = (i64(step.head) * p.sum_rows + s.sum_row + step.query) * FV_DP;
-            const bool evaluates = queries.evaluates || step.queries < FV_BM || step.keys < FV_BN;
-            ++queries.tile;
-            more = queries.next();
-            step.kind = (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
-            announce(step);
-        }
-    }
-    step.kind = Step::STOP;
-    announce(step);
-}
-
-// What the producers have in common.
-struct Copies {
-    const BackwardParams& p;
-    const PersistentParams& persistent;
-    const u32 base;
-    char* const shared;
-    const Barriers barriers;
-
-    // Calls `each(step)` for the steps of all items that have any.
-    template <typename F>
-    __device__ void for_each_step(F each) const {
-        Ring<STEPS> ring;
-        #pragma unroll 1
-        for (;; ring.advance()) {
-            barriers.step_full(ring.stage).wait(ring.round);
-            const Step& step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * ring.stage);
-            if (step.kind == Step::STOP) return;
-            if (!(step.kind & Step::EMPTY)) each(step);
-            barriers.step_empty(ring.stage).arrive();
-        }
-    }
-
-    // A tile of `rows` rows in panels, from a map of heads in groups.
-    template <int ROWS, int COLUMNS>
-    __device__ void queries(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int group, int batch) const {
-        #pragma unroll
-        for (int i = 0; i < panels(COLUMNS); ++i)
-            copy_panel(target + i * ROWS * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.q_row, step.head % FV_GROUP * head,
-                       step.head_kv * group, step.q_batch * batch);
-    }
-    template <int COLUMNS>
-    __device__ void keys(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int batch) const {
-        #pragma unroll
-        for (int i = 0; i < panels(COLUMNS); ++i)
-            copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head, step.k_batch * batch);
-    }
-};
-
 // The producer of K and Q: one thread.
-__device__ void copy_k_and_q(const Copies& copies, const TensorMap& map_k, const TensorMap& map_q) {
-    const Barriers& barriers = copies.barriers;
+__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
     const PersistentParams& at = copies.persistent;
     Ring<FV_STAGES> q;
     int item = -1;
@@ -170,8 +48,7 @@ __device__ void copy_k_and_q(const Copies& copies, const TensorMap& map_k, const
 }
 
 // The producer of V and dO: one thread.
-__device__ void copy_v_and_d_out(const Copies& copies, const TensorMap& map_v, const TensorMap& map_d_out) {
-    const Barriers& barriers = copies.barriers;
+__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
     const PersistentParams& at = copies.persistent;
     Ring<FV_STAGES> d_out;
     int item = -1;
@@ -189,11 +66,9 @@ __device__ void copy_v_and_d_out(const Copies& copies, const TensorMap& map_v, c
     });
 }
 
-// The producer of lse and delta: one warp. What is subtracted from the scores of a row is infinity where no key
-// is visible, and past the end of the sequence, so that P = 0.
-__device__ void copy_rows(const Copies& copies) {
+// The producer of lse and delta: one warp.
+__device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     const BackwardParams& p = copies.p;
-    const Barriers& barriers = copies.barriers;
     const int lane = threadIdx.x % 32;
     Ring<FV_STAGES> stage;
     int number = 0;
@@ -205,27 +80,15 @@ __device__ void copy_rows(const Copies& copies) {
         const int kind = step.kind;
         if (kind == Step::STOP) return;
         float lse[FV_BM / 32], delta[FV_BM / 32];
-        if (!(kind & Step::EMPTY)) {
-            #pragma unroll
-            for (int i = 0; i < FV_BM / 32; ++i) {
-                const int row = i * 32 + lane;
-                lse[i] = -infinity();
-                delta[i] = 0.f;
-                if (row < step.queries) {
-                    lse[i] = __ldg(p.lse.data + step.q_batch * p.lse.batch + step.head * p.lse.head + (step.q_row + row) * p.lse.row);
-                    delta[i] = __ldg(p.delta.data + step.q_batch * p.delta.batch + step.head * p.delta.head + (step.q_row + row) * p.delta.row);
-                }
-            }
-        }
+        if (!(kind & Step::EMPTY)) read_rows(p, step, lse, delta);
         barriers.step_empty(ring.stage).arrive_warp();
         if (kind & Step::EMPTY) continue;
         const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1} : stage.before().before();
         barriers.d_out_empty(before.stage).wait(before.round);
         #pragma unroll
         for (int i = 0; i < FV_BM / 32; ++i) {
-            const float x = lse[i] == -infinity() ? infinity() : lse[i];
             float* const to = reinterpret_cast<float*>(copies.shared) + (ROW_STAGES == FV_STAGES ? stage.stage : number & 1) * FV_BM + i * 32 + lane;
-            to[AT_LSE / 4] = HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
+            to[AT_LSE / 4] = subtracted(lse[i]);
             to[AT_DELTA / 4] = delta[i];
         }
         barriers.full(stage.stage).arrive_warp();
@@ -255,10 +118,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     if (warpgroup == 0) {
         give_registers<PRODUCER_REGISTERS>();
         const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && elect_one()) copy_k_and_q(copies, map_k, map_q);
-        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, map_v, map_d_out);
+        if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
+        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
         if (warp == 2) schedule(p, persistent, shared, barriers);
-        if (warp == 3) copy_rows(copies);
+        if (warp == 3) copy_rows(copies, barriers);
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
@@ -491,8 +354,9 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         }
         if constexpr (FV_CAPTURES) held.add_held(mods);
         const Step done = step_at(place);
-        store_gradient(p.dk, done, FV_D, dk, p.scale, p.accumulate);
-        store_gradient(p.dv, done, FV_DV, dv, 1.f, p.accumulate);
+        auto first_of = [&](const View& view) { return view.at(done.k_batch, done.head_kv, done.k_row); };
+        store_gradient(p.dk, first_of(p.dk), done.keys, FV_D, dk, p.scale, p.accumulate);
+        store_gradient(p.dv, first_of(p.dv), done.keys, FV_DV, dv, 1.f, p.accumulate);
         release_step();
     }
     if (leads_warp()) await_bulk_reads();

@@ -1,54 +1,27 @@
-// Parts of fv_backward on Hopper: what its roles hand to each other, and the products of a consumer.
+// Parts of fv_backward on Hopper: its mbarriers, and the products of a consumer.
 
-// A tile of queries against the tile of keys that the CTA is at, 64 bytes in smem. The scheduler finds it; the
-// producers copy what it needs; the consumers compute it.
-struct Step {
-    int kind;                   // the sum of the constants below
-    int query, queries;         // the first query of its sequence, and how many there are from it on
-    int q_batch, q_row;         // where that is
-    int head, b, q_len, k_len;
-    // Of the item: a tile of keys of a KV head.
-    int key, keys;
-    int k_batch, k_row, head_kv;
-    i64 dq;                     // where dq_accum of the tile begins
+// The mbarriers.
+struct Barriers : StepBarriers {
+    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, COUNT = RINGS + 3 * FV_STAGES;
 
-    static constexpr int EVALUATES = 1;  // the mask is evaluated, or queries or keys are cut off at the end of the sequence
-    static constexpr int FIRST = 2;      // of its item
-    static constexpr int LAST = 4;       // of its item
-    static constexpr int EMPTY = 8;      // nobody sees the keys: no step at all
-    static constexpr int STOP = 16;      // there is no item any more
-};
-static_assert(sizeof(Step) == 64, "a place of the ring");
-
-// The mbarriers, 8 bytes each. A stage in round r is full for whoever has waited for round r, and empty for
-// whoever has waited for round r - 1.
-struct Barriers {
-    u32 base;
-
-    __device__ CopyBarrier k_full() const { return at(0); }
-    __device__ CopyBarrier v_full() const { return at(1); }
-    __device__ CopyBarrier k_empty() const { return at(2); }
-    __device__ CopyBarrier v_empty() const { return at(3); }
-    __device__ CopyBarrier ds_full(int stage) const { return at(4 + stage); }
-    __device__ CopyBarrier step_full(int place) const { return at(6 + place); }
-    __device__ CopyBarrier step_empty(int place) const { return at(6 + STEPS + place); }
+    __device__ CopyBarrier k_full() const { return at(OWN); }
+    __device__ CopyBarrier v_full() const { return at(OWN + 1); }
+    __device__ CopyBarrier k_empty() const { return at(OWN + 2); }
+    __device__ CopyBarrier v_empty() const { return at(OWN + 3); }
+    __device__ CopyBarrier ds_full(int stage) const { return at(OWN + 4 + stage); }
     // Of Q, dO, lse and delta.
-    __device__ CopyBarrier full(int stage) const { return at(6 + 2 * STEPS + stage); }
-    __device__ CopyBarrier q_empty(int stage) const { return at(6 + 2 * STEPS + FV_STAGES + stage); }
+    __device__ CopyBarrier full(int stage) const { return at(RINGS + stage); }
+    __device__ CopyBarrier q_empty(int stage) const { return at(RINGS + FV_STAGES + stage); }
     // Of dO, and of lse and delta, of which there are ROW_STAGES.
-    __device__ CopyBarrier d_out_empty(int stage) const { return at(6 + 2 * STEPS + 2 * FV_STAGES + stage); }
-    static constexpr int COUNT = 6 + 2 * STEPS + 3 * FV_STAGES;
+    __device__ CopyBarrier d_out_empty(int stage) const { return at(RINGS + 2 * FV_STAGES + stage); }
 
     __device__ void init() const {
+        init_steps();
         k_full().init(1);
         v_full().init(1);
         k_empty().init(CONSUMERS);
         v_empty().init(CONSUMERS);
         for (int s = 0; s < 2; ++s) ds_full(s).init(4 * CONSUMERS);
-        for (int i = 0; i < STEPS; ++i) {
-            step_full(i).init(1);
-            step_empty(i).init(3 + 4 * CONSUMERS);
-        }
         for (int s = 0; s < FV_STAGES; ++s) {
             full(s).init(3);
             q_empty(s).init(CONSUMERS);
@@ -56,56 +29,8 @@ struct Barriers {
         }
         fence_barrier_init();
     }
-
-private:
-    __device__ CopyBarrier at(int number) const {
-        CopyBarrier barrier;
-        barrier.at = base + AT_BARRIERS + 8 * number;
-        return barrier;
-    }
 };
 static_assert(64 * STEPS + 8 * Barriers::COUNT <= END_BYTES, "no room for barriers");
-
-// Iterates over the live tiles of queries of an item: of every sequence that reads its keys, and of every query
-// head of the group.
-struct LiveQueries {
-    const BackwardParams& p;
-    const Tile keys;
-    const int head_kv;
-    int sequence = 0, member = -1;      // of those that read the keys, and head of the group
-    const Run* at = nullptr;            // the remaining runs
-    int runs = 0;
-    int tile = 0, end = 0;              // remaining tiles of the current run
-    bool evaluates = false;
-
-    __device__ bool next() {
-        while (tile == end) {
-            if (runs == 0) {
-                if (++member == FV_GROUP) {
-                    member = 0;
-                    if (++sequence == p.sharing) return false;
-                }
-                const Sequence& s = p.sequences[keys.sequence + sequence];
-                if constexpr (FV_MASK) {
-                    const int row = s.first_row + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
-                    runs = p.lists.counts[row];
-                    at = p.lists.runs + i64(row) * p.lists.capacity;
-                } else {
-                    tile = 0;
-                    end = ceil_div(s.q_len, FV_BM);
-                }
-            } else {
-                --runs;
-                const int count_kind = at->count_kind;
-                tile = at->first;
-                end = tile + (count_kind >> 1);
-                evaluates = count_kind & 1;
-                ++at;
-            }
-        }
-        return true;
-    }
-};
 
 // S^T = K Q^T and dP^T = V dO^T: 64 rows of one tile, all of the other, over COLUMNS.
 template <int COLUMNS>
@@ -166,35 +91,4 @@ __device__ void store_dq(u32 lane, const float (&dq)[N_Q][4]) {
     for (int n = 0; n < N_Q; ++n)
         if (FV_DP % PANEL_COLUMNS == 0 || dq_column() + n < N_K)
             asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(lane + n * 512), "f"(dq[n][0]), "f"(dq[n][1]), "f"(dq[n][2]), "f"(dq[n][3]) : "memory");
-}
-
-// Writes a consumer's 64 rows of dK or dV.
-template <int COLUMNS>
-__device__ void store_gradient(const View& view, const Step& item, int dim, const float (&sums)[COLUMNS][4], float factor, bool accumulate) {
-    const int lane = threadIdx.x % 32;
-    GradElem* data = static_cast<GradElem*>(view.data) + view.at(item.k_batch, item.head_kv, item.k_row);
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = warp_row() + lane / 4 + half * 8;
-        #pragma unroll
-        for (int n = 0; n < COLUMNS; n += 4) {
-            // Accumulators n .. n + 4 of a row lie across a quad; afterwards each lane has one of them whole.
-            u32 low[4], high[4];
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                low[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2] * factor) : 0;
-                high[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2 + 1] * factor) : 0;
-            }
-            exchange_in_quad(low);
-            exchange_in_quad(high);
-            const int column = (n + lane % 4) * 8;
-            float x[8];
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[i * 2] = __uint_as_float(low[i]);
-                x[i * 2 + 1] = __uint_as_float(high[i]);
-            }
-            if (row < item.keys && column < dim) store_aligned(data + row * view.row + column, x, accumulate);
-        }
-    }
 }

@@ -56,10 +56,3 @@ __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }
 
 __device__ float lse_of(float lse) { return lse; }         // as Statistics leaves it
-// One f32 of each of the lane's queries: lse, or delta; `first` is the smem address of that of its first.
-template <int HELD>
-__device__ void load_rows(float (&rows)[HELD], u32 first) {
-    #pragma unroll
-    for (int h = 0; h < HELD; h += 2)
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(rows[h]), "=f"(rows[h + 1]) : "r"(first + h * 16));
-}

@@ -20,6 +20,8 @@ const HOPPER: &str = include_str!("../../kernels/hopper/hopper.cuh");
 const ROWS: &str = include_str!("../../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
 const PORTABLE_BACKWARD: &str = include_str!("../../kernels/portable/backward_device.cuh");
+const HOPPER_STEPS: &str = include_str!("../../kernels/hopper/backward_steps.cuh");
+const HOPPER_KEYS: &str = include_str!("../../kernels/hopper/backward_keys.cuh");
 const BACKWARD_SCORES: &str = include_str!("../../kernels/backward_scores.cuh");
 
 /// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products,
@@ -59,6 +61,8 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             HOPPER,
             include_str!("../../kernels/hopper/backward_layout.cuh"),
             BACKWARD_SCORES,
+            HOPPER_STEPS,
+            HOPPER_KEYS,
             include_str!("../../kernels/hopper/backward_device.cuh"),
             include_str!("../../kernels/hopper/backward.cu"),
         ],

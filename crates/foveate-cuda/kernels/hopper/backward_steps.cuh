@@ -1,0 +1,200 @@
+// What the persistent kernels of the Hopper backward have in common: one warp, the scheduler, takes the CTA's items
+// and announces their steps in a ring in smem; the producers copy what a step needs, and the consumers compute it.
+//
+// A layout says before: STEPS, AT_STEPS, AT_BARRIERS, CONSUMERS.
+
+// A tile of queries against a tile of keys, 64 bytes in smem.
+struct Step {
+    int kind;                   // the sum of the constants below
+    int query, queries;         // the first query of its sequence, and how many there are from it on
+    int q_batch, q_row;         // where that is
+    int head, b, q_len, k_len;
+    int key, keys;              // the same of the keys
+    int k_batch, k_row, head_kv;
+    i64 dq;                     // where dq_accum of the tile begins
+
+    static constexpr int EVALUATES = 1;  // the mask is evaluated, or queries or keys are cut off at the end of the sequence
+    static constexpr int FIRST = 2;      // of its item
+    static constexpr int LAST = 4;       // of its item
+    static constexpr int EMPTY = 8;      // the item has no step at all
+    static constexpr int STOP = 16;      // there is no item any more
+};
+static_assert(sizeof(Step) == 64, "a place of the ring");
+
+// The mbarriers of the ring of steps, 8 bytes each. A stage in round r is full for whoever has waited for round r,
+// and empty for whoever has waited for round r - 1.
+struct StepBarriers {
+    u32 base;
+
+    __device__ CopyBarrier step_full(int place) const { return at(place); }
+    __device__ CopyBarrier step_empty(int place) const { return at(STEPS + place); }
+    static constexpr int STEP_BARRIERS = 2 * STEPS;
+
+    __device__ void init_steps() const {
+        for (int i = 0; i < STEPS; ++i) {
+            step_full(i).init(1);
+            step_empty(i).init(3 + 4 * CONSUMERS);
+        }
+    }
+
+    __device__ CopyBarrier at(int number) const {
+        CopyBarrier barrier;
+        barrier.at = base + AT_BARRIERS + 8 * number;
+        return barrier;
+    }
+};
+
+// The CTA's next item, from a counter. Whoever takes the last number that anybody takes sets it back.
+__device__ u32 next_item(const PersistentParams& persistent, u32 items) {
+    u32 taken = 0;
+    if (threadIdx.x % 32 == 0) {
+        taken = atomicAdd(persistent.taken, 1);
+        if (taken == items - 1) *persistent.taken = 0;
+    }
+    return gridDim.x + __shfl_sync(~0u, taken, 0);
+}
+
+// The scheduler's end of the ring. All lanes of its warp call it.
+struct Announcer {
+    char* const shared;
+    const StepBarriers barriers;
+    Ring<STEPS> ring;
+
+    __device__ void announce(const Step& step) {
+        barriers.step_empty(ring.stage).wait(ring.round - 1);
+        *reinterpret_cast<Step*>(shared + AT_STEPS + 64 * ring.stage) = step;
+        barriers.step_full(ring.stage).arrive_warp();
+        ring.advance();
+    }
+};
+
+// What the producers have in common.
+struct Copies {
+    const BackwardParams& p;
+    const PersistentParams& persistent;
+    const u32 base;
+    char* const shared;
+    const StepBarriers steps;
+
+    // Calls `each(step)` for the steps of all items that have any.
+    template <typename F>
+    __device__ void for_each_step(F each) const {
+        Ring<STEPS> ring;
+        #pragma unroll 1
+        for (;; ring.advance()) {
+            steps.step_full(ring.stage).wait(ring.round);
+            const Step& step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * ring.stage);
+            if (step.kind == Step::STOP) return;
+            if (!(step.kind & Step::EMPTY)) each(step);
+            steps.step_empty(ring.stage).arrive();
+        }
+    }
+
+    // A tile of `rows` rows in panels, from a map of heads in groups.
+    template <int ROWS, int COLUMNS>
+    __device__ void queries(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int group, int batch) const {
+        #pragma unroll
+        for (int i = 0; i < panels(COLUMNS); ++i)
+            copy_panel(target + i * ROWS * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.q_row, step.head % FV_GROUP * head,
+                       step.head_kv * group, step.q_batch * batch);
+    }
+    template <int COLUMNS>
+    __device__ void keys(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int batch) const {
+        #pragma unroll
+        for (int i = 0; i < panels(COLUMNS); ++i)
+            copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head, step.k_batch * batch);
+    }
+};
+
+// lse and delta of every 32nd query of a step from the lane's on; past the end of the sequence as of a row that sees
+// no key.
+template <int COUNT>
+__device__ void read_rows(const BackwardParams& p, const Step& step, float (&lse)[COUNT], float (&delta)[COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = i * 32 + threadIdx.x % 32;
+        lse[i] = -infinity();
+        delta[i] = 0.f;
+        if (row < step.queries) {
+            lse[i] = __ldg(p.lse.data + step.q_batch * p.lse.batch + step.head * p.lse.head + (step.q_row + row) * p.lse.row);
+            delta[i] = __ldg(p.delta.data + step.q_batch * p.delta.batch + step.head * p.delta.head + (step.q_row + row) * p.delta.row);
+        }
+    }
+}
+// What is subtracted from the scores of a row: infinity where no key is visible, so that P = 0.
+__device__ float subtracted(float lse) {
+    const float x = lse == -infinity() ? infinity() : lse;
+    return HAS_ROW_WEIGHT_SUM ? x : x * LOG2_E;
+}
+
+// Rows of a tile from `live` on are none of the sequence's: what stands there, which may be NaN, is multiplied by
+// weights of 0. All consumers clear them together.
+__device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
+    const int thread = threadIdx.x - 128;
+    for (int chunk = live * 8 + thread; chunk < rows * 8; chunk += 128 * CONSUMERS)
+        for (int panel = 0; panel < tile_panels; ++panel)
+            *reinterpret_cast<uint4*>(tile + panel * rows * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    named_sync(1, 128 * CONSUMERS);
+}
+
+// `x` in a register of its own: the compiler does not make it again.
+__device__ u32 pinned(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Not negative; of all weights of a lane (see keep_before).
+__device__ float sign_of_weights(const Scores& scores) {
+    u32 bits = 0;
+    for_each_score([&](int m, int n, int i) { bits |= __float_as_uint(scores.p(m, n, i)); });
+    return __uint_as_float(bits);
+}
+
+// One f32 of each of the lane's queries: lse, or delta; `first` is the smem address of that of its first.
+template <int HELD>
+__device__ void load_rows(float (&rows)[HELD], u32 first) {
+    static_assert(HELD % 2 == 0);
+    #pragma unroll
+    for (int h = 0; h < HELD; h += 2) {
+        const u32 at = first + held_query(h) * 4;
+        if constexpr (KEYS_DOWN) {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(rows[h]), "=f"(rows[h + 1]) : "r"(at));
+        } else {
+            rows[h] = load_shared(at);
+            rows[h + 1] = load_shared(first + held_query(h + 1) * 4);
+        }
+    }
+}
+
+// Writes a consumer's 64 rows of a gradient, of which `rows` exist from the tile's first on: it stands at `first` in
+// its view.
+template <int COLUMNS>
+__device__ void store_gradient(const View& view, i64 first, int rows, int dim, const float (&sums)[COLUMNS][4], float factor, bool accumulate) {
+    const int lane = threadIdx.x % 32;
+    GradElem* data = static_cast<GradElem*>(view.data) + first;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp_row() + lane / 4 + half * 8;
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n += 4) {
+            // Accumulators n .. n + 4 of a row lie across a quad; afterwards each lane has one of them whole.
+            u32 low[4], high[4];
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                low[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2] * factor) : 0;
+                high[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2 + 1] * factor) : 0;
+            }
+            exchange_in_quad(low);
+            exchange_in_quad(high);
+            const int column = (n + lane % 4) * 8;
+            float x[8];
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i * 2] = __uint_as_float(low[i]);
+                x[i * 2 + 1] = __uint_as_float(high[i]);
+            }
+            if (row < rows && column < dim) store_aligned(data + row * view.row + column, x, accumulate);
+        }
+    }
+}
