@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from . import _ops, huggingface, torchtitan, torchtune, xla
+from . import _ops, huggingface, sdpa, torchtitan, torchtune, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
 from ._enable import disable, enable
@@ -59,6 +59,7 @@ __all__ = [
     "or_masks",
     "paged",
     "prepare",
+    "sdpa",
     "torchtitan",
     "torchtune",
     "varlen",
