@@ -23,10 +23,14 @@ def activate() -> None:
     """Makes Foveate the implementation of FlashAttention in PyTorch, in place of its own or another one.
 
     Raises:
-        RuntimeError: This PyTorch has no place for another implementation: 2.11 is the first that has.
+        RuntimeError: PyTorch 2.11 is the first that takes and gives back another implementation, and this is an older one.
     """
     try:
-        from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+        from torch.nn.attention import (
+            activate_flash_attention_impl,
+            register_flash_attention_impl,
+            restore_flash_attention_impl,  # noqa: F401: without it nothing would undo the call
+        )
     except ImportError:
         raise RuntimeError(f"foveate.sdpa needs PyTorch 2.11 or newer, and this is {torch.__version__}") from None
     register_flash_attention_impl(NAME, register_fn=_registered)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from reference import attention, close
 
@@ -112,7 +113,12 @@ def test_what_it_does_not_do_is_refused_by_name():
         sdpa.flash_forward(q, q, q, None, None, 2, 2, 0.0, False, False, alibi_slopes=torch.ones(4))
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="skipped: torch 2.11 is the first with a registry")
+REGISTRY = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="skipped: torch 2.11 is the first that takes and gives back"
+)
+
+
+@REGISTRY
 def test_it_is_registered_and_undone_by_torchs_own_call():
     from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls, restore_flash_attention_impl
 
@@ -127,6 +133,7 @@ def test_it_is_registered_and_undone_by_torchs_own_call():
     assert current_flash_attention_impl() is None
 
 
+@REGISTRY
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: torch finds no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sdpa_and_varlen_attn_run_here_while_it_is_active(dtype, monkeypatch):
@@ -159,3 +166,9 @@ def test_sdpa_and_varlen_attn_run_here_while_it_is_active(dtype, monkeypatch):
     assert len(calls) == 4
     for name, one, two in zip("out dq dk dv packed dq dk dv".split(), ours, theirs):
         assert (one - two).abs().max() <= 0.02 * two.abs().max(), name
+
+
+@pytest.mark.skipif(hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="skipped: this torch has a registry")
+def test_an_older_torch_is_one_sentence():
+    with pytest.raises(RuntimeError, match="needs PyTorch 2.11 or newer, and this is"):
+        sdpa.activate()
