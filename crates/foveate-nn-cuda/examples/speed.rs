@@ -284,6 +284,7 @@ fn model(name: &str) -> Option<(ModelConfig, usize, usize)> {
         rope_pairing: RopePairing::default(),
         max_position_embeddings: 8192,
         tie_word_embeddings: true,
+        architecture: Default::default(),
     };
     match name {
         "135m" => Some((config(576, 1536, 30, 9, 3, 64, 49_152), 4, 2048)),

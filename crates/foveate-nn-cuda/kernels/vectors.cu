@@ -1,4 +1,6 @@
-// What lies between blocks whose operands are of different dtypes or apart: widening, adding, copying rows.
+// What lies between blocks whose operands are of different dtypes or apart: widening, adding, copying rows; and the
+// gradient of a bias, summed over the tokens in two stages of fixed order: fv_column_sums over every PARTS-th row,
+// fv_sum_parts (sum_parts.cu) over these.
 
 struct WidenParams {
     u64 from;                   // [elems]
@@ -10,6 +12,17 @@ struct AddParams {
     u64 from;                   // f32 [elems]
     u64 to;                     // [elems], added to
     i64 elems;
+};
+
+struct AddRowsParams {
+    Rows from, to;              // [rows, width]; added to
+    int width;
+};
+
+struct ColumnSumsParams {
+    Rows from;                  // [rows, width]
+    u64 partial;                // f32 [parts, width]
+    int rows, width;
 };
 
 struct CopyRowsParams {
@@ -37,4 +50,33 @@ fv_copy_rows(const __grid_constant__ CopyRowsParams p) {
     if (column >= p.width) return;
     typedef Vector<Elem, VECTOR> Elems;
     *reinterpret_cast<Elems*>(p.to.row(blockIdx.x) + column) = *reinterpret_cast<const Elems*>(p.from.row(blockIdx.x) + column);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_add_rows(const __grid_constant__ AddRowsParams p) {
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
+    if (column >= p.width) return;
+    float x[VECTOR], y[VECTOR];
+    load(x, p.from.row(blockIdx.x) + column);
+    load(y, p.to.row(blockIdx.x) + column);
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) y[i] += x[i];
+    store(p.to.row(blockIdx.x) + column, y);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_column_sums(const __grid_constant__ ColumnSumsParams p) {
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
+    if (column >= p.width) return;
+    float sum[VECTOR] = {};
+    #pragma unroll 4
+    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        float x[VECTOR];
+        load(x, p.from.row(row) + column);
+        #pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum[i] += x[i];
+    }
+    float* const to = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width + column;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) to[i] = sum[i];
 }

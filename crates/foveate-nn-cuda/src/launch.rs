@@ -58,6 +58,10 @@ pub(crate) enum File {
         held: usize,
     },
     SumParts,
+    /// Vectors of a head that a lane holds.
+    HeadNorm {
+        held: usize,
+    },
     /// GELU instead of SiLU.
     Gated {
         gelu: bool,
@@ -88,6 +92,7 @@ impl File {
         match self {
             Self::RmsNorm { .. } => include_str!("../kernels/rms_norm.cu"),
             Self::SumParts => include_str!("../kernels/sum_parts.cu"),
+            Self::HeadNorm { .. } => include_str!("../kernels/head_norm.cu"),
             Self::Gated { .. } => include_str!("../kernels/gated.cu"),
             Self::Rope { .. } => include_str!("../kernels/rope.cu"),
             Self::Embedding { .. } => include_str!("../kernels/embedding.cu"),
@@ -100,7 +105,7 @@ impl File {
     /// The macros that it reads beside those of every file.
     fn defines(self) -> Vec<(&'static str, usize)> {
         match self {
-            Self::RmsNorm { held } => vec![("FV_HELD", held)],
+            Self::RmsNorm { held } | Self::HeadNorm { held } => vec![("FV_HELD", held)],
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
             Self::SumParts | Self::Vectors => Vec::new(),

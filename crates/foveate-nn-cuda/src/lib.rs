@@ -49,6 +49,7 @@
 mod cuda;
 pub mod embedding;
 pub mod gated;
+pub mod head_norm;
 mod launch;
 pub mod loss;
 pub mod norm;

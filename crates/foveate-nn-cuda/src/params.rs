@@ -175,6 +175,72 @@ abi_structs! {
         pub elems: i64,
     }
     /// Of `kernels/vectors.cu`.
+    pub struct AddRowsParams {
+        /// `[rows, width]`.
+        pub from: Rows,
+        /// `[rows, width]`, added to.
+        pub to: Rows,
+        /// Columns.
+        pub width: i32,
+    }
+    /// Of `kernels/vectors.cu`.
+    pub struct ColumnSumsParams {
+        /// `[rows, width]`.
+        pub from: Rows,
+        /// f32 `[parts, width]`.
+        pub partial: Address,
+        /// Rows.
+        pub rows: i32,
+        /// Columns.
+        pub width: i32,
+    }
+    /// Of `kernels/head_norm.cu`.
+    pub struct HeadNormParams {
+        /// `[tokens, (heads_q + 2 · heads_kv) · dim]`.
+        pub qkv: Rows,
+        /// As qkv.
+        pub out: Rows,
+        /// `[2, dim]`.
+        pub weight: Address,
+        /// f32 `[tokens, heads_q + heads_kv]`.
+        pub inverse: Address,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key/value heads.
+        pub heads_kv: i32,
+        /// Columns of a head.
+        pub dim: i32,
+        /// Added to the mean square.
+        pub eps: f32,
+        /// Added to the weight.
+        pub offset: f32,
+    }
+    /// Of `kernels/head_norm.cu`.
+    pub struct HeadNormBackwardParams {
+        /// `[tokens, (heads_q + 2 · heads_kv) · dim]`.
+        pub qkv: Rows,
+        /// As qkv.
+        pub d_qkv: Rows,
+        /// `[2, dim]`.
+        pub weight: Address,
+        /// f32 `[tokens, heads_q + heads_kv]`.
+        pub inverse: Address,
+        /// f32 `[parts, 2 · dim]`.
+        pub partial: Address,
+        /// Tokens.
+        pub tokens: i32,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key/value heads.
+        pub heads_kv: i32,
+        /// Columns of a head.
+        pub dim: i32,
+        /// Rows of `partial`.
+        pub parts: i32,
+        /// Added to the weight.
+        pub offset: f32,
+    }
+    /// Of `kernels/vectors.cu`.
     pub struct CopyRowsParams {
         /// `[rows, width]`.
         pub from: Rows,

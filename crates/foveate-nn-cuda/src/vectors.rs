@@ -1,12 +1,15 @@
 //! What lies between blocks whose operands are of different dtypes or apart.
 
+use foveate_gpu::abi::Address;
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{matrix, operand_dtype, vector};
-use crate::params::{AddParams, CopyRowsParams, WidenParams};
+use crate::operands::{count, dense, matrix, operand_dtype, vector};
+use crate::params::{
+    AddParams, AddRowsParams, ColumnSumsParams, CopyRowsParams, SumPartsParams, WidenParams,
+};
 
 /// `to = from`, in f32.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +38,57 @@ pub struct CopyRows {
     pub to: DeviceTensor<2>,
 }
 
+/// `to += from`, in one dtype.
+#[derive(Clone, Copy, Debug)]
+pub struct AddRows {
+    /// `[rows, width]`, f16, bf16 or f32.
+    pub from: DeviceTensor<2>,
+    /// As `from`, added to.
+    pub to: DeviceTensor<2>,
+}
+
+/// `to[j] += Σ_i from[i, j]`: the gradient of a bias.
+#[derive(Clone, Copy, Debug)]
+pub struct ColumnSums {
+    /// `[rows, width]`, f16, bf16 or f32.
+    pub from: DeviceTensor<2>,
+    /// `[width]`, f32 or in the dtype of `from`, added to.
+    pub to: DeviceTensor<1>,
+    /// f32 `[parts(rows), width]`, side by side: scratch.
+    pub partial: DeviceTensor<2>,
+}
+
+/// Rows of the scratch of [`ColumnSums`].
+pub fn parts(rows: usize) -> usize {
+    rows.clamp(1, 256)
+}
+
 const THREADS: u32 = 256;
+
+/// Threads of a CTA that sums parts, 32 columns of them.
+const SUM_THREADS: u32 = 1024;
+
+/// Adds up the rows of `partial`, f32 `[parts, width]`, and adds the sum to `to`, which is f32 or of
+/// `dtype`.
+pub(crate) fn sum_parts(
+    partial: Address,
+    [parts, width]: [usize; 2],
+    to: &DeviceTensor<1>,
+    dtype: DType,
+) -> Result<KernelLaunch, GpuError> {
+    let is_f32 = to.dtype == DType::F32;
+    to.check_side_by_side("sum", width, if is_f32 { DType::F32 } else { dtype })?;
+    let source = Source { file: File::SumParts, dtype, vector: 1, threads: SUM_THREADS };
+    let parameters = SumPartsParams {
+        partial,
+        sum: to.start(),
+        parts: count("parts", parts)?,
+        width: count("columns", width)?,
+        accumulate: true.into(),
+        sum_is_f32: is_f32.into(),
+    };
+    KernelLaunch::new(&source, "fv_sum_parts", [width.div_ceil(32), 1], &parameters)
+}
 
 fn source(dtype: DType, vector: usize) -> Source {
     Source { file: File::Vectors, dtype, vector, threads: THREADS }
@@ -82,7 +135,7 @@ impl Block for CopyRows {
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
         let vector = vector(dtype, &[from, to], &[width]);
-        let width = crate::operands::count("columns", width)?;
+        let width = count("columns", width)?;
         let columns = (width as usize).div_ceil(vector * THREADS as usize);
         let parameters = CopyRowsParams { from, to, width };
         Ok(vec![KernelLaunch::new(
@@ -91,5 +144,43 @@ impl Block for CopyRows {
             [rows, columns],
             &parameters,
         )?])
+    }
+}
+
+impl Block for AddRows {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let dtype = operand_dtype("from", self.from.dtype)?;
+        let shape @ [rows, width] = self.from.layout.shape;
+        let from = matrix("from", &self.from, shape, dtype)?;
+        let to = matrix("to", &self.to, shape, dtype)?;
+        accesses.read("from", &self.from)?;
+        accesses.write("to", &self.to)?;
+        let vector = vector(dtype, &[from, to], &[width]);
+        let columns = width.div_ceil(vector * THREADS as usize);
+        let parameters = AddRowsParams { from, to, width: count("columns", width)? };
+        let source = source(dtype, vector);
+        Ok(vec![KernelLaunch::new(&source, "fv_add_rows", [rows, columns], &parameters)?])
+    }
+}
+
+impl Block for ColumnSums {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let dtype = operand_dtype("from", self.from.dtype)?;
+        let shape @ [rows, width] = self.from.layout.shape;
+        let parts = parts(rows);
+        let from = matrix("from", &self.from, shape, dtype)?;
+        let partial = dense("partial", &self.partial, [parts, width], DType::F32)?;
+        accesses.read("from", &self.from)?;
+        accesses.write("to", &self.to)?;
+        accesses.write("partial", &self.partial)?;
+        let vector = vector(dtype, &[from], &[width]);
+        let columns = width.div_ceil(vector * THREADS as usize);
+        let (rows, width_i32) = (count("rows", rows)?, count("columns", width)?);
+        let parameters = ColumnSumsParams { from, partial, rows, width: width_i32 };
+        let source = source(dtype, vector);
+        Ok(vec![
+            KernelLaunch::new(&source, "fv_column_sums", [parts, columns], &parameters)?,
+            sum_parts(partial, [parts, width], &self.to, dtype)?,
+        ])
     }
 }

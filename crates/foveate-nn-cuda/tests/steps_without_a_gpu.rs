@@ -42,6 +42,7 @@ fn model() -> Model<Cuda> {
         rope_pairing: RopePairing::default(),
         max_position_embeddings: 128,
         tie_word_embeddings: false,
+        architecture: Default::default(),
     };
     let bias = LearnedBuffer { shape: vec![4], init: 0.0, std: 0.0 };
     let attention = ProgramConfig {
@@ -205,7 +206,7 @@ fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
     if !inside(name) {
         return;
     }
-    for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
+    for recompute in Recompute::ALL {
         trace::start();
         let mut steps = Steps::new();
         let mut notes = trace::stop();

@@ -26,6 +26,7 @@ fn main() -> Result<(), NnError> {
         rope_pairing: Default::default(),
         max_position_embeddings: len,
         tie_word_embeddings: true,
+        architecture: Default::default(),
     };
     let attention = ProgramConfig { mask: "causal & document".into(), ..Default::default() }.into();
     let model = Model::new(config, &attention, 1)?;

@@ -9,7 +9,7 @@ use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
 use crate::step::Step;
-use crate::tape::{Recompute, Workspace};
+use crate::tape::{Recomputation, Workspace};
 
 use foveate::DType;
 
@@ -26,7 +26,7 @@ pub enum StepKind {
     /// The loss alone, as an evaluation computes it.
     Loss,
     /// The loss and its gradients, with AdamW's moments beside them.
-    Training(Recompute),
+    Training(Recomputation),
 }
 
 /// All that a step does, in order, and all that it does it with.
@@ -223,7 +223,9 @@ fn dry_run(
     // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
     dry.state("batch", DType::F32, rows.saturating_mul(len).saturating_mul(4));
     let positions = len.checked_next_power_of_two().unwrap_or(usize::MAX);
-    dry.state("rotations", DType::F32, positions.saturating_mul(config.dim()));
+    let tables = 1 + usize::from(config.architecture.local_rope_theta.is_some());
+    let rotations = positions.saturating_mul(config.rotated()).saturating_mul(tables);
+    dry.state("rotations", DType::F32, rotations);
     let programs: Vec<_> =
         learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
     let mut step = Step {
@@ -269,9 +271,9 @@ impl<B: Blocks> Model<B> {
         &self,
         rows: usize,
         len: usize,
-        recompute: Recompute,
+        recompute: impl Into<Recomputation>,
     ) -> Result<MemoryEstimate, NnError> {
-        let account = self.dry_run(rows, len, StepKind::Training(recompute))?;
+        let account = self.dry_run(rows, len, StepKind::Training(recompute.into()))?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         let mut running = self.running();
@@ -290,6 +292,7 @@ impl<B: Blocks> Model<B> {
 mod tests {
     use super::*;
     use crate::config::ProgramConfig;
+    use crate::tape::Recompute;
 
     fn model(json: &[(&str, usize)], tied: bool) -> Model {
         let get = |name: &str| json.iter().find(|(n, _)| *n == name).map_or(0, |(_, v)| *v);
@@ -307,6 +310,7 @@ mod tests {
             rope_pairing: Default::default(),
             max_position_embeddings: 8192,
             tie_word_embeddings: tied,
+            architecture: Default::default(),
         };
         let causal = ProgramConfig { mask: "causal".into(), ..Default::default() };
         Model::unfilled(config, &causal.into()).unwrap()
@@ -341,7 +345,9 @@ mod tests {
     #[test]
     fn a_dry_run_of_eight_billion_parameters_adds_up_by_hand() {
         let model = llama3_8b();
-        let training = |recompute| model.dry_run(1, 8192, StepKind::Training(recompute)).unwrap();
+        let training = |recompute| {
+            model.dry_run(1, 8192, StepKind::Training(Recompute::into(recompute))).unwrap()
+        };
         let [none, attention, full] =
             [Recompute::None, Recompute::Attention, Recompute::Full].map(training);
         assert_eq!(none.memory().weights, 8_030_261_248 * 4);
@@ -374,7 +380,7 @@ mod tests {
             &[("vocab", 13), ("hidden", 8), ("wide", 10), ("layers", 2), ("heads", 2), ("kv", 1)],
             true,
         );
-        let account = account.dry_run(2, 5, StepKind::Training(Recompute::None)).unwrap();
+        let account = account.dry_run(2, 5, StepKind::Training(Recompute::None.into())).unwrap();
         let block = |i: usize| account.blocks[i].block;
         for array in account.activations.iter().filter(|a| a.name == "qkv") {
             let [needed] = &array.needed[..] else { panic!("{array:?}") };

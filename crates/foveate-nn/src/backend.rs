@@ -15,8 +15,9 @@ use std::sync::Arc;
 
 use foveate::DType;
 
+use crate::architecture::Activation;
 use crate::batch::Batch;
-use crate::config::{LearnedBuffer, ModelConfig, RopePairing};
+use crate::config::{LearnedBuffer, ModelConfig, Norm, RopePairing};
 use crate::error::NnError;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
@@ -295,10 +296,13 @@ pub trait Blocks: Sized {
     /// What `plan` takes in a batch of the shape it was made for.
     fn plan_bytes(&mut self, plan: &Self::Plan) -> Result<PlanBytes, NnError>;
 
-    /// Brings a batch to the device, with the rotations of its positions, which `table` reaches,
-    /// and the order of its tokens that [`Blocks::embed_backward`] sums in.
-    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>)
-    -> Result<Self::Batch, NnError>;
+    /// Brings a batch to the device, with the rotations of its positions, which each of `tables`
+    /// reaches, and the order of its tokens that [`Blocks::embed_backward`] sums in.
+    fn upload(
+        &mut self,
+        batch: &Batch<'_>,
+        tables: &[Arc<RopeTable>],
+    ) -> Result<Self::Batch, NnError>;
 
     /// Totals of nothing.
     fn totals(&mut self) -> Result<Self::Totals, NnError>;
@@ -331,30 +335,32 @@ pub trait Blocks: Sized {
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// `out[t] = table[tokens[t]]`.
+    /// `out[t] = scale · table[tokens[t]]`.
     fn embed(
         &mut self,
         batch: &Self::Batch,
         table: Part<'_, Self::Array>,
         width: usize,
+        scale: f32,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// `d_table[tokens[t]] += d_out[t]`, in order of `t`.
+    /// `d_table[tokens[t]] += scale · d_out[t]`, in order of `t`.
     fn embed_backward(
         &mut self,
         batch: &Self::Batch,
         d_out: &Self::Array,
         width: usize,
+        scale: f32,
         d_table: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// `inverse[t] = 1/√(mean(x[t]²) + eps)`, `out[t] = x[t] · inverse[t] · weight`.
+    /// `inverse[t] = 1/√(mean(x[t]²) + eps)`, `out[t] = x[t] · inverse[t] · (offset + weight)`.
     fn rms_norm(
         &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
@@ -365,16 +371,17 @@ pub trait Blocks: Sized {
         residual: &Self::Array,
         x: &mut Self::Array,
         weight: Part<'_, Self::Array>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// `out[t] = x[t] · inverse[t] · weight`, bitwise what [`Blocks::rms_norm`] wrote.
+    /// `out` of [`Blocks::rms_norm`] once more, to the bit.
     fn rms_norm_again(
         &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
+        norm: Norm,
         inverse: &Self::Array,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
@@ -384,6 +391,7 @@ pub trait Blocks: Sized {
         &mut self,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
+        norm: Norm,
         inverse: &Self::Array,
         d_out: &Self::Array,
         d_x: &mut Self::Array,
@@ -391,14 +399,51 @@ pub trait Blocks: Sized {
         d_weight: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// `y = x · weightᵀ`, or `y = x · weightᵀ + add`.
+    /// [`Blocks::rms_norm`] of each query and key head of `qkv` by itself; `weight` are those of query
+    /// heads and those of key heads, `[2, dim]`. `out` has the values as they are. `inverse` is
+    /// `[T, heads_q + heads_kv]`.
+    fn head_norm(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &Self::Array,
+        weight: Part<'_, Self::Array>,
+        norm: Norm,
+        inverse: &mut Self::Array,
+        out: &mut Self::Array,
+    ) -> Result<(), NnError>;
+
+    /// In place: `d_qkv` becomes the gradient of what was normalised. That of the weights is added to
+    /// `d_weight`.
+    fn head_norm_backward(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &Self::Array,
+        weight: Part<'_, Self::Array>,
+        norm: Norm,
+        inverse: &Self::Array,
+        d_qkv: &mut Self::Array,
+        d_weight: PartMut<'_, Self::Array>,
+    ) -> Result<(), NnError>;
+
+    /// `y += x`.
+    fn add(&mut self, x: &Self::Array, y: &mut Self::Array) -> Result<(), NnError>;
+
+    /// `y = x · weightᵀ`, plus what is given of `add`, as y, and `bias`, the same for every token.
     fn linear(
         &mut self,
         shape: LinearShape,
         x: Part<'_, Self::Array>,
         weight: Part<'_, Self::Array>,
+        bias: Option<Part<'_, Self::Array>>,
         add: Option<&Self::Array>,
         y: &mut Self::Array,
+    ) -> Result<(), NnError>;
+
+    /// `d_bias += Σ_t d_y[t]`.
+    fn bias_backward(
+        &mut self,
+        d_y: &Self::Array,
+        d_bias: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
     /// `d_x = d_y · weight`.
@@ -419,10 +464,12 @@ pub trait Blocks: Sized {
         d_weight: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// Turns the query and key heads of `qkv` in place by the angles of their positions.
+    /// Turns the query and key heads of `qkv` in place by the angles of their positions in `table`,
+    /// one of those that the batch was uploaded with; what the table has no pairs for stays.
     fn rope(
         &mut self,
         batch: &Self::Batch,
+        table: usize,
         heads: PackedHeads,
         pairing: RopePairing,
         rotation: Rotation,
@@ -460,25 +507,27 @@ pub trait Blocks: Sized {
         d_learned: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// `out = silu(gate) · up`, gate and up side by side in `gate_up [T, 2·width]`.
-    fn swiglu(
+    /// `out = f(gate) · up`, gate and up side by side in `gate_up [T, 2·width]`.
+    fn gated(
         &mut self,
+        activation: Activation,
         width: usize,
         gate_up: &Self::Array,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// In place: `gate_up` becomes its gradient, `d_out` becomes `silu(gate) · up`.
-    fn swiglu_backward(
+    /// In place: `gate_up` becomes its gradient, `d_out` becomes `f(gate) · up`.
+    fn gated_backward(
         &mut self,
+        activation: Activation,
         width: usize,
         gate_up: &mut Self::Array,
         d_out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the cross-entropy of `x · weightᵀ` and the labels to `totals`, with the number of tokens
-    /// that have one, and writes that of each
-    /// token to `each [T]`, 0 where it has no label. Never are all logits held: they are computed
+    /// Adds the cross-entropy of the logits `x · weightᵀ` and the labels to `totals`, with the number of
+    /// tokens that have one, and writes that of each token to `each [T]`, 0 where it has no label. With
+    /// a `cap`, logits z are `cap · tanh(z / cap)`. Never are all logits held: they are computed
     /// for as many tokens at once as `logits` has room for.
     fn loss(
         &mut self,
@@ -486,6 +535,7 @@ pub trait Blocks: Sized {
         width: usize,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
+        cap: Option<f32>,
         logits: &mut Self::Array,
         each: Option<&mut Self::Array>,
         totals: &mut Self::Totals,
@@ -499,6 +549,7 @@ pub trait Blocks: Sized {
         width: usize,
         x: &Self::Array,
         weight: Part<'_, Self::Array>,
+        cap: Option<f32>,
         logits: &mut Self::Array,
         d_x: &mut Self::Array,
         d_weight: PartMut<'_, Self::Array>,

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize, Serializer};
 
+use crate::architecture::{Architecture, LayerRope};
 use crate::error::NnError;
 
 /// Layers of the deepest model that is believed: past it, a count is a typing error.
 const MAX_LAYERS: usize = 10_000;
 
-/// Sizes of a Llama-family model; the fields are those of a Hugging Face Llama `config.json`.
+/// Sizes of a model; the fields are those of a Hugging Face Llama `config.json`, and what other
+/// families have besides.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// Number of token ids.
@@ -47,6 +49,9 @@ pub struct ModelConfig {
     /// True when the output projection is the embedding.
     #[serde(default)]
     pub tie_word_embeddings: bool,
+    /// Where it differs from a Llama.
+    #[serde(default, skip_serializing_if = "Architecture::is_llama")]
+    pub architecture: Architecture,
 }
 
 fn default_eps() -> f32 {
@@ -64,6 +69,15 @@ fn default_theta() -> f64 {
 
 fn default_positions() -> usize {
     2048
+}
+
+/// What an RMSNorm adds: `out = x / √(mean(x²) + eps) · (offset + weight)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Norm {
+    /// To the mean square.
+    pub eps: f32,
+    /// To the weight: 0, or 1 where the weight is a distance from 1.
+    pub offset: f32,
 }
 
 /// Which components of a head of dim `D` are rotated together.
@@ -87,11 +101,11 @@ impl RopePairing {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RopeScaling {
-    /// `"llama3"`, `"linear"` or `"default"`.
+    /// `"llama3"`, `"linear"`, `"longrope"` or `"default"`.
     #[serde(alias = "type")]
     pub rope_type: String,
     /// By how much low frequencies are divided.
-    #[serde(default = "one")]
+    #[serde(default = "one", skip_serializing_if = "is_one")]
     pub factor: f64,
     /// llama3: wavelengths longer than `original / low_freq_factor` are divided by `factor`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -99,13 +113,27 @@ pub struct RopeScaling {
     /// llama3: wavelengths shorter than `original / high_freq_factor` stay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub high_freq_factor: Option<f64>,
-    /// llama3: the context length of pretraining.
+    /// llama3, longrope: the context length of pretraining.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub original_max_position_embeddings: Option<f64>,
+    /// longrope: what each frequency is divided by, up to the context length of pretraining.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub short_factor: Option<Vec<f64>>,
+    /// longrope: what each frequency is divided by in longer batches.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub long_factor: Option<Vec<f64>>,
+    /// longrope: what cosines and sines are multiplied with; `√(1 + ln f / ln original)` when not
+    /// given, f being `max_position_embeddings / original` or `factor`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_factor: Option<f64>,
 }
 
 fn one() -> f64 {
     1.0
+}
+
+fn is_one(x: &f64) -> bool {
+    *x == 1.0
 }
 
 impl ModelConfig {
@@ -127,6 +155,22 @@ impl ModelConfig {
     /// Width of all query heads together.
     pub fn attention_width(&self) -> usize {
         self.num_attention_heads * self.dim()
+    }
+
+    /// Components of a head that RoPE turns, the first ones.
+    pub fn rotated(&self) -> usize {
+        (self.dim() as f64 * self.architecture.rotary_share) as usize
+    }
+
+    /// What the weights of norms are added to.
+    pub(crate) fn norm(&self) -> Norm {
+        let offset = if self.architecture.centered_norms { 1.0 } else { 0.0 };
+        Norm { eps: self.rms_norm_eps, offset }
+    }
+
+    /// What embeddings are multiplied with.
+    pub(crate) fn embedding_scale(&self) -> f32 {
+        if self.architecture.scaled_embedding { (self.hidden_size as f32).sqrt() } else { 1.0 }
     }
 
     /// Checks that a model can be made of these sizes.
@@ -178,6 +222,33 @@ impl ModelConfig {
             let reason = format!("is {}; it must be even, as RoPE rotates pairs", self.dim());
             return Err(NnError::config("head_dim", reason));
         }
+        let share = self.architecture.rotary_share;
+        let rotated = self.rotated();
+        if !(share > 0.0 && share <= 1.0) || rotated == 0 || !rotated.is_multiple_of(2) {
+            let reason = format!(
+                "is {share}; of heads of {} it must make an even number of components, at least 2",
+                self.dim()
+            );
+            return Err(NnError::config("partial_rotary_factor", reason));
+        }
+        if let Some(cap) = self.architecture.logit_cap
+            && !(cap > 0.0 && cap.is_finite())
+        {
+            let reason = format!("is {cap}; it must be positive");
+            return Err(NnError::config("final_logit_softcapping", reason));
+        }
+        let local = self.architecture.layer_rope.contains(&LayerRope::Local);
+        match self.architecture.local_rope_theta {
+            None if local => {
+                let reason = "is missing; some layers turn by it";
+                return Err(NnError::config("rope_local_base_freq", reason));
+            }
+            Some(theta) if !(theta > 1.0 && theta.is_finite()) => {
+                let reason = format!("is {theta}; it must be larger than 1");
+                return Err(NnError::config("rope_local_base_freq", reason));
+            }
+            _ => {}
+        }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps.is_finite()) {
             let reason = format!("is {}; it must be positive", self.rms_norm_eps);
             return Err(NnError::config("rms_norm_eps", reason));
@@ -186,21 +257,48 @@ impl ModelConfig {
             let reason = format!("is {}; it must be larger than 1", self.rope_theta);
             return Err(NnError::config("rope_theta", reason));
         }
-        self.rope_scaling.as_ref().map_or(Ok(()), RopeScaling::validate)
+        self.rope_scaling.as_ref().map_or(Ok(()), |s| s.validate(self.rotated() / 2))
     }
 }
 
 impl RopeScaling {
-    fn validate(&self) -> Result<(), NnError> {
+    fn validate(&self, pairs: usize) -> Result<(), NnError> {
         let fail = |field: &str, reason: String| {
             Err(NnError::config(format!("rope_scaling.{field}"), reason))
         };
-        if !matches!(self.rope_type.as_str(), "llama3" | "linear" | "default") {
-            let reason = format!("is {:?}; known are llama3, linear and default", self.rope_type);
+        if !matches!(self.rope_type.as_str(), "llama3" | "linear" | "longrope" | "default") {
+            let reason =
+                format!("is {:?}; known are llama3, linear, longrope and default", self.rope_type);
             return fail("rope_type", reason);
         }
         if !(self.factor >= 1.0 && self.factor.is_finite()) {
             return fail("factor", format!("is {}; it must be at least 1", self.factor));
+        }
+        if self.rope_type == "longrope" {
+            for (field, factors) in
+                [("short_factor", &self.short_factor), ("long_factor", &self.long_factor)]
+            {
+                match factors {
+                    None => return fail(field, "is missing; longrope scaling needs it".into()),
+                    Some(all) if all.len() != pairs => {
+                        return fail(field, format!("has {} numbers, not {pairs}", all.len()));
+                    }
+                    Some(all) if !all.iter().all(|f| *f > 0.0 && f.is_finite()) => {
+                        return fail(field, "has a number that is not positive".into());
+                    }
+                    Some(_) => {}
+                }
+            }
+            return match self.original_max_position_embeddings {
+                Some(n) if n > 1.0 && n.is_finite() => Ok(()),
+                Some(n) => {
+                    fail("original_max_position_embeddings", format!("is {n}; it must be above 1"))
+                }
+                None => fail(
+                    "original_max_position_embeddings",
+                    "is missing; longrope scaling needs it".into(),
+                ),
+            };
         }
         if self.rope_type != "llama3" {
             return Ok(());

@@ -9,12 +9,13 @@ use std::sync::Arc;
 
 use foveate::DType;
 
+use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
     Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
 use crate::batch::Batch;
-use crate::config::RopePairing;
+use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
@@ -206,7 +207,7 @@ impl Blocks for Dry {
         Ok(())
     }
 
-    fn upload(&mut self, _: &Batch<'_>, _: &Arc<RopeTable>) -> Result<(), NnError> {
+    fn upload(&mut self, _: &Batch<'_>, _: &[Arc<RopeTable>]) -> Result<(), NnError> {
         Ok(())
     }
 
@@ -304,6 +305,7 @@ impl Blocks for Dry {
         (): &(),
         _: Part<'_, DryArray>,
         _: usize,
+        _: f32,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
         // As much is read of the table as is written.
@@ -315,6 +317,7 @@ impl Blocks for Dry {
         (): &(),
         d_out: &DryArray,
         _: usize,
+        _: f32,
         d_table: PartMut<'_, DryArray>,
     ) -> Result<(), NnError> {
         let touched = d_out.elems.min(d_table.place.len());
@@ -326,7 +329,7 @@ impl Blocks for Dry {
         &mut self,
         x: &DryArray,
         weight: Part<'_, DryArray>,
-        _: f32,
+        _: Norm,
         inverse: &mut DryArray,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
@@ -339,7 +342,7 @@ impl Blocks for Dry {
         residual: &DryArray,
         x: &mut DryArray,
         weight: Part<'_, DryArray>,
-        _: f32,
+        _: Norm,
         inverse: &mut DryArray,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
@@ -352,6 +355,7 @@ impl Blocks for Dry {
         &mut self,
         x: &DryArray,
         weight: Part<'_, DryArray>,
+        _: Norm,
         inverse: &DryArray,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
@@ -363,6 +367,7 @@ impl Blocks for Dry {
         &mut self,
         x: &DryArray,
         weight: Part<'_, DryArray>,
+        _: Norm,
         inverse: &DryArray,
         d_out: &DryArray,
         d_x: &mut DryArray,
@@ -380,12 +385,54 @@ impl Blocks for Dry {
         shape: LinearShape,
         x: Part<'_, DryArray>,
         weight: Part<'_, DryArray>,
+        bias: Option<Part<'_, DryArray>>,
         add: Option<&DryArray>,
         y: &mut DryArray,
     ) -> Result<(), NnError> {
         let mut accesses = vec![reads_part(&x), reads_part(&weight), overwrites(y)];
+        accesses.extend(bias.as_ref().map(reads_part));
         accesses.extend(add.map(reads));
         self.product("linear", &accesses, shape.flops(), None)
+    }
+
+    fn bias_backward(
+        &mut self,
+        d_y: &DryArray,
+        d_bias: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        self.note("bias backward", &[reads(d_y), updates_part(&d_bias)])
+    }
+
+    fn head_norm(
+        &mut self,
+        _: PackedHeads,
+        qkv: &DryArray,
+        weight: Part<'_, DryArray>,
+        _: Norm,
+        inverse: &mut DryArray,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        let accesses = [reads(qkv), reads_part(&weight), overwrites(inverse), overwrites(out)];
+        self.note("head_norm", &accesses)
+    }
+
+    fn head_norm_backward(
+        &mut self,
+        _: PackedHeads,
+        qkv: &DryArray,
+        weight: Part<'_, DryArray>,
+        _: Norm,
+        inverse: &DryArray,
+        d_qkv: &mut DryArray,
+        d_weight: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        let (weight, d_weight) = (reads_part(&weight), updates_part(&d_weight));
+        let accesses = [reads(qkv), weight, reads(inverse), updates(d_qkv), d_weight];
+        self.note("head_norm backward", &accesses)
+    }
+
+    fn add(&mut self, x: &DryArray, y: &mut DryArray) -> Result<(), NnError> {
+        self.note("add", &[reads(x), updates(y)])
     }
 
     fn linear_backward_input(
@@ -414,6 +461,7 @@ impl Blocks for Dry {
     fn rope(
         &mut self,
         (): &(),
+        _: usize,
         _: PackedHeads,
         _: RopePairing,
         _: Rotation,
@@ -457,17 +505,24 @@ impl Blocks for Dry {
         self.product("attention backward", &accesses, flops, None)
     }
 
-    fn swiglu(&mut self, _: usize, gate_up: &DryArray, out: &mut DryArray) -> Result<(), NnError> {
-        self.note("swiglu", &[reads(gate_up), overwrites(out)])
+    fn gated(
+        &mut self,
+        _: Activation,
+        _: usize,
+        gate_up: &DryArray,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        self.note("gated", &[reads(gate_up), overwrites(out)])
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &mut self,
+        _: Activation,
         _: usize,
         gate_up: &mut DryArray,
         d_out: &mut DryArray,
     ) -> Result<(), NnError> {
-        self.note("swiglu backward", &[updates(gate_up), updates(d_out)])
+        self.note("gated backward", &[updates(gate_up), updates(d_out)])
     }
 
     fn loss(
@@ -476,6 +531,7 @@ impl Blocks for Dry {
         width: usize,
         x: &DryArray,
         weight: Part<'_, DryArray>,
+        _: Option<f32>,
         logits: &mut DryArray,
         each: Option<&mut DryArray>,
         (): &mut (),
@@ -492,6 +548,7 @@ impl Blocks for Dry {
         width: usize,
         x: &DryArray,
         weight: Part<'_, DryArray>,
+        _: Option<f32>,
         logits: &mut DryArray,
         d_x: &mut DryArray,
         d_weight: PartMut<'_, DryArray>,

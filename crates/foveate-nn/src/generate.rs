@@ -60,7 +60,7 @@ pub struct Generator<'a, B: Blocks = Cpu> {
     plans: Vec<B::Plan>,
     workspace: Workspace<B::Array>,
     cache: Cache<B::Array>,
-    table: Arc<RopeTable>,
+    tables: Vec<Arc<RopeTable>>,
     logits: Vec<f32>,
 }
 
@@ -86,8 +86,8 @@ impl<B: Blocks> Model<B> {
         let blocks = &mut running.blocks;
         cache.fit(blocks, &self.config, capacity)?;
         let heads = PackedHeads::of(&self.config, [1, capacity]);
-        let mut table = RopeTable::default();
-        table.reach(&self.config, capacity);
+        let mut tables = Vec::new();
+        RopeTable::reach_all(&mut tables, &self.config, capacity);
         Ok(Generator {
             model: self,
             sampling,
@@ -96,7 +96,7 @@ impl<B: Blocks> Model<B> {
             plans: self.programs.plan(blocks, heads, None, true)?,
             workspace: Workspace::default(),
             cache,
-            table: Arc::new(table),
+            tables,
             logits: Vec::new(),
         })
     }
@@ -165,9 +165,12 @@ impl<B: Blocks> Generator<'_, B> {
         blocks.resize("logits", logits, blocks.precision().weights, tokens.len() * outputs)?;
         let x = Part { array: &*normed, place: tokens.start * inputs..tokens.end * inputs };
         let head = Part { array: &model.weights.array, place: model.layout.head.clone() };
-        blocks.linear(shape, x, head, None, logits)?;
+        blocks.linear(shape, x, head, None, None, logits)?;
         let mut read = vec![0.0; logits.elems()];
         blocks.download(Part::whole(logits), &mut read)?;
+        if let Some(cap) = model.config.architecture.logit_cap {
+            read.iter_mut().for_each(|z| *z = cap * (*z / cap).tanh());
+        }
         Ok(read)
     }
 
@@ -199,7 +202,7 @@ impl<B: Blocks> Generator<'_, B> {
         };
         let mut running = model.running();
         let blocks = &mut running.blocks;
-        let batch = blocks.upload(&batch, &self.table)?;
+        let batch = blocks.upload(&batch, &self.tables)?;
         let plans = self.plans.iter().map(|plan| blocks.at(plan, position));
         let plans: Vec<B::Plan> = plans.collect::<Result<_, _>>()?;
         let mut step = Step {

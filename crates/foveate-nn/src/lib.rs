@@ -1,5 +1,5 @@
-//! Fused transformer blocks with hand-written forward and backward, and the Llama-family model
-//! made of them.
+//! Fused transformer blocks with hand-written forward and backward, and the models made of them:
+//! Llama and its relatives.
 //!
 //! There is no tensor library and no graph: a training step is a fixed sequence of a dozen
 //! blocks ([`Blocks`]) over arrays of a reusable workspace, and what a block saves for its
@@ -23,6 +23,7 @@
 //!     rope_pairing: Default::default(),
 //!     max_position_embeddings: 8,
 //!     tie_word_embeddings: true,
+//!     architecture: Default::default(),
 //! };
 //! let attention = ProgramConfig { mask: "causal & document".into(), ..Default::default() };
 //! let model = Model::new(config, &attention.into(), 1)?;
@@ -48,6 +49,7 @@
 //! `docs/recipes.md`.
 
 mod account;
+mod architecture;
 mod backend;
 mod batch;
 mod config;
@@ -69,13 +71,14 @@ mod tape;
 mod tests;
 
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind};
+pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, Moments,
     PackedHeads, Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
-    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, ProgramConfig,
+    AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, Norm, ProgramConfig,
     RopePairing, RopeScaling, ScalarConfig,
 };
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
@@ -88,5 +91,5 @@ pub use optimizer::{AdamW, OptimizerStep, Span, clip_factor};
 pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
 pub use precision::{ParameterState, Precision, join_master, split_master};
 pub use program::{AttentionProgram, DOCUMENTS};
-pub use rope::{RopeTable, inverse_frequencies};
-pub use tape::Recompute;
+pub use rope::{RopeTable, Rotary};
+pub use tape::{Recomputation, Recompute};

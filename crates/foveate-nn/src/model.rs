@@ -16,9 +16,9 @@ use crate::plans::{Plans, Programs};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::step::Step;
-use crate::tape::{Recompute, Workspace};
+use crate::tape::{Recomputation, Workspace};
 
-/// A Llama-family model on the device of `B`: the CPU, in f32, unless said otherwise.
+/// A model on the device of `B`: the CPU, in f32, unless said otherwise.
 pub struct Model<B: Blocks = Cpu> {
     pub(crate) config: ModelConfig,
     pub(crate) programs: Programs,
@@ -35,7 +35,7 @@ pub(crate) struct Running<B: Blocks> {
     pub blocks: B,
     workspace: Workspace<B::Array>,
     plans: Plans<B>,
-    table: Arc<RopeTable>,
+    tables: Vec<Arc<RopeTable>>,
 }
 
 /// The gradients of all parameters of a model, each at its parameter's place.
@@ -149,7 +149,7 @@ impl<B: Blocks> Model<B> {
         let layout = ParameterLayout::new(&config, &programs.learned());
         let filled = vec![false; layout.parameters().len()];
         let (workspace, plans) = (Workspace::default(), Plans::default());
-        let running = Running { blocks, workspace, plans, table: Arc::default() };
+        let running = Running { blocks, workspace, plans, tables: Vec::new() };
         let weights = Weights::default();
         Self { config, programs, layout, weights, filled, running: Mutex::new(running) }
     }
@@ -351,7 +351,7 @@ impl<B: Blocks> Model<B> {
         &self,
         batch: &Batch<'_>,
         gradients: &mut Gradients<B::Array>,
-        recompute: Recompute,
+        recompute: impl Into<Recomputation>,
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
         let (found, want) = (gradients.array.elems(), self.layout.elems());
@@ -359,7 +359,7 @@ impl<B: Blocks> Model<B> {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
-        let array = &mut gradients.array;
+        let (array, recompute) = (&mut gradients.array, recompute.into());
         self.run(&mut self.running(), batch, true, |step, ws| {
             step.forward_backward(ws, array, recompute, totals)
         })
@@ -423,7 +423,7 @@ impl<B: Blocks> Model<B> {
         &self,
         batch: &Batch<'_>,
         gradients: &mut Gradients<B::Array>,
-        recompute: Recompute,
+        recompute: impl Into<Recomputation>,
     ) -> Result<LossSum, NnError> {
         let start = Instant::now();
         let mut totals = self.totals()?;
@@ -433,7 +433,7 @@ impl<B: Blocks> Model<B> {
 
     fn run(
         &self,
-        Running { blocks, workspace, plans, table }: &mut Running<B>,
+        Running { blocks, workspace, plans, tables }: &mut Running<B>,
         batch: &Batch<'_>,
         counted: bool,
         work: impl FnOnce(&mut Step<'_, B>, &mut Workspace<B::Array>) -> Result<(), NnError>,
@@ -444,10 +444,8 @@ impl<B: Blocks> Model<B> {
         let heads = PackedHeads::of(&self.config, shape);
         let plans = plans.of(blocks, &self.programs, heads, batch.mean_kv_len)?;
         let last = batch.positions.iter().max().map_or(0, |&p| p as usize);
-        if !table.reaches(last + 1) {
-            Arc::make_mut(table).reach(&self.config, last + 1);
-        }
-        let uploaded = blocks.upload(batch, table)?;
+        RopeTable::reach_all(tables, &self.config, last + 1);
+        let uploaded = blocks.upload(batch, tables)?;
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
         let plans: Vec<B::Plan> = plans.iter().map(bind).collect::<Result<_, _>>()?;
         let mut step = Step {

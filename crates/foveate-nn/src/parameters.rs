@@ -1,6 +1,6 @@
 //! Parameters: their names and shapes, their places in one array, and their first values.
 //!
-//! Names and shapes are those of a Hugging Face Llama checkpoint, so saving and loading map
+//! Names and shapes are those of a Hugging Face checkpoint of the family, so saving and loading map
 //! nothing. All parameters lie in one array, as do their gradients and moments; a layer's query,
 //! key and value weights lie one after another, and so do its gate and up weights, so that each is
 //! one matrix to multiply with. Everything else starts at a multiple of [`ALIGN`] elements.
@@ -57,11 +57,19 @@ pub(crate) struct LayerPlaces {
     pub norm: Range<usize>,
     /// `[(heads_q + 2·heads_kv) · dim, hidden]`: queries, keys, values.
     pub qkv: Range<usize>,
+    /// `[(heads_q + 2·heads_kv) · dim]`; empty without a bias.
+    pub qkv_bias: Range<usize>,
+    /// `[2 · dim]`, of query heads and of key heads; empty where heads are not normalised.
+    pub head_norms: Range<usize>,
     pub o: Range<usize>,
+    /// Of what attention adds; empty where that is not normalised.
+    pub o_norm: Range<usize>,
     pub mlp_norm: Range<usize>,
     /// `[2 · intermediate, hidden]`: gate, up.
     pub gate_up: Range<usize>,
     pub down: Range<usize>,
+    /// Of what the feed-forward part adds; empty where that is not normalised.
+    pub down_norm: Range<usize>,
     /// Learned attention buffers, one after another.
     pub learned: Range<usize>,
 }
@@ -86,7 +94,10 @@ impl ParameterLayout {
         // Outputs into the residual stream shrink with depth, so that its variance does not grow.
         let output =
             Start { mean: 0.0, std: INIT_STD / (2.0 * config.num_hidden_layers as f32).sqrt() };
-        let ones = Start { mean: 1.0, std: 0.0 };
+        let architecture = &config.architecture;
+        let zeros = Start { mean: 0.0, std: 0.0 };
+        // Norms that change nothing but the length.
+        let ones = Start { mean: 1.0 - config.norm().offset, std: 0.0 };
         let mut all = Builder::default();
         let table = vec![config.vocab_size, hidden];
         let embedding = all.add("model.embed_tokens.weight", table.clone(), weight);
@@ -94,16 +105,51 @@ impl ParameterLayout {
         let layer = |layer: usize| {
             let name = |part: &str| format!("model.layers.{layer}.{part}");
             let norm = all.add(name("input_layernorm.weight"), vec![hidden], ones);
-            let first = all.add(name("self_attn.q_proj.weight"), vec![q, hidden], weight);
-            all.append(name("self_attn.k_proj.weight"), vec![kv, hidden], weight);
-            let last = all.append(name("self_attn.v_proj.weight"), vec![kv, hidden], weight);
-            let qkv = first.start..last.end;
+            let projections = [("q", q), ("k", kv), ("v", kv)];
+            let qkv = if architecture.packed_weights {
+                let shape = vec![q + 2 * kv, hidden];
+                all.add(name("self_attn.qkv_proj.weight"), shape, weight)
+            } else {
+                let named = |(p, rows): (&str, usize)| {
+                    (name(&format!("self_attn.{p}_proj.weight")), vec![rows, hidden])
+                };
+                all.add_packed(projections.map(named), weight)
+            };
+            let qkv_bias = if architecture.qkv_bias {
+                let named = |(p, rows): (&str, usize)| {
+                    (name(&format!("self_attn.{p}_proj.bias")), vec![rows])
+                };
+                all.add_packed(projections.map(named), zeros)
+            } else {
+                Range::default()
+            };
+            let head_norms = if architecture.head_norms {
+                let named =
+                    |p: &str| (name(&format!("self_attn.{p}_norm.weight")), vec![config.dim()]);
+                all.add_packed(["q", "k"].map(named), ones)
+            } else {
+                Range::default()
+            };
             let o = all.add(name("self_attn.o_proj.weight"), vec![hidden, q], output);
-            let mlp_norm = all.add(name("post_attention_layernorm.weight"), vec![hidden], ones);
-            let gate = all.add(name("mlp.gate_proj.weight"), vec![wide, hidden], weight);
-            let up = all.append(name("mlp.up_proj.weight"), vec![wide, hidden], weight);
-            let gate_up = gate.start..up.end;
+            let mut norm_called = |part: &str| all.add(name(part), vec![hidden], ones);
+            let (o_norm, mlp_norm) = if architecture.output_norms {
+                let o_norm = norm_called("post_attention_layernorm.weight");
+                (o_norm, norm_called("pre_feedforward_layernorm.weight"))
+            } else {
+                (Range::default(), norm_called("post_attention_layernorm.weight"))
+            };
+            let gate_up = if architecture.packed_weights {
+                all.add(name("mlp.gate_up_proj.weight"), vec![2 * wide, hidden], weight)
+            } else {
+                let named = |p: &str| (name(&format!("mlp.{p}_proj.weight")), vec![wide, hidden]);
+                all.add_packed(["gate", "up"].map(named), weight)
+            };
             let down = all.add(name("mlp.down_proj.weight"), vec![hidden, wide], output);
+            let down_norm = if architecture.output_norms {
+                all.add(name("post_feedforward_layernorm.weight"), vec![hidden], ones)
+            } else {
+                Range::default()
+            };
             let first = all.align();
             for (buffer, LearnedBuffer { shape, init, std }) in
                 learned.get(layer).copied().unwrap_or_default()
@@ -113,7 +159,19 @@ impl ParameterLayout {
             }
             let learned = first..all.elems;
             all.close(format!("layers.{layer}"));
-            LayerPlaces { norm, qkv, o, mlp_norm, gate_up, down, learned }
+            LayerPlaces {
+                norm,
+                qkv,
+                qkv_bias,
+                head_norms,
+                o,
+                o_norm,
+                mlp_norm,
+                gate_up,
+                down,
+                down_norm,
+                learned,
+            }
         };
         let layers = (0..config.num_hidden_layers).map(layer).collect();
         let norm = all.add("model.norm.weight", vec![hidden], ones);
@@ -181,6 +239,19 @@ impl Builder {
         self.parameters.push(Parameter { name: name.into(), shape, place: place.clone() });
         self.starts.push(start);
         place
+    }
+
+    /// Adds parameters at the next aligned place, each right behind the one before.
+    fn add_packed<const N: usize>(
+        &mut self,
+        all: [(String, Vec<usize>); N],
+        start: Start,
+    ) -> Range<usize> {
+        let first = self.align();
+        for (name, shape) in all {
+            self.append(name, shape, start);
+        }
+        first..self.elems
     }
 
     fn align(&mut self) -> usize {

@@ -2,12 +2,14 @@
 //! layers forward.
 //!
 //! For a layer with input x: `n = norm(x)`, `qkv = rope(n·Wqkv)`, `a = attention(qkv)`,
-//! `y = x + a·Wo`, `m = norm(y)`, `g, u = m·Wgate_up`, `s = silu(g)·u`, output `y + s·Wdown`.
-//! Normalised streams and `s` are cheap and are computed again in the backward pass in every
+//! `y = x + a·Wo`, `m = norm(y)`, `g, u = m·Wgate_up`, `s = f(g)·u`, output `y + s·Wdown`. Some
+//! families add a bias to qkv, normalise each of its heads before they are turned, or normalise `a·Wo`
+//! and `s·Wdown` before they are added ([`crate::Architecture`]). Normalised streams and `s` are cheap and are computed again in the backward pass in every
 //! mode. See the tape for what is kept.
 
 use std::ops::Range;
 
+use crate::architecture::LayerRope;
 use crate::backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
     Rotation,
@@ -15,7 +17,7 @@ use crate::backend::{
 use crate::config::ModelConfig;
 use crate::error::NnError;
 use crate::parameters::{LayerPlaces, ParameterLayout};
-use crate::tape::{Recompute, Workspace};
+use crate::tape::{AttentionTape, Kept, OutputTape, Recomputation, Recompute, Workspace};
 
 /// All that a step reads, and the cache that generation writes.
 pub(crate) struct Step<'a, B: Blocks> {
@@ -72,12 +74,14 @@ impl<'a, B: Blocks> Step<'a, B> {
         self.forward(ws)?;
         ws.fit_loss(self.blocks, self.config, self.tokens())?;
         let (width, head) = (self.config.hidden_size, self.part(&self.layout.head));
-        self.blocks.loss(self.batch, width, &ws.normed, head, &mut ws.logits, each, totals)
+        let cap = self.config.architecture.logit_cap;
+        self.blocks.loss(self.batch, width, &ws.normed, head, cap, &mut ws.logits, each, totals)
     }
 
     /// The normalised output of the last layer in `ws.normed`, and nothing kept.
     pub fn forward(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
-        ws.fit(self.blocks, self.config, self.tokens(), 2, (1, 1))?;
+        let kept = Kept::nothing(self.config.num_hidden_layers);
+        ws.fit(self.blocks, self.config, self.tokens(), 2, kept)?;
         self.run_forward(ws)
     }
 
@@ -86,7 +90,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         gradients: &mut B::Array,
-        recompute: Recompute,
+        recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         let (tokens, layers) = (self.tokens(), self.config.num_hidden_layers);
@@ -100,6 +104,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             width,
             &ws.normed,
             part(self.weights, &layout.head),
+            self.config.architecture.logit_cap,
             &mut ws.logits,
             &mut ws.d_normed,
             part_mut(gradients, &layout.head),
@@ -108,6 +113,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         self.blocks.rms_norm_backward(
             &ws.inputs[layers],
             part(self.weights, &layout.norm),
+            self.config.norm(),
             &ws.inverse,
             &ws.d_normed,
             &mut ws.d_x,
@@ -115,30 +121,40 @@ impl<'a, B: Blocks> Step<'a, B> {
             part_mut(gradients, &layout.norm),
         )?;
         for layer in (0..layers).rev() {
-            if recompute != Recompute::None {
+            let again = recompute.of(layer);
+            if matches!(again, Recompute::Attention | Recompute::Full) {
                 self.attention_part(ws, layer)?;
             }
-            if recompute == Recompute::Full {
-                self.mlp_part(ws, layer)?;
+            match again {
+                Recompute::None | Recompute::Attention => {}
+                Recompute::Mlp => self.gate_up_again(ws, layer)?,
+                Recompute::Full => {
+                    self.mlp_part(ws, layer)?;
+                    if self.config.architecture.output_norms {
+                        self.output_part(ws, layer)?;
+                    }
+                }
             }
             self.mlp_backward(ws, layer, gradients)?;
             self.attention_backward(ws, layer, gradients)?;
         }
         let table = part_mut(gradients, &layout.embedding);
-        self.blocks.embed_backward(self.batch, &ws.d_x, width, table)
+        let scale = self.config.embedding_scale();
+        self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table)
     }
 
     fn run_forward(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let (width, table) = (self.config.hidden_size, self.part(&self.layout.embedding));
-        self.blocks.embed(self.batch, table, width, &mut ws.inputs[0])?;
+        let scale = self.config.embedding_scale();
+        self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0])?;
         for layer in 0..self.config.num_hidden_layers {
             self.attention_part(ws, layer)?;
             self.mlp_part(ws, layer)?;
             self.output_part(ws, layer)?;
         }
         let last = self.config.num_hidden_layers % ws.inputs.len();
-        let (eps, weight) = (self.config.rms_norm_eps, self.part(&self.layout.norm));
-        self.blocks.rms_norm(&ws.inputs[last], weight, eps, &mut ws.inverse, &mut ws.normed)
+        let (norm, weight) = (self.config.norm(), self.part(&self.layout.norm));
+        self.blocks.rms_norm(&ws.inputs[last], weight, norm, &mut ws.inverse, &mut ws.normed)
     }
 
     /// From the input of the layer to the output of attention.
@@ -147,49 +163,122 @@ impl<'a, B: Blocks> Step<'a, B> {
         ws: &mut Workspace<B::Array>,
         layer: usize,
     ) -> Result<(), NnError> {
-        let kept = slot(layer, ws.attention.len());
-        let tape = &mut ws.attention[kept];
+        let tape = &mut ws.attention[ws.kept.attention.of(layer)];
         let x = &ws.inputs[layer % ws.inputs.len()];
-        let (eps, places) = (self.config.rms_norm_eps, self.places(layer));
-        let norm = part(self.weights, &places.norm);
-        self.blocks.rms_norm(x, norm, eps, &mut tape.inverse, &mut ws.normed)?;
+        let (norm, places) = (self.config.norm(), self.places(layer));
+        let weight = part(self.weights, &places.norm);
+        self.blocks.rms_norm(x, weight, norm, &mut tape.inverse, &mut ws.normed)?;
         let (shape, weight) = (self.qkv_shape(), part(self.weights, &places.qkv));
-        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, &mut tape.qkv)?;
-        let (heads, pairing) = (self.heads(), self.config.rope_pairing);
-        self.blocks.rope(self.batch, heads, pairing, Rotation::Forward, &mut tape.qkv)?;
+        let has_bias = self.config.architecture.qkv_bias;
+        let bias = has_bias.then(|| part(self.weights, &places.qkv_bias));
+        self.blocks.linear(shape, Part::whole(&ws.normed), weight, bias, None, &mut tape.qkv)?;
+        let qkv = self.turned(layer, tape, &mut ws.heads, false)?;
         let attention = self.attention(layer);
         let cache = self.cache.as_mut().map(|cache| {
             let [keys, values] = &mut cache.layers[layer];
             KvCache { keys, values, position: cache.position }
         });
-        self.blocks.attention(attention, &tape.qkv, cache, &mut tape.out, &mut tape.lse)
+        let (qkv, out, lse) = match qkv {
+            Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
+            Turned::Apart => (&ws.heads, &mut tape.out, &mut tape.lse),
+        };
+        self.blocks.attention(attention, qkv, cache, out, lse)
+    }
+
+    /// What attention reads, of the packed projection in `tape`: its heads normalised, into `heads`,
+    /// where the model says so, and turned by their positions. `again` says that this was done before:
+    /// only what lies in `heads` is made once more.
+    fn turned(
+        &mut self,
+        layer: usize,
+        tape: &mut AttentionTape<B::Array>,
+        heads: &mut B::Array,
+        again: bool,
+    ) -> Result<Turned, NnError> {
+        let (shape, places) = (self.heads(), self.places(layer));
+        let (turned, qkv) = if self.config.architecture.head_norms {
+            let weight = part(self.weights, &places.head_norms);
+            let (norm, inverse) = (self.config.norm(), &mut tape.heads_inverse);
+            self.blocks.head_norm(shape, &tape.qkv, weight, norm, inverse, heads)?;
+            (Turned::Apart, heads)
+        } else if again {
+            return Ok(Turned::InTape);
+        } else {
+            (Turned::InTape, &mut tape.qkv)
+        };
+        self.rotate(layer, Rotation::Forward, qkv)?;
+        Ok(turned)
+    }
+
+    fn rotate(
+        &mut self,
+        layer: usize,
+        rotation: Rotation,
+        qkv: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let table = match self.config.architecture.rope_of(layer) {
+            LayerRope::Global => 0,
+            LayerRope::Local => 1,
+            LayerRope::None => return Ok(()),
+        };
+        let (heads, pairing) = (self.heads(), self.config.rope_pairing);
+        self.blocks.rope(self.batch, table, heads, pairing, rotation, qkv)
     }
 
     /// From the output of attention to the gate and up projections.
     fn mlp_part(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
-        let attention = &ws.attention[slot(layer, ws.attention.len())];
-        let kept = slot(layer, ws.mlp.len());
-        let tape = &mut ws.mlp[kept];
+        let attention = &ws.attention[ws.kept.attention.of(layer)];
+        let tape = &mut ws.residual[ws.kept.residual.of(layer)];
+        let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
         let x = &ws.inputs[layer % ws.inputs.len()];
-        let (eps, places) = (self.config.rms_norm_eps, self.places(layer));
+        let (norm, places) = (self.config.norm(), self.places(layer));
         let (shape, o) = (self.output_shape(), part(self.weights, &places.o));
-        self.blocks.linear(shape, Part::whole(&attention.out), o, None, &mut tape.x)?;
-        let norm = part(self.weights, &places.mlp_norm);
+        let out = Part::whole(&attention.out);
+        if self.config.architecture.output_norms {
+            let OutputTape { x: output, inverse } = &mut tape.attention;
+            self.blocks.linear(shape, out, o, None, None, output)?;
+            let weight = part(self.weights, &places.o_norm);
+            self.blocks.rms_norm(output, weight, norm, inverse, &mut tape.x)?;
+        } else {
+            self.blocks.linear(shape, out, o, None, None, &mut tape.x)?;
+        }
+        let weight = part(self.weights, &places.mlp_norm);
         let (inverse, normed) = (&mut tape.inverse, &mut ws.normed);
-        self.blocks.add_rms_norm(x, &mut tape.x, norm, eps, inverse, normed)?;
+        self.blocks.add_rms_norm(x, &mut tape.x, weight, norm, inverse, normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
-        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, &mut tape.gate_up)
+        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, None, gate_up)
+    }
+
+    /// The gate and up projections once more.
+    fn gate_up_again(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
+        let tape = &ws.residual[ws.kept.residual.of(layer)];
+        let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
+        let (norm, places) = (self.config.norm(), self.places(layer));
+        let weight = part(self.weights, &places.mlp_norm);
+        self.blocks.rms_norm_again(&tape.x, weight, norm, &tape.inverse, &mut ws.normed)?;
+        let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
+        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, None, gate_up)
     }
 
     /// From the gate and up projections to the output of the layer.
     fn output_part(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
-        let tape = &ws.mlp[slot(layer, ws.mlp.len())];
-        let wide = self.config.intermediate_size;
-        self.blocks.swiglu(wide, &tape.gate_up, &mut ws.activated)?;
-        let (shape, down) = (self.down_shape(), self.part(&self.places(layer).down));
+        let tape = &mut ws.residual[ws.kept.residual.of(layer)];
+        let gate_up = &ws.gate_up[ws.kept.gate_up.of(layer)];
+        let (wide, activation) =
+            (self.config.intermediate_size, self.config.architecture.activation);
+        self.blocks.gated(activation, wide, gate_up, &mut ws.activated)?;
+        let (shape, places) = (self.down_shape(), self.places(layer));
+        let (down, s) = (part(self.weights, &places.down), Part::whole(&ws.activated));
         let next = (layer + 1) % ws.inputs.len();
-        let (s, out) = (Part::whole(&ws.activated), &mut ws.inputs[next]);
-        self.blocks.linear(shape, s, down, Some(&tape.x), out)
+        let out = &mut ws.inputs[next];
+        if !self.config.architecture.output_norms {
+            return self.blocks.linear(shape, s, down, None, Some(&tape.x), out);
+        }
+        let OutputTape { x: output, inverse } = &mut tape.mlp;
+        self.blocks.linear(shape, s, down, None, None, output)?;
+        let weight = part(self.weights, &places.down_norm);
+        self.blocks.rms_norm(output, weight, self.config.norm(), inverse, out)?;
+        self.blocks.add(&tape.x, out)
     }
 
     /// `ws.d_x` goes from the gradient of the layer's output to that of the stream between
@@ -200,26 +289,37 @@ impl<'a, B: Blocks> Step<'a, B> {
         layer: usize,
         gradients: &mut B::Array,
     ) -> Result<(), NnError> {
-        let kept = slot(layer, ws.mlp.len());
-        let tape = &mut ws.mlp[kept];
+        let tape = &ws.residual[ws.kept.residual.of(layer)];
+        let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
         let (wide, weights, places) =
             (self.config.intermediate_size, self.weights, self.places(layer));
-        let (down, gate_up) = (self.down_shape(), self.gate_up_shape());
+        let (down, gate_up_shape) = (self.down_shape(), self.gate_up_shape());
+        let (norm, architecture) = (self.config.norm(), &self.config.architecture);
         let blocks = &mut *self.blocks;
+        let d_output = if architecture.output_norms {
+            let (OutputTape { x, inverse }, weight) = (&tape.mlp, part(weights, &places.down_norm));
+            let d_weight = part_mut(gradients, &places.down_norm);
+            let d_output = &mut ws.d_normed;
+            blocks
+                .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
+            &ws.d_normed
+        } else {
+            &ws.d_x
+        };
         let weight = part(weights, &places.down);
-        blocks.linear_backward_input(down, &ws.d_x, weight, &mut ws.activated)?;
-        blocks.swiglu_backward(wide, &mut tape.gate_up, &mut ws.activated)?;
+        blocks.linear_backward_input(down, d_output, weight, &mut ws.activated)?;
+        blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
         let d_weight = part_mut(gradients, &places.down);
-        blocks.linear_backward_weight(down, &ws.d_x, &ws.activated, d_weight)?;
-        let norm = || part(weights, &places.mlp_norm);
-        blocks.rms_norm_again(&tape.x, norm(), &tape.inverse, &mut ws.normed)?;
+        blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
+        let weight = || part(weights, &places.mlp_norm);
+        blocks.rms_norm_again(&tape.x, weight(), norm, &tape.inverse, &mut ws.normed)?;
         let d_weight = part_mut(gradients, &places.gate_up);
-        blocks.linear_backward_weight(gate_up, &tape.gate_up, &ws.normed, d_weight)?;
-        let weight = part(weights, &places.gate_up);
-        blocks.linear_backward_input(gate_up, &tape.gate_up, weight, &mut ws.d_normed)?;
+        blocks.linear_backward_weight(gate_up_shape, gate_up, &ws.normed, d_weight)?;
+        let gate_up_weight = part(weights, &places.gate_up);
+        blocks.linear_backward_input(gate_up_shape, gate_up, gate_up_weight, &mut ws.d_normed)?;
         let d_norm = part_mut(gradients, &places.mlp_norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(&tape.x, norm(), &tape.inverse, d_in, d_x, true, d_norm)
+        blocks.rms_norm_backward(&tape.x, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
 
     /// `ws.d_x` goes on to the gradient of the layer's input.
@@ -229,37 +329,63 @@ impl<'a, B: Blocks> Step<'a, B> {
         layer: usize,
         gradients: &mut B::Array,
     ) -> Result<(), NnError> {
-        let tape = &ws.attention[slot(layer, ws.attention.len())];
-        let input = &ws.inputs[layer];
-        let (weights, places) = (self.weights, self.places(layer));
-        let (output, qkv) = (self.output_shape(), self.qkv_shape());
-        let (attention, heads, pairing) =
-            (self.attention(layer), self.heads(), self.config.rope_pairing);
+        let (weights, places, norm) = (self.weights, self.places(layer), self.config.norm());
+        let (output, qkv_shape, heads) = (self.output_shape(), self.qkv_shape(), self.heads());
+        let architecture = &self.config.architecture;
+        let tape = &mut ws.attention[ws.kept.attention.of(layer)];
+        let turned = self.turned(layer, tape, &mut ws.heads, true)?;
+        let qkv = match turned {
+            Turned::InTape => &tape.qkv,
+            Turned::Apart => &ws.heads,
+        };
+        let attention = self.attention(layer);
         let blocks = &mut *self.blocks;
+        let d_output = if architecture.output_norms {
+            let OutputTape { x, inverse } = &ws.residual[ws.kept.residual.of(layer)].attention;
+            let weight = part(weights, &places.o_norm);
+            let d_weight = part_mut(gradients, &places.o_norm);
+            let d_output = &mut ws.d_normed;
+            blocks
+                .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
+            &ws.d_normed
+        } else {
+            &ws.d_x
+        };
         let weight = part(weights, &places.o);
-        blocks.linear_backward_input(output, &ws.d_x, weight, &mut ws.d_attention)?;
+        blocks.linear_backward_input(output, d_output, weight, &mut ws.d_attention)?;
         let d_weight = part_mut(gradients, &places.o);
-        blocks.linear_backward_weight(output, &ws.d_x, &tape.out, d_weight)?;
+        blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
         let d_learned = part_mut(gradients, &places.learned);
         blocks.attention_backward(
             attention,
-            &tape.qkv,
+            qkv,
             &tape.out,
             &tape.lse,
             &ws.d_attention,
             &mut ws.d_qkv,
             d_learned,
         )?;
-        blocks.rope(self.batch, heads, pairing, Rotation::Backward, &mut ws.d_qkv)?;
-        let norm = || part(weights, &places.norm);
-        blocks.rms_norm_again(input, norm(), &tape.inverse, &mut ws.normed)?;
+        self.rotate(layer, Rotation::Backward, &mut ws.d_qkv)?;
+        let blocks = &mut *self.blocks;
+        if architecture.head_norms {
+            let (weight, inverse) = (part(weights, &places.head_norms), &tape.heads_inverse);
+            let d_weight = part_mut(gradients, &places.head_norms);
+            let d_qkv = &mut ws.d_qkv;
+            blocks.head_norm_backward(heads, &tape.qkv, weight, norm, inverse, d_qkv, d_weight)?;
+        }
+        if architecture.qkv_bias {
+            blocks.bias_backward(&ws.d_qkv, part_mut(gradients, &places.qkv_bias))?;
+        }
+        let input = &ws.inputs[layer];
+        let weight = || part(weights, &places.norm);
+        blocks.rms_norm_again(input, weight(), norm, &tape.inverse, &mut ws.normed)?;
         let d_weight = part_mut(gradients, &places.qkv);
-        blocks.linear_backward_weight(qkv, &ws.d_qkv, &ws.normed, d_weight)?;
-        let weight = part(weights, &places.qkv);
-        blocks.linear_backward_input(qkv, &ws.d_qkv, weight, &mut ws.d_normed)?;
+        blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, &ws.normed, d_weight)?;
+        let qkv_weight = part(weights, &places.qkv);
+        blocks.linear_backward_input(qkv_shape, &ws.d_qkv, qkv_weight, &mut ws.d_normed)?;
         let d_norm = part_mut(gradients, &places.norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(input, norm(), &tape.inverse, d_in, d_x, true, d_norm)
+        blocks.rms_norm_backward(input, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
 
     fn part(&self, place: &Range<usize>) -> Part<'a, B::Array> {
@@ -304,9 +430,12 @@ impl<'a, B: Blocks> Step<'a, B> {
     }
 }
 
-/// Where the activations of `layer` are among `kept` sets: its own, or the shared one.
-fn slot(layer: usize, kept: usize) -> usize {
-    if kept == 1 { 0 } else { layer }
+/// Where the turned queries and keys of a layer are.
+enum Turned {
+    /// In the tape, where they were projected.
+    InTape,
+    /// In an array that all layers share.
+    Apart,
 }
 
 fn part<'a, A>(array: &'a A, place: &Range<usize>) -> Part<'a, A> {

@@ -1,9 +1,9 @@
 //! What a step saves: explicit arrays, made once and used again by every step.
 //!
-//! A layer saves three groups. Its input always stays. What attention needs and what the
-//! feed-forward part needs each have an array per layer, or one that all layers share when the
-//! group is recomputed. Recomputation runs the same blocks on the same numbers, so gradients
-//! are bitwise equal in all modes.
+//! A layer saves four groups. Its input always stays. What attention needs, what lies between
+//! attention and the feed-forward part, and gate and up each have an array for every layer that
+//! keeps the group, and one that all layers share which compute it again. Recomputation runs the
+//! same blocks on the same numbers, so gradients are bitwise equal in all modes.
 
 use foveate::DType;
 use serde::{Deserialize, Serialize};
@@ -21,18 +21,90 @@ pub enum Recompute {
     None,
     /// The packed projection and attention.
     Attention,
+    /// Gate and up: most of what a layer keeps.
+    Mlp,
     /// Everything but the inputs of the layers: least memory, one more forward pass.
     Full,
 }
 
 impl Recompute {
-    /// Layers whose (attention, feed-forward) activations are kept at once.
-    pub(crate) fn kept(self, layers: usize) -> (usize, usize) {
+    /// All modes, in the order of the memory that they leave.
+    pub const ALL: [Self; 4] = [Self::None, Self::Attention, Self::Mlp, Self::Full];
+
+    /// Its name in a recipe.
+    pub fn name(self) -> &'static str {
         match self {
-            Recompute::None => (layers, layers),
-            Recompute::Attention => (1, layers),
-            Recompute::Full => (1, 1),
+            Self::None => "none",
+            Self::Attention => "attention",
+            Self::Mlp => "mlp",
+            Self::Full => "full",
         }
+    }
+}
+
+/// What the first layers compute again; the others keep everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recomputation {
+    /// What.
+    pub what: Recompute,
+    /// How many layers; as many as there are if fewer.
+    pub layers: usize,
+}
+
+impl From<Recompute> for Recomputation {
+    /// In all layers.
+    fn from(what: Recompute) -> Self {
+        Self { what, layers: usize::MAX }
+    }
+}
+
+impl Recomputation {
+    /// What `layer` computes again.
+    pub(crate) fn of(self, layer: usize) -> Recompute {
+        if layer < self.layers { self.what } else { Recompute::None }
+    }
+
+    pub(crate) fn kept(self, layers: usize) -> Kept {
+        let first = self.layers.min(layers);
+        let of = |again: bool| Slots { layers, shared: if again { first } else { 0 } };
+        Kept {
+            attention: of(matches!(self.what, Recompute::Attention | Recompute::Full)),
+            residual: of(self.what == Recompute::Full),
+            gate_up: of(matches!(self.what, Recompute::Mlp | Recompute::Full)),
+        }
+    }
+}
+
+/// Where the groups of each layer are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub attention: Slots,
+    pub residual: Slots,
+    pub gate_up: Slots,
+}
+
+impl Kept {
+    /// Nothing is kept: a pass without gradients.
+    pub fn nothing(layers: usize) -> Self {
+        Recomputation::from(Recompute::Full).kept(layers)
+    }
+}
+
+/// The places of a group: the first `shared` layers have one together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Slots {
+    layers: usize,
+    shared: usize,
+}
+
+impl Slots {
+    fn count(self) -> usize {
+        usize::from(self.shared > 0) + self.layers - self.shared
+    }
+
+    /// The place of `layer`.
+    pub fn of(self, layer: usize) -> usize {
+        if layer < self.shared { 0 } else { layer - self.shared + usize::from(self.shared > 0) }
     }
 }
 
@@ -41,23 +113,38 @@ impl Recompute {
 pub(crate) struct AttentionTape<A> {
     /// Reciprocal root mean squares before attention, `[T]`.
     pub inverse: A,
-    /// Packed, rotated queries, keys and values, `[T, qkv_width]`.
+    /// Packed queries, keys and values, `[T, qkv_width]`: rotated, or as projected where heads are
+    /// normalised.
     pub qkv: A,
+    /// Reciprocal root mean squares of query and key heads, `[T, heads_q + heads_kv]`, where they are
+    /// normalised.
+    pub heads_inverse: A,
     /// Output of attention, `[T, attention_width]`.
     pub out: A,
     /// Its log denominators, `[rows, heads, len]`.
     pub lse: A,
 }
 
-/// What the feed-forward part saves.
+/// What lies between attention and the feed-forward part.
 #[derive(Debug, Default)]
-pub(crate) struct MlpTape<A> {
+pub(crate) struct ResidualTape<A> {
     /// The residual stream after attention, `[T, hidden]`.
     pub x: A,
     /// Reciprocal root mean squares of `x`, `[T]`.
     pub inverse: A,
-    /// Gate and up projections side by side, `[T, 2·intermediate]`.
-    pub gate_up: A,
+    /// What attention adds before it is normalised.
+    pub attention: OutputTape<A>,
+    /// What the feed-forward part adds before it is normalised.
+    pub mlp: OutputTape<A>,
+}
+
+/// What a part of a layer adds to the residual stream, where that is normalised; else empty.
+#[derive(Debug, Default)]
+pub(crate) struct OutputTape<A> {
+    /// Before the norm, `[T, hidden]`.
+    pub x: A,
+    /// Its reciprocal root mean squares, `[T]`.
+    pub inverse: A,
 }
 
 /// Arrays of a step.
@@ -66,7 +153,13 @@ pub(crate) struct Workspace<A> {
     /// Inputs of the layers, and the output of the last: `layers + 1` of `[T, hidden]`.
     pub inputs: Vec<A>,
     pub attention: Vec<AttentionTape<A>>,
-    pub mlp: Vec<MlpTape<A>>,
+    pub residual: Vec<ResidualTape<A>>,
+    /// Gate and up projections side by side, `[T, 2·intermediate]`.
+    pub gate_up: Vec<A>,
+    /// Which of those are a layer's.
+    pub kept: Kept,
+    /// The packed projection, its heads normalised and rotated, `[T, qkv_width]`.
+    pub heads: A,
     /// Reciprocal root mean squares of the last norm, `[T]`.
     pub inverse: A,
     /// A normalised stream, or the gradient of one, `[T, hidden]`.
@@ -86,20 +179,23 @@ pub(crate) struct Workspace<A> {
 }
 
 impl<A: Array> Workspace<A> {
-    /// Makes the arrays fit a forward pass over `tokens` tokens in which the groups of
-    /// `kept` layers and `inputs` inputs stay.
+    /// Makes the arrays fit a forward pass over `tokens` tokens in which the groups that are
+    /// `kept` and `inputs` inputs stay.
     pub fn fit<B: Blocks<Array = A>>(
         &mut self,
         blocks: &mut B,
         config: &ModelConfig,
         tokens: usize,
         inputs: usize,
-        (attention, mlp): (usize, usize),
+        kept: Kept,
     ) -> Result<(), NnError> {
         let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+        let architecture = &config.architecture;
+        self.kept = kept;
         self.inputs.resize_with(inputs, A::default);
-        self.attention.resize_with(attention, AttentionTape::default);
-        self.mlp.resize_with(mlp, MlpTape::default);
+        self.attention.resize_with(kept.attention.count(), AttentionTape::default);
+        self.residual.resize_with(kept.residual.count(), ResidualTape::default);
+        self.gate_up.resize_with(kept.gate_up.count(), A::default);
         let mut fit = fitting(blocks, tokens);
         for x in &mut self.inputs {
             fit("layer input", x, Of::Stream(hidden))?;
@@ -109,11 +205,26 @@ impl<A: Array> Workspace<A> {
             fit("qkv", &mut a.qkv, Of::Stream(config.qkv_width()))?;
             fit("attention output", &mut a.out, Of::Stream(config.attention_width()))?;
             fit("lse", &mut a.lse, Of::Sums(config.num_attention_heads))?;
+            if architecture.head_norms {
+                let heads = config.num_attention_heads + config.kv_heads();
+                fit("inverse rms of heads", &mut a.heads_inverse, Of::Sums(heads))?;
+            }
         }
-        for m in &mut self.mlp {
-            fit("residual", &mut m.x, Of::Stream(hidden))?;
-            fit("inverse rms", &mut m.inverse, Of::Sums(1))?;
-            fit("gate and up", &mut m.gate_up, Of::Stream(2 * wide))?;
+        for r in &mut self.residual {
+            fit("residual", &mut r.x, Of::Stream(hidden))?;
+            fit("inverse rms", &mut r.inverse, Of::Sums(1))?;
+            if architecture.output_norms {
+                for output in [&mut r.attention, &mut r.mlp] {
+                    fit("output", &mut output.x, Of::Stream(hidden))?;
+                    fit("inverse rms", &mut output.inverse, Of::Sums(1))?;
+                }
+            }
+        }
+        for gate_up in &mut self.gate_up {
+            fit("gate and up", gate_up, Of::Stream(2 * wide))?;
+        }
+        if architecture.head_norms {
+            fit("heads", &mut self.heads, Of::Stream(config.qkv_width()))?;
         }
         fit("inverse rms", &mut self.inverse, Of::Sums(1))?;
         fit("normed", &mut self.normed, Of::Stream(hidden))?;

@@ -1,8 +1,8 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    AttentionConfig, Batch, Gradients, IGNORE, LearnedBuffer, Model, ModelConfig, NnError,
-    ProgramConfig, Recompute, Sampling,
+    Activation, Architecture, AttentionConfig, Batch, Gradients, IGNORE, LayerRope, LearnedBuffer,
+    Model, ModelConfig, NnError, ProgramConfig, Recomputation, Recompute, Sampling,
 };
 use foveate::tensor::random::Random;
 
@@ -22,6 +22,7 @@ pub(crate) fn tiny(tied: bool) -> ModelConfig {
         rope_pairing: Default::default(),
         max_position_embeddings: 64,
         tie_word_embeddings: tied,
+        architecture: Default::default(),
     }
 }
 
@@ -37,6 +38,31 @@ fn program() -> ProgramConfig {
         learned: [("bias".to_owned(), bias)].into(),
         ..ProgramConfig::default()
     }
+}
+
+/// Each thing that another family has, and all of them together.
+fn architectures() -> Vec<Architecture> {
+    let plain = Architecture::default;
+    let all = Architecture {
+        family: "all".to_owned(),
+        qkv_bias: true,
+        head_norms: true,
+        output_norms: true,
+        centered_norms: true,
+        activation: Activation::Gelu,
+        scaled_embedding: true,
+        logit_cap: Some(3.0),
+        packed_weights: true,
+        rotary_share: 0.67,
+        local_rope_theta: Some(20.0),
+        layer_rope: vec![LayerRope::Local, LayerRope::Global],
+    };
+    vec![
+        Architecture { qkv_bias: true, ..plain() },
+        Architecture { head_norms: true, layer_rope: vec![LayerRope::None], ..plain() },
+        Architecture { output_norms: true, centered_norms: true, ..plain() },
+        all,
+    ]
 }
 
 /// A window without a bias in the first layer, a bias in the second.
@@ -111,7 +137,11 @@ impl Text {
     }
 }
 
-fn gradients(model: &Model, batch: &Batch<'_>, recompute: Recompute) -> (f64, Gradients) {
+fn gradients(
+    model: &Model,
+    batch: &Batch<'_>,
+    recompute: impl Into<Recomputation>,
+) -> (f64, Gradients) {
     let mut gradients = Gradients::zeros(model);
     let loss = model.forward_backward(batch, &mut gradients, recompute).unwrap();
     (loss.sum_nats, gradients)
@@ -127,10 +157,16 @@ fn close(a: &[f32], b: &[f32], tolerance: f32, what: &str) {
 
 #[test]
 fn every_gradient_of_the_model_is_its_central_difference() {
-    for (tied, seed, attention) in
-        [(true, 1, attention()), (false, 2, attention()), (true, 3, pattern())]
+    let llama = Architecture::default;
+    let llamas = [(true, 1, attention()), (false, 2, attention()), (true, 3, pattern())];
+    let others = architectures().into_iter().enumerate();
+    let others = others.map(|(i, other)| (other, (i % 2 == 0, 4 + i as u64, attention())));
+    for (architecture, (tied, seed, attention)) in
+        llamas.map(|l| (llama(), l)).into_iter().chain(others)
     {
-        let mut model = model(tiny(tied), &attention, seed);
+        let config = ModelConfig { architecture, ..tiny(tied) };
+        config.validate().unwrap();
+        let mut model = model(config, &attention, seed);
         let text = Text::new(&[5, 1, 3, 5], 10 + seed);
         let batch = text.batch(2);
         let (_, gradients) = gradients(&model, &batch, Recompute::None);
@@ -197,16 +233,21 @@ fn packed_documents_train_as_separate_documents() {
 
 #[test]
 fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_run() {
-    for attention in [attention(), pattern()] {
-        let model = model(tiny(false), &attention, 4);
+    let others = architectures().into_iter().map(|other| (other, attention()));
+    let llamas = [attention(), pattern()].map(|attention| (Architecture::default(), attention));
+    for (architecture, attention) in llamas.into_iter().chain(others) {
+        let model = model(ModelConfig { architecture, ..tiny(false) }, &attention, 4);
         let text = Text::new(&[40, 21, 60, 3, 2], 40);
         let batch = text.batch(3);
         let wanted = gradients(&model, &batch, Recompute::None);
         for threads in [1, 2, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
-                let found = pool.install(|| gradients(&model, &batch, recompute));
-                assert_eq!(found, wanted, "{recompute:?} on {threads} threads");
+            for recompute in Recompute::ALL {
+                for layers in [1, usize::MAX] {
+                    let again = Recomputation { what: recompute, layers };
+                    let found = pool.install(|| gradients(&model, &batch, again));
+                    assert_eq!(found, wanted, "{again:?} on {threads} threads");
+                }
             }
         }
         let loss = model.loss(&batch).unwrap();

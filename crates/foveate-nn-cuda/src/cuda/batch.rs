@@ -25,7 +25,7 @@ pub struct CudaBatch {
     /// Bytes from the start of the memory to labels, documents, positions and the words of the order.
     starts: [usize; 4],
     pub(super) order: TokenOrder,
-    pub(super) table: Arc<Rotations>,
+    pub(super) tables: Vec<Arc<Rotations>>,
     /// Differs from that of every other batch.
     version: u64,
 }
@@ -88,7 +88,7 @@ impl CudaBatch {
     pub(super) fn new(
         pool: &Pool,
         batch: &Batch<'_>,
-        table: Arc<Rotations>,
+        tables: Vec<Arc<Rotations>>,
     ) -> Result<Self, GpuError> {
         static VERSION: AtomicU64 = AtomicU64::new(1);
         let order = TokenOrder::new(batch.tokens)?;
@@ -114,7 +114,7 @@ impl CudaBatch {
             words: [words.len()],
             starts,
             order,
-            table,
+            tables,
             version: VERSION.fetch_add(1, Ordering::Relaxed),
         })
     }

@@ -18,6 +18,7 @@ impl Cuda {
         width: usize,
         x: &CudaArray,
         weight: &Part<'_, CudaArray>,
+        cap: Option<f32>,
         logits: &CudaArray,
         each: Option<&CudaArray>,
         gradients: Option<(&CudaArray, &PartMut<'_, CudaArray>)>,
@@ -43,7 +44,7 @@ impl Cuda {
             let count_of = [count];
             let labels = batch.labels(first, &count_of);
             let gradient = gradients.is_some();
-            self.run(&CrossEntropy { logits, labels, losses, gradient, cap: None, z_weight: 0.0 })?;
+            self.run(&CrossEntropy { logits, labels, losses, gradient, cap, z_weight: 0.0 })?;
             let totals = numbers(&totals.memory, &totals_len);
             self.run(&AddLosses { losses, labels, totals })?;
             if let Some((d_x, d_weight)) = gradients {

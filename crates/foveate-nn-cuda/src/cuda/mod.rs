@@ -24,21 +24,23 @@ use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Allocation, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_nn::{
-    Array, AttentionProgram, AttentionShape, Batch, Blocks, KvCache, LayerAttention, LinearShape,
-    Moments, NnError, NnErrorKind, OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision,
-    RopePairing, RopeTable, Rotation, Span, Sums, Weights, join_master, split_master,
+    Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, Blocks, KvCache,
+    LayerAttention, LinearShape, Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads,
+    Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable, Rotation, Span, Sums, Weights,
+    join_master, split_master,
 };
 use foveate_tensor::DType;
 
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
+use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::launch::{Block, Kernels};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{
     self, CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Update,
 };
 use crate::rope::{Pairing, Rope};
-use crate::vectors::{Add, CopyRows, Widen};
+use crate::vectors::{self, Add, AddRows, ColumnSums, CopyRows, Widen};
 pub use array::CudaArray;
 use array::{Place, batched, numbers, rows_of};
 pub use attention::AttentionPlan;
@@ -60,8 +62,8 @@ pub struct Cuda {
     precision: Precision,
     deterministic: bool,
     clock: Clock,
-    /// The last table of rotations that was uploaded.
-    table: Option<Arc<Rotations>>,
+    /// The last tables of rotations that were uploaded.
+    tables: Vec<Arc<Rotations>>,
 }
 
 /// Running totals in device memory.
@@ -84,6 +86,17 @@ fn failed(e: &GpuError) -> NnError {
     NnErrorKind::Device(e.to_string()).into()
 }
 
+fn heads_of(heads: PackedHeads) -> Heads {
+    Heads { queries: heads.heads_q, keys: heads.heads_kv, dim: heads.dim }
+}
+
+fn activation_of(activation: NnActivation) -> Activation {
+    match activation {
+        NnActivation::Silu => Activation::Silu,
+        NnActivation::Gelu => Activation::Gelu,
+    }
+}
+
 impl Cuda {
     /// GPU `ordinal`, on a queue of its own. `deterministic` makes attention's gradients the same bits
     /// in every run, as all else is.
@@ -99,8 +112,8 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (kernels, clock, table) = (Kernels::new(engine), Clock::default(), None);
-        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, table })
+        let (kernels, clock, tables) = (Kernels::new(engine), Clock::default(), Vec::new());
+        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, tables })
     }
 
     /// Its name, as the driver says it.
@@ -317,14 +330,19 @@ impl Blocks for Cuda {
         Ok(PlanBytes::default())
     }
 
-    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>) -> Result<CudaBatch, NnError> {
-        let known = self.table.take().filter(|known| known.is_of(table));
-        let table = match known {
-            Some(known) => known,
-            None => Arc::new(Rotations::new(self.queue.pool(), table).map_err(|e| failed(&e))?),
+    fn upload(
+        &mut self,
+        batch: &Batch<'_>,
+        tables: &[Arc<RopeTable>],
+    ) -> Result<CudaBatch, NnError> {
+        let known = std::mem::take(&mut self.tables);
+        let on_device = |table: &Arc<RopeTable>| match known.iter().find(|k| k.is_of(table)) {
+            Some(known) => Ok(Arc::clone(known)),
+            None => Rotations::new(self.queue.pool(), table).map(Arc::new),
         };
-        self.table = Some(Arc::clone(&table));
-        CudaBatch::new(self.queue.pool(), batch, table).map_err(|e| failed(&e))
+        let tables: Result<Vec<_>, GpuError> = tables.iter().map(on_device).collect();
+        self.tables = tables.map_err(|e| failed(&e))?;
+        CudaBatch::new(self.queue.pool(), batch, self.tables.clone()).map_err(|e| failed(&e))
     }
 
     fn totals(&mut self) -> Result<CudaTotals, NnError> {
@@ -411,10 +429,11 @@ impl Blocks for Cuda {
         batch: &CudaBatch,
         table: Part<'_, CudaArray>,
         width: usize,
+        scale: f32,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (table, out) = (table.rows(width), out.rows(width));
-        self.run(&Embedding { table, tokens: batch.tokens(), out, scale: 1.0 })
+        self.run(&Embedding { table, tokens: batch.tokens(), out, scale })
     }
 
     fn embed_backward(
@@ -422,6 +441,7 @@ impl Blocks for Cuda {
         batch: &CudaBatch,
         d_out: &CudaArray,
         width: usize,
+        scale: f32,
         d_table: PartMut<'_, CudaArray>,
     ) -> Result<(), NnError> {
         let most = TokenOrder::most_partial_rows(batch.count());
@@ -433,7 +453,7 @@ impl Blocks for Cuda {
             order: &batch.order,
             words: batch.words(),
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [rows, width]),
-            scale: 1.0,
+            scale,
         })
     }
 
@@ -441,7 +461,7 @@ impl Blocks for Cuda {
         &mut self,
         x: &CudaArray,
         weight: Part<'_, CudaArray>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut CudaArray,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -452,8 +472,8 @@ impl Blocks for Cuda {
             weight: weight.vector(),
             inverse: inverse.vector(),
             out: out.rows(width),
-            eps,
-            offset: 0.0,
+            eps: norm.eps,
+            offset: norm.offset,
         })
     }
 
@@ -462,7 +482,7 @@ impl Blocks for Cuda {
         residual: &CudaArray,
         x: &mut CudaArray,
         weight: Part<'_, CudaArray>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut CudaArray,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -474,8 +494,8 @@ impl Blocks for Cuda {
             weight: weight.vector(),
             inverse: inverse.vector(),
             out: out.rows(width),
-            eps,
-            offset: 0.0,
+            eps: norm.eps,
+            offset: norm.offset,
         })
     }
 
@@ -483,6 +503,7 @@ impl Blocks for Cuda {
         &mut self,
         x: &CudaArray,
         weight: Part<'_, CudaArray>,
+        norm: Norm,
         inverse: &CudaArray,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -492,7 +513,7 @@ impl Blocks for Cuda {
             weight: weight.vector(),
             inverse: inverse.vector(),
             out: out.rows(width),
-            offset: 0.0,
+            offset: norm.offset,
         })
     }
 
@@ -500,6 +521,7 @@ impl Blocks for Cuda {
         &mut self,
         x: &CudaArray,
         weight: Part<'_, CudaArray>,
+        norm: Norm,
         inverse: &CudaArray,
         d_out: &CudaArray,
         d_x: &mut CudaArray,
@@ -520,7 +542,7 @@ impl Blocks for Cuda {
             d_weight: d_weight.vector(),
             accumulate_weight: true,
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
-            offset: 0.0,
+            offset: norm.offset,
         })
     }
 
@@ -529,6 +551,7 @@ impl Blocks for Cuda {
         LinearShape { inputs, outputs, .. }: LinearShape,
         x: Part<'_, CudaArray>,
         weight: Part<'_, CudaArray>,
+        bias: Option<Part<'_, CudaArray>>,
         add: Option<&CudaArray>,
         y: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -538,7 +561,74 @@ impl Blocks for Cuda {
             None => product,
             Some(add) => Matmul { beta: 1.0, add: Some(batched(&add.rows(outputs))), ..product },
         };
+        let product = Matmul { bias: bias.map(|bias| bias.vector()), ..product };
         self.timed(Timed::Linear, |this| this.product(&product))
+    }
+
+    fn bias_backward(
+        &mut self,
+        d_y: &CudaArray,
+        d_bias: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let width = d_bias.place.len();
+        let from = d_y.rows(width);
+        let parts = vectors::parts(from.layout.shape[0]);
+        let partial = self.scratch("partial sums of a bias's gradient", 4 * parts * width)?;
+        let partial = DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]);
+        self.run(&ColumnSums { from, to: d_bias.vector(), partial })
+    }
+
+    fn head_norm(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = heads.width();
+        self.run(&HeadNorm {
+            heads: heads_of(heads),
+            qkv: qkv.rows(width),
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            out: out.rows(width),
+            eps: norm.eps,
+            offset: norm.offset,
+        })
+    }
+
+    fn head_norm_backward(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &CudaArray,
+        d_qkv: &mut CudaArray,
+        d_weight: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (width, columns) = (heads.width(), 2 * heads.dim);
+        let qkv = qkv.rows(width);
+        let parts = head_norm::parts(qkv.layout.shape[0]);
+        let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * columns)?;
+        self.run(&HeadNormBackward {
+            heads: heads_of(heads),
+            qkv,
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            d_qkv: d_qkv.rows(width),
+            d_weight: d_weight.vector(),
+            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, columns]),
+            offset: norm.offset,
+        })
+    }
+
+    fn add(&mut self, x: &CudaArray, y: &mut CudaArray) -> Result<(), NnError> {
+        // Rows of any width that divides them: a whole array is one, and long.
+        let width = (1..=4096).rev().find(|&width| x.elems().is_multiple_of(width)).unwrap_or(1);
+        self.run(&AddRows { from: x.rows(width), to: y.rows(width) })
     }
 
     fn linear_backward_input(
@@ -568,6 +658,7 @@ impl Blocks for Cuda {
     fn rope(
         &mut self,
         batch: &CudaBatch,
+        table: usize,
         heads: PackedHeads,
         pairing: RopePairing,
         rotation: Rotation,
@@ -578,7 +669,7 @@ impl Blocks for Cuda {
             heads: heads.heads_q + heads.heads_kv,
             dim: heads.dim,
             positions: batch.positions(),
-            table: batch.table.tensor(),
+            table: batch.tables[table].tensor(),
             pairing: match pairing {
                 RopePairing::HalfSplit => Pairing::Halves,
                 RopePairing::Interleaved => Pairing::Neighbours,
@@ -655,24 +746,26 @@ impl Blocks for Cuda {
         })
     }
 
-    fn swiglu(
+    fn gated(
         &mut self,
+        activation: NnActivation,
         width: usize,
         gate_up: &CudaArray,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (gate_up, out) = (gate_up.rows(2 * width), out.rows(width));
-        self.run(&Gated { activation: Activation::Silu, gate_up, out })
+        self.run(&Gated { activation: activation_of(activation), gate_up, out })
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &mut self,
+        activation: NnActivation,
         width: usize,
         gate_up: &mut CudaArray,
         d_out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (gate_up, d_out) = (gate_up.rows(2 * width), d_out.rows(width));
-        self.run(&GatedBackward { activation: Activation::Silu, gate_up, d_out })
+        self.run(&GatedBackward { activation: activation_of(activation), gate_up, d_out })
     }
 
     fn loss(
@@ -681,13 +774,14 @@ impl Blocks for Cuda {
         width: usize,
         x: &CudaArray,
         weight: Part<'_, CudaArray>,
+        cap: Option<f32>,
         logits: &mut CudaArray,
         each: Option<&mut CudaArray>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         let each = each.map(|each| &*each);
         self.timed(Timed::Loss, |this| {
-            this.cross_entropy(batch, width, x, &weight, logits, each, None, totals)
+            this.cross_entropy(batch, width, x, &weight, cap, logits, each, None, totals)
         })
     }
 
@@ -697,6 +791,7 @@ impl Blocks for Cuda {
         width: usize,
         x: &CudaArray,
         weight: Part<'_, CudaArray>,
+        cap: Option<f32>,
         logits: &mut CudaArray,
         d_x: &mut CudaArray,
         d_weight: PartMut<'_, CudaArray>,
@@ -704,7 +799,7 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         self.timed(Timed::Loss, |this| {
             let gradients = Some((&*d_x, &d_weight));
-            this.cross_entropy(batch, width, x, &weight, logits, None, gradients, totals)
+            this.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
         })
     }
 }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use foveate_nn::{
-    AdamW, Cpu, CpuBatch, Gradients, LayerProgram, LearnedBuffer, Model, ModelConfig,
-    ParameterState, ProgramConfig, Recompute, Sampling,
+    AdamW, Architecture, Cpu, CpuBatch, Gradients, LayerProgram, LayerRope, LearnedBuffer, Model,
+    ModelConfig, ParameterState, ProgramConfig, Recompute, Rotary, Sampling,
 };
 use foveate_tensor::random::Random;
 
@@ -103,8 +103,8 @@ impl Both {
         }
     }
 
-    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>) -> (CpuBatch, CudaBatch) {
-        (self.cpu.upload(batch, table).unwrap(), self.cuda.upload(batch, table).unwrap())
+    fn upload(&mut self, batch: &Batch<'_>, tables: &[Arc<RopeTable>]) -> (CpuBatch, CudaBatch) {
+        (self.cpu.upload(batch, tables).unwrap(), self.cuda.upload(batch, tables).unwrap())
     }
 }
 
@@ -152,11 +152,21 @@ impl Texts {
     }
 }
 
-fn table() -> Arc<RopeTable> {
-    let mut table = RopeTable::default();
-    table.reach(&config(true), LEN);
-    Arc::new(table)
+/// Two tables, the second of half of a head.
+fn tables() -> Vec<Arc<RopeTable>> {
+    let mut config = config(true);
+    let table = |config: &ModelConfig| {
+        let mut table = RopeTable::default();
+        table.reach(&Rotary::of(config, LEN)[0], LEN);
+        Arc::new(table)
+    };
+    let whole = table(&config);
+    config.architecture.rotary_share = 0.5;
+    vec![whole, table(&config)]
 }
+
+/// Of a Llama, and of a Gemma.
+const NORMS: [Norm; 2] = [Norm { eps: 1e-5, offset: 0.0 }, Norm { eps: 1e-5, offset: 1.0 }];
 
 /// Calls a block of both backends with the twins' halves.
 macro_rules! both {
@@ -169,18 +179,19 @@ macro_rules! both {
 #[test]
 fn norms_and_gates_are_those_of_the_cpu() {
     for mut both in Both::all(1) {
+        let norm = NORMS[usize::from(both.dtype == DType::F32)];
         let (mut x, residual) = (both.normal(TOKENS * WIDTH), both.normal(TOKENS * WIDTH));
         let weight = both.normal(WIDTH);
         let mut inverse = both.nan(DType::F32, TOKENS);
         let mut out = both.activations(TOKENS * WIDTH);
         let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.rms_norm(&x.cpu, w.0, 1e-5, &mut inverse.cpu, &mut out.cpu;
-            &x.cuda, w.1, 1e-5, &mut inverse.cuda, &mut out.cuda));
+        both!(both.rms_norm(&x.cpu, w.0, norm, &mut inverse.cpu, &mut out.cpu;
+            &x.cuda, w.1, norm, &mut inverse.cuda, &mut out.cuda));
         both.check("inverse", &inverse, 1e-5);
         both.check("out", &out, 1e-5);
         let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.add_rms_norm(&residual.cpu, &mut x.cpu, w.0, 1e-5, &mut inverse.cpu, &mut out.cpu;
-            &residual.cuda, &mut x.cuda, w.1, 1e-5, &mut inverse.cuda, &mut out.cuda));
+        both!(both.add_rms_norm(&residual.cpu, &mut x.cpu, w.0, norm, &mut inverse.cpu, &mut out.cpu;
+            &residual.cuda, &mut x.cuda, w.1, norm, &mut inverse.cuda, &mut out.cuda));
         both.check("sum", &x, 1e-6);
         both.check("inverse of the sum", &inverse, 1e-2);
         both.check("out of the sum", &out, 1e-5);
@@ -189,32 +200,34 @@ fn norms_and_gates_are_those_of_the_cpu() {
         both.cuda.download(Part::whole(&x.cuda), &mut sum).unwrap();
         let x = both.twin(both.dtype, sum);
         let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.rms_norm(&x.cpu, w.0, 1e-5, &mut inverse.cpu, &mut out.cpu;
-            &x.cuda, w.1, 1e-5, &mut inverse.cuda, &mut out.cuda));
+        both!(both.rms_norm(&x.cpu, w.0, norm, &mut inverse.cpu, &mut out.cpu;
+            &x.cuda, w.1, norm, &mut inverse.cuda, &mut out.cuda));
         let mut again = both.activations(TOKENS * WIDTH);
         let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.rms_norm_again(&x.cpu, w.0, &inverse.cpu, &mut again.cpu;
-            &x.cuda, w.1, &inverse.cuda, &mut again.cuda));
+        both!(both.rms_norm_again(&x.cpu, w.0, norm, &inverse.cpu, &mut again.cpu;
+            &x.cuda, w.1, norm, &inverse.cuda, &mut again.cuda));
         both.check("again", &again, 1e-5);
         let d_out = both.normal(TOKENS * WIDTH);
         let (mut d_x, mut d_weight) = (both.normal(TOKENS * WIDTH), both.sums(WIDTH));
         for accumulate in [true, false] {
             let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
             both!(both.rms_norm_backward(
-                &x.cpu, w.0, &inverse.cpu, &d_out.cpu, &mut d_x.cpu, accumulate, whole(&mut d_weight.cpu);
-                &x.cuda, w.1, &inverse.cuda, &d_out.cuda, &mut d_x.cuda, accumulate, whole(&mut d_weight.cuda)));
+                &x.cpu, w.0, norm, &inverse.cpu, &d_out.cpu, &mut d_x.cpu, accumulate, whole(&mut d_weight.cpu);
+                &x.cuda, w.1, norm, &inverse.cuda, &d_out.cuda, &mut d_x.cuda, accumulate, whole(&mut d_weight.cuda)));
             both.check("d_x", &d_x, 1e-5);
             both.check("d_weight", &d_weight, 1e-5);
         }
         let mut gate_up = both.normal(TOKENS * 2 * WIDE);
         let mut out = both.activations(TOKENS * WIDE);
-        both!(both.swiglu(WIDE, &gate_up.cpu, &mut out.cpu; WIDE, &gate_up.cuda, &mut out.cuda));
-        both.check("swiglu", &out, 1e-5);
+        let f = if both.dtype == DType::F32 { NnActivation::Gelu } else { NnActivation::Silu };
+        both!(both.gated(f, WIDE, &gate_up.cpu, &mut out.cpu;
+            f, WIDE, &gate_up.cuda, &mut out.cuda));
+        both.check("gated", &out, 1e-5);
         let mut d_out = both.normal(TOKENS * WIDE);
-        both!(both.swiglu_backward(WIDE, &mut gate_up.cpu, &mut d_out.cpu;
-            WIDE, &mut gate_up.cuda, &mut d_out.cuda));
+        both!(both.gated_backward(f, WIDE, &mut gate_up.cpu, &mut d_out.cpu;
+            f, WIDE, &mut gate_up.cuda, &mut d_out.cuda));
         both.check("d_gate_up", &gate_up, 1e-5);
-        both.check("swiglu again", &d_out, 1e-5);
+        both.check("gated again", &d_out, 1e-5);
     }
 }
 
@@ -233,10 +246,22 @@ fn products_are_those_of_the_cpu() {
         for add in [None, Some(&add)] {
             let mut y = both.activations(TOKENS * WIDE);
             both!(both.linear(
-                shape, Part::whole(&x.cpu), weight.0(), add.map(|a| &a.cpu), &mut y.cpu;
-                shape, Part::whole(&x.cuda), weight.1(), add.map(|a| &a.cuda), &mut y.cuda));
+                shape, Part::whole(&x.cpu), weight.0(), None, add.map(|a| &a.cpu), &mut y.cpu;
+                shape, Part::whole(&x.cuda), weight.1(), None, add.map(|a| &a.cuda), &mut y.cuda));
             both.check("y", &y, 1e-5);
         }
+        let (bias, mut y) = (both.normal(WIDE), both.activations(TOKENS * WIDE));
+        let given = (Some(Part::whole(&bias.cpu)), Some(Part::whole(&bias.cuda)));
+        both!(both.linear(
+            shape, Part::whole(&x.cpu), weight.0(), given.0, None, &mut y.cpu;
+            shape, Part::whole(&x.cuda), weight.1(), given.1, None, &mut y.cuda));
+        both.check("y with a bias", &y, 1e-5);
+        let mut d_bias = both.sums(WIDE);
+        both!(both.bias_backward(&add.cpu, whole(&mut d_bias.cpu);
+            &add.cuda, whole(&mut d_bias.cuda)));
+        both.check("d_bias", &d_bias, 1e-5);
+        both!(both.add(&add.cpu, &mut y.cpu; &add.cuda, &mut y.cuda));
+        both.check("y with what is added", &y, 1e-5);
         let d_y = both.normal(TOKENS * WIDE);
         let mut d_x = both.activations(TOKENS * WIDTH);
         both!(both.linear_backward_input(shape, &d_y.cpu, weight.0(), &mut d_x.cpu;
@@ -253,27 +278,47 @@ fn products_are_those_of_the_cpu() {
 #[test]
 fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
     for mut both in Both::all(3) {
-        let (texts, table) = (Texts::new(&mut both.random), table());
-        let batch = both.upload(&texts.batch(), &table);
+        let (texts, tables) = (Texts::new(&mut both.random), tables());
+        let batch = both.upload(&texts.batch(), &tables);
         let words = both.normal(VOCAB * WIDTH);
         let mut out = both.activations(TOKENS * WIDTH);
-        both!(both.embed(&batch.0, Part::whole(&words.cpu), WIDTH, &mut out.cpu;
-            &batch.1, Part::whole(&words.cuda), WIDTH, &mut out.cuda));
+        both!(both.embed(&batch.0, Part::whole(&words.cpu), WIDTH, 2.0, &mut out.cpu;
+            &batch.1, Part::whole(&words.cuda), WIDTH, 2.0, &mut out.cuda));
         both.check("embedding", &out, 0.0);
         let (d_out, mut d_words) = (both.normal(TOKENS * WIDTH), both.sums(VOCAB * WIDTH));
-        both!(both.embed_backward(&batch.0, &d_out.cpu, WIDTH, whole(&mut d_words.cpu);
-            &batch.1, &d_out.cuda, WIDTH, whole(&mut d_words.cuda)));
+        both!(both.embed_backward(&batch.0, &d_out.cpu, WIDTH, 2.0, whole(&mut d_words.cpu);
+            &batch.1, &d_out.cuda, WIDTH, 2.0, whole(&mut d_words.cuda)));
         both.check("d_table", &d_words, 1e-5);
 
         for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
             let mut qkv = both.normal(TOKENS * HEADS.width());
             for rotation in [Rotation::Forward, Rotation::Backward] {
-                both!(both.rope(&batch.0, HEADS, pairing, rotation, &mut qkv.cpu;
-                    &batch.1, HEADS, pairing, rotation, &mut qkv.cuda));
-                both.check("rope", &qkv, 1e-5);
+                for table in [0, 1] {
+                    both!(both.rope(&batch.0, table, HEADS, pairing, rotation, &mut qkv.cpu;
+                        &batch.1, table, HEADS, pairing, rotation, &mut qkv.cuda));
+                    both.check("rope", &qkv, 1e-5);
+                }
             }
         }
 
+        let (qkv, weight) = (both.normal(TOKENS * HEADS.width()), both.normal(2 * HEADS.dim));
+        let mut inverse = both.nan(DType::F32, TOKENS * (HEADS.heads_q + HEADS.heads_kv));
+        let mut out = both.activations(TOKENS * HEADS.width());
+        let norm = NORMS[1];
+        let w = || (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
+        both!(both.head_norm(HEADS, &qkv.cpu, w().0, norm, &mut inverse.cpu, &mut out.cpu;
+            HEADS, &qkv.cuda, w().1, norm, &mut inverse.cuda, &mut out.cuda));
+        both.check("inverse of heads", &inverse, 1e-5);
+        both.check("normalised heads", &out, 1e-5);
+        let (mut d_qkv, mut d_weight) =
+            (both.normal(TOKENS * HEADS.width()), both.sums(2 * HEADS.dim));
+        both!(both.head_norm_backward(
+            HEADS, &qkv.cpu, w().0, norm, &inverse.cpu, &mut d_qkv.cpu, whole(&mut d_weight.cpu);
+            HEADS, &qkv.cuda, w().1, norm, &inverse.cuda, &mut d_qkv.cuda, whole(&mut d_weight.cuda)));
+        both.check("d_qkv of the norm of heads", &d_qkv, 1e-5);
+        both.check("d_weight of the norm of heads", &d_weight, 1e-5);
+
+        let cap = (both.dtype == DType::F32).then_some(3.0);
         // Logits of 100 tokens at once, which divides no number of tokens.
         let x = both.normal(TOKENS * WIDTH);
         let small = words.cpu.iter().map(|word| word * 0.1).collect();
@@ -283,14 +328,14 @@ fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
         let mut each = both.nan(DType::F32, TOKENS);
         let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
         both!(both.loss(
-            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), &mut logits.cpu, Some(&mut each.cpu), &mut totals.0;
-            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), &mut logits.cuda, Some(&mut each.cuda), &mut totals.1));
+            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, Some(&mut each.cpu), &mut totals.0;
+            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, Some(&mut each.cuda), &mut totals.1));
         // Logits of 16 bits are rounded before the softmax.
         let of_logits = if both.dtype == DType::F32 { 1e-5 } else { 2e-2 };
         both.check("losses", &each, of_logits);
         both!(both.loss_backward(
-            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), &mut logits.cpu, &mut d_x.cpu, whole(&mut d_words.cpu), &mut totals.0;
-            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), &mut logits.cuda, &mut d_x.cuda, whole(&mut d_words.cuda), &mut totals.1));
+            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, &mut d_x.cpu, whole(&mut d_words.cpu), &mut totals.0;
+            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, &mut d_x.cuda, whole(&mut d_words.cuda), &mut totals.1));
         both.check("d_x of the loss", &d_x, of_logits);
         both.check("d_weight of the loss", &d_words, of_logits);
         let nats = (both.cpu.read(totals.0).unwrap().nats, both.cuda.read(totals.1).unwrap().nats);
@@ -327,7 +372,7 @@ fn planned<B: Blocks>(
 fn attention_of_packed_documents_is_that_of_the_cpu() {
     for mut both in Both::all(4) {
         let (texts, program) = (Texts::new(&mut both.random), program());
-        let batch = both.upload(&texts.batch(), &table());
+        let batch = both.upload(&texts.batch(), &tables());
         let plans = (
             planned(&mut both.cpu, &program, &texts, &batch.0),
             planned(&mut both.cuda, &program, &texts, &batch.1),
@@ -395,16 +440,16 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
             both.cuda.resize("moment", array, precision.moments, ELEMS).unwrap();
             both.cuda.clear(array).unwrap();
         }
-        let (texts, table) = (Texts::new(&mut both.random), table());
-        let batch = both.upload(&texts.batch(), &table);
+        let (texts, tables) = (Texts::new(&mut both.random), tables());
+        let batch = both.upload(&texts.batch(), &tables);
         let (x, words) = (both.normal(TOKENS * WIDTH), both.normal(VOCAB * WIDTH));
         let mut logits = both.activations(TOKENS * VOCAB);
         for step in 1..=3 {
             // Totals count the labelled tokens.
             let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
             both!(both.loss(
-                &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), &mut logits.cpu, None, &mut totals.0;
-                &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), &mut logits.cuda, None, &mut totals.1));
+                &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), None, &mut logits.cpu, None, &mut totals.0;
+                &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), None, &mut logits.cuda, None, &mut totals.1));
             let gradients = both.sums(ELEMS);
             let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let of_step = OptimizerStep { adamw, step, rate: 1e-2, clip_norm: 0.2, seed: 3 };
@@ -441,11 +486,16 @@ fn config(tied: bool) -> ModelConfig {
         rope_pairing: RopePairing::default(),
         max_position_embeddings: 512,
         tie_word_embeddings: tied,
+        architecture: Default::default(),
     }
 }
 
 /// A model on both, with the same masters.
-fn models(state: ParameterState, tied: bool) -> Option<(Model, Model<Cuda>)> {
+fn models(
+    state: ParameterState,
+    tied: bool,
+    architecture: Architecture,
+) -> Option<(Model, Model<Cuda>)> {
     let bias = LearnedBuffer { shape: vec![HEADS.heads_q], init: 0.1, std: 0.1 };
     let attention = ProgramConfig {
         mask: "causal & document".into(),
@@ -460,8 +510,9 @@ fn models(state: ParameterState, tied: bool) -> Option<(Model, Model<Cuda>)> {
             return None;
         }
     };
-    let cpu = Model::new(config(tied), &attention.clone().into(), 9).unwrap();
-    let mut cuda = Model::unfilled_on(cuda, config(tied), &attention.into()).unwrap();
+    let config = ModelConfig { architecture, ..config(tied) };
+    let cpu = Model::new(config.clone(), &attention.clone().into(), 9).unwrap();
+    let mut cuda = Model::unfilled_on(cuda, config, &attention.into()).unwrap();
     cuda.draw_missing(9).unwrap();
     Some((cpu, cuda))
 }
@@ -470,12 +521,34 @@ fn models(state: ParameterState, tied: bool) -> Option<(Model, Model<Cuda>)> {
 #[test]
 fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
     let [f32s, exact, narrow] = [ParameterState::F32, ParameterState::Exact, ParameterState::Bf16];
-    for (state, tied) in [(f32s, true), (exact, false), (narrow, true)] {
-        let Some((mut cpu, mut cuda)) = models(state, tied) else { return };
+    // All that other families have.
+    let other = Architecture {
+        family: "all".to_owned(),
+        qkv_bias: true,
+        head_norms: true,
+        output_norms: true,
+        centered_norms: true,
+        activation: NnActivation::Gelu,
+        scaled_embedding: true,
+        logit_cap: Some(3.0),
+        packed_weights: true,
+        rotary_share: 0.75,
+        local_rope_theta: Some(100.0),
+        layer_rope: vec![LayerRope::Local, LayerRope::Global],
+    };
+    let llama = Architecture::default;
+    for (state, tied, architecture) in [
+        (f32s, true, llama()),
+        (exact, false, llama()),
+        (narrow, true, llama()),
+        (f32s, false, other.clone()),
+        (exact, true, other),
+    ] {
+        let Some((mut cpu, mut cuda)) = models(state, tied, architecture) else { return };
         let texts = Texts::new(&mut Random::new(6));
         let (mut expected, mut found) = (Gradients::zeros(&cpu), cuda.gradients().unwrap());
         let narrow = state != ParameterState::F32;
-        for recompute in [Recompute::None, Recompute::Attention, Recompute::Full] {
+        for recompute in Recompute::ALL {
             expected.clear();
             cuda.clear(&mut found).unwrap();
             let a = cpu.forward_backward(&texts.batch(), &mut expected, recompute).unwrap();
@@ -523,7 +596,9 @@ fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
 
 #[test]
 fn a_step_has_the_same_bits_again() {
-    let Some((_, cuda)) = models(ParameterState::Exact, true) else { return };
+    let Some((_, cuda)) = models(ParameterState::Exact, true, Architecture::default()) else {
+        return;
+    };
     let texts = Texts::new(&mut Random::new(7));
     let mut first = Vec::new();
     for repeat in 0..20 {
@@ -542,7 +617,9 @@ fn a_step_has_the_same_bits_again() {
 
 #[test]
 fn generation_with_a_cache_has_the_logits_of_the_cpu() {
-    let Some((cpu, cuda)) = models(ParameterState::F32, true) else { return };
+    let Some((cpu, cuda)) = models(ParameterState::F32, true, Architecture::default()) else {
+        return;
+    };
     let mut generators = (
         cpu.generator(40, Sampling::default()).unwrap(),
         cuda.generator(40, Sampling::default()).unwrap(),

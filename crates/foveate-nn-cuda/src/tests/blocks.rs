@@ -3,11 +3,12 @@
 use super::*;
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
+use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::loss::{AddLosses, CrossEntropy};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{TOTALS_LEN, Totals};
 use crate::rope::{Pairing, Rope};
-use crate::vectors::{Add, CopyRows, Widen};
+use crate::vectors::{self, Add, AddRows, ColumnSums, CopyRows, Widen};
 
 const TOKENS: usize = 7;
 
@@ -162,6 +163,98 @@ fn the_gradient_of_a_norms_weight_sums_all_rows() {
     let (expected_x, expected) = norm_gradients(&values, &ones, &halves, &g, 0.0);
     close("d_weight", &d_weight.values(), &expected, tolerance(DType::BF16));
     close("d_x", &d_out.values(), &expected_x, tolerance(DType::BF16));
+}
+
+#[test]
+fn norms_of_heads_and_their_gradients_are_those_of_f64() {
+    let mut random = Random::new(12);
+    let f32s = Placing::dense(DType::F32);
+    for (placing, dim) in placings().into_iter().filter(|(_, dim)| *dim <= 512) {
+        // Queries of five heads, keys and values of two: no number of warps.
+        let heads = Heads { queries: 5, keys: 2, dim };
+        let (tokens, width) = (9, heads.width());
+        let shape = [tokens, width];
+        let qkv = placing.random(shape, &mut random, 3.0);
+        let weight = placing.random([1, 2 * dim], &mut random, 1.0);
+        let out = placing.empty(shape);
+        let inverse = f32s.empty([1, tokens * heads.normalised()]);
+        let ran = run(&HeadNorm {
+            heads,
+            qkv: qkv.tensor(),
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            out: out.tensor(),
+            eps: 1e-5,
+            offset: 1.0,
+        });
+        if !ran {
+            return;
+        }
+        let d_qkv = placing.random(shape, &mut random, 1.0);
+        let (values, weights, g) = (qkv.values(), weight.values(), d_qkv.values());
+        let d_weight = f32s.random([1, 2 * dim], &mut random, 1.0);
+        let before = d_weight.values();
+        let parts = head_norm::parts(tokens);
+        let partial = f32s.empty([parts, 2 * dim]);
+        run(&HeadNormBackward {
+            heads,
+            qkv: qkv.tensor(),
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            d_qkv: d_qkv.tensor(),
+            d_weight: d_weight.vector(),
+            partial: partial.tensor(),
+            offset: 1.0,
+        });
+        let (mut expected, mut factors) = (values.clone(), Vec::new());
+        let (mut expected_x, mut expected_weight) = (g.clone(), before);
+        for (i, x) in values.chunks(dim).enumerate() {
+            let (head, at) = (i % 9, i * dim..(i + 1) * dim);
+            if head >= 7 {
+                continue;
+            }
+            let first = if head < 5 { 0 } else { dim };
+            let weight = &weights[first..first + dim];
+            let (factor, normed) = norm_of(x, weight, 1e-5, 1.0);
+            let (d_x, d_w) = norm_gradients(x, weight, &factor, &g[at.clone()], 1.0);
+            expected[at.clone()].copy_from_slice(&normed);
+            expected_x[at].copy_from_slice(&d_x);
+            expected_weight[first..].iter_mut().zip(d_w).for_each(|(sum, d)| *sum += d);
+            factors.extend(factor);
+        }
+        let tolerance = tolerance(placing.dtype);
+        close("inverse", &inverse.values(), &factors, 1e-6);
+        close("out", &out.values(), &expected, tolerance);
+        close("d_qkv", &d_qkv.values(), &expected_x, tolerance + 2e-6);
+        close("d_weight", &d_weight.values(), &expected_weight, 4e-6);
+    }
+}
+
+#[test]
+fn the_gradient_of_a_bias_sums_all_rows_and_rows_are_added() {
+    let mut random = Random::new(13);
+    let f32s = Placing::dense(DType::F32);
+    for (placing, width) in placings() {
+        // More rows than parts.
+        let rows = 600;
+        let from = placing.random([rows, width], &mut random, 1.0);
+        let to = f32s.random([1, width], &mut random, 1.0);
+        let mut expected = to.values();
+        let partial = f32s.empty([vectors::parts(rows), width]);
+        let sums = ColumnSums { from: from.tensor(), to: to.vector(), partial: partial.tensor() };
+        if !run(&sums) {
+            return;
+        }
+        for (i, x) in from.values().iter().enumerate() {
+            expected[i % width] += x;
+        }
+        close("d_bias", &to.values(), &expected, 4e-6);
+        let to = placing.random([rows, width], &mut random, 1.0);
+        let expected: Vec<f64> =
+            to.values().iter().zip(from.values()).map(|(y, x)| y + x).collect();
+        run(&AddRows { from: from.tensor(), to: to.tensor() });
+        close("rows added", &to.values(), &expected, tolerance(placing.dtype));
+    }
 }
 
 fn sigmoid(x: f64) -> f64 {

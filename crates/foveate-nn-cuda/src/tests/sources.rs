@@ -10,15 +10,16 @@ use super::*;
 use crate::launch::File;
 use crate::params;
 
-const ENTRIES: [(&str, &[&str]); 8] = [
+const ENTRIES: [(&str, &[&str]); 9] = [
     ("norm", &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"]),
     ("gated", &["fv_gated", "fv_gated_backward"]),
     ("rope", &["fv_rope"]),
     ("embedding", &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]),
     ("loss", &["fv_cross_entropy", "fv_total"]),
     ("adamw", &["fv_adamw", "fv_squares", "fv_factor"]),
-    ("vectors", &["fv_widen", "fv_add", "fv_copy_rows"]),
+    ("vectors", &["fv_widen", "fv_add", "fv_copy_rows", "fv_add_rows", "fv_column_sums"]),
     ("sum_parts", &["fv_sum_parts"]),
+    ("head_norm", &["fv_head_norm", "fv_head_norm_backward"]),
 ];
 
 /// The sources that models of widths 1024 to 16384 (f32: 8192) need, by the place of their kernels in ENTRIES.
@@ -35,6 +36,9 @@ fn sources() -> HashSet<(usize, Source)> {
             }
             add(6, File::Vectors, 256);
             add(7, File::SumParts, 1024);
+            for dim in [64, 128, 256] {
+                add(8, File::HeadNorm { held: usize::div_ceil(dim, 32 * vector) }, 128);
+            }
             for other in [false, true] {
                 add(3, File::Embedding { narrow: other }, 128);
                 add(1, File::Gated { gelu: other }, 256);

@@ -4,10 +4,11 @@ use rayon::prelude::*;
 
 use super::TASK;
 
-pub(super) fn gather(tokens: &[u32], table: &[f32], width: usize, out: &mut [f32]) {
+pub(super) fn gather(tokens: &[u32], table: &[f32], width: usize, scale: f32, out: &mut [f32]) {
     out.par_chunks_mut(width * TASK).zip(tokens.par_chunks(TASK)).for_each(|(rows, tokens)| {
         for (row, &token) in rows.chunks_exact_mut(width).zip(tokens) {
-            row.copy_from_slice(&table[token as usize * width..][..width]);
+            let from = &table[token as usize * width..][..width];
+            row.iter_mut().zip(from).for_each(|(x, w)| *x = w * scale);
         }
     });
 }
@@ -26,6 +27,7 @@ pub(super) fn scatter_add(
     order: &[u32],
     d_out: &[f32],
     width: usize,
+    scale: f32,
     d_table: &mut [f32],
 ) {
     let owned = (d_table.len() / width).div_ceil(16);
@@ -36,7 +38,7 @@ pub(super) fn scatter_add(
             let row = tokens[t as usize] as usize - first;
             let Some(into) = part.get_mut(row * width..(row + 1) * width) else { break };
             let d = &d_out[t as usize * width..][..width];
-            into.iter_mut().zip(d).for_each(|(a, b)| *a += b);
+            into.iter_mut().zip(d).for_each(|(a, b)| *a += b * scale);
         }
     });
 }

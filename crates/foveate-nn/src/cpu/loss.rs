@@ -4,17 +4,19 @@
 use rayon::prelude::*;
 
 use super::level::for_each_level;
-use super::math::{exp, largest, sum};
+use super::math::{exp, largest, sum, tanh};
 use crate::batch::IGNORE;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 
-/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`; `each` has those of
+/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`, capped where there is a
+/// `cap`; `each` has those of
 /// the tokens. `gradients` are d_x (overwritten) and d_weight (added to).
 pub(super) fn cross_entropy(
     width: usize,
     x: &[f32],
     weight: &[f32],
     labels: &[i32],
+    cap: Option<f32>,
     logits: &mut [f32],
     mut each: Option<&mut [f32]>,
     mut gradients: Option<(&mut [f32], &mut [f32])>,
@@ -33,7 +35,10 @@ pub(super) fn cross_entropy(
             .par_chunks_mut(vocab)
             .zip(labels)
             .with_min_len(8)
-            .map(|(z, &label)| token(z, label, wanted))
+            .map(|(z, &label)| match cap {
+                None => token(z, label, wanted),
+                Some(cap) => capped_token(cap, z, label, wanted),
+            })
             .collect();
         total += losses.iter().sum::<f64>();
         if let Some(each) = &mut each {
@@ -75,6 +80,34 @@ fn token_body(z: &mut [f32], label: i32, gradient: bool) -> f64 {
         let factor = 1.0 / sum;
         z.iter_mut().for_each(|x| *x *= factor);
         z[label] -= 1.0;
+    }
+    f64::from(most) + f64::from(sum).ln() - f64::from(at_label)
+}
+
+for_each_level! {
+    /// [`token`] of the logits `cap · tanh(z / cap)`.
+    capped_token / capped_token_on = capped_token_body(
+        cap: f32,
+        z: &mut [f32],
+        label: i32,
+        gradient: bool,
+    ) -> f64
+}
+
+#[inline(always)]
+fn capped_token_body(cap: f32, z: &mut [f32], label: i32, gradient: bool) -> f64 {
+    if label == IGNORE {
+        return token_body(z, label, gradient);
+    }
+    let label = label as usize;
+    z.iter_mut().for_each(|z| *z = cap * tanh(*z / cap));
+    let (at_label, most) = (z[label], largest(z));
+    let sum = sum(z, z, |y, _| exp(y - most));
+    if gradient {
+        let factor = 1.0 / sum;
+        let slope = |y: f32| 1.0 - (y / cap) * (y / cap);
+        z.iter_mut().for_each(|y| *y = exp(*y - most) * factor * slope(*y));
+        z[label] -= slope(at_label);
     }
     f64::from(most) + f64::from(sum).ln() - f64::from(at_label)
 }

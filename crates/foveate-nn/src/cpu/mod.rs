@@ -7,13 +7,13 @@
 mod adamw;
 mod attention;
 mod embed;
+mod gated;
 mod level;
 mod loss;
 pub(crate) mod math;
 mod norm;
 mod plan;
 mod rope;
-mod swiglu;
 #[cfg(test)]
 mod tests;
 
@@ -23,12 +23,13 @@ use std::time::Instant;
 use foveate::DType;
 use rayon::prelude::*;
 
+use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
     Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
 use crate::batch::{Batch, IGNORE};
-use crate::config::RopePairing;
+use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::optimizer::{OptimizerStep, Span, clip_factor};
@@ -55,7 +56,7 @@ pub struct CpuBatch {
     positions: Vec<i32>,
     /// Indices of the tokens, sorted by id and then by index.
     order: Vec<u32>,
-    table: Arc<RopeTable>,
+    tables: Vec<Arc<RopeTable>>,
     /// Tokens of a row.
     len: usize,
     /// Tokens with a label.
@@ -138,13 +139,17 @@ impl Blocks for Cpu {
         Ok(())
     }
 
-    fn upload(&mut self, batch: &Batch<'_>, table: &Arc<RopeTable>) -> Result<CpuBatch, NnError> {
+    fn upload(
+        &mut self,
+        batch: &Batch<'_>,
+        tables: &[Arc<RopeTable>],
+    ) -> Result<CpuBatch, NnError> {
         Ok(CpuBatch {
             tokens: batch.tokens.to_vec(),
             labels: batch.labels.to_vec(),
             positions: batch.positions.to_vec(),
             order: embed::order(batch.tokens),
-            table: Arc::clone(table),
+            tables: tables.to_vec(),
             len: batch.len,
             labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count(),
         })
@@ -265,9 +270,10 @@ impl Blocks for Cpu {
         batch: &CpuBatch,
         table: Part<'_, Vec<f32>>,
         width: usize,
+        scale: f32,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        embed::gather(&batch.tokens, table.values(), width, out);
+        embed::gather(&batch.tokens, table.values(), width, scale, out);
         Ok(())
     }
 
@@ -276,9 +282,11 @@ impl Blocks for Cpu {
         batch: &CpuBatch,
         d_out: &Vec<f32>,
         width: usize,
+        scale: f32,
         d_table: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        embed::scatter_add(&batch.tokens, &batch.order, d_out, width, d_table.values());
+        let d_table = d_table.values();
+        embed::scatter_add(&batch.tokens, &batch.order, d_out, width, scale, d_table);
         Ok(())
     }
 
@@ -286,11 +294,11 @@ impl Blocks for Cpu {
         &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        norm::forward(x, weight.values(), eps, inverse, out);
+        norm::forward(x, weight.values(), norm, inverse, out);
         Ok(())
     }
 
@@ -299,11 +307,11 @@ impl Blocks for Cpu {
         residual: &Vec<f32>,
         x: &mut Vec<f32>,
         weight: Part<'_, Vec<f32>>,
-        eps: f32,
+        norm: Norm,
         inverse: &mut Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        norm::add_forward(residual, x, weight.values(), eps, inverse, out);
+        norm::add_forward(residual, x, weight.values(), norm, inverse, out);
         Ok(())
     }
 
@@ -311,10 +319,11 @@ impl Blocks for Cpu {
         &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
+        norm: Norm,
         inverse: &Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        norm::again(x, weight.values(), inverse, out);
+        norm::again(x, weight.values(), norm, inverse, out);
         Ok(())
     }
 
@@ -322,6 +331,7 @@ impl Blocks for Cpu {
         &mut self,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
+        norm: Norm,
         inverse: &Vec<f32>,
         d_out: &Vec<f32>,
         d_x: &mut Vec<f32>,
@@ -329,7 +339,7 @@ impl Blocks for Cpu {
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
         let (weight, d_weight) = (weight.values(), d_weight.values());
-        norm::backward(x, weight, inverse, d_out, d_x, accumulate, d_weight);
+        norm::backward(x, weight, norm, inverse, d_out, d_x, accumulate, d_weight);
         Ok(())
     }
 
@@ -338,6 +348,7 @@ impl Blocks for Cpu {
         LinearShape { tokens, inputs, outputs }: LinearShape,
         x: Part<'_, Vec<f32>>,
         weight: Part<'_, Vec<f32>>,
+        bias: Option<Part<'_, Vec<f32>>>,
         add: Option<&Vec<f32>>,
         y: &mut Vec<f32>,
     ) -> Result<(), NnError> {
@@ -351,7 +362,66 @@ impl Blocks for Cpu {
                 pieces.for_each(|(y, add)| y.copy_from_slice(add));
             }
             matmul([tokens, outputs, inputs], a, b, y, outputs, add.is_some());
+            if let Some(bias) = bias {
+                let bias = bias.values();
+                y.par_chunks_mut(outputs * TASK).for_each(|rows| {
+                    for row in rows.chunks_exact_mut(outputs) {
+                        row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+                    }
+                });
+            }
         });
+        Ok(())
+    }
+
+    fn bias_backward(
+        &mut self,
+        d_y: &Vec<f32>,
+        d_bias: PartMut<'_, Vec<f32>>,
+    ) -> Result<(), NnError> {
+        let d_bias = d_bias.values();
+        let width = d_bias.len();
+        // Every column is summed in the order of the tokens.
+        d_bias.par_chunks_mut(256).enumerate().for_each(|(i, sums)| {
+            for row in d_y.chunks_exact(width) {
+                sums.iter_mut().zip(&row[i * 256..]).for_each(|(sum, d)| *sum += d);
+            }
+        });
+        Ok(())
+    }
+
+    fn head_norm(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &Vec<f32>,
+        weight: Part<'_, Vec<f32>>,
+        norm: Norm,
+        inverse: &mut Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), NnError> {
+        norm::heads_forward(heads, qkv, weight.values(), norm, inverse, out);
+        Ok(())
+    }
+
+    fn head_norm_backward(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &Vec<f32>,
+        weight: Part<'_, Vec<f32>>,
+        norm: Norm,
+        inverse: &Vec<f32>,
+        d_qkv: &mut Vec<f32>,
+        d_weight: PartMut<'_, Vec<f32>>,
+    ) -> Result<(), NnError> {
+        let (weight, d_weight) = (weight.values(), d_weight.values());
+        norm::heads_backward(heads, qkv, weight, norm, inverse, d_qkv, d_weight);
+        Ok(())
+    }
+
+    fn add(&mut self, x: &Vec<f32>, y: &mut Vec<f32>) -> Result<(), NnError> {
+        let size = y.len().div_ceil(rayon::current_num_threads()).max(1 << 14);
+        let pieces = y.par_chunks_mut(size).zip(x.par_chunks(size));
+        pieces.for_each(|(y, x)| y.iter_mut().zip(x).for_each(|(y, x)| *y += x));
         Ok(())
     }
 
@@ -384,12 +454,14 @@ impl Blocks for Cpu {
     fn rope(
         &mut self,
         batch: &CpuBatch,
+        table: usize,
         heads: PackedHeads,
         pairing: RopePairing,
         rotation: Rotation,
         qkv: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        rope::rotate(heads, pairing, &batch.table, &batch.positions, rotation, qkv);
+        let table = &batch.tables[table];
+        rope::rotate(heads, pairing, table, &batch.positions, rotation, qkv);
         Ok(())
     }
 
@@ -422,23 +494,25 @@ impl Blocks for Cpu {
         })
     }
 
-    fn swiglu(
+    fn gated(
         &mut self,
+        activation: Activation,
         width: usize,
         gate_up: &Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        swiglu::forward(width, gate_up, out);
+        gated::forward(activation, width, gate_up, out);
         Ok(())
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &mut self,
+        activation: Activation,
         width: usize,
         gate_up: &mut Vec<f32>,
         d_out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        swiglu::backward(width, gate_up, d_out);
+        gated::backward(activation, width, gate_up, d_out);
         Ok(())
     }
 
@@ -448,6 +522,7 @@ impl Blocks for Cpu {
         width: usize,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
+        cap: Option<f32>,
         logits: &mut Vec<f32>,
         each: Option<&mut Vec<f32>>,
         totals: &mut CpuTotals,
@@ -456,7 +531,7 @@ impl Blocks for Cpu {
         totals.labelled += batch.labelled;
         totals.nats += timed(&mut self.seconds.loss_seconds, || {
             let each = each.map(Vec::as_mut_slice);
-            loss::cross_entropy(width, x, weight, labels, logits, each, None)
+            loss::cross_entropy(width, x, weight, labels, cap, logits, each, None)
         });
         Ok(())
     }
@@ -467,6 +542,7 @@ impl Blocks for Cpu {
         width: usize,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
+        cap: Option<f32>,
         logits: &mut Vec<f32>,
         d_x: &mut Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
@@ -476,7 +552,7 @@ impl Blocks for Cpu {
         totals.labelled += batch.labelled;
         totals.nats += timed(&mut self.seconds.loss_seconds, || {
             let gradients = Some((d_x.as_mut_slice(), d_weight.values()));
-            loss::cross_entropy(width, x, weight, labels, logits, None, gradients)
+            loss::cross_entropy(width, x, weight, labels, cap, logits, None, gradients)
         });
         Ok(())
     }

@@ -43,7 +43,7 @@ for_each_level! {
 fn halves_body(heads: PackedHeads, cos: &[f32], sin: &[f32], sign: f32, row: &mut [f32]) {
     let turned = heads.heads_q + heads.heads_kv;
     for head in row.chunks_exact_mut(heads.dim).take(turned) {
-        let (xs, ys) = head.split_at_mut(heads.dim / 2);
+        let (xs, ys) = head.split_at_mut(cos.len());
         for (((x, y), c), s) in xs.iter_mut().zip(ys).zip(cos).zip(sin) {
             let (a, b, s) = (*x, *y, s * sign);
             (*x, *y) = (a * c - b * s, b * c + a * s);

@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
+use crate::architecture::Activation;
 use crate::backend::{Blocks, LinearShape, PackedHeads, Part, PartMut, Rotation};
 use crate::batch::{Batch, IGNORE};
-use crate::config::RopePairing;
-use crate::cpu::{Cpu, CpuBatch, CpuTotals, level, loss, norm, rope, swiglu};
+use crate::config::{Norm, RopePairing};
+use crate::cpu::{Cpu, CpuBatch, CpuTotals, gated, level, loss, norm, rope};
 use crate::matmul::{Matrix, matmul, matmul_deep};
-use crate::rope::{RopeTable, inverse_frequencies};
+use crate::rope::{RopeTable, Rotary};
 use crate::tests::tiny;
 use foveate::tensor::random::Random;
 
@@ -35,7 +36,7 @@ fn uploaded(tokens: &[u32], labels: &[i32], positions: &[i32], table: RopeTable)
         positions,
         mean_kv_len: None,
     };
-    Cpu::default().upload(&batch, &Arc::new(table)).unwrap()
+    Cpu::default().upload(&batch, &[Arc::new(table)]).unwrap()
 }
 
 fn nan(n: usize) -> Vec<f32> {
@@ -86,93 +87,175 @@ fn norm_twin(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
 #[test]
 fn rms_norm_and_its_gradients_are_those_of_its_twin() {
     let mut cpu = Cpu::default();
-    let (tokens, width, eps) = (37, 19, 1e-3f32);
+    for offset in [0.0, 1.0] {
+        rms_norm_is_its_twin(&mut cpu, Norm { eps: 1e-3, offset });
+    }
+}
+
+fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
+    let (tokens, width) = (37, 19);
     let (x, r, w, g) = (
         random(tokens * width, 1),
         random(tokens * width, 2),
         random(width, 3),
         random(tokens * width, 4),
     );
-    let gold = |x: &[f64], w: &[f64]| norm_twin(x, w, eps.into());
+    let gold = |x: &[f64], w: &[f64]| {
+        let w: Vec<f64> = w.iter().map(|w| w + f64::from(shape.offset)).collect();
+        norm_twin(x, &w, shape.eps.into())
+    };
     let (mut inverse, mut out, mut again) = (nan(tokens), nan(x.len()), nan(x.len()));
-    cpu.rms_norm(&x, Part::whole(&w), eps, &mut inverse, &mut out).unwrap();
+    cpu.rms_norm(&x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
-    cpu.rms_norm_again(&x, Part::whole(&w), &inverse, &mut again).unwrap();
+    cpu.rms_norm_again(&x, Part::whole(&w), shape, &inverse, &mut again).unwrap();
     assert_eq!(out, again);
 
     let (mut sum, mut fused) = (x.clone(), nan(x.len()));
-    cpu.add_rms_norm(&r, &mut sum, Part::whole(&w), eps, &mut inverse, &mut fused).unwrap();
+    cpu.add_rms_norm(&r, &mut sum, Part::whole(&w), shape, &mut inverse, &mut fused).unwrap();
     let plain: Vec<f32> = x.iter().zip(&r).map(|(a, b)| a + b).collect();
     assert_eq!(sum, plain);
     assert_close(&fused, &gold(&wide(&plain), &wide(&w)), "fused");
 
-    cpu.rms_norm(&x, Part::whole(&w), eps, &mut inverse, &mut out).unwrap();
+    cpu.rms_norm(&x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
-    cpu.rms_norm_backward(&x, Part::whole(&w), &inverse, &g, &mut d_x, false, whole_mut(&mut d_w))
+    let d_weight = whole_mut(&mut d_w);
+    cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut d_x, false, d_weight)
         .unwrap();
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
     let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
-    cpu.rms_norm_backward(&x, Part::whole(&w), &inverse, &g, &mut added, true, whole_mut(&mut d_w))
+    let d_weight = whole_mut(&mut d_w);
+    cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut added, true, d_weight)
         .unwrap();
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
     assert_close(&added, &gold_added, "d_x, added to x");
 }
 
 #[test]
-fn swiglu_and_its_gradients_are_those_of_its_twin() {
+fn heads_are_normalised_one_by_one_and_values_are_not() {
+    let mut cpu = Cpu::default();
+    let heads = PackedHeads { rows: 3, len: 130, heads_q: 3, heads_kv: 2, dim: 6 };
+    let (tokens, width, turned) = (390, heads.width(), 5);
+    let shape = Norm { eps: 1e-3, offset: 1.0 };
+    let (x, w, g) = (random(tokens * width, 31), random(12, 32), random(tokens * width, 33));
+    let gold = |x: &[f64], w: &[f64]| -> Vec<f64> {
+        let w: Vec<f64> = w.iter().map(|w| w + 1.0).collect();
+        let head = |(i, head): (usize, &[f64])| match i % 7 {
+            0..3 => norm_twin(head, &w[..6], 1e-3),
+            3..5 => norm_twin(head, &w[6..], 1e-3),
+            _ => head.to_vec(),
+        };
+        x.chunks(6).enumerate().flat_map(head).collect()
+    };
+    let (mut inverse, mut out) = (nan(tokens * turned), nan(x.len()));
+    cpu.head_norm(heads, &x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
+    assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
+    let (mut d_x, mut d_w) = (g.clone(), vec![1.0; 12]);
+    let d_weight = whole_mut(&mut d_w);
+    cpu.head_norm_backward(heads, &x, Part::whole(&w), shape, &inverse, &mut d_x, d_weight)
+        .unwrap();
+    // Tokens do not mix, so that a token's gradient is its own.
+    for t in [0, 1, 255, 389] {
+        let at = t * width..(t + 1) * width;
+        let gold_x = differences(&x[at.clone()], |x| dot(&gold(x, &wide(&w)), &g[at.clone()]));
+        assert_close(&d_x[at.clone()], &gold_x, "d_x");
+    }
+    let gold_w = differences(&w, |w| w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
+    assert_close(&d_w, &gold_w, "d_weight, added to 1");
+}
+
+#[test]
+fn a_bias_is_added_to_every_token_and_its_gradient_is_their_sum() {
+    let mut cpu = Cpu::default();
+    let shape = LinearShape { tokens: 70, inputs: 5, outputs: 300 };
+    let (x, w) = (random(70 * 5, 34), random(300 * 5, 35));
+    let (bias, g) = (random(300, 36), random(70 * 300, 37));
+    let (mut plain, mut y) = (nan(70 * 300), nan(70 * 300));
+    cpu.linear(shape, Part::whole(&x), Part::whole(&w), None, None, &mut plain).unwrap();
+    let given = Some(Part::whole(&bias));
+    cpu.linear(shape, Part::whole(&x), Part::whole(&w), given, None, &mut y).unwrap();
+    let mut sums: Vec<f64> = vec![0.5; 300];
+    for (i, (y, plain)) in y.iter().zip(&plain).enumerate() {
+        assert_eq!(*y, plain + bias[i % 300]);
+        sums[i % 300] += f64::from(g[i]);
+    }
+    let mut d_bias = vec![0.5; 300];
+    cpu.bias_backward(&g, whole_mut(&mut d_bias)).unwrap();
+    assert_close(&d_bias, &sums, "d_bias, added to 0.5");
+    cpu.add(&plain, &mut y).unwrap();
+    assert!(y.iter().zip(&plain).enumerate().all(|(i, (y, x))| *y == x + bias[i % 300] + x));
+}
+
+#[test]
+fn gates_and_their_gradients_are_those_of_their_twins() {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    gate_is_its_twin(Activation::Silu, |x| x * sigmoid(x));
+    gate_is_its_twin(Activation::Gelu, |x| {
+        let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+        0.5 * x * (1.0 + u.tanh())
+    });
+}
+
+fn gate_is_its_twin(activation: Activation, twin: impl Fn(f64) -> f64) {
     let mut cpu = Cpu::default();
     let (tokens, width) = (35, 11);
-    let (x, g) = (random(tokens * 2 * width, 5), random(tokens * width, 6));
+    let (mut x, g) = (random(tokens * 2 * width, 5), random(tokens * width, 6));
+    x.iter_mut().for_each(|x| *x *= 3.0);
     let gold = |x: &[f64]| -> Vec<f64> {
         let row = |row: &[f64]| -> Vec<f64> {
             let (gate, up) = row.split_at(width);
-            gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
+            gate.iter().zip(up).map(|(&g, u)| twin(g) * u).collect()
         };
         x.chunks(2 * width).flat_map(row).collect()
     };
     let mut out = nan(tokens * width);
-    cpu.swiglu(width, &x, &mut out).unwrap();
+    cpu.gated(activation, width, &x, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x)), "out");
     let (mut d_x, mut again) = (x.clone(), g.clone());
-    cpu.swiglu_backward(width, &mut d_x, &mut again).unwrap();
+    cpu.gated_backward(activation, width, &mut d_x, &mut again).unwrap();
     assert_eq!(again, out, "the backward pass recomputes the same bits");
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x), &g)), "d_gate_up");
 }
 
 #[test]
 fn every_instruction_set_gives_the_same_bits() {
-    let (tokens, width, eps) = (3, 53, 1e-5f32);
+    let (tokens, width, shape) = (3, 53, Norm { eps: 1e-5, offset: 1.0 });
     let heads = PackedHeads { rows: 1, len: 1, heads_q: 2, heads_kv: 1, dim: 38 };
     let [x, residual, g] = [1, 2, 3].map(|seed| random(tokens * width, seed));
     let (w, inverse, qkv) = (random(width, 4), random(tokens, 5), random(4 * 38, 6));
     let run = |arch| {
         let mut found = Vec::new();
         let (mut out, mut root) = (nan(x.len()), nan(tokens));
-        norm::forward_task_on(arch, &x, &w, eps, &mut root, &mut out);
+        norm::forward_task_on(arch, &x, &w, shape, &mut root, &mut out);
         found.extend([out.clone(), root.clone()]);
         let mut sum = x.clone();
-        norm::add_forward_task_on(arch, &residual, &mut sum, &w, eps, &mut root, &mut out);
+        norm::add_forward_task_on(arch, &residual, &mut sum, &w, shape, &mut root, &mut out);
         found.extend([sum, out.clone(), root]);
-        norm::again_task_on(arch, &x, &w, &inverse, &mut out);
+        norm::again_task_on(arch, &x, &w, shape, &inverse, &mut out);
         found.push(out.clone());
         for accumulate in [false, true] {
-            found.push(norm::backward_task_on(arch, &x, &w, &inverse, &g, &mut out, accumulate));
+            let d_x = &mut out;
+            found.push(norm::backward_task_on(arch, &x, &w, 1.0, &inverse, &g, d_x, accumulate));
             found.push(out.clone());
         }
-        swiglu::activate_on(arch, &x, &residual, &mut out);
-        found.push(out);
-        let (mut gate, mut up, mut d_out) = (x.clone(), residual.clone(), g.clone());
-        swiglu::differentiate_on(arch, &mut gate, &mut up, &mut d_out);
-        found.extend([gate, up, d_out]);
+        for activation in [Activation::Silu, Activation::Gelu] {
+            gated::activate_on(arch, activation, &x, &residual, &mut out);
+            found.push(out.clone());
+            let (mut gate, mut up, mut d_out) = (x.clone(), residual.clone(), g.clone());
+            gated::differentiate_on(arch, activation, &mut gate, &mut up, &mut d_out);
+            found.extend([gate, up, d_out]);
+        }
         let (mut halves, mut pairs) = (qkv.clone(), qkv.clone());
         rope::rotate_halves_on(arch, heads, &x[..19], &g[..19], -1.0, &mut halves);
         rope::rotate_pairs_on(arch, heads, &x[..19], &g[..19], 1.0, &mut pairs);
         found.extend([halves, pairs]);
         let mut z = x.clone();
         let nats = loss::token_on(arch, &mut z, 7, true);
+        found.extend([z, vec![nats as f32]]);
+        let mut z = x.clone();
+        let nats = loss::capped_token_on(arch, 2.0, &mut z, 7, true);
         found.extend([z, vec![nats as f32]]);
         let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         found.into_iter().map(bits).collect::<Vec<_>>()
@@ -203,10 +286,10 @@ fn a_linear_block_and_its_gradients_are_those_of_its_twin() {
     };
     let wanted = gold(&wide(&x), &wide(&w));
     let mut y = nan(tokens * outputs);
-    cpu.linear(shape, Part::whole(&x), weight(), None, &mut y).unwrap();
+    cpu.linear(shape, Part::whole(&x), weight(), None, None, &mut y).unwrap();
     assert_close(&y, &wanted, "y");
     let mut y = nan(tokens * outputs);
-    cpu.linear(shape, Part::whole(&x), weight(), Some(&c), &mut y).unwrap();
+    cpu.linear(shape, Part::whole(&x), weight(), None, Some(&c), &mut y).unwrap();
     let added: Vec<f64> = wanted.iter().zip(&c).map(|(y, &c)| y + f64::from(c)).collect();
     assert_close(&y, &added, "y, added to c");
     let (mut d_x, mut d_all) = (nan(x.len()), nan(all.len()));
@@ -256,27 +339,36 @@ fn a_matrix_product_has_the_same_bits_on_any_number_of_threads() {
 
 #[test]
 fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
+    for rotated in [6, 4] {
+        rope_turns_and_turns_back(rotated);
+    }
+}
+
+fn rope_turns_and_turns_back(rotated: usize) {
     let mut cpu = Cpu::default();
-    let config = tiny(true);
+    let mut config = tiny(true);
+    config.architecture.rotary_share = rotated as f64 / 6.0;
+    config.validate().unwrap();
     let width = 8 * 6;
     let x = random(40 * width, 10);
     let positions: Vec<i32> = (0..40).map(|t| t % 23).collect();
     let mut table = RopeTable::default();
-    table.reach(&config, 5);
-    table.reach(&config, 23);
+    let rotary = Rotary::of(&config, 23).remove(0);
+    table.reach(&rotary, 5);
+    table.reach(&rotary, 23);
     let batch = uploaded(&[0; 40], &[0; 40], &positions, table);
-    let frequencies = inverse_frequencies(&config);
+    let frequencies = rotary.inverse_frequencies;
     for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
         let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
         let mut y = x.clone();
-        cpu.rope(&batch, heads, pairing, Rotation::Forward, &mut y).unwrap();
+        cpu.rope(&batch, 0, heads, pairing, Rotation::Forward, &mut y).unwrap();
         let mut gold = wide(&x);
         for (t, row) in gold.chunks_mut(width).enumerate() {
             // The last two of eight heads are the values.
             for head in row.chunks_mut(6).take(6) {
                 for (i, f) in frequencies.iter().enumerate() {
                     let (a, b) = match pairing {
-                        RopePairing::HalfSplit => (i, i + 3),
+                        RopePairing::HalfSplit => (i, i + rotated / 2),
                         RopePairing::Interleaved => (2 * i, 2 * i + 1),
                     };
                     let (sin, cos) = (f64::from(positions[t]) * f).sin_cos();
@@ -286,7 +378,7 @@ fn rope_turns_queries_and_keys_by_their_positions_and_back_again() {
             }
         }
         assert_close(&y, &gold, "turned");
-        cpu.rope(&batch, heads, pairing, Rotation::Backward, &mut y).unwrap();
+        cpu.rope(&batch, 0, heads, pairing, Rotation::Backward, &mut y).unwrap();
         assert_close(&y, &wide(&x), "turned back");
     }
 }
@@ -299,15 +391,15 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
     let tokens: Vec<u32> = (0..90).map(|t| t * t % 53).collect();
     let mut out = nan(90 * width);
     let batch = uploaded(&tokens, &[0; 90], &[0; 90], RopeTable::default());
-    cpu.embed(&batch, Part::whole(&table), width, &mut out).unwrap();
+    cpu.embed(&batch, Part::whole(&table), width, 3.0, &mut out).unwrap();
     let d = random(90 * width, 12);
     let mut gradient = vec![0.25; vocab * width];
     let mut plain = gradient.clone();
-    cpu.embed_backward(&batch, &d, width, whole_mut(&mut gradient)).unwrap();
+    cpu.embed_backward(&batch, &d, width, 3.0, whole_mut(&mut gradient)).unwrap();
     for (t, &token) in tokens.iter().enumerate() {
         for i in 0..width {
-            assert_eq!(out[t * width + i], table[token as usize * width + i]);
-            plain[token as usize * width + i] += d[t * width + i];
+            assert_eq!(out[t * width + i], 3.0 * table[token as usize * width + i]);
+            plain[token as usize * width + i] += 3.0 * d[t * width + i];
         }
     }
     assert_eq!(gradient, plain);
@@ -315,6 +407,12 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
 
 #[test]
 fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
+    for cap in [None, Some(3.0)] {
+        cross_entropy_is_its_twin(cap);
+    }
+}
+
+fn cross_entropy_is_its_twin(cap: Option<f32>) {
     let mut cpu = Cpu::default();
     let (tokens, width, vocab) = (23, 6, 17);
     let mut x = random(tokens * width, 13);
@@ -326,8 +424,10 @@ fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
     labels[22] = IGNORE;
     let gold = |x: &[f64], w: &[f64]| -> f64 {
         let token = |t: usize| {
-            let logit =
-                |v: usize| -> f64 { (0..width).map(|i| x[t * width + i] * w[v * width + i]).sum() };
+            let logit = |v: usize| -> f64 {
+                let z = (0..width).map(|i| x[t * width + i] * w[v * width + i]).sum::<f64>();
+                cap.map_or(z, |cap| f64::from(cap) * (z / f64::from(cap)).tanh())
+            };
             let most = (0..vocab).map(logit).fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = (0..vocab).map(|v| (logit(v) - most).exp()).sum();
             most + sum.ln() - logit(labels[t] as usize)
@@ -343,13 +443,13 @@ fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
         let (weight, d_weight) = (|| Part::whole(&w), whole_mut(&mut d_w));
         let [mut loss, mut alone] = [0.0, 0.5].map(|nats| CpuTotals { nats, ..Default::default() });
         let mut each = nan(tokens);
-        cpu.loss_backward(&batch, width, &x, weight(), &mut logits, &mut d_x, d_weight, &mut loss)
-            .unwrap();
+        let (z, d) = (&mut logits, &mut d_x);
+        cpu.loss_backward(&batch, width, &x, weight(), cap, z, d, d_weight, &mut loss).unwrap();
         let wanted = gold(&wide(&x), &wide(&w));
         let nats = loss.nats;
         assert!((nats - wanted).abs() < 1e-6 * wanted, "{nats}, the twin has {wanted}");
         let told = Some(&mut each);
-        cpu.loss(&batch, width, &x, weight(), &mut logits, told, &mut alone).unwrap();
+        cpu.loss(&batch, width, &x, weight(), cap, &mut logits, told, &mut alone).unwrap();
         assert_eq!(alone.nats, 0.5 + nats, "added to what was there");
         assert_eq!((loss.labelled, alone.labelled), (21, 21));
         let sum: f64 = wide(&each).iter().sum();

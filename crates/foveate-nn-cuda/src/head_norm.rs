@@ -1,0 +1,166 @@
+//! RMSNorm of each query and key head of a packed projection, and its gradient.
+
+use foveate_gpu::access::Accesses;
+use foveate_gpu::{DeviceTensor, GpuError};
+use foveate_tensor::DType;
+
+use crate::launch::{Block, File, KernelLaunch, Source};
+use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
+use crate::params::{HeadNormBackwardParams, HeadNormParams};
+use crate::vectors::sum_parts;
+
+/// Which heads lie in a packed projection: all of queries, all of keys, all of values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Of queries.
+    pub queries: usize,
+    /// Of keys, and as many of values.
+    pub keys: usize,
+    /// Columns of a head.
+    pub dim: usize,
+}
+
+impl Heads {
+    /// Columns of the projection.
+    pub fn width(&self) -> usize {
+        (self.queries + 2 * self.keys) * self.dim
+    }
+
+    /// Heads that are normalised.
+    pub fn normalised(&self) -> usize {
+        self.queries + self.keys
+    }
+}
+
+/// Of each query and key head `inverse = 1/√(mean(x²) + eps)`, `out = x · inverse · (offset +
+/// weight)`; value heads are copied.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNorm {
+    /// Which heads.
+    pub heads: Heads,
+    /// `[tokens, heads.width()]`, f16, bf16 or f32.
+    pub qkv: DeviceTensor<2>,
+    /// `[2 · dim]`, in the dtype of qkv: of query heads, then of key heads.
+    pub weight: DeviceTensor<1>,
+    /// f32 `[tokens · heads.normalised()]`, written.
+    pub inverse: DeviceTensor<1>,
+    /// As qkv, written.
+    pub out: DeviceTensor<2>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// 0, or 1 where weights are distances from 1.
+    pub offset: f32,
+}
+
+/// Gradients of [`HeadNorm`].
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNormBackward {
+    /// Which heads.
+    pub heads: Heads,
+    /// What was normalised: `[tokens, heads.width()]`.
+    pub qkv: DeviceTensor<2>,
+    /// `[2 · dim]`, in the dtype of qkv.
+    pub weight: DeviceTensor<1>,
+    /// f32 `[tokens · heads.normalised()]`.
+    pub inverse: DeviceTensor<1>,
+    /// As qkv: the gradient of `out`, which becomes that of qkv.
+    pub d_qkv: DeviceTensor<2>,
+    /// `[2 · dim]`, f32 or in the dtype of qkv, added to.
+    pub d_weight: DeviceTensor<1>,
+    /// f32 `[parts(tokens), 2 · dim]`, side by side: scratch.
+    pub partial: DeviceTensor<2>,
+    /// As in [`HeadNorm`].
+    pub offset: f32,
+}
+
+const THREADS: u32 = 128;
+const WARPS: usize = THREADS as usize / 32;
+
+/// Columns of the longest head.
+const MOST_COLUMNS: usize = 512;
+
+/// Rows of the scratch of [`HeadNormBackward`].
+pub fn parts(tokens: usize) -> usize {
+    (tokens.div_ceil(WARPS) * WARPS).clamp(WARPS, 1024)
+}
+
+fn source(dtype: DType, dim: usize, vector: usize) -> Result<Source, GpuError> {
+    if dim == 0 || dim > MOST_COLUMNS {
+        return Err(GpuError::argument(format!(
+            "RMSNorm of heads of {dim} columns; it takes 1 to {MOST_COLUMNS}"
+        )));
+    }
+    let held = dim.div_ceil(vector * 32);
+    Ok(Source { file: File::HeadNorm { held }, dtype, vector, threads: THREADS })
+}
+
+impl Block for HeadNorm {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let (dtype, heads) = (operand_dtype("qkv", self.qkv.dtype)?, self.heads);
+        let tokens = self.qkv.layout.shape[0];
+        let shape = [tokens, heads.width()];
+        let qkv = matrix("qkv", &self.qkv, shape, dtype)?;
+        let out = matrix("out", &self.out, shape, dtype)?;
+        self.weight.check_side_by_side("weight", 2 * heads.dim, dtype)?;
+        self.inverse.check_vector("inverse", tokens * heads.normalised())?;
+        accesses.read("qkv", &self.qkv)?;
+        accesses.read("weight", &self.weight)?;
+        accesses.write("inverse", &self.inverse)?;
+        accesses.write("out", &self.out)?;
+        let vector = vector(dtype, &[qkv, out, one_row(&self.weight)], &[heads.dim]);
+        let source = source(dtype, heads.dim, vector)?;
+        let parameters = HeadNormParams {
+            qkv,
+            out,
+            weight: self.weight.start(),
+            inverse: self.inverse.start(),
+            heads_q: count("heads", heads.queries)?,
+            heads_kv: count("heads", heads.keys)?,
+            dim: count("columns", heads.dim)?,
+            eps: self.eps,
+            offset: self.offset,
+        };
+        let grid = [tokens, (heads.queries + 2 * heads.keys).div_ceil(WARPS)];
+        Ok(vec![KernelLaunch::new(&source, "fv_head_norm", grid, &parameters)?])
+    }
+}
+
+impl Block for HeadNormBackward {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let (dtype, heads) = (operand_dtype("qkv", self.qkv.dtype)?, self.heads);
+        let tokens = self.qkv.layout.shape[0];
+        let shape = [tokens, heads.width()];
+        let (columns, parts) = (2 * heads.dim, parts(tokens));
+        let qkv = matrix("qkv", &self.qkv, shape, dtype)?;
+        let d_qkv = matrix("d_qkv", &self.d_qkv, shape, dtype)?;
+        let partial = dense("partial", &self.partial, [parts, columns], DType::F32)?;
+        self.weight.check_side_by_side("weight", columns, dtype)?;
+        self.inverse.check_vector("inverse", tokens * heads.normalised())?;
+        accesses.read("qkv", &self.qkv)?;
+        accesses.read("weight", &self.weight)?;
+        accesses.read("inverse", &self.inverse)?;
+        accesses.write("d_qkv", &self.d_qkv)?;
+        accesses.write("d_weight", &self.d_weight)?;
+        accesses.write("partial", &self.partial)?;
+        let vector = vector(dtype, &[qkv, d_qkv, one_row(&self.weight)], &[heads.dim]);
+        let source = source(dtype, heads.dim, vector)?;
+        let parameters = HeadNormBackwardParams {
+            qkv,
+            d_qkv,
+            weight: self.weight.start(),
+            inverse: self.inverse.start(),
+            partial,
+            tokens: count("tokens", tokens)?,
+            heads_q: count("heads", heads.queries)?,
+            heads_kv: count("heads", heads.keys)?,
+            dim: count("columns", heads.dim)?,
+            parts: count("parts", parts)?,
+            offset: self.offset,
+        };
+        let grid = [parts / WARPS, 1];
+        Ok(vec![
+            KernelLaunch::new(&source, "fv_head_norm_backward", grid, &parameters)?,
+            sum_parts(partial, [parts, columns], &self.d_weight, dtype)?,
+        ])
+    }
+}
