@@ -34,6 +34,7 @@ use crate::tokens::Tokenizer;
 
 mod checksums;
 mod config;
+mod families;
 mod load;
 mod save;
 
@@ -48,6 +49,8 @@ const INDEX: &str = "model.safetensors.index.json";
 const PICKLED_INDEX: &str = "pytorch_model.bin.index.json";
 const MASTERS: &str = "masters.safetensors";
 const STATE: &str = "state.json";
+/// What of `config.json` is Foveate's own.
+const OURS: &str = "foveate";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// What belongs to a tokenizer besides `tokenizer.json`.

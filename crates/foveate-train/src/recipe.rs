@@ -189,8 +189,8 @@ pub struct Train {
     pub batch_rows: usize,
     /// Batches whose gradients are added up for one step.
     pub accumulate: usize,
-    /// Activations computed again in the backward pass: `none`, `attention` or `full`.
-    pub recompute: RecomputeMode,
+    /// Activations computed again in the backward pass: `none`, `attention`, `mlp` or `full`.
+    pub recompute: Recompute,
     /// Steps between held-out evaluations; 0 for one at the end only.
     pub eval_every: u64,
     /// Held-out rows of an evaluation during training; the last one takes all.
@@ -212,36 +212,13 @@ impl Default for Train {
             epochs: None,
             batch_rows: 8,
             accumulate: 1,
-            recompute: RecomputeMode::None,
+            recompute: Recompute::None,
             eval_every: 100,
             eval_rows: 32,
             save_every: 100,
             keep: 2,
             save_dtype: SaveDtype::F32,
             deterministic: true,
-        }
-    }
-}
-
-/// What the backward pass computes again instead of keeping.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum RecomputeMode {
-    /// Nothing.
-    #[default]
-    None,
-    /// The attention part of each layer.
-    Attention,
-    /// Each layer as a whole.
-    Full,
-}
-
-impl From<RecomputeMode> for Recompute {
-    fn from(mode: RecomputeMode) -> Self {
-        match mode {
-            RecomputeMode::None => Recompute::None,
-            RecomputeMode::Attention => Recompute::Attention,
-            RecomputeMode::Full => Recompute::Full,
         }
     }
 }
@@ -463,6 +440,7 @@ impl Recipe {
             rope_pairing: m.rope_pairing.unwrap_or_default(),
             max_position_embeddings: m.max_position_embeddings.unwrap_or(self.data.len),
             tie_word_embeddings: m.tie_word_embeddings.unwrap_or(false),
+            architecture: Default::default(),
         };
         config.validate().map_err(|e| format!("model.{e}"))?;
         Ok(Some(config))

@@ -241,9 +241,8 @@ impl<B: Blocks> Setup<'_, B> {
             let reading = Instant::now();
             let packed = packer.batch(train.batch_rows)?;
             data_seconds += reading.elapsed().as_secs_f64();
-            let recompute = train.recompute.into();
             let queued =
-                self.model.accumulate(&batch(&packed), gradients, recompute, &mut totals)?;
+                self.model.accumulate(&batch(&packed), gradients, train.recompute, &mut totals)?;
             // A device that counts none is told what the documents let through.
             let told = packed.mean_kv_len().unwrap_or_default() * packed.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);

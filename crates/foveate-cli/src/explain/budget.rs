@@ -61,16 +61,14 @@ pub fn run(
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
 
-    let chosen: Recompute = recipe.train.recompute.into();
-    let modes =
-        [("none", Recompute::None), ("attention", Recompute::Attention), ("full", Recompute::Full)];
+    let chosen = recipe.train.recompute;
     let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
     let parameters = model.layout().parameter_count();
     let mut memory = Vec::new();
-    for (name, mode) in modes {
+    for mode in Recompute::ALL {
         let mut estimate = model.training_memory(rows, len, mode)?;
         estimate.process += tokenizer_bytes;
-        memory.push((name, mode == chosen, estimate));
+        memory.push((mode.name(), mode == chosen, estimate));
     }
     let mut layers = Vec::new();
     for (name, program) in attention.programs() {
@@ -89,7 +87,7 @@ pub fn run(
         len,
         memory,
         flops: config.flops_per_token(len as f64),
-        step: model.dry_run(rows, len, StepKind::Training(chosen))?,
+        step: model.dry_run(rows, len, StepKind::Training(chosen.into()))?,
         attention: layers,
     };
     if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }

@@ -50,7 +50,7 @@ impl Folder {
             ("train", "steps", "24"),
             ("", "batch_rows", pick(["1", "2", "3"])),
             ("", "accumulate", pick(["1", "1", "2"])),
-            ("", "recompute", pick(["\"none\"", "\"attention\"", "\"full\""])),
+            ("", "recompute", pick(["\"none\"", "\"mlp\"", "\"full\""])),
             ("", "eval_every", pick(["5", "10", "11"])),
             ("", "save_every", pick(["2", "4", "7"])),
             ("", "save_dtype", pick(["\"f32\"", "\"bf16\"", "\"f16\""])),

@@ -12,7 +12,8 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::CONFIG;
-use super::config::{OURS, read_json};
+use super::OURS;
+use super::config::read_json;
 use crate::error::TrainError;
 use crate::safetensors::DAMAGED;
 

@@ -1,15 +1,15 @@
 //! What a checkpoint says about itself, all but its weights: `config.json` with the sizes, the
 //! tokenizer and the chat template. Written by us or by other tools, some of which use newer
-//! names, let several tokens end a text, or add fields that say nothing to a Llama.
+//! names or let several tokens end a text.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Blocks, ModelConfig, ProgramConfig};
+use foveate_nn::{AttentionConfig, Blocks, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{CHAT_TEMPLATE, CONFIG, Snapshot, latest};
+use super::{CHAT_TEMPLATE, CONFIG, OURS, Snapshot, families, latest};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
@@ -20,19 +20,6 @@ use crate::whole;
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-
-/// What of `config.json` is Foveate's own.
-pub(super) const OURS: &str = "foveate";
-
-/// Fields of `rope_scaling` that say something to the kinds that are known.
-const SCALING: [&str; 6] = [
-    "rope_type",
-    "type",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-];
 
 /// What `config.json` says about Foveate's own things.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -63,26 +50,23 @@ pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value
     }
     map.entry("bos_token_id").or_insert(tokenizer.bos().into());
     map.entry("eos_token_id").or_insert(tokenizer.eos().into());
-    let ours = json!({
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": false,
-        "mlp_bias": false,
-        "torch_dtype": match snapshot.dtype {
-            SaveDtype::F32 => "float32",
-            SaveDtype::Bf16 => "bfloat16",
-            SaveDtype::F16 => "float16",
-        },
-    });
-    let sizes = serde_json::to_value(snapshot.model.config()).expect("plain numbers");
+    let model = snapshot.model.config();
+    let dtype = match snapshot.dtype {
+        SaveDtype::F32 => "float32",
+        SaveDtype::Bf16 => "bfloat16",
+        SaveDtype::F16 => "float16",
+    };
+    let mut sizes = serde_json::to_value(model).expect("plain numbers");
+    // The fields of the family say it.
+    sizes.as_object_mut().expect("a struct").remove("architecture");
+    let ours = Value::Object(families::written(model));
     let extra = Extra {
         attention: snapshot.attention.clone(),
         tokenizer: if tokenizer.is_bytes() { "bytes" } else { "file" }.to_owned(),
         add_bos_token: tokenizer.said().bos,
         add_eos_token: tokenizer.said().eos,
     };
-    for part in [ours, sizes, json!({ OURS: extra })] {
+    for part in [ours, sizes, json!({ "torch_dtype": dtype, OURS: extra })] {
         let Value::Object(part) = part else { unreachable!("each part is an object") };
         map.extend(part);
     }
@@ -96,7 +80,7 @@ pub struct CheckpointConfig {
     pub folder: PathBuf,
     /// Sizes.
     pub model: ModelConfig,
-    /// The attention program; causal where the checkpoint is not one of ours.
+    /// The attention programs; those of the family where the checkpoint is not one of ours.
     pub attention: AttentionConfig,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
@@ -199,10 +183,11 @@ fn no_folder(path: &Path) -> Option<String> {
     })
 }
 
-/// Reads `config.json` and the tokenizer of a Hugging Face Llama checkpoint, ours included.
+/// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included.
 ///
 /// # Errors
-/// When a file is missing or damaged, or the model is not of the Llama family.
+/// When a file is missing or damaged, or the model is of a family that is not known, or has a field
+/// that is not known.
 pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
     no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
     let path = folder.join(CONFIG);
@@ -215,24 +200,7 @@ pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
     }
     let json = read_json(&path)?;
     let fail = |message: String| Err(TrainError::checkpoint(&path, message));
-    let kind = json.get("model_type").and_then(Value::as_str).unwrap_or("llama");
-    if kind != "llama" {
-        return fail(format!("model_type is `{kind}`; Llama-family checkpoints have `llama`"));
-    }
-    for (key, plain) in [
-        ("hidden_act", json!("silu")),
-        ("attention_bias", json!(false)),
-        ("mlp_bias", json!(false)),
-    ] {
-        if let Some(value) = json.get(key).filter(|v| !v.is_null() && **v != plain) {
-            return fail(format!("{key} is {value}, which is not supported; it must be {plain}"));
-        }
-    }
-    let model: ModelConfig = match serde_json::from_value(with_plain_rope(json.clone())) {
-        Ok(model) => model,
-        Err(e) => return fail(format!("does not describe a Llama model: {e}")),
-    };
-    model.validate().map_err(|e| TrainError::checkpoint(&path, e.to_string()))?;
+    let (model, attention) = families::read(&json).map_err(|e| TrainError::checkpoint(&path, e))?;
     let extra: Option<Extra> = match json.get(OURS).cloned().map(serde_json::from_value) {
         None => None,
         Some(Ok(extra)) => Some(extra),
@@ -252,10 +220,7 @@ pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
         .adding(ends)?
         .and_stops(ids(&json, "eos_token_id"))
         .and_stops(ids(&generation, "eos_token_id"));
-    let attention = extra.map_or_else(
-        || ProgramConfig { mask: "causal & document".to_owned(), ..Default::default() }.into(),
-        |e| e.attention,
-    );
+    let attention = extra.map_or(attention, |e| e.attention);
     let (chat_template, special) = chat(folder)?;
     let folder = folder.to_path_buf();
     Ok(CheckpointConfig { folder, model, attention, tokenizer, chat_template, special })
@@ -289,23 +254,6 @@ pub fn read_tokenizer(
 pub fn special_texts(tokenizer: &Path) -> Result<SpecialTexts, TrainError> {
     let beside = tokenizer.with_file_name(TOKENIZER_CONFIG);
     Ok(SpecialTexts::of(&read_json_if_there(&beside)?))
-}
-
-/// Rotary settings under their older names. Newer files hold all of them in `rope_parameters`;
-/// some give the kind of scaling as `type` and as `rope_type`.
-fn with_plain_rope(mut json: Value) -> Value {
-    let Some(map) = json.as_object_mut() else { return json };
-    if let Some(Value::Object(mut rope)) = map.remove("rope_parameters") {
-        if let Some(theta) = rope.remove("rope_theta") {
-            map.insert("rope_theta".to_owned(), theta);
-        }
-        map.insert("rope_scaling".to_owned(), Value::Object(rope));
-    }
-    if let Some(Value::Object(rope)) = map.get_mut("rope_scaling") {
-        let newer = rope.contains_key("rope_type");
-        rope.retain(|key, _| SCALING.contains(&key.as_str()) && !(newer && key == "type"));
-    }
-    json
 }
 
 /// The source of the chat template and what it may print.

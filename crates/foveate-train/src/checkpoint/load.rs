@@ -84,7 +84,7 @@ pub fn load_weights<B: Blocks>(
             model.fill(i, |put| tensors.read(&name, elems, put))?;
         }
     }
-    let standard = |name: &str| name.ends_with(".weight");
+    let standard = |name: &str| name.ends_with(".weight") || name.ends_with("_proj.bias");
     if let Some(name) = missing.keys().find(|n| standard(n)) {
         let file = files.last().expect("there is a file");
         return Err(TrainError::checkpoint(file, format!("tensor `{name}` is missing")));

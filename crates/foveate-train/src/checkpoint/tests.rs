@@ -25,6 +25,7 @@ fn config() -> ModelConfig {
         rope_pairing: Default::default(),
         max_position_embeddings: 64,
         tie_word_embeddings: true,
+        architecture: Default::default(),
     }
 }
 
@@ -368,7 +369,7 @@ fn damage_is_named_with_file_and_tensor() {
 }
 
 #[test]
-fn configurations_that_are_not_llama_are_refused() {
+fn configurations_that_are_not_supported_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let told = |text: &str| {
         fs::write(dir.path().join("config.json"), text).unwrap();
@@ -377,7 +378,43 @@ fn configurations_that_are_not_llama_are_refused() {
     assert!(told("{").contains("is not the JSON it should be"));
     assert!(told(r#"{"model_type": "gpt2"}"#).contains("model_type is `gpt2`"));
     assert!(told(r#"{"hidden_act": "gelu"}"#).contains("hidden_act is \"gelu\""));
-    assert!(told(r#"{"vocab_size": 3}"#).contains("does not describe a Llama model"));
+    assert!(told(r#"{"vocab_size": 3}"#).contains("does not describe a llama model"));
+    let kinds = told(r#"{"model_type": "gemma3"}"#);
+    assert!(kinds.contains("`gemma3`") && kinds.contains("gemma3_text"), "{kinds}");
+    let of = |family: &str, field: &str| {
+        told(&format!(
+            r#"{{"model_type": "{family}", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4, {field}}}"#
+        ))
+    };
+    for (family, field, expected) in [
+        (
+            "llama",
+            r#""sliding_window": 4"#,
+            "field `sliding_window` is not known for model_type `llama`",
+        ),
+        ("qwen3", r#""num_experts": 8"#, "field `num_experts` is not known"),
+        ("qwen3", r#""attention_bias": true"#, "attention_bias is true"),
+        ("qwen2", r#""attention_dropout": 0.1"#, "attention_dropout is 0.1"),
+        ("qwen2", r#""layer_types": ["full_attention", "linear"]"#, "layer_types has `linear`"),
+        ("qwen2", r#""layer_types": ["full_attention"]"#, "a kind for each of 2 layers"),
+        ("smollm3", r#""no_rope_layers": [1, 2]"#, "no_rope_layers is [1,2]"),
+        ("gemma2", r#""hidden_activation": "gelu""#, "hidden_activation is \"gelu\""),
+        ("gemma2", r#""sliding_window": 0"#, "sliding_window is 0"),
+        ("gemma2", r#""final_logit_softcapping": -1"#, "final_logit_softcapping: is -1"),
+        ("gemma2", r#""attn_logit_softcapping": 0"#, "attn_logit_softcapping is 0"),
+        ("gemma3_text", r#""query_pre_attn_scalar": 0"#, "query_pre_attn_scalar is 0"),
+        ("phi3", r#""partial_rotary_factor": 0.3"#, "partial_rotary_factor: is 0.3"),
+        (
+            "phi3",
+            r#""rope_scaling": {"type": "longrope", "short_factor": [1]}"#,
+            "short_factor: has 1",
+        ),
+        ("mistral", r#""quantization_config": {"bits": 4}"#, "its weights are quantised"),
+    ] {
+        let told = of(family, field);
+        assert!(told.contains(expected), "{told}, not {expected}");
+    }
     fs::remove_file(dir.path().join("config.json")).unwrap();
     let missing = read_config(dir.path()).unwrap_err().to_string();
     assert!(missing.contains("config.json: could not be read"), "{missing}");

@@ -278,9 +278,10 @@ fn model<B: Blocks>(
     let attention = attention
         .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
         .clone();
-    let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute.into());
+    let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute);
     // By the sizes alone first: nothing is made that cannot be.
-    let account = config.dry_run_on(&blocks, &attention, rows, len, StepKind::Training(recompute));
+    let account =
+        config.dry_run_on(&blocks, &attention, rows, len, StepKind::Training(recompute.into()));
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;
     fits(&account.map_err(|e| e.to_string())?.memory(), free)?;
     let model = Model::unfilled_on(blocks, config, &attention).map_err(|e| e.to_string())?;
