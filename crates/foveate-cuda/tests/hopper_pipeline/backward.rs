@@ -555,10 +555,13 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
 
 #[test]
 fn the_kernel_has_the_barriers_of_the_model() {
+    let body = |text: &'static str, function: &str| {
+        let rest = text.split(&format!("void {function}() const {{")).nth(1);
+        rest.and_then(|rest| rest.split("}\n    }").next()).expect("barriers are initialised")
+    };
+    let steps = include_str!("../../kernels/hopper/backward_steps.cuh");
     let device = include_str!("../../kernels/hopper/backward_device.cuh");
-    let body =
-        device.split("void init() const {").nth(1).and_then(|rest| rest.split("}\n    }").next());
-    let body = body.expect("barriers are initialised");
+    let body = [body(steps, "init_steps"), body(device, "init")].concat();
     let count = |name: &str| {
         let said = body.split(&format!("{name}(")).nth(1).expect(name);
         said.split(".init(").nth(1).and_then(|rest| rest.split(");").next()).expect(name)
