@@ -278,13 +278,18 @@ __device__ void load_matrices(u32 (&r)[2], u32 address) {
 }
 
 #if FV_DTYPE == 2
-// A number as the sum of two tf32.
+// A number as the sum of two tf32. mma ignores the lower 13 bits of a tf32, so those of `low` may stand there.
 struct Tf32Pair { u32 high, low; };
+// High and low of an infinite number are 1 and infinity with its sign, of NaN a finite number and NaN: infinity in
+// `high` would meet the low part of the other factor, which may be 0 or of the other sign, and make the product NaN.
+// Finite numbers that would round up to infinity are split likewise.
 __device__ Tf32Pair split_tf32(u32 bits) {
+    constexpr u32 HALF_ULP = 0x1000, TF32_BITS = 0xffffe000, INFINITY_TO_ONE = 0xc0000000;
+    const float x = __uint_as_float(bits);
+    const bool rounds = fabsf(x) < 3.4e38f;
     Tf32Pair s;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.high) : "f"(__uint_as_float(bits)));
-    float rest = __uint_as_float(bits) - __uint_as_float(s.high);
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(s.low) : "f"(rest));
+    s.high = (bits + (rounds ? HALF_ULP : INFINITY_TO_ONE)) & TF32_BITS;
+    s.low = __float_as_uint(x - __uint_as_float(s.high)) + (rounds ? HALF_ULP : 0);
     return s;
 }
 __device__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
