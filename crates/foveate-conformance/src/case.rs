@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use foveate_reference::{NonFinite, Rule};
+use foveate_reference::NonFinite;
 use foveate_tensor::DType;
 use serde::Deserialize;
 use toml::Value;
@@ -218,11 +218,6 @@ impl Case {
     /// Rows of q, and of k and v, those after the last packed sequence included.
     pub fn rows(&self) -> [usize; 2] {
         self.len.map(|n| n + self.tail)
-    }
-
-    /// The rule its results are held to.
-    pub fn rule(&self) -> Rule {
-        if self.tanh_like { Rule::TanhLike } else { Rule::Plain }
     }
 
     /// What its gradients may do with non-finite numbers.

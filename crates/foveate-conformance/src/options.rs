@@ -91,9 +91,6 @@ impl Options {
         cases.retain(|case| case.name.contains(&self.only));
         for case in cases.iter_mut().filter(|case| case.dtype == "f32") {
             case.dtype.clone_from(&self.dtype);
-            // What a case in 16 bits says of itself: that its score goes through a tanh.
-            let tanh = |score: &String| ["tanh", "softcap"].iter().any(|name| score.contains(name));
-            case.tanh_like |= self.dtype != "f32" && case.score.as_ref().is_some_and(tanh);
         }
         if cases.is_empty() {
             let (folder, only) = (self.cases.display(), &self.only);

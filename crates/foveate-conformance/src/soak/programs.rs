@@ -129,8 +129,7 @@ impl Draw {
                 lines.push(key.into());
             }
         }
-        // Sums of 16-bit gradients are rounded once more than the oracle allows for.
-        if self.dtype == "f32" && self.chance(15) {
+        if self.chance(15) {
             lines.push("accumulate = true".into());
         }
         if self.tanh_like {
