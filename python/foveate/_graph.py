@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import _blocks, _native, _trace
 from ._native import Expr, TraceError
@@ -137,7 +138,11 @@ class _GraphTrace(_trace.Trace):
             return _native.constant(x, torch.tensor(x).dtype) if name == "return" and not isinstance(x, Expr) else x
         if x.dim() != 0:
             raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
-        return self.capture(x).only() if id(x) in self.captures else _native.constant(x.item(), x.dtype)
+        if id(x) in self.captures:
+            return self.capture(x).only()
+        # A constant of the graph has a value, though the compiler's mode would refuse to say it.
+        with unset_fake_temporarily():
+            return _native.constant(x.item(), x.dtype)
 
 
 def _interpreted(trace: _GraphTrace, module: fx.GraphModule, given: tuple[Any, ...]) -> Any:
@@ -172,6 +177,11 @@ def _operation(trace: _GraphTrace, target: Any, args: tuple[Any, ...], kwargs: d
             raise TraceError(f"`{name}` is given a row of a captured tensor whose length is symbolic")
     name = name.strip("_")
     return _trace._call(name, OPERATIONS.get(name), *args, **kwargs)
+
+
+def is_reading(target: torch._ops.OpOverload) -> bool:
+    """Whether an operation on a captured tensor is part of reading it."""
+    return target._schema.name.split("::")[1] in _SPECIAL
 
 
 def _index(trace: _GraphTrace, of: Any, indices: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ Torch's operators have ``lse`` and ``max_scores``, and the gradient of ``lse``, 
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import os
@@ -130,7 +131,8 @@ class _Mods:
         layout = options.get(LAYOUT)
         batch = _graph.BATCH if layout == "varlen" else q.shape[0]
         extents = (batch, q.shape[1], q.shape[2], _graph.LENGTH if layout == "paged" else k.shape[2])
-        made = _graph.score(getattr(module, score.target), extents, _value(score_operands))
+        scoring, score_operands, self.whole = _moved_out(graph, getattr(module, score.target), score_operands)
+        made = _graph.score(scoring, extents, _value(score_operands))
         self.score_captures = made.captures
         mods = [made.text, *_picked(made, score_operands)]
         lists, tile_q, tile_kv, mask = parts_of(block_mask)
@@ -139,13 +141,59 @@ class _Mods:
             lists = []
         else:
             tiles = (lists[0].meta["val"].shape[:2], (tile_q, tile_kv))
-        made = _graph.mask(getattr(module, mask.target), extents, _value(mask_operands), tiles)
+        masking, mask_operands, _ = _moved_out(graph, getattr(module, mask.target), mask_operands)
+        made = _graph.mask(masking, extents, _value(mask_operands), tiles)
         mods += [made.text, *_picked(made, mask_operands)]
         carried = {name: ([mask_operands[i] for i in at], number) for name, (at, number) in made.arguments.items()}
         (seed,), dropout_p = carried.get("dropout_p", ([None], 0.0))
         self.arguments = [*mods, lists, [tile_q, tile_kv], scale, seed, dropout_p]
         #: The operators, and what these take after keys and values.
         self.operators, self.layout = _OPERATORS[layout], carried[layout][0] if layout else []
+
+
+def _moved_out(
+    graph: fx.Graph, module: fx.GraphModule, operands: tuple[Any, ...]
+) -> tuple[fx.GraphModule, tuple[Any, ...], set[int]]:
+    """A mod whose operations on whole captured tensors (``table.cumsum(0)``) are done before the operator: its graph without
+    them, its operands with their results, and which operands are read there."""
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    captured = placeholders[len(placeholders) - len(operands) :]
+    examples = dict(zip(captured, _value(operands)))
+    wanted: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if not isinstance(node.target, torch._ops.OpOverload) or not inputs or any(i not in examples for i in inputs):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), examples.__getitem__)
+        examples[node] = node.target(*args, **kwargs)
+        if isinstance(examples[node], torch.Tensor) and examples[node].dim() and not _graph.is_reading(node.target):
+            wanted[node] = None
+    results = [node for node in wanted if any(user not in wanted for user in node.users)]
+    if not results:
+        return module, operands, set()
+    outside: dict[fx.Node, Any] = dict(zip(captured, operands))
+    read: set[int] = set()
+
+    def moved(node: fx.Node) -> Any:
+        if node in captured:
+            read.add(captured.index(node))
+        elif node not in outside:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), moved)
+            target: Any = node.target
+            outside[node] = graph.call_function(target, args, kwargs)
+            outside[node].meta["val"] = examples[node]
+        return outside[node]
+
+    made = copy.deepcopy(module.graph)
+    copies = dict(zip(nodes, made.nodes))
+    last = copies[placeholders[-1]]
+    for at, node in enumerate(results):
+        with made.inserting_after(last):
+            last = made.placeholder(f"whole_{at}")
+        copies[node].replace_all_uses_with(last)
+    made.eliminate_dead_code()
+    return fx.GraphModule(module, made), (*operands, *map(moved, results)), read
 
 
 #: Forward and backward of each layout.
@@ -218,6 +266,8 @@ def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -
             captured.setdefault(at, []).extend(nodes)
     # Of the operands, those whose gradient is used; of the captured tensors that the operator takes, where these are.
     learned = [at for at in sorted(captured) if at in mods.score_captures]
+    if mods.whole & captured.keys():
+        raise _native.TraceError("a score computes of a whole captured tensor that requires grad: compute it before the call")
     lse = _call(graph, _aten.mul.Scalar, lse, _LN2)
     if d_lse is not None:
         d_lse = _call(graph, _aten.mul.Scalar, d_lse, 1 / _LN2)

@@ -192,19 +192,59 @@ def test_an_element_written_in_place_changes_the_next_result():
     torch.testing.assert_close(compiled(), flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j]))
 
 
-def test_what_cannot_be_said_stays_torchs_with_one_warning():
-    table = torch.randn(24)
-    q, k, v = (t.detach() for t in operands(1, 2, 2, 24, 24, 8, 8))
+def test_what_a_function_computes_of_whole_captured_tensors_is_computed_before_the_call():
+    g = torch.Generator().manual_seed(2)
+    table, lengths = torch.randn(24, generator=g), torch.tensor([9, 11, 4])
+    slope = torch.randn(2, generator=g).requires_grad_()
+
+    def score(s, b, h, i, j):
+        return s + table.cumsum(0)[j] + slope[h] * torch.flip(table * 2, (0,))[i]
+
+    def mask(b, h, i, j):
+        ends = lengths.cumsum(0)
+        return (j < ends[1]) & (i < ends[-1])
+
+    def model(q, k, v):
+        return flex_attention(q, k, v, score, Mask(mask))
+
+    backend = agrees(model, operands(1, 2, 2, 24, 24, 8, 8), (slope,))
+    assert [name.split(".")[1] for name in backend.operators] == ["forward", "backward"]
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+    compiled = backend.compile(model)
+    before = compiled(q, k, v)
+    lengths[1] = 2
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
+    assert not torch.allclose(before, model(q, k, v))
+
+
+def test_the_gradient_of_a_whole_tensors_operation_stays_torchs():
+    table = torch.randn(24, requires_grad=True)
 
     def model(q, k, v):
         return flex_attention(q, k, v, lambda s, b, h, i, j: s + table.cumsum(0)[j])
 
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
     backend = Backend()
-    with pytest.warns(UserWarning, match="stays torch's: `cumsum` is"):
+    with pytest.warns(UserWarning, match="whole captured tensor that requires grad"):
+        out = backend.compile(model)(q, k, v)
+        ours = torch.autograd.grad(out.sum(), (q, table))
+    assert any(name.startswith("flex_attention_backward") for name in backend.operators)
+    for a, b in zip(ours, torch.autograd.grad(model(q, k, v).sum(), (q, table))):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_said_stays_torchs_with_one_warning():
+    q, k, v = (t.detach() for t in operands(1, 2, 2, 24, 24, 8, 8))
+
+    def model(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.special.bessel_j0(s))
+
+    backend = Backend()
+    with pytest.warns(UserWarning, match="stays torch's: `special_bessel_j0` is"):
         out = backend.compile(model)(q, k, v)
     assert backend.operators == ["flex_attention"]
-    summed = table.cumsum(0)
-    torch.testing.assert_close(out, flex_attention(q, k, v, lambda s, b, h, i, j: s + summed[j]))
+    scores = torch.special.bessel_j0(q @ k.transpose(-2, -1) / math.sqrt(8))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         Backend().compile(model)(q, k, v)
