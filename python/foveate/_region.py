@@ -113,6 +113,9 @@ def _attention(
     from . import _flex
 
     _install()
+    if _flex._autocasts(query):
+        # Torch's operator does so itself from 2.11 on.
+        query, key, value = _flex._autocast(query, key, value)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
     options[OURS] = True

@@ -32,13 +32,17 @@ def test_names_that_were_imported_before_train_uncompiled_and_are_given_back():
         mask = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
         return kept(q, k, v, lambda s, b, h, i, j: s + bias[h] * (i - j), mask, return_aux=AuxRequest(lse=True))
 
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+    # From 2.11 on torch's own refuses; what 2.10 has is unfused.
+    refused = pytest.raises(NotImplementedError, match="does not support backward on CPU")
+    theirs = refused if torch.__version__ >= "2.11" else pytest.warns(UserWarning, match="unfused")
+    with theirs:
         model(q, k, v)
     with foveate.enable():
         out, aux = model(q, k, v)
         ours = torch.autograd.grad(out.sum() + aux.lse.sum(), (q, k, v, bias))
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        model(q, k, v)
+    if theirs is refused:
+        with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+            model(q, k, v)
     assert flex_attention.__code__ is code
     mask = foveate.create_block_mask(causal, None, None, 40, 40)
     score = lambda s, b, h, i, j: s + bias[h] * (i - j)  # noqa: E731

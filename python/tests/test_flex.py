@@ -244,7 +244,7 @@ def test_a_large_captured_tensor_is_read_where_it_lies():
     allowed = torch.rand(2, 1, 3000, 310) < 0.8
     compare(
         q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float(),
-        mask_mod=lambda b, h, i, j: allowed[b, 0, 3 * i, j], learned=(bias,),
+        mask_mod=lambda b, h, i, j: allowed[b, h * 0, 3 * i, j], learned=(bias,),
     )
     out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float())
     with torch.no_grad():
