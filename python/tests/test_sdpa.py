@@ -47,7 +47,8 @@ def test_the_dense_operators(causal, lengths):
     through = sdpa.flash_backward(
         weights.float().transpose(1, 2), *rows, again, lse, None, None, sq, skv, 0.0, causal, seed, unused
     )
-    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(through, ours))
+    for a, b in zip(through, ours):  # On CUDA dq is summed in any order.
+        torch.testing.assert_close(a.transpose(1, 2), b)
 
 
 @pytest.mark.parametrize("causal, left, right", [(False, None, None), (True, -1, -1), (False, 5, 3), (True, 6, 0), (False, -1, 2)])
@@ -150,7 +151,7 @@ def test_sdpa_and_varlen_attn_run_here_while_it_is_active(dtype, monkeypatch):
     def run():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
-        packed = varlen_attn(*rows, cu, cu, 156, 156, is_causal=True)
+        packed = varlen_attn(*rows, cu, cu, 156, 156, window_size=(-1, 0))
         results = (out, *torch.autograd.grad(out.sum(), tensors), packed, *torch.autograd.grad(packed.sum(), rows))
         return [t.double() for t in results]
 
