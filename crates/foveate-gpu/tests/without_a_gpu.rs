@@ -7,7 +7,7 @@ mod driver;
 use std::sync::Arc;
 use std::time::Duration;
 
-use foveate_gpu::driver::{Device, Graph, Module, Pool, Stream, default_timeout};
+use foveate_gpu::driver::{Device, Graph, Module, Pool, Readback, Stream, default_timeout};
 use foveate_gpu::nvrtc::check_driver;
 use foveate_gpu::{GpuError, GpuErrorKind};
 
@@ -41,6 +41,10 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
             allocation.fill(9).unwrap();
             allocation.read(&mut data, LIMIT).unwrap();
             assert!(data.iter().all(|&b| b == 9));
+            allocation.fill_at(4, 1, 3).unwrap();
+            allocation.read_at(3, &mut data[..5], LIMIT).unwrap();
+            assert_eq!(data[..5], [9, 1, 1, 1, 9]);
+            assert!(allocation.fill_at(4, 1, bytes - 3).is_err());
         }
         assert!(
             allocation.write_at(1, &given).is_err()
@@ -55,6 +59,29 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
         allocation.read(&mut data, LIMIT).unwrap();
         assert_eq!(data, [i as u8; 4000]);
     }
+}
+
+#[test]
+fn a_readback_waits_for_the_work_before_it_and_no_other() {
+    if !inside("a_readback_waits_for_the_work_before_it_and_no_other", &[], &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    let memory = pool.upload(&[1, 2, 3]).unwrap();
+    let mut readback = Readback::new(&memory).unwrap();
+    assert!(readback.wait(LIMIT).unwrap_err().to_string().contains("no copy"));
+    readback.queue(&memory).unwrap();
+    // From here on nothing ends.
+    let busy = std::path::Path::new(&std::env::var_os("HOME").unwrap()).join("busy");
+    std::fs::write(&busy, "").unwrap();
+    memory.write(&[4, 5, 6]).unwrap();
+    assert_eq!(readback.wait(LIMIT).unwrap(), [1, 2, 3]);
+    readback.queue(&memory).unwrap();
+    let error = readback.wait(Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::Timeout { .. }), "{error}");
+    std::fs::remove_file(busy).unwrap();
+    assert_eq!(readback.wait(LIMIT).unwrap(), [4, 5, 6]);
+    assert!(readback.queue(&pool.take(4).unwrap()).is_err());
 }
 
 #[test]

@@ -1,22 +1,17 @@
 //! How fast the blocks are on this machine's GPU: of every memory-bound block the bytes that it must
-//! move, the time, and the rate as a share of what a copy of the same size reaches; of models whole
-//! training steps, whose gradients have the same bits in every run unless any order of sums will do.
+//! move, the time, and the rate as a share of what a copy of the same size reaches. Whole training steps
+//! are measured by `foveate bench train`.
 //!
 //! ```console
-//! $ cargo run --release -p foveate-nn-cuda --example speed -- blocks
-//! $ cargo run --release -p foveate-nn-cuda --example speed -- steps 135m|1b [any-order]
+//! $ cargo run --release -p foveate-nn-cuda --example speed
 //! ```
 
 use std::error::Error;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use foveate_gpu::driver::{Allocation, Event};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError};
-use foveate_nn::{
-    AdamW, Batch, Model, ModelConfig, NnError, OptimizerStep, ParameterState, ProgramConfig,
-    Recompute, RopePairing,
-};
 use foveate_nn_cuda::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use foveate_nn_cuda::gated::{Activation, Gated, GatedBackward};
 use foveate_nn_cuda::loss::CrossEntropy;
@@ -26,9 +21,8 @@ use foveate_nn_cuda::optimizer::{
 };
 use foveate_nn_cuda::rope::{Pairing, Rope};
 use foveate_nn_cuda::vectors::CopyRows;
-use foveate_nn_cuda::{Block, Cuda, Kernels};
+use foveate_nn_cuda::{Block, Kernels};
 use foveate_tensor::DType;
-use foveate_tensor::random::Random;
 
 const TOKENS: usize = 8192;
 const WAIT: Duration = Duration::from_secs(20);
@@ -268,122 +262,8 @@ fn blocks() -> Result<(), Box<dyn Error>> {
     Ok(updates(&mut b)?)
 }
 
-/// A model of this name, rows and tokens of a row.
-fn model(name: &str) -> Option<(ModelConfig, usize, usize)> {
-    let config = |hidden, wide, layers, heads, kv, head_dim, vocab| ModelConfig {
-        vocab_size: vocab,
-        hidden_size: hidden,
-        intermediate_size: wide,
-        num_hidden_layers: layers,
-        num_attention_heads: heads,
-        num_key_value_heads: Some(kv),
-        head_dim: Some(head_dim),
-        rms_norm_eps: 1e-5,
-        rope_theta: 500_000.0,
-        rope_scaling: None,
-        rope_pairing: RopePairing::default(),
-        max_position_embeddings: 8192,
-        tie_word_embeddings: true,
-        architecture: Default::default(),
-    };
-    match name {
-        "135m" => Some((config(576, 1536, 30, 9, 3, 64, 49_152), 4, 2048)),
-        "1b" => Some((config(2048, 8192, 16, 32, 8, 64, 128_256), 1, 8192)),
-        _ => None,
-    }
-}
-
-/// Small numbers for all weights, again and again the same few: to draw each takes a minute.
-fn fill(model: &mut Model<Cuda>) -> Result<(), NnError> {
-    let mut random = Random::new(1);
-    let small: Vec<f32> = (0..(1 << 16) + 1).map(|_| 0.02 * random.normal() as f32).collect();
-    for index in 0..model.parameters().len() {
-        let (len, axes) =
-            (model.parameters()[index].place.len(), model.parameters()[index].shape.len());
-        model.fill::<NnError>(index, |give| {
-            let mut rest = len;
-            while rest > 0 {
-                let some = rest.min(small.len());
-                match axes {
-                    1 => give(&vec![1.0; some])?,
-                    _ => give(&small[..some])?,
-                }
-                rest -= some;
-            }
-            Ok(())
-        })?;
-    }
-    Ok(())
-}
-
-fn steps(name: &str, deterministic: bool) -> Result<(), Box<dyn Error>> {
-    let (config, rows, len) = model(name).ok_or("the models are 135m and 1b")?;
-    let cuda = Cuda::new(0, ParameterState::Exact.into(), deterministic)?;
-    let attention = ProgramConfig { mask: "causal & document".into(), ..ProgramConfig::default() };
-    let mut model = Model::unfilled_on(cuda, config.clone(), &attention.into())?;
-    fill(&mut model)?;
-    let (mut gradients, mut moments, spans) =
-        (model.gradients()?, model.moments()?, model.spans()?);
-    let (tokens_total, vocab) = (rows * len, config.vocab_size);
-    let mut times = Vec::new();
-    for step in 1..=12u64 {
-        let word = |i: usize| (i * 2_654_435_761 + step as usize * 97) % vocab;
-        let tokens: Vec<u32> = (0..tokens_total).map(|i| word(i) as u32).collect();
-        let labels: Vec<i32> = (1..=tokens_total).map(|i| word(i) as i32).collect();
-        let documents = vec![0; tokens_total];
-        let positions: Vec<i32> = (0..tokens_total).map(|i| (i % len) as i32).collect();
-        let batch = Batch {
-            rows,
-            len,
-            tokens: &tokens,
-            labels: &labels,
-            documents: &documents,
-            positions: &positions,
-            mean_kv_len: Some(len / 2),
-        };
-        let began = Instant::now();
-        let mut totals = model.totals()?;
-        model.clear(&mut gradients)?;
-        model.accumulate(&batch, &mut gradients, Recompute::None, &mut totals)?;
-        let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-        let of_step = OptimizerStep { adamw, step, rate: 1e-3, clip_norm: 1.0, seed: 0 };
-        model.update(&of_step, &spans, &gradients, &mut moments, &mut totals)?;
-        let queued = began.elapsed();
-        let sums = model.read(totals)?;
-        let seconds = began.elapsed().as_secs_f64();
-        times.push(seconds);
-        println!(
-            "step {step}: {:.1} ms, of which the host queues {:.1}; attention {:.1}, products {:.1}, \
-             loss {:.1}, optimiser {:.1}; loss {:.4}, norm {:.3}",
-            seconds * 1e3,
-            queued.as_secs_f64() * 1e3,
-            sums.attention_seconds * 1e3,
-            sums.linear_seconds * 1e3,
-            sums.loss_seconds * 1e3,
-            sums.optimizer_seconds * 1e3,
-            sums.nats / tokens_total as f64,
-            sums.grad_norm,
-        );
-    }
-    times.drain(..4);
-    times.sort_by(f64::total_cmp);
-    let median = times[times.len() / 2];
-    println!("{name}: {:.0} tokens/s, {rows} rows of {len}", tokens_total as f64 / median);
-    Ok(())
-}
-
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let done = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["blocks"] => blocks(),
-        ["steps", name] => steps(name, true),
-        ["steps", name, "any-order"] => steps(name, false),
-        _ => {
-            Err("speed takes `blocks`, or `steps`, the name of a model and perhaps `any-order`"
-                .into())
-        }
-    };
-    match done {
+    match blocks() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("error: {e}");

@@ -13,7 +13,7 @@ use foveate_nn::{
     AdamW, Batch, LearnedBuffer, Model, ModelConfig, OptimizerStep, ParameterState, ProgramConfig,
     Recompute, RopePairing,
 };
-use foveate_nn_cuda::Cuda;
+use foveate_nn_cuda::{Cuda, CudaTotals};
 
 /// Whether this is the process with the libraries; otherwise starts it for the test `name`.
 fn inside(name: &str) -> bool {
@@ -81,10 +81,19 @@ impl Steps {
     /// Queues a step and reads its totals; gives what was noted of both.
     fn run(&mut self, recompute: Recompute) -> [Vec<Noted>; 2] {
         trace::start();
+        let totals = self.queue(recompute);
+        let queued = trace::stop();
+        trace::start();
+        self.model.read(totals).unwrap();
+        [queued, trace::stop()]
+    }
+
+    /// Queues a step.
+    fn queue(&mut self, recompute: Recompute) -> CudaTotals {
         self.count += 1;
         let Self { model, state: (gradients, moments, spans), count } = self;
         let mut totals = model.totals().unwrap();
-        model.clear(gradients).unwrap();
+        model.clear(gradients);
         for number in 0..2 {
             // Other words and documents in every batch.
             let at = |i: usize| i * 7 + number * 5 + *count as usize;
@@ -107,10 +116,7 @@ impl Steps {
         let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let step = OptimizerStep { adamw, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
         model.update(&step, spans, gradients, moments, &mut totals).unwrap();
-        let queued = trace::stop();
-        trace::start();
-        model.read(totals).unwrap();
-        [queued, trace::stop()]
+        totals
     }
 }
 
@@ -222,6 +228,51 @@ fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
         }
         assert_eq!(trouble(&notes), [""; 0], "{recompute:?}");
     }
+}
+
+#[test]
+fn totals_read_behind_the_next_step_are_waited_for_once_a_step() {
+    let name = "totals_read_behind_the_next_step_are_waited_for_once_a_step";
+    if !inside(name) {
+        return;
+    }
+    let mut steps = Steps::new();
+    assert!(steps.model.queues());
+    let mut before = steps.queue(Recompute::None);
+    for number in 0..6 {
+        trace::start();
+        let totals = steps.queue(Recompute::None);
+        let sums = steps.model.read(std::mem::replace(&mut before, totals)).unwrap();
+        let notes = trace::stop();
+        let waits = notes.iter().filter(|n| matches!(n, Noted::Waited { .. })).count();
+        assert_eq!(waits, 1, "step {number}: {notes:?}");
+        assert!(sums.grad_norm.is_finite());
+        // Memory for two steps is taken once.
+        let more = notes.iter().filter(|n| matches!(n, Noted::Allocated { .. })).count();
+        assert!(number == 0 || more == 0, "step {number}: {notes:?}");
+    }
+    steps.model.read(before).unwrap();
+}
+
+#[test]
+fn a_profile_has_the_times_of_every_block_of_its_steps() {
+    if !inside("a_profile_has_the_times_of_every_block_of_its_steps") {
+        return;
+    }
+    let mut steps = Steps::new();
+    steps.run(Recompute::None);
+    assert_eq!(steps.model.block_times(), []);
+    steps.model.profile(true).unwrap();
+    for _ in 0..2 {
+        steps.run(Recompute::None);
+    }
+    let times = steps.model.block_times();
+    steps.model.profile(false).unwrap();
+    steps.run(Recompute::None);
+    assert_eq!(steps.model.block_times(), []);
+    let calls = |block| times.iter().filter(|time| time.block == block).count();
+    // Two steps of two batches of two layers.
+    assert_eq!(["attention", "attention backward", "linear", "adamw"].map(calls), [8, 8, 32, 2]);
 }
 
 #[test]

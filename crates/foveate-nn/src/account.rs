@@ -8,7 +8,7 @@ use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
-use crate::step::Step;
+use crate::step::{GradientsMut, Step};
 use crate::tape::{Recomputation, Workspace};
 
 use foveate::DType;
@@ -241,6 +241,8 @@ fn dry_run(
     let mut workspace = Workspace::default();
     match (kind, &mut gradients) {
         (StepKind::Training(recompute), Some(gradients)) => {
+            // As a batch that is not the first of its step.
+            let gradients = GradientsMut { array: gradients, accumulate: true };
             step.forward_backward(&mut workspace, gradients, recompute, &mut ())?;
         }
         _ => step.loss(&mut workspace, None, &mut ())?,

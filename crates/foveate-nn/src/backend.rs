@@ -49,13 +49,16 @@ impl<'a, A: Array> Part<'a, A> {
     }
 }
 
-/// A [`Part`] to write to: a gradient among all gradients.
+/// A [`Part`] to write to: the gradient of a weight among all gradients.
 #[derive(Debug)]
 pub struct PartMut<'a, A> {
     /// The array.
     pub array: &'a mut A,
     /// Elements of it.
     pub place: Range<usize>,
+    /// Whether a gradient is added to what is there. If not, what is there is not read, and every
+    /// element is written.
+    pub accumulate: bool,
 }
 
 /// All parameters of a model, each at its place in the layout.
@@ -199,6 +202,17 @@ pub struct Sums {
     pub optimizer_seconds: f64,
 }
 
+/// When a block ran on the device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockTime {
+    /// Its name, as [`crate::NotedBlock`] has it; the logits' own part of a loss is `cross_entropy`.
+    pub block: &'static str,
+    /// Seconds since the profile began.
+    pub start: f64,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
 /// The blocks of a transformer, forward and backward, on one device.
 ///
 /// Every block fails when the device does: its memory ends, or an operation before it went wrong.
@@ -304,10 +318,30 @@ pub trait Blocks: Sized {
         tables: &[Arc<RopeTable>],
     ) -> Result<Self::Batch, NnError>;
 
+    /// Takes the times of every block from here on, or no longer, where a device can: they come with
+    /// [`Blocks::block_times`].
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn profile(&mut self, _on: bool) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    /// The times of the blocks of steps whose totals were read since the last call, in their order.
+    fn block_times(&mut self) -> Vec<BlockTime> {
+        Vec::new()
+    }
+
+    /// Whether blocks are only queued when they return, so that work of the next step can be queued
+    /// before the totals of this one are read.
+    fn queues(&self) -> bool {
+        false
+    }
+
     /// Totals of nothing.
     fn totals(&mut self) -> Result<Self::Totals, NnError>;
 
-    /// Waits for `totals` and reads them back.
+    /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::adamw`].
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
     /// Brings to the device what AdamW goes through: in order, not overlapping.
@@ -345,7 +379,8 @@ pub trait Blocks: Sized {
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// `d_table[tokens[t]] += scale · d_out[t]`, in order of `t`.
+    /// Adds `scale · d_out[t]` to `d_table[tokens[t]]`, in order of `t`; rows of no token are 0 where
+    /// the gradient is not accumulated.
     fn embed_backward(
         &mut self,
         batch: &Self::Batch,
@@ -386,7 +421,7 @@ pub trait Blocks: Sized {
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the gradient of x to `d_x` (or overwrites it) and that of the weight to `d_weight`.
+    /// Adds the gradient of x to `d_x` (or overwrites it), and that of the weight to `d_weight`.
     fn rms_norm_backward(
         &mut self,
         x: &Self::Array,
@@ -455,7 +490,7 @@ pub trait Blocks: Sized {
         d_x: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// `d_weight += d_yᵀ · x`.
+    /// `d_yᵀ · x`, the gradient of the weight.
     fn linear_backward_weight(
         &mut self,
         shape: LinearShape,
@@ -492,7 +527,7 @@ pub trait Blocks: Sized {
     ) -> Result<(), NnError>;
 
     /// Gradients of attention straight into the packed gradient, which is overwritten; those of
-    /// the learned buffers are added to `d_learned`, where they lie as their values do.
+    /// the learned buffers lie in `d_learned` as their values do.
     ///
     /// # Errors
     /// Those of the plan, too.
@@ -541,8 +576,7 @@ pub trait Blocks: Sized {
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// [`Blocks::loss`] with its gradients in the same pass: `d_x` is overwritten, `d_weight`
-    /// added to.
+    /// [`Blocks::loss`] with its gradients in the same pass: `d_x` is overwritten.
     fn loss_backward(
         &mut self,
         batch: &Self::Batch,

@@ -90,6 +90,8 @@ pub struct NotedBlock {
 enum Use {
     Reads,
     Updates,
+    /// A part of the array, so that what else it holds stays needed.
+    Writes,
     Overwrites,
 }
 
@@ -109,7 +111,8 @@ fn updates(array: &DryArray) -> Access {
 }
 
 fn updates_part(part: &PartMut<'_, DryArray>) -> Access {
-    (part.array.index, part.place.len(), Use::Updates)
+    let usage = if part.accumulate { Use::Updates } else { Use::Writes };
+    (part.array.index, part.place.len(), usage)
 }
 
 fn overwrites(array: &DryArray) -> Access {

@@ -73,8 +73,8 @@ mod tests;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, Sums, Weights,
+    Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
+    Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, Sums, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use foveate::DType;
 
-use crate::backend::{Array, Blocks, Moments, PackedHeads, Part, PartMut, Sums, Weights};
+use crate::backend::{
+    Array, BlockTime, Blocks, Moments, PackedHeads, Part, PartMut, Sums, Weights,
+};
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
@@ -15,7 +17,7 @@ use crate::parameters::{Parameter, ParameterLayout};
 use crate::plans::{Plans, Programs};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::step::Step;
+use crate::step::{GradientsMut, Step};
 use crate::tape::{Recomputation, Workspace};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
@@ -41,14 +43,17 @@ pub(crate) struct Running<B: Blocks> {
 /// The gradients of all parameters of a model, each at its parameter's place.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients<A = Vec<f32>> {
-    /// Elements as [`ParameterLayout`] places them.
+    /// Elements as [`ParameterLayout`] places them. They mean nothing between [`Model::clear`] and the
+    /// next batch.
     pub array: A,
+    /// Whether the next batch writes over them.
+    pub(crate) cleared: bool,
 }
 
 impl Gradients {
     /// Zeros for every parameter of `model`.
     pub fn zeros(model: &Model) -> Self {
-        Self { array: vec![0.0; model.layout.elems()] }
+        Self { array: vec![0.0; model.layout.elems()], cleared: false }
     }
 
     /// Sets all to zero.
@@ -278,7 +283,7 @@ impl<B: Blocks> Model<B> {
     /// When the device fails.
     pub fn upload(&self, array: &mut B::Array, first: usize, from: &[f32]) -> Result<(), NnError> {
         let place = first..first + from.len();
-        self.running().blocks.fill(PartMut { array, place }, from)
+        self.running().blocks.fill(PartMut { array, place, accumulate: false }, from)
     }
 
     /// Gradients of all parameters, 0.
@@ -287,7 +292,7 @@ impl<B: Blocks> Model<B> {
     /// When the device has no memory for them.
     pub fn gradients(&self) -> Result<Gradients<B::Array>, NnError> {
         let dtype = self.running().blocks.precision().gradients;
-        Ok(Gradients { array: self.zeros("gradients", dtype)? })
+        Ok(Gradients { array: self.zeros("gradients", dtype)?, cleared: false })
     }
 
     /// Moments of all parameters, 0.
@@ -324,7 +329,8 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.totals()
     }
 
-    /// Waits for the totals of a step.
+    /// Waits for the totals of a step, and for no work that was queued since its
+    /// [`Model::update`].
     ///
     /// # Errors
     /// When the device fails, or did since.
@@ -332,12 +338,38 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.read(totals)
     }
 
-    /// Sets all gradients to 0.
+    /// Forgets the batches that were added to `gradients`: the next one writes over them, so nothing
+    /// is set to 0 first.
+    pub fn clear(&self, gradients: &mut Gradients<B::Array>) {
+        gradients.cleared = true;
+    }
+
+    /// Takes the times of every block from here on, or no longer, where the device can.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn clear(&self, gradients: &mut Gradients<B::Array>) -> Result<(), NnError> {
-        self.running().blocks.clear(&mut gradients.array)
+    pub fn profile(&self, on: bool) -> Result<(), NnError> {
+        self.running().blocks.profile(on)
+    }
+
+    /// The times of the blocks of steps whose totals were read since the last call, in their order.
+    pub fn block_times(&self) -> Vec<BlockTime> {
+        self.running().blocks.block_times()
+    }
+
+    /// Whether batches are only queued when [`Model::accumulate`] returns, so that those of the next
+    /// step can be queued before the totals of this one are read.
+    pub fn queues(&self) -> bool {
+        self.running().blocks.queues()
+    }
+
+    /// Bytes of the device's memory that are free; `None` where arrays are in the memory of the
+    /// process.
+    ///
+    /// # Errors
+    /// When the device does not say.
+    pub fn free_bytes(&self) -> Result<Option<u64>, NnError> {
+        self.running().blocks.free_bytes()
     }
 
     /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.
@@ -359,9 +391,10 @@ impl<B: Blocks> Model<B> {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
-        let (array, recompute) = (&mut gradients.array, recompute.into());
+        let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
         self.run(&mut self.running(), batch, true, |step, ws| {
-            step.forward_backward(ws, array, recompute, totals)
+            let accumulate = !std::mem::take(cleared);
+            step.forward_backward(ws, GradientsMut { array, accumulate }, recompute, totals)
         })
     }
 
@@ -369,7 +402,7 @@ impl<B: Blocks> Model<B> {
     /// mean over labelled tokens, clipped. Nothing changes where its norm is not finite.
     ///
     /// # Errors
-    /// When the device fails.
+    /// When no batch was added since gradients were cleared, or the device fails.
     pub fn update(
         &mut self,
         step: &OptimizerStep,
@@ -378,6 +411,10 @@ impl<B: Blocks> Model<B> {
         moments: &mut Moments<B::Array>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
+        if gradients.cleared {
+            let reason = "hold no batch: none was added since they were cleared";
+            return Err(NnError::parameter("gradients", reason));
+        }
         let mut running = lock(&self.running);
         let blocks = &mut running.blocks;
         blocks.clip(step, &gradients.array, totals)?;

@@ -39,6 +39,12 @@ pub enum ParameterState {
 }
 
 impl ParameterState {
+    /// The one with these dtypes.
+    pub fn of(precision: Precision) -> Option<Self> {
+        let all = [Self::F32, Self::Exact, Self::Bf16Moments, Self::Bf16];
+        all.into_iter().find(|&state| Precision::from(state) == precision)
+    }
+
     /// Its name in a recipe.
     pub fn name(self) -> &'static str {
         match self {

@@ -35,6 +35,20 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub cache: Option<&'a mut Cache<B::Array>>,
 }
 
+/// The gradients of all parameters.
+pub(crate) struct GradientsMut<'a, A> {
+    pub array: &'a mut A,
+    /// Whether those of this batch are added to those of others.
+    pub accumulate: bool,
+}
+
+impl<A> GradientsMut<'_, A> {
+    /// Those of a parameter.
+    fn of(&mut self, place: &Range<usize>) -> PartMut<'_, A> {
+        PartMut { array: self.array, place: place.clone(), accumulate: self.accumulate }
+    }
+}
+
 /// Keys and values of every layer for the tokens that were read.
 #[derive(Debug, Default)]
 pub(crate) struct Cache<A> {
@@ -85,11 +99,11 @@ impl<'a, B: Blocks> Step<'a, B> {
         self.run_forward(ws)
     }
 
-    /// The loss; its gradients are added to `gradients`.
+    /// The loss and its gradients.
     pub fn forward_backward(
         &mut self,
         ws: &mut Workspace<B::Array>,
-        gradients: &mut B::Array,
+        mut gradients: GradientsMut<'_, B::Array>,
         recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
@@ -107,7 +121,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             self.config.architecture.logit_cap,
             &mut ws.logits,
             &mut ws.d_normed,
-            part_mut(gradients, &layout.head),
+            gradients.of(&layout.head),
             totals,
         )?;
         self.blocks.rms_norm_backward(
@@ -118,7 +132,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_normed,
             &mut ws.d_x,
             false,
-            part_mut(gradients, &layout.norm),
+            gradients.of(&layout.norm),
         )?;
         for layer in (0..layers).rev() {
             let again = recompute.of(layer);
@@ -135,10 +149,12 @@ impl<'a, B: Blocks> Step<'a, B> {
                     }
                 }
             }
-            self.mlp_backward(ws, layer, gradients)?;
-            self.attention_backward(ws, layer, gradients)?;
+            self.mlp_backward(ws, layer, &mut gradients)?;
+            self.attention_backward(ws, layer, &mut gradients)?;
         }
-        let table = part_mut(gradients, &layout.embedding);
+        // A tied table has the gradient of the head already.
+        gradients.accumulate |= layout.embedding == layout.head;
+        let table = gradients.of(&layout.embedding);
         let scale = self.config.embedding_scale();
         self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table)
     }
@@ -287,7 +303,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
-        gradients: &mut B::Array,
+        gradients: &mut GradientsMut<'_, B::Array>,
     ) -> Result<(), NnError> {
         let tape = &ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
@@ -298,7 +314,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let blocks = &mut *self.blocks;
         let d_output = if architecture.output_norms {
             let (OutputTape { x, inverse }, weight) = (&tape.mlp, part(weights, &places.down_norm));
-            let d_weight = part_mut(gradients, &places.down_norm);
+            let d_weight = gradients.of(&places.down_norm);
             let d_output = &mut ws.d_normed;
             blocks
                 .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
@@ -309,15 +325,15 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = part(weights, &places.down);
         blocks.linear_backward_input(down, d_output, weight, &mut ws.activated)?;
         blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
-        let d_weight = part_mut(gradients, &places.down);
+        let d_weight = gradients.of(&places.down);
         blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
         let weight = || part(weights, &places.mlp_norm);
         blocks.rms_norm_again(&tape.x, weight(), norm, &tape.inverse, &mut ws.normed)?;
-        let d_weight = part_mut(gradients, &places.gate_up);
+        let d_weight = gradients.of(&places.gate_up);
         blocks.linear_backward_weight(gate_up_shape, gate_up, &ws.normed, d_weight)?;
         let gate_up_weight = part(weights, &places.gate_up);
         blocks.linear_backward_input(gate_up_shape, gate_up, gate_up_weight, &mut ws.d_normed)?;
-        let d_norm = part_mut(gradients, &places.mlp_norm);
+        let d_norm = gradients.of(&places.mlp_norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(&tape.x, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
@@ -327,7 +343,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
-        gradients: &mut B::Array,
+        gradients: &mut GradientsMut<'_, B::Array>,
     ) -> Result<(), NnError> {
         let (weights, places, norm) = (self.weights, self.places(layer), self.config.norm());
         let (output, qkv_shape, heads) = (self.output_shape(), self.qkv_shape(), self.heads());
@@ -343,7 +359,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let d_output = if architecture.output_norms {
             let OutputTape { x, inverse } = &ws.residual[ws.kept.residual.of(layer)].attention;
             let weight = part(weights, &places.o_norm);
-            let d_weight = part_mut(gradients, &places.o_norm);
+            let d_weight = gradients.of(&places.o_norm);
             let d_output = &mut ws.d_normed;
             blocks
                 .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
@@ -353,9 +369,9 @@ impl<'a, B: Blocks> Step<'a, B> {
         };
         let weight = part(weights, &places.o);
         blocks.linear_backward_input(output, d_output, weight, &mut ws.d_attention)?;
-        let d_weight = part_mut(gradients, &places.o);
+        let d_weight = gradients.of(&places.o);
         blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
-        let d_learned = part_mut(gradients, &places.learned);
+        let d_learned = gradients.of(&places.learned);
         blocks.attention_backward(
             attention,
             qkv,
@@ -369,21 +385,21 @@ impl<'a, B: Blocks> Step<'a, B> {
         let blocks = &mut *self.blocks;
         if architecture.head_norms {
             let (weight, inverse) = (part(weights, &places.head_norms), &tape.heads_inverse);
-            let d_weight = part_mut(gradients, &places.head_norms);
+            let d_weight = gradients.of(&places.head_norms);
             let d_qkv = &mut ws.d_qkv;
             blocks.head_norm_backward(heads, &tape.qkv, weight, norm, inverse, d_qkv, d_weight)?;
         }
         if architecture.qkv_bias {
-            blocks.bias_backward(&ws.d_qkv, part_mut(gradients, &places.qkv_bias))?;
+            blocks.bias_backward(&ws.d_qkv, gradients.of(&places.qkv_bias))?;
         }
         let input = &ws.inputs[layer];
         let weight = || part(weights, &places.norm);
         blocks.rms_norm_again(input, weight(), norm, &tape.inverse, &mut ws.normed)?;
-        let d_weight = part_mut(gradients, &places.qkv);
+        let d_weight = gradients.of(&places.qkv);
         blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, &ws.normed, d_weight)?;
         let qkv_weight = part(weights, &places.qkv);
         blocks.linear_backward_input(qkv_shape, &ws.d_qkv, qkv_weight, &mut ws.d_normed)?;
-        let d_norm = part_mut(gradients, &places.norm);
+        let d_norm = gradients.of(&places.norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(input, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
@@ -440,8 +456,4 @@ enum Turned {
 
 fn part<'a, A>(array: &'a A, place: &Range<usize>) -> Part<'a, A> {
     Part { array, place: place.clone() }
-}
-
-fn part_mut<'a, A>(array: &'a mut A, place: &Range<usize>) -> PartMut<'a, A> {
-    PartMut { array, place: place.clone() }
 }

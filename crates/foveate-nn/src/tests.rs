@@ -1,8 +1,9 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    Activation, Architecture, AttentionConfig, Batch, Gradients, IGNORE, LayerRope, LearnedBuffer,
-    Model, ModelConfig, NnError, ProgramConfig, Recomputation, Recompute, Sampling,
+    Activation, AdamW, Architecture, AttentionConfig, Batch, Gradients, IGNORE, LayerRope,
+    LearnedBuffer, Model, ModelConfig, NnError, OptimizerStep, ProgramConfig, Recomputation,
+    Recompute, Sampling,
 };
 use foveate::tensor::random::Random;
 
@@ -469,4 +470,39 @@ fn the_losses_of_tokens_add_up_to_the_loss() {
     let batch = Batch { labels: &labels, ..batch };
     let alone = model.loss(&batch).unwrap().sum_nats;
     assert!((model.token_losses(&batch).unwrap()[30] - alone).abs() < 1e-5);
+}
+
+#[test]
+fn gradients_that_were_cleared_are_written_over_whatever_was_there() {
+    for tied in [true, false] {
+        let model = model(tiny(tied), &attention(), 8);
+        let text = Text::new(&[6, 11, 3], 14);
+        let batch = text.batch(1);
+        let (_, expected) = gradients(&model, &batch, Recompute::None);
+        let mut found = Gradients::zeros(&model);
+        for p in model.parameters() {
+            found.array[p.place.clone()].fill(f32::NAN);
+        }
+        model.clear(&mut found);
+        let spans = model.spans().unwrap();
+        let (mut moments, mut totals) = (model.moments().unwrap(), model.totals().unwrap());
+        let step = OptimizerStep {
+            adamw: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            step: 1,
+            rate: 1e-3,
+            clip_norm: 1.0,
+            seed: 0,
+        };
+        let mut changed = Model::new(tiny(tied), &attention(), 8).unwrap();
+        let none = changed.update(&step, &spans, &found, &mut moments, &mut totals);
+        assert!(none.unwrap_err().to_string().contains("hold no batch"));
+        model.forward_backward(&batch, &mut found, Recompute::None).unwrap();
+        for p in model.parameters() {
+            assert!(expected.of(p) == found.of(p), "{} (tied {tied})", p.name);
+        }
+        // The next batch is added.
+        model.forward_backward(&batch, &mut found, Recompute::None).unwrap();
+        let twice: Vec<f32> = expected.array.iter().map(|x| 2.0 * x).collect();
+        close(&twice, &found.array, 1e-6, "two batches");
+    }
 }

@@ -56,7 +56,8 @@ pub struct Started {
 pub trait Observer {
     /// The run is about to take its first step.
     fn started(&mut self, _run: &Started) {}
-    /// A step was taken.
+    /// A step was taken. Where a device is given the next step while it runs one, this comes once
+    /// the next one is queued.
     fn step(&mut self, _metrics: &StepMetrics) {}
     /// The held-out documents were looked at.
     fn evaluated(&mut self, _metrics: &EvalMetrics) {}
@@ -180,26 +181,40 @@ impl<B: Blocks> Setup<'_, B> {
             ));
         }
         let mut gradients = self.model.gradients()?;
-        let mut sums = Sums::default();
-        let mut train_loss = None;
+        let mut run = Progress::default();
         let mut saved = None;
         let mut interrupted = false;
+        // The step that runs, where the next one is queued behind it.
+        let mut running: Option<QueuedStep<B>> = None;
         while self.state.step < steps && !interrupted {
             observer.begins("a step");
-            let metrics = self.step(&mut packer, &mut gradients, &mut sums)?;
-            train_loss = Some(metrics.loss);
-            self.record(Record::Step(metrics.clone()))?;
-            observer.step(&metrics);
+            if running.is_none() {
+                run.since = Instant::now();
+            }
+            let queued = self.queue(&mut packer, &mut gradients)?;
             let step = self.state.step;
             let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
-            if due(train.eval_every) {
+            let (evaluates, saves) = (due(train.eval_every), due(train.save_every));
+            if let Some(before) = running.take() {
+                self.finish(before, &mut run, observer)?;
+            }
+            if self.model.queues() && !evaluates && !saves && step < steps {
+                running = Some(queued);
+            } else {
+                self.finish(queued, &mut run, observer)?;
+            }
+            if evaluates {
                 self.evaluate(train.eval_rows, observer)?;
             }
             interrupted = step < steps && observer.interrupted();
-            if due(train.save_every) || interrupted {
+            if saves || interrupted {
+                if let Some(last) = running.take() {
+                    self.finish(last, &mut run, observer)?;
+                }
                 saved = Some(self.save(observer)?);
             }
         }
+        let Progress { sums, train_loss, .. } = run;
         // Saved first: looking at all that is held out may take long.
         let checkpoint = match saved.filter(|_| interrupted) {
             Some(path) => path,
@@ -226,15 +241,14 @@ impl<B: Blocks> Setup<'_, B> {
         })
     }
 
-    fn step(
+    /// Queues a step, the next one, and gives what is to be told of it.
+    fn queue(
         &mut self,
         packer: &mut Packer<'_>,
         gradients: &mut Gradients<B::Array>,
-        run: &mut Sums,
-    ) -> Result<StepMetrics, TrainError> {
-        let start = Instant::now();
+    ) -> Result<QueuedStep<B>, TrainError> {
         let train = &self.recipe.train;
-        self.model.clear(gradients)?;
+        self.model.clear(gradients);
         let mut totals = self.model.totals()?;
         let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
         for _ in 0..train.accumulate {
@@ -265,14 +279,6 @@ impl<B: Blocks> Setup<'_, B> {
         };
         let moments = &mut self.moments;
         self.model.update(&optimizer, &self.spans, gradients, moments, &mut totals)?;
-        let found = self.model.read(totals)?;
-        let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
-        for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
-            if !value.is_finite() {
-                let message = format!("{what} is {value}");
-                return Err(TrainErrorKind::Diverged { step, message, earlier: None }.into());
-            }
-        }
         self.state.step = step;
         self.state.tokens += sums.labelled;
         self.state.cursor = packer.cursor();
@@ -281,19 +287,42 @@ impl<B: Blocks> Setup<'_, B> {
                            chat template prints nothing of what assistants say";
             return Err(TrainError::recipe("data.files", message));
         }
-        sums.seconds = start.elapsed().as_secs_f64();
-        run.add(&sums);
+        let (epoch, rate, labelled) = (packer.passes(), optimizer.rate, self.state.tokens);
+        Ok(QueuedStep { step, totals, sums, pairs, data_seconds, epoch, rate, labelled })
+    }
+
+    /// Waits for a step, and tells of it.
+    fn finish(
+        &mut self,
+        queued: QueuedStep<B>,
+        run: &mut Progress,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let QueuedStep { step, totals, mut sums, pairs, data_seconds, epoch, rate, labelled } =
+            queued;
+        let found = self.model.read(totals)?;
+        let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
+        for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
+            if !value.is_finite() {
+                let message = format!("{what} is {value}");
+                return Err(TrainErrorKind::Diverged { step, message, earlier: None }.into());
+            }
+        }
+        sums.seconds = run.since.elapsed().as_secs_f64();
+        run.since = Instant::now();
+        run.sums.add(&sums);
+        run.train_loss = Some(mean);
         let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
         let tflops =
             |keys: f64| cells * config.flops_per_token(keys).total() / sums.seconds * 1e-12;
-        Ok(StepMetrics {
+        let metrics = StepMetrics {
             step,
             unix_time: unix_time(),
-            epoch: packer.passes(),
+            epoch,
             loss: mean,
             grad_norm: found.grad_norm,
-            lr: optimizer.rate,
-            labelled_tokens: self.state.tokens,
+            lr: rate,
+            labelled_tokens: labelled,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
@@ -307,7 +336,10 @@ impl<B: Blocks> Setup<'_, B> {
             data_seconds,
             optimizer_seconds: found.optimizer_seconds,
             seconds: sums.seconds,
-        })
+        };
+        self.record(Record::Step(metrics.clone()))?;
+        observer.step(&metrics);
+        Ok(())
     }
 
     /// Mean loss of the held-out documents, over at most `rows` rows.
@@ -372,6 +404,34 @@ impl<B: Blocks> Setup<'_, B> {
         self.record(Record::Save(metrics.clone()))?;
         observer.saved(&path, &metrics);
         Ok(path)
+    }
+}
+
+/// A step that a device was given, and what the host knows of it.
+struct QueuedStep<B: Blocks> {
+    step: u64,
+    totals: B::Totals,
+    sums: Sums,
+    /// Of query and key that the masks let through.
+    pairs: f64,
+    data_seconds: f64,
+    epoch: f64,
+    rate: f64,
+    /// Labelled tokens of the run, this step's among them.
+    labelled: u64,
+}
+
+/// How far the steps of this process are.
+struct Progress {
+    sums: Sums,
+    /// The end of the last step that was waited for, or the beginning of the first after it.
+    since: Instant,
+    train_loss: Option<f64>,
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self { sums: Sums::default(), since: Instant::now(), train_loss: None }
     }
 }
 

@@ -267,7 +267,7 @@ impl Allocation {
         self.bytes
     }
 
-    fn stream(&self) -> &Stream {
+    pub(super) fn stream(&self) -> &Stream {
         self.pool.stream()
     }
 
@@ -349,12 +349,19 @@ impl Allocation {
     /// # Errors
     /// Those of the driver.
     pub fn fill(&self, byte: u8) -> Result<(), GpuError> {
-        let driver = self.stream().device().current()?;
-        // SAFETY: the allocation has that many bytes.
-        let code =
-            unsafe { (driver.set_bytes)(self.address, byte, self.bytes, self.stream().handle()) };
-        note(|| self.written("a fill", 0, self.bytes));
-        driver.check(code, || format!("filling {} B", self.bytes))
+        self.fill_at(0, byte, self.bytes)
+    }
+
+    /// Sets `bytes` bytes from byte `start` on, in order with the stream's work.
+    ///
+    /// # Errors
+    /// When the allocation ends before, and those of the driver.
+    pub fn fill_at(&self, start: usize, byte: u8, bytes: usize) -> Result<(), GpuError> {
+        self.fits(start, bytes)?;
+        note(|| self.written("a fill", start, bytes));
+        // SAFETY: the allocation has that many bytes, and its memory is not freed before the stream's
+        // work is done.
+        unsafe { self.stream().fill(self.address + start as u64, byte, bytes) }
     }
 
     /// Bytes that were written from byte `start` on.

@@ -49,6 +49,11 @@ impl Pinned {
         std::mem::replace(&mut self.data, ptr::null_mut())
     }
 
+    /// Leaves the memory to whoever may still use it.
+    pub(super) fn leak(&mut self) {
+        self.data = ptr::null_mut();
+    }
+
     /// Where it starts.
     pub(super) fn data(&self) -> *mut u8 {
         self.data

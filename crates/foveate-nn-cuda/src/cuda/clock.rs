@@ -1,23 +1,87 @@
-//! Device time of kinds of blocks, by events. Events cost the queue some time, so they are recorded in
-//! some steps only, and nothing waits for them: they are read with the totals of their step.
+//! Device time of blocks, by events. Events cost the queue some time, so they are recorded in some
+//! steps only, or while a profile is taken, and nothing waits for them: they are read with the totals
+//! of their step.
 
 use foveate_gpu::GpuError;
 use foveate_gpu::driver::{Event, Stream};
-use foveate_nn::Sums;
+use foveate_nn::{BlockTime, Sums};
 
 /// A step of so many is measured.
 const EVERY: u64 = 16;
 
 /// What time is taken of.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Timed {
-    Attention,
+    Add,
+    BiasBackward,
+    Embedding,
+    HeadNorm,
+    HeadNormBackward,
+    Norm,
+    AddNorm,
     Linear,
+    Rope,
+    Attention,
+    Gate,
     Loss,
-    Optimizer,
+    CrossEntropy,
+    LossBackward,
+    NormBackward,
+    NormAgain,
+    LinearBackwardInput,
+    LinearBackwardWeight,
+    GateBackward,
+    AttentionBackward,
+    EmbeddingBackward,
+    Clip,
+    AdamW,
 }
 
-/// Events of a step, and times of an earlier one.
+impl Timed {
+    /// As the dry executor names blocks.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Add => "add",
+            Self::BiasBackward => "bias backward",
+            Self::Embedding => "embed",
+            Self::HeadNorm => "head_norm",
+            Self::HeadNormBackward => "head_norm backward",
+            Self::Norm => "rms_norm",
+            Self::AddNorm => "add_rms_norm",
+            Self::Linear => "linear",
+            Self::Rope => "rope",
+            Self::Attention => "attention",
+            Self::Gate => "gated",
+            Self::Loss => "loss",
+            Self::CrossEntropy => "cross_entropy",
+            Self::LossBackward => "loss backward",
+            Self::NormBackward => "rms_norm backward",
+            Self::NormAgain => "rms_norm again",
+            Self::LinearBackwardInput => "linear backward, input",
+            Self::LinearBackwardWeight => "linear backward, weight",
+            Self::GateBackward => "gated backward",
+            Self::AttentionBackward => "attention backward",
+            Self::EmbeddingBackward => "embed backward",
+            Self::Clip => "clip",
+            Self::AdamW => "adamw",
+        }
+    }
+
+    /// The sum that its time is part of.
+    fn sum(self, sums: &mut Sums) -> Option<&mut f64> {
+        match self {
+            Self::Attention | Self::AttentionBackward => Some(&mut sums.attention_seconds),
+            Self::Linear | Self::LinearBackwardInput | Self::LinearBackwardWeight => {
+                Some(&mut sums.linear_seconds)
+            }
+            Self::Loss | Self::CrossEntropy | Self::LossBackward => Some(&mut sums.loss_seconds),
+            Self::Clip | Self::AdamW => Some(&mut sums.optimizer_seconds),
+            _ => None,
+        }
+    }
+}
+
+/// Events of the steps under way, and times of earlier ones.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
     steps: u64,
@@ -26,6 +90,9 @@ pub(super) struct Clock {
     free: Vec<Event>,
     /// Seconds of the last step that was measured.
     last: Sums,
+    /// The beginning of the profile, while one is taken.
+    origin: Option<Event>,
+    profiled: Vec<BlockTime>,
 }
 
 #[derive(Debug)]
@@ -43,10 +110,24 @@ impl Clock {
         self.steps
     }
 
+    /// Measures every block from here on, or some steps only.
+    pub fn profile(&mut self, stream: &Stream, on: bool) -> Result<(), GpuError> {
+        self.origin = match on {
+            true => Some(self.event(stream)?),
+            false => None,
+        };
+        Ok(())
+    }
+
+    /// The times of the profile so far, of steps that were read.
+    pub fn take(&mut self) -> Vec<BlockTime> {
+        std::mem::take(&mut self.profiled)
+    }
+
     /// Whether the present step is measured. The first is not: its kernels are compiled between
     /// events.
     fn measures(&self) -> bool {
-        self.steps % EVERY == 2
+        self.origin.is_some() || self.steps % EVERY == 2
     }
 
     fn event(&mut self, stream: &Stream) -> Result<Event, GpuError> {
@@ -83,13 +164,13 @@ impl Clock {
         for Mark { kind, begin, end, .. } in own {
             let Some(end) = end else { continue };
             let seconds = f64::from(end.ms_since(&begin)?) / 1e3;
-            let sum = match kind {
-                Timed::Attention => &mut self.last.attention_seconds,
-                Timed::Linear => &mut self.last.linear_seconds,
-                Timed::Loss => &mut self.last.loss_seconds,
-                Timed::Optimizer => &mut self.last.optimizer_seconds,
-            };
-            *sum += seconds;
+            if let Some(sum) = kind.sum(&mut self.last) {
+                *sum += seconds;
+            }
+            if let Some(origin) = &self.origin {
+                let start = f64::from(begin.ms_since(origin)?) / 1e3;
+                self.profiled.push(BlockTime { block: kind.name(), start, seconds });
+            }
             self.free.extend([begin, end]);
         }
         Ok(self.last)

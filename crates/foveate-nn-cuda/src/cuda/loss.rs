@@ -6,14 +6,15 @@ use foveate_nn::{Array, NnError, Part, PartMut};
 use foveate_tensor::DType;
 
 use super::array::{CudaArray, Place, batched, numbers, part_of, rows_of};
-use super::{Cuda, CudaBatch, CudaTotals};
+use super::clock::Timed;
+use super::{Cuda, CudaBatch, CudaTotals, beta};
 use crate::loss::{AddLosses, CrossEntropy};
 use crate::optimizer::TOTALS_LEN;
 
 impl Cuda {
     /// The loss in chunks of as many tokens as `logits` has room for, with its gradients.
     pub(super) fn cross_entropy(
-        &self,
+        &mut self,
         batch: &CudaBatch,
         width: usize,
         x: &CudaArray,
@@ -36,7 +37,9 @@ impl Cuda {
             let count = chunk.min(tokens - first);
             let x = batched(&rows_of(&x.rows(width), first, count));
             let logits = rows_of(&logits.rows(vocab), 0, count);
-            self.product(&Matmul::new(x, weight.transposed(), batched(&logits)))?;
+            let kind = if gradients.is_some() { Timed::LossBackward } else { Timed::Loss };
+            let product = Matmul::new(x, weight.transposed(), batched(&logits));
+            self.timed(kind, |this| this.product(&product))?;
             let losses = match (&own, each) {
                 (Some(own), _) => DeviceTensor::contiguous(own.address(), DType::F32, [count]),
                 (None, each) => part_of(&each.expect("one of both").vector(), first, count),
@@ -44,16 +47,23 @@ impl Cuda {
             let count_of = [count];
             let labels = batch.labels(first, &count_of);
             let gradient = gradients.is_some();
-            self.run(&CrossEntropy { logits, labels, losses, gradient, cap, z_weight: 0.0 })?;
             let totals = numbers(&totals.memory, &totals_len);
-            self.run(&AddLosses { losses, labels, totals })?;
+            let of_tokens = CrossEntropy { logits, labels, losses, gradient, cap, z_weight: 0.0 };
+            self.timed(Timed::CrossEntropy, |this| {
+                this.run(&of_tokens)?;
+                this.run(&AddLosses { losses, labels, totals })
+            })?;
             if let Some((d_x, d_weight)) = gradients {
                 let d_x = batched(&rows_of(&d_x.rows(width), first, count));
                 let logits = batched(&logits);
-                self.product(&Matmul::new(logits, weight, d_x))?;
+                let accumulate = d_weight.accumulate || first > 0;
                 let d_weight = d_weight.matrix(width);
                 let product = Matmul::new(logits.transposed(), x, d_weight);
-                self.product(&Matmul { beta: 1.0, ..product })?;
+                let product = Matmul { beta: beta(accumulate), ..product };
+                self.timed(kind, |this| {
+                    this.product(&Matmul::new(logits, weight, d_x))?;
+                    this.product(&product)
+                })?;
             }
         }
         Ok(())

@@ -21,13 +21,13 @@ use std::sync::Arc;
 
 use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::blas::Matmul;
-use foveate_gpu::driver::{Allocation, default_timeout};
+use foveate_gpu::driver::{Allocation, Readback, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_nn::{
-    Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, Blocks, KvCache,
-    LayerAttention, LinearShape, Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads,
-    Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable, Rotation, Span, Sums, Weights,
-    join_master, split_master,
+    Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
+    KvCache, LayerAttention, LinearShape, Moments, NnError, NnErrorKind, Norm, OptimizerStep,
+    PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable, Rotation, Span, Sums,
+    Weights, join_master, split_master,
 };
 use foveate_tensor::DType;
 
@@ -64,6 +64,8 @@ pub struct Cuda {
     clock: Clock,
     /// The last tables of rotations that were uploaded.
     tables: Vec<Arc<Rotations>>,
+    /// Host memory that totals were read through and others can be.
+    readbacks: Vec<Readback>,
 }
 
 /// Running totals in device memory.
@@ -72,6 +74,8 @@ pub struct CudaTotals {
     memory: Allocation,
     /// Of the clock.
     step: u64,
+    /// Their copy for the host, queued behind the optimiser.
+    readback: Option<Readback>,
 }
 
 /// What AdamW goes through, in device memory.
@@ -79,6 +83,11 @@ pub struct CudaTotals {
 pub struct CudaSpans {
     pieces: Pieces,
     table: Allocation,
+}
+
+/// What a product multiplies with that is there before it.
+fn beta(accumulate: bool) -> f32 {
+    f32::from(u8::from(accumulate))
 }
 
 /// A line that says what the device, or a library of it, refused.
@@ -112,8 +121,9 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (kernels, clock, tables) = (Kernels::new(engine), Clock::default(), Vec::new());
-        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, tables })
+        let (clock, tables, readbacks) = Default::default();
+        let kernels = Kernels::new(engine);
+        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, tables, readbacks })
     }
 
     /// Its name, as the driver says it.
@@ -161,6 +171,22 @@ impl Cuda {
         self.clock.begin(self.queue.stream(), kind).map_err(|e| failed(&e))?;
         work(self)?;
         self.clock.end(self.queue.stream()).map_err(|e| failed(&e))
+    }
+
+    /// Queues a block, whose device time is of `kind`.
+    fn run_timed(&mut self, kind: Timed, block: &impl Block) -> Result<(), NnError> {
+        self.timed(kind, |this| this.run(block))
+    }
+
+    /// Sets a gradient that blocks can only add to to 0, unless it is to be accumulated.
+    fn begin_sums(&self, gradient: &PartMut<'_, CudaArray>) -> Result<(), NnError> {
+        let (size, place) = (gradient.array.dtype.bytes(), &gradient.place);
+        match &gradient.array.memory {
+            Some(memory) if !gradient.accumulate => {
+                memory.fill_at(place.start * size, 0, place.len() * size).map_err(|e| failed(&e))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Learned buffers as f32 numbers: where they are, and their gradients; the memory of both.
@@ -241,6 +267,18 @@ impl Blocks for Cuda {
 
     fn clear(&mut self, array: &mut CudaArray) -> Result<(), NnError> {
         array.memory.as_ref().map_or(Ok(()), |memory| memory.fill(0)).map_err(|e| failed(&e))
+    }
+
+    fn profile(&mut self, on: bool) -> Result<(), NnError> {
+        self.clock.profile(self.queue.stream(), on).map_err(|e| failed(&e))
+    }
+
+    fn block_times(&mut self) -> Vec<BlockTime> {
+        self.clock.take()
+    }
+
+    fn queues(&self) -> bool {
+        true
     }
 
     fn fill(&mut self, into: PartMut<'_, CudaArray>, values: &[f32]) -> Result<(), NnError> {
@@ -348,13 +386,20 @@ impl Blocks for Cuda {
     fn totals(&mut self) -> Result<CudaTotals, NnError> {
         let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
         memory.fill(0).map_err(|e| failed(&e))?;
-        Ok(CudaTotals { memory, step: self.clock.step() })
+        Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
     }
 
     fn read(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         let mut words = [[0; 8]; TOTALS_LEN];
         let bytes = words.as_flattened_mut();
-        totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+        match totals.readback {
+            Some(mut readback) => {
+                let read = readback.wait(default_timeout()).map_err(|e| failed(&e))?;
+                bytes.copy_from_slice(read);
+                self.readbacks.push(readback);
+            }
+            None => totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?,
+        }
         let [nats, labelled, squares, _] = words.map(u64::from_ne_bytes);
         let grad_norm = f64::from_bits(squares).sqrt() / labelled.max(1) as f64;
         let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
@@ -379,7 +424,7 @@ impl Blocks for Cuda {
         gradients: &CudaArray,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        self.timed(Timed::Optimizer, |this| {
+        self.timed(Timed::Clip, |this| {
             let parts = [optimizer::parts(gradients.elems())];
             let partial = this.scratch("squares of gradients", 8 * parts[0])?;
             let partial = numbers(&partial, &parts);
@@ -400,7 +445,7 @@ impl Blocks for Cuda {
         moments: &mut Moments<CudaArray>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        self.timed(Timed::Optimizer, |this| {
+        self.timed(Timed::AdamW, |this| {
             let remainders_len = [weights.remainders.elems()];
             let remainders = this.precision.remainders.then(|| {
                 let at = weights.remainders.vector().start();
@@ -421,7 +466,14 @@ impl Blocks for Cuda {
                 eps: step.adamw.eps as f32,
                 weight_decay: step.adamw.weight_decay as f32,
             })
-        })
+        })?;
+        let mut readback = match self.readbacks.pop() {
+            Some(free) => free,
+            None => Readback::new(&totals.memory).map_err(|e| failed(&e))?,
+        };
+        readback.queue(&totals.memory).map_err(|e| failed(&e))?;
+        totals.readback = Some(readback);
+        Ok(())
     }
 
     fn embed(
@@ -433,7 +485,8 @@ impl Blocks for Cuda {
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (table, out) = (table.rows(width), out.rows(width));
-        self.run(&Embedding { table, tokens: batch.tokens(), out, scale })
+        let block = Embedding { table, tokens: batch.tokens(), out, scale };
+        self.run_timed(Timed::Embedding, &block)
     }
 
     fn embed_backward(
@@ -447,13 +500,17 @@ impl Blocks for Cuda {
         let most = TokenOrder::most_partial_rows(batch.count());
         let partial = self.scratch("partial rows of the embedding's gradient", 4 * most * width)?;
         let rows = batch.order.partial_rows();
-        self.run(&EmbeddingBackward {
+        let block = EmbeddingBackward {
             d_out: d_out.rows(width),
             d_table: d_table.rows(width),
             order: &batch.order,
             words: batch.words(),
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [rows, width]),
             scale,
+        };
+        self.timed(Timed::EmbeddingBackward, |this| {
+            this.begin_sums(&d_table)?;
+            this.run(&block)
         })
     }
 
@@ -466,15 +523,18 @@ impl Blocks for Cuda {
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
-        self.run(&RmsNorm {
-            x: x.rows(width),
-            residual: None,
-            weight: weight.vector(),
-            inverse: inverse.vector(),
-            out: out.rows(width),
-            eps: norm.eps,
-            offset: norm.offset,
-        })
+        self.run_timed(
+            Timed::Norm,
+            &RmsNorm {
+                x: x.rows(width),
+                residual: None,
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
     }
 
     fn add_rms_norm(
@@ -488,15 +548,18 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let width = weight.place.len();
         let x = x.rows(width);
-        self.run(&RmsNorm {
-            x,
-            residual: Some((residual.rows(width), x)),
-            weight: weight.vector(),
-            inverse: inverse.vector(),
-            out: out.rows(width),
-            eps: norm.eps,
-            offset: norm.offset,
-        })
+        self.run_timed(
+            Timed::AddNorm,
+            &RmsNorm {
+                x,
+                residual: Some((residual.rows(width), x)),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
     }
 
     fn rms_norm_again(
@@ -508,13 +571,16 @@ impl Blocks for Cuda {
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
-        self.run(&RmsNormAgain {
-            x: x.rows(width),
-            weight: weight.vector(),
-            inverse: inverse.vector(),
-            out: out.rows(width),
-            offset: norm.offset,
-        })
+        self.run_timed(
+            Timed::NormAgain,
+            &RmsNormAgain {
+                x: x.rows(width),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                offset: norm.offset,
+            },
+        )
     }
 
     fn rms_norm_backward(
@@ -532,18 +598,21 @@ impl Blocks for Cuda {
         let x = x.rows(width);
         let parts = norm::parts(x.layout.shape[0]);
         let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * width)?;
-        self.run(&RmsNormBackward {
-            x,
-            weight: weight.vector(),
-            inverse: inverse.vector(),
-            d_out: d_out.rows(width),
-            d_x: d_x.rows(width),
-            accumulate,
-            d_weight: d_weight.vector(),
-            accumulate_weight: true,
-            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
-            offset: norm.offset,
-        })
+        self.run_timed(
+            Timed::NormBackward,
+            &RmsNormBackward {
+                x,
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                d_out: d_out.rows(width),
+                d_x: d_x.rows(width),
+                accumulate,
+                d_weight: d_weight.vector(),
+                accumulate_weight: d_weight.accumulate,
+                partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
+                offset: norm.offset,
+            },
+        )
     }
 
     fn linear(
@@ -575,7 +644,10 @@ impl Blocks for Cuda {
         let parts = vectors::parts(from.layout.shape[0]);
         let partial = self.scratch("partial sums of a bias's gradient", 4 * parts * width)?;
         let partial = DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]);
-        self.run(&ColumnSums { from, to: d_bias.vector(), partial })
+        self.timed(Timed::BiasBackward, |this| {
+            this.begin_sums(&d_bias)?;
+            this.run(&ColumnSums { from, to: d_bias.vector(), partial })
+        })
     }
 
     fn head_norm(
@@ -588,15 +660,18 @@ impl Blocks for Cuda {
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let width = heads.width();
-        self.run(&HeadNorm {
-            heads: heads_of(heads),
-            qkv: qkv.rows(width),
-            weight: weight.vector(),
-            inverse: inverse.vector(),
-            out: out.rows(width),
-            eps: norm.eps,
-            offset: norm.offset,
-        })
+        self.run_timed(
+            Timed::HeadNorm,
+            &HeadNorm {
+                heads: heads_of(heads),
+                qkv: qkv.rows(width),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
     }
 
     fn head_norm_backward(
@@ -613,7 +688,7 @@ impl Blocks for Cuda {
         let qkv = qkv.rows(width);
         let parts = head_norm::parts(qkv.layout.shape[0]);
         let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * columns)?;
-        self.run(&HeadNormBackward {
+        let block = HeadNormBackward {
             heads: heads_of(heads),
             qkv,
             weight: weight.vector(),
@@ -622,13 +697,17 @@ impl Blocks for Cuda {
             d_weight: d_weight.vector(),
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, columns]),
             offset: norm.offset,
+        };
+        self.timed(Timed::HeadNormBackward, |this| {
+            this.begin_sums(&d_weight)?;
+            this.run(&block)
         })
     }
 
     fn add(&mut self, x: &CudaArray, y: &mut CudaArray) -> Result<(), NnError> {
         // Rows of any width that divides them: a whole array is one, and long.
         let width = (1..=4096).rev().find(|&width| x.elems().is_multiple_of(width)).unwrap_or(1);
-        self.run(&AddRows { from: x.rows(width), to: y.rows(width) })
+        self.run_timed(Timed::Add, &AddRows { from: x.rows(width), to: y.rows(width) })
     }
 
     fn linear_backward_input(
@@ -640,7 +719,7 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let (d_y, d_x) = (batched(&d_y.rows(outputs)), batched(&d_x.rows(inputs)));
         let product = Matmul::new(d_y, weight.matrix(inputs), d_x);
-        self.timed(Timed::Linear, |this| this.product(&product))
+        self.timed(Timed::LinearBackwardInput, |this| this.product(&product))
     }
 
     fn linear_backward_weight(
@@ -652,7 +731,8 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let (d_y, x) = (batched(&d_y.rows(outputs)), batched(&x.rows(inputs)));
         let product = Matmul::new(d_y.transposed(), x, d_weight.matrix(inputs));
-        self.timed(Timed::Linear, |this| this.product(&Matmul { beta: 1.0, ..product }))
+        let product = Matmul { beta: beta(d_weight.accumulate), ..product };
+        self.timed(Timed::LinearBackwardWeight, |this| this.product(&product))
     }
 
     fn rope(
@@ -664,18 +744,21 @@ impl Blocks for Cuda {
         rotation: Rotation,
         qkv: &mut CudaArray,
     ) -> Result<(), NnError> {
-        self.run(&Rope {
-            qkv: qkv.rows(heads.width()),
-            heads: heads.heads_q + heads.heads_kv,
-            dim: heads.dim,
-            positions: batch.positions(),
-            table: batch.tables[table].tensor(),
-            pairing: match pairing {
-                RopePairing::HalfSplit => Pairing::Halves,
-                RopePairing::Interleaved => Pairing::Neighbours,
+        self.run_timed(
+            Timed::Rope,
+            &Rope {
+                qkv: qkv.rows(heads.width()),
+                heads: heads.heads_q + heads.heads_kv,
+                dim: heads.dim,
+                positions: batch.positions(),
+                table: batch.tables[table].tensor(),
+                pairing: match pairing {
+                    RopePairing::HalfSplit => Pairing::Halves,
+                    RopePairing::Interleaved => Pairing::Neighbours,
+                },
+                back: rotation == Rotation::Backward,
             },
-            back: rotation == Rotation::Backward,
-        })
+        )
     }
 
     fn attention(
@@ -731,7 +814,7 @@ impl Blocks for Cuda {
             attention::statistics(heads, lse.vector().start()),
             attention::output(heads, d_out.vector().start(), dtype),
         );
-        self.timed(Timed::Attention, |this| {
+        self.timed(Timed::AttentionBackward, |this| {
             let (values, gradients, _memory) = this.learned(&layer, true)?;
             let learned = Learned { buffers: layer.program.learned, values, gradients };
             let plan = layer.program.plan;
@@ -742,6 +825,7 @@ impl Blocks for Cuda {
                 return Ok(());
             }
             let from = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
+            this.begin_sums(&d_learned)?;
             this.run(&Add { from, to })
         })
     }
@@ -754,7 +838,8 @@ impl Blocks for Cuda {
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (gate_up, out) = (gate_up.rows(2 * width), out.rows(width));
-        self.run(&Gated { activation: activation_of(activation), gate_up, out })
+        let block = Gated { activation: activation_of(activation), gate_up, out };
+        self.run_timed(Timed::Gate, &block)
     }
 
     fn gated_backward(
@@ -765,7 +850,8 @@ impl Blocks for Cuda {
         d_out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (gate_up, d_out) = (gate_up.rows(2 * width), d_out.rows(width));
-        self.run(&GatedBackward { activation: activation_of(activation), gate_up, d_out })
+        let block = GatedBackward { activation: activation_of(activation), gate_up, d_out };
+        self.run_timed(Timed::GateBackward, &block)
     }
 
     fn loss(
@@ -780,9 +866,7 @@ impl Blocks for Cuda {
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         let each = each.map(|each| &*each);
-        self.timed(Timed::Loss, |this| {
-            this.cross_entropy(batch, width, x, &weight, cap, logits, each, None, totals)
-        })
+        self.cross_entropy(batch, width, x, &weight, cap, logits, each, None, totals)
     }
 
     fn loss_backward(
@@ -797,9 +881,7 @@ impl Blocks for Cuda {
         d_weight: PartMut<'_, CudaArray>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        self.timed(Timed::Loss, |this| {
-            let gradients = Some((&*d_x, &d_weight));
-            this.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
-        })
+        let gradients = Some((&*d_x, &d_weight));
+        self.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
     }
 }

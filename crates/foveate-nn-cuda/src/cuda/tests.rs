@@ -63,7 +63,7 @@ impl Both {
         let mut cuda = CudaArray::default();
         self.cuda.resize("twin", &mut cuda, dtype, cpu.len()).unwrap();
         let place = 0..cpu.len();
-        self.cuda.fill(PartMut { array: &mut cuda, place }, &cpu).unwrap();
+        self.cuda.fill(PartMut { array: &mut cuda, place, accumulate: false }, &cpu).unwrap();
         Twin { cpu, cuda }
     }
 
@@ -110,7 +110,7 @@ impl Both {
 
 fn whole<A: Array>(array: &mut A) -> PartMut<'_, A> {
     let place = 0..array.elems();
-    PartMut { array, place }
+    PartMut { array, place, accumulate: true }
 }
 
 /// Tokens, labels, documents, positions: some tokens stand everywhere, some have no label.
@@ -268,10 +268,13 @@ fn products_are_those_of_the_cpu() {
             shape, &d_y.cuda, weight.1(), &mut d_x.cuda));
         both.check("d_x", &d_x, 1e-5);
         let mut d_all = both.sums(64 + WIDE * WIDTH + 10);
-        both!(both.linear_backward_weight(
-            shape, &d_y.cpu, &x.cpu, PartMut { array: &mut d_all.cpu, place: place() };
-            shape, &d_y.cuda, &x.cuda, PartMut { array: &mut d_all.cuda, place: place() }));
-        both.check("d_weight and what is beside it", &d_all, 1e-5);
+        for accumulate in [true, false] {
+            let cpu = PartMut { array: &mut d_all.cpu, place: place(), accumulate };
+            let cuda = PartMut { array: &mut d_all.cuda, place: place(), accumulate };
+            both!(both.linear_backward_weight(
+                shape, &d_y.cpu, &x.cpu, cpu; shape, &d_y.cuda, &x.cuda, cuda));
+            both.check("d_weight and what is beside it", &d_all, 1e-5);
+        }
     }
 }
 
@@ -550,7 +553,12 @@ fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
         let narrow = state != ParameterState::F32;
         for recompute in Recompute::ALL {
             expected.clear();
-            cuda.clear(&mut found).unwrap();
+            // What a cleared gradient holds is not read.
+            for p in cuda.parameters() {
+                let nan = vec![f32::NAN; p.place.len()];
+                cuda.upload(&mut found.array, p.place.start, &nan).unwrap();
+            }
+            cuda.clear(&mut found);
             let a = cpu.forward_backward(&texts.batch(), &mut expected, recompute).unwrap();
             let b = cuda.forward_backward(&texts.batch(), &mut found, recompute).unwrap();
             let (a, b) = (a.mean_nats(), b.mean_nats());
@@ -576,7 +584,7 @@ fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
             let of_step = OptimizerStep { adamw, step, rate: 1e-2, clip_norm: 1.0, seed: 3 };
             let mut totals = (cpu.totals().unwrap(), cuda.totals().unwrap());
             expected.clear();
-            cuda.clear(&mut found).unwrap();
+            cuda.clear(&mut found);
             // Two batches a step.
             for _ in 0..2 {
                 cpu.accumulate(&texts.batch(), &mut expected, Recompute::None, &mut totals.0)

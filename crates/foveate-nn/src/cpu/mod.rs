@@ -93,6 +93,15 @@ impl<'a> PartMut<'a, Vec<f32>> {
     fn values(self) -> &'a mut [f32] {
         &mut self.array[self.place]
     }
+
+    /// What a gradient is added to: zeros, where it is not accumulated.
+    fn sums(self) -> &'a mut [f32] {
+        let sums = &mut self.array[self.place];
+        if !self.accumulate {
+            sums.fill(0.0);
+        }
+        sums
+    }
 }
 
 /// Runs `work` and adds the seconds it takes to `sum`.
@@ -285,7 +294,7 @@ impl Blocks for Cpu {
         scale: f32,
         d_table: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let d_table = d_table.values();
+        let d_table = d_table.sums();
         embed::scatter_add(&batch.tokens, &batch.order, d_out, width, scale, d_table);
         Ok(())
     }
@@ -338,7 +347,7 @@ impl Blocks for Cpu {
         accumulate: bool,
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.values());
+        let (weight, d_weight) = (weight.values(), d_weight.sums());
         norm::backward(x, weight, norm, inverse, d_out, d_x, accumulate, d_weight);
         Ok(())
     }
@@ -379,7 +388,7 @@ impl Blocks for Cpu {
         d_y: &Vec<f32>,
         d_bias: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let d_bias = d_bias.values();
+        let d_bias = d_bias.sums();
         let width = d_bias.len();
         // Every column is summed in the order of the tokens.
         d_bias.par_chunks_mut(256).enumerate().for_each(|(i, sums)| {
@@ -413,7 +422,7 @@ impl Blocks for Cpu {
         d_qkv: &mut Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.values());
+        let (weight, d_weight) = (weight.values(), d_weight.sums());
         norm::heads_backward(heads, qkv, weight, norm, inverse, d_qkv, d_weight);
         Ok(())
     }
@@ -446,7 +455,7 @@ impl Blocks for Cpu {
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
         let (a, b) = (Matrix::transposed(d_y, outputs), Matrix::rows(x, inputs));
-        let work = || matmul_deep([outputs, inputs, tokens], a, b, d_weight.values(), inputs);
+        let work = || matmul_deep([outputs, inputs, tokens], a, b, d_weight.sums(), inputs);
         timed(&mut self.seconds.linear_seconds, work);
         Ok(())
     }
@@ -490,7 +499,7 @@ impl Blocks for Cpu {
         d_learned: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
         timed(&mut self.seconds.attention_seconds, || {
-            attention::backward(&layer, qkv, out, lse, d_out, d_qkv, d_learned.values())
+            attention::backward(&layer, qkv, out, lse, d_out, d_qkv, d_learned.sums())
         })
     }
 
@@ -551,7 +560,7 @@ impl Blocks for Cpu {
         let (weight, labels) = (weight.values(), &batch.labels);
         totals.labelled += batch.labelled;
         totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let gradients = Some((d_x.as_mut_slice(), d_weight.values()));
+            let gradients = Some((d_x.as_mut_slice(), d_weight.sums()));
             loss::cross_entropy(width, x, weight, labels, cap, logits, None, gradients)
         });
         Ok(())

@@ -21,7 +21,7 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
 /// A whole array as the gradient of a weight.
 fn whole_mut(array: &mut Vec<f32>) -> PartMut<'_, Vec<f32>> {
     let place = 0..array.len();
-    PartMut { array, place }
+    PartMut { array, place, accumulate: true }
 }
 
 /// One row on the device.
@@ -298,7 +298,7 @@ fn a_linear_block_and_its_gradients_are_those_of_its_twin() {
     assert_close(&d_x, &differences(&x, |x| dot(&gold(x, &wide(&w)), &g)), "d_x");
     let gold_w = differences(&w, |w| dot(&gold(&wide(&x), w), &g));
     for times in [1.0, 2.0] {
-        let d_weight = PartMut { array: &mut d_all, place: place.clone() };
+        let d_weight = PartMut { array: &mut d_all, place: place.clone(), accumulate: true };
         cpu.linear_backward_weight(shape, &g, &x, d_weight).unwrap();
         let wanted: Vec<f64> = gold_w.iter().map(|w| w * times).collect();
         assert_close(&d_all[place.clone()], &wanted, "d_weight, added up");
