@@ -1,5 +1,5 @@
-//! `foveate bench`: how fast attention runs here, [on the processor](cpu) and [on a GPU](gpu),
-//! and how fast [block masks](mask) are built.
+//! `foveate bench`: how fast attention runs here, [on the processor](cpu) and [on a GPU](gpu), how
+//! fast [block masks](mask) are built and [models](train) trained.
 //!
 //! A case is run warm a number of times and its median is reported. The rate counts the
 //! operations on pairs of a query and a key that the mask lets through, so a mask never makes it
@@ -8,6 +8,7 @@
 mod cpu;
 mod gpu;
 mod mask;
+mod train;
 mod workload;
 
 use clap::{Args as ClapArgs, Subcommand};
@@ -15,7 +16,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use crate::failure::Failure;
 use crate::output::Output;
 
-/// Measure attention on this machine, beside other implementations
+/// Measure attention and training on this machine, beside other implementations
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]
@@ -30,6 +31,8 @@ enum On {
     Gpu(gpu::Args),
     /// Of building block masks, on one thread
     Mask(mask::Args),
+    /// Of training steps, on random weights and tokens
+    Train(train::Args),
 }
 
 /// Runs what was asked for.
@@ -38,5 +41,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         On::Cpu(args) => cpu::run(args, out),
         On::Gpu(args) => gpu::run(args, out),
         On::Mask(args) => mask::run(args, out),
+        On::Train(args) => train::run(args, out),
     }
 }

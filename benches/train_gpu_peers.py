@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Training steps of other trainers on one GPU, on the models and tokens of `foveate bench train`.
+
+    python3 benches/train_gpu_peers.py --models 1b --documents 1,16 --states f32,bf16 > peers.jsonl
+    foveate bench train --model 1b --documents 16 --peers peers.jsonl
+
+Prints one JSON object a measurement. The peers:
+
+- `loop` (`train_gpu_loop.py`): a plain loop, written for this comparison: compiled layers, the
+  fastest of cuDNN's and FlashAttention's SDPA and FlexAttention, linear layer and cross-entropy in
+  chunks, bf16 weights with f32 masters (`f32`) or nothing but bf16 (`bf16`), fused AdamW.
+- `torchtitan` (`train_gpu_torchtitan.py`): the model, compiled layers, loss and activation
+  checkpointing of torchtitan 0.2.2, with fused AdamW: f32 parameters under autocast (`f32`), or
+  all of it bf16 (`bf16`). `--torchtitan` names its wheel or an unpacked folder; without it, pip
+  downloads the wheel (0.5 MB).
+
+Each measurement is a process of its own: a few steps to warm up, then the median of `--steps`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# hidden, intermediate, layers, query heads, key/value heads, length of a head, words, tied
+MODELS = {
+    "tiny": (128, 384, 2, 4, 2, 32, 1000, True),
+    "135m": (576, 1536, 30, 9, 3, 64, 49152, True),
+    "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
+    "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
+    "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
+}
+WARM = 3
+
+
+class Draw:
+    """The random numbers of `foveate bench train`."""
+
+    def __init__(self, number: int):
+        self.state = number + 1
+
+    def below(self, n: int) -> int:
+        self.state = (self.state * 1664525 + 1013904223) & 0xFFFFFFFF
+        return self.state * n >> 32
+
+    def cuts(self, documents: int, length: int) -> list[int]:
+        starts = {0}
+        while len(starts) < documents:
+            starts.add(self.below(length))
+        return sorted(starts)
+
+
+def starts_of_rows(rows: int, length: int, documents: int, vocab: int) -> list[list[int]]:
+    """Where the documents of each row of the first batch of `foveate bench train` start."""
+    draw, all_starts = Draw(0), []
+    for _ in range(rows):
+        starts = draw.cuts(documents, length)
+        all_starts.append(starts)
+        # What it draws in between: a token each, and a label for all but the last of a document.
+        for _ in range(2 * length - documents):
+            draw.below(vocab)
+    return all_starts
+
+
+def measured_arguments():
+    """The arguments of one measurement."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, choices=MODELS)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--len", type=int, required=True)
+    parser.add_argument("--documents", type=int, required=True)
+    parser.add_argument("--state", required=True, choices=["f32", "bf16"])
+    parser.add_argument("--recompute", required=True, choices=["none", "selective", "full"])
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args()
+
+
+def measure(peer: str, args, device: str, step, more: dict):
+    """Runs steps and prints what they took."""
+    import time
+
+    import torch
+
+    def wait():
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    began = time.perf_counter()
+    for _ in range(WARM):
+        step()
+    wait()
+    warm_seconds, times = time.perf_counter() - began, []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        loss = step()
+        wait()
+        times.append(time.perf_counter() - began)
+    median = sorted(times)[len(times) // 2]
+    line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in ("device", "steps")}
+    line |= {"ms": median * 1e3, "min_ms": min(times) * 1e3}
+    line |= {"tokens_per_s": args.rows * args.len / median, "loss": loss.item()}
+    line |= {"warm_seconds": warm_seconds, "torch": torch.__version__}
+    if device == "cuda":
+        line["peak_bytes"] = torch.cuda.max_memory_allocated()
+        line["device"] = torch.cuda.get_device_name()
+    print(json.dumps(line | more), flush=True)
+
+
+def unpacked(named: str | None, into: Path) -> Path:
+    """The folder to import torchtitan from."""
+    if named is None:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--dest", into, "torchtitan==0.2.2"], check=True)
+        [named] = map(str, into.glob("*.whl"))
+    if Path(named).is_dir():
+        return Path(named)
+    with zipfile.ZipFile(named) as wheel:
+        wheel.extractall(into / "site")
+    return into / "site"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="1b", help=f"of {', '.join(MODELS)}; comma between")
+    parser.add_argument("--peers", default="loop,torchtitan", help="comma between: %(default)s")
+    parser.add_argument("--documents", default="1,16", help="of a row; comma between")
+    parser.add_argument("--states", default="f32,bf16", help="comma between: %(default)s")
+    parser.add_argument("--recompute", default="none", help="none, selective, full")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--len", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=300.0, help="most for a measurement")
+    parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        site = None
+        for model in args.models.split(","):
+            for documents in args.documents.split(","):
+                for state in args.states.split(","):
+                    for peer in args.peers.split(","):
+                        if peer == "torchtitan" and site is None:
+                            site = unpacked(args.torchtitan, Path(folder))
+                        failed |= not one(peer, model, documents, state, args, site)
+    return int(failed)
+
+
+def one(peer: str, model: str, documents: str, state: str, args, site: Path | None) -> bool:
+    """One measurement; a line that says why where there is none."""
+    case = {"model": model, "rows": args.rows, "len": args.len, "documents": int(documents)}
+    case |= {"state": state, "recompute": args.recompute}
+    command = [sys.executable, HERE / f"train_gpu_{peer}.py"]
+    for name, value in (case | {"steps": args.steps, "device": args.device}).items():
+        command += [f"--{name}", str(value)]
+    if peer == "torchtitan":
+        command += ["--site", site]
+    try:
+        ran = subprocess.run(command, text=True, capture_output=True, timeout=args.seconds)
+        out, said = ran.stdout, ran.stderr
+        if ran.returncode == 0:
+            print(out, end="", flush=True)
+            return True
+        why = (said.strip().splitlines() or ["it ended without a word"])[-1]
+    except subprocess.TimeoutExpired:
+        why = f"it took more than {args.seconds:.0f} s"
+    print(json.dumps({"peer": peer} | case | {"declined": why[:300]}), flush=True)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

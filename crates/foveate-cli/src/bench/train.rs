@@ -1,0 +1,213 @@
+//! `foveate bench train`: how fast a model trains here, on random weights and tokens.
+//!
+//! Steps run as the trainer runs them: each is queued before the totals of the one before are read.
+//! A few warm the device up, the median of the others is reported. Two more are profiled, for where
+//! the device's time goes, and at the end the products of the layers run alone, for what their
+//! neighbours cost them. On a GPU all of it is done with gradients of fixed bits and with gradients in
+//! any order.
+
+mod case;
+mod peers;
+mod steps;
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, ValueEnum};
+use foveate::tensor::count::Count;
+use foveate_nn::Recompute;
+use foveate_train::device::{DeviceChoice, DeviceOptions};
+
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::number::number;
+use crate::output::{Output, bytes};
+use case::Case;
+use steps::{Alone, Measured, Steps};
+
+#[derive(Debug, ClapArgs)]
+pub struct Args {
+    /// Sizes of a published Llama (135m, 1b, 3b, 8b), or a recipe
+    #[arg(long, value_name = "NAME|RECIPE", default_value = "1b")]
+    model: String,
+    /// Override a field of the recipe, such as train.batch_rows=4
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Tokens of a row; the recipe's, 2048 for 135m, 8192 otherwise
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    len: Option<usize>,
+    /// Rows of a batch; the recipe's, otherwise 1
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    rows: Option<usize>,
+    /// Batches of a step; the recipe's, otherwise 1
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    accumulate: Option<usize>,
+    /// Documents of a row, cut at random places
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = number::<usize>)]
+    documents: usize,
+    /// Mask as text; the recipe's, otherwise `causal`, with `& document` where there are several
+    #[arg(long, value_name = "MASK")]
+    mask: Option<String>,
+    /// Score as text, such as softcap(30)
+    #[arg(long, value_name = "SCORE")]
+    score: Option<String>,
+    /// What is kept of a parameter, as precision.state in a recipe; `exact` on a GPU
+    #[arg(long, value_name = "STATE")]
+    state: Option<String>,
+    /// What the backward pass computes again, as train.recompute in a recipe
+    #[arg(long, value_name = "WHAT")]
+    recompute: Option<String>,
+    /// Where to train: cpu, cuda:0, or auto for the first GPU where there is one
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    device: DeviceChoice,
+    /// Whether sums on a GPU are made in a fixed order
+    #[arg(long, value_name = "ORDER", default_value = "both")]
+    order: Order,
+    /// Steps that are timed
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = number::<usize>)]
+    steps: usize,
+    /// What benches/train_gpu_peers.py printed
+    #[arg(long, value_name = "FILE")]
+    peers: Option<PathBuf>,
+    /// Print one JSON object an order
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Order {
+    /// The same bits in every run
+    Fixed,
+    /// Attention's gradients in any order
+    Any,
+    /// One after the other, for what the fixed order costs
+    Both,
+}
+
+/// Measures steps and prints them.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let case = Case::of(args)?;
+    let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
+    let interrupt = Interrupt::watch()?;
+    let orders: &[bool] = match args.order {
+        Order::Fixed => &[true],
+        Order::Any => &[false],
+        Order::Both => &[true, false],
+    };
+    let mut all: Vec<Measured> = Vec::new();
+    for &deterministic in orders {
+        let options = DeviceOptions { device: args.device, state: case.state, deterministic };
+        let steps = Steps { case: &case, steps: args.steps.max(1), deterministic };
+        let mut found = options.run(steps.watched(&interrupt))??;
+        // A processor has one order.
+        let more = found.gpu.is_some();
+        if more && all.is_empty() {
+            found.alone_ms = options.run(Alone { case: &case, interrupt: &interrupt })??;
+        } else {
+            found.alone_ms = all.first().and_then(|first| first.alone_ms);
+        }
+        if args.json {
+            out.json(&found.json(&case))?;
+        } else {
+            print(&case, &found, all.first(), out)?;
+            peers::print(&case, &found, &peers, out)?;
+        }
+        out.flush()?;
+        all.push(found);
+        if !more {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn print(
+    case: &Case,
+    found: &Measured,
+    fixed: Option<&Measured>,
+    out: &mut Output,
+) -> Result<(), Failure> {
+    let Case { name, rows, len, accumulate, documents, .. } = case;
+    if fixed.is_none() {
+        out.line(format!(
+            "{name}: {} parameters, {} of {len} tokens, {} a row, {} a step, `{}`, state {}, \
+             recompute {}, {}",
+            crate::output::count(found.parameters as f64),
+            Count(*rows, "row"),
+            Count(*documents, "document"),
+            Count(*accumulate, "batch"),
+            case.mask(),
+            found.state,
+            case.recompute().name(),
+            found.gpu.as_deref().unwrap_or("the CPU"),
+        ))?;
+    }
+    let order = if found.deterministic { "fixed order" } else { "any order" };
+    out.line(format!(
+        "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s, {} of memory; the host queues \
+         for {:.1} ms",
+        found.ms,
+        found.min_ms,
+        found.tokens_per_s(case),
+        found.peak_bytes.map_or("?".to_owned(), |n| bytes(n as f64)),
+        found.queue_ms,
+    ))?;
+    if let Some(fixed) = fixed.filter(|fixed| fixed.deterministic && !found.deterministic) {
+        out.line(format!(
+            "the fixed order costs {:.1} % of its step",
+            100.0 * (fixed.ms - found.ms) / fixed.ms
+        ))?;
+    }
+    let [live, full, half] = found.tflops(case);
+    out.line(format!(
+        "TFLOP/s: {live:.3} by live pairs; {full:.3} with attention over all pairs (torchtitan's \
+         count), {half:.3} over half of them (Megatron Bridge's)",
+    ))?;
+    if found.blocks.is_empty() {
+        return Ok(());
+    }
+    out.line(format!(
+        "{:<26} {:>6} {:>9} {:>7} {:>9} {:>8}",
+        "block", "calls", "ms", "share", "TFLOP/s", "GB/s"
+    ))?;
+    for block in &found.blocks {
+        let rate = |of: f64, unit: f64| match of > 0.0 {
+            true => format!("{:.0}", of / block.ms / unit),
+            false => "-".to_owned(),
+        };
+        out.line(format!(
+            "{:<26} {:>6} {:>9.2} {:>6.1}% {:>9} {:>8}",
+            block.block,
+            block.calls,
+            block.ms,
+            100.0 * block.ms / found.profiled_ms,
+            rate(block.flops, 1e9),
+            rate(block.bytes, 1e6),
+        ))?;
+    }
+    let working: f64 = found.blocks.iter().map(|block| block.ms).sum();
+    out.line(format!(
+        "{:<26} {:>6} {working:>9.2} {:>6.1}% of {:.2} ms",
+        "all blocks",
+        "",
+        100.0 * working / found.profiled_ms,
+        found.profiled_ms
+    ))?;
+    if let Some(alone) = found.alone_ms {
+        let within = found.products_ms();
+        out.line(format!(
+            "products of the layers: {within:.2} ms in the step, {alone:.2} alone, a ratio of {:.3}",
+            alone / within
+        ))?;
+    }
+    Ok(())
+}
+
+/// A word that recipes know, of the type that has it.
+fn word<T: serde::de::DeserializeOwned>(option: &str, text: &str) -> Result<T, Failure> {
+    serde_json::from_value(text.into())
+        .map_err(|e| Failure::usage(format!("--{option} {text}: {e}")))
+}
+
+fn recompute(args: &Args) -> Result<Option<Recompute>, Failure> {
+    args.recompute.as_deref().map(|text| word("recompute", text)).transpose()
+}

@@ -1,0 +1,418 @@
+//! Steps of a case on a device, timed, and their products alone.
+
+use std::time::Instant;
+
+use foveate::DType;
+use foveate::tensor::random::Random;
+use foveate_nn::{
+    AdamW, BlockTime, Blocks, Gradients, LinearShape, Model, ModelConfig, Moments, NnError,
+    OptimizerStep, ParameterState, Part, PartMut, StepKind, Weights,
+};
+use foveate_train::device::OnDevice;
+use foveate_train::machine;
+use serde::Serialize;
+use serde_json::json;
+
+use super::case::{Case, Tokens};
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::memory;
+
+/// Steps before those that are timed.
+const WARM: usize = 4;
+/// Steps that are profiled.
+const PROFILED: usize = 2;
+/// Batches of different tokens, taken in turn.
+const BATCHES: usize = 4;
+/// Calls of a product alone, of which the median counts.
+const CALLS: usize = 9;
+
+/// Steps to be run.
+#[derive(Clone, Copy)]
+pub struct Steps<'a> {
+    pub case: &'a Case,
+    pub steps: usize,
+    pub deterministic: bool,
+}
+
+/// The same, until Ctrl-C is pressed.
+pub struct Watched<'a> {
+    steps: Steps<'a>,
+    interrupt: &'a Interrupt,
+}
+
+impl<'a> Steps<'a> {
+    pub fn watched(self, interrupt: &'a Interrupt) -> Watched<'a> {
+        Watched { steps: self, interrupt }
+    }
+}
+
+/// What steps took.
+#[derive(Debug)]
+pub struct Measured {
+    pub gpu: Option<String>,
+    pub deterministic: bool,
+    pub state: &'static str,
+    pub parameters: u64,
+    /// The median.
+    pub ms: f64,
+    pub min_ms: f64,
+    /// In which the host queues a step, the median.
+    pub queue_ms: f64,
+    /// Memory of the device beyond what was taken before there was a model, or of the process.
+    pub peak_bytes: Option<u64>,
+    /// Keys that a query sees on average, where the device has counted them or the mask is causal.
+    keys: f64,
+    /// A profiled step, the mean.
+    pub profiled_ms: f64,
+    /// Of a profiled step; none where the device takes no times.
+    pub blocks: Vec<BlockSum>,
+    /// Time of the products of the layers of a step when nothing else runs.
+    pub alone_ms: Option<f64>,
+}
+
+/// All calls of a block in a step.
+#[derive(Debug, Serialize)]
+pub struct BlockSum {
+    pub block: &'static str,
+    pub calls: usize,
+    pub ms: f64,
+    /// Operations, attention's over the pairs that the mask lets through.
+    pub flops: f64,
+    /// Read and written, each operand once.
+    pub bytes: f64,
+}
+
+impl Measured {
+    pub fn tokens_per_s(&self, case: &Case) -> f64 {
+        case.tokens() as f64 / self.ms * 1e3
+    }
+
+    /// TFLOP/s by live pairs, with attention over all pairs, and over half of them.
+    pub fn tflops(&self, case: &Case) -> [f64; 3] {
+        let len = case.len as f64;
+        [self.keys, len, len / 2.0]
+            .map(|keys| self.tokens_per_s(case) * case.config.flops_per_token(keys).total() * 1e-12)
+    }
+
+    /// Products of the layers in a profiled step.
+    pub fn products_ms(&self) -> f64 {
+        let products = self.blocks.iter().filter(|block| block.block.starts_with("linear"));
+        products.map(|block| block.ms).sum()
+    }
+
+    pub fn json(&self, case: &Case) -> serde_json::Value {
+        let [live, full, half] = self.tflops(case);
+        json!({
+            "peer": "foveate",
+            "version": env!("CARGO_PKG_VERSION"),
+            "model": case.name,
+            "parameters": self.parameters,
+            "rows": case.rows,
+            "len": case.len,
+            "accumulate": case.accumulate,
+            "documents": case.documents,
+            "mask": case.mask(),
+            "state": self.state,
+            "recompute": case.recompute().name(),
+            "device": self.gpu.as_deref().unwrap_or("cpu"),
+            "deterministic": self.deterministic,
+            "ms": self.ms,
+            "min_ms": self.min_ms,
+            "tokens_per_s": self.tokens_per_s(case),
+            "queue_ms": self.queue_ms,
+            "peak_bytes": self.peak_bytes,
+            "tflops_live": live,
+            "tflops_all_pairs": full,
+            "tflops_half_of_pairs": half,
+            "profiled_ms": self.profiled_ms,
+            "blocks": self.blocks,
+            "products_ms": self.products_ms(),
+            "products_alone_ms": self.alone_ms,
+        })
+    }
+}
+
+impl OnDevice for Watched<'_> {
+    type Output = Result<Measured, Failure>;
+
+    fn run<B: Blocks>(self, mut blocks: B, gpu: Option<String>) -> Self::Output {
+        let Self { steps: Steps { case, steps, deterministic }, interrupt } = self;
+        let kind = StepKind::Training(case.recompute().into());
+        let config = &case.config;
+        let account = config.dry_run_on(&blocks, &case.attention, case.rows, case.len, kind)?;
+        let free = blocks.free_bytes()?;
+        let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
+        memory::fits(account.memory().total(), free, help)?;
+        let precision = blocks.precision();
+        let state = ParameterState::of(precision).map_or("other", ParameterState::name);
+        let mut training = Training::new(case, blocks)?;
+        let (ms, queue_ms) = training.timed(steps, interrupt)?;
+        let peak_bytes = match free.zip(training.model.free_bytes()?) {
+            Some((free, left)) => Some(free.saturating_sub(left)),
+            None => machine::peak_resident(),
+        };
+        let (mut blocks, profiled_ms) = training.profiled()?;
+        let cells = (case.rows * case.len) as f64;
+        let keys = training.pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
+        let elems = training.model.layout().elems() as f64;
+        for sum in &mut blocks {
+            let noted = account.blocks.iter().filter(|noted| noted.block == sum.block);
+            let [flops, bytes] =
+                noted.fold([0.0; 2], |[flops, bytes], n| [flops + n.flops, bytes + n.bytes]);
+            let batches = case.accumulate as f64;
+            (sum.flops, sum.bytes) = (flops * batches, bytes * batches);
+            if sum.block.starts_with("attention") {
+                // What it reads follows from its tiles.
+                (sum.flops, sum.bytes) = (sum.flops * keys / case.len as f64, 0.0);
+            }
+            let gradient = precision.gradients.bytes();
+            match sum.block {
+                "clip" => sum.bytes = elems * gradient as f64,
+                // All but the gradient is written, too.
+                "adamw" => {
+                    let bytes = 2 * precision.bytes_per_parameter() - gradient;
+                    sum.bytes = elems * bytes as f64;
+                }
+                _ => {}
+            }
+        }
+        Ok(Measured {
+            gpu,
+            deterministic,
+            state,
+            parameters: training.model.layout().parameter_count(),
+            ms: ms[ms.len() / 2],
+            min_ms: ms[0],
+            queue_ms: queue_ms[queue_ms.len() / 2],
+            peak_bytes,
+            keys,
+            profiled_ms,
+            blocks,
+            alone_ms: None,
+        })
+    }
+}
+
+/// A model under way.
+struct Training<'a, B: Blocks> {
+    case: &'a Case,
+    model: Model<B>,
+    gradients: Gradients<B::Array>,
+    moments: Moments<B::Array>,
+    spans: B::Spans,
+    batches: Vec<Tokens>,
+    done: usize,
+    /// Of query and key that the mask let through in the last batch, where the device counts them.
+    pairs: Option<f64>,
+}
+
+impl<'a, B: Blocks> Training<'a, B> {
+    fn new(case: &'a Case, blocks: B) -> Result<Self, NnError> {
+        let mut model = Model::unfilled_on(blocks, case.config.clone(), &case.attention)?;
+        fill(&mut model)?;
+        let (gradients, moments, spans) = (model.gradients()?, model.moments()?, model.spans()?);
+        let batches = (0..BATCHES).map(|number| case.batch(number)).collect();
+        Ok(Self { case, model, gradients, moments, spans, batches, done: 0, pairs: None })
+    }
+
+    /// Queues a step.
+    fn queue(&mut self) -> Result<B::Totals, NnError> {
+        let (case, gradients) = (self.case, &mut self.gradients);
+        let mut totals = self.model.totals()?;
+        self.model.clear(gradients);
+        for number in 0..case.accumulate {
+            let batch = &self.batches[(self.done * case.accumulate + number) % BATCHES];
+            let recompute = case.recompute();
+            let queued =
+                self.model.accumulate(&batch.as_batch(), gradients, recompute, &mut totals)?;
+            self.pairs = queued.live_pairs;
+        }
+        self.done += 1;
+        let step = OptimizerStep {
+            adamw: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            step: self.done as u64,
+            rate: 1e-4,
+            clip_norm: 1.0,
+            seed: 0,
+        };
+        let moments = &mut self.moments;
+        self.model.update(&step, &self.spans, &self.gradients, moments, &mut totals)?;
+        Ok(totals)
+    }
+
+    /// Milliseconds of `steps` warm steps, and those in which the host queued each, in rising order.
+    fn timed(
+        &mut self,
+        steps: usize,
+        interrupt: &Interrupt,
+    ) -> Result<(Vec<f64>, Vec<f64>), Failure> {
+        let (mut times, mut queueing) = (Vec::new(), Vec::new());
+        let (mut before, mut last) = (None, Instant::now());
+        for _ in 0..WARM + steps {
+            interrupt.check()?;
+            let began = Instant::now();
+            let totals = self.queue()?;
+            queueing.push(ms_since(began));
+            let ready = match self.model.queues() {
+                true => before.replace(totals),
+                false => Some(totals),
+            };
+            if let Some(totals) = ready {
+                self.model.read(totals)?;
+                times.push(ms_since(std::mem::replace(&mut last, Instant::now())));
+            }
+        }
+        if let Some(totals) = before {
+            self.model.read(totals)?;
+            times.push(ms_since(last));
+        }
+        let warm = |mut all: Vec<f64>| {
+            let mut timed = all.split_off(WARM);
+            timed.sort_by(f64::total_cmp);
+            timed
+        };
+        Ok((warm(times), warm(queueing)))
+    }
+
+    /// The blocks of a step and its milliseconds, in the mean of a few.
+    fn profiled(&mut self) -> Result<(Vec<BlockSum>, f64), NnError> {
+        self.model.profile(true)?;
+        let (began, mut sums) = (Instant::now(), Vec::<BlockSum>::new());
+        for _ in 0..PROFILED {
+            let totals = self.queue()?;
+            self.model.read(totals)?;
+            for BlockTime { block, seconds, .. } in self.model.block_times() {
+                let known = sums.iter().position(|sum| sum.block == block);
+                let at = known.unwrap_or_else(|| {
+                    sums.push(BlockSum { block, calls: 0, ms: 0.0, flops: 0.0, bytes: 0.0 });
+                    sums.len() - 1
+                });
+                sums[at].calls += 1;
+                sums[at].ms += seconds * 1e3 / PROFILED as f64;
+            }
+        }
+        let ms = ms_since(began) / PROFILED as f64;
+        self.model.profile(false)?;
+        sums.iter_mut().for_each(|sum| sum.calls /= PROFILED);
+        Ok((sums, ms))
+    }
+}
+
+fn ms_since(began: Instant) -> f64 {
+    began.elapsed().as_secs_f64() * 1e3
+}
+
+/// Small numbers, again and again the same few: to draw billions takes minutes.
+struct Small(Vec<f32>);
+
+impl Small {
+    fn new() -> Self {
+        let mut random = Random::new(1);
+        Self((0..(1 << 16) + 1).map(|_| 0.02 * random.normal() as f32).collect())
+    }
+
+    /// `len` of them.
+    fn give<E>(
+        &self,
+        len: usize,
+        mut to: impl FnMut(usize, &[f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut at = 0;
+        while at < len {
+            let some = &self.0[..self.0.len().min(len - at)];
+            to(at, some)?;
+            at += some.len();
+        }
+        Ok(())
+    }
+}
+
+/// Gives all weights small values, and norms ones.
+fn fill<B: Blocks>(model: &mut Model<B>) -> Result<(), NnError> {
+    let (small, ones) = (Small::new(), Small(vec![1.0; 1 << 16]));
+    for index in 0..model.parameters().len() {
+        let parameter = &model.parameters()[index];
+        let (len, axes) = (parameter.place.len(), parameter.shape.len());
+        let values = if axes == 1 { &ones } else { &small };
+        model.fill::<NnError>(index, |put| values.give(len, |_, some| put(some)))?;
+    }
+    Ok(())
+}
+
+/// The products of the layers of a case, alone: milliseconds of those of a step; nothing where the
+/// device takes no times.
+pub struct Alone<'a> {
+    pub case: &'a Case,
+    pub interrupt: &'a Interrupt,
+}
+
+impl OnDevice for Alone<'_> {
+    type Output = Result<Option<f64>, Failure>;
+
+    fn run<B: Blocks>(self, mut blocks: B, _: Option<String>) -> Self::Output {
+        let Self { case, interrupt } = self;
+        let tokens = case.rows * case.len;
+        let mut layer = 0.0;
+        for (inputs, outputs) in products(&case.config) {
+            interrupt.check()?;
+            let shape = LinearShape { tokens, inputs, outputs };
+            let Some(ms) = alone(&mut blocks, shape)? else { return Ok(None) };
+            layer += ms;
+        }
+        Ok(Some(layer * (case.config.num_hidden_layers * case.accumulate) as f64))
+    }
+}
+
+/// Inputs and outputs of the products of a layer.
+fn products(config: &ModelConfig) -> [(usize, usize); 4] {
+    let (hidden, wide) = (config.hidden_size, config.intermediate_size);
+    let attention = config.num_attention_heads * config.dim();
+    let qkv = attention + 2 * config.kv_heads() * config.dim();
+    [(hidden, qkv), (attention, hidden), (hidden, 2 * wide), (wide, hidden)]
+}
+
+/// Milliseconds of a product and of both its gradients.
+fn alone<B: Blocks>(blocks: &mut B, shape: LinearShape) -> Result<Option<f64>, NnError> {
+    let LinearShape { tokens, inputs, outputs } = shape;
+    let (precision, small) = (blocks.precision(), Small::new());
+    let array = |blocks: &mut B, dtype: DType, elems: usize| -> Result<B::Array, NnError> {
+        let mut array = B::Array::default();
+        blocks.resize("operand", &mut array, dtype, elems)?;
+        small.give(elems, |at, some| {
+            let place = at..at + some.len();
+            blocks.fill(PartMut { array: &mut array, place, accumulate: false }, some)
+        })?;
+        Ok(array)
+    };
+    let x = array(blocks, precision.weights, tokens * inputs)?;
+    let mut y = array(blocks, precision.weights, tokens * outputs)?;
+    let mut d_x = array(blocks, precision.weights, tokens * inputs)?;
+    let weights = Weights {
+        array: array(blocks, precision.weights, inputs * outputs)?,
+        ..Weights::default()
+    };
+    let mut d_weight = array(blocks, precision.gradients, inputs * outputs)?;
+    let mut of_calls: [Vec<f64>; 3] = Default::default();
+    for call in 0..=CALLS {
+        // The first finds its kernels.
+        if call == 1 {
+            blocks.profile(true)?;
+        }
+        let totals = blocks.totals()?;
+        blocks.linear(shape, Part::whole(&x), Part::whole(&weights.array), None, None, &mut y)?;
+        blocks.linear_backward_input(shape, &y, Part::whole(&weights.array), &mut d_x)?;
+        let place = 0..inputs * outputs;
+        let d_weight = PartMut { array: &mut d_weight, place, accumulate: false };
+        blocks.linear_backward_weight(shape, &y, &x, d_weight)?;
+        blocks.read(totals)?;
+        let times = blocks.block_times().into_iter().map(|time| time.seconds * 1e3);
+        of_calls.iter_mut().zip(times).for_each(|(all, ms)| all.push(ms));
+    }
+    blocks.profile(false)?;
+    let median = |mut all: Vec<f64>| {
+        all.sort_by(f64::total_cmp);
+        all.get(all.len() / 2).copied()
+    };
+    Ok(of_calls.map(median).into_iter().sum())
+}
