@@ -37,8 +37,8 @@ __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x
 __device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ void sync_cta() { __syncthreads(); }
 
-// Shared memory of the CTA: 4 bytes a thread.
-extern "C" __device__ const int fv_shared_bytes = 4 * FV_THREADS;
+// Shared memory of the CTA: 4 bytes a thread or more.
+extern "C" __device__ const int fv_shared_bytes = FV_SHARED_BYTES;
 template <typename T>
 __device__ T* scratch() {
     extern __shared__ double of_cta[];

@@ -57,6 +57,10 @@ pub(crate) enum File {
     RmsNorm {
         held: usize,
     },
+    /// Vectors of a row that a lane of a warp holds.
+    RmsNormRows {
+        held: usize,
+    },
     SumParts,
     /// Vectors of a head that a lane holds.
     HeadNorm {
@@ -91,6 +95,7 @@ impl File {
     fn text(self) -> &'static str {
         match self {
             Self::RmsNorm { .. } => include_str!("../kernels/rms_norm.cu"),
+            Self::RmsNormRows { .. } => include_str!("../kernels/rms_norm_rows.cu"),
             Self::SumParts => include_str!("../kernels/sum_parts.cu"),
             Self::HeadNorm { .. } => include_str!("../kernels/head_norm.cu"),
             Self::Gated { .. } => include_str!("../kernels/gated.cu"),
@@ -105,7 +110,9 @@ impl File {
     /// The macros that it reads beside those of every file.
     fn defines(self) -> Vec<(&'static str, usize)> {
         match self {
-            Self::RmsNorm { held } | Self::HeadNorm { held } => vec![("FV_HELD", held)],
+            Self::RmsNorm { held } | Self::RmsNormRows { held } | Self::HeadNorm { held } => {
+                vec![("FV_HELD", held)]
+            }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
             Self::SumParts | Self::Vectors => Vec::new(),
@@ -138,6 +145,7 @@ impl Source {
         defines.push(("FV_DTYPE", dtype));
         defines.push(("FV_VECTOR", self.vector));
         defines.push(("FV_THREADS", self.threads as usize));
+        defines.push(("FV_SHARED_BYTES", self.shared_bytes() as usize));
         let defines: String =
             defines.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
         [&defines, device, ELEMENTS, self.file.text()].join("\n")
@@ -145,7 +153,12 @@ impl Source {
 
     /// Of dynamic shared memory.
     fn shared_bytes(&self) -> u32 {
-        4 * self.threads
+        let sums = match self.file {
+            // An f32 for every column that the lanes of a warp hold.
+            File::RmsNormRows { held } => 32 * held * self.vector,
+            _ => 0,
+        };
+        4 * self.threads.max(sums as u32)
     }
 
     /// What a kernel of the file may take: registers of a full CTA, and no local memory but where it

@@ -98,6 +98,18 @@ fn source(dtype: DType, width: usize, vector: usize) -> Result<Source, GpuError>
     Ok(Source { file: File::RmsNorm { held }, dtype, vector, threads: threads as u32 })
 }
 
+/// The file of gradients for rows of `width` columns that a warp holds; none where they are wider.
+/// 512 CTAs of so few threads find place on the card at once, whatever registers they take.
+fn source_of_rows(dtype: DType, width: usize, vector: usize) -> Option<Source> {
+    let held = width.div_ceil(32 * vector);
+    let elems = held * vector;
+    // Two elements of 16 bits share a register where they are read as a vector.
+    let most = if dtype.bytes() == 2 && vector > 1 { 64 } else { 32 };
+    let threads = if elems > 32 { 64 } else { 128 };
+    let file = File::RmsNormRows { held };
+    (1..=most).contains(&elems).then_some(Source { file, dtype, vector, threads })
+}
+
 impl Block for RmsNorm {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("x", self.x.dtype)?;
@@ -188,7 +200,10 @@ impl Block for RmsNormBackward {
         accesses.write("d_weight", &self.d_weight)?;
         accesses.write("partial", &self.partial)?;
         let vector = vector(dtype, &[x, d_out, d_x, one_row(&self.weight)], &[width]);
-        let source = source(dtype, width, vector)?;
+        let (source, entry) = match source_of_rows(dtype, width, vector) {
+            Some(source) => (source, "fv_rms_norm_backward_rows"),
+            None => (source(dtype, width, vector)?, "fv_rms_norm_backward"),
+        };
         let of_sums = Source { file: File::SumParts, dtype, vector: 1, threads: SUM_THREADS };
         let width = count("columns", width)?;
         let backward = RmsNormBackwardParams {
@@ -213,7 +228,7 @@ impl Block for RmsNormBackward {
         };
         let columns = (width as usize).div_ceil(32);
         Ok(vec![
-            KernelLaunch::new(&source, "fv_rms_norm_backward", [parts, 1], &backward)?,
+            KernelLaunch::new(&source, entry, [parts, 1], &backward)?,
             KernelLaunch::new(&of_sums, "fv_sum_parts", [columns, 1], &sum)?,
         ])
     }

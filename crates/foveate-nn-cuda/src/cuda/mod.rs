@@ -50,8 +50,11 @@ use batch::Rotations;
 use clock::{Clock, Timed};
 use transfer::{each_as, narrowed, widened};
 
-/// Tokens whose logits are held at once: each chunk reads the whole head.
-const LOGITS_TOKENS: usize = 2048;
+/// Tokens whose logits are held at once, at least and at most. Each chunk reads the whole head, and all
+/// but the first of a step read its gradient and write it again.
+const LOGITS_TOKENS: [usize; 2] = [1024, 16_384];
+/// The share of the GPU's memory that logits may take.
+const LOGITS_SHARE: usize = 64;
 
 /// An NVIDIA GPU.
 #[derive(Debug)]
@@ -83,6 +86,13 @@ pub struct CudaTotals {
 pub struct CudaSpans {
     pieces: Pieces,
     table: Allocation,
+}
+
+/// The power of two of tokens whose logits, of `token_bytes` each, take `bytes` or less.
+fn logits_tokens(bytes: usize, token_bytes: usize) -> usize {
+    let [least, most] = LOGITS_TOKENS;
+    let tokens = bytes / token_bytes.max(1);
+    tokens.checked_ilog2().map_or(0, |log| 1 << log).clamp(least, most)
 }
 
 /// What a product multiplies with that is there before it.
@@ -234,8 +244,9 @@ impl Blocks for Cuda {
         self.precision
     }
 
-    fn logits_tokens(&self, _: usize) -> usize {
-        LOGITS_TOKENS
+    fn logits_tokens(&self, vocab: usize) -> usize {
+        let bytes = self.kernels.engine().device().info().memory_bytes / LOGITS_SHARE;
+        logits_tokens(bytes, vocab * self.precision.weights.bytes())
     }
 
     fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {

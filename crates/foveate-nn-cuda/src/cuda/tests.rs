@@ -639,3 +639,12 @@ fn generation_with_a_cache_has_the_logits_of_the_cpu() {
         assert!(off < 1e-4 * largest, "{off} of {largest}");
     }
 }
+
+#[test]
+fn logits_take_a_share_of_the_gpus_memory_and_whole_powers_of_two_of_tokens() {
+    let gib = |n: usize| (n << 30) / LOGITS_SHARE;
+    // Llama 3's words in bf16 on cards of 139, 80, 24 and 8 GiB; a small vocabulary; none at all.
+    let tokens = [139, 80, 24, 8].map(|n| logits_tokens(gib(n), 2 * 128_256));
+    assert_eq!(tokens, [8192, 4096, 1024, 1024]);
+    assert_eq!([logits_tokens(gib(139), 2 * 49_152), logits_tokens(0, 0)], [16_384, 1024]);
+}

@@ -129,8 +129,14 @@ fn norms_and_their_gradients_are_those_of_f64() {
 /// More rows than parts, in which every part sums several, and a gradient of 16 bits.
 #[test]
 fn the_gradient_of_a_norms_weight_sums_all_rows() {
+    // Rows that a warp holds, the widest of them, and those of a CTA.
+    for (tokens, width) in [(2100, 600), (1100, 2040), (600, 2056)] {
+        sums_all_rows(tokens, width);
+    }
+}
+
+fn sums_all_rows(tokens: usize, width: usize) {
     let mut random = Random::new(2);
-    let (tokens, width) = (1100, 600);
     let placing = Placing::dense(DType::BF16);
     let f32s = Placing::dense(DType::F32);
     let x = placing.random([tokens, width], &mut random, 1.0);

@@ -10,7 +10,7 @@ use super::*;
 use crate::launch::File;
 use crate::params;
 
-const ENTRIES: [(&str, &[&str]); 9] = [
+const ENTRIES: [(&str, &[&str]); 10] = [
     ("norm", &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"]),
     ("gated", &["fv_gated", "fv_gated_backward"]),
     ("rope", &["fv_rope"]),
@@ -20,6 +20,7 @@ const ENTRIES: [(&str, &[&str]); 9] = [
     ("vectors", &["fv_widen", "fv_add", "fv_copy_rows", "fv_add_rows", "fv_column_sums"]),
     ("sum_parts", &["fv_sum_parts"]),
     ("head_norm", &["fv_head_norm", "fv_head_norm_backward"]),
+    ("norm of rows", &["fv_rms_norm_backward_rows"]),
 ];
 
 /// The sources that models of widths 1024 to 16384 (f32: 8192) need, by the place of their kernels in ENTRIES.
@@ -33,6 +34,15 @@ fn sources() -> HashSet<(usize, Source)> {
             };
             for threads in [64, 256, if dtype == DType::F32 { 512 } else { 1024 }] {
                 add(0, File::RmsNorm { held: 16 / vector }, threads);
+            }
+            for (width, threads) in [(576, 128), (1024, 128), (2048, 64)] {
+                if width <= 1024 || (vector > 1 && dtype != DType::F32) {
+                    add(
+                        9,
+                        File::RmsNormRows { held: usize::div_ceil(width, 32 * vector) },
+                        threads,
+                    );
+                }
             }
             add(6, File::Vectors, 256);
             add(7, File::SumParts, 1024);
