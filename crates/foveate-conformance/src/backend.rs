@@ -91,10 +91,11 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     };
     let default = CudaOptions::default();
     let small = CudaOptions { kernels, ..default.clone() };
-    let on_host = CudaOptions { lists_on_host: true, ..default.clone() };
-    let on_device = CudaOptions { contents_on_device: true, ..default.clone() };
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
-    let cuda = |name, options| Box::new(Cuda { name, options, engine: engine.clone() });
+    let forced = |name, options, force: fn(CudaPlan) -> CudaPlan| {
+        Box::new(Cuda { name, options, force, engine: engine.clone() })
+    };
+    let cuda = |name, options| forced(name, options, |plan| plan);
     let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
     let forward = KernelOptions { forward: hopper, ..KernelOptions::default() };
     let backward = KernelOptions { backward: hopper, ..KernelOptions::default() };
@@ -102,11 +103,11 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
         [forward, backward].map(|kernels| CudaOptions { kernels, ..default.clone() });
     let has_hopper = engine.profile().capability == (9, 0);
     let mut backends: Vec<Box<dyn Backend>> = vec![
-        cuda("cuda", default),
+        cuda("cuda", default.clone()),
         cuda("cuda, small tiles", small),
         cuda("cuda, deterministic", deterministic),
-        cuda("cuda, lists of the host", on_host),
-        cuda("cuda, contents on the device", on_device),
+        forced("cuda, lists of the host", default.clone(), CudaPlan::with_lists_of_the_host),
+        forced("cuda, contents on the device", default, CudaPlan::with_contents_on_the_device),
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ];
     if has_hopper {
@@ -121,6 +122,8 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
 struct Cuda {
     name: &'static str,
     options: CudaOptions,
+    /// Puts a plan on paths that only some calls take.
+    force: fn(CudaPlan) -> CudaPlan,
     engine: Arc<Engine>,
 }
 
@@ -137,7 +140,7 @@ impl Backend for Cuda {
     ) -> Result<Box<dyn Prepared>, String> {
         let (engine, options) = (self.engine.clone(), self.options.clone());
         let plan = CudaPlan::new(engine, &program.local, dims, dtype, options);
-        Ok(Box::new(plan.map_err(|e| e.to_string())?))
+        Ok(Box::new((self.force)(plan.map_err(|e| e.to_string())?)))
     }
 
     fn declines(&self, reason: &str) -> bool {

@@ -185,7 +185,7 @@ impl CudaPlan {
     fn captures(&self, pool: &Pool) -> Result<Vec<(Allocation, &AnyBuffer)>, CudaError> {
         let all: Vec<&AnyBuffer> = self.spec.programs().flat_map(|p| p.graph().buffers()).collect();
         let mut copies: Vec<(Allocation, &AnyBuffer)> = Vec::new();
-        for buffer in all.iter().filter(|_| self.options.contents_on_device) {
+        for buffer in all.iter().filter(|_| self.forced.contents_on_device) {
             let alone = all.iter().all(|b| b.name() != buffer.name() || b.same(buffer));
             if alone && !copies.iter().any(|(_, b)| b.same(buffer)) {
                 copies.push((pool.upload(&buffer_bytes(buffer))?, buffer));
@@ -200,7 +200,7 @@ impl CudaPlan {
         pool: &Pool,
         varlen: Option<Varlen<'_>>,
     ) -> Result<Option<CopiedOffsets>, CudaError> {
-        let Some(varlen) = varlen.filter(|_| self.options.contents_on_device) else {
+        let Some(varlen) = varlen.filter(|_| self.forced.contents_on_device) else {
             return Ok(None);
         };
         let copy = |rows: &dyn Fn(usize) -> Range<usize>, all: &[i32]| {

@@ -48,14 +48,6 @@ pub struct CudaOptions {
     /// Reports captured indices outside their axis. Host tensors are always checked; a checked
     /// call on device tensors waits for its kernels.
     pub checked: bool,
-    /// Makes block lists on the host instead of the device: for the conformance corpus, which runs
-    /// both and lives in a crate of its own.
-    #[doc(hidden)]
-    pub lists_on_host: bool,
-    /// Lets calls on host tensors use captured buffers and offsets of sequences as calls on device
-    /// tensors can: from device memory, their contents unknown to the host. For the corpus, too.
-    #[doc(hidden)]
-    pub contents_on_device: bool,
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
     /// Keys that a query sees on average, for the planner's choice of tiles; more than there are
@@ -74,13 +66,21 @@ impl Default for CudaOptions {
         Self {
             deterministic: false,
             checked: false,
-            lists_on_host: false,
-            contents_on_device: false,
             kernels: KernelOptions::default(),
             mean_kv_len: None,
             timeout: default_timeout(),
         }
     }
+}
+
+/// Paths that a plan takes for some calls only, for all of them: the corpus runs every case on each.
+#[derive(Clone, Copy, Debug, Default)]
+struct Forced {
+    /// Makes block lists on the host instead of the device.
+    lists_on_host: bool,
+    /// Lets calls on host tensors use captured buffers and offsets of sequences as calls on device
+    /// tensors can: from device memory, their contents unknown to the host.
+    contents_on_device: bool,
 }
 
 /// A program ready to run on a GPU. Cheap to clone, and used by several threads at once.
@@ -93,6 +93,7 @@ pub struct CudaPlan {
     dtype: DType,
     elem: Elem,
     options: CudaOptions,
+    forced: Forced,
     kernels: Arc<Mutex<kernels::Kernels>>,
     resident: Arc<Mutex<resident::PlanState>>,
     maps: Arc<Mutex<hopper::KeptMaps>>,
@@ -125,6 +126,7 @@ impl CudaPlan {
             dtype,
             elem,
             options,
+            forced: Forced::default(),
             kernels: Arc::default(),
             resident: Arc::default(),
             maps: Arc::default(),
@@ -133,6 +135,23 @@ impl CudaPlan {
         let some = [dims.len_q.max(1), dims.len_k.max(1)];
         plan.chosen(plan.class(), kernels::sizes(dims, some), plan.gradient.is_ok())?;
         Ok(plan)
+    }
+
+    /// The same plan with block lists made on the host instead of the device.
+    #[cfg(feature = "conformance")]
+    #[must_use]
+    pub fn with_lists_of_the_host(mut self) -> Self {
+        self.forced.lists_on_host = true;
+        self
+    }
+
+    /// The same plan, for which the contents of captured buffers and the offsets of sequences of host
+    /// tensors lie in device memory, unknown to the host.
+    #[cfg(feature = "conformance")]
+    #[must_use]
+    pub fn with_contents_on_the_device(mut self) -> Self {
+        self.forced.contents_on_device = true;
+        self
     }
 
     /// The engine it runs on.

@@ -318,10 +318,10 @@ impl CudaPlan {
         if found.is_some() {
             return Ok(LaunchSchedule { schedule, lists: found });
         }
-        if self.options.lists_on_host {
+        if self.forced.lists_on_host {
             return Err(CudaError::argument(
                 "block lists cannot be made on the host from captured buffers or offsets in device \
-                 memory; plan without `lists_on_host`",
+                 memory",
             ));
         }
         if let Some(contents) = &contents {
@@ -372,7 +372,7 @@ impl CudaPlan {
             (Sequences::Offsets(offsets), _) => {
                 self.schedule_from_offsets(call, offsets, mask, axis, tile)?
             }
-            (Sequences::Known(sequences), Some(mask)) if !self.options.lists_on_host => {
+            (Sequences::Known(sequences), Some(mask)) if !self.forced.lists_on_host => {
                 DeviceSchedule::outlined(
                     &self.weak_pool(queue),
                     &Outline::new(dims, sequences, mask, axis, tile),
