@@ -18,6 +18,15 @@ const ROW_BYTES: u64 = 92;
 /// What a run takes while it is built: its place in a list that doubles, and in the block mask.
 const RUN_BYTES: u64 = 30;
 
+#[cfg(feature = "counts")]
+static BUILT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+
+/// How many block masks this process has begun to build.
+#[cfg(feature = "counts")]
+pub fn built() -> usize {
+    BUILT.load(std::sync::atomic::Ordering::SeqCst)
+}
+
 pub(crate) fn build(
     mask: &MaskMod,
     head: Head,
@@ -27,6 +36,8 @@ pub(crate) fn build(
     watch: Watch<'_>,
 ) -> Option<BlockMask> {
     assert!(tile.q > 0 && tile.kv > 0, "a tile has queries and keys");
+    #[cfg(feature = "counts")]
+    BUILT.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
     let fits = |len: usize| i32::try_from(len).expect("positions are i32");
     let (q_end, kv_end) = (fits(q_len), fits(kv_len));
     let [rows, columns] = [q_len.div_ceil(tile.q as usize), kv_len.div_ceil(tile.kv as usize)];

@@ -47,6 +47,8 @@ use std::ops::ControlFlow::{self, Continue};
 use std::ops::Range;
 
 pub use blind::sees_nothing;
+#[cfg(feature = "counts")]
+pub use build::built;
 pub use lists::MaskError;
 pub use progress::Progress;
 

@@ -75,6 +75,15 @@ pub struct Dims {
     pub packed: bool,
 }
 
+#[cfg(feature = "counts")]
+static FOUND: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+
+/// How often this process has called [`Dims::of`].
+#[cfg(feature = "counts")]
+pub fn dims_found() -> usize {
+    FOUND.load(std::sync::atomic::Ordering::SeqCst)
+}
+
 const LONGEST: usize = i32::MAX as usize;
 
 impl Dims {
@@ -83,6 +92,8 @@ impl Dims {
     /// # Errors
     /// Names the first operand that does not fit, its shape, and what it would have to be.
     pub fn of(operands: &Operands<'_>) -> Result<Self, ProblemError> {
+        #[cfg(feature = "counts")]
+        FOUND.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         let Operands { q, k, v, sink, varlen, pages } = operands;
         let [q_batch, heads_q, len_q, dim] = q.shape();
         let [k_batch, heads_kv, len_k, k_dim] = k.shape();
