@@ -3,6 +3,7 @@
 use foveate::cuda::choose::{self, CANDIDATES, Tuned, Tuning};
 use foveate::cuda::{CudaError, CudaOptions, CudaPlan, Engine};
 
+use crate::blind;
 use crate::explain::ordinal;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
@@ -37,6 +38,7 @@ pub struct Args {
 /// Tunes and prints what was found for each kernel.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let given = args.problem.read()?;
+    blind::check(&given);
     let device = ordinal(&args.device)?.ok_or_else(|| {
         Failure::usage(format!("--device {}: only a GPU that is there can be tuned", args.device))
             .help("cuda:0 is the first")

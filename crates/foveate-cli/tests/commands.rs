@@ -461,6 +461,12 @@ fn a_mask_that_sees_nothing_warns() {
         let (code, _, err) = run(line);
         assert_eq!((code, err.as_str()), (Some(0), warning), "{line:?}");
     }
+    // Warned of before a compiler or a GPU is looked for: here may be neither.
+    let bf16 = [&sizes[1..], &["--dtype", "bf16"]].concat();
+    for command in [&["tune"][..], &["kernels", "build", "--device", "l4"]] {
+        let (_, _, err) = run(&[command, &bf16].concat());
+        assert!(err.starts_with(warning), "{command:?}: {err}");
+    }
     let (_, out, _) =
         run(&["explain", "--heads", "2", "--len", "9", "--dim", "8", "--mask", "kv < 0"]);
     assert!(out.contains("warning    the mask lets no query see any key"), "{out}");

@@ -15,6 +15,7 @@ use foveate_problem::{Dims, Spec};
 use foveate_train::whole;
 use rayon::prelude::*;
 
+use crate::blind;
 use crate::explain::{profile, records};
 use crate::failure::Failure;
 use crate::number::number;
@@ -92,6 +93,7 @@ impl Wanted {
     /// The program, the sizes and the dtype of its operands, and how it is run.
     fn read(&self) -> Result<(Spec, Dims, DType, Usage), Failure> {
         let given = self.problem.read()?;
+        blind::check(&given);
         let run = Usage {
             backward: self.problem.backward,
             deterministic: self.deterministic,
