@@ -106,6 +106,14 @@ impl Asker {
             Self::Command => "give the command again when nothing writes to it",
         }
     }
+    /// Where files are named.
+    fn names(self) -> &'static str {
+        match self {
+            Self::Recipe => " in data.files",
+            Self::Command => "",
+        }
+    }
+
 }
 
 /// Which files to read and how; the data section of a recipe with its paths resolved.

@@ -152,19 +152,22 @@ fn ids(json: &Value, key: &str) -> Vec<u32> {
     all.iter().filter_map(|v| v.as_u64()?.try_into().ok()).collect()
 }
 
-/// What stands where the folder of a checkpoint is expected, and what to do, if it is no folder.
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
+}
+
+/// What stands where the folder of a checkpoint is expected, and what to do, if it is none.
 fn no_folder(path: &Path) -> Option<String> {
     const LAYOUT: &str = "config.json, *.safetensors and tokenizer.json";
     if path.is_dir() {
-        return None;
+        let mut entries = path.read_dir().into_iter().flatten().flatten();
+        let gguf = (!path.join(CONFIG).exists()).then(|| entries.find(|e| is_gguf(&e.path())));
+        let name = gguf.flatten()?.file_name();
+        return Some(format!("holds a GGUF file, {}, {remedy}", name.display()));
     }
     if path.is_file() {
-        let gguf = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
-        return Some(match gguf {
-            true => format!(
-                "is a GGUF file, which is not read; give the folder of the model in Hugging Face's \
-                 layout ({LAYOUT}) that it was converted from"
-            ),
+        return Some(match is_gguf(path) {
+            true => format!("is a GGUF file, {remedy}"),
             false => format!("is a file; give the folder that holds it ({LAYOUT})"),
         });
     }

@@ -508,3 +508,5 @@ fn what_is_no_folder_of_a_checkpoint_says_what_it_is_and_what_to_do() {
     let none = told(&dir.path().join("none"));
     assert!(none.contains("does not exist; give the folder of a checkpoint"), "{none}");
 }
+    let holds = told(dir.path());
+    assert!(holds.contains("holds a GGUF file, model.gguf, which is not read; give"), "{holds}");

@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 
 use walkdir::{DirEntry, WalkDir};
 
-use super::{Sources, unreadable};
+use super::{Asker, Sources, unreadable};
 use crate::error::TrainError;
 
 /// Names that a pattern may be compared with. More are links that lead to one another in ever new ways.
@@ -29,14 +29,14 @@ pub fn find(sources: &Sources) -> Result<Vec<PathBuf>, TrainError> {
         excluded.push(glob::Pattern::new(pattern).map_err(|e| refuse(pattern, &e))?);
     }
     if sources.files.is_empty() {
-        let message = "no files are named: set data.files to paths or globs";
+        let message = format!("no files are named: give paths or globs{}", sources.asker.names());
         return Err(TrainError::data(shown, None, message));
     }
     let mut files = Vec::new();
     for pattern in &sources.files {
         let walk = Walk::of(root, pattern).map_err(|e| refuse(pattern, &e))?;
         let mut found = false;
-        walk.files(MOST_NAMES, |path| {
+        walk.files(MOST_NAMES, sources.asker, |path| {
             found = true;
             let relative = path.strip_prefix(root).unwrap_or(&path);
             if !excluded.iter().any(|pattern| pattern.matches_path(relative)) {
@@ -91,8 +91,13 @@ impl Walk {
         })
     }
 
-    /// Gives all files to `take`, and stops after `most` names.
-    fn files(&self, most: usize, mut take: impl FnMut(PathBuf)) -> Result<(), TrainError> {
+    /// Gives all files to `take`, and stops after `most` names, with an error in the words of `asker`.
+    fn files(
+        &self,
+        most: usize,
+        asker: Asker,
+        mut take: impl FnMut(PathBuf),
+    ) -> Result<(), TrainError> {
         let options = glob::MatchOptions {
             require_literal_separator: true,
             require_literal_leading_dot: true,
@@ -107,7 +112,8 @@ impl Walk {
             if count == most {
                 let message = format!(
                     "there are more than {most} names below this folder; where links lead to one \
-                     folder in many ways, name folders without them in data.files"
+                     folder in many ways, name folders without them{}",
+                    asker.names()
                 );
                 return Err(TrainError::data(start, None, message));
             }
@@ -219,8 +225,11 @@ mod tests {
         assert_eq!(names, [Path::new("a.txt"), Path::new("one/b.txt"), Path::new("two/c.txt")]);
         // Links that lead to one folder in ever more ways are no loop.
         let walk = Walk::of(dir.path(), "**/*.txt").unwrap();
-        let told = walk.files(20, |_| ()).unwrap_err().to_string();
-        assert!(told.contains("there are more than 20 names below this folder"), "{told}");
+        let told = |asker| walk.files(20, asker, |_| ()).unwrap_err().to_string();
+        let (recipe, command) = (told(Asker::Recipe), told(Asker::Command));
+        assert!(recipe.contains("there are more than 20 names below this folder"), "{recipe}");
+        assert!(recipe.ends_with("name folders without them in data.files"), "{recipe}");
+        assert!(command.ends_with("name folders without them"), "{command}");
     }
 
     #[test]
