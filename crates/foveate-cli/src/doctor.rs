@@ -188,7 +188,7 @@ impl Findings {
             threads_refused: threads::refused(std::env::var_os(threads::VARIABLE)),
             caches: caches(),
             memory_bytes: machine::memory("MemTotal"),
-            memory_available_bytes: machine::available(),
+            memory_available_bytes: machine::free().map(|free| free.bytes),
             libraries: Library::ALL.map(Found::look_for).into(),
             gpus: gpus(),
             kernel_cache: cache::Cache::get().folder().map(Into::into),

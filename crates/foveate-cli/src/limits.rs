@@ -8,7 +8,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use foveate::mask::Progress;
-use foveate_train::machine;
+use foveate_train::machine::{self, Free};
 
 use crate::failure::Failure;
 use crate::output::bytes;
@@ -42,7 +42,7 @@ impl Limits {
     /// # Errors
     /// When it does.
     pub fn admit(self, what: &str, need: Need, instead: &str) -> Result<(), Failure> {
-        self.admit_within(what, need, instead, machine::available())
+        self.admit_within(what, need, instead, machine::free())
     }
 
     fn admit_within(
@@ -50,11 +50,11 @@ impl Limits {
         what: &str,
         need: Need,
         instead: &str,
-        available: Option<u64>,
+        free: Option<Free>,
     ) -> Result<(), Failure> {
         let takes = format!("{what} takes about {}", bytes(need.bytes.round()));
-        if let Some(there) = available.filter(|&there| need.bytes > there as f64) {
-            let message = format!("{takes}, but {} are available", bytes(there as f64));
+        if let Some(free) = free.filter(|free| need.bytes > free.bytes as f64) {
+            let message = format!("{takes}, but {} {}", free.by, bytes(free.bytes as f64));
             return Err(Failure::usage(message).help(instead));
         }
         if self.insist || (need.bytes <= MODEST_BYTES && need.seconds <= MODEST_SECONDS) {
@@ -184,7 +184,8 @@ mod tests {
 
     fn said(insist: bool, bytes: f64, seconds: f64) -> Option<String> {
         let need = Need { bytes, seconds };
-        let told = Limits { insist }.admit_within("it", need, "take less", Some(8 << 30));
+        let free = Free { bytes: 8 << 30, by: "the machine has free" };
+        let told = Limits { insist }.admit_within("it", need, "take less", Some(free));
         told.err().map(|e| e.message())
     }
 
@@ -195,7 +196,7 @@ mod tests {
         assert_eq!(said(false, 1024.0, 660.0).unwrap(), "it takes about 1.0 KiB and 11 minutes");
         assert_eq!(said(true, 2.0 * GIB, 1e9), None);
         let gone = said(true, 9.0 * GIB, 1.0).unwrap();
-        assert_eq!(gone, "it takes about 9.0 GiB, but 8.0 GiB are available");
+        assert_eq!(gone, "it takes about 9.0 GiB, but the machine has free 8.0 GiB");
     }
 
     /// What is foreseen of work that takes `seconds` and `bytes` for a share, heard of at several

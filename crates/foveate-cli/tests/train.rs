@@ -225,6 +225,26 @@ fn a_checkpoint_past_the_limit_of_file_sizes_is_an_error_with_the_remedy() {
     assert!(said.lines().last().unwrap().contains(remedy), "{said}");
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn what_the_limit_of_address_space_leaves_is_what_a_run_may_take() {
+    let place = Place::new();
+    let told = |kib: u64, rows: &str| {
+        let mut shell = Command::new("sh");
+        let limited =
+            format!("ulimit -v {kib}; exec \"$0\" train recipe.toml --start-over --set \"$1\"");
+        shell.args(["-c", &limited, env!("CARGO_BIN_EXE_foveate"), rows]);
+        shell.current_dir(place.0.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "1");
+        let done = shell.output().unwrap();
+        (done.status.code(), String::from_utf8(done.stderr).unwrap())
+    };
+    let (status, said) = told(2 << 20, "train.batch_rows=50000");
+    let leaves = "but the limit of address space (ulimit -v) leaves 1.";
+    assert!(status == Some(1) && said.contains(leaves), "{status:?}: {said}");
+    let (status, said) = told(2 << 20, "train.steps=2");
+    assert_eq!(status, Some(0), "{said}");
+}
+
 #[test]
 fn wrong_input_gets_one_line_with_the_place() {
     let place = Place::new();
@@ -247,8 +267,8 @@ fn wrong_input_gets_one_line_with_the_place() {
         ("run.dir=00.txt", "00.txt: is no folder; choose another run.dir"),
         ("train.steps=-1", "train.steps is -1; a whole number of at least 0 is expected"),
         ("train.batch_rows=99999999999", "times data.len (32) it may be 2147483647 at most"),
-        ("train.batch_rows=60000000", "but this machine has"),
-        ("model.hidden_size=1000000000", "but this machine has"),
+        ("train.batch_rows=60000000", "but the machine has free"),
+        ("model.hidden_size=1000000000", "but the machine has free"),
         ("model.hidden_size=99999999999", "model.hidden_size: is 99999999999; the limit is"),
         ("model.num_hidden_layers=99999999", "model.num_hidden_layers: is 99999999; the limit"),
         ("model.vocab_size=10", "recipe.toml: model.vocab_size is 10, below the tokenizer's 257"),
@@ -274,7 +294,7 @@ fn wrong_input_gets_one_line_with_the_place() {
     let checkpoint = summary["checkpoint"].as_str().unwrap();
     if cfg!(target_os = "linux") {
         let many = told(&["eval", checkpoint, "00.txt", "--batch-rows", "99999999999999"]);
-        assert!(many.contains("but the machine has"), "{many}");
+        assert!(many.contains("but the machine has free"), "{many}");
     }
     let file = Path::new(checkpoint).join("model.safetensors");
     let whole = std::fs::read(&file).unwrap();
@@ -289,6 +309,26 @@ fn wrong_input_gets_one_line_with_the_place() {
         let damaged = told(command);
         assert!(damaged.contains("does not match its checksum"), "{damaged}");
         let unchecked = place.run(&[command, &["--skip-checksums"]].concat());
+#[cfg(target_os = "linux")]
+#[test]
+fn what_the_limit_of_address_space_leaves_is_what_a_run_may_take() {
+    let place = Place::new();
+    let told = |kib: u64, rows: &str| {
+        let mut shell = Command::new("sh");
+        let limited =
+            format!("ulimit -v {kib}; exec \"$0\" train recipe.toml --start-over --set \"$1\"");
+        shell.args(["-c", &limited, env!("CARGO_BIN_EXE_foveate"), rows]);
+        shell.current_dir(place.0.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "1");
+        let done = shell.output().unwrap();
+        (done.status.code(), String::from_utf8(done.stderr).unwrap())
+    };
+    let (status, said) = told(2 << 20, "train.batch_rows=5000");
+    let leaves = "but the limit of address space (ulimit -v) leaves 1.";
+    assert!(status == Some(1) && said.contains(leaves), "{status:?}: {said}");
+    let (status, said) = told(2 << 20, "train.steps=2");
+    assert_eq!(status, Some(0), "{said}");
+}
+
         assert!(unchecked.status.success(), "{}", String::from_utf8_lossy(&unchecked.stderr));
     }
     std::fs::write(&file, &whole).unwrap();

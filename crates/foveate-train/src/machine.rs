@@ -25,18 +25,38 @@ pub fn host() -> Option<String> {
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Bytes that programs can take in all: memory and swap, or what control groups allow of them.
-pub fn usable() -> Option<u64> {
-    let groups = Groups::of_this_process();
-    let least = |there: u64, limit: Option<u64>| limit.map_or(there, |limit| there.min(limit));
-    let swap = least(memory("SwapTotal").unwrap_or(0), groups.swap_limit());
-    Some(least(memory("MemTotal")?, groups.limit()) + swap)
+/// Memory that this process can still take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Free {
+    /// How much, in bytes.
+    pub bytes: u64,
+    /// What there is no more of, with a verb: `the machine has free`.
+    pub by: &'static str,
 }
 
-/// Bytes that programs can take now without swapping: those of the machine, or those that are left
-/// of what control groups allow.
-pub fn available() -> Option<u64> {
-    [memory("MemAvailable"), Groups::of_this_process().left()].into_iter().flatten().min()
+/// Memory that this process can take now without swapping: the least of what the machine has, what
+/// its control groups leave it and what its limit of address space (`ulimit -v`) does.
+pub fn free() -> Option<Free> {
+    least(memory("MemAvailable"), Groups::of_this_process().left(), address_space_left())
+}
+
+fn least(machine: Option<u64>, groups: Option<u64>, address_space: Option<u64>) -> Option<Free> {
+    let all = [
+        (machine, "the machine has free"),
+        (groups, "the control group of this process leaves"),
+        (address_space, "the limit of address space (ulimit -v) leaves"),
+    ];
+    let known = all.into_iter().filter_map(|(bytes, by)| Some(Free { bytes: bytes?, by }));
+    known.min_by_key(|free| free.bytes)
+}
+
+/// Bytes of address space that this process may still map; none where it has no limit.
+fn address_space_left() -> Option<u64> {
+    #[cfg(unix)]
+    let limit = rustix::process::getrlimit(rustix::process::Resource::As).current;
+    #[cfg(not(unix))]
+    let limit: Option<u64> = None;
+    Some(limit?.saturating_sub(field("/proc/self/status", "VmSize").unwrap_or(0)))
 }
 
 /// The line `NAME:  1234 kB` of a table.
@@ -54,9 +74,22 @@ mod tests {
     #[test]
     fn a_process_takes_less_than_there_is() {
         let (total, mine) = (memory("MemTotal").unwrap(), resident().unwrap());
-        let (usable, available) = (usable().unwrap(), available().unwrap());
-        assert!(0 < mine && mine < total && 0 < available && available <= usable);
+        let free = free().unwrap().bytes;
+        assert!(0 < mine && mine < total && 0 < free && free < total);
         assert!(mine <= peak_resident().unwrap() && host().is_some());
         assert_eq!(memory("MemTot"), None);
+    }
+
+    #[test]
+    fn the_least_of_machine_group_and_address_space_is_what_is_free() {
+        let by = |machine, groups, space| least(machine, groups, space).map(|f| (f.bytes, f.by));
+        assert_eq!(by(Some(3), Some(4), None), Some((3, "the machine has free")));
+        assert_eq!(
+            by(Some(3), Some(2), Some(5)).unwrap().1,
+            "the control group of this process leaves"
+        );
+        let limited = Some((1, "the limit of address space (ulimit -v) leaves"));
+        assert_eq!(by(Some(3), None, Some(1)), limited);
+        assert_eq!(by(None, None, None), None);
     }
 }

@@ -15,9 +15,6 @@ struct Controller {
     used: &'static str,
     /// The line of `memory.stat` that counts pages of files which the kernel drops first.
     droppable: &'static str,
-    /// The limit of swap; in version 1 that of memory and swap together.
-    swap: &'static str,
-    swap_with_memory: bool,
 }
 
 const V1: Controller = Controller {
@@ -25,8 +22,6 @@ const V1: Controller = Controller {
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
     droppable: "total_inactive_file",
-    swap: "memory.memsw.limit_in_bytes",
-    swap_with_memory: true,
 };
 
 const V2: Controller = Controller {
@@ -34,8 +29,6 @@ const V2: Controller = Controller {
     limit: "memory.max",
     used: "memory.current",
     droppable: "inactive_file",
-    swap: "memory.swap.max",
-    swap_with_memory: false,
 };
 
 /// The control groups of this process that may limit its memory.
@@ -67,20 +60,6 @@ impl Groups {
             groups.extend(around.map(|group| (group.to_path_buf(), controller)));
         }
         Self(groups)
-    }
-
-    /// The least limit in bytes.
-    pub fn limit(&self) -> Option<u64> {
-        self.0.iter().filter_map(|(group, c)| number(&group.join(c.limit))).min()
-    }
-
-    /// The least limit of swap in bytes.
-    pub fn swap_limit(&self) -> Option<u64> {
-        let swap = |(group, c): &(PathBuf, &Controller)| {
-            let memory = if c.swap_with_memory { number(&group.join(c.limit))? } else { 0 };
-            Some(number(&group.join(c.swap))?.saturating_sub(memory))
-        };
-        self.0.iter().filter_map(swap).min()
     }
 
     /// The least that a group has left, in bytes.
@@ -116,9 +95,8 @@ mod tests {
         root
     }
 
-    fn found(root: &tempfile::TempDir, list: &str) -> [Option<u64>; 2] {
-        let groups = Groups::listed(root.path(), list);
-        [groups.limit(), groups.left()]
+    fn left(root: &tempfile::TempDir, list: &str) -> Option<u64> {
+        Groups::listed(root.path(), list).left()
     }
 
     #[test]
@@ -130,10 +108,10 @@ mod tests {
             ("user/memory.stat", "anon 900\nactive_file 50\ninactive_file 3000\n"),
             ("small/memory.max", "1024\n"),
         ]);
-        assert_eq!(found(&root, "1:cpu:/x\n0::/user/job\n"), [Some(4096), Some(3096)]);
-        assert_eq!(found(&root, "0::/small\n"), [Some(1024), Some(1024)]);
-        assert_eq!(found(&root, "0::/\n"), [None, None]);
-        assert_eq!(found(&root, ""), [None, None]);
+        assert_eq!(left(&root, "1:cpu:/x\n0::/user/job\n"), Some(3096));
+        assert_eq!(left(&root, "0::/small\n"), Some(1024));
+        assert_eq!(left(&root, "0::/\n"), None);
+        assert_eq!(left(&root, ""), None);
     }
 
     #[test]
@@ -146,28 +124,13 @@ mod tests {
             ("cpu/memory.limit_in_bytes", "1\n"),
         ]);
         let list = "9:cpu,cpuacct:/docker/1\n4:hugetlb,memory:/docker/1\n0::/\n";
-        assert_eq!(found(&root, list), [Some(8192), Some(4192)]);
-        assert_eq!(found(&root, "4:memory:/../..\n"), [Some(8192), Some(4192)]);
-    }
-
-    #[test]
-    fn swap_has_a_limit_of_its_own() {
-        let root = folder(&[
-            ("job/memory.max", "10\n"),
-            ("job/memory.swap.max", "0\n"),
-            ("memory/old/memory.limit_in_bytes", "10\n"),
-            ("memory/old/memory.memsw.limit_in_bytes", "15\n"),
-        ]);
-        let swap = |list| Groups::listed(root.path(), list).swap_limit();
-        assert_eq!(
-            [swap("0::/job\n"), swap("4:memory:/old\n"), swap("")],
-            [Some(0), Some(5), None]
-        );
+        assert_eq!(left(&root, list), Some(4192));
+        assert_eq!(left(&root, "4:memory:/../..\n"), Some(4192));
     }
 
     #[test]
     fn a_group_that_is_over_its_limit_has_nothing_left() {
         let root = folder(&[("memory.max", "10\n"), ("memory.current", "12\n")]);
-        assert_eq!(found(&root, "0::/\n"), [Some(10), Some(0)]);
+        assert_eq!(left(&root, "0::/\n"), Some(0));
     }
 }

@@ -15,8 +15,8 @@ use super::{Observer, Options, Started};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::corpus::{Asker, Corpus, Sources};
-use crate::error::TrainError;
-use crate::machine;
+use crate::error::{TrainError, TrainErrorKind};
+use crate::machine::{self, Free};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::recipe::{DataSection, Recipe, STEPS};
@@ -368,21 +368,24 @@ fn resumed<B: Blocks>(
 /// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, or of
 /// this machine.
 fn fits(need: &MemoryEstimate, free: Option<u64>) -> Result<(), String> {
-    let Some(there) = free.or_else(machine::usable).filter(|there| need.total() > *there) else {
+    let (free, smaller) = match free {
+        None => (machine::free(), ""),
+        Some(bytes) => {
+            let free = Free { bytes, by: "the GPU has free" };
+            (Some(free), "precision.state = \"bf16_moments\", ")
+        }
+    };
+    let Some(Free { bytes, by }) = free.filter(|free| need.total() > free.bytes) else {
         return Ok(());
     };
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let (place, smaller) = match free {
-        None => ("this machine has", ""),
-        Some(_) => ("the GPU has free", "precision.state = \"bf16_moments\", "),
-    };
     Err(format!(
-        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but {place} \
+        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but {by} \
          {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", {smaller}or \
          choose a smaller model",
         gib(need.total()),
         gib(need.activations),
-        gib(there)
+        gib(bytes)
     ))
 }
 
