@@ -81,7 +81,7 @@ impl OnDevice for Evaluation<'_> {
 }
 
 fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(), Failure> {
-    let config = checkpoint::read_config(&args.checkpoint)?;
+    let config = checkpoint::read_config(&args.checkpoint, checksums(args.skip_checksums))?;
     let limit = config.model.max_position_embeddings;
     let len = args.len.unwrap_or(limit.min(LONGEST_ROW));
     if len == 0 || len > limit || args.batch_rows == 0 {

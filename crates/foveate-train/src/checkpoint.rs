@@ -9,7 +9,7 @@
 //!   chat_template.jinja            where the recipe gave one
 //!   masters.safetensors            f32 weights and AdamW's moments
 //!   state.json                     step, data cursor, fingerprint of the data
-//!   checksums.json                 of every tensor, and of state.json
+//!   checksums.json                 of every tensor, of config.json and of state.json
 //! ```
 //!
 //! A checkpoint is written into a folder beside its place, every file is flushed to the disk,
@@ -18,7 +18,7 @@
 //! no memory that grows with the model.
 //!
 //! What is read is held to `checksums.json`. A checkpoint of other tools has none, and is accepted;
-//! `config.json` and the tokenizer's files have none either, as people edit them.
+//! the tokenizer's files have none either, as people edit them.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -26,11 +26,14 @@ use std::path::{Path, PathBuf};
 
 use foveate_nn::{AttentionConfig, Blocks, Cpu, Model, Moments};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::error::TrainError;
 use crate::pack::Cursor;
 use crate::recipe::SaveDtype;
+use crate::safetensors::RESTORE;
 use crate::tokens::Tokenizer;
+use crate::whole;
 
 mod checksums;
 mod config;
@@ -91,6 +94,26 @@ pub struct Snapshot<'a, B: Blocks = Cpu> {
     pub origin: Option<&'a Path>,
     /// Source of the chat template, where the recipe gave one.
     pub chat_template: Option<&'a str>,
+}
+
+/// A file of JSON.
+fn read_json(path: &Path) -> Result<Value, TrainError> {
+    let text = whole::read_text(path).map_err(|e| unreadable(path, &e))?;
+    serde_json::from_str(&text).map_err(|e| {
+        let is = match text.trim().is_empty() {
+            true => "is empty".to_owned(),
+            false => format!("is not the JSON it should be: {e}"),
+        };
+        TrainError::checkpoint(path, format!("{is}; {RESTORE}"))
+    })
+}
+
+fn unreadable(path: &Path, e: &io::Error) -> TrainError {
+    let remedy = match e.kind() {
+        io::ErrorKind::NotFound => "; give the folder of a checkpoint that holds it",
+        _ => "",
+    };
+    TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
 }
 
 /// Writes a file and waits until it is on the disk.

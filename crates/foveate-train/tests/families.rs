@@ -45,7 +45,7 @@ fn off(found: &[f32], expected: &[f32]) -> f32 {
 fn logits_and_every_gradient_are_those_of_transformers() {
     for folder in families().unwrap_or_default() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-        let config = read_config(&folder).unwrap();
+        let config = read_config(&folder, Checksums::Verify).unwrap();
         let mut model = Model::unfilled(config.model.clone(), &config.attention).unwrap();
         let fresh = load_weights(&folder, &mut model, Checksums::Verify).unwrap();
         assert!(fresh.is_empty(), "{fresh:?}");
@@ -103,7 +103,7 @@ fn logits_and_every_gradient_are_those_of_transformers() {
             chat_template: None,
         };
         let place = save(&saved, &snapshot, 1).unwrap();
-        let again = read_config(&place).unwrap();
+        let again = read_config(&place, Checksums::Verify).unwrap();
         assert_eq!((again.model, again.attention), (config.model, config.attention), "{name}");
     }
 }

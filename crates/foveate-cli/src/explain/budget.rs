@@ -6,7 +6,7 @@ use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Explanation, Plan
 use foveate_nn::{
     Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, Recompute, StepKind,
 };
-use foveate_train::checkpoint;
+use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
@@ -45,7 +45,9 @@ pub fn run(
     let place = path.parent().unwrap_or(Path::new(""));
     let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
     let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-    let from = base.as_deref().map(checkpoint::read_config).transpose()?;
+    // What is read of it is shown, and nothing is computed with it.
+    let read = |folder| checkpoint::read_config(folder, Checksums::Skip);
+    let from = base.as_deref().map(read).transpose()?;
     let tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
     let tokenizer = tokenizer.or_else(|| from.as_ref()?.tokenizer.path().map(Path::to_path_buf));
     let tokenizer_bytes = tokenizer.as_deref().map_or(0, memory_of);

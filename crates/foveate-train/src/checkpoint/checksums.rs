@@ -1,6 +1,6 @@
 //! `checksums.json`: what was saved, so that what is read can be held to it.
 //!
-//! One checksum for each tensor and one for `state.json`. They find damage (a disk, a copy cut
+//! One checksum for each tensor, one for `config.json` and one for `state.json`. They find damage (a disk, a copy cut
 //! short, an editor), not malice. Taking them costs a pass over bytes that are read or written
 //! anyway.
 
@@ -11,11 +11,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::CONFIG;
-use super::OURS;
-use super::config::read_json;
+use super::{CONFIG, OURS, read_json, unreadable};
 use crate::error::TrainError;
 use crate::safetensors::DAMAGED;
+use crate::whole;
 
 /// Its name.
 pub(super) const FILE: &str = "checksums.json";
@@ -32,7 +31,7 @@ pub enum Checksums {
 
 impl Checksums {
     /// The checksums of a checkpoint, where they are wanted; none of one of other tools. One that says
-    /// in its `config.json` that it is ours has some.
+    /// in its `config.json` that it is ours has some, and its `config.json` is held to them here.
     pub(super) fn of(self, folder: &Path) -> Result<Option<Manifest>, TrainError> {
         let path = folder.join(FILE);
         if self == Self::Skip {
@@ -43,13 +42,16 @@ impl Checksums {
             let ours = config.exists() && read_json(&config)?.get(OURS).is_some();
             return if ours { Err(missing(&path)) } else { Ok(None) };
         }
-        match serde_json::from_value(read_json(&path)?) {
-            Ok(manifest) => Ok(Some(manifest)),
-            Err(e) => {
-                let message = format!("is no list of checksums: {e}; {DAMAGED}");
-                Err(TrainError::checkpoint(&path, message))
-            }
+        let manifest: Manifest = serde_json::from_value(read_json(&path)?).map_err(|e| {
+            let message = format!("is no list of checksums: {e}; {DAMAGED}");
+            TrainError::checkpoint(&path, message)
+        })?;
+        // Earlier versions wrote none of it.
+        if manifest.files.contains_key(CONFIG) {
+            let config = folder.join(CONFIG);
+            manifest.check(&config, &whole::read(&config).map_err(|e| unreadable(&config, &e))?)?;
         }
+        Ok(Some(manifest))
     }
 
     /// [`Self::of`] a checkpoint of ours, which has some.

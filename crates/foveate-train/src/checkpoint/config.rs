@@ -2,18 +2,18 @@
 //! tokenizer and the chat template. Written by us or by other tools, some of which use newer
 //! names or let several tokens end a text.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::{AttentionConfig, Blocks, ModelConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{CHAT_TEMPLATE, CONFIG, OURS, Snapshot, families, latest};
+use super::{
+    CHAT_TEMPLATE, CONFIG, Checksums, OURS, Snapshot, families, latest, read_json, unreadable,
+};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
-use crate::safetensors::RESTORE;
 use crate::tokens::{Ends, Tokenizer};
 use crate::whole;
 
@@ -122,27 +122,8 @@ impl CheckpointConfig {
     }
 }
 
-pub(super) fn read_json(path: &Path) -> Result<Value, TrainError> {
-    let text = whole::read_text(path).map_err(|e| unreadable(path, &e))?;
-    serde_json::from_str(&text).map_err(|e| {
-        let is = match text.trim().is_empty() {
-            true => "is empty".to_owned(),
-            false => format!("is not the JSON it should be: {e}"),
-        };
-        TrainError::checkpoint(path, format!("{is}; {RESTORE}"))
-    })
-}
-
 fn read_json_if_there(path: &Path) -> Result<Value, TrainError> {
     if path.exists() { read_json(path) } else { Ok(Value::Null) }
-}
-
-pub(super) fn unreadable(path: &Path, e: &io::Error) -> TrainError {
-    let remedy = match e.kind() {
-        io::ErrorKind::NotFound => "; give the folder of a checkpoint that holds it",
-        _ => "",
-    };
-    TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
 }
 
 /// The token ids of a field that holds one, a list, or nothing.
@@ -159,6 +140,10 @@ fn is_gguf(path: &Path) -> bool {
 /// What stands where the folder of a checkpoint is expected, and what to do, if it is none.
 fn no_folder(path: &Path) -> Option<String> {
     const LAYOUT: &str = "config.json, *.safetensors and tokenizer.json";
+    let remedy = format!(
+        "which is not read; give the folder of the model in Hugging Face's layout ({LAYOUT}) that it was \
+         converted from"
+    );
     if path.is_dir() {
         let mut entries = path.read_dir().into_iter().flatten().flatten();
         let gguf = (!path.join(CONFIG).exists()).then(|| entries.find(|e| is_gguf(&e.path())));
@@ -186,12 +171,13 @@ fn no_folder(path: &Path) -> Option<String> {
     })
 }
 
-/// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included.
+/// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included, whose
+/// `config.json` is held to its checksum.
 ///
 /// # Errors
 /// When a file is missing or damaged, or the model is of a family that is not known, or has a field
 /// that is not known.
-pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
+pub fn read_config(folder: &Path, checksums: Checksums) -> Result<CheckpointConfig, TrainError> {
     no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
     let path = folder.join(CONFIG);
     let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
@@ -201,6 +187,7 @@ pub fn read_config(folder: &Path) -> Result<CheckpointConfig, TrainError> {
         let message = format!("is no checkpoint; the newest one in it is {}", newest.display());
         return Err(TrainError::checkpoint(folder, message));
     }
+    checksums.of(folder)?;
     let json = read_json(&path)?;
     let fail = |message: String| Err(TrainError::checkpoint(&path, message));
     let (model, attention) = families::read(&json).map_err(|e| TrainError::checkpoint(&path, e))?;

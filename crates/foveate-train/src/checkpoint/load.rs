@@ -7,8 +7,7 @@ use foveate_nn::{Blocks, Model, Moments};
 use serde_json::Value;
 
 use super::checksums::{Checksums, Manifest};
-use super::config::{read_json, unreadable};
-use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State};
+use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State, read_json, unreadable};
 use crate::error::TrainError;
 use crate::safetensors::Tensors;
 use crate::whole;

@@ -9,10 +9,10 @@ use foveate_nn::{Blocks, NnError, Parameter};
 use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
-use super::config::{config_json, unreadable};
+use super::config::config_json;
 use super::{
     CHAT_TEMPLATE, COMPANIONS, CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint,
-    remove_but, remove_leftovers,
+    remove_but, remove_leftovers, unreadable,
 };
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
@@ -102,7 +102,8 @@ impl Writer<'_> {
         snapshot: &Snapshot<'_, B>,
         shard_bytes: usize,
     ) -> Result<(), TrainError> {
-        self.json(CONFIG, &config_json(snapshot)?)?;
+        let config = self.json(CONFIG, &config_json(snapshot)?)?;
+        self.sums.add_file(CONFIG, config.as_bytes());
         if let Some(path) = snapshot.tokenizer.path() {
             let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
             self.put("tokenizer.json", &bytes)?;

@@ -6,7 +6,6 @@ use half::bf16;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::json;
 
-use super::config::read_json;
 use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
 
@@ -79,7 +78,7 @@ fn what_was_saved_is_loaded_bit_for_bit() {
     let run = SavedRun::new(1, 20);
     let place = save(dir.path(), &run.snapshot(SaveDtype::Bf16), 2).unwrap();
     assert_eq!(place, dir.path().join("step-000020"));
-    let read = read_config(&place).unwrap();
+    let read = read_config(&place, Checksums::Verify).unwrap();
     assert_eq!((read.model.clone(), read.attention), (config(), attention()));
     assert!(read.tokenizer.is_bytes());
     let mut other = model(2);
@@ -121,7 +120,7 @@ fn a_checkpoint_of_the_first_trainer_is_loaded_bit_for_bit() {
         });
         fs::write(place.join(name), safetensors::serialize(views, None).unwrap()).unwrap();
     }
-    let read = read_config(&place).unwrap();
+    let read = read_config(&place, Checksums::Skip).unwrap();
     assert_eq!(read.attention, attention());
     let (mut first, mut resumed) = (model(2), model(3));
     assert!(load_weights(&place, &mut first, Checksums::Skip).unwrap().is_empty());
@@ -253,6 +252,37 @@ fn three_flipped_bytes_are_found_in_every_tensor() {
 }
 
 #[test]
+fn a_flipped_byte_in_config_json_is_found_by_whatever_reads_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 1).unwrap();
+    let file = place.join(CONFIG);
+    let whole = fs::read_to_string(&file).unwrap();
+    // A digit of the base of the rotary angles becomes another one.
+    let field = whole.find("rope_theta").unwrap();
+    let at = field + whole[field..].find('0').unwrap();
+    let mut flipped = whole.clone().into_bytes();
+    flipped[at] ^= 1;
+    fs::write(&file, &flipped).unwrap();
+    let mut target = model(2);
+    for told in [
+        read_config(&place, Checksums::Verify).map(drop),
+        load_weights(&place, &mut target, Checksums::Verify).map(drop),
+        load_state(&place, &mut target, Checksums::Verify).map(drop),
+    ] {
+        let told = told.unwrap_err().to_string();
+        assert!(told.contains("config.json: does not match its checksum"), "{told}");
+    }
+    read_config(&place, Checksums::Skip).unwrap();
+    // Earlier versions took no checksum of it.
+    let sums = place.join("checksums.json");
+    let mut earlier = read_json(&sums).unwrap();
+    earlier["files"].as_object_mut().unwrap().remove(CONFIG).unwrap();
+    fs::write(&sums, earlier.to_string()).unwrap();
+    read_config(&place, Checksums::Verify).unwrap();
+    load_weights(&place, &mut target, Checksums::Verify).unwrap();
+}
+
+#[test]
 fn checksums_that_are_gone_are_missed_but_in_checkpoints_of_other_tools() {
     let dir = tempfile::tempdir().unwrap();
     let place = save(dir.path(), &SavedRun::new(1, 1).snapshot(SaveDtype::F32), 1).unwrap();
@@ -267,7 +297,7 @@ fn checksums_that_are_gone_are_missed_but_in_checkpoints_of_other_tools() {
         "{told}"
     );
     load_weights(&place, &mut target, Checksums::Skip).unwrap();
-    let mut config = config::read_json(&place.join(CONFIG)).unwrap();
+    let mut config = read_json(&place.join(CONFIG)).unwrap();
     config.as_object_mut().unwrap().remove("foveate").unwrap();
     fs::write(place.join(CONFIG), config.to_string()).unwrap();
     load_weights(&place, &mut target, Checksums::Verify).unwrap();
@@ -283,7 +313,7 @@ fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
         let whole = fs::read(&file).unwrap();
         fs::write(&file, "").unwrap();
         let mut target = model(2);
-        let read = read_config(&place)
+        let read = read_config(&place, Checksums::Verify)
             .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
             .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
         let told = read.unwrap_err().to_string();
@@ -294,7 +324,7 @@ fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
         fs::remove_file(&file).unwrap();
         let made = std::process::Command::new("mkfifo").arg(&file).status();
         if made.is_ok_and(|status| status.success()) {
-            let read = read_config(&place)
+            let read = read_config(&place, Checksums::Verify)
                 .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
                 .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
             let told = read.unwrap_err().to_string();
@@ -373,7 +403,7 @@ fn configurations_that_are_not_supported_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let told = |text: &str| {
         fs::write(dir.path().join("config.json"), text).unwrap();
-        read_config(dir.path()).unwrap_err().to_string()
+        read_config(dir.path(), Checksums::Verify).unwrap_err().to_string()
     };
     assert!(told("{").contains("is not the JSON it should be"));
     assert!(told(r#"{"model_type": "gpt2"}"#).contains("model_type is `gpt2`"));
@@ -416,7 +446,7 @@ fn configurations_that_are_not_supported_are_refused_by_name() {
         assert!(told.contains(expected), "{told}, not {expected}");
     }
     fs::remove_file(dir.path().join("config.json")).unwrap();
-    let missing = read_config(dir.path()).unwrap_err().to_string();
+    let missing = read_config(dir.path(), Checksums::Verify).unwrap_err().to_string();
     assert!(missing.contains("config.json: could not be read"), "{missing}");
 }
 
@@ -433,15 +463,15 @@ fn tokenizer_files_of_the_origin_go_along_and_a_given_template_wins() {
     snapshot.origin = Some(origin.path());
     let place = save(dir.path(), &snapshot, 2).unwrap();
     assert!(place.join("generation_config.json").exists());
-    let config = read_config(&place).unwrap();
+    let config = read_config(&place, Checksums::Verify).unwrap();
     assert_eq!(config.chat_template.as_deref(), Some("a"));
     assert_eq!((config.special.bos.as_str(), config.special.eos.as_str()), ("<s>", "</s>"));
     let later = SavedRun::new(1, 2);
     let mut snapshot = later.snapshot(SaveDtype::F32);
     snapshot.origin = Some(origin.path());
     snapshot.chat_template = Some("{{ bos_token }}b");
-    let config = read_config(&save(dir.path(), &snapshot, 2).unwrap()).unwrap();
-    assert_eq!(config.template().unwrap().text(&[], false).unwrap(), "<s>b");
+    let config = read_config(&save(dir.path(), &snapshot, 2).unwrap(), Checksums::Verify).unwrap();
+    assert_eq!(config.template().unwrap().text(&[], false, &mut || false).unwrap(), "<s>b");
 }
 
 #[test]
@@ -457,7 +487,7 @@ fn rotary_settings_are_read_from_the_newer_key_too() {
         json!({ "rope_type": "linear", "factor": 2.0, "rope_theta": 5e5 }),
     );
     fs::write(&path, json.to_string()).unwrap();
-    let model = read_config(&place).unwrap().model;
+    let model = read_config(&place, Checksums::Skip).unwrap().model;
     assert_eq!(model.rope_theta, 5e5);
     assert_eq!(model.rope_scaling.unwrap().rope_type, "linear");
 }
@@ -489,13 +519,16 @@ fn of_several_chat_templates_the_default_one_is_taken() {
     let of = |name: &str| json!({ "name": name, "template": format!("{name}!") });
     let config = json!({ "chat_template": [of("tool_use"), of("default")] });
     fs::write(place.join("tokenizer_config.json"), config.to_string()).unwrap();
-    assert_eq!(read_config(&place).unwrap().chat_template.as_deref(), Some("default!"));
+    assert_eq!(
+        read_config(&place, Checksums::Verify).unwrap().chat_template.as_deref(),
+        Some("default!")
+    );
 }
 
 #[test]
 fn what_is_no_folder_of_a_checkpoint_says_what_it_is_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
-    let told = |path: &Path| read_config(path).unwrap_err().to_string();
+    let told = |path: &Path| read_config(path, Checksums::Verify).unwrap_err().to_string();
     for (name, wanted) in [
         ("model.gguf", "is a GGUF file, which is not read; give the folder"),
         ("model.safetensors", "is a file; give the folder that holds it"),

@@ -69,7 +69,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
             same_run(recipe, &folder.recipe())?;
         }
         let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let from = origin.as_deref().map(checkpoint::read_config).transpose()?;
+        let read = |folder| checkpoint::read_config(folder, checksums);
+        let from = origin.as_deref().map(read).transpose()?;
         let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
         let tokenizer = tokenizer(recipe, place, from.as_ref())?;
         observer.begins("reading the documents");

@@ -157,7 +157,7 @@ fn a_run_whose_layers_have_programs_of_their_own_is_saved_and_resumed() {
     };
     let straight = Place::new();
     let (summary, whole) = straight.run(&recipe(&straight), Start::New).unwrap();
-    let read = checkpoint::read_config(&summary.checkpoint).unwrap();
+    let read = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
     assert_eq!(Some(&read.attention), recipe(&straight).attention.as_ref());
     let mut model = Model::unfilled(read.model, &read.attention).unwrap();
     let fresh = checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify);
@@ -378,7 +378,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
         "train.recompute=attention",
     ]);
     let (summary, _) = place.run(&recipe, Start::New).unwrap();
-    let config = checkpoint::read_config(&summary.checkpoint).unwrap();
+    let config = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
     assert_eq!(config.attention.of_layer(0).1.score.as_deref(), Some("score + bias[h]"));
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
     assert!(
@@ -398,7 +398,7 @@ fn a_learned_bias_is_trained_and_comes_back_from_the_checkpoint() {
         "attention.learned.bias.shape=[4, 8]",
     ]);
     let (summary, _) = place.run(&recipe, Start::New).unwrap();
-    let config = checkpoint::read_config(&summary.checkpoint).unwrap();
+    let config = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
     let mut model = Model::new(config.model, &config.attention, 0).unwrap();
     checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify).unwrap();
     let bias = model.values(model.parameter("model.layers.1.self_attn.bias").unwrap());
@@ -427,7 +427,12 @@ fn a_checkpoint_is_fine_tuned_on_the_assistants_words_alone() {
     let loss = |i: usize| f64::from_bits(log.losses[i]);
     assert!(loss(19) < 0.8 * loss(0), "{} {}", loss(0), loss(19));
     assert_eq!(
-        checkpoint::read_config(&tuned.checkpoint).unwrap().attention.of_layer(0).1.mask,
+        checkpoint::read_config(&tuned.checkpoint, Checksums::Verify)
+            .unwrap()
+            .attention
+            .of_layer(0)
+            .1
+            .mask,
         "causal & document"
     );
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use foveate_nn::{
     AttentionConfig, Batch, IGNORE, ModelConfig, ParameterState, ProgramConfig, Recompute,
 };
-use foveate_train::checkpoint;
+use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::BYTE_VOCAB;
 use serde_json::json;
@@ -98,7 +98,8 @@ impl Case {
         let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
         let place = path.parent().unwrap_or(Path::new(""));
         let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let from = base.as_deref().map(checkpoint::read_config).transpose()?;
+        let read = |folder| checkpoint::read_config(folder, Checksums::Verify);
+        let from = base.as_deref().map(read).transpose()?;
         let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
         let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
             (Some(config), _) => config,
