@@ -12,6 +12,7 @@ use foveate_train::tokens::Ends;
 use foveate_train::trainer::{TokenLoss, held_out_loss, token_losses};
 use serde_json::json;
 
+use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::memory;
 use crate::number::number;
@@ -96,7 +97,7 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let need = account.memory();
     let need = need.weights.saturating_add(need.activations);
     memory::fits(need, blocks.free_bytes()?, "lower --batch-rows or --len")?;
-    let template = config.template()?;
+    let template = config.template()?.isolated(RENDERER);
     let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0)?;
@@ -109,7 +110,8 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
         asker: Asker::Command,
     };
     let ends = Ends { bos: args.add_bos_token, eos: args.add_eos_token };
-    let corpus = Corpus::scan(&sources, config.tokenizer.adding(ends)?, Some(template))?;
+    let tokenizer = config.tokenizer.adding(ends)?;
+    let corpus = Corpus::scan(&sources, tokenizer, Some(template), &mut || false)?;
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };

@@ -212,6 +212,9 @@ impl From<foveate::gpu::GpuError> for Failure {
 
 impl From<foveate_train::TrainError> for Failure {
     fn from(e: foveate_train::TrainError) -> Self {
+        if matches!(e.kind(), foveate_train::TrainErrorKind::Interrupted) {
+            return Self::Interrupted;
+        }
         Self::new(e.to_string())
     }
 }

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 
 use foveate::tensor::count::Count;
 use foveate_nn::{Blocks, Generator, Model, NnError, NnErrorKind, Sampling, StepKind};
-use foveate_train::chat::{ChatTemplate, Message};
+use foveate_train::chat::{ChatTemplate, Message, RenderError};
 use foveate_train::checkpoint;
 use foveate_train::device::{DeviceChoice, DeviceOptions, OnDevice};
 use foveate_train::tokens::{Ends, Tokenizer};
 use foveate_train::whole;
 use serde_json::json;
 
+use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::memory;
@@ -91,7 +92,7 @@ fn generate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let account = config.model.dry_run_on(&blocks, &config.attention, 1, 1, StepKind::Loss)?;
     let help = "choose a smaller checkpoint, or a larger machine";
     memory::fits(account.memory().weights, blocks.free_bytes()?, help)?;
-    let template = config.template()?;
+    let template = config.template()?.isolated(RENDERER);
     let ends = Ends { bos: args.add_bos_token, eos: None };
     let tokenizer = config.tokenizer.adding(ends)?;
     let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
@@ -127,7 +128,13 @@ impl<B: Blocks> Writer<'_, B> {
         let prompts = if self.args.prompt.is_empty() { &alone } else { &self.args.prompt[..] };
         for prompt in prompts {
             said.push(says("user", prompt));
-            let text = template.text(&said, true).map_err(Failure::new)?;
+            let text = template.text(&said, true, &mut || self.interrupt.pressed());
+            let text = text.map_err(|e| match e {
+                RenderError::Interrupted => Failure::Interrupted,
+                RenderError::Document(reason) | RenderError::Template(reason) => {
+                    Failure::new(reason)
+                }
+            })?;
             let answer = self.answer(prompt, &text, out)?;
             said.push(says("assistant", &answer));
         }

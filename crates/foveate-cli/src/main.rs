@@ -17,6 +17,7 @@
 mod bench;
 mod blind;
 mod captures;
+mod chat;
 mod doctor;
 #[cfg(test)]
 mod documentation;
@@ -65,6 +66,7 @@ enum Command {
     Tune(tune::Args),
     Kernels(kernels::Args),
     Shard(shard::Args),
+    RenderChat(chat::Args),
 }
 
 impl Command {
@@ -88,6 +90,7 @@ impl Command {
             Command::Tune(args) => tune::run(args, out),
             Command::Kernels(args) => kernels::run(args, out),
             Command::Shard(args) => shard::run(args, out),
+            Command::RenderChat(args) => chat::run(args),
         }
     }
 }

@@ -9,12 +9,14 @@ use std::time::Duration;
 use foveate::tensor::count::Count;
 use foveate_train::checkpoint::Checksums;
 use foveate_train::device::DeviceChoice;
+use foveate_train::error::TrainErrorKind;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
 use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
+use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::output::{Output, bytes, count};
@@ -60,13 +62,18 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         start,
         checksums: checksums(args.skip_checksums),
         commit: option_env!("FOVEATE_COMMIT"),
+        renderer: Some(RENDERER),
     };
     let result = train(&recipe, &args.recipe, options, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
     }
-    let summary = result?;
+    let summary = result.inspect_err(|e| {
+        if matches!(e.kind(), TrainErrorKind::Interrupted) {
+            crate::output::tell!("interrupted before the first step; nothing was written");
+        }
+    })?;
     if summary.interrupted {
         crate::output::tell!(
             "interrupted after step {}; continue with: {} train {} --resume{}{}",

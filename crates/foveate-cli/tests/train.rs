@@ -210,6 +210,70 @@ fn stopped_by(signal: &str) {
     assert_eq!(place.weights("run", 200), place.weights("straight", 200));
 }
 
+/// A place whose recipe reads `lines` conversations, by a template that first does `work`.
+#[cfg(unix)]
+fn talking(work: &str, lines: usize) -> Place {
+    let place = Place::new();
+    let files = "files = [\"c.jsonl\"]\nchat_template = \"t.jinja\"";
+    place.recipe(|r| r.replace("files = [\"*.txt\"]", files));
+    let turns = r#"{"role":"user","content":"hi"},{"role":"assistant","content":"yo"}"#;
+    let line = format!("{{\"messages\":[{turns}]}}\n");
+    std::fs::write(place.path("c.jsonl"), line.repeat(lines)).unwrap();
+    let template = format!("{work}{{% for m in messages %}}{{{{ m.content }}}}|{{% endfor %}}");
+    std::fs::write(place.path("t.jinja"), template).unwrap();
+    place
+}
+
+/// A template whose variable `of.it` is `first` at first and is changed by `again` sixty times.
+#[cfg(unix)]
+fn growing(first: &str, again: &str) -> String {
+    format!(
+        "{{% set of = namespace(it={first}) %}}{{% for i in range(60) %}}{{% set of.it = {again} \
+         %}}{{% endfor %}}"
+    )
+}
+
+#[cfg(unix)]
+#[test]
+fn what_a_chat_template_computes_with_is_bounded_in_memory_and_time() {
+    for (work, wanted) in [
+        (growing("\"x\"", "of.it ~ of.it"), "takes more than 256 MiB of memory"),
+        (growing("\"xy\"", "of.it|replace(\"x\", of.it)"), "takes more than 256 MiB of memory"),
+        ("{{ messages|tojson(indent=10**9) }}".to_owned(), "takes more than 256 MiB of memory"),
+        (growing("[1]", "of.it + of.it") + "{{ of.it|length }}", "computes for more than 4 s"),
+    ] {
+        let place = talking(&work, 3);
+        let told = place.told(1, &["train", "recipe.toml"]);
+        assert!(told.contains("c.jsonl:1: the chat template") && told.contains(wanted), "{told}");
+        assert!(!place.path("run").exists(), "nothing was written");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn sigterm_ends_a_run_while_its_documents_render() {
+    let endless = growing("[1]", "of.it + of.it") + "{{ of.it|length }}";
+    for (work, lines) in [("", 400_000), (&endless, 1)] {
+        let place = talking(work, lines);
+        let mut command = place.command(&["train", "recipe.toml"]);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let pid = child.id();
+        // The process that renders is there.
+        let children = format!("/proc/{pid}/task/{pid}/children");
+        while std::fs::read_to_string(&children).unwrap().is_empty() {
+            assert!(child.try_wait().unwrap().is_none(), "the run ended by itself");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(Command::new("kill").args(["-TERM", &pid.to_string()]).status().unwrap().success());
+        let done = child.wait_with_output().unwrap();
+        let told = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(130), "{told}");
+        let last = told.lines().last().unwrap();
+        assert_eq!(last, "interrupted before the first step; nothing was written", "{told}");
+        assert!(!place.path("run").exists());
+    }
+}
+
 /// The system would end the process without a word.
 #[cfg(unix)]
 #[test]
@@ -309,26 +373,6 @@ fn wrong_input_gets_one_line_with_the_place() {
         let damaged = told(command);
         assert!(damaged.contains("does not match its checksum"), "{damaged}");
         let unchecked = place.run(&[command, &["--skip-checksums"]].concat());
-#[cfg(target_os = "linux")]
-#[test]
-fn what_the_limit_of_address_space_leaves_is_what_a_run_may_take() {
-    let place = Place::new();
-    let told = |kib: u64, rows: &str| {
-        let mut shell = Command::new("sh");
-        let limited =
-            format!("ulimit -v {kib}; exec \"$0\" train recipe.toml --start-over --set \"$1\"");
-        shell.args(["-c", &limited, env!("CARGO_BIN_EXE_foveate"), rows]);
-        shell.current_dir(place.0.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "1");
-        let done = shell.output().unwrap();
-        (done.status.code(), String::from_utf8(done.stderr).unwrap())
-    };
-    let (status, said) = told(2 << 20, "train.batch_rows=5000");
-    let leaves = "but the limit of address space (ulimit -v) leaves 1.";
-    assert!(status == Some(1) && said.contains(leaves), "{status:?}: {said}");
-    let (status, said) = told(2 << 20, "train.steps=2");
-    assert_eq!(status, Some(0), "{said}");
-}
-
         assert!(unchecked.status.success(), "{}", String::from_utf8_lossy(&unchecked.stderr));
     }
     std::fs::write(&file, &whole).unwrap();

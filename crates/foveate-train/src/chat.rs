@@ -6,11 +6,18 @@
 //! old reasoning) breaks that, which is an error rather than a wrong label.
 //!
 //! A template is a program of somebody else's: what it may do and write is bounded, so that a loop in one ends
-//! with an error and not with the machine's memory.
+//! with an error and not with the machine's memory. What it computes with in between, such as a text that it
+//! doubles, is bounded where it renders in a process of its own: see [`ChatTemplate::isolated`].
 
+#[cfg(unix)]
+mod process;
+
+use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+#[cfg(unix)]
+use std::sync::Arc;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value, context};
@@ -41,7 +48,7 @@ pub struct Message {
 }
 
 /// A conversation as text.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rendered {
     /// The whole conversation.
     pub text: String,
@@ -49,12 +56,42 @@ pub struct Rendered {
     pub learned: Vec<Range<usize>>,
 }
 
+/// Why there is no text of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RenderError {
+    /// This conversation or document cannot be used; others may.
+    Document(String),
+    /// The template took more than it may have, or its process could not be used.
+    Template(String),
+    /// The caller wants to stop.
+    Interrupted,
+}
+
+impl fmt::Display for RenderError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Document(reason) | Self::Template(reason) => f.write_str(reason),
+            Self::Interrupted => f.write_str("interrupted"),
+        }
+    }
+}
+
+impl From<String> for RenderError {
+    fn from(reason: String) -> Self {
+        Self::Document(reason)
+    }
+}
+
+#[cfg(unix)]
+pub use process::serve;
+
 /// A compiled chat template.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    bos: String,
-    eos: String,
+    program: Program,
+    /// The process that renders; none renders in this one.
+    #[cfg(unix)]
+    process: Option<Arc<process::Renderer>>,
 }
 
 impl ChatTemplate {
@@ -63,6 +100,79 @@ impl ChatTemplate {
     /// # Errors
     /// If the template is longer than 256 KiB or not valid Jinja, naming `place` and the line.
     pub fn new(source: &str, place: &Path, bos: &str, eos: &str) -> Result<Self, TrainError> {
+        let program = Program::new(source, place, bos, eos)?;
+        Ok(Self {
+            program,
+            #[cfg(unix)]
+            process: None,
+        })
+    }
+
+    /// The same template, rendered in a process of its own, which starts when there is something to render: this
+    /// program, called with `arguments`, for which it calls [`serve`]. A conversation takes at most 4 s of a
+    /// processor there, and 256 MiB of address space; long ones may take more of both. Elsewhere than on Unix, the
+    /// template renders in this process all the same.
+    #[cfg_attr(not(unix), expect(unused_variables, reason = "there is no other process"))]
+    #[must_use]
+    pub fn isolated(self, arguments: &'static [&'static str]) -> Self {
+        #[cfg(unix)]
+        let process = Some(Arc::new(process::Renderer::new(arguments)));
+        Self {
+            #[cfg(unix)]
+            process,
+            ..self
+        }
+    }
+
+    /// The conversation with the spans to learn from. `interrupted` is asked while another process renders.
+    ///
+    /// # Errors
+    /// In one line: the template refused the conversation, nobody speaks as `assistant`, or an earlier turn changes
+    /// when a later one is added; the template takes too much; or the caller wants to stop.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Rendered, RenderError> {
+        #[cfg(unix)]
+        if let Some(process) = &self.process {
+            return process.ask(&self.program, messages, None, interrupted);
+        }
+        self.program.render(messages).map_err(RenderError::Document)
+    }
+
+    /// The conversation as a prompt that the model is to continue. `interrupted` is asked while another process
+    /// renders.
+    ///
+    /// # Errors
+    /// In one line: the template refuses the conversation or takes too much, or the caller wants to stop.
+    pub fn text(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<String, RenderError> {
+        #[cfg(unix)]
+        if let Some(process) = &self.process {
+            let asked =
+                process.ask(&self.program, messages, Some(add_generation_prompt), interrupted);
+            return asked.map(|rendered| rendered.text);
+        }
+        self.program.text(messages, add_generation_prompt).map_err(RenderError::Document)
+    }
+}
+
+/// A template that renders in this process.
+#[derive(Clone, Debug)]
+struct Program {
+    environment: Environment<'static>,
+    source: String,
+    bos: String,
+    eos: String,
+}
+
+impl Program {
+    fn new(source: &str, place: &Path, bos: &str, eos: &str) -> Result<Self, TrainError> {
         if source.len() > SOURCE_BYTES {
             let message = format!(
                 "the chat template has {} bytes, of which {SOURCE_BYTES} are read; give the model's own",
@@ -84,15 +194,11 @@ impl ChatTemplate {
         environment.add_template_owned("chat", source.to_owned()).map_err(|e| {
             TrainError::data(place, e.line(), format!("the chat template is not valid: {e}"))
         })?;
-        Ok(Self { environment, bos: bos.to_owned(), eos: eos.to_owned() })
+        let (source, bos, eos) = (source.to_owned(), bos.to_owned(), eos.to_owned());
+        Ok(Self { environment, source, bos, eos })
     }
 
-    /// The conversation with the spans to learn from.
-    ///
-    /// # Errors
-    /// A one-line reason: the template refused the conversation, nobody speaks as `assistant`, or an earlier turn
-    /// changes when a later one is added.
-    pub fn render(&self, messages: &[Message]) -> Result<Rendered, String> {
+    fn render(&self, messages: &[Message]) -> Result<Rendered, String> {
         let text = self.text(messages, false)?;
         let mut learned = Vec::new();
         for (turn, _) in
@@ -127,15 +233,7 @@ impl ChatTemplate {
         Ok(Rendered { text, learned })
     }
 
-    /// The conversation as a prompt that the model is to continue.
-    ///
-    /// # Errors
-    /// A one-line reason if the template refuses the conversation.
-    pub fn text(
-        &self,
-        messages: &[Message],
-        add_generation_prompt: bool,
-    ) -> Result<String, String> {
+    fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
         let said: usize = messages.iter().map(|m| m.role.len() + m.content.len()).sum();
         let left = WRITTEN_BYTES.saturating_add(said.saturating_mul(TIMES_WRITTEN));
         let mut text = Bounded { text: Vec::new(), left };
@@ -191,8 +289,8 @@ mod tests {
         Message { role: role.to_owned(), content: content.to_owned() }
     }
 
-    fn template(source: &str) -> ChatTemplate {
-        ChatTemplate::new(source, Path::new("template"), "<s>", "</s>").unwrap()
+    fn template(source: &str) -> Program {
+        Program::new(source, Path::new("template"), "<s>", "</s>").unwrap()
     }
 
     #[test]

@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::chat::ChatTemplate;
-use crate::error::TrainError;
+use crate::chat::{ChatTemplate, RenderError};
+use crate::error::{TrainError, TrainErrorKind};
 use crate::tokens::Tokenizer;
 use foveate::tensor::random::mix;
 use text::Parts;
@@ -71,6 +71,12 @@ struct Entry {
     hash: u64,
 }
 
+impl Entry {
+    fn of(file: usize, line: Option<usize>, start: u64, bytes: &[u8]) -> Self {
+        Self { file, line, start, bytes: bytes.len(), hash: hash(bytes) }
+    }
+}
+
 /// A document's tokens, ready to be packed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Document {
@@ -100,12 +106,6 @@ impl Asker {
         }
     }
 
-    fn on_change(self) -> &'static str {
-        match self {
-            Self::Recipe => "put back what it was and resume",
-            Self::Command => "give the command again when nothing writes to it",
-        }
-    }
     /// Where files are named.
     fn names(self) -> &'static str {
         match self {
@@ -114,6 +114,12 @@ impl Asker {
         }
     }
 
+    fn on_change(self) -> &'static str {
+        match self {
+            Self::Recipe => "put back what it was and resume",
+            Self::Command => "give the command again when nothing writes to it",
+        }
+    }
 }
 
 /// Which files to read and how; the data section of a recipe with its paths resolved.
@@ -146,22 +152,25 @@ pub struct Corpus {
 
 impl Corpus {
     /// Finds and checks every document. Files are taken in the order of their paths, each once under
-    /// however many names patterns and links find it.
+    /// however many names patterns and links find it. `interrupted` is asked before each document and while one
+    /// is rendered.
     ///
     /// # Errors
     /// If a pattern matches nothing, a file cannot be read, or a document is empty, not UTF-8 or not the JSON that
-    /// is expected and the policy is [`BadDocument::Error`].
+    /// is expected and the policy is [`BadDocument::Error`]; if the chat template takes too much; or if the caller
+    /// wants to stop.
     pub fn scan(
         sources: &Sources,
         tokenizer: Tokenizer,
         template: Option<ChatTemplate>,
+        interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<Self, TrainError> {
         let files = files::find(sources)?;
         let (entries, skipped) = (Vec::new(), Vec::new());
         let mut corpus =
             Self { files, entries, skipped, tokenizer, template, asker: sources.asker };
         for index in 0..corpus.files.len() {
-            corpus.scan_file(index, sources)?;
+            corpus.scan_file(index, sources, interrupted)?;
         }
         if corpus.entries.is_empty() {
             let message = match (corpus.files.first(), corpus.skipped.first()) {
@@ -175,7 +184,12 @@ impl Corpus {
         Ok(corpus)
     }
 
-    fn scan_file(&mut self, index: usize, sources: &Sources) -> Result<(), TrainError> {
+    fn scan_file(
+        &mut self,
+        index: usize,
+        sources: &Sources,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), TrainError> {
         let path = self.files[index].clone();
         let failed = |e: std::io::Error| unreadable(&path, &e);
         let lines = match sources.format {
@@ -195,7 +209,8 @@ impl Corpus {
             }
             let mut bytes = Vec::with_capacity(len as usize);
             file.take(LONGEST).read_to_end(&mut bytes).map_err(failed)?;
-            return self.add(index, None, 0, &bytes, sources.on_bad_document);
+            let entry = Entry::of(index, None, 0, &bytes);
+            return self.add(entry, &bytes, sources.on_bad_document, interrupted);
         }
         let mut reader = BufReader::new(File::open(&path).map_err(failed)?);
         let (mut line, mut number, mut start) = (Vec::new(), 0, 0);
@@ -210,7 +225,8 @@ impl Corpus {
                     return Err(TrainError::data(&path, Some(number), message));
                 }
                 len => {
-                    self.add(index, Some(number), start, &line, sources.on_bad_document)?;
+                    let entry = Entry::of(index, Some(number), start, &line);
+                    self.add(entry, &line, sources.on_bad_document, interrupted)?;
                     start += len;
                 }
             }
@@ -219,27 +235,31 @@ impl Corpus {
 
     fn add(
         &mut self,
-        file: usize,
-        line: Option<usize>,
-        start: u64,
+        entry: Entry,
         bytes: &[u8],
         policy: BadDocument,
+        interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<(), TrainError> {
-        let entry = Entry { file, line, start, bytes: bytes.len(), hash: hash(bytes) };
-        let Err(reason) = text::parts(bytes, line.is_some(), self.template.as_ref()) else {
+        if interrupted() {
+            return Err(TrainErrorKind::Interrupted.into());
+        }
+        let line = entry.line;
+        let template = self.template.as_ref();
+        let Err(wrong) = text::parts(bytes, line.is_some(), template, interrupted) else {
             self.entries.push(entry);
             return Ok(());
         };
-        let path = self.files[file].clone();
-        match policy {
-            BadDocument::Skip => {
-                self.skipped.push(Skipped { file: path, line, reason });
+        let path = &self.files[entry.file];
+        match (wrong, policy) {
+            (RenderError::Document(reason), BadDocument::Skip) => {
+                self.skipped.push(Skipped { file: path.clone(), line, reason });
                 Ok(())
             }
-            BadDocument::Error => {
+            (RenderError::Document(reason), BadDocument::Error) => {
                 let message = format!("{reason}; {}", self.asker.on_bad_document());
-                Err(TrainError::data(&path, line, message))
+                Err(TrainError::data(path, line, message))
             }
+            (wrong, _) => Err(unrendered(path, line, wrong)),
         }
     }
 
@@ -322,8 +342,9 @@ impl Corpus {
                 format!("the document changed while it was in use; {}", self.asker.on_change());
             return Err(TrainError::data(path, entry.line, message));
         }
-        let parts = text::parts(&bytes, entry.line.is_some(), self.template.as_ref())
-            .map_err(|reason| TrainError::data(path, entry.line, reason))?;
+        let template = self.template.as_ref();
+        let parts = text::parts(&bytes, entry.line.is_some(), template, &mut || false)
+            .map_err(|wrong| unrendered(path, entry.line, wrong))?;
         self.tokenise(&parts)
     }
 
@@ -383,6 +404,15 @@ impl Corpus {
 
 fn unreadable(path: &Path, error: &std::io::Error) -> TrainError {
     TrainError::data(path, None, format!("could not be read: {error}"))
+}
+
+fn unrendered(file: &Path, line: Option<usize>, error: RenderError) -> TrainError {
+    match error {
+        RenderError::Interrupted => TrainErrorKind::Interrupted.into(),
+        RenderError::Document(reason) | RenderError::Template(reason) => {
+            TrainError::data(file, line, reason)
+        }
+    }
 }
 
 /// FNV-1a over the bytes, then mixed.

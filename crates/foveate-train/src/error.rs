@@ -66,6 +66,8 @@ pub enum TrainErrorKind {
         /// The checkpoint that the run can be resumed from, where it has saved one.
         earlier: Option<PathBuf>,
     },
+    /// The observer ended the run before its first step: nothing was written.
+    Interrupted,
     /// The model refused its configuration or its input.
     Model {
         /// The model's own words.
@@ -175,6 +177,7 @@ impl fmt::Display for TrainErrorKind {
                     ),
                 }
             }
+            Self::Interrupted => f.write_str("interrupted"),
             Self::Model { message } => f.write_str(message),
         }
     }

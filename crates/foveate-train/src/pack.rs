@@ -336,7 +336,7 @@ mod tests {
             files: vec!["*.txt".to_owned()],
             ..Default::default()
         };
-        let corpus = Corpus::scan(&sources, Tokenizer::bytes(), None).unwrap();
+        let corpus = Corpus::scan(&sources, Tokenizer::bytes(), None, &mut || false).unwrap();
         (dir, corpus)
     }
 

@@ -66,7 +66,9 @@ pub trait Observer {
     /// Something that may take long begins, in words such as `saving`; it lasts until the next one
     /// does.
     fn begins(&mut self, _what: &'static str) {}
-    /// Asked after every step: true saves a checkpoint and ends the run, to be resumed.
+    /// Asked after every step: true saves a checkpoint and ends the run, to be resumed. Asked, too,
+    /// before each document is looked at: true ends a run that has not begun, as
+    /// [`TrainErrorKind::Interrupted`].
     fn interrupted(&mut self) -> bool {
         false
     }
@@ -120,11 +122,14 @@ pub struct Options {
     pub checksums: Checksums,
     /// The commit that the program was built from, for the log.
     pub commit: Option<&'static str>,
+    /// What this program is called with for it to call [`crate::chat::serve`]: chat templates then
+    /// render in such a process, within its limits. None renders them in this one.
+    pub renderer: Option<&'static [&'static str]>,
 }
 
 impl From<Start> for Options {
     fn from(start: Start) -> Self {
-        Self { start, checksums: Checksums::Verify, commit: None }
+        Self { start, checksums: Checksums::Verify, commit: None, renderer: None }
     }
 }
 

@@ -536,10 +536,10 @@ fn what_is_no_folder_of_a_checkpoint_says_what_it_is_and_what_to_do() {
         fs::write(dir.path().join(name), "GGUF").unwrap();
         assert!(told(&dir.path().join(name)).contains(wanted), "{name}");
     }
+    let holds = told(dir.path());
+    assert!(holds.contains("holds a GGUF file, model.gguf, which is not read; give"), "{holds}");
     let hub = told(Path::new("someone/Tiny-1B"));
     assert!(hub.contains("run `hf download someone/Tiny-1B --local-dir Tiny-1B`"), "{hub}");
     let none = told(&dir.path().join("none"));
     assert!(none.contains("does not exist; give the folder of a checkpoint"), "{none}");
 }
-    let holds = told(dir.path());
-    assert!(holds.contains("holds a GGUF file, model.gguf, which is not read; give"), "{holds}");

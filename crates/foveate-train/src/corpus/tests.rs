@@ -24,7 +24,7 @@ pub fn sources(dir: &tempfile::TempDir, files: &[&str]) -> Sources {
 pub fn scan(sources: &Sources) -> Result<Corpus, TrainError> {
     let template =
         ChatTemplate::new(crate::chat::DEFAULT_TEMPLATE, Path::new("template"), "", "").unwrap();
-    Corpus::scan(sources, Tokenizer::bytes(), Some(template))
+    Corpus::scan(sources, Tokenizer::bytes(), Some(template), &mut || false)
 }
 
 #[test]
@@ -84,7 +84,8 @@ fn a_turn_that_the_template_closed_is_not_closed_again() {
     let dir = folder(&[("chat.jsonl", lines.as_bytes())]);
     let learned = |tokenizer: Tokenizer, index| {
         let sources = sources(&dir, &["chat.jsonl"]);
-        let corpus = Corpus::scan(&sources, tokenizer, Some(template.clone())).unwrap();
+        let corpus =
+            Corpus::scan(&sources, tokenizer, Some(template.clone()), &mut || false).unwrap();
         let Document { tokens, learned } = corpus.document(index).unwrap();
         let learned: Vec<u32> = tokens.iter().zip(learned).filter(|t| t.1).map(|t| *t.0).collect();
         (learned, *tokens.last().unwrap())

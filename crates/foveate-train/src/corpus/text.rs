@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::chat::{ChatTemplate, Message};
+use crate::chat::{ChatTemplate, Message, RenderError};
 
 /// A document's text.
 pub struct Parts {
@@ -16,13 +16,20 @@ pub struct Parts {
 
 /// The text of a document and, for a conversation, the byte ranges to learn from.
 ///
+/// `interrupted` is asked while a conversation is rendered.
+///
 /// # Errors
 /// Why it cannot be used.
-pub fn parts(bytes: &[u8], json: bool, template: Option<&ChatTemplate>) -> Result<Parts, String> {
+pub fn parts(
+    bytes: &[u8],
+    json: bool,
+    template: Option<&ChatTemplate>,
+    interrupted: &mut dyn FnMut() -> bool,
+) -> Result<Parts, RenderError> {
     let text = std::str::from_utf8(bytes)
         .map_err(|e| format!("the document is not UTF-8 (byte {} of it)", e.valid_up_to()))?;
     if text.trim().is_empty() {
-        return Err("the document is empty".to_owned());
+        return Err("the document is empty".to_owned().into());
     }
     if !json {
         return Ok(Parts { text: text.to_owned(), learned: None });
@@ -33,18 +40,17 @@ pub fn parts(bytes: &[u8], json: bool, template: Option<&ChatTemplate>) -> Resul
         let why = told.rsplit_once(" at line ").map_or(told.as_str(), |(why, _)| why);
         format!("the line is not a JSON document: {why} (column {})", e.column())
     })?;
-    match (record.text, record.messages, template) {
-        (Some(text), None, _) if text.trim().is_empty() => Err("the document is empty".to_owned()),
-        (Some(text), None, _) => Ok(Parts { text, learned: None }),
+    let wrong = match (record.text, record.messages, template) {
+        (Some(text), None, _) if text.trim().is_empty() => "the document is empty",
+        (Some(text), None, _) => return Ok(Parts { text, learned: None }),
         (None, Some(messages), Some(template)) => {
-            let rendered = template.render(&said(messages)?)?;
-            Ok(Parts { text: rendered.text, learned: Some(rendered.learned) })
+            let rendered = template.render(&said(messages)?, interrupted)?;
+            return Ok(Parts { text: rendered.text, learned: Some(rendered.learned) });
         }
-        (None, Some(_), None) => {
-            Err("the line has `messages` but there is no chat template".to_owned())
-        }
-        _ => Err("the line needs either a string `text` or a list `messages`".to_owned()),
-    }
+        (None, Some(_), None) => "the line has `messages` but there is no chat template",
+        _ => "the line needs either a string `text` or a list `messages`",
+    };
+    Err(wrong.to_owned().into())
 }
 
 #[derive(Deserialize)]

@@ -59,7 +59,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let Options { start, checksums, commit } = options;
+        let Options { start, checksums, commit, renderer } = options;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
@@ -72,9 +72,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let read = |folder| checkpoint::read_config(folder, checksums);
         let from = origin.as_deref().map(read).transpose()?;
         let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
+        let template = renderer.into_iter().fold(template, ChatTemplate::isolated);
         let tokenizer = tokenizer(recipe, place, from.as_ref())?;
-        observer.begins("reading the documents");
-        let corpus = Corpus::scan(&sources(recipe, place), tokenizer, Some(template))?;
+        let corpus = documents(recipe, place, tokenizer, template, observer)?;
         let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
         let read = named.map(|file| place.join(file)).chain(origin.clone());
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
@@ -195,6 +195,9 @@ fn absolute(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_path_buf())
 }
 
+/// Documents whose tokens are counted before the observer is asked whether to stop.
+const COUNTED_AT_ONCE: usize = 1024;
+
 /// The optimiser steps of the run: those of the recipe, or those of its epochs.
 fn steps(
     recipe: &Recipe,
@@ -207,7 +210,13 @@ fn steps(
     };
     observer.begins("counting the documents' tokens");
     let tokens = |&document: &usize| corpus.document(document).map(|d| d.tokens.len());
-    let lengths: Vec<usize> = train.par_iter().map(tokens).collect::<Result<_, _>>()?;
+    let mut lengths = Vec::with_capacity(train.len());
+    for some in train.chunks(COUNTED_AT_ONCE) {
+        if observer.interrupted() {
+            return Err(TrainErrorKind::Interrupted.into());
+        }
+        lengths.extend(some.par_iter().map(tokens).collect::<Result<Vec<_>, _>>()?);
+    }
     let rows_a_step = (recipe.train.batch_rows * recipe.train.accumulate) as u64;
     Ok(packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step))
 }
@@ -249,6 +258,19 @@ fn sources(recipe: &Recipe, place: &Path) -> Sources {
         on_bad_document: data.on_bad_document,
         asker: Asker::Recipe,
     }
+}
+
+/// The documents of the recipe, which conversations become by `template`.
+fn documents(
+    recipe: &Recipe,
+    place: &Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    observer: &mut dyn Observer,
+) -> Result<Corpus, TrainError> {
+    observer.begins("reading the documents");
+    let sources = sources(recipe, place);
+    Corpus::scan(&sources, tokenizer, Some(template), &mut || observer.interrupted())
 }
 
 /// The model without its weights, and its attention program; or what is wrong with the recipe.

@@ -511,7 +511,7 @@ fn a_value_that_is_not_finite_is_named_when_it_is_loaded() {
     let end = bytes.len();
     bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(&masters, bytes).unwrap();
-    let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
+    let unchecked = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
     let error = place.run(&place.recipe(&["train.steps=7"]), unchecked).unwrap_err().to_string();
     let named = "masters.safetensors: tensor `square:lm_head.weight` is NaN at element 4111";
     assert!(error.contains(named) && !error.contains("lr"), "{error}");
@@ -555,7 +555,7 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         std::fs::write(&state, damaged.to_string()).unwrap();
         let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains("state.json: does not match its checksum"), "{error}");
-        let unchecked = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
+        let unchecked = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
         let error = place.run(&place.recipe(&[]), unchecked).unwrap_err().to_string();
         assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
     }
@@ -587,7 +587,7 @@ fn a_resume_tells_of_the_device_that_earlier_steps_ran_on() {
     assert!(!text.contains("gpu"), "a CPU's state is that of earlier versions: {text}");
     let elsewhere = text.replacen('{', "{\n  \"gpu\": \"NVIDIA H200\",", 1);
     std::fs::write(&path, elsewhere).unwrap();
-    let options = Options { start: Start::Resume, checksums: Checksums::Skip, commit: None };
+    let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
     let mut told = Devices::default();
     train(&place.recipe(&["train.steps=4"]), &place.file(), options, &mut told).unwrap();
     train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
