@@ -7,10 +7,26 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
 
+class _Indexing(TransformGetItemToIndex):
+    """Numbers and whole axes among traced indices, which torch's mode takes from 2.11 on."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__ and torch.__version__ < "2.11":
+            of, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
+                at = next(n for n, i in enumerate(index) if i is Ellipsis)
+                index = index[:at] + (slice(None),) * (of.dim() - len(index) + 1) + index[at + 1 :]
+            if any(isinstance(i, torch.Tensor) for i in index):
+                if all(isinstance(i, (torch.Tensor, int)) or i == slice(None) for i in index):
+                    number = lambda i: torch.tensor(i, device=of.device) if isinstance(i, int) else i  # noqa: E731
+                    return torch.ops.aten.index.Tensor(of, [number(i) if not isinstance(i, slice) else None for i in index])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def dense(function, extents, scores=None, device=None):
     """A mask or score function at every point, by torch's own vmap."""
     indices = [torch.arange(n, device=device if scores is None else scores.device) for n in extents]
-    with TransformGetItemToIndex():
+    with _Indexing():
         if scores is None:
             return _vmap_for_bhqkv(function, prefix=())(*indices)
         return _vmap_for_bhqkv(function, prefix=(0,))(scores, *indices)

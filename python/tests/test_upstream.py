@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 FILE = '''
 import pytest
@@ -50,7 +51,11 @@ def test_skipped():
 WRONG = "\n\ndef test_wrong():\n    assert float(flex_attention(*operands()).sum()) == 7.0\n"
 
 
-@pytest.mark.parametrize("mode, more, code, row", [("--eager", "", 0, "4 2 0 1 1"), ("--compiled", WRONG, 1, "5 2 1 1 1")])
+# Torch's own attention, which 2.10 lets run on the CPU with a gradient, is none of ours.
+EAGER = "4 2 0 1 1" if torch.__version__ >= "2.11" else "4 1 0 2 1"
+
+
+@pytest.mark.parametrize("mode, more, code, row", [("--eager", "", 0, EAGER), ("--compiled", WRONG, 1, "5 2 1 1 1")])
 def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mode, more, code, row, tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE + more)
     command = [sys.executable, "-B", "-m", "foveate.testing.upstream", mode, str(tmp_path / "test_theirs.py")]
