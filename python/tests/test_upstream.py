@@ -66,6 +66,19 @@ def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mo
     assert "itself, 1 of: its own reason" in table
 
 
+def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
+    (tmp_path / "test_theirs.py").write_text(FILE)
+    run = (
+        "from foveate.testing import upstream\n"
+        "upstream.SKIPS = (('test_theirs.py', 'for_a_gpu', 'hardware', 'two GPUs'),)\n"
+        f"raise SystemExit(upstream.main(['--compiled', {str(tmp_path / 'test_theirs.py')!r}]))"
+    )
+    ran = subprocess.run([sys.executable, "-B", "-c", run], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 hardware" in ran.stdout
+    assert "hardware, 1 of: hardware: needs hardware that is not there; two GPUs" in ran.stdout
+
+
 def test_a_file_that_is_not_there_is_one_line():
     command = [sys.executable, "-m", "foveate.testing.upstream", "--eager", "none.py"]
     ran = subprocess.run(command, capture_output=True, text=True)
