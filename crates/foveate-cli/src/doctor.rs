@@ -9,19 +9,23 @@ use foveate_gpu::hopper::{self, Need};
 use foveate_gpu::library::Library;
 use foveate_gpu::loader::{Outcome, Step};
 use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvrtc};
+use foveate_shard::launch::Flags;
 use foveate_train::machine;
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::output::{Output, bytes};
-use crate::threads;
+use crate::{ranks, threads};
 
 /// Show what this machine offers and what this build makes of it
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print one JSON object
-    #[arg(long)]
+    #[arg(long, conflicts_with = "mesh")]
     json: bool,
+    /// Show which rank of which run this process would be, and who says so, instead
+    #[arg(long)]
+    mesh: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -83,6 +87,10 @@ struct Cache {
 
 /// Looks around and prints what it finds.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    if args.mesh {
+        let launch = ranks::launch(&Flags::default())?;
+        return Ok(ranks::lines(&launch).into_iter().try_for_each(|line| out.line(line))?);
+    }
     let found = Findings::gather();
     if args.json {
         return Ok(out.json(&found)?);

@@ -15,6 +15,8 @@ pub enum Failure {
     Usage(Box<Report>),
     /// The user pressed Ctrl-C.
     Interrupted,
+    /// Another rank failed, and shows why.
+    Elsewhere,
     /// Standard output could not be written.
     Output(io::Error),
 }
@@ -61,6 +63,7 @@ impl Failure {
         match self {
             Self::Failed(report) | Self::Usage(report) => report.message.clone(),
             Self::Interrupted => "interrupted".to_owned(),
+            Self::Elsewhere => "another rank failed".to_owned(),
             Self::Output(e) => format!("standard output cannot be written: {e}"),
         }
     }
@@ -108,6 +111,7 @@ impl Failure {
                 ExitCode::from(2)
             }
             Self::Interrupted => ExitCode::from(130),
+            Self::Elsewhere => ExitCode::from(1),
             Self::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
             Self::Output(_) => {
                 tell(&format!("error: {}\n", self.message()));
@@ -212,8 +216,10 @@ impl From<foveate::gpu::GpuError> for Failure {
 
 impl From<foveate_train::TrainError> for Failure {
     fn from(e: foveate_train::TrainError) -> Self {
-        if matches!(e.kind(), foveate_train::TrainErrorKind::Interrupted) {
-            return Self::Interrupted;
+        match e.kind() {
+            foveate_train::TrainErrorKind::Interrupted => return Self::Interrupted,
+            foveate_train::TrainErrorKind::Elsewhere { .. } => return Self::Elsewhere,
+            _ => {}
         }
         Self::new(e.to_string())
     }

@@ -27,6 +27,7 @@ mod failure;
 mod generate;
 mod interrupt;
 mod kernels;
+mod launch;
 mod limits;
 mod mask;
 mod memory;
@@ -34,6 +35,7 @@ mod number;
 mod output;
 mod problem;
 mod progress;
+mod ranks;
 mod shard;
 mod threads;
 mod train;
@@ -57,6 +59,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(train::Args),
+    Launch(launch::Args),
     Generate(generate::Args),
     Eval(eval::Args),
     Mask(mask::Args),
@@ -81,6 +84,7 @@ impl Command {
     fn run(&self, out: &mut Output) -> Result<(), Failure> {
         match self {
             Command::Train(args) => train::run(args, out),
+            Command::Launch(args) => launch::run(args),
             Command::Generate(args) => generate::run(args, out),
             Command::Eval(args) => eval::run(args, out),
             Command::Mask(args) => mask::run(args, out),

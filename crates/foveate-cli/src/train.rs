@@ -12,7 +12,7 @@ use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainErrorKind;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
-use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train};
+use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train_on};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -20,6 +20,7 @@ use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::output::{Output, bytes, count};
+use crate::ranks;
 use lines::{LIVELY, Lines};
 
 /// Train a model by a recipe
@@ -46,13 +47,17 @@ pub struct Args {
     /// Print one JSON object a line: steps and evaluations, at the end a summary
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    ranks: ranks::RankArgs,
 }
 
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.set)?;
-    recipe.run.device = args.device.unwrap_or(recipe.run.device);
-    let mut view = View::new(Interrupt::watch()?, args.json.then_some(&mut *out));
+    let launch = args.ranks.find()?;
+    recipe.run.device = ranks::device(args.device.unwrap_or(recipe.run.device), &launch);
+    let interrupt = Interrupt::watch()?;
+    let group = ranks::meet(&launch)?;
     let start = match (args.resume, args.start_over) {
         (true, _) => Start::Resume,
         (_, true) => Start::Over,
@@ -64,7 +69,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         commit: option_env!("FOVEATE_COMMIT"),
         renderer: Some(RENDERER),
     };
-    let result = train(&recipe, &args.recipe, options, &mut view);
+    if launch.rank > 0 {
+        let summary = train_on(&*group, &recipe, &args.recipe, options, &mut Silent(interrupt))?;
+        return if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) };
+    }
+    let mut view = View::new(interrupt, args.json.then_some(&mut *out));
+    let result = train_on(&*group, &recipe, &args.recipe, options, &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
@@ -145,6 +155,15 @@ fn called() -> String {
     std::env::args().next().unwrap_or_else(|| "foveate".to_owned())
 }
 
+/// Any rank but the first shows nothing, and can be interrupted.
+struct Silent(Interrupt);
+
+impl Observer for Silent {
+    fn interrupted(&mut self) -> bool {
+        self.0.pressed()
+    }
+}
+
 /// A progress bar on stderr, or lines where stderr is no terminal.
 struct View<'a> {
     bar: ProgressBar,
@@ -187,6 +206,9 @@ impl Observer for View<'_> {
             run.held_out_documents,
             run.dir.display()
         );
+        if run.ranks > 1 {
+            crate::output::tell!("{} ranks share the rows of a batch", run.ranks);
+        }
         let needed = bytes(run.memory.total() as f64);
         match &run.gpu {
             None => crate::output::tell!("about {needed} of memory, saves included"),

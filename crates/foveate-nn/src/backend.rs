@@ -341,6 +341,12 @@ pub trait Blocks: Sized {
     /// Totals of nothing.
     fn totals(&mut self) -> Result<Self::Totals, NnError>;
 
+    /// Counts `labelled` tokens in `totals` that have a label on other ranks.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn count(&mut self, totals: &mut Self::Totals, labelled: usize) -> Result<(), NnError>;
+
     /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::adamw`].
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 

@@ -398,6 +398,33 @@ impl<B: Blocks> Model<B> {
         })
     }
 
+    /// Sums gradients over ranks by `sum`, which takes them a piece at a time, in order, in f32, and
+    /// counts the `labelled` tokens that other ranks have added up. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of `sum`, or when the device fails.
+    pub fn reduce<E: From<NnError>>(
+        &self,
+        gradients: &mut Gradients<B::Array>,
+        totals: &mut B::Totals,
+        labelled: usize,
+        mut sum: impl FnMut(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        const PIECE: usize = 4 << 20;
+        let mut running = self.running();
+        let (blocks, array) = (&mut running.blocks, &mut gradients.array);
+        let elems = array.elems();
+        let mut values = vec![0.0; PIECE.min(elems)];
+        for start in (0..elems).step_by(PIECE) {
+            let place = start..elems.min(start + PIECE);
+            let values = &mut values[..place.len()];
+            blocks.download(Part { array, place: place.clone() }, values)?;
+            sum(values)?;
+            blocks.fill(PartMut { array, place, accumulate: false }, values)?;
+        }
+        Ok(blocks.count(totals, labelled)?)
+    }
+
     /// Queues one step of AdamW with the gradients of the batches that `totals` has added up: their
     /// mean over labelled tokens, clipped. Nothing changes where its norm is not finite.
     ///

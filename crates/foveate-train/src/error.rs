@@ -68,6 +68,16 @@ pub enum TrainErrorKind {
     },
     /// The observer ended the run before its first step: nothing was written.
     Interrupted,
+    /// The ranks of a run cannot go on together: one is gone, or they do not agree.
+    Ranks {
+        /// Which, and what to do.
+        message: String,
+    },
+    /// Another rank failed, and says so itself.
+    Elsewhere {
+        /// The rank and its words.
+        message: String,
+    },
     /// The model refused its configuration or its input.
     Model {
         /// The model's own words.
@@ -178,7 +188,9 @@ impl fmt::Display for TrainErrorKind {
                 }
             }
             Self::Interrupted => f.write_str("interrupted"),
-            Self::Model { message } => f.write_str(message),
+            Self::Model { message } | Self::Ranks { message } | Self::Elsewhere { message } => {
+                f.write_str(message)
+            }
         }
     }
 }

@@ -41,6 +41,7 @@ pub mod machine;
 pub mod metrics;
 mod order;
 pub mod pack;
+mod ranks;
 pub mod recipe;
 mod safetensors;
 pub mod schedule;

@@ -79,6 +79,21 @@ impl Packed {
         Some(keys.div_ceil(self.positions.len().max(1))).filter(|&keys| keys > 0)
     }
 
+    /// Those of the rows that `rows` names.
+    pub fn part(&self, rows: std::ops::Range<usize>) -> Self {
+        let cells = rows.start * self.len..rows.end * self.len;
+        let pieces = self.pieces.iter().filter(|piece| rows.contains(&piece.row));
+        Self {
+            rows: rows.len(),
+            len: self.len,
+            tokens: self.tokens[cells.clone()].to_vec(),
+            labels: self.labels[cells.clone()].to_vec(),
+            documents: self.documents[cells.clone()].to_vec(),
+            positions: self.positions[cells].to_vec(),
+            pieces: pieces.map(|piece| Piece { row: piece.row - rows.start, ..*piece }).collect(),
+        }
+    }
+
     /// The first `rows` rows, and of each the first `len` tokens.
     fn cut(self, rows: usize, len: usize) -> Self {
         fn cut<T: Copy>(cells: &[T], width: usize, rows: usize, len: usize) -> Vec<T> {

@@ -10,6 +10,8 @@ mod setup;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use foveate_shard::collectives::{Collectives, OneRank};
+
 use foveate_nn::{AdamW, Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
@@ -19,6 +21,7 @@ use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::ranks::Ranks;
 use crate::recipe::Recipe;
 use folder::Folder;
 use setup::{Setup, packing};
@@ -48,6 +51,8 @@ pub struct Started {
     pub gpu: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
+    /// Ranks that share the rows of a batch.
+    pub ranks: usize,
     /// Folder of the run.
     pub dir: PathBuf,
 }
@@ -145,14 +150,31 @@ pub fn train(
     options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let options = options.into();
-    let run = Training { recipe, file, options, observer };
-    let ran = recipe.device().run(run).and_then(|summary| summary);
+    train_on(&OneRank, recipe, file, options, observer)
+}
+
+/// Runs a recipe on the ranks of `group`, each of which calls this: rows of a batch are shared among
+/// them, and rank 0 writes to the run's folder, which the others can read. The observer of any rank
+/// can end the run.
+///
+/// # Errors
+/// Those of [`train`], on all ranks; a rank that is gone; or what the ranks do not agree on.
+pub fn train_on(
+    group: &dyn Collectives,
+    recipe: &Recipe,
+    file: &Path,
+    options: impl Into<Options>,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let (options, ranks) = (options.into(), Ranks(group));
+    let run = Training { ranks, recipe, file, options, observer };
+    let ran = ranks.end_with(recipe.device().run(run).and_then(|summary| summary));
     ran.map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
 }
 
 /// A run before it has a device.
 struct Training<'a> {
+    ranks: Ranks<'a>,
     recipe: &'a Recipe,
     file: &'a Path,
     options: Options,
@@ -163,8 +185,8 @@ impl OnDevice for Training<'_> {
     type Output = Result<Summary, TrainError>;
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
-        let Self { recipe, file, options, observer } = self;
-        let mut run = Setup::new(recipe, file, options, blocks, gpu, observer)?;
+        let Self { ranks, recipe, file, options, observer } = self;
+        let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
         observer.started(&run.started);
         run.steps(observer)
     }
@@ -211,7 +233,7 @@ impl<B: Blocks> Setup<'_, B> {
             if evaluates {
                 self.evaluate(train.eval_rows, observer)?;
             }
-            interrupted = step < steps && observer.interrupted();
+            interrupted = step < steps && self.ranks.any(observer.interrupted())?;
             if saves || interrupted {
                 if let Some(last) = running.take() {
                     self.finish(last, &mut run, observer)?;
@@ -229,9 +251,11 @@ impl<B: Blocks> Setup<'_, B> {
             true => None,
             false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
         };
-        let curve = self.folder.curve();
-        curve::write_svg(&curve, "loss", &self.records)
-            .map_err(|e| TrainError::write(&curve, e))?;
+        if self.ranks.first() {
+            let curve = self.folder.curve();
+            curve::write_svg(&curve, "loss", &self.records)
+                .map_err(|e| TrainError::write(&curve, e))?;
+        }
         Ok(Summary {
             held_out_loss,
             train_loss,
@@ -256,18 +280,27 @@ impl<B: Blocks> Setup<'_, B> {
         self.model.clear(gradients);
         let mut totals = self.model.totals()?;
         let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
+        let mut labelled_here = 0;
         for _ in 0..train.accumulate {
             let reading = Instant::now();
             let packed = packer.batch(train.batch_rows)?;
+            let own = packed.part(self.ranks.part(packed.rows));
             data_seconds += reading.elapsed().as_secs_f64();
             let queued =
-                self.model.accumulate(&batch(&packed), gradients, train.recompute, &mut totals)?;
+                self.model.accumulate(&batch(&own), gradients, train.recompute, &mut totals)?;
             // A device that counts none is told what the documents let through.
-            let told = packed.mean_kv_len().unwrap_or_default() * packed.tokens.len();
+            let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);
-            sums.labelled += queued.tokens as u64;
+            labelled_here += queued.tokens;
+            sums.labelled += packed.labelled() as u64;
             sums.packed += packed.tokens.len() as u64;
             sums.padding += packed.padding() as u64;
+        }
+        let ranks = self.ranks;
+        if !ranks.alone() {
+            let elsewhere = sums.labelled as usize - labelled_here;
+            let sum = |values: &mut [f32]| ranks.sum_gradients(values);
+            self.model.reduce(gradients, &mut totals, elsewhere, sum)?;
         }
         let (step, o) = (self.state.step + 1, &self.recipe.optimizer);
         let optimizer = OptimizerStep {
@@ -306,7 +339,8 @@ impl<B: Blocks> Setup<'_, B> {
         let QueuedStep { step, totals, mut sums, pairs, data_seconds, epoch, rate, labelled } =
             queued;
         let found = self.model.read(totals)?;
-        let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
+        let [nats, pairs] = self.ranks.sum([found.nats, pairs])?;
+        let mean = nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
             if !value.is_finite() {
                 let message = format!("{what} is {value}");
@@ -360,7 +394,8 @@ impl<B: Blocks> Setup<'_, B> {
         let start = Instant::now();
         let len = self.recipe.data.len;
         let split = self.recipe.data.split_documents;
-        let found = held_out_loss(
+        let found = held_out_loss_on(
+            self.ranks,
             &self.model,
             &self.corpus,
             &self.held_out,
@@ -382,9 +417,10 @@ impl<B: Blocks> Setup<'_, B> {
     }
 
     fn record(&mut self, record: Record) -> Result<(), TrainError> {
+        let Some(logs) = &mut self.logs else { return Ok(()) };
         let failed = |e| TrainError::write(&self.folder.metrics(), e);
-        self.jsonl.append(&record).map_err(failed)?;
-        self.board.append(&record).map_err(|e| TrainError::write(&self.recipe.run.dir, e))?;
+        logs.jsonl.append(&record).map_err(failed)?;
+        logs.board.append(&record).map_err(|e| TrainError::write(&self.recipe.run.dir, e))?;
         self.records.push(record);
         Ok(())
     }
@@ -403,7 +439,15 @@ impl<B: Blocks> Setup<'_, B> {
             chat_template: self.template_source.as_deref(),
         };
         let keep = self.recipe.train.keep;
-        let path = checkpoint::save(&self.folder.checkpoints(), &snapshot, keep)?;
+        let path = match self.ranks.first() {
+            true => checkpoint::save(&self.folder.checkpoints(), &snapshot, keep),
+            false => Ok(PathBuf::new()),
+        };
+        let path = self.ranks.together(path)?;
+        let path = match self.ranks.alone() {
+            true => path,
+            false => self.ranks.of_first(path.display().to_string())?.into(),
+        };
         let (step, seconds) = (self.state.step, start.elapsed().as_secs_f64());
         let metrics = SaveMetrics { step, unix_time: unix_time(), seconds };
         self.record(Record::Save(metrics.clone()))?;
@@ -502,6 +546,19 @@ pub fn held_out_loss<B: Blocks>(
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
+    held_out_loss_on(Ranks(&OneRank), model, corpus, documents, options, batch_rows, rows)
+}
+
+/// [`held_out_loss`], each rank of a part of every batch.
+fn held_out_loss_on<B: Blocks>(
+    ranks: Ranks<'_>,
+    model: &Model<B>,
+    corpus: &Corpus,
+    documents: &[usize],
+    options: PackOptions,
+    batch_rows: usize,
+    rows: usize,
+) -> Result<TotalLoss, TrainError> {
     let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
     let mut total = TotalLoss::default();
     let mut left = rows;
@@ -509,6 +566,10 @@ pub fn held_out_loss<B: Blocks>(
         && let Some(packed) = packer.batch_of_pass(batch_rows.min(left), 0)?
     {
         left -= packed.rows;
+        let packed = packed.part(ranks.part(packed.rows));
+        if packed.rows == 0 {
+            continue;
+        }
         let loss = model.loss(&batch(&packed)).map_err(TrainError::model)?;
         if !loss.sum_nats.is_finite() {
             // Which document it is of.
@@ -518,7 +579,8 @@ pub fn held_out_loss<B: Blocks>(
         total.nats += loss.sum_nats;
         total.tokens += loss.tokens;
     }
-    Ok(total)
+    let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
+    Ok(TotalLoss { nats, tokens: tokens as usize })
 }
 
 /// A token with a target, and what the model thought of it.

@@ -400,6 +400,16 @@ impl Blocks for Cuda {
         Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
     }
 
+    /// Waits: totals are read and written again.
+    fn count(&mut self, totals: &mut CudaTotals, labelled: usize) -> Result<(), NnError> {
+        let mut words = [[0; 8]; TOTALS_LEN];
+        let bytes = words.as_flattened_mut();
+        totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+        let here = u64::from_ne_bytes(words[1]);
+        words[1] = (here + labelled as u64).to_ne_bytes();
+        totals.memory.write(words.as_flattened()).map_err(|e| failed(&e))
+    }
+
     fn read(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         let mut words = [[0; 8]; TOTALS_LEN];
         let bytes = words.as_flattened_mut();

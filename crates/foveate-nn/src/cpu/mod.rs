@@ -168,6 +168,11 @@ impl Blocks for Cpu {
         Ok(CpuTotals::default())
     }
 
+    fn count(&mut self, totals: &mut CpuTotals, labelled: usize) -> Result<(), NnError> {
+        totals.labelled += labelled;
+        Ok(())
+    }
+
     fn read(&mut self, totals: CpuTotals) -> Result<Sums, NnError> {
         let CpuTotals { nats, grad_norm, .. } = totals;
         Ok(Sums { nats, grad_norm, ..std::mem::take(&mut self.seconds) })

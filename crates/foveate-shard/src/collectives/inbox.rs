@@ -25,16 +25,23 @@ pub(super) struct Way {
 
 /// What ends a rank that waits.
 pub(super) enum Ended {
-    /// All were told why before.
+    /// Another rank told why.
     Aborted(String),
     /// This rank found it, and tells the others.
     Found(String),
 }
 
+/// Why everything ended.
+#[derive(Clone, Debug)]
+struct Abort {
+    why: String,
+    by_another: bool,
+}
+
 #[derive(Debug, Default)]
 struct State {
     queues: HashMap<Way, VecDeque<Sent>>,
-    aborted: Option<String>,
+    aborted: Option<Abort>,
     left: Vec<bool>,
 }
 
@@ -62,18 +69,19 @@ impl Inbox {
         self.changed.notify_all();
     }
 
-    /// Ends everything with `why`, unless it ended before; returns whether this was the first.
-    pub fn abort(&self, why: &str) -> bool {
+    /// Ends everything with `why`, which another rank says or this one found, unless it ended
+    /// before; returns whether this was the first.
+    pub fn abort(&self, why: &str, by_another: bool) -> bool {
         let mut state = self.lock();
         let first = state.aborted.is_none();
-        state.aborted.get_or_insert_with(|| why.to_owned());
+        state.aborted.get_or_insert_with(|| Abort { why: why.to_owned(), by_another });
         drop(state);
         self.changed.notify_all();
         first
     }
 
     pub fn aborted(&self) -> Option<String> {
-        self.lock().aborted.clone()
+        self.lock().aborted.as_ref().map(|abort| abort.why.clone())
     }
 
     /// `rank` sends nothing any more.
@@ -96,8 +104,8 @@ impl Inbox {
         let until = Instant::now() + self.deadline;
         let mut state = self.lock();
         loop {
-            if let Some(why) = &state.aborted {
-                return Err(Ended::Aborted(why.clone()));
+            if let Some(Abort { why, by_another }) = state.aborted.clone() {
+                return Err(if by_another { Ended::Aborted(why) } else { Ended::Found(why) });
             }
             if let Some(sent) = state.queues.get_mut(&way).and_then(VecDeque::pop_front) {
                 if (sent.kind, sent.number) == (kind, number) {

@@ -205,7 +205,7 @@ impl Links {
     }
 
     fn abort(&self, why: &str) {
-        if self.inbox.abort(why) {
+        if self.inbox.abort(why, false) {
             self.tell(Frame::Abort, why);
         }
     }
@@ -260,7 +260,7 @@ impl Links {
                 Frame::Beat => {}
                 Frame::Leave => return self.inbox.leave(peer),
                 Frame::Abort => {
-                    self.inbox.abort(&String::from_utf8_lossy(&bytes));
+                    self.inbox.abort(&String::from_utf8_lossy(&bytes), true);
                     return;
                 }
             }

@@ -21,7 +21,7 @@ impl Wire for Inbox {
     }
 
     fn abort(&self, why: &str) {
-        Inbox::abort(self, why);
+        Inbox::abort(self, why, true);
     }
 }
 
@@ -58,7 +58,7 @@ pub fn run_threads<T: Send>(
             refused(format!("it panicked: {said}"))
         });
         if let Err(error) = &result {
-            inbox.abort(&format!("rank {rank}: {error}"));
+            inbox.abort(&format!("rank {rank}: {error}"), true);
         }
         inbox.leave(rank);
         result

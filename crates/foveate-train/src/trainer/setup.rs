@@ -19,6 +19,7 @@ use crate::error::{TrainError, TrainErrorKind};
 use crate::machine::{self, Free};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
+use crate::ranks::Ranks;
 use crate::recipe::{DataSection, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
@@ -28,8 +29,9 @@ use crate::whole;
 pub(super) struct Setup<'a, B: Blocks> {
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
-    /// The folder is this run's until it ends.
-    _claim: Claim,
+    pub ranks: Ranks<'a>,
+    /// Of the rank that writes.
+    pub logs: Option<Logs>,
     pub corpus: Corpus,
     /// The checkpoint the weights came from at first.
     pub origin: Option<PathBuf>,
@@ -43,15 +45,23 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub spans: B::Spans,
     pub state: State,
     pub started: Started,
-    pub jsonl: JsonlLog,
-    pub board: TensorBoardLog,
     pub records: Vec<Record>,
     pub schedule: Schedule,
 }
 
+/// Where a run is told of.
+pub(super) struct Logs {
+    /// The folder is this run's until it ends.
+    _claim: Claim,
+    pub jsonl: JsonlLog,
+    pub board: TensorBoardLog,
+}
+
 impl<'a, B: Blocks> Setup<'a, B> {
-    /// Reads and checks all that the recipe at `file` names, then makes the run's folder.
+    /// Reads and checks all that the recipe at `file` names, then makes the run's folder. No rank
+    /// writes before all have read.
     pub fn new(
+        ranks: Ranks<'a>,
         recipe: &'a Recipe,
         file: &Path,
         options: Options,
@@ -59,7 +69,54 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let Options { start, checksums, commit, renderer } = options;
+        let (mut run, last, resolved) =
+            ranks.together(Self::read(ranks, recipe, file, options, blocks, gpu, observer))?;
+        // Ranks of a host compute on one GPU each.
+        let mut alike = recipe.clone();
+        alike.run.device = Default::default();
+        let text = alike.to_toml()?;
+        let hash = |text: &str| xxhash_rust::xxh3::xxh3_64(text.as_bytes());
+        ranks.agree(&[
+            ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
+            ("recipe", hash(&text)),
+            ("documents", run.state.fingerprint),
+            ("step", run.state.step),
+            ("number of parameters", run.started.parameters),
+        ])?;
+        let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
+        run.logs = ranks.together(logs.transpose())?;
+        Ok(run)
+    }
+
+    /// Takes the run's folder, and starts its logs.
+    fn open(
+        &mut self,
+        options: Options,
+        last: Option<&Path>,
+        resolved: &str,
+    ) -> Result<Logs, TrainError> {
+        let claim = self.folder.claim(options.start, last)?;
+        let dir = &self.recipe.run.dir;
+        let jsonl = log(&self.folder.metrics(), self.state.step, options.commit)?;
+        self.records = self.folder.records()?;
+        checkpoint::replace_file(&self.folder.recipe(), resolved.as_bytes())?;
+        let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
+        Ok(Logs { _claim: claim, jsonl, board })
+    }
+
+    /// The run, without its logs, the checkpoint that it continues from, and the recipe as it is
+    /// saved.
+    fn read(
+        ranks: Ranks<'a>,
+        recipe: &'a Recipe,
+        file: &Path,
+        options: Options,
+        blocks: B,
+        gpu: Option<String>,
+        observer: &mut dyn Observer,
+    ) -> Result<(Self, Option<PathBuf>, String), TrainError> {
+        let Options { start, checksums, renderer, .. } = options;
+        rows_suffice(recipe, ranks.0.ranks())?;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
@@ -119,12 +176,6 @@ impl<'a, B: Blocks> Setup<'a, B> {
             attention: attention.clone(),
         };
         let resolved = saved(recipe, &resolved)?;
-        let claim = folder.claim(start, last.as_deref())?;
-        let dir = &recipe.run.dir;
-        let jsonl = log(&folder.metrics(), state.step, commit)?;
-        let records = folder.records()?;
-        checkpoint::replace_file(&folder.recipe(), resolved.as_bytes())?;
-        let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
         let started = Started {
             step: state.step,
             steps,
@@ -137,12 +188,14 @@ impl<'a, B: Blocks> Setup<'a, B> {
             memory,
             gpu,
             other_device,
-            dir: dir.clone(),
+            ranks: ranks.0.ranks(),
+            dir: recipe.run.dir.clone(),
         };
-        Ok(Self {
+        let run = Self {
             recipe,
+            ranks,
+            logs: None,
             folder,
-            _claim: claim,
             corpus,
             origin,
             template_source,
@@ -154,12 +207,24 @@ impl<'a, B: Blocks> Setup<'a, B> {
             moments,
             state,
             started,
-            jsonl,
-            board,
-            records,
+            records: Vec::new(),
             schedule: recipe.learning_rate(steps),
-        })
+        };
+        Ok((run, last, resolved))
     }
+}
+
+/// Refuses more ranks than a batch has rows.
+fn rows_suffice(recipe: &Recipe, ranks: usize) -> Result<(), TrainError> {
+    let rows = recipe.train.batch_rows;
+    if rows >= ranks {
+        return Ok(());
+    }
+    let message = format!(
+        "is {rows}, and {ranks} ranks share the rows of a batch; raise it to {ranks}, or start \
+         fewer ranks"
+    );
+    Err(TrainError::recipe("train.batch_rows", message))
 }
 
 /// What a run took from its checkpoint, its documents and the defaults, for the recipe that it saves.

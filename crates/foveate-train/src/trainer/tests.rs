@@ -6,6 +6,7 @@ use super::*;
 use crate::metrics::JsonlLog;
 
 mod folder;
+mod ranks;
 
 /// A folder with some documents, and recipes about them.
 struct Place(tempfile::TempDir);
@@ -84,6 +85,7 @@ struct Log {
     held_out: Vec<u64>,
     tokens: u64,
     stop_after: Option<u64>,
+    panics_after: Option<usize>,
 }
 
 impl Observer for Log {
@@ -91,6 +93,7 @@ impl Observer for Log {
         self.losses.push(metrics.loss.to_bits());
         self.tokens = metrics.labelled_tokens;
         self.stop_after = self.stop_after.map(|left| left - 1);
+        assert!(self.panics_after != Some(self.losses.len()), "planted");
     }
 
     fn evaluated(&mut self, metrics: &EvalMetrics) {

@@ -1,0 +1,153 @@
+//! `foveate launch`: several ranks of a command on this host.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::failure::Failure;
+use crate::interrupt::Interrupt;
+use crate::threads;
+
+/// Run a command of this program as several ranks on this host
+///
+/// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as
+/// torchrun sets them. Rank 0 has this terminal; lines of the others come with their rank before
+/// them. When a rank fails, all end.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Number of ranks
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+    /// The command and its arguments, such as: train recipe.toml
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// How long the other ranks have to end by themselves when one has failed.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// How often ranks are looked at.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Starts the ranks and waits for them.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let interrupt = Interrupt::watch()?;
+    let failed = |what: &str, e: std::io::Error| Failure::new(format!("{what}: {e}"));
+    let program = std::env::current_exe().map_err(|e| failed("this program is not found", e))?;
+    // Free now; rank 0 says so should somebody else have it by then.
+    let port = TcpListener::bind(("127.0.0.1", 0))
+        .and_then(|listener| listener.local_addr())
+        .map_err(|e| failed("no port is free", e))?
+        .port();
+    let run = format!("{}", std::process::id());
+    // Ranks share the cores, unless the user says otherwise.
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let threads = std::env::var_os(threads::VARIABLE)
+        .unwrap_or_else(|| (cores / usize::from(args.ranks)).max(1).to_string().into());
+    let mut ranks = Ranks(Vec::new());
+    for rank in 0..args.ranks {
+        let first = rank == 0;
+        let stdio = |own: bool| if own { Stdio::inherit() } else { Stdio::piped() };
+        let mut child = Command::new(&program)
+            .args(&args.command)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", args.ranks.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .env("FOVEATE_RUN", &run)
+            .env(threads::VARIABLE, &threads)
+            .env_remove("FOVEATE_PORT")
+            .env_remove("TORCHELASTIC_USE_AGENT_STORE")
+            .stdin(if first { Stdio::inherit() } else { Stdio::null() })
+            .stdout(stdio(first))
+            .stderr(stdio(first))
+            .spawn()
+            .map_err(|e| failed(&format!("rank {rank} does not start"), e))?;
+        if let Some(stdout) = child.stdout.take() {
+            thread::spawn(move || copy(rank, BufReader::new(stdout), std::io::stdout()));
+        }
+        if let Some(stderr) = child.stderr.take() {
+            thread::spawn(move || copy(rank, BufReader::new(stderr), std::io::stderr()));
+        }
+        ranks.0.push((child, None));
+    }
+    ranks.wait(&interrupt)
+}
+
+/// Copies lines with the rank before them.
+fn copy(rank: u16, from: impl BufRead, mut to: impl Write) {
+    for line in from.split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line);
+        // Nobody reads: the rank goes on.
+        let _ = writeln!(to, "[{rank}] {line}");
+    }
+}
+
+/// Processes that have not ended with their rank's status; those that are left end with this value.
+struct Ranks(Vec<(Child, Option<ExitStatus>)>);
+
+impl Ranks {
+    fn wait(&mut self, interrupt: &Interrupt) -> Result<(), Failure> {
+        let mut first: Option<(usize, ExitStatus)> = None;
+        let mut until = None;
+        let mut told = false;
+        loop {
+            for (rank, (child, ended)) in self.0.iter_mut().enumerate() {
+                if ended.is_none() {
+                    *ended = child.try_wait().map_err(|e| {
+                        Failure::new(format!("rank {rank} cannot be waited for: {e}"))
+                    })?;
+                    if let Some(status) = ended.filter(|status| !status.success()) {
+                        first.get_or_insert((rank, status));
+                        until.get_or_insert(Instant::now() + GRACE);
+                    }
+                }
+            }
+            if self.0.iter().all(|(_, ended)| ended.is_some()) {
+                break;
+            }
+            if interrupt.pressed() && !told {
+                // Ctrl-C reaches the ranks from the terminal; SIGTERM comes to this process alone.
+                told = true;
+                self.terminate();
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                break;
+            }
+            thread::sleep(PAUSE);
+        }
+        if interrupt.pressed() {
+            return Err(Failure::Interrupted);
+        }
+        match first {
+            None => Ok(()),
+            // It has said why.
+            Some((_, status)) if status.code().is_some() => Err(Failure::Elsewhere),
+            Some((rank, status)) => Err(Failure::new(format!("rank {rank} ended by {status}"))),
+        }
+    }
+
+    /// Sends SIGTERM to the ranks that run.
+    fn terminate(&self) {
+        #[cfg(unix)]
+        for (child, _) in self.0.iter().filter(|(_, ended)| ended.is_none()) {
+            let id = rustix::process::Pid::from_child(child);
+            // One that has just ended needs none.
+            let _ = rustix::process::kill_process(id, rustix::process::Signal::TERM);
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for (child, ended) in &mut self.0 {
+            if ended.is_none() {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+        }
+    }
+}

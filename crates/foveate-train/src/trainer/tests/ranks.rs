@@ -1,0 +1,179 @@
+//! Runs of several ranks, which are threads here: beside one rank, and when one of them goes wrong.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use foveate_shard::ShardError;
+use foveate_shard::collectives::run_threads;
+
+use super::*;
+use crate::safetensors::Tensors;
+
+/// What every rank came to.
+fn on_ranks(
+    ranks: usize,
+    place: &Place,
+    recipe: impl Fn(usize) -> Recipe + Sync,
+    options: impl Fn() -> Options + Sync,
+    log: impl Fn(usize) -> Log + Sync,
+) -> Vec<Result<(Summary, Log), TrainError>> {
+    let results = Mutex::new((0..ranks).map(|_| None).collect::<Vec<_>>());
+    let _ = run_threads(ranks, Duration::from_secs(60), |world| {
+        let rank = world.rank();
+        let (recipe, mut log) = (recipe(rank), log(rank));
+        let done = train_on(world, &recipe, &place.file(), options(), &mut log);
+        let ended = done.as_ref().err().map(|e| ShardError::new(e.to_string()));
+        results.lock().unwrap()[rank] = Some(done.map(|summary| (summary, log)));
+        ended.map_or(Ok(()), Err)
+    });
+    results.into_inner().unwrap().into_iter().map(|r| r.expect("every rank came back")).collect()
+}
+
+fn all_well(ranks: usize, place: &Place, recipe: &Recipe, start: Start) -> Vec<(Summary, Log)> {
+    let done = on_ranks(ranks, place, |_| recipe.clone(), || start.into(), |_| Log::default());
+    done.into_iter().map(Result::unwrap).collect()
+}
+
+fn values(bits: &[u64]) -> Vec<f64> {
+    bits.iter().map(|&bits| f64::from_bits(bits)).collect()
+}
+
+/// All weights, tensor by tensor.
+fn values_of(checkpoint: &Path) -> Vec<f32> {
+    let mut file = Tensors::open(&checkpoint.join("model.safetensors")).unwrap();
+    let names: Vec<String> = file.names().map(str::to_owned).collect();
+    let mut all = Vec::new();
+    for name in names {
+        let elems = file.shape(&name).unwrap().iter().product();
+        file.read(&name, elems, &mut |values| {
+            all.extend_from_slice(values);
+            Ok(())
+        })
+        .unwrap();
+    }
+    all
+}
+
+fn weights(checkpoint: &Path) -> Vec<u8> {
+    std::fs::read(checkpoint.join("model.safetensors")).unwrap()
+}
+
+#[test]
+fn ranks_share_rows_and_reach_what_one_rank_reaches() {
+    let (place, sets) = (Place::new(), ["train.accumulate=2", "train.batch_rows=5"]);
+    let recipe = place.recipe(&sets);
+    let (one, alone) = place.run(&recipe, Start::New).unwrap();
+    for ranks in [2, 3, 5] {
+        let place = Place::new();
+        let recipe = place.recipe(&sets);
+        let runs = all_well(ranks, &place, &recipe, Start::New);
+        for (summary, log) in &runs {
+            assert_eq!(log, &runs[0].1, "all ranks see the same");
+            assert_eq!(log.tokens, alone.tokens);
+            assert_eq!(summary.checkpoint, runs[0].0.checkpoint);
+            for (got, want) in [(&log.losses, &alone.losses), (&log.held_out, &alone.held_out)] {
+                assert_eq!(got.len(), want.len());
+                for (got, want) in values(got).into_iter().zip(values(want)) {
+                    assert!((got - want).abs() < 1e-5, "{got} {want}");
+                }
+            }
+        }
+        let again = {
+            let place = Place::new();
+            let recipe = place.recipe(&sets);
+            let runs = all_well(ranks, &place, &recipe, Start::New);
+            (weights(&runs[0].0.checkpoint), runs[0].1.losses.clone())
+        };
+        let first = (weights(&runs[0].0.checkpoint), runs[0].1.losses.clone());
+        assert!(again == first, "the same bits every time");
+        let [ours, theirs] = [&runs[0].0.checkpoint, &one.checkpoint].map(|path| values_of(path));
+        let off = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(ours.len() == theirs.len() && off < 1e-4, "a weight is {off} off");
+    }
+}
+
+#[test]
+fn a_run_of_ranks_goes_on_with_another_number_of_them() {
+    let place = Place::new();
+    let recipe = place.recipe(&["train.steps=2"]);
+    all_well(3, &place, &recipe, Start::New);
+    let recipe = place.recipe(&[]);
+    let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
+    let whole = Place::new();
+    let (_, alone) = whole.run(&whole.recipe(&[]), Start::New).unwrap();
+    assert_eq!(rest.losses.len(), 4);
+    for (got, want) in values(&rest.losses).into_iter().zip(values(&alone.losses[2..])) {
+        assert!((got - want).abs() < 1e-5, "{got} {want}");
+    }
+}
+
+#[test]
+fn any_rank_can_end_a_run_which_all_end_after_the_same_step() {
+    let place = Place::new();
+    let recipe = place.recipe(&[]);
+    let stops = |rank| Log { stop_after: (rank == 1).then_some(3), ..Log::default() };
+    let runs = on_ranks(2, &place, |_| recipe.clone(), || Start::New.into(), stops);
+    for run in runs {
+        let (summary, log) = run.unwrap();
+        assert!(summary.interrupted && summary.checkpoint.ends_with("step-000003"));
+        assert_eq!((summary.steps, log.losses.len()), (3, 3));
+    }
+    let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
+    assert_eq!(rest.losses.len(), 3);
+}
+
+/// What the ranks say when the recipes are `sets`, the folder's state unchanged.
+fn refused(sets: [&[&str]; 2], before: impl FnOnce(&Place)) -> [String; 2] {
+    let place = Place::new();
+    before(&place);
+    let recipe = |rank: usize| place.recipe(sets[rank]);
+    let runs = on_ranks(2, &place, recipe, || Start::New.into(), |_| Log::default());
+    assert!(!place.0.path().join("run/checkpoints").exists());
+    let said = runs.into_iter().map(|run| run.unwrap_err());
+    let said: Vec<_> = said.map(|e| (e.to_string(), e)).collect();
+    assert!(matches!(
+        said[1].1.kind(),
+        TrainErrorKind::Elsewhere { .. } | TrainErrorKind::Ranks { .. }
+    ));
+    said.into_iter().map(|(text, _)| text).collect::<Vec<_>>().try_into().unwrap()
+}
+
+#[test]
+fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
+    let same: &[&str] = &[];
+    let [one, other] = refused([same, &["optimizer.lr=2e-2"]], |_| {});
+    // All find it; one that was slow is told by another.
+    for said in [one, other] {
+        assert!(said.contains("ranks [1] have another recipe than rank 0"), "{said}");
+    }
+    let few: &[&str] = &["train.batch_rows=1"];
+    let [one, other] = refused([few, few], |_| {});
+    assert_eq!(
+        one,
+        "train.batch_rows: is 1, and 2 ranks share the rows of a batch; raise it to 2, or start \
+         fewer ranks"
+    );
+    assert_eq!(other, format!("rank 0: {one}"));
+    let none: &[&str] = &["data.files=[\"*.none\"]"];
+    let [one, other] = refused([none, same], |_| {});
+    assert!(one.contains("data.files") && other == format!("rank 0: {one}"), "{one}; {other}");
+}
+
+#[test]
+fn a_rank_that_fails_in_a_step_ends_all_and_what_was_saved_stays() {
+    let place = Place::new();
+    let recipe = place.recipe(&[]);
+    let log = |rank| Log { panics_after: (rank == 1).then_some(3), ..Log::default() };
+    let told = Mutex::new(String::new());
+    let ended = run_threads(2, Duration::from_secs(60), |world| {
+        let done = train_on(world, &recipe, &place.file(), Start::New, &mut log(world.rank()));
+        let error = done.expect_err("rank 1 is gone").to_string();
+        *told.lock().unwrap() = error.clone();
+        Err::<(), _>(ShardError::new(error))
+    });
+    assert!(ended.is_err());
+    let told = told.into_inner().unwrap();
+    assert!(told.contains("rank 1: it panicked: planted"), "{told}");
+    let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
+    assert_eq!(rest.losses.len(), 4);
+}
