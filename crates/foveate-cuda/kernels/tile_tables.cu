@@ -33,11 +33,11 @@ struct Line {
     // 0 empty, 1 partial, 2 full
     __device__ int kind(int row, int column) const {
         const int2* of_row = runs + i64(row) * p.columns;
-        int from = 0, to = counts[row];     // the runs that begin up to the column are those before `from`
-        while (from < to) {
-            int middle = (from + to) / 2;
-            if (of_row[middle].x <= column) from = middle + 1;
-            else to = middle;
+        const int count = counts[row];
+        int from = 0;       // the runs that begin up to the column are those before it
+        for (int step = 1 << (31 - __clz(p.columns)); step > 0; step /= 2) {
+            const int next = from + step;
+            if (next <= count && of_row[next - 1].x <= column) from = next;
         }
         if (from == 0) return 0;
         int2 run = of_row[from - 1];
