@@ -193,7 +193,8 @@ fn stopped_by(signal: &str) {
     place.json(&[&steps[..], &["--json", "--set", "run.dir=straight"]].concat());
     let child = place.command(&steps).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let log = place.path("run/metrics.jsonl");
-    while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 2 {
+    // A line says how the run began, and two are of steps.
+    while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 3 {
         std::thread::sleep(Duration::from_millis(1));
     }
     let pid = child.id().to_string();
