@@ -3,6 +3,7 @@
 mod lines;
 
 use std::io::{IsTerminal, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use serde_json::json;
 use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::number::number;
 use crate::output::{Output, bytes, count};
 use crate::ranks;
 use lines::{LIVELY, Lines};
@@ -44,6 +46,10 @@ pub struct Args {
     /// Read checkpoints without comparing them with the checksums they were saved with
     #[arg(long)]
     skip_checksums: bool,
+    /// Write what the blocks of steps A to B - 1 do on the device, and the host meanwhile, into
+    /// profile.json in the run's folder, a trace for Chrome or ui.perfetto.dev
+    #[arg(long, value_name = "A..B", value_parser = steps)]
+    profile: Option<Range<u64>>,
     /// Print one JSON object a line: steps and evaluations, at the end a summary
     #[arg(long)]
     json: bool,
@@ -68,6 +74,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         checksums: checksums(args.skip_checksums),
         commit: option_env!("FOVEATE_COMMIT"),
         renderer: Some(RENDERER),
+        profile: args.profile.clone(),
     };
     if launch.rank > 0 {
         let summary = train_on(&*group, &recipe, &args.recipe, options, &mut Silent(interrupt))?;
@@ -115,6 +122,16 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 /// Whether checkpoints are held to their checksums, as `--skip-checksums` says.
 pub fn checksums(skip: bool) -> Checksums {
     if skip { Checksums::Skip } else { Checksums::Verify }
+}
+
+/// Steps such as `10..13`, the last of which is 12.
+fn steps(text: &str) -> Result<Range<u64>, String> {
+    let (from, to) = text.split_once("..").ok_or("steps are written as 10..13")?;
+    let range = number::<u64>(from)?..number::<u64>(to)?;
+    match range.start == 0 || range.is_empty() {
+        true => Err("no such steps; the first is 1, and 10..13 are 10, 11 and 12".to_owned()),
+        false => Ok(range),
+    }
 }
 
 fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Failure> {
@@ -272,6 +289,10 @@ impl Observer for View<'_> {
 
     fn saved(&mut self, path: &Path, m: &SaveMetrics) {
         self.line(json!({ "kind": "save", "metrics": m, "checkpoint": path }));
+    }
+
+    fn profiled(&mut self, path: &Path) {
+        crate::output::tell!("profile in {}", path.display());
     }
 
     fn begins(&mut self, what: &'static str) {

@@ -5,8 +5,10 @@
 //! losses it would have had.
 
 mod folder;
+mod profile;
 mod setup;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -24,6 +26,7 @@ use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::ranks::Ranks;
 use crate::recipe::Recipe;
 use folder::Folder;
+use profile::Profile;
 use setup::{Setup, packing};
 
 /// What a run starts with.
@@ -68,6 +71,8 @@ pub trait Observer {
     fn evaluated(&mut self, _metrics: &EvalMetrics) {}
     /// A checkpoint was saved.
     fn saved(&mut self, _path: &Path, _metrics: &SaveMetrics) {}
+    /// A profile was written.
+    fn profiled(&mut self, _path: &Path) {}
     /// Something that may take long begins, in words such as `saving`; it lasts until the next one
     /// does.
     fn begins(&mut self, _what: &'static str) {}
@@ -118,7 +123,7 @@ pub enum Start {
 }
 
 /// How a run starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// What becomes of a run that is in `run.dir` already; one that another process is at work on
     /// is left alone.
@@ -130,11 +135,14 @@ pub struct Options {
     /// What this program is called with for it to call [`crate::chat::serve`]: chat templates then
     /// render in such a process, within its limits. None renders them in this one.
     pub renderer: Option<&'static [&'static str]>,
+    /// Steps, counted from one, whose blocks and host work go into `profile.json` in the run's folder.
+    pub profile: Option<Range<u64>>,
 }
 
 impl From<Start> for Options {
     fn from(start: Start) -> Self {
-        Self { start, checksums: Checksums::Verify, commit: None, renderer: None }
+        let (checksums, commit, renderer, profile) = (Checksums::Verify, None, None, None);
+        Self { start, checksums, commit, renderer, profile }
     }
 }
 
@@ -186,14 +194,19 @@ impl OnDevice for Training<'_> {
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
         let Self { ranks, recipe, file, options, observer } = self;
+        let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
         observer.started(&run.started);
-        run.steps(observer)
+        run.steps(profile, observer)
     }
 }
 
 impl<B: Blocks> Setup<'_, B> {
-    fn steps(&mut self, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
+    fn steps(
+        &mut self,
+        profile: Option<Profile>,
+        observer: &mut dyn Observer,
+    ) -> Result<Summary, TrainError> {
         let corpus = self.corpus.clone();
         let (train, steps) = (&self.recipe.train, self.started.steps);
         let mut packer =
@@ -208,27 +221,39 @@ impl<B: Blocks> Setup<'_, B> {
             ));
         }
         let mut gradients = self.model.gradients()?;
-        let mut run = Progress::default();
+        let mut run = Progress::new(profile);
         let mut saved = None;
         let mut interrupted = false;
         // The step that runs, where the next one is queued behind it.
         let mut running: Option<QueuedStep<B>> = None;
         while self.state.step < steps && !interrupted {
             observer.begins("a step");
+            let next = self.state.step + 1;
+            if run.profile.as_ref().is_some_and(|profile| profile.begins_with(next)) {
+                if let Some(before) = running.take() {
+                    self.finish(before, &mut run, observer)?;
+                }
+                self.model.profile(true)?;
+                run.profile.iter_mut().for_each(Profile::begin);
+            }
             if running.is_none() {
                 run.since = Instant::now();
             }
-            let queued = self.queue(&mut packer, &mut gradients)?;
+            let queued = self.queue(&mut packer, &mut gradients, &mut run)?;
             let step = self.state.step;
+            let ends = step == steps || run.profile.as_ref().is_some_and(|p| p.ends_with(step));
             let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
             let (evaluates, saves) = (due(train.eval_every), due(train.save_every));
             if let Some(before) = running.take() {
                 self.finish(before, &mut run, observer)?;
             }
-            if self.model.queues() && !evaluates && !saves && step < steps {
+            if self.model.queues() && !evaluates && !saves && !ends {
                 running = Some(queued);
             } else {
                 self.finish(queued, &mut run, observer)?;
+            }
+            if ends {
+                self.write_profile(&mut run, observer)?;
             }
             if evaluates {
                 self.evaluate(train.eval_rows, observer)?;
@@ -241,6 +266,7 @@ impl<B: Blocks> Setup<'_, B> {
                 saved = Some(self.save(observer)?);
             }
         }
+        self.write_profile(&mut run, observer)?;
         let Progress { sums, train_loss, .. } = run;
         // Saved first: looking at all that is held out may take long.
         let checkpoint = match saved.filter(|_| interrupted) {
@@ -275,6 +301,7 @@ impl<B: Blocks> Setup<'_, B> {
         &mut self,
         packer: &mut Packer<'_>,
         gradients: &mut Gradients<B::Array>,
+        run: &mut Progress,
     ) -> Result<QueuedStep<B>, TrainError> {
         let train = &self.recipe.train;
         self.model.clear(gradients);
@@ -286,8 +313,11 @@ impl<B: Blocks> Setup<'_, B> {
             let packed = packer.batch(train.batch_rows)?;
             let own = packed.part(self.ranks.part(packed.rows));
             data_seconds += reading.elapsed().as_secs_f64();
+            run.did("pack", reading);
+            let queueing = Instant::now();
             let queued =
                 self.model.accumulate(&batch(&own), gradients, train.recompute, &mut totals)?;
+            run.did("queue", queueing);
             // A device that counts none is told what the documents let through.
             let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);
@@ -315,8 +345,9 @@ impl<B: Blocks> Setup<'_, B> {
             clip_norm: o.clip_norm,
             seed: self.recipe.run.seed,
         };
-        let moments = &mut self.moments;
+        let (moments, queueing) = (&mut self.moments, Instant::now());
         self.model.update(&optimizer, &self.spans, gradients, moments, &mut totals)?;
+        run.did("queue the update", queueing);
         self.state.step = step;
         self.state.tokens += sums.labelled;
         self.state.cursor = packer.cursor();
@@ -338,7 +369,12 @@ impl<B: Blocks> Setup<'_, B> {
     ) -> Result<(), TrainError> {
         let QueuedStep { step, totals, mut sums, pairs, data_seconds, epoch, rate, labelled } =
             queued;
+        let waiting = Instant::now();
         let found = self.model.read(totals)?;
+        run.did("wait", waiting);
+        if let Some(profile) = &mut run.profile {
+            profile.device(self.model.block_times());
+        }
         let [nats, pairs] = self.ranks.sum([found.nats, pairs])?;
         let mean = nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
@@ -378,6 +414,22 @@ impl<B: Blocks> Setup<'_, B> {
         };
         self.record(Record::Step(metrics.clone()))?;
         observer.step(&metrics);
+        Ok(())
+    }
+
+    /// Ends the profile that is under way, if one is.
+    fn write_profile(
+        &mut self,
+        run: &mut Progress,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let Some(profile) = run.profile.take_if(|profile| profile.is_under_way()) else {
+            return Ok(());
+        };
+        self.model.profile(false)?;
+        let file = self.folder.profile();
+        profile.write(&file)?;
+        observer.profiled(&file);
         Ok(())
     }
 
@@ -476,11 +528,19 @@ struct Progress {
     /// The end of the last step that was waited for, or the beginning of the first after it.
     since: Instant,
     train_loss: Option<f64>,
+    profile: Option<Profile>,
 }
 
-impl Default for Progress {
-    fn default() -> Self {
-        Self { sums: Sums::default(), since: Instant::now(), train_loss: None }
+impl Progress {
+    fn new(profile: Option<Profile>) -> Self {
+        Self { sums: Sums::default(), since: Instant::now(), train_loss: None, profile }
+    }
+
+    /// The host has done something since `since`.
+    fn did(&mut self, what: &'static str, since: Instant) {
+        if let Some(profile) = &mut self.profile {
+            profile.host(what, since);
+        }
     }
 }
 

@@ -37,6 +37,10 @@ impl<'a> Folder<'a> {
         self.0.join("loss.svg")
     }
 
+    pub fn profile(&self) -> PathBuf {
+        self.0.join("profile.json")
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.0.join("checkpoints")
     }
@@ -174,7 +178,7 @@ impl<'a> Folder<'a> {
         let replaced = [self.recipe(), self.metrics()];
         own.extend(replaced.iter().map(|file| file.with_extension("tmp")));
         own.extend(replaced);
-        own.extend([self.curve(), self.checkpoints()]);
+        own.extend([self.curve(), self.profile(), self.checkpoints()]);
         Ok(own.into_iter().filter_map(|path| path.canonicalize().ok()).collect())
     }
 
@@ -189,7 +193,9 @@ impl<'a> Folder<'a> {
     fn clear(&self) -> Result<(), TrainError> {
         checkpoint::remove_all(&self.checkpoints())?;
         let logs = metrics::event_files(self.0).map_err(|e| unreadable(self.0, &e))?;
-        for file in logs.into_iter().chain([self.curve(), self.recipe(), self.metrics()]) {
+        for file in
+            logs.into_iter().chain([self.curve(), self.profile(), self.recipe(), self.metrics()])
+        {
             match fs::remove_file(&file) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
                     return Err(TrainError::write(&file, e));

@@ -69,8 +69,15 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let (mut run, last, resolved) =
-            ranks.together(Self::read(ranks, recipe, file, options, blocks, gpu, observer))?;
+        let (mut run, last, resolved) = ranks.together(Self::read(
+            ranks,
+            recipe,
+            file,
+            options.clone(),
+            blocks,
+            gpu,
+            observer,
+        ))?;
         // Ranks of a host compute on one GPU each.
         let mut alike = recipe.clone();
         alike.run.device = Default::default();

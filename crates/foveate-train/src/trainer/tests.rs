@@ -314,6 +314,25 @@ fn the_saved_recipe_says_all_that_the_run_was_made_of() {
 }
 
 #[test]
+fn a_profile_has_the_steps_that_were_asked_for_and_goes_when_a_run_starts_over() {
+    let place = Place::new();
+    let recipe = place.recipe(&["train.accumulate=2", "train.steps=5"]);
+    let file = place.0.path().join("run/profile.json");
+    let of = |start: Start, profile| Options { profile, ..start.into() };
+    // Up to the last step, where that comes first.
+    for (start, profile) in [(Start::New, 2..4), (Start::Over, 4..9)] {
+        place.run(&recipe, of(start, Some(profile))).unwrap();
+        let trace: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let count = |name| events.iter().filter(|event| event["name"] == name).count();
+        assert_eq!(["pack", "queue", "queue the update", "wait"].map(count), [4, 4, 2, 2]);
+    }
+    place.run(&recipe, of(Start::Over, None)).unwrap();
+    assert!(!file.exists());
+}
+
+#[test]
 fn what_a_step_reports_is_named_and_adds_up() {
     let place = Place::new();
     let options = Options { commit: Some("abc"), ..Start::New.into() };
@@ -592,7 +611,7 @@ fn a_resume_tells_of_the_device_that_earlier_steps_ran_on() {
     std::fs::write(&path, elsewhere).unwrap();
     let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
     let mut told = Devices::default();
-    train(&place.recipe(&["train.steps=4"]), &place.file(), options, &mut told).unwrap();
+    train(&place.recipe(&["train.steps=4"]), &place.file(), options.clone(), &mut told).unwrap();
     train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
     assert_eq!(told.0, [Some("NVIDIA H200".to_owned()), None]);
 }
