@@ -103,55 +103,13 @@ struct Steps {
     }
 };
 
-// The mbarriers, at `at` in shared memory.
-struct Barriers {
-    u32 at;
-    Mbarrier p_written{at}, ds_written{at + 8}, p_read{at + 16}, ds_read{at + 24}, stage_read{at + 32};
-
-    __device__ Mbarrier copied(int step) const { return {at + 40 + step % FV_STAGES * 8}; }
-
-    __device__ void init() const {
-        for (int i = 0; i < 5; ++i) Mbarrier{at + i * 8}.init(FV_WARPS);
-        for (int i = 0; i < FV_STAGES; ++i) copied(i).init(THREADS);
-    }
-};
-
-__device__ u32 stage_of(u32 base, int number) { return base + AT_STAGES + number % FV_STAGES * STAGE_BYTES; }
-
-// Begins to copy the tiles of step `number`; its barrier is arrived at when they have landed.
-__device__ void load_step(const BackwardParams& p, const Sequence* sequences, const Step& step, u32 base, int number,
-                          const Barriers& barriers) {
-    const u32 stage = stage_of(base, number);
+__device__ void load_step(const BackwardParams& p, const Sequence* sequences, const Step& step, u32 stage) {
     const Sequence* s = sequences + step.sequence_offset;
     int batch = __ldg(&s->q_batch), first = __ldg(&s->q_start) + step.query, count = __ldg(&s->q_len) - step.query;
     load_tile<FV_BM, FV_D, FV_DP>(stage, rows_of(p.q, batch, step.head, first, count));
     load_tile<FV_BM, FV_DV, FV_DVP>(stage + AT_D_OUT, rows_of(p.d_out, batch, step.head, first, count));
     load_row_values<FV_BM>(stage + AT_LSE, p.lse, p.delta, batch, step.head, first, count);
-    barriers.copied(number).arrive_after_copies();
 }
-
-// What a lane holds of dK, dV and dQ, and the addresses of its first elements of the operands.
-struct Lane {
-    // The first accumulator of its warp.
-    int k_row, k_column, v_row, v_column, q_row, q_column;
-    // Of Q and dO relative to their stage.
-    u32 q_by_row, d_out_by_row, d_out_by_dim, q_by_dim;
-    u32 k_by_row, v_by_row, p_by_key, ds_by_key, ds_by_row, k_by_dim;
-
-    __device__ Lane(u32 base, int warp) {
-        k_row = warp / WARPS_DK.across * WARPS_DK.rows * 16, k_column = warp % WARPS_DK.across * WARPS_DK.columns * 8;
-        v_row = warp / WARPS_DV.across * WARPS_DV.rows * 16, v_column = warp % WARPS_DV.across * WARPS_DV.columns * 8;
-        q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
-        q_by_row = lane_rows<PITCH_K>(), d_out_by_row = AT_D_OUT + lane_rows<PITCH_V>();
-        k_by_row = base + lane_columns<PITCH_K>(), v_by_row = base + AT_V + lane_columns<PITCH_V>();
-        p_by_key = base + AT_P + v_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
-        ds_by_key = base + AT_DS + k_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
-        ds_by_row = base + AT_DS + q_row * PITCH_P + lane_offset_a<false>(PITCH_P);
-        d_out_by_dim = AT_D_OUT + v_column * ELEM_BYTES + lane_offset_b<true>(PITCH_V);
-        q_by_dim = k_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
-        k_by_dim = base + q_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods) {
@@ -164,26 +122,49 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     const int key = tile.tile * FV_BN, keys = min(FV_BN, sequences->k_len - key);
     const int k_batch = sequences->k_batch, k_first = sequences->k_start + key;
 
-    const Barriers barriers{base + AT_MBARRIERS};
-    if (threadIdx.x == 0) barriers.init();
+    const u32 mbarriers = base + AT_MBARRIERS;
+    const Mbarrier p_written{mbarriers}, ds_written{mbarriers + 8}, p_read{mbarriers + 16}, ds_read{mbarriers + 24};
+    [[maybe_unused]] const Mbarrier stage_read{mbarriers + 32};
+    auto copied = [&](int step) { return Mbarrier{mbarriers + 40 + step % FV_STAGES * 8}; };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 5; ++i) Mbarrier{mbarriers + i * 8}.init(FV_WARPS);
+        for (int i = 0; i < FV_STAGES; ++i) copied(i).init(THREADS);
+    }
     __syncthreads();
 
-    const Lane at(base, warp);
+    // Addresses of this lane's first elements of the operands; those of Q and dO relative to their stage.
+    const int k_row = warp / WARPS_DK.across * WARPS_DK.rows * 16, k_column = warp % WARPS_DK.across * WARPS_DK.columns * 8;
+    const int v_row = warp / WARPS_DV.across * WARPS_DV.rows * 16, v_column = warp % WARPS_DV.across * WARPS_DV.columns * 8;
+    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
+    const u32 q_by_row = lane_rows<PITCH_K>(), d_out_by_row = AT_D_OUT + lane_rows<PITCH_V>();
+    const u32 k_by_row = base + lane_columns<PITCH_K>(), v_by_row = base + AT_V + lane_columns<PITCH_V>();
+    const u32 p_by_key = base + AT_P + v_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
+    const u32 ds_by_key = base + AT_DS + k_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
+    const u32 ds_by_row = base + AT_DS + q_row * PITCH_P + lane_offset_a<false>(PITCH_P);
+    const u32 d_out_by_dim = AT_D_OUT + v_column * ELEM_BYTES + lane_offset_b<true>(PITCH_V);
+    const u32 q_by_dim = k_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
+    const u32 k_by_dim = base + q_column * ELEM_BYTES + lane_offset_b<true>(PITCH_K);
 
     float dk[WARPS_DK.rows][WARPS_DK.columns][4], dv[WARPS_DV.rows][WARPS_DV.columns][4];
     clear(dk);
     clear(dv);
+
+    auto stage_of = [&](int step) { return base + AT_STAGES + step % FV_STAGES * STAGE_BYTES; };
+    auto load = [&](const Step& step, int number) {
+        load_step(p, sequences, step, stage_of(number));
+        copied(number).arrive_after_copies();
+    };
 
     load_tile<FV_BN, FV_D, FV_DP>(base, rows_of(p.k, k_batch, head_kv, k_first, keys));
     load_tile<FV_BN, FV_DV, FV_DVP>(base + AT_V, rows_of(p.v, k_batch, head_kv, k_first, keys));
     Steps steps;
     Step step, following;
     bool more = steps.next(p, tile, head_kv, following);
-    if (more) load_step(p, sequences, following, base, 0, barriers);
+    if (more) load(following, 0);
     for (int number = 0; more; ++number) {
         step = following;
         more = steps.next(p, tile, head_kv, following);
-        const u32 stage = stage_of(base, number);
+        const u32 stage = stage_of(number);
         const Sequence* s = sequences + step.sequence_offset;
         const int q_len = __ldg(&s->q_len);
         const Place place = {__ldg(&s->b), step.head, head_kv, q_len, __ldg(&s->k_len)};
@@ -191,63 +172,63 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
 
         Scores scores;
         clear(scores.g);
-        barriers.copied(number).wait(number / FV_STAGES);
-        multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, stage + at.q_by_row, at.k_by_row);
+        copied(number).wait(number / FV_STAGES);
+        multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
         const float* row_weight_sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
         const u32 lse_at = stage + AT_LSE + score_row() * 4;
         float lse[QUERIES_HELD];
         load_lse(lse, lse_at);
         scores.compute_p(mods, score_tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
-        barriers.p_read.wait(number - 1);
+        p_read.wait(number - 1);
         store_scores(base + AT_P, [&](int m, int n, int i) { return scores.dropped(scores.p(m, n, i), m, n, i); });
-        barriers.p_written.arrive_warp();
+        p_written.arrive_warp();
 
         ScoreFragment dp;
         clear(dp);
-        multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, stage + at.d_out_by_row, at.v_by_row);
+        multiply<FV_DVP / MMA_K, false, PITCH_V, false, PITCH_V>(dp, stage + d_out_by_row, v_by_row);
         scores.differentiate(dp, stage + AT_DELTA + score_row() * 4);
-        barriers.ds_read.wait(number - 1);
+        ds_read.wait(number - 1);
         store_scores(base + AT_DS, [&](int m, int n, int i) { return scores.g[m][n][i]; });
-        barriers.ds_written.arrive_warp();
+        ds_written.arrive_warp();
         HeldSums none;
         scores.capture(mods, score_tile, none);
 
-        barriers.p_written.wait(number);
-        multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, at.p_by_key, stage + at.d_out_by_dim, FV_DVP / 8 - at.v_column / 8);
-        barriers.p_read.arrive_warp();
-        barriers.ds_written.wait(number);
+        p_written.wait(number);
+        multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
+        p_read.arrive_warp();
+        ds_written.wait(number);
         auto add_dk = [&] {
-            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, at.ds_by_key, stage + at.q_by_dim, FV_DP / 8 - at.k_column / 8);
+            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
         };
         if constexpr (FV_STAGES == 1) {
             add_dk();
-            barriers.stage_read.arrive_warp();
-            barriers.stage_read.wait(number);
+            stage_read.arrive_warp();
+            stage_read.wait(number);
         }
-        if (more) load_step(p, sequences, following, base, number + 1, barriers);
+        if (more) load(following, number + 1);
         if constexpr (!FV_DETERMINISTIC) {
             float dq[WARPS_DQ.rows][WARPS_DQ.columns][4];
             clear(dq);
-            multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, at.ds_by_row, at.k_by_dim, FV_DP / 8 - at.q_column / 8);
-            const i64 accum_row = __ldg(&s->sum_row) + step.query + at.q_row;
+            multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, k_by_dim, FV_DP / 8 - q_column / 8);
+            const i64 accum_row = __ldg(&s->sum_row) + step.query + q_row;
             #pragma unroll
             for (int m = 0; m < WARPS_DQ.rows; ++m) {
-                if (step.query + at.q_row + m * 16 >= q_len) break;
-                float* fragment = dq_accum_fragment(p, step.head, accum_row + m * 16, at.q_column / 8);
+                if (step.query + q_row + m * 16 >= q_len) break;
+                float* fragment = dq_accum_fragment(p, step.head, accum_row + m * 16, q_column / 8);
                 #pragma unroll
                 for (int n = 0; n < WARPS_DQ.columns; ++n) {
-                    if (at.q_column / 8 + n >= FV_DP / 8) break;
+                    if (q_column / 8 + n >= FV_DP / 8) break;
                     add_to_dq_accum(fragment + n * 128, dq[m][n]);
                 }
             }
         }
         if constexpr (FV_STAGES == 2) add_dk();
-        barriers.ds_read.arrive_warp();
+        ds_read.arrive_warp();
     }
 
     wait_copies();      // a CTA without steps has not waited for its copies
     __syncthreads();    // all of shared memory is free now
     char* scratch = shared + warp * SCRATCH_BYTES;
-    store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, at.k_row, at.k_column, p.scale, p.accumulate, scratch);
-    store_rows(p.dv, k_batch, head_kv, k_first, keys, FV_DV, dv, at.v_row, at.v_column, 1.f, p.accumulate, scratch);
+    store_rows(p.dk, k_batch, head_kv, k_first, keys, FV_D, dk, k_row, k_column, p.scale, p.accumulate, scratch);
+    store_rows(p.dv, k_batch, head_kv, k_first, keys, FV_DV, dv, v_row, v_column, 1.f, p.accumulate, scratch);
 }
