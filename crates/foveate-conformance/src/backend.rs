@@ -98,7 +98,8 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let cuda = |name, options| forced(name, options, |plan| plan);
     let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
     let forward = KernelOptions { forward: hopper, ..KernelOptions::default() };
-    let backward = KernelOptions { backward: hopper, ..KernelOptions::default() };
+    let backward =
+        KernelOptions { backward: hopper, backward_dq: hopper, ..KernelOptions::default() };
     let [forward, backward] =
         [forward, backward].map(|kernels| CudaOptions { kernels, ..default.clone() });
     let has_hopper = engine.profile().capability == (9, 0);

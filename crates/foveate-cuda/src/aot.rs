@@ -112,12 +112,13 @@ pub fn kernels<'a>(
     let Planned { class, plan, gradient, .. } =
         plan(profile, spec, dims, dtype, run, &options, records)?;
     let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
+    let backward = Pass::backward(&class, plan.separates_dq());
     let of_forward = forward.kernels();
     let aot_kernel = |choice: Choice| AotKernel {
         profile: profile.clone(),
         pass: match of_forward.contains(&choice.chosen.config.kernel) {
             true => forward,
-            false => Pass::backward(&class),
+            false => backward,
         },
         choice,
         spec,

@@ -265,7 +265,7 @@ impl Variant {
         let forward_only = self == Self::Split || class.paged || queries.is_some();
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
         let mut passes = vec![Pass::Forward { kv_split: plan.kv_splits > 1 }];
-        passes.extend((!forward_only).then(|| Pass::backward(&class)));
+        passes.extend((!forward_only).then(|| Pass::backward(&class, plan.separates_dq())));
         let mut kernels = Vec::new();
         for launch in passes.into_iter().flat_map(Pass::launches) {
             let mut choice = plan.choice(launch.entry.kernel()).clone();

@@ -21,7 +21,8 @@ use crate::gpu::tensors::bf16_bytes;
 pub fn run(repeats: usize) -> Result<bool, String> {
     on_gpu("determinism", |engine, checks| {
         let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
-        let of_hopper = KernelOptions { backward: hopper, ..KernelOptions::default() };
+        let of_hopper =
+            KernelOptions { backward: hopper, backward_dq: hopper, ..KernelOptions::default() };
         for [len_q, len_k] in [[4224, 4224], [2000, 4000]] {
             let name = format!("{repeats} equal runs of ({len_q}, {len_k})");
             checks.say(&name, repeat(engine, [len_q, len_k], KernelOptions::default(), repeats));

@@ -189,7 +189,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         if (LAST_DV < FV_BM / 16) pin(dv);
         product_fence();
         start_sums<LAST_DV, FV_BM / 16>(dv, weights, Operand::columns(base + AT_D_OUT + before.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
-        if constexpr (!FV_DETERMINISTIC)
+        if constexpr (!FV_SEPARATE_DQ)
             start_dq(dq, Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)), keys_across);
         product_commit();
         start_dk(dk, Operand::columns(base + AT_DS + parity * DS_BYTES + consumer * FV_BM * PANEL_ROW, 0),
@@ -201,7 +201,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         if (leads_warp()) barriers.step_empty(place.stage).arrive();
     };
     auto finish_dq = [&] {
-        if constexpr (FV_DETERMINISTIC) return;
+        if constexpr (FV_SEPARATE_DQ) return;
         pin(dq);
         if (leads_warp()) await_bulk_reads();
         __syncwarp();
@@ -209,7 +209,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     };
     // After a fence.
     auto send_dq = [&] {
-        if (!FV_DETERMINISTIC && target) add_bulk(target, dq_at, bytes_of_dq);
+        if (!FV_SEPARATE_DQ && target) add_bulk(target, dq_at, bytes_of_dq);
     };
     auto finish_dk = [&](Ring<FV_STAGES> before) {
         pin(dk);

@@ -12,7 +12,7 @@ constexpr int N_Q = DQ_COLUMNS / 8;
 //     FV_BN * (row(FV_D) + row(FV_DV))                            K, V
 //   + FV_STAGES * FV_BM * (row(FV_D) + row(FV_DV))                Q, dO
 //   + 2 * FV_BM * FV_BN * 2                                       dS of two steps
-//   + FV_BM * FV_DP * 4                                           dQ on its way to dq_accum, unless FV_DETERMINISTIC
+//   + FV_BM * FV_DP * 4                                           dQ on its way to dq_accum, unless FV_SEPARATE_DQ
 //   + ROW_STAGES * FV_BM * 8                                      lse, delta
 //   + 1024                                                        steps and mbarriers
 constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
@@ -22,7 +22,7 @@ constexpr int STEPS = 8;                                   // that are announced
 constexpr int END_BYTES = 1024;
 constexpr int AT_V = K_BYTES, AT_Q = AT_V + V_BYTES, AT_D_OUT = AT_Q + FV_STAGES * Q_BYTES;
 constexpr int AT_DS = AT_D_OUT + FV_STAGES * D_OUT_BYTES, AT_DQ = AT_DS + 2 * DS_BYTES;
-constexpr int AT_LSE = AT_DQ + (FV_DETERMINISTIC ? 0 : FV_BM * FV_DP * 4);
+constexpr int AT_LSE = AT_DQ + (FV_SEPARATE_DQ ? 0 : FV_BM * FV_DP * 4);
 constexpr int ROW_STAGES = FV_BM == 64 ? FV_STAGES : 2;    // of many queries there is no room for more
 constexpr int AT_DELTA = AT_LSE + ROW_STAGES * FV_BM * 4, AT_STEPS = AT_DELTA + ROW_STAGES * FV_BM * 4;
 constexpr int AT_BARRIERS = AT_STEPS + 64 * STEPS;

@@ -7,7 +7,7 @@
 //     dP = dO V^T  dS = P (dP - delta) dscore/ds            dK += dS^T Q     dQ += dS K
 //
 // All warps have one role. dK and dV stay in registers until the epilogue. dQ of a step is a partial sum
-// over all CTAs, so it is added to dq_accum in memory, in no fixed order; with FV_DETERMINISTIC this kernel
+// over all CTAs, so it is added to dq_accum in memory, in no fixed order; with FV_SEPARATE_DQ this kernel
 // skips dq and fv_backward_dq computes it. `scale` joins dK in the epilogue and dQ in fv_dq.
 //
 // Barriers. Warps synchronise by mbarriers only where data passes between them: they arrive early and wait
@@ -206,7 +206,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             stage_read.wait(number);
         }
         if (more) load(following, number + 1);
-        if constexpr (!FV_DETERMINISTIC) {
+        if constexpr (!FV_SEPARATE_DQ) {
             float dq[WARPS_DQ.rows][WARPS_DQ.columns][4];
             clear(dq);
             multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, k_by_dim, FV_DP / 8 - q_column / 8);

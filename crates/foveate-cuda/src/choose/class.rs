@@ -136,6 +136,7 @@ impl Class {
             align: self.align,
             ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
         };
+        let wide = tiles.are_wide_backward(kernel, self.dim.max(self.dim_v));
         let (group, mask, score, checked) = (self.group, self.mask, self.score, self.checked);
         match kernel {
             Kernel::Forward => Config {
@@ -164,6 +165,7 @@ impl Class {
                 dscore: self.dscore,
                 captures: kernel.owns_keys() && self.captures,
                 deterministic: self.deterministic,
+                separate_dq: kernel.owns_keys() && (self.deterministic || wide),
                 ..plain
             },
             Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },

@@ -130,10 +130,11 @@ fn portable_cycles(
 fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f64 {
     let scores = (config.tile_q * config.tile_kv) as f64;
     let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
-    let dims = match (config.kernel.owns_keys(), config.deterministic) {
-        (true, false) => 3 * dim + 2 * dim_v,
-        (true, true) => 2 * (dim + dim_v),
-        (false, _) => dim + dim_v,
+    let dims = match config.kernel {
+        Kernel::BackwardDq => 2 * dim + dim_v,
+        Kernel::Backward if config.separate_dq => 2 * (dim + dim_v),
+        Kernel::Backward => 3 * dim + 2 * dim_v,
+        _ => dim + dim_v,
     };
     let products = 2.0 * scores * dims as f64 / WGMMA_PER_CYCLE;
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);
@@ -188,7 +189,7 @@ impl Step {
                     product(tile_kv, dim_v, tile_q, false),
                     product(tile_kv, dim, tile_q, false),
                 ];
-                if !config.deterministic {
+                if !config.separate_dq {
                     all.push(product(tile_q, dim, tile_kv, false));
                 }
                 (all, copied + 2.0 * scores * bytes)
@@ -217,7 +218,7 @@ impl Step {
             rate /= 6.0;
         }
         let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dscore);
-        let added = config.kernel.owns_keys() && !config.deterministic;
+        let added = config.kernel.owns_keys() && !config.separate_dq;
         Self {
             tensor: products.iter().map(|(operations, _)| operations / rate).sum(),
             shared: (moved + products.iter().map(|(_, read)| read).sum::<f64>()) / SHARED_PER_CYCLE,

@@ -29,6 +29,8 @@ pub enum Pass {
         sink: bool,
         /// Every sum is in a fixed order.
         deterministic: bool,
+        /// dq has a kernel of its own; see [`Config::separate_dq`].
+        separate_dq: bool,
         /// Gradients of captured buffers are asked for.
         captures: bool,
     },
@@ -106,11 +108,12 @@ impl PassLaunch {
 
 impl Pass {
     /// The pass that makes everything a problem of `class` can ask for.
-    pub fn backward(class: &Class) -> Self {
+    pub fn backward(class: &Class, separate_dq: bool) -> Self {
         Self::Backward {
             row_weight_sum: class.has_row_weight_sum(),
             sink: class.sink,
             deterministic: class.deterministic,
+            separate_dq,
             captures: class.captures,
         }
     }
@@ -128,7 +131,7 @@ impl Pass {
                 let combine = of_queries(Entry::Combine, Nothing, false, Grid::TilesByTileHeads);
                 [forward, combine.filter(|_| kv_split)].into_iter().flatten().collect()
             }
-            Self::Backward { row_weight_sum, sink, deterministic, captures } => {
+            Self::Backward { row_weight_sum, sink, deterministic, separate_dq, captures } => {
                 let by_heads = Grid::TilesByHeads;
                 let delta = of_queries(Entry::Delta, Nothing, false, by_heads);
                 let sums = of_queries(Entry::RowWeightSum, Backward, false, by_heads);
@@ -146,7 +149,7 @@ impl Pass {
                     false,
                     Grid::Elements { threads: 256 },
                 );
-                let dq = match deterministic {
+                let dq = match separate_dq {
                     true => of_queries(Entry::BackwardDq, Backward, true, by_heads),
                     false => of_queries(Entry::Dq, Nothing, false, by_heads),
                 };
@@ -188,10 +191,11 @@ mod tests {
 
     /// The passes that differ.
     fn passes() -> Vec<Pass> {
-        let backward = (0..16).map(|bits| {
-            let [row_weight_sum, sink, deterministic, captures] =
-                [1, 2, 4, 8].map(|bit| bits & bit != 0);
-            Pass::Backward { row_weight_sum, sink, deterministic, captures }
+        let backward = (0..32).map(|bits| {
+            let [row_weight_sum, sink, deterministic, wide, captures] =
+                [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
+            let separate_dq = deterministic || wide;
+            Pass::Backward { row_weight_sum, sink, deterministic, separate_dq, captures }
         });
         let forward = [false, true].map(|kv_split| Pass::Forward { kv_split });
         forward.into_iter().chain(backward).collect()

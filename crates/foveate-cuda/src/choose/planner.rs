@@ -131,12 +131,29 @@ impl KernelPlan {
         forward.others.retain(|c| c.config.family.stands_in_for(family));
         let all = forward.others.iter_mut().chain([&mut forward.chosen]);
         all.for_each(|c| c.config.kv_split = kv_split);
-        let mut passes = vec![Pass::Forward { kv_split }];
-        passes.extend(backward.then(|| Pass::backward(class)));
-        let rest = passes.into_iter().flat_map(Pass::kernels).skip(1);
+        let rest = Pass::Forward { kv_split }.kernels().into_iter().skip(1);
         let mut kernels = vec![forward];
         kernels.extend(rest.map(choose).collect::<Result<Vec<_>, _>>()?);
+        if backward {
+            let mut keys = choose(Kernel::Backward)?;
+            // What runs in its place leaves dq to the same kernel.
+            let separate_dq = keys.chosen.config.separate_dq;
+            keys.others.retain(|c| separate_dq || !c.config.separate_dq);
+            keys.others.iter_mut().for_each(|c| c.config.separate_dq = separate_dq);
+            let all = Pass::backward(class, separate_dq).kernels().into_iter();
+            let mut keys = Some(keys);
+            let chosen = all.map(|kernel| match kernel {
+                Kernel::Backward => Ok(keys.take().expect("a pass has a kernel once")),
+                kernel => choose(kernel),
+            });
+            kernels.extend(chosen.collect::<Result<Vec<_>, _>>()?);
+        }
         Ok(Self { profile: profile.clone(), kernels, kv_splits })
+    }
+
+    /// Whether dq of a backward has a kernel of its own: [`Kernel::BackwardDq`].
+    pub fn separates_dq(&self) -> bool {
+        self.config(Kernel::Backward).is_some_and(|config| config.separate_dq)
     }
 
     /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
@@ -182,7 +199,7 @@ pub fn choose(
     let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
     if Family::Hopper.has(kernel) && asked.allows(Family::Hopper) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
-            None => all.extend(hopper_candidates(kernel, &asked)),
+            None => all.extend(hopper_candidates(kernel, class, &asked)),
             Some(reason) => refused.push(Refused {
                 config: class.config(kernel, HOPPER_TILES),
                 refusal: Refusal::Family { reason: format!("hopper: {reason}") },
@@ -280,13 +297,18 @@ fn hopper_refusal(
 
 /// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.
 /// Tiles that it has not got are refused where the family is asked for, and else not its own.
-fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
+fn hopper_candidates(kernel: Kernel, class: &Class, asked: &TileOptions) -> Vec<Tiles> {
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
     let overlaps = asked.overlap.map_or(vec![true, false], |value| vec![value]);
     if kernel.owns_keys() {
-        let usual = Tiles::hopper_backward(64, 2);
+        let mut usual = Tiles::hopper_backward(64, 2);
+        let wide = usual.are_wide_backward(kernel, class.dim.max(class.dim_v));
+        if wide {
+            usual = Tiles::hopper_wide_backward(2);
+        }
+        let sides: &[usize] = if wide { &[64] } else { &[64, 128] };
         let (warps, tile_kv) =
             (asked.warps.unwrap_or(usual.warps), asked.tile_kv.unwrap_or(usual.tile_kv));
         let own = warps == usual.warps && tile_kv == usual.tile_kv;
@@ -294,7 +316,7 @@ fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
             return Vec::new();
         }
         let mut all = Vec::new();
-        for tile_q in pick(asked.tile_q, &[64, 128]) {
+        for tile_q in pick(asked.tile_q, sides) {
             for stages in pick(asked.stages, &[2, 3]) {
                 let tiles = Tiles { warps, tile_kv, ..Tiles::hopper_backward(tile_q, stages) };
                 all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
@@ -302,11 +324,15 @@ fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
         }
         return all;
     }
+    let (consumers, keys): (&[usize], &[usize]) = match kernel {
+        Kernel::BackwardDq => (&[2], &[32, 48, 64, 80, 96, 112, 128]),
+        _ => (&[1, 2, 3], &[64, 80, 96, 112, 128, 144, 160, 176]),
+    };
     let own = |tiles: &Tiles| {
         asked.tile_q.is_none_or(|rows| rows == tiles.tile_q)
             && asked.warps.is_none_or(|warps| warps == tiles.warps)
     };
-    let mut sides: Vec<Tiles> = [1, 2, 3].map(|n| Tiles::hopper(n, 0, 0)).to_vec();
+    let mut sides: Vec<Tiles> = consumers.iter().map(|&n| Tiles::hopper(n, 0, 0)).collect();
     sides.retain(own);
     if sides.is_empty() && asked.family == Some(Family::Hopper) {
         let Tiles { tile_q, warps, .. } = HOPPER_TILES;
@@ -315,7 +341,7 @@ fn hopper_candidates(kernel: Kernel, asked: &TileOptions) -> Vec<Tiles> {
     }
     let mut all = Vec::new();
     for side in sides {
-        for tile_kv in pick(asked.tile_kv, &[64, 80, 96, 112, 128, 144, 160, 176]) {
+        for tile_kv in pick(asked.tile_kv, keys) {
             for stages in pick(asked.stages, &[2, 3, 4]) {
                 let tiles = |overlap: &bool| Tiles { tile_kv, stages, overlap: *overlap, ..side };
                 all.extend(overlaps.iter().map(tiles));

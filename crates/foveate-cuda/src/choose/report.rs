@@ -71,10 +71,13 @@ impl Choice {
                 "  copies     q, k, v and d_out by tensor maps; dq by bulk reductions, in no fixed \
                  order"
             )?,
+            (Family::Hopper, Kernel::BackwardDq) => {
+                writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
+            }
             (Family::Hopper, Kernel::Forward) => {
                 writeln!(f, "  copies     q, k and v by tensor maps")?;
             }
-            (Family::Portable, Kernel::Forward | Kernel::Backward)
+            (Family::Portable, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq)
             | (
                 Family::Portable | Family::Hopper,
                 Kernel::Sequences
@@ -83,7 +86,6 @@ impl Choice {
                 | Kernel::Combine
                 | Kernel::RowWeightSum
                 | Kernel::Delta
-                | Kernel::BackwardDq
                 | Kernel::Dq,
             ) => {}
         }

@@ -89,16 +89,42 @@ const HOPPER_SCORED: &[Known] = &[
 ];
 
 /// The backward of the Hopper family.
-const HOPPER_BACKWARD: &[Known] =
-    &[(64, Tiles::hopper_backward(128, 3)), (128, Tiles::hopper_backward(64, 3))];
+const HOPPER_BACKWARD: &[Known] = &[
+    (64, Tiles::hopper_backward(128, 3)),
+    (128, Tiles::hopper_backward(64, 3)),
+    (192, Tiles::hopper_wide_backward(3)),
+    (256, Tiles::hopper_wide_backward(2)),
+];
 
 /// The same with derivatives of scores and gradients of captured buffers, which take registers of their
 /// own, and for the deterministic one, which leaves dq to another kernel.
-const HOPPER_BACKWARD_SMALL: &[Known] = &[(128, Tiles::hopper_backward(64, 3))];
+const HOPPER_BACKWARD_SMALL: &[Known] = &[
+    (128, Tiles::hopper_backward(64, 3)),
+    (192, Tiles::hopper_wide_backward(3)),
+    (256, Tiles::hopper_wide_backward(2)),
+];
 
 /// The same with dropout, which leaves no registers for a third stage at head dims up to 64.
-const HOPPER_BACKWARD_DROPOUT: &[Known] =
-    &[(64, Tiles::hopper_backward(128, 2)), (128, Tiles::hopper_backward(64, 3))];
+const HOPPER_BACKWARD_DROPOUT: &[Known] = &[
+    (64, Tiles::hopper_backward(128, 2)),
+    (128, Tiles::hopper_backward(64, 3)),
+    (192, Tiles::hopper_wide_backward(3)),
+    (256, Tiles::hopper_wide_backward(2)),
+];
+
+/// dq in a kernel of its own.
+const HOPPER_DQ: &[Known] = &[
+    (64, Tiles::hopper_dq(128, 2)),
+    (128, Tiles::hopper_dq(96, 2)),
+    (192, Tiles::hopper_dq(80, 2)),
+    (256, Tiles::hopper_dq(64, 2)),
+];
+/// The same with derivatives of scores.
+const HOPPER_DQ_SCORED: &[Known] = &[
+    (64, Tiles::hopper_dq(96, 2)),
+    (128, Tiles::hopper_dq(64, 2)),
+    (256, Tiles::hopper_dq(48, 2)),
+];
 
 /// The measured choice of the Hopper family, where it was faster than the portable one: not at head
 /// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
@@ -114,10 +140,11 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         }
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
         Kernel::Backward => HOPPER_BACKWARD,
+        Kernel::BackwardDq if class.dscore => HOPPER_DQ_SCORED,
+        Kernel::BackwardDq => HOPPER_DQ,
         Kernel::Combine
         | Kernel::Delta
         | Kernel::RowWeightSum
-        | Kernel::BackwardDq
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable

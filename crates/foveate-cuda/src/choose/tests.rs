@@ -318,8 +318,10 @@ fn every_configuration_of_the_table_fits_the_card_it_was_measured_on() {
                 let sizes = Sizes { mean_kv_len, ..sizes(2, 2048 / dim, 2048 / dim, 8192) };
                 let options = KernelOptions::default();
                 let plan = KernelPlan::new(&profile, class, &sizes, true, &options).unwrap();
-                let table = plan.kernels.iter().filter(|c| c.origin == Origin::Table);
-                assert_eq!(table.count(), 2, "forward and backward of:\n{plan}");
+                let of_tiles = plan.kernels.iter().filter(|c| c.chosen.config.kernel.has_tiles());
+                for choice in of_tiles {
+                    assert_eq!(choice.origin, Origin::Table, "{}:\n{plan}", choice.chosen.config);
+                }
             }
         }
     }
@@ -506,8 +508,6 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
         let said = with(class, &asked).unwrap_err().to_string();
         assert!(said.contains(why), "{said}");
     };
-    let wide = Class::new(Elem::Bf16, 192, 128, 4);
-    refused(&wide, &[], "\n  hopper: head dims above 128");
     // Gradients of learned buffers take registers, and a fixed order leaves dq to another kernel.
     let learned = Class { captures: true, score: true, ..narrow.clone() };
     let fixed = Class { deterministic: true, ..narrow };
@@ -523,9 +523,62 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     assert_eq!(once.matches("hopper takes 64 or 128 queries").count(), 1, "{once}");
     refused(&plain, &[("tile_kv", "64")], "of which two consumers own 64 keys each");
     refused(&plain, &[("stages", "4")], "B of shared memory, a CTA can have 232448");
-    for class in [wide, unmapped] {
-        assert_eq!(chosen(&class).family, Family::Portable);
-    }
+    assert_eq!(chosen(&unmapped).family, Family::Portable);
+}
+
+#[test]
+fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
+    let profile = Profile::named("h200").unwrap();
+    let long = sizes(2, 32, 8, 8192);
+    let plan = |class: &Class, asked: &[(&str, &str)]| {
+        let mut options = KernelOptions::default();
+        asked.iter().for_each(|(name, value)| options.set(name, value).unwrap());
+        KernelPlan::new(&profile, class, &long, true, &options)
+    };
+    let tiles = |plan: &KernelPlan| {
+        [Kernel::Backward, Kernel::BackwardDq].map(|kernel| plan.config(kernel).map(Tiles::of))
+    };
+    let wide = Class::new(Elem::Bf16, 256, 256, 4);
+    let found = plan(&wide, &[]).unwrap();
+    assert_eq!(
+        tiles(&found),
+        [Some(Tiles::hopper_wide_backward(2)), Some(Tiles::hopper_dq(64, 2))]
+    );
+    assert!(found.separates_dq() && found.config(Kernel::Dq).is_none());
+    // What runs where the program leaves it too few registers leaves dq to the same kernel.
+    let others = &found.choice(Kernel::Backward).others;
+    assert!(!others.is_empty() && others.iter().all(|c| c.config.separate_dq));
+    // The portable kernel adds dq, and so has no other in its place that does not.
+    let portable = plan(&wide, &[("backward.tile_kv", "64"), ("backward.warps", "8")]).unwrap();
+    assert_eq!(tiles(&portable)[1], None);
+    let others = &portable.choice(Kernel::Backward).others;
+    assert!(!portable.separates_dq() && others.iter().all(|c| !c.config.separate_dq));
+    let latent = plan(&Class::new(Elem::F16, 192, 128, 1), &[]).unwrap();
+    assert_eq!(
+        tiles(&latent),
+        [Some(Tiles::hopper_wide_backward(3)), Some(Tiles::hopper_dq(80, 2))]
+    );
+    let fixed = Class { deterministic: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    let fixed = plan(&fixed, &[]).unwrap();
+    assert_eq!(tiles(&fixed), [Some(Tiles::hopper_backward(64, 3)), Some(Tiles::hopper_dq(96, 2))]);
+    let learned = Class { captures: true, score: true, ..wide.clone() };
+    assert_eq!(tiles(&plan(&learned, &[]).unwrap())[0].unwrap().family, Family::Portable);
+    let refused = |class: &Class, asked: &[(&str, &str)], why: &str| {
+        let said = plan(class, asked).unwrap_err().to_string();
+        assert!(said.contains(why), "{said}");
+    };
+    let hopper = ("backward.family", "hopper");
+    refused(&learned, &[hopper], "hopper: gradients of captured buffers at head dims above 128");
+    refused(&wide, &[hopper, ("backward.tile_q", "128")], "hopper has 64x64 and 12 at head dims");
+    refused(
+        &wide,
+        &[hopper, ("backward.stages", "3")],
+        "B of shared memory, a CTA can have 232448",
+    );
+    let dq = ("backward_dq.family", "hopper");
+    refused(&wide, &[dq, ("backward_dq.tile_q", "64")], "two consumers own 64 queries each");
+    refused(&wide, &[dq, ("backward_dq.tile_kv", "136")], "multiples of 16 keys from 32 to 128");
+    refused(&wide, &[dq, ("backward_dq.tile_kv", "96")], "registers a thread, it can have 240");
 }
 
 #[test]

@@ -24,9 +24,9 @@ pub enum Kernel {
     /// What the weights of rows add up to whose lse is too large to hold it.
     RowWeightSum,
     /// dk, dv, captured-buffer gradients, and the sums of dq unless
-    /// [`Config::deterministic`].
+    /// [`Config::separate_dq`].
     Backward,
-    /// dq of a deterministic backward, in a fixed order.
+    /// dq in a fixed order, of a backward that leaves it out.
     BackwardDq,
     /// dq from its sums.
     Dq,
@@ -364,13 +364,13 @@ impl Family {
     /// Whether it has a kernel of its own for this one; where not, the portable family's runs.
     pub fn has(self, kernel: Kernel) -> bool {
         match (self, kernel) {
-            (Self::Portable, _) | (Self::Hopper, Kernel::Forward | Kernel::Backward) => true,
+            (Self::Portable, _)
+            | (Self::Hopper, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq) => true,
             (
                 Self::Hopper,
                 Kernel::Combine
                 | Kernel::Delta
                 | Kernel::RowWeightSum
-                | Kernel::BackwardDq
                 | Kernel::Dq
                 | Kernel::BlockLists
                 | Kernel::RangeTable
@@ -398,7 +398,7 @@ impl Family {
     }
 }
 
-/// What one kernel is compiled for. Every field but the first two is a macro; [`Self::defines`]
+/// What one kernel is compiled for. Every field but the first two and `deterministic` is a macro; [`Self::defines`]
 /// prints them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct Config {
@@ -450,8 +450,10 @@ pub struct Config {
     pub pack_gqa: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
-    /// Every sum is in a fixed order. `FV_DETERMINISTIC`
+    /// Every sum is in a fixed order, those of captured buffers by the mods.
     pub deterministic: bool,
+    /// The backward leaves dq to [`Kernel::BackwardDq`]. `FV_SEPARATE_DQ`
+    pub separate_dq: bool,
     /// A captured index outside its axis is reported. `FV_CHECKED`
     pub checked: bool,
 }
@@ -485,6 +487,7 @@ impl Config {
             pack_gqa: false,
             paged: false,
             deterministic: false,
+            separate_dq: false,
             checked: false,
         }
     }
@@ -514,6 +517,12 @@ impl Config {
     /// [`Self::dim_v`] as tiles have it: rounded up to a multiple of 16. `FV_DVP`
     pub fn padded_dim_v(&self) -> usize {
         self.dim_v.next_multiple_of(16)
+    }
+
+    /// Hopper's backward of head dims above 128, whose consumers have dk and dv apart, and which leaves
+    /// dq to another kernel.
+    pub(crate) fn is_wide_backward(&self) -> bool {
+        Tiles::of(self).are_wide_backward(self.kernel, self.dim.max(self.dim_v))
     }
 
     /// Query heads that share a tile of queries.
@@ -557,7 +566,7 @@ impl Config {
             ("FV_KV_SPLIT", self.kv_split.into()),
             ("FV_PACK_GQA", self.pack_gqa.into()),
             ("FV_PAGED", self.paged.into()),
-            ("FV_DETERMINISTIC", self.deterministic.into()),
+            ("FV_SEPARATE_DQ", self.separate_dq.into()),
             ("FV_CHECKED", self.checked.into()),
         ]
     }
@@ -592,6 +601,7 @@ impl fmt::Display for Config {
             (self.pack_gqa, "packed GQA"),
             (self.paged, "paged"),
             (self.deterministic, "deterministic"),
+            (self.separate_dq && !self.deterministic, "separate dq"),
             (self.checked, "checked"),
         ];
         for (_, name) in flags.iter().filter(|(on, _)| *on) {
@@ -634,6 +644,25 @@ impl Tiles {
     /// Tiles of the Hopper family's backward: two warpgroups that consume, with 64 keys each.
     pub const fn hopper_backward(tile_q: usize, stages: usize) -> Self {
         Self { family: Family::Hopper, tile_q, tile_kv: 128, warps: 12, stages, overlap: true }
+    }
+
+    /// Tiles of the same for head dims above 128: two warpgroups that consume, and share 64 keys.
+    pub const fn hopper_wide_backward(stages: usize) -> Self {
+        Self { tile_kv: 64, ..Self::hopper_backward(64, stages) }
+    }
+
+    /// Whether they are of [`Config::is_wide_backward`], for the larger of its head dims.
+    pub(crate) fn are_wide_backward(&self, kernel: Kernel, dim: usize) -> bool {
+        self.family == Family::Hopper && kernel.owns_keys() && dim > Self::MOST_DIM_OF_BOTH
+    }
+
+    /// The largest head dim of which a consumer of Hopper's backward has registers for both dk and dv.
+    pub(crate) const MOST_DIM_OF_BOTH: usize = 128;
+
+    /// Tiles of the Hopper family's kernel for dq alone: two warpgroups that consume, with 64
+    /// queries each.
+    pub const fn hopper_dq(tile_kv: usize, stages: usize) -> Self {
+        Self::hopper(2, tile_kv, stages)
     }
 
     /// Those of a configuration.

@@ -375,7 +375,7 @@ fn sums(config: &Config) -> usize {
             // weights apart from them, if the score has a derivative.
             let scores = of_scores * if config.captures && config.dscore { 4 } else { 2 };
             let scores = scores + if config.dropout { of_scores / 2 } else { 0 };
-            let of_dq = if config.deterministic { 0 } else { divide(tile_q, dim) };
+            let of_dq = if config.separate_dq { 0 } else { divide(tile_q, dim) };
             kept + scores.max(of_dq)
         }
         Kernel::BackwardDq => divide(tile_q, dim) + 2 * of_scores,

@@ -23,6 +23,7 @@ const PORTABLE_BACKWARD: &str = include_str!("../../kernels/portable/backward_de
 const HOPPER_STEPS: &str = include_str!("../../kernels/hopper/backward_steps.cuh");
 const HOPPER_KEYS: &str = include_str!("../../kernels/hopper/backward_keys.cuh");
 const BACKWARD_SCORES: &str = include_str!("../../kernels/backward_scores.cuh");
+const CAPTURE_SUMS: &str = include_str!("../../kernels/capture_sums.cuh");
 
 /// What a kernel needs after the mods: shared files, then its own. Kernels without matrix products,
 /// and those that a family has not got, are the portable ones.
@@ -66,12 +67,23 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             include_str!("../../kernels/hopper/backward_device.cuh"),
             include_str!("../../kernels/hopper/backward.cu"),
         ],
-        (Kernel::BackwardDq, Family::Portable | Family::Hopper) => &[
+        (Kernel::BackwardDq, Family::Portable) => &[
             DEVICE,
             BACKWARD_DEVICE,
             PORTABLE_BACKWARD,
             BACKWARD_SCORES,
             include_str!("../../kernels/portable/backward_dq.cu"),
+            CAPTURE_SUMS,
+        ],
+        (Kernel::BackwardDq, Family::Hopper) => &[
+            DEVICE,
+            BACKWARD_DEVICE,
+            HOPPER,
+            include_str!("../../kernels/hopper/backward_dq_layout.cuh"),
+            BACKWARD_SCORES,
+            HOPPER_STEPS,
+            include_str!("../../kernels/hopper/backward_dq.cu"),
+            CAPTURE_SUMS,
         ],
         (Kernel::Combine, Family::Portable | Family::Hopper) => {
             &[DEVICE, ROWS, include_str!("../../kernels/combine.cu")]
@@ -94,12 +106,27 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
     }
 }
 
+/// The same for [`Config::is_wide_backward`].
+const WIDE_BACKWARD: [&str; 8] = [
+    DEVICE,
+    BACKWARD_DEVICE,
+    HOPPER,
+    include_str!("../../kernels/hopper/backward_wide_layout.cuh"),
+    BACKWARD_SCORES,
+    HOPPER_STEPS,
+    HOPPER_KEYS,
+    include_str!("../../kernels/hopper/backward_wide.cu"),
+];
+
 /// The source of the kernel that `config` describes, for these mods.
 pub fn source(config: &Config, mods: &ModsSource) -> String {
     let (defines, products) = (config.defines(), wgmma::wrappers(config));
     let mut parts = vec![defines.as_str(), PARAMS, PRELUDE, mods.text(), &products];
     parts.retain(|part| !part.is_empty());
-    parts.extend(files(config.family, config.kernel));
+    parts.extend(match config.is_wide_backward() {
+        true => &WIDE_BACKWARD,
+        false => files(config.family, config.kernel),
+    });
     parts.join("\n")
 }
 
@@ -121,7 +148,7 @@ pub fn digest() -> String {
     let mut hash = Sha256::new();
     let families = Family::ALL.into_iter();
     let all = families.flat_map(|family| Kernel::ALL.map(|kernel| files(family, kernel)));
-    let kernels = all.flatten().copied();
+    let kernels = all.flatten().copied().chain(WIDE_BACKWARD);
     for text in [PARAMS, PRELUDE].into_iter().chain(kernels).chain(AROUND).chain(OPTIONS.to_vec()) {
         hash.update(text);
     }
@@ -169,40 +196,66 @@ mod tests {
     }
 
     #[test]
-    fn a_hopper_backward_lays_out_as_much_shared_memory_as_is_planned() {
+    fn hopper_backwards_lay_out_as_much_shared_memory_as_is_planned() {
         let compiler = match Compiler::get() {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let layout = include_str!("../../kernels/hopper/backward_layout.cuh");
-        let of_family = files(Family::Hopper, Kernel::Backward);
-        let before = of_family.iter().position(|&file| file == layout).expect("it is in the list");
-        let mut compared = 0;
-        for (dim, dim_v) in [(8, 8), (16, 128), (64, 64), (72, 40), (96, 96), (128, 64), (128, 128)]
-        {
-            for (tile_q, stages) in [(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)] {
-                let config = Config {
-                    family: Family::Hopper,
-                    tile_q,
-                    tile_kv: 128,
-                    warps: 12,
-                    stages,
-                    ..Config::new(Kernel::Backward, Elem::Bf16, dim, dim_v)
-                };
-                if Resources::of(&config).is_err() {
-                    continue;
+        let of_family = |kernel| files(Family::Hopper, kernel);
+        // The files of each kernel, the tile that a consumer's rows make, and where its layout is.
+        let narrow = (Kernel::Backward, of_family(Kernel::Backward), 128);
+        let wide = (Kernel::Backward, &WIDE_BACKWARD[..], 64);
+        let dq = (Kernel::BackwardDq, of_family(Kernel::BackwardDq), 128);
+        let both = [(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)];
+        let keys = [(32, 2), (48, 2), (64, 2), (64, 3), (80, 2), (96, 4), (128, 2)];
+        let dims: [(usize, usize); 10] = [
+            (8, 8),
+            (16, 128),
+            (64, 64),
+            (72, 40),
+            (128, 64),
+            (128, 128),
+            (136, 8),
+            (192, 128),
+            (160, 192),
+            (256, 256),
+        ];
+        let mut compared = [0; 3];
+        for ((kernel, files, rows), count) in [narrow, wide, dq].into_iter().zip(&mut compared) {
+            let is_layout = |file: &&str| file.starts_with("// Tiles of fv_backward");
+            let before = files.iter().position(is_layout).expect("it is in the list");
+            for (dim, dim_v) in dims {
+                for &(side, stages) in if kernel.owns_keys() { &both[..] } else { &keys } {
+                    let (tile_q, tile_kv) =
+                        if kernel.owns_keys() { (side, rows) } else { (rows, side) };
+                    let config = Config {
+                        family: Family::Hopper,
+                        tile_q,
+                        tile_kv,
+                        warps: 12,
+                        stages,
+                        separate_dq: kernel.owns_keys() && rows == 64,
+                        ..Config::new(kernel, Elem::Bf16, dim, dim_v)
+                    };
+                    if Resources::of(&config).is_err() {
+                        continue;
+                    }
+                    let defines = config.defines();
+                    let text = [&[defines.as_str(), PARAMS, PRELUDE], &files[..=before]];
+                    let entry = kernel.entry().name();
+                    // What the comparison looks for beside the number.
+                    let text = format!(
+                        "{}\nextern \"C\" __global__ void {entry}() {{}}\n",
+                        text.concat().join("\n")
+                    );
+                    let compiled = Cache::at(None).compile(compiler, &text, Arch::new((9, 0)));
+                    let compiled = compiled.unwrap_or_else(|e| panic!("{config}: {e}"));
+                    assert_eq!(compare(&config, &compiled).unwrap(), Ok(()), "{config}");
+                    *count += 1;
                 }
-                let defines = config.defines();
-                let text = [&[defines.as_str(), PARAMS, PRELUDE], &of_family[..=before]].concat();
-                // What the comparison looks for beside the number.
-                let text = text.join("\n") + "extern \"C\" __global__ void fv_backward() {}\n";
-                let compiled = Cache::at(None).compile(compiler, &text, Arch::new((9, 0)));
-                let compiled = compiled.unwrap_or_else(|e| panic!("{config}: {e}"));
-                assert_eq!(compare(&config, &compiled).unwrap(), Ok(()), "{config}");
-                compared += 1;
             }
         }
-        assert!(compared > 20, "{compared} configurations");
+        assert!(compared.iter().all(|&count| count > 5), "{compared:?} configurations");
     }
 
     #[test]

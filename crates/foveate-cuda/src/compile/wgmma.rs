@@ -28,13 +28,21 @@ pub fn wrappers(config: &Config) -> String {
         (Family::Hopper, Kernel::Forward) => {
             vec![(config.tile_kv, Left::Shared), (dim_v, Left::Registers)]
         }
+        (Family::Hopper, Kernel::Backward) if config.is_wide_backward() => {
+            let mut shapes = vec![(config.tile_q, Left::Shared), (dim_v, Left::Registers)];
+            shapes.extend((dim != dim_v).then_some((dim, Left::Registers)));
+            shapes
+        }
         (Family::Hopper, Kernel::Backward) => vec![
             (config.tile_q, Left::Shared),
             (dim_v, Left::Registers),
             (dim, Left::SharedTransposed),
             (dq_columns(config), Left::SharedAcross),
         ],
-        (Family::Portable, Kernel::Forward | Kernel::Backward)
+        (Family::Hopper, Kernel::BackwardDq) => {
+            vec![(config.tile_kv, Left::Shared), (dim, Left::Registers)]
+        }
+        (Family::Portable, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq)
         | (
             Family::Portable | Family::Hopper,
             Kernel::Sequences
@@ -43,11 +51,10 @@ pub fn wrappers(config: &Config) -> String {
             | Kernel::Combine
             | Kernel::RowWeightSum
             | Kernel::Delta
-            | Kernel::BackwardDq
             | Kernel::Dq,
         ) => return String::new(),
     };
-    let backward = config.kernel.owns_keys();
+    let backward = !config.kernel.is_of_forward();
     let both = |(n, left)| {
         let first = backward && matches!(left, Left::Shared | Left::SharedAcross);
         let adds = wrapper(config.dtype, n, left, false);

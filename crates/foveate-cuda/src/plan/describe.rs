@@ -84,7 +84,9 @@ impl CudaPlan {
                 kv_splits => 4 * kv_splits * rows(&dims) * (dims.dim_v + 2),
             },
             backward_bytes: match backward {
-                true => self.backward_bytes(&class, &dims, schedule.sum_rows),
+                true => {
+                    self.backward_bytes(&class, &dims, schedule.sum_rows, chosen.separates_dq())
+                }
                 false => 0,
             },
         })
@@ -92,15 +94,19 @@ impl CudaPlan {
 
     /// Workspace of a backward that every learned buffer gets its gradient from; see
     /// `launch_backward`.
-    fn backward_bytes(&self, class: &Class, dims: &Dims, sum_rows: usize) -> usize {
+    fn backward_bytes(
+        &self,
+        class: &Class,
+        dims: &Dims,
+        sum_rows: usize,
+        separate_dq: bool,
+    ) -> usize {
         // Delta, and what the weights of a row add up to.
         let of_rows = 4 * rows(dims) * if class.has_row_weight_sum() { 2 } else { 1 };
         let learned: usize = self.spec.learned().iter().map(|b| b.elems()).sum();
-        let of_sums = match self.options.deterministic {
-            true => COUNTED_BYTES * learned,
-            false => 4 * dims.heads_q * sum_rows * dims.dim.next_multiple_of(16),
-        };
-        of_rows + of_sums
+        let counted = if self.options.deterministic { COUNTED_BYTES * learned } else { 0 };
+        let of_dq = 4 * dims.heads_q * sum_rows * dims.dim.next_multiple_of(16);
+        of_rows + counted + if separate_dq { 0 } else { of_dq }
     }
 }
 

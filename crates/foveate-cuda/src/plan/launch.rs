@@ -130,15 +130,18 @@ impl CudaPlan {
             checked,
             ..self.class()
         };
-        let launches = Pass::Backward {
-            row_weight_sum: class.has_row_weight_sum(),
-            sink: args.d_sink.is_some(),
-            deterministic: class.deterministic,
-            captures: class.captures,
-        };
         let sums = RowSums::new(queue, dims, class.has_row_weight_sum())?;
         let captured = Captured::new(self, queue, args)?;
+        let [row_weight_sum, deterministic, captures] =
+            [class.has_row_weight_sum(), class.deterministic, class.captures];
         let mut pass = PassLauncher::new(self, call, class, true, &captured.gradients)?;
+        let launches = Pass::Backward {
+            row_weight_sum,
+            sink: args.d_sink.is_some(),
+            deterministic,
+            separate_dq: pass.chosen.separates_dq(),
+            captures,
+        };
         let mut params = backward_params(args, dims, self.scale(), &sums)?;
         let (mut main, mut _dq_accum) = (None, None);
         for launch in launches.launches() {
@@ -152,20 +155,13 @@ impl CudaPlan {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
                     begin_gradients(queue, args)?;
-                    let over = params.over(&step.schedule);
-                    match step.kernel.config.family {
-                        Family::Portable => pass.launch(&step, &over)?,
-                        Family::Hopper => {
-                            pass.launch_persistent(&step, &over, &args.operands, Some(&args.d_out))?
-                        }
-                    }
+                    pass.launch_products(&step, &params, args)?;
                     main = Some(step);
                 }
-                Entry::Delta
-                | Entry::RowWeightSum
-                | Entry::SinkGradient
-                | Entry::BackwardDq
-                | Entry::Dq => pass.launch(&step, &params.over(&step.schedule))?,
+                Entry::BackwardDq => pass.launch_products(&step, &params, args)?,
+                Entry::Delta | Entry::RowWeightSum | Entry::SinkGradient | Entry::Dq => {
+                    pass.launch(&step, &params.over(&step.schedule))?
+                }
                 Entry::Forward
                 | Entry::Combine
                 | Entry::BlockLists
@@ -235,8 +231,24 @@ impl<'a> PassLauncher<'a> {
         queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
     }
 
+    /// Queues a kernel of the backward that multiplies tiles.
+    fn launch_products(
+        &mut self,
+        step: &Step,
+        params: &BackwardParams,
+        args: &DeviceBackward<'_>,
+    ) -> Result<(), CudaError> {
+        let params = params.over(&step.schedule);
+        match step.kernel.config.family {
+            Family::Portable => self.launch(step, &params),
+            Family::Hopper => {
+                self.launch_persistent(step, &params, &args.operands, Some(&args.d_out))
+            }
+        }
+    }
+
     /// Queues a kernel of the Hopper family, whose CTAs take items until there are none: a
-    /// forward, or the part of a backward that has a `d_out`.
+    /// forward, or one of a backward, which has a `d_out`.
     fn launch_persistent(
         &mut self,
         step: &Step,
@@ -312,9 +324,9 @@ impl<'a> PassLauncher<'a> {
         Ok(params.over(schedule))
     }
 
-    /// Zeros that tiles of keys add dq to; nothing where dq is made in a fixed order.
+    /// Zeros that tiles of keys add dq to; nothing where dq has a kernel of its own.
     fn dq_accum(&self, keys: &Step) -> Result<Option<Allocation>, CudaError> {
-        if self.plan.options.deterministic {
+        if keys.kernel.config.separate_dq {
             return Ok(None);
         }
         let rows = self.call.dims.heads_q * keys.schedule.sum_rows;

@@ -47,13 +47,8 @@ impl CudaPlan {
                 checked: call.checked,
                 ..plan.class()
             };
-            let pass = Pass::Backward {
-                row_weight_sum: class.has_row_weight_sum(),
-                sink: class.sink,
-                deterministic: class.deterministic,
-                captures: class.captures,
-            };
-            let chosen = plan.chosen(class, sizes, true)?;
+            let chosen = plan.chosen(class.clone(), sizes, true)?;
+            let pass = Pass::backward(&class, chosen.separates_dq());
             wanted.extend(pass.launches().into_iter().map(|launch| (chosen.clone(), launch)));
         }
         thread::scope(|scope| {

@@ -97,9 +97,9 @@ impl CudaPlan {
         }
         let operands = OnDevice::new(self, &dims, arrangement, backward)?;
         let subject = Subject { plan: self, dims, arrangement, sizes, operands };
-        let mut passes = vec![FORWARD];
-        passes.extend(backward.then(|| Pass::backward(&self.class())));
-        let mut kernels: Vec<Kernel> = passes.into_iter().flat_map(Pass::kernels).collect();
+        let planned = subject.planned(backward)?;
+        let mut kernels: Vec<Kernel> =
+            planned.kernels.iter().map(|choice| choice.chosen.config.kernel).collect();
         kernels.retain(|kernel| kernel.has_tiles());
         let choices: Vec<Choice> =
             kernels.iter().map(|kernel| subject.choice(*kernel)).collect::<Result<_, _>>()?;
@@ -158,13 +158,15 @@ impl Subject<'_> {
     }
 
     fn choice(&self, kernel: Kernel) -> Result<Choice, CudaError> {
-        let backward = !kernel.is_of_forward();
-        // Ranked without records: the planner's own choice is what a winner is measured against.
+        Ok(self.planned(!kernel.is_of_forward())?.choice(kernel).clone())
+    }
+
+    /// Ranked without records: the planner's own choice is what a winner is measured against.
+    fn planned(&self, backward: bool) -> Result<KernelPlan, CudaError> {
+        let kernel = if backward { Kernel::Backward } else { Kernel::Forward };
         let profile = self.plan.engine.profile();
         let options = KernelOptions::default();
-        let chosen =
-            KernelPlan::new(profile, &self.class(kernel), &self.sizes, backward, &options)?;
-        Ok(chosen.choice(kernel).clone())
+        KernelPlan::new(profile, &self.class(kernel), &self.sizes, backward, &options)
     }
 
     fn tune(
@@ -275,11 +277,14 @@ impl Subject<'_> {
     fn compiled(&self, kernel: Kernel, tiles: Tiles) -> Result<CudaPlan, CudaError> {
         let trial = self.plan.trial(kernel, tiles);
         let class = self.class(kernel);
-        let pass = if kernel.is_of_forward() { FORWARD } else { Pass::backward(&class) };
+        let chosen = trial.chosen(class.clone(), self.sizes, !kernel.is_of_forward())?;
+        let pass = match kernel.is_of_forward() {
+            true => FORWARD,
+            false => Pass::backward(&class, chosen.separates_dq()),
+        };
         let mut launches = pass.launches().into_iter();
         let launch = launches.find(|launch| launch.entry == kernel.entry());
         let launch = launch.expect("a pass launches each of its kernels");
-        let chosen = trial.chosen(class, self.sizes, !kernel.is_of_forward())?;
         let forward = self.forward();
         trial.kernel(&chosen, &launch, &self.call(&forward.operands)?)?;
         match trial.notes().pop() {

@@ -60,7 +60,7 @@ struct Shape {
     wide: bool,
     /// `FV_OVERLAP`.
     overlap: bool,
-    /// `FV_DETERMINISTIC`: dQ is another kernel's.
+    /// `FV_SEPARATE_DQ`: dQ is another kernel's.
     deterministic: bool,
 }
 

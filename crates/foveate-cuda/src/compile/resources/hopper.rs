@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family};
+use crate::compile::config::{Config, Elem, Family, Kernel};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -13,8 +13,6 @@ const SHARED_LIMIT: usize = 232_448;
 const END_BYTES: usize = 1024;
 /// Columns of a product, which the sums of P V are as wide as.
 const MOST_DIM: usize = 256;
-/// The same where sums are dK and dV.
-const MOST_DIM_BACKWARD: usize = 128;
 /// Columns of a panel, and bytes of its rows.
 const PANEL: usize = 64;
 const PANEL_ROW: usize = 128;
@@ -42,9 +40,12 @@ pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
 pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
     check(config)?;
     let consumers = config.warps / 4 - 1;
-    let beside = if config.kernel.owns_keys() { WORKING_BACKWARD } else { WORKING };
+    let beside = if config.kernel.is_of_forward() { WORKING } else { WORKING_BACKWARD };
     let needed = numbers(config) + beside;
-    let limit = CONSUMER_REGISTERS[consumers - 1];
+    let [producers, limit] = match has_many_sums(config) {
+        true => [24, 240],
+        false => [PRODUCER_REGISTERS[consumers - 1], CONSUMER_REGISTERS[consumers - 1]],
+    };
     if needed > limit {
         return Err(Refusal::Registers { needed, limit });
     }
@@ -54,17 +55,35 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
         shared_bytes: shared.iter().map(|(_, bytes)| bytes).sum(),
         shared,
         registers: (65_536 / config.threads() / 8 * 8).min(255),
-        roles: vec![("producers", PRODUCER_REGISTERS[consumers - 1]), ("consumers", limit)],
+        roles: vec![("producers", producers), ("consumers", limit)],
         needed,
     })
+}
+
+/// `MANY_SUMS` of the kernel of dq: consumers have registers that producers would need.
+fn has_many_sums(config: &Config) -> bool {
+    let sums = config.padded_dim() / 2 + config.tile_kv * 5 / 4;
+    config.kernel == Kernel::BackwardDq && sums > 200
 }
 
 /// Numbers that a consumer's thread keeps at once, where there are most.
 fn numbers(config: &Config) -> usize {
     let Config { tile_q, tile_kv, .. } = *config;
-    if !config.kernel.owns_keys() {
+    if config.kernel.is_of_forward() {
         // Scores, out, and the weights of the step before.
         return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
+    }
+    if config.kernel == Kernel::BackwardDq {
+        // dQ, scores and dP, and dS of the step before as an operand; with a derivative its product with
+        // the weights later.
+        let beside = if config.dscore { tile_kv / 2 } else { tile_kv / 4 };
+        return config.padded_dim() / 2 + tile_kv + beside;
+    }
+    if config.is_wide_backward() {
+        // Of one consumer dV, scores, with a derivative also the weights, and these as an operand; of the
+        // other dK, dP, its product with what the first one hands over, and that as an operand.
+        let sums = config.padded_dim().max(config.padded_dim_v()) / 2;
+        return sums + tile_q + tile_q / 4;
     }
     // dK and dV, weights and dP. With a derivative, its product with the weights, and these rounded
     // as an operand; for the gradients of captured buffers, which the derivative of each term may
@@ -83,9 +102,8 @@ fn check(config: &Config) -> Result<(), Refusal> {
         return family("it has no such kernel");
     }
     let backward = config.kernel.owns_keys();
-    let most_dim = if backward { MOST_DIM_BACKWARD } else { MOST_DIM };
-    if config.dim.max(config.dim_v) > most_dim {
-        return family(&format!("head dims above {most_dim}"));
+    if config.dim.max(config.dim_v) > MOST_DIM {
+        return family(&format!("head dims above {MOST_DIM}"));
     }
     if config.dtype == Elem::F32 {
         return family(NO_F32);
@@ -101,6 +119,41 @@ fn check(config: &Config) -> Result<(), Refusal> {
     }
     if config.align != 16 {
         return family("rows that are not aligned to 16 B");
+    }
+    if config.kernel == Kernel::BackwardDq {
+        if warps != 12 || tile_q != 128 {
+            return shape(format!(
+                "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 12, of which two consumers own \
+                 64 queries each"
+            ));
+        }
+        if !tile_kv.is_multiple_of(16) || !(32..=128).contains(&tile_kv) {
+            return shape(format!(
+                "tile {tile_q}x{tile_kv}; hopper takes multiples of 16 keys from 32 to 128"
+            ));
+        }
+        if !(2..=4).contains(&stages) {
+            return shape(format!("{stages} stages; hopper has 2 to 4"));
+        }
+        return Ok(());
+    }
+    if config.is_wide_backward() {
+        if config.captures {
+            return family("gradients of captured buffers at head dims above 128");
+        }
+        if warps != 12 || (tile_q, tile_kv) != (64, 64) {
+            return shape(format!(
+                "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 64x64 and 12 at head dims above \
+                 128, where two consumers have dk and dv of the same keys"
+            ));
+        }
+        if !config.separate_dq {
+            return shape("hopper leaves dq to a kernel of its own at head dims above 128".into());
+        }
+        if !(2..=4).contains(&stages) {
+            return shape(format!("{stages} stages; hopper has 2 to 4"));
+        }
+        return Ok(());
     }
     if backward {
         if warps != 12 || tile_kv != 128 {
@@ -139,21 +192,41 @@ fn check(config: &Config) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The sum at the top of `forward_device.cuh` or `backward_layout.cuh` of `kernels/hopper`, term by
-/// term.
+/// The sum at the top of the kernel's layout in `kernels/hopper`, term by term.
 fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
     let row = |dim: usize| dim.div_ceil(PANEL) * PANEL_ROW;
     let (row_k, row_v) = (row(config.dim), row(config.dim_v));
     let Config { tile_q, tile_kv, stages, .. } = *config;
+    if config.is_wide_backward() {
+        return vec![
+            ("k, v", tile_kv * (row_k + row_v)),
+            ("q, d_out", stages * tile_q * (row_k + row_v)),
+            ("p", tile_q * tile_kv * 4 + 512),
+            ("lse, delta", stages * tile_q * 8),
+            ("steps, barriers", END_BYTES),
+        ];
+    }
     if config.kernel.owns_keys() {
         return vec![
             ("k, v", tile_kv * (row_k + row_v)),
             ("q, d_out", stages * tile_q * (row_k + row_v)),
             ("ds", 2 * tile_q * tile_kv * 2),
-            ("dq", if config.deterministic { 0 } else { tile_q * config.padded_dim() * 4 }),
+            ("dq", if config.separate_dq { 0 } else { tile_q * config.padded_dim() * 4 }),
             ("lse, delta", if tile_q == 64 { stages } else { 2 } * tile_q * 8),
             ("steps, barriers", END_BYTES),
         ];
+    }
+    if config.kernel == Kernel::BackwardDq {
+        let fixed = vec![
+            ("q, d_out", tile_q * (row_k + row_v)),
+            ("lse, delta", tile_q * 8),
+            ("steps, barriers", END_BYTES),
+        ];
+        let taken: usize = fixed.iter().map(|(_, bytes)| bytes).sum();
+        let fits = taken + stages * tile_kv * (row_k + row_v) <= SHARED_LIMIT;
+        let stages_v = if fits { stages } else { stages - 1 };
+        let keys = [("k", stages * tile_kv * row_k), ("v", stages_v * tile_kv * row_v)];
+        return fixed.into_iter().chain(keys).collect();
     }
     let keys = config.stages * config.tile_kv * (row_k + row_v);
     let queries = config.tile_q * row_k;
