@@ -93,7 +93,8 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
         return Err(Failure::usage(message).help(help));
     }
     let (attention, rows) = (&config.attention, args.batch_rows);
-    let account = config.model.dry_run_on(&blocks, attention, rows, len, StepKind::Loss)?;
+    let account =
+        config.model.dry_run_on(&blocks, attention, &|_| false, rows, len, StepKind::Loss)?;
     let need = account.memory();
     let need = need.weights.saturating_add(need.activations);
     memory::fits(need, blocks.free_bytes()?, "lower --batch-rows or --len")?;

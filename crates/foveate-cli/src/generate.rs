@@ -89,7 +89,8 @@ impl OnDevice for Generation<'_> {
 
 fn generate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(), Failure> {
     let config = checkpoint::read_config(&args.checkpoint, checksums(args.skip_checksums))?;
-    let account = config.model.dry_run_on(&blocks, &config.attention, 1, 1, StepKind::Loss)?;
+    let account =
+        config.model.dry_run_on(&blocks, &config.attention, &|_| false, 1, 1, StepKind::Loss)?;
     let help = "choose a smaller checkpoint, or a larger machine";
     memory::fits(account.memory().weights, blocks.free_bytes()?, help)?;
     let template = config.template()?.isolated(RENDERER);

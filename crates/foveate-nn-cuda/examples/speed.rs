@@ -147,7 +147,7 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
         d_out: y,
         d_x: out,
         accumulate: true,
-        d_weight,
+        d_weight: Some(d_weight),
         accumulate_weight: true,
         partial,
         offset,
@@ -216,10 +216,12 @@ fn updates(b: &mut Bench) -> Result<(), GpuError> {
     let (constants, totals) = (b.bytes(8 * CONSTANTS_LEN)?, b.bytes(8 * TOTALS_LEN)?);
     let f64s = |address, len| DeviceArray::new(address, ElementType::F64, len);
     let gradients = b.tensor(DType::F32, [elems])?;
-    for (name, weights, completed, moments, bytes) in [
-        ("AdamW, exact", DType::BF16, true, DType::F32, 28),
-        ("AdamW, f32", DType::F32, false, DType::F32, 28),
-        ("AdamW, bf16 moments", DType::BF16, true, DType::BF16, 20),
+    let words = foveate_nn::moments::words(elems);
+    for (name, weights, completed, moments, kept, bytes) in [
+        ("AdamW, exact", DType::BF16, true, DType::F32, elems, 28),
+        ("AdamW, f32", DType::F32, false, DType::F32, elems, 28),
+        ("AdamW, bf16 moments", DType::BF16, true, DType::BF16, elems, 20),
+        ("AdamW, 8-bit moments", DType::BF16, true, DType::F32, words, 16),
     ] {
         let remainders = match completed {
             true => Some(DeviceArray::new(b.bytes(2 * elems)?, ElementType::I16, &elems_len)),
@@ -229,14 +231,15 @@ fn updates(b: &mut Bench) -> Result<(), GpuError> {
             weights: b.tensor(weights, [elems])?,
             remainders,
             gradients,
-            means: b.tensor(moments, [elems])?,
-            squares: b.tensor(moments, [elems])?,
+            first_gradient: 0,
+            means: b.tensor(moments, [kept])?,
+            squares: Some(b.tensor(moments, [kept])?),
+            trained: elems,
             pieces: &pieces,
             piece_table: f64s(table, &table_len),
             constants: f64s(constants, &[CONSTANTS_LEN]),
             totals: f64s(totals, &[TOTALS_LEN]),
-            betas: [0.9, 0.95],
-            eps: 1e-8,
+            rule: foveate_nn_cuda::optimizer::Rule::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
             weight_decay: 0.1,
         };
         b.line(name, elems, bytes * elems, &update)?;

@@ -65,8 +65,8 @@ pub struct HeadNormBackward {
     pub inverse: DeviceTensor<1>,
     /// As qkv: the gradient of `out`, which becomes that of qkv.
     pub d_qkv: DeviceTensor<2>,
-    /// `[2 · dim]`, f32 or in the dtype of qkv, added to.
-    pub d_weight: DeviceTensor<1>,
+    /// `[2 · dim]`, f32 or in the dtype of qkv, added to; none where the weights are not trained.
+    pub d_weight: Option<DeviceTensor<1>>,
     /// f32 `[parts(tokens), 2 · dim]`, side by side: scratch.
     pub partial: DeviceTensor<2>,
     /// As in [`HeadNorm`].
@@ -140,7 +140,9 @@ impl Block for HeadNormBackward {
         accesses.read("weight", &self.weight)?;
         accesses.read("inverse", &self.inverse)?;
         accesses.write("d_qkv", &self.d_qkv)?;
-        accesses.write("d_weight", &self.d_weight)?;
+        if let Some(d_weight) = &self.d_weight {
+            accesses.write("d_weight", d_weight)?;
+        }
         accesses.write("partial", &self.partial)?;
         let vector = vector(dtype, &[qkv, d_qkv, one_row(&self.weight)], &[heads.dim]);
         let source = source(dtype, heads.dim, vector)?;
@@ -158,9 +160,11 @@ impl Block for HeadNormBackward {
             offset: self.offset,
         };
         let grid = [parts / WARPS, 1];
-        Ok(vec![
-            KernelLaunch::new(&source, "fv_head_norm_backward", grid, &parameters)?,
-            sum_parts(partial, [parts, columns], &self.d_weight, dtype)?,
-        ])
+        let mut launches =
+            vec![KernelLaunch::new(&source, "fv_head_norm_backward", grid, &parameters)?];
+        if let Some(d_weight) = &self.d_weight {
+            launches.push(sum_parts(partial, [parts, columns], d_weight, dtype, true)?);
+        }
+        Ok(launches)
     }
 }

@@ -82,8 +82,9 @@ pub(crate) enum File {
     CrossEntropy {
         cap: bool,
     },
-    /// What is kept of parameters.
-    AdamW {
+    /// The optimiser's rule, and what is kept of parameters; moments of 8 bits are a file of their own.
+    Update {
+        rule: u32,
         weights: u32,
         moments: u32,
         gradients: u32,
@@ -102,7 +103,18 @@ impl File {
             Self::Rope { .. } => include_str!("../kernels/rope.cu"),
             Self::Embedding { .. } => include_str!("../kernels/embedding.cu"),
             Self::CrossEntropy { .. } => include_str!("../kernels/cross_entropy.cu"),
-            Self::AdamW { .. } => include_str!("../kernels/adamw.cu"),
+            Self::Update { moments: 2, .. } => {
+                concat!(
+                    include_str!("../kernels/updates.cuh"),
+                    include_str!("../kernels/update_int8.cu")
+                )
+            }
+            Self::Update { .. } => {
+                concat!(
+                    include_str!("../kernels/updates.cuh"),
+                    include_str!("../kernels/update.cu")
+                )
+            }
             Self::Vectors => include_str!("../kernels/vectors.cu"),
         }
     }
@@ -118,7 +130,8 @@ impl File {
             Self::SumParts | Self::Vectors => Vec::new(),
             Self::Embedding { narrow } => vec![("FV_NARROW", narrow.into())],
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
-            Self::AdamW { weights, moments, gradients } => vec![
+            Self::Update { rule, weights, moments, gradients } => vec![
+                ("FV_RULE", rule as usize),
                 ("FV_WEIGHTS", weights as usize),
                 ("FV_MOMENTS", moments as usize),
                 ("FV_GRADIENTS", gradients as usize),

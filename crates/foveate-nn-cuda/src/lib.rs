@@ -61,5 +61,7 @@ pub mod rope;
 mod tests;
 pub mod vectors;
 
-pub use cuda::{AttentionPlan, Cuda, CudaArray, CudaBatch, CudaSpans, CudaTotals};
+pub use cuda::{
+    AttentionPlan, Cuda, CudaArray, CudaBatch, CudaSpans, CudaTotals, logits_tokens_of,
+};
 pub use launch::{Block, KernelLaunch, Kernels, Source};

@@ -6,7 +6,8 @@ use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
-use crate::params::{RmsNormBackwardParams, RmsNormParams, Rows, SumPartsParams};
+use crate::params::{RmsNormBackwardParams, RmsNormParams, Rows};
+use crate::vectors::sum_parts;
 
 /// `inverse = 1/√(mean(x²) + eps)` of each row, `out = x · inverse · (offset + weight)`; with a
 /// residual of `x + residual`, rounded to the operands' dtype.
@@ -58,8 +59,8 @@ pub struct RmsNormBackward {
     pub d_x: DeviceTensor<2>,
     /// Add to what is in `d_x`.
     pub accumulate: bool,
-    /// `[width]`, f32 or in the dtype of x, written.
-    pub d_weight: DeviceTensor<1>,
+    /// `[width]`, f32 or in the dtype of x, written; none where the weight is not trained.
+    pub d_weight: Option<DeviceTensor<1>>,
     /// Add to what is in `d_weight`.
     pub accumulate_weight: bool,
     /// f32 `[parts(tokens), width]`, side by side: scratch.
@@ -72,9 +73,6 @@ pub struct RmsNormBackward {
 pub fn parts(tokens: usize) -> usize {
     tokens.min(512)
 }
-
-/// Threads of a CTA that sums parts, 32 columns of them.
-const SUM_THREADS: u32 = 1024;
 
 /// Elements of a row that a thread holds, about.
 const HELD_ELEMS: usize = 16;
@@ -183,9 +181,6 @@ impl Block for RmsNormBackward {
         let parts = parts(tokens);
         self.weight.check_side_by_side("weight", width, dtype)?;
         self.inverse.check_vector("inverse", tokens)?;
-        let sum_is_f32 = self.d_weight.dtype == DType::F32;
-        let sum_dtype = if sum_is_f32 { DType::F32 } else { dtype };
-        self.d_weight.check_side_by_side("d_weight", width, sum_dtype)?;
         let x = matrix("x", &self.x, shape, dtype)?;
         let d_out = matrix("d_out", &self.d_out, shape, dtype)?;
         let d_x = matrix("d_x", &self.d_x, shape, dtype)?;
@@ -197,14 +192,16 @@ impl Block for RmsNormBackward {
         accesses.read("weight", &self.weight)?;
         accesses.read("inverse", &self.inverse)?;
         accesses.write("d_x", &self.d_x)?;
-        accesses.write("d_weight", &self.d_weight)?;
+        if let Some(d_weight) = &self.d_weight {
+            accesses.write("d_weight", d_weight)?;
+        }
         accesses.write("partial", &self.partial)?;
         let vector = vector(dtype, &[x, d_out, d_x, one_row(&self.weight)], &[width]);
         let (source, entry) = match source_of_rows(dtype, width, vector) {
             Some(source) => (source, "fv_rms_norm_backward_rows"),
             None => (source(dtype, width, vector)?, "fv_rms_norm_backward"),
         };
-        let of_sums = Source { file: File::SumParts, dtype, vector: 1, threads: SUM_THREADS };
+        let columns = width;
         let width = count("columns", width)?;
         let backward = RmsNormBackwardParams {
             x,
@@ -218,18 +215,11 @@ impl Block for RmsNormBackward {
             accumulate: self.accumulate.into(),
             offset: self.offset,
         };
-        let sum = SumPartsParams {
-            partial,
-            sum: self.d_weight.start(),
-            parts: parts as i32,
-            width,
-            accumulate: self.accumulate_weight.into(),
-            sum_is_f32: sum_is_f32.into(),
-        };
-        let columns = (width as usize).div_ceil(32);
-        Ok(vec![
-            KernelLaunch::new(&source, entry, [parts, 1], &backward)?,
-            KernelLaunch::new(&of_sums, "fv_sum_parts", [columns, 1], &sum)?,
-        ])
+        let mut launches = vec![KernelLaunch::new(&source, entry, [parts, 1], &backward)?];
+        if let Some(d_weight) = &self.d_weight {
+            let sizes = [parts, columns];
+            launches.push(sum_parts(partial, sizes, d_weight, dtype, self.accumulate_weight)?);
+        }
+        Ok(launches)
     }
 }

@@ -1,10 +1,11 @@
-//! AdamW over ranges of flat arenas, the norm of the gradients, and the totals of a step.
+//! The optimiser over ranges of flat arenas, the norm of the gradients, and the totals of a step.
 //!
 //! | state | `weights` | `remainders` | `gradients` | `means`, `squares` | bytes a parameter |
 //! | --- | --- | --- | --- | --- | --- |
 //! | exact | bf16 | 16 bits | f32 | f32 | 16 |
 //! | gradients bf16 | bf16 | 16 bits | bf16 | f32 | 14 |
 //! | moments bf16, rounded stochastically | bf16 | 16 bits | f32 | bf16 | 12 |
+//! | moments of 8 bits in blocks of 256, rounded stochastically | bf16 | 16 bits | f32 | 8 bits | 10.03 |
 //! | all bf16, weights rounded stochastically | bf16 | none | bf16 | bf16 | 8 |
 //! | f32 | f32 | none | f32 | f32 | 16 |
 //!
@@ -18,6 +19,7 @@ use std::ops::Range;
 use foveate_gpu::abi::{Address, array_bytes};
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
+use foveate_nn::moments::{self, BLOCK};
 use foveate_tensor::{DType, random};
 
 use crate::launch::{Block, File, KernelLaunch, Source};
@@ -42,6 +44,25 @@ impl StepConstants {
             random: random::mix(seed ^ random::mix(step)),
         }
     }
+
+    /// Of step `step` of gradient descent with momentum.
+    pub fn of_momentum(step: u64, seed: u64, rate: f64, clip: f64) -> Self {
+        Self { mean_scale: 1.0, root_scale: 1.0, ..Self::new(step, seed, rate, [0.0; 2], clip) }
+    }
+}
+
+/// How weights follow their gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// AdamW, of β₁, β₂ and what is added to the root.
+    AdamW {
+        /// β₁ and β₂.
+        betas: [f32; 2],
+        /// ε.
+        eps: f32,
+    },
+    /// Gradient descent with momentum μ.
+    Momentum(f32),
 }
 
 impl Totals {
@@ -118,6 +139,10 @@ impl Pieces {
         array_bytes(&self.entries)
     }
 
+    fn first(&self) -> usize {
+        self.entries.first().map_or(0, |piece| piece.first as usize)
+    }
+
     fn end(&self) -> usize {
         self.entries.last().map_or(0, |piece| piece.end as usize)
     }
@@ -129,20 +154,25 @@ impl Pieces {
     }
 }
 
-/// One step of AdamW of some pieces of an arena, with what [`Factor`] found; nothing where that
+/// One step of the optimiser of some pieces of an arena, with what [`Factor`] found; nothing where that
 /// says so.
 #[derive(Clone, Copy, Debug)]
 pub struct Update<'a> {
-    /// `[elems]`: f32, or bf16.
+    /// `[elems]`: f32, or bf16. Those behind `trained` are not touched.
     pub weights: DeviceTensor<1>,
-    /// i16 `[elems]`, which complete bf16 weights to masters.
+    /// i16 `[trained]`, which complete bf16 weights to masters.
     pub remainders: Option<DeviceArray<'a>>,
-    /// `[elems]`, f32 or bf16: sums over the tokens of a step.
+    /// f32 or bf16: sums over the tokens of a step.
     pub gradients: DeviceTensor<1>,
-    /// m: `[elems]`, f32, or bf16 rounded stochastically.
+    /// Which weight the first gradient is of.
+    pub first_gradient: usize,
+    /// m of `trained` elements: f32, or bf16 rounded stochastically; or 8 bits and their scales as
+    /// [`foveate_nn::moments`] has them, in f32 words.
     pub means: DeviceTensor<1>,
-    /// v: in the dtype of `means`.
-    pub squares: DeviceTensor<1>,
+    /// v, as m is kept; none with momentum.
+    pub squares: Option<DeviceTensor<1>>,
+    /// Elements that are trained.
+    pub trained: usize,
     /// What is updated.
     pub pieces: &'a Pieces,
     /// Where [`Pieces::bytes`] lies: f64 `[pieces.len_f64()]`.
@@ -151,10 +181,8 @@ pub struct Update<'a> {
     pub constants: DeviceArray<'a>,
     /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`.
     pub totals: DeviceArray<'a>,
-    /// β₁ and β₂.
-    pub betas: [f32; 2],
-    /// Added to the root.
-    pub eps: f32,
+    /// The rule.
+    pub rule: Rule,
     /// λ.
     pub weight_decay: f32,
 }
@@ -179,6 +207,8 @@ pub struct Factor<'a> {
     /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`; `labelled` is read, `squares`, `factor` and `skipped`
     /// are written.
     pub totals: DeviceArray<'a>,
+    /// Whether gradients of the step were squared before: their sum is in `totals`.
+    pub more: bool,
 }
 
 /// Parts of the sum of squares of `elems` gradients.
@@ -205,29 +235,61 @@ fn vector(starts: &[(Address, usize)], whole: bool) -> usize {
     if whole && starts.iter().all(aligned) { VECTOR } else { 1 }
 }
 
+/// 2 for moments of 8 bits, else as [`kind`].
+fn moment_kind(name: &str, tensor: &DeviceTensor<1>, trained: usize) -> Result<u32, GpuError> {
+    let [len] = tensor.layout.shape;
+    // As many words are something else only where nothing is trained.
+    if tensor.dtype == DType::F32 && len == moments::words(trained) {
+        tensor.check_side_by_side(name, len, DType::F32)?;
+        return Ok(2);
+    }
+    kind(name, tensor, trained)
+}
+
 impl Block for Update<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let [elems] = self.weights.layout.shape;
+        let ([elems], trained) = (self.weights.layout.shape, self.trained);
         let weights = kind("weights", &self.weights, elems)?;
-        let gradients = kind("gradients", &self.gradients, elems)?;
-        let moments = kind("means", &self.means, elems)?;
-        self.squares.check_side_by_side("squares", elems, self.means.dtype)?;
-        if self.pieces.end() > elems {
+        let [gradients_len] = self.gradients.layout.shape;
+        let gradients = kind("gradients", &self.gradients, gradients_len)?;
+        let moments = moment_kind("means", &self.means, trained)?;
+        let keeps_squares = matches!(self.rule, Rule::AdamW { .. });
+        if keeps_squares != self.squares.is_some() {
+            let reason = "AdamW has squares of gradients, and momentum has none";
+            return Err(GpuError::argument(reason));
+        }
+        if let Some(squares) = &self.squares {
+            squares.check_side_by_side("squares", self.means.layout.shape[0], self.means.dtype)?;
+        }
+        let (pieces_first, pieces_end) = (self.pieces.first(), self.pieces.end());
+        if pieces_end > trained || trained > elems {
             return Err(GpuError::argument(format!(
-                "a piece ends at {}, the arena at {elems}",
-                self.pieces.end()
+                "a piece ends at {pieces_end}, what is trained at {trained}, the arena at {elems}"
             )));
         }
-        let mut starts: Vec<(Address, usize)> =
-            [&self.weights, &self.gradients, &self.means, &self.squares]
-                .map(|tensor| (tensor.start(), tensor.dtype.bytes()))
-                .to_vec();
+        let last_gradient = self.first_gradient + gradients_len;
+        if pieces_first < self.first_gradient || pieces_end > last_gradient {
+            return Err(GpuError::argument(format!(
+                "pieces are of {pieces_first} to {pieces_end}, gradients of {} to {last_gradient}",
+                self.first_gradient
+            )));
+        }
+        // The address that the gradient of weight 0 would have: none is read before the first piece.
+        let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;
+        let gradients_at = self.gradients.start().wrapping_sub(before);
+        let moment_bytes = if moments == 2 { 1 } else { self.means.dtype.bytes() };
+        let mut starts: Vec<(Address, usize)> = vec![
+            (self.weights.start(), self.weights.dtype.bytes()),
+            (gradients_at, self.gradients.dtype.bytes()),
+            (self.means.start(), moment_bytes),
+        ];
+        starts.extend(self.squares.map(|squares| (squares.start(), moment_bytes)));
         let weights = match &self.remainders {
             Some(_) if weights == 0 => {
                 return Err(GpuError::argument("f32 weights have no remainders"));
             }
             Some(remainders) => {
-                array("remainders", remainders, ElementType::I16, elems)?;
+                array("remainders", remainders, ElementType::I16, trained)?;
                 starts.push((remainders.address, 2));
                 accesses.write_array("remainders", remainders)?;
                 1
@@ -239,7 +301,9 @@ impl Block for Update<'_> {
         accesses.write("weights", &self.weights)?;
         accesses.read("gradients", &self.gradients)?;
         accesses.write("means", &self.means)?;
-        accesses.write("squares", &self.squares)?;
+        if let Some(squares) = &self.squares {
+            accesses.write("squares", squares)?;
+        }
         for (name, array) in [
             ("piece_table", &self.piece_table),
             ("constants", &self.constants),
@@ -248,24 +312,38 @@ impl Block for Update<'_> {
             accesses.read_array(name, array)?;
         }
         let vector = vector(&starts, self.pieces.whole());
-        let file = File::AdamW { weights, moments, gradients };
+        let ([beta1, beta2], eps, rule) = match self.rule {
+            Rule::AdamW { betas, eps } => (betas, eps, 0),
+            Rule::Momentum(momentum) => ([momentum, 0.0], 0.0, 1),
+        };
+        let file = File::Update { rule, weights, moments, gradients };
         let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
         let parameters = UpdateParams {
             weights: self.weights.start(),
             remainders: self.remainders.map_or(0, |remainders| remainders.address),
-            gradients: self.gradients.start(),
+            gradients: gradients_at,
             means: self.means.start(),
-            squares: self.squares.start(),
+            squares: self.squares.map_or(0, |squares| squares.start()),
             pieces: self.piece_table.address,
             constants: self.constants.address,
             totals: Totals::check(&self.totals)?,
+            elems: trained as i64,
             piece_count: count("pieces", self.pieces.entries.len())?,
-            beta1: self.betas[0],
-            beta2: self.betas[1],
-            eps: self.eps,
+            beta1,
+            beta2,
+            eps,
             weight_decay: self.weight_decay,
         };
-        Ok(vec![KernelLaunch::new(&source, "fv_adamw", [self.pieces.chunks, 1], &parameters)?])
+        if self.pieces.entries.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (entry, ctas) = if moments == 2 {
+            let blocks = pieces_end.div_ceil(BLOCK) - pieces_first / BLOCK;
+            ("fv_update_int8", blocks.div_ceil(THREADS as usize / 32))
+        } else {
+            ("fv_update", self.pieces.chunks)
+        };
+        Ok(vec![KernelLaunch::new(&source, entry, [ctas, 1], &parameters)?])
     }
 }
 
@@ -279,7 +357,7 @@ impl Block for Squares<'_> {
         accesses.write_array("partial", &self.partial)?;
         let start = (self.gradients.start(), self.gradients.dtype.bytes());
         let vector = vector(&[start], elems.is_multiple_of(VECTOR));
-        let file = File::AdamW { weights: 0, moments: 0, gradients };
+        let file = File::Update { rule: 0, weights: 0, moments: 0, gradients };
         let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
         let parameters = SquaresParams {
             gradients: self.gradients.start(),
@@ -298,13 +376,14 @@ impl Block for Factor<'_> {
         accesses.read_array("partial", &self.partial)?;
         accesses.read_array("constants", &self.constants)?;
         accesses.write_array("totals", &self.totals)?;
-        let file = File::AdamW { weights: 0, moments: 0, gradients: 0 };
+        let file = File::Update { rule: 0, weights: 0, moments: 0, gradients: 0 };
         let source = Source { file, dtype: DType::F32, vector: VECTOR, threads: THREADS };
         let parameters = FactorParams {
             partial: self.partial.address,
             constants: self.constants.address,
             totals: Totals::check(&self.totals)?,
             parts: count("parts", parts)?,
+            more: self.more.into(),
         };
         Ok(vec![KernelLaunch::new(&source, "fv_factor", [1, 1], &parameters)?])
     }

@@ -249,7 +249,7 @@ abi_structs! {
         /// Columns.
         pub width: i32,
     }
-    /// Of `kernels/adamw.cu`.
+    /// Of `kernels/updates.cuh`.
     pub struct PieceParams {
         /// The first element.
         pub first: i64,
@@ -290,17 +290,17 @@ abi_structs! {
         /// 1 where a gradient is not finite, or its square beyond f32: nothing is updated.
         pub skipped: i32,
     }
-    /// Of `kernels/adamw.cu`.
+    /// Of `kernels/updates.cuh`.
     pub struct UpdateParams {
         /// f32 or bf16.
         pub weights: Address,
         /// 16 bits each, or null.
         pub remainders: Address,
-        /// f32 or bf16.
+        /// f32 or bf16, as if one lay beside every weight.
         pub gradients: Address,
-        /// f32 or bf16.
+        /// f32 or bf16, or codes of 8 bits and their scales.
         pub means: Address,
-        /// f32 or bf16.
+        /// As `means`; null where the rule keeps none.
         pub squares: Address,
         /// PieceParams.
         pub pieces: Address,
@@ -308,6 +308,8 @@ abi_structs! {
         pub constants: Address,
         /// [`Totals`].
         pub totals: Address,
+        /// Elements that moments are kept of.
+        pub elems: i64,
         /// Pieces.
         pub piece_count: i32,
         /// β₁.
@@ -319,7 +321,7 @@ abi_structs! {
         /// λ.
         pub weight_decay: f32,
     }
-    /// Of `kernels/adamw.cu`.
+    /// Of `kernels/updates.cuh`.
     pub struct SquaresParams {
         /// f32 or bf16.
         pub gradients: Address,
@@ -328,7 +330,7 @@ abi_structs! {
         /// f64, one a CTA.
         pub partial: Address,
     }
-    /// Of `kernels/adamw.cu`.
+    /// Of `kernels/updates.cuh`.
     pub struct FactorParams {
         /// f64 `[parts]`.
         pub partial: Address,
@@ -338,6 +340,8 @@ abi_structs! {
         pub totals: Address,
         /// Parts.
         pub parts: i32,
+        /// Whether to add to the squares of gradients before.
+        pub more: i32,
     }
 }
 

@@ -68,13 +68,14 @@ const THREADS: u32 = 256;
 /// Threads of a CTA that sums parts, 32 columns of them.
 const SUM_THREADS: u32 = 1024;
 
-/// Adds up the rows of `partial`, f32 `[parts, width]`, and adds the sum to `to`, which is f32 or of
-/// `dtype`.
+/// Adds up the rows of `partial`, f32 `[parts, width]`; the sum goes to `to`, which is f32 or of `dtype`,
+/// or is added to it.
 pub(crate) fn sum_parts(
     partial: Address,
     [parts, width]: [usize; 2],
     to: &DeviceTensor<1>,
     dtype: DType,
+    accumulate: bool,
 ) -> Result<KernelLaunch, GpuError> {
     let is_f32 = to.dtype == DType::F32;
     to.check_side_by_side("sum", width, if is_f32 { DType::F32 } else { dtype })?;
@@ -84,7 +85,7 @@ pub(crate) fn sum_parts(
         sum: to.start(),
         parts: count("parts", parts)?,
         width: count("columns", width)?,
-        accumulate: true.into(),
+        accumulate: accumulate.into(),
         sum_is_f32: is_f32.into(),
     };
     KernelLaunch::new(&source, "fv_sum_parts", [width.div_ceil(32), 1], &parameters)
@@ -180,7 +181,7 @@ impl Block for ColumnSums {
         let source = source(dtype, vector);
         Ok(vec![
             KernelLaunch::new(&source, "fv_column_sums", [parts, columns], &parameters)?,
-            sum_parts(partial, [parts, width], &self.to, dtype)?,
+            sum_parts(partial, [parts, width], &self.to, dtype, true)?,
         ])
     }
 }

@@ -11,7 +11,7 @@ use std::{env, fs};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, Batch, LearnedBuffer, Model, ModelConfig, OptimizerStep, ParameterState, ProgramConfig,
-    Recompute, RopePairing,
+    Recompute, RopePairing, Rule, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 
@@ -22,6 +22,7 @@ fn inside(name: &str) -> bool {
     driver::inside(name, &["nvrtc", "cublaslt"], &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
 }
 
+const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
 const VOCAB: usize = 70;
 const ROWS: usize = 2;
 const LEN: usize = 33;
@@ -73,7 +74,7 @@ type State = (
 impl Steps {
     fn new() -> Self {
         let model = model();
-        let state = (model.gradients(), model.moments(), model.spans());
+        let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
         Self { model, state, count: 0 }
     }
@@ -113,8 +114,7 @@ impl Steps {
             };
             model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();
         }
-        let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-        let step = OptimizerStep { adamw, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
+        let step = OptimizerStep { rule: RULE, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
         model.update(&step, spans, gradients, moments, &mut totals).unwrap();
         totals
     }

@@ -1,14 +1,14 @@
 //! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
-use crate::backend::{Blocks, LayerProgram, PackedHeads};
+use crate::backend::{Array, Blocks, LayerProgram, PackedHeads};
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::cpu::Cpu;
-use crate::dry::{Dry, NotedArray, NotedBlock};
+use crate::dry::{Dry, DryArray, NotedArray, NotedBlock};
 use crate::error::NnError;
 use crate::matmul::{Scratch, scratch_deep};
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
-use crate::step::{GradientsMut, Step};
+use crate::step::{Step, Target};
 use crate::tape::{Recomputation, Workspace};
 
 use foveate::DType;
@@ -25,8 +25,27 @@ const COUNTED_TOKENS: usize = 1 << 22;
 pub enum StepKind {
     /// The loss alone, as an evaluation computes it.
     Loss,
-    /// The loss and its gradients, with AdamW's moments beside them.
-    Training(Recomputation),
+    /// The loss and its gradients, with the optimiser's moments beside them.
+    Training(Training),
+}
+
+/// What training keeps and computes again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Training {
+    /// Activations that are computed again.
+    pub recompute: Recomputation,
+    /// Whether parameters are updated in the backward pass, so that gradients of a group exist at a
+    /// time.
+    pub in_backward: bool,
+    /// Whether the optimiser keeps the mean of squares beside that of gradients.
+    pub squares: bool,
+}
+
+impl<R: Into<Recomputation>> From<R> for Training {
+    /// With AdamW, after the backward pass.
+    fn from(recompute: R) -> Self {
+        Self { recompute: recompute.into(), in_backward: false, squares: true }
+    }
 }
 
 /// All that a step does, in order, and all that it does it with.
@@ -102,7 +121,7 @@ const GRADIENTS: &str = "gradients";
 const MOMENT: &str = "moment";
 
 /// Bytes that training takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryEstimate {
     /// Parameters, with what completes them to masters.
     pub weights: u64,
@@ -147,7 +166,7 @@ impl ModelConfig {
     /// Number of trained values; a tied output projection counts once. Learned attention
     /// buffers are not among them.
     pub fn parameter_count(&self) -> u64 {
-        ParameterLayout::new(self, &[]).parameter_count()
+        ParameterLayout::new(self, &[], &|_| false).expect("nothing is frozen").parameter_count()
     }
 
     /// Operations of training on one token, forward and backward, when its query sees `keys`
@@ -175,17 +194,19 @@ impl ModelConfig {
         len: usize,
         kind: StepKind,
     ) -> Result<Account, NnError> {
-        self.dry_run_on(&Cpu::default(), attention, rows, len, kind)
+        self.dry_run_on(&Cpu::default(), attention, &|_| false, rows, len, kind)
     }
 
-    /// [`ModelConfig::dry_run`] of a step by `blocks`, in their precision.
+    /// [`ModelConfig::dry_run`] of a step by `blocks`, in their precision, in which the parameters are
+    /// not trained that `frozen` says so of.
     ///
     /// # Errors
-    /// Those of [`ModelConfig::dry_run`].
+    /// Those of [`ParameterLayout::new`].
     pub fn dry_run_on<B: Blocks>(
         &self,
         blocks: &B,
         attention: &AttentionConfig,
+        frozen: &dyn Fn(&str) -> bool,
         rows: usize,
         len: usize,
         kind: StepKind,
@@ -194,7 +215,8 @@ impl ModelConfig {
         let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
         let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
         let dry = Dry::of(blocks, self.vocab_size);
-        dry_run(dry, self, &ParameterLayout::new(self, &learned), &learned, [rows, len], kind)
+        let layout = ParameterLayout::new(self, &learned, frozen)?;
+        dry_run(dry, self, &layout, &learned, [rows, len], kind)
     }
 }
 
@@ -207,17 +229,22 @@ fn dry_run(
     kind: StepKind,
 ) -> Result<Account, NnError> {
     let precision = dry.precision();
-    let mut state = |name, dtype| dry.state(name, dtype, layout.elems());
-    let weights = state(WEIGHTS, precision.weights);
-    let mut gradients = None;
-    if kind != StepKind::Loss {
-        gradients = Some(state(GRADIENTS, precision.gradients));
-        state(MOMENT, precision.moments);
-        state(MOMENT, precision.moments);
+    let trained = layout.trained();
+    let weights = dry.state(WEIGHTS, precision.weights, layout.elems());
+    let mut gradients = [DryArray::default(), DryArray::default()];
+    if let StepKind::Training(training) = kind {
+        let sizes = if training.in_backward { layout.passing() } else { [0, trained] };
+        for (array, elems) in gradients.iter_mut().zip(sizes) {
+            *array = dry.state(GRADIENTS, precision.gradients, elems);
+        }
+        let (dtype, elems) = precision.moments.array(trained);
+        for _ in 0..1 + usize::from(training.squares) {
+            dry.state(MOMENT, dtype, elems);
+        }
     }
     if precision.remainders {
         // 16 bits each.
-        state(REMAINDERS, DType::BF16);
+        dry.state(REMAINDERS, DType::BF16, trained);
     }
     let states = dry.arrays.len();
     // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
@@ -239,13 +266,17 @@ fn dry_run(
         cache: None,
     };
     let mut workspace = Workspace::default();
-    match (kind, &mut gradients) {
-        (StepKind::Training(recompute), Some(gradients)) => {
-            // As a batch that is not the first of its step.
-            let gradients = GradientsMut { array: gradients, accumulate: true };
-            step.forward_backward(&mut workspace, gradients, recompute, &mut ())?;
+    match kind {
+        StepKind::Training(Training { recompute, in_backward, .. }) => {
+            let [embedding, array] = &mut gradients;
+            let apart = (in_backward && embedding.elems() > 0)
+                .then(|| (embedding, layout.groups()[0].place.end));
+            // Blocks write to the array of all gradients or to that of a group, whichever it is, as
+            // those of a batch that is not the first of its step.
+            let mut target = Target { array, first: 0, embedding: apart, accumulate: true };
+            step.forward_backward(&mut workspace, &mut target, recompute, &mut ())?;
         }
-        _ => step.loss(&mut workspace, None, &mut ())?,
+        StepKind::Loss => step.loss(&mut workspace, None, &mut ())?,
     }
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
@@ -273,9 +304,9 @@ impl<B: Blocks> Model<B> {
         &self,
         rows: usize,
         len: usize,
-        recompute: impl Into<Recomputation>,
+        training: impl Into<Training>,
     ) -> Result<MemoryEstimate, NnError> {
-        let account = self.dry_run(rows, len, StepKind::Training(recompute.into()))?;
+        let account = self.dry_run(rows, len, StepKind::Training(training.into()))?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         let mut running = self.running();
@@ -348,7 +379,7 @@ mod tests {
     fn a_dry_run_of_eight_billion_parameters_adds_up_by_hand() {
         let model = llama3_8b();
         let training = |recompute| {
-            model.dry_run(1, 8192, StepKind::Training(Recompute::into(recompute))).unwrap()
+            model.dry_run(1, 8192, StepKind::Training(Training::from(recompute))).unwrap()
         };
         let [none, attention, full] =
             [Recompute::None, Recompute::Attention, Recompute::Full].map(training);

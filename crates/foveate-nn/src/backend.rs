@@ -19,6 +19,7 @@ use crate::architecture::Activation;
 use crate::batch::Batch;
 use crate::config::{LearnedBuffer, ModelConfig, Norm, RopePairing};
 use crate::error::NnError;
+use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
@@ -66,17 +67,18 @@ pub struct PartMut<'a, A> {
 pub struct Weights<A> {
     /// What blocks compute with, in the dtype of the precision's weights.
     pub array: A,
-    /// The 16 bits that complete each weight to an f32 master ([`crate::split_master`]); no elements
-    /// where the precision has none.
+    /// The 16 bits that complete each trained weight to an f32 master ([`crate::split_master`]); no
+    /// elements where the precision has none.
     pub remainders: A,
 }
 
-/// The two moments of all parameters, each at its parameter's place.
+/// The moments of all trained parameters, each at its parameter's place; how they are kept is up to the
+/// precision ([`crate::MomentDtype`]).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Moments<A = Vec<f32>> {
     /// m, the running mean of the gradient.
     pub mean: A,
-    /// v, the running mean of its square.
+    /// v, the running mean of its square; no elements where the rule keeps none.
     pub square: A,
 }
 
@@ -227,7 +229,7 @@ pub trait Blocks: Sized {
     type Batch;
     /// Running totals on the device.
     type Totals;
-    /// What AdamW goes through, on the device.
+    /// What the optimiser goes through, on the device.
     type Spans;
 
     /// Dtypes of parameters, gradients, moments and activations.
@@ -278,6 +280,27 @@ pub trait Blocks: Sized {
         from: &Weights<Self::Array>,
         first: usize,
         masters: &mut [f32],
+    ) -> Result<(), NnError>;
+
+    /// [`Blocks::fill`] of elements of `moment` from `first` on, of the moment of `elems` trained
+    /// parameters, to what the precision keeps.
+    fn fill_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        into: &mut Self::Array,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), NnError>;
+
+    /// [`Blocks::download`] of what [`Blocks::fill_moment`] brings.
+    fn download_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        from: &Self::Array,
+        first: usize,
+        values: &mut [f32],
     ) -> Result<(), NnError>;
 
     /// Plans attention: once for each shape of batch.
@@ -347,31 +370,35 @@ pub trait Blocks: Sized {
     /// When the device fails.
     fn count(&mut self, totals: &mut Self::Totals, labelled: usize) -> Result<(), NnError>;
 
-    /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::adamw`].
+    /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::update`].
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
-    /// Brings to the device what AdamW goes through: in order, not overlapping.
+    /// Brings to the device what the optimiser goes through: in order, not overlapping.
     fn spans(&mut self, spans: &[Span]) -> Result<Self::Spans, NnError>;
 
     /// The norm of the gradients of the mean loss, over the labelled tokens that `totals` counted,
-    /// and what [`Blocks::adamw`] multiplies gradients with: one over those tokens, times what brings
-    /// the norm down to `step.clip_norm`.
+    /// and what [`Blocks::update`] multiplies gradients with: one over those tokens, times what brings
+    /// the norm down to `step.clip_norm`. With `more` gradients of the same step, the squares of those
+    /// before are in the norm.
     fn clip(
         &mut self,
         step: &OptimizerStep,
         gradients: &Self::Array,
+        more: bool,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// One step of AdamW with the factor that [`Blocks::clip`] left in `totals`; none where the norm
-    /// is not finite.
-    fn adamw(
+    /// One step of the optimiser with the factor that [`Blocks::clip`] left in `totals`; none where the
+    /// norm is not finite. Of all trained parameters, of which there are `elems`, the first gradient
+    /// is that of parameter `first`.
+    fn update(
         &mut self,
         step: &OptimizerStep,
         spans: &Self::Spans,
         weights: &mut Weights<Self::Array>,
-        gradients: &Self::Array,
+        gradients: (&Self::Array, usize),
         moments: &mut Moments<Self::Array>,
+        elems: usize,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
@@ -427,7 +454,8 @@ pub trait Blocks: Sized {
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the gradient of x to `d_x` (or overwrites it), and that of the weight to `d_weight`.
+    /// Adds the gradient of x to `d_x` (or overwrites it), and that of the weight to `d_weight`, where it
+    /// is trained.
     fn rms_norm_backward(
         &mut self,
         x: &Self::Array,
@@ -437,7 +465,7 @@ pub trait Blocks: Sized {
         d_out: &Self::Array,
         d_x: &mut Self::Array,
         accumulate: bool,
-        d_weight: PartMut<'_, Self::Array>,
+        d_weight: Option<PartMut<'_, Self::Array>>,
     ) -> Result<(), NnError>;
 
     /// [`Blocks::rms_norm`] of each query and key head of `qkv` by itself; `weight` are those of query
@@ -454,7 +482,7 @@ pub trait Blocks: Sized {
     ) -> Result<(), NnError>;
 
     /// In place: `d_qkv` becomes the gradient of what was normalised. That of the weights is added to
-    /// `d_weight`.
+    /// `d_weight`, where they are trained.
     fn head_norm_backward(
         &mut self,
         heads: PackedHeads,
@@ -463,7 +491,7 @@ pub trait Blocks: Sized {
         norm: Norm,
         inverse: &Self::Array,
         d_qkv: &mut Self::Array,
-        d_weight: PartMut<'_, Self::Array>,
+        d_weight: Option<PartMut<'_, Self::Array>>,
     ) -> Result<(), NnError>;
 
     /// `y += x`.
@@ -582,7 +610,8 @@ pub trait Blocks: Sized {
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// [`Blocks::loss`] with its gradients in the same pass: `d_x` is overwritten.
+    /// [`Blocks::loss`] with its gradients in the same pass, that of the weight where it is trained:
+    /// `d_x` is overwritten.
     fn loss_backward(
         &mut self,
         batch: &Self::Batch,
@@ -592,7 +621,7 @@ pub trait Blocks: Sized {
         cap: Option<f32>,
         logits: &mut Self::Array,
         d_x: &mut Self::Array,
-        d_weight: PartMut<'_, Self::Array>,
+        d_weight: Option<PartMut<'_, Self::Array>>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 }

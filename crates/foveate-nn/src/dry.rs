@@ -17,6 +17,7 @@ use crate::backend::{
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
+use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
@@ -122,7 +123,11 @@ fn overwrites(array: &DryArray) -> Access {
 impl Dry {
     /// Notes what `blocks` would do with a vocabulary of `vocab`.
     pub fn of<B: Blocks>(blocks: &B, vocab: usize) -> Self {
-        let (precision, logits_tokens) = (blocks.precision(), blocks.logits_tokens(vocab));
+        Self::new(blocks.precision(), blocks.logits_tokens(vocab))
+    }
+
+    /// Notes what blocks of a precision would do that hold the logits of so many tokens at once.
+    pub fn new(precision: Precision, logits_tokens: usize) -> Self {
         Self { precision, logits_tokens, arrays: Vec::new(), blocks: Vec::new() }
     }
 
@@ -282,29 +287,56 @@ impl Blocks for Dry {
         Ok(spans.iter().map(|span| span.place.len()).sum())
     }
 
+    fn fill_moment(
+        &mut self,
+        _: Moment,
+        _: usize,
+        _: &mut DryArray,
+        _: usize,
+        _: &[f32],
+    ) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    /// Leaves `values` as they are.
+    fn download_moment(
+        &mut self,
+        _: Moment,
+        _: usize,
+        _: &DryArray,
+        _: usize,
+        _: &mut [f32],
+    ) -> Result<(), NnError> {
+        Ok(())
+    }
+
     fn clip(
         &mut self,
         _: &OptimizerStep,
         gradients: &DryArray,
+        _: bool,
         (): &mut (),
     ) -> Result<(), NnError> {
         self.note("clip", &[reads(gradients)])
     }
 
-    fn adamw(
+    fn update(
         &mut self,
         _: &OptimizerStep,
-        &elems: &usize,
+        &spanned: &usize,
         weights: &mut Weights<DryArray>,
-        gradients: &DryArray,
+        (gradients, _): (&DryArray, usize),
         moments: &mut Moments<DryArray>,
+        elems: usize,
         (): &mut (),
     ) -> Result<(), NnError> {
         let kept = [&weights.array, &weights.remainders, &moments.mean, &moments.square];
         let kept = kept.into_iter().filter(|array| array.index.is_some());
-        let mut accesses = vec![(gradients.index, elems, Use::Reads)];
-        accesses.extend(kept.map(|array| (array.index, elems, Use::Updates)));
-        self.note("adamw", &accesses)
+        let mut accesses = vec![(gradients.index, spanned, Use::Reads)];
+        // A moment may have fewer words than elements.
+        let share = |array: &DryArray| spanned * array.elems.min(elems) / elems.max(1);
+        accesses.extend(kept.map(|array| (array.index, share(array), Use::Updates)));
+        self.note("update", &accesses)
     }
 
     fn embed(
@@ -379,11 +411,11 @@ impl Blocks for Dry {
         d_out: &DryArray,
         d_x: &mut DryArray,
         accumulate: bool,
-        d_weight: PartMut<'_, DryArray>,
+        d_weight: Option<PartMut<'_, DryArray>>,
     ) -> Result<(), NnError> {
         let d_x = if accumulate { updates(d_x) } else { overwrites(d_x) };
-        let (weight, d_weight) = (reads_part(&weight), updates_part(&d_weight));
-        let accesses = [reads(x), weight, reads(inverse), reads(d_out), d_x, d_weight];
+        let mut accesses = vec![reads(x), reads_part(&weight), reads(inverse), reads(d_out), d_x];
+        accesses.extend(d_weight.as_ref().map(updates_part));
         self.note("rms_norm backward", &accesses)
     }
 
@@ -431,10 +463,10 @@ impl Blocks for Dry {
         _: Norm,
         inverse: &DryArray,
         d_qkv: &mut DryArray,
-        d_weight: PartMut<'_, DryArray>,
+        d_weight: Option<PartMut<'_, DryArray>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (reads_part(&weight), updates_part(&d_weight));
-        let accesses = [reads(qkv), weight, reads(inverse), updates(d_qkv), d_weight];
+        let mut accesses = vec![reads(qkv), reads_part(&weight), reads(inverse), updates(d_qkv)];
+        accesses.extend(d_weight.as_ref().map(updates_part));
         self.note("head_norm backward", &accesses)
     }
 
@@ -558,17 +590,12 @@ impl Blocks for Dry {
         _: Option<f32>,
         logits: &mut DryArray,
         d_x: &mut DryArray,
-        d_weight: PartMut<'_, DryArray>,
+        d_weight: Option<PartMut<'_, DryArray>>,
         (): &mut (),
     ) -> Result<(), NnError> {
         let vocab = weight.place.len() / width;
-        let accesses = [
-            reads(x),
-            reads_part(&weight),
-            overwrites(logits),
-            overwrites(d_x),
-            updates_part(&d_weight),
-        ];
+        let mut accesses = vec![reads(x), reads_part(&weight), overwrites(logits), overwrites(d_x)];
+        accesses.extend(d_weight.as_ref().map(updates_part));
         let flops = 6.0 * x.elems as f64 * vocab as f64;
         let sizes = [vocab, width, logits.elems / vocab];
         self.product("loss backward", &accesses, flops, Some(sizes))

@@ -59,6 +59,7 @@ mod error;
 mod generate;
 mod matmul;
 mod model;
+pub mod moments;
 mod optimizer;
 mod parameters;
 mod plans;
@@ -70,7 +71,7 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use account::{Account, FlopCount, MemoryEstimate, StepKind};
+pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
@@ -86,10 +87,11 @@ pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
 pub use generate::{Generator, Sampling};
 pub use matmul::{Matrix, matmul};
-pub use model::{Gradients, Model};
-pub use optimizer::{AdamW, OptimizerStep, Span, clip_factor};
+pub use model::{Gradients, Model, PassingGradients};
+pub use moments::Moment;
+pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
 pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
-pub use precision::{ParameterState, Precision, join_master, split_master};
+pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_master};
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use tape::{Recomputation, Recompute};

@@ -6,18 +6,19 @@ use std::time::Instant;
 use foveate::DType;
 
 use crate::backend::{
-    Array, BlockTime, Blocks, Moments, PackedHeads, Part, PartMut, Sums, Weights,
+    Array, BlockTime, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, Sums, Weights,
 };
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
-use crate::optimizer::{OptimizerStep, Span};
-use crate::parameters::{Parameter, ParameterLayout};
+use crate::moments::Moment;
+use crate::optimizer::{OptimizerStep, Rule, Span, Treatment};
+use crate::parameters::{Parameter, ParameterGroup, ParameterLayout};
 use crate::plans::{Plans, Programs};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::step::{GradientsMut, Step};
+use crate::step::{Step, Target};
 use crate::tape::{Recomputation, Workspace};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
@@ -50,10 +51,19 @@ pub struct Gradients<A = Vec<f32>> {
     pub(crate) cleared: bool,
 }
 
+/// The gradients of a group of parameters at a time.
+#[derive(Debug, Default)]
+pub struct PassingGradients<A = Vec<f32>> {
+    /// Of the embedding, where it is the output projection, too; else no elements.
+    embedding: A,
+    /// Of any other group.
+    group: A,
+}
+
 impl Gradients {
     /// Zeros for every parameter of `model`.
     pub fn zeros(model: &Model) -> Self {
-        Self { array: vec![0.0; model.layout.elems()], cleared: false }
+        Self { array: vec![0.0; model.layout.trained()], cleared: false }
     }
 
     /// Sets all to zero.
@@ -61,7 +71,7 @@ impl Gradients {
         self.array.fill(0.0);
     }
 
-    /// The gradient of one parameter, row-major.
+    /// The gradient of one parameter that is trained, row-major.
     pub fn of(&self, parameter: &Parameter) -> &[f32] {
         &self.array[parameter.place.clone()]
     }
@@ -104,7 +114,7 @@ impl Model {
     ) -> Result<Self, NnError> {
         config.validate()?;
         let programs = Programs::uniform(program, &config)?;
-        let mut model = Self::of(Cpu::default(), config, programs);
+        let mut model = Self::of(Cpu::default(), config, programs, &|_| false)?;
         model.draw_missing(seed)?;
         Ok(model)
     }
@@ -145,18 +155,37 @@ impl<B: Blocks> Model<B> {
         config: ModelConfig,
         attention: &AttentionConfig,
     ) -> Result<Self, NnError> {
-        config.validate()?;
-        let programs = Programs::parse(attention, &config)?;
-        Ok(Self::of(blocks, config, programs))
+        Self::unfilled_with(blocks, config, attention, &|_| false)
     }
 
-    fn of(blocks: B, config: ModelConfig, programs: Programs) -> Self {
-        let layout = ParameterLayout::new(&config, &programs.learned());
+    /// [`Model::unfilled_on`], where the parameters that `frozen` says so of, by their names, are not
+    /// trained: they have no gradient, no moments and no master.
+    ///
+    /// # Errors
+    /// Those of [`Model::new`] and of [`ParameterLayout::new`].
+    pub fn unfilled_with(
+        blocks: B,
+        config: ModelConfig,
+        attention: &AttentionConfig,
+        frozen: &dyn Fn(&str) -> bool,
+    ) -> Result<Self, NnError> {
+        config.validate()?;
+        let programs = Programs::parse(attention, &config)?;
+        Self::of(blocks, config, programs, frozen)
+    }
+
+    fn of(
+        blocks: B,
+        config: ModelConfig,
+        programs: Programs,
+        frozen: &dyn Fn(&str) -> bool,
+    ) -> Result<Self, NnError> {
+        let layout = ParameterLayout::new(&config, &programs.learned(), frozen)?;
         let filled = vec![false; layout.parameters().len()];
         let (workspace, plans) = (Workspace::default(), Plans::default());
         let running = Running { blocks, workspace, plans, tables: Vec::new() };
         let weights = Weights::default();
-        Self { config, programs, layout, weights, filled, running: Mutex::new(running) }
+        Ok(Self { config, programs, layout, weights, filled, running: Mutex::new(running) })
     }
 
     /// Gives every parameter without values the first values that [`Model::new`] gives it.
@@ -229,7 +258,8 @@ impl<B: Blocks> Model<B> {
         blocks.resize("weights", &mut self.weights.array, precision.weights, elems)?;
         blocks.clear(&mut self.weights.array)?;
         if precision.remainders {
-            blocks.resize("remainders", &mut self.weights.remainders, DType::BF16, elems)?;
+            let trained = self.layout.trained();
+            blocks.resize("remainders", &mut self.weights.remainders, DType::BF16, trained)?;
             blocks.clear(&mut self.weights.remainders)?;
         }
         Ok(())
@@ -263,7 +293,7 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.download_weights(&self.weights, first, into)
     }
 
-    /// Waits for elements of a moment or of gradients from `first` on, and reads them back.
+    /// Waits for elements of gradients from `first` on, and reads them back.
     ///
     /// # Errors
     /// When the device fails.
@@ -277,7 +307,7 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.download(Part { array, place }, into)
     }
 
-    /// Brings elements of a moment from `first` on to the device.
+    /// Brings elements of gradients from `first` on to the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -286,39 +316,102 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.fill(PartMut { array, place, accumulate: false }, from)
     }
 
-    /// Gradients of all parameters, 0.
+    /// Waits for elements of a moment from `first` on, and reads them back.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn download_moment(
+        &self,
+        moment: Moment,
+        array: &B::Array,
+        first: usize,
+        into: &mut [f32],
+    ) -> Result<(), NnError> {
+        let elems = self.layout.trained();
+        self.running().blocks.download_moment(moment, elems, array, first, into)
+    }
+
+    /// Brings elements of a moment from `first` on to the device, each rounded to the nearest that is
+    /// kept. Of a moment of 8 bits they are to be whole blocks ([`crate::moments::Filler`]).
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn upload_moment(
+        &self,
+        moment: Moment,
+        array: &mut B::Array,
+        first: usize,
+        from: &[f32],
+    ) -> Result<(), NnError> {
+        let elems = self.layout.trained();
+        self.running().blocks.fill_moment(moment, elems, array, first, from)
+    }
+
+    /// Gradients of all trained parameters, 0.
     ///
     /// # Errors
     /// When the device has no memory for them.
     pub fn gradients(&self) -> Result<Gradients<B::Array>, NnError> {
         let dtype = self.running().blocks.precision().gradients;
-        Ok(Gradients { array: self.zeros("gradients", dtype)?, cleared: false })
+        let array = self.zeros("gradients", dtype, self.layout.trained())?;
+        Ok(Gradients { array, cleared: false })
     }
 
-    /// Moments of all parameters, 0.
+    /// Room for the gradients of a group of parameters at a time, of [`Model::step_in_backward`].
+    ///
+    /// # Errors
+    /// When the device has no memory for it.
+    pub fn passing_gradients(&self) -> Result<PassingGradients<B::Array>, NnError> {
+        let dtype = self.running().blocks.precision().gradients;
+        let [embedding, group] = self.layout.passing();
+        Ok(PassingGradients {
+            embedding: self.zeros("gradients of the embedding", dtype, embedding)?,
+            group: self.zeros("gradients of a group", dtype, group)?,
+        })
+    }
+
+    /// The moments of all trained parameters that `rule` keeps, 0.
     ///
     /// # Errors
     /// When the device has no memory for them.
-    pub fn moments(&self) -> Result<Moments<B::Array>, NnError> {
-        let dtype = self.running().blocks.precision().moments;
-        let [mean, square] = ["means", "squares"].map(|name| self.zeros(name, dtype));
-        Ok(Moments { mean: mean?, square: square? })
+    pub fn moments(&self, rule: &Rule) -> Result<Moments<B::Array>, NnError> {
+        let (dtype, elems) = self.running().blocks.precision().moments.array(self.layout.trained());
+        let mean = self.zeros("means", dtype, elems)?;
+        let square = match rule.keeps_squares() {
+            true => self.zeros("squares", dtype, elems)?,
+            false => B::Array::default(),
+        };
+        Ok(Moments { mean, square })
     }
 
-    fn zeros(&self, name: &'static str, dtype: DType) -> Result<B::Array, NnError> {
+    fn zeros(&self, name: &'static str, dtype: DType, elems: usize) -> Result<B::Array, NnError> {
         let (mut running, mut array) = (self.running(), B::Array::default());
         let blocks = &mut running.blocks;
-        blocks.resize(name, &mut array, dtype, self.layout.elems())?;
+        blocks.resize(name, &mut array, dtype, elems)?;
         blocks.clear(&mut array)?;
         Ok(array)
     }
 
-    /// What AdamW goes through.
+    /// What the optimiser goes through, each parameter treated as `treat` says.
     ///
     /// # Errors
     /// When the device has no memory for it.
-    pub fn spans(&self) -> Result<B::Spans, NnError> {
-        self.running().blocks.spans(&Span::of(&self.layout))
+    pub fn spans(&self, treat: impl Fn(&Parameter) -> Treatment) -> Result<B::Spans, NnError> {
+        self.running().blocks.spans(&Span::of(&self.layout, treat))
+    }
+
+    /// [`Model::spans`] of each group apart, for [`Model::step_in_backward`].
+    ///
+    /// # Errors
+    /// When the device has no memory for them.
+    pub fn group_spans(
+        &self,
+        treat: impl Fn(&Parameter) -> Treatment,
+    ) -> Result<Vec<B::Spans>, NnError> {
+        let spans = Span::of(&self.layout, treat);
+        let blocks = &mut self.running().blocks;
+        let of = |group: &ParameterGroup| blocks.spans(&Span::within(&spans, &group.place));
+        self.layout.groups().iter().map(of).collect()
     }
 
     /// Totals of nothing, for the batches of a step.
@@ -386,7 +479,7 @@ impl<B: Blocks> Model<B> {
         recompute: impl Into<Recomputation>,
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
-        let (found, want) = (gradients.array.elems(), self.layout.elems());
+        let (found, want) = (gradients.array.elems(), self.layout.trained());
         if found != want {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
@@ -394,7 +487,7 @@ impl<B: Blocks> Model<B> {
         let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
         self.run(&mut self.running(), batch, true, |step, ws| {
             let accumulate = !std::mem::take(cleared);
-            step.forward_backward(ws, GradientsMut { array, accumulate }, recompute, totals)
+            step.forward_backward(ws, &mut Target::whole(array, accumulate), recompute, totals)
         })
     }
 
@@ -425,7 +518,74 @@ impl<B: Blocks> Model<B> {
         Ok(blocks.count(totals, labelled)?)
     }
 
-    /// Queues one step of AdamW with the gradients of the batches that `totals` has added up: their
+    /// Queues a step on one batch in which each group of parameters is updated as soon as its
+    /// gradients are there, in the backward pass: gradients take the room of the largest group, and of
+    /// the embedding where it is the output projection, too. `step.clip_norm` must be 0: the norm of
+    /// all gradients is known only at the end. Where the norm of a group is not finite, neither it nor
+    /// a later one is updated. `spans` are [`Model::group_spans`].
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`], or when a norm is to be clipped.
+    pub fn step_in_backward(
+        &mut self,
+        batch: &Batch<'_>,
+        gradients: &mut PassingGradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+        step: &OptimizerStep,
+        spans: &[B::Spans],
+        moments: &mut Moments<B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
+        if step.clip_norm != 0.0 {
+            let reason = "must be 0 where parameters are updated in the backward pass: the norm of all \
+                          gradients is known only when the last is computed";
+            return Err(NnError::config("clip_norm", reason));
+        }
+        let recompute = recompute.into();
+        self.check_parameters()?;
+        let Self { config, programs, layout, weights, running, .. } = self;
+        let running = &mut *lock(running);
+        let prepared = Prepared::new(running, config, programs, batch)?;
+        let Running { blocks, workspace, .. } = running;
+        let tied = layout.head == layout.embedding;
+        let groups = layout.groups();
+        let mut more = false;
+        for (i, group) in groups.iter().enumerate().rev() {
+            blocks.clear(&mut gradients.group)?;
+            if i + 1 == groups.len() {
+                blocks.clear(&mut gradients.embedding)?;
+            }
+            let embedding = tied.then_some((&mut gradients.embedding, groups[0].place.end));
+            let mut target = Target {
+                array: &mut gradients.group,
+                first: group.place.start,
+                embedding,
+                accumulate: true,
+            };
+            let programs = programs.of_layers(&prepared.plans);
+            let mut part = prepared.step(blocks, config, layout, &weights.array, &programs);
+            match i.checked_sub(1) {
+                None => part.embedding_backward(workspace, &mut target)?,
+                Some(layer) if layer < config.num_hidden_layers => {
+                    part.layer_backward(workspace, layer, &mut target, recompute)?;
+                }
+                Some(_) => part.forward_and_loss(workspace, &mut target, recompute, totals)?,
+            }
+            let of_group = match (i, tied) {
+                (0, true) => (&gradients.embedding, 0),
+                _ => (&gradients.group, group.place.start),
+            };
+            if group.place.is_empty() {
+                continue;
+            }
+            blocks.clip(step, of_group.0, more, totals)?;
+            blocks.update(step, &spans[i], weights, of_group, moments, layout.trained(), totals)?;
+            more = true;
+        }
+        Ok(prepared.queued(programs.live_pairs(blocks, &prepared.plans), batch))
+    }
+
+    /// Queues one step of the optimiser with the gradients of the batches that `totals` has added up: their
     /// mean over labelled tokens, clipped. Nothing changes where its norm is not finite.
     ///
     /// # Errors
@@ -444,8 +604,9 @@ impl<B: Blocks> Model<B> {
         }
         let mut running = lock(&self.running);
         let blocks = &mut running.blocks;
-        blocks.clip(step, &gradients.array, totals)?;
-        blocks.adamw(step, spans, &mut self.weights, &gradients.array, moments, totals)
+        blocks.clip(step, &gradients.array, false, totals)?;
+        let (weights, gradients) = (&mut self.weights, (&gradients.array, 0));
+        blocks.update(step, spans, weights, gradients, moments, self.layout.trained(), totals)
     }
 
     /// The loss of a batch, summed over its labelled tokens.
@@ -497,36 +658,20 @@ impl<B: Blocks> Model<B> {
 
     fn run(
         &self,
-        Running { blocks, workspace, plans, tables }: &mut Running<B>,
+        running: &mut Running<B>,
         batch: &Batch<'_>,
         counted: bool,
         work: impl FnOnce(&mut Step<'_, B>, &mut Workspace<B::Array>) -> Result<(), NnError>,
     ) -> Result<Queued, NnError> {
-        batch.validate(&self.config)?;
         self.check_parameters()?;
-        let shape = [batch.rows, batch.len];
-        let heads = PackedHeads::of(&self.config, shape);
-        let plans = plans.of(blocks, &self.programs, heads, batch.mean_kv_len)?;
-        let last = batch.positions.iter().max().map_or(0, |&p| p as usize);
-        RopeTable::reach_all(tables, &self.config, last + 1);
-        let uploaded = blocks.upload(batch, tables)?;
-        let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
-        let plans: Vec<B::Plan> = plans.iter().map(bind).collect::<Result<_, _>>()?;
-        let mut step = Step {
-            blocks: &mut *blocks,
-            config: &self.config,
-            layout: &self.layout,
-            weights: &self.weights.array,
-            programs: &self.programs.of_layers(&plans),
-            batch: &uploaded,
-            shape,
-            cache: None,
-        };
+        let prepared = Prepared::new(running, &self.config, &self.programs, batch)?;
+        let Running { blocks, workspace, .. } = running;
+        let programs = self.programs.of_layers(&prepared.plans);
+        let weights = &self.weights.array;
+        let mut step = prepared.step(blocks, &self.config, &self.layout, weights, &programs);
         work(&mut step, workspace)?;
-        Ok(Queued {
-            tokens: batch.labels.iter().filter(|&&l| l != IGNORE).count(),
-            live_pairs: if counted { self.programs.live_pairs(blocks, &plans) } else { None },
-        })
+        let live = if counted { self.programs.live_pairs(blocks, &prepared.plans) } else { None };
+        Ok(prepared.queued(live, batch))
     }
 
     /// What steps use. A step that panicked leaves arrays of odd sizes, which the next one fits
@@ -543,6 +688,51 @@ impl<B: Blocks> Model<B> {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// A batch on the device, with what depends on it.
+struct Prepared<B: Blocks> {
+    batch: B::Batch,
+    /// A plan for each program, bound to the documents.
+    plans: Vec<B::Plan>,
+    shape: [usize; 2],
+}
+
+impl<B: Blocks> Prepared<B> {
+    fn new(
+        Running { blocks, plans, tables, .. }: &mut Running<B>,
+        config: &ModelConfig,
+        programs: &Programs,
+        batch: &Batch<'_>,
+    ) -> Result<Self, NnError> {
+        batch.validate(config)?;
+        let shape = [batch.rows, batch.len];
+        let plans =
+            plans.of(blocks, programs, PackedHeads::of(config, shape), batch.mean_kv_len)?;
+        let last = batch.positions.iter().max().map_or(0, |&p| p as usize);
+        RopeTable::reach_all(tables, config, last + 1);
+        let uploaded = blocks.upload(batch, tables)?;
+        let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
+        let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
+        Ok(Self { batch: uploaded, plans, shape })
+    }
+
+    fn step<'a>(
+        &'a self,
+        blocks: &'a mut B,
+        config: &'a ModelConfig,
+        layout: &'a ParameterLayout,
+        weights: &'a B::Array,
+        programs: &'a [LayerProgram<'a, B>],
+    ) -> Step<'a, B> {
+        let (batch, shape) = (&self.batch, self.shape);
+        Step { blocks, config, layout, weights, programs, batch, shape, cache: None }
+    }
+
+    fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {
+        let tokens = batch.labels.iter().filter(|&&l| l != IGNORE).count();
+        Queued { tokens, live_pairs }
     }
 }
 

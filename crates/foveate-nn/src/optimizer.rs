@@ -1,18 +1,25 @@
-//! AdamW and what it goes through.
+//! The optimiser's rules and what they go through.
 //!
-//! For parameter θ with gradient g at step t (from one), moments m and v:
+//! For parameter θ with gradient g at step t (from one) and learning rate lr, AdamW with moments m and v:
 //!
 //! ```text
 //! m ← β₁ m + (1 − β₁) g          v ← β₂ v + (1 − β₂) g²
 //! θ ← θ − lr · (m̂ / (√v̂ + ε) + λ θ)    with m̂ = m / (1 − β₁ᵗ), v̂ = v / (1 − β₂ᵗ)
 //! ```
 //!
+//! and gradient descent with momentum, which keeps m alone:
+//!
+//! ```text
+//! m ← μ m + g                    θ ← θ − lr · (m + λ θ)
+//! ```
+//!
 //! The decay λ is decoupled and applies only to weights of two or more axes (norm gains and biases
-//! have one). g is the mean over the labelled tokens of a step, brought down to the largest norm.
+//! have one), unless a parameter is treated otherwise. g is the mean over the labelled tokens of a
+//! step, brought down to the largest norm.
 
 use std::ops::Range;
 
-use crate::parameters::ParameterLayout;
+use crate::parameters::{Parameter, ParameterLayout};
 
 /// The constants of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,11 +34,44 @@ pub struct AdamW {
     pub weight_decay: f64,
 }
 
+/// The constants of gradient descent with momentum.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sgd {
+    /// μ, the memory of the gradient.
+    pub momentum: f64,
+    /// λ, the decoupled weight decay.
+    pub weight_decay: f64,
+}
+
+/// How parameters follow their gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// AdamW.
+    AdamW(AdamW),
+    /// Gradient descent with momentum.
+    Sgd(Sgd),
+}
+
+impl Rule {
+    /// λ, the decoupled weight decay.
+    pub fn weight_decay(&self) -> f64 {
+        match self {
+            Self::AdamW(adamw) => adamw.weight_decay,
+            Self::Sgd(sgd) => sgd.weight_decay,
+        }
+    }
+
+    /// Whether it keeps the mean of squares beside that of gradients.
+    pub fn keeps_squares(&self) -> bool {
+        matches!(self, Self::AdamW(_))
+    }
+}
+
 /// What one step of the optimiser is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OptimizerStep {
-    /// The constants.
-    pub adamw: AdamW,
+    /// The rule and its constants.
+    pub rule: Rule,
     /// t, counted from one.
     pub step: u64,
     /// The learning rate.
@@ -43,27 +83,53 @@ pub struct OptimizerStep {
     pub seed: u64,
 }
 
+/// How a parameter is treated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Treatment {
+    /// Factor of the learning rate.
+    pub rate: f32,
+    /// Factor of the weight decay λ.
+    pub decay: f32,
+}
+
+impl Treatment {
+    /// The usual one of a parameter: the decay applies to weights of two or more axes.
+    pub fn of(parameter: &Parameter) -> Self {
+        let decays = parameter.shape.len() >= 2 && parameter.name.ends_with(".weight");
+        Self { rate: 1.0, decay: if decays { 1.0 } else { 0.0 } }
+    }
+}
+
 /// Neighbouring elements that are treated alike.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
     /// The elements.
     pub place: Range<usize>,
-    /// Whether the weight decay λ applies.
-    pub decay: bool,
+    /// How.
+    pub treatment: Treatment,
 }
 
 impl Span {
-    /// Those of a layout, in order.
-    pub fn of(layout: &ParameterLayout) -> Vec<Self> {
+    /// Those of all trained parameters of a layout, in order, each treated as `treat` says.
+    pub fn of(layout: &ParameterLayout, treat: impl Fn(&Parameter) -> Treatment) -> Vec<Self> {
         let mut spans: Vec<Self> = Vec::new();
-        for p in layout.parameters() {
-            let decay = p.shape.len() >= 2 && p.name.ends_with(".weight");
+        for p in layout.parameters().iter().filter(|p| layout.trains(&p.place)) {
+            let treatment = treat(p);
             match spans.last_mut() {
-                Some(last) if last.decay == decay => last.place.end = p.place.end,
-                _ => spans.push(Self { place: p.place.clone(), decay }),
+                Some(last) if last.treatment == treatment => last.place.end = p.place.end,
+                _ => spans.push(Self { place: p.place.clone(), treatment }),
             }
         }
         spans
+    }
+
+    /// What of `spans` lies in `place`.
+    pub fn within(spans: &[Self], place: &Range<usize>) -> Vec<Self> {
+        let part = |span: &Self| Self {
+            place: span.place.start.max(place.start)..span.place.end.min(place.end),
+            treatment: span.treatment,
+        };
+        spans.iter().map(part).filter(|span| !span.place.is_empty()).collect()
     }
 }
 
@@ -83,8 +149,8 @@ mod tests {
     fn weights_of_two_axes_decay_and_nothing_else_does() {
         let bias = LearnedBuffer { shape: vec![4, 4], init: 0.0, std: 0.0 };
         let learned = [("bias".to_owned(), bias)];
-        let layout = ParameterLayout::new(&tiny(true), &[&learned, &learned]);
-        let spans = Span::of(&layout);
+        let layout = ParameterLayout::new(&tiny(true), &[&learned, &learned], &|_| false).unwrap();
+        let spans = Span::of(&layout, Treatment::of);
         assert!(spans.windows(2).all(|w| w[0].place.end <= w[1].place.start));
         for p in layout.parameters() {
             let own: Vec<&Span> = spans
@@ -93,8 +159,29 @@ mod tests {
                 .collect();
             assert_eq!(own.len(), 1, "{}", p.name);
             let decays = !p.name.contains("norm") && !p.name.ends_with("bias");
-            assert_eq!(own[0].decay, decays, "{}", p.name);
+            assert_eq!(own[0].treatment.decay != 0.0, decays, "{}", p.name);
         }
+    }
+
+    #[test]
+    fn frozen_parameters_lie_behind_the_trained_ones_and_in_no_span() {
+        let config = tiny(false);
+        let frozen = |name: &str| name.contains("embed") || name.contains("layers.0");
+        let layout = ParameterLayout::new(&config, &[], &frozen).unwrap();
+        let spans = Span::of(&layout, Treatment::of);
+        assert!(layout.trained() < layout.elems());
+        for p in layout.parameters() {
+            let spanned =
+                spans.iter().any(|s| s.place.start < p.place.end && p.place.start < s.place.end);
+            assert_eq!(spanned, !frozen(&p.name), "{}", p.name);
+            assert_eq!(p.place.start >= layout.trained(), frozen(&p.name), "{}", p.name);
+        }
+        let half = |name: &str| name.ends_with("0.self_attn.q_proj.weight");
+        let told = ParameterLayout::new(&config, &[], &half).unwrap_err().to_string();
+        assert!(
+            told.contains("layers.0.self_attn.q_proj.weight") && told.contains("k_proj"),
+            "{told}"
+        );
     }
 
     #[test]

@@ -3,16 +3,26 @@
 //! Names and shapes are those of a Hugging Face checkpoint of the family, so saving and loading map
 //! nothing. All parameters lie in one array, as do their gradients and moments; a layer's query,
 //! key and value weights lie one after another, and so do its gate and up weights, so that each is
-//! one matrix to multiply with. Everything else starts at a multiple of [`ALIGN`] elements.
+//! one matrix to multiply with. Everything else starts at a multiple of [`ALIGN`] elements, and groups
+//! at one of [`GROUP_ALIGN`], so that no block of moments is of two. Parameters that are not trained lie
+//! behind all that are: gradients, moments and what completes weights to masters end before them.
 
 use std::ops::Range;
 
 use crate::config::{LearnedBuffer, ModelConfig};
+use crate::error::NnError;
+use crate::moments::BLOCK;
 use foveate::tensor::random::Random;
 
 /// Elements that the start of a matrix, of a vector and of a group is a multiple of: 128 bytes in
 /// 16 bits.
 const ALIGN: usize = 64;
+
+/// Elements that the start of a group is a multiple of.
+const GROUP_ALIGN: usize = BLOCK;
+
+/// Places of what is not trained are counted from here until it is known where they begin.
+const FROZEN: usize = 1 << 62;
 
 /// A trained array: where it lies among all.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,19 +40,21 @@ pub struct Parameter {
 pub struct ParameterGroup {
     /// `embedding`, `layers.N` or `head`.
     pub name: String,
-    /// Its elements.
+    /// Its elements that are trained.
     pub place: Range<usize>,
-    /// Its parameters, as indices.
+    /// Its parameters, as indices; some may be frozen.
     pub parameters: Range<usize>,
 }
 
-/// The places of all parameters of a model. Groups lie one after another without gaps; elements
-/// of a group that belong to no parameter are 0 and stay 0.
+/// The places of all parameters of a model. Groups lie one after another without gaps, and hold what is
+/// trained of their parameters; elements of a group that belong to no parameter are 0 and stay 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParameterLayout {
     parameters: Vec<Parameter>,
     groups: Vec<ParameterGroup>,
     elems: usize,
+    /// Elements of what is trained: the first ones.
+    trained: usize,
     pub(crate) embedding: Range<usize>,
     pub(crate) layers: Vec<LayerPlaces>,
     pub(crate) norm: Range<usize>,
@@ -86,8 +98,16 @@ struct Start {
 
 impl ParameterLayout {
     /// The layout of a model of these sizes; `learned` has the learned attention buffers of each
-    /// layer, by name.
-    pub fn new(config: &ModelConfig, learned: &[&[(String, LearnedBuffer)]]) -> Self {
+    /// layer, by name, and `frozen` says by its name whether a parameter is not trained.
+    ///
+    /// # Errors
+    /// When a parameter is frozen and another is not with which it is one matrix, or a learned buffer
+    /// is.
+    pub fn new(
+        config: &ModelConfig,
+        learned: &[&[(String, LearnedBuffer)]],
+        frozen: &dyn Fn(&str) -> bool,
+    ) -> Result<Self, NnError> {
         let (hidden, wide) = (config.hidden_size, config.intermediate_size);
         let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
         let weight = Start { mean: 0.0, std: INIT_STD };
@@ -98,7 +118,7 @@ impl ParameterLayout {
         let zeros = Start { mean: 0.0, std: 0.0 };
         // Norms that change nothing but the length.
         let ones = Start { mean: 1.0 - config.norm().offset, std: 0.0 };
-        let mut all = Builder::default();
+        let mut all = Builder::new(frozen);
         let table = vec![config.vocab_size, hidden];
         let embedding = all.add("model.embed_tokens.weight", table.clone(), weight);
         all.close("embedding".to_owned());
@@ -155,7 +175,7 @@ impl ParameterLayout {
                 learned.get(layer).copied().unwrap_or_default()
             {
                 let start = Start { mean: *init, std: *std };
-                all.append(name(&format!("self_attn.{buffer}")), shape.clone(), start);
+                all.append_trained(name(&format!("self_attn.{buffer}")), shape.clone(), start);
             }
             let learned = first..all.elems;
             all.close(format!("layers.{layer}"));
@@ -173,15 +193,33 @@ impl ParameterLayout {
                 learned,
             }
         };
-        let layers = (0..config.num_hidden_layers).map(layer).collect();
+        let layers: Vec<LayerPlaces> = (0..config.num_hidden_layers).map(layer).collect();
         let norm = all.add("model.norm.weight", vec![hidden], ones);
         let head = match config.tie_word_embeddings {
             true => embedding.clone(),
             false => all.add("lm_head.weight", table, weight),
         };
         all.close("head".to_owned());
-        let Builder { parameters, starts, groups, elems } = all;
-        Self { parameters, groups, elems, embedding, layers, norm, head, starts }
+        all.finish(embedding, layers, norm, head)
+    }
+
+    /// Elements of what is trained, the first of all: those of gradients, of moments, and of what
+    /// completes weights to masters.
+    pub fn trained(&self) -> usize {
+        self.trained
+    }
+
+    /// Elements of the gradients that are held at once where groups are updated in the backward pass:
+    /// of the embedding, where it is the output projection, too, and of any other group.
+    pub(crate) fn passing(&self) -> [usize; 2] {
+        let tied = self.head == self.embedding;
+        let others = self.groups.iter().skip(usize::from(tied)).map(|group| group.place.len());
+        [if tied { self.groups[0].place.len() } else { 0 }, others.max().unwrap_or(0)]
+    }
+
+    /// Whether what lies in `place` is trained.
+    pub fn trains(&self, place: &Range<usize>) -> bool {
+        place.start < self.trained
     }
 
     /// All parameters, in the order of their places. A tied output projection is not among them.
@@ -216,29 +254,35 @@ impl ParameterLayout {
 
 /// A layout being made. Sizes that no memory holds stop at `usize::MAX`: such a model is counted
 /// and refused, never made.
-#[derive(Default)]
-struct Builder {
+struct Builder<'a> {
+    is_frozen: &'a dyn Fn(&str) -> bool,
     parameters: Vec<Parameter>,
     starts: Vec<Start>,
     groups: Vec<ParameterGroup>,
+    /// Of what is trained.
     elems: usize,
+    /// Of what is not.
+    frozen: usize,
+    /// What is wrong with what is frozen.
+    wrong: Option<NnError>,
 }
 
-impl Builder {
-    /// Adds a parameter at the next aligned place.
-    fn add(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
-        self.align();
-        self.append(name, shape, start)
+impl<'a> Builder<'a> {
+    fn new(is_frozen: &'a dyn Fn(&str) -> bool) -> Self {
+        Self {
+            is_frozen,
+            parameters: Vec::new(),
+            starts: Vec::new(),
+            groups: Vec::new(),
+            elems: 0,
+            frozen: 0,
+            wrong: None,
+        }
     }
 
-    /// Adds a parameter right behind the last one.
-    fn append(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
-        let elems = shape.iter().fold(1usize, |n, &d| n.saturating_mul(d));
-        let place = self.elems..self.elems.saturating_add(elems);
-        self.elems = place.end;
-        self.parameters.push(Parameter { name: name.into(), shape, place: place.clone() });
-        self.starts.push(start);
-        place
+    /// Adds a parameter at the next aligned place.
+    fn add(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
+        self.add_packed([(name.into(), shape)], start)
     }
 
     /// Adds parameters at the next aligned place, each right behind the one before.
@@ -247,15 +291,51 @@ impl Builder {
         all: [(String, Vec<usize>); N],
         start: Start,
     ) -> Range<usize> {
-        let first = self.align();
-        for (name, shape) in all {
-            self.append(name, shape, start);
+        let frozen = (self.is_frozen)(&all[0].0);
+        if let Some((other, _)) = all.iter().find(|(name, _)| (self.is_frozen)(name) != frozen) {
+            let (is, not) = if frozen { (&all[0].0, other) } else { (other, &all[0].0) };
+            let reason = format!("is frozen and {not} is not: they are one matrix; freeze both");
+            self.wrong.get_or_insert(NnError::parameter(is, reason));
         }
-        first..self.elems
+        let first = if frozen {
+            self.frozen = aligned(self.frozen, ALIGN);
+            FROZEN + self.frozen.min(FROZEN)
+        } else {
+            self.align()
+        };
+        let mut end = first;
+        for (name, shape) in all {
+            end = self.push(name, shape, start, end);
+        }
+        if frozen {
+            self.frozen = end - FROZEN;
+        } else {
+            self.elems = end;
+        }
+        first..end
+    }
+
+    /// Adds a parameter that is trained right behind the last one.
+    fn append_trained(&mut self, name: String, shape: Vec<usize>, start: Start) {
+        if (self.is_frozen)(&name) {
+            let reason = "is a learned buffer, which cannot be frozen; make it one of `buffers`";
+            self.wrong.get_or_insert(NnError::parameter(&name, reason));
+        }
+        self.elems = self.push(name, shape, start, self.elems);
+    }
+
+    /// Notes a parameter that begins at `first`; where it ends.
+    fn push(&mut self, name: String, shape: Vec<usize>, start: Start, first: usize) -> usize {
+        let elems = shape.iter().fold(1usize, |n, &d| n.saturating_mul(d));
+        let place = first..first.saturating_add(elems);
+        let end = place.end;
+        self.parameters.push(Parameter { name, shape, place });
+        self.starts.push(start);
+        end
     }
 
     fn align(&mut self) -> usize {
-        self.elems = self.elems.checked_next_multiple_of(ALIGN).unwrap_or(usize::MAX);
+        self.elems = aligned(self.elems, ALIGN);
         self.elems
     }
 
@@ -263,7 +343,67 @@ impl Builder {
     fn close(&mut self, name: String) {
         let first = self.groups.last().map_or(0, |g| g.place.end);
         let parameter = self.groups.last().map_or(0, |g| g.parameters.end);
-        let (place, parameters) = (first..self.align(), parameter..self.parameters.len());
+        self.elems = aligned(self.elems, GROUP_ALIGN);
+        let (place, parameters) = (first..self.elems, parameter..self.parameters.len());
         self.groups.push(ParameterGroup { name, place, parameters });
+    }
+
+    /// The layout, once it is known where what is not trained begins.
+    fn finish(
+        self,
+        mut embedding: Range<usize>,
+        mut layers: Vec<LayerPlaces>,
+        mut norm: Range<usize>,
+        mut head: Range<usize>,
+    ) -> Result<ParameterLayout, NnError> {
+        let Self { mut parameters, starts, groups, elems: trained, frozen, wrong, .. } = self;
+        if let Some(wrong) = wrong {
+            return Err(wrong);
+        }
+        let move_behind = |place: &mut Range<usize>| {
+            if place.start >= FROZEN && place.start < usize::MAX {
+                let at = |at: usize| trained.saturating_add(at - FROZEN);
+                *place = at(place.start)..at(place.end);
+            }
+        };
+        if frozen > 0 {
+            parameters.iter_mut().for_each(|p| move_behind(&mut p.place));
+            layers.iter_mut().flat_map(LayerPlaces::all).for_each(move_behind);
+            [&mut embedding, &mut norm, &mut head].into_iter().for_each(move_behind);
+        }
+        let elems = aligned(trained.saturating_add(frozen), ALIGN);
+        Ok(ParameterLayout {
+            parameters,
+            groups,
+            elems,
+            trained,
+            embedding,
+            layers,
+            norm,
+            head,
+            starts,
+        })
+    }
+}
+
+fn aligned(elems: usize, to: usize) -> usize {
+    elems.checked_next_multiple_of(to).unwrap_or(usize::MAX)
+}
+
+impl LayerPlaces {
+    fn all(&mut self) -> [&mut Range<usize>; 11] {
+        [
+            &mut self.norm,
+            &mut self.qkv,
+            &mut self.qkv_bias,
+            &mut self.head_norms,
+            &mut self.o,
+            &mut self.o_norm,
+            &mut self.mlp_norm,
+            &mut self.gate_up,
+            &mut self.down,
+            &mut self.down_norm,
+            &mut self.learned,
+        ]
     }
 }

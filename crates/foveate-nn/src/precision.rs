@@ -19,8 +19,39 @@ pub struct Precision {
     pub remainders: bool,
     /// Of gradients: f32 or bf16.
     pub gradients: DType,
-    /// Of AdamW's two moments: f32, or bf16 rounded stochastically.
-    pub moments: DType,
+    /// Of the optimiser's moments.
+    pub moments: MomentDtype,
+}
+
+/// How a moment of each parameter is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MomentDtype {
+    /// f32.
+    F32,
+    /// bf16, rounded stochastically.
+    Bf16,
+    /// 8 bits, rounded stochastically, and an f32 for each block of 256 ([`crate::moments`]).
+    Int8,
+}
+
+impl MomentDtype {
+    /// The array that a moment of `elems` elements is kept in: of which dtype, and how many of these.
+    pub fn array(self, elems: usize) -> (DType, usize) {
+        match self {
+            Self::F32 => (DType::F32, elems),
+            Self::Bf16 => (DType::BF16, elems),
+            Self::Int8 => (DType::F32, crate::moments::words(elems)),
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn bytes(self) -> f64 {
+        match self {
+            Self::F32 => 4.0,
+            Self::Bf16 => 2.0,
+            Self::Int8 => 1.0 + 4.0 / crate::moments::BLOCK as f64,
+        }
+    }
 }
 
 /// The precisions that have a name, in recipes too.
@@ -32,8 +63,13 @@ pub enum ParameterState {
     F32,
     /// bf16 weights with f32 masters, f32 gradients and moments: 16 bytes a parameter.
     Exact,
-    /// The same with bf16 moments: 12 bytes a parameter.
+    /// The same with bf16 gradients, for one batch a step: 14 bytes a parameter.
+    Bf16Gradients,
+    /// The same with f32 gradients and bf16 moments: 12 bytes a parameter.
     Bf16Moments,
+    /// The same with moments of 8 bits in blocks of 256: 10.03 bytes a parameter. On the CPU weights
+    /// are f32.
+    Int8Moments,
     /// All bf16: 8 bytes a parameter.
     Bf16,
 }
@@ -41,16 +77,27 @@ pub enum ParameterState {
 impl ParameterState {
     /// The one with these dtypes.
     pub fn of(precision: Precision) -> Option<Self> {
-        let all = [Self::F32, Self::Exact, Self::Bf16Moments, Self::Bf16];
-        all.into_iter().find(|&state| Precision::from(state) == precision)
+        Self::ALL.into_iter().find(|&state| Precision::from(state) == precision)
     }
+
+    /// All of them, by the bytes they take.
+    pub const ALL: [Self; 6] = [
+        Self::F32,
+        Self::Exact,
+        Self::Bf16Gradients,
+        Self::Bf16Moments,
+        Self::Int8Moments,
+        Self::Bf16,
+    ];
 
     /// Its name in a recipe.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Exact => "exact",
+            Self::Bf16Gradients => "bf16_gradients",
             Self::Bf16Moments => "bf16_moments",
+            Self::Int8Moments => "int8_moments",
             Self::Bf16 => "bf16",
         }
     }
@@ -59,22 +106,24 @@ impl ParameterState {
 impl From<ParameterState> for Precision {
     fn from(state: ParameterState) -> Self {
         let (wide, narrow) = (DType::F32, DType::BF16);
-        let [weights, gradients, moments] = match state {
-            ParameterState::F32 => [wide, wide, wide],
-            ParameterState::Exact => [narrow, wide, wide],
-            ParameterState::Bf16Moments => [narrow, wide, narrow],
-            ParameterState::Bf16 => [narrow, narrow, narrow],
+        let (weights, gradients, moments) = match state {
+            ParameterState::F32 => (wide, wide, MomentDtype::F32),
+            ParameterState::Exact => (narrow, wide, MomentDtype::F32),
+            ParameterState::Bf16Gradients => (narrow, narrow, MomentDtype::F32),
+            ParameterState::Bf16Moments => (narrow, wide, MomentDtype::Bf16),
+            ParameterState::Int8Moments => (narrow, wide, MomentDtype::Int8),
+            ParameterState::Bf16 => (narrow, narrow, MomentDtype::Bf16),
         };
-        let remainders = matches!(state, ParameterState::Exact | ParameterState::Bf16Moments);
+        let remainders = !matches!(state, ParameterState::F32 | ParameterState::Bf16);
         Self { weights, remainders, gradients, moments }
     }
 }
 
 impl Precision {
     /// Bytes of weight, master, gradient and moments of a parameter.
-    pub fn bytes_per_parameter(&self) -> usize {
+    pub fn bytes_per_parameter(&self) -> f64 {
         let rest = if self.remainders { 2 } else { 0 };
-        self.weights.bytes() + rest + self.gradients.bytes() + 2 * self.moments.bytes()
+        (self.weights.bytes() + rest + self.gradients.bytes()) as f64 + 2.0 * self.moments.bytes()
     }
 }
 
@@ -118,13 +167,7 @@ mod tests {
 
     #[test]
     fn states_have_the_sizes_that_the_manual_gives_them() {
-        let bytes = [
-            ParameterState::F32,
-            ParameterState::Exact,
-            ParameterState::Bf16Moments,
-            ParameterState::Bf16,
-        ]
-        .map(|state| Precision::from(state).bytes_per_parameter());
-        assert_eq!(bytes, [16, 16, 12, 8]);
+        let bytes = ParameterState::ALL.map(|state| Precision::from(state).bytes_per_parameter());
+        assert_eq!(bytes, [16.0, 16.0, 14.0, 12.0, 10.03125, 8.0]);
     }
 }

@@ -35,20 +35,6 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub cache: Option<&'a mut Cache<B::Array>>,
 }
 
-/// The gradients of all parameters.
-pub(crate) struct GradientsMut<'a, A> {
-    pub array: &'a mut A,
-    /// Whether those of this batch are added to those of others.
-    pub accumulate: bool,
-}
-
-impl<A> GradientsMut<'_, A> {
-    /// Those of a parameter.
-    fn of(&mut self, place: &Range<usize>) -> PartMut<'_, A> {
-        PartMut { array: self.array, place: place.clone(), accumulate: self.accumulate }
-    }
-}
-
 /// Keys and values of every layer for the tokens that were read.
 #[derive(Debug, Default)]
 pub(crate) struct Cache<A> {
@@ -103,7 +89,22 @@ impl<'a, B: Blocks> Step<'a, B> {
     pub fn forward_backward(
         &mut self,
         ws: &mut Workspace<B::Array>,
-        mut gradients: GradientsMut<'_, B::Array>,
+        gradients: &mut Target<'_, B::Array>,
+        recompute: Recomputation,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        self.forward_and_loss(ws, gradients, recompute, totals)?;
+        for layer in (0..self.config.num_hidden_layers).rev() {
+            self.layer_backward(ws, layer, gradients, recompute)?;
+        }
+        self.embedding_backward(ws, gradients)
+    }
+
+    /// The loss, and the gradients of what follows the layers.
+    pub fn forward_and_loss(
+        &mut self,
+        ws: &mut Workspace<B::Array>,
+        gradients: &mut Target<'_, B::Array>,
         recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
@@ -121,7 +122,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             self.config.architecture.logit_cap,
             &mut ws.logits,
             &mut ws.d_normed,
-            gradients.of(&layout.head),
+            gradients.part(layout, &layout.head),
             totals,
         )?;
         self.blocks.rms_norm_backward(
@@ -132,30 +133,48 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_normed,
             &mut ws.d_x,
             false,
-            gradients.of(&layout.norm),
-        )?;
-        for layer in (0..layers).rev() {
-            let again = recompute.of(layer);
-            if matches!(again, Recompute::Attention | Recompute::Full) {
-                self.attention_part(ws, layer)?;
-            }
-            match again {
-                Recompute::None | Recompute::Attention => {}
-                Recompute::Mlp => self.gate_up_again(ws, layer)?,
-                Recompute::Full => {
-                    self.mlp_part(ws, layer)?;
-                    if self.config.architecture.output_norms {
-                        self.output_part(ws, layer)?;
-                    }
+            gradients.part(layout, &layout.norm),
+        )
+    }
+
+    /// From the gradient of a layer's output, in `ws.d_x`, to that of its input.
+    pub fn layer_backward(
+        &mut self,
+        ws: &mut Workspace<B::Array>,
+        layer: usize,
+        gradients: &mut Target<'_, B::Array>,
+        recompute: Recomputation,
+    ) -> Result<(), NnError> {
+        let again = recompute.of(layer);
+        if matches!(again, Recompute::Attention | Recompute::Full) {
+            self.attention_part(ws, layer)?;
+        }
+        match again {
+            Recompute::None | Recompute::Attention => {}
+            Recompute::Mlp => self.gate_up_again(ws, layer)?,
+            Recompute::Full => {
+                self.mlp_part(ws, layer)?;
+                if self.config.architecture.output_norms {
+                    self.output_part(ws, layer)?;
                 }
             }
-            self.mlp_backward(ws, layer, &mut gradients)?;
-            self.attention_backward(ws, layer, &mut gradients)?;
         }
+        self.mlp_backward(ws, layer, gradients)?;
+        self.attention_backward(ws, layer, gradients)
+    }
+
+    /// The gradient of the embedding, from that of the first layer's input.
+    pub fn embedding_backward(
+        &mut self,
+        ws: &mut Workspace<B::Array>,
+        gradients: &mut Target<'_, B::Array>,
+    ) -> Result<(), NnError> {
+        let (width, scale) = (self.config.hidden_size, self.config.embedding_scale());
         // A tied table has the gradient of the head already.
-        gradients.accumulate |= layout.embedding == layout.head;
-        let table = gradients.of(&layout.embedding);
-        let scale = self.config.embedding_scale();
+        gradients.accumulate |= self.layout.embedding == self.layout.head;
+        let Some(table) = gradients.part(self.layout, &self.layout.embedding) else {
+            return Ok(());
+        };
         self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table)
     }
 
@@ -303,7 +322,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
-        gradients: &mut GradientsMut<'_, B::Array>,
+        gradients: &mut Target<'_, B::Array>,
     ) -> Result<(), NnError> {
         let tape = &ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
@@ -314,7 +333,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let blocks = &mut *self.blocks;
         let d_output = if architecture.output_norms {
             let (OutputTape { x, inverse }, weight) = (&tape.mlp, part(weights, &places.down_norm));
-            let d_weight = gradients.of(&places.down_norm);
+            let d_weight = gradients.part(self.layout, &places.down_norm);
             let d_output = &mut ws.d_normed;
             blocks
                 .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
@@ -325,15 +344,17 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = part(weights, &places.down);
         blocks.linear_backward_input(down, d_output, weight, &mut ws.activated)?;
         blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
-        let d_weight = gradients.of(&places.down);
-        blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
+        if let Some(d_weight) = gradients.part(self.layout, &places.down) {
+            blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
+        }
         let weight = || part(weights, &places.mlp_norm);
         blocks.rms_norm_again(&tape.x, weight(), norm, &tape.inverse, &mut ws.normed)?;
-        let d_weight = gradients.of(&places.gate_up);
-        blocks.linear_backward_weight(gate_up_shape, gate_up, &ws.normed, d_weight)?;
+        if let Some(d_weight) = gradients.part(self.layout, &places.gate_up) {
+            blocks.linear_backward_weight(gate_up_shape, gate_up, &ws.normed, d_weight)?;
+        }
         let gate_up_weight = part(weights, &places.gate_up);
         blocks.linear_backward_input(gate_up_shape, gate_up, gate_up_weight, &mut ws.d_normed)?;
-        let d_norm = gradients.of(&places.mlp_norm);
+        let d_norm = gradients.part(self.layout, &places.mlp_norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(&tape.x, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
@@ -343,7 +364,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
-        gradients: &mut GradientsMut<'_, B::Array>,
+        gradients: &mut Target<'_, B::Array>,
     ) -> Result<(), NnError> {
         let (weights, places, norm) = (self.weights, self.places(layer), self.config.norm());
         let (output, qkv_shape, heads) = (self.output_shape(), self.qkv_shape(), self.heads());
@@ -359,7 +380,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let d_output = if architecture.output_norms {
             let OutputTape { x, inverse } = &ws.residual[ws.kept.residual.of(layer)].attention;
             let weight = part(weights, &places.o_norm);
-            let d_weight = gradients.of(&places.o_norm);
+            let d_weight = gradients.part(self.layout, &places.o_norm);
             let d_output = &mut ws.d_normed;
             blocks
                 .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
@@ -369,8 +390,9 @@ impl<'a, B: Blocks> Step<'a, B> {
         };
         let weight = part(weights, &places.o);
         blocks.linear_backward_input(output, d_output, weight, &mut ws.d_attention)?;
-        let d_weight = gradients.of(&places.o);
-        blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
+        if let Some(d_weight) = gradients.part(self.layout, &places.o) {
+            blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
+        }
         let d_learned = gradients.of(&places.learned);
         blocks.attention_backward(
             attention,
@@ -385,21 +407,24 @@ impl<'a, B: Blocks> Step<'a, B> {
         let blocks = &mut *self.blocks;
         if architecture.head_norms {
             let (weight, inverse) = (part(weights, &places.head_norms), &tape.heads_inverse);
-            let d_weight = gradients.of(&places.head_norms);
+            let d_weight = gradients.part(self.layout, &places.head_norms);
             let d_qkv = &mut ws.d_qkv;
             blocks.head_norm_backward(heads, &tape.qkv, weight, norm, inverse, d_qkv, d_weight)?;
         }
-        if architecture.qkv_bias {
-            blocks.bias_backward(&ws.d_qkv, gradients.of(&places.qkv_bias))?;
+        if architecture.qkv_bias
+            && let Some(d_bias) = gradients.part(self.layout, &places.qkv_bias)
+        {
+            blocks.bias_backward(&ws.d_qkv, d_bias)?;
         }
         let input = &ws.inputs[layer];
         let weight = || part(weights, &places.norm);
         blocks.rms_norm_again(input, weight(), norm, &tape.inverse, &mut ws.normed)?;
-        let d_weight = gradients.of(&places.qkv);
-        blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, &ws.normed, d_weight)?;
+        if let Some(d_weight) = gradients.part(self.layout, &places.qkv) {
+            blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, &ws.normed, d_weight)?;
+        }
         let qkv_weight = part(weights, &places.qkv);
         blocks.linear_backward_input(qkv_shape, &ws.d_qkv, qkv_weight, &mut ws.d_normed)?;
-        let d_norm = gradients.of(&places.norm);
+        let d_norm = gradients.part(self.layout, &places.norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(input, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
     }
@@ -456,4 +481,42 @@ enum Turned {
 
 fn part<'a, A>(array: &'a A, place: &Range<usize>) -> Part<'a, A> {
     Part { array, place: place.clone() }
+}
+
+/// Where gradients go.
+pub(crate) struct Target<'a, A> {
+    /// Those of parameters from `first` on.
+    pub array: &'a mut A,
+    pub first: usize,
+    /// Those of the embedding, where they are apart, and its elements.
+    pub embedding: Option<(&'a mut A, usize)>,
+    /// Whether they are added to what is there.
+    pub accumulate: bool,
+}
+
+impl<'a, A> Target<'a, A> {
+    /// All in one array.
+    pub fn whole(array: &'a mut A, accumulate: bool) -> Self {
+        Self { array, first: 0, embedding: None, accumulate }
+    }
+
+    /// The gradient of what lies in `place`; none where it is not trained.
+    fn part(&mut self, layout: &ParameterLayout, place: &Range<usize>) -> Option<PartMut<'_, A>> {
+        layout.trains(place).then(|| self.of(place))
+    }
+
+    /// The gradient of what lies in `place`, which is trained.
+    fn of(&mut self, place: &Range<usize>) -> PartMut<'_, A> {
+        let accumulate = self.accumulate;
+        match &mut self.embedding {
+            Some((array, elems)) if place.end <= *elems => {
+                PartMut { array, place: place.clone(), accumulate }
+            }
+            _ => {
+                // An empty place, such as that of no learned buffers, may be anywhere.
+                let start = place.start.saturating_sub(self.first);
+                PartMut { array: self.array, place: start..start + place.len(), accumulate }
+            }
+        }
+    }
 }

@@ -43,7 +43,7 @@ impl Recompute {
 }
 
 /// What the first layers compute again; the others keep everything.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputation {
     /// What.
     pub what: Recompute,

@@ -1,9 +1,9 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    Activation, AdamW, Architecture, AttentionConfig, Batch, Gradients, IGNORE, LayerRope,
+    Activation, AdamW, Architecture, AttentionConfig, Batch, Cpu, Gradients, IGNORE, LayerRope,
     LearnedBuffer, Model, ModelConfig, NnError, OptimizerStep, ProgramConfig, Recomputation,
-    Recompute, Sampling,
+    Recompute, Rule, Sampling, Sgd, Treatment,
 };
 use foveate::tensor::random::Random;
 
@@ -287,8 +287,8 @@ fn parameters_lie_packed_in_groups_that_fill_one_array() {
             }
             (end, parameters) = (group.place.end, group.parameters.end);
         }
-        assert_eq!((end, parameters), (layout.elems(), layout.parameters().len()));
-        assert_eq!(model.weights().len(), end);
+        assert_eq!((end, parameters), (layout.trained(), layout.parameters().len()));
+        assert_eq!((model.weights().len(), layout.elems()), (end, end));
     }
 }
 
@@ -296,6 +296,10 @@ fn parameters_lie_packed_in_groups_that_fill_one_array() {
 fn a_cache_fed_in_pieces_gives_the_logits_of_the_whole_text() {
     for attention in [attention(), pattern()] {
         a_cache_gives_the_logits_of_the_whole_text(&model(tiny(false), &attention, 5));
+    }
+    for architecture in architectures() {
+        let config = ModelConfig { architecture, ..tiny(false) };
+        a_cache_gives_the_logits_of_the_whole_text(&model(config, &attention(), 5));
     }
 }
 
@@ -484,15 +488,11 @@ fn gradients_that_were_cleared_are_written_over_whatever_was_there() {
             found.array[p.place.clone()].fill(f32::NAN);
         }
         model.clear(&mut found);
-        let spans = model.spans().unwrap();
-        let (mut moments, mut totals) = (model.moments().unwrap(), model.totals().unwrap());
-        let step = OptimizerStep {
-            adamw: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
-            step: 1,
-            rate: 1e-3,
-            clip_norm: 1.0,
-            seed: 0,
-        };
+        let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let rule = Rule::AdamW(adamw);
+        let spans = model.spans(Treatment::of).unwrap();
+        let (mut moments, mut totals) = (model.moments(&rule).unwrap(), model.totals().unwrap());
+        let step = OptimizerStep { rule, step: 1, rate: 1e-3, clip_norm: 1.0, seed: 0 };
         let mut changed = Model::new(tiny(tied), &attention(), 8).unwrap();
         let none = changed.update(&step, &spans, &found, &mut moments, &mut totals);
         assert!(none.unwrap_err().to_string().contains("hold no batch"));
@@ -504,5 +504,105 @@ fn gradients_that_were_cleared_are_written_over_whatever_was_there() {
         model.forward_backward(&batch, &mut found, Recompute::None).unwrap();
         let twice: Vec<f32> = expected.array.iter().map(|x| 2.0 * x).collect();
         close(&twice, &found.array, 1e-6, "two batches");
+    }
+}
+
+/// A step by AdamW, after the backward pass and in it.
+fn stepped(model: &mut Model, batch: &Batch<'_>, in_backward: bool, rule: Rule) -> (f64, f64) {
+    let step = OptimizerStep { rule, step: 1, rate: 1e-2, clip_norm: 0.0, seed: 1 };
+    let mut moments = model.moments(&rule).unwrap();
+    let mut totals = model.totals().unwrap();
+    if in_backward {
+        let mut gradients = model.passing_gradients().unwrap();
+        let spans = model.group_spans(Treatment::of).unwrap();
+        let again = Recompute::Mlp;
+        model
+            .step_in_backward(
+                batch,
+                &mut gradients,
+                again,
+                &step,
+                &spans,
+                &mut moments,
+                &mut totals,
+            )
+            .unwrap();
+    } else {
+        let mut gradients = model.gradients().unwrap();
+        let spans = model.spans(Treatment::of).unwrap();
+        model.accumulate(batch, &mut gradients, Recompute::None, &mut totals).unwrap();
+        model.update(&step, &spans, &gradients, &mut moments, &mut totals).unwrap();
+    }
+    let sums = model.read(totals).unwrap();
+    (sums.nats, sums.grad_norm)
+}
+
+#[test]
+fn an_update_in_the_backward_pass_is_that_after_it() {
+    let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1 };
+    for (tied, rule) in [(true, Rule::AdamW(adamw)), (false, Rule::Sgd(sgd))] {
+        let text = Text::new(&[5, 1, 3, 5], 60);
+        let run = |in_backward| {
+            let mut model = model(tiny(tied), &attention(), 6);
+            let (nats, norm) = stepped(&mut model, &text.batch(2), in_backward, rule);
+            (nats, norm, model.weights().to_vec())
+        };
+        let (after, within) = (run(false), run(true));
+        assert_eq!((after.0, &after.2), (within.0, &within.2), "tied: {tied}");
+        assert!((after.1 - within.1).abs() < 1e-12 * after.1, "{} and {}", after.1, within.1);
+    }
+    let mut model = model(tiny(true), &attention(), 6);
+    let text = Text::new(&[5], 60);
+    let mut gradients = model.passing_gradients().unwrap();
+    let spans = model.group_spans(Treatment::of).unwrap();
+    let (rule, mut totals) = (Rule::AdamW(adamw), model.totals().unwrap());
+    let mut moments = model.moments(&rule).unwrap();
+    let step = OptimizerStep { rule, step: 1, rate: 1e-2, clip_norm: 1.0, seed: 1 };
+    let none = Recompute::None;
+    let told = model
+        .step_in_backward(
+            &text.batch(1),
+            &mut gradients,
+            none,
+            &step,
+            &spans,
+            &mut moments,
+            &mut totals,
+        )
+        .unwrap_err()
+        .to_string();
+    assert!(told.starts_with("clip_norm: must be 0"), "{told}");
+}
+
+#[test]
+fn what_is_frozen_has_no_gradient_and_all_else_the_one_it_had() {
+    let config = tiny(false);
+    let whole = model(config.clone(), &attention(), 7);
+    let text = Text::new(&[5, 1, 3, 5], 70);
+    let (_, expected) = gradients(&whole, &text.batch(2), Recompute::None);
+    for frozen in ["embed", "layers.0", "norm", "mlp", "self_attn.o_proj", "lm_head", "model."] {
+        let is_frozen = |name: &str| name.contains(frozen) && !name.ends_with(".bias");
+        let mut part =
+            Model::unfilled_with(Cpu::default(), config.clone(), &attention(), &is_frozen).unwrap();
+        for i in 0..part.parameters().len() {
+            let name = part.parameters()[i].name.clone();
+            let values = whole.values(whole.parameter(&name).unwrap());
+            part.fill(i, |put| put(values)).unwrap_or_else(|e: NnError| panic!("{e}"));
+        }
+        let before = part.weights().to_vec();
+        let (_, found) = gradients(&part, &text.batch(2), Recompute::Full);
+        let trained = part.layout().trained();
+        assert_eq!(found.array.len(), trained);
+        for p in part.parameters().iter().filter(|p| part.layout().trains(&p.place)) {
+            assert!(!is_frozen(&p.name));
+            assert_eq!(found.of(p), expected.of(whole.parameter(&p.name).unwrap()), "{}", p.name);
+        }
+        let rule = Rule::Sgd(Sgd { momentum: 0.0, weight_decay: 0.1 });
+        for in_backward in [false, true] {
+            stepped(&mut part, &text.batch(2), in_backward, rule);
+            assert_eq!(part.weights()[trained..], before[trained..], "{frozen}");
+            assert_ne!(part.weights()[..trained], before[..trained], "{frozen}");
+        }
     }
 }

@@ -7,7 +7,7 @@
 //!   tokenizer.json                 where the tokenizer is a file
 //!   tokenizer_config.json, …       the rest of the tokenizer, of the checkpoint it started from
 //!   chat_template.jinja            where the recipe gave one
-//!   masters.safetensors            f32 weights and AdamW's moments
+//!   masters.safetensors            f32 weights and the optimiser's moments (or several such files)
 //!   state.json                     step, data cursor, fingerprint of the data
 //!   checksums.json                 of every tensor, of config.json and of state.json
 //! ```
@@ -24,7 +24,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{AttentionConfig, Blocks, Cpu, Model, Moments};
+use foveate_nn::{AttentionConfig, Blocks, Cpu, Model, Moment, Moments};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -82,7 +82,7 @@ pub struct Snapshot<'a, B: Blocks = Cpu> {
     pub model: &'a Model<B>,
     /// Its attention program.
     pub attention: &'a AttentionConfig,
-    /// AdamW's moments.
+    /// The optimiser's moments.
     pub moments: &'a Moments<B::Array>,
     /// What the run has reached.
     pub state: &'a State,
@@ -114,6 +114,14 @@ fn unreadable(path: &Path, e: &io::Error) -> TrainError {
         _ => "",
     };
     TrainError::checkpoint(path, format!("could not be read: {e}{remedy}"))
+}
+
+/// What a moment's tensors are called, before the name of the parameter.
+fn name_of(moment: Moment) -> &'static str {
+    match moment {
+        Moment::Mean => "mean",
+        Moment::Square => "square",
+    }
 }
 
 /// Writes a file and waits until it is on the disk.

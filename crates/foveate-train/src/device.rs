@@ -69,7 +69,7 @@ impl fmt::Display for DeviceChoice {
 pub struct DeviceOptions {
     /// Which.
     pub device: DeviceChoice,
-    /// What is kept of each parameter; on the CPU f32, and on a GPU `exact` where nothing is said.
+    /// What is kept of each parameter; where nothing is said f32 on the CPU, and `exact` on a GPU.
     pub state: Option<ParameterState>,
     /// Whether a run's results have the same bits every time on the same GPU, at some cost. On the
     /// CPU they always have.
@@ -105,10 +105,11 @@ impl DeviceOptions {
         let Some(ordinal) = ordinal else {
             return match self.state.unwrap_or_default() {
                 ParameterState::F32 => Ok(work.run(Cpu::default(), None)),
+                ParameterState::Int8Moments => Ok(work.run(Cpu::with_int8_moments(), None)),
                 state => {
                     let message = format!(
-                        "is \"{}\", but the CPU keeps f32; leave it out, or choose a GPU by \
-                         run.device",
+                        "is \"{}\", but the CPU keeps f32, with moments of 8 bits by \
+                         \"int8_moments\"; leave it out, or choose a GPU by run.device",
                         state.name()
                     );
                     Err(TrainError::recipe("precision.state", message))

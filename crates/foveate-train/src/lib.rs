@@ -38,6 +38,7 @@ pub mod corpus;
 pub mod device;
 pub mod error;
 pub mod machine;
+pub mod memory;
 pub mod metrics;
 mod order;
 pub mod pack;

@@ -8,8 +8,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use foveate::DType;
 use foveate_nn::{
-    AttentionConfig, ModelConfig, ParameterState, Recompute, RopePairing, RopeScaling,
+    AdamW, AttentionConfig, ModelConfig, Parameter, ParameterLayout, ParameterState, Precision,
+    Recomputation, Recompute, RopePairing, RopeScaling, Rule, Sgd, Treatment,
 };
 use serde::{Deserialize, Serialize};
 
@@ -189,8 +191,12 @@ pub struct Train {
     pub batch_rows: usize,
     /// Batches whose gradients are added up for one step.
     pub accumulate: usize,
-    /// Activations computed again in the backward pass: `none`, `attention`, `mlp` or `full`.
-    pub recompute: Recompute,
+    /// Activations computed again in the backward pass: `none`, `attention`, `mlp`, `full`, or `auto` for
+    /// the least that fits the device.
+    pub recompute: RecomputeChoice,
+    /// The first layers that do; all when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recompute_layers: Option<usize>,
     /// Steps between held-out evaluations; 0 for one at the end only.
     pub eval_every: u64,
     /// Held-out rows of an evaluation during training; the last one takes all.
@@ -212,7 +218,8 @@ impl Default for Train {
             epochs: None,
             batch_rows: 8,
             accumulate: 1,
-            recompute: Recompute::None,
+            recompute: RecomputeChoice::None,
+            recompute_layers: None,
             eval_every: 100,
             eval_rows: 32,
             save_every: 100,
@@ -220,6 +227,37 @@ impl Default for Train {
             save_dtype: SaveDtype::F32,
             deterministic: true,
         }
+    }
+}
+
+/// What the backward pass computes again instead of keeping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RecomputeChoice {
+    /// Nothing.
+    #[default]
+    None,
+    /// The attention part of each layer.
+    Attention,
+    /// Gate and up.
+    Mlp,
+    /// Each layer as a whole.
+    Full,
+    /// The least that fits.
+    Auto,
+}
+
+impl Train {
+    /// What is computed again, where the recipe says it.
+    pub fn recomputation(&self) -> Option<Recomputation> {
+        let what = match self.recompute {
+            RecomputeChoice::None => Recompute::None,
+            RecomputeChoice::Attention => Recompute::Attention,
+            RecomputeChoice::Mlp => Recompute::Mlp,
+            RecomputeChoice::Full => Recompute::Full,
+            RecomputeChoice::Auto => return None,
+        };
+        Some(Recomputation { what, layers: self.recompute_layers.unwrap_or(usize::MAX) })
     }
 }
 
@@ -240,7 +278,8 @@ pub enum SaveDtype {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrecisionSection {
-    /// `f32` (on the CPU), `exact` (on a GPU where nothing is said), `bf16_moments` or `bf16`.
+    /// `f32` (on the CPU), `exact` (on a GPU where nothing is said), `bf16_gradients`, `bf16_moments`,
+    /// `int8_moments` (on a CPU, too) or `bf16`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<ParameterState>,
 }
@@ -249,6 +288,8 @@ pub struct PrecisionSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Optimizer {
+    /// `adamw`, or `sgd`: gradient descent with momentum.
+    pub kind: OptimizerKind,
     /// Peak learning rate.
     pub lr: f64,
     /// Decay of the mean of gradients.
@@ -257,15 +298,139 @@ pub struct Optimizer {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
+    /// Memory of the gradient, of `sgd`.
+    pub momentum: f64,
     /// Decoupled decay of parameters with two axes or more.
     pub weight_decay: f64,
     /// Largest global norm of the gradients; 0 for no limit.
     pub clip_norm: f64,
+    /// Whether parameters are updated in the backward pass, each group as soon as its gradients are there,
+    /// which then take no memory.
+    pub in_backward: bool,
+    /// Parameters that are treated otherwise; the first that matches a name counts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<OptimizerGroup>,
+}
+
+/// How parameters follow their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// AdamW.
+    #[default]
+    AdamW,
+    /// Gradient descent with momentum.
+    Sgd,
+}
+
+/// Parameters by their names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerGroup {
+    /// Their names in a checkpoint, where `*` stands for anything, such as `model.layers.0.*`.
+    #[serde(rename = "match")]
+    pub names: String,
+    /// Factor of the learning rate.
+    #[serde(default = "one")]
+    pub rate: f64,
+    /// The weight decay; `optimizer.weight_decay`, for what has two axes, when not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// Whether they stay as they are: without gradient, moments and master.
+    #[serde(default)]
+    pub frozen: bool,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+impl OptimizerGroup {
+    /// Whether a parameter of this name is one of them.
+    pub fn matches(&self, name: &str) -> bool {
+        let mut parts = self.names.split('*');
+        let first = parts.next().unwrap_or_default();
+        let Some(mut rest) = name.strip_prefix(first) else { return false };
+        let parts: Vec<&str> = parts.collect();
+        let Some((last, between)) = parts.split_last() else { return rest.is_empty() };
+        for part in between {
+            let Some(at) = rest.find(part) else { return false };
+            rest = &rest[at + part.len()..];
+        }
+        rest.ends_with(last)
+    }
+}
+
+impl Optimizer {
+    /// The rule and its constants.
+    pub fn rule(&self) -> Rule {
+        let weight_decay = self.weight_decay;
+        match self.kind {
+            OptimizerKind::AdamW => Rule::AdamW(AdamW {
+                beta1: self.beta1,
+                beta2: self.beta2,
+                eps: self.eps,
+                weight_decay,
+            }),
+            OptimizerKind::Sgd => Rule::Sgd(Sgd { momentum: self.momentum, weight_decay }),
+        }
+    }
+
+    fn group(&self, name: &str) -> Option<&OptimizerGroup> {
+        self.groups.iter().find(|group| group.matches(name))
+    }
+
+    /// Whether a parameter stays as it is.
+    pub fn is_frozen(&self, name: &str) -> bool {
+        self.group(name).is_some_and(|group| group.frozen)
+    }
+
+    /// How a parameter is treated.
+    pub fn treatment(&self, parameter: &Parameter) -> Treatment {
+        let usual = Treatment::of(parameter);
+        let Some(group) = self.group(&parameter.name) else { return usual };
+        // The factor is of the rule's decay.
+        let decay = match group.weight_decay {
+            None => usual.decay,
+            Some(0.0) => 0.0,
+            Some(decay) => (decay / self.weight_decay) as f32,
+        };
+        Treatment { rate: group.rate as f32, decay }
+    }
+
+    /// Refuses groups that name no parameter of `layout`, or all of them as frozen.
+    pub(crate) fn check_groups(&self, layout: &ParameterLayout) -> Result<(), String> {
+        for group in &self.groups {
+            if !layout.parameters().iter().any(|p| group.matches(&p.name)) {
+                return Err(format!(
+                    "optimizer.groups: `{}` matches no parameter; names are those of the checkpoint, \
+                     such as {}",
+                    group.names,
+                    layout.parameters()[0].name
+                ));
+            }
+        }
+        match layout.trained() {
+            0 => Err("optimizer.groups: every parameter is frozen; leave one to train".to_owned()),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for Optimizer {
     fn default() -> Self {
-        Self { lr: 3e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
+        Self {
+            kind: OptimizerKind::AdamW,
+            lr: 3e-4,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            momentum: 0.9,
+            weight_decay: 0.1,
+            clip_norm: 1.0,
+            in_backward: false,
+            groups: Vec::new(),
+        }
     }
 }
 
@@ -324,6 +489,57 @@ impl Recipe {
         Ok(recipe)
     }
 
+    /// What is wrong with how parameters are updated: the key, and why.
+    fn check_updates(&self) -> Result<(), (String, String)> {
+        let fail = |key: &str, why: String| Err((key.to_owned(), why));
+        let accumulate = self.train.accumulate;
+        if let Some(state) = self.precision.state
+            && Precision::from(state).gradients != DType::F32
+            && accumulate > 1
+        {
+            return fail(
+                "train.accumulate",
+                format!(
+                    "is {accumulate}; sums in bf16 over batches lose what is small, so \
+                     precision.state = \"{}\" takes 1",
+                    state.name()
+                ),
+            );
+        }
+        if self.optimizer.in_backward && accumulate > 1 {
+            let why = "the gradients of a batch are gone before the next one's are there, so \
+                       optimizer.in_backward takes 1";
+            return fail("train.accumulate", format!("is {accumulate}; {why}"));
+        }
+        if self.optimizer.in_backward && self.optimizer.clip_norm > 0.0 {
+            let why = "the norm of all gradients is known only when most parameters are updated, so \
+                       optimizer.in_backward takes 0";
+            let clip_norm = self.optimizer.clip_norm;
+            return fail("optimizer.clip_norm", format!("is {clip_norm}; {why}"));
+        }
+        for group in &self.optimizer.groups {
+            let wrong = [("rate", Some(group.rate)), ("weight_decay", group.weight_decay)]
+                .into_iter()
+                .find(|(_, value)| value.is_some_and(|value| !(value >= 0.0 && value.is_finite())));
+            if let Some((key, value)) = wrong {
+                let value = value.unwrap_or_default();
+                let why = format!("of `{}` is {value}; it must be at least 0", group.names);
+                return fail(&format!("optimizer.groups.{key}"), why);
+            }
+            if group.weight_decay.is_some_and(|decay| decay > 0.0)
+                && self.optimizer.weight_decay == 0.0
+            {
+                let why = format!(
+                    "of `{}` is above 0 where optimizer.weight_decay is 0; give that the largest \
+                     decay and groups their own",
+                    group.names
+                );
+                return fail("optimizer.groups.weight_decay", why);
+            }
+        }
+        Ok(())
+    }
+
     fn check(&self, place: &str) -> Result<(), TrainError> {
         let fail = |key: &str, why: String| Err(TrainError::recipe(place, format!("{key} {why}")));
         let positive = [
@@ -370,21 +586,18 @@ impl Recipe {
             ("optimizer.eps", self.optimizer.eps, f64::INFINITY),
             ("optimizer.weight_decay", self.optimizer.weight_decay, f64::INFINITY),
             ("optimizer.clip_norm", self.optimizer.clip_norm, f64::INFINITY),
+            ("optimizer.momentum", self.optimizer.momentum, 1.0),
             ("schedule.min_ratio", self.schedule.min_ratio, 1.0 + f64::EPSILON),
         ] {
             if !(value >= 0.0 && value < below) {
                 return fail(key, format!("is {value}; it must be at least 0 and below {below}"));
             }
         }
-        if self.precision.state == Some(ParameterState::Bf16) && self.train.accumulate > 1 {
-            let accumulate = self.train.accumulate;
-            return fail(
-                "train.accumulate",
-                format!(
-                    "is {accumulate}; sums in bf16 over batches lose what is small, so \
-                     precision.state = \"bf16\" takes 1"
-                ),
-            );
+        self.check_updates().or_else(|(key, why)| fail(&key, why))?;
+        if self.train.recompute == RecomputeChoice::Auto && self.train.recompute_layers.is_some() {
+            let why =
+                "is given beside train.recompute = \"auto\", which chooses them; leave it out";
+            return fail("train.recompute_layers", why.to_owned());
         }
         if self.optimizer.eps as f32 == 0.0 {
             let eps = self.optimizer.eps;
@@ -538,6 +751,63 @@ steps = 10
         assert!(!plain.to_toml().unwrap().contains("qkv_order"));
         let error = told(&TEXT.replace("mask =", "qvk_order = 1\nmask ="), &[]);
         assert!(error.contains("qvk_order"), "{error}");
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_refused_with_the_reason() {
+        let back = "optimizer.in_backward=true";
+        for (sets, said) in [
+            (&[back][..], "optimizer.clip_norm is 1; the norm of all gradients is known only when"),
+            (
+                &[back, "optimizer.clip_norm=0", "train.accumulate=2"],
+                "train.accumulate is 2; the gradients of a batch are gone",
+            ),
+            (
+                &["precision.state=bf16_gradients", "train.accumulate=4"],
+                "train.accumulate is 4; sums in bf16 over batches lose what is small, so \
+                 precision.state = \"bf16_gradients\" takes 1",
+            ),
+            (&["train.recompute=most"], "train.recompute is \"most\""),
+            (
+                &["train.recompute=auto", "train.recompute_layers=3"],
+                "train.recompute_layers is given beside train.recompute = \"auto\"",
+            ),
+            (
+                &["optimizer.groups=[{ match = \"*\", rate = -1.0 }]"],
+                "optimizer.groups.rate of `*` is -1",
+            ),
+            (
+                &[
+                    "optimizer.weight_decay=0",
+                    "optimizer.groups=[{ match = \"a\", weight_decay = 1.0 }]",
+                ],
+                "optimizer.groups.weight_decay of `a` is above 0 where optimizer.weight_decay is 0",
+            ),
+            (&["optimizer.kind=adam"], "adamw"),
+            (&["optimizer.momentum=1"], "optimizer.momentum is 1"),
+        ] {
+            let error = told(TEXT, sets);
+            assert!(error.contains(said), "{error}, not {said}");
+        }
+        let group = |names: &str| OptimizerGroup {
+            names: names.to_owned(),
+            rate: 1.0,
+            weight_decay: None,
+            frozen: true,
+        };
+        for (names, name, is) in [
+            ("a.b", "a.b", true),
+            ("a.b", "a.bc", false),
+            ("*", "anything", true),
+            ("*.b.*", "a.b.c", true),
+            ("*.b.*", "a.c", false),
+            ("a*c", "abc", true),
+            ("a*c", "abcd", false),
+            ("a*b*c", "axbxc", true),
+            ("ab*b", "ab", false),
+        ] {
+            assert_eq!(group(names).matches(name), is, "{names} and {name}");
+        }
     }
 
     #[test]

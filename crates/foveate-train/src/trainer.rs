@@ -12,9 +12,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use foveate_nn::{
+    Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep, PassingGradients, Recomputation,
+};
 use foveate_shard::collectives::{Collectives, OneRank};
-
-use foveate_nn::{AdamW, Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
 use crate::corpus::Corpus;
@@ -50,6 +51,8 @@ pub struct Started {
     pub blind_masks: Vec<String>,
     /// The most memory that the run takes, saves included: the process's, or the GPU's.
     pub memory: MemoryEstimate,
+    /// What the backward pass computes again.
+    pub recompute: Recomputation,
     /// The GPU that computes; none is the CPU.
     pub gpu: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
@@ -220,7 +223,15 @@ impl<B: Blocks> Setup<'_, B> {
                 message,
             ));
         }
-        let mut gradients = self.model.gradients()?;
+        if self.recipe.optimizer.in_backward && !self.ranks.alone() {
+            let message = "updates parameters before ranks have summed their gradients; train with \
+                           one rank, or leave it out";
+            return Err(TrainError::recipe("optimizer.in_backward", message));
+        }
+        let mut gradients = match self.recipe.optimizer.in_backward {
+            true => Room::Passing(self.model.passing_gradients()?),
+            false => Room::Whole(self.model.gradients()?),
+        };
         let mut run = Progress::new(profile);
         let mut saved = None;
         let mut interrupted = false;
@@ -300,11 +311,21 @@ impl<B: Blocks> Setup<'_, B> {
     fn queue(
         &mut self,
         packer: &mut Packer<'_>,
-        gradients: &mut Gradients<B::Array>,
+        gradients: &mut Room<B::Array>,
         run: &mut Progress,
     ) -> Result<QueuedStep<B>, TrainError> {
         let train = &self.recipe.train;
-        self.model.clear(gradients);
+        let (step, o) = (self.state.step + 1, &self.recipe.optimizer);
+        let optimizer = OptimizerStep {
+            rule: o.rule(),
+            step,
+            rate: o.lr * self.schedule.ratio(self.state.step),
+            clip_norm: o.clip_norm,
+            seed: self.recipe.run.seed,
+        };
+        if let Room::Whole(gradients) = gradients {
+            self.model.clear(gradients);
+        }
         let mut totals = self.model.totals()?;
         let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
         let mut labelled_here = 0;
@@ -315,8 +336,22 @@ impl<B: Blocks> Setup<'_, B> {
             data_seconds += reading.elapsed().as_secs_f64();
             run.did("pack", reading);
             let queueing = Instant::now();
-            let queued =
-                self.model.accumulate(&batch(&own), gradients, train.recompute, &mut totals)?;
+            let (batch, again, moments) = (batch(&own), self.recompute, &mut self.moments);
+            let queued = match gradients {
+                Room::Whole(all) => self.model.accumulate(&batch, all, again, &mut totals)?,
+                Room::Passing(some) => {
+                    let (model, spans) = (&mut self.model, &self.spans);
+                    model.step_in_backward(
+                        &batch,
+                        some,
+                        again,
+                        &optimizer,
+                        spans,
+                        moments,
+                        &mut totals,
+                    )?
+                }
+            };
             run.did("queue", queueing);
             // A device that counts none is told what the documents let through.
             let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
@@ -326,28 +361,17 @@ impl<B: Blocks> Setup<'_, B> {
             sums.packed += packed.tokens.len() as u64;
             sums.padding += packed.padding() as u64;
         }
-        let ranks = self.ranks;
-        if !ranks.alone() {
-            let elsewhere = sums.labelled as usize - labelled_here;
-            let sum = |values: &mut [f32]| ranks.sum_gradients(values);
-            self.model.reduce(gradients, &mut totals, elsewhere, sum)?;
+        if let Room::Whole(all) = gradients {
+            let ranks = self.ranks;
+            if !ranks.alone() {
+                let elsewhere = sums.labelled as usize - labelled_here;
+                let sum = |values: &mut [f32]| ranks.sum_gradients(values);
+                self.model.reduce(all, &mut totals, elsewhere, sum)?;
+            }
+            let (moments, queueing) = (&mut self.moments, Instant::now());
+            self.model.update(&optimizer, &self.spans[0], all, moments, &mut totals)?;
+            run.did("queue the update", queueing);
         }
-        let (step, o) = (self.state.step + 1, &self.recipe.optimizer);
-        let optimizer = OptimizerStep {
-            adamw: AdamW {
-                beta1: o.beta1,
-                beta2: o.beta2,
-                eps: o.eps,
-                weight_decay: o.weight_decay,
-            },
-            step,
-            rate: o.lr * self.schedule.ratio(self.state.step),
-            clip_norm: o.clip_norm,
-            seed: self.recipe.run.seed,
-        };
-        let (moments, queueing) = (&mut self.moments, Instant::now());
-        self.model.update(&optimizer, &self.spans, gradients, moments, &mut totals)?;
-        run.did("queue the update", queueing);
         self.state.step = step;
         self.state.tokens += sums.labelled;
         self.state.cursor = packer.cursor();
@@ -542,6 +566,14 @@ impl Progress {
             profile.host(what, since);
         }
     }
+}
+
+/// Where gradients go.
+enum Room<A> {
+    /// Those of all parameters, for the update behind the batches of a step.
+    Whole(Gradients<A>),
+    /// Those of a group at a time, for updates in the backward pass.
+    Passing(PassingGradients<A>),
 }
 
 /// Tokens and time of some steps.

@@ -4,9 +4,11 @@ use std::path::Path;
 
 use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Explanation, Plan, Problem};
 use foveate_nn::{
-    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, Recompute, StepKind,
+    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError,
+    ParameterState, Recompute, StepKind,
 };
 use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
@@ -25,12 +27,119 @@ struct Budget {
     len: usize,
     /// By what the backward pass computes again: its name, whether the recipe says so, bytes.
     memory: Vec<(&'static str, bool, MemoryEstimate)>,
+    /// What it takes of GPUs.
+    gpus: Gpus,
     /// For each token.
     flops: FlopCount,
     /// What one batch runs.
     step: Account,
     /// Of one layer by program, which has a name where there are several.
     attention: Vec<(Option<String>, Explanation)>,
+}
+
+/// What a recipe takes of GPUs.
+struct Gpus {
+    setting: Setting,
+    /// By what is kept of each parameter, with the recipe's other settings.
+    states: Vec<(ParameterState, MemoryEstimate)>,
+    /// Of known GPUs, how it fits them.
+    profiles: Vec<(GpuProfile, Fit)>,
+}
+
+/// How a recipe fits a GPU.
+enum Fit {
+    /// As it is.
+    Fits,
+    /// With these keys, and then it takes so many bytes.
+    With(String, u64),
+    /// With no rows, recomputation and state.
+    Never,
+}
+
+impl Gpus {
+    fn of(planned: &Planned<'_>) -> Result<Self, NnError> {
+        let setting = Setting::of(planned.recipe);
+        let mut states = Vec::new();
+        for state in ParameterState::ALL {
+            states.push((state, planned.memory(&Setting { state, ..setting }, PROFILES[0].bytes)?));
+        }
+        let mut profiles = Vec::new();
+        for profile in PROFILES {
+            let own = planned.memory(&setting, profile.bytes)?.total();
+            let fits = match own <= profile.bytes {
+                true => Fit::Fits,
+                false => match planned.nearest(&setting, profile.bytes)? {
+                    Some((keys, memory)) => Fit::With(keys, memory.total()),
+                    None => Fit::Never,
+                },
+            };
+            profiles.push((profile, fits));
+        }
+        Ok(Self { setting, states, profiles })
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let states: serde_json::Map<_, _> = self
+            .states
+            .iter()
+            .map(|(state, m)| {
+                let parts = json!({
+                    "weights": m.weights,
+                    "gradients": m.gradients,
+                    "optimizer": m.optimizer,
+                    "activations": m.activations,
+                    "beside": m.process,
+                    "total": m.total(),
+                });
+                (state.name().to_owned(), parts)
+            })
+            .collect();
+        let profiles: Vec<_> = self
+            .profiles
+            .iter()
+            .map(|(gpu, fits)| {
+                let nearest = match fits {
+                    Fit::With(keys, bytes) => json!({ "with": keys, "total": bytes }),
+                    Fit::Fits | Fit::Never => serde_json::Value::Null,
+                };
+                json!({
+                    "gpu": gpu.name,
+                    "bytes": gpu.bytes,
+                    "fits": matches!(fits, Fit::Fits),
+                    "nearest": nearest,
+                })
+            })
+            .collect();
+        json!({ "states": states, "profiles": profiles })
+    }
+
+    fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        for (state, m) in &self.states {
+            let mark = if *state == self.setting.state { "*" } else { " " };
+            out.line(format!(
+                "on a GPU {mark}{:<15} {} = weights, masters {} + gradients {} + moments {} + \
+                 activations {} + {} beside",
+                state.name(),
+                bytes(m.total() as f64),
+                bytes(m.weights as f64),
+                bytes(m.gradients as f64),
+                bytes(m.optimizer as f64),
+                bytes(m.activations as f64),
+                bytes(m.process as f64),
+            ))?;
+        }
+        for (gpu, fits) in &self.profiles {
+            let told = match fits {
+                Fit::Fits => "fits".to_owned(),
+                Fit::With(keys, less) => {
+                    format!("fits with {keys} ({})", bytes(*less as f64))
+                }
+                Fit::Never => "does not fit, whatever rows, recomputation and state".to_owned(),
+            };
+            out.line(format!("  {:<9} {:<9} {told}", gpu.name, bytes(gpu.bytes as f64)))?;
+        }
+        Ok(())
+    }
 }
 
 /// Prints parameters, memory, operations and the attention plan of one layer.
@@ -63,15 +172,17 @@ pub fn run(
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
 
-    let chosen = recipe.train.recompute;
+    let chosen = recipe.train.recomputation().unwrap_or(Recompute::None.into());
     let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
     let parameters = model.layout().parameter_count();
     let mut memory = Vec::new();
     for mode in Recompute::ALL {
         let mut estimate = model.training_memory(rows, len, mode)?;
         estimate.process += tokenizer_bytes;
-        memory.push((mode.name(), mode == chosen, estimate));
+        memory.push((mode.name(), mode == chosen.what, estimate));
     }
+    let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    let gpus = Gpus::of(&planned).map_err(|e| wrong(e.to_string()))?;
     let mut layers = Vec::new();
     for (name, program) in attention.programs() {
         let program = AttentionProgram::parse(program, config.num_attention_heads);
@@ -88,6 +199,7 @@ pub fn run(
         rows,
         len,
         memory,
+        gpus,
         flops: config.flops_per_token(len as f64),
         step: model.dry_run(rows, len, StepKind::Training(chosen.into()))?,
         attention: layers,
@@ -150,6 +262,7 @@ impl Budget {
         json!({
             "parameters": self.parameters,
             "memory_bytes": memory,
+            "gpu": self.gpus.json(),
             "flops_per_token": self.flops.total(),
             "step": {
                 "blocks": self.step.blocks.len(),
@@ -162,7 +275,7 @@ impl Budget {
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
-        let Self { parameters, rows, len, memory, flops, step, attention } = self;
+        let Self { parameters, rows, len, memory, flops, step, attention, .. } = self;
         out.line(format!("parameters       {parameters} ({})", count(*parameters as f64)))?;
         out.line(format!("batch            {rows} rows of {len} tokens, f32 on the CPU"))?;
         for (name, is_chosen, m) in memory {
@@ -183,6 +296,7 @@ impl Budget {
             "                 at most, saves included, by what the backward pass computes again; * is \
              the recipe's",
         )?;
+        self.gpus.print(out)?;
         out.line(format!(
             "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
             count(flops.linear),

@@ -34,7 +34,7 @@ pub(super) enum Timed {
     AttentionBackward,
     EmbeddingBackward,
     Clip,
-    AdamW,
+    Update,
 }
 
 impl Timed {
@@ -63,7 +63,7 @@ impl Timed {
             Self::AttentionBackward => "attention backward",
             Self::EmbeddingBackward => "embed backward",
             Self::Clip => "clip",
-            Self::AdamW => "adamw",
+            Self::Update => "update",
         }
     }
 
@@ -75,7 +75,7 @@ impl Timed {
                 Some(&mut sums.linear_seconds)
             }
             Self::Loss | Self::CrossEntropy | Self::LossBackward => Some(&mut sums.loss_seconds),
-            Self::Clip | Self::AdamW => Some(&mut sums.optimizer_seconds),
+            Self::Clip | Self::Update => Some(&mut sums.optimizer_seconds),
             _ => None,
         }
     }

@@ -22,7 +22,7 @@ impl Cuda {
         cap: Option<f32>,
         logits: &CudaArray,
         each: Option<&CudaArray>,
-        gradients: Option<(&CudaArray, &PartMut<'_, CudaArray>)>,
+        gradients: Option<(&CudaArray, Option<&PartMut<'_, CudaArray>>)>,
         totals: &CudaTotals,
     ) -> Result<(), NnError> {
         let weight = weight.matrix(width);
@@ -56,13 +56,14 @@ impl Cuda {
             if let Some((d_x, d_weight)) = gradients {
                 let d_x = batched(&rows_of(&d_x.rows(width), first, count));
                 let logits = batched(&logits);
-                let accumulate = d_weight.accumulate || first > 0;
-                let d_weight = d_weight.matrix(width);
-                let product = Matmul::new(logits.transposed(), x, d_weight);
-                let product = Matmul { beta: beta(accumulate), ..product };
+                let product = d_weight.map(|d_weight| {
+                    let accumulate = d_weight.accumulate || first > 0;
+                    let product = Matmul::new(logits.transposed(), x, d_weight.matrix(width));
+                    Matmul { beta: beta(accumulate), ..product }
+                });
                 self.timed(kind, |this| {
                     this.product(&Matmul::new(logits, weight, d_x))?;
-                    this.product(&product)
+                    product.map_or(Ok(()), |product| this.product(&product))
                 })?;
             }
         }

@@ -25,9 +25,9 @@ use foveate_gpu::driver::{Allocation, Readback, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, Queue};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
-    KvCache, LayerAttention, LinearShape, Moments, NnError, NnErrorKind, Norm, OptimizerStep,
-    PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable, Rotation, Span, Sums,
-    Weights, join_master, split_master,
+    KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
+    OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable,
+    Rotation, Rule, Span, Sums, Weights, join_master, split_master,
 };
 use foveate_tensor::DType;
 
@@ -93,6 +93,11 @@ fn logits_tokens(bytes: usize, token_bytes: usize) -> usize {
     let [least, most] = LOGITS_TOKENS;
     let tokens = bytes / token_bytes.max(1);
     tokens.checked_ilog2().map_or(0, |log| 1 << log).clamp(least, most)
+}
+
+/// Tokens whose logits are held at once on a GPU with so much memory, of a vocabulary of `vocab`.
+pub fn logits_tokens_of(memory_bytes: u64, vocab: usize, precision: Precision) -> usize {
+    logits_tokens(memory_bytes as usize / LOGITS_SHARE, vocab * precision.weights.bytes())
 }
 
 /// What a product multiplies with that is there before it.
@@ -227,8 +232,13 @@ impl Cuda {
 
     /// What the optimiser's kernels are told of a step, in device memory.
     fn constants(&self, step: &OptimizerStep) -> Result<Allocation, NnError> {
-        let betas = [step.adamw.beta1, step.adamw.beta2];
-        let constants = StepConstants::new(step.step, step.seed, step.rate, betas, step.clip_norm);
+        let OptimizerStep { rule, step, rate, clip_norm, seed } = *step;
+        let constants = match rule {
+            Rule::AdamW(adamw) => {
+                StepConstants::new(step, seed, rate, [adamw.beta1, adamw.beta2], clip_norm)
+            }
+            Rule::Sgd(_) => StepConstants::of_momentum(step, seed, rate, clip_norm),
+        };
         self.copied(&constants.bytes())
     }
 }
@@ -245,8 +255,8 @@ impl Blocks for Cuda {
     }
 
     fn logits_tokens(&self, vocab: usize) -> usize {
-        let bytes = self.kernels.engine().device().info().memory_bytes / LOGITS_SHARE;
-        logits_tokens(bytes, vocab * self.precision.weights.bytes())
+        let bytes = self.kernels.engine().device().info().memory_bytes;
+        logits_tokens_of(bytes as u64, vocab, self.precision)
     }
 
     fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
@@ -312,7 +322,8 @@ impl Blocks for Cuda {
         masters: &[f32],
     ) -> Result<(), NnError> {
         let dtype = into.array.dtype;
-        if !self.precision.remainders {
+        // What is not trained has no master.
+        if first >= into.remainders.elems {
             return transfer::write(&into.array, first, masters, |some| narrowed(dtype, some));
         }
         transfer::write(&into.array, first, masters, |some| {
@@ -330,7 +341,7 @@ impl Blocks for Cuda {
         masters: &mut [f32],
     ) -> Result<(), NnError> {
         let count = masters.len();
-        if !self.precision.remainders {
+        if first >= from.remainders.elems {
             let place = first..first + count;
             return self.download(Part { array: &from.array, place }, masters);
         }
@@ -346,6 +357,36 @@ impl Blocks for Cuda {
                 masters[start + i] = join_master(weight, remainders[start + i]);
             }
         })
+    }
+
+    fn fill_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        into: &mut CudaArray,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), NnError> {
+        if self.precision.moments != MomentDtype::Int8 {
+            let place = first..first + values.len();
+            return self.fill(PartMut { array: into, place, accumulate: false }, values);
+        }
+        transfer::write_blocks(into, moment, elems, first, values)
+    }
+
+    fn download_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        from: &CudaArray,
+        first: usize,
+        values: &mut [f32],
+    ) -> Result<(), NnError> {
+        if self.precision.moments != MomentDtype::Int8 {
+            let place = first..first + values.len();
+            return self.download(Part { array: from, place }, values);
+        }
+        transfer::read_blocks(from, moment, elems, first, values)
     }
 
     fn plan(
@@ -428,10 +469,10 @@ impl Blocks for Cuda {
     }
 
     fn spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
-        let piece = |Span { place, decay }: &Span| Piece {
+        let piece = |Span { place, treatment }: &Span| Piece {
             range: place.clone(),
-            rate: 1.0,
-            decay: f32::from(u8::from(*decay)),
+            rate: treatment.rate,
+            decay: treatment.decay,
         };
         let pieces: Vec<Piece> = spans.iter().map(piece).collect();
         let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
@@ -443,6 +484,7 @@ impl Blocks for Cuda {
         &mut self,
         step: &OptimizerStep,
         gradients: &CudaArray,
+        more: bool,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         self.timed(Timed::Clip, |this| {
@@ -453,39 +495,48 @@ impl Blocks for Cuda {
             let constants = this.constants(step)?;
             let constants = numbers(&constants, &[CONSTANTS_LEN]);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);
-            this.run(&Factor { partial, constants, totals })
+            this.run(&Factor { partial, constants, totals, more })
         })
     }
 
-    fn adamw(
+    fn update(
         &mut self,
         step: &OptimizerStep,
         spans: &CudaSpans,
         weights: &mut Weights<CudaArray>,
-        gradients: &CudaArray,
+        (gradients, first_gradient): (&CudaArray, usize),
         moments: &mut Moments<CudaArray>,
+        elems: usize,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        self.timed(Timed::AdamW, |this| {
+        self.timed(Timed::Update, |this| {
             let remainders_len = [weights.remainders.elems()];
             let remainders = this.precision.remainders.then(|| {
                 let at = weights.remainders.vector().start();
                 DeviceArray::new(at, ElementType::I16, &remainders_len)
             });
             let constants = this.constants(step)?;
+            let rule = match step.rule {
+                Rule::AdamW(adamw) => optimizer::Rule::AdamW {
+                    betas: [adamw.beta1 as f32, adamw.beta2 as f32],
+                    eps: adamw.eps as f32,
+                },
+                Rule::Sgd(sgd) => optimizer::Rule::Momentum(sgd.momentum as f32),
+            };
             this.run(&Update {
                 weights: weights.array.vector(),
                 remainders,
                 gradients: gradients.vector(),
+                first_gradient,
                 means: moments.mean.vector(),
-                squares: moments.square.vector(),
+                squares: step.rule.keeps_squares().then(|| moments.square.vector()),
+                trained: elems,
                 pieces: &spans.pieces,
                 piece_table: numbers(&spans.table, &[spans.pieces.len_f64()]),
                 constants: numbers(&constants, &[CONSTANTS_LEN]),
                 totals: numbers(&totals.memory, &[TOTALS_LEN]),
-                betas: [step.adamw.beta1 as f32, step.adamw.beta2 as f32],
-                eps: step.adamw.eps as f32,
-                weight_decay: step.adamw.weight_decay as f32,
+                rule,
+                weight_decay: step.rule.weight_decay() as f32,
             })
         })?;
         let mut readback = match self.readbacks.pop() {
@@ -613,12 +664,13 @@ impl Blocks for Cuda {
         d_out: &CudaArray,
         d_x: &mut CudaArray,
         accumulate: bool,
-        d_weight: PartMut<'_, CudaArray>,
+        d_weight: Option<PartMut<'_, CudaArray>>,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
         let x = x.rows(width);
         let parts = norm::parts(x.layout.shape[0]);
         let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * width)?;
+        let accumulate_weight = d_weight.as_ref().is_some_and(|d_weight| d_weight.accumulate);
         self.run_timed(
             Timed::NormBackward,
             &RmsNormBackward {
@@ -628,8 +680,8 @@ impl Blocks for Cuda {
                 d_out: d_out.rows(width),
                 d_x: d_x.rows(width),
                 accumulate,
-                d_weight: d_weight.vector(),
-                accumulate_weight: d_weight.accumulate,
+                d_weight: d_weight.map(|d_weight| d_weight.vector()),
+                accumulate_weight,
                 partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
                 offset: norm.offset,
             },
@@ -703,7 +755,7 @@ impl Blocks for Cuda {
         norm: Norm,
         inverse: &CudaArray,
         d_qkv: &mut CudaArray,
-        d_weight: PartMut<'_, CudaArray>,
+        d_weight: Option<PartMut<'_, CudaArray>>,
     ) -> Result<(), NnError> {
         let (width, columns) = (heads.width(), 2 * heads.dim);
         let qkv = qkv.rows(width);
@@ -715,12 +767,12 @@ impl Blocks for Cuda {
             weight: weight.vector(),
             inverse: inverse.vector(),
             d_qkv: d_qkv.rows(width),
-            d_weight: d_weight.vector(),
+            d_weight: d_weight.as_ref().map(|d_weight| d_weight.vector()),
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, columns]),
             offset: norm.offset,
         };
         self.timed(Timed::HeadNormBackward, |this| {
-            this.begin_sums(&d_weight)?;
+            d_weight.as_ref().map_or(Ok(()), |d_weight| this.begin_sums(d_weight))?;
             this.run(&block)
         })
     }
@@ -899,10 +951,10 @@ impl Blocks for Cuda {
         cap: Option<f32>,
         logits: &mut CudaArray,
         d_x: &mut CudaArray,
-        d_weight: PartMut<'_, CudaArray>,
+        d_weight: Option<PartMut<'_, CudaArray>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        let gradients = Some((&*d_x, &d_weight));
+        let gradients = Some((&*d_x, d_weight.as_ref()));
         self.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
     }
 }

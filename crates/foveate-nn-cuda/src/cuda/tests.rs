@@ -3,9 +3,11 @@
 
 use std::collections::BTreeMap;
 
+use foveate_nn::moments::Filler;
 use foveate_nn::{
     AdamW, Architecture, Cpu, CpuBatch, Gradients, LayerProgram, LayerRope, LearnedBuffer, Model,
-    ModelConfig, ParameterState, ProgramConfig, Recompute, Rotary, Sampling,
+    ModelConfig, Parameter, ParameterState, ProgramConfig, Recompute, Rotary, Sampling, Sgd,
+    Treatment,
 };
 use foveate_tensor::random::Random;
 
@@ -212,8 +214,8 @@ fn norms_and_gates_are_those_of_the_cpu() {
         for accumulate in [true, false] {
             let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
             both!(both.rms_norm_backward(
-                &x.cpu, w.0, norm, &inverse.cpu, &d_out.cpu, &mut d_x.cpu, accumulate, whole(&mut d_weight.cpu);
-                &x.cuda, w.1, norm, &inverse.cuda, &d_out.cuda, &mut d_x.cuda, accumulate, whole(&mut d_weight.cuda)));
+                &x.cpu, w.0, norm, &inverse.cpu, &d_out.cpu, &mut d_x.cpu, accumulate, Some(whole(&mut d_weight.cpu));
+                &x.cuda, w.1, norm, &inverse.cuda, &d_out.cuda, &mut d_x.cuda, accumulate, Some(whole(&mut d_weight.cuda))));
             both.check("d_x", &d_x, 1e-5);
             both.check("d_weight", &d_weight, 1e-5);
         }
@@ -316,8 +318,8 @@ fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
         let (mut d_qkv, mut d_weight) =
             (both.normal(TOKENS * HEADS.width()), both.sums(2 * HEADS.dim));
         both!(both.head_norm_backward(
-            HEADS, &qkv.cpu, w().0, norm, &inverse.cpu, &mut d_qkv.cpu, whole(&mut d_weight.cpu);
-            HEADS, &qkv.cuda, w().1, norm, &inverse.cuda, &mut d_qkv.cuda, whole(&mut d_weight.cuda)));
+            HEADS, &qkv.cpu, w().0, norm, &inverse.cpu, &mut d_qkv.cpu, Some(whole(&mut d_weight.cpu));
+            HEADS, &qkv.cuda, w().1, norm, &inverse.cuda, &mut d_qkv.cuda, Some(whole(&mut d_weight.cuda))));
         both.check("d_qkv of the norm of heads", &d_qkv, 1e-5);
         both.check("d_weight of the norm of heads", &d_weight, 1e-5);
 
@@ -337,8 +339,8 @@ fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
         let of_logits = if both.dtype == DType::F32 { 1e-5 } else { 2e-2 };
         both.check("losses", &each, of_logits);
         both!(both.loss_backward(
-            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, &mut d_x.cpu, whole(&mut d_words.cpu), &mut totals.0;
-            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, &mut d_x.cuda, whole(&mut d_words.cuda), &mut totals.1));
+            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, &mut d_x.cpu, Some(whole(&mut d_words.cpu)), &mut totals.0;
+            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, &mut d_x.cuda, Some(whole(&mut d_words.cuda)), &mut totals.1));
         both.check("d_x of the loss", &d_x, of_logits);
         both.check("d_weight of the loss", &d_words, of_logits);
         let nats = (both.cpu.read(totals.0).unwrap().nats, both.cuda.read(totals.1).unwrap().nats);
@@ -433,14 +435,15 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
         both.cuda.download_weights(&cuda, 0, &mut found).unwrap();
         assert_eq!(found, masters, "masters come back to the bit");
 
-        let spans =
-            [Span { place: 0..4100, decay: true }, Span { place: 4100..ELEMS, decay: false }];
+        let spans = [(0..4100, 1.0, 1.0), (4100..ELEMS, 0.5, 0.0)]
+            .map(|(place, rate, decay)| Span { place, treatment: Treatment { rate, decay } });
         let spans = (both.cpu.spans(&spans).unwrap(), both.cuda.spans(&spans).unwrap());
         let mut moments = (Moments::<Vec<f32>>::default(), Moments::<CudaArray>::default());
         let zeros = vec![0.0; ELEMS];
         moments.0 = Moments { mean: zeros.clone(), square: zeros };
         for array in [&mut moments.1.mean, &mut moments.1.square] {
-            both.cuda.resize("moment", array, precision.moments, ELEMS).unwrap();
+            let (dtype, elems) = precision.moments.array(ELEMS);
+            both.cuda.resize("moment", array, dtype, elems).unwrap();
             both.cuda.clear(array).unwrap();
         }
         let (texts, tables) = (Texts::new(&mut both.random), tables());
@@ -455,11 +458,13 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
                 &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), None, &mut logits.cuda, None, &mut totals.1));
             let gradients = both.sums(ELEMS);
             let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-            let of_step = OptimizerStep { adamw, step, rate: 1e-2, clip_norm: 0.2, seed: 3 };
-            both!(both.clip(&of_step, &gradients.cpu, &mut totals.0;
-                &of_step, &gradients.cuda, &mut totals.1));
-            both!(both.adamw(&of_step, &spans.0, &mut cpu, &gradients.cpu, &mut moments.0, &mut totals.0;
-                &of_step, &spans.1, &mut cuda, &gradients.cuda, &mut moments.1, &mut totals.1));
+            let rule = Rule::AdamW(adamw);
+            let of_step = OptimizerStep { rule, step, rate: 1e-2, clip_norm: 0.2, seed: 3 };
+            both!(both.clip(&of_step, &gradients.cpu, false, &mut totals.0;
+                &of_step, &gradients.cuda, false, &mut totals.1));
+            both!(both.update(
+                &of_step, &spans.0, &mut cpu, (&gradients.cpu, 0), &mut moments.0, ELEMS, &mut totals.0;
+                &of_step, &spans.1, &mut cuda, (&gradients.cuda, 0), &mut moments.1, ELEMS, &mut totals.1));
             let norms = (
                 both.cpu.read(totals.0).unwrap().grad_norm,
                 both.cuda.read(totals.1).unwrap().grad_norm,
@@ -577,11 +582,12 @@ fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
                 assert!(off <= most * of, "{}: {off} of {of}", p.name);
             }
         }
-        let spans = (cpu.spans().unwrap(), cuda.spans().unwrap());
-        let mut moments = (cpu.moments().unwrap(), cuda.moments().unwrap());
+        let spans = (cpu.spans(Treatment::of).unwrap(), cuda.spans(Treatment::of).unwrap());
+        let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let rule = Rule::AdamW(adamw);
+        let mut moments = (cpu.moments(&rule).unwrap(), cuda.moments(&rule).unwrap());
         for step in 1..=8 {
-            let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-            let of_step = OptimizerStep { adamw, step, rate: 1e-2, clip_norm: 1.0, seed: 3 };
+            let of_step = OptimizerStep { rule, step, rate: 1e-2, clip_norm: 1.0, seed: 3 };
             let mut totals = (cpu.totals().unwrap(), cuda.totals().unwrap());
             expected.clear();
             cuda.clear(&mut found);
@@ -602,6 +608,92 @@ fn a_model_has_the_gradients_and_the_losses_of_the_cpu() {
     }
 }
 
+/// Steps of every state, by both rules, after the backward pass and in it, beside the CPU's in f32; and
+/// what is kept, read back and written again.
+#[test]
+fn every_state_trains_as_the_cpu_and_comes_back_to_the_bit() {
+    let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let rules = [Rule::AdamW(adamw), Rule::Sgd(Sgd { momentum: 0.9, weight_decay: 0.1 })];
+    for (state, rule, in_backward, tied) in ParameterState::ALL.into_iter().flat_map(|state| {
+        [(false, true), (true, true), (true, false)]
+            .into_iter()
+            .flat_map(move |(within, tied)| rules.map(|rule| (state, rule, within, tied)))
+    }) {
+        let Some((mut cpu, mut cuda)) = models(state, tied, Architecture::default()) else {
+            return;
+        };
+        let texts = Texts::new(&mut Random::new(16));
+        let treat = |p: &Parameter| match p.name.contains("embed") {
+            true => Treatment { rate: 0.5, decay: 0.0 },
+            false => Treatment::of(p),
+        };
+        let mut expected = Gradients::zeros(&cpu);
+        let mut moments = (cpu.moments(&rule).unwrap(), cuda.moments(&rule).unwrap());
+        let spans = (cpu.spans(treat).unwrap(), cuda.spans(treat).unwrap());
+        let groups = cuda.group_spans(treat).unwrap();
+        let mut last = (0.0, 0.0);
+        for step in 1..=6 {
+            let rate = if rule.keeps_squares() { 1e-2 } else { 1.0 };
+            let of_step = OptimizerStep { rule, step, rate, clip_norm: 0.0, seed: 3 };
+            let mut totals = (cpu.totals().unwrap(), cuda.totals().unwrap());
+            let (batch, again) = (texts.batch(), Recompute::None);
+            expected.clear();
+            cpu.accumulate(&batch, &mut expected, again, &mut totals.0).unwrap();
+            cpu.update(&of_step, &spans.0, &expected, &mut moments.0, &mut totals.0).unwrap();
+            if in_backward {
+                let mut passing = cuda.passing_gradients().unwrap();
+                let kept = &mut moments.1;
+                cuda.step_in_backward(
+                    &batch,
+                    &mut passing,
+                    again,
+                    &of_step,
+                    &groups,
+                    kept,
+                    &mut totals.1,
+                )
+                .unwrap();
+            } else {
+                let mut found = cuda.gradients().unwrap();
+                cuda.accumulate(&batch, &mut found, again, &mut totals.1).unwrap();
+                cuda.update(&of_step, &spans.1, &found, &mut moments.1, &mut totals.1).unwrap();
+            }
+            let (a, b) = (cpu.read(totals.0).unwrap(), cuda.read(totals.1).unwrap());
+            let most = if state == ParameterState::F32 { 1e-3 } else { 4e-2 };
+            let off = (a.nats - b.nats).abs() / a.nats;
+            assert!(off < most, "{state:?} {rule:?} {in_backward} step {step}: {a:?} and {b:?}");
+            let norms = (a.grad_norm - b.grad_norm).abs() / a.grad_norm;
+            assert!(norms < 0.2, "{state:?} {rule:?} {in_backward} step {step}: {a:?} and {b:?}");
+            last = (a.nats, b.nats);
+        }
+        println!("{state:?} {rule:?} in backward {in_backward}: {} and {} nats", last.0, last.1);
+        // What a checkpoint holds brings back the same numbers, codes of 8 bits too.
+        let elems = cuda.layout().trained();
+        let mut again = cuda.moments(&rule).unwrap();
+        for (moment, from, to) in [
+            (Moment::Mean, &moments.1.mean, &mut again.mean),
+            (Moment::Square, &moments.1.square, &mut again.square),
+        ] {
+            if from.elems() == 0 {
+                continue;
+            }
+            let (mut kept, mut back) = (vec![f32::NAN; elems], vec![f32::NAN; elems]);
+            cuda.download_moment(moment, from, 0, &mut kept).unwrap();
+            assert!(kept.iter().all(|x| x.is_finite()));
+            let mut filler = Filler::default();
+            let mut put = |first: usize, some: &[f32]| cuda.upload_moment(moment, to, first, some);
+            for p in cuda.parameters() {
+                filler.put(p.place.start, &kept[p.place.clone()], &mut put).unwrap();
+            }
+            filler.finish(put).unwrap();
+            cuda.download_moment(moment, to, 0, &mut back).unwrap();
+            for p in cuda.parameters() {
+                assert_eq!(back[p.place.clone()], kept[p.place.clone()], "{state:?} {}", p.name);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_step_has_the_same_bits_again() {
     let Some((_, cuda)) = models(ParameterState::Exact, true, Architecture::default()) else {
@@ -612,7 +704,7 @@ fn a_step_has_the_same_bits_again() {
     for repeat in 0..20 {
         let mut gradients = cuda.gradients().unwrap();
         cuda.forward_backward(&texts.batch(), &mut gradients, Recompute::None).unwrap();
-        let mut all = vec![0.0; cuda.layout().elems()];
+        let mut all = vec![0.0; cuda.layout().trained()];
         cuda.download(&gradients.array, 0, &mut all).unwrap();
         let bits: Vec<u32> = all.iter().map(|x| x.to_bits()).collect();
         if repeat == 0 {

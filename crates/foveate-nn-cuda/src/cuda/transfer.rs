@@ -2,6 +2,7 @@
 
 use foveate_gpu::driver::default_timeout;
 use foveate_nn::NnError;
+use foveate_nn::moments::{self, BLOCK, Moment};
 use foveate_tensor::DType;
 use half::bf16;
 
@@ -73,4 +74,77 @@ pub fn widened(dtype: DType, bytes: &[u8], i: usize) -> f32 {
             f32::from_ne_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
         }
     }
+}
+
+/// The blocks of a moment of 8 bits that elements lie in, as a moment of their own.
+struct Blocks {
+    /// The first of them.
+    first: usize,
+    count: usize,
+    /// Bytes from the start of the array to the scales of all blocks.
+    scales: usize,
+}
+
+impl Blocks {
+    fn of(elems: usize, first: usize, len: usize) -> Self {
+        let (start, end) = (first / BLOCK, (first + len).div_ceil(BLOCK));
+        Self { first: start, count: end - start, scales: elems.div_ceil(BLOCK) * BLOCK }
+    }
+
+    /// Where their codes lie and how many bytes these are; then their scales.
+    fn places(&self) -> [(usize, usize); 2] {
+        [(self.first * BLOCK, self.count * BLOCK), (self.scales + self.first * 4, self.count * 4)]
+    }
+
+    fn read(&self, from: &CudaArray) -> Result<Vec<f32>, NnError> {
+        let memory = from.memory.as_ref().expect("it has elements");
+        let mut bytes = Vec::new();
+        for (at, len) in self.places() {
+            let mut part = vec![0; len];
+            memory.read_at(at, &mut part, default_timeout()).map_err(|e| failed(&e))?;
+            bytes.extend(part);
+        }
+        Ok(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect())
+    }
+}
+
+/// Copies elements of a moment of 8 bits to the device, each rounded to the nearest.
+pub fn write_blocks(
+    into: &CudaArray,
+    moment: Moment,
+    elems: usize,
+    first: usize,
+    values: &[f32],
+) -> Result<(), NnError> {
+    for (i, some) in values.chunks(CONVERTED).enumerate() {
+        let first = first + i * CONVERTED;
+        let blocks = Blocks::of(elems, first, some.len());
+        let (mut words, own) = (blocks.read(into)?, blocks.count * BLOCK);
+        moments::write(moment, &mut words, own, first - blocks.first * BLOCK, some);
+        let memory = into.memory.as_ref().expect("it has elements");
+        let mut bytes: &[u8] = bytemuck::cast_slice(&words);
+        for (at, len) in blocks.places() {
+            let (part, rest) = bytes.split_at(len);
+            memory.write_at(at, part).map_err(|e| failed(&e))?;
+            bytes = rest;
+        }
+    }
+    Ok(())
+}
+
+/// Copies elements of a moment of 8 bits back.
+pub fn read_blocks(
+    from: &CudaArray,
+    moment: Moment,
+    elems: usize,
+    first: usize,
+    values: &mut [f32],
+) -> Result<(), NnError> {
+    for (i, some) in values.chunks_mut(CONVERTED).enumerate() {
+        let first = first + i * CONVERTED;
+        let blocks = Blocks::of(elems, first, some.len());
+        let words = blocks.read(from)?;
+        moments::read(moment, &words, blocks.count * BLOCK, first - blocks.first * BLOCK, some);
+    }
+    Ok(())
 }

@@ -10,17 +10,18 @@ use super::*;
 use crate::launch::File;
 use crate::params;
 
-const ENTRIES: [(&str, &[&str]); 10] = [
+const ENTRIES: [(&str, &[&str]); 11] = [
     ("norm", &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"]),
     ("gated", &["fv_gated", "fv_gated_backward"]),
     ("rope", &["fv_rope"]),
     ("embedding", &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]),
     ("loss", &["fv_cross_entropy", "fv_total"]),
-    ("adamw", &["fv_adamw", "fv_squares", "fv_factor"]),
+    ("update", &["fv_update", "fv_squares", "fv_factor"]),
     ("vectors", &["fv_widen", "fv_add", "fv_copy_rows", "fv_add_rows", "fv_column_sums"]),
     ("sum_parts", &["fv_sum_parts"]),
     ("head_norm", &["fv_head_norm", "fv_head_norm_backward"]),
     ("norm of rows", &["fv_rms_norm_backward_rows"]),
+    ("update_int8", &["fv_update_int8"]),
 ];
 
 /// The sources that models of widths 1024 to 16384 (f32: 8192) need, by the place of their kernels in ENTRIES.
@@ -57,10 +58,13 @@ fn sources() -> HashSet<(usize, Source)> {
             }
         }
     }
-    for (weights, moments, gradients) in [(0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 1, 1)] {
-        for vector in [1, 4] {
-            let file = File::AdamW { weights, moments, gradients };
-            all.insert((5, Source { file, dtype: DType::F32, vector, threads: 256 }));
+    for (weights, moments, gradients) in
+        [(0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 1, 1), (0, 2, 0), (1, 2, 0), (1, 2, 1)]
+    {
+        for (vector, rule) in [(1, 0), (4, 0), (1, 1), (4, 1)] {
+            let file = File::Update { rule, weights, moments, gradients };
+            let at = if moments == 2 { 10 } else { 5 };
+            all.insert((at, Source { file, dtype: DType::F32, vector, threads: 256 }));
         }
     }
     all

@@ -1,15 +1,18 @@
-//! AdamW of every state, the norm and the factor.
+//! The optimiser in every state, the norm and the factor.
 
 use foveate_gpu::abi::Abi;
 
 use super::*;
 use crate::optimizer::{
-    CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Totals, Update, parts,
+    CONSTANTS_LEN, Factor, Piece, Pieces, Rule, Squares, StepConstants, TOTALS_LEN, Totals, Update,
+    parts,
 };
+use foveate_nn::moments::{self, BLOCK, Moment};
 
 const BETAS: [f64; 2] = [0.9, 0.95];
 const EPS: f64 = 1e-8;
 const DECAY: f64 = 0.1;
+const ADAMW: Rule = Rule::AdamW { betas: [0.9, 0.95], eps: EPS as f32 };
 /// More than a chunk, and no whole vectors at its end.
 const ELEMS: usize = 4096 + 517;
 
@@ -22,6 +25,9 @@ struct Arena {
     squares: Matrix,
     constants: Memory,
     totals: Memory,
+    rule: Rule,
+    /// Which weight the first gradient is of.
+    first_gradient: usize,
 }
 
 fn f32_or_bf16(is_bf16: bool) -> Placing {
@@ -54,7 +60,25 @@ impl Arena {
             squares: f32_or_bf16(moments).matrix(shape, &zeros),
             constants: Memory::new(8 * CONSTANTS_LEN, 0),
             totals: Memory::new(8 * TOTALS_LEN, 0),
+            rule: ADAMW,
+            first_gradient: 0,
         }
+    }
+
+    /// With moments of 8 bits, 0.
+    fn with_codes(self) -> Self {
+        let words = moments::words(self.weights.shape[1]);
+        let zeros = || f32_or_bf16(false).matrix([1, words], &vec![0.0; words]);
+        Self { means: zeros(), squares: zeros(), ..self }
+    }
+
+    /// The numbers of a moment of 8 bits.
+    fn decoded(&self, moment: Moment) -> Vec<f64> {
+        let kept = if moment == Moment::Mean { &self.means } else { &self.squares };
+        let (words, mut values): (Vec<f32>, _) =
+            (kept.memory.read(), vec![f32::NAN; self.weights.shape[1]]);
+        moments::read(moment, &words, values.len(), 0, &mut values);
+        values.into_iter().map(f64::from).collect()
     }
 
     /// The masters, or the weights where there is nothing else.
@@ -72,13 +96,14 @@ impl Arena {
         let elems = self.weights.shape[1];
         self.constants.bytes().copy_from_slice(&constants.bytes());
         self.totals.bytes().copy_from_slice(&Totals { labelled, ..Totals::default() }.bytes());
-        let partial = Memory::new(8 * parts(elems), 0);
-        let partial_len = [parts(elems)];
+        let gradients = self.gradients.shape[1];
+        let partial = Memory::new(8 * parts(gradients), 0);
+        let partial_len = [parts(gradients)];
         let partial_at = partial.array(ElementType::F64, &partial_len);
         let constants = self.constants.array(ElementType::F64, &[CONSTANTS_LEN]);
         let totals = self.totals.array(ElementType::F64, &[TOTALS_LEN]);
         let squares = Squares { gradients: self.gradients.vector(), partial: partial_at };
-        let factor = Factor { partial: partial_at, constants, totals };
+        let factor = Factor { partial: partial_at, constants, totals, more: false };
         let pieces = Pieces::new(pieces).unwrap();
         let (table, table_len) = (Memory::of(&pieces.bytes()), [pieces.len_f64()]);
         let remainders_len = [elems];
@@ -89,14 +114,15 @@ impl Arena {
                 .as_ref()
                 .map(|r| r.array(ElementType::I16, &remainders_len)),
             gradients: self.gradients.vector(),
+            first_gradient: self.first_gradient,
             means: self.means.vector(),
-            squares: self.squares.vector(),
+            squares: (self.rule == ADAMW).then(|| self.squares.vector()),
+            trained: elems,
             pieces: &pieces,
             piece_table: table.array(ElementType::F64, &table_len),
             constants,
             totals,
-            betas: BETAS.map(|beta| beta as f32),
-            eps: EPS as f32,
+            rule: self.rule,
             weight_decay: DECAY as f32,
         };
         run(&squares) && run(&factor) && run(&update)
@@ -168,6 +194,104 @@ fn exact_states_follow_the_formula_in_f64() {
         if kept == "master" {
             let nearest: Vec<u16> = arena.masters().iter().map(|&x| split(x).0).collect();
             assert_eq!(arena.weights.memory.read::<u16>(), nearest);
+        }
+    }
+}
+
+/// Of every second part of the arena, whose gradients alone are there.
+#[test]
+fn momentum_follows_the_formula_on_a_part_of_the_gradients() {
+    let mut random = Random::new(14);
+    let masters: Vec<f32> = (0..ELEMS).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    let first = 1024;
+    let pieces = [
+        Piece { range: first..2000, rate: 1.0, decay: 1.0 },
+        Piece { range: 2000..ELEMS, rate: 0.5, decay: 0.0 },
+    ];
+    for codes in [false, true] {
+        let mut arena = Arena::new(&masters, "master", false, false);
+        arena = if codes { arena.with_codes() } else { arena };
+        (arena.rule, arena.first_gradient) = (Rule::Momentum(0.9), first);
+        let mut theta: Vec<f64> = masters.iter().map(|&x| f64::from(x)).collect();
+        let mut m = vec![0.0f64; ELEMS];
+        for step in 1..=4u64 {
+            arena.gradients = f32_or_bf16(false).random([1, ELEMS - first], &mut random, 5.0);
+            let constants = StepConstants::of_momentum(step, 9, 1e-2, 0.0);
+            if !arena.step(constants, 2, &pieces) {
+                return;
+            }
+            let g = arena.gradients.values();
+            for Piece { range, rate, decay } in &pieces {
+                for i in range.clone() {
+                    m[i] = 0.9 * m[i] + g[i - first] / 2.0;
+                    let decayed = DECAY * f64::from(*decay) * theta[i];
+                    theta[i] -= 1e-2 * f64::from(*rate) * (m[i] + decayed);
+                }
+            }
+            if codes {
+                m = arena.decoded(Moment::Mean);
+            }
+        }
+        let got: Vec<f64> = arena.masters().iter().map(|&x| f64::from(x)).collect();
+        close("masters", &got, &theta, 2e-6);
+        if !codes {
+            close("means", &arena.means.values(), &m, 2e-6);
+        }
+    }
+}
+
+/// A step from the moments that codes hold follows the formula; the codes after it are neighbours of its
+/// moments, right on average.
+#[test]
+fn steps_with_moments_of_8_bits_follow_the_formula_from_what_they_kept() {
+    let mut random = Random::new(15);
+    let masters: Vec<f32> = (0..ELEMS).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    for kept in ["f32", "master"] {
+        let mut arena = Arena::new(&masters, kept, false, false).with_codes();
+        for step in 1..=4u64 {
+            let before: Vec<f64> = arena.masters().iter().map(|&x| f64::from(x)).collect();
+            let (mut theta, mut m, mut v) =
+                (before.clone(), arena.decoded(Moment::Mean), arena.decoded(Moment::Square));
+            arena.gradients = f32_or_bf16(false).random([1, ELEMS], &mut random, 5.0);
+            let constants = StepConstants::new(step, 9, 1e-2, BETAS, 0.0);
+            if !arena.step(constants, 37, &pieces()) {
+                return;
+            }
+            let g = arena.gradients.values();
+            for Piece { range, rate, decay } in pieces() {
+                for i in range {
+                    let g = g[i] / 37.0;
+                    m[i] = BETAS[0] * m[i] + (1.0 - BETAS[0]) * g;
+                    v[i] = BETAS[1] * v[i] + (1.0 - BETAS[1]) * g * g;
+                    let mean = m[i] / (1.0 - BETAS[0].powi(step as i32));
+                    let square = v[i] / (1.0 - BETAS[1].powi(step as i32));
+                    let decayed = DECAY * f64::from(decay) * theta[i];
+                    theta[i] -= 1e-2 * f64::from(rate) * (mean / (square.sqrt() + EPS) + decayed);
+                }
+            }
+            let got: Vec<f64> = arena.masters().iter().map(|&x| f64::from(x)).collect();
+            close("masters", &got, &theta, 2e-6);
+            assert_eq!(got[4100..4104], before[4100..4104]);
+            for (moment, exact, share) in
+                [(Moment::Mean, &m, 1.0 / 8.0), (Moment::Square, &v, 1.0 / 16.0)]
+            {
+                let size = |x: f64| if moment == Moment::Mean { x } else { x.sqrt() };
+                let found: Vec<f64> = arena.decoded(moment).into_iter().map(size).collect();
+                let exact: Vec<f64> = exact.iter().copied().map(size).collect();
+                let (mut sum, mut of) = (0.0, 0.0);
+                for (block, found) in found.chunks(BLOCK).enumerate() {
+                    let exact = &exact[block * BLOCK..][..found.len()];
+                    let most = exact.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                    for (found, exact) in found.iter().zip(exact) {
+                        let off = found - exact;
+                        let step = share * exact.abs() + most * 2f64.powi(-17);
+                        assert!(off.abs() <= step * 1.0001, "{moment:?}: {found}, not {exact}");
+                        sum += off * exact.signum();
+                        of += exact.abs();
+                    }
+                }
+                assert!(sum.abs() < 2e-3 * of, "{moment:?} is {} off on average", sum / of);
+            }
         }
     }
 }
@@ -257,15 +381,22 @@ fn pieces_that_overlap_or_end_late_are_refused() {
         weights: arena.weights.vector(),
         remainders: None,
         gradients: arena.gradients.vector(),
+        first_gradient: 0,
         means: arena.means.vector(),
-        squares: arena.squares.vector(),
+        squares: Some(arena.squares.vector()),
+        trained: 8,
         pieces: &pieces,
         piece_table: table.array(ElementType::F64, &table_len),
         constants: arena.constants.array(ElementType::F64, &[CONSTANTS_LEN]),
         totals: arena.totals.array(ElementType::F64, &[TOTALS_LEN]),
-        betas: [0.9, 0.95],
-        eps: 1e-8,
+        rule: ADAMW,
         weight_decay: 0.0,
     };
-    assert_eq!(refusal(&update), "a piece ends at 12, the arena at 8");
+    let late = "a piece ends at 12, what is trained at 8, the arena at 8";
+    assert_eq!(refusal(&update), late);
+    let pieces = Pieces::new(&[piece(0..8)]).unwrap();
+    let apart = Update { pieces: &pieces, first_gradient: 4, ..update };
+    assert_eq!(refusal(&apart), "pieces are of 0 to 8, gradients of 4 to 12");
+    let kept = Update { pieces: &pieces, rule: Rule::Momentum(0.9), ..update };
+    assert_eq!(refusal(&kept), "AdamW has squares of gradients, and momentum has none");
 }

@@ -19,7 +19,7 @@ pub(super) fn cross_entropy(
     cap: Option<f32>,
     logits: &mut [f32],
     mut each: Option<&mut [f32]>,
-    mut gradients: Option<(&mut [f32], &mut [f32])>,
+    mut gradients: Option<(&mut [f32], Option<&mut [f32]>)>,
 ) -> f64 {
     let vocab = weight.len() / width;
     let chunk = (logits.len() / vocab).max(1);
@@ -49,8 +49,10 @@ pub(super) fn cross_entropy(
             let d_x = &mut d_x[i * chunk * width..][..tokens * width];
             let w = Matrix::rows(weight, width);
             matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
-            let zt = Matrix::transposed(z, vocab);
-            matmul_deep([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width);
+            if let Some(d_weight) = d_weight {
+                let zt = Matrix::transposed(z, vocab);
+                matmul_deep([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width);
+            }
         }
     }
     total

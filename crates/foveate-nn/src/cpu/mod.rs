@@ -4,7 +4,6 @@
 //! fixed by the shapes, so no result depends on the number of threads. Inner loops are plain
 //! loops over slices, compiled for each instruction set (`level`).
 
-mod adamw;
 mod attention;
 mod embed;
 mod gated;
@@ -16,6 +15,7 @@ mod plan;
 mod rope;
 #[cfg(test)]
 mod tests;
+mod update;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -32,17 +32,32 @@ use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
+use crate::moments::{self, Moment};
 use crate::optimizer::{OptimizerStep, Span, clip_factor};
-use crate::precision::{ParameterState, Precision};
+use crate::precision::{MomentDtype, ParameterState, Precision};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 pub use plan::CpuPlan;
 
-/// The processor.
-#[derive(Debug, Default)]
+/// The processor, which keeps all in f32 but for moments where it is told so.
+#[derive(Debug)]
 pub struct Cpu {
+    moments: MomentDtype,
     /// Seconds since the last [`Blocks::read`], by what took them.
     seconds: Sums,
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self { moments: MomentDtype::F32, seconds: Sums::default() }
+    }
+}
+
+impl Cpu {
+    /// With moments of 8 bits.
+    pub fn with_int8_moments() -> Self {
+        Self { moments: MomentDtype::Int8, ..Self::default() }
+    }
 }
 
 /// Tokens of one elementwise task.
@@ -68,6 +83,8 @@ pub struct CpuBatch {
 pub struct CpuTotals {
     nats: f64,
     labelled: usize,
+    /// Of the sums over tokens of all gradients.
+    squares: f64,
     grad_norm: f64,
     /// What gradients are multiplied with.
     factor: f64,
@@ -123,7 +140,7 @@ impl Blocks for Cpu {
     type Spans = Vec<Span>;
 
     fn precision(&self) -> Precision {
-        ParameterState::F32.into()
+        Precision { moments: self.moments, ..ParameterState::F32.into() }
     }
 
     fn logits_tokens(&self, vocab: usize) -> usize {
@@ -246,34 +263,69 @@ impl Blocks for Cpu {
         Ok(spans.to_vec())
     }
 
+    fn fill_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        into: &mut Vec<f32>,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), NnError> {
+        match self.moments {
+            MomentDtype::F32 => into[first..][..values.len()].copy_from_slice(values),
+            _ => moments::write(moment, into, elems, first, values),
+        }
+        Ok(())
+    }
+
+    fn download_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        from: &Vec<f32>,
+        first: usize,
+        values: &mut [f32],
+    ) -> Result<(), NnError> {
+        match self.moments {
+            MomentDtype::F32 => values.copy_from_slice(&from[first..][..values.len()]),
+            _ => moments::read(moment, from, elems, first, values),
+        }
+        Ok(())
+    }
+
     fn clip(
         &mut self,
         step: &OptimizerStep,
         gradients: &Vec<f32>,
+        more: bool,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         timed(&mut self.seconds.optimizer_seconds, || {
             let mean = 1.0 / totals.labelled.max(1) as f64;
-            totals.grad_norm = adamw::global_norm(gradients) * mean;
+            let before = if more { totals.squares } else { 0.0 };
+            totals.squares = before + update::squares(gradients);
+            totals.grad_norm = totals.squares.sqrt() * mean;
             totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
         });
         Ok(())
     }
 
-    fn adamw(
+    fn update(
         &mut self,
         step: &OptimizerStep,
         spans: &Vec<Span>,
         weights: &mut Weights<Vec<f32>>,
-        gradients: &Vec<f32>,
+        (gradients, first): (&Vec<f32>, usize),
         moments: &mut Moments,
+        elems: usize,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         if totals.grad_norm.is_finite() {
-            let moments = [&mut moments.mean[..], &mut moments.square[..]];
+            let words = [&mut moments.mean[..], &mut moments.square[..]];
+            let kept = update::Kept { elems, dtype: self.moments, words };
             let array = &mut weights.array;
             timed(&mut self.seconds.optimizer_seconds, || {
-                adamw::update(step, spans, array, gradients, moments, totals.factor);
+                update::update(step, spans, array, (gradients, first), kept, totals.factor);
             });
         }
         Ok(())
@@ -350,9 +402,9 @@ impl Blocks for Cpu {
         d_out: &Vec<f32>,
         d_x: &mut Vec<f32>,
         accumulate: bool,
-        d_weight: PartMut<'_, Vec<f32>>,
+        d_weight: Option<PartMut<'_, Vec<f32>>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.sums());
+        let (weight, d_weight) = (weight.values(), d_weight.map(PartMut::sums));
         norm::backward(x, weight, norm, inverse, d_out, d_x, accumulate, d_weight);
         Ok(())
     }
@@ -425,9 +477,9 @@ impl Blocks for Cpu {
         norm: Norm,
         inverse: &Vec<f32>,
         d_qkv: &mut Vec<f32>,
-        d_weight: PartMut<'_, Vec<f32>>,
+        d_weight: Option<PartMut<'_, Vec<f32>>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.sums());
+        let (weight, d_weight) = (weight.values(), d_weight.map(PartMut::sums));
         norm::heads_backward(heads, qkv, weight, norm, inverse, d_qkv, d_weight);
         Ok(())
     }
@@ -559,13 +611,13 @@ impl Blocks for Cpu {
         cap: Option<f32>,
         logits: &mut Vec<f32>,
         d_x: &mut Vec<f32>,
-        d_weight: PartMut<'_, Vec<f32>>,
+        d_weight: Option<PartMut<'_, Vec<f32>>>,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         let (weight, labels) = (weight.values(), &batch.labels);
         totals.labelled += batch.labelled;
         totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let gradients = Some((d_x.as_mut_slice(), d_weight.sums()));
+            let gradients = Some((d_x.as_mut_slice(), d_weight.map(PartMut::sums)));
             loss::cross_entropy(width, x, weight, labels, cap, logits, None, gradients)
         });
         Ok(())

@@ -124,7 +124,7 @@ pub(super) fn backward(
     d_out: &[f32],
     d_x: &mut [f32],
     accumulate: bool,
-    d_weight: &mut [f32],
+    d_weight: Option<&mut [f32]>,
 ) {
     // Tokens that one partial sum of d_weight covers: fixed, so that its order is.
     let tokens = 8 * TASK;
@@ -138,6 +138,7 @@ pub(super) fn backward(
             backward_task(x, weight, norm.offset, inverse, d_out, d_x, accumulate)
         })
         .collect();
+    let Some(d_weight) = d_weight else { return };
     for partial in partials {
         d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
     }
@@ -232,7 +233,7 @@ pub(super) fn heads_backward(
     norm: Norm,
     inverse: &[f32],
     d_qkv: &mut [f32],
-    d_weight: &mut [f32],
+    d_weight: Option<&mut [f32]>,
 ) {
     let (width, dim, turned) = (heads.width(), heads.dim, heads.heads_q + heads.heads_kv);
     let tokens = 8 * TASK;
@@ -256,6 +257,7 @@ pub(super) fn heads_backward(
             d_weight
         })
         .collect();
+    let Some(d_weight) = d_weight else { return };
     for partial in partials {
         d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
     }

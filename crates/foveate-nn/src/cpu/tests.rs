@@ -118,7 +118,7 @@ fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
 
     cpu.rms_norm(&x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
-    let d_weight = whole_mut(&mut d_w);
+    let d_weight = Some(whole_mut(&mut d_w));
     cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut d_x, false, d_weight)
         .unwrap();
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
@@ -126,7 +126,7 @@ fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
-    let d_weight = whole_mut(&mut d_w);
+    let d_weight = Some(whole_mut(&mut d_w));
     cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut added, true, d_weight)
         .unwrap();
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
@@ -153,7 +153,7 @@ fn heads_are_normalised_one_by_one_and_values_are_not() {
     cpu.head_norm(heads, &x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
     let (mut d_x, mut d_w) = (g.clone(), vec![1.0; 12]);
-    let d_weight = whole_mut(&mut d_w);
+    let d_weight = Some(whole_mut(&mut d_w));
     cpu.head_norm_backward(heads, &x, Part::whole(&w), shape, &inverse, &mut d_x, d_weight)
         .unwrap();
     // Tokens do not mix, so that a token's gradient is its own.
@@ -440,7 +440,7 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
     for chunk in [1, 5, 23] {
         let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
         let mut logits = nan(chunk * vocab);
-        let (weight, d_weight) = (|| Part::whole(&w), whole_mut(&mut d_w));
+        let (weight, d_weight) = (|| Part::whole(&w), Some(whole_mut(&mut d_w)));
         let [mut loss, mut alone] = [0.0, 0.5].map(|nats| CpuTotals { nats, ..Default::default() });
         let mut each = nan(tokens);
         let (z, d) = (&mut logits, &mut d_x);

@@ -1,13 +1,15 @@
 //! Reading weights and states, each tensor held to its checksum.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{Blocks, Model, Moments};
+use foveate_nn::moments::{Filler, Moment};
+use foveate_nn::{Blocks, Model, Moments, Rule};
 use serde_json::Value;
 
 use super::checksums::{Checksums, Manifest};
-use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State, read_json, unreadable};
+use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State, name_of, read_json, unreadable};
 use crate::error::TrainError;
 use crate::safetensors::Tensors;
 use crate::whole;
@@ -98,10 +100,12 @@ pub fn load_weights<B: Blocks>(
 pub fn load_state<B: Blocks>(
     folder: &Path,
     model: &mut Model<B>,
+    rule: &Rule,
     checksums: Checksums,
 ) -> Result<(Moments<B::Array>, State), TrainError> {
-    let [path, masters] = [STATE, MASTERS].map(|name| folder.join(name));
-    if let Some(missing) = [&path, &masters].into_iter().find(|file| !file.exists()) {
+    let path = folder.join(STATE);
+    let masters = masters_of(folder);
+    if let Some(missing) = [&path, &masters[0]].into_iter().find(|file| !file.exists()) {
         let message =
             "is missing; put it back, or remove this checkpoint and resume from an earlier one";
         return Err(TrainError::checkpoint(missing, message));
@@ -113,29 +117,62 @@ pub fn load_state<B: Blocks>(
     }
     let state: State = serde_json::from_slice(&text)
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
-    let path = masters;
-    let mut tensors = open(&path, sums.as_ref())?;
-    let mut moments = model.moments()?;
+    let mut files = Vec::new();
+    for path in masters {
+        files.push((open(&path, sums.as_ref())?, path));
+    }
+    let mut moments = model.moments(rule)?;
+    // Blocks of moments are whole where they are of several parameters.
+    let mut fillers = [Filler::default(), Filler::default()];
     for (i, p) in model.parameters().to_vec().iter().enumerate() {
         let mut read = |kind: &str, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
             let name = format!("{kind}:{}", p.name);
+            let holds = |(tensors, _): &(Tensors, PathBuf)| tensors.shape(&name).is_some();
+            let file = files.iter().position(holds).unwrap_or(0);
+            let (tensors, path) = &mut files[file];
             match tensors.shape(&name) {
                 Some(shape) if shape != p.shape => {
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
-                    Err(TrainError::checkpoint(&path, message))
+                    Err(TrainError::checkpoint(path, message))
                 }
                 _ => tensors.read(&name, p.place.len(), put),
             }
         };
         model.fill(i, |put| read("weight", put))?;
-        for (kind, array) in [("mean", &mut moments.mean), ("square", &mut moments.square)] {
+        if !model.layout().trains(&p.place) {
+            continue;
+        }
+        for ((moment, array), filler) in kept(&mut moments, rule).into_iter().zip(&mut fillers) {
             let mut first = p.place.start;
-            read(kind, &mut |values| {
-                model.upload(array, first, values)?;
+            read(name_of(moment), &mut |values| {
+                let put = |at, some: &[f32]| model.upload_moment(moment, array, at, some);
+                filler.put(first, values, put)?;
                 first += values.len();
                 Ok(())
             })?;
         }
     }
+    for ((moment, array), filler) in kept(&mut moments, rule).into_iter().zip(&mut fillers) {
+        filler.finish(|at, some| model.upload_moment(moment, array, at, some))?;
+    }
     Ok((moments, state))
+}
+
+/// The moments that `rule` keeps.
+fn kept<'a, A>(moments: &'a mut Moments<A>, rule: &Rule) -> Vec<(Moment, &'a mut A)> {
+    let Moments { mean, square } = moments;
+    let all = [(Moment::Mean, mean), (Moment::Square, square)];
+    all.into_iter().take(1 + usize::from(rule.keeps_squares())).collect()
+}
+
+/// The files with masters and moments, in order; the one of a small model where there is none.
+fn masters_of(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_part = |name: &str| name.starts_with("masters-") && name.ends_with(".safetensors");
+    let parts = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_part));
+    let mut parts: Vec<PathBuf> = parts.collect();
+    parts.sort();
+    if parts.is_empty() { vec![folder.join(MASTERS)] } else { parts }
 }

@@ -5,21 +5,21 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use foveate_nn::{Blocks, NnError, Parameter};
+use foveate_nn::{Array, Blocks, Moment, NnError, Parameter};
 use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
 use super::config::config_json;
 use super::{
     CHAT_TEMPLATE, COMPANIONS, CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint,
-    remove_but, remove_leftovers, unreadable,
+    name_of, remove_but, remove_leftovers, unreadable,
 };
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
 use crate::safetensors::{self, Source, WriteError};
 
-/// Bytes of weights in one file before they are divided into shards.
-pub(super) const SHARD_BYTES: usize = 2 << 30;
+/// Bytes of tensors in one file before they are divided into several.
+pub(super) const SHARD_BYTES: usize = 5_000_000_000;
 
 /// A file that is being written.
 pub(super) trait Durable: Write {
@@ -119,7 +119,7 @@ impl Writer<'_> {
             }
         }
         self.weights(snapshot, shard_bytes)?;
-        self.masters(snapshot)?;
+        self.masters(snapshot, shard_bytes)?;
         let state = serde_json::to_value(snapshot.state).expect("plain numbers");
         let state = self.json(STATE, &state)?;
         self.sums.add_file(STATE, state.as_bytes());
@@ -147,16 +147,7 @@ impl Writer<'_> {
     ) -> Result<(), TrainError> {
         let (parameters, dtype) = (snapshot.model.parameters(), snapshot.dtype);
         let size = |p: &Parameter| p.place.len() * dtype.bytes();
-        let mut shards: Vec<Vec<&Parameter>> = vec![Vec::new()];
-        let mut used = 0;
-        for p in parameters {
-            if used > 0 && used + size(p) > shard_bytes {
-                shards.push(Vec::new());
-                used = 0;
-            }
-            used += size(p);
-            shards.last_mut().expect("there is a shard").push(p);
-        }
+        let shards = shards(parameters.iter(), |p| size(p), shard_bytes);
         let mut weight_map = BTreeMap::new();
         let count = shards.len();
         for (i, shard) in shards.iter().enumerate() {
@@ -178,19 +169,36 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// f32 weights and moments.
-    fn masters<B: Blocks>(&mut self, snapshot: &Snapshot<'_, B>) -> Result<(), TrainError> {
+    /// f32 weights and moments, in several files where they are large.
+    fn masters<B: Blocks>(
+        &mut self,
+        snapshot: &Snapshot<'_, B>,
+        shard_bytes: usize,
+    ) -> Result<(), TrainError> {
         let Snapshot { model, moments, .. } = snapshot;
         let mut sources: Vec<Source<'_>> = Vec::new();
         for p in model.parameters() {
             let name = |kind: &str| format!("{kind}:{}", p.name);
             sources.push(source(name("weight"), p, |first, into| model.masters(first, into)));
-            for (kind, array) in [("mean", &moments.mean), ("square", &moments.square)] {
-                let read = move |first, into: &mut [f32]| model.download(array, first, into);
-                sources.push(source(name(kind), p, read));
+            let trained = model.layout().trains(&p.place);
+            let kept = [(Moment::Mean, &moments.mean), (Moment::Square, &moments.square)];
+            for (moment, array) in kept.into_iter().filter(|(_, a)| trained && a.elems() > 0) {
+                let read = move |first, into: &mut [f32]| {
+                    model.download_moment(moment, array, first, into)
+                };
+                sources.push(source(name(name_of(moment)), p, read));
             }
         }
-        self.tensors(MASTERS, SaveDtype::F32, &sources, snapshot.state.step)
+        let shards = shards(sources, |s| s.shape.iter().product::<usize>() * 4, shard_bytes);
+        let count = shards.len();
+        for (i, shard) in shards.iter().enumerate() {
+            let name = match count {
+                1 => MASTERS.to_owned(),
+                n => format!("masters-{:05}-of-{n:05}.safetensors", i + 1),
+            };
+            self.tensors(&name, SaveDtype::F32, shard, snapshot.state.step)?;
+        }
+        Ok(())
     }
 
     fn tensors(
@@ -225,6 +233,25 @@ impl Writer<'_> {
         self.sums.add_tensors(name, sums);
         Ok(())
     }
+}
+
+/// `all` in their order, divided where `most` bytes would be passed.
+fn shards<T>(
+    all: impl IntoIterator<Item = T>,
+    bytes: impl Fn(&T) -> usize,
+    most: usize,
+) -> Vec<Vec<T>> {
+    let mut shards: Vec<Vec<T>> = vec![Vec::new()];
+    let mut used = 0;
+    for one in all {
+        if used > 0 && used + bytes(&one) > most {
+            shards.push(Vec::new());
+            used = 0;
+        }
+        used += bytes(&one);
+        shards.last_mut().expect("there is a shard").push(one);
+    }
+    shards
 }
 
 /// The elements of a parameter of an array that `read` reads from any element on.

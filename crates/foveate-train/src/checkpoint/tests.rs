@@ -9,6 +9,13 @@ use serde_json::json;
 use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
 
+const RULE: foveate_nn::Rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+});
+
 fn config() -> ModelConfig {
     ModelConfig {
         vocab_size: 257,
@@ -82,7 +89,7 @@ fn what_was_saved_is_loaded_bit_for_bit() {
     assert_eq!((read.model.clone(), read.attention), (config(), attention()));
     assert!(read.tokenizer.is_bytes());
     let mut other = model(2);
-    let (moments, state) = load_state(&place, &mut other, Checksums::Verify).unwrap();
+    let (moments, state) = load_state(&place, &mut other, &RULE, Checksums::Verify).unwrap();
     assert_eq!((moments, state), (run.moments.clone(), run.state.clone()));
     assert_eq!(other.weights(), run.model.weights());
     let mut rounded = model(3);
@@ -124,7 +131,7 @@ fn a_checkpoint_of_the_first_trainer_is_loaded_bit_for_bit() {
     assert_eq!(read.attention, attention());
     let (mut first, mut resumed) = (model(2), model(3));
     assert!(load_weights(&place, &mut first, Checksums::Skip).unwrap().is_empty());
-    let (moments, _) = load_state(&place, &mut resumed, Checksums::Skip).unwrap();
+    let (moments, _) = load_state(&place, &mut resumed, &RULE, Checksums::Skip).unwrap();
     assert_eq!(first.weights(), resumed.weights());
     for p in parameters {
         let found = [resumed.weights(), &moments.mean, &moments.square];
@@ -146,8 +153,12 @@ fn large_models_are_saved_in_shards_with_an_index() {
     let mut other = model(2);
     load_weights(&place, &mut other, Checksums::Verify).unwrap();
     assert_eq!(other.weights(), run.model.weights());
+    let mut resumed = model(3);
+    let (moments, _) = load_state(&place, &mut resumed, &RULE, Checksums::Verify).unwrap();
+    assert_eq!((resumed.weights(), &moments), (run.model.weights(), snapshot.moments));
+    assert!(!place.join(MASTERS).exists(), "masters are in several files, too");
     let shard = fs::read_dir(&place).unwrap().flatten().map(|e| e.path());
-    let shard = shard.into_iter().find(|p| p.to_string_lossy().contains("-of-")).unwrap();
+    let shard = shard.into_iter().find(|p| p.to_string_lossy().contains("/model-")).unwrap();
     fs::remove_file(&shard).unwrap();
     let told = load_weights(&place, &mut other, Checksums::Verify).unwrap_err().to_string();
     assert!(told.contains(&shard.display().to_string()), "{told}");
@@ -211,7 +222,7 @@ fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
         let wanted = format!("continue with --resume: {} is intact", first.display());
         assert!(resumable.contains(&wanted), "{resumable}");
         assert_eq!(latest(dir.path()), Some(first.clone()));
-        load_state(&first, &mut model(5), Checksums::Verify).unwrap();
+        load_state(&first, &mut model(5), &RULE, Checksums::Verify).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing half-written stays");
     }
 }
@@ -267,7 +278,7 @@ fn a_flipped_byte_in_config_json_is_found_by_whatever_reads_the_checkpoint() {
     for told in [
         read_config(&place, Checksums::Verify).map(drop),
         load_weights(&place, &mut target, Checksums::Verify).map(drop),
-        load_state(&place, &mut target, Checksums::Verify).map(drop),
+        load_state(&place, &mut target, &RULE, Checksums::Verify).map(drop),
     ] {
         let told = told.unwrap_err().to_string();
         assert!(told.contains("config.json: does not match its checksum"), "{told}");
@@ -315,7 +326,7 @@ fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
         let mut target = model(2);
         let read = read_config(&place, Checksums::Verify)
             .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
-            .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
+            .and_then(|_| load_state(&place, &mut target, &RULE, Checksums::Verify).map(drop));
         let told = read.unwrap_err().to_string();
         let remedy = told.contains("restore the file, or use another checkpoint")
             || told.contains("restore it, use another checkpoint, or pass --skip-checksums");
@@ -326,7 +337,7 @@ fn a_file_of_a_checkpoint_that_is_empty_is_named_with_what_to_do() {
         if made.is_ok_and(|status| status.success()) {
             let read = read_config(&place, Checksums::Verify)
                 .and_then(|_| load_weights(&place, &mut target, Checksums::Verify))
-                .and_then(|_| load_state(&place, &mut target, Checksums::Verify).map(drop));
+                .and_then(|_| load_state(&place, &mut target, &RULE, Checksums::Verify).map(drop));
             let told = read.unwrap_err().to_string();
             assert!(told.ends_with("it is a pipe or a device, not a file"), "{told}");
             fs::remove_file(&file).unwrap();

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use foveate::tensor::count::Count;
 use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, MemoryEstimate, Model, ModelConfig, Moments,
-    ParameterState, ProgramConfig, StepKind,
+    NnError, Parameter, ParameterState, ProgramConfig, Recomputation, Recompute, Rule, StepKind,
+    Training,
 };
 use rayon::prelude::*;
 use serde::Serialize;
@@ -17,10 +18,11 @@ use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::corpus::{Asker, Corpus, Sources};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::machine::{self, Free};
+use crate::memory::{BESIDE, Planned, Setting};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::Ranks;
-use crate::recipe::{DataSection, Recipe, STEPS};
+use crate::recipe::{DataSection, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
 use crate::whole;
@@ -41,8 +43,10 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub model: Model<B>,
     pub attention: AttentionConfig,
     pub moments: Moments<B::Array>,
-    /// What the optimiser changes, and how.
-    pub spans: B::Spans,
+    /// What the optimiser changes, and how: all of it, or that of each group.
+    pub spans: Vec<B::Spans>,
+    /// What the backward pass computes again.
+    pub recompute: Recomputation,
     pub state: State,
     pub started: Started,
     pub records: Vec<Record>,
@@ -143,17 +147,14 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let read = named.map(|file| place.join(file)).chain(origin.clone());
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
-        let (mut model, attention, memory) =
+        let Made { mut model, attention, memory, recompute } =
             model(recipe, from.as_ref(), corpus.tokenizer(), blocks).map_err(wrong)?;
         let steps = steps(recipe, &corpus, &train, observer)?;
-        let fingerprint = corpus.fingerprint();
+        let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
         observer.begins("making the model");
         let (moments, mut state, fresh_buffers) = match &last {
-            Some(last) => resumed(steps, last, &mut model, fingerprint, checksums)?,
-            None => {
-                let seed = recipe.run.seed;
-                begun(origin.as_deref(), seed, &mut model, fingerprint, checksums)?
-            }
+            Some(last) => resumed(steps, last, &mut model, &rule, fingerprint, checksums)?,
+            None => begun(origin.as_deref(), recipe, &mut model, fingerprint, checksums)?,
         };
         let before = std::mem::replace(&mut state.gpu, gpu.clone());
         let other_device = (last.is_some() && before != gpu)
@@ -193,6 +194,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             fresh_buffers,
             blind_masks: blind_masks(&attention, model.config(), recipe.data.len),
             memory,
+            recompute,
             gpu,
             other_device,
             ranks: ranks.0.ranks(),
@@ -208,7 +210,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
             template_source,
             train,
             held_out,
-            spans: model.spans()?,
+            spans: spans(&model, &recipe.optimizer)?,
+            recompute,
             model,
             attention,
             moments,
@@ -345,13 +348,30 @@ fn documents(
     Corpus::scan(&sources, tokenizer, Some(template), &mut || observer.interrupted())
 }
 
+/// What the optimiser goes through, at once or a group at a time.
+fn spans<B: Blocks>(model: &Model<B>, optimizer: &Optimizer) -> Result<Vec<B::Spans>, NnError> {
+    let treat = |parameter: &Parameter| optimizer.treatment(parameter);
+    match optimizer.in_backward {
+        true => model.group_spans(treat),
+        false => Ok(vec![model.spans(treat)?]),
+    }
+}
+
+/// A model without its weights.
+struct Made<B: Blocks> {
+    model: Model<B>,
+    attention: AttentionConfig,
+    memory: MemoryEstimate,
+    recompute: Recomputation,
+}
+
 /// The model without its weights, and its attention program; or what is wrong with the recipe.
 fn model<B: Blocks>(
     recipe: &Recipe,
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
     mut blocks: B,
-) -> Result<(Model<B>, AttentionConfig, MemoryEstimate), String> {
+) -> Result<Made<B>, String> {
     let vocab = tokenizer.vocab_size();
     let config = match (from, recipe.model_config(vocab)?) {
         (Some(from), _) => from.model.clone(),
@@ -373,21 +393,76 @@ fn model<B: Blocks>(
     let attention = attention
         .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
         .clone();
-    let (rows, recompute) = (recipe.train.batch_rows, recipe.train.recompute);
-    // By the sizes alone first: nothing is made that cannot be.
-    let account =
-        config.dry_run_on(&blocks, &attention, rows, len, StepKind::Training(recompute.into()));
+    let rows = recipe.train.batch_rows;
+    let training = |recompute| Training {
+        recompute,
+        in_backward: recipe.optimizer.in_backward,
+        squares: recipe.optimizer.rule().keeps_squares(),
+    };
+    let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;
-    fits(&account.map_err(|e| e.to_string())?.memory(), free)?;
-    let model = Model::unfilled_on(blocks, config, &attention).map_err(|e| e.to_string())?;
-    let mut memory = model.training_memory(rows, len, recompute).map_err(|e| e.to_string())?;
+    let there = free.or_else(|| machine::free().map(|free| free.bytes));
+    // By the sizes alone first: nothing is made that cannot be.
+    let bytes = |recompute| {
+        let kind = StepKind::Training(training(recompute));
+        let account = config.dry_run_on(&blocks, &attention, &frozen, rows, len, kind);
+        let memory = account.map_err(|e| e.to_string())?.memory();
+        let process = if free.is_some() { BESIDE } else { memory.process };
+        Ok::<_, String>(MemoryEstimate { process, ..memory })
+    };
+    let recompute = match recipe.train.recomputation() {
+        Some(recompute) => recompute,
+        None => {
+            least_that_fits(config.num_hidden_layers, there, |again| Ok(bytes(again)?.total()))?
+        }
+    };
+    let (of_recipe, of_model) = (Setting::of(recipe), config.clone());
+    let from = Setting { recompute, ..of_recipe };
+    let planned = Planned { recipe, config: &of_model, attention: &attention };
+    let nearest = |there| planned.nearest(&from, there).ok().flatten();
+    fits(&bytes(recompute)?, free, nearest)?;
+    let model =
+        Model::unfilled_with(blocks, config, &attention, &frozen).map_err(|e| e.to_string())?;
+    recipe.optimizer.check_groups(model.layout())?;
+    let memory = model.training_memory(rows, len, training(recompute));
+    let mut memory = memory.map_err(|e| e.to_string())?;
     memory.process = match free {
         // What the process takes is not the device's.
-        Some(_) => 0,
+        Some(_) => BESIDE,
         None => memory.process + tokenizer.path().map_or(0, memory_of),
     };
-    fits(&memory, free)?;
-    Ok((model, attention, memory))
+    fits(&memory, free, nearest)?;
+    Ok(Made { model, attention, memory, recompute })
+}
+
+/// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of
+/// as few layers as make `bytes` fit; all of all layers where nothing does.
+fn least_that_fits(
+    layers: usize,
+    there: Option<u64>,
+    bytes: impl Fn(Recomputation) -> Result<u64, String>,
+) -> Result<Recomputation, String> {
+    let full = Recomputation::from(Recompute::Full);
+    let Some(there) = there else { return Ok(Recompute::None.into()) };
+    for what in Recompute::ALL {
+        if bytes(what.into())? > there {
+            continue;
+        }
+        if what == Recompute::None {
+            return Ok(what.into());
+        }
+        // More layers take less.
+        let (mut too_few, mut enough) = (0, layers);
+        while enough - too_few > 1 {
+            let middle = (too_few + enough) / 2;
+            match bytes(Recomputation { what, layers: middle })? > there {
+                true => too_few = middle,
+                false => enough = middle,
+            }
+        }
+        return Ok(Recomputation { what, layers: enough });
+    }
+    Ok(full)
 }
 
 /// The masks that let no query of a row of `len` tokens see any key.
@@ -423,15 +498,16 @@ type Began<B> = (Moments<<B as Blocks>::Array>, State, Vec<String>);
 /// lacks. Weights that it has go into `model`, the others are drawn.
 fn begun<B: Blocks>(
     origin: Option<&Path>,
-    seed: u64,
+    recipe: &Recipe,
     model: &mut Model<B>,
     fingerprint: u64,
     checksums: Checksums,
 ) -> Result<Began<B>, TrainError> {
     let load = |origin| checkpoint::load_weights(origin, model, checksums);
     let fresh_buffers = origin.map(load).transpose()?.unwrap_or_default();
-    model.draw_missing(seed)?;
-    Ok((model.moments()?, State { fingerprint, ..Default::default() }, fresh_buffers))
+    model.draw_missing(recipe.run.seed)?;
+    let moments = model.moments(&recipe.optimizer.rule())?;
+    Ok((moments, State { fingerprint, ..Default::default() }, fresh_buffers))
 }
 
 /// Moments and state of the checkpoint `last`, whose weights go into `model`. No buffer is fresh.
@@ -439,10 +515,11 @@ fn resumed<B: Blocks>(
     asked: u64,
     last: &Path,
     model: &mut Model<B>,
+    rule: &Rule,
     fingerprint: u64,
     checksums: Checksums,
 ) -> Result<Began<B>, TrainError> {
-    let (moments, state) = checkpoint::load_state(last, model, checksums)?;
+    let (moments, state) = checkpoint::load_state(last, model, rule, checksums)?;
     if state.fingerprint != fingerprint {
         let message =
             "the documents are not those this run was trained on; restore them, or start a new run";
@@ -460,24 +537,37 @@ fn resumed<B: Blocks>(
     Ok((moments, state, Vec::new()))
 }
 
-/// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, or of
-/// this machine.
-fn fits(need: &MemoryEstimate, free: Option<u64>) -> Result<(), String> {
-    let (free, smaller) = match free {
-        None => (machine::free(), ""),
-        Some(bytes) => {
-            let free = Free { bytes, by: "the GPU has free" };
-            (Some(free), "precision.state = \"bf16_moments\", ")
-        }
+/// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, where
+/// `nearest` says which setting fits, or of this machine.
+fn fits(
+    need: &MemoryEstimate,
+    free: Option<u64>,
+    nearest: impl Fn(u64) -> Option<(String, MemoryEstimate)>,
+) -> Result<(), String> {
+    let there = match free {
+        None => machine::free(),
+        Some(bytes) => Some(Free { bytes, by: "the GPU has free" }),
     };
-    let Some(Free { bytes, by }) = free.filter(|free| need.total() > free.bytes) else {
+    let Some(Free { bytes, by }) = there.filter(|there| need.total() > there.bytes) else {
         return Ok(());
     };
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let remedy = match free.map(nearest) {
+        None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
+                 smaller model"
+            .to_owned(),
+        Some(Some((keys, less))) => {
+            format!("with {keys} it takes {:.1} GiB", gib(less.total()))
+        }
+        Some(None) => {
+            "no other rows, recomputation or state make it fit: lower data.len, or choose a smaller \
+             model"
+                .to_owned()
+        }
+    };
     Err(format!(
         "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but {by} \
-         {:.1} GiB; lower train.batch_rows or data.len, set train.recompute = \"full\", {smaller}or \
-         choose a smaller model",
+         {:.1} GiB; {remedy}",
         gib(need.total()),
         gib(need.activations),
         gib(bytes)
@@ -503,6 +593,8 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
         ("[data]", data != recipe.data),
         ("train.batch_rows", old.batch_rows != new.batch_rows),
         ("train.accumulate", old.accumulate != new.accumulate),
+        ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
+        ("optimizer.groups", frozen(&saved) != frozen(recipe)),
         // What is kept is not rounded in the middle of a run.
         ("precision.state", narrowness(recipe) > narrowness(&saved)),
     ];
@@ -518,12 +610,23 @@ fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
     }
 }
 
+/// What a recipe freezes.
+fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
+    let groups = &recipe.optimizer.groups;
+    // Groups before a frozen one may take parameters from it.
+    let any = groups.iter().any(|group| group.frozen);
+    groups.iter().filter(|_| any).map(|group| (group.names.as_str(), group.frozen)).collect()
+}
+
 /// States of a larger number keep less of what one of a smaller number keeps.
 fn narrowness(recipe: &Recipe) -> u8 {
     match recipe.precision.state {
         None | Some(ParameterState::F32 | ParameterState::Exact) => 0,
+        // What is kept from step to step is all of it.
+        Some(ParameterState::Bf16Gradients) => 0,
         Some(ParameterState::Bf16Moments) => 1,
-        Some(ParameterState::Bf16) => 2,
+        Some(ParameterState::Int8Moments) => 2,
+        Some(ParameterState::Bf16) => 3,
     }
 }
 
@@ -568,13 +671,36 @@ mod tests {
             attention: 0,
             process: 0,
         };
-        fits(&need, Some(14 << 30)).unwrap();
-        let told = fits(&need, Some((14 << 30) - 1)).unwrap_err();
+        let full = || ("train.recompute = \"full\"".to_owned(), MemoryEstimate::default());
+        fits(&need, Some(14 << 30), |_| None).unwrap();
+        let told = fits(&need, Some((14 << 30) - 1), |_| Some(full())).unwrap_err();
         assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
-        assert!(
-            told.contains("the GPU has free 14.0 GiB") && told.contains("bf16_moments"),
-            "{told}"
-        );
+        let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 GiB";
+        assert!(told.contains(remedy), "{told}");
+        let told = fits(&need, Some(1), |_| None).unwrap_err();
+        assert!(told.contains("choose a smaller model"), "{told}");
+    }
+
+    #[test]
+    fn as_little_is_computed_again_as_fits() {
+        // 10 layers of 10 bytes; of each attention gives back 2, gate and up 5, everything 9.
+        let bytes = |again: Recomputation| {
+            let less = match again.what {
+                Recompute::None => 0,
+                Recompute::Attention => 2,
+                Recompute::Mlp => 5,
+                Recompute::Full => 9,
+            };
+            Ok::<u64, String>(100 - less * again.layers.min(10) as u64)
+        };
+        let found = |there| least_that_fits(10, Some(there), bytes).unwrap();
+        assert_eq!(found(100), Recompute::None.into());
+        assert_eq!(found(99), Recomputation { what: Recompute::Attention, layers: 1 });
+        assert_eq!(found(80), Recomputation { what: Recompute::Attention, layers: 10 });
+        assert_eq!(found(79), Recomputation { what: Recompute::Mlp, layers: 5 });
+        assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
+        assert_eq!(found(1), Recompute::Full.into());
+        assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
     }
 
     #[test]
@@ -588,9 +714,15 @@ mod tests {
             recipe.precision.state = state;
             recipe
         };
-        use ParameterState::{Bf16, Bf16Moments, Exact, F32};
-        let states =
-            [(None, 0), (Some(F32), 0), (Some(Exact), 0), (Some(Bf16Moments), 1), (Some(Bf16), 2)];
+        use ParameterState::{Bf16, Bf16Moments, Exact, F32, Int8Moments};
+        let states = [
+            (None, 0),
+            (Some(F32), 0),
+            (Some(Exact), 0),
+            (Some(Bf16Moments), 1),
+            (Some(Int8Moments), 2),
+            (Some(Bf16), 3),
+        ];
         for (saved, kept) in states {
             std::fs::write(&path, recipe(saved).to_toml().unwrap()).unwrap();
             for (new, keeps) in states {

@@ -138,6 +138,64 @@ fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
 }
 
 #[test]
+fn a_run_of_every_state_and_rule_goes_on_as_if_it_had_not_been_interrupted() {
+    let frozen = "optimizer.groups=[{ match = \"*.layers.0.*\", frozen = true }, \
+                  { match = \"*norm*\", rate = 0.5, weight_decay = 0.2 }]";
+    for sets in [
+        &["precision.state=int8_moments"][..],
+        &["optimizer.kind=sgd"],
+        &["optimizer.kind=sgd", "precision.state=int8_moments"],
+        &["optimizer.in_backward=true", "optimizer.clip_norm=0"],
+        &["optimizer.in_backward=true", "optimizer.clip_norm=0", "precision.state=int8_moments"],
+        &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
+        &[frozen, "optimizer.in_backward=true", "optimizer.clip_norm=0", "train.recompute=auto"],
+    ] {
+        let straight = Place::new();
+        let (summary, whole) = straight.run(&straight.recipe(sets), Start::New).unwrap();
+        assert!(f64::from_bits(whole.losses[5]) < f64::from_bits(whole.losses[0]), "{sets:?}");
+        let place = Place::new();
+        let mut first = Log { stop_after: Some(3), ..Log::default() };
+        train(&place.recipe(sets), &place.file(), Start::New, &mut first).unwrap();
+        let (resumed, second) = place.run(&place.recipe(sets), Start::Resume).unwrap();
+        assert_eq!([first.losses, second.losses].concat(), whole.losses, "{sets:?}");
+        assert_eq!(resumed.held_out_loss, summary.held_out_loss, "{sets:?}");
+    }
+}
+
+#[test]
+fn frozen_parameters_stay_and_a_resume_keeps_to_what_is_frozen() {
+    let place = Place::new();
+    let frozen = "optimizer.groups=[{ match = \"model.embed_tokens.*\", frozen = true }]";
+    let (summary, _) = place.run(&place.recipe(&[frozen]), Start::New).unwrap();
+    let read = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
+    let mut model = Model::unfilled(read.model.clone(), &read.attention).unwrap();
+    checkpoint::load_weights(&summary.checkpoint, &mut model, Checksums::Verify).unwrap();
+    let first = Model::new(read.model, &read.attention, 3).unwrap();
+    for p in first.parameters() {
+        let same = model.values(model.parameter(&p.name).unwrap()) == first.values(p);
+        assert_eq!(same, p.name.contains("embed_tokens"), "{}", p.name);
+    }
+    let refused =
+        |sets: &[&str], start| place.run(&place.recipe(sets), start).unwrap_err().to_string();
+    let told = refused(&["train.steps=8"], Start::Resume);
+    assert!(told.contains("optimizer.groups is not what this run was started with"), "{told}");
+    let told = refused(&[frozen, "optimizer.kind=sgd"], Start::Resume);
+    assert!(told.contains("optimizer.kind is not what this run was started with"), "{told}");
+    let other = Place::new();
+    let told = |groups: &str| {
+        let sets = [format!("optimizer.groups={groups}")];
+        let recipe = other.recipe(&sets.each_ref().map(String::as_str));
+        other.run(&recipe, Start::New).unwrap_err().to_string()
+    };
+    let unknown = told(r#"[{ match = "layers.9.*", frozen = true }]"#);
+    assert!(unknown.contains("`layers.9.*` matches no parameter"), "{unknown}");
+    let all = told(r#"[{ match = "*", frozen = true }]"#);
+    assert!(all.contains("every parameter is frozen"), "{all}");
+    let half = told(r#"[{ match = "*q_proj*", frozen = true }]"#);
+    assert!(half.contains("q_proj") && half.contains("they are one matrix"), "{half}");
+}
+
+#[test]
 fn a_run_whose_layers_have_programs_of_their_own_is_saved_and_resumed() {
     let recipe = |place: &Place| {
         let window = ProgramConfig {

@@ -116,7 +116,7 @@ impl Case {
             accumulate: recipe.train.accumulate,
             documents: args.documents,
             state: recipe.precision.state,
-            recompute: recipe.train.recompute,
+            recompute: recipe.train.recomputation().unwrap_or_default().what,
         })
     }
 

@@ -6,7 +6,7 @@ use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
     AdamW, BlockTime, Blocks, Gradients, LinearShape, Model, ModelConfig, Moments, NnError,
-    OptimizerStep, ParameterState, Part, PartMut, StepKind, Weights,
+    OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment, Weights,
 };
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
@@ -140,7 +140,8 @@ impl OnDevice for Watched<'_> {
         let Self { steps: Steps { case, steps, deterministic }, interrupt } = self;
         let kind = StepKind::Training(case.recompute().into());
         let config = &case.config;
-        let account = config.dry_run_on(&blocks, &case.attention, case.rows, case.len, kind)?;
+        let account =
+            config.dry_run_on(&blocks, &case.attention, &|_| false, case.rows, case.len, kind)?;
         let free = blocks.free_bytes()?;
         let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
         memory::fits(account.memory().total(), free, help)?;
@@ -170,9 +171,9 @@ impl OnDevice for Watched<'_> {
             match sum.block {
                 "clip" => sum.bytes = elems * gradient as f64,
                 // All but the gradient is written, too.
-                "adamw" => {
-                    let bytes = 2 * precision.bytes_per_parameter() - gradient;
-                    sum.bytes = elems * bytes as f64;
+                "update" => {
+                    let bytes = 2.0 * precision.bytes_per_parameter() - gradient as f64;
+                    sum.bytes = elems * bytes;
                 }
                 _ => {}
             }
@@ -194,6 +195,8 @@ impl OnDevice for Watched<'_> {
     }
 }
 
+const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+
 /// A model under way.
 struct Training<'a, B: Blocks> {
     case: &'a Case,
@@ -211,7 +214,8 @@ impl<'a, B: Blocks> Training<'a, B> {
     fn new(case: &'a Case, blocks: B) -> Result<Self, NnError> {
         let mut model = Model::unfilled_on(blocks, case.config.clone(), &case.attention)?;
         fill(&mut model)?;
-        let (gradients, moments, spans) = (model.gradients()?, model.moments()?, model.spans()?);
+        let (gradients, moments) = (model.gradients()?, model.moments(&RULE)?);
+        let spans = model.spans(Treatment::of)?;
         let batches = (0..BATCHES).map(|number| case.batch(number)).collect();
         Ok(Self { case, model, gradients, moments, spans, batches, done: 0, pairs: None })
     }
@@ -230,7 +234,7 @@ impl<'a, B: Blocks> Training<'a, B> {
         }
         self.done += 1;
         let step = OptimizerStep {
-            adamw: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            rule: RULE,
             step: self.done as u64,
             rate: 1e-4,
             clip_norm: 1.0,

@@ -1,0 +1,80 @@
+// One step of the optimiser over a range of a flat arena, and the norm of its gradients: updates.cuh. A CTA updates
+// CHUNK elements of one piece.
+//   FV_MOMENTS   0 f32; 1 bf16, rounded stochastically
+
+constexpr int MOMENT_DTYPE = FV_MOMENTS ? 1 : 2;
+typedef ElemOf<MOMENT_DTYPE>::type Moment;
+
+__device__ float narrow_moment(float x, u32 random) {
+    return MOMENT_DTYPE == 1 ? bits_float(u32(to_bf16_stochastic(x, random)) << 16) : x;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_update(const __grid_constant__ UpdateParams p) {
+    const Totals& totals = *reinterpret_cast<const Totals*>(p.totals);
+    if (totals.skipped) return;
+    const StepConstants& step = *reinterpret_cast<const StepConstants*>(p.constants);
+    const PieceParams* const pieces = reinterpret_cast<const PieceParams*>(p.pieces);
+    const PieceParams piece = pieces[last_piece(p.piece_count, [&](int i) { return pieces[i].chunk <= int(blockIdx.x); })];
+    const Rule rule(p, step, piece, totals.factor);
+    const Weights weights(p);
+    const i64 first = piece.first + i64(blockIdx.x - piece.chunk) * CHUNK;
+    #pragma unroll 1
+    for (i64 at = first + threadIdx.x * VECTOR; at < min(first + CHUNK, piece.end); at += THREADS * VECTOR) {
+        float w[VECTOR], g[VECTOR], m[VECTOR], v[VECTOR] = {};
+        u32 bits[VECTOR] = {};
+        Moment* const means = reinterpret_cast<Moment*>(p.means) + at;
+        Moment* const squares = reinterpret_cast<Moment*>(p.squares) + at;
+        load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
+        load<MOMENT_DTYPE>(m, means);
+        if constexpr (FV_RULE == 0) load<MOMENT_DTYPE>(v, squares);
+        weights.load(w, at);
+        #pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+            const u64 random = FV_WEIGHTS == 2 || FV_MOMENTS ? mix(step.random + u64(at + i)) : 0;
+            rule.update(w[i], m[i], v[i], g[i]);
+            m[i] = narrow_moment(m[i], u32(random));
+            v[i] = narrow_moment(v[i], u32(random >> 16));
+            bits[i] = u32(random >> 32);
+        }
+        weights.store(w, at, bits);
+        store<MOMENT_DTYPE>(means, m);
+        if constexpr (FV_RULE == 0) store<MOMENT_DTYPE>(squares, v);
+    }
+}
+
+// The squares of CHUNK elements after the other, in f64: a part a CTA.
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_squares(const __grid_constant__ SquaresParams p) {
+    double sum = 0.;
+    #pragma unroll 1
+    for (i64 chunk = i64(blockIdx.x) * CHUNK; chunk < p.elems; chunk += i64(gridDim.x) * CHUNK) {
+        float squares = 0.f;
+        #pragma unroll 2
+        for (i64 at = chunk + threadIdx.x * VECTOR; at < min(chunk + CHUNK, p.elems); at += THREADS * VECTOR) {
+            float g[VECTOR];
+            load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) squares = fmaf(g[i], g[i], squares);
+        }
+        sum += squares;
+    }
+    sum = cta_sum(sum);
+    if (threadIdx.x == 0) reinterpret_cast<double*>(p.partial)[blockIdx.x] = sum;
+}
+
+// One CTA: the sum of the parts, and what the gradients are multiplied with.
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_factor(const __grid_constant__ FactorParams p) {
+    double sum = 0.;
+    for (int i = threadIdx.x; i < p.parts; i += THREADS) sum += reinterpret_cast<const double*>(p.partial)[i];
+    sum = cta_sum(sum);
+    if (threadIdx.x > 0) return;
+    Totals& totals = *reinterpret_cast<Totals*>(p.totals);
+    const StepConstants& step = *reinterpret_cast<const StepConstants*>(p.constants);
+    if (p.more) sum += totals.squares;
+    totals.squares = sum;
+    const double mean = 1. / double(totals.labelled > 1 ? totals.labelled : 1), norm = sqrt(sum) * mean;
+    totals.factor = float(step.clip > 0.f && norm > step.clip ? mean * step.clip / norm : mean);
+    totals.skipped = !(sum <= 1.7976931348623157e308);
+}

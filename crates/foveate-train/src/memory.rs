@@ -1,0 +1,171 @@
+//! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
+
+use foveate_nn::{
+    AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterState, Precision,
+    Recomputation, Recompute, StepKind, Training,
+};
+use foveate_nn_cuda::logits_tokens_of;
+
+use crate::recipe::Recipe;
+
+/// A GPU by what it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuProfile {
+    /// Its name.
+    pub name: &'static str,
+    /// Bytes of its memory, as the driver counts them.
+    pub bytes: u64,
+}
+
+const fn mib(mib: u64) -> u64 {
+    mib << 20
+}
+
+/// GPUs that recipes are run dry for.
+pub const PROFILES: [GpuProfile; 4] = [
+    GpuProfile { name: "H200", bytes: mib(143_771) },
+    GpuProfile { name: "H100", bytes: mib(81_559) },
+    GpuProfile { name: "L40S", bytes: mib(46_068) },
+    GpuProfile { name: "RTX 4090", bytes: mib(24_564) },
+];
+
+/// What a GPU holds beside the arrays of a step: the context, kernels, their scratch and workspaces of
+/// matrix products.
+pub const BESIDE: u64 = 1 << 30;
+
+/// What of a recipe decides the memory that it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// What is kept of each parameter.
+    pub state: ParameterState,
+    /// Rows of a batch.
+    pub rows: usize,
+    /// What is computed again.
+    pub recompute: Recomputation,
+    /// Whether parameters are updated in the backward pass.
+    pub in_backward: bool,
+}
+
+impl Setting {
+    /// That of a recipe on a GPU; `auto` is everything again.
+    pub fn of(recipe: &Recipe) -> Self {
+        Self {
+            state: recipe.precision.state.unwrap_or(ParameterState::Exact),
+            rows: recipe.train.batch_rows,
+            recompute: recipe.train.recomputation().unwrap_or(Recompute::Full.into()),
+            in_backward: recipe.optimizer.in_backward,
+        }
+    }
+
+    /// The keys of a recipe in which it differs from `other`.
+    fn beside(&self, other: &Self) -> String {
+        let mut keys = Vec::new();
+        if self.recompute != other.recompute {
+            keys.push(format!("train.recompute = \"{}\"", self.recompute.what.name()));
+        }
+        if self.state != other.state {
+            keys.push(format!("precision.state = \"{}\"", self.state.name()));
+        }
+        if self.rows != other.rows {
+            keys.push(format!("train.batch_rows = {}", self.rows));
+        }
+        if self.in_backward != other.in_backward {
+            keys.push("optimizer.in_backward = true".to_owned());
+            keys.push("optimizer.clip_norm = 0".to_owned());
+        }
+        keys.join(", ")
+    }
+}
+
+/// A recipe with its model, to be run dry in any setting.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned<'a> {
+    /// The recipe.
+    pub recipe: &'a Recipe,
+    /// The sizes of its model.
+    pub config: &'a ModelConfig,
+    /// Its attention programs.
+    pub attention: &'a AttentionConfig,
+}
+
+impl Planned<'_> {
+    /// What a step takes of a GPU with `bytes` of memory: arrays, and [`BESIDE`] as its process.
+    ///
+    /// # Errors
+    /// When what is frozen cannot be.
+    pub fn memory(&self, setting: &Setting, bytes: u64) -> Result<MemoryEstimate, NnError> {
+        let optimizer = &self.recipe.optimizer;
+        let training = Training {
+            recompute: setting.recompute,
+            in_backward: setting.in_backward,
+            squares: optimizer.rule().keeps_squares(),
+        };
+        let precision = setting.state.into();
+        let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);
+        let dry = Dry::new(precision, logits);
+        let account = self.config.dry_run_on(
+            &dry,
+            self.attention,
+            &|name| optimizer.is_frozen(name),
+            setting.rows,
+            self.recipe.data.len,
+            StepKind::Training(training),
+        )?;
+        Ok(MemoryEstimate { process: BESIDE, ..account.memory() })
+    }
+
+    /// The setting that takes at most `bytes` and is nearest to `from`, in words, with what it takes:
+    /// more is computed again before less is kept of each parameter, before rows are fewer, before a
+    /// step has one batch, whose gradients may be bf16, before parameters are updated in the backward
+    /// pass. None where nothing fits.
+    ///
+    /// # Errors
+    /// Those of [`Planned::memory`].
+    pub fn nearest(
+        &self,
+        from: &Setting,
+        bytes: u64,
+    ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
+        let accumulate = self.recipe.train.accumulate;
+        let own = Precision::from(from.state);
+        // What rounds gradients of a step takes one batch.
+        let is_less = |state: ParameterState, alone: bool| {
+            let precision = Precision::from(state);
+            state == from.state
+                || precision.weights == own.weights
+                    && precision.bytes_per_parameter() < own.bytes_per_parameter()
+                    && (alone || precision.gradients == own.gradients)
+        };
+        let modes = || {
+            let given = [from.recompute].into_iter();
+            given.chain(Recompute::ALL.into_iter().map(Recomputation::from))
+        };
+        for (in_backward, alone) in
+            [(from.in_backward, accumulate == 1), (from.in_backward, true), (true, true)]
+        {
+            let states = ParameterState::ALL.into_iter().filter(|&state| is_less(state, alone));
+            let states: Vec<ParameterState> = states.collect();
+            let mut rows = from.rows;
+            loop {
+                for (&state, recompute) in
+                    states.iter().flat_map(|state| modes().map(move |mode| (state, mode)))
+                {
+                    let setting = Setting { state, rows, recompute, in_backward };
+                    let memory = self.memory(&setting, bytes)?;
+                    if memory.total() <= bytes {
+                        let mut keys = setting.beside(from);
+                        if alone && accumulate > 1 {
+                            keys += ", train.accumulate = 1";
+                        }
+                        return Ok(Some((keys, memory)));
+                    }
+                }
+                if rows == 1 {
+                    break;
+                }
+                rows = rows.div_ceil(2);
+            }
+        }
+        Ok(None)
+    }
+}
