@@ -297,6 +297,7 @@ class DotProductAttention(Stateless):
         offsets, padded_offsets = (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
         lengths, parts, starts = self._sequences(form, kind, q, k, attention_mask, offsets, padded_offsets)
         diagonal = _diagonal(lengths if at_end else None)
+        between = starts is not None and bool(parts)
         parts += [] if window == (-1, -1) else [_within(window, diagonal)]
         mask = functools.reduce(operator.and_, map(Mask, parts)) if parts else None
         score = self._score(core_attention_bias_type, core_attention_bias, alibi_slopes, diagonal)
@@ -308,7 +309,13 @@ class DotProductAttention(Stateless):
             if starts is None:
                 return flex_attention(q, k, v, score, mask, scale, True, return_aux=wanted, sink=sink, dropout_p=dropped)
             q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-            return varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
+            if not between:
+                return varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
+            # What lies between sequences may be no number, and 0 times that would reach gradients.
+            kept = [_inside(length, at, t.size(0)) for length, at, t in zip(lengths, starts, (q, k))]
+            q, k, v = (torch.where(inside[:, None, None], t, 0) for t, inside in zip((q, k, v), (kept[0], kept[1], kept[1])))
+            out, aux = varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
+            return torch.where(kept[0][:, None, None], out, 0), aux
 
         results: tuple[Tensor, AuxOutput]
         results = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
@@ -453,6 +460,14 @@ def _lengths(what: str, cu: Tensor) -> Tensor:
 
 def _shorter(q_lengths: Tensor, kv_lengths: Tensor) -> Callable[..., Any]:
     return lambda b, h, i, j: (i < q_lengths[b]) & (j < kv_lengths[b])
+
+
+def _inside(lengths: Tensor, starts: Tensor, rows: int) -> Tensor:
+    """Which of ``rows`` rows are of a sequence, bool ``[rows]``; the others lie between sequences or behind them."""
+    row = torch.arange(rows, device=starts.device)
+    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, lengths.numel() - 1)
+    place = row - starts[sequence]
+    return (place >= 0) & (place < lengths[sequence])
 
 
 def _diagonal(lengths: tuple[Any, Any] | None) -> Callable[..., Any]:

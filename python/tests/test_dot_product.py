@@ -193,8 +193,11 @@ def test_rows_between_sequences_count_for_nothing():
     kept = torch.cat([torch.arange(int(r)) < n for n, r in zip(Q_LENGTHS, room[0])])
     torch.testing.assert_close(out[kept], dense[:-1])
     assert not out[~kept].any()
-    out.sum().backward()
-    assert bool(torch.isfinite(q.grad).all()) and not q.grad[~kept].any()
+    # Nor does what their gradient holds.
+    out.backward(torch.where(kept[:, None], 1.0, math.nan).expand_as(out))
+    kept_kv = torch.cat([torch.arange(int(r)) < n for n, r in zip(KV_LENGTHS, room[1])])
+    for gradient, inside in ((q.grad, kept), (k.grad, kept_kv), (v.grad, kept_kv)):
+        assert bool(torch.isfinite(gradient).all()) and not gradient[~inside].any()
     with pytest.raises(ValueError, match="no room"):
         module(q, k, v, **cus, cu_seqlens_q_padded=cu(Q_LENGTHS - 1 + torch.tensor([0, 0, 1])), cu_seqlens_kv_padded=cu(room[1]))
 
