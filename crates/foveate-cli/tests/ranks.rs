@@ -1,81 +1,25 @@
 //! Training on several ranks as a user starts them: by `foveate launch`, by flags, by a launcher's
 //! variables; ranks that are killed, and wrong input.
 
+mod place;
+
 use std::net::TcpListener;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-const RECIPE: &str = r#"
-[run]
-dir = "run"
-seed = 3
+use place::Place;
 
-[model]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
+/// Three rows a batch, and the run in `run`.
+fn place() -> Place {
+    let place = Place::new();
+    place.recipe(|recipe| recipe.replace("batch_rows = 2", "batch_rows = 3"));
+    place
+}
 
-[attention]
-mask = "causal & document"
-score = "relative_bias"
-
-[attention.learned.rel_bias]
-shape = [2, 17]
-
-[data]
-files = ["*.txt"]
-len = 32
-held_out = 0.2
-
-[train]
-steps = 24
-batch_rows = 3
-eval_every = 10
-save_every = 4
-"#;
-
-struct Place(tempfile::TempDir);
-
-impl Place {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        for i in 0..12 {
-            let text = format!("document {i}: ") + &"the quick brown fox ".repeat(i + 2);
-            std::fs::write(dir.path().join(format!("{i:02}.txt")), text).unwrap();
-        }
-        std::fs::write(dir.path().join("recipe.toml"), RECIPE).unwrap();
-        Self(dir)
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
-        command.args(args).current_dir(self.0.path()).stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
-    }
-
-    /// Loss of every step, as written.
-    fn losses(&self, run: &str) -> Vec<String> {
-        let log = std::fs::read_to_string(self.0.path().join(run).join("metrics.jsonl")).unwrap();
-        let records = log.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
-        records.filter(|r| r["kind"] == "step").map(|r| r["loss"].to_string()).collect()
-    }
-
-    fn weights(&self, run: &str) -> Vec<u8> {
-        let last = self.0.path().join(run).join("checkpoints/step-000150");
-        std::fs::read(last.join("masters.safetensors")).unwrap()
-    }
-
-    fn saved(&self) -> bool {
-        std::fs::read_dir(self.0.path().join("run/checkpoints")).is_ok_and(|mut entries| {
-            entries.any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
-        })
-    }
+fn saved(place: &Place) -> bool {
+    std::fs::read_dir(place.path("run/checkpoints")).is_ok_and(|mut entries| {
+        entries.any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
+    })
 }
 
 fn text(bytes: Vec<u8>) -> String {
@@ -89,7 +33,7 @@ fn errors(said: &str) -> Vec<&str> {
 
 #[test]
 fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
-    let place = Place::new();
+    let place = place();
     assert!(place.run(&["train", "recipe.toml", "--set", "run.dir=alone"]).status.success());
     let done = place.run(&["launch", "--ranks", "3", "--", "train", "recipe.toml"]);
     let (out, said) = (text(done.stdout), text(done.stderr));
@@ -97,8 +41,9 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
     assert!(said.contains("3 ranks share the rows of a batch"), "{said}");
     assert_eq!(out.matches("held-out loss").count(), 1, "{out}");
     assert!(!said.lines().chain(out.lines()).any(|line| line.starts_with('[')), "{said}{out}");
-    let pairs = place.losses("run").into_iter().zip(place.losses("alone"));
-    let far = pairs.map(|(a, b)| (a.parse::<f64>().unwrap() - b.parse::<f64>().unwrap()).abs());
+    let losses =
+        |run: &str| place.steps(run).into_iter().map(|(_, loss, _)| loss.parse::<f64>().unwrap());
+    let far = losses("run").zip(losses("alone")).map(|(a, b)| (a - b).abs());
     let far: Vec<f64> = far.collect();
     assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
 }
@@ -116,13 +61,13 @@ fn two(place: &Place, args: &[&str]) -> [Child; 2] {
 
 #[test]
 fn a_rank_that_is_killed_ends_the_others_and_the_run_resumes_bit_for_bit() {
-    let place = Place::new();
+    let place = place();
     for rank in two(&place, &["--set", "run.dir=straight"]) {
         let done = rank.wait_with_output().unwrap();
         assert!(done.status.success(), "{}", text(done.stderr));
     }
     for round in 0.. {
-        let how = if place.saved() { "--resume" } else { "--start-over" };
+        let how = if saved(&place) { "--resume" } else { "--start-over" };
         let [zero, one] = two(&place, &[how]);
         // From before they meet to well inside the run; each of them in turn.
         std::thread::sleep(Duration::from_millis(30 + 50 * round));
@@ -151,19 +96,19 @@ fn a_rank_that_is_killed_ends_the_others_and_the_run_resumes_bit_for_bit() {
         }
         break;
     }
-    assert_eq!(place.losses("run"), place.losses("straight"));
-    assert_eq!(place.weights("run"), place.weights("straight"));
+    assert_eq!(place.steps("run"), place.steps("straight"));
+    assert_eq!(place.weights("run", 150), place.weights("straight", 150));
 }
 
 #[cfg(unix)]
 #[test]
 fn sigterm_to_the_launcher_saves_after_the_same_step_on_all_ranks() {
-    let place = Place::new();
+    let place = place();
     let steps = ["--set", "train.steps=4000"];
     let launch = ["launch", "--ranks", "2", "--", "train", "recipe.toml"];
     let child = place.command(&[&launch[..], &steps].concat());
     let mut child = { child }.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let log = place.0.path().join("run/metrics.jsonl");
+    let log = place.path("run/metrics.jsonl");
     while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 3 {
         assert!(child.try_wait().unwrap().is_none(), "it ended before its first steps");
         std::thread::sleep(Duration::from_millis(5));
@@ -174,12 +119,12 @@ fn sigterm_to_the_launcher_saves_after_the_same_step_on_all_ranks() {
     let said = text(done.stderr);
     assert_eq!(done.status.code(), Some(130), "{said}");
     assert!(said.contains("interrupted after step"), "{said}");
-    assert!(place.saved());
+    assert!(saved(&place));
 }
 
 #[test]
 fn wrong_input_gets_one_line_on_one_rank() {
-    let place = Place::new();
+    let place = place();
     for (set, says) in [
         ("train.batch_rows=2", "train.batch_rows: is 2, and 3 ranks share the rows of a batch"),
         ("data.files=none.txt", "data.files"),
@@ -190,7 +135,7 @@ fn wrong_input_gets_one_line_on_one_rank() {
         let said = text(done.stderr);
         assert_eq!(done.status.code(), Some(1), "{said}");
         assert!(errors(&said)[0].contains(says), "{said}");
-        assert!(!place.0.path().join("run").exists());
+        assert!(!place.path("run").exists());
     }
     for (args, says) in [
         (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
@@ -214,7 +159,7 @@ fn wrong_input_gets_one_line_on_one_rank() {
 
 #[test]
 fn the_doctor_says_which_rank_this_is_and_why() {
-    let place = Place::new();
+    let place = place();
     let alone = text(place.run(&["doctor", "--mesh"]).stdout);
     assert!(alone.starts_with("ranks     0 of 1, by no launcher"), "{alone}");
     let mut command = place.command(&["doctor", "--mesh"]);

@@ -1,78 +1,14 @@
 //! The trainer as a user runs it: a whole run, runs that die, wrong input.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+mod place;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const RECIPE: &str = r#"
-[run]
-dir = "DIR"
-seed = 3
-
-[model]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-tie_word_embeddings = true
-
-[attention]
-mask = "causal & document"
-score = "softcap(30) then relative_bias"
-
-[attention.learned.rel_bias]
-shape = [2, 17]
-
-[data]
-files = ["*.txt"]
-len = 32
-held_out = 0.2
-
-[train]
-steps = 24
-batch_rows = 2
-eval_every = 10
-save_every = 4
-
-[schedule]
-warmup_steps = 4
-"#;
-
-struct Place(tempfile::TempDir);
+use place::Place;
 
 impl Place {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        for i in 0..12 {
-            let text = format!("document {i}: ") + &"the quick brown fox ".repeat(i + 2);
-            std::fs::write(dir.path().join(format!("{i:02}.txt")), text).unwrap();
-        }
-        let place = Self(dir);
-        place.recipe(|r| r);
-        place
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// Writes the recipe as `change` makes it.
-    fn recipe(&self, change: impl Fn(String) -> String) {
-        let text = RECIPE.replace("DIR", &self.path("run").display().to_string());
-        std::fs::write(self.path("recipe.toml"), change(text)).unwrap();
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
-        command.args(args).current_dir(self.0.path()).stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        self.command(args).output().unwrap()
-    }
-
     /// Runs what must succeed and gives its last line of JSON.
     fn json(&self, args: &[&str]) -> serde_json::Value {
         let done = self.run(args);
@@ -88,23 +24,6 @@ impl Place {
         assert_eq!(done.status.code(), Some(code), "{text}");
         assert!(!text.contains("panicked"), "{text}");
         text.lines().find(|l| l.starts_with("error: ")).expect("an error line").to_owned()
-    }
-
-    /// Loss and gradient norm of every step, as written.
-    fn steps(&self, run: &str) -> Vec<(u64, String, String)> {
-        let log = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
-        let records = log.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
-        let steps = records.filter(|r| r["kind"] == "step");
-        steps
-            .map(|r| {
-                (r["step"].as_u64().unwrap(), r["loss"].to_string(), r["grad_norm"].to_string())
-            })
-            .collect()
-    }
-
-    fn weights(&self, run: &str, step: u64) -> Vec<u8> {
-        let last = self.path(run).join(format!("checkpoints/step-{step:06}"));
-        std::fs::read(last.join("masters.safetensors")).unwrap()
     }
 }
 
@@ -282,7 +201,7 @@ fn a_checkpoint_past_the_limit_of_file_sizes_is_an_error_with_the_remedy() {
     let place = Place::new();
     let mut shell = Command::new("sh");
     shell.args(["-c", "ulimit -f 20; exec \"$0\" train recipe.toml --set train.steps=2"]);
-    shell.arg(env!("CARGO_BIN_EXE_foveate")).current_dir(place.0.path());
+    shell.arg(env!("CARGO_BIN_EXE_foveate")).current_dir(place.path(""));
     let done = shell.stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8(done.stderr).unwrap();
     assert_eq!(done.status.code(), Some(1), "{said}");
@@ -299,7 +218,7 @@ fn what_the_limit_of_address_space_leaves_is_what_a_run_may_take() {
         let limited =
             format!("ulimit -v {kib}; exec \"$0\" train recipe.toml --start-over --set \"$1\"");
         shell.args(["-c", &limited, env!("CARGO_BIN_EXE_foveate"), rows]);
-        shell.current_dir(place.0.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "1");
+        shell.current_dir(place.path("")).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "1");
         let done = shell.output().unwrap();
         (done.status.code(), String::from_utf8(done.stderr).unwrap())
     };
