@@ -272,7 +272,7 @@ fn a_profile_has_the_times_of_every_block_of_its_steps() {
     assert_eq!(steps.model.block_times(), []);
     let calls = |block| times.iter().filter(|time| time.block == block).count();
     // Two steps of two batches of two layers.
-    assert_eq!(["attention", "attention backward", "linear", "adamw"].map(calls), [8, 8, 32, 2]);
+    assert_eq!(["attention", "attention backward", "linear", "update"].map(calls), [8, 8, 32, 2]);
 }
 
 #[test]
