@@ -6,6 +6,12 @@
 //! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`). Nothing here is public: it changes
 //! with the Python sources.
 //!
+//! ```python
+//! from foveate import flex_attention
+//!
+//! out = flex_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score * 0.5)
+//! ```
+//!
 //! Torch is not linked and not needed to build: tensors say their address, shape and strides through
 //! the table of C functions that DLPack standardises (`dlpack`), or by their attributes.
 
