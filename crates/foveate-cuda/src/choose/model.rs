@@ -134,7 +134,14 @@ fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f6
         Kernel::BackwardDq => 2 * dim + dim_v,
         Kernel::Backward if config.separate_dq => 2 * (dim + dim_v),
         Kernel::Backward => 3 * dim + 2 * dim_v,
-        _ => dim + dim_v,
+        Kernel::Forward
+        | Kernel::Combine
+        | Kernel::Delta
+        | Kernel::RowWeightSum
+        | Kernel::Dq
+        | Kernel::BlockLists
+        | Kernel::RangeTable
+        | Kernel::Sequences => dim + dim_v,
     };
     let products = 2.0 * scores * dims as f64 / WGMMA_PER_CYCLE;
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);

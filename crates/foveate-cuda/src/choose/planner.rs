@@ -142,9 +142,9 @@ impl KernelPlan {
             keys.others.iter_mut().for_each(|c| c.config.separate_dq = separate_dq);
             let all = Pass::backward(class, separate_dq).kernels().into_iter();
             let mut keys = Some(keys);
-            let chosen = all.map(|kernel| match kernel {
-                Kernel::Backward => Ok(keys.take().expect("a pass has a kernel once")),
-                kernel => choose(kernel),
+            let chosen = all.map(|kernel| match kernel.owns_keys() {
+                true => Ok(keys.take().expect("a pass has a kernel once")),
+                false => choose(kernel),
             });
             kernels.extend(chosen.collect::<Result<Vec<_>, _>>()?);
         }
@@ -324,9 +324,9 @@ fn hopper_candidates(kernel: Kernel, class: &Class, asked: &TileOptions) -> Vec<
         }
         return all;
     }
-    let (consumers, keys): (&[usize], &[usize]) = match kernel {
-        Kernel::BackwardDq => (&[2], &[32, 48, 64, 80, 96, 112, 128]),
-        _ => (&[1, 2, 3], &[64, 80, 96, 112, 128, 144, 160, 176]),
+    let (consumers, keys): (&[usize], &[usize]) = match kernel.makes_dq_alone() {
+        true => (&[2], &[32, 48, 64, 80, 96, 112, 128]),
+        false => (&[1, 2, 3], &[64, 80, 96, 112, 128, 144, 160, 176]),
     };
     let own = |tiles: &Tiles| {
         asked.tile_q.is_none_or(|rows| rows == tiles.tile_q)

@@ -102,6 +102,22 @@ impl Kernel {
         }
     }
 
+    /// Whether it makes dq and nothing else, from all operands of a backward.
+    pub(crate) fn makes_dq_alone(self) -> bool {
+        match self {
+            Self::BackwardDq => true,
+            Self::Forward
+            | Self::Combine
+            | Self::Delta
+            | Self::RowWeightSum
+            | Self::Backward
+            | Self::Dq
+            | Self::BlockLists
+            | Self::RangeTable
+            | Self::Sequences => false,
+        }
+    }
+
     /// Whether it is a kernel of the forward alone.
     pub fn is_of_forward(self) -> bool {
         match self {

@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family, Kernel};
+use crate::compile::config::{Config, Elem, Family};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -63,7 +63,7 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
 /// `MANY_SUMS` of the kernel of dq: consumers have registers that producers would need.
 fn has_many_sums(config: &Config) -> bool {
     let sums = config.padded_dim() / 2 + config.tile_kv * 5 / 4;
-    config.kernel == Kernel::BackwardDq && sums > 200
+    config.kernel.makes_dq_alone() && sums > 200
 }
 
 /// Numbers that a consumer's thread keeps at once, where there are most.
@@ -73,7 +73,7 @@ fn numbers(config: &Config) -> usize {
         // Scores, out, and the weights of the step before.
         return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
     }
-    if config.kernel == Kernel::BackwardDq {
+    if config.kernel.makes_dq_alone() {
         // dQ, scores and dP, and dS of the step before as an operand; with a derivative its product with
         // the weights later.
         let beside = if config.dscore { tile_kv / 2 } else { tile_kv / 4 };
@@ -120,7 +120,7 @@ fn check(config: &Config) -> Result<(), Refusal> {
     if config.align != 16 {
         return family("rows that are not aligned to 16 B");
     }
-    if config.kernel == Kernel::BackwardDq {
+    if config.kernel.makes_dq_alone() {
         if warps != 12 || tile_q != 128 {
             return shape(format!(
                 "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 12, of which two consumers own \
@@ -216,7 +216,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
             ("steps, barriers", END_BYTES),
         ];
     }
-    if config.kernel == Kernel::BackwardDq {
+    if config.kernel.makes_dq_alone() {
         let fixed = vec![
             ("q, d_out", tile_q * (row_k + row_v)),
             ("lse, delta", tile_q * 8),
