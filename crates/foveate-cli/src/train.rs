@@ -62,8 +62,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.set)?;
     let launch = args.ranks.find()?;
     recipe.run.device = ranks::device(args.device.unwrap_or(recipe.run.device), &launch);
-    let interrupt = Interrupt::watch()?;
+    // A rank that waits for others has nothing to save, and a signal ends it.
     let group = ranks::meet(&launch)?;
+    let interrupt = Interrupt::watch()?;
     let start = match (args.resume, args.start_over) {
         (true, _) => Start::Resume,
         (_, true) => Start::Over,

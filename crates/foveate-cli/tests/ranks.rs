@@ -122,6 +122,21 @@ fn sigterm_to_the_launcher_saves_after_the_same_step_on_all_ranks() {
     assert!(saved(&place));
 }
 
+#[cfg(unix)]
+#[test]
+fn sigterm_ends_a_rank_that_waits_for_others() {
+    let place = place();
+    let [mut zero, mut one] = two(&place, &[]);
+    one.kill().unwrap();
+    one.wait().unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    let pid = zero.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    let began = Instant::now();
+    assert!(!zero.wait().unwrap().success());
+    assert!(began.elapsed() < Duration::from_secs(20), "it waits on");
+}
+
 #[test]
 fn wrong_input_gets_one_line_on_one_rank() {
     let place = place();
