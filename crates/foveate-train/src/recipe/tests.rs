@@ -1,0 +1,304 @@
+//! Recipes that are read, refused and written.
+
+use super::*;
+
+const TEXT: &str = r#"
+[run]
+dir = "runs/x"
+
+[model]
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+
+[attention]
+mask = "causal & document"
+
+[data]
+files = ["*.md"]
+len = 128
+
+[train]
+steps = 10
+"#;
+
+fn told(text: &str, sets: &[&str]) -> String {
+    let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
+    Recipe::parse(text, "r.toml", &sets).unwrap_err().to_string()
+}
+
+#[test]
+fn what_older_recipes_say_of_the_order_of_a_product_is_read_and_forgotten() {
+    let plain = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
+    for order in ["stacked", "interleaved"] {
+        let mask = "mask = \"causal & document\"";
+        let older = TEXT.replace(mask, &format!("{mask}\nqkv_order = \"{order}\""));
+        assert_eq!(Recipe::parse(&older, "r.toml", &[]).unwrap(), plain);
+    }
+    assert!(!plain.to_toml().unwrap().contains("qkv_order"));
+    let error = told(&TEXT.replace("mask =", "qvk_order = 1\nmask ="), &[]);
+    assert!(error.contains("qvk_order"), "{error}");
+}
+
+#[test]
+fn what_does_not_go_together_is_refused_with_the_reason() {
+    let back = "optimizer.in_backward=true";
+    for (sets, said) in [
+        (&[back][..], "optimizer.clip_norm is 1; the norm of all gradients is known only when"),
+        (
+            &[back, "optimizer.clip_norm=0", "train.accumulate=2"],
+            "train.accumulate is 2; the gradients of a batch are gone",
+        ),
+        (
+            &["precision.state=bf16_gradients", "train.accumulate=4"],
+            "train.accumulate is 4; sums in bf16 over batches lose what is small, so \
+                 precision.state = \"bf16_gradients\" takes 1",
+        ),
+        (&["train.recompute=most"], "train.recompute is \"most\""),
+        (
+            &["train.recompute=auto", "train.recompute_layers=3"],
+            "train.recompute_layers is given beside train.recompute = \"auto\"",
+        ),
+        (
+            &["optimizer.groups=[{ match = \"*\", rate = -1.0 }]"],
+            "optimizer.groups.rate of `*` is -1",
+        ),
+        (
+            &[
+                "optimizer.weight_decay=0",
+                "optimizer.groups=[{ match = \"a\", weight_decay = 1.0 }]",
+            ],
+            "optimizer.groups.weight_decay of `a` is above 0 where optimizer.weight_decay is 0",
+        ),
+        (&["optimizer.kind=adam"], "adamw"),
+        (&["optimizer.momentum=1"], "optimizer.momentum is 1"),
+    ] {
+        let error = told(TEXT, sets);
+        assert!(error.contains(said), "{error}, not {said}");
+    }
+    let group = |names: &str| OptimizerGroup {
+        names: names.to_owned(),
+        rate: 1.0,
+        weight_decay: None,
+        frozen: true,
+    };
+    for (names, name, is) in [
+        ("a.b", "a.b", true),
+        ("a.b", "a.bc", false),
+        ("*", "anything", true),
+        ("*.b.*", "a.b.c", true),
+        ("*.b.*", "a.c", false),
+        ("a*c", "abc", true),
+        ("a*c", "abcd", false),
+        ("a*b*c", "axbxc", true),
+        ("ab*b", "ab", false),
+    ] {
+        assert_eq!(group(names).matches(name), is, "{names} and {name}");
+    }
+}
+
+#[test]
+fn programs_have_names_and_layers_name_them() {
+    let section = |text: &str| TEXT.replace("mask = \"causal & document\"", text);
+    let programs = "[attention.programs.local]\nmask = \"causal & window(64, 0)\"\n\
+                        [attention.programs.global]\nmask = \"causal\"";
+    let text = section(&format!("layers = [\"local\", \"global\"]\n{programs}"));
+    let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap();
+    let attention = recipe.attention.clone().unwrap();
+    assert_eq!(attention.of_layer(3).0, Some("global"));
+    assert_eq!(attention.of_layer(2).1.mask, "causal & window(64, 0)");
+    let again = Recipe::parse(&recipe.to_toml().unwrap(), "r.toml", &[]).unwrap();
+    assert_eq!(again.attention, Some(attention));
+    for (layers, said) in [
+        ("", "`layers` is missing"),
+        ("layers = [\"local\", \"globl\"]", "`layers` names `globl`; `programs` has global, local"),
+        ("layers = [\"local\"]", "no layer runs the program `global`"),
+        ("mask = \"causal\"\nlayers = [\"local\"]", "stands beside `programs`"),
+    ] {
+        let error = told(&section(&format!("{layers}\n{programs}")), &[]);
+        assert!(error.contains(said), "{error}");
+    }
+}
+
+#[test]
+fn a_resolved_recipe_reads_back_as_itself() {
+    let recipe = Recipe::parse(TEXT, "r.toml", &[]).unwrap();
+    let again = Recipe::parse(&recipe.to_toml().unwrap(), "again", &[]).unwrap();
+    assert_eq!(recipe, again);
+    let config = recipe.model_config(257).unwrap().unwrap();
+    assert_eq!((config.vocab_size, config.max_position_embeddings), (257, 128));
+}
+
+#[test]
+fn recipes_to_begin_with_say_their_size_and_remove_no_run() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap();
+    for name in ["README.md", "recipes/tiny.toml", "recipes/learned-bias.toml"] {
+        let text = read(name);
+        let mut commands = text.lines().filter(|line| line.contains("-- train recipes/"));
+        assert!(commands.clone().count() > 0 && commands.all(|c| !c.contains("--start-over")));
+    }
+    let tiny = Recipe::parse(&read("recipes/tiny.toml"), "tiny.toml", &[]).unwrap();
+    let parameters = tiny.model_config(257).unwrap().unwrap().parameter_count();
+    let said = format!("about {:.1} million parameters", parameters as f64 * 1e-6);
+    assert!(read("recipes/tiny.toml").contains(&said), "{said}");
+}
+
+#[test]
+fn overrides_change_values_of_every_type() {
+    let sets = ["train.steps=20", "optimizer.lr=1e-3", "run.dir=elsewhere", "data.shuffle=false"];
+    let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
+    let recipe = Recipe::parse(TEXT, "r.toml", &sets).unwrap();
+    assert_eq!(recipe.train.steps, Some(20));
+    assert_eq!(recipe.optimizer.lr, 1e-3);
+    assert_eq!(recipe.run.dir, Path::new("elsewhere"));
+    assert!(!recipe.data.shuffle);
+}
+
+#[test]
+fn every_mistake_is_named_with_its_place() {
+    let typo = told(&TEXT.replace("steps = 10", "stepz = 10"), &[]);
+    assert!(typo.starts_with("r.toml:19:1: unknown field `stepz`"), "{typo}");
+    assert!(typo.ends_with("did you mean `steps`?"), "{typo}");
+    let ill = told(&TEXT.replace("steps = 10", "steps = \"ten\""), &[]);
+    assert_eq!(
+        ill,
+        "r.toml:19:9: train.steps is \"ten\"; a whole number of at least 0 is expected"
+    );
+    let without = told(&TEXT.replace("len = 128", ""), &[]);
+    assert!(without.ends_with(": data.len is missing"), "{without}");
+    let without = told(&TEXT.replace("[run]\ndir = \"runs/x\"", ""), &[]);
+    assert!(without.ends_with(": the section [run] is missing"), "{without}");
+    let section = told(&TEXT.replace("[train]", "[trian]"), &[]);
+    assert!(section.contains("did you mean `train`?"), "{section}");
+    let set = told(TEXT, &["train.stesp=3"]);
+    assert!(set.starts_with("--set train.stesp=3: unknown field `stesp`"), "{set}");
+    assert!(told(TEXT, &["train.steps"]).contains("has no `=`"));
+    assert!(told(TEXT, &["train.steps.x=1"]).contains("`steps` is a value, not a section"));
+    assert_eq!(told(TEXT, &["train.steps=0"]), "r.toml: train.steps is 0; it must be at least 1");
+    let both = told(TEXT, &["train.epochs=2"]);
+    assert!(both.contains("train.epochs is given beside train.steps; give one"), "{both}");
+    let sums = told(TEXT, &["precision.state=bf16", "train.accumulate=2"]);
+    assert!(sums.contains("train.accumulate is 2") && sums.contains("takes 1"), "{sums}");
+    assert!(told(TEXT, &["optimizer.eps=1e-50"]).contains("optimizer.eps is"));
+    let scaling = told(TEXT, &["model.rope_scaling={rope_type=\"linear\",factr=2.0}"]);
+    assert!(scaling.contains("did you mean `factor`?"), "{scaling}");
+    assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
+    assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
+    assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
+}
+
+/// Every field of a recipe, and every section, given values of every type.
+#[test]
+fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
+    let values = [
+        "\"text\"",
+        "3",
+        "-3",
+        "1.5",
+        "true",
+        "[1]",
+        "[\"x\"]",
+        "[]",
+        "{ a = 1 }",
+        "{}",
+        "2026-11-22",
+        "99999999999999999999",
+        "nan",
+    ];
+    let scaling = "rope_scaling = { rope_type = \"llama3\", factor = 2.0, low_freq_factor = 1.0, \
+                       high_freq_factor = 4.0, original_max_position_embeddings = 8192.0 }";
+    let buffers = "buffers = { window = { shape = [1], values = [7] } }\nlearned = { bias = { shape = [4], init = 0.5 } }\n\
+                       score = \"score + bias[h]\"";
+    let text = TEXT
+        .replace("[attention]", &format!("{scaling}\n[attention]\n{buffers}"))
+        .replace("mask = \"causal & document\"", "mask = \"kv <= window[0]\"");
+    let recipe = Recipe::parse(&text, "r.toml", &[]).unwrap();
+    let table: toml::Table = toml::from_str(&recipe.to_toml().unwrap()).unwrap();
+    let mut fields = vec![
+        "model.checkpoint",
+        "model.vocab_size",
+        "model.num_key_value_heads",
+        "model.head_dim",
+        "model.rms_norm_eps",
+        "model.rope_theta",
+        "model.rope_pairing",
+        "attention.score",
+        "model.max_position_embeddings",
+        "model.tie_word_embeddings",
+        "attention.layers",
+        "attention.programs",
+        "train.epochs",
+        "precision.state",
+        "data.tokenizer",
+        "data.add_bos_token",
+        "data.add_eos_token",
+        "data.chat_template",
+        "resolved",
+    ]
+    .into_iter()
+    .map(str::to_owned)
+    .collect();
+    fn walk(table: &toml::Table, above: &str, fields: &mut Vec<String>) {
+        for (key, value) in table {
+            let field = format!("{above}{key}");
+            if let toml::Value::Table(inner) = value {
+                walk(inner, &format!("{field}."), fields);
+            }
+            fields.push(field);
+        }
+    }
+    walk(&table, "", &mut fields);
+    assert!(fields.len() > 60 && fields.iter().any(|f| f == "attention.learned.bias.shape"));
+    const OF_RUST: [&str; 17] = [
+        "usize", "u64", "u32", "i64", "i32", "f64", "f32", "struct", "enum", "variant", "untagged",
+        "option", "map", "sequence", "boolean", "floating", "invalid",
+    ];
+    let (mut wrong, mut faults) = (0, Vec::new());
+    for field in &fields {
+        // One of its names is that of a type.
+        let is_dtype = ["train.save_dtype", "precision"].iter().any(|f| field.starts_with(f));
+        for value in values {
+            let set = format!("{field}={value}");
+            let mut given = table.clone();
+            let of_set = Recipe::parse(&text, "r.toml", std::slice::from_ref(&set)).err();
+            // The same in the file.
+            let of_file = override_value(&mut given, &set)
+                .and_then(|()| Recipe::parse(&toml::to_string(&given).unwrap(), "r.toml", &[]));
+            for said in [of_set, of_file.err()].into_iter().flatten() {
+                let said = said.to_string();
+                let words: Vec<_> = said.split(|c: char| !c.is_alphanumeric()).collect();
+                let leaks = OF_RUST
+                    .iter()
+                    .any(|&word| words.contains(&word) && !(word == "f32" && is_dtype));
+                let named = said.contains(field.rsplit('.').next().unwrap())
+                    || said.contains("unknown field `a`, expected");
+                if leaks || said.contains('\n') || !named {
+                    faults.push(format!("{set}: {said}"));
+                }
+                wrong += 1;
+            }
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    assert!(wrong > 700, "{wrong}");
+}
+
+#[test]
+fn every_recipe_of_the_repository_reads_and_every_field_is_documented() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let manual = std::fs::read_to_string(root.join("docs/recipes.md")).unwrap();
+    let mut read = 0;
+    for entry in std::fs::read_dir(root.join("recipes")).unwrap() {
+        let recipe = Recipe::load(&entry.unwrap().path(), &[]).unwrap();
+        read += 1;
+        let table: toml::Table = toml::from_str(&recipe.to_toml().unwrap()).unwrap();
+        for (section, fields) in &table {
+            for field in fields.as_table().unwrap().keys() {
+                assert!(manual.contains(&format!("`{section}.{field}")), "{section}.{field}");
+            }
+        }
+    }
+    assert!(read >= 5);
+}
