@@ -260,8 +260,8 @@ fn the_doctor_says_which_level_and_threads_are_used_and_what_is_wrong_with_those
     for wrong in ["abc", "0"] {
         let told = doctor(&[("RAYON_NUM_THREADS", wrong)], &[]);
         let refused = format!(
-            "cores (RAYON_NUM_THREADS is {wrong:?}, which is no number of threads; other commands \
-             refuse it)"
+            " (RAYON_NUM_THREADS is {wrong:?}, which is no number of threads; other commands refuse \
+             it)"
         );
         assert!(told.contains(&refused), "{told}");
     }
