@@ -224,8 +224,8 @@ impl Observer for View<'_> {
             run.held_out_documents,
             run.dir.display()
         );
-        if run.ranks > 1 {
-            crate::output::tell!("{} ranks share the rows of a batch", run.ranks);
+        if run.mesh.ranks() > 1 {
+            crate::output::tell!("{} ranks: {}", run.mesh.ranks(), run.mesh);
         }
         let needed = bytes(run.memory.total() as f64);
         match &run.gpu {

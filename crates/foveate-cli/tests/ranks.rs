@@ -38,7 +38,7 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
     let done = place.run(&["launch", "--ranks", "3", "--", "train", "recipe.toml"]);
     let (out, said) = (text(done.stdout), text(done.stderr));
     assert!(done.status.success(), "{said}");
-    assert!(said.contains("3 ranks share the rows of a batch"), "{said}");
+    assert!(said.contains("3 ranks: replicate=1,shard=3,context=1,tensor=1"), "{said}");
     assert_eq!(out.matches("held-out loss").count(), 1, "{out}");
     assert!(!said.lines().chain(out.lines()).any(|line| line.starts_with('[')), "{said}{out}");
     let losses =

@@ -7,29 +7,79 @@
 
 use std::ops::Range;
 
-use foveate_shard::ShardError;
-use foveate_shard::collectives::{Collectives, Kind, agree};
+use foveate_shard::collectives::{Collectives, Kind, OneRank, agree};
+use foveate_shard::{Mesh, MeshAxis, ShardError};
 
 use crate::error::{TrainError, TrainErrorKind};
+use crate::recipe::MeshSection;
 
-/// The ranks of a run, seen from one of them.
+/// The axes over which gradients of a parameter are summed.
+pub(crate) const GRADIENTS: [MeshAxis; 3] =
+    [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+
+/// The axes that cut the rows of a batch.
+pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Shard];
+
+/// The ranks of a run, seen from one of them, and the mesh that they stand in.
 #[derive(Clone, Copy)]
-pub(crate) struct Ranks<'a>(pub &'a dyn Collectives);
+pub(crate) struct Ranks<'a> {
+    all: &'a dyn Collectives,
+    mesh: Mesh,
+}
+
+impl Ranks<'static> {
+    /// One rank, by itself.
+    pub fn one() -> Self {
+        Self { all: &OneRank, mesh: Mesh::single() }
+    }
+}
+
+impl<'a> Ranks<'a> {
+    /// `all` ranks, in the mesh of a recipe.
+    pub fn in_mesh(all: &'a dyn Collectives, section: &MeshSection) -> Result<Self, TrainError> {
+        let unplaced = Ranks { all, mesh: Mesh::single() };
+        let mesh = unplaced.together(section.of_ranks(all.ranks()))?;
+        Ok(Self { all, mesh })
+    }
+}
 
 impl Ranks<'_> {
+    pub fn mesh(self) -> Mesh {
+        self.mesh
+    }
+
+    /// Number of ranks.
+    pub fn count(self) -> usize {
+        self.all.ranks()
+    }
+
     /// Whether this rank writes.
     pub fn first(self) -> bool {
-        self.0.rank() == 0
+        self.all.rank() == 0
     }
 
     pub fn alone(self) -> bool {
-        self.0.ranks() == 1
+        self.count() == 1
     }
 
-    /// The rows of this rank, of `rows`.
-    pub fn part(self, rows: usize) -> Range<usize> {
-        let (rank, ranks) = (self.0.rank(), self.0.ranks());
-        rank * rows / ranks..(rank + 1) * rows / ranks
+    /// The place of this rank on `axes`, taken as one, the first the outermost.
+    pub fn coordinate(self, axes: &[MeshAxis]) -> usize {
+        self.mesh.index_of(self.all.rank(), axes)
+    }
+
+    /// A group of the ranks that differ from this one on `axes` alone, in order of their coordinates.
+    /// Every rank asks for its own.
+    pub fn group(self, axes: &[MeshAxis]) -> Result<Box<dyn Collectives>, TrainError> {
+        match self.mesh.size_of(axes) {
+            1 => Ok(Box::new(OneRank)),
+            _ => Ok(self.all.subgroup(&self.mesh.group(self.all.rank(), axes))?),
+        }
+    }
+
+    /// The rows of this rank, of `rows`: those of ranks that differ on other axes, too.
+    pub fn rows(self, rows: usize) -> Range<usize> {
+        let (part, parts) = (self.coordinate(&ROWS), self.mesh.size_of(&ROWS));
+        part * rows / parts..(part + 1) * rows / parts
     }
 
     /// Goes on where all ranks do. The first rank that failed returns its error.
@@ -38,12 +88,12 @@ impl Ranks<'_> {
             return result;
         }
         let own = result.as_ref().err().map_or(String::new(), ToString::to_string);
-        let all = self.0.all_gather(own.as_bytes())?;
+        let all = self.all.all_gather(own.as_bytes())?;
         match all.iter().position(|message| !message.is_empty()) {
             Some(rank) if all[rank] == TrainErrorKind::Interrupted.to_string().as_bytes() => {
                 Err(TrainErrorKind::Interrupted.into())
             }
-            Some(rank) if rank != self.0.rank() => Err(TrainErrorKind::Elsewhere {
+            Some(rank) if rank != self.all.rank() => Err(TrainErrorKind::Elsewhere {
                 message: format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank])),
             }
             .into()),
@@ -53,7 +103,7 @@ impl Ranks<'_> {
 
     /// Compares what has to be the same on all ranks.
     pub fn agree(self, fields: &[(&str, u64)]) -> Result<(), TrainError> {
-        if self.alone() { Ok(()) } else { Ok(agree(self.0, fields)?) }
+        if self.alone() { Ok(()) } else { Ok(agree(self.all, fields)?) }
     }
 
     /// Whether any rank says so.
@@ -61,7 +111,7 @@ impl Ranks<'_> {
         if self.alone() {
             return Ok(own);
         }
-        Ok(self.0.all_gather(&[u8::from(own)])?.concat().contains(&1))
+        Ok(self.all.all_gather(&[u8::from(own)])?.concat().contains(&1))
     }
 
     /// Sums in order of rank, in f64.
@@ -69,9 +119,9 @@ impl Ranks<'_> {
         if self.alone() {
             return Ok(own);
         }
-        let parts = self.0.exchange_as(
+        let parts = self.all.exchange_as(
             Kind::AllReduce,
-            vec![own.map(f64::to_le_bytes).as_flattened().to_vec(); self.0.ranks()],
+            vec![own.map(f64::to_le_bytes).as_flattened().to_vec(); self.all.ranks()],
         )?;
         let mut sums = [0.0; N];
         for part in parts {
@@ -81,25 +131,23 @@ impl Ranks<'_> {
         Ok(sums)
     }
 
-    /// Sums gradients in order of rank.
-    pub fn sum_gradients(self, values: &mut [f32]) -> Result<(), TrainError> {
-        Ok(self.0.all_reduce(values)?)
-    }
-
     /// What rank 0 has, on all.
     pub fn of_first(self, text: String) -> Result<String, TrainError> {
-        let bytes = self.0.broadcast(0, text.as_bytes())?;
+        let bytes = self.all.broadcast(0, text.as_bytes())?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
+}
 
-    /// Ends all ranks where this one has failed, unless another ended it.
-    pub fn end_with<T>(self, result: Result<T, TrainError>) -> Result<T, TrainError> {
-        result.inspect_err(|e| {
-            if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. }) {
-                self.0.abort(&e.to_string());
-            }
-        })
-    }
+/// Ends `all` ranks where this one has failed, unless another ended it.
+pub(crate) fn end_with<T>(
+    all: &dyn Collectives,
+    result: Result<T, TrainError>,
+) -> Result<T, TrainError> {
+    result.inspect_err(|e| {
+        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. }) {
+            all.abort(&e.to_string());
+        }
+    })
 }
 
 impl From<ShardError> for TrainError {

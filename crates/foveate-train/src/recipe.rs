@@ -21,8 +21,10 @@ use crate::error::TrainError;
 use crate::schedule::{Schedule, ScheduleKind};
 use crate::whole;
 
+mod mesh;
 mod mistakes;
 
+pub use mesh::{AxisSize, MeshSection};
 use mistakes::{located, of_override};
 
 /// A training run.
@@ -50,6 +52,9 @@ pub struct Recipe {
     /// The learning rate over the steps.
     #[serde(default)]
     pub schedule: ScheduleSection,
+    /// How the ranks of a run stand.
+    #[serde(default)]
+    pub mesh: MeshSection,
     /// In a recipe that a run has saved: all that it took from elsewhere. Nothing reads it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resolved: Option<toml::Table>,
@@ -594,6 +599,7 @@ impl Recipe {
             }
         }
         self.check_updates().or_else(|(key, why)| fail(&key, why))?;
+        self.mesh.check().or_else(|(key, why)| fail(&key, why))?;
         if self.train.recompute == RecomputeChoice::Auto && self.train.recompute_layers.is_some() {
             let why =
                 "is given beside train.recompute = \"auto\", which chooses them; leave it out";

@@ -15,6 +15,7 @@ use std::time::Instant;
 use foveate_nn::{
     Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep, PassingGradients, Recomputation,
 };
+use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
@@ -24,7 +25,7 @@ use crate::error::{TrainError, TrainErrorKind};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, end_with};
 use crate::recipe::Recipe;
 use folder::Folder;
 use profile::Profile;
@@ -57,8 +58,8 @@ pub struct Started {
     pub gpu: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
-    /// Ranks that share the rows of a batch.
-    pub ranks: usize,
+    /// The ranks of the run.
+    pub mesh: Mesh,
     /// Folder of the run.
     pub dir: PathBuf,
 }
@@ -177,10 +178,14 @@ pub fn train_on(
     options: impl Into<Options>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let (options, ranks) = (options.into(), Ranks(group));
-    let run = Training { ranks, recipe, file, options, observer };
-    let ran = ranks.end_with(recipe.device().run(run).and_then(|summary| summary));
-    ran.map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
+    let options = options.into();
+    let run = |ranks| {
+        let run = Training { ranks, recipe, file, options, observer };
+        recipe.device().run(run).and_then(|summary| summary)
+    };
+    let ran = Ranks::in_mesh(group, &recipe.mesh).and_then(run);
+    end_with(group, ran)
+        .map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
 }
 
 /// A run before it has a device.
@@ -332,7 +337,7 @@ impl<B: Blocks> Setup<'_, B> {
         for _ in 0..train.accumulate {
             let reading = Instant::now();
             let packed = packer.batch(train.batch_rows)?;
-            let own = packed.part(self.ranks.part(packed.rows));
+            let own = packed.part(self.ranks.rows(packed.rows));
             data_seconds += reading.elapsed().as_secs_f64();
             run.did("pack", reading);
             let queueing = Instant::now();
@@ -362,10 +367,10 @@ impl<B: Blocks> Setup<'_, B> {
             sums.padding += packed.padding() as u64;
         }
         if let Room::Whole(all) = gradients {
-            let ranks = self.ranks;
-            if !ranks.alone() {
+            let summing = &self.summing;
+            if summing.ranks() > 1 {
                 let elsewhere = sums.labelled as usize - labelled_here;
-                let sum = |values: &mut [f32]| ranks.sum_gradients(values);
+                let sum = |values: &mut [f32]| Ok::<_, TrainError>(summing.all_reduce(values)?);
                 self.model.reduce(all, &mut totals, elsewhere, sum)?;
             }
             let (moments, queueing) = (&mut self.moments, Instant::now());
@@ -638,7 +643,7 @@ pub fn held_out_loss<B: Blocks>(
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
-    held_out_loss_on(Ranks(&OneRank), model, corpus, documents, options, batch_rows, rows)
+    held_out_loss_on(Ranks::one(), model, corpus, documents, options, batch_rows, rows)
 }
 
 /// [`held_out_loss`], each rank of a part of every batch.
@@ -658,7 +663,7 @@ fn held_out_loss_on<B: Blocks>(
         && let Some(packed) = packer.batch_of_pass(batch_rows.min(left), 0)?
     {
         left -= packed.rows;
-        let packed = packed.part(ranks.part(packed.rows));
+        let packed = packed.part(ranks.rows(packed.rows));
         if packed.rows == 0 {
             continue;
         }

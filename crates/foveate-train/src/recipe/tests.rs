@@ -189,6 +189,53 @@ fn every_mistake_is_named_with_its_place() {
     assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
 }
 
+#[test]
+fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
+    let mesh = |section: &str, ranks| {
+        let recipe = Recipe::parse(&format!("{TEXT}[mesh]\n{section}"), "r.toml", &[]).unwrap();
+        let again = Recipe::parse(&recipe.to_toml().unwrap(), "r.toml", &[]).unwrap();
+        assert_eq!(again, recipe);
+        recipe.mesh.of_ranks(ranks).map(|m| m.to_string()).map_err(|e| e.to_string())
+    };
+    for (section, ranks, found) in [
+        ("", 1, [1, 1]),
+        ("", 6, [1, 6]),
+        ("replicate = 2", 6, [2, 3]),
+        ("replicate = \"auto\"\nshard = 2", 6, [3, 2]),
+        ("replicate = \"auto\"", 6, [6, 1]),
+        ("shard = \"auto\"\ncontext = 1", 3, [1, 3]),
+        ("replicate = 2\nshard = 2\ntensor = 1", 4, [2, 2]),
+    ] {
+        let [replicate, shard] = found;
+        let want = format!("replicate={replicate},shard={shard},context=1,tensor=1");
+        assert_eq!(mesh(section, ranks), Ok(want), "{section}");
+    }
+    let other = mesh("replicate = 2\nshard = 2", 3).unwrap_err();
+    assert_eq!(
+        other,
+        "[mesh]: mesh `replicate=2,shard=2` has 4 ranks, but 3 run; change a size, or make one axis \
+         `auto`"
+    );
+    let odd = mesh("replicate = 2", 3).unwrap_err();
+    assert!(odd.contains("3 ranks cannot be divided by 2"), "{odd}");
+    let uncut = mesh("tensor = 2", 4).unwrap_err();
+    assert!(uncut.starts_with("mesh.tensor: is 2, but the trainer cuts rows alone"), "{uncut}");
+    let size = |value: &str| told(&format!("{TEXT}[mesh]\nshard = {value}"), &[]);
+    for (value, given) in [("0", "0"), ("-1", "-1"), ("\"all\"", "\"all\""), ("1.5", "1.5")] {
+        let want = format!(
+            "r.toml:21:9: mesh.shard is {given}; a number of ranks of at least 1, or \"auto\", is \
+             expected"
+        );
+        assert_eq!(size(value), want);
+    }
+    let two = told(&format!("{TEXT}[mesh]\nshard = \"auto\"\ncontext = \"auto\""), &[]);
+    assert_eq!(
+        two,
+        "r.toml: mesh.context is \"auto\", and so is mesh.shard; one axis takes what the others leave"
+    );
+    assert!(told(TEXT, &["mesh.sard=2"]).contains("did you mean `shard`?"));
+}
+
 /// Every field of a recipe, and every section, given values of every type.
 #[test]
 fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
@@ -235,6 +282,10 @@ fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
         "data.add_bos_token",
         "data.add_eos_token",
         "data.chat_template",
+        "mesh.replicate",
+        "mesh.shard",
+        "mesh.context",
+        "mesh.tensor",
         "resolved",
     ]
     .into_iter()

@@ -8,6 +8,7 @@ use foveate_nn::{
     NnError, Parameter, ParameterState, ProgramConfig, Recomputation, Recompute, Rule, StepKind,
     Training,
 };
+use foveate_shard::collectives::Collectives;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -21,7 +22,7 @@ use crate::machine::{self, Free};
 use crate::memory::{BESIDE, Planned, Setting};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
-use crate::ranks::Ranks;
+use crate::ranks::{GRADIENTS, ROWS, Ranks};
 use crate::recipe::{DataSection, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
@@ -32,6 +33,8 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
     pub ranks: Ranks<'a>,
+    /// The ranks that gradients are summed over.
+    pub summing: Box<dyn Collectives>,
     /// Of the rank that writes.
     pub logs: Option<Logs>,
     pub corpus: Corpus,
@@ -127,7 +130,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         observer: &mut dyn Observer,
     ) -> Result<(Self, Option<PathBuf>, String), TrainError> {
         let Options { start, checksums, renderer, .. } = options;
-        rows_suffice(recipe, ranks.0.ranks())?;
+        rows_suffice(recipe, ranks.mesh().size_of(&ROWS))?;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let folder = Folder::new(&recipe.run.dir);
@@ -197,12 +200,13 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recompute,
             gpu,
             other_device,
-            ranks: ranks.0.ranks(),
+            mesh: ranks.mesh(),
             dir: recipe.run.dir.clone(),
         };
         let run = Self {
             recipe,
             ranks,
+            summing: ranks.group(&GRADIENTS)?,
             logs: None,
             folder,
             corpus,
@@ -224,7 +228,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
     }
 }
 
-/// Refuses more ranks than a batch has rows.
+/// Refuses more ranks that share rows than a batch has rows.
 fn rows_suffice(recipe: &Recipe, ranks: usize) -> Result<(), TrainError> {
     let rows = recipe.train.batch_rows;
     if rows >= ranks {

@@ -1,0 +1,133 @@
+//! The mesh section: how the ranks of a run stand.
+
+use std::fmt;
+
+use foveate_shard::{Mesh, MeshAxis};
+use serde::de::{self, Deserializer, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use crate::error::TrainError;
+
+/// The mesh section. Ranks stand as `replicate × shard × context × tensor`, rank 0 first and the last
+/// axis the fastest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MeshSection {
+    /// Ranks that cut the rows of a batch and copy parameters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replicate: Option<AxisSize>,
+    /// Ranks that cut the rows of a batch; all that other axes leave when not given and no axis is
+    /// `auto`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shard: Option<AxisSize>,
+    /// Ranks that cut the tokens of a row.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context: Option<AxisSize>,
+    /// Ranks that cut heads, feed-forward columns and the vocabulary.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensor: Option<AxisSize>,
+}
+
+/// The size of an axis of the mesh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AxisSize {
+    /// So many ranks, at least 1.
+    Ranks(usize),
+    /// What the other axes leave of the ranks.
+    Auto,
+}
+
+impl MeshSection {
+    fn sizes(&self) -> [Option<AxisSize>; 4] {
+        [self.replicate, self.shard, self.context, self.tensor]
+    }
+
+    /// The mesh of a run of `ranks` ranks.
+    ///
+    /// # Errors
+    /// When the product of the sizes is not the number of ranks, or an axis is larger than 1 that the
+    /// trainer does not cut.
+    pub fn of_ranks(&self, ranks: usize) -> Result<Mesh, TrainError> {
+        let mut sizes = self.sizes();
+        let auto = sizes.contains(&Some(AxisSize::Auto));
+        let shard = &mut sizes[MeshAxis::Shard as usize];
+        *shard = shard.or((!auto).then_some(AxisSize::Auto));
+        let given = MeshAxis::ALL.into_iter().zip(sizes);
+        let parts = given.filter_map(|(axis, size)| size.map(|size| format!("{axis}={size}")));
+        let mesh = Mesh::parse(&parts.collect::<Vec<_>>().join(","), ranks)
+            .map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
+        for axis in [MeshAxis::Context, MeshAxis::Tensor] {
+            if mesh.size(axis) > 1 {
+                let message = format!(
+                    "is {}, but the trainer cuts rows alone, over replicate and shard; leave it at 1",
+                    mesh.size(axis)
+                );
+                return Err(TrainError::recipe(format!("mesh.{axis}"), message));
+            }
+        }
+        Ok(mesh)
+    }
+
+    /// What is wrong without knowing the number of ranks: the key, and why.
+    pub(super) fn check(&self) -> Result<(), (String, String)> {
+        let autos = MeshAxis::ALL.into_iter().zip(self.sizes());
+        let mut autos = autos.filter(|(_, size)| *size == Some(AxisSize::Auto));
+        match (autos.next(), autos.next()) {
+            (Some((first, _)), Some((second, _))) => {
+                let why = format!(
+                    "is \"auto\", and so is mesh.{first}; one axis takes what the others leave"
+                );
+                Err((format!("mesh.{second}"), why))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for AxisSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ranks(ranks) => write!(f, "{ranks}"),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+impl Serialize for AxisSize {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Ranks(ranks) => to.serialize_u64(*ranks as u64),
+            Self::Auto => to.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for AxisSize {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Size)
+    }
+}
+
+struct Size;
+
+impl Visitor<'_> for Size {
+    type Value = AxisSize;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number of ranks of at least 1, or \"auto\",")
+    }
+
+    fn visit_i64<E: de::Error>(self, ranks: i64) -> Result<AxisSize, E> {
+        match usize::try_from(ranks) {
+            Ok(ranks) if ranks > 0 => Ok(AxisSize::Ranks(ranks)),
+            _ => Err(E::invalid_value(de::Unexpected::Signed(ranks), &self)),
+        }
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<AxisSize, E> {
+        match text {
+            "auto" => Ok(AxisSize::Auto),
+            _ => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
+        }
+    }
+}
