@@ -15,6 +15,7 @@ use clap::{Args as ClapArgs, Subcommand};
 
 use crate::failure::Failure;
 use crate::output::Output;
+use crate::threads;
 
 /// Measure attention and training on this machine, beside other implementations
 #[derive(Debug, ClapArgs)]
@@ -37,6 +38,11 @@ enum On {
 
 /// Runs what was asked for.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let threads = match &args.on {
+        On::Cpu(args) => args.threads(),
+        _ => None,
+    };
+    threads::start(threads)?;
     match &args.on {
         On::Cpu(args) => cpu::run(args, out),
         On::Gpu(args) => gpu::run(args, out),

@@ -184,6 +184,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 impl Findings {
     fn gather() -> Self {
         let level = foveate::cpu::instructions();
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let started = threads::start(None).map_err(|e| e.message());
         Self {
             version: env!("CARGO_PKG_VERSION"),
             target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
@@ -191,9 +193,11 @@ impl Findings {
             features: features(),
             instructions: level.as_ref().ok().copied(),
             instructions_refused: level.err().map(|e| e.to_string()),
-            cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
-            threads: rayon::current_num_threads(),
-            threads_refused: threads::refused(std::env::var_os(threads::VARIABLE)),
+            cores,
+            threads: started.as_ref().map_or(0, |()| rayon::current_num_threads()),
+            threads_refused: started
+                .err()
+                .or_else(|| threads::refused(std::env::var_os(threads::VARIABLE))),
             caches: caches(),
             memory_bytes: machine::memory("MemTotal"),
             memory_available_bytes: machine::free().map(|free| free.bytes),

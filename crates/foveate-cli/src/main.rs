@@ -73,11 +73,13 @@ enum Command {
 }
 
 impl Command {
-    /// The doctor tells what is wrong with the number of threads; every other command refuses it.
-    fn check_threads(&self) -> Result<(), Failure> {
+    /// Starts the threads that compute. The doctor tells what is wrong with their number, every other
+    /// command refuses it; a benchmark starts those that it is told.
+    fn start_threads(&self) -> Result<(), Failure> {
         match self {
             Command::Doctor(_) => threads::check_startable(),
-            _ => threads::check(),
+            Command::Bench(_) | Command::Launch(_) | Command::RenderChat(_) => threads::check(),
+            _ => threads::check().and_then(|()| threads::start(None)),
         }
     }
 
@@ -106,7 +108,7 @@ fn main() -> ExitCode {
     };
     let mut out = Output::stdout();
     let result = interrupt::writes_past_the_limit_fail()
-        .and_then(|()| cli.command.check_threads())
+        .and_then(|()| cli.command.start_threads())
         .and_then(|()| cli.command.run(&mut out));
     let result = result.and_then(|()| Ok(out.flush()?));
     match result {

@@ -492,6 +492,53 @@ fn a_number_of_threads_that_no_machine_has_is_refused_by_name() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn threads_that_the_system_does_not_start_are_told_by_every_command() {
+    let limited = |threads: &str, line: &str| {
+        let shell = "ulimit -v 524288; exec \"$0\" \"$@\"";
+        let mut command = Command::new("sh");
+        command.args(["-c", shell, env!("CARGO_BIN_EXE_foveate")]).args(line.split(' '));
+        command.env("RAYON_NUM_THREADS", threads).output().unwrap()
+    };
+    for line in [
+        "train nowhere.toml",
+        "eval nowhere nothing.txt",
+        "generate nowhere",
+        "mask causal --len 9",
+        "explain --heads 2 --len 9 --dim 8",
+        "kernels build --heads 2 --len 9 --dim 8 --device h100",
+        "bench cpu --filter s128",
+        "bench mask",
+    ] {
+        let done = limited("1000", line);
+        let said = String::from_utf8(done.stderr).unwrap();
+        let start = "error: RAYON_NUM_THREADS is 1000: so many threads cannot be started, ";
+        let limit = "the limit of address space (ulimit -v) leaves ";
+        assert!(said.starts_with(start) && said.contains(limit), "{line}: {said}");
+        assert!(
+            said.contains("help: try RAYON_NUM_THREADS=") && said.lines().count() < 5,
+            "{said}"
+        );
+        assert_eq!(done.status.code(), Some(1), "{line}: {said}");
+    }
+    let done = limited("1000", "doctor");
+    let told = String::from_utf8(done.stdout).unwrap();
+    let line = told.lines().find(|line| line.starts_with("threads ")).unwrap_or_default();
+    assert!(
+        line.contains(" 0 of ") && line.contains("so many threads cannot be started"),
+        "{told}"
+    );
+    assert_eq!((done.status.code(), &done.stderr[..]), (Some(0), &b""[..]));
+    // What is asked for on the command line is named as there.
+    let done = limited("1", "bench cpu --filter s128 --threads 1000");
+    let said = String::from_utf8(done.stderr).unwrap();
+    let asked = said.starts_with("error: 1000 threads cannot be started, ");
+    assert!(asked && said.contains("help: try --threads "), "{said}");
+    let done = limited("1", "mask causal --len 9");
+    assert_eq!(done.status.code(), Some(0), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
 #[test]
 fn an_error_is_short_however_long_what_it_is_about() {
     let long = format!("q >= k{}", "x".repeat(100_000));

@@ -51,7 +51,7 @@ fn least(machine: Option<u64>, groups: Option<u64>, address_space: Option<u64>) 
 }
 
 /// Bytes of address space that this process may still map; none where it has no limit.
-fn address_space_left() -> Option<u64> {
+pub fn address_space_left() -> Option<u64> {
     #[cfg(unix)]
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current;
     #[cfg(not(unix))]

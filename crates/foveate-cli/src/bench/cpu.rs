@@ -51,6 +51,13 @@ pub struct Args {
     json: bool,
 }
 
+impl Args {
+    /// Threads to run on, where a number was given.
+    pub fn threads(&self) -> Option<usize> {
+        self.threads.map(|n| n as usize)
+    }
+}
+
 /// A case of the comparison with PyTorch.
 #[derive(Debug, Serialize)]
 struct ListedCase<'a> {
@@ -104,7 +111,6 @@ impl Shares {
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if args.serve {
-        set_threads(args)?;
         return serve::serve(std::io::stdin().lock(), out);
     }
     let grid = match (args.list, args.filter.is_empty()) {
@@ -132,7 +138,6 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         };
         out.line(head + more)?;
     }
-    set_threads(args)?;
     let interrupt = Interrupt::watch()?;
     for case in &cases {
         interrupt.check()?;
@@ -168,14 +173,6 @@ fn list(cases: &[Workload], json: bool, out: &mut Output) -> Result<(), Failure>
         }
     }
     Ok(())
-}
-
-/// Gives the process as many threads as asked for, or as the machine has cores. The main thread
-/// takes part, as that of a user does.
-fn set_threads(args: &Args) -> Result<(), Failure> {
-    let count = args.threads.map_or(0, |n| n as usize);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build_global();
-    pool.map_err(|e| Failure::new(format!("{count} threads cannot be started: {e}")))
 }
 
 fn measure(case: &Workload, args: &Args) -> Result<CpuTiming, Failure> {
