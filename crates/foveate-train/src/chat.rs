@@ -108,6 +108,12 @@ impl ChatTemplate {
         })
     }
 
+    /// A hash of all that decides what it prints.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let Program { source, bos, eos, .. } = &self.program;
+        xxhash_rust::xxh3::xxh3_64(format!("{source:?} {bos:?} {eos:?}").as_bytes())
+    }
+
     /// The same template, rendered in a process of its own, which starts when there is something to render: this
     /// program, called with `arguments`, for which it calls [`serve`]. A conversation takes at most 4 s of a
     /// processor there, and 256 MiB of address space; long ones may take more of both. Elsewhere than on Unix, the

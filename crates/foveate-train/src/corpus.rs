@@ -6,6 +6,7 @@
 //! the held-out side (equal documents land on one side), it makes a fingerprint that a resumed run must match, and
 //! it notices a file that changes under a running job.
 
+mod counts;
 mod files;
 #[cfg(test)]
 mod tests;
@@ -23,6 +24,8 @@ use crate::error::{TrainError, TrainErrorKind};
 use crate::tokens::Tokenizer;
 use foveate::tensor::random::mix;
 use text::Parts;
+
+pub(crate) use counts::TokenCounts;
 
 /// The longest document that is read, a file or a line of JSON, in bytes.
 const LONGEST: u64 = 1 << 30;
@@ -298,6 +301,11 @@ impl Corpus {
     pub fn text_bytes(&self, index: usize) -> Option<usize> {
         let entry = &self.entries[index];
         entry.line.is_none().then_some(entry.bytes)
+    }
+
+    /// The size of document `index` where it stands, in bytes.
+    pub(crate) fn bytes(&self, index: usize) -> usize {
+        self.entries[index].bytes
     }
 
     /// A hash of all contents in order: two corpora that give the same documents have the same fingerprint.

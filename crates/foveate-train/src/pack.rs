@@ -7,9 +7,12 @@
 //!
 //! The state between two rows is a [`Cursor`] of three numbers, so resuming is exact by construction.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
-use crate::corpus::{Corpus, Document};
+use crate::corpus::{Corpus, Document, TokenCounts};
 use crate::error::TrainError;
 use crate::order::permutation;
 
@@ -80,7 +83,7 @@ impl Packed {
     }
 
     /// Those of the rows that `rows` names.
-    pub fn part(&self, rows: std::ops::Range<usize>) -> Self {
+    pub fn part(&self, rows: Range<usize>) -> Self {
         let cells = rows.start * self.len..rows.end * self.len;
         let pieces = self.pieces.iter().filter(|piece| rows.contains(&piece.row));
         Self {
@@ -180,6 +183,18 @@ pub struct Packer<'a> {
     order: Option<(u64, Vec<usize>)>,
     current: Option<(usize, Document)>,
     cut_tokens: usize,
+    counts: Option<Arc<TokenCounts>>,
+}
+
+/// Rows that were made, of more that were passed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Part {
+    /// The rows that were made.
+    pub packed: Packed,
+    /// Places of all rows that were passed.
+    pub places: usize,
+    /// Those of them without a document.
+    pub padding: usize,
 }
 
 impl<'a> Packer<'a> {
@@ -190,7 +205,23 @@ impl<'a> Packer<'a> {
         options: PackOptions,
         cursor: Cursor,
     ) -> Self {
-        Self { corpus, documents, options, cursor, order: None, current: None, cut_tokens: 0 }
+        Self {
+            corpus,
+            documents,
+            options,
+            cursor,
+            order: None,
+            current: None,
+            cut_tokens: 0,
+            counts: None,
+        }
+    }
+
+    /// The same stream, which knows how many tokens each document of the corpus has: rows that are passed are
+    /// not read.
+    pub(crate) fn knowing(mut self, counts: Option<Arc<TokenCounts>>) -> Self {
+        self.counts = counts;
+        self
     }
 
     /// Whether the cursor stands inside the documents, as every cursor of a stream over them does.
@@ -200,7 +231,7 @@ impl<'a> Packer<'a> {
     pub fn cursor_fits(&mut self) -> Result<bool, TrainError> {
         let Cursor { document, token, .. } = self.cursor;
         let inside = document < self.documents.len();
-        Ok(inside && (token == 0 || token < self.load()?.1.tokens.len()))
+        Ok(inside && (token == 0 || token < self.next_len()?.1))
     }
 
     /// Where the next row starts.
@@ -212,8 +243,10 @@ impl<'a> Packer<'a> {
     /// counted alike.
     pub fn passes(&self) -> f64 {
         let Cursor { epoch, document, token } = self.cursor;
-        let all = self.current.as_ref().map_or(1, |(_, document)| document.tokens.len());
-        let documents = document as f64 + token as f64 / all as f64;
+        // Where part of a document is packed, its number of tokens is known.
+        let begun = (self.order.as_ref()).filter(|(of, _)| token > 0 && *of == epoch);
+        let all = begun.map_or(1, |(_, order)| self.known_len(self.documents[order[document]]));
+        let documents = document as f64 + token as f64 / all.max(1) as f64;
         epoch as f64 + documents / self.documents.len() as f64
     }
 
@@ -227,11 +260,25 @@ impl<'a> Packer<'a> {
     /// # Errors
     /// If a document cannot be read.
     pub fn batch(&mut self, rows: usize) -> Result<Packed, TrainError> {
-        let mut packed = Packed::with_rows(rows, self.options.len);
+        Ok(self.part_of_batch(rows, 0..rows)?.packed)
+    }
+
+    /// Passes the next `rows` rows of the endless stream and makes those of them that `own` names.
+    ///
+    /// # Errors
+    /// If a document cannot be read.
+    pub(crate) fn part_of_batch(
+        &mut self,
+        rows: usize,
+        own: Range<usize>,
+    ) -> Result<Part, TrainError> {
+        let mut packed = Packed::with_rows(own.len(), self.options.len);
+        let (places, mut filled) = (rows * self.options.len, 0);
         for row in 0..rows {
-            self.fill(&mut packed, row, u64::MAX)?;
+            let into = own.contains(&row).then(|| (&mut packed, row - own.start));
+            filled += self.fill(into, u64::MAX)?;
         }
-        Ok(packed)
+        Ok(Part { packed, places, padding: places - filled })
     }
 
     /// The next rows of the current pass, at most `rows`, as long as the longest of them is filled; none when the
@@ -241,10 +288,55 @@ impl<'a> Packer<'a> {
     /// If a document cannot be read.
     pub fn batch_of_pass(&mut self, rows: usize, pass: u64) -> Result<Option<Packed>, TrainError> {
         let mut packed = Packed::with_rows(rows, self.options.len);
+        let (used, longest) = self.rows_of_pass(rows, pass, Some(&mut packed))?;
+        Ok((used > 0).then(|| packed.cut(used, longest)))
+    }
+
+    /// Passes what [`Self::batch_of_pass`] gives, and makes those of its rows that `own` names of their number, which
+    /// comes with them.
+    ///
+    /// # Errors
+    /// If a document cannot be read.
+    pub(crate) fn part_of_pass(
+        &mut self,
+        rows: usize,
+        pass: u64,
+        own: impl Fn(usize) -> Range<usize>,
+    ) -> Result<Option<(usize, Packed)>, TrainError> {
+        if self.counts.is_none() {
+            let all = self.batch_of_pass(rows, pass)?;
+            return Ok(all.map(|all| (all.rows, all.part(own(all.rows)))));
+        }
+        let before = (self.cursor, self.cut_tokens);
+        let (used, longest) = self.rows_of_pass(rows, pass, None)?;
+        if used == 0 {
+            return Ok(None);
+        }
+        let behind = self.cursor;
+        (self.cursor, self.cut_tokens) = before;
+        let own = own(used);
+        let mut packed = Packed::with_rows(own.len(), self.options.len);
+        for row in 0..used {
+            let into = own.contains(&row).then(|| (&mut packed, row - own.start));
+            self.fill(into, pass)?;
+        }
+        debug_assert_eq!(self.cursor, behind);
+        let made = packed.rows;
+        Ok(Some((used, packed.cut(made, longest))))
+    }
+
+    /// Passes the rows of a batch of the pass, filling those of `packed`; how many there are, and how long the
+    /// longest is.
+    fn rows_of_pass(
+        &mut self,
+        rows: usize,
+        pass: u64,
+        mut packed: Option<&mut Packed>,
+    ) -> Result<(usize, usize), TrainError> {
         let (mut used, mut longest) = (0, 0);
         while used < rows && self.cursor.epoch <= pass {
             let before = (self.cursor, self.cut_tokens);
-            let filled = self.fill(&mut packed, used, pass)?;
+            let filled = self.fill(packed.as_deref_mut().map(|packed| (packed, used)), pass)?;
             if used > 0 && self.cursor.epoch > pass && filled < longest {
                 (self.cursor, self.cut_tokens) = before;
                 break;
@@ -252,38 +344,38 @@ impl<'a> Packer<'a> {
             longest = longest.max(filled);
             used += 1;
         }
-        Ok((used > 0).then(|| packed.cut(used, longest)))
+        Ok((used, longest))
     }
 
-    /// Fills a row and returns how many tokens are in it.
+    /// Passes a row, which becomes that row of `into`, and returns how many tokens are in it.
     fn fill(
         &mut self,
-        packed: &mut Packed,
-        row: usize,
+        mut into: Option<(&mut Packed, usize)>,
         last_pass: u64,
     ) -> Result<usize, TrainError> {
-        let len = self.options.len;
+        let (len, split) = (self.options.len, self.options.split);
         let (mut at, mut id) = (0, 0);
         while at < len && self.cursor.epoch <= last_pass {
             let from = self.cursor.token;
-            let split = self.options.split;
-            let (index, document) = self.load()?;
-            let index = *index;
-            let all = document.tokens.len();
+            let (index, all) = self.next_len()?;
             if !split && at > 0 && all > len - at {
                 break;
             }
             let count = (all - from).min(len - at);
-            let base = row * len + at;
-            let piece = Piece { row, column: at, document: index, token: from, len: count };
-            packed.pieces.push(piece);
-            for i in 0..count {
-                let (cell, token) = (base + i, from + i);
-                packed.tokens[cell] = document.tokens[token];
-                packed.documents[cell] = id;
-                packed.positions[cell] = i as i32;
-                if token + 1 < all && document.learned[token + 1] {
-                    packed.labels[cell] = document.tokens[token + 1] as i32;
+            if let Some((packed, row)) = &mut into {
+                let document = self.load(index)?;
+                let base = *row * len + at;
+                let piece =
+                    Piece { row: *row, column: at, document: index, token: from, len: count };
+                packed.pieces.push(piece);
+                for i in 0..count {
+                    let (cell, token) = (base + i, from + i);
+                    packed.tokens[cell] = document.tokens[token];
+                    packed.documents[cell] = id;
+                    packed.positions[cell] = i as i32;
+                    if token + 1 < all && document.learned[token + 1] {
+                        packed.labels[cell] = document.tokens[token + 1] as i32;
+                    }
                 }
             }
             let mut done = from + count == all;
@@ -312,18 +404,46 @@ impl<'a> Packer<'a> {
         }
     }
 
-    /// The next document and its index in the corpus.
-    fn load(&mut self) -> Result<&(usize, Document), TrainError> {
+    /// The next document, an index into the corpus, and its tokens.
+    fn next_len(&mut self) -> Result<(usize, usize), TrainError> {
         let epoch = self.cursor.epoch;
         if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
             self.order = Some((epoch, self.options.order(self.documents.len(), epoch)));
         }
         let (_, order) = self.order.as_ref().expect("set above");
         let index = self.documents[order[self.cursor.document]];
-        if self.current.as_ref().is_none_or(|(of, _)| *of != index) {
-            self.current = Some((index, self.corpus.document(index)?));
+        if self.counts.is_none() {
+            self.load(index)?;
         }
-        Ok(self.current.as_ref().expect("set above"))
+        Ok((index, self.known_len(index)))
+    }
+
+    /// Tokens of a document that was counted, or is the one that was read last.
+    fn known_len(&self, index: usize) -> usize {
+        match (&self.counts, &self.current) {
+            (Some(counts), _) => counts.of(index),
+            (None, Some((of, document))) if *of == index => document.tokens.len(),
+            (None, _) => 0,
+        }
+    }
+
+    /// The document of this index, read where it is not the last one.
+    fn load(&mut self, index: usize) -> Result<&Document, TrainError> {
+        if self.current.as_ref().is_none_or(|(of, _)| *of != index) {
+            let document = self.corpus.document(index)?;
+            let known = self.counts.as_ref().map_or(document.tokens.len(), |c| c.of(index));
+            if document.tokens.len() != known {
+                let (file, line) = self.corpus.place(index);
+                let message = format!(
+                    "the document has {} tokens, but {known} when they were counted; remove the \
+                     folder `cache` in run.dir, and start again",
+                    document.tokens.len()
+                );
+                return Err(TrainError::data(file, line, message));
+            }
+            self.current = Some((index, document));
+        }
+        Ok(&self.current.as_ref().expect("set above").1)
     }
 }
 
@@ -511,5 +631,84 @@ mod tests {
         assert_eq!(packed.documents[13 + 6..26], [-1; 7]);
         assert_eq!(packed.documents[26..], [0; 13]);
         assert_eq!(packer.cut_tokens(), 32 - 13);
+    }
+
+    /// Counts of all documents, and a corpus that can no longer read those that `lost` names.
+    fn counted(corpus: &Corpus, dir: &std::path::Path, lost: &[usize]) -> Arc<TokenCounts> {
+        let count = |i| corpus.document(i).unwrap().tokens.len() as u32;
+        let counts = TokenCounts::new((0..corpus.len()).map(count).collect());
+        for i in lost {
+            std::fs::remove_file(dir.join(format!("{i:03}.txt"))).unwrap();
+        }
+        Arc::new(counts)
+    }
+
+    #[test]
+    fn parts_of_batches_make_up_the_batches_and_cursors_are_the_same() {
+        let texts = texts();
+        let (dir, corpus) = corpus(&texts);
+        let counts = counted(&corpus, dir.path(), &[]);
+        for (split, counts) in
+            [true, false].map(|split| [(split, None), (split, Some(&counts))]).concat()
+        {
+            let options = options(split, Some(5));
+            let all: Vec<usize> = (0..8).collect();
+            let mut whole = Packer::new(&corpus, all.clone(), options, Cursor::default());
+            for ranks in [1, 2, 3, 5] {
+                let cut = |rank: usize| rank * 5 / ranks..(rank + 1) * 5 / ranks;
+                let at = whole.cursor();
+                let batches: Vec<Packed> = (0..9).map(|_| whole.batch(5).unwrap()).collect();
+                for rank in 0..ranks {
+                    let part = Packer::new(&corpus, all.clone(), options, at);
+                    let mut part = part.knowing(counts.cloned());
+                    for batch in &batches {
+                        let made = part.part_of_batch(5, cut(rank)).unwrap();
+                        assert_eq!(made.packed, batch.part(cut(rank)));
+                        assert_eq!((made.places, made.padding), (5 * 13, batch.padding()));
+                    }
+                    assert_eq!((part.cursor(), part.passes()), (whole.cursor(), whole.passes()));
+                }
+                // A pass: rows and their lengths are those of one rank's.
+                let mut parts: Vec<_> = (0..ranks)
+                    .map(|_| Packer::new(&corpus, all.clone(), options, Cursor::default()))
+                    .map(|part| part.knowing(counts.cloned()))
+                    .collect();
+                let mut one = Packer::new(&corpus, all.clone(), options, Cursor::default());
+                while let Some(batch) = one.batch_of_pass(5, 0).unwrap() {
+                    let own = |rank: usize| {
+                        move |rows: usize| rank * rows / ranks..(rank + 1) * rows / ranks
+                    };
+                    for (rank, part) in parts.iter_mut().enumerate() {
+                        let (rows, made) = part.part_of_pass(5, 0, own(rank)).unwrap().unwrap();
+                        assert_eq!((rows, made), (batch.rows, batch.part(own(rank)(batch.rows))));
+                        assert_eq!(part.cut_tokens(), one.cut_tokens());
+                    }
+                }
+                assert!(
+                    parts
+                        .iter_mut()
+                        .all(|part| part.part_of_pass(5, 0, |n| 0..n).unwrap().is_none())
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_others_are_not_read_where_documents_are_counted() {
+        let texts: Vec<String> = (0..6).map(|i| "abcdefgh"[i..=i].repeat(24)).collect();
+        let (dir, corpus) = corpus(&texts);
+        // A document and its two ends fill two rows of 13 tokens.
+        let counts = counted(&corpus, dir.path(), &[0, 1, 4, 5]);
+        let options = options(true, None);
+        let stream = || Packer::new(&corpus, (0..6).collect(), options, Cursor::default());
+        let mut part = stream().knowing(Some(counts.clone()));
+        let own = part.part_of_batch(12, 4..8).unwrap().packed;
+        assert_eq!(own.pieces.iter().map(|piece| piece.document).collect::<Vec<_>>(), [2, 2, 3, 3]);
+        assert_eq!(part.cursor(), Cursor { epoch: 1, document: 0, token: 0 });
+        // One that is read is held to its count.
+        assert!(stream().part_of_batch(12, 4..8).is_err(), "without counts all are read");
+        let wrong = Arc::new(TokenCounts::new(vec![26, 26, 25, 26, 26, 26]));
+        let told = stream().knowing(Some(wrong)).part_of_batch(12, 4..8).unwrap_err().to_string();
+        assert!(told.contains("002.txt") && told.contains("26 tokens, but 25 when"), "{told}");
     }
 }

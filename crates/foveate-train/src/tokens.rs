@@ -10,6 +10,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use xxhash_rust::xxh3::xxh3_64;
+
 use crate::error::TrainError;
 use crate::whole;
 
@@ -72,6 +74,8 @@ enum Kind {
     Json {
         tokenizer: Arc<tokenizers::Tokenizer>,
         path: PathBuf,
+        /// XXH3 of the file.
+        fingerprint: u64,
     },
 }
 
@@ -98,7 +102,7 @@ impl Tokenizer {
     pub fn from_file(path: &Path, bos: Option<u32>, eos: Option<u32>) -> Result<Self, TrainError> {
         let bytes = whole::read(path)
             .map_err(|e| TrainError::data(path, None, format!("could not be read: {e}")))?;
-        let empty = bytes.trim_ascii().is_empty();
+        let (empty, fingerprint) = (bytes.trim_ascii().is_empty(), xxh3_64(&bytes));
         let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
             let is = match empty {
                 true => "is empty".to_owned(),
@@ -118,7 +122,8 @@ impl Tokenizer {
             Some(at) => (whole[..at].to_vec(), whole[at + plain.len()..].to_vec()),
             None => (Vec::new(), Vec::new()),
         };
-        let kind = Kind::Json { tokenizer: Arc::new(tokenizer), path: path.to_path_buf() };
+        let (tokenizer, path) = (Arc::new(tokenizer), path.to_path_buf());
+        let kind = Kind::Json { tokenizer, path, fingerprint };
         let (stops, said) = (eos.into_iter().collect(), Ends::default());
         Ok(Self { kind, bos, eos, stops, said, opening, closing })
     }
@@ -178,6 +183,17 @@ impl Tokenizer {
             Kind::Bytes => None,
             Kind::Json { path, .. } => Some(path),
         }
+    }
+
+    /// A hash of all that decides which tokens a text has.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let Self { kind, bos, eos, stops, said, opening, closing } = self;
+        let file = match kind {
+            Kind::Bytes => None,
+            Kind::Json { fingerprint, .. } => Some(fingerprint),
+        };
+        let rules = format!("{file:?} {bos:?} {eos:?} {stops:?} {said:?} {opening:?} {closing:?}");
+        xxh3_64(rules.as_bytes())
     }
 
     /// What was said of the ends besides the post-processor.
@@ -243,7 +259,7 @@ impl Tokenizer {
                 ids: text.bytes().map(u32::from).collect(),
                 starts: (0..text.len()).collect(),
             }),
-            Kind::Json { tokenizer, path } => {
+            Kind::Json { tokenizer, path, .. } => {
                 let encoding = tokenizer.encode(text, false).map_err(|e| {
                     TrainError::data(path, None, format!("the tokenizer failed: {e}"))
                 })?;
@@ -278,7 +294,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::Json { tokenizer, path } => tokenizer
+            Kind::Json { tokenizer, path, .. } => tokenizer
                 .decode(ids, true)
                 .map_err(|e| TrainError::data(path, None, format!("the tokenizer failed: {e}"))),
         }
