@@ -296,6 +296,16 @@ impl Observer for View<'_> {
         crate::output::tell!("profile in {}", path.display());
     }
 
+    fn counting(&mut self, done: usize, all: usize) {
+        let share = 100 * done / all.max(1);
+        let said =
+            format!("counting the documents' tokens: {share} % of {}", Count(all, "document"));
+        match &self.lines {
+            Some(lines) => lines.doing(said),
+            None => self.bar.set_message(said),
+        }
+    }
+
     fn begins(&mut self, what: &'static str) {
         if let Some(lines) = &self.lines {
             let gap = if self.status.is_empty() { "" } else { "; " };

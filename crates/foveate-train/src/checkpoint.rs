@@ -20,8 +20,8 @@
 //! What is read is held to `checksums.json`. A checkpoint of other tools has none, and is accepted;
 //! the tokenizer's files have none either, as people edit them.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::{AttentionConfig, Blocks, Cpu, Model, Moment, Moments};
@@ -122,21 +122,6 @@ fn name_of(moment: Moment) -> &'static str {
         Moment::Mean => "mean",
         Moment::Square => "square",
     }
-}
-
-/// Writes a file and waits until it is on the disk.
-pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
-}
-
-/// Writes a file beside its place, then renames it: readers see the old or the new one.
-pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
-    let temporary = path.with_extension("tmp");
-    write_file(&temporary, bytes)
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| TrainError::write(path, e))
 }
 
 /// Removes every checkpoint under `folder`, the oldest first.

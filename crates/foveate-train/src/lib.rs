@@ -37,6 +37,7 @@ pub mod checkpoint;
 pub mod corpus;
 pub mod device;
 pub mod error;
+mod loader;
 pub mod machine;
 pub mod memory;
 pub mod metrics;

@@ -1,7 +1,7 @@
 //! What the ranks of a run do together.
 //!
-//! All ranks read the same recipe and pack the same rows; of each batch a rank takes a part of the
-//! rows. Gradients are summed in order of rank, in f32, so every rank takes the same step, and a run
+//! All ranks read the same recipe and have the same order of rows; of each batch a rank reads and takes
+//! a part of the rows. Gradients are summed in order of rank, in f32, so every rank takes the same step, and a run
 //! has the same bits every time with the same number of ranks. Rank 0 alone writes to the run's
 //! folder. What goes wrong on one rank ends all, and only that rank says why.
 
@@ -82,6 +82,16 @@ impl Ranks<'_> {
         part * rows / parts..(part + 1) * rows / parts
     }
 
+    /// Whether this rank is the first of those that take the same rows: what is counted by rows, it counts.
+    pub fn counts_rows(self) -> bool {
+        self.coordinate(&[MeshAxis::Context, MeshAxis::Tensor]) == 0
+    }
+
+    /// This rank, of all.
+    pub fn rank(self) -> usize {
+        self.all.rank()
+    }
+
     /// Goes on where all ranks do. The first rank that failed returns its error.
     pub fn together<T>(self, result: Result<T, TrainError>) -> Result<T, TrainError> {
         if self.alone() {
@@ -104,6 +114,11 @@ impl Ranks<'_> {
     /// Compares what has to be the same on all ranks.
     pub fn agree(self, fields: &[(&str, u64)]) -> Result<(), TrainError> {
         if self.alone() { Ok(()) } else { Ok(agree(self.all, fields)?) }
+    }
+
+    /// What every rank gives, in order of rank.
+    pub fn all(self, own: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+        if self.alone() { Ok(vec![own.to_vec()]) } else { Ok(self.all.all_gather(own)?) }
     }
 
     /// Whether any rank says so.
@@ -133,8 +148,12 @@ impl Ranks<'_> {
 
     /// What rank 0 has, on all.
     pub fn of_first(self, text: String) -> Result<String, TrainError> {
-        let bytes = self.all.broadcast(0, text.as_bytes())?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
+        Ok(String::from_utf8_lossy(&self.bytes_of_first(text.into_bytes())?).into_owned())
+    }
+
+    /// The bytes that rank 0 has, on all.
+    pub fn bytes_of_first(self, bytes: Vec<u8>) -> Result<Vec<u8>, TrainError> {
+        if self.alone() { Ok(bytes) } else { Ok(self.all.broadcast(0, &bytes)?) }
     }
 }
 
@@ -144,7 +163,8 @@ pub(crate) fn end_with<T>(
     result: Result<T, TrainError>,
 ) -> Result<T, TrainError> {
     result.inspect_err(|e| {
-        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. }) {
+        // All ranks agree on an interruption before any of them ends.
+        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. } | TrainErrorKind::Interrupted) {
             all.abort(&e.to_string());
         }
     })

@@ -4,12 +4,14 @@
 //! that was interrupted, by Ctrl-C or by `kill -9`, continues from its last checkpoint with the
 //! losses it would have had.
 
+mod counting;
 mod folder;
 mod profile;
 mod setup;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use foveate_nn::{
@@ -19,9 +21,10 @@ use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, TokenCounts};
 use crate::device::OnDevice;
 use crate::error::{TrainError, TrainErrorKind};
+use crate::loader::{Loader, Wanted};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
@@ -77,6 +80,8 @@ pub trait Observer {
     fn saved(&mut self, _path: &Path, _metrics: &SaveMetrics) {}
     /// A profile was written.
     fn profiled(&mut self, _path: &Path) {}
+    /// The tokens of `done` documents are counted, of `all`.
+    fn counting(&mut self, _done: usize, _all: usize) {}
     /// Something that may take long begins, in words such as `saving`; it lasts until the next one
     /// does.
     fn begins(&mut self, _what: &'static str) {}
@@ -215,11 +220,15 @@ impl<B: Blocks> Setup<'_, B> {
         profile: Option<Profile>,
         observer: &mut dyn Observer,
     ) -> Result<Summary, TrainError> {
-        let corpus = self.corpus.clone();
         let (train, steps) = (&self.recipe.train, self.started.steps);
-        let mut packer =
-            Packer::new(&corpus, self.train.clone(), packing(self.recipe), self.state.cursor);
-        if !packer.cursor_fits()? {
+        let wanted = Wanted {
+            documents: self.train.clone(),
+            packing: packing(self.recipe),
+            rows: train.batch_rows,
+            own: self.ranks.rows(train.batch_rows),
+            counts: self.counts.clone(),
+        };
+        let Some(mut loader) = Loader::start(&self.corpus, wanted, self.state.cursor)? else {
             let message = "state.json has a cursor outside the documents; it was changed or \
                            damaged, so remove this checkpoint and resume from an earlier one";
             let last = checkpoint::latest(&self.folder.checkpoints());
@@ -227,7 +236,7 @@ impl<B: Blocks> Setup<'_, B> {
                 &last.unwrap_or(self.recipe.run.dir.clone()),
                 message,
             ));
-        }
+        };
         if self.recipe.optimizer.in_backward && !self.ranks.alone() {
             let message = "updates parameters before ranks have summed their gradients; train with \
                            one rank, or leave it out";
@@ -255,7 +264,7 @@ impl<B: Blocks> Setup<'_, B> {
             if running.is_none() {
                 run.since = Instant::now();
             }
-            let queued = self.queue(&mut packer, &mut gradients, &mut run)?;
+            let queued = self.queue(&mut loader, &mut gradients, &mut run)?;
             let step = self.state.step;
             let ends = step == steps || run.profile.as_ref().is_some_and(|p| p.ends_with(step));
             let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
@@ -315,7 +324,7 @@ impl<B: Blocks> Setup<'_, B> {
     /// Queues a step, the next one, and gives what is to be told of it.
     fn queue(
         &mut self,
-        packer: &mut Packer<'_>,
+        loader: &mut Loader,
         gradients: &mut Room<B::Array>,
         run: &mut Progress,
     ) -> Result<QueuedStep<B>, TrainError> {
@@ -333,15 +342,15 @@ impl<B: Blocks> Setup<'_, B> {
         }
         let mut totals = self.model.totals()?;
         let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
-        let mut labelled_here = 0;
+        let (mut labelled_here, mut passes) = (0, 0.0);
         for _ in 0..train.accumulate {
             let reading = Instant::now();
-            let packed = packer.batch(train.batch_rows)?;
-            let own = packed.part(self.ranks.rows(packed.rows));
+            let loaded = loader.take()?;
+            let own = &loaded.own;
             data_seconds += reading.elapsed().as_secs_f64();
-            run.did("pack", reading);
+            run.did("wait for data", reading);
             let queueing = Instant::now();
-            let (batch, again, moments) = (batch(&own), self.recompute, &mut self.moments);
+            let (batch, again, moments) = (batch(own), self.recompute, &mut self.moments);
             let queued = match gradients {
                 Room::Whole(all) => self.model.accumulate(&batch, all, again, &mut totals)?,
                 Room::Passing(some) => {
@@ -361,11 +370,14 @@ impl<B: Blocks> Setup<'_, B> {
             // A device that counts none is told what the documents let through.
             let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);
-            labelled_here += queued.tokens;
-            sums.labelled += packed.labelled() as u64;
-            sums.packed += packed.tokens.len() as u64;
-            sums.padding += packed.padding() as u64;
+            labelled_here += own.labelled();
+            sums.packed += loaded.places;
+            sums.padding += loaded.padding;
+            (self.state.cursor, passes) = (loaded.cursor, loaded.passes);
         }
+        let counted = if self.ranks.counts_rows() { labelled_here } else { 0 };
+        let [labelled] = self.ranks.sum([counted as f64])?;
+        sums.labelled = labelled as u64;
         if let Room::Whole(all) = gradients {
             let summing = &self.summing;
             if summing.ranks() > 1 {
@@ -379,13 +391,12 @@ impl<B: Blocks> Setup<'_, B> {
         }
         self.state.step = step;
         self.state.tokens += sums.labelled;
-        self.state.cursor = packer.cursor();
-        if self.state.tokens == 0 && packer.passes() >= 1.0 {
+        if self.state.tokens == 0 && passes >= 1.0 {
             let message = "no token of these documents is learned: every text is empty, or the \
                            chat template prints nothing of what assistants say";
             return Err(TrainError::recipe("data.files", message));
         }
-        let (epoch, rate, labelled) = (packer.passes(), optimizer.rate, self.state.tokens);
+        let (epoch, rate, labelled) = (passes, optimizer.rate, self.state.tokens);
         Ok(QueuedStep { step, totals, sums, pairs, data_seconds, epoch, rate, labelled })
     }
 
@@ -481,6 +492,7 @@ impl<B: Blocks> Setup<'_, B> {
             &self.corpus,
             &self.held_out,
             PackOptions { len, split, shuffle: None },
+            self.counts.clone(),
             self.recipe.train.batch_rows,
             rows,
         )?;
@@ -643,27 +655,30 @@ pub fn held_out_loss<B: Blocks>(
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
-    held_out_loss_on(Ranks::one(), model, corpus, documents, options, batch_rows, rows)
+    held_out_loss_on(Ranks::one(), model, corpus, documents, options, None, batch_rows, rows)
 }
 
-/// [`held_out_loss`], each rank of a part of every batch.
+/// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known.
+#[expect(clippy::too_many_arguments, reason = "what a pass over documents is made of")]
 fn held_out_loss_on<B: Blocks>(
     ranks: Ranks<'_>,
     model: &Model<B>,
     corpus: &Corpus,
     documents: &[usize],
     options: PackOptions,
+    counts: Option<Arc<TokenCounts>>,
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
-    let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
+    let packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
+    let mut packer = packer.knowing(counts);
     let mut total = TotalLoss::default();
     let mut left = rows;
     while left > 0
-        && let Some(packed) = packer.batch_of_pass(batch_rows.min(left), 0)?
+        && let Some((all, packed)) =
+            packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
     {
-        left -= packed.rows;
-        let packed = packed.part(ranks.rows(packed.rows));
+        left -= all;
         if packed.rows == 0 {
             continue;
         }

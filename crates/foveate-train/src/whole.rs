@@ -1,8 +1,10 @@
-//! Files that are read whole: recipes, tokenizers, templates, what describes a checkpoint.
+//! Files that are read or written whole: recipes, tokenizers, templates, what describes a checkpoint.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::Path;
+
+use crate::error::TrainError;
 
 /// Bytes of such a file at most; a tokenizer of 250,000 words has 20 MiB.
 const MOST_BYTES: u64 = 256 << 20;
@@ -48,6 +50,21 @@ pub(crate) fn check_regular(path: &Path) -> io::Result<()> {
         true => Ok(()),
         false => Err(io::Error::other("it is a pipe or a device, not a file")),
     }
+}
+
+/// Writes a file and waits until it is on the disk.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Writes a file beside its place, then renames it: readers see the old or the new one.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    let temporary = path.with_extension("tmp");
+    write(&temporary, bytes)
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| TrainError::write(path, e))
 }
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
 use std::cell::Cell;
+use std::fs::File;
+use std::io::Write;
 use std::rc::Rc;
 
 use foveate_nn::{ModelConfig, ProgramConfig};

@@ -15,8 +15,8 @@ use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::Corpus;
-use crate::checkpoint::replace_file;
 use crate::error::TrainError;
+use crate::whole;
 
 /// How such a file begins.
 const MAGIC: &[u8; 8] = b"FVTCNT01";
@@ -68,7 +68,7 @@ impl TokenCounts {
         bytes.extend(xxh3_64(&bytes).to_le_bytes());
         fs::create_dir_all(folder).map_err(|e| TrainError::write(folder, e))?;
         let path = folder.join(name(corpus));
-        replace_file(&path, &bytes)?;
+        whole::replace(&path, &bytes)?;
         let is_old = |name: &str| name.starts_with("counts-") && name.ends_with(".bin");
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             if entry.path() != path && entry.file_name().to_str().is_some_and(is_old) {

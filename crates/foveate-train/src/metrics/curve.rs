@@ -30,7 +30,7 @@ pub fn write_svg(path: &Path, title: &str, records: &[Record]) -> io::Result<()>
     let mut picture = String::new();
     draw(&mut picture, title, &train, &held_out).map_err(|e| io::Error::other(e.to_string()))?;
     let temporary = path.with_extension("tmp");
-    crate::checkpoint::write_file(&temporary, picture.as_bytes())?;
+    crate::whole::write(&temporary, picture.as_bytes())?;
     std::fs::rename(&temporary, path)
 }
 

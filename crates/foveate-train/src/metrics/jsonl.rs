@@ -86,7 +86,7 @@ impl JsonlLog {
                 kept.push(b'\n');
             }
             let temporary = path.with_extension("tmp");
-            crate::checkpoint::write_file(&temporary, &kept)?;
+            crate::whole::write(&temporary, &kept)?;
             std::fs::rename(&temporary, path)?;
         }
         Ok(Self(OpenOptions::new().create(true).append(true).open(path)?))

@@ -69,7 +69,7 @@ pub struct StepMetrics {
     /// Time of the output projection and the loss, forward and backward, in seconds.
     #[serde(default)]
     pub loss_seconds: f64,
-    /// Time to read, tokenise and pack the step's documents, in seconds.
+    /// Time that the step waited for its packed rows, in seconds: they are made on another thread.
     pub data_seconds: f64,
     /// Time of clipping and AdamW, in seconds.
     pub optimizer_seconds: f64,

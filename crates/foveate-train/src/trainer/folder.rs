@@ -41,6 +41,11 @@ impl<'a> Folder<'a> {
         self.0.join("profile.json")
     }
 
+    /// What would take long to find again.
+    pub fn cache(&self) -> PathBuf {
+        self.0.join("cache")
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.0.join("checkpoints")
     }
@@ -81,7 +86,9 @@ impl<'a> Folder<'a> {
     fn check_kinds(&self) -> Result<(), TrainError> {
         let files = [self.recipe(), self.metrics(), self.curve()].map(|file| (file, false));
         let found = |path: &Path| path.symlink_metadata().is_ok();
-        for (path, folder) in [(self.checkpoints(), true)].into_iter().chain(files) {
+        for (path, folder) in
+            [(self.checkpoints(), true), (self.cache(), true)].into_iter().chain(files)
+        {
             if found(&path) && path.is_dir() != folder {
                 let is = if folder { "is no folder" } else { "is a folder" };
                 return Err(at(&path, format!("{is}; move it away, or choose another run.dir")));
@@ -178,7 +185,7 @@ impl<'a> Folder<'a> {
         let replaced = [self.recipe(), self.metrics()];
         own.extend(replaced.iter().map(|file| file.with_extension("tmp")));
         own.extend(replaced);
-        own.extend([self.curve(), self.profile(), self.checkpoints()]);
+        own.extend([self.curve(), self.profile(), self.checkpoints(), self.cache()]);
         Ok(own.into_iter().filter_map(|path| path.canonicalize().ok()).collect())
     }
 

@@ -9,8 +9,8 @@ use foveate_nn::BlockTime;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::checkpoint;
 use crate::error::TrainError;
+use crate::whole;
 
 /// A profile that is to be taken, or is under way.
 pub(super) struct Profile {
@@ -89,7 +89,7 @@ impl Profile {
         let mut events = vec![named(HOST, "host"), named(DEVICE, "device")];
         events.extend(self.events.iter().map(|event| json!(event)));
         let trace = json!({ "displayTimeUnit": "ms", "traceEvents": events });
-        checkpoint::replace_file(file, trace.to_string().as_bytes())
+        whole::replace(file, trace.to_string().as_bytes())
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a run is made of before its first step: documents, model, state and logs.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use foveate::tensor::count::Count;
 use foveate_nn::{
@@ -9,15 +10,14 @@ use foveate_nn::{
     Training,
 };
 use foveate_shard::collectives::Collectives;
-use rayon::prelude::*;
 use serde::Serialize;
 
 use super::folder::{Claim, Folder};
-use super::{Observer, Options, Started};
+use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
-use crate::corpus::{Asker, Corpus, Sources};
-use crate::error::{TrainError, TrainErrorKind};
+use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
+use crate::error::TrainError;
 use crate::machine::{self, Free};
 use crate::memory::{BESIDE, Planned, Setting};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
@@ -37,7 +37,9 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub summing: Box<dyn Collectives>,
     /// Of the rank that writes.
     pub logs: Option<Logs>,
-    pub corpus: Corpus,
+    pub corpus: Arc<Corpus>,
+    /// The documents' numbers of tokens, where something needs them.
+    pub counts: Option<Arc<TokenCounts>>,
     /// The checkpoint the weights came from at first.
     pub origin: Option<PathBuf>,
     pub template_source: Option<String>,
@@ -76,15 +78,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let (mut run, last, resolved) = ranks.together(Self::read(
-            ranks,
-            recipe,
-            file,
-            options.clone(),
-            blocks,
-            gpu,
-            observer,
-        ))?;
+        let texts = ranks.together(Texts::read(ranks, recipe, file, &options, observer))?;
         // Ranks of a host compute on one GPU each.
         let mut alike = recipe.clone();
         alike.run.device = Default::default();
@@ -93,10 +87,16 @@ impl<'a, B: Blocks> Setup<'a, B> {
         ranks.agree(&[
             ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
             ("recipe", hash(&text)),
-            ("documents", run.state.fingerprint),
-            ("step", run.state.step),
-            ("number of parameters", run.started.parameters),
+            ("documents", texts.corpus.fingerprint()),
         ])?;
+        let counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
+        let last = texts.last.clone();
+        let checksums = options.checksums;
+        let (mut run, resolved) = ranks.together(Self::made(
+            ranks, recipe, file, texts, counts, checksums, blocks, gpu, observer,
+        ))?;
+        ranks
+            .agree(&[("step", run.state.step), ("number of parameters", run.started.parameters)])?;
         let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         Ok(run)
@@ -110,49 +110,40 @@ impl<'a, B: Blocks> Setup<'a, B> {
         resolved: &str,
     ) -> Result<Logs, TrainError> {
         let claim = self.folder.claim(options.start, last)?;
+        let cache = self.folder.cache();
+        if let Some(counts) = &self.counts
+            && TokenCounts::read(&cache, &self.corpus).is_none()
+        {
+            counts.write(&cache, &self.corpus)?;
+        }
         let dir = &self.recipe.run.dir;
         let jsonl = log(&self.folder.metrics(), self.state.step, options.commit)?;
         self.records = self.folder.records()?;
-        checkpoint::replace_file(&self.folder.recipe(), resolved.as_bytes())?;
+        whole::replace(&self.folder.recipe(), resolved.as_bytes())?;
         let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
         Ok(Logs { _claim: claim, jsonl, board })
     }
 
-    /// The run, without its logs, the checkpoint that it continues from, and the recipe as it is
-    /// saved.
-    fn read(
+    /// The run, without its logs, and the recipe as it is saved.
+    #[expect(clippy::too_many_arguments, reason = "what a run is made of")]
+    fn made(
         ranks: Ranks<'a>,
         recipe: &'a Recipe,
         file: &Path,
-        options: Options,
+        texts: Texts<'a>,
+        counts: Option<Arc<TokenCounts>>,
+        checksums: Checksums,
         blocks: B,
         gpu: Option<String>,
         observer: &mut dyn Observer,
-    ) -> Result<(Self, Option<PathBuf>, String), TrainError> {
-        let Options { start, checksums, renderer, .. } = options;
-        rows_suffice(recipe, ranks.mesh().size_of(&ROWS))?;
+    ) -> Result<(Self, String), TrainError> {
+        let Texts { folder, last, origin, from, template_source, corpus } = texts;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
-        let folder = Folder::new(&recipe.run.dir);
-        folder.check_recipe(file, start)?;
-        let last = folder.admit(start)?;
-        if last.is_some() {
-            same_run(recipe, &folder.recipe())?;
-        }
-        let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let read = |folder| checkpoint::read_config(folder, checksums);
-        let from = origin.as_deref().map(read).transpose()?;
-        let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
-        let template = renderer.into_iter().fold(template, ChatTemplate::isolated);
-        let tokenizer = tokenizer(recipe, place, from.as_ref())?;
-        let corpus = documents(recipe, place, tokenizer, template, observer)?;
-        let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
-        let read = named.map(|file| place.join(file)).chain(origin.clone());
-        folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let Made { mut model, attention, memory, recompute } =
             model(recipe, from.as_ref(), corpus.tokenizer(), blocks).map_err(wrong)?;
-        let steps = steps(recipe, &corpus, &train, observer)?;
+        let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
         observer.begins("making the model");
         let (moments, mut state, fresh_buffers) = match &last {
@@ -210,6 +201,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             logs: None,
             folder,
             corpus,
+            counts,
             origin,
             template_source,
             train,
@@ -224,8 +216,73 @@ impl<'a, B: Blocks> Setup<'a, B> {
             records: Vec::new(),
             schedule: recipe.learning_rate(steps),
         };
-        Ok((run, last, resolved))
+        Ok((run, resolved))
     }
+}
+
+/// What a run reads before it has a model.
+struct Texts<'a> {
+    folder: Folder<'a>,
+    /// The checkpoint that it continues from.
+    last: Option<PathBuf>,
+    /// The checkpoint that it starts from.
+    origin: Option<PathBuf>,
+    from: Option<CheckpointConfig>,
+    template_source: Option<String>,
+    corpus: Arc<Corpus>,
+}
+
+impl<'a> Texts<'a> {
+    fn read(
+        ranks: Ranks<'_>,
+        recipe: &'a Recipe,
+        file: &Path,
+        options: &Options,
+        observer: &mut dyn Observer,
+    ) -> Result<Self, TrainError> {
+        let &Options { start, checksums, renderer, .. } = options;
+        rows_suffice(recipe, ranks.mesh().size_of(&ROWS))?;
+        let place = file.parent().unwrap_or(Path::new(""));
+        let folder = Folder::new(&recipe.run.dir);
+        folder.check_recipe(file, start)?;
+        let last = folder.admit(start)?;
+        if last.is_some() {
+            same_run(recipe, &folder.recipe())?;
+        }
+        let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
+        let read = |folder| checkpoint::read_config(folder, checksums);
+        let from = origin.as_deref().map(read).transpose()?;
+        let (template, template_source) = chat_template(recipe, place, from.as_ref())?;
+        let template = renderer.into_iter().fold(template, ChatTemplate::isolated);
+        let tokenizer = tokenizer(recipe, place, from.as_ref())?;
+        let corpus = Arc::new(documents(recipe, place, tokenizer, template, observer)?);
+        let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
+        let read = named.map(|file| place.join(file)).chain(origin.clone());
+        folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
+        Ok(Self { folder, last, origin, from, template_source, corpus })
+    }
+}
+
+/// The documents' numbers of tokens, where ranks find their rows by them or epochs become steps: those
+/// that are kept in the run's folder, which rank 0 reads, or counted by all ranks.
+fn counts(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    texts: &Texts<'_>,
+    observer: &mut dyn Observer,
+) -> Result<Option<TokenCounts>, TrainError> {
+    if ranks.alone() && recipe.train.epochs.is_none() {
+        return Ok(None);
+    }
+    let corpus = &texts.corpus;
+    let kept = ranks.first().then(|| TokenCounts::read(&texts.folder.cache(), corpus)).flatten();
+    let kept = ranks.bytes_of_first(kept.map_or(Vec::new(), |counts| counts.to_bytes()))?;
+    let kept = TokenCounts::from_bytes(&kept).filter(|counts| counts.len() == corpus.len());
+    if kept.is_some() {
+        return Ok(kept);
+    }
+    observer.begins("counting the documents' tokens");
+    counting::count(ranks, corpus, observer).map(Some)
 }
 
 /// Refuses more ranks that share rows than a batch has rows.
@@ -274,30 +331,15 @@ fn absolute(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_path_buf())
 }
 
-/// Documents whose tokens are counted before the observer is asked whether to stop.
-const COUNTED_AT_ONCE: usize = 1024;
-
-/// The optimiser steps of the run: those of the recipe, or those of its epochs.
-fn steps(
-    recipe: &Recipe,
-    corpus: &Corpus,
-    train: &[usize],
-    observer: &mut dyn Observer,
-) -> Result<u64, TrainError> {
-    let Some(epochs) = recipe.train.epochs else {
-        return Ok(recipe.train.steps.unwrap_or(STEPS));
+/// The optimiser steps of the run: those of the recipe, or those of its epochs, for which the documents are
+/// counted.
+fn steps(recipe: &Recipe, counts: Option<&TokenCounts>, train: &[usize]) -> u64 {
+    let (Some(epochs), Some(counts)) = (recipe.train.epochs, counts) else {
+        return recipe.train.steps.unwrap_or(STEPS);
     };
-    observer.begins("counting the documents' tokens");
-    let tokens = |&document: &usize| corpus.document(document).map(|d| d.tokens.len());
-    let mut lengths = Vec::with_capacity(train.len());
-    for some in train.chunks(COUNTED_AT_ONCE) {
-        if observer.interrupted() {
-            return Err(TrainErrorKind::Interrupted.into());
-        }
-        lengths.extend(some.par_iter().map(tokens).collect::<Result<Vec<_>, _>>()?);
-    }
+    let lengths: Vec<usize> = train.iter().map(|&document| counts.of(document)).collect();
     let rows_a_step = (recipe.train.batch_rows * recipe.train.accumulate) as u64;
-    Ok(packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step))
+    packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step)
 }
 
 /// How the training documents are packed.

@@ -84,6 +84,9 @@ struct Log {
     losses: Vec<u64>,
     held_out: Vec<u64>,
     tokens: u64,
+    /// Whether tokens were counted.
+    counted: bool,
+    stop_at_counting: bool,
     stop_after: Option<u64>,
     panics_after: Option<usize>,
 }
@@ -100,8 +103,12 @@ impl Observer for Log {
         self.held_out.push(metrics.held_out_loss.to_bits());
     }
 
+    fn counting(&mut self, _: usize, _: usize) {
+        self.counted = true;
+    }
+
     fn interrupted(&mut self) -> bool {
-        self.stop_after == Some(0)
+        self.stop_after == Some(0) || self.stop_at_counting && self.counted
     }
 }
 
@@ -384,7 +391,7 @@ fn a_profile_has_the_steps_that_were_asked_for_and_goes_when_a_run_starts_over()
             serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
         let count = |name| events.iter().filter(|event| event["name"] == name).count();
-        assert_eq!(["pack", "queue", "queue the update", "wait"].map(count), [4, 4, 2, 2]);
+        assert_eq!(["wait for data", "queue", "queue the update", "wait"].map(count), [4, 4, 2, 2]);
     }
     place.run(&recipe, of(Start::Over, None)).unwrap();
     assert!(!file.exists());

@@ -7,6 +7,7 @@ use foveate_shard::ShardError;
 use foveate_shard::collectives::run_threads;
 
 use super::*;
+use crate::checkpoint::State;
 use crate::safetensors::Tensors;
 
 /// What every rank came to.
@@ -175,4 +176,63 @@ fn a_rank_that_fails_in_a_step_ends_all_and_what_was_saved_stays() {
     assert!(told.contains("rank 1: it panicked: planted"), "{told}");
     let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
     assert_eq!(rest.losses.len(), 4);
+}
+
+#[test]
+fn ranks_count_the_tokens_once_and_keep_the_counts() {
+    let place = Place::new();
+    let recipe = place.recipe(&["train.steps=2"]);
+    all_well(3, &place, &recipe, Start::New);
+    let cache = place.0.path().join("run/cache");
+    let kept = || {
+        let files = std::fs::read_dir(&cache).unwrap().map(|e| e.unwrap().path());
+        files.map(|file| (std::fs::read(&file).unwrap(), file)).collect::<Vec<_>>()
+    };
+    let first = kept();
+    assert_eq!(first.len(), 1);
+    // A resume takes what is kept; what was changed is found out.
+    let counted = |observed: &(Summary, Log)| observed.1.counted;
+    let resumed = all_well(2, &place, &place.recipe(&["train.steps=4"]), Start::Resume);
+    assert!(resumed.iter().all(|run| !counted(run)));
+    std::fs::write(&first[0].1, b"not what was kept").unwrap();
+    let resumed = all_well(2, &place, &place.recipe(&["train.steps=5"]), Start::Resume);
+    assert!(resumed.iter().all(counted));
+    assert_eq!(kept(), first);
+    let over = all_well(2, &place, &recipe, Start::Over);
+    assert!(over.iter().all(|run| !counted(run)), "another start needs no other counts");
+}
+
+#[test]
+fn an_interruption_while_tokens_are_counted_ends_all_ranks_alike() {
+    let place = Place::new();
+    let stops = |rank: usize| Log { stop_at_counting: rank == 1, ..Log::default() };
+    let recipe = place.recipe(&[]);
+    let runs = on_ranks(2, &place, |_| recipe.clone(), || Start::New.into(), stops);
+    for run in runs {
+        let error = run.unwrap_err();
+        assert!(matches!(error.kind(), TrainErrorKind::Interrupted), "{error}");
+    }
+    assert!(!place.0.path().join("run").exists());
+}
+
+#[test]
+fn a_cursor_and_the_held_out_loss_are_the_same_with_every_number_of_ranks() {
+    let sets = ["train.steps=1", "train.batch_rows=5", "optimizer.lr=1e-30"];
+    let seen = |ranks: usize| {
+        let place = Place::new();
+        let recipe = place.recipe(&sets);
+        let (summary, log) = match ranks {
+            0 => place.run(&recipe, Start::New).unwrap(),
+            ranks => all_well(ranks, &place, &recipe, Start::New).remove(0),
+        };
+        let state = std::fs::read_to_string(summary.checkpoint.join("state.json")).unwrap();
+        let held_out = f64::from_bits(*log.held_out.last().unwrap());
+        (serde_json::from_str::<State>(&state).unwrap().cursor, log.tokens, held_out)
+    };
+    let (cursor, tokens, held_out) = seen(0);
+    for ranks in [2, 3, 4, 5] {
+        let found = seen(ranks);
+        assert_eq!((found.0, found.1), (cursor, tokens), "{ranks} ranks");
+        assert!((found.2 - held_out).abs() < 1e-12 * held_out, "{ranks} ranks: {}", found.2);
+    }
 }

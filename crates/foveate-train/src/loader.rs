@@ -1,0 +1,193 @@
+//! Batches made ahead of the steps that take them, on a thread of their own.
+//!
+//! The thread reads, tokenises and packs while a step computes, and is at most [`AHEAD`] batches ahead:
+//! what it makes does not depend on when it makes it. Each batch comes with the cursor behind it, so
+//! what a checkpoint says is where the steps are, not where the thread is. An error comes in the place
+//! of the batch that could not be made.
+
+use std::ops::Range;
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread::JoinHandle;
+
+use crate::corpus::{Corpus, TokenCounts};
+use crate::error::TrainError;
+use crate::pack::{Cursor, PackOptions, Packed, Packer};
+
+/// Batches that wait to be taken, the one that is being made among them.
+pub(crate) const AHEAD: usize = 2;
+
+/// A batch, and where the stream stands behind it.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    /// The rows of this rank.
+    pub own: Packed,
+    /// Places in the rows of all ranks.
+    pub places: u64,
+    /// Places without a document, in the rows of all ranks.
+    pub padding: u64,
+    /// Where the next batch begins.
+    pub cursor: Cursor,
+    /// Passes over the documents up to there.
+    pub passes: f64,
+}
+
+/// What is to be made of which documents.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    /// Indices into the corpus.
+    pub documents: Vec<usize>,
+    /// How they fill rows.
+    pub packing: PackOptions,
+    /// Rows of a batch.
+    pub rows: usize,
+    /// Those of them that this rank takes.
+    pub own: Range<usize>,
+    /// What is known of the documents; without it all rows are read.
+    pub counts: Option<Arc<TokenCounts>>,
+}
+
+/// The stream of batches of a run.
+#[derive(Debug)]
+pub(crate) struct Loader {
+    /// None once the thread is told to end.
+    batches: Option<Receiver<Result<Loaded, TrainError>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Loader {
+    /// Begins with the batch at `cursor`; none where the cursor stands outside the documents.
+    ///
+    /// # Errors
+    /// If the document that the first batch begins with cannot be read, or there can be no thread.
+    pub fn start(
+        corpus: &Arc<Corpus>,
+        wanted: Wanted,
+        cursor: Cursor,
+    ) -> Result<Option<Self>, TrainError> {
+        let Wanted { documents, packing, rows, own, counts } = wanted;
+        let packer = Packer::new(corpus, documents.clone(), packing, cursor);
+        if !packer.knowing(counts.clone()).cursor_fits()? {
+            return Ok(None);
+        }
+        // One more is being made while the channel is full.
+        let (put, batches) = sync_channel(AHEAD - 1);
+        let corpus = corpus.clone();
+        let make = move || {
+            let packer = Packer::new(&corpus, documents, packing, cursor);
+            let mut packer = packer.knowing(counts);
+            loop {
+                let batch = packer.part_of_batch(rows, own.clone()).map(|part| Loaded {
+                    own: part.packed,
+                    places: part.places as u64,
+                    padding: part.padding as u64,
+                    cursor: packer.cursor(),
+                    passes: packer.passes(),
+                });
+                let failed = batch.is_err();
+                if put.send(batch).is_err() || failed {
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("foveate-loader".to_owned()).spawn(make);
+        let thread = thread.map_err(|e| {
+            TrainError::model(format!("no thread could be started to read documents: {e}"))
+        })?;
+        Ok(Some(Self { batches: Some(batches), thread: Some(thread) }))
+    }
+
+    /// The next batch, waited for where it is not made yet.
+    ///
+    /// # Errors
+    /// If a document of it cannot be read; there is no batch behind such a one.
+    pub fn take(&mut self) -> Result<Loaded, TrainError> {
+        let batches = self.batches.as_ref().expect("it is taken when the loader is dropped");
+        batches.recv().unwrap_or_else(|_| {
+            // It ends by itself only behind an error, which was the last to be taken.
+            match self.thread.take().map(JoinHandle::join) {
+                Some(Err(panic)) => resume_unwind(panic),
+                _ => unreachable!("a batch is asked for behind an error"),
+            }
+        })
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        // A thread that waits for its batch to be taken ends.
+        self.batches = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::corpus::Sources;
+    use crate::tokens::Tokenizer;
+
+    fn corpus(documents: usize) -> (tempfile::TempDir, Arc<Corpus>) {
+        let dir = tempfile::tempdir().unwrap();
+        for i in 0..documents {
+            let text = "abcdefgh".repeat(1 + i * 5 % 7);
+            std::fs::write(dir.path().join(format!("{i:03}.txt")), text).unwrap();
+        }
+        let root = dir.path().to_path_buf();
+        let sources = Sources { root, files: vec!["*.txt".to_owned()], ..Default::default() };
+        let corpus = Corpus::scan(&sources, Tokenizer::bytes(), None, &mut || false).unwrap();
+        (dir, Arc::new(corpus))
+    }
+
+    fn wanted(documents: usize) -> Wanted {
+        let packing = PackOptions { len: 13, split: true, shuffle: Some(3) };
+        Wanted { documents: (0..documents).collect(), packing, rows: 4, own: 1..3, counts: None }
+    }
+
+    #[test]
+    fn batches_and_cursors_are_those_of_a_packer_from_every_cursor_on() {
+        let (_dir, corpus) = corpus(9);
+        let Wanted { documents, packing, rows, own, .. } = wanted(9);
+        let mut packer = Packer::new(&corpus, documents, packing, Cursor::default());
+        for _ in 0..30 {
+            let mut loader = Loader::start(&corpus, wanted(9), packer.cursor()).unwrap().unwrap();
+            let mut ahead = packer.clone();
+            for _ in 0..3 {
+                let (loaded, all) = (loader.take().unwrap(), ahead.batch(rows).unwrap());
+                assert_eq!(loaded.own, all.part(own.clone()));
+                assert_eq!(loaded.padding, all.padding() as u64);
+                assert_eq!(loaded.places, 4 * 13);
+                assert_eq!((loaded.cursor, loaded.passes), (ahead.cursor(), ahead.passes()));
+            }
+            packer.batch(rows).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_error_comes_in_the_place_of_its_batch() {
+        let (dir, corpus) = corpus(30);
+        let mut packing = wanted(30);
+        packing.packing.shuffle = None;
+        // 9 bytes and one more token at the start: the last document is in a late batch.
+        std::fs::write(dir.path().join("029.txt"), "changed").unwrap();
+        let mut packer =
+            Packer::new(&corpus, packing.documents.clone(), packing.packing, Cursor::default());
+        let mut loader = Loader::start(&corpus, packing, Cursor::default()).unwrap().unwrap();
+        let mut right = 0;
+        let told = loop {
+            match (loader.take(), packer.batch(4)) {
+                (Ok(loaded), Ok(all)) => assert_eq!(loaded.own, all.part(1..3)),
+                (Err(e), Err(same)) => break (e.to_string(), same.to_string()),
+                (one, other) => panic!("{one:?} {other:?}"),
+            }
+            right += 1;
+        };
+        assert!(
+            right > AHEAD && told.0.contains("029.txt") && told.0 == told.1,
+            "{right} {told:?}"
+        );
+    }
+}
