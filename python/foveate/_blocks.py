@@ -23,6 +23,9 @@ from ._masks import Mask
 
 _own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
+#: Before 2.13 torch has no such order, and its class no place for it.
+_torchs_write_order: Any = getattr(_torch_flex, "_compute_dq_write_order_from_block_mask", None)
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -36,8 +39,9 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
-    *,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> BlockMask:
     """A block mask of ``mask_mod``, as ``torch.nn.attention.flex_attention.create_block_mask`` makes it.
 
@@ -56,6 +60,10 @@ def create_block_mask(
         BLOCK_SIZE: Length of a tile in queries and keys, or a pair of them.
         _compile: Ignored: there is nothing to compile.
         separate_full_blocks: Whether full tiles have lists of their own.
+        compute_dq_write_order: Whether the mask gets what torch's own kernels, from 2.13 on, need for a deterministic
+            backward, of shape ``[B, H, columns, rows]``: it takes torch's dense table of tiles. Foveate does not read
+            it.
+        dq_kv_order: The order of key tiles in it: descending, or ascending when it is False.
 
     Raises:
         TraceError: ``mask_mod`` cannot be traced; the message says what, and where.
@@ -71,6 +79,8 @@ def create_block_mask(
         raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {BLOCK_SIZE}")
     batch, heads = 1 if B is None else B, 1 if H is None else H
     extents = (batch, heads, Q_LEN, KV_LEN)
+    if not isinstance(dq_kv_order, bool):
+        raise ValueError("dq_kv_order must be a bool when using create_block_mask")
     if min(extents) < 0:
         raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
     lengths = (Q_LEN, KV_LEN)
@@ -83,6 +93,9 @@ def create_block_mask(
         partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
         full: tuple[Tensor | None, Tensor | None] = _listed(kinds == 2) if separate_full_blocks else (None, None)
         made = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
+    if compute_dq_write_order and _torchs_write_order is not None:
+        made.dq_write_order, made.dq_write_order_full = _torchs_write_order(made, dq_kv_order=dq_kv_order)
+        made.dq_kv_order, made.dq_kv_order_spt = None, dq_kv_order
     _own[made] = _state(made)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made

@@ -6,6 +6,7 @@ function while Foveate is enabled: their code is exchanged, and put back by ``di
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import warnings
@@ -32,11 +33,36 @@ def _copy(function: types.FunctionType) -> Callable[..., Any]:
 TORCHS: dict[str, Callable[..., Any]] = {
     name: _copy(getattr(_torch_flex, name)) for name in ("flex_attention", "create_block_mask")
 }
+#: What torch's functions take and Foveate's do not, in a version that is newer, with the defaults.
+_MORE: dict[str, dict[str, Any]] = {
+    name: {
+        more: parameter.default
+        for more, parameter in inspect.signature(function).parameters.items()
+        if more not in inspect.signature(ours).parameters
+    }
+    for (name, function), ours in zip(TORCHS.items(), (_flex.flex_attention, _blocks.create_block_mask))
+}
+#: Torch's create_block_mask takes what Foveate's does, since 2.13.
+KNOWS_FULL_BLOCKS = "separate_full_blocks" in inspect.signature(TORCHS["create_block_mask"]).parameters
 _CODE = {name: getattr(_torch_flex, name).__code__ for name in TORCHS}
+
+
+def _asks_for_more(name: str, arguments: dict[str, Any]) -> str | None:
+    """Which argument asks for what Foveate's function does not know. The others of this kind are left out."""
+    for more, default in _MORE[name].items():
+        if arguments[more] is not default:
+            return more
+    for more in _MORE[name]:
+        del arguments[more]
+    return None
 
 
 def _flex_attention(query: Any, **arguments: Any) -> Any:
     if not isinstance(query, torch.Tensor) or query.device.type not in ("cpu", "cuda"):
+        return TORCHS["flex_attention"](query, **arguments)
+    more = _asks_for_more("flex_attention", arguments)
+    if more is not None:
+        _stays("flex_attention", f"Foveate does not know its argument {more}")
         return TORCHS["flex_attention"](query, **arguments)
     if torch.compiler.is_dynamo_compiling():
         return _flex.flex_attention(query, **arguments)
@@ -55,6 +81,10 @@ def _create_block_mask(mask_mod: Any, **arguments: Any) -> Any:
     if torch.device(device).type not in ("cpu", "cuda"):
         return TORCHS["create_block_mask"](mask_mod, **arguments)
     arguments["device"] = device
+    more = _asks_for_more("create_block_mask", arguments)
+    if more is not None:
+        _stays("create_block_mask", f"Foveate does not know its argument {more}")
+        return TORCHS["create_block_mask"](mask_mod, **arguments)
     if torch.compiler.is_dynamo_compiling():
         return _blocks.create_block_mask(mask_mod, **arguments)
     try:
@@ -64,10 +94,11 @@ def _create_block_mask(mask_mod: Any, **arguments: Any) -> Any:
         return TORCHS["create_block_mask"](mask_mod, **arguments)
 
 
-def _stays(name: str, reason: TraceError) -> None:
-    if str(reason) not in _said:
-        _said.add(str(reason))
-        warnings.warn(f"a call of {name} stays torch's: {reason}", stacklevel=5)
+def _stays(name: str, reason: TraceError | str) -> None:
+    said = f"a call of {name} stays torch's: {reason}"
+    if not torch.compiler.is_dynamo_compiling() and said not in _said:
+        _said.add(said)
+        warnings.warn(said, stacklevel=5)
 
 
 _OURS: dict[str, Callable[..., Any]] = {"flex_attention": _flex_attention, "create_block_mask": _create_block_mask}
@@ -114,8 +145,8 @@ def enable() -> _Enabled:
         foveate.enable()
         with foveate.enable(): ...  # until the block ends
 
-    Calls on other devices than CPU and CUDA, and calls whose functions cannot be traced, stay torch's; the latter with one
-    warning that says why. What ``torch.compile`` made before is compiled again.
+    Calls on other devices than CPU and CUDA, calls whose functions cannot be traced, and calls with an argument that only
+    a newer torch knows, stay torch's; the latter two with one warning that says why. What ``torch.compile`` made before is compiled again.
     """
     before = is_enabled()
     if not before:

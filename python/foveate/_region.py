@@ -256,13 +256,34 @@ def paged(
     return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
 
 
-def create_block_mask(breaking: Callable[..., Any], mask_mod: Any, *args: Any, device: Any = None, **kwargs: Any) -> BlockMask:
+def create_block_mask(
+    breaking: Callable[..., Any],
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
     """:func:`foveate.create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
-    read, so that they are made only where the graph uses them otherwise."""
+    read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the graph."""
     from ._blocks import _device
-    from ._enable import TORCHS
+    from ._enable import KNOWS_FULL_BLOCKS, TORCHS
 
-    made: BlockMask = TORCHS["create_block_mask"](mask_mod, *args, device=_device(device), **kwargs)
+    of = (mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE)
+    more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
+    made: BlockMask
+    if KNOWS_FULL_BLOCKS:
+        made = TORCHS["create_block_mask"](*of, False, *more)
+    elif separate_full_blocks:
+        made = TORCHS["create_block_mask"](*of)
+    else:
+        made = breaking(*of, False, *more)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
