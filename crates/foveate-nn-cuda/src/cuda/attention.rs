@@ -4,12 +4,18 @@ use foveate::cuda::{CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOp
 use foveate::mods::Leaf;
 use foveate::{AnyBuffer, BufferData, DType, Device, Layout, Positions, Problem, ScalarValue};
 use foveate_gpu::abi::Address;
+use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Queue};
 use foveate_nn::{
-    AttentionProgram, AttentionShape, DOCUMENTS, LearnedBuffer, NnError, NnErrorKind, PackedHeads,
+    AttentionProgram, AttentionShape, DOCUMENTS, KvCache, LayerAttention, LearnedBuffer, NnError,
+    NnErrorKind, PackedHeads, PartMut,
 };
 
+use super::Cuda;
+use super::array::{CudaArray, Place, rows_of};
 use super::batch::Documents;
+use super::clock::Timed;
+use crate::vectors::{Add, CopyRows, Widen};
 
 /// An attention program planned for a GPU. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -199,4 +205,100 @@ pub(super) fn output(heads: PackedHeads, address: Address, dtype: DType) -> Devi
 /// `[rows, heads_q, len]`.
 pub(super) fn statistics(heads: PackedHeads, address: Address) -> DeviceTensor<3> {
     DeviceTensor::contiguous(address, DType::F32, [heads.rows, heads.heads_q, heads.len])
+}
+
+impl Cuda {
+    /// Learned buffers as f32 numbers: where they are, and their gradients; the memory of both.
+    fn learned(
+        &self,
+        layer: &LayerAttention<'_, Self>,
+        backward: bool,
+    ) -> Result<(Address, Address, [Option<Allocation>; 2]), NnError> {
+        let elems = layer.values.place.len();
+        if elems == 0 {
+            return Ok((0, 0, [None, None]));
+        }
+        let values = layer.values.vector();
+        let gradients = backward
+            .then(|| self.scratch("gradients of learned buffers", 4 * elems))
+            .transpose()?;
+        let (at_values, wide) = if values.dtype == DType::F32 {
+            (values.start(), None)
+        } else {
+            let wide = self.scratch("learned buffers", 4 * elems)?;
+            let to = DeviceTensor::contiguous(wide.address(), DType::F32, [elems]);
+            self.run(&Widen { from: values, to })?;
+            (wide.address(), Some(wide))
+        };
+        let at_gradients = gradients.as_ref().map_or(0, Allocation::address);
+        Ok((at_values, at_gradients, [wide, gradients]))
+    }
+
+    /// Queues attention; with a cache, of new positions over all that it holds.
+    pub(super) fn attend(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        cache: Option<KvCache<'_, CudaArray>>,
+        out: &mut CudaArray,
+        lse: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (heads, dtype) = (layer.heads, qkv.dtype);
+        let PackedHeads { len, heads_q, heads_kv, dim, .. } = heads;
+        let mut operands = packed(heads, qkv.vector().start(), dtype);
+        if let Some(KvCache { keys, values, position }) = cache {
+            let width = heads_kv * dim;
+            for (new, cached) in [(1, &*keys), (2, &*values)] {
+                let from = DeviceTensor {
+                    address: operands[new].start(),
+                    dtype,
+                    layout: foveate::Layout::strided([len, width], [heads.width(), 1], 0),
+                };
+                self.run(&CopyRows { from, to: rows_of(&cached.rows(width), position, len) })?;
+                let shape = [heads_kv, position + len, dim];
+                operands[new] = rows(shape, width, cached.vector().start(), dtype);
+            }
+            operands[0] = rows([heads_q, len, dim], heads.width(), operands[0].start(), dtype);
+        }
+        let out = output(heads, out.vector().start(), dtype);
+        let lse = statistics(heads, lse.vector().start());
+        self.timed(Timed::Attention, |this| {
+            let (values, gradients, _memory) = this.learned(&layer, false)?;
+            let learned = Learned { buffers: layer.program.learned, values, gradients };
+            layer.program.plan.forward(&this.queue, operands, &learned, out, lse)
+        })
+    }
+
+    /// Queues its gradients; those of learned buffers are added to `d_learned`.
+    pub(super) fn attend_backward(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        (out, lse, d_out): (&CudaArray, &CudaArray, &CudaArray),
+        d_qkv: &mut CudaArray,
+        d_learned: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (heads, dtype) = (layer.heads, qkv.dtype);
+        let operands = packed(heads, qkv.vector().start(), dtype);
+        let destinations = packed(heads, d_qkv.vector().start(), dtype);
+        let of_rows = (
+            output(heads, out.vector().start(), dtype),
+            statistics(heads, lse.vector().start()),
+            output(heads, d_out.vector().start(), dtype),
+        );
+        self.timed(Timed::AttentionBackward, |this| {
+            let (values, gradients, _memory) = this.learned(&layer, true)?;
+            let learned = Learned { buffers: layer.program.learned, values, gradients };
+            let plan = layer.program.plan;
+            plan.backward(&this.queue, operands, &learned, of_rows, destinations)?;
+            let to = d_learned.vector();
+            let [elems] = to.layout.shape;
+            if elems == 0 {
+                return Ok(());
+            }
+            let from = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
+            this.begin_sums(&d_learned)?;
+            this.run(&Add { from, to })
+        })
+    }
 }

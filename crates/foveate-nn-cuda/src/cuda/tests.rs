@@ -1,16 +1,22 @@
 //! Each block beside the CPU's, on shapes that divide nothing, and what stands between host and
 //! device. They need a GPU, and say so where there is none.
 
+mod rotations;
+
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use foveate_nn::moments::Filler;
 use foveate_nn::{
-    AdamW, Architecture, Cpu, CpuBatch, Gradients, LayerProgram, LayerRope, LearnedBuffer, Model,
-    ModelConfig, Parameter, ParameterState, ProgramConfig, Recompute, Rotary, Sampling, Sgd,
-    Treatment,
+    Activation as NnActivation, AdamW, Architecture, Array, AttentionProgram, AttentionShape,
+    Batch, Blocks, Cpu, CpuBatch, Gradients, LayerAttention, LayerProgram, LayerRope,
+    LearnedBuffer, LinearShape, Model, ModelConfig, Moment, Moments, Norm, OptimizerStep,
+    PackedHeads, Parameter, ParameterState, Part, ProgramConfig, Recompute, RopePairing, RopeTable,
+    Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
 };
 use foveate_tensor::random::Random;
 
+use super::transfer::{narrowed, widened};
 use super::*;
 
 const ROWS: usize = 2;
@@ -281,7 +287,7 @@ fn products_are_those_of_the_cpu() {
 }
 
 #[test]
-fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
+fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
     for mut both in Both::all(3) {
         let (texts, tables) = (Texts::new(&mut both.random), tables());
         let batch = both.upload(&texts.batch(), &tables);
@@ -294,17 +300,6 @@ fn embeddings_rotations_and_losses_are_those_of_the_cpu() {
         both!(both.embed_backward(&batch.0, &d_out.cpu, WIDTH, 2.0, whole(&mut d_words.cpu);
             &batch.1, &d_out.cuda, WIDTH, 2.0, whole(&mut d_words.cuda)));
         both.check("d_table", &d_words, 1e-5);
-
-        for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
-            let mut qkv = both.normal(TOKENS * HEADS.width());
-            for rotation in [Rotation::Forward, Rotation::Backward] {
-                for table in [0, 1] {
-                    both!(both.rope(&batch.0, table, HEADS, pairing, rotation, &mut qkv.cpu;
-                        &batch.1, table, HEADS, pairing, rotation, &mut qkv.cuda));
-                    both.check("rope", &qkv, 1e-5);
-                }
-            }
-        }
 
         let (qkv, weight) = (both.normal(TOKENS * HEADS.width()), both.normal(2 * HEADS.dim));
         let mut inverse = both.nan(DType::F32, TOKENS * (HEADS.heads_q + HEADS.heads_kv));

@@ -1,8 +1,8 @@
 //! Numbers of the host as elements in device memory, and back.
 
 use foveate_gpu::driver::default_timeout;
-use foveate_nn::NnError;
 use foveate_nn::moments::{self, BLOCK, Moment};
+use foveate_nn::{NnError, Weights, join_master, split_master};
 use foveate_tensor::DType;
 use half::bf16;
 
@@ -45,6 +45,58 @@ pub fn read(
         take(start, &bytes);
     }
     Ok(())
+}
+
+/// Copies numbers to the device, each rounded to the nearest.
+pub fn write_numbers(into: &CudaArray, first: usize, values: &[f32]) -> Result<(), NnError> {
+    write(into, first, values, |some| narrowed(into.dtype, some))
+}
+
+/// Copies as many numbers back as `values` holds.
+pub fn read_numbers(from: &CudaArray, first: usize, values: &mut [f32]) -> Result<(), NnError> {
+    let dtype = from.dtype;
+    read(from, first, values.len(), |start, bytes| {
+        let values = &mut values[start..][..bytes.len() / dtype.bytes()];
+        values.iter_mut().enumerate().for_each(|(i, x)| *x = widened(dtype, bytes, i));
+    })
+}
+
+/// Copies masters to the device, as weights and what completes them.
+pub fn write_weights(
+    into: &Weights<CudaArray>,
+    first: usize,
+    masters: &[f32],
+) -> Result<(), NnError> {
+    // What is not trained has no master.
+    if first >= into.remainders.elems {
+        return write_numbers(&into.array, first, masters);
+    }
+    write(&into.array, first, masters, |some| each_as(some, |x| split_master(x).0.to_ne_bytes()))?;
+    write(&into.remainders, first, masters, |some| {
+        each_as(some, |x| split_master(x).1.to_ne_bytes())
+    })
+}
+
+/// Copies masters back.
+pub fn read_weights(
+    from: &Weights<CudaArray>,
+    first: usize,
+    masters: &mut [f32],
+) -> Result<(), NnError> {
+    let count = masters.len();
+    if first >= from.remainders.elems {
+        return read_numbers(&from.array, first, masters);
+    }
+    let halves = |bytes: &[u8]| -> Vec<u16> {
+        bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]])).collect()
+    };
+    let mut remainders = Vec::with_capacity(count);
+    read(&from.remainders, first, count, |_, bytes| remainders.extend(halves(bytes)))?;
+    read(&from.array, first, count, |start, bytes| {
+        for (i, weight) in halves(bytes).into_iter().enumerate() {
+            masters[start + i] = join_master(weight, remainders[start + i]);
+        }
+    })
 }
 
 /// Elements as bytes of `dtype`, rounded to the nearest.

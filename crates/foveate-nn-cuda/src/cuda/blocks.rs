@@ -1,0 +1,604 @@
+//! What [`foveate_nn::Blocks`] asks for, block by block.
+
+use std::sync::Arc;
+
+use foveate_gpu::blas::Matmul;
+use foveate_gpu::driver::Allocation;
+use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
+use foveate_nn::{
+    Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
+    KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
+    OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable,
+    Rotation, Span, Sums, Weights,
+};
+use foveate_tensor::DType;
+
+use super::array::{CudaArray, Place, batched};
+use super::attention::AttentionPlan;
+use super::batch::{CudaBatch, Rotations};
+use super::clock::Timed;
+use super::totals::CudaTotals;
+use super::updates::CudaSpans;
+use super::{Cuda, beta, failed, logits_tokens_of, transfer};
+use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
+use crate::gated::{Activation, Gated, GatedBackward};
+use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
+use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
+use crate::rope::{Pairing, Rope};
+use crate::vectors::{self, AddRows, ColumnSums};
+
+fn heads_of(heads: PackedHeads) -> Heads {
+    Heads { queries: heads.heads_q, keys: heads.heads_kv, dim: heads.dim }
+}
+
+fn activation_of(activation: NnActivation) -> Activation {
+    match activation {
+        NnActivation::Silu => Activation::Silu,
+        NnActivation::Gelu => Activation::Gelu,
+    }
+}
+
+impl Blocks for Cuda {
+    type Plan = AttentionPlan;
+    type Array = CudaArray;
+    type Batch = CudaBatch;
+    type Totals = CudaTotals;
+    type Spans = CudaSpans;
+
+    fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    fn logits_tokens(&self, vocab: usize) -> usize {
+        let bytes = self.kernels.engine().device().info().memory_bytes;
+        logits_tokens_of(bytes as u64, vocab, self.precision)
+    }
+
+    fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
+        let (free, _) = self.kernels.engine().device().memory().map_err(|e| failed(&e))?;
+        Ok(Some(free as u64))
+    }
+
+    fn resize(
+        &mut self,
+        name: &'static str,
+        array: &mut CudaArray,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        let no_memory = || NnErrorKind::Memory { name, elems };
+        let bytes = elems.checked_mul(dtype.bytes()).ok_or_else(no_memory)?;
+        if array.memory.as_ref().map_or(0, Allocation::bytes) < bytes {
+            // What it had may serve another array.
+            array.memory = None;
+            let taken = self.queue.pool().take(bytes).map_err(|e| match e.kind() {
+                GpuErrorKind::OutOfMemory { .. } => no_memory().into(),
+                _ => failed(&e),
+            })?;
+            array.memory = Some(taken);
+        }
+        (array.dtype, array.elems) = (dtype, elems);
+        Ok(())
+    }
+
+    fn clear(&mut self, array: &mut CudaArray) -> Result<(), NnError> {
+        array.memory.as_ref().map_or(Ok(()), |memory| memory.fill(0)).map_err(|e| failed(&e))
+    }
+
+    fn profile(&mut self, on: bool) -> Result<(), NnError> {
+        self.clock.profile(self.queue.stream(), on).map_err(|e| failed(&e))
+    }
+
+    fn block_times(&mut self) -> Vec<BlockTime> {
+        self.clock.take()
+    }
+
+    fn queues(&self) -> bool {
+        true
+    }
+
+    fn fill(&mut self, into: PartMut<'_, CudaArray>, values: &[f32]) -> Result<(), NnError> {
+        transfer::write_numbers(into.array, into.place.start, values)
+    }
+
+    fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
+        transfer::read_numbers(from.array, from.place.start, &mut into[..from.place.len()])
+    }
+
+    fn fill_weights(
+        &mut self,
+        into: &mut Weights<CudaArray>,
+        first: usize,
+        masters: &[f32],
+    ) -> Result<(), NnError> {
+        transfer::write_weights(into, first, masters)
+    }
+
+    fn download_weights(
+        &mut self,
+        from: &Weights<CudaArray>,
+        first: usize,
+        masters: &mut [f32],
+    ) -> Result<(), NnError> {
+        transfer::read_weights(from, first, masters)
+    }
+
+    fn fill_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        into: &mut CudaArray,
+        first: usize,
+        values: &[f32],
+    ) -> Result<(), NnError> {
+        if self.precision.moments != MomentDtype::Int8 {
+            return transfer::write_numbers(into, first, values);
+        }
+        transfer::write_blocks(into, moment, elems, first, values)
+    }
+
+    fn download_moment(
+        &mut self,
+        moment: Moment,
+        elems: usize,
+        from: &CudaArray,
+        first: usize,
+        values: &mut [f32],
+    ) -> Result<(), NnError> {
+        if self.precision.moments != MomentDtype::Int8 {
+            return transfer::read_numbers(from, first, values);
+        }
+        transfer::read_blocks(from, moment, elems, first, values)
+    }
+
+    fn plan(
+        &mut self,
+        program: &AttentionProgram,
+        shape: &AttentionShape,
+    ) -> Result<AttentionPlan, NnError> {
+        let device = (self.ordinal, self.precision.weights, self.deterministic);
+        AttentionPlan::new(program, shape, device)
+    }
+
+    fn bind(
+        &mut self,
+        plan: &AttentionPlan,
+        _: &[i32],
+        batch: &CudaBatch,
+    ) -> Result<AttentionPlan, NnError> {
+        Ok(plan.over(batch.documents()))
+    }
+
+    fn at(&mut self, plan: &AttentionPlan, position: usize) -> Result<AttentionPlan, NnError> {
+        plan.at(position)
+    }
+
+    /// The device keeps its counts.
+    fn live_pairs(&self, _: &AttentionPlan) -> Option<f64> {
+        None
+    }
+
+    fn plan_bytes(&mut self, _: &AttentionPlan) -> Result<PlanBytes, NnError> {
+        Ok(PlanBytes::default())
+    }
+
+    fn upload(
+        &mut self,
+        batch: &Batch<'_>,
+        tables: &[Arc<RopeTable>],
+    ) -> Result<CudaBatch, NnError> {
+        let known = std::mem::take(&mut self.tables);
+        let on_device = |table: &Arc<RopeTable>| match known.iter().find(|k| k.is_of(table)) {
+            Some(known) => Ok(Arc::clone(known)),
+            None => Rotations::new(self.queue.pool(), table).map(Arc::new),
+        };
+        let tables: Result<Vec<_>, GpuError> = tables.iter().map(on_device).collect();
+        self.tables = tables.map_err(|e| failed(&e))?;
+        CudaBatch::new(self.queue.pool(), batch, self.tables.clone()).map_err(|e| failed(&e))
+    }
+
+    fn totals(&mut self) -> Result<CudaTotals, NnError> {
+        self.new_totals()
+    }
+
+    /// Waits: totals are read and written again.
+    fn count(&mut self, totals: &mut CudaTotals, labelled: usize) -> Result<(), NnError> {
+        self.add_labelled(totals, labelled)
+    }
+
+    fn read(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
+        self.read_totals(totals)
+    }
+
+    fn spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
+        self.upload_spans(spans)
+    }
+
+    fn clip(
+        &mut self,
+        step: &OptimizerStep,
+        gradients: &CudaArray,
+        more: bool,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.clip_gradients(step, gradients, more, totals)
+    }
+
+    fn update(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &CudaSpans,
+        weights: &mut Weights<CudaArray>,
+        gradients: (&CudaArray, usize),
+        moments: &mut Moments<CudaArray>,
+        elems: usize,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.update_weights(step, spans, weights, gradients, moments, elems, totals)
+    }
+
+    fn embed(
+        &mut self,
+        batch: &CudaBatch,
+        table: Part<'_, CudaArray>,
+        width: usize,
+        scale: f32,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (table, out) = (table.rows(width), out.rows(width));
+        let block = Embedding { table, tokens: batch.tokens(), out, scale };
+        self.run_timed(Timed::Embedding, &block)
+    }
+
+    fn embed_backward(
+        &mut self,
+        batch: &CudaBatch,
+        d_out: &CudaArray,
+        width: usize,
+        scale: f32,
+        d_table: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let most = TokenOrder::most_partial_rows(batch.count());
+        let partial = self.scratch("partial rows of the embedding's gradient", 4 * most * width)?;
+        let rows = batch.order.partial_rows();
+        let block = EmbeddingBackward {
+            d_out: d_out.rows(width),
+            d_table: d_table.rows(width),
+            order: &batch.order,
+            words: batch.words(),
+            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [rows, width]),
+            scale,
+        };
+        self.timed(Timed::EmbeddingBackward, |this| {
+            this.begin_sums(&d_table)?;
+            this.run(&block)
+        })
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        self.run_timed(
+            Timed::Norm,
+            &RmsNorm {
+                x: x.rows(width),
+                residual: None,
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        residual: &CudaArray,
+        x: &mut CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        let x = x.rows(width);
+        self.run_timed(
+            Timed::AddNorm,
+            &RmsNorm {
+                x,
+                residual: Some((residual.rows(width), x)),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
+    }
+
+    fn rms_norm_again(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        self.run_timed(
+            Timed::NormAgain,
+            &RmsNormAgain {
+                x: x.rows(width),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                offset: norm.offset,
+            },
+        )
+    }
+
+    fn rms_norm_backward(
+        &mut self,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &CudaArray,
+        d_out: &CudaArray,
+        d_x: &mut CudaArray,
+        accumulate: bool,
+        d_weight: Option<PartMut<'_, CudaArray>>,
+    ) -> Result<(), NnError> {
+        let width = weight.place.len();
+        let x = x.rows(width);
+        let parts = norm::parts(x.layout.shape[0]);
+        let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * width)?;
+        let accumulate_weight = d_weight.as_ref().is_some_and(|d_weight| d_weight.accumulate);
+        self.run_timed(
+            Timed::NormBackward,
+            &RmsNormBackward {
+                x,
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                d_out: d_out.rows(width),
+                d_x: d_x.rows(width),
+                accumulate,
+                d_weight: d_weight.map(|d_weight| d_weight.vector()),
+                accumulate_weight,
+                partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
+                offset: norm.offset,
+            },
+        )
+    }
+
+    fn linear(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        x: Part<'_, CudaArray>,
+        weight: Part<'_, CudaArray>,
+        bias: Option<Part<'_, CudaArray>>,
+        add: Option<&CudaArray>,
+        y: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let y = batched(&y.rows(outputs));
+        let product = Matmul::new(x.matrix(inputs), weight.matrix(inputs).transposed(), y);
+        let product = match add {
+            None => product,
+            Some(add) => Matmul { beta: 1.0, add: Some(batched(&add.rows(outputs))), ..product },
+        };
+        let product = Matmul { bias: bias.map(|bias| bias.vector()), ..product };
+        self.timed(Timed::Linear, |this| this.product(&product))
+    }
+
+    fn bias_backward(
+        &mut self,
+        d_y: &CudaArray,
+        d_bias: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let width = d_bias.place.len();
+        let from = d_y.rows(width);
+        let parts = vectors::parts(from.layout.shape[0]);
+        let partial = self.scratch("partial sums of a bias's gradient", 4 * parts * width)?;
+        let partial = DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]);
+        self.timed(Timed::BiasBackward, |this| {
+            this.begin_sums(&d_bias)?;
+            this.run(&ColumnSums { from, to: d_bias.vector(), partial })
+        })
+    }
+
+    fn head_norm(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &mut CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let width = heads.width();
+        self.run_timed(
+            Timed::HeadNorm,
+            &HeadNorm {
+                heads: heads_of(heads),
+                qkv: qkv.rows(width),
+                weight: weight.vector(),
+                inverse: inverse.vector(),
+                out: out.rows(width),
+                eps: norm.eps,
+                offset: norm.offset,
+            },
+        )
+    }
+
+    fn head_norm_backward(
+        &mut self,
+        heads: PackedHeads,
+        qkv: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        norm: Norm,
+        inverse: &CudaArray,
+        d_qkv: &mut CudaArray,
+        d_weight: Option<PartMut<'_, CudaArray>>,
+    ) -> Result<(), NnError> {
+        let (width, columns) = (heads.width(), 2 * heads.dim);
+        let qkv = qkv.rows(width);
+        let parts = head_norm::parts(qkv.layout.shape[0]);
+        let partial = self.scratch("partial sums of a norm's gradient", 4 * parts * columns)?;
+        let block = HeadNormBackward {
+            heads: heads_of(heads),
+            qkv,
+            weight: weight.vector(),
+            inverse: inverse.vector(),
+            d_qkv: d_qkv.rows(width),
+            d_weight: d_weight.as_ref().map(|d_weight| d_weight.vector()),
+            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, columns]),
+            offset: norm.offset,
+        };
+        self.timed(Timed::HeadNormBackward, |this| {
+            d_weight.as_ref().map_or(Ok(()), |d_weight| this.begin_sums(d_weight))?;
+            this.run(&block)
+        })
+    }
+
+    fn add(&mut self, x: &CudaArray, y: &mut CudaArray) -> Result<(), NnError> {
+        // Rows of any width that divides them: a whole array is one, and long.
+        let width = (1..=4096).rev().find(|&width| x.elems().is_multiple_of(width)).unwrap_or(1);
+        self.run_timed(Timed::Add, &AddRows { from: x.rows(width), to: y.rows(width) })
+    }
+
+    fn linear_backward_input(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        d_y: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        d_x: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (d_y, d_x) = (batched(&d_y.rows(outputs)), batched(&d_x.rows(inputs)));
+        let product = Matmul::new(d_y, weight.matrix(inputs), d_x);
+        self.timed(Timed::LinearBackwardInput, |this| this.product(&product))
+    }
+
+    fn linear_backward_weight(
+        &mut self,
+        LinearShape { inputs, outputs, .. }: LinearShape,
+        d_y: &CudaArray,
+        x: &CudaArray,
+        d_weight: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (d_y, x) = (batched(&d_y.rows(outputs)), batched(&x.rows(inputs)));
+        let product = Matmul::new(d_y.transposed(), x, d_weight.matrix(inputs));
+        let product = Matmul { beta: beta(d_weight.accumulate), ..product };
+        self.timed(Timed::LinearBackwardWeight, |this| this.product(&product))
+    }
+
+    fn rope(
+        &mut self,
+        batch: &CudaBatch,
+        table: usize,
+        heads: PackedHeads,
+        pairing: RopePairing,
+        rotation: Rotation,
+        qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        self.run_timed(
+            Timed::Rope,
+            &Rope {
+                qkv: qkv.rows(heads.width()),
+                heads: heads.heads_q + heads.heads_kv,
+                dim: heads.dim,
+                positions: batch.positions(),
+                table: batch.tables[table].tensor(),
+                pairing: match pairing {
+                    RopePairing::HalfSplit => Pairing::Halves,
+                    RopePairing::Interleaved => Pairing::Neighbours,
+                },
+                back: rotation == Rotation::Backward,
+            },
+        )
+    }
+
+    fn attention(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        cache: Option<KvCache<'_, CudaArray>>,
+        out: &mut CudaArray,
+        lse: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        self.attend(layer, qkv, cache, out, lse)
+    }
+
+    fn attention_backward(
+        &mut self,
+        layer: LayerAttention<'_, Self>,
+        qkv: &CudaArray,
+        out: &CudaArray,
+        lse: &CudaArray,
+        d_out: &CudaArray,
+        d_qkv: &mut CudaArray,
+        d_learned: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        self.attend_backward(layer, qkv, (out, lse, d_out), d_qkv, d_learned)
+    }
+
+    fn gated(
+        &mut self,
+        activation: NnActivation,
+        width: usize,
+        gate_up: &CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (gate_up, out) = (gate_up.rows(2 * width), out.rows(width));
+        let block = Gated { activation: activation_of(activation), gate_up, out };
+        self.run_timed(Timed::Gate, &block)
+    }
+
+    fn gated_backward(
+        &mut self,
+        activation: NnActivation,
+        width: usize,
+        gate_up: &mut CudaArray,
+        d_out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (gate_up, d_out) = (gate_up.rows(2 * width), d_out.rows(width));
+        let block = GatedBackward { activation: activation_of(activation), gate_up, d_out };
+        self.run_timed(Timed::GateBackward, &block)
+    }
+
+    fn loss(
+        &mut self,
+        batch: &CudaBatch,
+        width: usize,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        cap: Option<f32>,
+        logits: &mut CudaArray,
+        each: Option<&mut CudaArray>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        let each = each.map(|each| &*each);
+        self.cross_entropy(batch, width, x, &weight, cap, logits, each, None, totals)
+    }
+
+    fn loss_backward(
+        &mut self,
+        batch: &CudaBatch,
+        width: usize,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        cap: Option<f32>,
+        logits: &mut CudaArray,
+        d_x: &mut CudaArray,
+        d_weight: Option<PartMut<'_, CudaArray>>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        let gradients = Some((&*d_x, d_weight.as_ref()));
+        self.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
+    }
+}

@@ -1,0 +1,69 @@
+//! Running totals of a step, and how the host comes by them.
+
+use foveate_gpu::driver::{Allocation, Readback, default_timeout};
+use foveate_nn::{NnError, Sums};
+
+use super::{Cuda, failed};
+use crate::optimizer::TOTALS_LEN;
+
+/// Running totals in device memory.
+#[derive(Debug)]
+pub struct CudaTotals {
+    pub(super) memory: Allocation,
+    /// Of the clock.
+    step: u64,
+    /// Their copy for the host, queued behind the optimiser.
+    pub(super) readback: Option<Readback>,
+}
+
+impl Cuda {
+    /// Zeros.
+    pub(super) fn new_totals(&mut self) -> Result<CudaTotals, NnError> {
+        let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
+        memory.fill(0).map_err(|e| failed(&e))?;
+        Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
+    }
+
+    /// Counts labelled tokens of other ranks. Waits: totals are read and written again.
+    pub(super) fn add_labelled(
+        &mut self,
+        totals: &mut CudaTotals,
+        labelled: usize,
+    ) -> Result<(), NnError> {
+        let mut words = [[0; 8]; TOTALS_LEN];
+        let bytes = words.as_flattened_mut();
+        totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+        let here = u64::from_ne_bytes(words[1]);
+        words[1] = (here + labelled as u64).to_ne_bytes();
+        totals.memory.write(words.as_flattened()).map_err(|e| failed(&e))
+    }
+
+    /// Their numbers, from the copy that the optimiser queued where it ran.
+    pub(super) fn read_totals(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
+        let mut words = [[0; 8]; TOTALS_LEN];
+        let bytes = words.as_flattened_mut();
+        match totals.readback {
+            Some(mut readback) => {
+                let read = readback.wait(default_timeout()).map_err(|e| failed(&e))?;
+                bytes.copy_from_slice(read);
+                self.readbacks.push(readback);
+            }
+            None => totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?,
+        }
+        let [nats, labelled, squares, _] = words.map(u64::from_ne_bytes);
+        let grad_norm = f64::from_bits(squares).sqrt() / labelled.max(1) as f64;
+        let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
+        Ok(Sums { nats: f64::from_bits(nats), grad_norm, ..times })
+    }
+
+    /// Queues the copy that the host reads.
+    pub(super) fn queue_readback(&mut self, totals: &mut CudaTotals) -> Result<(), NnError> {
+        let mut readback = match self.readbacks.pop() {
+            Some(free) => free,
+            None => Readback::new(&totals.memory).map_err(|e| failed(&e))?,
+        };
+        readback.queue(&totals.memory).map_err(|e| failed(&e))?;
+        totals.readback = Some(readback);
+        Ok(())
+    }
+}

@@ -1,0 +1,112 @@
+//! The optimiser: what it goes through, the norm of gradients, and the update of weights.
+
+use foveate_gpu::abi::Abi;
+use foveate_gpu::driver::Allocation;
+use foveate_gpu::{DeviceArray, ElementType};
+use foveate_nn::{Array, Moments, NnError, OptimizerStep, Rule, Span, Weights};
+
+use super::array::{CudaArray, numbers};
+use super::clock::Timed;
+use super::totals::CudaTotals;
+use super::{Cuda, failed};
+use crate::optimizer::{
+    self, CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Update,
+};
+
+/// What AdamW goes through, in device memory.
+#[derive(Debug)]
+pub struct CudaSpans {
+    pieces: Pieces,
+    table: Allocation,
+}
+
+impl Cuda {
+    /// What the optimiser's kernels are told of a step, in device memory.
+    fn constants(&self, step: &OptimizerStep) -> Result<Allocation, NnError> {
+        let OptimizerStep { rule, step, rate, clip_norm, seed } = *step;
+        let constants = match rule {
+            Rule::AdamW(adamw) => {
+                StepConstants::new(step, seed, rate, [adamw.beta1, adamw.beta2], clip_norm)
+            }
+            Rule::Sgd(_) => StepConstants::of_momentum(step, seed, rate, clip_norm),
+        };
+        self.copied(&constants.bytes())
+    }
+
+    /// Places of weights with their treatment, uploaded once.
+    pub(super) fn upload_spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
+        let piece = |Span { place, treatment }: &Span| Piece {
+            range: place.clone(),
+            rate: treatment.rate,
+            decay: treatment.decay,
+        };
+        let pieces: Vec<Piece> = spans.iter().map(piece).collect();
+        let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
+        let table = self.copied(&pieces.bytes())?;
+        Ok(CudaSpans { pieces, table })
+    }
+
+    /// Queues the sum of squares of gradients, and from it the factor of the step.
+    pub(super) fn clip_gradients(
+        &mut self,
+        step: &OptimizerStep,
+        gradients: &CudaArray,
+        more: bool,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.timed(Timed::Clip, |this| {
+            let parts = [optimizer::parts(gradients.elems())];
+            let partial = this.scratch("squares of gradients", 8 * parts[0])?;
+            let partial = numbers(&partial, &parts);
+            this.run(&Squares { gradients: gradients.vector(), partial })?;
+            let constants = this.constants(step)?;
+            let constants = numbers(&constants, &[CONSTANTS_LEN]);
+            let totals = numbers(&totals.memory, &[TOTALS_LEN]);
+            this.run(&Factor { partial, constants, totals, more })
+        })
+    }
+
+    /// Queues the update, and behind it the copy of the totals.
+    pub(super) fn update_weights(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &CudaSpans,
+        weights: &mut Weights<CudaArray>,
+        (gradients, first_gradient): (&CudaArray, usize),
+        moments: &mut Moments<CudaArray>,
+        elems: usize,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        self.timed(Timed::Update, |this| {
+            let remainders_len = [weights.remainders.elems()];
+            let remainders = this.precision.remainders.then(|| {
+                let at = weights.remainders.vector().start();
+                DeviceArray::new(at, ElementType::I16, &remainders_len)
+            });
+            let constants = this.constants(step)?;
+            let rule = match step.rule {
+                Rule::AdamW(adamw) => optimizer::Rule::AdamW {
+                    betas: [adamw.beta1 as f32, adamw.beta2 as f32],
+                    eps: adamw.eps as f32,
+                },
+                Rule::Sgd(sgd) => optimizer::Rule::Momentum(sgd.momentum as f32),
+            };
+            this.run(&Update {
+                weights: weights.array.vector(),
+                remainders,
+                gradients: gradients.vector(),
+                first_gradient,
+                means: moments.mean.vector(),
+                squares: step.rule.keeps_squares().then(|| moments.square.vector()),
+                trained: elems,
+                pieces: &spans.pieces,
+                piece_table: numbers(&spans.table, &[spans.pieces.len_f64()]),
+                constants: numbers(&constants, &[CONSTANTS_LEN]),
+                totals: numbers(&totals.memory, &[TOTALS_LEN]),
+                rule,
+                weight_decay: step.rule.weight_decay() as f32,
+            })
+        })?;
+        self.queue_readback(totals)
+    }
+}
