@@ -142,12 +142,29 @@ pub trait Collectives: Send {
 
     /// Sums `values` over the ranks, in order of rank, in place: the same bits on every rank.
     ///
+    /// Every rank sums one part and sends the sums to all: of N values it sends and receives
+    /// 2 N (ranks - 1) / ranks, as around a ring, in two exchanges. A few values go whole, in one.
+    ///
     /// # Errors
     /// Those of [`Self::exchange_as`], and another number of values on another rank.
     fn all_reduce(&self, values: &mut [f32]) -> Result<(), ShardError> {
-        let own = bytemuck::cast_slice::<f32, u8>(values).to_vec();
-        let parts = self.exchange_as(Kind::AllReduce, vec![own; self.ranks()])?;
-        values.copy_from_slice(&sums(Kind::AllReduce, &parts, values.len())?);
+        let (ranks, len) = (self.ranks(), values.len());
+        if len < FEW {
+            let parts = vec![counted(values, len); ranks];
+            let parts = self.exchange_as(Kind::AllReduce, parts)?;
+            values.copy_from_slice(&sums(Kind::AllReduce, parts, len, len)?);
+            return Ok(());
+        }
+        let cut = Cut::even(len, ranks);
+        let parts = (0..ranks).map(|rank| counted(&values[cut.range(rank)], len)).collect();
+        let parts = self.exchange_as(Kind::AllReduce, parts)?;
+        let own = sums(Kind::AllReduce, parts, cut.range(self.rank()).len(), len)?;
+        let summed = vec![bytemuck::cast_slice::<f32, u8>(&own).to_vec(); ranks];
+        for (rank, part) in self.exchange_as(Kind::AllReduce, summed)?.into_iter().enumerate() {
+            let own = &mut values[cut.range(rank)];
+            same_length(Kind::AllReduce, rank, part.len() / size_of::<f32>(), own.len())?;
+            bytemuck::cast_slice_mut::<f32, u8>(own).copy_from_slice(&part);
+        }
         Ok(())
     }
 
@@ -166,30 +183,44 @@ pub trait Collectives: Send {
                 cut.len()
             ));
         }
-        let part = |rank| bytemuck::cast_slice(&values[cut.range(rank)]).to_vec();
+        let part = |rank| counted(&values[cut.range(rank)], values.len());
         let parts = (0..self.ranks()).map(part).collect();
         let parts = self.exchange_as(Kind::ReduceScatter, parts)?;
-        sums(Kind::ReduceScatter, &parts, cut.range(self.rank()).len())
+        sums(Kind::ReduceScatter, parts, cut.range(self.rank()).len(), values.len())
     }
 }
 
-/// Sums of f32 values in order of rank.
-fn sums(kind: Kind, parts: &[Vec<u8>], len: usize) -> Result<Vec<f32>, ShardError> {
+/// Values that [`Collectives::all_reduce`] sends whole: one exchange is sooner there than half the
+/// bytes in two.
+const FEW: usize = 4096;
+
+/// Values, and behind them of how many they are a part: so every rank sees that another has more.
+fn counted(values: &[f32], of: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(size_of_val(values) + size_of::<u64>());
+    bytes.extend_from_slice(bytemuck::cast_slice(values));
+    bytes.extend_from_slice(&(of as u64).to_le_bytes());
+    bytes
+}
+
+/// Sums of [`counted`] values in order of rank: `len` of each rank, of `of`.
+fn sums(kind: Kind, parts: Vec<Vec<u8>>, len: usize, of: usize) -> Result<Vec<f32>, ShardError> {
     let mut sums = vec![0.0f32; len];
     for (rank, part) in parts.iter().enumerate() {
-        if part.len() != len * size_of::<f32>() {
-            return refused(format!(
-                "{}: rank {rank} has {} values where this rank has {len}",
-                kind.name(),
-                part.len() / size_of::<f32>()
-            ));
-        }
-        let values = part.chunks_exact(size_of::<f32>());
-        for (sum, value) in sums.iter_mut().zip(values) {
-            *sum += f32::from_ne_bytes(value.try_into().expect("four bytes"));
-        }
+        let (values, counted) = part.split_last_chunk().unwrap_or((&[], &[0; 8]));
+        same_length(kind, rank, u64::from_le_bytes(*counted) as usize, of)?;
+        let (values, _) = values.as_chunks();
+        same_length(kind, rank, values.len(), len)?;
+        sums.iter_mut().zip(values).for_each(|(sum, &value)| *sum += f32::from_ne_bytes(value));
     }
     Ok(sums)
+}
+
+fn same_length(kind: Kind, rank: usize, theirs: usize, own: usize) -> Result<(), ShardError> {
+    if theirs == own {
+        return Ok(());
+    }
+    let kind = kind.name();
+    refused(format!("{kind}: rank {rank} has {theirs} values where this rank has {own}"))
 }
 
 /// Checks that all ranks of a group have the same value of each field.
