@@ -6,9 +6,11 @@
 //! are in order of rank, so every rank gets the same bits.
 //!
 //! Nothing hangs: a rank that waits gives up when its deadline has passed, a rank has left, another
-//! rank aborted, or the ranks of a group do different things. Then all ranks get an error.
+//! rank aborted, or the ranks of a group do different things. Then all ranks get an error, and
+//! [`Collectives::history`] has what each did last ([`log`]).
 
 mod inbox;
+pub mod log;
 mod meeting;
 mod rank;
 mod tcp;
@@ -22,7 +24,8 @@ use crate::error::{ShardError, refused};
 use crate::layout::Cut;
 
 /// A collective, for messages and for the comparison of what ranks do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Kind {
     /// Uneven parts, all to all.
     Exchange,
@@ -107,6 +110,21 @@ pub trait Collectives: Send {
 
     /// Ends what every rank waits for, now and later, with `why`.
     fn abort(&self, why: &str);
+
+    /// The last 1,000 transfers of this rank, over all its groups, in the order in which they began.
+    /// A rank that is alone has none.
+    fn history(&self) -> Vec<Transfer> {
+        Vec::new()
+    }
+
+    /// Which meeting of ranks this is, the same number on all of them, and the seconds since; 0
+    /// where nobody met.
+    fn meeting(&self) -> (u64, f64) {
+        (0, 0.0)
+    }
+
+    /// From here on transfers are of the plan with this hash.
+    fn plan_is(&self, _hash: u64) {}
 
     /// [`Self::exchange_as`] for itself.
     ///
@@ -223,7 +241,8 @@ fn same_length(kind: Kind, rank: usize, theirs: usize, own: usize) -> Result<(),
     refused(format!("{kind}: rank {rank} has {theirs} values where this rank has {own}"))
 }
 
-/// Checks that all ranks of a group have the same value of each field.
+/// Checks that all ranks of a group have the same value of each field. Transfers from here on are of
+/// the plan that the fields state.
 ///
 /// # Errors
 /// On every rank alike: the first field that differs, with the ranks that differ from rank 0.
@@ -253,6 +272,7 @@ pub fn agree(group: &dyn Collectives, fields: &[(&str, u64)]) -> Result<(), Shar
             ));
         }
     }
+    group.plan_is(crate::hash::bytes(own));
     Ok(())
 }
 

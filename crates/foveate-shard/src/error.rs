@@ -5,12 +5,24 @@
 #[error("{message}")]
 pub struct ShardError {
     message: String,
+    lost: bool,
 }
 
 impl ShardError {
     /// An error that says `message`.
     pub fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into() }
+        Self { message: message.into(), lost: false }
+    }
+
+    /// An error that says `message`, of ranks that are gone, silent or late.
+    pub(crate) fn lost(message: impl Into<String>) -> Self {
+        Self { message: message.into(), lost: true }
+    }
+
+    /// Whether a rank is gone, silent or late: nothing is wrong with what was asked for, and the
+    /// same ranks, started again, may go on.
+    pub fn is_lost(&self) -> bool {
+        self.lost
     }
 }
 

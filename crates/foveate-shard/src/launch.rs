@@ -4,7 +4,8 @@
 //! variables of `torchrun` and of `foveate launch` (`RANK`, `WORLD_SIZE`, …); Slurm; Open MPI; PMI, as
 //! MPICH and Intel MPI set it; an indexed Job of Kubernetes. Where none is, the process is alone.
 //!
-//! `FOVEATE_PORT`, `MASTER_ADDR` and `MASTER_PORT` say where ranks meet, whoever launches them.
+//! `FOVEATE_PORT`, `MASTER_ADDR` and `MASTER_PORT` say where ranks meet, whoever launches them;
+//! `FOVEATE_ARRIVAL`, `FOVEATE_DEADLINE` and `FOVEATE_SILENCE`, in seconds, how long they wait.
 
 use std::fmt;
 use std::time::Duration;
@@ -78,6 +79,14 @@ pub struct Launch {
     pub run: String,
     /// How often the launcher has started the run again.
     pub attempt: u64,
+    /// How long ranks wait for the others to come: `FOVEATE_ARRIVAL`, in seconds, or five minutes.
+    pub arrival: Duration,
+    /// The longest that a rank waits for another in a collective: `FOVEATE_DEADLINE`, in seconds, or
+    /// ten minutes.
+    pub deadline: Duration,
+    /// How long a rank may be silent before it counts as lost: `FOVEATE_SILENCE`, in seconds, or
+    /// ten.
+    pub silence: Duration,
 }
 
 /// Where ranks of one host meet unless something says otherwise.
@@ -87,8 +96,7 @@ const LOOPBACK: &str = "127.0.0.1";
 const PORT: u16 = 29_400;
 
 impl Launch {
-    /// The meeting of these ranks, with the usual times: five minutes to come, ten for a collective,
-    /// ten seconds of silence.
+    /// The meeting of these ranks.
     pub fn meeting(&self) -> Meeting {
         Meeting {
             host: self.host.clone(),
@@ -97,9 +105,9 @@ impl Launch {
             ranks: self.ranks,
             run: hash::bytes(self.run.bytes()),
             attempt: self.attempt,
-            arrival: Duration::from_secs(300),
-            deadline: Duration::from_secs(600),
-            silence: Duration::from_secs(10),
+            arrival: self.arrival,
+            deadline: self.deadline,
+            silence: self.silence,
         }
     }
 }
@@ -132,7 +140,7 @@ pub fn find(
 ) -> Result<Launch, ShardError> {
     let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
     let of = Variables { variable: &variable };
-    let launch = if flags != &Flags::default() {
+    let mut launch = if flags != &Flags::default() {
         of.flags(flags)?
     } else if of.is_set("RANK") || of.is_set("WORLD_SIZE") {
         of.torchrun()?
@@ -148,6 +156,9 @@ pub fn find(
     } else {
         of.launch(Launcher::Alone, 0, 1)
     };
+    launch.arrival = of.seconds("FOVEATE_ARRIVAL", launch.arrival)?;
+    launch.deadline = of.seconds("FOVEATE_DEADLINE", launch.deadline)?;
+    launch.silence = of.seconds("FOVEATE_SILENCE", launch.silence)?;
     if launch.rank >= launch.ranks {
         return refused(format!(
             "rank {} of {} by {}; ranks are counted from 0",
@@ -191,6 +202,15 @@ impl Variables<'_> {
         }
     }
 
+    /// A time that is no shorter than two heartbeats.
+    fn seconds(&self, name: &str, default: Duration) -> Result<Duration, ShardError> {
+        let Some(value) = self.text(name) else { return Ok(default) };
+        match value.trim().parse() {
+            Ok(seconds) if (1..=1_000_000).contains(&seconds) => Ok(Duration::from_secs(seconds)),
+            _ => refused(format!("{name} is `{value}`; give seconds, from 1 to 1000000")),
+        }
+    }
+
     fn needed(&self, name: &str, beside: &str) -> Result<usize, ShardError> {
         match self.number(name)? {
             Some(number) => Ok(number),
@@ -210,6 +230,9 @@ impl Variables<'_> {
             port_from: "the default",
             run: self.text("FOVEATE_RUN").unwrap_or_default(),
             attempt: 0,
+            arrival: Duration::from_secs(300),
+            deadline: Duration::from_secs(600),
+            silence: Duration::from_secs(10),
         }
     }
 
@@ -406,6 +429,10 @@ mod tests {
         let found = none(&job).unwrap();
         assert_eq!((found.launcher, found.rank, found.ranks), (Launcher::Kubernetes, 3, 4));
         assert_eq!((found.port, found.port_from), (29_400, "the default"));
+        let times = [("FOVEATE_DEADLINE", "1800"), ("FOVEATE_SILENCE", "30")];
+        let patient = none(&[&TORCHRUN[..], &times].concat()).unwrap().meeting();
+        assert_eq!([patient.deadline, patient.silence].map(|d| d.as_secs()), [1800, 30]);
+        assert_eq!(patient.arrival, torchrun.meeting().arrival);
         let alone = none(&[]).unwrap();
         assert_eq!((alone.launcher, alone.rank, alone.ranks), (Launcher::Alone, 0, 1));
     }
@@ -453,6 +480,8 @@ mod tests {
                 &[("JOB_COMPLETION_INDEX", "0"), ("FOVEATE_RANKS", "4")][..],
                 "an indexed Job needs MASTER_ADDR",
             ),
+            (&[("FOVEATE_SILENCE", "0")][..], "FOVEATE_SILENCE is `0`; give seconds, from 1"),
+            (&[("FOVEATE_DEADLINE", "soon")][..], "FOVEATE_DEADLINE is `soon`"),
         ] {
             let error = none(set).unwrap_err();
             assert!(error.contains(says), "{error}");

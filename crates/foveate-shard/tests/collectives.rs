@@ -5,6 +5,7 @@ mod processes;
 
 use std::time::{Duration, Instant};
 
+use foveate_shard::collectives::log::{TransferLog, compare, is_log};
 use foveate_shard::collectives::{
     Collectives, Expected, Kind, Message, OneRank, Rank, agree, run_threads,
 };
@@ -57,6 +58,31 @@ fn collectives_of_uneven_parts_give_what_they_should_and_sum_in_order_of_rank() 
             agree(comm, &[("mask", 3), ("seed", 4)])
         });
     }
+}
+
+/// More values than go whole: every rank sums a part of them.
+#[test]
+fn many_values_are_summed_in_order_of_rank_too() {
+    for (ranks, len) in [(2, 4096), (3, 10_007), (5, 4099), (8, 70_001)] {
+        let mut sums = vec![0.0f32; len];
+        for rank in 0..ranks {
+            sums.iter_mut().zip(values(rank, len)).for_each(|(sum, v)| *sum += v);
+        }
+        on_all(ranks, |comm| {
+            let mut summed = values(comm.rank(), len);
+            comm.all_reduce(&mut summed)?;
+            assert!(summed.iter().zip(&sums).all(|(a, b)| a.to_bits() == b.to_bits()));
+            let sent: usize = comm.history().iter().map(|t| t.bytes).sum();
+            let least = 2 * 4 * len * (ranks - 1) / ranks;
+            assert!(sent < least + 16 * ranks, "{sent} bytes where {least} have to be sent");
+            Ok(())
+        });
+    }
+    fails(
+        SOON,
+        |comm| comm.all_reduce(&mut vec![0.0; 5000 + comm.rank() / 3]),
+        &["all-reduce: rank", "5001"],
+    );
 }
 
 #[test]
@@ -136,6 +162,12 @@ fn a_rank_remembers_its_last_thousand_transfers() {
         );
         assert_eq!((broadcast.kind, broadcast.bytes), (Kind::Broadcast, 0));
         assert_eq!(broadcast.members, [comm.rank()]);
+        assert_eq!((gather.place, broadcast.place, gather.plan), (1001, 1, 0));
+        assert_ne!(gather.group, broadcast.group);
+        agree(comm, &[("seed", 3)])?;
+        comm.all_gather(&[])?;
+        let last = comm.history().pop().unwrap();
+        assert_ne!(last.plan, 0, "transfers are of what was agreed on");
         assert!(history.iter().all(|t| t.ended.is_some_and(|ended| ended >= t.began)));
         Ok(())
     });
@@ -236,4 +268,120 @@ fn a_rank_that_leaves_fails_panics_aborts_or_hangs_ends_all() {
         },
         &["waited 200ms for rank 0 in all-gather"],
     );
+}
+
+/// Ranks 0 and 1 wait for each other's row, rank 1 for rank 3, and rank 3 for nobody.
+#[test]
+fn a_deadline_names_the_rank_that_waits_for_none() {
+    let deadline = Duration::from_secs(2);
+    let body = |world: &Rank| {
+        let rank = world.rank();
+        let column = world.subgroup(&[rank % 2, rank % 2 + 2])?;
+        let row = world.subgroup(&[rank / 2 * 2, rank / 2 * 2 + 1])?;
+        if rank == 3 {
+            std::thread::sleep(2 * deadline);
+        }
+        if rank == 0 {
+            // The others wait a little longer than this one.
+            row.all_gather(&[])?;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        column.all_gather(&[])?;
+        row.all_gather(&[]).map(drop)
+    };
+    fails(
+        deadline,
+        body,
+        &[
+            "rank 0 waited 2s for rank 1 in all-gather",
+            "rank 1 waits for rank 3 in all-gather",
+            "rank 3 waits for no rank: it computes",
+        ],
+    );
+}
+
+/// The logs of four ranks of a run that fails.
+fn logs(body: impl Fn(&Rank) -> Result<(), ShardError> + Sync) -> Vec<TransferLog> {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |rank: &Rank| {
+        let result = body(rank);
+        if let Err(e) = &result {
+            TransferLog::of(rank, &e.to_string()).write(dir.path()).unwrap();
+        }
+        result
+    };
+    run_threads(4, Duration::from_millis(300), run).unwrap_err();
+    let mut files: Vec<_> =
+        std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.iter().all(|file| is_log(file)));
+    files.iter().map(|file| TransferLog::read(file).unwrap()).collect()
+}
+
+#[test]
+fn logs_say_which_rank_did_what_others_did_not() {
+    let hangs = |world: &Rank| {
+        agree(world, &[("seed", 1)])?;
+        let pair = world.subgroup(&[world.rank() / 2 * 2, world.rank() / 2 * 2 + 1])?;
+        if world.rank() == 2 {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        pair.all_reduce(&mut [1.0; 16])?;
+        world.all_gather(&[0; 10]).map(drop)
+    };
+    let all = logs(hangs);
+    assert_eq!(all.len(), 4);
+    let found = compare(all.clone()).unwrap();
+    assert_eq!(found.findings[0].ranks, [2], "{found}");
+    let said = &found.findings[0].message;
+    assert!(
+        said.starts_with("rank 2 did not begin all-re") || said.contains("all-gather"),
+        "{said}"
+    );
+    assert!(said.contains("its last was all-gather of"), "{said}");
+    assert_eq!(found.findings.len(), 1, "{found}");
+    // A rank that was killed writes none.
+    let killed: Vec<_> = all.iter().filter(|log| log.header.rank != 2).cloned().collect();
+    let found = compare(killed.clone()).unwrap();
+    assert_eq!((&found.silent[..], &found.findings[0].ranks[..]), (&[2][..], &[2][..]));
+    assert!(found.findings[0].message.contains("it left no log: it was killed"), "{found}");
+    // The log of an earlier attempt is not taken for one of this.
+    let mut older = all[2].clone();
+    older.header.meeting ^= 1;
+    let found = compare([&killed[..], &[older]].concat()).unwrap();
+    assert_eq!((&found.earlier[..], &found.silent[..]), (&[2][..], &[2][..]));
+
+    let differs = |world: &Rank| match world.rank() {
+        1 => world.broadcast(0, &[]).map(drop),
+        _ => world.all_gather(&[]).map(drop),
+    };
+    let found = compare(logs(differs)).unwrap();
+    assert_eq!(found.findings[0].ranks, [1], "{found}");
+    let said = &found.findings[0].message;
+    assert!(
+        said.contains("rank 1 does broadcast, ranks 0, 2, 3 all-gather, as exchange 1"),
+        "{said}"
+    );
+
+    assert!(compare(vec![]).is_err() && compare([&all[..1], &all[..1]].concat()).is_err());
+    let dir = tempfile::tempdir().unwrap();
+    for (text, says) in [("", "it is empty"), ("{\"rank\": 1}\n", ":1: missing field")] {
+        let file = dir.path().join("rank-00000.jsonl");
+        std::fs::write(&file, text).unwrap();
+        let error = TransferLog::read(&file).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+}
+
+#[test]
+fn what_a_restart_may_mend_is_told_from_what_it_may_not() {
+    let late = run_threads(2, Duration::from_millis(100), |comm| {
+        if comm.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(400));
+        }
+        comm.all_gather(&[]).map(drop)
+    });
+    assert!(late.unwrap_err().is_lost());
+    let wrong = run_tcp(2, SOON, |comm| agree(comm, &[("seed", comm.rank() as u64)]));
+    assert!(!wrong.unwrap_err().is_lost());
 }

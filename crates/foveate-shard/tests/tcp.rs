@@ -58,6 +58,7 @@ fn reduce_for_ever(at: &Meeting) {
     };
     let last = world.history().pop().unwrap();
     assert!(last.ended.is_none(), "the one that failed has not ended");
+    assert!(error.is_lost(), "it may be started again");
     println!("told: {error}");
 }
 

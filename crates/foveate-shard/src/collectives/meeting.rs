@@ -8,7 +8,7 @@
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::rank::Rank;
 use super::tcp::Tcp;
@@ -91,7 +91,7 @@ impl Hello {
 /// What a rank is answered.
 #[derive(Debug)]
 enum Answer {
-    /// It belongs; where the ranks listen, one a line, from rank 0 on.
+    /// It belongs: which meeting this is, and where the ranks listen from rank 1 on, one a line.
     Welcome(String),
     /// It does not, and why.
     Refused(String),
@@ -139,14 +139,20 @@ pub fn connect(meeting: &Meeting) -> Result<Rank, ShardError> {
         return refused(format!("rank {rank} of {ranks}; ranks are counted from 0"));
     }
     let meet = Meet { meeting, until: Instant::now() + meeting.arrival };
-    let streams = match rank {
-        _ if ranks == 1 => vec![None],
+    let (streams, meeting_id) = match rank {
+        _ if ranks == 1 => (vec![None], identity()),
         0 => meet.as_first()?,
         _ => meet.as_other()?,
     };
     let failed = |e| ShardError::new(format!("rank {rank} cannot set its connections up: {e}"));
     let tcp = Tcp::new(rank, streams, [meeting.deadline, meeting.silence]).map_err(failed)?;
-    Ok(Rank::of_all(Arc::new(tcp), rank, ranks))
+    Ok(Rank::of_all(Arc::new(tcp), [rank, ranks], meeting_id))
+}
+
+/// A number that no other meeting of this run has.
+pub(super) fn identity() -> u64 {
+    let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+    crate::hash::words([now, u64::from(std::process::id())])
 }
 
 struct Meet<'a> {
@@ -154,7 +160,7 @@ struct Meet<'a> {
     until: Instant,
 }
 
-/// The connection to each rank, and where each listens; none to this one.
+/// The connection to each rank; none to this one.
 type Streams = Vec<Option<TcpStream>>;
 
 impl Meet<'_> {
@@ -168,7 +174,7 @@ impl Meet<'_> {
     }
 
     /// Rank 0: waits for all others, then tells them where they are.
-    fn as_first(&self) -> Result<Streams, ShardError> {
+    fn as_first(&self) -> Result<(Streams, u64), ShardError> {
         let listener = self.listen()?;
         let ranks = self.meeting.ranks;
         let mut streams: Streams = (0..ranks).map(|_| None).collect();
@@ -182,7 +188,8 @@ impl Meet<'_> {
                     self.place(),
                     self.meeting.arrival
                 );
-                return self.send_home(streams.iter_mut().flatten(), why);
+                let home = self.send_home(streams.iter_mut().flatten(), why);
+                return home.map_err(|e| ShardError::lost(e.to_string()));
             };
             let Some(hello) = Hello::read(&mut stream) else { continue };
             let peer = hello.rank as usize;
@@ -213,18 +220,20 @@ impl Meet<'_> {
             places[peer] = SocketAddr::new(from.ip(), hello.port).to_string();
             streams[peer] = Some(stream);
         }
+        let meeting = identity();
+        places[0] = format!("{meeting:x}");
         let table = Answer::Welcome(places.join("\n"));
         for (peer, stream) in streams.iter_mut().enumerate() {
             if let Some(stream) = stream {
-                let gone = |e| ShardError::new(format!("rank {peer} is gone: {e}"));
+                let gone = |e| ShardError::lost(format!("rank {peer} is gone: {e}"));
                 table.write(stream).map_err(gone)?;
             }
         }
-        Ok(streams)
+        Ok((streams, meeting))
     }
 
     /// Any other rank: meets rank 0, then those below it, then those above.
-    fn as_other(&self) -> Result<Streams, ShardError> {
+    fn as_other(&self) -> Result<(Streams, u64), ShardError> {
         let Meeting { rank, ranks, .. } = *self.meeting;
         let failed = |e| ShardError::new(format!("rank {rank} cannot listen: {e}"));
         let (first, listener, port, places) = loop {
@@ -239,9 +248,10 @@ impl Meet<'_> {
             }
         };
         let places: Vec<&str> = places.lines().collect();
-        if places.len() != ranks {
+        let meeting = places.first().and_then(|id| u64::from_str_radix(id, 16).ok());
+        let Some(meeting) = meeting.filter(|_| places.len() == ranks) else {
             return refused("rank 0 did not say where the ranks are; run the same binary on all");
-        }
+        };
         let mut streams: Streams = (0..ranks).map(|_| None).collect();
         streams[0] = Some(first);
         for peer in 1..rank {
@@ -256,7 +266,8 @@ impl Meet<'_> {
         while let Some(peer) = (rank + 1..ranks).find(|&peer| streams[peer].is_none()) {
             let Some((mut stream, _)) = self.accept(&listener)? else {
                 let waited = self.meeting.arrival;
-                return refused(format!("rank {peer} did not reach rank {rank} in {waited:?}"));
+                let late = format!("rank {peer} did not reach rank {rank} in {waited:?}");
+                return Err(ShardError::lost(late));
             };
             let Some(hello) = Hello::read(&mut stream) else { continue };
             let peer = hello.rank as usize;
@@ -270,7 +281,7 @@ impl Meet<'_> {
                 None => {}
             }
         }
-        Ok(streams)
+        Ok((streams, meeting))
     }
 
     /// Why who says `hello` does not belong here, if it does not.
@@ -367,9 +378,9 @@ impl Meet<'_> {
             match tried {
                 Ok(stream) => return Ok(stream),
                 Err(e) if Instant::now() >= self.until => {
-                    return refused(format!(
+                    return Err(ShardError::lost(format!(
                         "rank {rank} could not reach rank {peer} at {place} in {arrival:?}: {e}"
-                    ));
+                    )));
                 }
                 Err(_) => std::thread::sleep(PAUSE),
             }
@@ -386,7 +397,7 @@ impl Meet<'_> {
             .and_then(|()| Answer::read(stream));
         said.map_err(|e| {
             let place = self.place();
-            ShardError::new(format!("rank {peer} did not let rank {rank} in at {place}: {e}"))
+            ShardError::lost(format!("rank {peer} did not let rank {rank} in at {place}: {e}"))
         })
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::inbox::{Ended, Inbox, Sent, Way};
+use super::inbox::{Ended, Inbox, Sent, Way, Why};
 use super::{Collectives, Expected, Kind, Message, a_part_each, members_of};
 use crate::error::{ShardError, refused};
 
@@ -18,23 +18,30 @@ pub(super) trait Wire: fmt::Debug + Send + Sync {
     fn send(&self, way: Way, sent: Sent) -> Result<(), ShardError>;
 
     /// Ends what every rank waits for, with `why`.
-    fn abort(&self, why: &str);
+    fn abort(&self, why: Why);
 }
 
-/// Transfers that [`Rank::history`] remembers.
+/// Transfers that [`Collectives::history`] remembers.
 const HISTORY: usize = 1000;
 
-/// One call of a collective, as [`Rank::history`] tells it.
-#[derive(Clone, Debug, PartialEq)]
+/// One exchange of messages, as [`Collectives::history`] tells it. A collective is one or two.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Transfer {
-    /// Which call this was of all calls of the rank, counted from 1.
+    /// Which exchange this was of all of the rank, counted from 1.
     pub number: u64,
     /// What was called.
     pub kind: Kind,
+    /// Tells groups of the same members apart, the same number on all of them.
+    pub group: u64,
     /// Ranks of the group, as they are called in the whole.
     pub members: Vec<usize>,
+    /// Which exchange of the group this was, counted from 1; 0 for messages of pairs.
+    pub place: u64,
     /// Bytes that were sent to other ranks.
     pub bytes: usize,
+    /// Hash of the plan that the ranks had agreed on ([`super::agree`]); 0 before they did.
+    pub plan: u64,
     /// Seconds after the ranks met when it began.
     pub began: f64,
     /// Seconds after the ranks met when it ended; `None` while it lasts, and where it failed.
@@ -45,6 +52,7 @@ pub struct Transfer {
 struct History {
     met: Instant,
     calls: u64,
+    plan: u64,
     last: VecDeque<Transfer>,
 }
 
@@ -61,6 +69,8 @@ pub struct Rank {
     number: Mutex<u64>,
     /// Subgroups made so far, by their members.
     subgroups: Mutex<HashMap<Vec<usize>, u64>>,
+    /// Which meeting this is.
+    meeting: u64,
     /// Shared by all groups of the rank.
     history: Arc<Mutex<History>>,
 }
@@ -71,8 +81,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Rank {
     /// `rank` of the group of all `ranks`.
-    pub(super) fn of_all(wire: Arc<dyn Wire>, rank: usize, ranks: usize) -> Self {
-        let history = History { met: Instant::now(), calls: 0, last: VecDeque::new() };
+    pub(super) fn of_all(wire: Arc<dyn Wire>, [rank, ranks]: [usize; 2], meeting: u64) -> Self {
+        let history = History { met: Instant::now(), calls: 0, plan: 0, last: VecDeque::new() };
         Self {
             wire,
             group: 0,
@@ -80,24 +90,31 @@ impl Rank {
             rank,
             number: Mutex::default(),
             subgroups: Mutex::default(),
+            meeting,
             history: Arc::new(Mutex::new(history)),
         }
     }
 
-    /// The last 1,000 transfers of this rank, over all its groups, in the order in which they began.
-    pub fn history(&self) -> Vec<Transfer> {
-        lock(&self.history).last.iter().cloned().collect()
-    }
-
-    fn begin(&self, kind: Kind, bytes: usize) -> u64 {
+    fn begin(&self, kind: Kind, place: u64, bytes: usize) -> u64 {
         let mut history = lock(&self.history);
         history.calls += 1;
         let (number, began) = (history.calls, history.met.elapsed().as_secs_f64());
         if history.last.len() == HISTORY {
             history.last.pop_front();
         }
-        let members = self.members.clone();
-        history.last.push_back(Transfer { number, kind, members, bytes, began, ended: None });
+        let (group, members, plan) = (self.group, self.members.clone(), history.plan);
+        let ended = None;
+        history.last.push_back(Transfer {
+            number,
+            kind,
+            group,
+            members,
+            place,
+            bytes,
+            plan,
+            began,
+            ended,
+        });
         number
     }
 
@@ -119,14 +136,16 @@ impl Rank {
         let to = self.members[self.rank];
         let way = Way { group: self.group, from: self.members[from], to };
         self.wire.inbox().take(way, kind, number).or_else(|ended| match ended {
-            Ended::Aborted(why) => refused(format!("aborted: {why}")),
+            Ended::Aborted(why) => {
+                Err(Why { text: format!("aborted: {}", why.text), ..why }.error())
+            }
             Ended::Found(why) => self.fail(why),
         })
     }
 
-    fn fail<T>(&self, why: String) -> Result<T, ShardError> {
-        self.wire.abort(&why);
-        refused(why)
+    fn fail<T>(&self, why: Why) -> Result<T, ShardError> {
+        self.wire.abort(why.clone());
+        Err(why.error())
     }
 }
 
@@ -147,8 +166,11 @@ impl Collectives for Rank {
             *number
         };
         let sent = parts.iter().map(Vec::len).sum::<usize>() - parts[self.rank].len();
-        let transfer = self.begin(kind, sent);
-        for (to, bytes) in parts.into_iter().enumerate() {
+        let transfer = self.begin(kind, number, sent);
+        // Each begins with the rank behind it, so that not all send to the first at once.
+        let mut parts = parts;
+        for to in (1..=self.ranks()).map(|i| (self.rank + i) % self.ranks()) {
+            let bytes = std::mem::take(&mut parts[to]);
             self.send(to, Sent { kind, number, bytes })?;
         }
         let received: Result<_, _> =
@@ -171,7 +193,8 @@ impl Collectives for Rank {
                 self.ranks()
             ));
         }
-        let transfer = self.begin(Kind::SendReceive, sends.iter().map(|m| m.bytes.len()).sum());
+        let sent = sends.iter().map(|m| m.bytes.len()).sum();
+        let transfer = self.begin(Kind::SendReceive, 0, sent);
         for Message { peer, bytes } in sends {
             self.send(peer, Sent { kind: Kind::SendReceive, number: 0, bytes })?;
         }
@@ -181,9 +204,9 @@ impl Collectives for Rank {
             if bytes.len() != expected.bytes {
                 let [from, own] = [expected.peer, self.rank].map(|rank| self.members[rank]);
                 let (sent, wanted) = (bytes.len(), expected.bytes);
-                return self.fail(format!(
+                return self.fail(Why::wrong(format!(
                     "rank {from} sent {sent} bytes to rank {own}, which expects {wanted}"
-                ));
+                )));
             }
             received.push(bytes);
         }
@@ -205,11 +228,24 @@ impl Collectives for Rank {
             rank,
             number: Mutex::default(),
             subgroups: Mutex::default(),
+            meeting: self.meeting,
             history: Arc::clone(&self.history),
         }))
     }
 
     fn abort(&self, why: &str) {
-        self.wire.abort(&format!("rank {}: {why}", self.members[self.rank]));
+        self.wire.abort(Why::wrong(format!("rank {}: {why}", self.members[self.rank])));
+    }
+
+    fn history(&self) -> Vec<Transfer> {
+        lock(&self.history).last.iter().cloned().collect()
+    }
+
+    fn meeting(&self) -> (u64, f64) {
+        (self.meeting, lock(&self.history).met.elapsed().as_secs_f64())
+    }
+
+    fn plan_is(&self, hash: u64) {
+        lock(&self.history).plan = hash;
     }
 }

@@ -14,9 +14,9 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::Kind;
-use super::inbox::{Inbox, Sent, Way};
+use super::inbox::{Inbox, Sent, Wait, Way, Why};
 use super::rank::Wire;
-use crate::error::{ShardError, refused};
+use crate::error::ShardError;
 
 /// How often a rank says that it lives, and how often a reader looks up.
 const BEAT: Duration = Duration::from_millis(500);
@@ -31,11 +31,11 @@ const HEADER: usize = 32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Frame {
     Message,
-    /// The sender lives.
+    /// The sender lives; the bytes say for which rank it waits, if it does, and the header in what.
     Beat,
     /// The sender sends nothing any more.
     Leave,
-    /// Everything ends; the bytes say why.
+    /// Everything ends; the bytes say why, and the number is 1 where a rank is lost.
     Abort,
 }
 
@@ -62,6 +62,16 @@ impl Header {
     /// A frame that is no message.
     fn of(frame: Frame, bytes: usize) -> Self {
         Self { frame, kind: Kind::Exchange, group: 0, number: 0, bytes: bytes as u64 }
+    }
+
+    /// That a rank lives, and what it waits for.
+    fn beat(wait: Option<Wait>) -> Vec<u8> {
+        let Some(Wait { from, kind, number }) = wait else {
+            return Self::of(Frame::Beat, 0).encode().to_vec();
+        };
+        let from = (from as u32).to_le_bytes();
+        let header = Self { kind, number, ..Self::of(Frame::Beat, from.len()) };
+        [&header.encode()[..], &from].concat()
     }
 
     fn encode(&self) -> [u8; HEADER] {
@@ -142,10 +152,11 @@ impl Tcp {
         let beats = Arc::clone(&links);
         let beat = move || {
             while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
+                let beat = Header::beat(beats.inbox.wait_of(beats.rank));
                 beats.each(|writer| {
                     // A rank that is being written to hears from this one anyway.
                     if let Ok(mut stream) = writer.stream.try_lock() {
-                        let _ = stream.write_all(&Header::of(Frame::Beat, 0).encode());
+                        let _ = stream.write_all(&beat);
                     }
                 });
             }
@@ -157,7 +168,7 @@ impl Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        self.links.tell(Frame::Leave, "");
+        self.links.tell(Frame::Leave, &Why::wrong(""));
     }
 }
 
@@ -190,11 +201,12 @@ impl Wire for Tcp {
             }
             false => gone(way.to, way.from),
         };
-        self.links.abort(&why);
-        refused(inbox.aborted().unwrap_or(why))
+        let why = Why::lost(why);
+        self.links.abort(why.clone());
+        Err(inbox.aborted().unwrap_or(why).error())
     }
 
-    fn abort(&self, why: &str) {
+    fn abort(&self, why: Why) {
         self.links.abort(why);
     }
 }
@@ -204,16 +216,16 @@ impl Links {
         self.writers.iter().flatten().for_each(act);
     }
 
-    fn abort(&self, why: &str) {
-        if self.inbox.abort(why, false) {
-            self.tell(Frame::Abort, why);
+    fn abort(&self, why: Why) {
+        if self.inbox.abort(why.clone(), false) {
+            self.tell(Frame::Abort, &why);
         }
     }
 
     /// Sends every other rank a last frame. A connection whose write does not end is ended.
-    fn tell(&self, frame: Frame, why: &str) {
-        let mut bytes = Header::of(frame, why.len()).encode().to_vec();
-        bytes.extend(why.as_bytes());
+    fn tell(&self, frame: Frame, Why { text, lost }: &Why) {
+        let header = Header { number: u64::from(*lost), ..Header::of(frame, text.len()) };
+        let bytes = [&header.encode()[..], text.as_bytes()].concat();
         let until = Instant::now() + PATIENCE;
         self.each(|writer| {
             let told = loop {
@@ -257,16 +269,21 @@ impl Links {
                     let way = Way { group, from: peer, to: self.rank };
                     self.inbox.put(way, Sent { kind, number, bytes });
                 }
-                Frame::Beat => {}
+                Frame::Beat => {
+                    let from = <[u8; 4]>::try_from(&bytes[..]).map(u32::from_le_bytes).ok();
+                    let from = from.map(|f| f as usize).filter(|&f| f < self.writers.len());
+                    self.inbox.waits(peer, from.map(|from| Wait { from, kind, number }));
+                }
                 Frame::Leave => return self.inbox.leave(peer),
                 Frame::Abort => {
-                    self.inbox.abort(&String::from_utf8_lossy(&bytes), true);
+                    let text = String::from_utf8_lossy(&bytes).into_owned();
+                    self.inbox.abort(Why { text, lost: number == 1 }, true);
                     return;
                 }
             }
         };
         let own = self.rank;
-        self.abort(&match lost {
+        self.abort(Why::lost(match lost {
             Lost::Ended => gone(peer, own),
             Lost::Silent => format!(
                 "rank {peer} has been silent to rank {own} for {silence:?}: it is stopped, or its \
@@ -276,7 +293,7 @@ impl Links {
             Lost::NoMemory(bytes) => {
                 format!("rank {own} has no memory for {bytes} bytes from rank {peer}")
             }
-        });
+        }));
     }
 }
 

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::inbox::{Inbox, Sent, Way};
+use super::inbox::{Inbox, Sent, Way, Why};
 use super::rank::{Rank, Wire};
 use crate::error::{ShardError, refused};
 
@@ -20,7 +20,7 @@ impl Wire for Inbox {
         Ok(())
     }
 
-    fn abort(&self, why: &str) {
+    fn abort(&self, why: Why) {
         Inbox::abort(self, why, true);
     }
 }
@@ -49,8 +49,9 @@ pub fn run_threads<T: Send>(
     body: impl Fn(&Rank) -> Result<T, ShardError> + Sync,
 ) -> Result<Vec<T>, ShardError> {
     let inbox = Arc::new(Inbox::new(ranks, deadline));
+    let meeting = super::meeting::identity();
     let run = |rank: usize| {
-        let world = Rank::of_all(Arc::clone(&inbox) as _, rank, ranks);
+        let world = Rank::of_all(Arc::clone(&inbox) as _, [rank, ranks], meeting);
         let body = std::panic::AssertUnwindSafe(|| body(&world));
         let result = std::panic::catch_unwind(body).unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
@@ -58,7 +59,7 @@ pub fn run_threads<T: Send>(
             refused(format!("it panicked: {said}"))
         });
         if let Err(error) = &result {
-            inbox.abort(&format!("rank {rank}: {error}"), true);
+            inbox.abort(Why::wrong(format!("rank {rank}: {error}")), true);
         }
         inbox.leave(rank);
         result
@@ -69,6 +70,6 @@ pub fn run_threads<T: Send>(
         let join = |t: std::thread::ScopedJoinHandle<'_, _>| t.join().expect("panics are caught");
         threads.into_iter().map(join).collect()
     });
-    let why = |error| inbox.aborted().map_or(error, ShardError::new);
+    let why = |error| inbox.aborted().map_or(error, Why::error);
     results.into_iter().map(|result| result.map_err(why)).collect()
 }
