@@ -72,11 +72,15 @@ pub enum TrainErrorKind {
     Ranks {
         /// Which, and what to do.
         message: String,
+        /// Whether a rank is gone, silent or late: started again, the run may go on.
+        lost: bool,
     },
     /// Another rank failed, and says so itself.
     Elsewhere {
         /// The rank and its words.
         message: String,
+        /// Whether a rank is gone, silent or late: started again, the run may go on.
+        lost: bool,
     },
     /// The model refused its configuration or its input.
     Model {
@@ -188,9 +192,9 @@ impl fmt::Display for TrainErrorKind {
                 }
             }
             Self::Interrupted => f.write_str("interrupted"),
-            Self::Model { message } | Self::Ranks { message } | Self::Elsewhere { message } => {
-                f.write_str(message)
-            }
+            Self::Model { message }
+            | Self::Ranks { message, .. }
+            | Self::Elsewhere { message, .. } => f.write_str(message),
         }
     }
 }

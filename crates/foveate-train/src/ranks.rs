@@ -6,7 +6,9 @@
 //! folder. What goes wrong on one rank ends all, and only that rank says why.
 
 use std::ops::Range;
+use std::path::Path;
 
+use foveate_shard::collectives::log::TransferLog;
 use foveate_shard::collectives::{Collectives, Kind, OneRank, agree};
 use foveate_shard::{Mesh, MeshAxis, ShardError};
 
@@ -105,6 +107,7 @@ impl Ranks<'_> {
             }
             Some(rank) if rank != self.all.rank() => Err(TrainErrorKind::Elsewhere {
                 message: format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank])),
+                lost: false,
             }
             .into()),
             _ => result,
@@ -157,25 +160,34 @@ impl Ranks<'_> {
     }
 }
 
-/// Ends `all` ranks where this one has failed, unless another ended it.
+/// Ends `all` ranks where this one has failed, unless another ended it, and writes its last transfers
+/// to the folder `transfers`, where the run's, in which it is, is there.
 pub(crate) fn end_with<T>(
     all: &dyn Collectives,
     result: Result<T, TrainError>,
+    transfers: &Path,
 ) -> Result<T, TrainError> {
     result.inspect_err(|e| {
         // All ranks agree on an interruption before any of them ends.
-        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. } | TrainErrorKind::Interrupted) {
+        if matches!(e.kind(), TrainErrorKind::Interrupted) {
+            return;
+        }
+        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. }) {
             all.abort(&e.to_string());
+        }
+        if all.ranks() > 1 && transfers.parent().is_some_and(Path::is_dir) {
+            // What ended the run is what has to be told, also where the disk is full.
+            let _ = TransferLog::of(all, &e.to_string()).write(transfers);
         }
     })
 }
 
 impl From<ShardError> for TrainError {
     fn from(e: ShardError) -> Self {
-        let message = e.to_string();
+        let (message, lost) = (e.to_string(), e.is_lost());
         match message.strip_prefix("aborted: ") {
-            Some(why) => TrainErrorKind::Elsewhere { message: why.to_owned() },
-            None => TrainErrorKind::Ranks { message },
+            Some(why) => TrainErrorKind::Elsewhere { message: why.to_owned(), lost },
+            None => TrainErrorKind::Ranks { message, lost },
         }
         .into()
     }

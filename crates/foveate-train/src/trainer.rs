@@ -174,6 +174,9 @@ pub fn train(
 /// them, and rank 0 writes to the run's folder, which the others can read. The observer of any rank
 /// can end the run.
 ///
+/// Where a run of several ranks fails, each writes its last transfers to `transfers` in the run's
+/// folder ([`foveate_shard::collectives::log`]).
+///
 /// # Errors
 /// Those of [`train`], on all ranks; a rank that is gone; or what the ranks do not agree on.
 pub fn train_on(
@@ -189,8 +192,9 @@ pub fn train_on(
         recipe.device().run(run).and_then(|summary| summary)
     };
     let ran = Ranks::in_mesh(group, &recipe.mesh).and_then(run);
-    end_with(group, ran)
-        .map_err(|e| e.of_run(checkpoint::latest(&Folder::new(&recipe.run.dir).checkpoints())))
+    let folder = Folder::new(&recipe.run.dir);
+    end_with(group, ran, &folder.transfers())
+        .map_err(|e| e.of_run(checkpoint::latest(&folder.checkpoints())))
 }
 
 /// A run before it has a device.
@@ -420,7 +424,12 @@ impl<B: Blocks> Setup<'_, B> {
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
             if !value.is_finite() {
                 let message = format!("{what} is {value}");
-                return Err(TrainErrorKind::Diverged { step, message, earlier: None }.into());
+                // All ranks see the same number, and the first says so.
+                return Err(match self.ranks.first() {
+                    true => TrainErrorKind::Diverged { step, message, earlier: None },
+                    false => TrainErrorKind::Elsewhere { message, lost: false },
+                }
+                .into());
             }
         }
         sums.seconds = run.since.elapsed().as_secs_f64();

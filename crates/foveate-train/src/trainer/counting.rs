@@ -46,6 +46,7 @@ pub(super) fn count(
             let some =
                 TokenCounts::from_bytes(bytes).filter(|some| some.len() == blocks[rank].len());
             let some = some.ok_or_else(|| TrainErrorKind::Ranks {
+                lost: false,
                 message: format!("rank {rank} has not counted the documents that were its part"),
             })?;
             all.push(some);

@@ -11,6 +11,8 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use foveate_shard::collectives::log;
+
 use super::Start;
 use crate::checkpoint;
 use crate::error::{TrainError, TrainErrorKind};
@@ -23,6 +25,11 @@ pub(super) struct Folder<'a>(&'a Path);
 impl<'a> Folder<'a> {
     pub fn new(dir: &'a Path) -> Self {
         Self(dir)
+    }
+
+    /// The last transfers of the ranks of an attempt that failed.
+    pub fn transfers(&self) -> PathBuf {
+        self.0.join("transfers")
     }
 
     pub fn recipe(&self) -> PathBuf {
@@ -149,6 +156,7 @@ impl<'a> Folder<'a> {
         if start == Start::Over {
             self.clear()?;
         }
+        self.clear_transfers()?;
         Ok(Claim { _held: held })
     }
 
@@ -208,6 +216,18 @@ impl<'a> Folder<'a> {
                     return Err(TrainError::write(&file, e));
                 }
                 _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what the ranks of an earlier attempt wrote about its end, and nothing else.
+    fn clear_transfers(&self) -> Result<(), TrainError> {
+        let dir = self.transfers();
+        let Ok(entries) = fs::read_dir(&dir) else { return Ok(()) };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if log::is_log(&path) {
+                fs::remove_file(&path).map_err(|e| TrainError::write(&path, e))?;
             }
         }
         Ok(())
