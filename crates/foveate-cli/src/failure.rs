@@ -17,6 +17,9 @@ pub enum Failure {
     Interrupted,
     /// Another rank failed, and shows why.
     Elsewhere,
+    /// A rank is gone, silent or late, as this one says or another: the run may go on when it is
+    /// started again.
+    Lost(Option<Box<Report>>),
     /// Standard output could not be written.
     Output(io::Error),
 }
@@ -45,11 +48,21 @@ impl Diagnostic for Report {
     }
 }
 
+/// What a process ends with that has nothing wrong itself and may be started again: EX_TEMPFAIL of
+/// sysexits.h.
+pub const AGAIN: u8 = 75;
+
 impl Failure {
     /// A failure that says `message`.
     pub fn new(message: impl Into<String>) -> Self {
         let report = Report { message: message.into(), help: None, excerpt: None };
         Self::Failed(Box::new(report))
+    }
+
+    /// A rank is lost, as `message` says.
+    pub fn lost(message: impl Into<String>) -> Self {
+        let report = Report { message: message.into(), help: None, excerpt: None };
+        Self::Lost(Some(Box::new(report)))
     }
 
     /// A fault of the command line, which says `message`.
@@ -61,7 +74,10 @@ impl Failure {
     /// What is wrong, in one line.
     pub fn message(&self) -> String {
         match self {
-            Self::Failed(report) | Self::Usage(report) => report.message.clone(),
+            Self::Failed(report) | Self::Usage(report) | Self::Lost(Some(report)) => {
+                report.message.clone()
+            }
+            Self::Lost(None) => "another rank lost a rank".to_owned(),
             Self::Interrupted => "interrupted".to_owned(),
             Self::Elsewhere => "another rank failed".to_owned(),
             Self::Output(e) => format!("standard output cannot be written: {e}"),
@@ -70,7 +86,7 @@ impl Failure {
 
     /// The failure with a line on what to do.
     pub fn help(mut self, help: impl Into<String>) -> Self {
-        if let Self::Failed(report) | Self::Usage(report) = &mut self {
+        if let Self::Failed(report) | Self::Usage(report) | Self::Lost(Some(report)) = &mut self {
             report.help = Some(help.into());
         }
         self
@@ -112,6 +128,10 @@ impl Failure {
             }
             Self::Interrupted => ExitCode::from(130),
             Self::Elsewhere => ExitCode::from(1),
+            Self::Lost(report) => {
+                report.iter().for_each(|report| show(report));
+                ExitCode::from(AGAIN)
+            }
             Self::Output(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
             Self::Output(_) => {
                 tell(&format!("error: {}\n", self.message()));
@@ -218,10 +238,20 @@ impl From<foveate_train::TrainError> for Failure {
     fn from(e: foveate_train::TrainError) -> Self {
         match e.kind() {
             foveate_train::TrainErrorKind::Interrupted => return Self::Interrupted,
+            foveate_train::TrainErrorKind::Elsewhere { lost: true, .. } => return Self::Lost(None),
             foveate_train::TrainErrorKind::Elsewhere { .. } => return Self::Elsewhere,
+            foveate_train::TrainErrorKind::Ranks { lost: true, .. } => {
+                return Self::lost(e.to_string());
+            }
             _ => {}
         }
         Self::new(e.to_string())
+    }
+}
+
+impl From<foveate_shard::ShardError> for Failure {
+    fn from(e: foveate_shard::ShardError) -> Self {
+        if e.is_lost() { Self::lost(e.to_string()) } else { Self::new(e.to_string()) }
     }
 }
 

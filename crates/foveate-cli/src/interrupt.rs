@@ -1,5 +1,5 @@
-//! Signals: Ctrl-C and SIGTERM as a flag that a command looks at where it can stop cleanly, the limit
-//! of file sizes as an error of the write.
+//! Signals: Ctrl-C, SIGTERM and SIGUSR1 as a flag that a command looks at where it can stop cleanly,
+//! the limit of file sizes as an error of the write.
 
 use std::io;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ pub fn writes_past_the_limit_fail() -> Result<(), Failure> {
         .map_err(|e| Failure::new(format!("the limit of file sizes cannot be watched: {e}")))
 }
 
-/// Set once the user has pressed Ctrl-C, or a scheduler has sent SIGTERM. A second of these signals
-/// ends the process at once.
+/// Set once the user has pressed Ctrl-C, or a scheduler has sent SIGTERM, or SIGUSR1 as a warning
+/// before that. A second of the first two ends the process at once.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<AtomicBool>);
 
@@ -42,6 +42,7 @@ impl Interrupt {
         [SIGINT, SIGTERM]
             .into_iter()
             .try_for_each(watch)
+            .and_then(|()| warned(&pressed))
             .map_err(|e| Failure::new(format!("Ctrl-C and SIGTERM cannot be watched: {e}")))?;
         Ok(Self(pressed))
     }
@@ -58,4 +59,15 @@ impl Interrupt {
     pub fn check(&self) -> Result<(), Failure> {
         if self.pressed() { Err(Failure::Interrupted) } else { Ok(()) }
     }
+}
+
+/// Schedulers that are asked to warn a job send SIGUSR1, some of them more than once.
+#[cfg(unix)]
+fn warned(pressed: &Arc<AtomicBool>) -> io::Result<()> {
+    flag::register(signal_hook::consts::SIGUSR1, Arc::clone(pressed)).map(drop)
+}
+
+#[cfg(not(unix))]
+fn warned(_: &Arc<AtomicBool>) -> io::Result<()> {
+    Ok(())
 }

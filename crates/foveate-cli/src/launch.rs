@@ -6,7 +6,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::failure::Failure;
+use crate::failure::{AGAIN, Failure};
 use crate::interrupt::Interrupt;
 use crate::threads;
 
@@ -91,7 +91,7 @@ struct Ranks(Vec<(Child, Option<ExitStatus>)>);
 
 impl Ranks {
     fn wait(&mut self, interrupt: &Interrupt) -> Result<(), Failure> {
-        let mut first: Option<(usize, ExitStatus)> = None;
+        let (mut failed, mut killed) = (false, None);
         let mut until = None;
         let mut told = false;
         loop {
@@ -101,7 +101,10 @@ impl Ranks {
                         Failure::new(format!("rank {rank} cannot be waited for: {e}"))
                     })?;
                     if let Some(status) = ended.filter(|status| !status.success()) {
-                        first.get_or_insert((rank, status));
+                        failed = true;
+                        if status.code().is_none() {
+                            killed.get_or_insert((rank, status));
+                        }
                         until.get_or_insert(Instant::now() + GRACE);
                     }
                 }
@@ -122,11 +125,17 @@ impl Ranks {
         if interrupt.pressed() {
             return Err(Failure::Interrupted);
         }
-        match first {
-            None => Ok(()),
-            // It has said why.
-            Some((_, status)) if status.code().is_some() => Err(Failure::Elsewhere),
-            Some((rank, status)) => Err(Failure::new(format!("rank {rank} ended by {status}"))),
+        let statuses = || self.0.iter().filter_map(|(_, ended)| *ended);
+        let again = |status: ExitStatus| status.code() == Some(i32::from(AGAIN));
+        if let Some((rank, status)) = killed {
+            return Err(Failure::lost(format!("rank {rank} ended by {status}")));
+        }
+        // Ranks have said why. Where one has something wrong, starting again is of no use.
+        match failed {
+            false => Ok(()),
+            true if statuses().any(|s| s.code() == Some(130)) => Err(Failure::Interrupted),
+            true if statuses().all(|s| s.success() || again(s)) => Err(Failure::Lost(None)),
+            true => Err(Failure::Elsewhere),
         }
     }
 

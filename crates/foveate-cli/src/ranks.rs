@@ -10,7 +10,7 @@ use crate::failure::Failure;
 #[derive(Clone, Debug, clap::Args)]
 pub struct RankArgs {
     /// This process is rank N of a run of several processes, which all are given the same recipe;
-    /// launchers say it in the environment (docs/sharding.md)
+    /// launchers say it in the environment (docs/cluster.md)
     #[arg(long, value_name = "N", requires = "ranks", help_heading = "Ranks")]
     rank: Option<usize>,
     /// Number of ranks of the run
@@ -58,8 +58,7 @@ pub fn meet(launch: &Launch) -> Result<Box<dyn Collectives>, Failure> {
             launch.launcher
         );
     }
-    let rank = connect(&launch.meeting()).map_err(|e| Failure::new(e.to_string()))?;
-    Ok(Box::new(rank))
+    Ok(Box::new(connect(&launch.meeting())?))
 }
 
 /// The device of this rank: ranks of a host take the GPUs from the given one on.
@@ -78,7 +77,8 @@ pub fn device(given: DeviceChoice, launch: &Launch) -> DeviceChoice {
 
 /// What was found, for `doctor --mesh`.
 pub fn lines(launch: &Launch) -> Vec<String> {
-    let Launch { launcher, rank, ranks, local_rank, host, port, port_from, run, attempt } = launch;
+    let Launch { launcher, rank, ranks, local_rank, host, port, port_from, run, attempt, .. } =
+        launch;
     let mut lines = vec![format!("ranks     {rank} of {ranks}, by {launcher}")];
     if *launcher == Launcher::Alone {
         lines.push(
@@ -90,5 +90,9 @@ pub fn lines(launch: &Launch) -> Vec<String> {
     lines.push(format!("          rank {local_rank} of this host"));
     lines.push(format!("meet      {host}:{port} (the port is {port_from})"));
     lines.push(format!("run       {run:?}, attempt {attempt}"));
+    let Launch { arrival, deadline, silence, .. } = launch;
+    lines.push(format!(
+        "patience  {arrival:?} for ranks to come, {deadline:?} for a transfer, {silence:?} of silence"
+    ));
     lines
 }

@@ -1,6 +1,7 @@
 //! `foveate shard`: plans of training over many ranks, without devices.
 
 mod check;
+mod log;
 
 use clap::Subcommand;
 
@@ -18,11 +19,13 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     Check(Box<check::Args>),
+    Log(log::Args),
 }
 
 /// Runs the subcommand.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     match &args.command {
         Command::Check(args) => check::run(args, out),
+        Command::Log(args) => log::run(args, out),
     }
 }

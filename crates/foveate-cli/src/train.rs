@@ -77,8 +77,19 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         renderer: Some(RENDERER),
         profile: args.profile.clone(),
     };
+    let transfers = recipe.run.dir.join("transfers");
+    let told = |failure: Failure| {
+        match &failure {
+        Failure::Lost(Some(_)) if transfers.is_dir() => failure.help(format!(
+            "what each rank did last: foveate shard log {}; to go on, start all ranks with --resume",
+            transfers.display()
+        )),
+        _ => failure,
+    }
+    };
     if launch.rank > 0 {
-        let summary = train_on(&*group, &recipe, &args.recipe, options, &mut Silent(interrupt))?;
+        let summary = train_on(&*group, &recipe, &args.recipe, options, &mut Silent(interrupt));
+        let summary = summary.map_err(|e| told(e.into()))?;
         return if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) };
     }
     let mut view = View::new(interrupt, args.json.then_some(&mut *out));
@@ -87,10 +98,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
     }
-    let summary = result.inspect_err(|e| {
+    let summary = result.map_err(|e| {
         if matches!(e.kind(), TrainErrorKind::Interrupted) {
             crate::output::tell!("interrupted before the first step; nothing was written");
         }
+        told(e.into())
     })?;
     if summary.interrupted {
         crate::output::tell!(

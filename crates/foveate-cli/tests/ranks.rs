@@ -48,61 +48,179 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
     assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
 }
 
-/// Starts two ranks by flags.
-fn two(place: &Place, args: &[&str]) -> [Child; 2] {
+/// Starts `ranks` ranks by flags, which notice in four seconds that one is silent.
+fn some(place: &Place, ranks: usize, args: &[&str]) -> Vec<Child> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let meet = format!("127.0.0.1:{port}");
-    ["0", "1"].map(|rank| {
-        let mut command = place.command(&["train", "recipe.toml", "--rank", rank]);
-        command.args(["--ranks", "2", "--meet", &meet, "--set", "train.steps=150"]).args(args);
+    let (meet, number) = (format!("127.0.0.1:{port}"), ranks.to_string());
+    let start = |rank: usize| {
+        let mut command = place.command(&["train", "recipe.toml", "--rank", &rank.to_string()]);
+        command.args(["--ranks", &number, "--meet", &meet, "--set", "train.steps=150"]).args(args);
+        command.env("FOVEATE_SILENCE", "4").env("FOVEATE_ARRIVAL", "8");
         command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
-    })
+    };
+    (0..ranks).map(start).collect()
 }
 
+fn signal(name: &str, child: &Child) {
+    let sent = Command::new("kill").args([name, &child.id().to_string()]).status();
+    assert!(sent.unwrap().success());
+}
+
+/// A number below `below`, from the last.
+fn next(random: &mut u64, below: u64) -> u64 {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    *random % below
+}
+
+/// As often as `FOVEATE_KILLS` says: any of three ranks is killed or stopped, from before they meet
+/// to behind the last step, saves included. The others end by themselves, with one error and the
+/// status that launchers start again on; what the run reaches in the end is what one reaches that was
+/// left alone.
+#[cfg(unix)]
 #[test]
-fn a_rank_that_is_killed_ends_the_others_and_the_run_resumes_bit_for_bit() {
+fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_bit() {
+    let kills = std::env::var("FOVEATE_KILLS").map_or(4, |n| n.parse::<usize>().unwrap());
+    let seed = std::env::var("FOVEATE_SEED").map_or(11, |n| n.parse::<u64>().unwrap());
+    println!("FOVEATE_SEED={seed}");
+    let mut random = seed | 1 << 40;
     let place = place();
-    for rank in two(&place, &["--set", "run.dir=straight"]) {
+    let straight = Instant::now();
+    for rank in some(&place, 3, &["--set", "run.dir=straight"]) {
         let done = rank.wait_with_output().unwrap();
         assert!(done.status.success(), "{}", text(done.stderr));
     }
-    for round in 0.. {
-        let how = if saved(&place) { "--resume" } else { "--start-over" };
-        let [zero, one] = two(&place, &[how]);
-        // From before they meet to well inside the run; each of them in turn.
-        std::thread::sleep(Duration::from_millis(30 + 50 * round));
-        let (mut killed, other) = if round % 2 == 0 { (one, zero) } else { (zero, one) };
-        if round < 6 && killed.try_wait().unwrap().is_none() {
-            killed.kill().unwrap();
-            killed.wait().unwrap();
-            let began = Instant::now();
-            let mut other = other;
-            if round == 0 {
-                // It may wait for one that never came.
-                let _ = other.kill();
+    let took = straight.elapsed().as_millis() as u64;
+    let right = (place.steps("straight"), place.weights("straight", 150));
+    let (mut done, mut stopped, mut finished) = (0, 0, 0);
+    let mut over = true;
+    while done < kills || finished == 0 {
+        let how = if saved(&place) && !over { "--resume" } else { "--start-over" };
+        over = false;
+        let mut ranks = some(&place, 3, &[how]);
+        let harmed = next(&mut random, 3) as usize;
+        let stops = next(&mut random, 4) == 0;
+        std::thread::sleep(Duration::from_millis(next(&mut random, took + took / 4)));
+        let harms = done < kills && ranks[harmed].try_wait().unwrap().is_none();
+        if harms {
+            signal(if stops { "-STOP" } else { "-KILL" }, &ranks[harmed]);
+            done += 1;
+            stopped += usize::from(stops);
+        }
+        let began = Instant::now();
+        let mut ended = true;
+        for (rank, mut child) in ranks.into_iter().enumerate() {
+            if harms && rank == harmed {
+                if stops {
+                    signal("-KILL", &child);
+                }
+                child.wait().unwrap();
+                continue;
             }
-            let done = other.wait_with_output().unwrap();
-            assert!(began.elapsed() < Duration::from_secs(60), "it hangs");
+            let done = child.wait_with_output().unwrap();
             let said = text(done.stderr);
-            if round > 0 && !done.status.success() {
-                assert_eq!(done.status.code(), Some(1), "{said}");
-                assert_eq!(errors(&said).len(), 1, "{said}");
+            assert!(began.elapsed() < Duration::from_secs(60), "it hangs: {said}");
+            ended &= done.status.success();
+            if !done.status.success() {
+                assert_eq!(done.status.code(), Some(75), "{said}");
+                assert!(harms && errors(&said).len() <= 1, "{said}");
             }
-            continue;
         }
-        for rank in [killed, other] {
-            let done = rank.wait_with_output().unwrap();
-            assert!(done.status.success(), "{}", text(done.stderr));
+        if ended && !harms {
+            finished += 1;
+            assert_eq!((place.steps("run"), place.weights("run", 150)), right);
+            over = true;
         }
-        break;
     }
-    assert_eq!(place.steps("run"), place.steps("straight"));
-    assert_eq!(place.weights("run", 150), place.weights("straight", 150));
+    println!("{done} harmed, {stopped} of them stopped; {finished} runs reached their end");
+}
+
+/// What ranks leave behind says who it was, as far as they saw it.
+#[cfg(unix)]
+#[test]
+fn a_rank_that_hangs_is_named_by_the_others_and_in_their_logs() {
+    let place = place();
+    let ranks = some(&place, 3, &["--set", "train.steps=4000"]);
+    let log = place.path("run/metrics.jsonl");
+    while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    signal("-STOP", &ranks[2]);
+    let mut ranks = ranks.into_iter();
+    let others: Vec<_> = ranks.by_ref().take(2).map(|r| r.wait_with_output().unwrap()).collect();
+    let said: String = others.iter().map(|done| text(done.stderr.clone())).collect();
+    assert!(others.iter().all(|done| done.status.code() == Some(75)), "{said}");
+    assert!(said.contains("rank 2 has been silent to rank"), "{said}");
+    assert!(said.contains("help: what each rank did last: foveate shard log "), "{said}");
+    let compared = |args: &[&str]| {
+        let done = place.run(&[&["shard", "log", "run/transfers"], args].concat());
+        assert!(done.status.success(), "{}", text(done.stderr));
+        text(done.stdout)
+    };
+    let out = compared(&[]);
+    let first = out.lines().next().unwrap();
+    assert!(first.starts_with("rank 2 did not begin "), "{out}");
+    assert!(first.ends_with("it left no log: it was killed, or its disk is another"), "{out}");
+    // It goes on, finds the others gone, and says so.
+    let last = ranks.next().unwrap();
+    signal("-CONT", &last);
+    assert_eq!(last.wait_with_output().unwrap().status.code(), Some(75));
+    let out = compared(&["--last", "2"]);
+    assert!(out.contains("rank 2 ") && out.contains("all-reduce"), "{out}");
+    let json: serde_json::Value = serde_json::from_str(&compared(&["--json"])).unwrap();
+    assert_eq!((&json["ranks"], &json["silent"]), (&3.into(), &serde_json::json!([])));
+    // The next attempt begins without them.
+    let over = ["train", "recipe.toml", "--start-over", "--set", "train.steps=2"];
+    assert!(place.run(&over).status.success());
+    assert_eq!(std::fs::read_dir(place.path("run/transfers")).unwrap().count(), 0);
+}
+
+/// Files of a few KiB hold the log of some steps and no checkpoint.
+#[cfg(unix)]
+#[test]
+fn a_disk_that_is_full_on_the_rank_that_writes_ends_all() {
+    let place = place();
+    let launch = "ulimit -f 16; exec \"$0\" launch --ranks 3 -- train recipe.toml";
+    let mut limited = Command::new("bash");
+    limited.args(["-c", launch, env!("CARGO_BIN_EXE_foveate")]);
+    let done = limited.current_dir(place.path("")).stdin(Stdio::null()).output().unwrap();
+    let said = text(done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert_eq!(errors(&said).len(), 1, "{said}");
+    assert!(said.contains("raise the limit of file sizes"), "{said}");
+}
+
+#[test]
+fn a_loss_that_is_no_number_is_told_once_and_ends_all() {
+    let place = place();
+    let diverges = ["--set", "optimizer.lr=1e30", "--set", "optimizer.clip_norm=0"];
+    let launch = ["launch", "--ranks", "3", "--", "train", "recipe.toml"];
+    let done = place.run(&[&launch[..], &diverges].concat());
+    let said = text(done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert_eq!(errors(&said).len(), 1, "{said}");
+    assert!(
+        errors(&said)[0].contains("the loss is NaN") || said.contains("the gradient norm"),
+        "{said}"
+    );
+}
+
+/// A signal to the launcher, or to any one of its ranks.
+#[cfg(unix)]
+#[test]
+fn a_signal_saves_after_the_same_step_on_all_ranks() {
+    ends_saved("-TERM", |launcher| launcher.id().to_string());
+    ends_saved("-USR1", |launcher| {
+        // The second of its ranks.
+        let of = launcher.id().to_string();
+        let children = Command::new("pgrep").args(["-P", &of]).output().unwrap().stdout;
+        text(children).lines().nth(1).unwrap().to_owned()
+    });
 }
 
 #[cfg(unix)]
-#[test]
-fn sigterm_to_the_launcher_saves_after_the_same_step_on_all_ranks() {
+fn ends_saved(signal: &str, to: impl FnOnce(&Child) -> String) {
     let place = place();
     let steps = ["--set", "train.steps=4000"];
     let launch = ["launch", "--ranks", "2", "--", "train", "recipe.toml"];
@@ -113,20 +231,23 @@ fn sigterm_to_the_launcher_saves_after_the_same_step_on_all_ranks() {
         assert!(child.try_wait().unwrap().is_none(), "it ended before its first steps");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let pid = child.id().to_string();
-    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    let pid = to(&child);
+    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
     let done = child.wait_with_output().unwrap();
     let said = text(done.stderr);
     assert_eq!(done.status.code(), Some(130), "{said}");
-    assert!(said.contains("interrupted after step"), "{said}");
-    assert!(saved(&place));
+    let step = said.split("interrupted after step ").nth(1).expect(&said);
+    let step: u64 = step.split(';').next().unwrap().parse().unwrap();
+    assert_eq!(place.steps("run").last().unwrap().0, step);
+    assert!(place.path(&format!("run/checkpoints/step-{step:06}")).is_dir(), "{said}");
 }
 
 #[cfg(unix)]
 #[test]
 fn sigterm_ends_a_rank_that_waits_for_others() {
     let place = place();
-    let [mut zero, mut one] = two(&place, &[]);
+    let mut ranks = some(&place, 2, &[]);
+    let (mut one, mut zero) = (ranks.remove(1), ranks.remove(0));
     one.kill().unwrap();
     one.wait().unwrap();
     std::thread::sleep(Duration::from_millis(200));

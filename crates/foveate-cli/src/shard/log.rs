@@ -1,0 +1,75 @@
+//! `foveate shard log`: which rank did what others did not, by what each wrote of its last transfers.
+
+use std::path::{Path, PathBuf};
+
+use foveate_shard::collectives::log::{TransferLog, compare, is_log};
+
+use crate::failure::Failure;
+use crate::output::Output;
+
+/// Say which rank did what others did not, from the logs that ranks write when one fails
+#[derive(Debug, clap::Args)]
+#[command(arg_required_else_help = true)]
+pub struct Args {
+    /// Files of a run's folder `transfers`, one for each rank, or that folder
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Print the last N transfers of each rank, too
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    last: usize,
+    /// Print one JSON object
+    #[arg(long, conflicts_with = "last")]
+    json: bool,
+}
+
+/// Reads, compares and prints.
+pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    let mut logs = Vec::new();
+    for file in &args.files {
+        let files = if file.is_dir() { of_folder(file)? } else { vec![file.clone()] };
+        for file in files {
+            logs.push(TransferLog::read(&file)?);
+        }
+    }
+    let comparison = compare(logs.clone())?;
+    if args.json {
+        return Ok(out.json(&comparison)?);
+    }
+    out.text(&comparison)?;
+    if comparison.findings.is_empty() {
+        out.line("all ranks did the same")?;
+    }
+    logs.sort_by_key(|log| log.header.rank);
+    for TransferLog { header, transfers } in &logs {
+        out.line(format_args!("rank {:<6} {}", header.rank, header.why))?;
+        for t in &transfers[transfers.len().saturating_sub(args.last)..] {
+            let took = t.ended.map_or("has not ended".to_owned(), |ended| {
+                format!("{:.3} ms", 1e3 * (ended - t.began))
+            });
+            out.line(format_args!(
+                "  {:>8} {:>12.6} s  {:<14} exchange {:<8} {:>12} bytes  plan {:016x}  {took}, \
+                 among {:?}",
+                t.number,
+                t.began,
+                t.kind.name(),
+                t.place,
+                t.bytes,
+                t.plan,
+                t.members
+            ))?;
+        }
+    }
+    Ok(())
+}
+
+/// The logs of a folder, in order of rank.
+fn of_folder(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let failed = |e| Failure::new(format!("{}: {e}", dir.display()));
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        files.push(entry.map_err(failed)?.path());
+    }
+    files.retain(|file| is_log(file));
+    files.sort();
+    Ok(files)
+}
