@@ -6,6 +6,8 @@
 //! [`matmul_deep`] cuts such a sum into parts, by the sizes alone.
 
 use std::cell::Cell;
+use std::hint::black_box;
+use std::ops::Range;
 
 use gemm::Parallelism;
 use rayon::prelude::*;
@@ -23,20 +25,27 @@ const RESULTS: usize = 1 << 18;
 /// Rows of a task that adds up parts.
 const ROWS: usize = 16;
 
-/// Terms that `gemm` packs at once of a factor whose terms lie apart, as those of a gradient of a weight
-/// do. Nothing is packed of factors whose terms lie side by side.
-const PACKED_TERMS: usize = 512;
+/// Terms that are added to a deep product at once.
+const TERMS: usize = 256;
 
-/// Columns of a result up to which nothing is packed: two of its tiles.
+/// Rows of a deep product that are computed at once: with [`TERMS`], what a core's cache holds.
+const BLOCK_ROWS: Range<usize> = 64..1024;
+
+/// Floats behind every row of copied terms: without them, rows whose length is a power of two would
+/// share few places of the cache.
+const GAP: usize = 16;
+
+/// Floats of a line of the cache.
+const LINE: usize = 16;
+
+/// Columns of a result up to which `gemm` packs nothing: two of its tiles.
 const UNPACKED_COLUMNS: usize = 128;
-
-/// Rows of a result that are computed at once where sums are not cut: 4 MiB are packed. The allocator
-/// now and then keeps what was packed for an earlier product, however large it was.
-const PACKED_ROWS: usize = 2048;
 
 thread_local! {
     /// The parts of sums but the first, kept between products.
     static OTHERS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// Terms of the left factor, kept between products.
+    static COPIED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// A matrix in a slice; strides are in elements.
@@ -62,10 +71,18 @@ pub(crate) struct Scratch {
 /// What [`matmul_deep`] takes on so many threads.
 pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> Scratch {
     let (parts, f32_bytes) = (parts([m, n, k]), size_of::<f32>());
-    let terms = if n > UNPACKED_COLUMNS { k.div_ceil(parts).min(PACKED_TERMS) } else { 0 };
-    let rows = if parts > 1 { m } else { m.min(PACKED_ROWS) };
-    let part = rows * terms * f32_bytes;
-    Scratch { packed: part * parts.min(threads), kept: (parts - 1) * m * n * f32_bytes * threads }
+    let blocks = row_blocks(m, parts, threads);
+    let rows = m.div_ceil(blocks);
+    let packed = if n > UNPACKED_COLUMNS { rows * TERMS.min(k) * f32_bytes } else { 0 };
+    let copied = (rows + GAP) * TERMS * f32_bytes;
+    let others = (parts - 1) * m * n * f32_bytes;
+    Scratch { packed: packed * (parts * blocks).min(threads), kept: (others + copied) * threads }
+}
+
+/// Into how many blocks of rows [`matmul_deep`] cuts every part of a sum.
+fn row_blocks(m: usize, parts: usize, threads: usize) -> usize {
+    let wanted = threads.div_ceil(parts).min(m / BLOCK_ROWS.start);
+    wanted.max(m.div_ceil(BLOCK_ROWS.end)).max(1)
 }
 
 /// Into how many parts [`matmul_deep`] cuts a sum.
@@ -112,46 +129,54 @@ pub fn matmul(
     multiply([m, n, k], a, b, into, stride, accumulate, rayon::current_num_threads());
 }
 
-/// `into [m, n] += a [m, k] · b [k, n]` for a `k` much larger than `m` and `n`. The bits do not
-/// depend on the number of threads, but differ from those of [`matmul`].
+/// `into [m, n] += aᵀ · b` of `a [k, m]` and `b [k, n]` for a `k` much larger than `m` and `n`, all
+/// row-major. The bits do not depend on the number of threads, but differ from those of [`matmul`].
 ///
 /// # Panics
-/// Those of [`matmul`].
-pub(crate) fn matmul_deep(
-    [m, n, k]: [usize; 3],
-    a: Matrix<'_>,
-    b: Matrix<'_>,
-    into: &mut [f32],
-    stride: usize,
-) {
-    let parts = parts([m, n, k]);
-    if parts < 2 {
-        for first in (0..m).step_by(PACKED_ROWS) {
-            let a = Matrix { data: &a.data[first * a.row_stride..], ..a };
-            let rows = PACKED_ROWS.min(m - first);
-            matmul([rows, n, k], a, b, &mut into[first * stride..], stride, true);
-        }
+/// When a factor or the result does not fit its slice.
+pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mut [f32]) {
+    if m * n == 0 {
         return;
     }
-    let depth = k.div_ceil(parts);
-    let threads = rayon::current_num_threads().div_ceil(parts);
+    let (parts, threads) = (parts([m, n, k]), rayon::current_num_threads());
+    let (blocks, depth) = (row_blocks(m, parts, threads), k.div_ceil(parts));
+    let threads = threads.div_ceil(parts * blocks);
     let mut kept = OTHERS.take();
     kept.resize(kept.len().max((parts - 1) * m * n), 0.0);
-    let others = &mut kept[..(parts - 1) * m * n];
-    let sums = others.chunks_exact_mut(m * n).map(|sums| (sums, n, false));
-    let sums: Vec<_> = std::iter::once((&mut *into, stride, true)).chain(sums).collect();
-    sums.into_par_iter().enumerate().for_each(|(part, (into, stride, accumulate))| {
-        let (first, end) = (part * depth, k.min((part + 1) * depth));
-        let a = Matrix { data: &a.data[first * a.column_stride..], ..a };
-        let b = Matrix { data: &b.data[first * b.row_stride..], ..b };
-        multiply([m, n, end - first], a, b, into, stride, accumulate, threads);
-    });
-    into.par_chunks_mut(stride * ROWS).enumerate().for_each(|(task, into)| {
-        for sums in others.chunks_exact(m * n) {
-            for (into, sums) in into.chunks_mut(stride).zip(sums[task * ROWS * n..].chunks_exact(n))
-            {
-                into.iter_mut().zip(sums).for_each(|(x, sum)| *x += sum);
+    let (into, others) = (&mut into[..m * n], &mut kept[..(parts - 1) * m * n]);
+    let mut tasks = Vec::with_capacity(parts * blocks);
+    let sums = std::iter::once(&mut *into).chain(others.chunks_exact_mut(m * n));
+    for (part, mut sums) in sums.enumerate() {
+        for block in 0..blocks {
+            let rows = m * block / blocks..m * (block + 1) / blocks;
+            let (own, behind) = sums.split_at_mut(rows.len() * n);
+            sums = behind;
+            tasks.push((rows, part * depth..k.min((part + 1) * depth), own, part == 0));
+        }
+    }
+    tasks.into_par_iter().for_each(|(rows, terms, into, mut accumulate)| {
+        let stride = rows.len() + GAP;
+        let mut copied = COPIED.take();
+        copied.resize(copied.len().max(TERMS * stride), 0.0);
+        for first in terms.clone().step_by(TERMS) {
+            let count = TERMS.min(terms.end - first);
+            // Both factors are read once in the order in which they lie, since `gemm` then goes through
+            // the left one eight columns at a time, and would wait for memory at every row.
+            let left = a[first * m..][..count * m].chunks_exact(m);
+            for (to, from) in copied.chunks_exact_mut(stride).zip(left) {
+                to[..rows.len()].copy_from_slice(&from[rows.clone()]);
             }
+            let right = &b[first * n..][..count * n];
+            black_box(right.iter().step_by(LINE).fold(0, |bits, x| bits | x.to_bits()));
+            let (left, right) = (Matrix::transposed(&copied, stride), Matrix::rows(right, n));
+            multiply([rows.len(), n, count], left, right, into, n, accumulate, threads);
+            accumulate = true;
+        }
+        COPIED.set(copied);
+    });
+    into.par_chunks_mut(ROWS * n).enumerate().for_each(|(task, into)| {
+        for sums in others.chunks_exact(m * n) {
+            into.iter_mut().zip(&sums[task * ROWS * n..]).for_each(|(x, sum)| *x += sum);
         }
     });
     OTHERS.set(kept);

@@ -50,8 +50,7 @@ pub(super) fn cross_entropy(
             let w = Matrix::rows(weight, width);
             matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
             if let Some(d_weight) = d_weight {
-                let zt = Matrix::transposed(z, vocab);
-                matmul_deep([vocab, width, tokens], zt, Matrix::rows(x, width), d_weight, width);
+                matmul_deep([vocab, width, tokens], z, x, d_weight);
             }
         }
     }

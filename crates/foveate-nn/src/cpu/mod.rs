@@ -511,8 +511,7 @@ impl Blocks for Cpu {
         x: &Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let (a, b) = (Matrix::transposed(d_y, outputs), Matrix::rows(x, inputs));
-        let work = || matmul_deep([outputs, inputs, tokens], a, b, d_weight.sums(), inputs);
+        let work = || matmul_deep([outputs, inputs, tokens], d_y, x, d_weight.sums());
         timed(&mut self.seconds.linear_seconds, work);
         Ok(())
     }
