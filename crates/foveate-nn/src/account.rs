@@ -264,6 +264,7 @@ fn dry_run(
         batch: &(),
         shape: [rows, len],
         cache: None,
+        context: None,
     };
     let mut workspace = Workspace::default();
     match kind {

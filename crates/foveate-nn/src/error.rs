@@ -50,6 +50,9 @@ pub enum NnErrorKind {
     /// A device, or a library of it, refused or failed.
     #[error("{0}")]
     Device(String),
+    /// What the ranks of a run do together in a step failed.
+    #[error("{0}")]
+    Ranks(String),
     /// A parameter or a gradient that the model does not have in this shape.
     #[error("parameter `{name}`: {reason}")]
     Parameter {

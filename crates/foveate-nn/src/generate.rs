@@ -214,6 +214,7 @@ impl<B: Blocks> Generator<'_, B> {
             batch: &batch,
             shape: [1, n],
             cache: Some(&mut self.cache),
+            context: None,
         };
         step.forward(&mut self.workspace)?;
         self.cache.position += n;

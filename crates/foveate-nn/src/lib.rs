@@ -53,6 +53,7 @@ mod architecture;
 mod backend;
 mod batch;
 mod config;
+mod context;
 mod cpu;
 mod dry;
 mod error;
@@ -82,6 +83,7 @@ pub use config::{
     AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, Norm, ProgramConfig,
     RopePairing, RopeScaling, ScalarConfig,
 };
+pub use context::{ContextAttention, ContextLayer};
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};

@@ -10,6 +10,7 @@ use crate::backend::{
 };
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::{AttentionConfig, ModelConfig};
+use crate::context::{Context, ContextAttention};
 use crate::cpu::Cpu;
 use crate::error::NnError;
 use crate::moments::Moment;
@@ -285,6 +286,16 @@ impl<B: Blocks> Model<B> {
         self.parameters().iter().find(|p| p.name == name)
     }
 
+    /// The attention programs, without the documents of a batch.
+    pub fn programs(&self) -> &[AttentionProgram] {
+        self.programs.all()
+    }
+
+    /// The program of each layer, an index into [`Model::programs`].
+    pub fn programs_of_layers(&self) -> &[usize] {
+        self.programs.of_layer()
+    }
+
     /// Waits for the f32 masters of the parameters from `first` on, and reads them back.
     ///
     /// # Errors
@@ -479,13 +490,30 @@ impl<B: Blocks> Model<B> {
         recompute: impl Into<Recomputation>,
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
+        self.accumulate_over(batch, None, gradients, recompute, totals)
+    }
+
+    /// [`Model::accumulate`] of a batch that may be this rank's part of one whose tokens are on several
+    /// ranks: losses and gradients are those of its tokens, and attention is that of `context`. All
+    /// ranks that share the rows call it.
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`] and of `context`.
+    pub fn accumulate_over(
+        &self,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+        gradients: &mut Gradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
         let (found, want) = (gradients.array.elems(), self.layout.trained());
         if found != want {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
         let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
-        self.run(&mut self.running(), batch, true, |step, ws| {
+        self.run(&mut self.running(), batch, context, true, |step, ws| {
             let accumulate = !std::mem::take(cleared);
             step.forward_backward(ws, &mut Target::whole(array, accumulate), recompute, totals)
         })
@@ -545,7 +573,7 @@ impl<B: Blocks> Model<B> {
         self.check_parameters()?;
         let Self { config, programs, layout, weights, running, .. } = self;
         let running = &mut *lock(running);
-        let prepared = Prepared::new(running, config, programs, batch)?;
+        let prepared = Prepared::new(running, config, Some(programs), batch, 0)?;
         let Running { blocks, workspace, .. } = running;
         let tied = layout.head == layout.embedding;
         let groups = layout.groups();
@@ -614,11 +642,23 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the batch does not fit the model, or attention reads a buffer out of its bounds.
     pub fn loss(&self, batch: &Batch<'_>) -> Result<LossSum, NnError> {
+        self.loss_over(batch, None)
+    }
+
+    /// [`Model::loss`] of what may be this rank's part of a batch: see [`Model::accumulate_over`].
+    ///
+    /// # Errors
+    /// Those of [`Model::loss`] and of `context`.
+    pub fn loss_over(
+        &self,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+    ) -> Result<LossSum, NnError> {
         let start = Instant::now();
         let running = &mut *self.running();
         let mut totals = running.blocks.totals()?;
-        let queued =
-            self.run(running, batch, false, |step, ws| step.loss(ws, None, &mut totals))?;
+        let work = |step: &mut Step<'_, B>, ws: &mut _| step.loss(ws, None, &mut totals);
+        let queued = self.run(running, batch, context, false, work)?;
         let sums = running.blocks.read(totals)?;
         Ok(loss_sum(&queued, &sums, start))
     }
@@ -633,7 +673,8 @@ impl<B: Blocks> Model<B> {
         let (mut each, mut losses) = (B::Array::default(), vec![0.0; batch.tokens_total()]);
         running.blocks.resize("token losses", &mut each, DType::F32, losses.len())?;
         let mut totals = running.blocks.totals()?;
-        self.run(running, batch, false, |step, ws| step.loss(ws, Some(&mut each), &mut totals))?;
+        let work = |step: &mut Step<'_, B>, ws: &mut _| step.loss(ws, Some(&mut each), &mut totals);
+        self.run(running, batch, None, false, work)?;
         running.blocks.read(totals)?;
         running.blocks.download(Part::whole(&each), &mut losses)?;
         Ok(losses.into_iter().map(f64::from).collect())
@@ -660,17 +701,26 @@ impl<B: Blocks> Model<B> {
         &self,
         running: &mut Running<B>,
         batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
         counted: bool,
         work: impl FnOnce(&mut Step<'_, B>, &mut Workspace<B::Array>) -> Result<(), NnError>,
     ) -> Result<Queued, NnError> {
         self.check_parameters()?;
-        let prepared = Prepared::new(running, &self.config, &self.programs, batch)?;
+        let own = context.is_none().then_some(&self.programs);
+        let reaches = context.as_ref().map_or(0, |context| context.positions());
+        let prepared = Prepared::new(running, &self.config, own, batch, reaches)?;
         let Running { blocks, workspace, .. } = running;
-        let programs = self.programs.of_layers(&prepared.plans);
+        let programs = own.map_or(Vec::new(), |own| own.of_layers(&prepared.plans));
         let weights = &self.weights.array;
         let mut step = prepared.step(blocks, &self.config, &self.layout, weights, &programs);
+        let programs = self.programs.of_layer();
+        step.context = context.map(|attention| Context { attention, programs });
         work(&mut step, workspace)?;
-        let live = if counted { self.programs.live_pairs(blocks, &prepared.plans) } else { None };
+        let live = match &step.context {
+            _ if !counted => None,
+            Some(context) => Some(context.attention.live_pairs()),
+            None => self.programs.live_pairs(blocks, &prepared.plans),
+        };
         Ok(prepared.queued(live, batch))
     }
 
@@ -694,27 +744,33 @@ impl<B: Blocks> Model<B> {
 /// A batch on the device, with what depends on it.
 struct Prepared<B: Blocks> {
     batch: B::Batch,
-    /// A plan for each program, bound to the documents.
+    /// A plan for each program, bound to the documents; none where other ranks hold tokens of the
+    /// rows.
     plans: Vec<B::Plan>,
     shape: [usize; 2],
 }
 
 impl<B: Blocks> Prepared<B> {
+    /// With plans of `programs`, where they are given. Tokens on other ranks reach `reaches` positions.
     fn new(
         Running { blocks, plans, tables, .. }: &mut Running<B>,
         config: &ModelConfig,
-        programs: &Programs,
+        programs: Option<&Programs>,
         batch: &Batch<'_>,
+        reaches: usize,
     ) -> Result<Self, NnError> {
         batch.validate(config)?;
         let shape = [batch.rows, batch.len];
-        let plans =
-            plans.of(blocks, programs, PackedHeads::of(config, shape), batch.mean_kv_len)?;
-        let last = batch.positions.iter().max().map_or(0, |&p| p as usize);
-        RopeTable::reach_all(tables, config, last + 1);
+        let heads = PackedHeads::of(config, shape);
+        let planned = programs
+            .map(|programs| plans.of(blocks, programs, heads, batch.mean_kv_len))
+            .transpose()?;
+        let own = batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
+        RopeTable::reach_all(tables, config, own.max(reaches));
         let uploaded = blocks.upload(batch, tables)?;
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
-        let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
+        let plans = planned.iter().flat_map(|plans| plans.iter()).map(bind);
+        let plans = plans.collect::<Result<_, _>>()?;
         Ok(Self { batch: uploaded, plans, shape })
     }
 
@@ -727,7 +783,7 @@ impl<B: Blocks> Prepared<B> {
         programs: &'a [LayerProgram<'a, B>],
     ) -> Step<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);
-        Step { blocks, config, layout, weights, programs, batch, shape, cache: None }
+        Step { blocks, config, layout, weights, programs, batch, shape, cache: None, context: None }
     }
 
     fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {

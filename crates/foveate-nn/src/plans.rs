@@ -49,6 +49,16 @@ impl Programs {
         Ok(Self { all, of_layer: of_layer.collect() })
     }
 
+    /// The programs.
+    pub fn all(&self) -> &[AttentionProgram] {
+        &self.all
+    }
+
+    /// The program of each layer.
+    pub fn of_layer(&self) -> &[usize] {
+        &self.of_layer
+    }
+
     /// The learned buffers of every layer.
     pub fn learned(&self) -> Vec<&[(String, LearnedBuffer)]> {
         self.of_layer.iter().map(|&program| self.all[program].learned.as_slice()).collect()

@@ -2,7 +2,7 @@
 //! device.
 
 use foveate::mods::text::{Names, parse_mask, parse_score};
-use foveate::mods::{Leaf, ModError};
+use foveate::mods::{Leaf, ModError, Program};
 use foveate::{
     AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Positions, Problem, ScalarValue,
     ScoreMod,
@@ -96,6 +96,21 @@ impl AttentionProgram {
         self.captures().any(|b| b.name() == DOCUMENTS)
     }
 
+    /// The program over the documents `[rows, len]` of a batch.
+    ///
+    /// # Errors
+    /// When there is not a document for each token.
+    pub fn over(&self, shape: [usize; 2], documents: &[i32]) -> Result<Self, NnError> {
+        let doc = AnyBuffer::new(DOCUMENTS, &shape, BufferData::I32(documents.to_vec()), false)?;
+        let reads = |p: &Program| p.graph().buffers().iter().any(|b| b.name() == DOCUMENTS);
+        let bound = |p: &Program| if reads(p) { p.rebind(&doc) } else { Ok(p.clone()) };
+        Ok(Self {
+            mask: self.mask.clone().map(|mask| mask.map(bound)).transpose()?,
+            score: self.score.clone().map(|score| score.map(bound)).transpose()?,
+            learned: self.learned.clone(),
+        })
+    }
+
     /// The program without shapes and device.
     pub fn attention(&self) -> Attention {
         let mut attention = Attention::new();
@@ -111,16 +126,10 @@ impl AttentionProgram {
     /// Whether the mask lets no query of a row of `len` tokens see any key, with two documents in the
     /// row where it knows documents: see [`foveate::mask::sees_nothing`].
     pub fn sees_nothing(&self, config: &ModelConfig, len: usize) -> bool {
-        let Some(mask) = &self.mask else { return false };
-        let ids = (0..len).map(|at| i32::from(at >= len.div_ceil(2))).collect();
-        let doc = AnyBuffer::new(DOCUMENTS, &[1, len], BufferData::I32(ids), false);
-        let knows = mask.program().graph().buffers().iter().any(|b| b.name() == DOCUMENTS);
-        let bound = match knows {
-            true => doc.and_then(|doc| mask.clone().map(|program| program.rebind(&doc))),
-            false => Ok(mask.clone()),
-        };
+        let ids: Vec<i32> = (0..len).map(|at| i32::from(at >= len.div_ceil(2))).collect();
+        let Ok(Self { mask: Some(mask), .. }) = self.over([1, len], &ids) else { return false };
         let heads = [1, config.num_attention_heads, config.kv_heads()];
-        bound.is_ok_and(|mask| foveate::mask::sees_nothing(&mask, heads, [len, len]))
+        foveate::mask::sees_nothing(&mask, heads, [len, len])
     }
 
     /// Whether mask or score read a leaf.

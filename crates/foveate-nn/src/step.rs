@@ -15,6 +15,7 @@ use crate::backend::{
     Rotation,
 };
 use crate::config::ModelConfig;
+use crate::context::{Context, ContextCall};
 use crate::error::NnError;
 use crate::parameters::{LayerPlaces, ParameterLayout};
 use crate::tape::{AttentionTape, Kept, OutputTape, Recomputation, Recompute, Workspace};
@@ -26,13 +27,16 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub layout: &'a ParameterLayout,
     /// All parameters.
     pub weights: &'a B::Array,
-    /// What each layer runs, bound to the documents of the batch.
+    /// What each layer runs, bound to the documents of the batch; nothing where `context` computes
+    /// attention.
     pub programs: &'a [LayerProgram<'a, B>],
     pub batch: &'a B::Batch,
     /// Rows of the batch and tokens of a row.
     pub shape: [usize; 2],
     /// What was read before, where the batch goes on from there.
     pub cache: Option<&'a mut Cache<B::Array>>,
+    /// Attention, where the tokens of the batch are on several ranks.
+    pub context: Option<Context<'a>>,
 }
 
 /// Keys and values of every layer for the tokens that were read.
@@ -208,15 +212,19 @@ impl<'a, B: Blocks> Step<'a, B> {
         let bias = has_bias.then(|| part(self.weights, &places.qkv_bias));
         self.blocks.linear(shape, Part::whole(&ws.normed), weight, bias, None, &mut tape.qkv)?;
         let qkv = self.turned(layer, tape, &mut ws.heads, false)?;
+        let (qkv, out, lse) = match qkv {
+            Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
+            Turned::Apart => (&ws.heads, &mut tape.out, &mut tape.lse),
+        };
+        let call = self.context_call(layer, ws.kept.attention.of(layer));
+        if let Some(context) = &mut self.context {
+            return context.forward(self.blocks, call, qkv, out);
+        }
         let attention = self.attention(layer);
         let cache = self.cache.as_mut().map(|cache| {
             let [keys, values] = &mut cache.layers[layer];
             KvCache { keys, values, position: cache.position }
         });
-        let (qkv, out, lse) = match qkv {
-            Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
-            Turned::Apart => (&ws.heads, &mut tape.out, &mut tape.lse),
-        };
         self.blocks.attention(attention, qkv, cache, out, lse)
     }
 
@@ -375,7 +383,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             Turned::InTape => &tape.qkv,
             Turned::Apart => &ws.heads,
         };
-        let attention = self.attention(layer);
+        let call = self.context_call(layer, ws.kept.attention.of(layer));
         let blocks = &mut *self.blocks;
         let d_output = if architecture.output_norms {
             let OutputTape { x, inverse } = &ws.residual[ws.kept.residual.of(layer)].attention;
@@ -394,15 +402,15 @@ impl<'a, B: Blocks> Step<'a, B> {
             blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
         }
         let d_learned = gradients.of(&places.learned);
-        blocks.attention_backward(
-            attention,
-            qkv,
-            &tape.out,
-            &tape.lse,
-            &ws.d_attention,
-            &mut ws.d_qkv,
-            d_learned,
-        )?;
+        let (d_out, d_qkv) = (&ws.d_attention, &mut ws.d_qkv);
+        match &mut self.context {
+            Some(context) => context.backward(blocks, call, d_out, d_qkv, d_learned)?,
+            None => {
+                let (attention, AttentionTape { out, lse, .. }) = (self.attention(layer), &*tape);
+                let blocks = &mut *self.blocks;
+                blocks.attention_backward(attention, qkv, out, lse, d_out, d_qkv, d_learned)?;
+            }
+        }
         self.rotate(layer, Rotation::Backward, &mut ws.d_qkv)?;
         let blocks = &mut *self.blocks;
         if architecture.head_norms {
@@ -440,6 +448,11 @@ impl<'a, B: Blocks> Step<'a, B> {
     fn attention(&self, layer: usize) -> LayerAttention<'a, B> {
         let values = self.part(&self.places(layer).learned);
         LayerAttention { program: &self.programs[layer], heads: self.heads(), values }
+    }
+
+    fn context_call(&self, layer: usize, slot: usize) -> ContextCall<'a, B::Array> {
+        let learned = self.part(&self.places(layer).learned);
+        ContextCall { layer, slot, heads: self.heads(), learned }
     }
 
     fn tokens(&self) -> usize {

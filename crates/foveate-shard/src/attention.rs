@@ -14,8 +14,8 @@ use std::sync::Arc;
 use foveate::mods::Program;
 use foveate::tensor::ElementType;
 use foveate::{
-    Attention, Buffer, Coordinates, DType, Data, Device, ForwardRef, GradientsMut, Layout, Plan,
-    Positions, Problem, Tensor, TensorMut, TensorRef,
+    AnyBuffer, Attention, Buffer, Coordinates, DType, Data, Device, ForwardRef, GradientsMut,
+    Layout, Plan, Positions, Problem, Tensor, TensorMut, TensorRef,
 };
 
 use crate::arrays;
@@ -46,6 +46,8 @@ pub struct RankAttention {
     joint: Plan,
     joint_cells: Cells,
     has_sink: bool,
+    /// Whether the gradients of sink and captured buffers are summed over ranks.
+    sums: bool,
 }
 
 /// What a forward pass gives on a rank.
@@ -77,9 +79,10 @@ pub struct RankGradients {
     pub dk: Sharded<Tensor>,
     /// Gradient of the rank's v, summed over all ranks that read it.
     pub dv: Sharded<Tensor>,
-    /// Gradient of the sink of the rank's heads, summed over all tokens and batch entries.
+    /// Gradient of the sink of the rank's heads, summed over all tokens and batch entries, unless the
+    /// attention is [`RankAttention::without_sums`].
     pub d_sink: Option<Vec<f32>>,
-    /// Gradients of learned captured buffers, summed over all ranks.
+    /// Gradients of learned captured buffers, summed over all ranks with the same exception.
     pub captures: BTreeMap<String, Vec<f32>>,
 }
 
@@ -188,7 +191,33 @@ impl RankAttention {
             members,
             stages,
             has_sink: sink.is_some(),
+            sums: true,
         })
+    }
+
+    /// Leaves the gradients of sink and captured buffers what this rank's queries give, for a caller
+    /// that sums the gradients of all parameters over the ranks.
+    #[must_use]
+    pub fn without_sums(self) -> Self {
+        Self { sums: false, ..self }
+    }
+
+    /// Takes other values of a buffer that the score captures, such as those that a layer learned. A
+    /// backward pass needs those of its forward pass.
+    ///
+    /// # Errors
+    /// When the score captures no such buffer, or one of another shape, or a mask does, which the plan
+    /// was proven for.
+    pub fn bind(&mut self, buffer: &AnyBuffer) -> Result<(), ShardError> {
+        let mut masks = self.proven.masks().iter().flatten();
+        let name = buffer.name();
+        if masks.any(|mask| mask.program().graph().buffers().iter().any(|b| b.name() == name)) {
+            return refused(format!("a mask reads `{name}`; plan with its other values"));
+        }
+        for plan in self.stages.iter_mut().flatten().chain([&mut self.joint]) {
+            *plan = plan.rebind(buffer).map_err(of)?;
+        }
+        Ok(())
     }
 
     fn plan(&self) -> &ShardPlan {
@@ -371,11 +400,15 @@ impl RankAttention {
             let mut sums = vec![0.0f32; own.own.heads.len()];
             let first = cells.heads.start - own.own.heads.start;
             sums[first..first + d_sink.len()].copy_from_slice(&d_sink);
-            self.same_heads.all_reduce(&mut sums)?;
+            if self.sums {
+                self.same_heads.all_reduce(&mut sums)?;
+            }
             of_sink = Some(sums);
         }
-        for sums in captures.values_mut() {
-            self.world.all_reduce(sums)?;
+        if self.sums {
+            for sums in captures.values_mut() {
+                self.world.all_reduce(sums)?;
+            }
         }
         Ok(RankGradients {
             dq: self.sharded("dq", rounded(&own_dq, dim, self.dtype)?)?,
