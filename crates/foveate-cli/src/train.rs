@@ -239,6 +239,9 @@ impl Observer for View<'_> {
         if run.mesh.ranks() > 1 {
             crate::output::tell!("{} ranks: {}", run.mesh.ranks(), run.mesh);
         }
+        if let Some(context) = &run.context {
+            crate::output::tell!("attention over context: {context}");
+        }
         let needed = bytes(run.memory.total() as f64);
         match &run.gpu {
             None => crate::output::tell!("about {needed} of memory, saves included"),

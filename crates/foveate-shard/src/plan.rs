@@ -7,9 +7,11 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 
 use foveate::tensor::ElementType;
 use foveate::tensor::count::Count;
+use serde::{Deserialize, Serialize};
 
 use crate::arrays;
 use crate::dispatch::Dispatch;
@@ -21,8 +23,10 @@ use crate::permutation::Permutation;
 use crate::plane::{Planes, Whole};
 use crate::ranges::Ranges;
 
-/// How keys and queries of different ranks of `context` meet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// How keys and queries of different ranks of `context` meet. As text it is `gather`, `exchange` (in 2
+/// stages), `exchange:1` to `exchange:4`, or `heads`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Strategy {
     /// Every rank receives all keys.
     Gather,
@@ -42,6 +46,47 @@ impl fmt::Display for Strategy {
         }
     }
 }
+
+impl FromStr for Strategy {
+    type Err = ShardError;
+
+    fn from_str(text: &str) -> Result<Self, ShardError> {
+        let stages = |n: &str| n.parse().ok().filter(|n| (1..=MOST_STAGES).contains(n));
+        match text {
+            "gather" => Ok(Self::Gather),
+            "heads" => Ok(Self::HeadsForTokens),
+            "exchange" => Ok(Self::Exchange(2)),
+            _ => match text.strip_prefix("exchange:").and_then(stages) {
+                Some(stages) => Ok(Self::Exchange(stages)),
+                None => refused(format!(
+                    "{text:?} is no strategy; gather, exchange, exchange:1 to \
+                     exchange:{MOST_STAGES}, or heads is expected"
+                )),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for Strategy {
+    type Error = ShardError;
+
+    fn try_from(text: String) -> Result<Self, ShardError> {
+        text.parse()
+    }
+}
+
+impl From<Strategy> for String {
+    fn from(strategy: Strategy) -> Self {
+        match strategy {
+            Strategy::Gather => "gather".to_owned(),
+            Strategy::Exchange(stages) => format!("exchange:{stages}"),
+            Strategy::HeadsForTokens => "heads".to_owned(),
+        }
+    }
+}
+
+/// Stages of an exchange at most.
+const MOST_STAGES: usize = 4;
 
 /// Shapes of a model that masks do not know.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -436,8 +481,8 @@ fn choose(
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
     let kv_heads = whole.kv_heads / map.parts(Axis::KvHeads);
     match wanted {
-        Some(Strategy::Exchange(stages)) if !(1..=4).contains(&stages) => {
-            return refused(format!("exchange in {stages} stages; give 1 to 4"));
+        Some(Strategy::Exchange(stages)) if !(1..=MOST_STAGES).contains(&stages) => {
+            return refused(format!("exchange in {stages} stages; give 1 to {MOST_STAGES}"));
         }
         Some(Strategy::HeadsForTokens) if kv_heads < ranks => {
             return refused(format!(

@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use foveate_shard::ShardError;
+
 /// What went wrong in a recipe, the data, a checkpoint or a training run.
 #[derive(Debug, thiserror::Error)]
 #[error("{kind}")]
@@ -135,7 +137,10 @@ impl From<TrainErrorKind> for TrainError {
 
 impl From<foveate_nn::NnError> for TrainError {
     fn from(e: foveate_nn::NnError) -> Self {
-        Self::model(e)
+        match e.kind() {
+            foveate_nn::NnErrorKind::Ranks(message) => ShardError::new(message).into(),
+            _ => Self::model(e),
+        }
     }
 }
 

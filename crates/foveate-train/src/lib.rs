@@ -34,6 +34,7 @@
 
 pub mod chat;
 pub mod checkpoint;
+mod context;
 pub mod corpus;
 pub mod device;
 pub mod error;

@@ -97,6 +97,24 @@ impl Packed {
         }
     }
 
+    /// Of every row the tokens at `columns`, one range after another. What stands where is told no
+    /// longer.
+    pub(crate) fn columns(&self, columns: &[std::ops::Range<usize>]) -> Self {
+        fn taken<T: Copy>(cells: &[T], len: usize, columns: &[std::ops::Range<usize>]) -> Vec<T> {
+            let rows = cells.chunks_exact(len.max(1));
+            rows.flat_map(|row| columns.iter().flat_map(|c| &row[c.clone()])).copied().collect()
+        }
+        Self {
+            rows: self.rows,
+            len: columns.iter().map(|c| c.len()).sum(),
+            tokens: taken(&self.tokens, self.len, columns),
+            labels: taken(&self.labels, self.len, columns),
+            documents: taken(&self.documents, self.len, columns),
+            positions: taken(&self.positions, self.len, columns),
+            pieces: Vec::new(),
+        }
+    }
+
     /// The first `rows` rows, and of each the first `len` tokens.
     fn cut(self, rows: usize, len: usize) -> Self {
         fn cut<T: Copy>(cells: &[T], width: usize, rows: usize, len: usize) -> Vec<T> {
@@ -114,7 +132,8 @@ impl Packed {
         }
     }
 
-    fn with_rows(rows: usize, len: usize) -> Self {
+    /// Rows of padding.
+    pub(crate) fn with_rows(rows: usize, len: usize) -> Self {
         let cells = rows * len;
         Self {
             rows,

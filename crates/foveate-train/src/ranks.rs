@@ -10,7 +10,7 @@ use std::path::Path;
 
 use foveate_shard::collectives::log::TransferLog;
 use foveate_shard::collectives::{Collectives, Kind, OneRank, agree};
-use foveate_shard::{Mesh, MeshAxis, ShardError};
+use foveate_shard::{Cut, Mesh, MeshAxis, ShardError};
 
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::MeshSection;
@@ -50,6 +50,11 @@ impl Ranks<'_> {
         self.mesh
     }
 
+    /// All ranks.
+    pub fn world(&self) -> &dyn Collectives {
+        self.all
+    }
+
     /// Number of ranks.
     pub fn count(self) -> usize {
         self.all.ranks()
@@ -81,12 +86,13 @@ impl Ranks<'_> {
     /// The rows of this rank, of `rows`: those of ranks that differ on other axes, too.
     pub fn rows(self, rows: usize) -> Range<usize> {
         let (part, parts) = (self.coordinate(&ROWS), self.mesh.size_of(&ROWS));
-        part * rows / parts..(part + 1) * rows / parts
+        Cut::even(rows, parts).range(part)
     }
 
-    /// Whether this rank is the first of those that take the same rows: what is counted by rows, it counts.
-    pub fn counts_rows(self) -> bool {
-        self.coordinate(&[MeshAxis::Context, MeshAxis::Tensor]) == 0
+    /// Whether this rank is the first of those that take the same tokens: what is counted by tokens, it
+    /// counts.
+    pub fn counts_tokens(self) -> bool {
+        self.coordinate(&[MeshAxis::Tensor]) == 0
     }
 
     /// This rank, of all.

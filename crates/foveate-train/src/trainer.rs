@@ -21,6 +21,7 @@ use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums, Snapshot};
+use crate::context::{ContextBatch, ContextPlanner};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::device::OnDevice;
 use crate::error::{TrainError, TrainErrorKind};
@@ -63,6 +64,9 @@ pub struct Started {
     pub other_device: Option<String>,
     /// The ranks of the run.
     pub mesh: Mesh,
+    /// How keys and queries of different ranks of `context` meet where a row is one document, and why;
+    /// none where one rank has all tokens of its rows.
+    pub context: Option<String>,
     /// Folder of the run.
     pub dir: PathBuf,
 }
@@ -346,17 +350,25 @@ impl<B: Blocks> Setup<'_, B> {
         }
         let mut totals = self.model.totals()?;
         let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
-        let (mut labelled_here, mut passes) = (0, 0.0);
+        let (mut labelled_here, mut passes, mut context_seconds) = (0, 0.0, 0.0);
         for _ in 0..train.accumulate {
             let reading = Instant::now();
             let loaded = loader.take()?;
-            let own = &loaded.own;
+            let (own, mut context) = match &mut self.context {
+                None => (loaded.own, None),
+                Some(context) => {
+                    context.part(self.ranks, &self.model, train.batch_rows, loaded.own)?
+                }
+            };
             data_seconds += reading.elapsed().as_secs_f64();
             run.did("wait for data", reading);
             let queueing = Instant::now();
-            let (batch, again, moments) = (batch(own), self.recompute, &mut self.moments);
+            let (batch, again, moments) = (batch(&own), self.recompute, &mut self.moments);
             let queued = match gradients {
-                Room::Whole(all) => self.model.accumulate(&batch, all, again, &mut totals)?,
+                Room::Whole(all) => {
+                    let context = context.as_deref_mut().map(ContextBatch::attention);
+                    self.model.accumulate_over(&batch, context, all, again, &mut totals)?
+                }
                 Room::Passing(some) => {
                     let (model, spans) = (&mut self.model, &self.spans);
                     model.step_in_backward(
@@ -374,12 +386,13 @@ impl<B: Blocks> Setup<'_, B> {
             // A device that counts none is told what the documents let through.
             let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);
-            labelled_here += own.labelled();
+            context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
+            labelled_here += queued.tokens;
             sums.packed += loaded.places;
             sums.padding += loaded.padding;
             (self.state.cursor, passes) = (loaded.cursor, loaded.passes);
         }
-        let counted = if self.ranks.counts_rows() { labelled_here } else { 0 };
+        let counted = if self.ranks.counts_tokens() { labelled_here } else { 0 };
         let [labelled] = self.ranks.sum([counted as f64])?;
         sums.labelled = labelled as u64;
         if let Room::Whole(all) = gradients {
@@ -401,7 +414,17 @@ impl<B: Blocks> Setup<'_, B> {
             return Err(TrainError::recipe("data.files", message));
         }
         let (epoch, rate, labelled) = (passes, optimizer.rate, self.state.tokens);
-        Ok(QueuedStep { step, totals, sums, pairs, data_seconds, epoch, rate, labelled })
+        Ok(QueuedStep {
+            step,
+            totals,
+            sums,
+            pairs,
+            data_seconds,
+            context_seconds,
+            epoch,
+            rate,
+            labelled,
+        })
     }
 
     /// Waits for a step, and tells of it.
@@ -411,8 +434,17 @@ impl<B: Blocks> Setup<'_, B> {
         run: &mut Progress,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
-        let QueuedStep { step, totals, mut sums, pairs, data_seconds, epoch, rate, labelled } =
-            queued;
+        let QueuedStep {
+            step,
+            totals,
+            mut sums,
+            pairs,
+            data_seconds,
+            context_seconds,
+            epoch,
+            rate,
+            labelled,
+        } = queued;
         let waiting = Instant::now();
         let found = self.model.read(totals)?;
         run.did("wait", waiting);
@@ -454,7 +486,7 @@ impl<B: Blocks> Setup<'_, B> {
             tflops_live: tflops(pairs / cells),
             memory_bytes: machine::resident().unwrap_or(0),
             peak_memory_bytes: machine::peak_resident().unwrap_or(0),
-            attention_share: found.attention_seconds / sums.seconds,
+            attention_share: (found.attention_seconds + context_seconds) / sums.seconds,
             linear_seconds: found.linear_seconds,
             loss_seconds: found.loss_seconds,
             data_seconds,
@@ -497,6 +529,7 @@ impl<B: Blocks> Setup<'_, B> {
         let split = self.recipe.data.split_documents;
         let found = held_out_loss_on(
             self.ranks,
+            self.context.as_mut(),
             &self.model,
             &self.corpus,
             &self.held_out,
@@ -566,6 +599,8 @@ struct QueuedStep<B: Blocks> {
     /// Of query and key that the masks let through.
     pairs: f64,
     data_seconds: f64,
+    /// Time of attention over ranks of `context`.
+    context_seconds: f64,
     epoch: f64,
     rate: f64,
     /// Labelled tokens of the run, this step's among them.
@@ -664,13 +699,15 @@ pub fn held_out_loss<B: Blocks>(
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
-    held_out_loss_on(Ranks::one(), model, corpus, documents, options, None, batch_rows, rows)
+    let ranks = Ranks::one();
+    held_out_loss_on(ranks, None, model, corpus, documents, options, None, batch_rows, rows)
 }
 
 /// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known.
 #[expect(clippy::too_many_arguments, reason = "what a pass over documents is made of")]
 fn held_out_loss_on<B: Blocks>(
     ranks: Ranks<'_>,
+    mut context: Option<&mut ContextPlanner>,
     model: &Model<B>,
     corpus: &Corpus,
     documents: &[usize],
@@ -688,13 +725,21 @@ fn held_out_loss_on<B: Blocks>(
             packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
     {
         left -= all;
+        let (packed, attention) = match &mut context {
+            None => (packed, None),
+            Some(context) => context.part(ranks, model, all, packed)?,
+        };
         if packed.rows == 0 {
             continue;
         }
-        let loss = model.loss(&batch(&packed)).map_err(TrainError::model)?;
+        let apart = attention.is_some();
+        let attention = attention.map(ContextBatch::attention);
+        let loss = model.loss_over(&batch(&packed), attention)?;
         if !loss.sum_nats.is_finite() {
-            // Which document it is of.
-            of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+            // Which document it is of, where its tokens are all here.
+            if !apart {
+                of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+            }
             return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
         }
         total.nats += loss.sum_nats;

@@ -50,7 +50,7 @@ pub struct Args {
     rows: Option<usize>,
     /// How keys meet queries: gather, exchange (in 2 stages), exchange:1 to exchange:4, or heads; the
     /// one that receives the fewest bytes when left out
-    #[arg(long, value_parser = strategy)]
+    #[arg(long)]
     strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of 128
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
@@ -79,21 +79,6 @@ struct Report {
     proof: Proof,
     plan_ms: f64,
     prove_ms: f64,
-}
-
-fn strategy(text: &str) -> Result<Strategy, String> {
-    match text {
-        "gather" => Ok(Strategy::Gather),
-        "heads" => Ok(Strategy::HeadsForTokens),
-        "exchange" => Ok(Strategy::Exchange(2)),
-        _ => {
-            let stages = text.strip_prefix("exchange:").and_then(|n| n.parse::<usize>().ok());
-            let stages = stages.filter(|n| (1..=4).contains(n));
-            stages.map(Strategy::Exchange).ok_or_else(|| {
-                "gather, exchange, exchange:1 to exchange:4, or heads is expected".to_owned()
-            })
-        }
-    }
 }
 
 fn refused(error: ShardError) -> Failure {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use foveate_shard::{Mesh, MeshAxis};
+use foveate_shard::{Mesh, MeshAxis, Strategy};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -26,6 +26,10 @@ pub struct MeshSection {
     /// Ranks that cut heads, feed-forward columns and the vocabulary.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor: Option<AxisSize>,
+    /// How keys and queries of different ranks of `context` meet; the way that receives the fewest
+    /// bytes when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub strategy: Option<Strategy>,
 }
 
 /// The size of an axis of the mesh.
@@ -56,14 +60,13 @@ impl MeshSection {
         let parts = given.filter_map(|(axis, size)| size.map(|size| format!("{axis}={size}")));
         let mesh = Mesh::parse(&parts.collect::<Vec<_>>().join(","), ranks)
             .map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
-        for axis in [MeshAxis::Context, MeshAxis::Tensor] {
-            if mesh.size(axis) > 1 {
-                let message = format!(
-                    "is {}, but the trainer cuts rows alone, over replicate and shard; leave it at 1",
-                    mesh.size(axis)
-                );
-                return Err(TrainError::recipe(format!("mesh.{axis}"), message));
-            }
+        let tensor = mesh.size(MeshAxis::Tensor);
+        if tensor > 1 {
+            let message = format!(
+                "is {tensor}, but the trainer does not cut heads, feed-forward columns and \
+                 vocabulary; leave it at 1"
+            );
+            return Err(TrainError::recipe("mesh.tensor", message));
         }
         Ok(mesh)
     }

@@ -204,7 +204,7 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
         ("replicate = \"auto\"\nshard = 2", 6, [3, 2]),
         ("replicate = \"auto\"", 6, [6, 1]),
         ("shard = \"auto\"\ncontext = 1", 3, [1, 3]),
-        ("replicate = 2\nshard = 2\ntensor = 1", 4, [2, 2]),
+        ("replicate = 2\nshard = 2\ntensor = 1\nstrategy = \"exchange:3\"", 4, [2, 2]),
     ] {
         let [replicate, shard] = found;
         let want = format!("replicate={replicate},shard={shard},context=1,tensor=1");
@@ -219,7 +219,7 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
     let odd = mesh("replicate = 2", 3).unwrap_err();
     assert!(odd.contains("3 ranks cannot be divided by 2"), "{odd}");
     let uncut = mesh("tensor = 2", 4).unwrap_err();
-    assert!(uncut.starts_with("mesh.tensor: is 2, but the trainer cuts rows alone"), "{uncut}");
+    assert!(uncut.starts_with("mesh.tensor: is 2, but the trainer does not cut heads"), "{uncut}");
     let size = |value: &str| told(&format!("{TEXT}[mesh]\nshard = {value}"), &[]);
     for (value, given) in [("0", "0"), ("-1", "-1"), ("\"all\"", "\"all\""), ("1.5", "1.5")] {
         let want = format!(
@@ -233,6 +233,8 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
         two,
         "r.toml: mesh.context is \"auto\", and so is mesh.shard; one axis takes what the others leave"
     );
+    let named = told(TEXT, &["mesh.strategy=ring"]);
+    assert!(named.contains("\"ring\" is no strategy; gather, exchange,"), "{named}");
     assert!(told(TEXT, &["mesh.sard=2"]).contains("did you mean `shard`?"));
 }
 
@@ -286,6 +288,7 @@ fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
         "mesh.shard",
         "mesh.context",
         "mesh.tensor",
+        "mesh.strategy",
         "resolved",
     ]
     .into_iter()

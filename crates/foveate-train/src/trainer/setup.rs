@@ -9,6 +9,7 @@ use foveate_nn::{
     NnError, Parameter, ParameterState, ProgramConfig, Recomputation, Recompute, Rule, StepKind,
     Training,
 };
+use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
 use serde::Serialize;
 
@@ -16,6 +17,7 @@ use super::folder::{Claim, Folder};
 use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
+use crate::context::ContextPlanner;
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
 use crate::machine::{self, Free};
@@ -33,6 +35,8 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
     pub ranks: Ranks<'a>,
+    /// Where several ranks have the tokens of a row.
+    pub context: Option<ContextPlanner>,
     /// The ranks that gradients are summed over.
     pub summing: Box<dyn Collectives>,
     /// Of the rank that writes.
@@ -143,6 +147,11 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let Made { mut model, attention, memory, recompute } =
             model(recipe, from.as_ref(), corpus.tokenizer(), blocks).map_err(wrong)?;
+        let context = context(ranks, recipe, gpu.as_deref())?;
+        let shape = [recipe.train.batch_rows, recipe.data.len];
+        let strategy = context.as_ref().map(|context| context.describe(&model, shape));
+        let strategy =
+            strategy.transpose().map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
         let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
         observer.begins("making the model");
@@ -192,11 +201,13 @@ impl<'a, B: Blocks> Setup<'a, B> {
             gpu,
             other_device,
             mesh: ranks.mesh(),
+            context: strategy,
             dir: recipe.run.dir.clone(),
         };
         let run = Self {
             recipe,
             ranks,
+            context,
             summing: ranks.group(&GRADIENTS)?,
             logs: None,
             folder,
@@ -283,6 +294,26 @@ fn counts(
     }
     observer.begins("counting the documents' tokens");
     counting::count(ranks, corpus, observer).map(Some)
+}
+
+/// What plans attention where the mesh has several ranks of `context`.
+fn context(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    gpu: Option<&str>,
+) -> Result<Option<ContextPlanner>, TrainError> {
+    let context = ranks.mesh().size(MeshAxis::Context);
+    match gpu {
+        _ if context == 1 => Ok(None),
+        None => Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy)?)),
+        Some(gpu) => {
+            let message = format!(
+                "is {context}, but attention over several ranks runs on CPUs alone, and run.device is \
+                 {gpu}; leave it at 1, or set run.device = \"cpu\""
+            );
+            Err(TrainError::recipe("mesh.context", message))
+        }
+    }
 }
 
 /// Refuses more ranks that share rows than a batch has rows.

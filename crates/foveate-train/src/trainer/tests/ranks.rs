@@ -92,6 +92,48 @@ fn ranks_share_rows_and_reach_what_one_rank_reaches() {
     }
 }
 
+/// Held-out rows that are shorter than the ranks are many are among those that are looked at.
+#[test]
+fn ranks_of_context_share_the_tokens_of_rows_and_reach_what_one_rank_reaches() {
+    let bias = "learned = { bias = { shape = [4, 4], init = 0.1, std = 0.5 } }";
+    let score = "score = \"score + bias[h, max(min(q - kv, 3), 0)]\"";
+    let attention = format!("attention={{ mask = \"causal & document\", {score}, {bias} }}");
+    let sets = [&attention, "train.accumulate=2", "train.steps=5", "data.held_out=0.1"];
+    let place = Place::new();
+    let (one, alone) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    for (ranks, mesh) in [
+        (2, "mesh={ context = 2, strategy = \"heads\" }"),
+        (3, "mesh={ context = \"auto\", strategy = \"gather\" }"),
+        (4, "mesh={ context = 4 }"),
+        (4, "mesh={ context = 2, shard = 2 }"),
+        (6, "mesh={ context = 2, replicate = 3, strategy = \"exchange:4\" }"),
+    ] {
+        let sets: Vec<&str> = sets.into_iter().chain([mesh]).collect();
+        let run = || {
+            let place = Place::new();
+            let mut runs = all_well(ranks, &place, &place.recipe(&sets), Start::New);
+            for (_, log) in &runs {
+                assert_eq!(log, &runs[0].1, "all ranks see the same");
+            }
+            let (summary, log) = runs.swap_remove(0);
+            (values_of(&summary.checkpoint), log)
+        };
+        let first = run();
+        assert!(first == run(), "{mesh}: the same bits every time");
+        let (weights, log) = first;
+        assert_eq!(log.tokens, alone.tokens);
+        for (got, want) in [(&log.losses, &alone.losses), (&log.held_out, &alone.held_out)] {
+            assert_eq!(got.len(), want.len());
+            for (got, want) in values(got).into_iter().zip(values(want)) {
+                assert!((got - want).abs() < 1e-5, "{mesh}: {got} {want}");
+            }
+        }
+        let theirs = values_of(&one.checkpoint);
+        let off = weights.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(weights.len() == theirs.len() && off < 1e-4, "{mesh}: a weight is {off} off");
+    }
+}
+
 #[test]
 fn a_run_of_ranks_goes_on_with_another_number_of_them() {
     let place = Place::new();
@@ -154,6 +196,22 @@ fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
          fewer ranks"
     );
     assert_eq!(other, format!("rank 0: {one}"));
+    let short: &[&str] = &["mesh.context=2", "data.len=1"];
+    let [one, other] = refused([short, short], |_| {});
+    assert_eq!(
+        one,
+        "[mesh]: a row of 1 token is 1 chunk of 1, and 2 ranks need one each; use 1 rank of context \
+         or fewer, or smaller tiles"
+    );
+    assert_eq!(other, format!("rank 0: {one}"));
+    let heads: &[&str] = &["mesh.context=2", "mesh.strategy=heads", "model.num_key_value_heads=1"];
+    let [one, _] = refused([heads, heads], |_| {});
+    assert!(
+        one.starts_with(
+            "[mesh]: heads for tokens: 1 key/value head of a rank cannot be cut over 2"
+        ),
+        "{one}"
+    );
     let none: &[&str] = &["data.files=[\"*.none\"]"];
     let [one, other] = refused([none, same], |_| {});
     assert!(one.contains("no file matches") && other == format!("rank 0: {one}"), "{one}; {other}");

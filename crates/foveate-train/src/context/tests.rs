@@ -1,0 +1,275 @@
+//! Steps over ranks of `context`, which are threads here, beside the same steps on one rank.
+
+use std::time::Duration;
+
+use foveate::tensor::random::Random;
+use foveate_nn::{
+    AdamW, AttentionConfig, BufferConfig, BufferValues, CpuTotals, Gradients, IGNORE,
+    LearnedBuffer, ModelConfig, Moments, OptimizerStep, ProgramConfig, Queued, Recompute, Rule,
+    Treatment,
+};
+use foveate_shard::collectives::run_threads;
+
+use super::*;
+use crate::recipe::{AxisSize, MeshSection};
+use crate::trainer::batch;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn config(heads: [usize; 2]) -> ModelConfig {
+    ModelConfig {
+        vocab_size: 13,
+        hidden_size: 10,
+        intermediate_size: 14,
+        num_hidden_layers: 3,
+        num_attention_heads: heads[0],
+        num_key_value_heads: Some(heads[1]),
+        head_dim: Some(6),
+        rms_norm_eps: 1e-5,
+        rope_theta: 100.0,
+        rope_scaling: None,
+        rope_pairing: Default::default(),
+        max_position_embeddings: 64,
+        tie_word_embeddings: true,
+        architecture: Default::default(),
+    }
+}
+
+/// Rows of documents of random lengths, padding at the end of the last.
+fn rows(rows: usize, len: usize, seed: u64) -> Packed {
+    let random = &mut Random::new(seed);
+    let (mut tokens, mut labels, mut documents, mut positions) = (vec![], vec![], vec![], vec![]);
+    for row in 0..rows {
+        let (mut id, mut position) = (0, 0);
+        for column in 0..len {
+            let is_padding = row + 1 == rows && column + 3 >= len;
+            if position > 0 && random.below(7) == 0 {
+                (id, position) = (id + 1, 0);
+            }
+            tokens.push(random.below(13) as u32);
+            let labelled = !is_padding && random.below(9) > 0;
+            labels.push(if labelled { random.below(13) as i32 } else { IGNORE });
+            documents.push(if is_padding { -1 } else { id });
+            positions.push(position);
+            position += 1;
+        }
+    }
+    Packed { rows, len, tokens, labels, documents, positions, pieces: vec![] }
+}
+
+fn program(mask: &str, score: Option<&str>) -> ProgramConfig {
+    ProgramConfig { mask: mask.into(), score: score.map(Into::into), ..ProgramConfig::default() }
+}
+
+fn learned() -> ProgramConfig {
+    let bias = LearnedBuffer { shape: vec![4, 4], init: 0.1, std: 0.5 };
+    ProgramConfig {
+        learned: [("bias".to_owned(), bias)].into(),
+        ..program(
+            "causal & document",
+            Some("3 * tanh((score + bias[h, max(min(q - kv, 3), 0)]) / 3)"),
+        )
+    }
+}
+
+/// What a mesh has to get right, of a model with four query heads that share two.
+fn cases() -> Vec<(&'static str, AttentionConfig)> {
+    let buffer = |shape: &[usize], values| BufferConfig { shape: shape.to_vec(), values };
+    let slopes = buffer(&[4], BufferValues::F32(vec![0.5, -0.25, 0.125, 1.0]));
+    let prefixes = buffer(&[3], BufferValues::I32(vec![4, 0, 9]));
+    let slopes = ProgramConfig {
+        buffers: [("slopes".to_owned(), slopes)].into(),
+        ..program("causal", Some("score - slopes[h] * ((q - kv) as f32)"))
+    };
+    let prefixes = ProgramConfig {
+        buffers: [("prefixes".to_owned(), prefixes)].into(),
+        ..program("prefix & document", None)
+    };
+    let layers = AttentionConfig::Pattern {
+        layers: vec!["local".into(), "global".into()],
+        programs: [
+            ("local".to_owned(), program("causal & document & sliding_window(4)", None)),
+            ("global".to_owned(), learned()),
+        ]
+        .into(),
+    };
+    vec![
+        ("no mask", program("", None).into()),
+        ("documents and a learned bias", learned().into()),
+        ("slopes of each head", slopes.into()),
+        ("a prefix of each row", prefixes.into()),
+        ("a mask of each head", program("kv + 2 * h <= q", Some("softcap(2)")).into()),
+        ("chunks, most queries of which see nothing", program("chunked(4) & kv > q", None).into()),
+        ("a window and a learned bias in turn", layers),
+    ]
+}
+
+/// What some steps came to.
+#[derive(Debug, PartialEq)]
+struct Came {
+    nats: Vec<f64>,
+    gradients: Vec<f32>,
+    weights: Vec<f32>,
+    live_pairs: f64,
+}
+
+struct Run<'a> {
+    config: ModelConfig,
+    attention: &'a AttentionConfig,
+    recompute: Recompute,
+    /// Of each step.
+    rows: Vec<Packed>,
+}
+
+impl Run<'_> {
+    /// The steps on the rows that `part` takes, with gradients, labels and sums over all by `sum`.
+    fn steps(
+        &self,
+        part: &mut dyn FnMut(
+            &Model,
+            &Packed,
+            &mut Gradients,
+            &mut CpuTotals,
+        ) -> Result<Queued, ShardError>,
+        sum: &dyn Fn(&mut [f32]) -> Result<(), ShardError>,
+        sum_wide: &dyn Fn([f64; 2]) -> Result<[f64; 2], ShardError>,
+    ) -> Result<Came, ShardError> {
+        let mut model = Model::new(self.config.clone(), self.attention, 3).unwrap();
+        let rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+        let mut moments = Moments::zeros(model.layout().trained());
+        let spans = model.spans(Treatment::of).unwrap();
+        let mut came = Came { nats: vec![], gradients: vec![], weights: vec![], live_pairs: 0.0 };
+        for (i, rows) in self.rows.iter().enumerate() {
+            let mut gradients = Gradients::zeros(&model);
+            let mut totals = model.totals().unwrap();
+            let queued = part(&model, rows, &mut gradients, &mut totals)?;
+            let elsewhere = rows.labelled() - queued.tokens;
+            model
+                .reduce(&mut gradients, &mut totals, elsewhere, |v| {
+                    sum(v).map_err(|e| NnErrorKind::Ranks(e.to_string()).into())
+                })
+                .map_err(|e: NnError| ShardError::new(e.to_string()))?;
+            let step =
+                OptimizerStep { rule, step: 1 + i as u64, rate: 1e-2, clip_norm: 1.0, seed: 0 };
+            model.update(&step, &spans, &gradients, &mut moments, &mut totals).unwrap();
+            let read = model.read(totals).unwrap();
+            let [nats, pairs] = sum_wide([read.nats, queued.live_pairs.unwrap_or(0.0)])?;
+            came.nats.push(nats / rows.labelled() as f64);
+            came.live_pairs += pairs;
+            came.gradients = gradients.array;
+        }
+        came.weights = model.weights().to_vec();
+        Ok(came)
+    }
+
+    /// On one rank, all labels at once, or every second one and then the others: the same sums in
+    /// another order.
+    fn on_one(&self, apart: bool) -> Came {
+        let recompute = self.recompute;
+        let mut part = |model: &Model, rows: &Packed, gradients: &mut _, totals: &mut _| {
+            if !apart {
+                return Ok(model.accumulate(&batch(rows), gradients, recompute, totals).unwrap());
+            }
+            let mut all = Queued::default();
+            for turn in 0..2 {
+                let mut rows = rows.clone();
+                rows.labels.iter_mut().skip(turn).step_by(2).for_each(|label| *label = IGNORE);
+                let queued = model.accumulate(&batch(&rows), gradients, recompute, totals).unwrap();
+                all.tokens += queued.tokens;
+            }
+            Ok(all)
+        };
+        self.steps(&mut part, &|_| Ok(()), &Ok).unwrap()
+    }
+
+    fn on_rank(
+        &self,
+        world: &dyn Collectives,
+        mesh: [usize; 4],
+        strategy: Option<Strategy>,
+    ) -> Result<Came, ShardError> {
+        let size = |axis: usize| Some(AxisSize::Ranks(mesh[axis]));
+        let section = MeshSection {
+            replicate: size(0),
+            shard: size(1),
+            context: size(2),
+            tensor: size(3),
+            strategy,
+        };
+        let refused = |e: TrainError| ShardError::new(e.to_string());
+        let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
+        let mut planner = ContextPlanner::new(ranks, section.strategy).map_err(refused)?;
+        let recompute = self.recompute;
+        let mut part = |model: &Model, rows: &Packed, gradients: &mut _, totals: &mut _| {
+            let own = rows.part(ranks.rows(rows.rows));
+            let part = planner.part(ranks, model, rows.rows, own).map_err(refused)?;
+            let (own, context) = part;
+            let context = context.map(ContextBatch::attention);
+            let queued = model.accumulate_over(&batch(&own), context, gradients, recompute, totals);
+            queued.map_err(|e| ShardError::new(e.to_string()))
+        };
+        let sum_wide = |values: [f64; 2]| {
+            let own = values.map(f64::to_le_bytes).concat();
+            let mut sums = [0.0; 2];
+            for part in world.all_gather(&own)? {
+                for (sum, value) in sums.iter_mut().zip(part.chunks_exact(8)) {
+                    *sum += f64::from_le_bytes(value.try_into().unwrap());
+                }
+            }
+            Ok(sums)
+        };
+        self.steps(&mut part, &|values| world.all_reduce(values), &sum_wide)
+    }
+
+    /// On a mesh of threads; the same on all of them.
+    fn on_mesh(&self, mesh: [usize; 4], strategy: Option<Strategy>) -> Result<Came, ShardError> {
+        let ranks = mesh.iter().product();
+        let mut came = run_threads(ranks, DEADLINE, |world| self.on_rank(world, mesh, strategy))?;
+        for (rank, other) in came.iter().enumerate() {
+            assert!(*other == came[0], "rank {rank} came to other numbers than rank 0");
+        }
+        Ok(came.swap_remove(0))
+    }
+}
+
+fn most(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// The f32 rule: as far off as ten times what another order of the same sums on one rank is, and some
+/// roundings of the largest number.
+#[track_caller]
+fn close(about: &str, found: &Came, one: &Came, other: &Came) {
+    for (name, [a, b, c]) in [
+        ("gradients", [&found.gradients, &one.gradients, &other.gradients]),
+        ("weights", [&found.weights, &one.weights, &other.weights]),
+    ] {
+        let largest = b.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let allowed = 10.0 * most(c, b) + 4.0 * f32::EPSILON * largest;
+        let off = most(a, b);
+        assert!(off <= allowed, "{about}: {name} are {off} off where {allowed} is allowed");
+    }
+    for ((found, one), other) in found.nats.iter().zip(&one.nats).zip(&other.nats) {
+        let allowed = 10.0 * (one - other).abs() + 1e-6;
+        assert!((found - one).abs() <= allowed, "{about}: a loss is {found}, on one rank {one}");
+    }
+    assert!((found.live_pairs - one.live_pairs).abs() < 1e-6 * one.live_pairs, "{about}");
+}
+
+const MESHES: [[usize; 4]; 6] =
+    [[1, 1, 2, 1], [1, 1, 3, 1], [1, 1, 4, 1], [1, 2, 2, 1], [1, 3, 2, 1], [1, 1, 8, 1]];
+
+#[test]
+fn steps_over_context_come_to_what_one_rank_comes_to() {
+    for (i, (name, attention)) in cases().iter().enumerate() {
+        let recompute = Recompute::ALL[i % Recompute::ALL.len()];
+        let rows = (0..5).map(|step| rows(3, 23, 10 * i as u64 + step)).collect();
+        let run = Run { config: config([4, 2]), attention, recompute, rows };
+        let [one, other] = [run.on_one(false), run.on_one(true)];
+        for mesh in MESHES {
+            let found = run.on_mesh(mesh, None).unwrap();
+            close(&format!("{name} on {mesh:?}"), &found, &one, &other);
+        }
+    }
+}
