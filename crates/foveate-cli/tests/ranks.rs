@@ -48,6 +48,26 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
     assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
 }
 
+#[test]
+fn launched_ranks_share_the_tokens_of_a_row_over_tcp() {
+    let place = place();
+    assert!(place.run(&["train", "recipe.toml", "--set", "run.dir=alone"]).status.success());
+    for run in ["once", "again"] {
+        let dir = format!("run.dir={run}");
+        let launch = ["launch", "--ranks", "2", "--", "train", "recipe.toml"];
+        let sets = ["--set", "mesh.context=2", "--set", &dir];
+        let done = place.run(&[&launch[..], &sets[..]].concat());
+        let said = text(done.stderr);
+        assert!(done.status.success(), "{said}");
+        assert!(said.contains("attention over context: exchange in 2 stages: "), "{said}");
+    }
+    assert!(place.steps("once") == place.steps("again"), "the same bits every time");
+    let losses =
+        |run: &str| place.steps(run).into_iter().map(|(_, loss, _)| loss.parse::<f64>().unwrap());
+    let far: Vec<f64> = losses("once").zip(losses("alone")).map(|(a, b)| (a - b).abs()).collect();
+    assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
+}
+
 /// Starts `ranks` ranks by flags, which notice in four seconds that one is silent.
 fn some(place: &Place, ranks: usize, args: &[&str]) -> Vec<Child> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    AdamW, AttentionConfig, BufferConfig, BufferValues, CpuTotals, Gradients, IGNORE,
-    LearnedBuffer, ModelConfig, Moments, OptimizerStep, ProgramConfig, Queued, Recompute, Rule,
-    Treatment,
+    Activation, AdamW, Architecture, AttentionConfig, BufferConfig, BufferValues, CpuTotals,
+    Gradients, IGNORE, LayerRope, LearnedBuffer, ModelConfig, Moments, OptimizerStep,
+    ProgramConfig, Queued, Recompute, RopeScaling, Rule, Treatment,
 };
 use foveate_shard::collectives::run_threads;
 
@@ -104,6 +104,21 @@ fn cases() -> Vec<(&'static str, AttentionConfig)> {
     ]
 }
 
+fn refused(e: TrainError) -> ShardError {
+    ShardError::new(e.to_string())
+}
+
+fn planner<'a>(
+    world: &'a dyn Collectives,
+    mesh: [usize; 4],
+    strategy: Option<Strategy>,
+) -> Result<(Ranks<'a>, ContextPlanner), ShardError> {
+    let [replicate, shard, context, tensor] = mesh.map(|ranks| Some(AxisSize::Ranks(ranks)));
+    let section = MeshSection { replicate, shard, context, tensor, strategy };
+    let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
+    Ok((ranks, ContextPlanner::new(ranks, strategy).map_err(refused)?))
+}
+
 /// What some steps came to.
 #[derive(Debug, PartialEq)]
 struct Came {
@@ -112,6 +127,10 @@ struct Came {
     weights: Vec<f32>,
     live_pairs: f64,
 }
+
+/// Adds the loss and the gradients of a part of some rows.
+type Part<'a> =
+    dyn FnMut(&Model, &Packed, &mut Gradients, &mut CpuTotals) -> Result<Queued, ShardError> + 'a;
 
 struct Run<'a> {
     config: ModelConfig,
@@ -125,12 +144,7 @@ impl Run<'_> {
     /// The steps on the rows that `part` takes, with gradients, labels and sums over all by `sum`.
     fn steps(
         &self,
-        part: &mut dyn FnMut(
-            &Model,
-            &Packed,
-            &mut Gradients,
-            &mut CpuTotals,
-        ) -> Result<Queued, ShardError>,
+        part: &mut Part<'_>,
         sum: &dyn Fn(&mut [f32]) -> Result<(), ShardError>,
         sum_wide: &dyn Fn([f64; 2]) -> Result<[f64; 2], ShardError>,
     ) -> Result<Came, ShardError> {
@@ -188,17 +202,7 @@ impl Run<'_> {
         mesh: [usize; 4],
         strategy: Option<Strategy>,
     ) -> Result<Came, ShardError> {
-        let size = |axis: usize| Some(AxisSize::Ranks(mesh[axis]));
-        let section = MeshSection {
-            replicate: size(0),
-            shard: size(1),
-            context: size(2),
-            tensor: size(3),
-            strategy,
-        };
-        let refused = |e: TrainError| ShardError::new(e.to_string());
-        let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
-        let mut planner = ContextPlanner::new(ranks, section.strategy).map_err(refused)?;
+        let (ranks, mut planner) = planner(world, mesh, strategy)?;
         let recompute = self.recompute;
         let mut part = |model: &Model, rows: &Packed, gradients: &mut _, totals: &mut _| {
             let own = rows.part(ranks.rows(rows.rows));
@@ -270,6 +274,128 @@ fn steps_over_context_come_to_what_one_rank_comes_to() {
         for mesh in MESHES {
             let found = run.on_mesh(mesh, None).unwrap();
             close(&format!("{name} on {mesh:?}"), &found, &one, &other);
+        }
+    }
+}
+
+/// Every way to bring keys to queries, with heads that can be given for tokens.
+const STRATEGIES: [Strategy; 6] = [
+    Strategy::Gather,
+    Strategy::Exchange(1),
+    Strategy::Exchange(2),
+    Strategy::Exchange(3),
+    Strategy::Exchange(4),
+    Strategy::HeadsForTokens,
+];
+
+#[test]
+fn every_strategy_and_recomputation_comes_to_what_one_rank_comes_to() {
+    let attention = learned().into();
+    for (i, strategy) in STRATEGIES.into_iter().enumerate() {
+        let recompute = Recompute::ALL[i % Recompute::ALL.len()];
+        let rows = (0..5).map(|step| rows(2, 26, 70 + step)).collect();
+        let run = Run { config: config([4, 4]), attention: &attention, recompute, rows };
+        let [one, other] = [run.on_one(false), run.on_one(true)];
+        for mesh in [[1, 1, 4, 1], [2, 1, 2, 1]] {
+            let found = run.on_mesh(mesh, Some(strategy)).unwrap();
+            close(&format!("{strategy} on {mesh:?}"), &found, &one, &other);
+            assert!(found == run.on_mesh(mesh, Some(strategy)).unwrap(), "the same bits again");
+        }
+    }
+}
+
+/// Other rotations in other layers, norms of heads, biases, capped logits; and factors of RoPE that the
+/// longest position of the batch chooses, which one rank alone has.
+#[test]
+fn what_model_families_have_beside_attention_is_the_same_over_context() {
+    let attention = learned().into();
+    let mut families = config([4, 2]);
+    families.architecture = Architecture {
+        family: "all".to_owned(),
+        qkv_bias: true,
+        head_norms: true,
+        output_norms: true,
+        centered_norms: true,
+        activation: Activation::Gelu,
+        scaled_embedding: true,
+        logit_cap: Some(3.0),
+        packed_weights: true,
+        rotary_share: 0.67,
+        local_rope_theta: Some(20.0),
+        layer_rope: vec![LayerRope::Local, LayerRope::Global],
+    };
+    let mut long = config([4, 2]);
+    long.rope_scaling = Some(RopeScaling {
+        rope_type: "longrope".into(),
+        factor: 2.0,
+        low_freq_factor: None,
+        high_freq_factor: None,
+        original_max_position_embeddings: Some(9.0),
+        short_factor: Some(vec![1.0, 1.0, 1.0]),
+        long_factor: Some(vec![3.0, 7.0, 0.3]),
+        attention_factor: None,
+    });
+    for config in [families, long] {
+        let mut first = rows(2, 25, 90);
+        first.positions[20..25].copy_from_slice(&[16, 17, 18, 19, 20]);
+        let run =
+            Run { config, attention: &attention, recompute: Recompute::Full, rows: vec![first] };
+        let [one, other] = [run.on_one(false), run.on_one(true)];
+        for mesh in [[1, 1, 3, 1], [1, 2, 2, 1]] {
+            let found = run.on_mesh(mesh, None).unwrap();
+            close(&format!("{} on {mesh:?}", run.config.architecture.family), &found, &one, &other);
+        }
+    }
+}
+
+/// The loss of the tokens that `labelled` names, on a mesh.
+fn loss_of(
+    run: &Run<'_>,
+    rows: &Packed,
+    labelled: impl Fn(usize) -> bool,
+    strategy: Strategy,
+) -> f64 {
+    let mut rows = rows.clone();
+    for (i, label) in rows.labels.iter_mut().enumerate() {
+        *label = if labelled(i) { 5 } else { IGNORE };
+    }
+    let mesh = [1, 1, 4, 1];
+    let nats = run_threads(4, DEADLINE, |world| {
+        let model = Model::new(run.config.clone(), run.attention, 3).unwrap();
+        let (ranks, mut planner) = planner(world, mesh, Some(strategy))?;
+        let (own, context) =
+            planner.part(ranks, &model, rows.rows, rows.clone()).map_err(refused)?;
+        let context = context.map(ContextBatch::attention);
+        let loss =
+            model.loss_over(&batch(&own), context).map_err(|e| ShardError::new(e.to_string()))?;
+        Ok(loss.sum_nats)
+    });
+    nats.unwrap().iter().sum()
+}
+
+#[test]
+fn a_token_changes_what_the_mask_lets_see_it_and_nothing_else() {
+    let attention = program("causal & document & sliding_window(4)", None).into();
+    let one_layer = ModelConfig { num_hidden_layers: 1, ..config([4, 4]) };
+    let run =
+        Run { config: one_layer, attention: &attention, recompute: Recompute::None, rows: vec![] };
+    let mut rows = rows(1, 32, 5);
+    for (i, document) in rows.documents.iter_mut().enumerate() {
+        *document = [0, 1, 2][usize::from(i >= 9) + usize::from(i >= 25)];
+    }
+    let changed = 11;
+    let mut other = rows.clone();
+    other.tokens[changed] = (rows.tokens[changed] + 1) % 13;
+    let sees = changed..changed + 4;
+    for strategy in STRATEGIES {
+        let both = |labelled: &dyn Fn(usize) -> bool| {
+            [&rows, &other].map(|rows| loss_of(&run, rows, labelled, strategy).to_bits())
+        };
+        let [before, after] = both(&|i| !sees.contains(&i));
+        assert_eq!(before, after, "{strategy}: tokens that do not see it");
+        for i in sees.clone() {
+            let [before, after] = both(&|j| i == j);
+            assert_ne!(before, after, "{strategy}: token {i} sees it");
         }
     }
 }
