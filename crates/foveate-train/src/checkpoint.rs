@@ -12,6 +12,16 @@
 //!   checksums.json                 of every tensor, of config.json and of state.json
 //! ```
 //!
+//! Where a run has several ranks, each writes its elements of the f32 weights and moments:
+//!
+//! ```text
+//!   part-00002-00000.safetensors   a range of a tensor is a tensor of one axis, `NAME@FIRST`
+//!   layout.json                    which elements of which tensor are in which file
+//! ```
+//!
+//! in the place of `model.safetensors` and `masters.safetensors`. Both kinds are read alike, by any number of
+//! ranks; [`export`] makes the first of the second.
+//!
 //! A checkpoint is written into a folder beside its place, every file is flushed to the disk,
 //! and the folder is renamed: whoever looks finds a whole checkpoint or none, whenever the
 //! process dies. Only then are older ones removed. Tensors are written in chunks, so a save needs
@@ -37,14 +47,21 @@ use crate::whole;
 
 mod checksums;
 mod config;
+mod content;
+mod export;
 mod families;
+mod layout;
 mod load;
 mod save;
+mod store;
 
 pub use checksums::Checksums;
 pub use config::{CheckpointConfig, SpecialTexts, read_config, read_tokenizer, special_texts};
+pub(crate) use content::{Content, HostCopy, copy_bytes};
+pub use export::{Contents, RangeContents, TensorContents, contents, export};
 pub use load::{load_state, load_weights};
 pub use save::save;
+pub(crate) use save::{Save, Written};
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";

@@ -212,6 +212,11 @@ pub struct Train {
     pub keep: usize,
     /// Dtype of saved weights: `f32`, `bf16` or `f16`. Masters for resuming are always f32.
     pub save_dtype: SaveDtype,
+    /// Whether steps go on while a checkpoint is written from a copy in host memory. Where nothing is said they
+    /// do on a GPU, if host memory holds the copy, and do not on a CPU, where the copy takes of the memory
+    /// of the run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub async_save: Option<bool>,
     /// Whether a GPU's results have the same bits in every run, at some cost; a CPU's always have.
     pub deterministic: bool,
 }
@@ -230,6 +235,7 @@ impl Default for Train {
             save_every: 100,
             keep: 2,
             save_dtype: SaveDtype::F32,
+            async_save: None,
             deterministic: true,
         }
     }
@@ -277,6 +283,17 @@ pub enum SaveDtype {
     Bf16,
     /// IEEE binary16.
     F16,
+}
+
+impl SaveDtype {
+    /// What PyTorch calls it.
+    pub(crate) fn torch_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
 }
 
 /// The precision section.

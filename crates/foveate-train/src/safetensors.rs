@@ -11,9 +11,10 @@ mod write;
 
 pub use write::{Source, WriteError, write};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
@@ -80,10 +81,11 @@ struct Entry {
 #[derive(Debug)]
 pub struct Tensors {
     path: PathBuf,
-    file: File,
     data_start: u64,
     entries: BTreeMap<String, Entry>,
     sums: Option<BTreeMap<String, String>>,
+    /// Tensors that were found to be what their checksums are of.
+    verified: BTreeSet<String>,
 }
 
 impl Tensors {
@@ -125,8 +127,8 @@ impl Tensors {
             })?;
             entries.insert(name, entry);
         }
-        let tensors =
-            Self { path: path.to_path_buf(), file, data_start: 8 + length, entries, sums: None };
+        let (path, data_start) = (path.to_path_buf(), 8 + length);
+        let tensors = Self { path, data_start, entries, sums: None, verified: BTreeSet::new() };
         tensors.check(size - 8 - length)?;
         Ok(tensors)
     }
@@ -184,6 +186,12 @@ impl Tensors {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
+    /// The dtype of a tensor, and the bytes of the file that it is.
+    pub fn place(&self, name: &str) -> Option<(&str, Range<u64>)> {
+        let Entry { dtype, data_offsets: (start, end), .. } = self.entries.get(name)?;
+        Some((dtype, self.data_start + start..self.data_start + end))
+    }
+
     /// Compares every tensor read from now on with its checksum among `sums`.
     pub fn verified_by(mut self, sums: BTreeMap<String, String>) -> Self {
         self.sums = Some(sums);
@@ -196,10 +204,41 @@ impl Tensors {
     /// If it is missing, holds no floats that can be read, has another number of elements, cannot be
     /// read, is not what its checksum was taken of, or has a value that is not finite, which may be
     /// found after pieces were handed on; or what `put` returns.
+    #[cfg(test)]
     pub fn read(
         &mut self,
         name: &str,
         elems: usize,
+        put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        self.read_part(name, elems, 0..elems, put)
+    }
+
+    /// Reads the elements `part` of a tensor of `elems` elements, widened to f32, and hands them on in pieces. A
+    /// tensor with a checksum is read whole once, whatever is wanted of it.
+    ///
+    /// # Errors
+    /// If it is missing, holds no floats that can be read, has another number of elements, cannot be
+    /// read, is not what its checksum was taken of, or has a value that is not finite, which may be
+    /// found after pieces were handed on; or what `put` returns.
+    pub fn read_part(
+        &mut self,
+        name: &str,
+        elems: usize,
+        part: Range<usize>,
+        put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        if self.sums.is_some() && part != (0..elems) && !self.verified.contains(name) {
+            self.pass(name, elems, 0..elems, &mut |_| Ok(()))?;
+        }
+        self.pass(name, elems, part, put)
+    }
+
+    fn pass(
+        &mut self,
+        name: &str,
+        elems: usize,
+        part: Range<usize>,
         put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
     ) -> Result<(), TrainError> {
         let refuse = |message: String| TrainError::checkpoint(&self.path, message);
@@ -221,15 +260,18 @@ impl Tensors {
             let message = format!("tensor `{name}` could not be read: {e}");
             TrainError::checkpoint(&self.path, message)
         };
-        self.file.seek(SeekFrom::Start(self.data_start + start)).map_err(failed)?;
-        let (mut bytes, mut values) = (Vec::new(), vec![0.0; elems.min(CHUNK)]);
+        let mut file = File::open(&self.path).map_err(failed)?;
+        let first_byte = self.data_start + start + (part.start * dtype.bytes()) as u64;
+        file.seek(SeekFrom::Start(first_byte)).map_err(failed)?;
+        let (mut bytes, mut values) = (Vec::new(), vec![0.0; part.len().min(CHUNK)]);
+        let sums = self.sums.as_ref().filter(|_| part == (0..elems));
         let mut sum = Checksum::new(dtype.tag(), &entry.shape);
         let mut spoiled = None;
-        for first in (0..elems).step_by(CHUNK) {
-            let values = &mut values[..(elems - first).min(CHUNK)];
+        for first in part.clone().step_by(CHUNK) {
+            let values = &mut values[..(part.end - first).min(CHUNK)];
             bytes.resize(values.len() * dtype.bytes(), 0);
-            self.file.read_exact(&mut bytes).map_err(failed)?;
-            if self.sums.is_some() {
+            file.read_exact(&mut bytes).map_err(failed)?;
+            if sums.is_some() {
                 sum.update(&bytes);
             }
             let (words, halves) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
@@ -247,7 +289,7 @@ impl Tensors {
             spoiled = spoiled.or_else(|| wrong().map(|at| (first + at, values[at])));
             put(values)?;
         }
-        if let Some(sums) = &self.sums {
+        if let Some(sums) = sums {
             let wrong = match sums.get(name) {
                 None => Some("has no checksum"),
                 Some(known) => (*known != sum.hex()).then_some("does not match its checksum"),
@@ -255,13 +297,17 @@ impl Tensors {
             if let Some(wrong) = wrong {
                 return Err(refuse(format!("tensor `{name}` {wrong}; {DAMAGED}")));
             }
+            self.verified.insert(name.to_owned());
         }
         match spoiled {
             None => Ok(()),
-            Some((at, value)) => Err(refuse(format!(
-                "tensor `{name}` is {value} at element {at}, of which no finite loss can come; use \
-                 another checkpoint"
-            ))),
+            Some((at, value)) => Err(TrainError::checkpoint(
+                &self.path,
+                format!(
+                    "tensor `{name}` is {value} at element {at}, of which no finite loss can come; \
+                     use another checkpoint"
+                ),
+            )),
         }
     }
 }
@@ -308,11 +354,12 @@ mod tests {
         safetensors::serialize([("b", b), ("a", a)], None).unwrap()
     }
 
-    fn open(bytes: &[u8]) -> Result<Tensors, TrainError> {
+    /// A file of these bytes, in a folder that lasts as long as what is returned.
+    fn open(bytes: &[u8]) -> Result<(tempfile::TempDir, Tensors), TrainError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         std::fs::write(&path, bytes).unwrap();
-        Tensors::open(&path)
+        Tensors::open(&path).map(|tensors| (dir, tensors))
     }
 
     #[test]
@@ -320,7 +367,7 @@ mod tests {
         for (dtype, step) in
             [(Dtype::F32, 0.0f32), (Dtype::BF16, 1.0 / 256.0), (Dtype::F16, 1.0 / 2048.0)]
         {
-            let mut tensors = open(&written(dtype)).unwrap();
+            let (_dir, mut tensors) = open(&written(dtype)).unwrap();
             assert_eq!(tensors.names().collect::<Vec<_>>(), ["a", "b"]);
             assert_eq!(tensors.shape("a"), Some(&[2, 3][..]));
             let mut read = Vec::new();
@@ -334,10 +381,45 @@ mod tests {
                 assert!((x - y).abs() <= y.abs() * step, "{x} {y}");
             }
         }
-        let mut tensors = open(&written(Dtype::F32)).unwrap();
+        let (_dir, mut tensors) = open(&written(Dtype::F32)).unwrap();
         let mut told = |name| tensors.read(name, 7, &mut |_| Ok(())).unwrap_err().to_string();
         assert!(told("c").contains("tensor `c` is missing"));
         assert!(told("a").contains("tensor `a` has shape [2, 3], not 7 elements"));
+    }
+
+    #[test]
+    fn parts_are_those_of_the_whole_and_held_to_its_checksum() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let bytes = written(Dtype::F32);
+        std::fs::write(&path, &bytes).unwrap();
+        let mut sum = Checksum::new("F32", &[2, 3]);
+        values(6).into_iter().for_each(|x| sum.update(&x.to_le_bytes()));
+        let sums: BTreeMap<String, String> = [("a".to_owned(), sum.hex())].into();
+        for verified in [false, true] {
+            let mut tensors = Tensors::open(&path).unwrap();
+            if verified {
+                tensors = tensors.verified_by(sums.clone());
+            }
+            for part in [0..6, 0..0, 2..5, 5..6, 0..1] {
+                let mut read = Vec::new();
+                let mut put = |values: &[f32]| {
+                    read.extend_from_slice(values);
+                    Ok(())
+                };
+                tensors.read_part("a", 6, part.clone(), &mut put).unwrap();
+                assert_eq!(read, values(6)[part]);
+            }
+        }
+        // The first element of `a`, which comes first in the file or behind the 20 bytes of `b`.
+        let mut damaged = bytes.clone();
+        let at = bytes.len() - 44..bytes.len();
+        let first = at.clone().find(|&i| bytes[i..].starts_with(&values(6)[0].to_le_bytes()));
+        damaged[first.unwrap()] ^= 1;
+        std::fs::write(&path, damaged).unwrap();
+        let mut damaged = Tensors::open(&path).unwrap().verified_by(sums);
+        let told = damaged.read_part("a", 6, 4..6, &mut |_| Ok(())).unwrap_err().to_string();
+        assert!(told.contains("tensor `a` does not match its checksum"), "{told}");
     }
 
     #[test]
@@ -382,7 +464,8 @@ mod tests {
     fn integers_cannot_be_weights() {
         let view = TensorView::new(Dtype::I32, vec![1], &[0; 4]).unwrap();
         let bytes = safetensors::serialize([("w", view)], None).unwrap();
-        let error = open(&bytes).unwrap().read("w", 1, &mut |_| Ok(())).unwrap_err().to_string();
+        let (_dir, mut tensors) = open(&bytes).unwrap();
+        let error = tensors.read("w", 1, &mut |_| Ok(())).unwrap_err().to_string();
         assert!(error.contains("tensor `w` is I32"), "{error}");
     }
 }

@@ -49,7 +49,7 @@ impl Checksums {
         // Earlier versions wrote none of it.
         if manifest.files.contains_key(CONFIG) {
             let config = folder.join(CONFIG);
-            manifest.check(&config, &whole::read(&config).map_err(|e| unreadable(&config, &e))?)?;
+            manifest.check_file(&config)?;
         }
         Ok(Some(manifest))
     }
@@ -86,6 +86,17 @@ impl Manifest {
 
     pub fn add_tensors(&mut self, file: &str, sums: BTreeMap<String, String>) {
         self.tensors.insert(file.to_owned(), sums);
+    }
+
+    /// Adds all of `other`.
+    pub fn join(&mut self, other: Self) {
+        self.files.extend(other.files);
+        self.tensors.extend(other.tensors);
+    }
+
+    /// Holds a whole file to its checksum.
+    pub fn check_file(&self, file: &Path) -> Result<(), TrainError> {
+        self.check(file, &whole::read(file).map_err(|e| unreadable(file, &e))?)
     }
 
     /// Those of the tensors in `file`.

@@ -13,7 +13,6 @@ use super::{
 };
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::error::TrainError;
-use crate::recipe::SaveDtype;
 use crate::tokens::{Ends, Tokenizer};
 use crate::whole;
 
@@ -51,11 +50,7 @@ pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value
     map.entry("bos_token_id").or_insert(tokenizer.bos().into());
     map.entry("eos_token_id").or_insert(tokenizer.eos().into());
     let model = snapshot.model.config();
-    let dtype = match snapshot.dtype {
-        SaveDtype::F32 => "float32",
-        SaveDtype::Bf16 => "bfloat16",
-        SaveDtype::F16 => "float16",
-    };
+    let dtype = snapshot.dtype.torch_name();
     let mut sizes = serde_json::to_value(model).expect("plain numbers");
     // The fields of the family say it.
     sizes.as_object_mut().expect("a struct").remove("architecture");

@@ -9,17 +9,54 @@ use foveate_nn::{Blocks, Model, Moments, Rule};
 use serde_json::Value;
 
 use super::checksums::{Checksums, Manifest};
-use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State, name_of, read_json, unreadable};
+use super::content::Kept;
+use super::store::Store;
+use super::{INDEX, MASTERS, PICKLED_INDEX, SINGLE, STATE, State, layout, read_json, unreadable};
 use crate::error::TrainError;
-use crate::safetensors::Tensors;
 use crate::whole;
 
-fn open(file: &Path, sums: Option<&Manifest>) -> Result<Tensors, TrainError> {
-    let tensors = Tensors::open(file)?;
-    match sums {
-        Some(sums) => Ok(tensors.verified_by(sums.tensors(file)?)),
-        None => Ok(tensors),
+/// The weights of a checkpoint, and the names of their tensors by those of the parameters.
+pub(super) fn weights(
+    folder: &Path,
+    sums: Option<&Manifest>,
+) -> Result<(Store, BTreeMap<String, String>), TrainError> {
+    if let Some(store) = Store::of_layout(folder, sums)? {
+        let prefix = format!("{}:", Kept::Weight.name());
+        let weights = store.names().filter_map(|name| Some((name.strip_prefix(&prefix)?, name)));
+        let names = weights.map(|(name, tensor)| (name.to_owned(), tensor.to_owned())).collect();
+        return Ok((store, names));
     }
+    let store = Store::of_files(weight_files(folder)?, sums.cloned())?;
+    let names = store.names().map(|name| (name.to_owned(), name.to_owned())).collect();
+    Ok((store, names))
+}
+
+/// The files with the weights of a checkpoint of Hugging Face's layout.
+fn weight_files(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
+    let index = folder.join(INDEX);
+    if index.exists() {
+        let json = read_json(&index)?;
+        let Some(map) = json.get("weight_map").and_then(Value::as_object) else {
+            return Err(TrainError::checkpoint(&index, "has no `weight_map`"));
+        };
+        let mut names: Vec<&str> = map.values().filter_map(Value::as_str).collect();
+        names.sort_unstable();
+        names.dedup();
+        return Ok(names.into_iter().map(|n| folder.join(n)).collect());
+    }
+    let file = folder.join(SINGLE);
+    let pickled = || ["pytorch_model.bin", PICKLED_INDEX].map(|n| folder.join(n));
+    if !file.exists() && pickled().iter().any(|other| other.exists()) {
+        let message = "is missing; only safetensors are read, so convert pytorch_model.bin first";
+        return Err(TrainError::checkpoint(&file, message));
+    }
+    whole::check_regular(&file).map_err(|e| unreadable(&file, &e))?;
+    Ok(vec![file])
+}
+
+/// Whether a tensor follows from others.
+pub(super) fn is_derived(name: &str, tied: bool) -> bool {
+    name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")
 }
 
 /// Reads weights into `model`. Learned attention buffers that the files do not have stay as they
@@ -34,63 +71,51 @@ pub fn load_weights<B: Blocks>(
     checksums: Checksums,
 ) -> Result<Vec<String>, TrainError> {
     let sums = checksums.of(folder)?;
-    let index = folder.join(INDEX);
-    let files: Vec<PathBuf> = if index.exists() {
-        let json = read_json(&index)?;
-        let Some(map) = json.get("weight_map").and_then(Value::as_object) else {
-            return Err(TrainError::checkpoint(&index, "has no `weight_map`"));
-        };
-        let mut names: Vec<&str> = map.values().filter_map(Value::as_str).collect();
-        names.sort_unstable();
-        names.dedup();
-        names.into_iter().map(|n| folder.join(n)).collect()
-    } else {
-        let file = folder.join(SINGLE);
-        let pickled = || ["pytorch_model.bin", PICKLED_INDEX].map(|n| folder.join(n));
-        if !file.exists() && pickled().iter().any(|other| other.exists()) {
-            let message =
-                "is missing; only safetensors are read, so convert pytorch_model.bin first";
-            return Err(TrainError::checkpoint(&file, message));
-        }
-        whole::check_regular(&file).map_err(|e| unreadable(&file, &e))?;
-        vec![file]
-    };
+    let (mut store, names) = weights(folder, sums.as_ref())?;
     let tied = model.config().tie_word_embeddings;
     let mut missing: BTreeMap<String, usize> =
         model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
-    for file in &files {
-        let mut tensors = open(file, sums.as_ref())?;
-        let names: Vec<String> = tensors.names().map(str::to_owned).collect();
-        for name in names {
-            let derived =
-                name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
-            if derived {
-                continue;
-            }
-            let Some(i) = missing.remove(&name) else {
-                let message =
-                    format!("tensor `{name}` is not one of this model's, or stands twice");
-                return Err(TrainError::checkpoint(file, message));
-            };
-            let parameter = &model.parameters()[i];
-            let shape = tensors.shape(&name).expect("it is one of the names");
-            if parameter.shape != shape {
-                let message = format!(
-                    "tensor `{name}` has shape {shape:?}, but config.json makes it {:?}",
-                    parameter.shape
-                );
-                return Err(TrainError::checkpoint(file, message));
-            }
-            let elems = parameter.place.len();
-            model.fill(i, |put| tensors.read(&name, elems, put))?;
+    for (name, tensor) in names.iter().filter(|(name, _)| !is_derived(name, tied)) {
+        let refuse = |message: String| Err(TrainError::checkpoint(store.path(tensor), message));
+        let Some(i) = missing.remove(name) else {
+            return refuse(format!("tensor `{name}` is not one of this model's"));
+        };
+        let parameter = &model.parameters()[i];
+        let shape = store.shape(tensor).expect("it is one of the names");
+        if parameter.shape != shape {
+            return refuse(format!(
+                "tensor `{name}` has shape {shape:?}, but config.json makes it {:?}",
+                parameter.shape
+            ));
         }
+        let elems = parameter.place.len();
+        model.fill(i, |put| store.read(tensor, elems, 0..elems, put))?;
     }
     let standard = |name: &str| name.ends_with(".weight") || name.ends_with("_proj.bias");
     if let Some(name) = missing.keys().find(|n| standard(n)) {
-        let file = files.last().expect("there is a file");
-        return Err(TrainError::checkpoint(file, format!("tensor `{name}` is missing")));
+        let message = format!("tensor `{name}` is missing");
+        return Err(TrainError::checkpoint(store.path(name), message));
     }
     Ok(missing.into_keys().collect())
+}
+
+/// What one of our own checkpoints has for a resume: f32 weights and moments.
+pub(super) fn masters(folder: &Path, sums: Option<&Manifest>) -> Result<Store, TrainError> {
+    match Store::of_layout(folder, sums)? {
+        Some(store) => Ok(store),
+        None => Store::of_files(masters_of(folder), sums.cloned()),
+    }
+}
+
+/// What a run of ours had reached.
+pub(super) fn state(folder: &Path, sums: Option<&Manifest>) -> Result<State, TrainError> {
+    let path = folder.join(STATE);
+    let text = whole::read(&path).map_err(|e| unreadable(&path, &e))?;
+    if let Some(sums) = sums {
+        sums.check(&path, &text)?;
+    }
+    serde_json::from_slice(&text)
+        .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))
 }
 
 /// Reads f32 masters, moments and state of one of our own checkpoints.
@@ -103,48 +128,39 @@ pub fn load_state<B: Blocks>(
     rule: &Rule,
     checksums: Checksums,
 ) -> Result<(Moments<B::Array>, State), TrainError> {
-    let path = folder.join(STATE);
-    let masters = masters_of(folder);
-    if let Some(missing) = [&path, &masters[0]].into_iter().find(|file| !file.exists()) {
+    let needed = match folder.join(layout::FILE) {
+        layout if layout.exists() => layout,
+        _ => masters_of(folder).remove(0),
+    };
+    if let Some(missing) = [folder.join(STATE), needed].iter().find(|file| !file.exists()) {
         let message =
             "is missing; put it back, or remove this checkpoint and resume from an earlier one";
         return Err(TrainError::checkpoint(missing, message));
     }
     let sums = checksums.of_ours(folder)?;
-    let text = whole::read(&path).map_err(|e| unreadable(&path, &e))?;
-    if let Some(sums) = &sums {
-        sums.check(&path, &text)?;
-    }
-    let state: State = serde_json::from_slice(&text)
-        .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))?;
-    let mut files = Vec::new();
-    for path in masters {
-        files.push((open(&path, sums.as_ref())?, path));
-    }
+    let state = state(folder, sums.as_ref())?;
+    let mut store = masters(folder, sums.as_ref())?;
     let mut moments = model.moments(rule)?;
     // Blocks of moments are whole where they are of several parameters.
     let mut fillers = [Filler::default(), Filler::default()];
     for (i, p) in model.parameters().to_vec().iter().enumerate() {
-        let mut read = |kind: &str, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
-            let name = format!("{kind}:{}", p.name);
-            let holds = |(tensors, _): &(Tensors, PathBuf)| tensors.shape(&name).is_some();
-            let file = files.iter().position(holds).unwrap_or(0);
-            let (tensors, path) = &mut files[file];
-            match tensors.shape(&name) {
+        let mut read = |kept: Kept, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
+            let name = layout::tensor(kept, p);
+            match store.shape(&name) {
                 Some(shape) if shape != p.shape => {
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
-                    Err(TrainError::checkpoint(path, message))
+                    Err(TrainError::checkpoint(store.path(&name), message))
                 }
-                _ => tensors.read(&name, p.place.len(), put),
+                _ => store.read(&name, p.place.len(), 0..p.place.len(), put),
             }
         };
-        model.fill(i, |put| read("weight", put))?;
+        model.fill(i, |put| read(Kept::Weight, put))?;
         if !model.layout().trains(&p.place) {
             continue;
         }
         for ((moment, array), filler) in kept(&mut moments, rule).into_iter().zip(&mut fillers) {
             let mut first = p.place.start;
-            read(name_of(moment), &mut |values| {
+            read(Kept::Moment(moment), &mut |values| {
                 let put = |at, some: &[f32]| model.upload_moment(moment, array, at, some);
                 filler.put(first, values, put)?;
                 first += values.len();
@@ -166,7 +182,7 @@ fn kept<'a, A>(moments: &'a mut Moments<A>, rule: &Rule) -> Vec<(Moment, &'a mut
 }
 
 /// The files with masters and moments, in order; the one of a small model where there is none.
-fn masters_of(folder: &Path) -> Vec<PathBuf> {
+pub(super) fn masters_of(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let is_part = |name: &str| name.starts_with("masters-") && name.ends_with(".safetensors");
     let parts = entries

@@ -1,18 +1,27 @@
 //! Writing a checkpoint: beside its place, flushed, then renamed.
+//!
+//! A save has three parts. [`Save::begin`] makes a folder beside the place; rank 0 does it. Then every rank
+//! writes its files there: all of them where there is one rank ([`Save::write`]), its ranges where there are
+//! several ([`Save::write_part`]), rank 0 also what is no tensor. When all have reported what they wrote,
+//! rank 0 says what is where, and renames the folder ([`Save::commit`]). Whatever dies before, nothing is in
+//! the place.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use foveate_nn::{Array, Blocks, Moment, NnError, Parameter};
+use foveate_nn::{Blocks, Parameter};
 use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
-use super::config::config_json;
+use super::content::{Carried, Content, Kept, Values};
+use super::layout::{self, Layout, Part, Piece};
 use super::{
-    CHAT_TEMPLATE, COMPANIONS, CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint,
-    name_of, remove_but, remove_leftovers, unreadable,
+    CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint, remove_but, remove_leftovers,
+    unreadable,
 };
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
@@ -20,6 +29,9 @@ use crate::safetensors::{self, Source, WriteError};
 
 /// Bytes of tensors in one file before they are divided into several.
 pub(super) const SHARD_BYTES: usize = 5_000_000_000;
+
+/// How long a folder that rank 0 made may stay unseen by another rank.
+const VISIBLE: Duration = Duration::from_secs(5);
 
 /// A file that is being written.
 pub(super) trait Durable: Write {
@@ -61,32 +73,231 @@ pub(super) fn save_with<B: Blocks>(
     create: Create<'_>,
     shard_bytes: usize,
 ) -> Result<PathBuf, TrainError> {
-    let place = folder.join(format!("step-{:06}", snapshot.state.step));
-    if is_checkpoint(&place) {
-        // Steps are reproducible, so what is here is what would be written.
-        return Ok(place);
+    let save = Save::of(folder, snapshot.state.step, keep);
+    if !save.begin()? {
+        return Ok(save.place);
     }
-    let temporary = folder.join(format!(".writing-{:06}", snapshot.state.step));
-    let failed = |e: io::Error| TrainError::write(&place, e);
-    fs::create_dir_all(folder).map_err(failed)?;
-    remove_leftovers(folder).map_err(failed)?;
-    fs::create_dir(&temporary).map_err(failed)?;
-    let mut writer = Writer { to: &temporary, create, sums: Manifest::default() };
-    let written = writer.all(snapshot, shard_bytes).and_then(|()| {
-        let synced = File::open(&temporary).and_then(|dir| dir.sync_all());
-        synced.map_err(|e| TrainError::write(&temporary, e))
-    });
-    // An empty folder of another origin gives way; one with files in it is somebody's.
-    if let Err(e) = written
-        .and_then(|()| fs::rename(&temporary, &place).map_err(|e| TrainError::write(&place, e)))
-    {
+    let written = Content::of(snapshot)
+        .and_then(|content| save.write_with(&content, snapshot, create, shard_bytes));
+    match written {
+        Ok(written) => save.commit_with(vec![written], create),
+        Err(e) => Err(save.abandon(e)),
+    }
+}
+
+/// A save that is under way.
+#[derive(Clone, Debug)]
+pub(crate) struct Save {
+    folder: PathBuf,
+    /// How many checkpoints of a run stay; none where `folder` is no run's.
+    keep: Option<usize>,
+    temporary: PathBuf,
+    /// Where the checkpoint will be.
+    pub place: PathBuf,
+}
+
+/// What a rank has written.
+#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Written {
+    sums: Manifest,
+    /// What there is to be written in ranges, by all ranks: rank 0 says so.
+    tensors: BTreeMap<String, Vec<usize>>,
+    /// The ranges that this rank has written.
+    parts: Vec<Part>,
+}
+
+impl Save {
+    /// The save of a step under `folder`, which then keeps the newest `keep`.
+    pub fn of(folder: &Path, step: u64, keep: usize) -> Self {
+        let temporary = folder.join(format!(".writing-{step:06}"));
+        let place = folder.join(format!("step-{step:06}"));
+        Self { folder: folder.to_owned(), keep: Some(keep.max(1)), temporary, place }
+    }
+
+    /// One to the new folder `place`, begun.
+    ///
+    /// # Errors
+    /// When something is there, or the folder to write to, beside it, cannot be made.
+    pub fn to_new(place: &Path) -> Result<Self, TrainError> {
+        let refuse = |message: &str| {
+            let (path, message) = (place.to_owned(), message.to_owned());
+            Err(TrainErrorKind::Folder { path, message }.into())
+        };
+        let is_empty = |folder: fs::ReadDir| folder.count() == 0;
+        if place.exists() && !fs::read_dir(place).is_ok_and(is_empty) {
+            return refuse("is there already; give a folder that is not");
+        }
+        let Some(name) = place.file_name() else { return refuse("is no name of a folder") };
+        let folder = place.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new(".")).to_owned();
+        let temporary = folder.join(format!(".exporting-{}", name.to_string_lossy()));
+        let left = if temporary.exists() { fs::remove_dir_all(&temporary) } else { Ok(()) };
+        left.and_then(|()| fs::create_dir_all(&temporary))
+            .map_err(|e| TrainError::write(&temporary, e))?;
+        Ok(Self { folder, keep: None, temporary, place: place.to_owned() })
+    }
+
+    /// Makes the folder to write to. False where the step is saved already: steps are reproducible, so what
+    /// is here is what would be written.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn begin(&self) -> Result<bool, TrainError> {
+        if is_checkpoint(&self.place) {
+            return Ok(false);
+        }
+        fs::create_dir_all(&self.folder)
+            .and_then(|()| remove_leftovers(&self.folder))
+            .and_then(|()| fs::create_dir(&self.temporary))
+            .map_err(|e| TrainError::write(&self.place, e))?;
+        Ok(true)
+    }
+
+    /// Writes all of a checkpoint, tensors whole.
+    ///
+    /// # Errors
+    /// When something cannot be written, or a value is not finite in the file.
+    pub fn write(&self, content: &Content, values: &dyn Values) -> Result<Written, TrainError> {
+        self.write_with(content, values, &create, SHARD_BYTES)
+    }
+
+    pub(super) fn write_with(
+        &self,
+        content: &Content,
+        values: &dyn Values,
+        create: Create<'_>,
+        shard_bytes: usize,
+    ) -> Result<Written, TrainError> {
+        let mut writer = Writer::to(&self.temporary, create);
+        writer.beside(content)?;
+        writer.weights(content, values, shard_bytes)?;
+        if content.state.is_some() {
+            writer.masters(content, values, shard_bytes)?;
+        }
+        Ok(Written { sums: writer.sums, ..Default::default() })
+    }
+
+    /// Writes the elements `owned` of the f32 weights and moments, as rank `rank`; rank 0 also writes what is
+    /// no tensor.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn write_part(
+        &self,
+        content: &Content,
+        values: &dyn Values,
+        owned: &[Range<usize>],
+        rank: usize,
+    ) -> Result<Written, TrainError> {
+        self.write_part_with(content, values, owned, rank, &create, (SHARD_BYTES, layout::PIECE))
+    }
+
+    pub(super) fn write_part_with(
+        &self,
+        content: &Content,
+        values: &dyn Values,
+        owned: &[Range<usize>],
+        rank: usize,
+        create: Create<'_>,
+        (shard_bytes, piece): (usize, usize),
+    ) -> Result<Written, TrainError> {
+        let mut writer = Writer::to(&self.temporary, create);
+        if rank == 0 {
+            writer.beside(content)?;
+        }
+        let pieces = layout::pieces(content, owned, piece);
+        let (mut parts, step) = (Vec::new(), content.step());
+        for (i, some) in shards(pieces, |(p, ..)| p.elems * 4, shard_bytes).into_iter().enumerate()
+        {
+            if some.is_empty() {
+                continue;
+            }
+            let file = format!("part-{rank:05}-{i:05}.safetensors");
+            let source = |(piece, kept, start): &(Piece, Kept, usize)| {
+                let (kept, start) = (*kept, *start);
+                let values = move |first, into: &mut [f32]| values.read(kept, start + first, into);
+                Source { name: piece.name(), shape: vec![piece.elems], values: Box::new(values) }
+            };
+            let sources: Vec<Source<'_>> = some.iter().map(source).collect();
+            writer.tensors(&file, SaveDtype::F32, &sources, step)?;
+            drop(sources);
+            let pieces: Vec<Piece> = some.into_iter().map(|(piece, ..)| piece).collect();
+            parts.push(Part { file, pieces });
+        }
+        let tensors = if rank == 0 { layout::tensors(content) } else { BTreeMap::new() };
+        Ok(Written { sums: writer.sums, tensors, parts })
+    }
+
+    /// Whether rank `rank` sees the folder that rank 0 made.
+    ///
+    /// # Errors
+    /// When it does not, after some seconds.
+    pub fn is_shared(&self, rank: usize) -> Result<(), TrainError> {
+        let began = Instant::now();
+        while !self.temporary.is_dir() {
+            // A network file system may show it late.
+            if began.elapsed() > VISIBLE {
+                let message = format!(
+                    "rank {rank} does not see here what rank 0 writes; give all ranks one run.dir on \
+                     a file system that they share"
+                );
+                return Err(TrainErrorKind::Folder { path: self.folder.clone(), message }.into());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Removes what was written, for the sake of `e`, which it returns.
+    pub fn abandon(&self, e: TrainError) -> TrainError {
         // The disk may be full: give back what was taken, then tell of the first failure.
-        let _ = fs::remove_dir_all(&temporary);
-        return Err(e);
+        let _ = fs::remove_dir_all(&self.temporary);
+        e
     }
-    File::open(folder).and_then(|dir| dir.sync_all()).map_err(failed)?;
-    remove_but(folder, keep.max(1))?;
-    Ok(place)
+
+    /// Makes a checkpoint of what all ranks have written, in order of rank, and removes older ones.
+    ///
+    /// # Errors
+    /// A range of a tensor that is missing or written twice, or a file system that refuses: nothing stays
+    /// of it then.
+    pub fn commit(&self, all: Vec<Written>) -> Result<PathBuf, TrainError> {
+        self.commit_with(all, &create)
+    }
+
+    fn commit_with(&self, all: Vec<Written>, create: Create<'_>) -> Result<PathBuf, TrainError> {
+        let failed = |e: io::Error| TrainError::write(&self.place, e);
+        let sync = |folder: &Path| File::open(folder).and_then(|dir| dir.sync_all());
+        let described = self.describe(all, create).and_then(|()| {
+            sync(&self.temporary).map_err(|e| TrainError::write(&self.temporary, e))
+        });
+        // An empty folder of another origin gives way; one with files in it is somebody's.
+        described
+            .and_then(|()| fs::rename(&self.temporary, &self.place).map_err(failed))
+            .map_err(|e| self.abandon(e))?;
+        sync(&self.folder).map_err(failed)?;
+        if let Some(keep) = self.keep {
+            remove_but(&self.folder, keep)?;
+        }
+        Ok(self.place.clone())
+    }
+
+    /// Writes what is where, and the checksums.
+    fn describe(&self, all: Vec<Written>, create: Create<'_>) -> Result<(), TrainError> {
+        let mut writer = Writer::to(&self.temporary, create);
+        let (mut tensors, mut parts) = (BTreeMap::new(), Vec::new());
+        for written in all {
+            writer.sums.join(written.sums);
+            tensors.extend(written.tensors);
+            parts.extend(written.parts);
+        }
+        if !tensors.is_empty() {
+            let layout = Layout::of(tensors, parts, &self.temporary.join(layout::FILE))?;
+            let text = writer.json(layout::FILE, &layout.to_json())?;
+            writer.sums.add_file(layout::FILE, text.as_bytes());
+        }
+        let sums = writer.sums.to_json();
+        writer.json(checksums::FILE, &sums).map(|_| ())
+    }
 }
 
 /// The files of one checkpoint, with the checksums of those written so far.
@@ -96,34 +307,27 @@ struct Writer<'a> {
     sums: Manifest,
 }
 
-impl Writer<'_> {
-    fn all<B: Blocks>(
-        &mut self,
-        snapshot: &Snapshot<'_, B>,
-        shard_bytes: usize,
-    ) -> Result<(), TrainError> {
-        let config = self.json(CONFIG, &config_json(snapshot)?)?;
+impl<'a> Writer<'a> {
+    fn to(to: &'a Path, create: Create<'a>) -> Self {
+        Self { to, create, sums: Manifest::default() }
+    }
+
+    /// What is no tensor.
+    fn beside(&mut self, content: &Content) -> Result<(), TrainError> {
+        let config = self.json(CONFIG, &content.config)?;
         self.sums.add_file(CONFIG, config.as_bytes());
-        if let Some(path) = snapshot.tokenizer.path() {
-            let bytes = fs::read(path).map_err(|e| TrainError::checkpoint(path, e.to_string()))?;
-            self.put("tokenizer.json", &bytes)?;
-        }
-        for name in COMPANIONS {
-            let found = snapshot.origin.map(|folder| folder.join(name));
-            match (found.filter(|path| path.is_file()), snapshot.chat_template) {
-                (_, Some(source)) if name == CHAT_TEMPLATE => self.put(name, source.as_bytes())?,
-                (Some(path), _) => {
-                    self.put(name, &fs::read(&path).map_err(|e| unreadable(&path, &e))?)?;
+        for (name, carried) in &content.files {
+            match carried {
+                Carried::Text(text) => self.put(name, text.as_bytes())?,
+                Carried::Copy(path) => {
+                    self.put(name, &fs::read(path).map_err(|e| unreadable(path, &e))?)?;
                 }
-                (None, _) => {}
             }
         }
-        self.weights(snapshot, shard_bytes)?;
-        self.masters(snapshot, shard_bytes)?;
-        let state = serde_json::to_value(snapshot.state).expect("plain numbers");
-        let state = self.json(STATE, &state)?;
+        let Some(state) = &content.state else { return Ok(()) };
+        let state = self.json(STATE, &serde_json::to_value(state).expect("plain numbers"))?;
         self.sums.add_file(STATE, state.as_bytes());
-        self.json(checksums::FILE, &self.sums.to_json()).map(|_| ())
+        Ok(())
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<(), TrainError> {
@@ -140,14 +344,15 @@ impl Writer<'_> {
     }
 
     /// The weights, in shards with an index where they are large.
-    fn weights<B: Blocks>(
+    fn weights(
         &mut self,
-        snapshot: &Snapshot<'_, B>,
+        content: &Content,
+        values: &dyn Values,
         shard_bytes: usize,
     ) -> Result<(), TrainError> {
-        let (parameters, dtype) = (snapshot.model.parameters(), snapshot.dtype);
+        let (parameters, dtype) = (&content.parameters, content.dtype);
         let size = |p: &Parameter| p.place.len() * dtype.bytes();
-        let shards = shards(parameters.iter(), |p| size(p), shard_bytes);
+        let shards = shards(parameters, |p| size(p), shard_bytes);
         let mut weight_map = BTreeMap::new();
         let count = shards.len();
         for (i, shard) in shards.iter().enumerate() {
@@ -155,10 +360,8 @@ impl Writer<'_> {
                 1 => SINGLE.to_owned(),
                 n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
             };
-            let read = |first, into: &mut [f32]| snapshot.model.masters(first, into);
-            let sources: Vec<Source<'_>> =
-                shard.iter().map(|&p| source(p.name.clone(), p, read)).collect();
-            self.tensors(&name, dtype, &sources, snapshot.state.step)?;
+            let sources = shard.iter().map(|&p| source(p.name.clone(), p, Kept::Weight, values));
+            self.tensors(&name, dtype, &sources.collect::<Vec<_>>(), content.step())?;
             weight_map.extend(shard.iter().map(|p| (p.name.clone(), name.clone())));
         }
         if count > 1 {
@@ -170,33 +373,23 @@ impl Writer<'_> {
     }
 
     /// f32 weights and moments, in several files where they are large.
-    fn masters<B: Blocks>(
+    fn masters(
         &mut self,
-        snapshot: &Snapshot<'_, B>,
+        content: &Content,
+        values: &dyn Values,
         shard_bytes: usize,
     ) -> Result<(), TrainError> {
-        let Snapshot { model, moments, .. } = snapshot;
-        let mut sources: Vec<Source<'_>> = Vec::new();
-        for p in model.parameters() {
-            let name = |kind: &str| format!("{kind}:{}", p.name);
-            sources.push(source(name("weight"), p, |first, into| model.masters(first, into)));
-            let trained = model.layout().trains(&p.place);
-            let kept = [(Moment::Mean, &moments.mean), (Moment::Square, &moments.square)];
-            for (moment, array) in kept.into_iter().filter(|(_, a)| trained && a.elems() > 0) {
-                let read = move |first, into: &mut [f32]| {
-                    model.download_moment(moment, array, first, into)
-                };
-                sources.push(source(name(name_of(moment)), p, read));
-            }
-        }
-        let shards = shards(sources, |s| s.shape.iter().product::<usize>() * 4, shard_bytes);
+        let of = |p| content.kept(p).map(move |kept| (layout::tensor(kept, p), p, kept));
+        let all = content.parameters.iter().flat_map(of);
+        let shards = shards(all, |(_, p, _)| p.place.len() * 4, shard_bytes);
         let count = shards.len();
-        for (i, shard) in shards.iter().enumerate() {
+        for (i, shard) in shards.into_iter().enumerate() {
             let name = match count {
                 1 => MASTERS.to_owned(),
                 n => format!("masters-{:05}-of-{n:05}.safetensors", i + 1),
             };
-            self.tensors(&name, SaveDtype::F32, shard, snapshot.state.step)?;
+            let sources = shard.into_iter().map(|(name, p, kept)| source(name, p, kept, values));
+            self.tensors(&name, SaveDtype::F32, &sources.collect::<Vec<_>>(), content.step())?;
         }
         Ok(())
     }
@@ -216,7 +409,7 @@ impl Writer<'_> {
         });
         let sums = written.map_err(|e| match e {
             WriteError::Io(e) => TrainError::write(&path, e),
-            WriteError::Read(e) => e.into(),
+            WriteError::Read(e) => e,
             WriteError::Value { tensor, element, value } if value.is_finite() => {
                 let message = format!(
                     "tensor `{tensor}` is {value} at element {element}, past the range of {}; set \
@@ -254,13 +447,14 @@ fn shards<T>(
     shards
 }
 
-/// The elements of a parameter of an array that `read` reads from any element on.
+/// A whole tensor of a parameter.
 fn source<'a>(
     name: String,
-    parameter: &'a Parameter,
-    read: impl Fn(usize, &mut [f32]) -> Result<(), NnError> + 'a,
+    parameter: &Parameter,
+    kept: Kept,
+    values: &'a dyn Values,
 ) -> Source<'a> {
     let start = parameter.place.start;
-    let values = move |first: usize, into: &mut [f32]| read(start + first, into);
-    Source { name, shape: &parameter.shape, values: Box::new(values) }
+    let values = move |first: usize, into: &mut [f32]| values.read(kept, start + first, into);
+    Source { name, shape: parameter.shape.clone(), values: Box::new(values) }
 }

@@ -11,6 +11,8 @@ use serde_json::json;
 use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
 
+mod sharded;
+
 const RULE: foveate_nn::Rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
     beta1: 0.9,
     beta2: 0.95,

@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
-use foveate_nn::NnError;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
 use super::{CHUNK, Checksum};
+use crate::error::TrainError;
 use crate::recipe::SaveDtype;
 
 /// A tensor to write.
@@ -19,13 +19,13 @@ pub struct Source<'a> {
     /// Its name in the file.
     pub name: String,
     /// Length of each axis.
-    pub shape: &'a [usize],
+    pub shape: Vec<usize>,
     /// Reads its elements from one on, row-major.
     pub values: Box<Read<'a>>,
 }
 
 /// Reads elements from one on.
-pub type Read<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), NnError> + 'a;
+pub type Read<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), TrainError> + 'a;
 
 /// Why a file was not written.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub enum WriteError {
     /// The system refused.
     Io(io::Error),
     /// A value could not be read.
-    Read(NnError),
+    Read(TrainError),
     /// A value has no finite form in the file.
     Value {
         /// The tensor's name.
@@ -73,7 +73,7 @@ pub fn write(
     let mut bytes = Vec::with_capacity(CHUNK * dtype.bytes());
     let mut values = vec![0.0; CHUNK];
     for tensor in tensors {
-        let mut sum = Checksum::new(dtype.tag(), tensor.shape);
+        let mut sum = Checksum::new(dtype.tag(), &tensor.shape);
         let elems = tensor.elems();
         for first in (0..elems).step_by(CHUNK) {
             let chunk = &mut values[..(elems - first).min(CHUNK)];
@@ -137,7 +137,7 @@ mod tests {
             into.copy_from_slice(&values[first..first + into.len()]);
             Ok(())
         };
-        Source { name: name.to_owned(), shape, values: Box::new(read) }
+        Source { name: name.to_owned(), shape: shape.to_vec(), values: Box::new(read) }
     }
 
     #[test]

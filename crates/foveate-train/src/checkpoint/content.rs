@@ -1,0 +1,200 @@
+//! What is saved: the files of a checkpoint, and where the values of its tensors come from.
+//!
+//! A save that the step waits for reads values where they are ([`Snapshot`]). One that it does not wait for
+//! reads a [`HostCopy`] of the elements that this rank writes, on another thread.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use foveate_nn::{Array, Blocks, Moment, Parameter};
+use serde_json::Value;
+
+use super::config::config_json;
+use super::{CHAT_TEMPLATE, COMPANIONS, Snapshot, State, name_of};
+use crate::error::{TrainError, TrainErrorKind};
+use crate::recipe::SaveDtype;
+
+/// What is kept of a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// Its f32 master.
+    Weight,
+    /// A moment of the optimiser.
+    Moment(Moment),
+}
+
+impl Kept {
+    /// What its tensors are called, before the name of the parameter.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Weight => "weight",
+            Self::Moment(moment) => name_of(moment),
+        }
+    }
+}
+
+/// Where values come from.
+pub(crate) trait Values {
+    /// Reads elements from `first` on, counted in the array of all parameters.
+    fn read(&self, kept: Kept, first: usize, into: &mut [f32]) -> Result<(), TrainError>;
+}
+
+/// A file that goes along.
+#[derive(Clone, Debug)]
+pub(super) enum Carried {
+    /// A copy of this one.
+    Copy(PathBuf),
+    /// This text.
+    Text(String),
+}
+
+/// A checkpoint without the values of its tensors.
+#[derive(Clone, Debug)]
+pub(crate) struct Content {
+    /// `config.json`.
+    pub(super) config: Value,
+    /// Files that go along, by their names.
+    pub(super) files: Vec<(String, Carried)>,
+    /// In the order of their places.
+    pub(super) parameters: Vec<Parameter>,
+    /// What is kept of them for a resume, besides the weights; of those that lie before `trained`.
+    pub(super) moments: Vec<Moment>,
+    /// Elements that are trained: the first ones.
+    pub(super) trained: usize,
+    /// Elements of all parameters, and of what lies between them.
+    pub(super) elems: usize,
+    /// Of the weights, where they are saved beside masters.
+    pub(super) dtype: SaveDtype,
+    /// None of a checkpoint that no run continues from.
+    pub(super) state: Option<State>,
+}
+
+impl Content {
+    /// That of a run.
+    ///
+    /// # Errors
+    /// When `config.json` of the checkpoint it started from cannot be read.
+    pub fn of<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Self, TrainError> {
+        let Snapshot { model, moments, state, dtype, tokenizer, origin, chat_template, .. } =
+            snapshot;
+        let mut files = Vec::new();
+        if let Some(path) = tokenizer.path() {
+            files.push(("tokenizer.json".to_owned(), Carried::Copy(path.to_path_buf())));
+        }
+        for name in COMPANIONS {
+            let found = origin.map(|folder| folder.join(name)).filter(|path| path.is_file());
+            match (found, chat_template) {
+                (_, Some(source)) if name == CHAT_TEMPLATE => {
+                    files.push((name.to_owned(), Carried::Text((*source).to_owned())));
+                }
+                (Some(path), _) => files.push((name.to_owned(), Carried::Copy(path))),
+                (None, _) => {}
+            }
+        }
+        let kept = [(Moment::Mean, &moments.mean), (Moment::Square, &moments.square)];
+        let layout = model.layout();
+        Ok(Self {
+            config: config_json(snapshot)?,
+            files,
+            parameters: layout.parameters().to_vec(),
+            moments: kept.into_iter().filter(|(_, a)| a.elems() > 0).map(|(m, _)| m).collect(),
+            trained: layout.trained(),
+            elems: layout.elems(),
+            dtype: *dtype,
+            state: Some((*state).clone()),
+        })
+    }
+
+    /// Optimiser steps done.
+    pub(super) fn step(&self) -> u64 {
+        self.state.as_ref().map_or(0, |state| state.step)
+    }
+
+    /// What is kept of a parameter for a resume.
+    pub(super) fn kept(&self, parameter: &Parameter) -> impl Iterator<Item = Kept> {
+        let trained = parameter.place.start < self.trained;
+        let moments = self.moments.iter().filter(move |_| trained).map(|&m| Kept::Moment(m));
+        [Kept::Weight].into_iter().chain(moments)
+    }
+}
+
+impl<B: Blocks> Values for Snapshot<'_, B> {
+    fn read(&self, kept: Kept, first: usize, into: &mut [f32]) -> Result<(), TrainError> {
+        let array = match kept {
+            Kept::Weight => return Ok(self.model.masters(first, into)?),
+            Kept::Moment(Moment::Mean) => &self.moments.mean,
+            Kept::Moment(Moment::Square) => &self.moments.square,
+        };
+        let Kept::Moment(moment) = kept else { unreachable!("a weight was read above") };
+        Ok(self.model.download_moment(moment, array, first, into)?)
+    }
+}
+
+/// Bytes of a [`HostCopy`] of `owned` elements, of which those before `trained` have `moments` moments.
+pub(crate) fn copy_bytes(owned: &[Range<usize>], trained: usize, moments: usize) -> u64 {
+    let elems = |end: usize| owned.iter().map(|r| r.end.min(end).saturating_sub(r.start)).sum();
+    let (all, trained): (usize, usize) = (elems(usize::MAX), elems(trained));
+    4 * (all + moments * trained) as u64
+}
+
+/// Values of some elements, in host memory.
+#[derive(Debug)]
+pub(crate) struct HostCopy {
+    /// What is kept, of which elements.
+    parts: Vec<(Kept, Range<usize>, Vec<f32>)>,
+    /// Whether nobody waits for what is read any more.
+    pub(crate) dropped: Arc<AtomicBool>,
+}
+
+impl HostCopy {
+    /// Waits for the elements `owned` and copies them.
+    ///
+    /// # Errors
+    /// When there is no memory for them, or the device fails.
+    pub fn of<B: Blocks>(
+        content: &Content,
+        snapshot: &Snapshot<'_, B>,
+        owned: &[Range<usize>],
+    ) -> Result<Self, TrainError> {
+        let mut parts = Vec::new();
+        let moments = content.moments.iter().map(|&m| (Kept::Moment(m), content.trained));
+        for (kept, end) in [(Kept::Weight, content.elems)].into_iter().chain(moments) {
+            for range in owned {
+                let range = range.start..range.end.min(end);
+                if range.is_empty() {
+                    continue;
+                }
+                let mut values: Vec<f32> = Vec::new();
+                values.try_reserve_exact(range.len()).map_err(|_| {
+                    TrainError::model(format!(
+                        "there is no memory for a copy of {} values to save while the run goes on; \
+                         set train.async_save = false",
+                        range.len()
+                    ))
+                })?;
+                values.resize(range.len(), 0.0);
+                snapshot.read(kept, range.start, &mut values)?;
+                parts.push((kept, range, values));
+            }
+        }
+        Ok(Self { parts, dropped: Arc::default() })
+    }
+}
+
+impl Values for HostCopy {
+    fn read(&self, kept: Kept, first: usize, into: &mut [f32]) -> Result<(), TrainError> {
+        if self.dropped.load(Ordering::Relaxed) {
+            return Err(TrainErrorKind::Interrupted.into());
+        }
+        let end = first + into.len();
+        let holds = |(of, range, _): &&(Kept, Range<usize>, Vec<f32>)| {
+            *of == kept && range.start <= first && end <= range.end
+        };
+        let (_, range, values) =
+            self.parts.iter().find(holds).expect("pieces lie in the ranges that were copied");
+        into.copy_from_slice(&values[first - range.start..end - range.start]);
+        Ok(())
+    }
+}

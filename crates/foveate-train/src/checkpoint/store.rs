@@ -1,0 +1,199 @@
+//! The tensors of a checkpoint, in whichever files they lie.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::checksums::Manifest;
+use super::layout::{self, Layout};
+use super::read_json;
+use crate::error::TrainError;
+use crate::safetensors::{RESTORE, Tensors};
+
+/// Tensors by name, of which any elements can be read.
+pub(super) struct Store {
+    files: Vec<File>,
+    sums: Option<Manifest>,
+    tensors: BTreeMap<String, Place>,
+}
+
+struct File {
+    path: PathBuf,
+    /// None until something of it is read.
+    open: Option<Tensors>,
+}
+
+/// Where a tensor is.
+struct Place {
+    shape: Vec<usize>,
+    /// In order, without gaps.
+    pieces: Vec<Piece>,
+}
+
+struct Piece {
+    range: Range<usize>,
+    file: usize,
+    /// Its name there.
+    name: String,
+}
+
+/// Elements of a tensor in a file.
+pub(super) struct Found {
+    pub path: PathBuf,
+    pub first: usize,
+    pub elems: usize,
+    /// Of the file.
+    pub bytes: Range<u64>,
+}
+
+impl Store {
+    /// The tensors of safetensors files, each whole in one of them.
+    ///
+    /// # Errors
+    /// When a file is not there, not safetensors, or has no checksums where there should be some; or when two
+    /// have a tensor of one name.
+    pub fn of_files(paths: Vec<PathBuf>, sums: Option<Manifest>) -> Result<Self, TrainError> {
+        let mut store = Self { files: Vec::new(), sums, tensors: BTreeMap::new() };
+        for path in paths {
+            let file = store.files.len();
+            store.files.push(File { path, open: None });
+            let tensors = store.open(file)?;
+            let named = tensors.names().map(|name| {
+                let shape = tensors.shape(name).expect("it is one of the names").to_vec();
+                (name.to_owned(), shape)
+            });
+            for (name, shape) in named.collect::<Vec<_>>() {
+                let range = 0..shape.iter().product();
+                let pieces = vec![Piece { range, file, name: name.clone() }];
+                if store.tensors.insert(name.clone(), Place { shape, pieces }).is_some() {
+                    let message = format!("tensor `{name}` stands in another file, too; {RESTORE}");
+                    return Err(TrainError::checkpoint(&store.files[file].path, message));
+                }
+            }
+        }
+        Ok(store)
+    }
+
+    /// The tensors that `layout.json` of `folder` says where to find; none where there is no such file.
+    ///
+    /// # Errors
+    /// When it is not as it was saved, or elements of a tensor are missing or there twice, or a file is not there.
+    pub fn of_layout(folder: &Path, sums: Option<&Manifest>) -> Result<Option<Self>, TrainError> {
+        let path = folder.join(layout::FILE);
+        if !path.exists() {
+            return Ok(None);
+        }
+        if let Some(sums) = sums {
+            sums.check_file(&path)?;
+        }
+        let layout = Layout::from_json(read_json(&path)?, &path)?;
+        let mut files: BTreeMap<String, usize> = BTreeMap::new();
+        let mut store = Self { files: Vec::new(), sums: sums.cloned(), tensors: BTreeMap::new() };
+        for (name, tensor) in layout.tensors {
+            let mut pieces = Vec::new();
+            for layout::Stored { first, elems, file } in tensor.ranges {
+                let next = files.len();
+                let number = *files.entry(file.clone()).or_insert(next);
+                if number == next {
+                    let path = folder.join(&file);
+                    if !path.exists() {
+                        let message = format!(
+                            "is missing, where elements {first}..{} of tensor `{name}` are; put it \
+                             back, or use another checkpoint",
+                            first + elems
+                        );
+                        return Err(TrainError::checkpoint(&path, message));
+                    }
+                    store.files.push(File { path, open: None });
+                }
+                let piece = layout::Piece { tensor: name.clone(), first, elems };
+                let range = first..first + elems;
+                pieces.push(Piece { range, file: number, name: piece.name() });
+            }
+            store.tensors.insert(name, Place { shape: tensor.shape, pieces });
+        }
+        Ok(Some(store))
+    }
+
+    /// The names of all tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of a tensor that is here.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|place| &*place.shape)
+    }
+
+    /// The dtype of a tensor that is here, and where its elements are.
+    ///
+    /// # Errors
+    /// When a file cannot be opened or has not what it should have.
+    pub fn find(&mut self, name: &str) -> Result<(String, Vec<Found>), TrainError> {
+        let place = self.tensors.get(name).map_or(&[][..], |place| &place.pieces);
+        let pieces = place.iter().map(|p| (p.file, p.name.clone(), p.range.clone()));
+        let (mut all, mut dtype) = (Vec::new(), String::new());
+        for (file, name, Range { start: first, end }) in pieces.collect::<Vec<_>>() {
+            let tensors = self.open(file)?;
+            let Some((tag, bytes)) = tensors.place(&name) else {
+                let message = format!("tensor `{name}` is missing");
+                return Err(TrainError::checkpoint(&self.files[file].path, message));
+            };
+            dtype = tag.to_owned();
+            let path = self.files[file].path.clone();
+            all.push(Found { path, first, elems: end - first, bytes });
+        }
+        Ok((dtype, all))
+    }
+
+    /// The file of a tensor's first element, or any.
+    pub fn path(&self, name: &str) -> &Path {
+        let place = self.tensors.get(name).and_then(|place| place.pieces.first());
+        &self.files[place.map_or(0, |piece| piece.file)].path
+    }
+
+    /// Gives the elements `range` of a tensor of `elems`, in pieces, to `put`.
+    ///
+    /// # Errors
+    /// If it is missing, of another size, damaged, or has a value that is not finite; and what `put` returns.
+    pub fn read(
+        &mut self,
+        name: &str,
+        elems: usize,
+        range: Range<usize>,
+        put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let refuse = |path: &Path, message: String| Err(TrainError::checkpoint(path, message));
+        let Some(place) = self.tensors.get(name) else {
+            return refuse(self.path(name), format!("tensor `{name}` is missing"));
+        };
+        if place.shape.iter().product::<usize>() != elems {
+            let shape = &place.shape;
+            let message = format!("tensor `{name}` has shape {shape:?}, not {elems} elements");
+            return refuse(self.path(name), message);
+        }
+        let overlap = |piece: &Piece| {
+            let (start, end) = (range.start.max(piece.range.start), range.end.min(piece.range.end));
+            let part =
+                start.saturating_sub(piece.range.start)..end.saturating_sub(piece.range.start);
+            (start < end).then(|| (piece.file, piece.name.clone(), piece.range.len(), part))
+        };
+        let parts: Vec<_> = place.pieces.iter().filter_map(overlap).collect();
+        for (file, name, elems, part) in parts {
+            self.open(file)?.read_part(&name, elems, part, put)?;
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, file: usize) -> Result<&mut Tensors, TrainError> {
+        let File { path, open } = &mut self.files[file];
+        if open.is_none() {
+            let tensors = Tensors::open(path)?;
+            *open = Some(match &self.sums {
+                Some(sums) => tensors.verified_by(sums.tensors(path)?),
+                None => tensors,
+            });
+        }
+        Ok(open.as_mut().expect("set above"))
+    }
+}
