@@ -72,7 +72,18 @@ fn a_run_leaves_all_it_promises() {
 
 #[test]
 fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
+    killed_at_any_moment("train.async_save=false");
+}
+
+#[test]
+fn a_run_killed_while_it_saves_beside_its_steps_resumes_bit_for_bit() {
+    killed_at_any_moment("train.async_save=true");
+}
+
+/// Also, whatever was there when it died: every folder in the place of a checkpoint is a whole one.
+fn killed_at_any_moment(set: &str) {
     let place = Place::new();
+    place.recipe(|recipe| recipe.replace("save_every = 4", "save_every = 1"));
     let straight = place.path("straight").display().to_string();
     place.json(&["train", "recipe.toml", "--json", "--set", &format!("run.dir={straight}")]);
     for round in 0.. {
@@ -80,7 +91,7 @@ fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
             entries.any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
         });
         let how = if saved { "--resume" } else { "--start-over" };
-        let args = ["train", "recipe.toml", how];
+        let args = ["train", "recipe.toml", how, "--set", set];
         let mut child =
             place.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         // From before the first step to well inside the run.
@@ -88,6 +99,15 @@ fn a_run_killed_at_any_moment_resumes_bit_for_bit() {
         if round < 8 && child.try_wait().unwrap().is_none() {
             child.kill().unwrap();
             child.wait().unwrap();
+            for entry in std::fs::read_dir(place.path("run/checkpoints")).into_iter().flatten() {
+                let path = entry.unwrap().path();
+                if path.file_name().unwrap().to_str().unwrap().starts_with("step-") {
+                    let path = path.to_str().unwrap();
+                    assert!(place.run(&["eval", path, "00.txt"]).status.success(), "{path}");
+                    let state = std::fs::read_to_string(format!("{path}/checksums.json"));
+                    assert!(state.unwrap().contains("masters.safetensors"));
+                }
+            }
             continue;
         }
         assert!(child.wait().unwrap().success());
@@ -199,14 +219,19 @@ fn sigterm_ends_a_run_while_its_documents_render() {
 #[test]
 fn a_checkpoint_past_the_limit_of_file_sizes_is_an_error_with_the_remedy() {
     let place = Place::new();
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "ulimit -f 20; exec \"$0\" train recipe.toml --set train.steps=2"]);
-    shell.arg(env!("CARGO_BIN_EXE_foveate")).current_dir(place.path(""));
-    let done = shell.stdin(Stdio::null()).output().unwrap();
-    let said = String::from_utf8(done.stderr).unwrap();
-    assert_eq!(done.status.code(), Some(1), "{said}");
-    let remedy = "raise the limit of file sizes (ulimit -f) and start again with --start-over";
-    assert!(said.lines().last().unwrap().contains(remedy), "{said}");
+    for set in ["train.steps=2", "train.async_save=true"] {
+        let mut shell = Command::new("sh");
+        let limited = "ulimit -f 20; exec \"$0\" train recipe.toml --start-over --set \"$1\"";
+        shell.args(["-c", limited, env!("CARGO_BIN_EXE_foveate"), set]);
+        shell.current_dir(place.path(""));
+        let done = shell.stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(1), "{said}");
+        let remedy = "raise the limit of file sizes (ulimit -f) and start again with --start-over";
+        assert!(said.lines().last().unwrap().contains(remedy), "{said}");
+        let left = std::fs::read_dir(place.path("run/checkpoints")).unwrap().count();
+        assert_eq!(left, 0, "nothing half-written stays");
+    }
 }
 
 #[cfg(target_os = "linux")]

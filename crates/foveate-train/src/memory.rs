@@ -1,11 +1,12 @@
 //! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
 
 use foveate_nn::{
-    AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterState, Precision,
-    Recomputation, Recompute, StepKind, Training,
+    AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout, ParameterState,
+    Precision, Recomputation, Recompute, StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
 
+use crate::checkpoint::copy_bytes;
 use crate::recipe::Recipe;
 
 /// A GPU by what it has.
@@ -32,6 +33,14 @@ pub const PROFILES: [GpuProfile; 4] = [
 /// What a GPU holds beside the arrays of a step: the context, kernels, their scratch and workspaces of
 /// matrix products.
 pub const BESIDE: u64 = 1 << 30;
+
+/// Bytes of host memory that a rank of `ranks` takes for a copy of what it saves, where steps go on while a
+/// checkpoint is written: f32 weights and moments of the parameters of `layout`.
+pub fn save_copy_bytes(recipe: &Recipe, layout: &ParameterLayout, ranks: usize) -> u64 {
+    let moments = 1 + usize::from(recipe.optimizer.rule().keeps_squares());
+    let whole = 0..layout.elems();
+    copy_bytes(&[whole], layout.trained(), moments).div_ceil(ranks as u64)
+}
 
 /// What of a recipe decides the memory that it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -130,14 +130,6 @@ impl Ranks<'_> {
         if self.alone() { Ok(vec![own.to_vec()]) } else { Ok(self.all.all_gather(own)?) }
     }
 
-    /// Whether any rank says so.
-    pub fn any(self, own: bool) -> Result<bool, TrainError> {
-        if self.alone() {
-            return Ok(own);
-        }
-        Ok(self.all.all_gather(&[u8::from(own)])?.concat().contains(&1))
-    }
-
     /// Sums in order of rank, in f64.
     pub fn sum<const N: usize>(self, own: [f64; N]) -> Result<[f64; N], TrainError> {
         if self.alone() {
@@ -153,11 +145,6 @@ impl Ranks<'_> {
             sums.iter_mut().zip(values).for_each(|(sum, &value)| *sum += f64::from_le_bytes(value));
         }
         Ok(sums)
-    }
-
-    /// What rank 0 has, on all.
-    pub fn of_first(self, text: String) -> Result<String, TrainError> {
-        Ok(String::from_utf8_lossy(&self.bytes_of_first(text.into_bytes())?).into_owned())
     }
 
     /// The bytes that rank 0 has, on all.

@@ -6,7 +6,9 @@
 
 mod counting;
 mod folder;
+mod pending;
 mod profile;
+mod saving;
 mod setup;
 
 use std::ops::Range;
@@ -20,7 +22,7 @@ use foveate_nn::{
 use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
-use crate::checkpoint::{self, Checksums, Snapshot};
+use crate::checkpoint::{self, Checksums};
 use crate::context::{ContextBatch, ContextPlanner};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::device::OnDevice;
@@ -218,7 +220,12 @@ impl OnDevice for Training<'_> {
         let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
         observer.started(&run.started);
-        run.steps(profile, observer)
+        let ran = run.steps(profile, observer);
+        if let Err(e) = &ran {
+            // What was being saved is of steps before; the first failure is told.
+            let _ = run.settle_behind(e, observer);
+        }
+        ran
     }
 }
 
@@ -291,12 +298,12 @@ impl<B: Blocks> Setup<'_, B> {
             if evaluates {
                 self.evaluate(train.eval_rows, observer)?;
             }
-            interrupted = step < steps && self.ranks.any(observer.interrupted())?;
+            interrupted = self.after_step(step < steps && observer.interrupted(), observer)?;
             if saves || interrupted {
                 if let Some(last) = running.take() {
                     self.finish(last, &mut run, observer)?;
                 }
-                saved = Some(self.save(observer)?);
+                saved = Some(self.save(self.saves_beside && !interrupted, observer)?);
             }
         }
         self.write_profile(&mut run, observer)?;
@@ -304,7 +311,7 @@ impl<B: Blocks> Setup<'_, B> {
         // Saved first: looking at all that is held out may take long.
         let checkpoint = match saved.filter(|_| interrupted) {
             Some(path) => path,
-            None => self.save(observer)?,
+            None => self.save(false, observer)?,
         };
         let held_out_loss = match interrupted {
             true => None,
@@ -558,36 +565,6 @@ impl<B: Blocks> Setup<'_, B> {
         logs.board.append(&record).map_err(|e| TrainError::write(&self.recipe.run.dir, e))?;
         self.records.push(record);
         Ok(())
-    }
-
-    fn save(&mut self, observer: &mut dyn Observer) -> Result<PathBuf, TrainError> {
-        observer.begins("saving");
-        let start = Instant::now();
-        let snapshot = Snapshot {
-            model: &self.model,
-            attention: &self.attention,
-            moments: &self.moments,
-            state: &self.state,
-            dtype: self.recipe.train.save_dtype,
-            tokenizer: self.corpus.tokenizer(),
-            origin: self.origin.as_deref(),
-            chat_template: self.template_source.as_deref(),
-        };
-        let keep = self.recipe.train.keep;
-        let path = match self.ranks.first() {
-            true => checkpoint::save(&self.folder.checkpoints(), &snapshot, keep),
-            false => Ok(PathBuf::new()),
-        };
-        let path = self.ranks.together(path)?;
-        let path = match self.ranks.alone() {
-            true => path,
-            false => self.ranks.of_first(path.display().to_string())?.into(),
-        };
-        let (step, seconds) = (self.state.step, start.elapsed().as_secs_f64());
-        let metrics = SaveMetrics { step, unix_time: unix_time(), seconds };
-        self.record(Record::Save(metrics.clone()))?;
-        observer.saved(&path, &metrics);
-        Ok(path)
     }
 }
 

@@ -8,7 +8,7 @@ use foveate_nn::{
     ParameterState, Recompute, StepKind,
 };
 use foveate_train::checkpoint::{self, Checksums};
-use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting};
+use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
@@ -179,6 +179,9 @@ pub fn run(
     for mode in Recompute::ALL {
         let mut estimate = model.training_memory(rows, len, mode)?;
         estimate.process += tokenizer_bytes;
+        if recipe.train.async_save == Some(true) {
+            estimate.process += save_copy_bytes(&recipe, model.layout(), 1);
+        }
         memory.push((mode.name(), mode == chosen.what, estimate));
     }
     let planned = Planned { recipe: &recipe, config: &config, attention: &attention };

@@ -86,8 +86,13 @@ impl Place {
             .collect()
     }
 
+    /// The bytes of all tensors of a checkpoint, file by file.
     pub fn weights(&self, run: &str, step: u64) -> Vec<u8> {
         let last = self.path(run).join(format!("checkpoints/step-{step:06}"));
-        std::fs::read(last.join("masters.safetensors")).unwrap()
+        let files = std::fs::read_dir(last).unwrap().map(|entry| entry.unwrap().path());
+        let mut files: Vec<_> =
+            files.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).collect();
+        files.sort();
+        files.iter().flat_map(|path| std::fs::read(path).unwrap()).collect()
     }
 }

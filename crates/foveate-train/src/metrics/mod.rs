@@ -101,8 +101,11 @@ pub struct SaveMetrics {
     pub step: u64,
     /// When it was whole, in seconds since 1970 (UTC).
     pub unix_time: f64,
-    /// Time it took, in seconds.
+    /// Time until it was whole on the disk, in seconds.
     pub seconds: f64,
+    /// Time that the steps waited for it, in seconds; 0 in records of versions that did not say.
+    #[serde(default)]
+    pub waited_seconds: f64,
 }
 
 /// Seconds since 1970 (UTC).

@@ -14,6 +14,7 @@ use foveate_shard::collectives::Collectives;
 use serde::Serialize;
 
 use super::folder::{Claim, Folder};
+use super::pending::Pending;
 use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
@@ -21,7 +22,7 @@ use crate::context::ContextPlanner;
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
 use crate::machine::{self, Free};
-use crate::memory::{BESIDE, Planned, Setting};
+use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{GRADIENTS, ROWS, Ranks};
@@ -60,6 +61,9 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub started: Started,
     pub records: Vec<Record>,
     pub schedule: Schedule,
+    /// Whether steps go on while a checkpoint is written.
+    pub saves_beside: bool,
+    pub saving: Option<Pending>,
 }
 
 /// Where a run is told of.
@@ -145,8 +149,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
-        let Made { mut model, attention, memory, recompute } =
-            model(recipe, from.as_ref(), corpus.tokenizer(), blocks).map_err(wrong)?;
+        let made = model(recipe, from.as_ref(), corpus.tokenizer(), ranks.count(), blocks);
+        let Made { mut model, attention, memory, recompute, saves_beside } = made.map_err(wrong)?;
         let context = context(ranks, recipe, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let strategy = context.as_ref().map(|context| context.describe(&model, shape));
@@ -225,6 +229,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
             state,
             started,
             records: Vec::new(),
+            saves_beside,
+            saving: None,
             schedule: recipe.learning_rate(steps),
         };
         Ok((run, resolved))
@@ -440,6 +446,8 @@ struct Made<B: Blocks> {
     attention: AttentionConfig,
     memory: MemoryEstimate,
     recompute: Recomputation,
+    /// Whether steps go on while a checkpoint is written.
+    saves_beside: bool,
 }
 
 /// The model without its weights, and its attention program; or what is wrong with the recipe.
@@ -447,6 +455,7 @@ fn model<B: Blocks>(
     recipe: &Recipe,
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
+    ranks: usize,
     mut blocks: B,
 ) -> Result<Made<B>, String> {
     let vocab = tokenizer.vocab_size();
@@ -508,8 +517,27 @@ fn model<B: Blocks>(
         Some(_) => BESIDE,
         None => memory.process + tokenizer.path().map_or(0, memory_of),
     };
+    let copy = save_copy_bytes(recipe, model.layout(), ranks);
+    let saves_beside = match (recipe.train.async_save, free) {
+        (Some(beside), None) => beside,
+        (None, None) => false,
+        (said, Some(_)) => {
+            let holds = machine::free().is_none_or(|host| host.bytes >= copy);
+            if said == Some(true) && !holds {
+                return Err(format!(
+                    "train.async_save = true takes {:.1} GiB of host memory for a copy of what is \
+                     saved, which is not free; leave it out, or set it to false",
+                    copy as f64 / f64::from(1 << 30)
+                ));
+            }
+            said.unwrap_or(holds)
+        }
+    };
+    if free.is_none() && saves_beside {
+        memory.process += copy;
+    }
     fits(&memory, free, nearest)?;
-    Ok(Made { model, attention, memory, recompute })
+    Ok(Made { model, attention, memory, recompute, saves_beside })
 }
 
 /// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of

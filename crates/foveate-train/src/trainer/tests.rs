@@ -87,6 +87,8 @@ struct Log {
     /// Whether tokens were counted.
     counted: bool,
     stop_at_counting: bool,
+    /// Steps that were saved.
+    saved: Vec<u64>,
     stop_after: Option<u64>,
     panics_after: Option<usize>,
 }
@@ -101,6 +103,11 @@ impl Observer for Log {
 
     fn evaluated(&mut self, metrics: &EvalMetrics) {
         self.held_out.push(metrics.held_out_loss.to_bits());
+    }
+
+    fn saved(&mut self, _: &Path, metrics: &SaveMetrics) {
+        assert!(metrics.waited_seconds <= metrics.seconds);
+        self.saved.push(metrics.step);
     }
 
     fn counting(&mut self, _: usize, _: usize) {

@@ -8,7 +8,6 @@ use foveate_shard::collectives::run_threads;
 
 use super::*;
 use crate::checkpoint::State;
-use crate::safetensors::Tensors;
 
 /// What every rank came to.
 fn on_ranks(
@@ -38,24 +37,17 @@ fn values(bits: &[u64]) -> Vec<f64> {
     bits.iter().map(|&bits| f64::from_bits(bits)).collect()
 }
 
-/// All weights, tensor by tensor.
+/// All weights.
 fn values_of(checkpoint: &Path) -> Vec<f32> {
-    let mut file = Tensors::open(&checkpoint.join("model.safetensors")).unwrap();
-    let names: Vec<String> = file.names().map(str::to_owned).collect();
-    let mut all = Vec::new();
-    for name in names {
-        let elems = file.shape(&name).unwrap().iter().product();
-        file.read(&name, elems, &mut |values| {
-            all.extend_from_slice(values);
-            Ok(())
-        })
-        .unwrap();
-    }
-    all
+    let read = checkpoint::read_config(checkpoint, Checksums::Verify).unwrap();
+    let mut model = Model::unfilled(read.model, &read.attention).unwrap();
+    checkpoint::load_weights(checkpoint, &mut model, Checksums::Verify).unwrap();
+    model.weights().to_vec()
 }
 
-fn weights(checkpoint: &Path) -> Vec<u8> {
-    std::fs::read(checkpoint.join("model.safetensors")).unwrap()
+/// The bits of all weights.
+fn weights(checkpoint: &Path) -> Vec<u32> {
+    values_of(checkpoint).into_iter().map(f32::to_bits).collect()
 }
 
 #[test]
@@ -292,5 +284,59 @@ fn a_cursor_and_the_held_out_loss_are_the_same_with_every_number_of_ranks() {
         let found = seen(ranks);
         assert_eq!((found.0, found.1), (cursor, tokens), "{ranks} ranks");
         assert!((found.2 - held_out).abs() < 1e-12 * held_out, "{ranks} ranks: {}", found.2);
+    }
+}
+
+/// The files of a folder, by their names.
+fn files_of(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let named = |(path, bytes): (PathBuf, _)| (path.strip_prefix(dir).unwrap().to_owned(), bytes);
+    files(dir).into_iter().map(named).collect()
+}
+
+#[test]
+fn saves_beside_the_steps_are_those_that_steps_wait_for() {
+    let beside = "train.async_save=true";
+    let (place, other) = (Place::new(), Place::new());
+    let (summary, log) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let mut stopped = Log { stop_after: Some(3), ..Log::default() };
+    let first = train(&other.recipe(&[beside]), &other.file(), Start::New, &mut stopped).unwrap();
+    assert!(first.interrupted && first.checkpoint.ends_with("step-000003"));
+    let (again, rest) = other.run(&other.recipe(&[beside]), Start::Resume).unwrap();
+    assert_eq!([stopped.losses, rest.losses].concat(), log.losses);
+    assert_eq!(files_of(&again.checkpoint), files_of(&summary.checkpoint));
+    let saved = |place: &Place, step: u64| {
+        files_of(&place.0.path().join(format!("run/checkpoints/step-{step:06}")))
+    };
+    assert_eq!(saved(&other, 4), saved(&place, 4));
+    assert_eq!(rest.saved, [4, 6]);
+    // Of ranks: in ranges, of the same values as without.
+    let runs = [&[][..], &[beside]].map(|sets| {
+        let place = Place::new();
+        let recipe = place.recipe(sets);
+        let (summary, log) = all_well(3, &place, &recipe, Start::New).remove(0);
+        (files_of(&summary.checkpoint), log)
+    });
+    assert_eq!(runs[0], runs[1]);
+    let names: Vec<String> = runs[0].0.keys().map(|path| path.display().to_string()).collect();
+    assert!(names.iter().any(|name| name.ends_with("part-00002-00000.safetensors")), "{names:?}");
+    assert!(names.iter().any(|name| name.ends_with("layout.json")), "{names:?}");
+}
+
+#[test]
+fn what_was_being_saved_when_a_run_diverges_is_whole() {
+    for ranks in [1, 2] {
+        let place = Place::new();
+        let sets = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=1"];
+        let recipe = place.recipe(&[&sets[..], &["train.async_save=true"]].concat());
+        let runs = match ranks {
+            1 => vec![place.run(&recipe, Start::New)],
+            _ => on_ranks(2, &place, |_| recipe.clone(), || Start::New.into(), |_| Log::default()),
+        };
+        let error = runs.into_iter().next().unwrap().unwrap_err();
+        let TrainErrorKind::Diverged { earlier, .. } = error.kind() else {
+            panic!("{ranks}: {error}")
+        };
+        let last = checkpoint::latest(&place.0.path().join("run/checkpoints"));
+        assert!(last.is_some() && *earlier == last, "{ranks}: {error}");
     }
 }

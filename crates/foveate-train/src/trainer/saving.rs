@@ -1,0 +1,173 @@
+//! Saves: those that the steps wait for, and those that go on beside them.
+//!
+//! A save beside the steps copies what this rank writes to host memory; then a thread writes it. At the
+//! end of each step the ranks tell each other whether theirs is done; when all are, they report what they wrote
+//! and rank 0 renames the folder. The next save and the end of the run wait for it, and the last one does not
+//! go on beside anything.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use foveate_nn::Blocks;
+
+use super::Observer;
+use super::pending::Pending;
+use super::setup::Setup;
+use crate::checkpoint::{Content, HostCopy, Save, Snapshot, Written};
+use crate::error::{TrainError, TrainErrorKind};
+use crate::metrics::{Record, SaveMetrics, unix_time};
+
+/// The elements of all parameters that rank `rank` of `ranks` writes, of `elems`.
+pub(super) fn owned(elems: usize, rank: usize, ranks: usize) -> Range<usize> {
+    let cut = |rank: usize| (elems as u128 * rank as u128 / ranks as u128) as usize;
+    cut(rank)..cut(rank + 1)
+}
+
+impl<B: Blocks> Setup<'_, B> {
+    /// Saves the state of the last step, beside the next steps where `beside` says so. The place of the
+    /// checkpoint, which is whole unless it is written beside the steps.
+    pub(super) fn save(
+        &mut self,
+        beside: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<PathBuf, TrainError> {
+        self.settle(observer)?;
+        observer.begins("saving");
+        let (began, ranks, step) = (Instant::now(), self.ranks, self.state.step);
+        let save = Save::of(&self.folder.checkpoints(), step, self.recipe.train.keep);
+        let place = save.place.clone();
+        let begun = ranks.together(if ranks.first() { save.begin() } else { Ok(true) })?;
+        if ranks.bytes_of_first(vec![u8::from(begun)])? != [1] {
+            let took = began.elapsed();
+            self.tell(&place, step, took, took, observer)?;
+            return Ok(place);
+        }
+        ranks.together(save.is_shared(ranks.rank()))?;
+        let (rank, count) = (ranks.rank(), ranks.count());
+        let snapshot = Snapshot {
+            model: &self.model,
+            attention: &self.attention,
+            moments: &self.moments,
+            state: &self.state,
+            dtype: self.recipe.train.save_dtype,
+            tokenizer: self.corpus.tokenizer(),
+            origin: self.origin.as_deref(),
+            chat_template: self.template_source.as_deref(),
+        };
+        let owned = [owned(self.model.layout().elems(), rank, count)];
+        if !beside {
+            let content = Content::of(&snapshot);
+            let written = content.and_then(|content| match count {
+                1 => save.write(&content, &snapshot),
+                _ => save.write_part(&content, &snapshot, &owned, rank),
+            });
+            let place = self.commit(&save, written)?;
+            let took = began.elapsed();
+            self.tell(&place, step, took, took, observer)?;
+            return Ok(place);
+        }
+        let copied = Content::of(&snapshot).and_then(|content| {
+            HostCopy::of(&content, &snapshot, &owned).map(|copy| (content, copy))
+        });
+        let (content, copy) = match ranks.together(copied) {
+            Ok(copied) => copied,
+            Err(e) => return Err(self.abandoned(&save, e)),
+        };
+        let (dropped, to) = (copy.dropped.clone(), save.clone());
+        let write = move || match count {
+            1 => to.write(&content, &copy),
+            _ => to.write_part(&content, &copy, &owned, rank),
+        };
+        let pending = Pending::start(save.clone(), step, began, dropped, write);
+        let pending = ranks.together(pending).map_err(|e| self.abandoned(&save, e))?;
+        self.saving = Some(pending);
+        Ok(place)
+    }
+
+    /// What all ranks know at the end of a step: whether the run is to end, which `interrupted` says of this
+    /// rank. A save that all have written is made a checkpoint.
+    pub(super) fn after_step(
+        &mut self,
+        interrupted: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<bool, TrainError> {
+        let at_work = self.saving.as_ref().is_some_and(|saving| !saving.is_done());
+        let all = self.ranks.all(&[u8::from(interrupted) | u8::from(at_work) << 1])?.concat();
+        if self.saving.is_some() && all.iter().all(|said| said & 2 == 0) {
+            self.settle(observer)?;
+        }
+        Ok(all.iter().any(|said| said & 1 == 1))
+    }
+
+    /// Waits for the save that goes on beside the steps, if one does, on all ranks.
+    pub(super) fn settle(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
+        let Some(mut saving) = self.saving.take() else { return Ok(()) };
+        observer.begins("saving");
+        let waiting = Instant::now();
+        let written = saving.written();
+        let place = self.commit(&saving.save, written)?;
+        let waited = saving.waited + waiting.elapsed();
+        self.tell(&place, saving.step, saving.began.elapsed(), waited, observer)
+    }
+
+    /// [`Self::settle`] where a step has failed by `e`, and all ranks are there and know it.
+    pub(super) fn settle_behind(
+        &mut self,
+        e: &TrainError,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        use TrainErrorKind::{Diverged, Elsewhere};
+        let known = matches!(e.kind(), Diverged { .. } | Elsewhere { .. });
+        if self.saving.is_none() || !known && !self.ranks.alone() {
+            return Ok(());
+        }
+        self.ranks.all(&[])?;
+        self.settle(observer)
+    }
+
+    /// Makes a checkpoint of what all ranks have written, or of nothing where one of them failed.
+    fn commit(
+        &self,
+        save: &Save,
+        written: Result<Written, TrainError>,
+    ) -> Result<PathBuf, TrainError> {
+        let ranks = self.ranks;
+        let all = ranks.together(written).and_then(|own| {
+            if ranks.alone() {
+                return Ok(vec![own]);
+            }
+            let all = ranks.all(&serde_json::to_vec(&own).expect("plain text and numbers"))?;
+            let parsed = all.iter().map(|report| serde_json::from_slice(report));
+            parsed.collect::<Result<Vec<Written>, _>>().map_err(|e| {
+                let message = format!("a rank reported something else than what it saved: {e}");
+                TrainErrorKind::Ranks { message, lost: false }.into()
+            })
+        });
+        // All ranks have written what they will.
+        match all.map_err(|e| self.abandoned(save, e))? {
+            all if ranks.first() => ranks.together(save.commit(all)),
+            _ => ranks.together(Ok(save.place.clone())),
+        }
+    }
+
+    /// Removes what was written, for the sake of `e`.
+    fn abandoned(&self, save: &Save, e: TrainError) -> TrainError {
+        if self.ranks.first() { save.abandon(e) } else { e }
+    }
+
+    fn tell(
+        &mut self,
+        place: &std::path::Path,
+        step: u64,
+        took: Duration,
+        waited: Duration,
+        observer: &mut dyn Observer,
+    ) -> Result<(), TrainError> {
+        let (seconds, waited_seconds) = (took.as_secs_f64(), waited.as_secs_f64());
+        let metrics = SaveMetrics { step, unix_time: unix_time(), seconds, waited_seconds };
+        self.record(Record::Save(metrics.clone()))?;
+        observer.saved(place, &metrics);
+        Ok(())
+    }
+}
