@@ -18,6 +18,7 @@ mod bench;
 mod blind;
 mod captures;
 mod chat;
+mod checkpoint;
 mod doctor;
 #[cfg(test)]
 mod documentation;
@@ -62,6 +63,7 @@ enum Command {
     Launch(launch::Args),
     Generate(generate::Args),
     Eval(eval::Args),
+    Checkpoint(checkpoint::Args),
     Mask(mask::Args),
     Explain(explain::Args),
     Doctor(doctor::Args),
@@ -89,6 +91,7 @@ impl Command {
             Command::Launch(args) => launch::run(args),
             Command::Generate(args) => generate::run(args, out),
             Command::Eval(args) => eval::run(args, out),
+            Command::Checkpoint(args) => checkpoint::run(args, out),
             Command::Mask(args) => mask::run(args, out),
             Command::Explain(args) => explain::run(args, out),
             Command::Doctor(args) => doctor::run(args, out),
