@@ -5,7 +5,7 @@ use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::cpu::Cpu;
 use crate::dry::{Dry, DryArray, NotedArray, NotedBlock};
 use crate::error::NnError;
-use crate::matmul::{Scratch, scratch_deep};
+use crate::matmul::scratch_deep;
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
 use crate::step::{Step, Target};
@@ -15,7 +15,7 @@ use foveate::DType;
 
 /// What a training process takes besides what follows from the sizes: the program, its threads, the
 /// texts that wait to be packed. Measured on Linux, release and debug builds.
-const PROCESS: u64 = 23 << 20;
+const PROCESS: u64 = 25 << 20;
 
 /// Tokens of the largest batch whose attention is described to know its workspace.
 const COUNTED_TOKENS: usize = 1 << 22;
@@ -97,15 +97,14 @@ impl Account {
     pub fn memory(&self) -> MemoryEstimate {
         let threads = rayon::current_num_threads();
         let deep = self.blocks.iter().filter_map(|block| block.deep_product);
-        let deep: Vec<Scratch> = deep.map(|sizes| scratch_deep(sizes, threads)).collect();
-        let most = |of: fn(&Scratch) -> usize| deep.iter().map(of).max().unwrap_or(0) as u64;
+        let kept = deep.map(|sizes| scratch_deep(sizes, threads)).max().unwrap_or(0) as u64;
         MemoryEstimate {
             weights: self.state_bytes(WEIGHTS).saturating_add(self.state_bytes(REMAINDERS)),
             gradients: self.state_bytes(GRADIENTS),
             optimizer: self.state_bytes(MOMENT),
             activations: sum(&self.activations),
             attention: 0,
-            process: PROCESS + most(|one| one.packed) + most(|one| one.kept),
+            process: PROCESS + kept,
         }
     }
 }

@@ -8,6 +8,7 @@
 use std::cell::Cell;
 use std::hint::black_box;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use gemm::Parallelism;
 use rayon::prelude::*;
@@ -20,7 +21,7 @@ const PARTS: usize = 4;
 
 /// The most results whose sums are cut. To add up the parts of more takes longer than threads lose
 /// by waiting for each other.
-const RESULTS: usize = 1 << 18;
+const RESULTS: usize = 1 << 19;
 
 /// Rows of a task that adds up parts.
 const ROWS: usize = 16;
@@ -38,14 +39,23 @@ const GAP: usize = 16;
 /// Floats of a line of the cache.
 const LINE: usize = 16;
 
-/// Columns of a result up to which `gemm` packs nothing: two of its tiles.
-const UNPACKED_COLUMNS: usize = 128;
+/// The parts of sums but the first, kept between products.
+static OTHERS: Mutex<Vec<f32>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The parts of sums but the first, kept between products.
-    static OTHERS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
     /// Terms of the left factor, kept between products.
     static COPIED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// Columns of a deep product that are computed at once: as many as keep `gemm` on x86 from packing the
+/// copied terms once more. It would allocate for that, so that memory grows from product to product: an
+/// aligned allocation does not fit the place that the last one has left.
+fn columns() -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if !is_x86_feature_detected!("avx512f") {
+        return 32;
+    }
+    48
 }
 
 /// A matrix in a slice; strides are in elements.
@@ -59,24 +69,14 @@ pub struct Matrix<'a> {
     pub column_stride: usize,
 }
 
-/// Memory of a product besides its operands, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scratch {
-    /// While it runs.
-    pub packed: usize,
-    /// From then on, by every thread that asked for one.
-    pub kept: usize,
-}
-
-/// What [`matmul_deep`] takes on so many threads.
-pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> Scratch {
-    let (parts, f32_bytes) = (parts([m, n, k]), size_of::<f32>());
+/// Bytes that [`matmul_deep`] keeps on so many threads.
+pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> usize {
+    let parts = parts([m, n, k]);
     let blocks = row_blocks(m, parts, threads);
-    let rows = m.div_ceil(blocks);
-    let packed = if n > UNPACKED_COLUMNS { rows * TERMS.min(k) * f32_bytes } else { 0 };
-    let copied = (rows + GAP) * TERMS * f32_bytes;
-    let others = (parts - 1) * m * n * f32_bytes;
-    Scratch { packed: packed * (parts * blocks).min(threads), kept: (others + copied) * threads }
+    let copied = (m.div_ceil(blocks) + GAP) * TERMS;
+    // On this architecture `gemm` packs whatever it is given.
+    let packed = if cfg!(target_arch = "aarch64") { copied } else { 0 };
+    ((parts - 1) * m * n + (copied + packed) * threads) * size_of::<f32>()
 }
 
 /// Into how many blocks of rows [`matmul_deep`] cuts every part of a sum.
@@ -140,8 +140,8 @@ pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mu
     }
     let (parts, threads) = (parts([m, n, k]), rayon::current_num_threads());
     let (blocks, depth) = (row_blocks(m, parts, threads), k.div_ceil(parts));
-    let threads = threads.div_ceil(parts * blocks);
-    let mut kept = OTHERS.take();
+    let (threads, columns) = (threads.div_ceil(parts * blocks), columns());
+    let mut kept = std::mem::take(&mut *OTHERS.lock().unwrap_or_else(PoisonError::into_inner));
     kept.resize(kept.len().max((parts - 1) * m * n), 0.0);
     let (into, others) = (&mut into[..m * n], &mut kept[..(parts - 1) * m * n]);
     let mut tasks = Vec::with_capacity(parts * blocks);
@@ -168,8 +168,12 @@ pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mu
             }
             let right = &b[first * n..][..count * n];
             black_box(right.iter().step_by(LINE).fold(0, |bits, x| bits | x.to_bits()));
-            let (left, right) = (Matrix::transposed(&copied, stride), Matrix::rows(right, n));
-            multiply([rows.len(), n, count], left, right, into, n, accumulate, threads);
+            let left = Matrix::transposed(&copied, stride);
+            for column in (0..n).step_by(columns) {
+                let (right, into) = (Matrix::rows(&right[column..], n), &mut into[column..]);
+                let size = [rows.len(), columns.min(n - column), count];
+                multiply(size, left, right, into, n, accumulate, threads);
+            }
             accumulate = true;
         }
         COPIED.set(copied);
@@ -179,7 +183,7 @@ pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mu
             into.iter_mut().zip(&sums[task * ROWS * n..]).for_each(|(x, sum)| *x += sum);
         }
     });
-    OTHERS.set(kept);
+    *OTHERS.lock().unwrap_or_else(PoisonError::into_inner) = kept;
 }
 
 /// [`matmul`] on at most so many threads.
