@@ -50,9 +50,9 @@ fn a_recipe_is_proven_on_a_mesh_and_drawn() {
 fn what_cannot_be_planned_or_proven_is_one_line() {
     for (args, code, says) in [
         (
-            &["--mesh", "context=8"][..],
+            &["--mesh", "context=8", "--set", "data.len=4"][..],
             2,
-            "a row of 512 tokens is 4 chunks of 128, and 8 ranks need one each",
+            "a row of 4 tokens is 4 chunks of 1, and 8 ranks need one each",
         ),
         (
             &["--mesh", "context=2", "--chunk", "512"],
@@ -73,7 +73,7 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),
         (&["--mesh", "context=3,shard=auto", "--ranks", "8"], 2, "8 ranks cannot be divided by 3"),
-        (&["--mesh", "context=2", "--chunk", "100"], 2, "no multiple of tiles of 128"),
+        (&["--mesh", "context=2", "--chunk", "100"], 2, "no multiple of tiles of 32"),
         (
             &["--mesh", "context=4", "--strategy", "heads"],
             2,

@@ -13,10 +13,19 @@ use crate::layout::Cut;
 use crate::permutation::Permutation;
 use crate::plane::Planes;
 use crate::ranges::Ranges;
+use foveate::mask::Tile;
 use foveate::tensor::count::Count;
 
 /// Chunks of a row for each rank, where the row has so many tiles.
 pub const CHUNKS_A_RANK: usize = 8;
+
+/// The usual tile of rows of `len` tokens over `ranks` ranks: its side is 128, or the largest power of
+/// two with which each rank has [`CHUNKS_A_RANK`] chunks, where that is less.
+pub fn usual_tile(len: usize, ranks: usize) -> Tile {
+    let most = (len / ranks.saturating_mul(CHUNKS_A_RANK).max(1)).clamp(1, 128);
+    let side = 1 << most.ilog2();
+    Tile { q: side, kv: side }
+}
 
 /// A row whose own order is this balanced stays in it.
 const BALANCED: f64 = 1.02;

@@ -67,7 +67,7 @@ mod table;
 pub use attention::{RankAttention, RankForward, RankGradients};
 pub use check::{Contradiction, Limits, Proof, ProvenPlan, RankBytes};
 pub use combine::combine;
-pub use dispatch::{CHUNKS_A_RANK, Dispatch};
+pub use dispatch::{CHUNKS_A_RANK, Dispatch, usual_tile};
 pub use error::ShardError;
 pub use layout::{Cut, CutAxis, Lengths, ShardLayout, Sharded, Sharding};
 pub use map::{Axis, Map};

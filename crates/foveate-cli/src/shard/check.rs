@@ -3,13 +3,12 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate::mask::Tile;
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, MaskMod};
 use foveate_nn::{AttentionProgram, ModelConfig};
 use foveate_shard::{
-    Axis, LayerMask, Lengths, Limits, Map, Mesh, ModelShape, PlanOptions, Planes, Proof,
-    ShardError, ShardPlan, Sharding, Strategy, Whole, arrays, picture,
+    Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, Proof,
+    ShardError, ShardPlan, Sharding, Strategy, Whole, arrays, picture, usual_tile,
 };
 use foveate_train::recipe::Recipe;
 use serde::Serialize;
@@ -52,7 +51,7 @@ pub struct Args {
     /// one that receives the fewest bytes when left out
     #[arg(long)]
     strategy: Option<Strategy>,
-    /// Tokens of a chunk, a multiple of 128
+    /// Tokens of a chunk, a multiple of the tile: 128, or less where a row is short
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     chunk: Option<usize>,
     /// Refuse a plan whose busiest rank computes more than this many times the mean
@@ -126,7 +125,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let shape = shape(&config, &map, &whole)?;
     let options = PlanOptions { strategy: args.strategy, chunk: args.chunk };
     let (planes, plan) = waiting("planning", PATIENCE, || {
-        let planes = Planes::new(whole, &masks, Tile { q: 128, kv: 128 })?;
+        let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
+        let planes = Planes::new(whole, &masks, tile)?;
         let plan = ShardPlan::new(&map, &planes, &shape, options)?;
         Ok((planes, plan))
     })
