@@ -157,6 +157,11 @@ impl ModelConfig {
         self.num_attention_heads * self.dim()
     }
 
+    /// Whether what RoPE turns by depends on the longest position of a batch.
+    pub fn rope_depends_on_batch(&self) -> bool {
+        self.rope_scaling.as_ref().is_some_and(|scaling| scaling.rope_type == "longrope")
+    }
+
     /// Components of a head that RoPE turns, the first ones.
     pub fn rotated(&self) -> usize {
         (self.dim() as f64 * self.architecture.rotary_share) as usize

@@ -2,7 +2,7 @@
 //! device.
 
 use foveate::mods::text::{Names, parse_mask, parse_score};
-use foveate::mods::{Leaf, ModError, Program};
+use foveate::mods::{Leaf, ModError, Node, NodeId, Program};
 use foveate::{
     AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Positions, Problem, ScalarValue,
     ScoreMod,
@@ -94,6 +94,28 @@ impl AttentionProgram {
     /// Whether mask or score read the documents of a batch.
     pub fn reads_documents(&self) -> bool {
         self.captures().any(|b| b.name() == DOCUMENTS)
+    }
+
+    /// Whether mask or score tell the rows of a batch apart by more than their documents: a part of a
+    /// batch then has to know which of its rows it has.
+    pub fn tells_rows_apart(&self) -> bool {
+        let mask = self.mask.as_ref().map(|m| m.program());
+        let score = self.score.as_ref().map(|s| s.program());
+        mask.into_iter().chain(score).any(|program| {
+            let graph = program.graph();
+            let is_row = |id: NodeId| *graph.node(id) == Node::Leaf(Leaf::B);
+            graph.nodes().iter().any(|node| {
+                let (mut operands, mut reads) = (Vec::new(), false);
+                node.for_each_operand(|id| operands.push(id));
+                if let Node::Load { buffer, .. } = node
+                    && graph.buffers()[*buffer as usize].name() == DOCUMENTS
+                {
+                    operands.remove(0);
+                }
+                operands.into_iter().for_each(|id| reads |= is_row(id));
+                reads
+            })
+        })
     }
 
     /// The program over the documents `[rows, len]` of a batch.

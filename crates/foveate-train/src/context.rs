@@ -8,7 +8,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use foveate::mask::Tile;
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, Tensor};
 use foveate_nn::{
@@ -17,16 +16,24 @@ use foveate_nn::{
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
-    Axis, CHUNKS_A_RANK, LayerMask, Limits, Map, MeshAxis, ModelShape, PlanOptions, Planes,
-    ProvenPlan, RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded, Strategy,
-    Whole, arrays,
+    Axis, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, ProvenPlan,
+    RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded, Strategy, Whole,
+    arrays, usual_tile,
 };
 
 use crate::error::TrainError;
 use crate::pack::Packed;
 use crate::ranks::{ROWS, Ranks};
 
-/// What makes the plans of a run whose mesh has several ranks of `context`.
+/// Whether a rank cannot compute on its rows alone: other ranks of `mesh` have tokens of them, or what
+/// `model` computes depends on which rows of the batch they are, or on the others.
+pub(crate) fn is_needed<B: Blocks>(mesh: &Mesh, model: &Model<B>) -> bool {
+    let depends = model.config().rope_depends_on_batch()
+        || model.programs().iter().any(AttentionProgram::tells_rows_apart);
+    mesh.size(MeshAxis::Context) > 1 || depends && mesh.size_of(&ROWS) > 1
+}
+
+/// What makes the plans of a run whose ranks compute attention together.
 pub(crate) struct ContextPlanner {
     map: Map,
     /// Named by the recipe; the planner's choice where it names none.
@@ -340,7 +347,7 @@ fn proven<B: Blocks>(
         parameters: layout.groups().iter().map(group).collect(),
     };
     let context = map.mesh().size(MeshAxis::Context);
-    let planes = Planes::new(whole, &masks, tile(len, context))?;
+    let planes = Planes::new(whole, &masks, usual_tile(len, context))?;
     let options = PlanOptions { strategy, chunk: None };
     let plan = ShardPlan::new(map, &planes, &model_shape, options)?;
     let proven = plan
@@ -351,13 +358,6 @@ fn proven<B: Blocks>(
 
 fn of(error: ShardError) -> NnError {
     NnErrorKind::Ranks(error.to_string()).into()
-}
-
-/// The side of a tile: 128, or less where a row has fewer tokens than give each rank its chunks.
-fn tile(len: usize, context: usize) -> Tile {
-    let most = (len / (context * CHUNKS_A_RANK)).clamp(1, 128) as u32;
-    let side = 1 << most.ilog2();
-    Tile { q: side, kv: side }
 }
 
 /// Heads `[rows, heads, len, dim]` into packed rows of `width`, from head `first` on.

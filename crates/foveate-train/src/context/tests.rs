@@ -149,7 +149,8 @@ impl Run<'_> {
         sum_wide: &dyn Fn([f64; 2]) -> Result<[f64; 2], ShardError>,
     ) -> Result<Came, ShardError> {
         let mut model = Model::new(self.config.clone(), self.attention, 3).unwrap();
-        let rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+        // With a smaller ε an element whose gradient is rounding alone takes a whole step.
+        let rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-4, weight_decay: 0.1 });
         let mut moments = Moments::zeros(model.layout().trained());
         let spans = model.spans(Treatment::of).unwrap();
         let mut came = Came { nats: vec![], gradients: vec![], weights: vec![], live_pairs: 0.0 };
@@ -261,8 +262,16 @@ fn close(about: &str, found: &Came, one: &Came, other: &Came) {
     assert!((found.live_pairs - one.live_pairs).abs() < 1e-6 * one.live_pairs, "{about}");
 }
 
-const MESHES: [[usize; 4]; 6] =
-    [[1, 1, 2, 1], [1, 1, 3, 1], [1, 1, 4, 1], [1, 2, 2, 1], [1, 3, 2, 1], [1, 1, 8, 1]];
+const MESHES: [[usize; 4]; 8] = [
+    [1, 3, 1, 1],
+    [1, 1, 2, 1],
+    [1, 1, 3, 1],
+    [1, 1, 4, 1],
+    [1, 2, 2, 1],
+    [2, 1, 3, 1],
+    [1, 1, 8, 1],
+    [2, 1, 8, 1],
+];
 
 #[test]
 fn steps_over_context_come_to_what_one_rank_comes_to() {
@@ -305,7 +314,7 @@ fn every_strategy_and_recomputation_comes_to_what_one_rank_comes_to() {
 }
 
 /// Other rotations in other layers, norms of heads, biases, capped logits; and factors of RoPE that the
-/// longest position of the batch chooses, which one rank alone has.
+/// longest position of the batch chooses, which one token alone has.
 #[test]
 fn what_model_families_have_beside_attention_is_the_same_over_context() {
     let attention = learned().into();
@@ -337,7 +346,8 @@ fn what_model_families_have_beside_attention_is_the_same_over_context() {
     });
     for config in [families, long] {
         let mut first = rows(2, 25, 90);
-        first.positions[20..25].copy_from_slice(&[16, 17, 18, 19, 20]);
+        first.positions.iter_mut().for_each(|position| *position %= 7);
+        first.positions[24] = 20;
         let run =
             Run { config, attention: &attention, recompute: Recompute::Full, rows: vec![first] };
         let [one, other] = [run.on_one(false), run.on_one(true)];

@@ -18,7 +18,7 @@ use super::pending::Pending;
 use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
-use crate::context::ContextPlanner;
+use crate::context::{ContextPlanner, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
 use crate::machine::{self, Free};
@@ -151,7 +151,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let made = model(recipe, from.as_ref(), corpus.tokenizer(), ranks.count(), blocks);
         let Made { mut model, attention, memory, recompute, saves_beside } = made.map_err(wrong)?;
-        let context = context(ranks, recipe, gpu.as_deref())?;
+        let context = context(ranks, recipe, &model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let strategy = context.as_ref().map(|context| context.describe(&model, shape));
         let strategy =
@@ -205,7 +205,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             gpu,
             other_device,
             mesh: ranks.mesh(),
-            context: strategy,
+            context: strategy.filter(|_| ranks.mesh().size(MeshAxis::Context) > 1),
             dir: recipe.run.dir.clone(),
         };
         let run = Self {
@@ -302,24 +302,34 @@ fn counts(
     counting::count(ranks, corpus, observer).map(Some)
 }
 
-/// What plans attention where the mesh has several ranks of `context`.
-fn context(
+/// What plans attention where ranks compute it together.
+fn context<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
+    model: &Model<B>,
     gpu: Option<&str>,
 ) -> Result<Option<ContextPlanner>, TrainError> {
-    let context = ranks.mesh().size(MeshAxis::Context);
-    match gpu {
-        _ if context == 1 => Ok(None),
-        None => Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy)?)),
-        Some(gpu) => {
-            let message = format!(
-                "is {context}, but attention over several ranks runs on CPUs alone, and run.device is \
-                 {gpu}; leave it at 1, or set run.device = \"cpu\""
-            );
-            Err(TrainError::recipe("mesh.context", message))
-        }
+    let mesh = ranks.mesh();
+    if !is_needed(&mesh, model) {
+        return Ok(None);
     }
+    let Some(gpu) = gpu else {
+        return Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy)?));
+    };
+    let remedy = format!("runs on CPUs alone, and run.device is {gpu}; set run.device = \"cpu\"");
+    Err(match mesh.size(MeshAxis::Context) {
+        1 => TrainError::recipe(
+            "[mesh]",
+            format!(
+                "cuts the rows of a batch, and here a row's attention depends on which row it is, or \
+                 on the longest; that {remedy}, or train on one rank"
+            ),
+        ),
+        context => TrainError::recipe(
+            "mesh.context",
+            format!("is {context}, but attention over several ranks {remedy}, or leave it at 1"),
+        ),
+    })
 }
 
 /// Refuses more ranks that share rows than a batch has rows.

@@ -84,6 +84,22 @@ fn ranks_share_rows_and_reach_what_one_rank_reaches() {
     }
 }
 
+/// Rows that a mask tells apart are on other ranks the rows that they are on one.
+#[test]
+fn a_rank_knows_which_rows_of_the_batch_it_has() {
+    let prefixes = "buffers = { prefixes = { shape = [3], values = [2, 9, 20] } }";
+    let attention = format!("attention={{ mask = \"prefix & document\", {prefixes} }}");
+    let sets = [attention.as_str(), "train.steps=3"];
+    let place = Place::new();
+    let (_, alone) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    let place = Place::new();
+    let (_, log) = all_well(3, &place, &place.recipe(&sets), Start::New).remove(0);
+    assert_eq!(log.losses.len(), 3);
+    for (got, want) in values(&log.losses).into_iter().zip(values(&alone.losses)) {
+        assert!((got - want).abs() < 1e-5, "{got} {want}");
+    }
+}
+
 /// Held-out rows that are shorter than the ranks are many are among those that are looked at.
 #[test]
 fn ranks_of_context_share_the_tokens_of_rows_and_reach_what_one_rank_reaches() {
@@ -211,21 +227,23 @@ fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
 
 #[test]
 fn a_rank_that_fails_in_a_step_ends_all_and_what_was_saved_stays() {
-    let place = Place::new();
-    let recipe = place.recipe(&[]);
-    let log = |rank| Log { panics_after: (rank == 1).then_some(3), ..Log::default() };
-    let told = Mutex::new(String::new());
-    let ended = run_threads(2, Duration::from_secs(60), |world| {
-        let done = train_on(world, &recipe, &place.file(), Start::New, &mut log(world.rank()));
-        let error = done.expect_err("rank 1 is gone").to_string();
-        *told.lock().unwrap() = error.clone();
-        Err::<(), _>(ShardError::new(error))
-    });
-    assert!(ended.is_err());
-    let told = told.into_inner().unwrap();
-    assert!(told.contains("rank 1: it panicked: planted"), "{told}");
-    let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
-    assert_eq!(rest.losses.len(), 4);
+    for mesh in ["mesh.shard=2", "mesh.context=2"] {
+        let place = Place::new();
+        let recipe = place.recipe(&[mesh]);
+        let log = |rank| Log { panics_after: (rank == 1).then_some(3), ..Log::default() };
+        let told = Mutex::new(String::new());
+        let ended = run_threads(2, Duration::from_secs(60), |world| {
+            let done = train_on(world, &recipe, &place.file(), Start::New, &mut log(world.rank()));
+            let error = done.expect_err("rank 1 is gone").to_string();
+            *told.lock().unwrap() = error.clone();
+            Err::<(), _>(ShardError::new(error))
+        });
+        assert!(ended.is_err());
+        let told = told.into_inner().unwrap();
+        assert_eq!(told, "rank 1: it panicked: planted", "{mesh}");
+        let (_, rest) = all_well(2, &place, &recipe, Start::Resume).remove(0);
+        assert_eq!(rest.losses.len(), 4);
+    }
 }
 
 #[test]
