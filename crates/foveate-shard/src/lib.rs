@@ -25,6 +25,7 @@
 //! - [`ShardPlan`]: what every rank holds, receives, computes and returns, as data.
 //!   [`ShardPlan::prove`] proves it or names the first [`Contradiction`].
 //! - [`picture`]: who computes what.
+//! - [`simulate`]: how long a step would take on machines that are not here.
 //! - [`RankAttention`]: attention on one rank of a [`ProvenPlan`], on the CPU; [`combine()`] joins
 //!   partial results.
 //!
@@ -62,6 +63,7 @@ pub mod picture;
 mod plan;
 mod plane;
 mod ranges;
+pub mod simulate;
 mod table;
 
 pub use attention::{RankAttention, RankForward, RankGradients};

@@ -183,6 +183,28 @@ fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
 }
 
 /// Live entries of some queries, over all layers.
+impl ShardPlan {
+    /// Live tiles that each stage of a rank computes, over all layers, batch entries and heads.
+    pub fn live_tiles(&self, planes: &Planes, rank: usize) -> Vec<u64> {
+        self.ranks[rank].stages.iter().map(|stage| live_tiles(planes, &stage.compute)).collect()
+    }
+}
+
+fn live_tiles(planes: &Planes, cells: &Cells) -> u64 {
+    let side = [planes.tile().q, planes.tile().kv].map(|side| side as usize);
+    let mut tiles = 0;
+    for block_mask in planes.block_masks() {
+        let times = block_mask.layers * block_mask.pairs(&cells.batch, &cells.heads);
+        let rows =
+            cells.q.as_slice().iter().flat_map(|r| r.start / side[0]..r.end.div_ceil(side[0]));
+        for row in rows {
+            let live = Ranges::of(live_keys(&block_mask.tiles, row));
+            tiles += times * live.common(&cells.kv).div_ceil(side[1]) as u64;
+        }
+    }
+    tiles
+}
+
 fn load(planes: &Planes, cells: Option<&Cells>) -> u64 {
     let Some(cells) = cells.filter(|c| !c.is_empty()) else { return 0 };
     let (len, side) = (planes.whole().q_len, planes.tile().q as usize);
