@@ -2,6 +2,9 @@
 
 mod check;
 mod log;
+mod memory;
+mod plan;
+mod simulate;
 
 use clap::Subcommand;
 
@@ -19,6 +22,7 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     Check(Box<check::Args>),
+    Simulate(Box<simulate::Args>),
     Log(log::Args),
 }
 
@@ -26,6 +30,7 @@ enum Command {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     match &args.command {
         Command::Check(args) => check::run(args, out),
+        Command::Simulate(args) => simulate::run(args, out),
         Command::Log(args) => log::run(args, out),
     }
 }

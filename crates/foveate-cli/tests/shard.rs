@@ -1,4 +1,5 @@
-//! `foveate shard check` proves the plan of a recipe, or says in one line what cannot be.
+//! `foveate shard check` proves the plan of a recipe, `foveate shard simulate` predicts its step; what
+//! cannot be is said in one line.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,8 +10,12 @@ fn root() -> &'static Path {
 
 /// Exit code, stdout and stderr of `foveate shard check` on a recipe of the repository.
 fn check(recipe: &str, args: &[&str]) -> (Option<i32>, String, String) {
+    shard("check", recipe, args)
+}
+
+fn shard(what: &str, recipe: &str, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
-    command.args(["shard", "check"]).arg(root().join("recipes").join(recipe)).args(args);
+    command.args(["shard", what]).arg(root().join("recipes").join(recipe)).args(args);
     let done = command.stdin(Stdio::null()).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (done.status.code(), text(done.stdout), text(done.stderr))
@@ -100,4 +105,112 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
     let (code, _, said) = check("finetune-chat.toml", &["--mesh", "context=2"]);
     assert_eq!(code, Some(2));
     assert!(said.contains("the recipe starts from a checkpoint"), "{said}");
+}
+
+/// What `foveate shard simulate` says of a recipe with its state as it is measured.
+fn simulated(recipe: &str, args: &[&str]) -> serde_json::Value {
+    let exact = ["--set", "precision.state=exact", "--set", "train.accumulate=1", "--json"];
+    let again = ["--set", "train.recompute=none"];
+    let again = if args.contains(&"train.recompute=full") { &[][..] } else { &again[..] };
+    let (code, out, said) = shard("simulate", recipe, &[&exact[..], again, args].concat());
+    assert_eq!(code, Some(0), "{args:?}: {said}");
+    serde_json::from_str(&out).unwrap()
+}
+
+fn number(report: &serde_json::Value, name: &str) -> f64 {
+    report[name].as_f64().unwrap_or_else(|| panic!("{name} is no number in {report}"))
+}
+
+/// Steps of docs/records/2026-11-gpu-steps.md, on one H200.
+#[test]
+fn steps_of_one_gpu_are_predicted_within_a_tenth() {
+    let documents = ["512"; 16].join(",");
+    for (recipe, args, measured) in [
+        ("llama32-1b-24gb.toml", &["--rows", "2"][..], 278.9),
+        ("llama32-1b-24gb.toml", &["--rows", "2", "--doc-lens", &documents], 228.4),
+        ("smollm-135m.toml", &["--rows", "8"], 45.9),
+    ] {
+        let one = ["--mesh", "shard=1", "--machine", "h200x8"];
+        let found = number(&simulated(recipe, &[&one[..], args].concat()), "step_ms");
+        let off = found / measured - 1.0;
+        println!("{recipe} {args:?}: {found:.1} ms, {measured} measured, {:.1} %", 100.0 * off);
+        assert!(off.abs() < 0.1, "{recipe}: {found} ms predicted, {measured} measured");
+    }
+}
+
+#[test]
+fn transfers_that_take_longer_make_a_step_longer_and_are_seen_in_its_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let machine = std::fs::read_to_string(root().join("crates/foveate-shard/machines/h100x8.toml"));
+    let machine = machine.unwrap();
+    let slow = folder.path().join("slow.toml");
+    let slower = machine.replace("gbps = 360", "gbps = 3.6").replace("gbps = 40", "gbps = 0.4");
+    assert_ne!(slower, machine);
+    std::fs::write(&slow, slower).unwrap();
+    let (slow, trace) = (slow.to_str().unwrap(), folder.path().join("trace.json"));
+    let mut last = 0.0;
+    for mesh in ["shard=2", "context=2", "tensor=2", "replicate=2", "shard=4,context=2,tensor=2"] {
+        let args = ["--mesh", mesh, "--rows", "8", "--trace", trace.to_str().unwrap()];
+        let on =
+            |machine| simulated("llama3-8b.toml", &[&args[..], &["--machine", machine]].concat());
+        let (fast, slow) = (on("h100x8"), on(slow));
+        assert!(number(&slow, "step_ms") > 1.2 * number(&fast, "step_ms"), "{mesh}");
+        for report in [&fast, &slow] {
+            let rank = &report["ranks"][0];
+            let idle =
+                rank["idle"].as_array().unwrap().iter().map(|i| number(i, "seconds")).sum::<f64>();
+            let whole = number(rank, "compute_ms") + 1e3 * idle;
+            assert!((whole / number(report, "step_ms") - 1.0).abs() < 1e-6, "{mesh}: {report}");
+        }
+        let text = std::fs::read_to_string(&trace).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let end = events.iter().map(|e| number(e, "ts") + number(e, "dur")).fold(0.0, f64::max);
+        assert!((end / 1e3 / number(&slow, "step_ms") - 1.0).abs() < 1e-6, "{mesh}");
+        last = number(&fast, "memory_bytes");
+    }
+    // More ranks hold less each.
+    let one = simulated("llama3-8b.toml", &["--mesh", "shard=1", "--machine", "h100x8"]);
+    assert!(last < number(&one, "memory_bytes") / 2.0);
+}
+
+#[test]
+fn memory_of_a_step_is_held_to_the_gpu() {
+    let exact = ["--set", "precision.state=exact", "--machine", "h100x8"];
+    let (code, out, said) =
+        check("llama3-8b.toml", &[&exact[..], &["--mesh", "shard=8", "--rows", "8"]].concat());
+    assert_eq!(code, Some(0), "{said}");
+    assert!(out.contains("(f) a step      ") && out.contains(" of 79.6 GiB on the rank"), "{out}");
+    let (code, _, said) = check("llama3-8b.toml", &[&exact[..], &["--mesh", "shard=1"]].concat());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("(f) a step, place 0 of context: takes 1"), "{said}");
+}
+
+#[test]
+fn a_machine_that_is_wrong_is_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("machine.toml");
+    let right = std::fs::read_to_string(root().join("crates/foveate-shard/machines/h200x8.toml"));
+    let right = right.unwrap();
+    for (from, to, says) in [
+        ("products_tflops = 740", "products_tflops = 0", "gpu.products_tflops is 0; a positive"),
+        ("products_tflops = 740", "product_tflops = 740", "unknown field `product_tflops`"),
+        ("default = 3400", "", "gpu.gbps has no `default`"),
+        ("keys = [4096, 8192]", "keys = [8192, 4096]", "head_dim 256: keys are ascending"),
+        ("keys = [4096, 8192]", "keys = [4096]", "head_dim 256: keys, forward and backward"),
+        ("latency_us = 6", "latency_us = -6", "a time of -6 µs"),
+        ("ranks = 8", "ranks = 0", "host.ranks is 0"),
+    ] {
+        let wrong = right.replacen(from, to, 1);
+        assert_ne!(wrong, right, "{from}");
+        std::fs::write(&file, wrong).unwrap();
+        let args = ["--mesh", "shard=2", "--machine", file.to_str().unwrap()];
+        let (code, _, said) = shard("simulate", "llama3-8b.toml", &args);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(says), "{said}");
+    }
+    let (code, _, said) =
+        shard("simulate", "llama3-8b.toml", &["--mesh", "shard=2", "--machine", "b200"]);
+    assert_eq!(code, Some(2));
+    assert!(said.contains("--machine b200") && said.contains("known are h100x8, h200x8"), "{said}");
 }

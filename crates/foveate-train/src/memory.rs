@@ -1,8 +1,8 @@
 //! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
 
 use foveate_nn::{
-    AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout, ParameterState,
-    Precision, Recomputation, Recompute, StepKind, Training,
+    Account, AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout,
+    ParameterState, Precision, Recomputation, Recompute, StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
 
@@ -101,8 +101,17 @@ impl Planned<'_> {
     /// What a step takes of a GPU with `bytes` of memory: arrays, and [`BESIDE`] as its process.
     ///
     /// # Errors
-    /// When what is frozen cannot be.
+    /// Those of [`Planned::account`].
     pub fn memory(&self, setting: &Setting, bytes: u64) -> Result<MemoryEstimate, NnError> {
+        let account = self.account(setting, bytes)?;
+        Ok(MemoryEstimate { process: BESIDE, ..account.memory() })
+    }
+
+    /// What a step does and holds on a GPU with `bytes` of memory.
+    ///
+    /// # Errors
+    /// When what is frozen cannot be.
+    pub fn account(&self, setting: &Setting, bytes: u64) -> Result<Account, NnError> {
         let optimizer = &self.recipe.optimizer;
         let training = Training {
             recompute: setting.recompute,
@@ -112,15 +121,14 @@ impl Planned<'_> {
         let precision = setting.state.into();
         let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);
         let dry = Dry::new(precision, logits);
-        let account = self.config.dry_run_on(
+        self.config.dry_run_on(
             &dry,
             self.attention,
             &|name| optimizer.is_frozen(name),
             setting.rows,
             self.recipe.data.len,
             StepKind::Training(training),
-        )?;
-        Ok(MemoryEstimate { process: BESIDE, ..account.memory() })
+        )
     }
 
     /// The setting that takes at most `bytes` and is nearest to `from`, in words, with what it takes:

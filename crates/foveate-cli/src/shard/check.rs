@@ -3,60 +3,31 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate::tensor::ElementType;
-use foveate::{AnyBuffer, BufferData, MaskMod};
-use foveate_nn::{AttentionProgram, ModelConfig};
-use foveate_shard::{
-    Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, Proof,
-    ShardError, ShardPlan, Sharding, Strategy, Whole, arrays, picture, usual_tile,
-};
-use foveate_train::recipe::Recipe;
+use foveate_shard::{Limits, Proof, arrays, picture};
 use serde::Serialize;
 
-use crate::blind;
+use super::memory::{self, Reshard, StepMemory};
+use super::plan::{PlanArgs, PlannedRecipe, refused};
 use crate::failure::Failure;
-use crate::limits::{self, Need};
-use crate::number::number;
-use crate::output::{Output, write_file};
+use crate::limits;
+use crate::output::{Output, bytes, write_file};
 use crate::progress::{PATIENCE, waiting};
-
-/// Tokens of all rows of a plan at most: each has a document id.
-const MOST_TOKENS: usize = 1 << 28;
-
-/// Memory of a plan for each pair of ranks, in bytes: every rank knows what the others hold.
-const PAIR_BYTES: f64 = 16.0;
 
 /// Prove the plan of a recipe on a mesh: who holds, sends and computes what, and that it is right
 #[derive(Debug, clap::Args)]
 #[command(arg_required_else_help = true)]
 pub struct Args {
-    /// The recipe
-    recipe: PathBuf,
-    /// Sizes of the mesh, such as shard=2,context=4; the axes are replicate, shard, context, tensor
-    #[arg(long, value_name = "AXIS=N,...")]
-    mesh: String,
-    /// Number of ranks, for a mesh with one axis that is auto
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
-    ranks: Option<usize>,
-    /// Change a value of the recipe, such as data.len=65536
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    set: Vec<String>,
-    /// Lengths of the documents of every row, one after another; one document when left out
-    #[arg(long, value_name = "N,N,...", value_delimiter = ',', value_parser = number::<usize>)]
-    doc_lens: Vec<usize>,
-    /// Rows of a batch over all ranks (train.batch_rows when left out)
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
-    rows: Option<usize>,
-    /// How keys meet queries: gather, exchange (in 2 stages), exchange:1 to exchange:4, or heads; the
-    /// one that receives the fewest bytes when left out
-    #[arg(long)]
-    strategy: Option<Strategy>,
-    /// Tokens of a chunk, a multiple of the tile: 128, or less where a row is short
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    what: PlanArgs,
     /// Refuse a plan whose busiest rank computes more than this many times the mean
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     max_imbalance: Option<f64>,
+    /// Hold the memory of a whole step to that of this machine's GPUs: h100x8, h200x8, or a TOML file
+    #[arg(long, value_name = "NAME|FILE")]
+    machine: Option<String>,
+    /// When gathered weights are dropped, for --machine
+    #[arg(long, value_enum, default_value_t = Reshard::Always)]
+    reshard: Reshard,
     /// Write a picture of who computes what to this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
@@ -78,64 +49,20 @@ struct Report {
     proof: Proof,
     plan_ms: f64,
     prove_ms: f64,
-}
-
-fn refused(error: ShardError) -> Failure {
-    Failure::usage(error.to_string())
+    /// Of a whole step, of the rank that takes the most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step_bytes: Option<u64>,
 }
 
 /// Plans, proves and prints.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let recipe =
-        Recipe::load(&args.recipe, &args.set).map_err(|e| Failure::usage(e.to_string()))?;
-    let mesh = match args.ranks {
-        Some(ranks) => Mesh::parse(&args.mesh, ranks),
-        None => Mesh::parse_whole(&args.mesh),
-    };
-    let map = Map::new(mesh.map_err(refused)?);
-    let ranks = map.mesh().ranks() as f64;
-    let need = Need { bytes: ranks * ranks * PAIR_BYTES, seconds: 0.0 };
-    args.limits.admit("the plan of so many ranks", need, "give a smaller mesh")?;
-    let vocab = recipe.model.vocab_size.unwrap_or(256);
-    let config = recipe.model_config(vocab).map_err(Failure::usage)?.ok_or_else(|| {
-        let message = "the recipe starts from a checkpoint, and a plan needs the model's sizes";
-        Failure::usage(message).help("check a recipe that gives them in [model]")
-    })?;
-    let (batch, len) = (args.rows.unwrap_or(recipe.train.batch_rows), recipe.data.len);
-    if batch == 0 {
-        return Err(Failure::usage("--rows is 0; a batch has a row or more"));
-    }
     if let Some(given) = args.max_imbalance.filter(|&most| most.is_nan() || most < 1.0) {
         let message = format!("--max-imbalance is {given}; the busiest rank has the mean or more");
         return Err(Failure::usage(message).help("give 1 or more, such as 1.05"));
     }
-    if batch.saturating_mul(len) > MOST_TOKENS {
-        let message = format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
-        return Err(Failure::usage(message).help("give fewer --rows"));
-    }
-    let masks = masks(args, &recipe, &config, [batch, len])?;
-    let whole = Whole {
-        batch,
-        heads: config.num_attention_heads,
-        kv_heads: config.kv_heads(),
-        q_len: len,
-        kv_len: len,
-    };
-    let began = Instant::now();
-    let shape = shape(&config, &map, &whole)?;
-    let options = PlanOptions { strategy: args.strategy, chunk: args.chunk };
-    let (planes, plan) = waiting("planning", PATIENCE, || {
-        let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
-        let planes = Planes::new(whole, &masks, tile)?;
-        let plan = ShardPlan::new(&map, &planes, &shape, options)?;
-        Ok((planes, plan))
-    })
-    .map_err(refused)?;
-    if planes.work().iter().sum::<u64>() == 0 {
-        let attention = recipe.attention.clone().unwrap_or_default();
-        attention.programs().into_iter().for_each(|(_, program)| blind::warn(&program.mask));
-    }
-    let plan_ms = began.elapsed().as_secs_f64() * 1e3;
+    let machine = args.machine.as_deref().map(memory::machine).transpose()?;
+    let PlannedRecipe { recipe, config, map, planes, plan, plan_ms } =
+        args.what.plan(&args.limits)?;
     if let Some(file) = &args.svg {
         write_file(file, &picture::to_svg(&plan, &planes))?;
     }
@@ -145,6 +72,19 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         .map_err(|e| Failure::new(e.to_string()))?;
     let prove_ms = began.elapsed().as_secs_f64() * 1e3;
     let plan = proven.plan();
+    let step = match &machine {
+        Some(machine) => Some(StepMemory::of(&recipe, &config, &proven, machine, args.reshard)?),
+        None => None,
+    };
+    if let Some(step) = step.as_ref().filter(|step| !step.fits()) {
+        let rank = (0..step.bytes.len()).max_by_key(|&rank| step.bytes[rank]).unwrap_or(0);
+        return Err(Failure::new(format!(
+            "(f) a step, place {rank} of context: takes {} where the GPU has {}; cut more, or \
+             compute more again",
+            bytes(step.most() as f64),
+            bytes(step.device as f64)
+        )));
+    }
     let layouts = arrays::ATTENTION.iter().chain(arrays::MODEL).map(|array| {
         let layout = array.layout_in(&plan.sharding, plan.shape.element).map_err(refused)?;
         Ok([array.name.to_owned(), layout.to_string()])
@@ -158,6 +98,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         proof: proven.proof().clone(),
         plan_ms,
         prove_ms,
+        step_bytes: step.as_ref().map(StepMemory::most),
     };
     if args.json {
         return Ok(out.json(&report)?);
@@ -169,99 +110,17 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     out.line(format_args!("strategy  {}: {}", report.strategy, report.reason))?;
     out.line(&report.proof)?;
+    if let Some(step) = &step {
+        out.line(format_args!(
+            "(f) a step      {} of {} on the rank that takes the most, computed again: {}",
+            bytes(step.most() as f64),
+            bytes(step.device as f64),
+            step.setting.recompute.what.name()
+        ))?;
+    }
     out.line(format_args!("planned in {plan_ms:.1} ms, proven in {prove_ms:.1} ms"))?;
     if let Some(file) = &args.svg {
         out.line(format_args!("picture   {}", file.display()))?;
     }
     Ok(())
-}
-
-/// The masks of the recipe, with the documents of its rows, and how many layers each has.
-fn masks(
-    args: &Args,
-    recipe: &Recipe,
-    config: &ModelConfig,
-    shape: [usize; 2],
-) -> Result<Vec<LayerMask>, Failure> {
-    let attention = recipe.attention.clone().unwrap_or_default();
-    let mut masks = Vec::new();
-    let mut documents = false;
-    for (name, program) in attention.programs() {
-        let program = AttentionProgram::parse(program, config.num_attention_heads);
-        let mut mask = program.map_err(|e| Failure::usage(e.to_string()))?.mask;
-        let reads = |mask: &&mut MaskMod| {
-            mask.program().graph().buffers().iter().any(|b| b.name() == "doc")
-        };
-        if let Some(mask) = mask.as_mut().filter(reads) {
-            *mask = with_documents(args, mask, shape)?;
-            documents = true;
-        }
-        let runs = |&layer: &usize| attention.of_layer(layer).0 == name;
-        let layers = (0..config.num_hidden_layers).filter(runs).count() as u64;
-        masks.push(LayerMask { mask, layers });
-    }
-    if !documents && args.doc_lens.iter().any(|&tokens| tokens > 0) {
-        let message = "--doc-lens: the mask of the recipe reads no documents";
-        return Err(Failure::usage(message).help("leave it out, or write `& document`"));
-    }
-    Ok(masks)
-}
-
-/// A mask that reads documents, with those of every row.
-fn with_documents(
-    args: &Args,
-    mask: &MaskMod,
-    [batch, len]: [usize; 2],
-) -> Result<MaskMod, Failure> {
-    let total = args.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
-    if total > 0 && total < len {
-        let message = format!("--doc-lens: the documents have {total} tokens, a row has {len}");
-        return Err(Failure::usage(message).help("give lengths that fill a row"));
-    }
-    let mut row = Vec::with_capacity(len);
-    for (id, &tokens) in args.doc_lens.iter().enumerate() {
-        row.resize(len.min(row.len().saturating_add(tokens)), id as i32);
-    }
-    row.resize(len, 0);
-    let ids = BufferData::I32(row.repeat(batch));
-    let ids = AnyBuffer::new("doc", &[batch, len], ids, false);
-    let ids = ids.map_err(|e| Failure::usage(e.to_string()))?;
-    let bound = mask.clone().map(|program| program.rebind(&ids));
-    bound.map_err(|e| Failure::usage(e.to_string()))
-}
-
-/// Shapes of the model, with the parameter groups of the first rank of `tensor`.
-fn shape(config: &ModelConfig, map: &Map, whole: &Whole) -> Result<ModelShape, Failure> {
-    let (dim, hidden, ffn) = (config.dim(), config.hidden_size, config.intermediate_size);
-    let lengths = Lengths {
-        batch: whole.batch,
-        seq: whole.q_len,
-        kv_seq: whole.kv_len,
-        heads: whole.heads,
-        kv_heads: whole.kv_heads,
-        dim,
-        dim_v: dim,
-        hidden,
-        ffn,
-        vocab: config.vocab_size,
-    };
-    let sharding = Sharding::new(map.clone(), &lengths).map_err(refused)?;
-    let own = |axis| sharding.range(axis, 0).len();
-    let heads = 2 * own(Axis::Heads) + 2 * own(Axis::KvHeads);
-    let block = hidden * (dim * heads + 3 * own(Axis::Ffn) + 2);
-    let embedding = own(Axis::Vocab) * hidden;
-    let mut parameters = vec![("embedding".to_owned(), embedding)];
-    let blocks = (0..config.num_hidden_layers).map(|i| (format!("block.{i}"), block));
-    parameters.extend(blocks);
-    let head = if config.tie_word_embeddings { hidden } else { hidden + embedding };
-    parameters.push(("head".to_owned(), head));
-    Ok(ModelShape {
-        dim,
-        dim_v: dim,
-        hidden,
-        ffn,
-        vocab: config.vocab_size,
-        element: ElementType::BF16,
-        parameters,
-    })
 }

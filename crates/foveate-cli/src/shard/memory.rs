@@ -1,0 +1,165 @@
+//! What a whole step takes of a rank's GPU, by the dry run of its part.
+
+use std::path::Path;
+
+use foveate_nn::{Account, ModelConfig, Recompute};
+use foveate_shard::simulate::Machine;
+use foveate_shard::{Axis, MeshAxis, ProvenPlan};
+use foveate_train::memory::{BESIDE, Planned, Setting};
+use foveate_train::recipe::Recipe;
+
+use crate::failure::Failure;
+
+/// Machines that come with the program.
+const MACHINES: [(&str, &str); 2] = [
+    ("h100x8", include_str!("../../../foveate-shard/machines/h100x8.toml")),
+    ("h200x8", include_str!("../../../foveate-shard/machines/h200x8.toml")),
+];
+
+/// The machine of a name or a file.
+///
+/// # Errors
+/// When there is none, or its numbers are wrong.
+pub fn machine(name: &str) -> Result<Machine, Failure> {
+    let text = match MACHINES.iter().find(|(known, _)| *known == name) {
+        Some((_, text)) => (*text).to_owned(),
+        None => std::fs::read_to_string(Path::new(name)).map_err(|e| {
+            let known = MACHINES.map(|(known, _)| known).join(", ");
+            Failure::usage(format!("--machine {name}: {e}")).help(format!("known are {known}"))
+        })?,
+    };
+    let wrong = |e: &dyn std::fmt::Display| Failure::usage(format!("--machine {name}: {e}"));
+    let machine: Machine = toml::from_str(&text).map_err(|e| wrong(&e.message()))?;
+    machine.checked().map_err(|e| wrong(&e))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Reshard {
+    /// After each use.
+    Always,
+    /// After the backward pass.
+    AfterBackward,
+    /// Never: all ranks hold them whole.
+    Never,
+}
+
+/// A step on a rank's part of a model and of its rows, and the memory that it takes.
+pub struct StepMemory {
+    pub account: Account,
+    /// Of a rank: rows, and what is computed again.
+    pub setting: Setting,
+    /// Tokens of a row on the rank that has the most.
+    pub len: usize,
+    /// By place on `context`.
+    pub bytes: Vec<u64>,
+    /// What a GPU has.
+    pub device: u64,
+}
+
+impl StepMemory {
+    /// That of a recipe, which computes as little again as fits where it leaves that open.
+    ///
+    /// # Errors
+    /// When what is frozen cannot be.
+    pub fn of(
+        recipe: &Recipe,
+        config: &ModelConfig,
+        proven: &ProvenPlan,
+        machine: &Machine,
+        reshard: Reshard,
+    ) -> Result<Self, Failure> {
+        let plan = proven.plan();
+        let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
+        let local = local_config(config, proven);
+        let len = reps.iter().map(|&r| plan.ranks[r].own.q.len()).max().unwrap_or(0);
+        let mut own = recipe.clone();
+        own.data.len = len;
+        let attention = recipe.attention.clone().unwrap_or_default();
+        let planned = Planned { recipe: &own, config: &local, attention: &attention };
+        let device = (machine.gpu.memory_gib * f64::from(1 << 30)) as u64;
+        let rows = plan.ranks[0].own.batch.len();
+        let given = recipe.train.recomputation();
+        let run = |recompute| -> Result<Self, Failure> {
+            let setting = Setting { rows, recompute, ..Setting::of(recipe) };
+            let account = planned.account(&setting, device)?;
+            let again = recompute.what == Recompute::Full;
+            let bytes = bytes_of(&account, proven, &reps, reshard, again);
+            Ok(Self { account, setting, len, bytes, device })
+        };
+        let mut step = run(given.unwrap_or(Recompute::None.into()))?;
+        for more in Recompute::ALL.into_iter().filter(|_| given.is_none()).skip(1) {
+            if step.fits() {
+                break;
+            }
+            step = run(more.into())?;
+        }
+        Ok(step)
+    }
+
+    /// Bytes of the rank that takes the most.
+    pub fn most(&self) -> u64 {
+        self.bytes.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Whether every rank has room.
+    pub fn fits(&self) -> bool {
+        self.most() <= self.device
+    }
+}
+
+/// The model of which a rank of `tensor` computes a part.
+fn local_config(config: &ModelConfig, proven: &ProvenPlan) -> ModelConfig {
+    let plan = proven.plan();
+    let part = |axis| plan.sharding.range(axis, 0).len();
+    ModelConfig {
+        vocab_size: part(Axis::Vocab),
+        intermediate_size: part(Axis::Ffn),
+        num_attention_heads: part(Axis::Heads),
+        num_key_value_heads: Some(part(Axis::KvHeads)),
+        head_dim: Some(config.dim()),
+        ..config.clone()
+    }
+}
+
+/// Arrays of the stream between layers, whose tokens are cut over `tensor`.
+const STREAM_ARRAYS: [&str; 5] = ["layer input", "residual", "output", "inverse rms", "d_x"];
+/// Bytes that each of `reps` holds: its part of parameters, gradients and moments, two gathered
+/// groups and gradients of two, activations, and keys of others that a layer's backward needs.
+fn bytes_of(
+    account: &Account,
+    proven: &ProvenPlan,
+    reps: &[usize],
+    reshard: Reshard,
+    again: bool,
+) -> Vec<u64> {
+    let plan = proven.plan();
+    let mesh = plan.sharding.map().mesh();
+    let parts = mesh.size_of(&[MeshAxis::Shard, MeshAxis::Context]) as u64;
+    let tensor = mesh.size(MeshAxis::Tensor) as u64;
+    let all = account.memory();
+    let mut groups: Vec<u64> = plan.shape.parameters.iter().map(|(_, n)| *n as u64).collect();
+    let whole: u64 = groups.iter().sum();
+    groups.sort_unstable_by(|a, b| b.cmp(a));
+    let two: u64 = groups.iter().take(2).sum();
+    let state = (all.weights + all.gradients + all.optimizer).div_ceil(parts);
+    let gathered = match (parts, reshard) {
+        (1, _) => 0,
+        (_, Reshard::Always) => two * (2 + 4),
+        (_, Reshard::AfterBackward | Reshard::Never) => whole * 2 + two * 4,
+    };
+    let activations: u64 = account
+        .activations
+        .iter()
+        .map(|array| match STREAM_ARRAYS.contains(&array.name) {
+            true => array.bytes.div_ceil(tensor),
+            false => array.bytes,
+        })
+        .sum();
+    // Groups beside the layers are the embedding and the head.
+    let kept = if again { 1 } else { plan.shape.parameters.len() as u64 - 2 };
+    let keys = |rank: usize| {
+        let bytes = &proven.proof().bytes[rank];
+        bytes.forward_received * kept + bytes.backward_sent
+    };
+    reps.iter().map(|&rank| state + gathered + activations + keys(rank) + BESIDE).collect()
+}
