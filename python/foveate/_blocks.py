@@ -21,7 +21,11 @@ from . import _cuda, _native, _region, _trace
 from ._compile import also_compiled
 from ._masks import Mask
 
-_own: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+#: Masks that were made here.
+_own: weakref.WeakKeyDictionary[BlockMask, _State] = weakref.WeakKeyDictionary()
+#: Of lists on the CPU what they make of each tile, for operands of these lengths. Lists on a device may be written
+#: to by a graph that is replayed, which no version tells.
+_read: weakref.WeakKeyDictionary[BlockMask, tuple[_State, tuple[int, int], Tensor]] = weakref.WeakKeyDictionary()
 
 #: Before 2.13 torch has no such order, and its class no place for it.
 _torchs_write_order: Any = getattr(_torch_flex, "_compute_dq_write_order_from_block_mask", None)
@@ -94,9 +98,9 @@ def create_block_mask(
         full: tuple[Tensor | None, Tensor | None] = _listed(kinds == 2) if separate_full_blocks else (None, None)
         made = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
     if compute_dq_write_order and _torchs_write_order is not None:
-        made.dq_write_order, made.dq_write_order_full = _torchs_write_order(made, dq_kv_order=dq_kv_order)
-        made.dq_kv_order, made.dq_kv_order_spt = None, dq_kv_order
-    _own[made] = _state(made)
+        order, full_order = _torchs_write_order(made, dq_kv_order=dq_kv_order)
+        vars(made).update(dq_write_order=order, dq_write_order_full=full_order, dq_kv_order=None, dq_kv_order_spt=dq_kv_order)
+    _own[made] = _State(made)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
@@ -199,11 +203,20 @@ def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
     return live.sum(dim=-1).to(torch.int32), indices.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def _state(mask: BlockMask) -> tuple[Any, ...]:
-    """What of a block mask must not have changed for its function to be all that counts."""
-    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    versions = [None if t is None else (id(t), t._version) for t in tables]
-    return (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
+class _State:
+    """What of a block mask must not have changed for what was found of it to hold: its tables, held, and their
+    versions, its function and sizes."""
+
+    __slots__ = ("tables", "rest")
+
+    def __init__(self, mask: BlockMask) -> None:
+        self.tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        versions = [None if t is None else t._version for t in self.tables]
+        self.rest = (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
+
+    def holds(self, mask: BlockMask) -> bool:
+        now = _State(mask)
+        return all(a is b for a, b in zip(self.tables, now.tables)) and self.rest == now.rest
 
 
 def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int], device: torch.device) -> Any:
@@ -222,15 +235,21 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.
         raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one")
     batch, heads, q_len, kv_len = extents
     known = _own.get(mask)
-    own = known is not None and known == _state(mask)
+    own = known is not None and known.holds(mask)
     tables_at = mask.kv_num_blocks
     if own and mask.seq_lengths == (q_len, kv_len) and tables_at.shape[:2] == (1, 1) and tables_at.device == device:
         return None
     check(mask, extents, device)
     if own:
         return None
-    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    return table([t for t in tables if t is not None], mask.BLOCK_SIZE, q_len, kv_len)
+    read = _read.get(mask)
+    if read is not None and read[1] == (q_len, kv_len) and read[0].holds(mask):
+        return read[2]
+    state = _State(mask)
+    made = table([t for t in state.tables if t is not None], mask.BLOCK_SIZE, q_len, kv_len)
+    if device.type == "cpu":
+        _read[mask] = (state, (q_len, kv_len), made)
+    return made
 
 
 def is_function(mask: BlockMask) -> bool:

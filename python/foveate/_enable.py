@@ -33,6 +33,7 @@ def _copy(function: types.FunctionType) -> Callable[..., Any]:
 TORCHS: dict[str, Callable[..., Any]] = {
     name: _copy(getattr(_torch_flex, name)) for name in ("flex_attention", "create_block_mask")
 }
+_PUBLIC: tuple[Callable[..., Any], ...] = (_flex.flex_attention, _blocks.create_block_mask)
 #: What torch's functions take and Foveate's do not, in a version that is newer, with the defaults.
 _MORE: dict[str, dict[str, Any]] = {
     name: {
@@ -40,7 +41,7 @@ _MORE: dict[str, dict[str, Any]] = {
         for more, parameter in inspect.signature(function).parameters.items()
         if more not in inspect.signature(ours).parameters
     }
-    for (name, function), ours in zip(TORCHS.items(), (_flex.flex_attention, _blocks.create_block_mask))
+    for (name, function), ours in zip(TORCHS.items(), _PUBLIC)
 }
 #: Torch's create_block_mask takes what Foveate's does, since 2.13.
 KNOWS_FULL_BLOCKS = "separate_full_blocks" in inspect.signature(TORCHS["create_block_mask"]).parameters

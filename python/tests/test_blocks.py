@@ -2,6 +2,7 @@
 
 import gc
 import math
+import random
 
 import pytest
 import torch
@@ -92,6 +93,61 @@ def test_lists_say_which_tiles_count(shape, tile):
     compare(block_mask, mask, q, k, v)
     without_function = BlockMask.from_kv_blocks(*partial, BLOCK_SIZE=tile, seq_lengths=(200, 210))
     compare(without_function, points == 1, q, k, v)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lists_of_odd_shapes_count_padded_narrow_unsorted_and_empty(seed):
+    """Random tiles and lengths; rows without tiles, lists narrower than the columns or wider, in any order, with
+    anything behind their counts."""
+    rng = random.Random(seed)
+    q_len, kv_len = rng.randint(1, 150), rng.randint(1, 150)
+    tile = rng.choice([(1, 1), (3, 50), (128, 7), (64, 64), (33, 20), (200, 200)])
+    shape = rng.choice([(1, 1), (2, 1), (1, 4), (2, 4)])
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = operands(2, 4, q_len, kv_len)
+    rows, columns = -(-q_len // tile[0]) + rng.choice([0, 2]), -(-kv_len // tile[1])
+    kind = torch.randint(0, 3, (*shape, rows, columns), generator=g)
+    kind[:, :, rng.randrange(rows)] = 0
+    lists = []
+    for n in (1, 2):
+        counts = (kind == n).sum(-1).to(torch.int32)
+        width = int(counts.max()) + rng.choice([0, 3])
+        order = (torch.rand(kind.shape, generator=g) - 2.0 * (kind == n)).argsort(-1).to(torch.int32)
+        indices = torch.randint(-5, 500, (*shape, rows, max(width, 1)), generator=g, dtype=torch.int32)
+        for at in range(min(width, columns)):
+            indices[..., at] = torch.where(at < counts, order[..., at], indices[..., at])
+        lists += [counts, indices]
+    points = spread(kind, tile, q_len, kv_len)
+    mask = (points == 2) | ((points == 1) & dense(causal, (1, 1, q_len, kv_len)))
+    made = BlockMask(
+        (q_len, kv_len), *lists, None, None, None, None, BLOCK_SIZE=tile, mask_mod=causal
+    )
+    compare(made, mask, q, k, v)
+    # Given other lists, also ones that Python puts in the place of the first, these count.
+    made.full_kv_num_blocks = None
+    lists[2] = None
+    made.full_kv_num_blocks = torch.zeros(*shape, rows, dtype=torch.int32)
+    compare(made, (points == 1) & mask, q, k, v)
+    made.kv_num_blocks.zero_()
+    assert not flex_attention(q, k, v, block_mask=made).any()
+
+
+def test_lists_that_were_moved_unflattened_and_sliced_count():
+    kind = torch.randint(0, 3, (2, 4, 9, 7), generator=torch.Generator().manual_seed(8))
+    partial, full = (torch_flex._dense_to_ordered(kind == n) for n in (1, 2))
+    made = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=(20, 30), mask_mod=causal)
+    points = spread(kind, (20, 30), 180, 210)
+    whole = (points == 2) | ((points == 1) & dense(causal, (1, 1, 180, 210)))
+    leaves, spec = pytree.tree_flatten(made)
+    q, k, v = operands(2, 4, 180, 210)
+    for block_mask in (made, made.to("cpu"), pytree.tree_unflatten(leaves, spec)):
+        compare(block_mask, whole, q, k, v)
+    part = made[1:, [0, 3]]
+    part.mask_mod = causal
+    compare(part, whole[1:, [0, 3]], *(t[1:, [0, 3]].detach().requires_grad_() for t in (q, k, v)))
+    lower = made[:, :, -2:]
+    lower.mask_mod, lower.seq_lengths = lambda b, h, i, j: causal(b, h, i + 140, j), (40, 210)
+    compare(lower, whole[:, :, 140:], q[:, :, 140:].detach().requires_grad_(), k, v)
 
 
 def test_what_stands_behind_a_rows_count_is_not_read():

@@ -116,7 +116,7 @@ class _Run:
         #: Calls that Foveate answered.
         self.calls = 0
         self.compile = torch.compile
-        for owner, name in ((_flex._Call, "planned"), (_blocks, "_state")):
+        for owner, name in ((_flex._Call, "planned"), (_blocks, "_State")):
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = pytest.main([*options, *files], plugins=[run, _First(finder)])
     finally:
         sys.meta_path.remove(finder)
-        for owner, name in ((_flex._Call, "planned"), (_blocks, "_state")):
+        for owner, name in ((_flex._Call, "planned"), (_blocks, "_State")):
             setattr(owner, name, getattr(owner, name).__wrapped__)
     print(run.table())
     failed = any(case.outcome == "failed" for case in run.cases.values())
