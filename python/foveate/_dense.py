@@ -41,6 +41,9 @@ class _Reader(_trace.Reader):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and any(map(_has_point, args)):
             return self.read(*args)
+        name = getattr(func, "__name__", "")
+        if name in ("embedding", "gather", "take") and any(map(_has_point, args)):
+            return _trace._READING[name](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

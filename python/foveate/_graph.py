@@ -175,8 +175,7 @@ def _operation(trace: _GraphTrace, target: Any, args: tuple[Any, ...], kwargs: d
     for arg in args:
         if isinstance(arg, (torch.Tensor, _trace.Rows)) and any(trace.left_symbolic(arg)):
             raise TraceError(f"`{name}` is given a row of a captured tensor whose length is symbolic")
-    name = name.strip("_")
-    return _trace._call(name, OPERATIONS.get(name), *args, **kwargs)
+    return _trace.called(name.strip("_"), *args, **kwargs)
 
 
 def is_reading(target: torch._ops.OpOverload) -> bool:
@@ -207,6 +206,10 @@ def _converted(trace: _GraphTrace, x: Any, dtype: torch.dtype | None = None, **_
 
 def _same(trace: _GraphTrace, x: Any, *_: Any, **__: Any) -> Any:
     return x
+
+
+def _detached(trace: _GraphTrace, x: Any) -> Any:
+    return OPERATIONS["detach"](x) if isinstance(x, Expr) else x
 
 
 def _shaped(trace: _GraphTrace, x: Any, size: Sequence[int], **_: Any) -> Any:
@@ -249,7 +252,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "lift_fresh": _same,
     "lift_fresh_copy": _same,
     "alias": _same,
-    "detach": _same,
+    "detach": _detached,
     "expand": _shaped,
     "view": _shaped,
     "_unsafe_view": _shaped,

@@ -10,6 +10,7 @@ operation, the file and the line; nothing is guessed.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import types
 from typing import Any, Callable, Iterator
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _native
 from ._native import Expr, TraceError
-from ._operations import OPERATIONS, cast
+from ._operations import OPERATIONS, cast, unknown
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -44,10 +45,12 @@ def attribute(value: Expr, name: str) -> Any:
     """What ``value.name`` is for a traced value; called by ``Expr.__getattr__``."""
     if name in _ATTRIBUTES:
         return _ATTRIBUTES[name]
-    operation = OPERATIONS.get(name)
-    if operation is None:
-        raise _NoAttribute(f"`.{name}` of a traced value is not supported in a mask or score")
-    return functools.partial(_call, name, operation, value)
+    operation = OPERATIONS.get(name) or _OF_ONE.get(name)
+    if operation is not None or name in _READING:
+        return functools.partial(_call, name, operation, value)
+    if callable(getattr(torch.Tensor, name, None)):
+        return functools.partial(_call, name, None, value)
+    raise _NoAttribute(f"`.{name}` of a traced value is not supported in a mask or score")
 
 
 def _call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -55,13 +58,23 @@ def _call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs:
     if not isinstance(trace, Trace):
         what = "a traced value is used after its function was traced"
         raise TraceError(what if trace is None else "float64 attention reads captured tensors at an index of all axes")
+    reading = _READING.get(name)
+    if reading is not None:
+        return _applied(name, reading, (trace, *args), kwargs)
     if any(isinstance(a, _Many) for a in args) or any(isinstance(a, _Many) for a in kwargs.values()):
         return _call_on_vectors(trace, name, operation, args, kwargs)
     args = tuple(trace.operand(name, a) for a in args)
     kwargs = {key: trace.operand(name, a) for key, a in kwargs.items()}
     if operation is None:
-        raise TraceError(f"`{name}` is not supported in a mask or score")
+        raise unknown(name)
     return _applied(name, operation, args, kwargs)
+
+
+def called(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A call of torch's function ``name``, some of them in ``torch.special``, while a function is traced."""
+    plain = name.removeprefix("special_")
+    operation = OPERATIONS.get(plain) or _OF_ONE.get(plain)
+    return _call(name if operation is None else plain, operation, *args, **kwargs)
 
 
 def _applied(name: str, operation: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -86,10 +99,10 @@ def _call_on_vectors(trace: Trace, name: str, operation: Any, args: tuple[Any, .
             return REDUCTIONS[name](*args, **kwargs)
         if name in ("max", "min") and alone and len(args) == 1 and not kwargs:
             return REDUCTIONS[f"a{name}"](*args)
-        if name in _PRODUCTS and len(vectors) == 2 == len(args):
-            return _dot(*args)
+        if name in _PRODUCTS and len(vectors) == 2:
+            return _PRODUCTS[name](*args, **kwargs)
         if operation is None or name in REDUCTIONS:
-            raise TraceError(f"`{name}` of {vectors[0]} is not supported in a mask or score")
+            raise TraceError(f"`{name}` of {vectors[0]} is not supported in a mask or score; compute it outside and read the result")
         length = max(map(len, vectors))
         if any(len(v) not in (1, length) for v in vectors):
             raise TraceError(f"`{name}` is given vectors of {sorted(set(map(len, vectors)))} elements")
@@ -120,7 +133,7 @@ class _Many:
 
     def __getattr__(self, name: str) -> Any:
         operation = OPERATIONS.get(name) or REDUCTIONS.get(name)
-        if operation is None or name.startswith("__"):
+        if (operation is None and name not in _READING) or name.startswith("__"):
             raise _NoAttribute(f"`.{name}` of {self} is not supported in a mask or score")
         return functools.partial(_call, name, operation, self)
 
@@ -241,6 +254,27 @@ def _dot(a: Vector, b: Vector) -> Expr:
     return _total([x * y for x, y in zip(a.values, b.values)])
 
 
+def _norm(x: Vector, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Expr:
+    if p in (1, 2, "fro", None):
+        total = REDUCTIONS["sum"](Vector([abs(v) if p == 1 else v * v for v in x.values]), dim, keepdim, dtype=dtype)
+        if p == 1:
+            return total
+        # At 0 its gradient is 0, as torch's.
+        zero = total == 0
+        return _native.select(zero, 0 * total, _native.unary("sqrt", _native.select(zero, 1, total)))
+    if p in (math.inf, -math.inf):
+        return REDUCTIONS["amax" if p > 0 else "amin"](Vector(list(map(abs, x.values))), dim, keepdim, dtype=dtype)
+    raise TraceError(f"`norm` of order {p} is not supported in a mask or score; 1, 2 and infinity are")
+
+
+def _logsumexp(values: list[Expr]) -> Expr:
+    return functools.reduce(lambda a, b: OPERATIONS["logaddexp"](a, b), values)
+
+
+def _counted(x: Vector, dim: Any = None) -> Expr:
+    return REDUCTIONS["sum"](Vector([cast(v != 0, torch.int64) for v in x.values]), dim)
+
+
 #: What makes one value of a vector.
 REDUCTIONS: dict[str, Callable[..., Expr]] = {
     "sum": _reduction(_total),
@@ -250,8 +284,131 @@ REDUCTIONS: dict[str, Callable[..., Expr]] = {
     "all": _reduction(lambda values: _folded(lambda a, b: a & b)([cast(v, torch.bool) for v in values])),
     "amax": _reduction(_folded(lambda a, b: _native.binary("max", a, b))),
     "amin": _reduction(_folded(lambda a, b: _native.binary("min", a, b))),
+    "logsumexp": _reduction(_logsumexp),
+    "count_nonzero": _counted,
+    "norm": _norm,
+    "vector_norm": _norm,
+    "linalg_vector_norm": _norm,
+    "linalg_norm": _norm,
 }
-_PRODUCTS = ("dot", "inner", "vdot", "matmul")
+
+
+def _dist(a: Vector, b: Vector, p: Any = 2) -> Expr:
+    if len(a) != len(b):
+        raise TraceError(f"`dist` is of two vectors of one length, not {len(a)} and {len(b)}")
+    return _norm(Vector([x - y for x, y in zip(a.values, b.values)]), p)
+
+
+def _cosine(a: Vector, b: Vector, dim: int = 1, eps: float | None = None) -> Expr:
+    if dim not in (0, -1):
+        raise TraceError(f"`cosine_similarity` of two vectors is over their only axis: dim is 0 or -1, not {dim}")
+    dot = _dot(a, b)
+    least = _native.literal(1e-8, dot.dtype) if eps is None else eps
+    sizes = [_native.binary("max", _norm(x), least) for x in (a, b)]
+    return dot / (sizes[0] * sizes[1])
+
+
+#: What makes one value of two vectors.
+_PRODUCTS: dict[str, Callable[..., Expr]] = {
+    **dict.fromkeys(("dot", "inner", "vdot", "matmul"), _dot), "dist": _dist, "cosine_similarity": _cosine,
+}
+
+#: Reductions of one value, which is a 0-d tensor.
+_OF_ONE: dict[str, Callable[..., Any]] = {
+    name: lambda x, *args, _fold=fold, **kwargs: _fold(Vector([x]), *args, **kwargs) for name, fold in REDUCTIONS.items()
+}
+
+
+def _vector(trace: Trace, name: str, x: Any) -> Vector:
+    """The elements of a captured tensor of one axis, of a row of one, or of a vector."""
+    if isinstance(x, Vector):
+        return x
+    if isinstance(x, (Rows, torch.Tensor)):
+        return Vector.of(trace, name, x)
+    raise TraceError(f"`{name}` is given a {type(x).__name__} in place of a captured tensor of one axis")
+
+
+def _isin(trace: Trace, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Expr:
+    x = trace.operand("isin", elements)
+    found: Expr
+    if isinstance(test_elements, torch.Tensor) and test_elements.dim() > 1:
+        test_elements = test_elements.flatten()
+    if isinstance(test_elements, torch.Tensor) and test_elements.dim() == 0 or not isinstance(test_elements, (_Many, torch.Tensor)):
+        found = x == trace.operand("isin", test_elements)
+    else:
+        values = _vector(trace, "isin", test_elements).values
+        found = functools.reduce(lambda a, b: a | b, [x == v for v in values], _native.constant(False, torch.bool))
+    return ~found if invert else found
+
+
+def _position(name: str, right: bool, boundaries: Any, x: Any, trace: Trace) -> Expr:
+    """How many of the boundaries, which are sorted, lie before ``x``."""
+    x = trace.operand(name, x)
+    before = [cast(v <= x if right else v < x, torch.int64) for v in _vector(trace, name, boundaries).values]
+    return functools.reduce(lambda a, b: a + b, before, _native.constant(0, torch.int64))
+
+
+def _bucketize(trace: Trace, input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Expr:
+    found = _position("bucketize", right, boundaries, input, trace)
+    return cast(found, torch.int32) if out_int32 else found
+
+
+def _searchsorted(
+    trace: Trace, sorted_sequence: Any, input: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
+) -> Expr:
+    found = _position("searchsorted", right or side == "right", sorted_sequence, input, trace)
+    return cast(found, torch.int32) if out_int32 else found
+
+
+def _stack(trace: Trace, tensors: Any, dim: int = 0) -> Vector:
+    if dim not in (0, -1):
+        raise TraceError(f"`stack` of traced values has one axis: dim is 0 or -1, not {dim}")
+    values = [trace.operand("stack", t) for t in tensors]
+    if not all(isinstance(v, Expr) for v in values) or not 0 < len(values) <= LONGEST:
+        raise TraceError(f"`stack` is of 1 to {LONGEST} traced values")
+    return Vector(values)
+
+
+def _embedding(
+    trace: Trace,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    # Aten's operator has the table first, and -1 for no padding.
+    if not isinstance(weight, torch.Tensor):
+        input, weight = weight, input
+    if padding_idx not in (None, -1) or max_norm is not None or scale_grad_by_freq or sparse:
+        raise TraceError("`embedding` takes a table and an index in a mask or score, no options")
+    return trace.read(weight, input)
+
+
+def _gather(trace: Trace, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if len(input.shape) != 1 or dim not in (0, -1):
+        raise TraceError("`gather` is of a captured tensor of one axis in a mask or score; use `table[b, h, q_idx]` for more")
+    return trace.read(input, index)
+
+
+def _take(trace: Trace, input: Any, index: Any) -> Any:
+    if not isinstance(input, torch.Tensor):
+        raise TraceError("`take` is of a captured tensor in a mask or score")
+    return trace.read(input.reshape(-1), index)
+
+
+#: Functions that take captured tensors as they are, or several values at once.
+_READING: dict[str, Callable[..., Any]] = {
+    "isin": _isin,
+    "bucketize": _bucketize,
+    "searchsorted": _searchsorted,
+    "stack": _stack,
+    "embedding": _embedding,
+    "gather": _gather,
+    "take": _take,
+}
 
 
 class Reader(TorchFunctionMode):
@@ -371,8 +528,10 @@ class Trace(Reader):
         kwargs = kwargs or {}
         if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func)).strip("_")
-        return _call(name, OPERATIONS.get(name), *args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name.endswith("_") and not name.endswith("__"):
+            raise unknown(name)  # It would have to write.
+        return called(name.strip("_"), *args, **kwargs)
 
 
 _GETITEM = torch.Tensor.__getitem__
@@ -447,6 +606,16 @@ def _place(error: BaseException) -> str:
             found = f' File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}'
         tb = tb.tb_next
     return found
+
+
+def underivable(error: ValueError, score: _native.Traced | None) -> Exception:
+    """An error of the engine that a score has no derivative, with the user's name of it; others as they are."""
+    if score is None or "has no derivative" not in str(error):
+        return error
+    return TraceError(
+        f"score_mod `{name_of(score.function)}`: {error}, where torch's is 0: floor, rounding and integers of a score "
+        "are for calls without a gradient"
+    )
 
 
 def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:

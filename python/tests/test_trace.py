@@ -89,6 +89,31 @@ UNARY = {
     "minimum": lambda x: torch.minimum(x, -x), "maximum": lambda x: torch.maximum(x, FLOATS[2]),
     "float remainder": lambda x: torch.remainder(x, 1.75), "add with alpha": lambda x: torch.add(x, x * x, alpha=0.5),
     "rsub": lambda x: torch.rsub(x, 3.0), "addcmul": lambda x: torch.addcmul(x, x, x, value=0.1),
+    "addcdiv": lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.1), "frac": torch.frac, "sgn": torch.sgn,
+    "signbit": lambda x: torch.where(torch.signbit(x * 0.0), x, -x), "copysign": lambda x: torch.copysign(x * x, x),
+    "copysign of a number": lambda x: torch.copysign(x, -2.0), "heaviside": lambda x: torch.heaviside(F.relu(x), 2 * x),
+    "fmin": lambda x: torch.fmin(torch.log(x), x), "fmax": lambda x: torch.fmax(x, torch.log(x)),
+    "hypot": lambda x: torch.hypot(x, x + 1), "logaddexp": lambda x: torch.logaddexp(x, -x),
+    "logaddexp of equals": lambda x: torch.logaddexp(x, x), "logaddexp2": lambda x: torch.logaddexp2(x, 2 * x),
+    "logaddexp of -inf": lambda x: torch.logaddexp(x * 0 - math.inf, x), "xlogy": lambda x: torch.xlogy(x, x.abs() + 0.1),
+    "xlogy of 0": lambda x: torch.xlogy(F.relu(x), F.relu(x)), "xlog1py": lambda x: torch.special.xlog1py(x, x.abs()),
+    "entr": lambda x: torch.special.entr(x.abs() + 0.1), "entr below 0": lambda x: torch.special.entr(x),
+    "ldexp": lambda x: torch.ldexp(x, COUNT), "logit": lambda x: torch.logit(torch.tanh(x) * 0.4 + 0.5),
+    "logit with eps": lambda x: torch.logit(x / 4, 0.1), "sinc": torch.sinc, "sinc of 0": lambda x: torch.sinc(F.relu(x)),
+    "sinh": lambda x: torch.sinh(x / 4), "cosh": lambda x: torch.cosh(x / 4), "asin": lambda x: torch.asin(torch.tanh(x) * 0.9),
+    "acos": lambda x: torch.arccos(torch.tanh(x) * 0.9), "atan": torch.atan, "atan far away": lambda x: torch.arctan(x * 1e4),
+    "atan2": lambda x: torch.atan2(x, 1 - x), "atan2 of 0": lambda x: torch.atan2(x, x * 0), "asinh": torch.asinh,
+    "acosh": lambda x: torch.acosh(x.abs() + 1.1), "atanh": lambda x: torch.atanh(torch.tanh(x) * 0.9), "erfc": torch.erfc,
+    "ndtr": torch.special.ndtr, "special expit": torch.special.expit, "deg2rad": torch.deg2rad, "rad2deg": torch.rad2deg,
+    "nan_to_num": lambda x: torch.nan_to_num(torch.log(x), 0.5), "infinities to numbers": lambda x: torch.nan_to_num(
+        torch.where(x > 1, math.inf, torch.where(x < -1, -math.inf, x)), posinf=2.0, neginf=-3.0),
+    "isclose": lambda x: torch.where(torch.isclose(x, 2 - x, rtol=0.01, atol=0.5), x, -x),
+    "elu": lambda x: F.elu(x, 0.5), "elu far away": lambda x: F.elu(x * 100), "celu": lambda x: F.celu(x, 0.5), "selu": F.selu,
+    "relu6": lambda x: F.relu6(x * 4), "hardtanh": lambda x: F.hardtanh(x, -0.5, 2.0), "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish, "hardshrink": F.hardshrink, "softshrink": lambda x: F.softshrink(x, 0.3),
+    "tanhshrink": F.tanhshrink, "softsign": F.softsign, "mish": F.mish, "threshold": lambda x: F.threshold(x, 0.1, -2.0),
+    "a bool as a factor": lambda x: x * (x > 0) + (x < -1), "a bool as a float": lambda x: (x > 0).float() * x,
+    "a sum of one": lambda x: x.sum() + torch.any(x > 0),
 }
 
 
@@ -96,6 +121,44 @@ UNARY = {
 def test_an_operation_on_the_score_is_torchs(name):
     check(lambda score, b, h, q, kv: UNARY[name](score))
 
+
+#: Steps, through which torch's gradient is 0 and ours is refused.
+STEPS = ("floor", "ceil", "trunc", "round", "frac", "to int", "long")
+
+
+@pytest.mark.parametrize("name", [name for name in UNARY if name not in (*STEPS, "a sum of one", "heaviside")])
+def test_the_gradient_of_an_operation_is_torchs(name):
+    factor = torch.tensor(0.7, requires_grad=True)
+    gradient(lambda s, b, h, q, kv: 0.1 * (UNARY[name](s * factor) + s * factor), (factor,))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_gradient_through_a_step_is_refused_by_name_and_the_forward_is_not(name):
+    q = torch.randn(1, 1, 8, 4, requires_grad=True)
+    score_mod = lambda s, b, h, i, j: UNARY[name](s)  # noqa: E731
+    with pytest.raises(TraceError, match="score_mod `<lambda>`: .* has no derivative.*floor"):
+        flex_attention(q, q, q, score_mod)
+    with torch.no_grad():
+        flex_attention(q, q, q, score_mod)
+
+
+def test_an_embedding_and_a_norm_of_learned_rows_learn():
+    table = torch.randn(13, 3, generator=G).requires_grad_()
+    layer = torch.nn.Embedding(13, 3)
+
+    def score_mod(s, b, h, q, kv):
+        if not isinstance(s, torch.Tensor):
+            return s + layer((q - kv).abs())[h] - (table[q] - table[kv]).norm() + torch.take(table, kv * 3 + h)
+        apart = (table[q] - table[kv]).double()
+        near = (apart == 0).all(-1)
+        size = torch.where(near, 0.0, torch.where(near[..., None], 1.0, apart).square().sum(-1).sqrt())
+        return s + layer.weight.double()[(q - kv).abs(), h] - size + table.flatten()[kv * 3 + h]
+
+    gradient(score_mod, (table, layer.weight))
+
+
+EMBEDDING = torch.nn.Embedding(13, 3).requires_grad_(False)
+SORTED = torch.tensor([0, 3, 3, 8, 11])
 
 SCORES = {
     "alibi": lambda s, b, h, q, kv: s - 2.0 ** (-8.0 * (h + 1) / 3) * (q - kv).abs(),
@@ -144,6 +207,19 @@ SCORES = {
     "a row's extremes": lambda s, b, h, q, kv: s * TABLE[q].amax() - TABLE[kv].amin(dim=0) + TABLE[h].max(),
     "elementwise on rows": lambda s, b, h, q, kv: s + (torch.tanh(TABLE[q]) * s - 2 * TABLE[kv] + WEIGHTS).sum(),
     "an element of a row": lambda s, b, h, q, kv: s + (TABLE[q] * TABLE[kv])[2] + len(TABLE[q]),
+    "bounds of documents": lambda s, b, h, q, kv: s + torch.bucketize(q, SORTED) - torch.searchsorted(SORTED, kv, right=True),
+    "an embedding": lambda s, b, h, q, kv: s + F.embedding((q - kv).abs(), EMBEDDING.weight)[h] + EMBEDDING(q)[0],
+    "a take": lambda s, b, h, q, kv: s + torch.take(TABLE, kv * 5 + h) + torch.gather(FLOATS, 0, q),
+    "a distance": lambda s, b, h, q, kv: s - (TABLE[q] - TABLE[kv]).norm() + torch.dist(TABLE[q], TABLE[h]),
+    "a norm of order 1": lambda s, b, h, q, kv: s - torch.linalg.vector_norm(TABLE[q] - TABLE[kv], 1) + torch.linalg.norm(TABLE[q]),
+    "a greatest distance": lambda s, b, h, q, kv: s - (TABLE[q] - TABLE[kv]).norm(p=math.inf),
+    "a cosine": lambda s, b, h, q, kv: s + F.cosine_similarity(TABLE[q], TABLE[kv], dim=0),
+    "logsumexp of a row": lambda s, b, h, q, kv: s + torch.logsumexp(TABLE[q] * s, 0),
+    "nonzeros of a row": lambda s, b, h, q, kv: s + torch.count_nonzero(BLOCKS[b, h]),
+    "stacked": lambda s, b, h, q, kv: s + torch.stack([FLOATS[q], FLOATS[kv], s]).amax() + torch.stack((q, kv)).sum(),
+    "atan2 of integers": lambda s, b, h, q, kv: s + torch.atan2(q - 3, kv - 4),
+    "hypot of integers": lambda s, b, h, q, kv: s - torch.hypot((q % 4 - kv % 4) * 1.0, (q // 4 - kv // 4) * 1.0),
+    "an index that is detached": lambda s, b, h, q, kv: s + FLOATS.detach()[q.detach()],
     "an integer beyond 32 bits in a comparison": lambda s, b, h, q, kv: torch.where(q < 2**40, s, 0.0),
 }
 
@@ -169,6 +245,12 @@ MASKS = {
     "a tensor": lambda b, h, q, kv: torch.tensor(True),
     "any of a row": lambda b, h, q, kv: (BLOCKS[b, h] == kv // 2).any(dim=-1),
     "all of a row": lambda b, h, q, kv: torch.all(TABLE[q] + 1 > TABLE[kv]) | (BLOCKS[b][h] > 0).all(),
+    "isin": lambda b, h, q, kv: torch.isin(kv, SORTED) | q.eq(kv),
+    "isin inverted, of one": lambda b, h, q, kv: torch.isin(kv, 3, invert=True) & torch.isin(q, BLOCKS[0]),
+    "documents by their bounds": lambda b, h, q, kv: torch.searchsorted(SORTED, q) == torch.searchsorted(SORTED, kv),
+    "any of several": lambda b, h, q, kv: torch.stack([q == kv, kv < 2, q > 8]).any() & (q >= 0).all(),
+    "close floats": lambda b, h, q, kv: torch.isclose(FLOATS[q], FLOATS[kv], atol=0.5),
+    "near points": lambda b, h, q, kv: (TABLE[q] - TABLE[kv]).norm() < 2,
     "float arithmetic": lambda b, h, q, kv: torch.sqrt((q * q + kv * kv).float()) < 9.5,
 }
 
@@ -366,6 +448,21 @@ REFUSED = {
     "32 bits": (lambda s, b, h, q, kv: s + (q * 1000000) * 1000000, "32 bits"),
     "a large number": (lambda s, b, h, q, kv: s + (q + 2**40), "32 bits"),
     "bool minus bool": (lambda s, b, h, q, kv: s + ((q > kv) - (h > 1)), "of two bools"),
+    "in place": (lambda s, b, h, q, kv: s.add_(1), "use the result of `add`"),
+    "a function in place": (lambda s, b, h, q, kv: torch.relu_(s), "use the result of `relu`"),
+    "an option in place": (lambda s, b, h, q, kv: F.elu(s, inplace=True), "leave out inplace"),
+    "written to": (lambda s, b, h, q, kv: torch.zeros(()).add_(q) + s, "cannot write"),
+    "random numbers": (lambda s, b, h, q, kv: s + torch.rand_like(s), "dropout_p"),
+    "a dropout": (lambda s, b, h, q, kv: F.dropout(s, 0.1), "dropout_p"),
+    "a softmax": (lambda s, b, h, q, kv: F.softmax(s, 0), "one number"),
+    "another shape": (lambda s, b, h, q, kv: s.view(-1), "needs no other shape"),
+    "gcd": (lambda s, b, h, q, kv: s + torch.gcd(q, kv), "table"),
+    "a function of indices": (lambda s, b, h, q, kv: s + torch.lgamma(q + 1.0), "computed outside and read by index"),
+    "detach of a score": (lambda s, b, h, q, kv: s - s.detach(), "table.detach"),
+    "a long isin": (lambda s, b, h, q, kv: torch.where(torch.isin(q, LARGE[0]), s, 0.0), "64"),
+    "a gather of two axes": (lambda s, b, h, q, kv: s + torch.gather(TABLE, 0, q), "one axis"),
+    "an embedding with padding": (lambda s, b, h, q, kv: s + F.embedding(q, TABLE, padding_idx=0)[h], "no options"),
+    "a median of a row": (lambda s, b, h, q, kv: s + TABLE[q].median(), "median"),
     "a matrix product of rows": (lambda s, b, h, q, kv: s + TABLE[q] @ BLOCKS[b], "axes left over"),
 }
 
@@ -422,7 +519,7 @@ def test_the_manual_lists_the_operations_that_there_are_and_no_others():
     manual = (pathlib.Path(__file__).parents[2] / "docs/python.md").read_text()
     table = manual.split("| arithmetic |")[1].split("\n\n")[0]
     listed = set(re.findall(r"`(\w+)`", table))
-    assert listed == {*_trace.OPERATIONS, *_trace.REDUCTIONS, *_trace._PRODUCTS}
+    assert listed == {*_trace.OPERATIONS, *_trace.REDUCTIONS, *_trace._PRODUCTS, *_trace._READING}
 
 
 class _Biased:

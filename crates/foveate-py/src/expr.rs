@@ -263,10 +263,18 @@ pub fn select(
     value::select(&operand_of(cond)?, &operand_of(then)?, &operand_of(other)?).map(Expr)
 }
 
-/// A number as a value of a `torch.dtype`; a constant of the structure if `literal`.
+/// A number of the function that is traced, or a traced value, as a value of a `torch.dtype`.
 #[pyfunction]
 pub fn constant(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr> {
     operand_of(x)?.to(Dtype::of(dtype)?).map(Expr)
+}
+
+/// A number of the tracer's own as a value of a `torch.dtype`: part of the structure.
+#[pyfunction]
+pub fn literal(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr> {
+    let dtype = Dtype::of(dtype)?;
+    let number = value::number(x)?.ok_or_else(|| refused("a literal is a number"))?;
+    Ok(Expr(Value::constant(number.of(dtype)?, dtype)))
 }
 
 /// Begins the trace of a mask or score function on this thread. Which numbers are constants is asked of

@@ -39,7 +39,7 @@ mod _native {
         Plan as CudaPlan, cuda_plan, library_folders, tile_runs, tile_tables, varies,
     };
     #[pymodule_export]
-    use crate::expr::{Expr, begin, binary, constant, leaf, scalar, select, unary};
+    use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
     use crate::plan::{Plan, Traced, extents, kinds, mask, plan, score};
     #[pymodule_export]

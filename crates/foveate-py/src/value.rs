@@ -62,6 +62,26 @@ impl Number {
         }
     }
 
+    /// As a value of `dtype`.
+    ///
+    /// # Errors
+    /// When it is an integer beyond 32 bits.
+    pub fn of(self, dtype: Dtype) -> PyResult<ScalarValue> {
+        Ok(match (dtype.ty(), self) {
+            (Type::Bool, Number::Bool(v)) => ScalarValue::Bool(v),
+            (Type::Bool, Number::Int(v)) => ScalarValue::Bool(v != 0),
+            (Type::Bool, Number::Float(v)) => ScalarValue::Bool(v != 0.0),
+            (Type::I32, Number::Bool(v)) => ScalarValue::I32(i32::from(v)),
+            (Type::I32, Number::Int(v)) => ScalarValue::I32(i32::try_from(v).map_err(|_| {
+                refused(format!("the integer {v} does not fit 32 bits, which mods compute in"))
+            })?),
+            (Type::I32, Number::Float(v)) => ScalarValue::I32(v as i32),
+            (Type::F32, Number::Bool(v)) => ScalarValue::F32(f32::from(u8::from(v))),
+            (Type::F32, Number::Int(v)) => ScalarValue::F32(v as f32),
+            (Type::F32, Number::Float(v)) => ScalarValue::F32(v as f32),
+        })
+    }
+
     /// Tells numbers apart for [`Literals`]: `1` from `1.0`.
     fn key(self) -> (u8, u64) {
         match self {
@@ -206,30 +226,14 @@ impl Value {
         }
     }
 
-    /// A number as a value of `dtype`.
+    /// A number of the function that is traced, as a value of `dtype`.
     ///
     /// # Errors
     /// When it is an integer beyond 32 bits.
     pub fn number(number: Number, dtype: Dtype) -> PyResult<Self> {
-        let value = match (dtype.ty(), number) {
-            (Type::Bool, Number::Bool(v)) => ScalarValue::Bool(v),
-            (Type::Bool, Number::Int(v)) => ScalarValue::Bool(v != 0),
-            (Type::Bool, Number::Float(v)) => ScalarValue::Bool(v != 0.0),
-            (Type::I32, Number::Bool(v)) => ScalarValue::I32(i32::from(v)),
-            (Type::I32, Number::Int(v)) => ScalarValue::I32(i32::try_from(v).map_err(|_| {
-                refused(format!("the integer {v} does not fit 32 bits, which mods compute in"))
-            })?),
-            (Type::I32, Number::Float(v)) => ScalarValue::I32(v as i32),
-            (Type::F32, Number::Bool(v)) => ScalarValue::F32(f32::from(u8::from(v))),
-            (Type::F32, Number::Int(v)) => ScalarValue::F32(v as f32),
-            (Type::F32, Number::Float(v)) => ScalarValue::F32(v as f32),
-        };
-        let range = match value {
-            ScalarValue::I32(v) => Some((i64::from(v), i64::from(v))),
-            _ => None,
-        };
-        let expr = if is_literal(number)? { DynExpr::constant(value) } else { scalar(value) };
-        Ok(Self { expr, dtype, range })
+        let value = number.of(dtype)?;
+        let made = Self::constant(value, dtype);
+        Ok(if is_literal(number)? { made } else { Self { expr: scalar(value), ..made } })
     }
 
     /// A constant of the tracer's own: part of the structure.
@@ -263,6 +267,12 @@ impl Value {
             (Type::I32, Type::I32) => self.range,
             _ => None,
         };
+        if (self.dtype.ty(), dtype.ty()) == (Type::Bool, Type::F32) {
+            // A branch: torch's gradient through it is 0, and a conversion's is refused.
+            let [one, zero] = [1.0, 0.0].map(|v| Self::float(v).expr);
+            let expr = DynExpr::select(self.expr.clone(), one, zero).map_err(raised)?;
+            return Ok(Self { expr, dtype, range });
+        }
         Self { expr: self.expr.clone().cast(dtype.ty()), dtype, range }.wrapped()
     }
 
