@@ -29,43 +29,6 @@
 // What is slow beside products, and so is done before or after them: an access of smem waits until the products
 // that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
 
-// The producer of K and Q: one thread.
-__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
-    const PersistentParams& at = copies.persistent;
-    Ring<FV_STAGES> q;
-    int item = -1;
-    copies.for_each_step([&](const Step& step) {
-        if (step.kind & Step::FIRST) {
-            barriers.k_empty().wait(item++);
-            barriers.k_full().arrive_expecting(K_BYTES);
-            copies.keys<FV_D>(copies.base, map_k, barriers.k_full(), step, at.k_head, at.k_batch);
-        }
-        barriers.q_empty(q.stage).wait(q.round - 1);
-        barriers.full(q.stage).arrive_expecting(Q_BYTES);
-        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.full(q.stage), step, at.q_head, at.q_group, at.q_batch);
-        q.advance();
-    });
-}
-
-// The producer of V and dO: one thread.
-__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
-    const PersistentParams& at = copies.persistent;
-    Ring<FV_STAGES> d_out;
-    int item = -1;
-    copies.for_each_step([&](const Step& step) {
-        if (step.kind & Step::FIRST) {
-            barriers.v_empty().wait(item++);
-            barriers.v_full().arrive_expecting(V_BYTES);
-            copies.keys<FV_DV>(copies.base + AT_V, map_v, barriers.v_full(), step, at.v_head, at.v_batch);
-        }
-        barriers.d_out_empty(d_out.stage).wait(d_out.round - 1);
-        barriers.full(d_out.stage).arrive_expecting(D_OUT_BYTES);
-        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.full(d_out.stage), step,
-                                     at.d_out_head, at.d_out_group, at.d_out_batch);
-        d_out.advance();
-    });
-}
-
 // The producer of lse and delta: one warp.
 __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     const BackwardParams& p = copies.p;
@@ -76,7 +39,7 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     #pragma unroll 1
     for (;; ring.advance()) {
         barriers.step_full(ring.stage).wait(ring.round);
-        const Step& step = *reinterpret_cast<const Step*>(copies.shared + AT_STEPS + 64 * ring.stage);
+        const Step& step = step_in(copies.shared, ring);
         const int kind = step.kind;
         if (kind == Step::STOP) return;
         float lse[FV_BM / 32], delta[FV_BM / 32];
@@ -103,27 +66,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
-    if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();
-        barriers.init();
-        prefetch_map(map_q);
-        prefetch_map(map_k);
-        prefetch_map(map_v);
-        prefetch_map(map_d_out);
-    }
-    __syncthreads();
-
-    if (warpgroup == 0) {
-        give_registers<PRODUCER_REGISTERS>();
-        const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
-        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
-        if (warp == 2) schedule(p, persistent, shared, barriers);
-        if (warp == 3) copy_rows(copies, barriers);
-        return;
-    }
+    prepare(barriers, base, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
     const Operand keys = Operand::rows(base + consumer * 64 * PANEL_ROW), values = Operand::rows(base + AT_V + consumer * 64 * PANEL_ROW);
@@ -149,14 +95,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     u32 weights[FV_BM / 16][4];                // P^T as an operand
     float* target;                             // in dq_accum, of the step before and the warp; null if none of its queries exists
 
-    auto step_at = [&](Ring<STEPS> at) -> const Step& { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * at.stage); };
     auto kind_at = [&](Ring<STEPS> at) {
         barriers.step_full(at.stage).wait(at.round);
-        return step_at(at).kind;
+        return step_in(shared, at).kind;
     };
-    // The same for all threads, and now the compiler knows: only then do operands of products stay in uniform
-    // registers.
-    auto uniform = [](int x) { return int(__reduce_or_sync(~0u, x)); };
     // Where lse and delta of a step of this parity are.
     auto rows_place = [&](int parity) { return (ROW_STAGES == FV_STAGES ? stage.stage : parity) * FV_BM * 4; };
     auto start_s = [&](Ring<FV_STAGES> stage) {
@@ -172,12 +114,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
-    auto compute_p = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
-        const u32 lse_at = rows_at + AT_LSE + rows_place(number & 1);
-        const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
-        const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
-        const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
-        scores.compute_p(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
+    auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
+        compute_p(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
@@ -224,23 +162,21 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     for (;; place.advance()) {
         int kind = uniform(kind_at(place));
         if (kind == Step::STOP) break;
-        #pragma unroll
-        for (int i = 0; i < N_K * 4; ++i) dk[i / 4][i % 4] = 0.f;
-        #pragma unroll
-        for (int i = 0; i < N_V * 4; ++i) dv[i / 4][i % 4] = 0.f;
+        clear(dk);
+        clear(dv);
         const bool empty = kind & Step::EMPTY;
         target = nullptr;
         if (!empty) {
             ++item;
             barriers.k_full().wait(item);
             barriers.v_full().wait(item);
-            const int keys = step_at(place).keys;
+            const int keys = step_in(shared, place).keys;
             if (kind & Step::EVALUATES && keys < FV_BN) clear_rows(shared, FV_BN, panels(FV_D), keys);
             barriers.full(stage.stage).wait(stage.round);
         }
         #pragma unroll 1
         while (!empty) {
-            const Step& step = step_at(place);
+            const Step& step = step_in(shared, place);
             const int together = uniform(kind | stage.stage << 8 | (number & 1) << 16);
             kind = together & 0xff;
             stage.stage = together >> 8 & 0xff;
@@ -255,7 +191,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 finish_dq();
                 if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if (DP_EARLY) start_dp(stage);
-                compute_p(step, lse, false);
+                compute_weights(step, lse, false);
                 keep_before(sign_of_weights(scores), base);
                 product_wait<0>();
                 finish_dk(stage.before());
@@ -276,8 +212,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 }
                 pin(scores.g[0]);
                 load_rows(lse, rows_at + AT_LSE + rows_place(parity));
-                if (kind & Step::EVALUATES) compute_p(step, lse, true);
-                else compute_p(step, lse, false);
+                if (kind & Step::EVALUATES) compute_weights(step, lse, true);
+                else compute_weights(step, lse, false);
                 if (DP_EARLY) {
                     start_dp(stage);
                     product_wait<0>();
@@ -353,7 +289,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (leads()) barriers.k_empty().arrive();
         }
         if constexpr (FV_CAPTURES) held.add_held(mods);
-        const Step done = step_at(place);
+        const Step done = step_in(shared, place);
         auto first_of = [&](const View& view) { return view.at(done.k_batch, done.head_kv, done.k_row); };
         store_gradient(p.dk, first_of(p.dk), done.keys, FV_D, dk, p.scale, p.accumulate);
         store_gradient(p.dv, first_of(p.dv), done.keys, FV_DV, dv, 1.f, p.accumulate);

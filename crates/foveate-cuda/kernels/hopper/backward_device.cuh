@@ -9,8 +9,10 @@ struct Barriers : StepBarriers {
     __device__ CopyBarrier k_empty() const { return at(OWN + 2); }
     __device__ CopyBarrier v_empty() const { return at(OWN + 3); }
     __device__ CopyBarrier ds_full(int stage) const { return at(OWN + 4 + stage); }
-    // Of Q, dO, lse and delta.
+    // Of Q, dO, lse and delta together.
     __device__ CopyBarrier full(int stage) const { return at(RINGS + stage); }
+    __device__ CopyBarrier q_full(int stage) const { return full(stage); }
+    __device__ CopyBarrier d_out_full(int stage) const { return full(stage); }
     __device__ CopyBarrier q_empty(int stage) const { return at(RINGS + FV_STAGES + stage); }
     // Of dO, and of lse and delta, of which there are ROW_STAGES.
     __device__ CopyBarrier d_out_empty(int stage) const { return at(RINGS + 2 * FV_STAGES + stage); }
@@ -32,15 +34,6 @@ struct Barriers : StepBarriers {
 };
 static_assert(64 * STEPS + 8 * Barriers::COUNT <= END_BYTES, "no room for barriers");
 
-// S^T = K Q^T and dP^T = V dO^T: 64 rows of one tile, all of the other, over COLUMNS.
-template <int COLUMNS>
-__device__ void start_scores(ScoreFragment& s, Operand keys, Operand queries) {
-    #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k)
-        if (k == 0) wgmma_first(s[0], keys.bits, queries.bits);
-        else multiply_async(s[0], keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), queries + (k / 4 * FV_BM * PANEL_ROW + k % 4 * 32), true);
-}
-
 // dV += P^T dO, of steps FROM .. TO of 16 queries.
 template <int FROM, int TO, int COLUMNS>
 __device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows) {
@@ -59,13 +52,6 @@ __device__ void start_dq(float (&dq)[N_Q][4], Operand ds, Operand keys) {
     #pragma unroll
     for (int k = 0; k < FV_BN / 16; ++k)
         multiply_across(dq, ds + (k / 4 * FV_BM * PANEL_ROW + k % 4 * 32), keys + k * 16 * PANEL_ROW, k > 0);
-}
-
-// The scores of a lane in column n of accumulators as part of an operand of products over queries.
-template <typename F>
-__device__ void narrow_column(u32 (&operand)[FV_BM / 16][4], int n, F value) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) operand[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(value(half * 2), value(half * 2 + 1));
 }
 
 // Writes dS^T of a consumer as dS: rows of queries, a panel of 64 keys for each consumer. `at` is ds_place() in

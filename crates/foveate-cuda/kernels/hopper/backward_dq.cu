@@ -161,7 +161,7 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     #pragma unroll 1
     for (;; ring.advance()) {
         barriers.step_full(ring.stage).wait(ring.round);
-        const Step& step = *reinterpret_cast<const Step*>(copies.shared + AT_STEPS + 64 * ring.stage);
+        const Step& step = step_in(copies.shared, ring);
         const int kind = step.kind;
         if (kind == Step::STOP) return;
         const bool writes = (kind & (Step::FIRST | Step::EMPTY)) == Step::FIRST;
@@ -181,15 +181,6 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     }
 }
 
-// S = Q K^T or dP = dO V^T: 64 rows of one tile, all of the other, over COLUMNS.
-template <int COLUMNS>
-__device__ void start_scores(ScoreFragment& s, Operand queries, Operand keys) {
-    #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k)
-        if (k == 0) wgmma_first(s[0], queries.bits, keys.bits);
-        else multiply_async(s[0], queries + (k / 4 * FV_BM * PANEL_ROW + k % 4 * 32), keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), true);
-}
-
 // dQ += dS K.
 __device__ void start_dq(float (&dq)[N_Q][4], const u32 (&ds)[FV_BN / 16][4], Operand keys) {
     #pragma unroll
@@ -202,27 +193,10 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
                const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
-    if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();
-        barriers.init();
-        prefetch_map(map_q);
-        prefetch_map(map_k);
-        prefetch_map(map_v);
-        prefetch_map(map_d_out);
-    }
-    __syncthreads();
-
-    if (warpgroup == 0) {
-        give_registers<PRODUCER_REGISTERS>();
-        const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
-        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
-        if (warp == 2) schedule(p, persistent, shared, barriers);
-        if (warp == 3) copy_rows(copies, barriers);
-        return;
-    }
+    prepare(barriers, base, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
     const Operand queries = Operand::rows(base + consumer * 64 * PANEL_ROW), d_outs = Operand::rows(base + AT_D_OUT + consumer * 64 * PANEL_ROW);
@@ -240,23 +214,13 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
     float dq[N_Q][4];
     u32 ds[FV_BN / 16][4];                     // as an operand
 
-    auto step_at = [&](Ring<STEPS> at) -> const Step& { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * at.stage); };
     auto kind_at = [&](Ring<STEPS> at) {
         barriers.step_full(at.stage).wait(at.round);
-        return step_at(at).kind;
+        return step_in(shared, at).kind;
     };
-    // The same for all threads, and now the compiler knows: only then do operands of products stay in uniform
-    // registers.
-    auto uniform = [](int x) { return int(__reduce_or_sync(~0u, x)); };
     auto keys_across = [&](int stage) { return Operand::columns(base + AT_K + stage * K_BYTES, FV_BN * PANEL_ROW); };
     auto start_s = [&] { start_scores<FV_DP>(scores.g, queries, Operand::rows(base + AT_K + k.stage * K_BYTES)); };
     auto start_dp = [&] { start_scores<FV_DVP>(dp, d_outs, Operand::rows(base + AT_V + v.stage * V_BYTES)); };
-    auto compute_p = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
-        const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
-        const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
-        const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
-        scores.compute_p(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
-    };
     auto release_step = [&] {
         __syncwarp();
         if (thread % 32 == 0) barriers.step_empty(place.stage).arrive();
@@ -266,8 +230,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
     for (;; place.advance()) {
         int kind = uniform(kind_at(place));
         if (kind == Step::STOP) break;
-        #pragma unroll
-        for (int i = 0; i < N_Q * 4; ++i) dq[i / 4][i % 4] = 0.f;
+        clear(dq);
         float lse[QUERIES_HELD], delta[QUERIES_HELD];
         const bool empty = kind & Step::EMPTY;
         if (!empty) {
@@ -278,7 +241,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         int before = 0;                        // the stage of K of the step before
         #pragma unroll 1
         while (!empty) {
-            const Step& step = step_at(place);
+            const Step& step = step_in(shared, place);
             barriers.k_full(k.stage).wait(k.round);
             const int together = uniform(kind | k.stage << 8 | v.stage << 12 | before << 16);
             kind = together & 0xff;
@@ -302,7 +265,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
                 product_commit();
                 product_wait<1>();
                 pin(scores.g[0]);
-                compute_p(step, lse, false);
+                compute_p(scores, p, mods, step, lse, lse_at, false);
                 keep_before(sign_of_weights(scores), base);
                 product_wait<0>();
             } else {
@@ -331,8 +294,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
                     if (leads()) barriers.k_empty(before).arrive();
                 }
                 pin(scores.g[0]);
-                if (kind & Step::EVALUATES) compute_p(step, lse, true);
-                else compute_p(step, lse, false);
+                if (kind & Step::EVALUATES) compute_p(scores, p, mods, step, lse, lse_at, true);
+                else compute_p(scores, p, mods, step, lse, lse_at, false);
             }
             pin(dp[0]);
             const bool last = kind & Step::LAST;
@@ -345,8 +308,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
             #pragma unroll
             for (int n = 0; n < N; ++n) {
                 scores.differentiate_column(dp, delta, n);
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) ds[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(scores.g[0][n][half * 2], scores.g[0][n][half * 2 + 1]);
+                narrow_column(ds, n, [&](int i) { return scores.g[0][n][i]; });
             }
             before = k.stage;
             k.advance();
@@ -366,7 +328,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
             pin(dq);
             if (leads()) barriers.k_empty(before).arrive();
         }
-        const Step done = step_at(place);
+        const Step done = step_in(shared, place);
         store_gradient(p.dq, p.dq.at(done.q_batch, done.head, done.q_row), done.queries, FV_D, dq, p.scale, p.accumulate);
         release_step();
     }

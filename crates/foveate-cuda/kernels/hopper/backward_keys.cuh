@@ -1,4 +1,4 @@
-// The items of kernels that own tiles of keys, and the scheduler that walks them.
+// The items of kernels that own tiles of keys: the scheduler that walks them, and the producers of their tiles.
 
 // Iterates over the live tiles of queries of an item: of every sequence that reads its keys, and of every query
 // head of the group.
@@ -82,4 +82,43 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
     }
     step.kind = Step::STOP;
     ring.announce(step);
+}
+
+// The producer of K and Q: one thread.
+template <typename Barriers>
+__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
+    const PersistentParams& at = copies.persistent;
+    Ring<FV_STAGES> q;
+    int item = -1;
+    copies.for_each_step([&](const Step& step) {
+        if (step.kind & Step::FIRST) {
+            barriers.k_empty().wait(item++);
+            barriers.k_full().arrive_expecting(K_BYTES);
+            copies.keys<FV_D>(copies.base, map_k, barriers.k_full(), step, at.k_head, at.k_batch);
+        }
+        barriers.q_empty(q.stage).wait(q.round - 1);
+        barriers.q_full(q.stage).arrive_expecting(Q_BYTES);
+        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.q_full(q.stage), step, at.q_head, at.q_group, at.q_batch);
+        q.advance();
+    });
+}
+
+// The producer of V and dO: one thread.
+template <typename Barriers>
+__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+    const PersistentParams& at = copies.persistent;
+    Ring<FV_STAGES> d_out;
+    int item = -1;
+    copies.for_each_step([&](const Step& step) {
+        if (step.kind & Step::FIRST) {
+            barriers.v_empty().wait(item++);
+            barriers.v_full().arrive_expecting(V_BYTES);
+            copies.keys<FV_DV>(copies.base + AT_V, map_v, barriers.v_full(), step, at.v_head, at.v_batch);
+        }
+        barriers.d_out_empty(d_out.stage).wait(d_out.round - 1);
+        barriers.d_out_full(d_out.stage).arrive_expecting(D_OUT_BYTES);
+        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.d_out_full(d_out.stage), step,
+                                     at.d_out_head, at.d_out_group, at.d_out_batch);
+        d_out.advance();
+    });
 }

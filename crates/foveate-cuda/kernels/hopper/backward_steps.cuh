@@ -1,7 +1,7 @@
 // What the persistent kernels of the Hopper backward have in common: one warp, the scheduler, takes the CTA's items
 // and announces their steps in a ring in smem; the producers copy what a step needs, and the consumers compute it.
 //
-// A layout says before: STEPS, AT_STEPS, AT_BARRIERS, CONSUMERS.
+// A layout says before: STEPS, AT_STEPS, AT_BARRIERS, CONSUMERS, PRODUCER_REGISTERS, KEYS_DOWN.
 
 // A tile of queries against a tile of keys, 64 bytes in smem.
 struct Step {
@@ -54,6 +54,8 @@ __device__ u32 next_item(const PersistentParams& persistent, u32 items) {
     return gridDim.x + __shfl_sync(~0u, taken, 0);
 }
 
+__device__ const Step& step_in(const char* shared, Ring<STEPS> place) { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * place.stage); }
+
 // The scheduler's end of the ring. All lanes of its warp call it.
 struct Announcer {
     char* const shared;
@@ -83,7 +85,7 @@ struct Copies {
         #pragma unroll 1
         for (;; ring.advance()) {
             steps.step_full(ring.stage).wait(ring.round);
-            const Step& step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * ring.stage);
+            const Step& step = step_in(shared, ring);
             if (step.kind == Step::STOP) return;
             if (!(step.kind & Step::EMPTY)) each(step);
             steps.step_empty(ring.stage).arrive();
@@ -105,6 +107,17 @@ struct Copies {
             copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head, step.k_batch * batch);
     }
 };
+
+// The roles of warpgroup 0, a warp each. What a kernel's own file says of them is found by the type of its barriers.
+template <typename Barriers>
+__device__ void produce(const Copies& copies, const Barriers& barriers, int warp, const TensorMap& map_q, const TensorMap& map_k,
+                        const TensorMap& map_v, const TensorMap& map_d_out) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
+    if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
+    if (warp == 2) schedule(copies.p, copies.persistent, copies.shared, barriers);
+    if (warp == 3) copy_rows(copies, barriers);
+}
 
 // lse and delta of every 32nd query of a step from the lane's on; past the end of the sequence as of a row that sees
 // no key.
@@ -144,11 +157,46 @@ __device__ u32 pinned(u32 x) {
     return x;
 }
 
+// S or dP: 64 rows of one tile, all of the other, over COLUMNS. Rows are keys where KEYS_DOWN, else queries.
+template <int COLUMNS>
+__device__ void start_scores(ScoreFragment& s, Operand down, Operand across) {
+    constexpr int DOWN = KEYS_DOWN ? FV_BN : FV_BM, ACROSS = KEYS_DOWN ? FV_BM : FV_BN;
+    #pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k)
+        if (k == 0) wgmma_first(s[0], down.bits, across.bits);
+        else multiply_async(s[0], down + (k / 4 * DOWN * PANEL_ROW + k % 4 * 32), across + (k / 4 * ACROSS * PANEL_ROW + k % 4 * 32), true);
+}
+
+// The scores of a lane in column n of accumulators as part of an operand of products over what lies across.
+template <int ROWS, typename F>
+__device__ void narrow_column(u32 (&operand)[ROWS][4], int n, F value) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) operand[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(value(half * 2), value(half * 2 + 1));
+}
+
+// The same for all threads, and now the compiler knows: only then do operands of products stay in uniform registers.
+__device__ int uniform(int x) { return int(__reduce_or_sync(~0u, x)); }
+
+template <int COUNT>
+__device__ void clear(float (&sums)[COUNT][4]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT * 4; ++i) sums[i / 4][i % 4] = 0.f;
+}
+
 // Not negative; of all weights of a lane (see keep_before).
 __device__ float sign_of_weights(const Scores& scores) {
     u32 bits = 0;
     for_each_score([&](int m, int n, int i) { bits |= __float_as_uint(scores.p(m, n, i)); });
     return __uint_as_float(bits);
+}
+
+// P of a step, in place of its scores; lse stands at `lse_at` too, for rows whose weights need it again.
+__device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
+                          u32 lse_at, bool evaluates) {
+    const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
+    const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
+    const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
+    scores.compute_p(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
 }
 
 // One f32 of each of the lane's queries: lse, or delta; `first` is the smem address of that of its first.

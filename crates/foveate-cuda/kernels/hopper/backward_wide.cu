@@ -44,43 +44,6 @@ struct Barriers : StepBarriers {
 };
 static_assert(64 * STEPS + 8 * Barriers::COUNT <= END_BYTES, "no room for barriers");
 
-// The producer of K and Q: one thread.
-__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
-    const PersistentParams& at = copies.persistent;
-    Ring<FV_STAGES> q;
-    int item = -1;
-    copies.for_each_step([&](const Step& step) {
-        if (step.kind & Step::FIRST) {
-            barriers.k_empty().wait(item++);
-            barriers.k_full().arrive_expecting(K_BYTES);
-            copies.keys<FV_D>(copies.base, map_k, barriers.k_full(), step, at.k_head, at.k_batch);
-        }
-        barriers.q_empty(q.stage).wait(q.round - 1);
-        barriers.q_full(q.stage).arrive_expecting(Q_BYTES);
-        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.q_full(q.stage), step, at.q_head, at.q_group, at.q_batch);
-        q.advance();
-    });
-}
-
-// The producer of V and dO: one thread.
-__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
-    const PersistentParams& at = copies.persistent;
-    Ring<FV_STAGES> d_out;
-    int item = -1;
-    copies.for_each_step([&](const Step& step) {
-        if (step.kind & Step::FIRST) {
-            barriers.v_empty().wait(item++);
-            barriers.v_full().arrive_expecting(V_BYTES);
-            copies.keys<FV_DV>(copies.base + AT_V, map_v, barriers.v_full(), step, at.v_head, at.v_batch);
-        }
-        barriers.d_out_empty(d_out.stage).wait(d_out.round - 1);
-        barriers.d_out_full(d_out.stage).arrive_expecting(D_OUT_BYTES);
-        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.d_out_full(d_out.stage), step,
-                                     at.d_out_head, at.d_out_group, at.d_out_batch);
-        d_out.advance();
-    });
-}
-
 // The producer of lse and delta: one warp.
 __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     const BackwardParams& p = copies.p;
@@ -90,7 +53,7 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     #pragma unroll 1
     for (;; ring.advance()) {
         barriers.step_full(ring.stage).wait(ring.round);
-        const Step& step = *reinterpret_cast<const Step*>(copies.shared + AT_STEPS + 64 * ring.stage);
+        const Step& step = step_in(copies.shared, ring);
         const int kind = step.kind;
         if (kind == Step::STOP) return;
         float lse[FV_BM / 32], delta[FV_BM / 32];
@@ -111,27 +74,11 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     }
 }
 
-// S^T = K Q^T or dP^T = V dO^T: the 64 rows of one tile, all of the other, over COLUMNS.
-template <int COLUMNS>
-__device__ void start_scores(ScoreFragment& s, Operand keys, Operand queries) {
-    #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k)
-        if (k == 0) wgmma_first(s[0], keys.bits, queries.bits);
-        else multiply_async(s[0], keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), queries + (k / 4 * FV_BM * PANEL_ROW + k % 4 * 32), true);
-}
-
 // sums += A B with A^T = P or dS.
 template <int COLUMNS>
 __device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows) {
     #pragma unroll
     for (int k = 0; k < FV_BM / 16; ++k) multiply_async(sums, scores[k], rows + k * 16 * PANEL_ROW);
-}
-
-// The scores of a lane in column n of accumulators as part of an operand of products over queries.
-template <typename F>
-__device__ void narrow_column(u32 (&operand)[FV_BM / 16][4], int n, F value) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) operand[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(value(half * 2), value(half * 2 + 1));
 }
 
 // What the consumers have in common: they walk the same steps, with the same stages.
@@ -147,7 +94,7 @@ struct Consumer {
     Ring<FV_STAGES> stage;
     int item = -1, number = 0;                 // of the CTA's items and steps
 
-    __device__ const Step& step() const { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * place.stage); }
+    __device__ const Step& step() const { return step_in(shared, place); }
     __device__ bool leads() const { return thread == 0; }
     // The kind of the step at `place`. The same for all threads, and so the compiler knows, as of the stage: only
     // then do operands of products stay in uniform registers.
@@ -186,8 +133,7 @@ __device__ void consume_values(Consumer c) {
     for (;;) {
         int kind = c.next_kind();
         if (kind == Step::STOP) return;
-        #pragma unroll
-        for (int i = 0; i < N_V * 4; ++i) dv[i / 4][i % 4] = 0.f;
+        clear(dv);
         const bool empty = kind & Step::EMPTY;
         if (!empty) barriers.k_full().wait(++c.item);
         #pragma unroll 1
@@ -259,8 +205,7 @@ __device__ void consume_keys(Consumer c) {
     for (;;) {
         int kind = c.next_kind();
         if (kind == Step::STOP) return;
-        #pragma unroll
-        for (int i = 0; i < N_K * 4; ++i) dk[i / 4][i % 4] = 0.f;
+        clear(dk);
         const bool empty = kind & Step::EMPTY;
         if (!empty) barriers.v_full().wait(++c.item);
         #pragma unroll 1
@@ -321,27 +266,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
-    if (threadIdx.x == 0) {
-        if (base % 1024 != 0) __trap();
-        barriers.init();
-        prefetch_map(map_q);
-        prefetch_map(map_k);
-        prefetch_map(map_v);
-        prefetch_map(map_d_out);
-    }
-    __syncthreads();
-
-    if (warpgroup == 0) {
-        give_registers<PRODUCER_REGISTERS>();
-        const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
-        if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
-        if (warp == 2) schedule(p, persistent, shared, barriers);
-        if (warp == 3) copy_rows(copies, barriers);
-        return;
-    }
+    prepare(barriers, base, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = pinned(threadIdx.x % 128), rows_at = pinned(base + AT_LSE + Spot::of_lane().query * 4);
     const Consumer consumer = {p, mods, base, shared, barriers, thread, rows_at, pinned(base + AT_P + thread * 16)};

@@ -387,7 +387,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
            const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();

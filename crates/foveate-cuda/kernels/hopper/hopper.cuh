@@ -143,6 +143,23 @@ __device__ void keep_before(float sum, u32 address) {
     asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0; }" :: "f"(sum), "r"(address) : "memory");
 }
 
+// ---- the opening of a persistent kernel ----
+
+// The same for all threads of a warp, and so the compiler knows.
+__device__ int warpgroup_of_thread() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+__device__ int warp_of_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 32 % 4, 0); }
+
+// Makes the mbarriers and fetches the maps, before any role begins.
+template <typename Barriers, typename... Maps>
+__device__ void prepare(const Barriers& barriers, u32 base, const Maps&... maps) {
+    if (threadIdx.x == 0) {
+        if (base % 1024 != 0) __trap();
+        barriers.init();
+        (prefetch_map(maps), ...);
+    }
+    __syncthreads();
+}
+
 // ---- accumulators on their way out ----
 
 // Lane l of a quad has word l of four chunks of 16 bytes; afterwards it has chunk l.
