@@ -22,6 +22,7 @@ strip -o "$into/bin/foveate-nn-cuda-tests" "$tests"
 cp -r conformance/cases "$into/cases"
 cp -r benches "$into/benches"
 cp scripts/gpu-run.sh "$into/run.sh"
+cp scripts/gpu-measure.sh "$into/measure.sh"
 cp scripts/gpu_train.py "$into/train.py"
 
 kib=$(du -sk "$into/bin" "$into/cases" "$into/benches" "$into/run.sh" | awk '{ n += $1 } END { print n }')

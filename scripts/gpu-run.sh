@@ -9,8 +9,8 @@
 # sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers, libraries cuBLASLt and
 # NCCL, which runs without NVLink multicast unless NCCL_NVLS_ENABLE is set. Logs go to $OUT, or to
 # logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case, SUBSET
-# how many cases run under memcheck and synccheck, PEERS what bench runs beside (flex-autotune takes
-# half a minute a case).
+# how many cases run under memcheck and synccheck, SANITIZERS which of these two and racecheck run,
+# PEERS what bench runs beside (flex-autotune takes half a minute a case).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/logs}
@@ -145,7 +145,7 @@ spare_mbarriers() {
 sanitize() {
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
     spared=
-    for tool in memcheck synccheck racecheck; do
+    for tool in ${SANITIZERS:-memcheck synccheck racecheck}; do
         if [ -z "$sanitizer" ]; then
             decline "$tool" "compute-sanitizer is not here; it is part of the CUDA toolkit"
             continue
