@@ -2,6 +2,7 @@
 
 use clap::Subcommand;
 
+mod blocks;
 mod build;
 mod check;
 mod list;

@@ -119,8 +119,46 @@ impl File {
         }
     }
 
+    /// What it is called, as its file is.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::RmsNorm { .. } => "rms_norm",
+            Self::RmsNormRows { .. } => "rms_norm_rows",
+            Self::SumParts => "sum_parts",
+            Self::HeadNorm { .. } => "head_norm",
+            Self::Gated { .. } => "gated",
+            Self::Rope { .. } => "rope",
+            Self::Embedding { .. } => "embedding",
+            Self::CrossEntropy { .. } => "cross_entropy",
+            Self::Update { moments: 2, .. } => "update_int8",
+            Self::Update { .. } => "update",
+            Self::Vectors => "vectors",
+        }
+    }
+
+    /// Its kernels, sorted.
+    pub(crate) fn entries(self) -> &'static [&'static str] {
+        match self {
+            Self::RmsNorm { .. } => &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"],
+            Self::RmsNormRows { .. } => &["fv_rms_norm_backward_rows"],
+            Self::SumParts => &["fv_sum_parts"],
+            Self::HeadNorm { .. } => &["fv_head_norm", "fv_head_norm_backward"],
+            Self::Gated { .. } => &["fv_gated", "fv_gated_backward"],
+            Self::Rope { .. } => &["fv_rope"],
+            Self::Embedding { .. } => {
+                &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]
+            }
+            Self::CrossEntropy { .. } => &["fv_cross_entropy", "fv_total"],
+            Self::Update { moments: 2, .. } => &["fv_update_int8"],
+            Self::Update { .. } => &["fv_factor", "fv_squares", "fv_update"],
+            Self::Vectors => {
+                &["fv_add", "fv_add_rows", "fv_column_sums", "fv_copy_rows", "fv_widen"]
+            }
+        }
+    }
+
     /// The macros that it reads beside those of every file.
-    fn defines(self) -> Vec<(&'static str, usize)> {
+    pub(crate) fn defines(self) -> Vec<(&'static str, usize)> {
         match self {
             Self::RmsNorm { held } | Self::RmsNormRows { held } | Self::HeadNorm { held } => {
                 vec![("FV_HELD", held)]
@@ -165,7 +203,7 @@ impl Source {
     }
 
     /// Of dynamic shared memory.
-    fn shared_bytes(&self) -> u32 {
+    pub(crate) fn shared_bytes(&self) -> u32 {
         let sums = match self.file {
             // An f32 for every column that the lanes of a warp hold.
             File::RmsNormRows { held } => 32 * held * self.vector,

@@ -51,6 +51,7 @@ pub mod embedding;
 pub mod gated;
 pub mod head_norm;
 mod launch;
+pub mod listed;
 pub mod loss;
 pub mod norm;
 mod operands;

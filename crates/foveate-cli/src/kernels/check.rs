@@ -1,5 +1,5 @@
-//! `foveate kernels check`: compiles what the planner chooses and compares what it takes with its
-//! plan and with the recorded table.
+//! `foveate kernels check`: compiles what the planner chooses, and the kernels between a model's
+//! products, and compares what they take with their plans and with the recorded table.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,8 @@ use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
 use serde::Serialize;
 
-use super::list::{ARCHS, Checked, ListedKernel, list};
+use super::blocks;
+use super::list::{self, ARCHS, Checked, Cta, Listed};
 use super::table::{Standing, Table, rows};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
@@ -22,7 +23,8 @@ use crate::number::number;
 use crate::output::Output;
 use crate::progress::Progress;
 
-/// Compile every kernel of the planner's list and compare what it takes with the recorded table
+/// Compile every kernel of attention that the planner lists, and those between a model's products,
+/// and compare what they take with the recorded table
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// An architecture, such as sm_90 (all that are listed when left out)
@@ -111,7 +113,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         if !args.few && args.filter.is_none() && count.failed == 0 {
             archs.iter().for_each(|&arch| table.remove(arch));
         }
-        done.iter().for_each(|(kernel, found)| table.record(kernel, found));
+        done.iter().for_each(|(kernel, found)| table.record(*kernel, found));
         table.write(path)?;
         count.worse = 0;
     }
@@ -125,10 +127,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 /// The kernels that were asked for.
-fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<ListedKernel>, Failure> {
-    let mut kernels: Vec<ListedKernel> = Vec::new();
+fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<Box<dyn Listed>>, Failure> {
+    let mut kernels: Vec<Box<dyn Listed>> = Vec::new();
     for &arch in archs {
-        kernels.extend(list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?);
+        let attention = list::list(arch, args.few).map_err(|e| Failure::usage(e.to_string()))?;
+        kernels.extend(attention.into_iter().map(|kernel| -> Box<dyn Listed> { Box::new(kernel) }));
+        let blocks = blocks::list(arch, args.few).into_iter();
+        kernels.extend(blocks.map(|block| -> Box<dyn Listed> { Box::new(block) }));
     }
     if let Some(text) = &args.filter {
         kernels.retain(|k| k.name().contains(text.as_str()));
@@ -141,15 +146,15 @@ fn wanted(args: &Args, archs: &[Arch]) -> Result<Vec<ListedKernel>, Failure> {
 
 /// What there is to say of a kernel.
 fn lines(
-    kernel: &ListedKernel,
+    kernel: &dyn Listed,
     result: &Result<Checked, CudaError>,
     took: Duration,
     table: &Table,
 ) -> Vec<Line> {
-    let line = |name, tiles| Line {
-        arch: kernel.arch,
+    let line = |name, cta: Cta| Line {
+        arch: kernel.arch(),
         kernel: name,
-        tiles,
+        tiles: cta.words,
         seconds: took.as_secs_f64(),
         taken: None,
         standing: None,
@@ -159,15 +164,12 @@ fn lines(
     let found = match result {
         Ok(found) => found,
         Err(e) => {
-            return vec![Line {
-                error: Some(e.to_string()),
-                ..line(kernel.name(), kernel.tiles())
-            }];
+            return vec![Line { error: Some(e.to_string()), ..line(kernel.name(), kernel.cta()) }];
         }
     };
     let of_entry = |(name, taken): (String, Taken)| {
-        let standing = Some(table.standing(kernel.arch, &name, &found.config, &taken));
-        Line { taken: Some(taken), standing, ..line(name, found.tiles()) }
+        let standing = Some(table.standing(kernel.arch(), &name, &found.cta, &taken));
+        Line { taken: Some(taken), standing, ..line(name, found.cta.clone()) }
     };
     let mut lines: Vec<_> = rows(kernel, found).map(of_entry).collect();
     lines[0].note = found.note.clone();
@@ -188,10 +190,10 @@ impl Count {
 
 /// Compiles on several threads and calls `then` here, in the order they finish.
 fn each<'a>(
-    kernels: &'a [ListedKernel],
+    kernels: &'a [Box<dyn Listed>],
     compiler: &Compiler,
     threads: Option<usize>,
-    mut then: impl FnMut(&'a ListedKernel, Result<Checked, CudaError>, Duration) -> Result<(), Failure>,
+    mut then: impl FnMut(&'a dyn Listed, Result<Checked, CudaError>, Duration) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let threads = threads.unwrap_or(cores).clamp(1, kernels.len());
@@ -207,7 +209,7 @@ fn each<'a>(
                     let result = kernel.check(compiler, cache);
                     cache.forget();
                     // Nobody listens any more: the command has failed and waits for the threads.
-                    if send.send((kernel, result, began.elapsed())).is_err() {
+                    if send.send((kernel.as_ref(), result, began.elapsed())).is_err() {
                         break;
                     }
                 }

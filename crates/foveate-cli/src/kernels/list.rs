@@ -1,4 +1,5 @@
-//! The kernels that are compiled where there is no GPU, and compared with what is on record.
+//! The kernels of attention that are compiled where there is no GPU, and compared with what is on
+//! record.
 //!
 //! It is what the planner chooses, for what kernels tell apart: architecture, dtype, head dims,
 //! mods, and what a call asks for (`Variant`). Every pair of these would be some ten thousand
@@ -104,11 +105,39 @@ pub struct ListedKernel {
     sparse: bool,
 }
 
+/// How a CTA of a kernel is made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cta {
+    /// Queries and keys of a tile, warps, stages; no tile and no stages for kernels that have none.
+    pub numbers: [u32; 4],
+    /// The same in words: `tile 64x128, 8 warps, 2 stages`.
+    pub words: String,
+}
+
+/// A kernel that can be compiled where there is no GPU.
+pub trait Listed: Send + Sync {
+    /// The architecture it is planned and compiled for.
+    fn arch(&self) -> Arch;
+
+    /// What the kernel is, without what was chosen for it: `backward bf16 D 128, mask`.
+    fn name(&self) -> String;
+
+    /// What was chosen: `tile 64x128, 8 warps, 2 stages`.
+    fn cta(&self) -> Cta;
+
+    /// Compiles the kernel, unless `cache` has it, and compares it with its plan. Where that takes
+    /// more, another configuration may be selected, as a plan does.
+    ///
+    /// # Errors
+    /// Those of the compiler; when every configuration takes more than was planned.
+    fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError>;
+}
+
 /// A kernel of the list as a plan would run it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
-    /// Its configuration.
-    pub config: Config,
+    /// How its CTAs are made.
+    pub cta: Cta,
     /// The entry points of its file by their names, the kernel's own first, and what each takes.
     pub entries: Vec<(String, Taken)>,
     /// Why it is not what the planner chose.
@@ -378,9 +407,20 @@ impl Kind {
     }
 }
 
-impl ListedKernel {
-    /// What the kernel is, without what the planner chose: `backward bf16 D 128, mask`.
-    pub fn name(&self) -> String {
+impl Cta {
+    fn of(config: &Config) -> Self {
+        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+        let numbers = [tile_q, tile_kv, warps, stages].map(|n| n as u32);
+        Self { numbers, words: TilesOf(config).to_string() }
+    }
+}
+
+impl Listed for ListedKernel {
+    fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    fn name(&self) -> String {
         let config = &self.choice.chosen.config;
         let Config { kernel, dtype, dim, dim_v, align, .. } = *config;
         let mut parts = match kernel {
@@ -411,17 +451,11 @@ impl ListedKernel {
         parts.join(", ")
     }
 
-    /// What the planner chose: `tile 64x128, 8 warps, 2 stages`.
-    pub fn tiles(&self) -> String {
-        TilesOf(&self.choice.chosen.config).to_string()
+    fn cta(&self) -> Cta {
+        Cta::of(&self.choice.chosen.config)
     }
 
-    /// Compiles the kernel, unless `cache` has it, compares it with its plan, and selects
-    /// another configuration as a plan does where it takes more.
-    ///
-    /// # Errors
-    /// Those of the compiler; when every configuration takes more than was planned.
-    pub fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
+    fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
         let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let config = candidate.config.clone();
             let text = source(&config, &self.mods.source(self.printed, &config)?);
@@ -438,14 +472,7 @@ impl ListedKernel {
             compiled.kernels.iter().map(|e| (e.name.clone(), taken(planned, e))).collect();
         let main = config.kernel.entry().name();
         entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
-        Ok(Checked { config, entries, note: selected.note })
-    }
-}
-
-impl Checked {
-    /// What the planner chose, or what runs in its place: `tile 64x128, 8 warps, 2 stages`.
-    pub fn tiles(&self) -> String {
-        TilesOf(&self.config).to_string()
+        Ok(Checked { cta: Cta::of(&config), entries, note: selected.note })
     }
 }
 

@@ -10,13 +10,12 @@ use std::path::Path;
 use std::{fmt, fs};
 
 use foveate_cuda::compile::check::Taken;
-use foveate_cuda::compile::config::Config;
 use foveate_cuda::compile::resources::{LOCAL_BYTES_ALLOWED, Resources};
 use foveate_gpu::Arch;
 use foveate_gpu::profile::{Profile, REGISTERS_PER_THREAD};
 use serde::{Deserialize, Serialize};
 
-use super::list::{ARCHS, Checked, ListedKernel};
+use super::list::{ARCHS, Checked, Cta, Listed};
 use crate::failure::Failure;
 
 /// The table as it was when this program was built.
@@ -28,7 +27,7 @@ pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
 
 /// The names of what was found of a kernel and its place in the table: one row for each entry point
 /// of its file, of which the kernel's own, the first, has no name but the kernel's.
-pub fn rows(kernel: &ListedKernel, found: &Checked) -> impl Iterator<Item = (String, Taken)> {
+pub fn rows(kernel: &dyn Listed, found: &Checked) -> impl Iterator<Item = (String, Taken)> {
     let own = kernel.name();
     found.entries.iter().enumerate().map(move |(i, (entry, taken))| match i {
         0 => (own.clone(), *taken),
@@ -46,27 +45,26 @@ struct Row {
 }
 
 impl Row {
-    fn new(arch: Arch, config: &Config, taken: Taken) -> Self {
-        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+    fn new(arch: Arch, cta: &Cta, taken: Taken) -> Self {
         let spills = taken.local_bytes > LOCAL_BYTES_ALLOWED;
         let taken = Taken {
-            registers: register_class(arch, config, taken),
+            registers: register_class(arch, cta, taken),
             local_bytes: if spills { taken.local_bytes } else { 0 },
             shared_bytes: taken.shared_bytes,
         };
-        Self { tiles: [tile_q, tile_kv, warps, stages].map(|n| n as u32), taken }
+        Self { tiles: cta.numbers, taken }
     }
 }
 
 /// The most registers of a thread with which an SM of `arch` holds as many CTAs as with those taken.
-fn register_class(arch: Arch, config: &Config, taken: Taken) -> u32 {
+fn register_class(arch: Arch, cta: &Cta, taken: Taken) -> u32 {
     let (_, card) =
         ARCHS.iter().find(|(listed, _)| *listed == arch).expect("a listed architecture");
     let profile = Profile::named(card).expect("each architecture is listed with a card");
     let ctas = |registers: u32| {
         let resources = Resources {
             roles: Vec::new(),
-            threads: config.threads(),
+            threads: 32 * cta.numbers[2] as usize,
             shared_bytes: taken.shared_bytes as usize,
             shared: Vec::new(),
             registers: registers as usize,
@@ -115,11 +113,11 @@ impl Table {
     }
 
     /// Compares an entry point with its row.
-    pub fn standing(&self, arch: Arch, name: &str, config: &Config, taken: &Taken) -> Standing {
+    pub fn standing(&self, arch: Arch, name: &str, cta: &Cta, taken: &Taken) -> Standing {
         let Some(row) = self.0.get(&arch.to_string()).and_then(|rows| rows.get(name)) else {
             return Standing::New;
         };
-        let now = Row::new(arch, config, *taken);
+        let now = Row::new(arch, cta, *taken);
         if row.tiles != now.tiles {
             return Standing::Changed;
         }
@@ -139,10 +137,10 @@ impl Table {
     }
 
     /// Adds or replaces the rows of a kernel.
-    pub fn record(&mut self, kernel: &ListedKernel, found: &Checked) {
-        let table = self.0.entry(kernel.arch.to_string()).or_default();
+    pub fn record(&mut self, kernel: &dyn Listed, found: &Checked) {
+        let table = self.0.entry(kernel.arch().to_string()).or_default();
         for (name, taken) in rows(kernel, found) {
-            table.insert(name, Row::new(kernel.arch, &found.config, taken));
+            table.insert(name, Row::new(kernel.arch(), &found.cta, taken));
         }
     }
 
@@ -181,7 +179,6 @@ impl fmt::Display for Standing {
 mod tests {
     use super::*;
     use crate::kernels::list::list;
-    use foveate_cuda::compile::config::{Elem, Kernel};
 
     const HOPPER: Arch = Arch::new((9, 0));
 
@@ -189,11 +186,11 @@ mod tests {
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
         let kernel = &list(HOPPER, true).unwrap()[0];
         // Eight warps: with up to 128 registers a thread, an SM holds two CTAs; with up to 80 three.
-        let config = Config { warps: 8, ..Config::new(Kernel::Delta, Elem::Bf16, 64, 64) };
+        let cta = Cta { numbers: [64, 64, 8, 1], words: "8 warps".to_owned() };
         let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
         let more = Taken { registers: 50, ..taken };
         let entries = vec![("fv_delta".to_owned(), taken), ("fv_row_weight_sum".to_owned(), more)];
-        let mut found = Checked { config, entries, note: None };
+        let mut found = Checked { cta, entries, note: None };
         let mut table = Table::default();
         table.record(kernel, &found);
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -204,7 +201,7 @@ mod tests {
         let with = |change: fn(&mut Taken)| {
             let mut taken = taken;
             change(&mut taken);
-            table.standing(HOPPER, &name, &found.config, &taken)
+            table.standing(HOPPER, &name, &found.cta, &taken)
         };
         assert_eq!(with(|_| ()), Standing::Recorded);
         assert_eq!(with(|t| t.registers = 128), Standing::Recorded);
@@ -216,12 +213,12 @@ mod tests {
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes -= 1), Standing::Changed);
         let second = format!("{name}: row_weight_sum");
-        assert_eq!(table.standing(HOPPER, &second, &found.config, &more), Standing::Recorded);
-        assert_eq!(table.standing(HOPPER, &second, &found.config, &taken), Standing::Worse);
+        assert_eq!(table.standing(HOPPER, &second, &found.cta, &more), Standing::Recorded);
+        assert_eq!(table.standing(HOPPER, &second, &found.cta, &taken), Standing::Worse);
 
-        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found.config, &taken), Standing::New);
-        found.config.tile_q *= 2;
-        assert_eq!(table.standing(HOPPER, &name, &found.config, &taken), Standing::Changed);
+        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found.cta, &taken), Standing::New);
+        found.cta.numbers[0] *= 2;
+        assert_eq!(table.standing(HOPPER, &name, &found.cta, &taken), Standing::Changed);
     }
 
     #[test]

@@ -1,0 +1,139 @@
+//! The files of kernels that models need, for whoever compiles them where no GPU is.
+
+use std::sync::Arc;
+
+use foveate_gpu::cache::Cache;
+use foveate_gpu::nvrtc::{Compiled, Compiler};
+use foveate_gpu::{Arch, GpuError, GpuErrorKind};
+use foveate_tensor::DType;
+
+use crate::launch::{File, Source};
+
+/// A file of kernels and what it is compiled for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ListedSource {
+    pub(crate) source: Source,
+    /// Whether it is of the sample.
+    few: bool,
+}
+
+impl ListedSource {
+    /// The file, the dtype of its operands, and what else it is compiled for: `rms_norm bf16, held 2,
+    /// vector 8, threads 256`.
+    pub fn name(&self) -> String {
+        let Source { file, dtype, vector, threads } = &self.source;
+        let mut parts = vec![format!("{} {dtype}", file.name())];
+        let own = file.defines().into_iter();
+        let own = own.map(|(name, value)| (name.trim_start_matches("FV_").to_lowercase(), value));
+        parts.extend(own.map(|(name, value)| format!("{name} {value}")));
+        parts.extend([format!("vector {vector}"), format!("threads {threads}")]);
+        parts.join(", ")
+    }
+
+    /// Its kernels, sorted.
+    pub fn entries(&self) -> Vec<&'static str> {
+        self.source.file.entries().to_vec()
+    }
+
+    /// Whether [`list`] has it in a sample.
+    pub fn is_few(&self) -> bool {
+        self.few
+    }
+
+    /// Whether its operands are bf16.
+    pub fn is_bf16(&self) -> bool {
+        self.source.dtype == DType::BF16
+    }
+
+    /// Whether a thread reads several elements at once.
+    pub fn reads_vectors(&self) -> bool {
+        self.source.vector > 1
+    }
+
+    /// Threads of a CTA.
+    pub fn threads(&self) -> u32 {
+        self.source.threads
+    }
+
+    /// Bytes of dynamic shared memory of a CTA.
+    pub fn shared_bytes(&self) -> u32 {
+        self.source.shared_bytes()
+    }
+
+    /// Its machine code for `arch`, compiled unless `cache` has it, and compared with its plan: a whole
+    /// CTA's registers, shared memory as stated, no local memory where vectors are read.
+    ///
+    /// # Errors
+    /// Those of [`Cache::compile`]; [`GpuErrorKind::Resources`] where a kernel takes more than was
+    /// planned, or the file has other kernels than [`Self::entries`].
+    pub fn compile(
+        &self,
+        compiler: &Compiler,
+        cache: &Cache,
+        arch: Arch,
+    ) -> Result<Arc<Compiled>, GpuError> {
+        let compiled = cache.compile(compiler, &self.source.text(), arch)?;
+        let wrong = |reason| GpuErrorKind::Resources { kernel: self.name(), reason };
+        let mut found: Vec<&str> = compiled.kernels.iter().map(|k| k.name.as_str()).collect();
+        found.sort_unstable();
+        if found != self.entries() {
+            let reason = format!("it has {}, not {}", found.join(", "), self.entries().join(", "));
+            return Err(wrong(reason).into());
+        }
+        for entry in self.entries() {
+            self.source.expected(entry).compare(&compiled)?.map_err(|e| wrong(e.reason))?;
+        }
+        Ok(compiled)
+    }
+}
+
+/// The files that models of widths 1024 to 16384 (f32: 8192) need, in every dtype of operands, read
+/// in vectors and element by element.
+pub fn list() -> Vec<ListedSource> {
+    let mut all = Vec::new();
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for vector in [16 / dtype.bytes(), 1] {
+            for (file, threads) in files(dtype, vector) {
+                let source = Source { file, dtype, vector, threads };
+                let few = dtype == DType::BF16
+                    && vector > 1
+                    && !all.iter().any(|l: &ListedSource| l.source.file.name() == file.name());
+                all.push(ListedSource { source, few });
+            }
+        }
+    }
+    for (weights, moments, gradients) in
+        [(1, 0, 0), (1, 2, 0), (0, 0, 0), (1, 0, 1), (1, 1, 0), (2, 1, 1), (0, 2, 0), (1, 2, 1)]
+    {
+        for (vector, rule) in [(4, 0), (1, 0), (4, 1), (1, 1)] {
+            let file = File::Update { rule, weights, moments, gradients };
+            let source = Source { file, dtype: DType::F32, vector, threads: 256 };
+            let few = !all.iter().any(|l| l.source.file.name() == file.name());
+            all.push(ListedSource { source, few });
+        }
+    }
+    all
+}
+
+/// The files for operands of `dtype` but the optimiser's, and threads of a CTA.
+fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
+    let widest = if dtype == DType::F32 { 512 } else { 1024 };
+    let mut files: Vec<(File, u32)> =
+        [256, 64, widest].map(|threads| (File::RmsNorm { held: 16 / vector }, threads)).to_vec();
+    for (width, threads) in [(1024, 128), (576, 128), (2048, 64)] {
+        if width <= 1024 || (vector > 1 && dtype != DType::F32) {
+            files.push((File::RmsNormRows { held: usize::div_ceil(width, 32 * vector) }, threads));
+        }
+    }
+    files.extend([(File::Vectors, 256), (File::SumParts, 1024)]);
+    let mut held = [128, 64, 256].map(|dim| usize::div_ceil(dim, 32 * vector)).to_vec();
+    held.dedup();
+    files.extend(held.into_iter().map(|held| (File::HeadNorm { held }, 128)));
+    for other in [false, true] {
+        files.push((File::Embedding { narrow: other }, 128));
+        files.push((File::Gated { gelu: other }, 256));
+        files.push((File::Rope { neighbours: other }, 128));
+        files.push((File::CrossEntropy { cap: other }, 512));
+    }
+    files
+}
