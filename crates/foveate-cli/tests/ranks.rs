@@ -68,6 +68,60 @@ fn launched_ranks_share_the_tokens_of_a_row_over_tcp() {
     assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
 }
 
+#[test]
+fn what_ranks_saved_is_listed_exported_evaluated_and_resumed_by_any_number() {
+    let place = place();
+    let ranks = |n: &str, how: &str, set: &str| {
+        let train = ["launch", "--ranks", n, "--", "train", "recipe.toml", how, "--set", set];
+        let done = place.run(&train);
+        assert!(done.status.success(), "{}", text(done.stderr));
+    };
+    let said = |args: &[&str]| {
+        let done = place.run(args);
+        assert!(done.status.success(), "{}", text(done.stderr));
+        text(done.stdout)
+    };
+    ranks("3", "--start-over", "train.steps=8");
+    let saved = "run/checkpoints/step-000008";
+    let shown = said(&["checkpoint", "show", saved, "--verify"]);
+    assert!(
+        shown.starts_with("step 8, ") && shown.contains("written in ranges by several"),
+        "{shown}"
+    );
+    assert!(shown.ends_with("every tensor is what was saved\n"), "{shown}");
+    let json: serde_json::Value =
+        serde_json::from_str(&said(&["checkpoint", "show", saved, "--json"])).unwrap();
+    assert_eq!((&json["sharded"], &json["state"]["step"]), (&true.into(), &8.into()));
+    for tensor in json["tensors"].as_array().unwrap() {
+        let elems: u64 =
+            tensor["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).product();
+        let ranges = tensor["ranges"].as_array().unwrap();
+        assert_eq!(ranges.iter().map(|r| r["elems"].as_u64().unwrap()).sum::<u64>(), elems);
+    }
+    said(&["checkpoint", "export", saved, "hf", "--dtype", "f32"]);
+    let loss = |folder: &str| said(&["eval", folder, "00.txt", "01.txt", "--json"]);
+    assert_eq!(loss("hf"), loss(saved));
+    assert!(said(&["checkpoint", "show", "hf"]).starts_with("no state to resume from\n"));
+    for (args, told) in [
+        (&["checkpoint", "export", saved, "hf"][..], "hf: is there already; give a folder that is"),
+        (&["checkpoint", "show", "run"], "run/model.safetensors: could not be read"),
+        (&["checkpoint", "export", "hf", "other", "--dtype", "f64"], "f32, bf16 and f16 are there"),
+    ] {
+        let refused = place.run(args);
+        let refused = text(refused.stderr);
+        assert!(errors(&refused).len() == 1 && refused.contains(told), "{refused}");
+    }
+    // One rank goes on, then two.
+    said(&["train", "recipe.toml", "--resume", "--set", "train.steps=12"]);
+    ranks("2", "--resume", "train.steps=16");
+    assert_eq!(place.steps("run").len(), 16);
+    let part = "part-00001-00000.safetensors";
+    std::fs::remove_file(place.path("run/checkpoints/step-000016").join(part)).unwrap();
+    let refused = place.run(&["checkpoint", "show", "run/checkpoints/step-000016"]);
+    let refused = text(refused.stderr);
+    assert!(refused.contains(part) && refused.contains("is missing, where elements"), "{refused}");
+}
+
 /// Starts `ranks` ranks by flags, which notice in four seconds that one is silent.
 fn some(place: &Place, ranks: usize, args: &[&str]) -> Vec<Child> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -54,6 +54,7 @@ impl Folder {
             ("", "eval_every", pick(["5", "10", "11"])),
             ("", "save_every", pick(["2", "4", "7"])),
             ("", "save_dtype", pick(["\"f32\"", "\"bf16\"", "\"f16\""])),
+            ("", "async_save", pick(["true", "false", "true"])),
             ("schedule", "warmup_steps", pick(["0", "4", "9"])),
         ];
         let mut recipe = String::new();
