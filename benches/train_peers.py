@@ -10,9 +10,11 @@ Both start from the same weights and take the same steps on the same tokens, in 
 (`benches/train_llama.py`). Medians of step times are compared, minima shown. The losses of all
 steps are compared, too; a difference is exit code 1, since then the work was not the same.
 
-The last columns are the rate of the products with the weights of the layers in Foveate's fastest
-step beside the fastest large product, of `gemm` or PyTorch, in the same run. PyTorch is installed
-as by `cpu_peers.py`. The machine should do nothing else: the load is in the table.
+The last columns are the rate of the products with the weights of the layers, in Foveate's fastest
+step and alone, each product at its fastest, beside the fastest large product, of `gemm` or PyTorch,
+in the same run; the share is that of the products alone, which is seen on a machine with other work,
+too. PyTorch is installed as by `cpu_peers.py`. The machine should do nothing else: the load is in
+the table.
 """
 
 import argparse
@@ -33,8 +35,8 @@ SHARED = {"vocab": 257, "rows": 8, "len": 512, "lr": 1e-3}
 # Losses of the first steps agree to rounding; training then amplifies any difference.
 FIRST_STEPS, FIRST_TOLERANCE, TOLERANCE = 5, 1e-5, 1e-3
 GEMM_SIZE = 2048
-# One takes some 20 ms: few of a machine's disturbances are as short.
-GEMM_RUNS = 10
+# One takes some 10 ms: among so many, one is not disturbed.
+PRODUCT_RUNS = 10
 
 RECIPE = """
 [run]
@@ -142,11 +144,16 @@ class Loop:
         self.child.wait()
 
 
+def products(sizes):
+    """Inputs and outputs of the products of a layer."""
+    hidden, wide = sizes["hidden"], sizes["intermediate"]
+    qkv = hidden + 2 * sizes["kv_heads"] * (hidden // sizes["heads"])
+    return [(hidden, qkv), (hidden, hidden), (hidden, 2 * wide), (wide, hidden)]
+
+
 def weights_of(sizes) -> int:
     """Elements of the weights of all layers."""
-    hidden, dim = sizes["hidden"], sizes["hidden"] // sizes["heads"]
-    attention = 2 * hidden * hidden + 2 * hidden * sizes["kv_heads"] * dim
-    return sizes["layers"] * (attention + 3 * hidden * sizes["intermediate"])
+    return sizes["layers"] * sum(inputs * outputs for inputs, outputs in products(sizes))
 
 
 def median(values):
@@ -181,7 +188,7 @@ def measure(name: str, threads: int, args):
     bench = Foveate(args.foveate, threads)
     taken = {loop.name: [] for loop in loops} | {"foveate": []}
     losses = {loop.name: [] for loop in loops} | {"foveate": []}
-    linear_seconds, best = [], 0.0
+    linear_seconds, best, alone = [], 0.0, {}
     for _ in range(args.rounds):
         records = trainer.steps(count)
         losses["foveate"] += [record["loss"] for record in records]
@@ -194,8 +201,12 @@ def measure(name: str, threads: int, args):
             losses[loop.name] += answer["losses"]
             taken[loop.name] += answer["ms"][1:]
             time.sleep(REST_SECONDS)
-        products = [bench.ask("gemm") for _ in range(GEMM_RUNS)]
-        best = max(best, *products, loops[0].ask({"gemm": GEMM_SIZE})["gflops"])
+        for shape in products(sizes):
+            request = {"linear": dict(zip(("tokens", "inputs", "outputs"), (cells, *shape)))}
+            for ms in [bench.ask(request) for _ in range(PRODUCT_RUNS)]:
+                alone[shape] = list(map(min, ms, alone.get(shape, ms)))
+        large = [bench.ask("gemm") for _ in range(PRODUCT_RUNS)]
+        best = max(best, *large, loops[0].ask({"gemm": GEMM_SIZE})["gflops"])
         time.sleep(REST_SECONDS)
     for loop in loops:
         loop.end()
@@ -208,7 +219,10 @@ def measure(name: str, threads: int, args):
     line["ms"] = {side: [median(times), min(times)] for side, times in taken.items()}
     # The fastest step's rate, since that of the large product is the fastest, too.
     rate = 6 * weights_of(sizes) * cells / min(linear_seconds) / 1e9
-    line |= {"product_gflops": rate, "gemm_gflops": best, "faults": faults}
+    fastest = sizes["layers"] * sum(map(sum, alone.values())) / 1e3
+    alone_rate = 6 * weights_of(sizes) * cells / fastest / 1e9
+    line |= {"product_gflops": rate, "alone_gflops": alone_rate, "gemm_gflops": best}
+    line["faults"] = faults
     return line | {"load": os.getloadavg()[0]}
 
 
@@ -220,15 +234,15 @@ def row(line) -> str:
     medians = min(found[0] for side, found in ms.items() if side != "foveate")
     minima = min(found[1] for side, found in ms.items() if side != "foveate")
     text += f" {medians / ms['foveate'][0]:>6.2f} {minima / ms['foveate'][1]:>6.2f}"
-    rate, best = line["product_gflops"], line["gemm_gflops"]
+    rate, alone, best = line["product_gflops"], line["alone_gflops"], line["gemm_gflops"]
     losses = line["losses"]
-    text += f" {rate:>8.1f} {best:>8.1f} {rate / best:>5.2f} {line['load']:>5.1f}"
+    text += f" {rate:>8.1f} {alone:>8.1f} {best:>8.1f} {alone / best:>5.2f} {line['load']:>5.1f}"
     return text + "  " + " ".join(f"{losses[side][-1]:.4f}" for side in losses)
 
 
 def head() -> str:
     columns = "".join(f" {name:>8} {'min':>8}" for name in ("foveate", "eager", "compiled"))
-    rates = f" {'products':>8} {'gemm':>8} {'share':>5} {'load':>5}"
+    rates = f" {'products':>8} {'alone':>8} {'gemm':>8} {'share':>5} {'load':>5}"
     return f"{'size':>5} {'thr':>3}{columns} {'ratio':>6} {'of min':>6}{rates}  last losses"
 
 

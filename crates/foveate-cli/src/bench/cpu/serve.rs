@@ -6,9 +6,11 @@
 
 use std::hint::black_box;
 use std::io::BufRead;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use foveate_nn::{Matrix, matmul};
+use foveate::DType;
+use foveate_nn::{Blocks, Cpu, LinearShape, Matrix, NnError, Part, PartMut, matmul};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +32,9 @@ enum Request {
     Write { file: PathBuf },
     /// Multiply two large f32 matrices on the same threads.
     Gemm,
+    /// Multiply so many tokens with a weight, and as its gradients are: the product, the gradient of the
+    /// tokens, that of the weight.
+    Linear { tokens: NonZeroUsize, inputs: NonZeroUsize, outputs: NonZeroUsize },
     /// Read so many bytes on the same threads.
     Read { bytes: usize },
 }
@@ -41,6 +46,8 @@ enum Answer {
     Ready(String),
     /// How long the work took.
     Ms(f64),
+    /// How long each of the products took.
+    Products([f64; 3]),
     /// Names and lengths of what the file holds.
     Written(Vec<(&'static str, usize)>),
     /// Rate of the product.
@@ -54,6 +61,7 @@ enum Answer {
 struct Server {
     prepared: Option<Prepared>,
     gemm: Option<Gemm>,
+    linear: Option<Linear>,
     read: Vec<f32>,
 }
 
@@ -93,6 +101,14 @@ impl Server {
                 let gemm = self.gemm.get_or_insert_with(Gemm::new);
                 let (ms, ()) = timed(|| gemm.run());
                 Ok(Answer::Gflops(Gemm::FLOPS / ms / 1e6))
+            }
+            Request::Linear { tokens, inputs, outputs } => {
+                let sizes = [tokens, inputs, outputs].map(NonZeroUsize::get);
+                let linear = match self.linear.take().filter(|linear| linear.sizes == sizes) {
+                    Some(linear) => linear,
+                    None => Linear::new(sizes)?,
+                };
+                Ok(Answer::Products(self.linear.insert(linear).run()?))
             }
             Request::Read { bytes } => {
                 self.read.resize(bytes / 4, 1.0);
@@ -150,6 +166,55 @@ impl Gemm {
     }
 }
 
+/// A weight of a layer, tokens, and the gradients of both.
+struct Linear {
+    /// Tokens, inputs and outputs.
+    sizes: [usize; 3],
+    cpu: Cpu,
+    x: Vec<f32>,
+    y: Vec<f32>,
+    weight: Vec<f32>,
+    d_x: Vec<f32>,
+    d_weight: Vec<f32>,
+}
+
+impl Linear {
+    fn new(sizes: [usize; 3]) -> Result<Self, Failure> {
+        let [tokens, inputs, outputs] = sizes;
+        let mut cpu = Cpu::default();
+        let mut array = |rows: usize, columns: usize| {
+            let mut array = Vec::new();
+            let elems = rows.saturating_mul(columns);
+            cpu.resize("operand", &mut array, DType::F32, elems).map_err(failed)?;
+            array.fill(0.5);
+            Ok::<_, Failure>(array)
+        };
+        let (x, y, weight) =
+            (array(tokens, inputs)?, array(tokens, outputs)?, array(inputs, outputs)?);
+        let (d_x, d_weight) = (array(tokens, inputs)?, array(inputs, outputs)?);
+        Ok(Self { sizes, cpu, x, y, weight, d_x, d_weight })
+    }
+
+    fn run(&mut self) -> Result<[f64; 3], Failure> {
+        let Self { sizes: [tokens, inputs, outputs], cpu, x, y, weight, d_x, d_weight } = self;
+        let shape = LinearShape { tokens: *tokens, inputs: *inputs, outputs: *outputs };
+        let weight = || Part::whole(&*weight);
+        let (forward, ran) = timed(|| cpu.linear(shape, Part::whole(x), weight(), None, None, y));
+        ran.map_err(failed)?;
+        let (of_x, ran) = timed(|| cpu.linear_backward_input(shape, y, weight(), d_x));
+        ran.map_err(failed)?;
+        let place = 0..d_weight.len();
+        let d_weight = PartMut { array: d_weight, place, accumulate: true };
+        let (of_weight, ran) = timed(|| cpu.linear_backward_weight(shape, y, x, d_weight));
+        ran.map_err(failed)?;
+        Ok([forward, of_x, of_weight])
+    }
+}
+
+fn failed(error: NnError) -> Failure {
+    Failure::new(error.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,5 +239,12 @@ mod tests {
         assert_eq!(std::fs::metadata(file).unwrap().len(), 4 * elems as u64);
         let read = server.answer(Request::Read { bytes: 1 << 20 }).unwrap();
         assert!(matches!(read, Answer::Ms(ms) if ms > 0.0));
+        let two = NonZeroUsize::new(2).unwrap();
+        let linear = |tokens| Request::Linear { tokens, inputs: two, outputs: two };
+        let Answer::Products(ms) = server.answer(linear(two)).unwrap() else {
+            panic!("three times")
+        };
+        assert!(ms.iter().all(|&ms| ms > 0.0));
+        assert!(server.answer(linear(NonZeroUsize::MAX)).unwrap_err().message().contains("memory"));
     }
 }
