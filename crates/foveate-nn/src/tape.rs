@@ -64,6 +64,12 @@ impl Recomputation {
         if layer < self.layers { self.what } else { Recompute::None }
     }
 
+    /// Layers of `layers` whose attention is kept at once: those that compute it again share one's
+    /// place.
+    pub fn kept_attention(self, layers: usize) -> usize {
+        self.kept(layers).attention.count()
+    }
+
     pub(crate) fn kept(self, layers: usize) -> Kept {
         let first = self.layers.min(layers);
         let of = |again: bool| Slots { layers, shared: if again { first } else { 0 } };

@@ -50,19 +50,23 @@ impl ContextPlanner {
         Ok(Self { map, strategy, rows, last: None })
     }
 
-    /// How keys and queries meet in batches of `rows` rows of one document of `len` tokens, and why.
+    /// The plan of batches of `rows` rows of one document of `len` tokens.
     ///
     /// # Errors
     /// When such a batch cannot be planned.
     pub fn describe<B: Blocks>(
         &self,
+        ranks: Ranks<'_>,
         model: &Model<B>,
         [rows, len]: [usize; 2],
-    ) -> Result<String, ShardError> {
+    ) -> Result<Described, ShardError> {
         let documents = vec![0; rows * len];
         let (proven, _) = proven(&self.map, self.strategy, model, [rows, len], &documents)?;
         let ShardPlan { strategy, reason, .. } = proven.plan();
-        Ok(format!("{strategy}: {reason}"))
+        Ok(Described {
+            strategy: format!("{strategy}: {reason}"),
+            layer_bytes: proven.proof().bytes[ranks.rank()].held,
+        })
     }
 
     /// This rank's tokens of its rows, which are part of a batch of `all` rows, and attention over
@@ -111,6 +115,14 @@ fn words(numbers: &[i32]) -> Vec<u8> {
 
 fn numbers(words: &[u8]) -> impl Iterator<Item = i32> {
     words.as_chunks().0.iter().map(|&word| i32::from_le_bytes(word))
+}
+
+/// What a plan comes to on a rank.
+pub(crate) struct Described {
+    /// How keys and queries meet, and why.
+    pub strategy: String,
+    /// What attention of a layer holds.
+    pub layer_bytes: u64,
 }
 
 /// A batch over the ranks: who holds which tokens, and attention.

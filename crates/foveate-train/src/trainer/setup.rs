@@ -149,13 +149,20 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
-        let made = model(recipe, from.as_ref(), corpus.tokenizer(), ranks.count(), blocks);
-        let Made { mut model, attention, memory, recompute, saves_beside } = made.map_err(wrong)?;
+        let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
+        let Made { mut model, attention, mut memory, recompute, saves_beside } =
+            made.map_err(wrong)?;
         let context = context(ranks, recipe, &model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
-        let strategy = context.as_ref().map(|context| context.describe(&model, shape));
-        let strategy =
-            strategy.transpose().map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
+        let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
+        let described =
+            described.transpose().map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
+        if let Some(described) = &described {
+            let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
+            memory.attention += kept * described.layer_bytes;
+            fits(&memory, None, |_| None).map_err(wrong)?;
+        }
+        let strategy = described.map(|described| described.strategy);
         let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
         observer.begins("making the model");
@@ -462,10 +469,10 @@ struct Made<B: Blocks> {
 
 /// The model without its weights, and its attention program; or what is wrong with the recipe.
 fn model<B: Blocks>(
+    ranks: Ranks<'_>,
     recipe: &Recipe,
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
-    ranks: usize,
     mut blocks: B,
 ) -> Result<Made<B>, String> {
     let vocab = tokenizer.vocab_size();
@@ -489,7 +496,8 @@ fn model<B: Blocks>(
     let attention = attention
         .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
         .clone();
-    let rows = recipe.train.batch_rows;
+    let rows = recipe.train.batch_rows.div_ceil(ranks.mesh().size_of(&ROWS));
+    let len = len.div_ceil(ranks.mesh().size(MeshAxis::Context));
     let training = |recompute| Training {
         recompute,
         in_backward: recipe.optimizer.in_backward,
@@ -527,7 +535,7 @@ fn model<B: Blocks>(
         Some(_) => BESIDE,
         None => memory.process + tokenizer.path().map_or(0, memory_of),
     };
-    let copy = save_copy_bytes(recipe, model.layout(), ranks);
+    let copy = save_copy_bytes(recipe, model.layout(), ranks.count());
     let saves_beside = match (recipe.train.async_save, free) {
         (Some(beside), None) => beside,
         (None, None) => false,

@@ -84,6 +84,40 @@ fn ranks_share_rows_and_reach_what_one_rank_reaches() {
     }
 }
 
+/// What a run of ranks says that it takes.
+struct Takes(MemoryEstimate);
+
+impl Observer for Takes {
+    fn started(&mut self, run: &Started) {
+        self.0 = run.memory;
+    }
+}
+
+#[test]
+fn a_rank_takes_memory_for_its_tokens_and_for_the_keys_that_it_keeps() {
+    let takes = |ranks: usize, sets: &[&str]| {
+        let place = Place::new();
+        let sets = [&["train.steps=1", "train.batch_rows=4", "data.len=64"][..], sets].concat();
+        let recipe = place.recipe(&sets);
+        let taken = run_threads(ranks, Duration::from_secs(60), |world| {
+            let mut takes = Takes(MemoryEstimate::default());
+            train_on(world, &recipe, &place.file(), Start::New, &mut takes)
+                .map_err(|e| ShardError::new(e.to_string()))?;
+            Ok(takes.0)
+        });
+        taken.unwrap().remove(0)
+    };
+    let one = takes(1, &[]);
+    let context = takes(4, &["mesh.context=4", "mesh.strategy=gather"]);
+    assert_eq!((context.weights, context.gradients), (one.weights, one.gradients));
+    assert!(context.activations < one.activations / 2, "{context:?} {one:?}");
+    // Keys and values of 64 tokens of 4 rows, 2 heads of 4, in f32, of each of 2 layers or of one.
+    let keys = 2 * 4 * 64 * 2 * 4 * 4;
+    assert!(context.attention > 2 * keys, "{context:?}");
+    let again = takes(4, &["mesh.context=4", "mesh.strategy=gather", "train.recompute=attention"]);
+    assert!(again.attention + keys <= context.attention, "{again:?} {context:?}");
+}
+
 /// Rows that a mask tells apart are on other ranks the rows that they are on one.
 #[test]
 fn a_rank_knows_which_rows_of_the_batch_it_has() {
