@@ -267,6 +267,11 @@ impl Observer for View<'_> {
                      run that stays there"
                 );
             }
+            for line in &run.changed {
+                crate::output::tell!(
+                    "{line}: losses may differ in their last bits from a run without the change"
+                );
+            }
         }
         self.steps = run.steps;
         self.bar.set_length(run.steps);

@@ -255,6 +255,25 @@ fn totals_read_behind_the_next_step_are_waited_for_once_a_step() {
 }
 
 #[test]
+fn what_bits_depend_on_names_libraries_and_the_kernels_of_attention() {
+    if !inside("what_bits_depend_on_names_libraries_and_the_kernels_of_attention") {
+        return;
+    }
+    let all = model().bits_depend_on(ROWS, LEN).unwrap();
+    let names: Vec<&str> = all.keys().map(String::as_str).collect();
+    assert_eq!(names, ["GPU", "NVRTC", "attention", "cuBLASLt", "driver", "order of sums"]);
+    assert_eq!(all["driver"], "CUDA 13.0");
+    assert_eq!(all["order of sums"], "fixed");
+    let attention = &all["attention"];
+    let kernels: Vec<&str> = attention.split("; ").collect();
+    assert!(kernels[0].starts_with("forward") && attention.contains("backward"), "{attention}");
+    assert!(kernels.iter().all(|kernel| kernel.contains("tile")), "{attention}");
+    // The same twice, and another one for other sizes.
+    assert_eq!(model().bits_depend_on(ROWS, LEN).unwrap(), all);
+    assert_ne!(model().bits_depend_on(ROWS, 100).unwrap()["attention"], "");
+}
+
+#[test]
 fn a_profile_has_the_times_of_every_block_of_its_steps() {
     if !inside("a_profile_has_the_times_of_every_block_of_its_steps") {
         return;

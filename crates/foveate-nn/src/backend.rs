@@ -10,6 +10,7 @@
 //! made once ([`Blocks::upload`], [`Blocks::bind`]). Nothing but `read`, [`Blocks::download`] and
 //! [`Blocks::download_weights`] waits.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -329,6 +330,16 @@ pub trait Blocks: Sized {
     /// Pairs of query and key that the mask lets through in the batch that `plan` was bound to, in
     /// the mean of the heads, after a step; `None` where nothing has counted them.
     fn live_pairs(&self, plan: &Self::Plan) -> Option<f64>;
+
+    /// What results' bits depend on beside the program and its numbers, by name: driver, libraries,
+    /// how `plan` computes. Nothing where they depend on nothing else.
+    ///
+    /// # Errors
+    /// Those of planning, and of a library that is missing.
+    fn bits_depend_on(&self, plan: &Self::Plan) -> Result<BTreeMap<String, String>, NnError> {
+        let _ = plan;
+        Ok(BTreeMap::new())
+    }
 
     /// What `plan` takes in a batch of the shape it was made for.
     fn plan_bytes(&mut self, plan: &Self::Plan) -> Result<PlanBytes, NnError>;

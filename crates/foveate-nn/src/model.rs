@@ -1,5 +1,6 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -474,6 +475,40 @@ impl<B: Blocks> Model<B> {
     /// When the device does not say.
     pub fn free_bytes(&self) -> Result<Option<u64>, NnError> {
         self.running().blocks.free_bytes()
+    }
+
+    /// What the bits of steps depend on beside program, weights and data, for batches of `rows` rows of
+    /// `len` tokens, one document each: of a GPU its driver and libraries, and the kernels of each
+    /// attention program. Empty on the CPU, whose results are the same everywhere.
+    ///
+    /// # Errors
+    /// When attention cannot be planned for such a batch, or a library is missing.
+    pub fn bits_depend_on(
+        &self,
+        rows: usize,
+        len: usize,
+    ) -> Result<BTreeMap<String, String>, NnError> {
+        let mut running = self.running();
+        let blocks = &mut running.blocks;
+        if blocks.free_bytes()?.is_none() {
+            return Ok(BTreeMap::new());
+        }
+        let heads = PackedHeads::of(self.config(), [rows, len]);
+        let mut all = BTreeMap::new();
+        for (number, plan) in self.programs.plan(blocks, heads, None, false)?.iter().enumerate() {
+            for (name, value) in blocks.bits_depend_on(plan)? {
+                // What several programs differ in is told of each.
+                match all.get(&name) {
+                    Some(known) if *known != value => {
+                        all.insert(format!("{name} {}", number + 1), value);
+                    }
+                    _ => {
+                        all.insert(name, value);
+                    }
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.

@@ -30,6 +30,7 @@
 //! What is read is held to `checksums.json`. A checkpoint of other tools has none, and is accepted;
 //! the tokenizer's files have none either, as people edit them.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -91,6 +92,10 @@ pub struct State {
     /// The GPU of the last step; none is the CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
+    /// What the bits of that step depended on beside program, weights and data, by name: driver,
+    /// libraries, kernels. Empty on the CPU.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub bits_depend_on: BTreeMap<String, String>,
 }
 
 /// What a checkpoint is made of.

@@ -64,6 +64,9 @@ pub struct Started {
     pub gpu: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
+    /// What the bits of steps depend on and was other in the steps before a resume, a line each:
+    /// driver, libraries, kernels. Empty where the device is another one.
+    pub changed: Vec<String>,
     /// The ranks of the run.
     pub mesh: Mesh,
     /// How keys and queries of different ranks of `context` meet where a row is one document, and why;

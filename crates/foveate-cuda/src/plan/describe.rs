@@ -92,6 +92,19 @@ impl CudaPlan {
         })
     }
 
+    /// The configurations of the kernels that a call of the planned sizes on aligned operands runs,
+    /// the forward's first, whatever its captured buffers hold.
+    ///
+    /// # Errors
+    /// Those of planning.
+    pub fn configurations(&self) -> Result<Vec<Config>, CudaError> {
+        let arrangement = Arrangement::default();
+        let longest = longest(&sequences(&self.dims.arranged(arrangement), arrangement));
+        let chosen =
+            self.chosen(self.class(), sizes(&self.dims, longest), self.gradient.is_ok())?;
+        Ok(chosen.kernels.iter().map(|kernel| self.running(kernel).config.clone()).collect())
+    }
+
     /// Workspace of a backward that every learned buffer gets its gradient from; see
     /// `launch_backward`.
     fn backward_bytes(

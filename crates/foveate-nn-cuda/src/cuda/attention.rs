@@ -88,6 +88,13 @@ impl AttentionPlan {
         Ok(Self { plan, reads_documents, reads_query: reads_query(program), documents: None })
     }
 
+    /// The kernels that it runs, forward and backward.
+    pub(super) fn kernels(&self) -> Result<String, NnError> {
+        let all = self.plan.configurations().map_err(|e| error(&e))?;
+        let words: Vec<String> = all.iter().map(|config| config.to_string()).collect();
+        Ok(words.join("; "))
+    }
+
     /// Over the documents of a batch.
     pub(super) fn over(&self, documents: Documents) -> Self {
         Self { documents: Some(documents).filter(|_| self.reads_documents), ..self.clone() }

@@ -1,9 +1,11 @@
 //! What [`foveate_nn::Blocks`] asks for, block by block.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use foveate_gpu::blas::Matmul;
+use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::driver::Allocation;
+use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
@@ -176,6 +178,22 @@ impl Blocks for Cuda {
     /// The device keeps its counts.
     fn live_pairs(&self, _: &AttentionPlan) -> Option<f64> {
         None
+    }
+
+    fn bits_depend_on(&self, plan: &AttentionPlan) -> Result<BTreeMap<String, String>, NnError> {
+        let device = self.kernels.engine().device().info();
+        let compiler = Compiler::get().map_err(|e| failed(&e))?.version();
+        let [major, minor, patch] = blas::version().map_err(|e| failed(&e))?;
+        let order = if self.deterministic { "fixed" } else { "any" };
+        let all = [
+            ("GPU", format!("{}, {} SMs", device.name, device.sms)),
+            ("driver", format!("CUDA {}.{}", device.driver.0, device.driver.1)),
+            ("NVRTC", format!("{}.{}", compiler.0, compiler.1)),
+            ("cuBLASLt", format!("{major}.{minor}.{patch}")),
+            ("order of sums", order.to_owned()),
+            ("attention", plan.kernels()?),
+        ];
+        Ok(all.map(|(name, value)| (name.to_owned(), value)).into())
     }
 
     fn plan_bytes(&mut self, _: &AttentionPlan) -> Result<PlanBytes, NnError> {

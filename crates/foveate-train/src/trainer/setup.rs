@@ -1,5 +1,6 @@
 //! What a run is made of before its first step: documents, model, state and logs.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -170,9 +171,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
             Some(last) => resumed(steps, last, &mut model, &rule, fingerprint, checksums)?,
             None => begun(origin.as_deref(), recipe, &mut model, fingerprint, checksums)?,
         };
-        let before = std::mem::replace(&mut state.gpu, gpu.clone());
-        let other_device = (last.is_some() && before != gpu)
-            .then(|| before.unwrap_or_else(|| "the CPU".to_owned()));
+        let depends = model.bits_depend_on(recipe.train.batch_rows, recipe.data.len);
+        let depends = depends.map_err(|e| wrong(e.to_string()))?;
+        let (other_device, changed) = moved(&mut state, last.is_some(), gpu.clone(), depends);
         let source = template_source
             .as_deref()
             .or(from.as_ref().and_then(|from| from.chat_template.as_deref()))
@@ -211,6 +212,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recompute,
             gpu,
             other_device,
+            changed,
             mesh: ranks.mesh(),
             context: strategy.filter(|_| ranks.mesh().size(MeshAxis::Context) > 1),
             dir: recipe.run.dir.clone(),
@@ -242,6 +244,32 @@ impl<'a, B: Blocks> Setup<'a, B> {
         };
         Ok((run, resolved))
     }
+}
+
+/// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was
+/// another device, or else what was other of what their bits depend on.
+fn moved(
+    state: &mut State,
+    resumed: bool,
+    gpu: Option<String>,
+    depends: BTreeMap<String, String>,
+) -> (Option<String>, Vec<String>) {
+    let before = std::mem::replace(&mut state.gpu, gpu);
+    let depended = std::mem::replace(&mut state.bits_depend_on, depends);
+    if resumed && before != state.gpu {
+        return (Some(before.unwrap_or_else(|| "the CPU".to_owned())), Vec::new());
+    }
+    let changed = if resumed { differences(&depended, &state.bits_depend_on) } else { Vec::new() };
+    (None, changed)
+}
+
+/// What is other than it was, in words; nothing of what was not recorded.
+fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let differs = |(name, was): (&String, &String)| {
+        let is = now.get(name).map_or("nothing", String::as_str);
+        (was != is).then(|| format!("{name}: {was} before, {is} now"))
+    };
+    before.iter().filter_map(differs).collect()
 }
 
 /// What a run reads before it has a model.

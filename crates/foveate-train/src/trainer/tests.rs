@@ -688,6 +688,33 @@ fn a_resume_tells_of_the_device_that_earlier_steps_ran_on() {
     assert_eq!(told.0, [Some("NVIDIA H200".to_owned()), None]);
 }
 
+#[test]
+fn a_resume_tells_of_a_driver_and_kernels_that_are_others() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&["train.steps=2"]), Start::New).unwrap();
+    let path = first.checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(!text.contains("bits_depend_on"), "the CPU's bits depend on nothing: {text}");
+    let depends = r#"{ "bits_depend_on": { "driver": "CUDA 12.9", "attention": "forward" },"#;
+    std::fs::write(&path, text.replacen('{', depends, 1)).unwrap();
+    let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
+    let mut told = Changes::default();
+    train(&place.recipe(&["train.steps=4"]), &place.file(), options.clone(), &mut told).unwrap();
+    train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
+    let lines = ["attention: forward before, nothing now", "driver: CUDA 12.9 before, nothing now"];
+    assert_eq!(told.0, [lines.map(str::to_owned).to_vec(), Vec::new()]);
+}
+
+/// What was other in earlier steps, of each run.
+#[derive(Default)]
+struct Changes(Vec<Vec<String>>);
+
+impl Observer for Changes {
+    fn started(&mut self, run: &Started) {
+        self.0.push(run.changed.clone());
+    }
+}
+
 /// The devices that earlier steps ran on, of each run.
 #[derive(Default)]
 struct Devices(Vec<Option<String>>);
