@@ -80,7 +80,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let before = cuda.free_bytes()?.unwrap_or_default();
     println!("{}, {:.2} GiB free", cuda.name(), gib(before));
     let attention = ProgramConfig { mask: "causal & document".into(), ..ProgramConfig::default() };
-    let training = Training { recompute: recompute.into(), in_backward, squares: true };
+    let training = Training { in_backward, ..recompute.into() };
     let kind = StepKind::Training(training);
     let account =
         config.dry_run_on(&cuda, &attention.clone().into(), &|_| false, rows, len, kind)?;
@@ -132,6 +132,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 let kept = &mut moments;
                 model.step_in_backward(
                     &batch,
+                    None,
                     some,
                     recompute,
                     &of_step,

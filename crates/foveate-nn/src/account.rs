@@ -5,10 +5,12 @@ use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::cpu::Cpu;
 use crate::dry::{Dry, DryArray, NotedArray, NotedBlock};
 use crate::error::NnError;
+use crate::held::Target;
 use crate::matmul::scratch_deep;
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
-use crate::step::{Step, Target};
+use crate::pass::{Pass, Whole};
+use crate::share::Cutting;
 use crate::tape::{Recomputation, Workspace};
 
 use foveate::DType;
@@ -39,12 +41,15 @@ pub struct Training {
     pub in_backward: bool,
     /// Whether the optimiser keeps the mean of squares beside that of gradients.
     pub squares: bool,
+    /// Over how many ranks parameters are cut.
+    pub cutting: Cutting,
 }
 
 impl<R: Into<Recomputation>> From<R> for Training {
     /// With AdamW, after the backward pass.
     fn from(recompute: R) -> Self {
-        Self { recompute: recompute.into(), in_backward: false, squares: true }
+        let (recompute, cutting) = (recompute.into(), Cutting::WHOLE);
+        Self { recompute, in_backward: false, squares: true, cutting }
     }
 }
 
@@ -99,7 +104,10 @@ impl Account {
         let deep = self.blocks.iter().filter_map(|block| block.deep_product);
         let kept = deep.map(|sizes| scratch_deep(sizes, threads)).max().unwrap_or(0) as u64;
         MemoryEstimate {
-            weights: self.state_bytes(WEIGHTS).saturating_add(self.state_bytes(REMAINDERS)),
+            weights: [WEIGHTS, GATHERED, REMAINDERS]
+                .map(|name| self.state_bytes(name))
+                .into_iter()
+                .fold(0, u64::saturating_add),
             gradients: self.state_bytes(GRADIENTS),
             optimizer: self.state_bytes(MOMENT),
             activations: sum(&self.activations),
@@ -115,6 +123,8 @@ fn sum<'a>(arrays: impl IntoIterator<Item = &'a NotedArray>) -> u64 {
 }
 
 const WEIGHTS: &str = "weights";
+/// Groups of parameters of other ranks.
+const GATHERED: &str = "gathered parameters";
 const REMAINDERS: &str = "remainders";
 const GRADIENTS: &str = "gradients";
 const MOMENT: &str = "moment";
@@ -122,7 +132,7 @@ const MOMENT: &str = "moment";
 /// Bytes that training takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// Parameters, with what completes them to masters.
+    /// Parameters, with what completes them to masters, and those gathered from other ranks.
     pub weights: u64,
     /// Gradients.
     pub gradients: u64,
@@ -228,13 +238,34 @@ fn dry_run(
     kind: StepKind,
 ) -> Result<Account, NnError> {
     let precision = dry.precision();
-    let trained = layout.trained();
-    let weights = dry.state(WEIGHTS, precision.weights, layout.elems());
+    let cutting = match kind {
+        StepKind::Training(training) => training.cutting,
+        StepKind::Loss => Cutting::WHOLE,
+    };
+    let is_cut = cutting.parts > 1;
+    // The first rank has the largest part.
+    let share = layout.share(0, cutting.parts);
+    let trained = share.trained();
+    let mut weights = dry.state(WEIGHTS, precision.weights, share.elems());
+    if is_cut {
+        weights = dry.state(GATHERED, precision.weights, layout.gathered(cutting.reshard));
+    }
     let mut gradients = [DryArray::default(), DryArray::default()];
     if let StepKind::Training(training) = kind {
-        let sizes = if training.in_backward { layout.passing() } else { [0, trained] };
+        let passes = training.in_backward || is_cut;
+        let sizes = if passes { layout.passing() } else { [0, trained] };
         for (array, elems) in gradients.iter_mut().zip(sizes) {
             *array = dry.state(GRADIENTS, precision.gradients, elems);
+        }
+        if is_cut {
+            // A group on its way to other ranks, and the part that is kept.
+            let largest = layout.groups().iter().map(|group| group.place.len()).max().unwrap_or(0);
+            dry.state(GRADIENTS, DType::F32, largest);
+            dry.state(
+                GRADIENTS,
+                precision.gradients,
+                if training.in_backward { 0 } else { trained },
+            );
         }
         let (dtype, elems) = precision.moments.array(trained);
         for _ in 0..1 + usize::from(training.squares) {
@@ -254,29 +285,24 @@ fn dry_run(
     dry.state("rotations", DType::F32, rotations);
     let programs: Vec<_> =
         learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
-    let mut step = Step {
-        blocks: &mut dry,
-        config,
-        layout,
-        weights: &weights,
-        programs: &programs,
-        batch: &(),
-        shape: [rows, len],
-        cache: None,
-        context: None,
-    };
+    let (programs, shape) = (&programs[..], [rows, len]);
+    let mut pass = Pass { config, layout, programs, batch: &(), shape, context: None };
     let mut workspace = Workspace::default();
     match kind {
         StepKind::Training(Training { recompute, in_backward, .. }) => {
             let [embedding, array] = &mut gradients;
-            let apart = (in_backward && embedding.elems() > 0)
+            let apart = ((in_backward || is_cut) && embedding.elems() > 0)
                 .then(|| (embedding, layout.groups()[0].place.end));
             // Blocks write to the array of all gradients or to that of a group, whichever it is, as
             // those of a batch that is not the first of its step.
-            let mut target = Target { array, first: 0, embedding: apart, accumulate: true };
-            step.forward_backward(&mut workspace, &mut target, recompute, &mut ())?;
+            let target = Target { array, first: 0, embedding: apart, accumulate: true };
+            let mut parameters = Whole { weights: &weights, gradients: Some(target) };
+            pass.forward_backward(&mut dry, &mut parameters, &mut workspace, recompute, &mut ())?;
         }
-        StepKind::Loss => step.loss(&mut workspace, None, &mut ())?,
+        StepKind::Loss => {
+            let mut parameters = Whole { weights: &weights, gradients: None };
+            pass.loss(&mut dry, &mut parameters, &mut workspace, None, &mut ())?;
+        }
     }
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);

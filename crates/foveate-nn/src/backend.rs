@@ -187,6 +187,9 @@ pub struct KvCache<'a, A> {
     pub position: usize,
 }
 
+/// Sums a number over the ranks that own different parts of the parameters.
+pub type SumOverRanks<'a> = &'a mut dyn FnMut(f64) -> Result<f64, NnError>;
+
 /// Sums of a step, read back from the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sums {
@@ -385,17 +388,26 @@ pub trait Blocks: Sized {
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
     /// Brings to the device what the optimiser goes through: in order, not overlapping.
+    ///
+    /// # Errors
+    /// When memory does not suffice, or spans are of a part of the parameters and the device keeps no
+    /// parts.
     fn spans(&mut self, spans: &[Span]) -> Result<Self::Spans, NnError>;
 
     /// The norm of the gradients of the mean loss, over the labelled tokens that `totals` counted,
     /// and what [`Blocks::update`] multiplies gradients with: one over those tokens, times what brings
     /// the norm down to `step.clip_norm`. With `more` gradients of the same step, the squares of those
-    /// before are in the norm.
+    /// before are in the norm. Where the gradients are of a part of the parameters, `sum` makes their
+    /// squares those of all; then this waits.
+    ///
+    /// # Errors
+    /// Those of `sum`, or where the device keeps no parts.
     fn clip(
         &mut self,
         step: &OptimizerStep,
         gradients: &Self::Array,
         more: bool,
+        sum: Option<SumOverRanks<'_>>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 

@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use crate::backend::{Blocks, PackedHeads, Part, PartMut};
 use crate::error::NnError;
+use crate::plans::Programs;
 
 /// Attention of the tokens that this rank holds, over the keys of all ranks. Every rank that shares
 /// the rows calls the same methods in the same order.
@@ -78,7 +79,11 @@ pub(crate) struct ContextCall<'a, A> {
     pub learned: Part<'a, A>,
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    pub fn of(attention: &'a mut dyn ContextAttention, programs: &'a Programs) -> Self {
+        Self { attention, programs: programs.of_layer() }
+    }
+
     pub fn forward<B: Blocks>(
         &mut self,
         blocks: &mut B,

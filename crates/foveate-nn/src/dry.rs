@@ -12,7 +12,7 @@ use foveate::DType;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
-    Part, PartMut, PlanBytes, Rotation, Sums, Weights,
+    Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -315,6 +315,7 @@ impl Blocks for Dry {
         _: &OptimizerStep,
         gradients: &DryArray,
         _: bool,
+        _: Option<SumOverRanks<'_>>,
         (): &mut (),
     ) -> Result<(), NnError> {
         self.note("clip", &[reads(gradients)])

@@ -14,8 +14,9 @@ use crate::batch::{Batch, IGNORE};
 use crate::cpu::Cpu;
 use crate::error::{NnError, NnErrorKind};
 use crate::model::Model;
+use crate::pass::{Pass, Whole};
 use crate::rope::RopeTable;
-use crate::step::{Cache, Step};
+use crate::step::Cache;
 use crate::tape::Workspace;
 
 /// How the next token is drawn from the logits.
@@ -77,6 +78,10 @@ impl<B: Blocks> Model<B> {
     ) -> Result<Generator<'_, B>, NnError> {
         sampling.check()?;
         self.check_parameters()?;
+        if self.is_cut() {
+            let reason = "the parameters are cut over ranks; generate from a checkpoint on one";
+            return Err(NnErrorKind::Ranks(reason.to_owned()).into());
+        }
         let limit = self.config.max_position_embeddings;
         if capacity == 0 || capacity > limit {
             let reason = format!("is {capacity}; max_position_embeddings allows 1 to {limit}");
@@ -205,18 +210,13 @@ impl<B: Blocks> Generator<'_, B> {
         let batch = blocks.upload(&batch, &self.tables)?;
         let plans = self.plans.iter().map(|plan| blocks.at(plan, position));
         let plans: Vec<B::Plan> = plans.collect::<Result<_, _>>()?;
-        let mut step = Step {
-            blocks,
-            config: &model.config,
-            layout: &model.layout,
-            weights: &model.weights.array,
-            programs: &model.programs.of_layers(&plans),
-            batch: &batch,
-            shape: [1, n],
-            cache: Some(&mut self.cache),
-            context: None,
-        };
-        step.forward(&mut self.workspace)?;
+        let programs = &model.programs.of_layers(&plans);
+        let (config, layout) = (&model.config, &model.layout);
+        let (batch, shape) = (&batch, [1, n]);
+        let mut pass = Pass { config, layout, programs, batch, shape, context: None };
+        let mut parameters = Whole { weights: &model.weights.array, gradients: None };
+        let cache = Some(&mut self.cache);
+        pass.forward(blocks, &mut parameters, &mut self.workspace, cache)?;
         self.cache.position += n;
         Ok(())
     }

@@ -57,16 +57,21 @@ mod context;
 mod cpu;
 mod dry;
 mod error;
+mod gathering;
 mod generate;
+mod groups;
+mod held;
 mod matmul;
 mod model;
 pub mod moments;
 mod optimizer;
 mod parameters;
+mod pass;
 mod plans;
 mod precision;
 mod program;
 mod rope;
+mod share;
 mod step;
 mod tape;
 #[cfg(test)]
@@ -76,7 +81,7 @@ pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
-    Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, Sums, Weights,
+    Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -87,13 +92,16 @@ pub use context::{ContextAttention, ContextLayer};
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
+pub use gathering::{GroupTransfer, GroupTransferKind, Transfers};
 pub use generate::{Generator, Sampling};
+pub use groups::PassingGradients;
 pub use matmul::{Matrix, matmul};
-pub use model::{Gradients, Model, PassingGradients};
+pub use model::{Gradients, Model};
 pub use moments::Moment;
 pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
 pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
 pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_master};
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
+pub use share::{Cutting, Owned, Reshard, Share};
 pub use tape::{Recomputation, Recompute};

@@ -1,26 +1,32 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use foveate::DType;
 
 use crate::backend::{
-    Array, BlockTime, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, Sums, Weights,
+    Array, BlockTime, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, SumOverRanks,
+    Sums, Weights,
 };
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::context::{Context, ContextAttention};
 use crate::cpu::Cpu;
 use crate::error::NnError;
+use crate::gathering::{Gathering, Transfers};
+use crate::groups::{Cut, PassingGradients, Summed, Updated};
+use crate::held::Target;
 use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Rule, Span, Treatment};
 use crate::parameters::{Parameter, ParameterGroup, ParameterLayout};
+use crate::pass::{Pass, Whole};
 use crate::plans::{Plans, Programs};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::step::{Step, Target};
+use crate::share::{Cutting, Share};
 use crate::tape::{Recomputation, Workspace};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
@@ -28,7 +34,9 @@ pub struct Model<B: Blocks = Cpu> {
     pub(crate) config: ModelConfig,
     pub(crate) programs: Programs,
     pub(crate) layout: ParameterLayout,
-    /// All parameters; empty before the first one is given values.
+    /// What of the parameters is held: all of it, unless they are cut over ranks.
+    share: Share,
+    /// The parameters that are held; empty before the first one is given values.
     pub(crate) weights: Weights<B::Array>,
     /// Which parameters have values.
     filled: Vec<bool>,
@@ -41,6 +49,10 @@ pub(crate) struct Running<B: Blocks> {
     workspace: Workspace<B::Array>,
     plans: Plans<B>,
     tables: Vec<Arc<RopeTable>>,
+    /// Where parameters are cut over ranks.
+    gathering: Option<Gathering<B::Array>>,
+    /// Room for gradients of groups whose sums are kept.
+    room: PassingGradients<B::Array>,
 }
 
 /// The gradients of all parameters of a model, each at its parameter's place.
@@ -51,15 +63,6 @@ pub struct Gradients<A = Vec<f32>> {
     pub array: A,
     /// Whether the next batch writes over them.
     pub(crate) cleared: bool,
-}
-
-/// The gradients of a group of parameters at a time.
-#[derive(Debug, Default)]
-pub struct PassingGradients<A = Vec<f32>> {
-    /// Of the embedding, where it is the output projection, too; else no elements.
-    embedding: A,
-    /// Of any other group.
-    group: A,
 }
 
 impl Gradients {
@@ -185,9 +188,59 @@ impl<B: Blocks> Model<B> {
         let layout = ParameterLayout::new(&config, &programs.learned(), frozen)?;
         let filled = vec![false; layout.parameters().len()];
         let (workspace, plans) = (Workspace::default(), Plans::default());
-        let running = Running { blocks, workspace, plans, tables: Vec::new() };
-        let weights = Weights::default();
-        Ok(Self { config, programs, layout, weights, filled, running: Mutex::new(running) })
+        let running = Running {
+            blocks,
+            workspace,
+            plans,
+            tables: Vec::new(),
+            gathering: None,
+            room: Default::default(),
+        };
+        let (weights, running) = (Weights::default(), Mutex::new(running));
+        let share = layout.share(0, 1);
+        Ok(Self { config, programs, layout, share, weights, filled, running })
+    }
+
+    /// Cuts the parameters over ranks: this one, `part` of `cutting.parts`, holds its [`Share`], and
+    /// gathers the rest when a pass needs it. Every rank makes the same passes and updates.
+    ///
+    /// # Errors
+    /// When parameters have values already, or the device computes in another dtype than f32.
+    pub fn cut(
+        &mut self,
+        cutting: Cutting,
+        part: usize,
+        transfers: Box<dyn Transfers>,
+    ) -> Result<(), NnError> {
+        let mut running = lock(&self.running);
+        if self.weights.array.elems() > 0 {
+            let reason = "are cut over ranks before they are given values";
+            return Err(NnError::parameter("parameters", reason));
+        }
+        if running.blocks.precision().weights != DType::F32 {
+            let reason = "are cut over ranks on CPUs alone; keep them whole on a GPU";
+            return Err(NnError::parameter("parameters", reason));
+        }
+        self.share = self.layout.share(part, cutting.parts);
+        running.gathering = Some(Gathering::new(&self.layout, cutting, transfers));
+        Ok(())
+    }
+
+    /// What of the parameters is held, with its gradients and moments.
+    pub fn share(&self) -> &Share {
+        &self.share
+    }
+
+    /// Whether parameters are cut over ranks.
+    pub fn is_cut(&self) -> bool {
+        self.running().gathering.is_some()
+    }
+
+    /// The most bytes of parameters that were gathered at once.
+    pub fn most_gathered_bytes(&self) -> usize {
+        let running = self.running();
+        let most = running.gathering.as_ref().map_or(0, Gathering::most);
+        most * running.blocks.precision().weights.bytes()
     }
 
     /// Gives every parameter without values the first values that [`Model::new`] gives it.
@@ -215,7 +268,8 @@ impl<B: Blocks> Model<B> {
         Ok(())
     }
 
-    /// Gives parameter `index` the values that `read` hands on, row-major, in pieces of any length.
+    /// Gives parameter `index` the values that `read` hands on, row-major, in pieces of any length. Where
+    /// parameters are cut over ranks, those of the share are kept.
     ///
     /// # Errors
     /// What `read` returns, values that are too many or too few, or no memory on the device; the
@@ -239,7 +293,10 @@ impl<B: Blocks> Model<B> {
             if end > place.end {
                 return Err(wrong(end - place.start).into());
             }
-            running.blocks.fill_weights(&mut self.weights, at, values)?;
+            for (piece, first) in self.share.pieces(&(at..end)) {
+                let values = &values[piece.start - at..piece.end - at];
+                running.blocks.fill_weights(&mut self.weights, first, values)?;
+            }
             at = end;
             Ok(())
         })?;
@@ -254,13 +311,13 @@ impl<B: Blocks> Model<B> {
         if self.weights.array.elems() > 0 {
             return Ok(());
         }
-        let (mut running, elems) = (lock(&self.running), self.layout.elems());
+        let (mut running, elems) = (lock(&self.running), self.share.elems());
         let blocks = &mut running.blocks;
         let precision = blocks.precision();
         blocks.resize("weights", &mut self.weights.array, precision.weights, elems)?;
         blocks.clear(&mut self.weights.array)?;
         if precision.remainders {
-            let trained = self.layout.trained();
+            let trained = self.share.trained();
             blocks.resize("remainders", &mut self.weights.remainders, DType::BF16, trained)?;
             blocks.clear(&mut self.weights.remainders)?;
         }
@@ -300,12 +357,27 @@ impl<B: Blocks> Model<B> {
     /// Waits for the f32 masters of the parameters from `first` on, and reads them back.
     ///
     /// # Errors
-    /// When the device fails.
+    /// When another rank owns one of them, or the device fails.
     pub fn masters(&self, first: usize, into: &mut [f32]) -> Result<(), NnError> {
-        self.running().blocks.download_weights(&self.weights, first, into)
+        let mut running = self.running();
+        for (piece, own) in self.owned(first..first + into.len())? {
+            let into = &mut into[piece.start - first..piece.end - first];
+            running.blocks.download_weights(&self.weights, own, into)?;
+        }
+        Ok(())
     }
 
-    /// Waits for elements of gradients from `first` on, and reads them back.
+    /// The pieces of the share that make up `place`, with where they begin in the arrays of the rank.
+    fn owned(&self, place: Range<usize>) -> Result<Vec<(Range<usize>, usize)>, NnError> {
+        let pieces = self.share.pieces(&place);
+        if pieces.iter().map(|(piece, _)| piece.len()).sum::<usize>() < place.len() {
+            let reason = format!("elements {place:?} are not all of this rank's share");
+            return Err(NnError::parameter("parameters", reason));
+        }
+        Ok(pieces)
+    }
+
+    /// Waits for elements of the gradients of the share from `first` on, and reads them back.
     ///
     /// # Errors
     /// When the device fails.
@@ -319,7 +391,7 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.download(Part { array, place }, into)
     }
 
-    /// Brings elements of gradients from `first` on to the device.
+    /// Brings elements of the gradients of the share from `first` on to the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -328,10 +400,10 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.fill(PartMut { array, place, accumulate: false }, from)
     }
 
-    /// Waits for elements of a moment from `first` on, and reads them back.
+    /// Waits for elements of a moment from that of parameter `first` on, and reads them back.
     ///
     /// # Errors
-    /// When the device fails.
+    /// When another rank owns one of them, or the device fails.
     pub fn download_moment(
         &self,
         moment: Moment,
@@ -339,12 +411,17 @@ impl<B: Blocks> Model<B> {
         first: usize,
         into: &mut [f32],
     ) -> Result<(), NnError> {
-        let elems = self.layout.trained();
-        self.running().blocks.download_moment(moment, elems, array, first, into)
+        let (mut running, elems) = (self.running(), self.share.trained());
+        for (piece, own) in self.owned(first..first + into.len())? {
+            let into = &mut into[piece.start - first..piece.end - first];
+            running.blocks.download_moment(moment, elems, array, own, into)?;
+        }
+        Ok(())
     }
 
-    /// Brings elements of a moment from `first` on to the device, each rounded to the nearest that is
-    /// kept. Of a moment of 8 bits they are to be whole blocks ([`crate::moments::Filler`]).
+    /// Brings elements of a moment from that of parameter `first` on to the device, each rounded to the
+    /// nearest that is kept. Of a moment of 8 bits they are to be whole blocks
+    /// ([`crate::moments::Filler`]). Where parameters are cut over ranks, those of the share are kept.
     ///
     /// # Errors
     /// When the device fails.
@@ -355,17 +432,21 @@ impl<B: Blocks> Model<B> {
         first: usize,
         from: &[f32],
     ) -> Result<(), NnError> {
-        let elems = self.layout.trained();
-        self.running().blocks.fill_moment(moment, elems, array, first, from)
+        let (mut running, elems) = (self.running(), self.share.trained());
+        for (piece, own) in self.share.pieces(&(first..first + from.len())) {
+            let from = &from[piece.start - first..piece.end - first];
+            running.blocks.fill_moment(moment, elems, array, own, from)?;
+        }
+        Ok(())
     }
 
-    /// Gradients of all trained parameters, 0.
+    /// Gradients of the share's trained parameters, 0.
     ///
     /// # Errors
     /// When the device has no memory for them.
     pub fn gradients(&self) -> Result<Gradients<B::Array>, NnError> {
         let dtype = self.running().blocks.precision().gradients;
-        let array = self.zeros("gradients", dtype, self.layout.trained())?;
+        let array = self.zeros("gradients", dtype, self.share.trained())?;
         Ok(Gradients { array, cleared: false })
     }
 
@@ -374,20 +455,17 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the device has no memory for it.
     pub fn passing_gradients(&self) -> Result<PassingGradients<B::Array>, NnError> {
-        let dtype = self.running().blocks.precision().gradients;
-        let [embedding, group] = self.layout.passing();
-        Ok(PassingGradients {
-            embedding: self.zeros("gradients of the embedding", dtype, embedding)?,
-            group: self.zeros("gradients of a group", dtype, group)?,
-        })
+        let mut gradients = PassingGradients::default();
+        gradients.fit(&mut self.running().blocks, &self.layout)?;
+        Ok(gradients)
     }
 
-    /// The moments of all trained parameters that `rule` keeps, 0.
+    /// The moments of the share's trained parameters that `rule` keeps, 0.
     ///
     /// # Errors
     /// When the device has no memory for them.
     pub fn moments(&self, rule: &Rule) -> Result<Moments<B::Array>, NnError> {
-        let (dtype, elems) = self.running().blocks.precision().moments.array(self.layout.trained());
+        let (dtype, elems) = self.running().blocks.precision().moments.array(self.share.trained());
         let mean = self.zeros("means", dtype, elems)?;
         let square = match rule.keeps_squares() {
             true => self.zeros("squares", dtype, elems)?,
@@ -409,7 +487,8 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the device has no memory for it.
     pub fn spans(&self, treat: impl Fn(&Parameter) -> Treatment) -> Result<B::Spans, NnError> {
-        self.running().blocks.spans(&Span::of(&self.layout, treat))
+        let spans = Span::owned(&Span::of(&self.layout, treat), &self.share);
+        self.running().blocks.spans(&spans)
     }
 
     /// [`Model::spans`] of each group apart, for [`Model::step_in_backward`].
@@ -422,8 +501,10 @@ impl<B: Blocks> Model<B> {
     ) -> Result<Vec<B::Spans>, NnError> {
         let spans = Span::of(&self.layout, treat);
         let blocks = &mut self.running().blocks;
-        let of = |group: &ParameterGroup| blocks.spans(&Span::within(&spans, &group.place));
-        self.layout.groups().iter().map(of).collect()
+        let mut of = |group: &ParameterGroup| {
+            blocks.spans(&Span::owned(&Span::within(&spans, &group.place), &self.share))
+        };
+        self.layout.groups().iter().map(&mut of).collect()
     }
 
     /// Totals of nothing, for the batches of a step.
@@ -542,28 +623,60 @@ impl<B: Blocks> Model<B> {
         recompute: impl Into<Recomputation>,
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
-        let (found, want) = (gradients.array.elems(), self.layout.trained());
+        let (found, want) = (gradients.array.elems(), self.share.trained());
         if found != want {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
+        self.check_parameters()?;
         let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
-        self.run(&mut self.running(), batch, context, true, |step, ws| {
-            let accumulate = !std::mem::take(cleared);
-            step.forward_backward(ws, &mut Target::whole(array, accumulate), recompute, totals)
-        })
+        let running = &mut *self.running();
+        let prepared =
+            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, room, .. } = running;
+        let programs = prepared.of_layers(&self.programs);
+        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        let accumulate = !std::mem::take(cleared);
+        match gathering {
+            None => {
+                let gradients = Some(Target::whole(array, accumulate));
+                let mut all = Whole { weights: &self.weights.array, gradients };
+                pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
+            }
+            Some(gathering) => {
+                room.fit(blocks, &self.layout)?;
+                gathering.start(&self.layout, true);
+                let cut = self.cut_by(gathering);
+                let mut sums = Summed { cut, room, at: 0, into: array, accumulate };
+                pass.forward_backward(blocks, &mut sums, workspace, recompute, totals)?;
+                gathering.end();
+            }
+        }
+        let live = pass.live_pairs(blocks, &self.programs, &prepared.plans);
+        Ok(prepared.queued(live, batch))
     }
 
-    /// Sums gradients over ranks by `sum`, which takes them a piece at a time, in order, in f32, and
-    /// counts the `labelled` tokens that other ranks have added up. Waits for the device.
+    fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B::Array>) -> Cut<'a, B::Array> {
+        Cut { layout: &self.layout, share: &self.share, weights: &self.weights, gathering }
+    }
+
+    /// Counts `labelled` tokens in `totals` that other ranks have added up.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn count(&self, totals: &mut B::Totals, labelled: usize) -> Result<(), NnError> {
+        self.running().blocks.count(totals, labelled)
+    }
+
+    /// Sums gradients over ranks that hold the same ones by `sum`, which takes them a piece at a time, in
+    /// order, in f32. Waits for the device.
     ///
     /// # Errors
     /// Those of `sum`, or when the device fails.
     pub fn reduce<E: From<NnError>>(
         &self,
         gradients: &mut Gradients<B::Array>,
-        totals: &mut B::Totals,
-        labelled: usize,
         mut sum: impl FnMut(&mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         const PIECE: usize = 4 << 20;
@@ -578,7 +691,7 @@ impl<B: Blocks> Model<B> {
             sum(values)?;
             blocks.fill(PartMut { array, place, accumulate: false }, values)?;
         }
-        Ok(blocks.count(totals, labelled)?)
+        Ok(())
     }
 
     /// Queues a step on one batch in which each group of parameters is updated as soon as its
@@ -588,10 +701,11 @@ impl<B: Blocks> Model<B> {
     /// a later one is updated. `spans` are [`Model::group_spans`].
     ///
     /// # Errors
-    /// Those of [`Model::accumulate`], or when a norm is to be clipped.
+    /// Those of [`Model::accumulate_over`], or when a norm is to be clipped.
     pub fn step_in_backward(
         &mut self,
         batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
         gradients: &mut PassingGradients<B::Array>,
         recompute: impl Into<Recomputation>,
         step: &OptimizerStep,
@@ -606,46 +720,34 @@ impl<B: Blocks> Model<B> {
         }
         let recompute = recompute.into();
         self.check_parameters()?;
-        let Self { config, programs, layout, weights, running, .. } = self;
+        let Self { config, programs, layout, share, weights, running, .. } = self;
         let running = &mut *lock(running);
-        let prepared = Prepared::new(running, config, Some(programs), batch, 0)?;
-        let Running { blocks, workspace, .. } = running;
-        let tied = layout.head == layout.embedding;
-        let groups = layout.groups();
-        let mut more = false;
-        for (i, group) in groups.iter().enumerate().rev() {
-            blocks.clear(&mut gradients.group)?;
-            if i + 1 == groups.len() {
-                blocks.clear(&mut gradients.embedding)?;
-            }
-            let embedding = tied.then_some((&mut gradients.embedding, groups[0].place.end));
-            let mut target = Target {
-                array: &mut gradients.group,
-                first: group.place.start,
-                embedding,
-                accumulate: true,
-            };
-            let programs = programs.of_layers(&prepared.plans);
-            let mut part = prepared.step(blocks, config, layout, &weights.array, &programs);
-            match i.checked_sub(1) {
-                None => part.embedding_backward(workspace, &mut target)?,
-                Some(layer) if layer < config.num_hidden_layers => {
-                    part.layer_backward(workspace, layer, &mut target, recompute)?;
-                }
-                Some(_) => part.forward_and_loss(workspace, &mut target, recompute, totals)?,
-            }
-            let of_group = match (i, tied) {
-                (0, true) => (&gradients.embedding, 0),
-                _ => (&gradients.group, group.place.start),
-            };
-            if group.place.is_empty() {
-                continue;
-            }
-            blocks.clip(step, of_group.0, more, totals)?;
-            blocks.update(step, &spans[i], weights, of_group, moments, layout.trained(), totals)?;
-            more = true;
+        let prepared = Prepared::new(running, config, programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, .. } = running;
+        if let Some(gathering) = gathering {
+            gathering.start(layout, true);
         }
-        Ok(prepared.queued(programs.live_pairs(blocks, &prepared.plans), batch))
+        let of_layers = prepared.of_layers(programs);
+        let context = context.map(|attention| Context::of(attention, programs));
+        let mut pass = prepared.pass(config, layout, &of_layers, context);
+        let mut parameters = Updated {
+            layout,
+            share,
+            weights,
+            gathering: gathering.as_mut(),
+            room: gradients,
+            at: 0,
+            step,
+            spans,
+            moments,
+            more: false,
+        };
+        pass.forward_backward(blocks, &mut parameters, workspace, recompute, totals)?;
+        if let Some(gathering) = gathering {
+            gathering.updated();
+        }
+        let live = pass.live_pairs(blocks, programs, &prepared.plans);
+        Ok(prepared.queued(live, batch))
     }
 
     /// Queues one step of the optimiser with the gradients of the batches that `totals` has added up: their
@@ -665,11 +767,17 @@ impl<B: Blocks> Model<B> {
             let reason = "hold no batch: none was added since they were cleared";
             return Err(NnError::parameter("gradients", reason));
         }
-        let mut running = lock(&self.running);
-        let blocks = &mut running.blocks;
-        blocks.clip(step, &gradients.array, false, totals)?;
+        let Running { blocks, gathering, .. } = &mut *lock(&self.running);
+        match gathering {
+            None => blocks.clip(step, &gradients.array, false, None, totals)?,
+            Some(gathering) => {
+                gathering.updated();
+                let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own);
+                blocks.clip(step, &gradients.array, false, Some(sum), totals)?;
+            }
+        }
         let (weights, gradients) = (&mut self.weights, (&gradients.array, 0));
-        blocks.update(step, spans, weights, gradients, moments, self.layout.trained(), totals)
+        blocks.update(step, spans, weights, gradients, moments, self.share.trained(), totals)
     }
 
     /// The loss of a batch, summed over its labelled tokens.
@@ -692,8 +800,7 @@ impl<B: Blocks> Model<B> {
         let start = Instant::now();
         let running = &mut *self.running();
         let mut totals = running.blocks.totals()?;
-        let work = |step: &mut Step<'_, B>, ws: &mut _| step.loss(ws, None, &mut totals);
-        let queued = self.run(running, batch, context, false, work)?;
+        let queued = self.run_loss(running, batch, context, None, &mut totals)?;
         let sums = running.blocks.read(totals)?;
         Ok(loss_sum(&queued, &sums, start))
     }
@@ -708,8 +815,7 @@ impl<B: Blocks> Model<B> {
         let (mut each, mut losses) = (B::Array::default(), vec![0.0; batch.tokens_total()]);
         running.blocks.resize("token losses", &mut each, DType::F32, losses.len())?;
         let mut totals = running.blocks.totals()?;
-        let work = |step: &mut Step<'_, B>, ws: &mut _| step.loss(ws, Some(&mut each), &mut totals);
-        self.run(running, batch, None, false, work)?;
+        self.run_loss(running, batch, None, Some(&mut each), &mut totals)?;
         running.blocks.read(totals)?;
         running.blocks.download(Part::whole(&each), &mut losses)?;
         Ok(losses.into_iter().map(f64::from).collect())
@@ -732,31 +838,34 @@ impl<B: Blocks> Model<B> {
         Ok(loss_sum(&queued, &self.read(totals)?, start))
     }
 
-    fn run(
+    fn run_loss(
         &self,
         running: &mut Running<B>,
         batch: &Batch<'_>,
         context: Option<&mut dyn ContextAttention>,
-        counted: bool,
-        work: impl FnOnce(&mut Step<'_, B>, &mut Workspace<B::Array>) -> Result<(), NnError>,
+        each: Option<&mut B::Array>,
+        totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
         self.check_parameters()?;
-        let own = context.is_none().then_some(&self.programs);
-        let reaches = context.as_ref().map_or(0, |context| context.positions());
-        let prepared = Prepared::new(running, &self.config, own, batch, reaches)?;
-        let Running { blocks, workspace, .. } = running;
-        let programs = own.map_or(Vec::new(), |own| own.of_layers(&prepared.plans));
-        let weights = &self.weights.array;
-        let mut step = prepared.step(blocks, &self.config, &self.layout, weights, &programs);
-        let programs = self.programs.of_layer();
-        step.context = context.map(|attention| Context { attention, programs });
-        work(&mut step, workspace)?;
-        let live = match &step.context {
-            _ if !counted => None,
-            Some(context) => Some(context.attention.live_pairs()),
-            None => self.programs.live_pairs(blocks, &prepared.plans),
-        };
-        Ok(prepared.queued(live, batch))
+        let prepared =
+            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, .. } = running;
+        let programs = prepared.of_layers(&self.programs);
+        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        match gathering {
+            None => {
+                let mut all = Whole { weights: &self.weights.array, gradients: None };
+                pass.loss(blocks, &mut all, workspace, each, totals)?;
+            }
+            Some(gathering) => {
+                gathering.start(&self.layout, false);
+                let mut cut = self.cut_by(gathering);
+                pass.loss(blocks, &mut cut, workspace, each, totals)?;
+                gathering.end();
+            }
+        }
+        Ok(prepared.queued(None, batch))
     }
 
     /// What steps use. A step that panicked leaves arrays of odd sizes, which the next one fits
@@ -786,39 +895,45 @@ struct Prepared<B: Blocks> {
 }
 
 impl<B: Blocks> Prepared<B> {
-    /// With plans of `programs`, where they are given. Tokens on other ranks reach `reaches` positions.
     fn new(
         Running { blocks, plans, tables, .. }: &mut Running<B>,
         config: &ModelConfig,
-        programs: Option<&Programs>,
+        programs: &Programs,
         batch: &Batch<'_>,
-        reaches: usize,
+        context: Option<&dyn ContextAttention>,
     ) -> Result<Self, NnError> {
         batch.validate(config)?;
         let shape = [batch.rows, batch.len];
-        let heads = PackedHeads::of(config, shape);
-        let planned = programs
-            .map(|programs| plans.of(blocks, programs, heads, batch.mean_kv_len))
-            .transpose()?;
         let own = batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
+        let reaches = context.map_or(0, ContextAttention::positions);
         RopeTable::reach_all(tables, config, own.max(reaches));
         let uploaded = blocks.upload(batch, tables)?;
+        if context.is_some() {
+            return Ok(Self { batch: uploaded, plans: Vec::new(), shape });
+        }
+        let heads = PackedHeads::of(config, shape);
+        let plans = plans.of(blocks, programs, heads, batch.mean_kv_len)?;
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
-        let plans = planned.iter().flat_map(|plans| plans.iter()).map(bind);
-        let plans = plans.collect::<Result<_, _>>()?;
+        let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
         Ok(Self { batch: uploaded, plans, shape })
     }
 
-    fn step<'a>(
+    fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {
+        match self.plans.is_empty() {
+            true => Vec::new(),
+            false => programs.of_layers(&self.plans),
+        }
+    }
+
+    fn pass<'a>(
         &'a self,
-        blocks: &'a mut B,
         config: &'a ModelConfig,
         layout: &'a ParameterLayout,
-        weights: &'a B::Array,
         programs: &'a [LayerProgram<'a, B>],
-    ) -> Step<'a, B> {
+        context: Option<Context<'a>>,
+    ) -> Pass<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);
-        Step { blocks, config, layout, weights, programs, batch, shape, cache: None, context: None }
+        Pass { config, layout, programs, batch, shape, context }
     }
 
     fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {

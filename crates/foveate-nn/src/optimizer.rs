@@ -20,6 +20,7 @@
 use std::ops::Range;
 
 use crate::parameters::{Parameter, ParameterLayout};
+use crate::share::Share;
 
 /// The constants of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,8 +104,10 @@ impl Treatment {
 /// Neighbouring elements that are treated alike.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// The elements.
+    /// The elements, in the arrays that are updated.
     pub place: Range<usize>,
+    /// The first one's index among all parameters, which its random bits are drawn from.
+    pub origin: usize,
     /// How.
     pub treatment: Treatment,
 }
@@ -117,17 +120,38 @@ impl Span {
             let treatment = treat(p);
             match spans.last_mut() {
                 Some(last) if last.treatment == treatment => last.place.end = p.place.end,
-                _ => spans.push(Self { place: p.place.clone(), treatment }),
+                _ => {
+                    let (place, origin) = (p.place.clone(), p.place.start);
+                    spans.push(Self { place, origin, treatment });
+                }
             }
         }
         spans
     }
 
+    /// What of `spans`, which are of all parameters, a rank owns, in its arrays.
+    pub(crate) fn owned(spans: &[Self], share: &Share) -> Vec<Self> {
+        let of = |span: &Self| {
+            let treatment = span.treatment;
+            let own = move |(piece, first): (Range<usize>, usize)| Self {
+                place: first..first + piece.len(),
+                origin: piece.start,
+                treatment,
+            };
+            share.pieces(&span.place).into_iter().map(own)
+        };
+        spans.iter().flat_map(of).collect()
+    }
+
     /// What of `spans` lies in `place`.
     pub fn within(spans: &[Self], place: &Range<usize>) -> Vec<Self> {
-        let part = |span: &Self| Self {
-            place: span.place.start.max(place.start)..span.place.end.min(place.end),
-            treatment: span.treatment,
+        let part = |span: &Self| {
+            let start = span.place.start.max(place.start);
+            Self {
+                place: start..span.place.end.min(place.end),
+                origin: span.origin + (start - span.place.start),
+                treatment: span.treatment,
+            }
         };
         spans.iter().map(part).filter(|span| !span.place.is_empty()).collect()
     }

@@ -42,8 +42,17 @@ pub struct ParameterGroup {
     pub name: String,
     /// Its elements that are trained.
     pub place: Range<usize>,
+    /// Its elements that are not, behind those that are of all groups.
+    pub frozen: Range<usize>,
     /// Its parameters, as indices; some may be frozen.
     pub parameters: Range<usize>,
+}
+
+impl ParameterGroup {
+    /// Its elements, trained or not.
+    pub fn elems(&self) -> usize {
+        self.place.len().saturating_add(self.frozen.len())
+    }
 }
 
 /// The places of all parameters of a model. Groups lie one after another without gaps, and hold what is
@@ -345,7 +354,8 @@ impl<'a> Builder<'a> {
         let parameter = self.groups.last().map_or(0, |g| g.parameters.end);
         self.elems = aligned(self.elems, GROUP_ALIGN);
         let (place, parameters) = (first..self.elems, parameter..self.parameters.len());
-        self.groups.push(ParameterGroup { name, place, parameters });
+        let frozen = self.groups.last().map_or(0, |g| g.frozen.end)..self.frozen;
+        self.groups.push(ParameterGroup { name, place, frozen, parameters });
     }
 
     /// The layout, once it is known where what is not trained begins.
@@ -356,7 +366,7 @@ impl<'a> Builder<'a> {
         mut norm: Range<usize>,
         mut head: Range<usize>,
     ) -> Result<ParameterLayout, NnError> {
-        let Self { mut parameters, starts, groups, elems: trained, frozen, wrong, .. } = self;
+        let Self { mut parameters, starts, mut groups, elems: trained, frozen, wrong, .. } = self;
         if let Some(wrong) = wrong {
             return Err(wrong);
         }
@@ -372,6 +382,11 @@ impl<'a> Builder<'a> {
             [&mut embedding, &mut norm, &mut head].into_iter().for_each(move_behind);
         }
         let elems = aligned(trained.saturating_add(frozen), ALIGN);
+        for group in &mut groups {
+            let at = |at: usize| trained.saturating_add(at);
+            group.frozen = at(group.frozen.start)..at(group.frozen.end);
+        }
+        groups.last_mut().expect("there is a head").frozen.end = elems;
         Ok(ParameterLayout {
             parameters,
             groups,

@@ -1,5 +1,4 @@
-//! The training step: the blocks in their order, forward and backward. Generation runs the same
-//! layers forward.
+//! The stages of a pass: the blocks in their order, forward and backward.
 //!
 //! For a layer with input x: `n = norm(x)`, `qkv = rope(n·Wqkv)`, `a = attention(qkv)`,
 //! `y = x + a·Wo`, `m = norm(y)`, `g, u = m·Wgate_up`, `s = f(g)·u`, output `y + s·Wdown`. Some
@@ -11,31 +10,26 @@ use std::ops::Range;
 
 use crate::architecture::LayerRope;
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
-    Rotation,
+    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, Rotation,
 };
 use crate::config::ModelConfig;
 use crate::context::{Context, ContextCall};
 use crate::error::NnError;
+use crate::held::{Held, Target};
 use crate::parameters::{LayerPlaces, ParameterLayout};
-use crate::tape::{AttentionTape, Kept, OutputTape, Recomputation, Recompute, Workspace};
+use crate::tape::{AttentionTape, OutputTape, Recomputation, Recompute, Workspace};
 
-/// All that a step reads, and the cache that generation writes.
+/// All that a stage reads, and the cache that generation writes.
 pub(crate) struct Step<'a, B: Blocks> {
     pub blocks: &'a mut B,
     pub config: &'a ModelConfig,
     pub layout: &'a ParameterLayout,
-    /// All parameters.
-    pub weights: &'a B::Array,
-    /// What each layer runs, bound to the documents of the batch; nothing where `context` computes
-    /// attention.
+    pub weights: Held<'a, B::Array>,
     pub programs: &'a [LayerProgram<'a, B>],
     pub batch: &'a B::Batch,
-    /// Rows of the batch and tokens of a row.
     pub shape: [usize; 2],
     /// What was read before, where the batch goes on from there.
     pub cache: Option<&'a mut Cache<B::Array>>,
-    /// Attention, where the tokens of the batch are on several ranks.
     pub context: Option<Context<'a>>,
 }
 
@@ -68,55 +62,24 @@ impl<A: Array> Cache<A> {
 }
 
 impl<'a, B: Blocks> Step<'a, B> {
-    /// The loss alone; that of each token, `[T]`, goes to `each`.
     pub fn loss(
         &mut self,
         ws: &mut Workspace<B::Array>,
         each: Option<&mut B::Array>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        self.forward(ws)?;
-        ws.fit_loss(self.blocks, self.config, self.tokens())?;
         let (width, head) = (self.config.hidden_size, self.part(&self.layout.head));
         let cap = self.config.architecture.logit_cap;
         self.blocks.loss(self.batch, width, &ws.normed, head, cap, &mut ws.logits, each, totals)
     }
 
-    /// The normalised output of the last layer in `ws.normed`, and nothing kept.
-    pub fn forward(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
-        let kept = Kept::nothing(self.config.num_hidden_layers);
-        ws.fit(self.blocks, self.config, self.tokens(), 2, kept)?;
-        self.run_forward(ws)
-    }
-
-    /// The loss and its gradients.
-    pub fn forward_backward(
-        &mut self,
-        ws: &mut Workspace<B::Array>,
-        gradients: &mut Target<'_, B::Array>,
-        recompute: Recomputation,
-        totals: &mut B::Totals,
-    ) -> Result<(), NnError> {
-        self.forward_and_loss(ws, gradients, recompute, totals)?;
-        for layer in (0..self.config.num_hidden_layers).rev() {
-            self.layer_backward(ws, layer, gradients, recompute)?;
-        }
-        self.embedding_backward(ws, gradients)
-    }
-
     /// The loss, and the gradients of what follows the layers.
-    pub fn forward_and_loss(
+    pub fn head_backward(
         &mut self,
         ws: &mut Workspace<B::Array>,
         gradients: &mut Target<'_, B::Array>,
-        recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let (tokens, layers) = (self.tokens(), self.config.num_hidden_layers);
-        ws.fit(self.blocks, self.config, tokens, layers + 1, recompute.kept(layers))?;
-        ws.fit_loss(self.blocks, self.config, tokens)?;
-        ws.fit_backward(self.blocks, self.config, tokens)?;
-        self.run_forward(ws)?;
         let (width, layout) = (self.config.hidden_size, self.layout);
         self.blocks.loss_backward(
             self.batch,
@@ -130,7 +93,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             totals,
         )?;
         self.blocks.rms_norm_backward(
-            &ws.inputs[layers],
+            &ws.inputs[self.config.num_hidden_layers],
             part(self.weights, &layout.norm),
             self.config.norm(),
             &ws.inverse,
@@ -182,15 +145,19 @@ impl<'a, B: Blocks> Step<'a, B> {
         self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table)
     }
 
-    fn run_forward(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
+    pub fn embed(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let (width, table) = (self.config.hidden_size, self.part(&self.layout.embedding));
         let scale = self.config.embedding_scale();
-        self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0])?;
-        for layer in 0..self.config.num_hidden_layers {
-            self.attention_part(ws, layer)?;
-            self.mlp_part(ws, layer)?;
-            self.output_part(ws, layer)?;
-        }
+        self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0])
+    }
+
+    pub fn layer(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
+        self.attention_part(ws, layer)?;
+        self.mlp_part(ws, layer)?;
+        self.output_part(ws, layer)
+    }
+
+    pub fn last_norm(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let last = self.config.num_hidden_layers % ws.inputs.len();
         let (norm, weight) = (self.config.norm(), self.part(&self.layout.norm));
         self.blocks.rms_norm(&ws.inputs[last], weight, norm, &mut ws.inverse, &mut ws.normed)
@@ -492,44 +459,6 @@ enum Turned {
     Apart,
 }
 
-fn part<'a, A>(array: &'a A, place: &Range<usize>) -> Part<'a, A> {
-    Part { array, place: place.clone() }
-}
-
-/// Where gradients go.
-pub(crate) struct Target<'a, A> {
-    /// Those of parameters from `first` on.
-    pub array: &'a mut A,
-    pub first: usize,
-    /// Those of the embedding, where they are apart, and its elements.
-    pub embedding: Option<(&'a mut A, usize)>,
-    /// Whether they are added to what is there.
-    pub accumulate: bool,
-}
-
-impl<'a, A> Target<'a, A> {
-    /// All in one array.
-    pub fn whole(array: &'a mut A, accumulate: bool) -> Self {
-        Self { array, first: 0, embedding: None, accumulate }
-    }
-
-    /// The gradient of what lies in `place`; none where it is not trained.
-    fn part(&mut self, layout: &ParameterLayout, place: &Range<usize>) -> Option<PartMut<'_, A>> {
-        layout.trains(place).then(|| self.of(place))
-    }
-
-    /// The gradient of what lies in `place`, which is trained.
-    fn of(&mut self, place: &Range<usize>) -> PartMut<'_, A> {
-        let accumulate = self.accumulate;
-        match &mut self.embedding {
-            Some((array, elems)) if place.end <= *elems => {
-                PartMut { array, place: place.clone(), accumulate }
-            }
-            _ => {
-                // An empty place, such as that of no learned buffers, may be anywhere.
-                let start = place.start.saturating_sub(self.first);
-                PartMut { array: self.array, place: start..start + place.len(), accumulate }
-            }
-        }
-    }
+fn part<'a, A>(weights: Held<'a, A>, place: &Range<usize>) -> Part<'a, A> {
+    weights.part(place)
 }

@@ -519,6 +519,7 @@ fn stepped(model: &mut Model, batch: &Batch<'_>, in_backward: bool, rule: Rule) 
         model
             .step_in_backward(
                 batch,
+                None,
                 &mut gradients,
                 again,
                 &step,
@@ -563,6 +564,7 @@ fn an_update_in_the_backward_pass_is_that_after_it() {
     let told = model
         .step_in_backward(
             &text.batch(1),
+            None,
             &mut gradients,
             none,
             &step,

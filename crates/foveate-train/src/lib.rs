@@ -50,6 +50,7 @@ mod safetensors;
 pub mod schedule;
 pub mod tokens;
 pub mod trainer;
+mod transfers;
 pub mod whole;
 
 pub use error::{TrainError, TrainErrorKind};

@@ -1,7 +1,7 @@
 //! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
 
 use foveate_nn::{
-    Account, AttentionConfig, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout,
+    Account, AttentionConfig, Cutting, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout,
     ParameterState, Precision, Recomputation, Recompute, StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
@@ -117,6 +117,7 @@ impl Planned<'_> {
             recompute: setting.recompute,
             in_backward: setting.in_backward,
             squares: optimizer.rule().keeps_squares(),
+            cutting: Cutting::WHOLE,
         };
         let precision = setting.state.into();
         let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);

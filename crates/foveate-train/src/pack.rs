@@ -65,6 +65,19 @@ pub struct Packed {
 }
 
 impl Packed {
+    /// A row of `len` places without a document.
+    pub(crate) fn empty_row(len: usize) -> Self {
+        Self {
+            rows: 1,
+            len,
+            tokens: vec![0; len],
+            labels: vec![IGNORE; len],
+            documents: vec![-1; len],
+            positions: vec![0; len],
+            pieces: Vec::new(),
+        }
+    }
+
     /// Tokens that have a target.
     pub fn labelled(&self) -> usize {
         self.labels.iter().filter(|&&label| label != IGNORE).count()

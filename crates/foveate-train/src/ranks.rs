@@ -8,6 +8,7 @@
 use std::ops::Range;
 use std::path::Path;
 
+use foveate_nn::ParameterLayout;
 use foveate_shard::collectives::log::TransferLog;
 use foveate_shard::collectives::{Collectives, Kind, OneRank, agree};
 use foveate_shard::{Cut, Mesh, MeshAxis, ShardError};
@@ -15,9 +16,8 @@ use foveate_shard::{Cut, Mesh, MeshAxis, ShardError};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::MeshSection;
 
-/// The axes over which gradients of a parameter are summed.
-pub(crate) const GRADIENTS: [MeshAxis; 3] =
-    [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+/// The axes that cut parameters, their gradients and moments.
+pub(crate) const PARAMETERS: [MeshAxis; 2] = [MeshAxis::Shard, MeshAxis::Context];
 
 /// The axes that cut the rows of a batch.
 pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Shard];
@@ -38,9 +38,13 @@ impl Ranks<'static> {
 
 impl<'a> Ranks<'a> {
     /// `all` ranks, in the mesh of a recipe.
-    pub fn in_mesh(all: &'a dyn Collectives, section: &MeshSection) -> Result<Self, TrainError> {
+    pub fn in_mesh(
+        all: &'a dyn Collectives,
+        section: &MeshSection,
+        gpu: bool,
+    ) -> Result<Self, TrainError> {
         let unplaced = Ranks { all, mesh: Mesh::single() };
-        let mesh = unplaced.together(section.of_ranks(all.ranks()))?;
+        let mesh = unplaced.together(section.of_ranks(all.ranks(), gpu))?;
         Ok(Self { all, mesh })
     }
 }
@@ -87,6 +91,22 @@ impl Ranks<'_> {
     pub fn rows(self, rows: usize) -> Range<usize> {
         let (part, parts) = (self.coordinate(&ROWS), self.mesh.size_of(&ROWS));
         Cut::even(rows, parts).range(part)
+    }
+
+    /// The elements of all parameters that a rank saves: its share of each group, in order, of which the
+    /// ranks that hold the same one have a part each.
+    pub fn owned(self, layout: &ParameterLayout, rank: usize) -> Vec<Range<usize>> {
+        const COPIES: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Tensor];
+        let [part, copy] = [&PARAMETERS, &COPIES].map(|axes| self.mesh.index_of(rank, axes));
+        let share = layout.share(part, self.mesh.size_of(&PARAMETERS));
+        let groups = share.groups();
+        let trained = groups.iter().map(|group| &group.trained);
+        let all = trained.chain(groups.iter().map(|group| &group.frozen));
+        let own = |place: &Range<usize>| {
+            let cut = Cut::even(place.len(), self.mesh.size_of(&COPIES)).range(copy);
+            place.start + cut.start..place.start + cut.end
+        };
+        all.map(own).filter(|place| !place.is_empty()).collect()
     }
 
     /// Whether this rank is the first of those that take the same tokens: what is counted by tokens, it

@@ -24,7 +24,7 @@ use crate::whole;
 mod mesh;
 mod mistakes;
 
-pub use mesh::{AxisSize, MeshSection};
+pub use mesh::{AxisSize, MeshSection, ReduceDtype};
 use mistakes::{located, of_override};
 
 /// A training run.

@@ -196,11 +196,8 @@ pub fn train_on(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let options = options.into();
-    let run = |ranks| {
-        let run = Training { ranks, recipe, file, options, observer };
-        recipe.device().run(run).and_then(|summary| summary)
-    };
-    let ran = Ranks::in_mesh(group, &recipe.mesh).and_then(run);
+    let run = Training { group, recipe, file, options, observer };
+    let ran = recipe.device().run(run).and_then(|summary| summary);
     let folder = Folder::new(&recipe.run.dir);
     end_with(group, ran, &folder.transfers())
         .map_err(|e| e.of_run(checkpoint::latest(&folder.checkpoints())))
@@ -208,7 +205,7 @@ pub fn train_on(
 
 /// A run before it has a device.
 struct Training<'a> {
-    ranks: Ranks<'a>,
+    group: &'a dyn Collectives,
     recipe: &'a Recipe,
     file: &'a Path,
     options: Options,
@@ -219,7 +216,8 @@ impl OnDevice for Training<'_> {
     type Output = Result<Summary, TrainError>;
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
-        let Self { ranks, recipe, file, options, observer } = self;
+        let Self { group, recipe, file, options, observer } = self;
+        let ranks = Ranks::in_mesh(group, &recipe.mesh, gpu.is_some())?;
         let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
         observer.started(&run.started);
@@ -255,11 +253,6 @@ impl<B: Blocks> Setup<'_, B> {
                 message,
             ));
         };
-        if self.recipe.optimizer.in_backward && !self.ranks.alone() {
-            let message = "updates parameters before ranks have summed their gradients; train with \
-                           one rank, or leave it out";
-            return Err(TrainError::recipe("optimizer.in_backward", message));
-        }
         let mut gradients = match self.recipe.optimizer.in_backward {
             true => Room::Passing(self.model.passing_gradients()?),
             false => Room::Whole(self.model.gradients()?),
@@ -374,15 +367,20 @@ impl<B: Blocks> Setup<'_, B> {
             run.did("wait for data", reading);
             let queueing = Instant::now();
             let (batch, again, moments) = (batch(&own), self.recompute, &mut self.moments);
+            labelled_here += own.labelled();
             let queued = match gradients {
                 Room::Whole(all) => {
                     let context = context.as_deref_mut().map(ContextBatch::attention);
                     self.model.accumulate_over(&batch, context, all, again, &mut totals)?
                 }
                 Room::Passing(some) => {
+                    sums.labelled =
+                        count_labelled(self.ranks, &self.model, labelled_here, &mut totals)?;
                     let (model, spans) = (&mut self.model, &self.spans);
+                    let context = context.as_deref_mut().map(ContextBatch::attention);
                     model.step_in_backward(
                         &batch,
+                        context,
                         some,
                         again,
                         &optimizer,
@@ -397,20 +395,16 @@ impl<B: Blocks> Setup<'_, B> {
             let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
             pairs += queued.live_pairs.unwrap_or(told as f64);
             context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
-            labelled_here += queued.tokens;
             sums.packed += loaded.places;
             sums.padding += loaded.padding;
             (self.state.cursor, passes) = (loaded.cursor, loaded.passes);
         }
-        let counted = if self.ranks.counts_tokens() { labelled_here } else { 0 };
-        let [labelled] = self.ranks.sum([counted as f64])?;
-        sums.labelled = labelled as u64;
         if let Room::Whole(all) = gradients {
-            let summing = &self.summing;
-            if summing.ranks() > 1 {
-                let elsewhere = sums.labelled as usize - labelled_here;
-                let sum = |values: &mut [f32]| Ok::<_, TrainError>(summing.all_reduce(values)?);
-                self.model.reduce(all, &mut totals, elsewhere, sum)?;
+            sums.labelled = count_labelled(self.ranks, &self.model, labelled_here, &mut totals)?;
+            let copies = &self.copies;
+            if copies.ranks() > 1 {
+                let sum = |values: &mut [f32]| Ok::<_, TrainError>(copies.all_reduce(values)?);
+                self.model.reduce(all, sum)?;
             }
             let (moments, queueing) = (&mut self.moments, Instant::now());
             self.model.update(&optimizer, &self.spans[0], all, moments, &mut totals)?;
@@ -571,6 +565,22 @@ impl<B: Blocks> Setup<'_, B> {
     }
 }
 
+/// Counts in `totals` the labelled tokens of the other ranks' rows, beside `own`. How many there are in all.
+fn count_labelled<B: Blocks>(
+    ranks: Ranks<'_>,
+    model: &Model<B>,
+    own: usize,
+    totals: &mut B::Totals,
+) -> Result<u64, TrainError> {
+    let counted = if ranks.counts_tokens() { own } else { 0 };
+    let [labelled] = ranks.sum([counted as f64])?;
+    let labelled = labelled as usize;
+    if labelled > own {
+        model.count(totals, labelled - own)?;
+    }
+    Ok(labelled as u64)
+}
+
 /// A step that a device was given, and what the host knows of it.
 struct QueuedStep<B: Blocks> {
     step: u64,
@@ -709,15 +719,18 @@ fn held_out_loss_on<B: Blocks>(
             None => (packed, None),
             Some(context) => context.part(ranks, model, all, packed)?,
         };
-        if packed.rows == 0 {
-            continue;
-        }
-        let apart = attention.is_some();
+        let (packed, attention) = match packed.rows {
+            // Other ranks gather the parameters of this one.
+            0 if model.is_cut() => (Packed::empty_row(options.len), None),
+            0 => continue,
+            _ => (packed, attention),
+        };
+        let here = attention.is_none() && !model.is_cut();
         let attention = attention.map(ContextBatch::attention);
         let loss = model.loss_over(&batch(&packed), attention)?;
         if !loss.sum_nats.is_finite() {
-            // Which document it is of, where its tokens are all here.
-            if !apart {
+            // Which document it is of, where this rank can say so without the others.
+            if here {
                 of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
             }
             return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));

@@ -11,7 +11,7 @@ use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
     KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
     OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable,
-    Rotation, Span, Sums, Weights,
+    Rotation, Span, SumOverRanks, Sums, Weights,
 };
 use foveate_tensor::DType;
 
@@ -20,7 +20,7 @@ use super::attention::AttentionPlan;
 use super::batch::{CudaBatch, Rotations};
 use super::clock::Timed;
 use super::totals::CudaTotals;
-use super::updates::CudaSpans;
+use super::updates::{CudaSpans, cut_over_ranks};
 use super::{Cuda, beta, failed, logits_tokens_of, transfer};
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
@@ -237,8 +237,12 @@ impl Blocks for Cuda {
         step: &OptimizerStep,
         gradients: &CudaArray,
         more: bool,
+        sum: Option<SumOverRanks<'_>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
+        if sum.is_some() {
+            return Err(cut_over_ranks());
+        }
         self.clip_gradients(step, gradients, more, totals)
     }
 

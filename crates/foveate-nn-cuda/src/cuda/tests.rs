@@ -430,8 +430,9 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
         both.cuda.download_weights(&cuda, 0, &mut found).unwrap();
         assert_eq!(found, masters, "masters come back to the bit");
 
-        let spans = [(0..4100, 1.0, 1.0), (4100..ELEMS, 0.5, 0.0)]
-            .map(|(place, rate, decay)| Span { place, treatment: Treatment { rate, decay } });
+        let spans = [(0..4100, 1.0, 1.0), (4100..ELEMS, 0.5, 0.0)].map(|(place, rate, decay)| {
+            Span { origin: place.start, place, treatment: Treatment { rate, decay } }
+        });
         let spans = (both.cpu.spans(&spans).unwrap(), both.cuda.spans(&spans).unwrap());
         let mut moments = (Moments::<Vec<f32>>::default(), Moments::<CudaArray>::default());
         let zeros = vec![0.0; ELEMS];
@@ -455,8 +456,8 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
             let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let rule = Rule::AdamW(adamw);
             let of_step = OptimizerStep { rule, step, rate: 1e-2, clip_norm: 0.2, seed: 3 };
-            both!(both.clip(&of_step, &gradients.cpu, false, &mut totals.0;
-                &of_step, &gradients.cuda, false, &mut totals.1));
+            both!(both.clip(&of_step, &gradients.cpu, false, None, &mut totals.0;
+                &of_step, &gradients.cuda, false, None, &mut totals.1));
             both!(both.update(
                 &of_step, &spans.0, &mut cpu, (&gradients.cpu, 0), &mut moments.0, ELEMS, &mut totals.0;
                 &of_step, &spans.1, &mut cuda, (&gradients.cuda, 0), &mut moments.1, ELEMS, &mut totals.1));
@@ -640,6 +641,7 @@ fn every_state_trains_as_the_cpu_and_comes_back_to_the_bit() {
                 let kept = &mut moments.1;
                 cuda.step_in_backward(
                     &batch,
+                    None,
                     &mut passing,
                     again,
                     &of_step,

@@ -3,7 +3,7 @@
 use foveate_gpu::abi::Abi;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceArray, ElementType};
-use foveate_nn::{Array, Moments, NnError, OptimizerStep, Rule, Span, Weights};
+use foveate_nn::{Array, Moments, NnError, NnErrorKind, OptimizerStep, Rule, Span, Weights};
 
 use super::array::{CudaArray, numbers};
 use super::clock::Timed;
@@ -18,6 +18,12 @@ use crate::optimizer::{
 pub struct CudaSpans {
     pieces: Pieces,
     table: Allocation,
+}
+
+/// The random bits of an update, and the norm, are those of whole parameters here.
+pub(super) fn cut_over_ranks() -> NnError {
+    let reason = "a GPU keeps parameters whole: they are cut over ranks on CPUs alone";
+    NnErrorKind::Device(reason.to_owned()).into()
 }
 
 impl Cuda {
@@ -35,7 +41,10 @@ impl Cuda {
 
     /// Places of weights with their treatment, uploaded once.
     pub(super) fn upload_spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
-        let piece = |Span { place, treatment }: &Span| Piece {
+        if spans.iter().any(|span| span.origin != span.place.start) {
+            return Err(cut_over_ranks());
+        }
+        let piece = |Span { place, treatment, .. }: &Span| Piece {
             range: place.clone(),
             rate: treatment.rate,
             decay: treatment.decay,

@@ -26,7 +26,7 @@ use rayon::prelude::*;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
-    Part, PartMut, PlanBytes, Rotation, Sums, Weights,
+    Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -298,16 +298,18 @@ impl Blocks for Cpu {
         step: &OptimizerStep,
         gradients: &Vec<f32>,
         more: bool,
+        sum: Option<SumOverRanks<'_>>,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         timed(&mut self.seconds.optimizer_seconds, || {
             let mean = 1.0 / totals.labelled.max(1) as f64;
             let before = if more { totals.squares } else { 0.0 };
-            totals.squares = before + update::squares(gradients);
+            let own = update::squares(gradients);
+            totals.squares = before + sum.map_or(Ok(own), |sum| sum(own))?;
             totals.grad_norm = totals.squares.sqrt() * mean;
             totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     fn update(

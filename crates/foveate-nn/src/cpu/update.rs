@@ -63,11 +63,20 @@ impl Piece<'_> {
         }
     }
 
-    /// Keeps what is in `room`, of the chunk that begins at element `first`.
-    fn close(&mut self, moment: Moment, room: &[f32], first: usize, random: u64) {
-        if let Self::Codes(codes, scales) = self {
-            let rounding = Rounding::Stochastic(random);
-            moments::encode(moment, room, first, rounding, codes, scales);
+    /// Keeps what is in `room`; `origin` is the index among all parameters of the first element of
+    /// each block.
+    fn close(
+        &mut self,
+        moment: Moment,
+        room: &[f32],
+        origin: impl Fn(usize) -> usize,
+        random: u64,
+    ) {
+        let Self::Codes(codes, scales) = self else { return };
+        let rounding = Rounding::Stochastic(random);
+        let blocks = room.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales.chunks_mut(1));
+        for (block, ((room, codes), scale)) in blocks.enumerate() {
+            moments::encode(moment, room, origin(block), rounding, codes, scale);
         }
     }
 }
@@ -106,7 +115,7 @@ pub(super) fn update(
             let v = square.open(Moment::Square, of_square);
             let from = spans.partition_point(|span| span.place.end <= start);
             let spans = spans[from..].iter().take_while(|span| span.place.start < start + len);
-            for Span { place, treatment } in spans {
+            for Span { place, treatment, .. } in spans {
                 let own = place.start.max(start)..place.end.min(start + len);
                 let here = own.start - start..own.end - start;
                 let v = if v.is_empty() { &mut [][..] } else { &mut v[here.clone()] };
@@ -119,8 +128,15 @@ pub(super) fn update(
                 });
             }
         }
-        mean.close(Moment::Mean, of_mean, start, random);
-        square.close(Moment::Square, of_square, start, random);
+        // A block that no span is in holds zeros or codes that are written back as they are.
+        let origin = |block: usize| {
+            let at = start + block * BLOCK;
+            let in_or_behind = spans.partition_point(|span| span.place.end <= at);
+            let span = &spans[in_or_behind.min(spans.len() - 1)];
+            (at + span.origin).wrapping_sub(span.place.start)
+        };
+        mean.close(Moment::Mean, of_mean, origin, random);
+        square.close(Moment::Square, of_square, origin, random);
     });
 }
 
@@ -243,7 +259,7 @@ mod tests {
     }
 
     fn span(place: Range<usize>, rate: f32, decay: f32) -> Span {
-        Span { place, treatment: Treatment { rate, decay } }
+        Span { origin: place.start, place, treatment: Treatment { rate, decay } }
     }
 
     fn kept<'a>(mean: &'a mut [f32], square: &'a mut [f32]) -> Kept<'a> {

@@ -114,8 +114,9 @@ fn planner<'a>(
     strategy: Option<Strategy>,
 ) -> Result<(Ranks<'a>, ContextPlanner), ShardError> {
     let [replicate, shard, context, tensor] = mesh.map(|ranks| Some(AxisSize::Ranks(ranks)));
-    let section = MeshSection { replicate, shard, context, tensor, strategy };
-    let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
+    let section =
+        MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
+    let ranks = Ranks::in_mesh(world, &section, false).map_err(refused)?;
     Ok((ranks, ContextPlanner::new(ranks, strategy).map_err(refused)?))
 }
 
@@ -160,10 +161,11 @@ impl Run<'_> {
             let queued = part(&model, rows, &mut gradients, &mut totals)?;
             let elsewhere = rows.labelled() - queued.tokens;
             model
-                .reduce(&mut gradients, &mut totals, elsewhere, |v| {
+                .reduce(&mut gradients, |v| {
                     sum(v).map_err(|e| NnErrorKind::Ranks(e.to_string()).into())
                 })
                 .map_err(|e: NnError| ShardError::new(e.to_string()))?;
+            model.count(&mut totals, elsewhere).unwrap();
             let step =
                 OptimizerStep { rule, step: 1 + i as u64, rate: 1e-2, clip_norm: 1.0, seed: 0 };
             model.update(&step, &spans, &gradients, &mut moments, &mut totals).unwrap();

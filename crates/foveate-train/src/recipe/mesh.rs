@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use foveate_nn::{Cutting, Reshard};
 use foveate_shard::{Mesh, MeshAxis, Strategy};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -16,11 +17,11 @@ pub struct MeshSection {
     /// Ranks that cut the rows of a batch and copy parameters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicate: Option<AxisSize>,
-    /// Ranks that cut the rows of a batch; all that other axes leave when not given and no axis is
-    /// `auto`.
+    /// Ranks that cut the rows of a batch, and parameters; on CPUs all that other axes leave when not
+    /// given and no axis is `auto`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shard: Option<AxisSize>,
-    /// Ranks that cut the tokens of a row.
+    /// Ranks that cut the tokens of a row, and parameters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<AxisSize>,
     /// Ranks that cut heads, feed-forward columns and the vocabulary.
@@ -30,6 +31,22 @@ pub struct MeshSection {
     /// bytes when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
+    /// How long a group of parameters that was gathered from other ranks stays: `always` cut again behind
+    /// the layer, `after_backward`, or `never` before the update.
+    pub reshard: Reshard,
+    /// What gradients of parameters that are cut travel as to be summed in f32: `f32` or `bf16`.
+    pub reduce_dtype: ReduceDtype,
+}
+
+/// What gradients travel as between ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceDtype {
+    /// IEEE binary32: as they are.
+    #[default]
+    F32,
+    /// bfloat16, rounded to the nearest.
+    Bf16,
 }
 
 /// The size of an axis of the mesh.
@@ -46,16 +63,18 @@ impl MeshSection {
         [self.replicate, self.shard, self.context, self.tensor]
     }
 
-    /// The mesh of a run of `ranks` ranks.
+    /// The mesh of a run of `ranks` ranks, on GPUs where `gpu` says so: parameters are whole there, and
+    /// an axis that is not given is `replicate`.
     ///
     /// # Errors
     /// When the product of the sizes is not the number of ranks, or an axis is larger than 1 that the
     /// trainer does not cut.
-    pub fn of_ranks(&self, ranks: usize) -> Result<Mesh, TrainError> {
+    pub fn of_ranks(&self, ranks: usize, gpu: bool) -> Result<Mesh, TrainError> {
         let mut sizes = self.sizes();
         let auto = sizes.contains(&Some(AxisSize::Auto));
-        let shard = &mut sizes[MeshAxis::Shard as usize];
-        *shard = shard.or((!auto).then_some(AxisSize::Auto));
+        let usual = if gpu { MeshAxis::Replicate } else { MeshAxis::Shard };
+        let open = &mut sizes[usual as usize];
+        *open = open.or((!auto).then_some(AxisSize::Auto));
         let given = MeshAxis::ALL.into_iter().zip(sizes);
         let parts = given.filter_map(|(axis, size)| size.map(|size| format!("{axis}={size}")));
         let mesh = Mesh::parse(&parts.collect::<Vec<_>>().join(","), ranks)
@@ -68,7 +87,19 @@ impl MeshSection {
             );
             return Err(TrainError::recipe("mesh.tensor", message));
         }
+        let shard = mesh.size(MeshAxis::Shard);
+        if gpu && shard > 1 {
+            let message = format!(
+                "is {shard}, but parameters are whole on GPUs; cut rows over mesh.replicate"
+            );
+            return Err(TrainError::recipe("mesh.shard", message));
+        }
         Ok(mesh)
+    }
+
+    /// How parameters are cut over `parts` ranks.
+    pub fn cutting(&self, parts: usize) -> Cutting {
+        Cutting { parts, reshard: self.reshard }
     }
 
     /// What is wrong without knowing the number of ranks: the key, and why.

@@ -5,7 +5,6 @@
 //! and rank 0 renames the folder. The next save and the end of the run wait for it, and the last one does not
 //! go on beside anything.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -17,12 +16,6 @@ use super::setup::Setup;
 use crate::checkpoint::{Content, HostCopy, Save, Snapshot, Written};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::metrics::{Record, SaveMetrics, unix_time};
-
-/// The elements of all parameters that rank `rank` of `ranks` writes, of `elems`.
-pub(super) fn owned(elems: usize, rank: usize, ranks: usize) -> Range<usize> {
-    let cut = |rank: usize| (elems as u128 * rank as u128 / ranks as u128) as usize;
-    cut(rank)..cut(rank + 1)
-}
 
 impl<B: Blocks> Setup<'_, B> {
     /// Saves the state of the last step, beside the next steps where `beside` says so. The place of the
@@ -55,7 +48,7 @@ impl<B: Blocks> Setup<'_, B> {
             origin: self.origin.as_deref(),
             chat_template: self.template_source.as_deref(),
         };
-        let owned = [owned(self.model.layout().elems(), rank, count)];
+        let owned = ranks.owned(self.model.layout(), rank);
         if !beside {
             let content = Content::of(&snapshot);
             let written = content.and_then(|content| match count {

@@ -26,10 +26,11 @@ use crate::machine::{self, Free};
 use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
-use crate::ranks::{GRADIENTS, ROWS, Ranks};
+use crate::ranks::{PARAMETERS, ROWS, Ranks};
 use crate::recipe::{DataSection, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tokens::{Ends, Tokenizer, memory_of};
+use crate::transfers::GroupTransfers;
 use crate::whole;
 
 /// A run between two steps.
@@ -39,8 +40,8 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub ranks: Ranks<'a>,
     /// Where several ranks have the tokens of a row.
     pub context: Option<ContextPlanner>,
-    /// The ranks that gradients are summed over.
-    pub summing: Box<dyn Collectives>,
+    /// The ranks that hold the same parameters.
+    pub copies: Box<dyn Collectives>,
     /// Of the rank that writes.
     pub logs: Option<Logs>,
     pub corpus: Arc<Corpus>,
@@ -96,6 +97,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         ranks.agree(&[
             ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
             ("recipe", hash(&text)),
+            ("mesh", hash(&ranks.mesh().to_string())),
             ("documents", texts.corpus.fingerprint()),
         ])?;
         let counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
@@ -153,6 +155,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
+        share_parameters(ranks, recipe, &mut model, gpu.is_some())?;
         let context = context(ranks, recipe, &model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
@@ -221,7 +224,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recipe,
             ranks,
             context,
-            summing: ranks.group(&GRADIENTS)?,
+            copies: ranks.group(&[MeshAxis::Replicate])?,
             logs: None,
             folder,
             corpus,
@@ -485,6 +488,29 @@ fn spans<B: Blocks>(model: &Model<B>, optimizer: &Optimizer) -> Result<Vec<B::Sp
     }
 }
 
+/// Cuts parameters over ranks where the mesh says so. Where they are updated in the backward pass, it is
+/// the transfers of groups that sum gradients of ranks with the same parameters, too.
+fn share_parameters<B: Blocks>(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    model: &mut Model<B>,
+    gpu: bool,
+) -> Result<(), TrainError> {
+    let (parts, in_backward) = (ranks.mesh().size_of(&PARAMETERS), recipe.optimizer.in_backward);
+    let copies = in_backward && !ranks.alone();
+    if copies && gpu {
+        let message = "updates parameters before ranks have summed their gradients; train on one \
+                       GPU, or leave it out";
+        return Err(TrainError::recipe("optimizer.in_backward", message));
+    }
+    if parts > 1 || copies {
+        let transfers = GroupTransfers::new(ranks, recipe.mesh.reduce_dtype, copies)?;
+        let part = ranks.coordinate(&PARAMETERS);
+        model.cut(recipe.mesh.cutting(parts), part, Box::new(transfers))?;
+    }
+    Ok(())
+}
+
 /// A model without its weights.
 struct Made<B: Blocks> {
     model: Model<B>,
@@ -530,6 +556,7 @@ fn model<B: Blocks>(
         recompute,
         in_backward: recipe.optimizer.in_backward,
         squares: recipe.optimizer.rule().keeps_squares(),
+        cutting: recipe.mesh.cutting(ranks.mesh().size_of(&PARAMETERS)),
     };
     let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;

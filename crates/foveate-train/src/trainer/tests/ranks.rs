@@ -3,11 +3,15 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
+use foveate_nn::{
+    Cpu, Cutting, ModelConfig, OptimizerStep, Recompute, Reshard, StepKind, Training, Treatment,
+};
 use foveate_shard::ShardError;
-use foveate_shard::collectives::run_threads;
+use foveate_shard::collectives::{Meeting, connect, run_threads};
 
 use super::*;
 use crate::checkpoint::State;
+use crate::transfers::GroupTransfers;
 
 /// What every rank came to.
 fn on_ranks(
@@ -390,5 +394,214 @@ fn what_was_being_saved_when_a_run_diverges_is_whole() {
         };
         let last = checkpoint::latest(&place.0.path().join("run/checkpoints"));
         assert!(last.is_some() && *earlier == last, "{ranks}: {error}");
+    }
+}
+
+/// The recipe's model over every product of `replicate × shard`, beside one rank.
+fn beside_one_rank(ranks: usize, meshes: &[&str], sets: &[&str], allowed: f64) {
+    let of = |mesh: &[&'static str]| [sets, mesh].concat();
+    let (place, five) = (Place::new(), ["train.steps=5"]);
+    let (one, alone) = place.run(&place.recipe(&of(&five)), Start::New).unwrap();
+    for mesh in meshes {
+        let run = || {
+            let place = Place::new();
+            let set = format!("mesh={mesh}");
+            let recipe = place.recipe(&[&of(&five)[..], &[set.as_str()]].concat());
+            let (summary, log) = all_well(ranks, &place, &recipe, Start::New).remove(0);
+            (values_of(&summary.checkpoint), log, place)
+        };
+        let (weights, log, _) = run();
+        let what = format!("{mesh} {sets:?}");
+        for (got, want) in [(&log.losses, &alone.losses), (&log.held_out, &alone.held_out)] {
+            assert_eq!(got.len(), want.len());
+            for (got, want) in values(got).into_iter().zip(values(want)) {
+                assert!((got - want).abs() < allowed, "{what}: {got} {want}");
+            }
+        }
+        let want = values_of(&one.checkpoint);
+        let off = weights.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert_eq!(weights.len(), want.len());
+        assert!(f64::from(off) < 10.0 * allowed, "{what}: a weight is {off} off");
+        let bits = |weights: &[f32]| weights.iter().map(|w| w.to_bits()).collect::<Vec<_>>();
+        let (again, log_again, _) = run();
+        assert!(bits(&again) == bits(&weights) && log_again == log, "{what}: the same every time");
+    }
+}
+
+#[test]
+fn parameters_that_are_cut_over_ranks_take_the_steps_of_one_rank() {
+    let rows = ["train.batch_rows=16", "data.len=12"];
+    for (ranks, meshes) in [
+        (1, &["{shard=1}"][..]),
+        (2, &["{shard=2}", "{replicate=2}"]),
+        (3, &["{shard=3}", "{replicate=3}"]),
+        (4, &["{shard=4, reshard=\"never\"}", "{replicate=2, reshard=\"after_backward\"}"]),
+        (8, &["{replicate=2, shard=4}", "{replicate=4}"]),
+        (16, &["{shard=16}", "{replicate=4}"]),
+    ] {
+        beside_one_rank(ranks, meshes, &rows, 1e-5);
+    }
+}
+
+#[test]
+fn every_state_rule_and_recomputation_works_on_parameters_that_are_cut() {
+    let frozen = "optimizer.groups=[{ match = \"*.layers.0.*\", frozen = true }, \
+                  { match = \"*norm*\", rate = 0.5, weight_decay = 0.2 }]";
+    let no_embedding = "optimizer.groups=[{ match = \"*embed*\", frozen = true }]";
+    let back = ["optimizer.in_backward=true", "optimizer.clip_norm=0"];
+    let tied = "model.tie_word_embeddings=true";
+    let meshes = ["{replicate=2, shard=2}", "{replicate=1, shard=4, reshard=\"never\"}"];
+    for sets in [
+        &["train.accumulate=2", tied][..],
+        &["train.recompute=full", "optimizer.kind=sgd"],
+        &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
+        &[no_embedding, back[0], back[1]],
+        &[back[0], back[1], tied],
+        &[back[0], back[1], frozen],
+    ] {
+        beside_one_rank(4, &meshes, &[sets, &["train.batch_rows=4"]].concat(), 1e-5);
+    }
+    // What is rounded stochastically draws the bits of one rank, but sums of gradients differ in their
+    // last bits, which a code may turn into a step of it.
+    let int8 = "precision.state=int8_moments";
+    for sets in [&[int8][..], &[int8, back[0], back[1]]] {
+        beside_one_rank(4, &meshes, &[sets, &["train.batch_rows=4"]].concat(), 1e-4);
+    }
+    // Parameters that are whole are updated in the backward pass, too.
+    beside_one_rank(2, &["{replicate=2}"], &[&back[..], &["train.batch_rows=4"]].concat(), 1e-5);
+    let narrow = "mesh.reduce_dtype=bf16";
+    beside_one_rank(4, &meshes[..1], &["train.batch_rows=4", narrow], 1e-3);
+}
+
+#[test]
+fn a_run_goes_on_in_another_mesh() {
+    let place = Place::new();
+    let sets = ["train.batch_rows=6", "mesh.replicate=2"];
+    all_well(6, &place, &place.recipe(&[&sets[..], &["train.steps=2"]].concat()), Start::New);
+    let (_, rest) = all_well(3, &place, &place.recipe(&sets[..1]), Start::Resume).remove(0);
+    let whole = Place::new();
+    let (_, alone) = whole.run(&whole.recipe(&sets[..1]), Start::New).unwrap();
+    assert_eq!(rest.losses.len(), 4);
+    for (got, want) in values(&rest.losses).into_iter().zip(values(&alone.losses[2..])) {
+        assert!((got - want).abs() < 1e-5, "{got} {want}");
+    }
+}
+
+#[test]
+fn a_mesh_has_the_same_bits_over_threads_and_tcp() {
+    let recipe = |place: &Place| place.recipe(&["train.batch_rows=4", "mesh.replicate=2"]);
+    let threads = Place::new();
+    let (by_threads, log) = all_well(4, &threads, &recipe(&threads), Start::New).remove(0);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let place = Place::new();
+    let recipe = recipe(&place);
+    let of_rank = |rank: usize| {
+        let world = connect(&Meeting {
+            host: "127.0.0.1".to_owned(),
+            port,
+            rank,
+            ranks: 4,
+            run: 1,
+            attempt: 0,
+            arrival: Duration::from_secs(60),
+            deadline: Duration::from_secs(60),
+            silence: Duration::from_secs(60),
+        });
+        let mut log = Log::default();
+        let done = train_on(&world.unwrap(), &recipe, &place.file(), Start::New, &mut log);
+        (done.unwrap(), log)
+    };
+    let of_rank = &of_rank;
+    let mut runs = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || of_rank(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    let (by_tcp, tcp_log) = runs.remove(0);
+    assert_eq!(tcp_log, log);
+    let [one, other] = [&by_threads, &by_tcp]
+        .map(|run| values_of(&run.checkpoint).into_iter().map(f32::to_bits).collect::<Vec<_>>());
+    assert!(one == other && !one.is_empty());
+}
+
+/// A step of a model of some size on ranks that cut its parameters: bytes of weights, gradients and
+/// moments that each holds, and the most of parameters that it gathered.
+fn held(parts: usize, reshard: Reshard) -> Vec<[usize; 2]> {
+    let section = crate::recipe::MeshSection { reshard, ..Default::default() };
+    run_threads(parts, Duration::from_secs(60), |world| {
+        let ranks = Ranks::in_mesh(world, &section, false).unwrap();
+        let transfers = GroupTransfers::new(ranks, Default::default(), false).unwrap();
+        let mut model = wide();
+        model.cut(section.cutting(parts), world.rank(), Box::new(transfers)).unwrap();
+        model.draw_missing(3).unwrap();
+        let rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+        });
+        let step = OptimizerStep { rule, step: 1, rate: 1e-3, clip_norm: 1.0, seed: 0 };
+        let mut gradients = model.gradients().unwrap();
+        let mut moments = model.moments(&rule).unwrap();
+        let spans = model.spans(Treatment::of).unwrap();
+        let mut totals = model.totals().unwrap();
+        let packed = Packed { labels: vec![1; 8], documents: vec![0; 8], ..Packed::empty_row(8) };
+        let batch = batch(&packed);
+        model.accumulate(&batch, &mut gradients, Recompute::None, &mut totals).unwrap();
+        model.update(&step, &spans, &gradients, &mut moments, &mut totals).unwrap();
+        let state = [&gradients.array, &moments.mean, &moments.square];
+        let elems = model.weights().len() + state.map(Vec::len).iter().sum::<usize>();
+        Ok([4 * elems, model.most_gathered_bytes()])
+    })
+    .unwrap()
+}
+
+fn wide() -> Model {
+    let config = ModelConfig {
+        vocab_size: 512,
+        hidden_size: 128,
+        intermediate_size: 384,
+        num_hidden_layers: 5,
+        num_attention_heads: 4,
+        num_key_value_heads: None,
+        head_dim: None,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: None,
+        rope_pairing: Default::default(),
+        max_position_embeddings: 8,
+        tie_word_embeddings: false,
+        architecture: Default::default(),
+    };
+    let causal = ProgramConfig { mask: "causal".to_owned(), ..Default::default() };
+    Model::unfilled_with(Cpu::default(), config, &causal.into(), &|_| false).unwrap()
+}
+
+#[test]
+fn a_rank_holds_its_share_and_two_gathered_groups() {
+    let model = wide();
+    let (all, groups) = (model.layout().elems() * 16, model.layout().groups());
+    let pairs = groups.windows(2).map(|pair| 4 * (pair[0].elems() + pair[1].elems()));
+    let two = pairs.max().unwrap();
+    for parts in [2, 4, 8, 16] {
+        for [state, gathered] in held(parts, Reshard::Always) {
+            let share = all as f64 / parts as f64;
+            assert!(state as f64 <= 1.03 * share, "{parts} ranks: {state} of {share}");
+            assert_eq!(gathered, two);
+        }
+        let training = Training {
+            cutting: Cutting { parts, reshard: Reshard::Always },
+            ..Recompute::None.into()
+        };
+        let planned = model.dry_run(1, 8, StepKind::Training(training)).unwrap().memory();
+        let [state, gathered] = held(parts, Reshard::Always)[0];
+        // Besides what is held, the gradients of a group that is computed and of one on its way.
+        let passing = 2 * 4 * groups.iter().map(|group| group.place.len()).max().unwrap();
+        let total = planned.weights + planned.gradients + planned.optimizer;
+        assert_eq!(total as usize, state + gathered + passing);
+    }
+    // The backward pass does not read the embedding.
+    let kept = all / 4 - 4 * groups[0].elems();
+    for (reshard, most) in [(Reshard::AfterBackward, kept), (Reshard::Never, all / 4)] {
+        assert!(held(4, reshard).iter().all(|&[_, gathered]| gathered == most), "{reshard:?}");
     }
 }

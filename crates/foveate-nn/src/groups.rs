@@ -1,0 +1,215 @@
+//! Parameters and gradients a group at a time: gathered from ranks, or updated in the backward pass.
+
+use crate::backend::{Array, Blocks, Moments, Part, PartMut, SumOverRanks, Weights};
+use crate::error::NnError;
+use crate::gathering::{Gathering, Phase};
+use crate::held::{Held, Target};
+use crate::optimizer::OptimizerStep;
+use crate::parameters::ParameterLayout;
+use crate::pass::{Parameters, Trained};
+use crate::share::Share;
+
+/// The gradients of a group of parameters at a time.
+#[derive(Debug, Default)]
+pub struct PassingGradients<A = Vec<f32>> {
+    /// Of the embedding, where it is the output projection, too; else no elements.
+    embedding: A,
+    /// Of any other group.
+    group: A,
+}
+
+impl<A: Array> PassingGradients<A> {
+    /// Makes them fit.
+    pub(crate) fn fit<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &mut B,
+        layout: &ParameterLayout,
+    ) -> Result<(), NnError> {
+        let dtype = blocks.precision().gradients;
+        let [embedding, group] = layout.passing();
+        blocks.resize("gradients of the embedding", &mut self.embedding, dtype, embedding)?;
+        blocks.resize("gradients of a group", &mut self.group, dtype, group)
+    }
+
+    fn begin<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &mut B,
+        layout: &ParameterLayout,
+        group: usize,
+    ) -> Result<(), NnError> {
+        blocks.clear(&mut self.group)?;
+        if group + 1 == layout.groups().len() {
+            blocks.clear(&mut self.embedding)?;
+        }
+        Ok(())
+    }
+
+    fn target(&mut self, layout: &ParameterLayout, group: usize) -> Target<'_, A> {
+        let (groups, tied) = (layout.groups(), layout.head == layout.embedding);
+        let embedding = tied.then_some((&mut self.embedding, groups[0].place.end));
+        let (array, first) = (&mut self.group, groups[group].place.start);
+        Target { array, first, embedding, accumulate: true }
+    }
+
+    /// Those of a group, which begin the array.
+    fn of(&self, layout: &ParameterLayout, group: usize) -> &A {
+        match layout.head == layout.embedding && group == 0 {
+            true => &self.embedding,
+            false => &self.group,
+        }
+    }
+}
+
+/// A model whose parameters are cut over ranks, and whose gradients nobody wants.
+pub(crate) struct Cut<'a, A> {
+    pub layout: &'a ParameterLayout,
+    pub share: &'a Share,
+    /// Of this rank.
+    pub weights: &'a Weights<A>,
+    pub gathering: &'a mut Gathering<A>,
+}
+
+impl<B: Blocks> Parameters<B> for Cut<'_, B::Array> {
+    fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
+        self.gathering.need(blocks, self.weights, self.layout, self.share, stage)
+    }
+
+    fn held(&self) -> Held<'_, B::Array> {
+        Held::Groups(self.layout, self.gathering.held())
+    }
+}
+
+/// [`Cut`], with the own part of the sum of the gradients of all ranks.
+pub(crate) struct Summed<'a, A> {
+    pub cut: Cut<'a, A>,
+    pub room: &'a mut PassingGradients<A>,
+    /// The group that the pass is at.
+    pub at: usize,
+    /// The own part.
+    pub into: &'a mut A,
+    /// Whether it is added to what is there.
+    pub accumulate: bool,
+}
+
+impl<B: Blocks> Parameters<B> for Summed<'_, B::Array> {
+    fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
+        self.cut.need(blocks, stage)
+    }
+
+    fn held(&self) -> Held<'_, B::Array> {
+        Parameters::<B>::held(&self.cut)
+    }
+}
+
+impl<B: Blocks> Trained<B> for Summed<'_, B::Array> {
+    fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
+        self.at = group;
+        self.room.begin(blocks, self.cut.layout, group)
+    }
+
+    fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
+        let Cut { layout, gathering, .. } = &self.cut;
+        (Held::Groups(layout, gathering.held()), self.room.target(layout, self.at))
+    }
+
+    fn complete(&mut self, blocks: &mut B, group: usize, _: &mut B::Totals) -> Result<(), NnError> {
+        let Self { cut: Cut { layout, share, gathering, .. }, room, into, accumulate, .. } = self;
+        gathering.reduce(blocks, layout, group, room.of(layout, group))?;
+        while let Some((group, mut sums)) = gathering.reduced(usize::from(group > 0))? {
+            let first = share.groups()[group].first_trained();
+            let place = first..first + sums.len();
+            if *accumulate {
+                let mut before = vec![0.0; sums.len()];
+                blocks.download(Part { array: into, place: place.clone() }, &mut before)?;
+                sums.iter_mut().zip(&before).for_each(|(sum, before)| *sum += before);
+            }
+            blocks.fill(PartMut { array: into, place, accumulate: false }, &sums)?;
+        }
+        Ok(())
+    }
+}
+
+/// A model that is updated a group at a time, as soon as the gradients of a group are there. Its
+/// parameters are cut over ranks where it gathers them.
+pub(crate) struct Updated<'a, B: Blocks> {
+    pub layout: &'a ParameterLayout,
+    pub share: &'a Share,
+    pub weights: &'a mut Weights<B::Array>,
+    pub gathering: Option<&'a mut Gathering<B::Array>>,
+    pub room: &'a mut PassingGradients<B::Array>,
+    /// The group that the pass is at.
+    pub at: usize,
+    pub step: &'a OptimizerStep,
+    /// Of each group.
+    pub spans: &'a [B::Spans],
+    pub moments: &'a mut Moments<B::Array>,
+    /// Whether a group was updated.
+    pub more: bool,
+}
+
+impl<B: Blocks> Parameters<B> for Updated<'_, B> {
+    fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
+        let Self { layout, share, weights, gathering, .. } = self;
+        match gathering {
+            Some(gathering) => gathering.need(blocks, weights, layout, share, stage),
+            None => Ok(()),
+        }
+    }
+
+    fn held(&self) -> Held<'_, B::Array> {
+        match &self.gathering {
+            Some(gathering) => Held::Groups(self.layout, gathering.held()),
+            None => Held::All(&self.weights.array),
+        }
+    }
+}
+
+impl<B: Blocks> Trained<B> for Updated<'_, B> {
+    fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
+        self.at = group;
+        self.room.begin(blocks, self.layout, group)
+    }
+
+    fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
+        let held = match &self.gathering {
+            Some(gathering) => Held::Groups(self.layout, gathering.held()),
+            None => Held::All(&self.weights.array),
+        };
+        (held, self.room.target(self.layout, self.at))
+    }
+
+    fn complete(
+        &mut self,
+        blocks: &mut B,
+        group: usize,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        let Self { layout, share, weights, gathering, room, step, spans, moments, more, .. } = self;
+        let Some(gathering) = gathering else {
+            let place = &layout.groups()[group].place;
+            if place.is_empty() {
+                return Ok(());
+            }
+            let gradients = room.of(layout, group);
+            blocks.clip(step, gradients, *more, None, totals)?;
+            *more = true;
+            let gradients = (gradients, place.start);
+            let (spans, trained) = (&spans[group], share.trained());
+            return blocks.update(step, spans, weights, gradients, moments, trained, totals);
+        };
+        gathering.reduce(blocks, layout, group, room.of(layout, group))?;
+        while let Some((group, sums)) = gathering.reduced(usize::from(group > 0))? {
+            let (mut array, dtype) = (B::Array::default(), blocks.precision().gradients);
+            blocks.resize("gradients of a part", &mut array, dtype, sums.len())?;
+            let place = 0..sums.len();
+            blocks.fill(PartMut { array: &mut array, place, accumulate: false }, &sums)?;
+            let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own);
+            blocks.clip(step, &array, *more, Some(sum), totals)?;
+            *more = true;
+            let gradients = (&array, share.groups()[group].first_trained());
+            let (spans, trained) = (&spans[group], share.trained());
+            blocks.update(step, spans, weights, gradients, moments, trained, totals)?;
+        }
+        Ok(())
+    }
+}

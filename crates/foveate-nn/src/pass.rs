@@ -1,0 +1,193 @@
+//! A pass over a batch: the stages of a model in their order, each with the group of parameters that it
+//! uses. Training, evaluation and generation run the same stages.
+//!
+//! At every boundary the pass tells where the parameters come from which group is needed next, and where
+//! the gradients go which are complete. Where all parameters are there ([`Whole`]) nothing happens
+//! at a boundary.
+
+use crate::backend::{Blocks, LayerProgram};
+use crate::config::ModelConfig;
+use crate::context::Context;
+use crate::error::NnError;
+use crate::gathering::Phase;
+use crate::held::{Held, Target};
+use crate::parameters::ParameterLayout;
+use crate::plans::Programs;
+use crate::step::{Cache, Step};
+use crate::tape::{Kept, Recomputation, Workspace};
+
+/// A pass over a batch: the stages of a model, each of which uses a group of parameters.
+pub(crate) struct Pass<'a, B: Blocks> {
+    pub config: &'a ModelConfig,
+    pub layout: &'a ParameterLayout,
+    /// What each layer runs, bound to the documents of the batch; nothing where `context` computes
+    /// attention.
+    pub programs: &'a [LayerProgram<'a, B>],
+    pub batch: &'a B::Batch,
+    /// Rows of the batch and tokens of a row.
+    pub shape: [usize; 2],
+    /// Attention, where the tokens of the batch are on several ranks.
+    pub context: Option<Context<'a>>,
+}
+
+impl<B: Blocks> Pass<'_, B> {
+    /// The loss alone; that of each token, `[T]`, goes to `each`.
+    pub fn loss(
+        &mut self,
+        blocks: &mut B,
+        parameters: &mut impl Parameters<B>,
+        ws: &mut Workspace<B::Array>,
+        each: Option<&mut B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        self.forward(blocks, parameters, ws, None)?;
+        ws.fit_loss(blocks, self.config, self.tokens())?;
+        self.step(blocks, parameters.held(), None).loss(ws, each, totals)
+    }
+
+    /// The normalised output of the last layer in `ws.normed`, and nothing kept.
+    pub fn forward(
+        &mut self,
+        blocks: &mut B,
+        parameters: &mut impl Parameters<B>,
+        ws: &mut Workspace<B::Array>,
+        cache: Option<&mut Cache<B::Array>>,
+    ) -> Result<(), NnError> {
+        let kept = Kept::nothing(self.config.num_hidden_layers);
+        ws.fit(blocks, self.config, self.tokens(), 2, kept)?;
+        self.layers_forward(blocks, parameters, ws, cache)
+    }
+
+    /// The loss and its gradients.
+    pub fn forward_backward(
+        &mut self,
+        blocks: &mut B,
+        parameters: &mut impl Trained<B>,
+        ws: &mut Workspace<B::Array>,
+        recompute: Recomputation,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        let (tokens, layers) = (self.tokens(), self.config.num_hidden_layers);
+        ws.fit(blocks, self.config, tokens, layers + 1, recompute.kept(layers))?;
+        ws.fit_loss(blocks, self.config, tokens)?;
+        ws.fit_backward(blocks, self.config, tokens)?;
+        self.layers_forward(blocks, parameters, ws, None)?;
+        parameters.begin(blocks, layers + 1)?;
+        let (weights, mut gradients) = parameters.split();
+        self.step(blocks, weights, None).head_backward(ws, &mut gradients, totals)?;
+        parameters.complete(blocks, layers + 1, totals)?;
+        for layer in (0..layers).rev() {
+            parameters.need(blocks, (layer + 1, Phase::Backward))?;
+            parameters.begin(blocks, layer + 1)?;
+            let (weights, mut gradients) = parameters.split();
+            let mut step = self.step(blocks, weights, None);
+            step.layer_backward(ws, layer, &mut gradients, recompute)?;
+            parameters.complete(blocks, layer + 1, totals)?;
+        }
+        parameters.begin(blocks, 0)?;
+        let (weights, mut gradients) = parameters.split();
+        self.step(blocks, weights, None).embedding_backward(ws, &mut gradients)?;
+        parameters.complete(blocks, 0, totals)
+    }
+
+    /// Pairs of query and key that the masks let through, in the mean of the heads, after a step.
+    pub fn live_pairs(&self, blocks: &B, programs: &Programs, plans: &[B::Plan]) -> Option<f64> {
+        match &self.context {
+            Some(context) => Some(context.attention.live_pairs()),
+            None => programs.live_pairs(blocks, plans),
+        }
+    }
+
+    fn layers_forward(
+        &mut self,
+        blocks: &mut B,
+        parameters: &mut impl Parameters<B>,
+        ws: &mut Workspace<B::Array>,
+        mut cache: Option<&mut Cache<B::Array>>,
+    ) -> Result<(), NnError> {
+        parameters.need(blocks, (0, Phase::Forward))?;
+        self.step(blocks, parameters.held(), None).embed(ws)?;
+        let layers = self.config.num_hidden_layers;
+        for layer in 0..layers {
+            parameters.need(blocks, (layer + 1, Phase::Forward))?;
+            self.step(blocks, parameters.held(), cache.as_deref_mut()).layer(ws, layer)?;
+        }
+        parameters.need(blocks, (layers + 1, Phase::Forward))?;
+        self.step(blocks, parameters.held(), None).last_norm(ws)
+    }
+
+    fn step<'s>(
+        &'s mut self,
+        blocks: &'s mut B,
+        weights: Held<'s, B::Array>,
+        cache: Option<&'s mut Cache<B::Array>>,
+    ) -> Step<'s, B> {
+        let &mut Self { config, layout, programs, batch, shape, ref mut context } = self;
+        let context = context.as_mut().map(|Context { attention, programs }| Context {
+            attention: &mut **attention,
+            programs,
+        });
+        Step { blocks, config, layout, weights, programs, batch, shape, cache, context }
+    }
+
+    fn tokens(&self) -> usize {
+        self.shape[0].saturating_mul(self.shape[1])
+    }
+}
+
+/// Where a pass finds parameters: all there, or each group when it is needed.
+pub(crate) trait Parameters<B: Blocks> {
+    /// A stage uses its group next. Stages come in their order.
+    fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError>;
+
+    fn held(&self) -> Held<'_, B::Array>;
+}
+
+/// Where gradients go, too, and what becomes of those of a group.
+pub(crate) trait Trained<B: Blocks>: Parameters<B> {
+    /// The gradients of a group come next.
+    fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError>;
+
+    /// Parameters, and room for the gradients of the group that has begun.
+    fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>);
+
+    /// The gradients of a group are complete.
+    fn complete(
+        &mut self,
+        blocks: &mut B,
+        group: usize,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError>;
+}
+
+/// A model whose parameters are all there, and room for all gradients.
+pub(crate) struct Whole<'a, A> {
+    pub weights: &'a A,
+    /// Where gradients go; none without a backward pass.
+    pub gradients: Option<Target<'a, A>>,
+}
+
+impl<B: Blocks> Parameters<B> for Whole<'_, B::Array> {
+    fn need(&mut self, _: &mut B, _: (usize, Phase)) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn held(&self) -> Held<'_, B::Array> {
+        Held::All(self.weights)
+    }
+}
+
+impl<B: Blocks> Trained<B> for Whole<'_, B::Array> {
+    fn begin(&mut self, _: &mut B, _: usize) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
+        let gradients = self.gradients.as_mut().expect("a backward pass has room for gradients");
+        (Held::All(self.weights), gradients.again())
+    }
+
+    fn complete(&mut self, _: &mut B, _: usize, _: &mut B::Totals) -> Result<(), NnError> {
+        Ok(())
+    }
+}

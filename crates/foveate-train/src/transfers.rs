@@ -1,0 +1,163 @@
+//! Parameters and gradients on their way between ranks.
+//!
+//! Groups of parameters are gathered on one thread and gradients are summed on another, each with its own
+//! group of ranks, so that both run beside the layers. A thread does what it is asked to in order, and
+//! every rank asks for the same; sums are in order of rank, so a mesh has the same bits every time.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use foveate_nn::{NnError, NnErrorKind, Transfers};
+use foveate_shard::collectives::{Collectives, Kind};
+use foveate_shard::{Cut, MeshAxis, ShardError};
+use half::bf16;
+
+use crate::error::TrainError;
+use crate::ranks::{PARAMETERS, Ranks};
+use crate::recipe::ReduceDtype;
+
+/// Transfers between the ranks that share parameters.
+pub(crate) struct GroupTransfers {
+    gathers: Worker<Vec<f32>, Vec<Vec<f32>>>,
+    sums: Worker<(Vec<f32>, Vec<usize>), Vec<f32>>,
+    /// For what is waited for.
+    shared: Box<dyn Collectives>,
+}
+
+impl GroupTransfers {
+    /// Those of `ranks`. Gradients travel as `dtype`; those of ranks that hold copies are summed, too,
+    /// where `copies` says so.
+    pub fn new(ranks: Ranks<'_>, dtype: ReduceDtype, copies: bool) -> Result<Self, TrainError> {
+        let gathering = ranks.group(&PARAMETERS)?;
+        let gather = move |own: Vec<f32>| {
+            let parts = gathering.all_gather(bytemuck::cast_slice(&own))?;
+            Ok(parts.iter().map(|part| values(part)).collect())
+        };
+        let summing = ranks.group(&PARAMETERS)?;
+        let copies = copies.then(|| ranks.group(&[MeshAxis::Replicate])).transpose()?;
+        let sum = move |(gradients, lengths): (Vec<f32>, Vec<usize>)| {
+            let cut = Cut::of_lengths(&lengths)?;
+            let mut own = match dtype {
+                ReduceDtype::F32 => summing.reduce_scatter(&gradients, &cut)?,
+                ReduceDtype::Bf16 => reduce_scatter_bf16(&*summing, &gradients, &cut)?,
+            };
+            if let Some(copies) = copies.as_ref().filter(|copies| copies.ranks() > 1) {
+                copies.all_reduce(&mut own)?;
+            }
+            Ok(own)
+        };
+        Ok(Self {
+            gathers: Worker::start("foveate-gather", gather)?,
+            sums: Worker::start("foveate-reduce", sum)?,
+            shared: ranks.group(&PARAMETERS)?,
+        })
+    }
+}
+
+/// [`Collectives::reduce_scatter`] of values rounded to bf16 on their way, added in f32.
+fn reduce_scatter_bf16(
+    group: &dyn Collectives,
+    values: &[f32],
+    cut: &Cut,
+) -> Result<Vec<f32>, ShardError> {
+    let rounded = |rank| {
+        let of_rank = values[cut.range(rank)].iter();
+        of_rank.flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect()
+    };
+    let parts = (0..group.ranks()).map(rounded).collect();
+    let parts = group.exchange_as(Kind::ReduceScatter, parts)?;
+    let mut sums = vec![0.0; cut.range(group.rank()).len()];
+    for (rank, part) in parts.iter().enumerate() {
+        let (values, _) = part.as_chunks();
+        if values.len() != sums.len() {
+            let (found, want) = (values.len(), sums.len());
+            return Err(ShardError::new(format!(
+                "reduce-scatter: rank {rank} has {found} values where this rank has {want}"
+            )));
+        }
+        let values = values.iter().map(|&value| bf16::from_le_bytes(value).to_f32());
+        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+    }
+    Ok(sums)
+}
+
+impl Transfers for GroupTransfers {
+    fn gather(&mut self, own: Vec<f32>) -> Result<(), NnError> {
+        self.gathers.begin(own)
+    }
+
+    fn gathered(&mut self) -> Result<Vec<Vec<f32>>, NnError> {
+        self.gathers.wait()
+    }
+
+    fn reduce(&mut self, gradients: Vec<f32>, parts: &[Range<usize>]) -> Result<(), NnError> {
+        self.sums.begin((gradients, parts.iter().map(Range::len).collect()))
+    }
+
+    fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
+        self.sums.wait()
+    }
+
+    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
+        let parts = self
+            .shared
+            .exchange_as(Kind::AllReduce, vec![own.to_le_bytes().to_vec(); self.shared.ranks()]);
+        let parts = parts.map_err(|e| of_ranks(&e))?;
+        Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
+    }
+}
+
+/// Values that came as bytes.
+pub(crate) fn values(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks().0.iter().map(|&value| f32::from_ne_bytes(value)).collect()
+}
+
+/// A thread that works one request after another. It ends when nobody can ask any more, or behind an error;
+/// nobody waits for that, since it may wait for other ranks.
+struct Worker<T, R> {
+    requests: Sender<T>,
+    done: Receiver<Result<R, ShardError>>,
+}
+
+impl<T: Send + 'static, R: Send + 'static> Worker<T, R> {
+    fn start(
+        name: &str,
+        mut work: impl FnMut(T) -> Result<R, ShardError> + Send + 'static,
+    ) -> Result<Self, TrainError> {
+        let (requests, requested) = channel();
+        let (put, done) = channel();
+        let run = move || {
+            for request in requested {
+                let result = work(request);
+                let failed = result.is_err();
+                if put.send(result).is_err() || failed {
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(run);
+        thread.map_err(|e| {
+            TrainError::model(format!("no thread could be started for transfers: {e}"))
+        })?;
+        Ok(Self { requests, done })
+    }
+
+    fn begin(&mut self, request: T) -> Result<(), NnError> {
+        if self.requests.send(request).is_ok() {
+            return Ok(());
+        }
+        // The thread has ended, and has said why behind what it has done.
+        loop {
+            self.wait()?;
+        }
+    }
+
+    fn wait(&mut self) -> Result<R, NnError> {
+        let ended = || ShardError::new("the thread of the transfers has ended");
+        self.done.recv().map_err(|_| ended()).flatten().map_err(|e| of_ranks(&e))
+    }
+}
+
+fn of_ranks(e: &ShardError) -> NnError {
+    NnErrorKind::Ranks(e.to_string()).into()
+}
