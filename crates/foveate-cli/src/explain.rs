@@ -13,6 +13,7 @@ use foveate::{Device, Dims, MaskMod};
 
 mod budget;
 mod kernels;
+mod mesh;
 
 pub use kernels::{kernel_options, ordinal, profile, records};
 
@@ -49,6 +50,9 @@ pub struct Args {
     /// Override a field of the recipe, such as data.len=4096
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
+    /// Show what a rank of a mesh takes and sends, such as replicate=2,shard=4 (with --recipe)
+    #[arg(long, value_name = "AXES", requires = "recipe")]
+    mesh: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -57,7 +61,8 @@ pub struct Args {
 /// Plans and prints the explanation.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(path) = &args.recipe {
-        return budget::run(path, &args.set, args.problem.limits, args.json, out);
+        let limits = args.problem.limits;
+        return budget::run(path, &args.set, args.mesh.as_deref(), limits, args.json, out);
     }
     if !args.set.is_empty() {
         return Err(Failure::usage("--set overrides a field of a recipe, but none is given")

@@ -447,6 +447,52 @@ fn what_is_drawn_is_what_is_built() {
 }
 
 #[test]
+fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let of = |mesh: &str, more: &[&str]| {
+        run(&[&["explain", "--recipe", recipe, "--mesh", mesh], more].concat())
+    };
+    let json = |mesh: &str, sets: &[&str]| {
+        let (code, out, err) = of(mesh, &[sets, &["--json"]].concat());
+        assert_eq!((code, err.as_str()), (Some(0), ""));
+        serde_json::from_str::<serde_json::Value>(&out).unwrap()["mesh"].clone()
+    };
+    let count = |found: &serde_json::Value, kind: &str| {
+        let edges = found["edges"].as_array().unwrap();
+        edges.iter().filter(|edge| edge["kind"] == kind).count()
+    };
+    // Four layers, embedding and head, which is the embedding, too; the last layer stays for its backward
+    // pass.
+    let cut = json("replicate=2,shard=4", &[]);
+    let counts = ["all-gather", "reduce-scatter", "all-reduce"].map(|kind| count(&cut, kind));
+    assert_eq!((counts, &cut["rows"]), ([7 + 3, 6, 2], &1.into()));
+    let kept = json("shard=8", &["--set", "mesh.reshard=never", "--set", "train.accumulate=3"]);
+    assert_eq!((count(&kept, "all-gather"), count(&kept, "all-reduce")), (6, 1));
+    assert_eq!(kept["edges"][0]["times"], 1);
+    assert_eq!(kept["edges"][6]["times"], 3, "{kept}");
+    let whole = json("replicate=8", &[]);
+    assert_eq!((count(&whole, "all-gather"), count(&whole, "all-reduce")), (0, 2));
+    let memory = |found: &serde_json::Value| found["memory_bytes"].as_u64().unwrap();
+    assert!(memory(&cut).max(memory(&kept)) < memory(&whole));
+    let (_, text, _) = of("shard=4", &[]);
+    for line in [
+        "  all-gather     layers.1 to layers.3   f32[elements@shard] -> f32[elements]",
+        "beside layers.0 forward to layers.2 forward",
+        "  reduce-scatter embedding              f32[elements] by rank -> f32[elements@shard]",
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    for (mesh, said) in [
+        ("shard=auto", "shard is auto, but the number of ranks is not known"),
+        ("tensor=2", "mesh.tensor: is 2"),
+        ("shard=16", "train.batch_rows is 8, and 16 ranks share the rows"),
+    ] {
+        let (code, _, err) = of(mesh, &[]);
+        assert!(code != Some(0) && err.contains(said), "{mesh}: {err}");
+    }
+}
+
+#[test]
 fn a_mask_that_sees_nothing_warns() {
     let (code, _, err) = run(&["mask", "kv < 0", "--len", "300"]);
     let warning = "warning: the mask `kv < 0` lets no query see any key\n";

@@ -13,6 +13,7 @@ use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
 
+use super::mesh::OverRanks;
 use crate::blind;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
@@ -33,6 +34,8 @@ struct Budget {
     flops: FlopCount,
     /// What one batch runs.
     step: Account,
+    /// Over the ranks of a mesh, where one is given.
+    over_ranks: Option<OverRanks>,
     /// Of one layer by program, which has a name where there are several.
     attention: Vec<(Option<String>, Explanation)>,
 }
@@ -146,6 +149,7 @@ impl Gpus {
 pub fn run(
     path: &Path,
     set: &[String],
+    mesh: Option<&str>,
     limits: Limits,
     as_json: bool,
     out: &mut Output,
@@ -197,8 +201,11 @@ pub fn run(
         let plan = layer(&config, &program, rows, len, limits)?;
         layers.push((name.map(str::to_owned), plan.explain()));
     }
+    let over_ranks =
+        mesh.map(|text| OverRanks::of(text, &recipe, &config, &attention)).transpose()?;
     let budget = Budget {
         parameters,
+        over_ranks,
         rows,
         len,
         memory,
@@ -266,6 +273,7 @@ impl Budget {
             "parameters": self.parameters,
             "memory_bytes": memory,
             "gpu": self.gpus.json(),
+            "mesh": self.over_ranks.as_ref().map(OverRanks::json),
             "flops_per_token": self.flops.total(),
             "step": {
                 "blocks": self.step.blocks.len(),
@@ -300,6 +308,9 @@ impl Budget {
              the recipe's",
         )?;
         self.gpus.print(out)?;
+        if let Some(over_ranks) = &self.over_ranks {
+            over_ranks.print(out)?;
+        }
         out.line(format!(
             "FLOP a token     {} in weights, {} in attention (dense, forward and backward)",
             count(flops.linear),

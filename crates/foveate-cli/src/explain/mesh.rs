@@ -1,0 +1,217 @@
+//! `foveate explain --recipe … --mesh …`: what a rank of a run takes, and what moves between ranks.
+
+use foveate_nn::{
+    AttentionConfig, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model, ModelConfig,
+    Reshard, Training,
+};
+use foveate_shard::{Axis, Map, Mesh, MeshAxis};
+use foveate_train::recipe::{AxisSize, MeshSection, Recipe, ReduceDtype};
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::output::{Output, bytes};
+
+/// A recipe over the ranks of a mesh.
+pub struct OverRanks {
+    mesh: Mesh,
+    /// Of a batch, of the rank that has the most.
+    rows: usize,
+    memory: MemoryEstimate,
+    edges: Vec<Edge>,
+}
+
+/// A transfer: from one layout of an array to another.
+#[derive(Clone, Debug, PartialEq)]
+struct Edge {
+    what: String,
+    kind: &'static str,
+    from: String,
+    to: String,
+    /// That a rank receives, at most.
+    bytes: u64,
+    /// What is computed at the same time; nothing waits for it.
+    beside: Option<String>,
+    /// How often in a step.
+    times: usize,
+}
+
+impl OverRanks {
+    /// `recipe` over the ranks of the mesh that `text` says.
+    pub fn of(
+        text: &str,
+        recipe: &Recipe,
+        config: &ModelConfig,
+        attention: &AttentionConfig,
+    ) -> Result<Self, Failure> {
+        let frozen = |name: &str| recipe.optimizer.is_frozen(name);
+        let model = Model::unfilled_with(Cpu::default(), config.clone(), attention, &frozen)?;
+        let asked = Mesh::parse_whole(text).map_err(|e| Failure::usage(e.to_string()))?;
+        let size = |axis| Some(AxisSize::Ranks(asked.size(axis)));
+        let section = MeshSection {
+            replicate: size(MeshAxis::Replicate),
+            shard: size(MeshAxis::Shard),
+            context: size(MeshAxis::Context),
+            tensor: size(MeshAxis::Tensor),
+            ..recipe.mesh
+        };
+        let mesh = section.of_ranks(asked.ranks(), false)?;
+        let cut_rows = mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]);
+        let batch = recipe.train.batch_rows;
+        let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));
+        if batch < cut_rows {
+            return Err(Failure::new(format!(
+                "train.batch_rows is {batch}, and {cut_rows} ranks share the rows of a batch; raise it \
+                 to {cut_rows}, or give fewer ranks"
+            )));
+        }
+        let (rows, parts) = (batch.div_ceil(cut_rows), Map::new(mesh).parts(Axis::Elements));
+        let again = recipe.train.recomputation();
+        let training = Training {
+            recompute: again.unwrap_or_default(),
+            in_backward: recipe.optimizer.in_backward,
+            squares: recipe.optimizer.rule().keeps_squares(),
+            cutting: section.cutting(parts),
+        };
+        let memory = model.training_memory(rows, len, training)?;
+        Ok(Self { mesh, rows, memory, edges: edges(recipe, &section, &model, mesh) })
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        let edge = |e: &Edge| {
+            json!({
+                "what": e.what, "kind": e.kind, "from": e.from, "to": e.to, "bytes": e.bytes,
+                "beside": e.beside, "times": e.times,
+            })
+        };
+        json!({
+            "mesh": self.mesh.to_string(),
+            "rows": self.rows,
+            "memory_bytes": self.memory.total(),
+            "edges": self.edges.iter().map(edge).collect::<Vec<_>>(),
+        })
+    }
+
+    pub fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        let (mesh, m) = (&self.mesh, &self.memory);
+        out.line(format!(
+            "mesh             {mesh}: {} ranks, {} rows of a batch each at most",
+            mesh.ranks(),
+            self.rows
+        ))?;
+        out.line(format!(
+            "memory of a rank {} = weights {} + gradients {} + optimizer {} + activations {} + attention \
+             {} + process {}, at most",
+            bytes(m.total() as f64),
+            bytes(m.weights as f64),
+            bytes(m.gradients as f64),
+            bytes(m.optimizer as f64),
+            bytes(m.activations as f64),
+            bytes(m.attention as f64),
+            bytes(m.process as f64),
+        ))?;
+        out.line(
+            "transfers        of a step, in their order, with the bytes that a rank receives:",
+        )?;
+        let mut edges = &self.edges[..];
+        while let Some(first) = edges.first() {
+            // Layers that differ in their numbers alone are one line.
+            let alike = |e: &&Edge| in_general(e) == in_general(first);
+            let count = edges.iter().take_while(alike).count();
+            let last = &edges[count - 1];
+            let what = match count {
+                1 => first.what.clone(),
+                _ => format!("{} to {}", first.what, last.what),
+            };
+            let beside = match (&first.beside, &last.beside) {
+                (None, _) => "waited for".to_owned(),
+                (Some(one), Some(other)) if one != other => format!("beside {one} to {other}"),
+                (Some(one), _) => format!("beside {one}"),
+            };
+            let times =
+                if first.times > 1 { format!(", {} times", first.times) } else { String::new() };
+            out.line(format!(
+                "  {:<14} {what:<22} {} -> {}, {}{times}; {beside}",
+                first.kind,
+                first.from,
+                first.to,
+                bytes(first.bytes as f64),
+            ))?;
+            edges = &edges[count..];
+        }
+        Ok(())
+    }
+}
+
+/// An edge without the numbers of layers.
+fn in_general(e: &Edge) -> Edge {
+    let general = |text: &str| text.replace(|c: char| c.is_ascii_digit(), "");
+    Edge { what: general(&e.what), beside: e.beside.as_deref().map(general), ..e.clone() }
+}
+
+fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> Vec<Edge> {
+    let (map, groups) = (Map::new(mesh), model.layout().groups());
+    let parts = map.parts(Axis::Elements) as u64;
+    let on = map.of(Axis::Elements).iter().filter(|&&axis| mesh.size(axis) > 1);
+    let on: Vec<&str> = on.map(|axis| axis.name()).collect();
+    let cut = |dtype: &str| match on[..] {
+        [] => format!("{dtype}[elements]"),
+        [one] => format!("{dtype}[elements@{one}]"),
+        _ => format!("{dtype}[elements@({})]", on.join(",")),
+    };
+    let (accumulate, copies) = (recipe.train.accumulate, mesh.size(MeshAxis::Replicate) as u64);
+    let stage = |(group, backward): (usize, bool)| {
+        let way = if backward { "backward" } else { "forward" };
+        format!("{} {way}", groups[group].name)
+    };
+    let of_others = |elems: usize, bytes: u64| elems as u64 * bytes * (parts - 1) / parts;
+    let mut edges = Vec::new();
+    let travels = match section.reduce_dtype {
+        ReduceDtype::F32 => ("f32", 4),
+        ReduceDtype::Bf16 => ("bf16", 2),
+    };
+    let edge = |t: GroupTransfer| {
+        let (group, beside) = (&groups[t.group], t.beside.map(stage));
+        let (kind, from, to, bytes) = match t.kind {
+            GroupTransferKind::Gather => {
+                ("all-gather", cut("f32"), "f32[elements]".to_owned(), of_others(group.elems(), 4))
+            }
+            GroupTransferKind::Reduce => (
+                "reduce-scatter",
+                format!("{}[elements] by rank", travels.0),
+                cut("f32"),
+                of_others(group.place.len(), travels.1),
+            ),
+        };
+        // What stays gathered until the update is gathered once a step.
+        let once = t.kind == GroupTransferKind::Gather && section.reshard == Reshard::Never;
+        let times = if once { 1 } else { accumulate };
+        Edge { what: group.name.clone(), kind, from, to, bytes, beside, times }
+    };
+    if parts > 1 {
+        edges.extend(model.layout().transfers(section.reshard).into_iter().map(edge));
+    }
+    if copies > 1 {
+        let part: usize = model.layout().share(0, parts as usize).trained();
+        edges.push(Edge {
+            what: "gradients".to_owned(),
+            kind: "all-reduce",
+            from: format!("{} by rank", cut("f32")),
+            to: format!("{} on replicate", cut("f32")),
+            bytes: 2 * part as u64 * 4 * (copies - 1) / copies,
+            beside: None,
+            times: 1,
+        });
+    }
+    if mesh.ranks() > 1 {
+        edges.push(Edge {
+            what: "norm, labels".to_owned(),
+            kind: "all-reduce",
+            from: "f64[2] by rank".to_owned(),
+            to: "f64[2]".to_owned(),
+            bytes: 16 * (mesh.ranks() as u64 - 1),
+            beside: None,
+            times: 1,
+        });
+    }
+    edges
+}
