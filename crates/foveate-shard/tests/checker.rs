@@ -15,8 +15,8 @@
 //! | R9 | forward and backward on two meshes | fault below; both take one proven plan |
 //! | R10 | the scale defaults to 1 | `attention.rs`: the oracle's is 1/√D |
 //! | R11 | ids are floats | fault below |
-//! | R12 | block sizes are global state | a plan is a value: `dispatch.rs` makes equal ones |
-//! | R13 | specs are strings that are evaluated | `layouts.rs`: they are parsed, and refused |
+//! | R12 | block sizes are global state | test below: a plan is a value |
+//! | R13 | specs are strings that are evaluated | test below: they are parsed, and refused |
 
 use foveate::mask::Tile;
 use foveate::tensor::ElementType;
@@ -403,4 +403,35 @@ fn limits_of_bytes_and_of_imbalance_are_held() {
     assert_eq!((found.point, found.operand.as_str()), ('g', "live entries"));
     let text = proof.to_string();
     assert!(text.contains("(b) live tiles") && text.lines().count() == 8, "{text}");
+}
+
+#[test]
+fn r12_plans_that_are_made_at_once_do_not_know_of_each_other() {
+    let wanted = [
+        ([1, 2, 3, 2], Strategy::Exchange(2)),
+        ([1, 1, 4, 1], Strategy::Gather),
+        ([2, 1, 2, 2], Strategy::HeadsForTokens),
+        ([1, 1, 3, 1], Strategy::Exchange(4)),
+    ];
+    let make = |(mesh, strategy)| planned(mesh, strategy, documents()).0;
+    let alone = wanted.map(make);
+    for _ in 0..8 {
+        let at_once: Vec<ShardPlan> = std::thread::scope(|scope| {
+            let plans = wanted.map(|wanted| scope.spawn(move || make(wanted)));
+            plans.into_iter().map(|plan| plan.join().unwrap()).collect()
+        });
+        assert_eq!(at_once, alone);
+    }
+}
+
+#[test]
+fn r13_a_spec_is_read_and_not_run() {
+    let array =
+        ArrayOf { element: ElementType::I32, axes: &[Axis::Batch, Axis::Seq], shape: &[4, LEN] };
+    for spec in
+        ["P(print('shard'))", "__import__('os')", "P('sh' + 'ard')", "P(*['shard'])", "P(0)"]
+    {
+        let refused = from_partition_spec(spec, array, map().mesh());
+        assert!(refused.is_err(), "{spec}");
+    }
 }
