@@ -95,6 +95,8 @@ enum Answer {
     Welcome(String),
     /// It does not, and why.
     Refused(String),
+    /// It belongs, and others did not come.
+    Missing(String),
     /// Who answers ends; the next at this address may be the right one.
     Later,
 }
@@ -105,6 +107,7 @@ impl Answer {
             Self::Welcome(text) => (0, text.as_str()),
             Self::Refused(text) => (1, text.as_str()),
             Self::Later => (2, ""),
+            Self::Missing(text) => (3, text.as_str()),
         };
         let mut out = vec![kind];
         out.extend((text.len() as u32).to_le_bytes());
@@ -123,6 +126,7 @@ impl Answer {
         Ok(match head[0] {
             0 => Self::Welcome(text),
             1 => Self::Refused(text),
+            3 => Self::Missing(text),
             _ => Self::Later,
         })
     }
@@ -188,8 +192,10 @@ impl Meet<'_> {
                     self.place(),
                     self.meeting.arrival
                 );
-                let home = self.send_home(streams.iter_mut().flatten(), why);
-                return home.map_err(|e| ShardError::lost(e.to_string()));
+                for stream in streams.iter_mut().flatten() {
+                    let _ = Answer::Missing(why.clone()).write(stream);
+                }
+                return Err(ShardError::lost(why));
             };
             let Some(hello) = Hello::read(&mut stream) else { continue };
             let peer = hello.rank as usize;
@@ -244,6 +250,7 @@ impl Meet<'_> {
             match self.greet(&mut first, port, 0)? {
                 Answer::Welcome(places) => break (first, listener, port, places),
                 Answer::Refused(why) => return refused(why),
+                Answer::Missing(why) => return Err(ShardError::lost(why)),
                 Answer::Later => std::thread::sleep(PAUSE),
             }
         };
@@ -259,6 +266,7 @@ impl Meet<'_> {
             match self.greet(&mut stream, port, peer)? {
                 Answer::Welcome(_) => streams[peer] = Some(stream),
                 Answer::Refused(why) => return refused(why),
+                Answer::Missing(why) => return Err(ShardError::lost(why)),
                 Answer::Later => return refused(format!("rank {peer} ends")),
             }
         }
