@@ -45,13 +45,13 @@ pub struct Args {
     kernel: Vec<String>,
     /// Explain what a recipe takes instead: parameters, memory, attention; no weights or data
     /// are needed
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["heads", "dim", "len", "kv_len", "batch", "dtype", "mask", "score", "dropout", "backward", "page_size", "doc_lens", "buffers", "scalars", "device"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["heads", "dim", "len", "kv_len", "batch", "dtype", "mask", "score", "dropout", "backward", "page_size", "doc_lens", "buffers", "scalars", "deterministic", "mean_kv_len", "kernel"])]
     recipe: Option<PathBuf>,
     /// Override a field of the recipe, such as data.len=4096
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Show what a rank of a mesh takes and sends, such as replicate=2,shard=4 (with --recipe)
-    #[arg(long, value_name = "AXES", requires = "recipe")]
+    #[arg(long, value_name = "AXES", requires = "recipe", conflicts_with = "device")]
     mesh: Option<String>,
     /// Print one JSON object
     #[arg(long)]
@@ -61,8 +61,8 @@ pub struct Args {
 /// Plans and prints the explanation.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(path) = &args.recipe {
-        let limits = args.problem.limits;
-        return budget::run(path, &args.set, args.mesh.as_deref(), limits, args.json, out);
+        let (mesh, device) = (args.mesh.as_deref(), args.device.as_deref());
+        return budget::run(path, &args.set, mesh, device, args.problem.limits, args.json, out);
     }
     if !args.set.is_empty() {
         return Err(Failure::usage("--set overrides a field of a recipe, but none is given")

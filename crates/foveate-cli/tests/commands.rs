@@ -77,6 +77,11 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
             "help: give fewer heads, batch entries or positions",
         ),
         ("explain --recipe a.txt --batch 3", "cannot be used with"),
+        ("explain --recipe a.txt --device l40s --deterministic", "cannot be used with"),
+        (
+            "explain --recipe a.txt --device gt710",
+            "recipes are planned for h200, h100, l40s, rtx4090, not for `gt710`",
+        ),
         ("explain --recipe a.txt --doc-lens 3", "cannot be used with"),
         (
             "explain --heads 4 --len 9 --dim 8 --device l4 --kernel backward.tile_q=64",
@@ -516,6 +521,27 @@ fn a_mask_that_sees_nothing_warns() {
     let (_, out, _) =
         run(&["explain", "--heads", "2", "--len", "9", "--dim", "8", "--mask", "kv < 0"]);
     assert!(out.contains("warning    the mask lets no query see any key"), "{out}");
+}
+
+#[test]
+fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
+    let line = ["explain", "--recipe", recipe, "--device", "rtx 4090"];
+    let (code, out, err) = run(&line);
+    assert_eq!(code, Some(0), "{err}");
+    for part in ["RTX 4090 with", "weights, masters", "gate and up", "in all", "  fits", "backward"]
+    {
+        assert!(out.contains(part), "{part}: {out}");
+    }
+    let (_, out, _) = run(&[&line[..], &["--json"]].concat());
+    let step: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let sum = |of: &serde_json::Value, key: &str| -> u64 {
+        of.as_object().unwrap().values().map(|v| v.get(key).unwrap_or(v).as_u64().unwrap()).sum()
+    };
+    let memory = &step["memory"];
+    assert_eq!(sum(&step["activations"], "bytes"), memory["activations"].as_u64().unwrap());
+    assert_eq!(sum(memory, "bytes"), 2 * memory["total"].as_u64().unwrap());
+    assert!(!step["attention"][0]["plan"]["kernels"].as_array().unwrap().is_empty(), "{out}");
 }
 
 #[test]

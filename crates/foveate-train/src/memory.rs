@@ -22,6 +22,21 @@ const fn mib(mib: u64) -> u64 {
     mib << 20
 }
 
+impl GpuProfile {
+    /// The one called `name`; case, spaces and hyphens do not matter.
+    ///
+    /// # Errors
+    /// The names there are, in a line.
+    pub fn named(name: &str) -> Result<Self, String> {
+        let plain = |name: &str| name.to_lowercase().replace([' ', '-', '_'], "");
+        let found = PROFILES.into_iter().find(|profile| plain(profile.name) == plain(name));
+        found.ok_or_else(|| {
+            let names = PROFILES.map(|profile| plain(profile.name)).join(", ");
+            format!("recipes are planned for {names}, not for `{name}`")
+        })
+    }
+}
+
 /// GPUs that recipes are run dry for.
 pub const PROFILES: [GpuProfile; 4] = [
     GpuProfile { name: "H200", bytes: mib(143_771) },

@@ -1,12 +1,19 @@
-//! `foveate explain --recipe`: what a recipe takes, before there are weights or data.
+//! `foveate explain --recipe`: what a recipe takes, before there are weights or data; with `--device`
+//! what a step of it takes of one GPU and runs there, which need not be there.
 
+use std::cmp::Reverse;
 use std::path::Path;
 
+use foveate::tensor::count::Count;
 use foveate::{AnyBuffer, Attention, BufferData, DType, Device, Explanation, Plan, Problem};
+use foveate_cuda::aot::{self, Usage};
+use foveate_cuda::choose::{KernelOptions, KernelPlan};
+use foveate_gpu::profile::Profile;
 use foveate_nn::{
     Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError,
-    ParameterState, Recompute, StepKind,
+    ParameterState, Precision, Recompute, StepKind,
 };
+use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes};
 use foveate_train::recipe::Recipe;
@@ -59,6 +66,33 @@ enum Fit {
     Never,
 }
 
+impl Fit {
+    fn of(planned: &Planned<'_>, setting: &Setting, gpu: GpuProfile) -> Result<Self, NnError> {
+        if planned.memory(setting, gpu.bytes)?.total() <= gpu.bytes {
+            return Ok(Self::Fits);
+        }
+        Ok(match planned.nearest(setting, gpu.bytes)? {
+            Some((keys, memory)) => Self::With(keys, memory.total()),
+            None => Self::Never,
+        })
+    }
+
+    fn words(&self) -> String {
+        match self {
+            Self::Fits => "fits".to_owned(),
+            Self::With(keys, less) => format!("fits with {keys} ({})", bytes(*less as f64)),
+            Self::Never => "does not fit, whatever rows, recomputation and state".to_owned(),
+        }
+    }
+
+    fn json(&self) -> serde_json::Value {
+        match self {
+            Self::With(keys, bytes) => json!({ "with": keys, "total": bytes }),
+            Self::Fits | Self::Never => serde_json::Value::Null,
+        }
+    }
+}
+
 impl Gpus {
     fn of(planned: &Planned<'_>) -> Result<Self, NnError> {
         let setting = Setting::of(planned.recipe);
@@ -68,15 +102,7 @@ impl Gpus {
         }
         let mut profiles = Vec::new();
         for profile in PROFILES {
-            let own = planned.memory(&setting, profile.bytes)?.total();
-            let fits = match own <= profile.bytes {
-                true => Fit::Fits,
-                false => match planned.nearest(&setting, profile.bytes)? {
-                    Some((keys, memory)) => Fit::With(keys, memory.total()),
-                    None => Fit::Never,
-                },
-            };
-            profiles.push((profile, fits));
+            profiles.push((profile, Fit::of(planned, &setting, profile)?));
         }
         Ok(Self { setting, states, profiles })
     }
@@ -101,15 +127,11 @@ impl Gpus {
             .profiles
             .iter()
             .map(|(gpu, fits)| {
-                let nearest = match fits {
-                    Fit::With(keys, bytes) => json!({ "with": keys, "total": bytes }),
-                    Fit::Fits | Fit::Never => serde_json::Value::Null,
-                };
                 json!({
                     "gpu": gpu.name,
                     "bytes": gpu.bytes,
                     "fits": matches!(fits, Fit::Fits),
-                    "nearest": nearest,
+                    "nearest": fits.json(),
                 })
             })
             .collect();
@@ -132,14 +154,130 @@ impl Gpus {
             ))?;
         }
         for (gpu, fits) in &self.profiles {
-            let told = match fits {
-                Fit::Fits => "fits".to_owned(),
-                Fit::With(keys, less) => {
-                    format!("fits with {keys} ({})", bytes(*less as f64))
-                }
-                Fit::Never => "does not fit, whatever rows, recomputation and state".to_owned(),
-            };
+            let told = fits.words();
             out.line(format!("  {:<9} {:<9} {told}", gpu.name, bytes(gpu.bytes as f64)))?;
+        }
+        Ok(())
+    }
+}
+
+/// What a step of a recipe takes of a GPU, and the kernels of its attention.
+struct GpuStep {
+    gpu: GpuProfile,
+    setting: Setting,
+    memory: MemoryEstimate,
+    /// Of a step, by name: how many, and their bytes; the largest first.
+    activations: Vec<(&'static str, usize, u64)>,
+    fit: Fit,
+    /// By program, which has a name where there are several.
+    attention: Vec<(Option<String>, KernelPlan)>,
+}
+
+impl GpuStep {
+    fn of(planned: &Planned<'_>, gpu: GpuProfile, limits: Limits) -> Result<Self, Failure> {
+        let Planned { recipe, config, attention } = *planned;
+        let setting = Setting::of(recipe);
+        let (rows, len) = (setting.rows, recipe.data.len);
+        let profile = Profile::named(gpu.name).map_err(Failure::usage)?;
+        let mut activations: Vec<(&str, usize, u64)> = Vec::new();
+        for array in planned.account(&setting, gpu.bytes)?.activations {
+            match activations.iter_mut().find(|(name, ..)| *name == array.name) {
+                Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + array.bytes),
+                None => activations.push((array.name, 1, array.bytes)),
+            }
+        }
+        activations.sort_by_key(|&(_, _, bytes)| Reverse(bytes));
+        let dtype = Precision::from(setting.state).weights;
+        let q = [rows, config.num_attention_heads, len, config.dim()];
+        let kv = [rows, config.kv_heads(), len, config.dim()];
+        let problem = Problem::shaped(dtype, q, kv, kv)?;
+        let mut plans = Vec::new();
+        for (name, program) in attention.programs() {
+            let program = AttentionProgram::parse(program, config.num_attention_heads)?;
+            let on_cpu = layer(config, &program, rows, len, limits)?.explain();
+            let live = on_cpu.live_forward_flops / on_cpu.dense_forward_flops.max(1.0);
+            let usage = Usage {
+                backward: true,
+                deterministic: recipe.train.deterministic,
+                mean_kv_len: Some((live * len as f64).round().max(1.0) as usize),
+                ..Usage::default()
+            };
+            let spec = Spec { mask: program.mask, score: program.score, ..Spec::default() };
+            let options = KernelOptions::default();
+            let planned = aot::plan(&profile, &spec, problem.dims(), dtype, usage, &options, None)?;
+            plans.push((name.map(str::to_owned), planned.plan));
+        }
+        let memory = planned.memory(&setting, gpu.bytes)?;
+        let fit = Fit::of(planned, &setting, gpu)?;
+        Ok(Self { gpu, setting, memory, activations, fit, attention: plans })
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let Self { gpu, setting, memory: m, activations, fit, attention } = self;
+        let activations: serde_json::Map<_, _> = activations
+            .iter()
+            .map(|(name, count, bytes)| {
+                ((*name).to_owned(), json!({ "arrays": count, "bytes": bytes }))
+            })
+            .collect();
+        let attention: Vec<_> =
+            attention.iter().map(|(name, plan)| json!({ "program": name, "plan": plan })).collect();
+        json!({
+            "gpu": gpu.name,
+            "bytes": gpu.bytes,
+            "state": setting.state.name(),
+            "rows": setting.rows,
+            "recompute": setting.recompute.what.name(),
+            "memory": {
+                "weights": m.weights,
+                "gradients": m.gradients,
+                "optimizer": m.optimizer,
+                "activations": m.activations,
+                "beside": m.process,
+                "total": m.total(),
+            },
+            "activations": activations,
+            "fits": matches!(fit, Fit::Fits),
+            "nearest": fit.json(),
+            "attention": attention,
+        })
+    }
+
+    fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        let Self { gpu, setting, memory: m, activations, fit, attention } = self;
+        out.line(format!(
+            "{} with {}: {} of state {}, {}, {} computed again",
+            gpu.name,
+            bytes(gpu.bytes as f64),
+            Count(setting.rows, "row"),
+            setting.state.name(),
+            if setting.in_backward { "updated in the backward pass" } else { "updated at the end" },
+            setting.recompute.what.name(),
+        ))?;
+        let parts = [
+            ("weights, masters", m.weights),
+            ("gradients", m.gradients),
+            ("moments", m.optimizer),
+            ("activations", m.activations),
+            ("beside", m.process),
+            ("in all", m.total()),
+        ];
+        for (name, taken) in parts {
+            let share = 100.0 * taken as f64 / gpu.bytes as f64;
+            out.line(format!("  {name:<22} {:>10}  {share:>5.1} %", bytes(taken as f64)))?;
+            if name == "activations" {
+                for (name, count, taken) in activations {
+                    let arrays =
+                        if *count > 1 { format!("  {count} of them") } else { String::new() };
+                    out.line(format!("    {name:<20} {:>10}{arrays}", bytes(*taken as f64)))?;
+                }
+            }
+        }
+        out.line(format!("  {}", fit.words()))?;
+        for (name, plan) in attention {
+            let program = name.as_ref().map_or(String::new(), |n| format!(" of the program `{n}`"));
+            out.line(format!("\nattention of one layer{program}, one document a row:"))?;
+            out.text(plan)?;
         }
         Ok(())
     }
@@ -150,10 +288,12 @@ pub fn run(
     path: &Path,
     set: &[String],
     mesh: Option<&str>,
+    device: Option<&str>,
     limits: Limits,
     as_json: bool,
     out: &mut Output,
 ) -> Result<(), Failure> {
+    let gpu = device.map(GpuProfile::named).transpose().map_err(Failure::usage)?;
     let recipe = Recipe::load(path, set)?;
     let place = path.parent().unwrap_or(Path::new(""));
     let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
@@ -189,6 +329,10 @@ pub fn run(
         memory.push((mode.name(), mode == chosen.what, estimate));
     }
     let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    if let Some(gpu) = gpu {
+        let step = GpuStep::of(&planned, gpu, limits)?;
+        return if as_json { Ok(out.json(&step.json())?) } else { step.print(out) };
+    }
     let gpus = Gpus::of(&planned).map_err(|e| wrong(e.to_string()))?;
     let mut layers = Vec::new();
     for (name, program) in attention.programs() {
