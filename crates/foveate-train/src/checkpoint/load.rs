@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::moments::{Filler, Moment};
@@ -59,7 +60,7 @@ pub(super) fn is_derived(name: &str, tied: bool) -> bool {
     name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")
 }
 
-/// Reads weights into `model`. Learned attention buffers that the files do not have stay as they
+/// Reads weights into `model`; of parameters that are cut over ranks, the elements of its share. Learned attention buffers that the files do not have stay as they
 /// are; their names are returned.
 ///
 /// # Errors
@@ -88,8 +89,9 @@ pub fn load_weights<B: Blocks>(
                 parameter.shape
             ));
         }
-        let elems = parameter.place.len();
-        model.fill(i, |put| store.read(tensor, elems, 0..elems, put))?;
+        let place = parameter.place.clone();
+        let own = own(model, &place);
+        model.fill(i, |put| read_own(&mut store, tensor, &place, &own, put))?;
     }
     let standard = |name: &str| name.ends_with(".weight") || name.ends_with("_proj.bias");
     if let Some(name) = missing.keys().find(|n| standard(n)) {
@@ -98,6 +100,38 @@ pub fn load_weights<B: Blocks>(
     }
     Ok(missing.into_keys().collect())
 }
+
+/// The elements of `place` that this rank keeps, in order.
+fn own<B: Blocks>(model: &Model<B>, place: &Range<usize>) -> Vec<Range<usize>> {
+    model.share().pieces(place).into_iter().map(|(piece, _)| piece).collect()
+}
+
+/// Gives the elements of a tensor, which are those of `place` among all, to `put`. Those in `own` are read; of the
+/// others, which the rank does not keep, zeros are given.
+fn read_own(
+    store: &mut Store,
+    tensor: &str,
+    place: &Range<usize>,
+    own: &[Range<usize>],
+    put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    let mut at = place.start;
+    let end = place.end..place.end;
+    for piece in own.iter().chain([&end]) {
+        while at < piece.start {
+            let zeros = &ZEROS[..(piece.start - at).min(ZEROS.len())];
+            put(zeros)?;
+            at += zeros.len();
+        }
+        let part = piece.start - place.start..piece.end - place.start;
+        store.read(tensor, place.len(), part, put)?;
+        at = piece.end;
+    }
+    Ok(())
+}
+
+/// What stands for elements that are not read.
+static ZEROS: [f32; 1 << 14] = [0.0; 1 << 14];
 
 /// What one of our own checkpoints has for a resume: f32 weights and moments.
 pub(super) fn masters(folder: &Path, sums: Option<&Manifest>) -> Result<Store, TrainError> {
@@ -118,7 +152,8 @@ pub(super) fn state(folder: &Path, sums: Option<&Manifest>) -> Result<State, Tra
         .map_err(|e| TrainError::checkpoint(&path, format!("is not a training state: {e}")))
 }
 
-/// Reads f32 masters, moments and state of one of our own checkpoints.
+/// Reads f32 masters, moments and state of one of our own checkpoints; of parameters that are cut over ranks, the
+/// elements of the model's share.
 ///
 /// # Errors
 /// Names the file and the tensor that is missing, damaged or not finite.
@@ -144,6 +179,7 @@ pub fn load_state<B: Blocks>(
     // Blocks of moments are whole where they are of several parameters.
     let mut fillers = [Filler::default(), Filler::default()];
     for (i, p) in model.parameters().to_vec().iter().enumerate() {
+        let own = own(model, &p.place);
         let mut read = |kept: Kept, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
             let name = layout::tensor(kept, p);
             match store.shape(&name) {
@@ -151,7 +187,7 @@ pub fn load_state<B: Blocks>(
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
                     Err(TrainError::checkpoint(store.path(&name), message))
                 }
-                _ => store.read(&name, p.place.len(), 0..p.place.len(), put),
+                _ => read_own(&mut store, &name, &p.place, &own, put),
             }
         };
         model.fill(i, |put| read(Kept::Weight, put))?;

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use foveate_nn::{Cutting, NnError, Transfers};
+
 use super::super::content::{Content, HostCopy, Kept, Values};
 use super::super::layout;
 use super::super::save::{Save, Written};
@@ -12,7 +14,7 @@ use super::*;
 type Owned = Vec<Vec<Range<usize>>>;
 
 /// Elements of a range in a file at most: a few of them in each tensor.
-const SMALL: usize = 100;
+const SMALL: usize = 300;
 
 /// `range` in equal parts.
 fn cut(range: Range<usize>, parts: usize) -> Vec<Range<usize>> {
@@ -130,6 +132,115 @@ fn every_mesh_reads_what_every_other_one_wrote_bit_for_bit() {
             }
         }
     }
+}
+
+/// Nothing is sent while a checkpoint is read.
+struct Silent;
+
+impl Transfers for Silent {
+    fn gather(&mut self, _: Vec<f32>) -> Result<(), NnError> {
+        unreachable!("no pass runs")
+    }
+
+    fn gathered(&mut self) -> Result<Vec<Vec<f32>>, NnError> {
+        unreachable!("no pass runs")
+    }
+
+    fn reduce(&mut self, _: Vec<f32>, _: &[Range<usize>]) -> Result<(), NnError> {
+        unreachable!("no pass runs")
+    }
+
+    fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
+        unreachable!("no pass runs")
+    }
+
+    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
+        Ok(own)
+    }
+}
+
+/// A model without its weights, of which this is rank `part` of `parts`.
+fn share(parts: usize, part: usize) -> Model {
+    let mut model = Model::unfilled(config(), &attention()).unwrap();
+    let cutting = Cutting { parts, reshard: Default::default() };
+    model.cut(cutting, part, Box::new(Silent)).unwrap();
+    model
+}
+
+#[test]
+fn ranks_that_share_parameters_load_their_elements_of_what_any_mesh_wrote() {
+    let run = SavedRun::new(1, 20);
+    let mut places = Vec::new();
+    for (_, owned) in &meshes(&run.model) {
+        let dir = tempfile::tempdir().unwrap();
+        places.push((saved(dir.path(), &run, owned), dir));
+    }
+    // One rank's own, too.
+    let dir = tempfile::tempdir().unwrap();
+    places.push((save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap(), dir));
+    for (place, _dir) in &places {
+        for parts in [1, 2, 3, 8] {
+            let mut elems = 0;
+            for part in 0..parts {
+                let mut model = share(parts, part);
+                let read = load_state(place, &mut model, &RULE, Checksums::Verify);
+                let (moments, state) = read.unwrap();
+                assert_eq!(state, run.state);
+                let mut weights = share(parts, part);
+                assert!(load_weights(place, &mut weights, Checksums::Verify).unwrap().is_empty());
+                for p in run.model.parameters() {
+                    for (own, _) in model.share().pieces(&p.place) {
+                        elems += own.len();
+                        let mut values = vec![f32::NAN; own.len()];
+                        let is = |values: &[f32], with: &[f32]| {
+                            let with = with[own.clone()].iter().map(|x| x.to_bits());
+                            values.iter().map(|x| x.to_bits()).eq(with)
+                        };
+                        model.masters(own.start, &mut values).unwrap();
+                        assert!(is(&values, run.model.weights()), "{} of {parts}", p.name);
+                        weights.masters(own.start, &mut values).unwrap();
+                        assert!(is(&values, run.model.weights()), "{} of {parts}", p.name);
+                        let kept = [
+                            (Moment::Mean, &moments.mean, &run.moments.mean),
+                            (Moment::Square, &moments.square, &run.moments.square),
+                        ];
+                        for (moment, found, wanted) in kept {
+                            model.download_moment(moment, found, own.start, &mut values).unwrap();
+                            assert!(is(&values, wanted), "{moment:?} of {} of {parts}", p.name);
+                        }
+                    }
+                }
+            }
+            assert_eq!(elems as u64, run.model.layout().parameter_count(), "{parts} ranks");
+        }
+    }
+}
+
+#[test]
+fn a_rank_does_not_read_the_files_of_others() {
+    let run = SavedRun::new(1, 20);
+    let dir = tempfile::tempdir().unwrap();
+    let owned: Owned = (0..4)
+        .map(|part| {
+            let share = run.model.layout().share(part, 4);
+            share.pieces(&(0..run.model.layout().elems())).into_iter().map(|(own, _)| own).collect()
+        })
+        .collect();
+    let place = saved(dir.path(), &run, &owned);
+    for entry in fs::read_dir(&place).unwrap() {
+        let file = entry.unwrap().path();
+        if file.file_name().unwrap().to_str().unwrap().starts_with("part-00003") {
+            let mut bytes = fs::read(&file).unwrap();
+            bytes.iter_mut().rev().take(40).for_each(|byte| *byte ^= 1);
+            fs::write(&file, bytes).unwrap();
+        }
+    }
+    let load = |part| load_state(&place, &mut share(4, part), &RULE, Checksums::Verify);
+    for part in 0..3 {
+        load(part).unwrap();
+    }
+    let told = load(3).unwrap_err().to_string();
+    assert!(told.contains("part-00003") && told.contains("does not match its checksum"), "{told}");
 }
 
 #[test]

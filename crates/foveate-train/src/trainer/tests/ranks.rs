@@ -605,3 +605,47 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
         assert!(held(4, reshard).iter().all(|&[_, gathered]| gathered == most), "{reshard:?}");
     }
 }
+
+/// A copy of the run in `from`, and of its documents.
+fn copied(from: &Place) -> Place {
+    let to = Place::new();
+    for (path, bytes) in files_of(&from.0.path().join("run")) {
+        let path = to.0.path().join("run").join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    to
+}
+
+#[test]
+fn a_run_goes_on_in_every_mesh_from_what_every_other_one_saved() {
+    let meshes = [
+        (1, "mesh={}"),
+        (2, "mesh={shard=2}"),
+        (3, "mesh={shard=3}"),
+        (2, "mesh={replicate=2}"),
+        (4, "mesh={replicate=2, shard=2}"),
+        (2, "mesh={context=2}"),
+    ];
+    let sets = |steps, mesh| [steps, mesh, "train.batch_rows=4", "train.save_every=0"];
+    let run = |place: &Place, ranks, steps, mesh, start| {
+        all_well(ranks, place, &place.recipe(&sets(steps, mesh)), start).remove(0)
+    };
+    let straight = Place::new();
+    let (whole, alone) = run(&straight, 1, "train.steps=3", "mesh={}", Start::New);
+    let wanted = values_of(&whole.checkpoint);
+    for (ranks, wrote) in meshes {
+        let first = Place::new();
+        run(&first, ranks, "train.steps=2", wrote, Start::New);
+        for (ranks, reads) in meshes {
+            let place = copied(&first);
+            let (summary, log) = run(&place, ranks, "train.steps=3", reads, Start::Resume);
+            let [loss] = values(&log.losses)[..] else { panic!("{wrote} to {reads}: {log:?}") };
+            let off = (loss - values(&alone.losses)[2]).abs();
+            assert!(off < 1e-5, "{wrote} to {reads}: the loss is {off} off");
+            let found = values_of(&summary.checkpoint);
+            let off = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < 1e-4, "{wrote} to {reads}: a weight is {off} off");
+        }
+    }
+}
