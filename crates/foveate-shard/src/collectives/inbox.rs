@@ -87,6 +87,8 @@ struct State {
     queues: HashMap<Way, VecDeque<Sent>>,
     aborted: Option<Abort>,
     left: Vec<bool>,
+    /// Ranks of which nothing more is read.
+    closed: Vec<bool>,
     /// What each rank waits for, as far as it was said: oldest first, with what tells waits apart.
     waits: Vec<Vec<(u64, Wait)>>,
     /// Waits so far.
@@ -104,8 +106,9 @@ pub(super) struct Inbox {
 
 impl Inbox {
     pub fn new(ranks: usize, deadline: Duration) -> Self {
-        let (left, waits) = (vec![false; ranks], vec![Vec::new(); ranks]);
-        let state = Mutex::new(State { left, waits, ..State::default() });
+        let (left, closed) = (vec![false; ranks], vec![false; ranks]);
+        let waits = vec![Vec::new(); ranks];
+        let state = Mutex::new(State { left, closed, waits, ..State::default() });
         Self { state, changed: Condvar::new(), deadline }
     }
 
@@ -141,6 +144,18 @@ impl Inbox {
 
     pub fn has_left(&self, rank: usize) -> bool {
         self.lock().left[rank]
+    }
+
+    /// Nothing more is read from `rank`.
+    pub fn close(&self, rank: usize) {
+        self.lock().closed[rank] = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until nothing more is read from any of `ranks`, at most `patience`.
+    pub fn wait_closed(&self, ranks: &[usize], patience: Duration) {
+        let open = |state: &mut State| ranks.iter().any(|&rank| !state.closed[rank]);
+        drop(self.changed.wait_timeout_while(self.lock(), patience, open));
     }
 
     /// What `rank` waits for longest, if it waits.

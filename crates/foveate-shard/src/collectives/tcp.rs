@@ -21,7 +21,7 @@ use crate::error::ShardError;
 /// How often a rank says that it lives, and how often a reader looks up.
 const BEAT: Duration = Duration::from_millis(500);
 
-/// How long an abort waits for a write to the same rank to end.
+/// How long an abort waits for a write to the same rank to end, and for the others to have read why.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What opens every frame: what it is, the kind of collective, the group, the number of the
@@ -145,7 +145,10 @@ impl Tcp {
         for (peer, stream) in readers {
             let links = Arc::clone(&links);
             let name = format!("from rank {peer}");
-            let read = move || links.read(peer, stream, silence);
+            let read = move || {
+                links.read(peer, stream, silence);
+                links.inbox.close(peer);
+            };
             std::thread::Builder::new().name(name).spawn(read)?;
         }
         let (beating, stopped) = channel::<()>();
@@ -169,6 +172,11 @@ impl Tcp {
 impl Drop for Tcp {
     fn drop(&mut self) {
         self.links.tell(Frame::Leave, &Why::wrong(""));
+        // A connection that is closed while bytes of the other rank lie unread is reset, and what was
+        // told last may be lost with it. The others end theirs when they have read it.
+        if self.links.inbox.aborted().is_some() {
+            self.links.inbox.wait_closed(&self.links.others(), PATIENCE);
+        }
     }
 }
 
@@ -189,8 +197,12 @@ impl Wire for Tcp {
         let written = stream.write_all(&header.encode()).and_then(|()| stream.write_all(&bytes));
         drop(stream);
         let Err(error) = written else { return Ok(()) };
-        // The reader of the same connection may know more than that it broke.
+        // What the reader of the same connection comes to says more than that it broke: why the other
+        // rank ended is on its way, or was read and not yet told.
         let inbox = &self.links.inbox;
+        if !timed_out(&error) {
+            inbox.wait_closed(&[way.to], PATIENCE);
+        }
         let why = match timed_out(&error) {
             true => format!(
                 "rank {} could not send {len} bytes to rank {} in {:?}",
@@ -212,6 +224,10 @@ impl Wire for Tcp {
 }
 
 impl Links {
+    fn others(&self) -> Vec<usize> {
+        (0..self.writers.len()).filter(|&rank| rank != self.rank).collect()
+    }
+
     fn each(&self, act: impl Fn(&Writer)) {
         self.writers.iter().flatten().for_each(act);
     }
@@ -333,4 +349,43 @@ fn fill(stream: &mut TcpStream, mut into: &mut [u8], silence: Duration) -> Resul
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    /// What rank 0 is told where rank 1 ends right after it told `why`, with bytes that it has not
+    /// read: the connection is reset, and a write fails while what was told may not be read yet.
+    fn told_by_a_write(why: &str) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut other, _) = listener.accept().unwrap();
+        let long = Duration::from_secs(30);
+        let wire = Tcp::new(0, vec![None, Some(own)], [long; 2]).unwrap();
+        std::thread::scope(|scope| {
+            let sending = scope.spawn(|| {
+                let way = Way { group: 0, from: 0, to: 1 };
+                let some = |number| Sent { kind: Kind::AllReduce, number, bytes: vec![0; 1 << 16] };
+                (1..).find_map(|number| wire.send(way, some(number)).err()).unwrap().to_string()
+            });
+            other.read_exact(&mut [0; 100]).unwrap();
+            let header = Header { number: 1, ..Header::of(Frame::Abort, why.len()) };
+            other.write_all(&[&header.encode()[..], why.as_bytes()].concat()).unwrap();
+            drop(other);
+            sending.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_write_to_a_rank_that_has_ended_tells_why_it_ended() {
+        let why = "rank 2 is gone: its connection to rank 1 has ended";
+        // Many at once, so that readers come late.
+        std::thread::scope(|scope| {
+            for _ in 0..64 {
+                scope.spawn(|| (0..10).for_each(|_| assert_eq!(told_by_a_write(why), why)));
+            }
+        });
+    }
 }
