@@ -246,7 +246,9 @@ fn a_rank_that_hangs_is_named_by_the_others_and_in_their_logs() {
     signal("-CONT", &last);
     assert_eq!(last.wait_with_output().unwrap().status.code(), Some(75));
     let out = compared(&["--last", "2"]);
-    assert!(out.contains("rank 2 ") && out.contains("all-reduce"), "{out}");
+    let of_rank_2 = out.lines().skip_while(|line| !line.starts_with("rank 2  ")).skip(1);
+    assert_eq!(of_rank_2.filter(|line| line.contains(" among [")).count(), 2, "{out}");
+    assert!(out.contains("has not ended, among [0, 1, 2]"), "{out}");
     let json: serde_json::Value = serde_json::from_str(&compared(&["--json"])).unwrap();
     assert_eq!((&json["ranks"], &json["silent"]), (&3.into(), &serde_json::json!([])));
     // The next attempt begins without them.

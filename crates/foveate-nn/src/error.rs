@@ -51,8 +51,13 @@ pub enum NnErrorKind {
     #[error("{0}")]
     Device(String),
     /// What the ranks of a run do together in a step failed.
-    #[error("{0}")]
-    Ranks(String),
+    #[error("{message}")]
+    Ranks {
+        /// What, and on which rank.
+        message: String,
+        /// Whether a rank is gone, silent or late, so that the same ranks may go on, started again.
+        lost: bool,
+    },
     /// A parameter or a gradient that the model does not have in this shape.
     #[error("parameter `{name}`: {reason}")]
     Parameter {

@@ -80,7 +80,7 @@ impl<B: Blocks> Model<B> {
         self.check_parameters()?;
         if self.is_cut() {
             let reason = "the parameters are cut over ranks; generate from a checkpoint on one";
-            return Err(NnErrorKind::Ranks(reason.to_owned()).into());
+            return Err(NnErrorKind::Ranks { message: reason.to_owned(), lost: false }.into());
         }
         let limit = self.config.max_position_embeddings;
         if capacity == 0 || capacity > limit {

@@ -15,7 +15,7 @@ impl ShardError {
     }
 
     /// An error that says `message`, of ranks that are gone, silent or late.
-    pub(crate) fn lost(message: impl Into<String>) -> Self {
+    pub fn lost(message: impl Into<String>) -> Self {
         Self { message: message.into(), lost: true }
     }
 

@@ -12,7 +12,7 @@ use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, Tensor};
 use foveate_nn::{
     AttentionProgram, Blocks, ContextAttention, ContextLayer, LearnedBuffer, Model, NnError,
-    NnErrorKind, PackedHeads,
+    PackedHeads,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
@@ -24,6 +24,7 @@ use foveate_shard::{
 use crate::error::TrainError;
 use crate::pack::Packed;
 use crate::ranks::{ROWS, Ranks};
+use crate::transfers::of_ranks;
 
 /// Whether a rank cannot compute on its rows alone: other ranks of `mesh` have tokens of them, or what
 /// `model` computes depends on which rows of the batch they are, or on the others.
@@ -290,7 +291,7 @@ impl ContextAttention for ContextBatch {
         out: &mut [f32],
     ) -> Result<(), NnError> {
         let began = Instant::now();
-        let ran = self.run_forward(layer, qkv, out).map_err(of);
+        let ran = self.run_forward(layer, qkv, out).map_err(|e| of_ranks(&e));
         self.seconds += began.elapsed().as_secs_f64();
         ran
     }
@@ -303,7 +304,7 @@ impl ContextAttention for ContextBatch {
         d_learned: &mut [f32],
     ) -> Result<(), NnError> {
         let began = Instant::now();
-        let ran = self.run_backward(layer, d_out, d_qkv, d_learned).map_err(of);
+        let ran = self.run_backward(layer, d_out, d_qkv, d_learned).map_err(|e| of_ranks(&e));
         self.seconds += began.elapsed().as_secs_f64();
         ran
     }
@@ -366,10 +367,6 @@ fn proven<B: Blocks>(
         .prove(&planes, &Limits::default())
         .map_err(|e| ShardError::new(format!("the plan of a batch is wrong: {e}")))?;
     Ok((Arc::new(proven), programs))
-}
-
-fn of(error: ShardError) -> NnError {
-    NnErrorKind::Ranks(error.to_string()).into()
 }
 
 /// Heads `[rows, heads, len, dim]` into packed rows of `width`, from head `first` on.

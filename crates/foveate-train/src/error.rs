@@ -138,7 +138,12 @@ impl From<TrainErrorKind> for TrainError {
 impl From<foveate_nn::NnError> for TrainError {
     fn from(e: foveate_nn::NnError) -> Self {
         match e.kind() {
-            foveate_nn::NnErrorKind::Ranks(message) => ShardError::new(message).into(),
+            foveate_nn::NnErrorKind::Ranks { message, lost: true } => {
+                ShardError::lost(message).into()
+            }
+            foveate_nn::NnErrorKind::Ranks { message, lost: false } => {
+                ShardError::new(message).into()
+            }
             _ => Self::model(e),
         }
     }

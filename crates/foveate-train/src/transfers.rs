@@ -158,6 +158,6 @@ impl<T: Send + 'static, R: Send + 'static> Worker<T, R> {
     }
 }
 
-fn of_ranks(e: &ShardError) -> NnError {
-    NnErrorKind::Ranks(e.to_string()).into()
+pub(crate) fn of_ranks(e: &ShardError) -> NnError {
+    NnErrorKind::Ranks { message: e.to_string(), lost: e.is_lost() }.into()
 }

@@ -161,9 +161,7 @@ impl Run<'_> {
             let queued = part(&model, rows, &mut gradients, &mut totals)?;
             let elsewhere = rows.labelled() - queued.tokens;
             model
-                .reduce(&mut gradients, |v| {
-                    sum(v).map_err(|e| NnErrorKind::Ranks(e.to_string()).into())
-                })
+                .reduce(&mut gradients, |v| sum(v).map_err(|e| of_ranks(&e)))
                 .map_err(|e: NnError| ShardError::new(e.to_string()))?;
             model.count(&mut totals, elsewhere).unwrap();
             let step =
